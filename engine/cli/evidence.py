@@ -79,7 +79,7 @@ def _receipt(a: argparse.Namespace) -> int:
     from engine.log.folder import open_run
     from engine.log.text import one_line
     from engine.receipts.context import view_of
-    from engine.receipts.receipt import check_receipt, not_looked_at, read_receipt_or_facts
+    from engine.receipts.receipt import check_receipt, not_compared, read_receipt_or_facts
     from engine.receipts.text import receipt_lines
     from engine.verdict import lowest
 
@@ -88,7 +88,7 @@ def _receipt(a: argparse.Namespace) -> int:
     receipt, is_receipt = read_receipt_or_facts(folder, view)
     checks = check_receipt(folder, receipt, view) if is_receipt else {}
     verdict = lowest(checks.values())
-    left = not_looked_at(folder, receipt) if is_receipt else []
+    left = not_compared(folder, receipt) if is_receipt else []
     if a.json:
         said = {n: {"level": v.level.name.lower(), "reason": v.reason} for n, v in checks.items()}
         level = verdict.level.name.lower()

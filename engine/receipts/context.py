@@ -1,12 +1,12 @@
-"""What is captured beside a run: its settings, its machine, the origin of its code, and how it ended.
+"""Collect the context of a run: its settings, its machine, the origin of its code, and how it ended.
 
-From the run itself, as of that time: settings and their hash, versions, device facts, decisions, the end,
-receipt, stacks, and what it printed. From the present, and labelled so: environment, packages, the state of
-the project's checkout, and the kernel's log over the time of the run.
+From the run itself, as logged: settings and their hash, versions, device facts, decisions, the end, receipt,
+stacks, and its output. From the present, and labelled as such: environment, packages, the state of the
+project's checkout, and the kernel's log over the time of the run.
 
 A checkout is identified by its commit and, when files differ from it, by one hash over the diff and the
-untracked files. The diff itself is not kept. Of the environment, only listed variables that change how a run
-computes are taken, and they pass through `redact`.
+untracked files. The diff itself is not kept. Only listed environment variables that change how a run
+computes are recorded, after `redact`.
 
 A missing value is recorded with its reason: `{"commit": null, "why": "not a git checkout"}`.
 """
@@ -37,22 +37,22 @@ from engine.spec import settings_sha256
 from engine.version import VERSION
 
 _GIT_LIMIT_S = 20.0
-_UNKNOWN_FILES_HASHED = 2000
+_UNTRACKED_FILES_HASHED = 2000
 _LARGEST_HASHED_BYTES = 8 << 20
 
 
 def view_of(run: RunFolder) -> RunView:
-    """The run's view, as far as its logs can be read."""
+    """Read the run's logs as far as possible, and return its view."""
     follower = Follower(run)
-    # For a log with a fault, keep the lines before it.
+    # Keep the lines before a fault in a log.
     with contextlib.suppress(RunLogError):
         follower.read_all()
     return follower.view
 
 
 def spec_hash(run: RunFolder) -> dict[str, Any]:
-    """The hash of the settings after defaults: as recorded, and recomputed from the settings beside it. Those
-    are hashed as written, so a setting that was added to the tool since does not change the result."""
+    """Return the hash of the settings after defaults, as recorded and recomputed from the recorded settings. They
+    are hashed as written, so that a setting added to the engine since then does not change the result."""
     try:
         effective = run.read_effective()
         recorded = effective.get("spec_sha256")
@@ -72,7 +72,7 @@ def sessions_of(run: RunFolder) -> list[dict[str, Any]]:
 
 
 def session_as_opened(event: LogOpened) -> dict[str, Any]:
-    """Return what a receipt says of a session."""
+    """Return the entry of a session in a receipt."""
     kept = {"unix_s": event.unix_s, "boot_id": event.boot_id, "pid": event.pid}
     return {"opened": now_utc(event.unix_s), **kept}
 
@@ -97,7 +97,7 @@ def plain(value: Any) -> Any:
 def allowed_environment(
     environ: Mapping[str, str] | None = None, redactor: Redactor | None = None
 ) -> dict[str, Any]:
-    """Return the listed variables by name, redacted, and how many secrets were replaced in them."""
+    """Return the listed variables by name, redacted, and the number of replaced secrets."""
     environ = os.environ if environ is None else environ
     redactor = redactor or Redactor(environ)
     variables: dict[str, str] = {}
@@ -112,7 +112,7 @@ def allowed_environment(
 
 
 def package_versions() -> dict[str, str | None]:
-    """Versions of the tool and of the packages it depends on."""
+    """Return the versions of the engine and of the packages that it depends on."""
     return {"engine": VERSION, **installed_versions(PACKAGES)}
 
 
@@ -128,7 +128,7 @@ def checkout_state(
     try:
         commit = _git(folder, "rev-parse", "--verify", "HEAD").decode().strip()
         if only and not _git(folder, "ls-files", *path):
-            # A checkout that merely surrounds the folder, such as a project around its .venv.
+            # The checkout contains the folder but does not track it, such as a project with its .venv.
             return nothing | {"why": "its files are in no git checkout"}
         changed = _git(folder, "diff", "HEAD", "--name-only", "-z", *path).split(b"\0")[:-1]
         unknown = _git(folder, "ls-files", "--others", "--exclude-standard", "-z", *path)
@@ -151,8 +151,8 @@ def checkout_state(
 
 
 def engine_source(since_unix_s: float | None = None) -> dict[str, Any]:
-    """The tool itself: its version, and its checkout if it runs from one. With `since_unix_s`, also which of
-    its files changed after that time; then the state on disk is not the code that the process loaded."""
+    """Describe the engine: its version, and its checkout if it runs from one. With `since_unix_s`, also list its files
+    that changed after that time: the state on disk then differs from the code that the process loaded."""
     package = Path(engine.__file__).resolve().parent
     state: dict[str, Any] = {"version": VERSION}
     state |= checkout_state(package.parent, only=package.name)
@@ -180,8 +180,8 @@ def _git(folder: Path, *arguments: str) -> bytes:
 
 
 def _hash_difference(folder: Path, difference: bytes, names: list[bytes]) -> str:
-    """Hash the diff, then name and content of each untracked file. For a big file, and after the first
-    thousands, the size is hashed instead of the content."""
+    """Hash the diff, then the name and content of each untracked file. For a file above `_LARGEST_HASHED_BYTES`, and
+    after the first `_UNTRACKED_FILES_HASHED` files, hash the size instead of the content."""
     digest = hashlib.sha256(difference)
     for number, name in enumerate(names):
         file = folder / os.fsdecode(name)
@@ -190,7 +190,7 @@ def _hash_difference(folder: Path, difference: bytes, names: list[bytes]) -> str
             continue
         size = file.stat().st_size
         digest.update(str(size).encode())
-        if number < _UNKNOWN_FILES_HASHED and size <= _LARGEST_HASHED_BYTES:
+        if number < _UNTRACKED_FILES_HASHED and size <= _LARGEST_HASHED_BYTES:
             digest.update(file.read_bytes())
     return digest.hexdigest()
 

@@ -1,15 +1,14 @@
-"""The facts that a run's folder proves about the run: the torch-free half of a run receipt, and its
-verification.
+"""Collect the facts that a run's folder proves about the run, and compare a receipt with them. No torch.
 
-`facts_of` reads a run's logs and settings; the trainer adds what only it knows and writes receipt.json
-(`engine.train.finish`). A run that was killed has no receipt, but `facts_of` gives the same facts up to
-where it stopped. `check_receipt` compares a receipt with the files beside it.
+`facts_of` reads a run's logs and settings; the trainer adds its own facts and writes receipt.json
+(`engine.train.finish`). A run that was killed has no receipt, but `facts_of` returns the same facts up to
+where it stopped. `check_receipt` compares a receipt with the files of its run folder.
 
 Identity fields come first: tool, config, seeds, data, weights, device, environment, times, outcome. Then
-comes what was done: decisions, rows, lineage of checkpoints, and `differences`: every setting whose effective
-value differs from the requested one, with the reason. Requested means spec.toml with the settings of the
-command line on top. Effective means the settings after parsing, the choices made for `auto`, and what the log
-records as built and done. Nothing is copied from the request where the log records what was done.
+come decisions, rows, lineage of checkpoints, and `differences`: every setting whose effective value differs
+from the requested one, with the reason. Requested means spec.toml overridden by the settings of the command
+line. Effective means the settings after parsing, the choices made for `auto`, and the values that the log
+records. Nothing is copied from the request where the log records the value.
 """
 
 from __future__ import annotations
@@ -45,26 +44,26 @@ from engine.terminal import clipped
 from engine.verdict import Level, Verdict
 
 _READ_BYTES = 1 << 20
-_AGREEING = (
+_COMPARED_FACTS = (
     *("config", "seeds", "data", "weights", "device", "decisions"),
     *("rows", "lineage", "differences"),
 )
-"""Facts that must be the same in a receipt and in the logs."""
-_IN_RECEIPT = {
+"""Names of the facts that must be equal in a receipt and in the logs."""
+_RECEIPT_NAMES = {
     **{"device": "device_facts", "device of the steps": "device"},
     **{"settings": "spec", "folder of the student": "student"},
 }
-"""Facts whose name in a receipt is another."""
-_OWN_PACE = frozenset(
+"""Names in a receipt of facts that have another name there."""
+_UNSEALED = frozenset(
     {
         *("notes.json", "verified.json", "memory.held", "reserve", "stop-asked"),
         *("stacks", "ranks", "flight", "columns"),
     }
 )
-"""Files and folders of a run folder that are written beside training, and after it."""
-LATE_S = 30.0
-"""A log may lack this much of the time before its receipt: it is written by another process."""
-_FACTS_OF_A_GPU = ("uuid", "name", "compute_capability", "integrated", "total_bytes")
+"""Names of the files and folders of a run folder that other processes write, during training and after it."""
+LOG_DELAY_S = 30.0
+"""Maximum time between the end of a log and its receipt, in seconds: another process writes the log."""
+_GPU_FACTS = ("uuid", "name", "compute_capability", "integrated", "total_bytes")
 
 
 class _File(msgspec.Struct):
@@ -138,28 +137,28 @@ def facts_of(run: RunFolder, view: RunView) -> dict[str, Any]:
 
 
 def logs_of(run: RunFolder) -> tuple[Path, ...]:
-    """Return the files of a run that only grow."""
+    """Return the append-only files of a run."""
     return run.events, run.device, run.watch, run.stderr
 
 
 def facts_sha256(facts: dict[str, Any], names: Sequence[str]) -> dict[str, str]:
-    """Return the hash of each of the facts that a receipt has under one of these names."""
+    """Return the hash of each fact that a receipt has under one of these names."""
     return {
         name: digest(canonical(facts[name]))
-        for name in _AGREEING
-        if _IN_RECEIPT.get(name, name) in names
+        for name in _COMPARED_FACTS
+        if _RECEIPT_NAMES.get(name, name) in names
     }
 
 
 def _fields(event: Event | None) -> dict[str, Any] | None:
-    """The fields of an event, without its place in the log."""
+    """Return the fields of an event without its sequence number and time."""
     if event is None:
         return None
     return {k: v for k, v in plain(event).items() if k not in ("seq", "t_s")}
 
 
 def device_of(view: RunView) -> dict[str, Any]:
-    """Driver, CUDA and GPUs, from the device facts that the supervisor logged. A missing reading has its
+    """Return driver, CUDA and GPUs from the device facts that the supervisor logged; a missing reading has its
     reason."""
     facts = view.facts
     if facts is None:
@@ -178,7 +177,7 @@ def device_of(view: RunView) -> dict[str, Any]:
         "machine": facts.get("machine"),
         "kernel": facts.get("kernel"),
         "gpus": {
-            gpu: {f: reading(f"{gpu}_{f}") for f in _FACTS_OF_A_GPU if f"{gpu}_{f}" in facts}
+            gpu: {f: reading(f"{gpu}_{f}") for f in _GPU_FACTS if f"{gpu}_{f}" in facts}
             for gpu in gpus
         },
     }
@@ -206,7 +205,7 @@ def lineage_of(run: RunFolder) -> list[dict[str, Any]]:
 
 
 def digest_of_log(path: Path) -> dict[str, Any] | None:
-    """Size and hash of a log as it is now. A log only grows, so these stay valid for its beginning."""
+    """Return the current size and hash of a log. A log only grows, so they stay valid for its first bytes."""
     if not path.is_file() or (size := path.stat().st_size) > LOG_FILE.most:
         return None
     return {"bytes": size, "sha256": _sha256(path, LOG_FILE, size)}
@@ -223,8 +222,7 @@ def _digest_of_file(file: Path) -> dict[str, Any]:
 
 
 def digest_rest(run: RunFolder) -> dict[str, dict[str, Any]]:
-    """Size and hash of every file of a run folder that is neither a log, nor of the student or a checkpoint, nor
-    written at a pace of its own."""
+    """Return size and hash of every file of a run folder except logs, the student, checkpoints and unsealed files."""
     return {
         name: _digest_of_file(run.path / name)
         for name in _names(run)
@@ -234,10 +232,10 @@ def digest_rest(run: RunFolder) -> dict[str, dict[str, Any]]:
 
 
 def _names(run: RunFolder) -> list[str]:
-    """The files of a run folder that a receipt answers for, as paths in it."""
+    """Return the files of a run folder that a receipt covers, as paths in it."""
     files = (path for path in run.path.rglob("*") if path.is_symlink() or not path.is_dir())
     parts = (path.relative_to(run.path).parts for path in files)
-    ours = (one for one in parts if one[0] not in _OWN_PACE and one != (run.receipt.name,))
+    ours = (one for one in parts if one[0] not in _UNSEALED and one != (run.receipt.name,))
     return sorted("/".join(one) for one in ours)
 
 
@@ -262,15 +260,16 @@ def differences(run: RunFolder, view: RunView) -> list[Difference]:
     """List the settings whose effective value differs from the requested one, in the order of the settings."""
     effective = effective_of(run)
     spec = _flat(effective.get("spec") or {})
-    found = list(_settled(_requested(run, effective), spec))
+    found = list(_changed_in_parsing(_requested(run, effective), spec))
     for decision in view.decisions:
         asked = spec.get(decision.knob)
         if asked is not None and str(asked) != decision.choice:
             found.append(Difference(decision.knob, asked, decision.choice, decision.reason))
-    return found + list(_done_otherwise(spec, view))
+    return found + list(_changed_in_run(spec, view))
 
 
-def _settled(requested: dict[str, Any], spec: dict[str, Any]) -> Iterator[Difference]:
+# The reasons below are compared with those in stored receipts: a new wording would fail every older receipt.
+def _changed_in_parsing(requested: dict[str, Any], spec: dict[str, Any]) -> Iterator[Difference]:
     for key, value in requested.items():
         if key not in spec or spec[key] == value:
             continue
@@ -284,8 +283,8 @@ def _settled(requested: dict[str, Any], spec: dict[str, Any]) -> Iterator[Differ
         yield Difference(key, value, took, why)
 
 
-def _done_otherwise(spec: dict[str, Any], view: RunView) -> Iterator[Difference]:
-    """Yield what the run did otherwise than its settings ask."""
+def _changed_in_run(spec: dict[str, Any], view: RunView) -> Iterator[Difference]:
+    """Yield the differences between the settings and the run."""
     trains = any(key.startswith("train.") for key in spec)
     steps = spec.get("train.steps")
     if trains and view.last_step != steps:
@@ -312,7 +311,7 @@ def _flat(tree: dict[str, Any]) -> dict[str, Any]:
 
 
 def _requested(run: RunFolder, effective: dict[str, Any]) -> dict[str, Any]:
-    """The requested settings: spec.toml, overridden by the command line."""
+    """Return the requested settings: spec.toml, overridden by the command line."""
     asked: dict[str, Any] = {}
     with contextlib.suppress(BadInput):
         asked = _flat(read_spec(run.spec)[0])
@@ -324,7 +323,7 @@ def _requested(run: RunFolder, effective: dict[str, Any]) -> dict[str, Any]:
 
 
 def effective_of(run: RunFolder) -> dict[str, Any]:
-    """The content of effective.json: a run's settings by section, and more; empty when it cannot be read."""
+    """Return the content of effective.json, such as a run's settings by section; empty when it cannot be read."""
     try:
         found = run.read_effective()
     except RunLogError:
@@ -360,27 +359,25 @@ def _tokens_trained(view: RunView) -> int:
 
 
 def _not_applied(view: RunView) -> set[int]:
-    """Return the steps with a number that was not finite, whose update was left out."""
+    """Return the steps whose update was skipped because a number was not finite."""
     of_weights = ("heldout_loss", "weight_norm")
     return {event.step for event in view.non_finite if event.id not in of_weights}
 
 
-# A receipt against the files beside it
+# A receipt compared with the files of its run folder
 
 
 def check_receipt(run: RunFolder, receipt: dict[str, Any], view: RunView) -> dict[str, Verdict]:
-    """Compare everything in a receipt that can be compared with the run's folder without torch.
+    """Compare everything in a receipt that can be compared with the run folder without torch.
 
-    `not_looked_at` says what is not checked. Nothing here is a signature: a folder in which everything was made anew,
-    log and receipt too, agrees with itself.
+    `not_compared` lists the rest. A receipt is no signature: a folder whose logs and receipt were all rewritten agrees
+    with itself.
     """
     recorded = view.receipt.sha256 if view.receipt is not None else None
     out = {
-        "receipt": Verdict(Level.UNKNOWN, "the log does not say which receipt was written")
+        "receipt": Verdict(Level.UNKNOWN, "the log does not record the hash of a receipt")
         if recorded is None
-        else _equal(
-            "sha256 of receipt.json, as the log says", recorded, _sha256(run.receipt, RUN_FILE)
-        ),
+        else _equal("sha256 of receipt.json, as logged", recorded, _sha256(run.receipt, RUN_FILE)),
         "spec": _equal(
             "hash of effective.json's settings", receipt.get("spec_sha256"), spec_hash(run)["found"]
         ),
@@ -388,7 +385,7 @@ def check_receipt(run: RunFolder, receipt: dict[str, Any], view: RunView) -> dic
     logs = {path.name: path for path in logs_of(run)}
     for name, log in (receipt.get("logs") or {}).items():
         if name not in logs:
-            out[name] = Verdict(Level.FAIL, f"{name}: expected a log of a run")
+            out[name] = Verdict(Level.FAIL, f"{name}: expected the name of a run's log")
         elif log is not None:
             found = _sha256(logs[name], LOG_FILE, log["bytes"])
             text = f"first {log['bytes']} bytes of {name}"
@@ -409,7 +406,7 @@ def check_receipt(run: RunFolder, receipt: dict[str, Any], view: RunView) -> dic
 
 
 def _ends_early(log: Path, covered: int, receipt: dict[str, Any]) -> str:
-    """Say in what way the hashed beginning of a log is not all of it at the time of the receipt; empty when it is."""
+    """Describe how the hashed first bytes of a log lack lines from before the receipt; empty when they have all."""
     if log.suffix != ".jsonl":
         return ""
     ended_unix_s, offset = receipt.get("finished_unix_s") or 0.0, 0
@@ -418,53 +415,57 @@ def _ends_early(log: Path, covered: int, receipt: dict[str, Any]) -> str:
             if offset < covered:
                 offset += len(line.raw) + 1
                 continue
-            if isinstance(line.event, StudentSaved) or line.unix_s < ended_unix_s - LATE_S:
-                return f"line {line.event.seq} is of before the receipt"
+            if isinstance(line.event, StudentSaved) or line.unix_s < ended_unix_s - LOG_DELAY_S:
+                return (
+                    f"line {line.event.seq} was written before the receipt but is not covered by it"
+                )
     except RunLogError as error:
         return error.message
-    return "" if offset == covered > 0 else "they end within a line, or before the first"
+    return (
+        "" if offset == covered > 0 else "the covered bytes end within a line or before the first"
+    )
 
 
 def _every_file(run: RunFolder, receipt: dict[str, Any], names: Sequence[str]) -> Verdict:
-    """Find files, of those in the run folder, that the receipt does not name."""
+    """Fail for files in the run folder that the receipt does not list."""
     if receipt.get("files") is None:
-        return Verdict(Level.UNKNOWN, "files of the folder: the receipt does not name them all")
+        return Verdict(Level.UNKNOWN, "files of the folder: the receipt does not list them")
     named = {*receipt["files"], *(receipt.get("logs") or {})}
     named |= {f"{run.student.name}/{name}" for name in receipt.get("student_files") or {}}
     there = [name for name in names if not name.startswith(f"{run.checkpoints.name}/")]
     if extra := [name for name in there if name not in named]:
-        more = f" and {len(extra) - 1} more" if len(extra) > 1 else ""
+        rest = f" and {len(extra) - 1} more" if len(extra) > 1 else ""
         return Verdict(
             Level.FAIL,
-            f"{extra[0]}{more}: the receipt names no such file; move what is yours out of the run",
+            f"{extra[0]}{rest}: the receipt does not list this file; move your own files out of the run folder",
         )
-    return Verdict(Level.PASS, f"{len(there)} files, and none that the receipt does not name")
+    return Verdict(Level.PASS, f"the receipt lists all {len(there)} files")
 
 
-def not_looked_at(run: RunFolder, receipt: dict[str, Any]) -> list[str]:
-    """Say what `check_receipt` does not compare."""
+def not_compared(run: RunFolder, receipt: dict[str, Any]) -> list[str]:
+    """List the parts of a run that `check_receipt` does not compare."""
     out = [
-        f"{name}: what it says after its first {log['bytes']} bytes"
+        f"{name}: lines after its first {log['bytes']} bytes"
         for name, log in (receipt.get("logs") or {}).items()
         if log is not None
         and (run.path / name).is_file()
         and log["bytes"] < (run.path / name).stat().st_size
     ]
     if run.checkpoints.is_dir():
-        out.append("checkpoints: their contents, beyond the manifests")
+        out.append("checkpoints: their contents, except the manifests")
     out += [
-        f"{name}: written beside training, or after it"
-        for name in sorted(_OWN_PACE)
+        f"{name}: written by other processes, during training or after it"
+        for name in sorted(_UNSEALED)
         if (run.path / name).exists()
     ]
-    return [*out, "the machine, the tool and the environment of that time"]
+    return [*out, "the machine, the engine and the environment at the time of the run"]
 
 
 def check_student_files(run: RunFolder, receipt: dict[str, Any]) -> dict[str, Verdict]:
     """Compare the files of the student with the hashes in a receipt."""
     out = {}
     for name, recorded in (receipt.get("student_files") or {}).items():
-        # A name that leads out of the folder is no file of the student.
+        # A name with a path could point outside the student's folder.
         inside = name not in ("", ".", "..") and "/" not in name
         found = _sha256(run.student / name, STUDENT_FILE) if inside else None
         out[f"student/{name}"] = _equal(f"sha256 of {name}", recorded["sha256"], found)
@@ -486,7 +487,7 @@ def _agreement(run: RunFolder, receipt: dict[str, Any], view: RunView) -> dict[s
         "rows_trained": facts["rows"]["rows_trained"],
         "tokens_trained": _tokens_trained(view),
         "best_step": next((c.step for c in reversed(view.checkpoints) if c.best), None),
-    } | {name: facts[name] for name in _AGREEING}
+    } | {name: facts[name] for name in _COMPARED_FACTS}
     seed = facts["seeds"]["train.seed"]
     found["seeds"] |= {"torch.manual_seed": seed, "philox_key_of_the_order": [seed, "epoch"]}
     found["outcome"] = view.finished.state if view.finished is not None else "completed"
@@ -501,20 +502,22 @@ def _agreement(run: RunFolder, receipt: dict[str, Any], view: RunView) -> dict[s
         found |= {"packages": versions | {"python": started.python}}
         found |= {"tool": {"version": started.engine}}
     if "redacted" not in receipt:
-        # Texts, in which a secret is replaced; the hash of the settings is of what they were.
+        # In texts secrets are replaced; the hash of the settings is that before redaction.
         found |= {"settings": effective_of(run).get("spec")}
         found |= {"folder of the student": None if view.student is None else view.student.path}
     found = json.loads(json.dumps(found))
     whole = receipt.get("whole_sha256") or {}
     out = {}
     for name, value in found.items():
-        recorded = receipt.get(_IN_RECEIPT.get(name, name))
+        recorded = receipt.get(_RECEIPT_NAMES.get(name, name))
         if isinstance(recorded, dict) and isinstance(value, dict):
-            # A receipt may hold more than the logs do.
+            # A receipt may have further keys.
             recorded = {key: recorded.get(key) for key in value}
-        text = f"{name}, as the logs say"
+        text = f"{name}, as logged"
         out[name] = (
-            _equal(f"{text} (redacted, otherwise whole)", whole[name], digest(canonical(value)))
+            _equal(
+                f"{text} (redacted, compared by its hash)", whole[name], digest(canonical(value))
+            )
             if name in whole
             else _equal(text, recorded, value)
         )
@@ -522,7 +525,7 @@ def _agreement(run: RunFolder, receipt: dict[str, Any], view: RunView) -> dict[s
 
 
 def _checkpoints(run: RunFolder, receipt: dict[str, Any]) -> dict[str, Verdict]:
-    """Check the checkpoints of the lineage that still exist; older ones were deleted as newer ones came."""
+    """Compare the manifests of the checkpoints in the lineage that still exist."""
     lineage = receipt.get("lineage") or []
     newest = {entry["step"]: entry for entry in lineage if entry.get("step") is not None}
     out = {}
@@ -536,7 +539,7 @@ def _checkpoints(run: RunFolder, receipt: dict[str, Any]) -> dict[str, Verdict]:
 
 def _equal(what: str, recorded: Any, found: Any) -> Verdict:
     if recorded is None:
-        return Verdict(Level.UNKNOWN, f"{what}: the receipt has none")
+        return Verdict(Level.UNKNOWN, f"{what}: the receipt does not record it")
     if found is None:
         return Verdict(Level.FAIL, f"{what}: expected {_short(recorded)}, found nothing to compare")
     if isinstance(recorded, dict) and isinstance(found, dict):
@@ -566,8 +569,8 @@ def _short(value: Any) -> str:
 
 
 def read_receipt_or_facts(run: RunFolder, view: RunView) -> tuple[dict[str, Any], bool]:
-    """Return the receipt, or the facts so far when there is none; and whether it is a receipt. Raises
-    RunLogError for a malformed receipt."""
+    """Return the receipt, or the facts so far when there is none, and whether it is a receipt. Raises RunLogError for a
+    malformed receipt."""
     receipt = run.read_receipt()
     if receipt is not None:
         try:

@@ -1,4 +1,4 @@
-"""A receipt in words."""
+"""Render a receipt as text."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from itertools import islice
 from typing import Any
 
 _ENTRIES_SHOWN = 200
-"""Entries printed of one part of a receipt, at most."""
+"""Maximum number of entries printed for one part of a receipt."""
 
 
 def receipt_lines(receipt: dict[str, Any]) -> Iterator[str]:
-    """Render a receipt for people: what identifies the run, what it did, and what differs from the request."""
+    """Render a receipt: the identity of the run, its work, and the differences from the request."""
     for name in (
         *("run", "tool", "outcome", "config", "seeds", "data", "weights", "device_facts"),
         *("times", "environment", "rows", "heldout_loss_nats", "lineage"),
@@ -25,15 +25,15 @@ def receipt_lines(receipt: dict[str, Any]) -> Iterator[str]:
         items = value.items() if isinstance(value, dict) else ((None, one) for one in value)
         for key, inner in islice(items, _ENTRIES_SHOWN):
             yield f"  {_compact(inner)}" if key is None else f"  {key}: {_compact(inner)}"
-        if (more := len(value) - _ENTRIES_SHOWN) > 0:
-            yield f"  and {more:,} more"
+        if (hidden := len(value) - _ENTRIES_SHOWN) > 0:
+            yield f"  and {hidden:,} more"
     yield "decisions"
     for made in receipt.get("decisions") or []:
         how = "set by the user" if made["overridden"] else f"because {made['reason']}"
         yield f"  {made['knob']}: {made['choice']}, {how}"
-    yield "asked for, and done otherwise"
+    yield "differences from the requested settings"
     for one in receipt.get("differences") or []:
-        yield f"  {one['key']}: asked {one['requested']}, did {one['effective']} ({one['why']})"
+        yield f"  {one['key']}: requested {one['requested']}, effective {one['effective']} ({one['why']})"
 
 
 def _compact(value: Any) -> str:

@@ -1,9 +1,9 @@
-"""Compare the steps of a record with those of a replay, stage by stage, and say which stage differs first.
+"""Compare the recorded steps with those of a replay, stage by stage, and report the first stage that differs.
 
-On a CPU with the same versions, threads and decisions a replay gives the same bits, and anything else is a difference.
-On a GPU, or with another torch, sums are made in another order, and what that changes is trained on: numbers may then
-differ by a rounding that grows with the steps since both had the same weights. What has no rounding (rows, labels,
-tokens, learning rate) has to be the same everywhere.
+On a CPU with the same versions, threads and decisions a replay gives the same bits; anything else is a difference.
+On a GPU, or with another torch, sums are computed in another order, and later steps train on the result: numbers may
+differ by a rounding error that grows with the steps since both had the same weights. Numbers without rounding (rows,
+labels, tokens, learning rate) must always be equal.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from engine.log.rows import path_of, read_ranks, read_rows
 from engine.verdict import Level, Verdict
 from engine.verify.sessions import NO_STEP_SECTIONS, Session, Stretch
 
-GROWS_FOR = 30
-"""Steps for which rounding is allowed more from step to step."""
-BUILT = (
+MAX_ROUNDING_STEPS = 30
+"""Number of steps over which the tolerance for rounding grows."""
+BUILT_FIELDS = (
     "steps",
     "rows_per_step",
     "seq_len",
@@ -35,23 +35,25 @@ BUILT = (
     "peak_lr",
     "trainable_parameters",
 )
-"""Fields of run_started that the trainer reads back from the objects it has built."""
-DATA = ("train_sha256", "train_tokens", "heldout_sha256", "heldout_tokens")
+"""Names of the fields of run_started that the trainer reads from the objects that it built."""
+DATA_FIELDS = ("train_sha256", "train_tokens", "heldout_sha256", "heldout_tokens")
+"""Names of the compared fields of data_ready."""
 
 
 class Field(NamedTuple):
-    """A number, or some, that a step's record and its replay have to agree in."""
+    """A number or vector in which a recorded step and its replay must agree."""
 
     stage: str
     name: str
     relative: float = 0.0
-    """What rounding may make of it in one step; 0: it has none."""
+    """Relative tolerance per step of rounding; 0 where the field has no rounding."""
     absolute: float = 0.0
+    """Absolute tolerance per step of rounding."""
     of_recorded: bool = False
-    """Whether it is of `Recorded`: then of vectors, by their length."""
+    """Whether the field is a vector of `Recorded`, compared by its norm."""
     first: bool = False
-    """Whether it is compared in the first step alone since both had the same weights, where rounding is allowed. AdamW
-    moves a weight by the sign of its gradient, however small, so that rounding decides what follows."""
+    """Whether the field is compared only in the first step with the same weights, where rounding is allowed. AdamW
+    moves a weight by the sign of its gradient, however small, so rounding decides the later steps."""
 
 
 FIELDS = (
@@ -73,19 +75,21 @@ FIELDS = (
     Field("step_weights", "lr"),
     Field("step_weights", "weight", 1e-6, of_recorded=True, first=True),
 )
-"""In the order in which a step computes them: the first that differs names the stage."""
+"""Compared fields in the order in which a step computes them: the first difference names the stage."""
 ROUNDING = (
-    f"rounding of 0.1 % in losses for each step since both had the same weights, up to {GROWS_FOR}, and 2 % in the "
-    "teacher's hidden states; the student's, its gradients, moments and weights are compared in the first of these"
+    f"losses may differ by 0.1 % for each step since both had the same weights, up to {MAX_ROUNDING_STEPS} steps, and "
+    "the teacher's hidden states by 2 %; the student's hidden states, gradients, moments and weights are compared in "
+    "the first of these steps"
 )
-OF_GRADIENT, OF_RATE = 0.5, 0.3
-"""What rounding may make of a single gradient, of the root mean square of all, and of an update, of the rate."""
+GRADIENT_ROUNDING, UPDATE_ROUNDING = 0.5, 0.3
+"""Tolerance of a single gradient, as a share of the root mean square of all gradients, and of an update, as a share of
+the learning rate."""
 HELDOUT = Field("", "loss", 1e-3, 1e-6)
 
 
 @dataclass(frozen=True, kw_only=True)
 class FirstDifference:
-    """The first step of the record that the replay does not give."""
+    """The first recorded step that differs from the replay."""
 
     step: int
     stage: str
@@ -105,15 +109,15 @@ class FirstDifference:
 
 @dataclass(frozen=True)
 class Compared:
-    """What was found of the steps of a stretch."""
+    """The comparison of the steps of a stretch."""
 
     steps: int
-    """Steps that agree, before the first that differs."""
+    """Number of steps that agree, up to the first that differs."""
     difference: FirstDifference | None
     lacking: Counter[str]
-    """Fields that the record does not have, with in how many steps."""
+    """Number of steps in which the record lacks a field, by field."""
     ended: str = ""
-    """Why the replay has no more steps."""
+    """Reason why the replay has no more steps; empty where it has all."""
 
 
 def compare_steps(record: Stretch, again: Session, *, rounded: bool) -> Compared:
@@ -127,7 +131,7 @@ def compare_steps(record: Stretch, again: Session, *, rounded: bool) -> Compared
             )
             return Compared(done, missing, lacking)
         if now is None:
-            return Compared(done, None, lacking, _why_ended(again))
+            return Compared(done, None, lacking, _reason_for_end(again))
         lacking.update(
             field.name
             for field in FIELDS
@@ -144,14 +148,14 @@ def compare_steps(record: Stretch, again: Session, *, rounded: bool) -> Compared
 def differences(
     record: Stretch, again: Session, step: int, *, rounded: bool
 ) -> Iterator[FirstDifference]:
-    """Yield what differs in a step of both, in the order in which a step computes it."""
+    """Yield the differences in one step, in the order in which a step computes the fields."""
     of_step = record.steps[step], again.steps[step]
     of_recorded = record.recorded.get(step), again.recorded.get(step)
-    since = min(step - record.begin, GROWS_FOR)
+    since = min(step - record.begin, MAX_ROUNDING_STEPS)
     for field in FIELDS:
         pair = of_recorded if field.of_recorded else of_step
         was, now = (getattr(each, field.name, None) for each in pair)
-        # A replay's digest of rows begins with its first step.
+        # The digest of rows is cumulative, and that of a replay begins with its first step.
         if was in (None, []) or now in (None, []) or (field.name == "rows_digest" and record.begin):
             continue
         if rounded and field.first:
@@ -159,18 +163,18 @@ def differences(
                 continue
             if field.name in ("mean", "square", "weight"):
                 was, now = _where_gradients_agree(*of_recorded, was, now)
-        # A teacher is the same in every step.
-        grown = (1 if field.name == "teacher" else since) if rounded else 0
-        if not agrees(field, was, now, grown, _floor(field, of_step[0], again)):
+        # A teacher's rounding does not grow: its weights are the same in every step.
+        rounding_steps = (1 if field.name == "teacher" else since) if rounded else 0
+        if not agrees(field, was, now, rounding_steps, _floor(field, of_step[0], again)):
             yield FirstDifference(
                 step=step, stage=field.stage, field=field.name, recorded=was, replayed=now
             )
 
 
-def _why_ended(again: Session) -> str:
+def _reason_for_end(again: Session) -> str:
     ended = again.finished
     if ended is None:
-        return "nobody saw it end"
+        return "its log has no end"
     if ended.state == "completed":
         return f"the settings end at step {again.last_step}"
     return ended.reason or ended.state
@@ -179,7 +183,7 @@ def _why_ended(again: Session) -> str:
 def _where_gradients_agree(
     record: Any, again: Any, was: list[float], now: list[float]
 ) -> tuple[list[float], list[float]]:
-    """Return those numbers of a moment or a weight whose gradient is more than rounding."""
+    """Return the numbers of a moment or a weight whose gradients agree within 5 %, in both records."""
     pairs = zip(record.gradient, again.gradient, strict=True)
     kept = [abs(one - other) <= 0.05 * abs(one) for one, other in pairs] or [False] * len(was)
     one, other = (list(itertools.compress(each, kept)) for each in (was, now))
@@ -187,24 +191,28 @@ def _where_gradients_agree(
 
 
 def _floor(field: Field, step: StepDone, again: Session) -> float:
-    """Return what rounding may make of a single gradient or weight, however small it is."""
+    """Return the absolute tolerance of a single gradient or weight."""
     if field.name == "gradient" and again.started is not None:
-        return OF_GRADIENT * (step.grad_norm or 0.0) / math.sqrt(again.started.trainable_parameters)
-    return OF_RATE * (step.lr or 0.0) if field.name == "weight" else 0.0
+        return (
+            GRADIENT_ROUNDING
+            * (step.grad_norm or 0.0)
+            / math.sqrt(again.started.trainable_parameters)
+        )
+    return UPDATE_ROUNDING * (step.lr or 0.0) if field.name == "weight" else 0.0
 
 
-def agrees(field: Field, was: Any, now: Any, grown: int, floor: float = 0.0) -> bool:
-    """Whether a number, or a vector, of the record is that of the replay, give or take `grown` times one step's
-    rounding, and `floor`; with 0 to the bit, with both NaN as the same."""
+def agrees(field: Field, was: Any, now: Any, rounding_steps: int, floor: float = 0.0) -> bool:
+    """Return whether a number or vector of the record agrees with the replay's within `rounding_steps` times the
+    field's tolerance plus `floor`. With 0 steps every bit must be equal; two NaN are equal."""
     one, other = (each if isinstance(each, list) else [each] for each in (was, now))
     if len(one) == len(other) and all(map(_same_number, one, other)):
         return True
-    if not grown or not field.relative + field.absolute or len(one) != len(other):
+    if not rounding_steps or not field.relative + field.absolute or len(one) != len(other):
         return False
     if not all(isinstance(x, float) and math.isfinite(x) for x in (*one, *other)):
         return False
     apart, length = math.dist(one, other), max(math.hypot(*one), math.hypot(*other))
-    return apart <= grown * (field.relative * length + field.absolute) + floor
+    return apart <= rounding_steps * (field.relative * length + field.absolute) + floor
 
 
 def _same_number(one: Any, other: Any) -> bool:
@@ -212,11 +220,13 @@ def _same_number(one: Any, other: Any) -> bool:
 
 
 def compare_rows(run: RunFolder, again: RunFolder, record: Stretch) -> Verdict | None:
-    """Compare the rows of every rank by content; None where the run has no record of them."""
+    """Compare the rows of every rank by content; None where the run did not record them."""
     try:
         ranks = read_ranks(path_of(run, 0))
         if ranks != read_ranks(path_of(again, 0)):
-            return Verdict(Level.UNKNOWN, f"recorded of {ranks} ranks, replayed with others")
+            return Verdict(
+                Level.UNKNOWN, f"the run recorded {ranks} ranks, the replay has another number"
+            )
         for rank in range(ranks):
             for (step, was), (_, now) in zip(
                 _rows(run, rank, record), _rows(again, rank, record), strict=True
@@ -226,7 +236,7 @@ def compare_rows(run: RunFolder, again: RunFolder, record: Stretch) -> Verdict |
                     return Verdict(Level.FAIL, text)
     except (RunLogError, ValueError):
         return None
-    return Verdict(Level.PASS, "those of each rank are the same by content")
+    return Verdict(Level.PASS, "the rows of each rank have the same content")
 
 
 def _rows(run: RunFolder, rank: int, record: Stretch) -> Iterator[tuple[int, list[bytes]]]:
@@ -237,28 +247,28 @@ def _rows(run: RunFolder, rank: int, record: Stretch) -> Iterator[tuple[int, lis
 
 
 def compare_losses(record: Sequence[Evaluated], again: Session, steps: int) -> Verdict | None:
-    """Compare the held-out losses that both have; `steps` since both had the same weights, 0 for equal bits."""
+    """Compare the held-out losses that both have, `steps` steps after both had the same weights; 0 for equal bits."""
     known = {(one.subject, one.step, one.saved): one for one in record}
     compared = []
     for now in again.evaluated:
         if (was := known.get((now.subject, now.step, now.saved))) is None:
             continue
         whose = f"{'saved ' if now.saved else ''}{now.subject} at step {now.step}"
-        same_loss = agrees(HELDOUT, was.loss, now.loss, min(steps, GROWS_FOR))
+        same_loss = agrees(HELDOUT, was.loss, now.loss, min(steps, MAX_ROUNDING_STEPS))
         if was.labelled != now.labelled or not same_loss:
             text = f"recorded {was.loss!r} over {was.labelled} tokens, replayed {now.loss!r} over {now.labelled}"
             return Verdict(Level.FAIL, f"{whose}: {text}")
         compared.append(whose)
     if not compared:
         return None
-    return Verdict(Level.PASS, f"the same of the {', '.join(compared)}")
+    return Verdict(Level.PASS, f"equal for the {', '.join(compared)}")
 
 
 def same(names: Sequence[str], recorded: object, replayed: object) -> Verdict:
-    """Compare fields of two events, of which one may be missing."""
+    """Compare fields of two events; either may be missing."""
     if recorded is None or replayed is None:
-        whose = "the record" if recorded is None else "the replay"
-        return Verdict(Level.UNKNOWN, f"{whose} has nothing of it")
+        lacks = "the run did not record it" if recorded is None else "the replay did not record it"
+        return Verdict(Level.UNKNOWN, lacks)
     for name in names:
         was, now = getattr(recorded, name), getattr(replayed, name)
         if was != now:
@@ -266,11 +276,11 @@ def same(names: Sequence[str], recorded: object, replayed: object) -> Verdict:
     lacking = [name for name in names if getattr(recorded, name) in ("", None)]
     if lacking:
         return Verdict(Level.UNKNOWN, f"the log does not have {', '.join(lacking)}")
-    return Verdict(Level.PASS, f"the same {', '.join(names)}")
+    return Verdict(Level.PASS, f"equal: {', '.join(names)}")
 
 
 def why_rounded(run: RunFolder, record: Stretch, again: RunFolder, fresh: Session) -> list[str]:
-    """Return why the numbers of a replay may differ from the record by rounding; empty where they may not."""
+    """Return the reasons why a replay's numbers may differ from the record by rounding; empty where they may not."""
     now = fresh.started
     assert now is not None
     why: dict[str, None] = {}
@@ -283,17 +293,17 @@ def why_rounded(run: RunFolder, record: Stretch, again: RunFolder, fresh: Sessio
             why[f"torch {was.torch}, replayed with {now.torch}"] = None
         if was.machine != now.machine:
             why[f"machine {was.machine or 'not logged'}, replayed on {now.machine}"] = None
-    return [*why, *_decided_otherwise(run, record, again)]
+    return [*why, *_changed_decisions(run, record, again)]
 
 
-def _decided_otherwise(run: RunFolder, record: Stretch, again: RunFolder) -> list[str]:
-    """Return the automatic settings that the replay decided in another way, as text."""
+def _changed_decisions(run: RunFolder, record: Stretch, again: RunFolder) -> list[str]:
+    """Describe the automatic settings for which the replay made another decision."""
     both = []
     for path in (run.resolved, again.resolved):
         try:
             both.append(read_json_object(path, "settings", RUN_FILE, error=RunLogError)["spec"])
         except (RunLogError, KeyError):
-            return [f"decisions that are not on record ({path.name})"]
+            return [f"decisions that cannot be read ({path.name})"]
     was, now = both
     return [
         f"{section}.{name} = {was.get(section, {}).get(name)}, replayed with {value}"

@@ -4,7 +4,7 @@
      "log": {"bytes": 18234, "sha256": "..."}}
 
 `log` is events.jsonl as it was when the verification began. A log of another size or content makes the outcome stale,
-which counts as not verified. It is no signature: whoever writes the folder can write this file too.
+which counts as not verified. The file is no signature: anyone who can write to the folder can write it too.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from engine.verdict import Level, Verdict
 from engine.version import VERSION
 
 NAME = "verified.json"
-SHOWN = 300
-"""Characters of a reason in a line about an outcome."""
+MAX_REASON_CHARACTERS = 300
+"""Maximum length of a reason in a line about an outcome, in characters."""
 
 
 class Log(msgspec.Struct, frozen=True):
@@ -39,21 +39,21 @@ class Log(msgspec.Struct, frozen=True):
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
-    """What the newest verification of a run found."""
+    """The result of the newest verification of a run."""
 
     level: Literal["pass", "unknown", "fail"]
     reason: str
     steps: Annotated[int, msgspec.Meta(ge=0, le=LOG_COUNT.most)]
-    """Steps that were compared."""
+    """Number of compared steps."""
     rounding: str
-    """Why numbers were allowed to differ by rounding, and by how much; empty where every bit had to be the same."""
+    """Reason and size of the allowed rounding; empty where every bit had to be equal."""
     engine: str
     at: Annotated[str, msgspec.Meta(pattern="^[0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9:]{8}Z$")]
     log: Log
 
 
 def digest_log(run: RunFolder) -> Log | None:
-    """Return size and hash of the log as it is now; None for one that cannot be read."""
+    """Return the current size and hash of the log; None for a log that cannot be read."""
     found = digest_of_log(run.events)
     if found is None or found["sha256"] is None:
         return None
@@ -61,9 +61,10 @@ def digest_log(run: RunFolder) -> Log | None:
 
 
 def keep_outcome(run: RunFolder, log: Log, verdict: Verdict, steps: int, rounding: str) -> Outcome:
-    """Write an outcome of the verification of `log` into the run folder, and return what is kept there then.
+    """Write the outcome of verifying `log` to the run folder, and return the outcome that is kept.
 
-    One of more steps of the same log stays, unless the new one is a failure. Raises RunLogError, DiskFull.
+    An earlier outcome with more steps of the same log is kept, unless the new one is a failure. Raises RunLogError,
+    DiskFull.
     """
     new = Outcome(
         level=_NAMES[verdict.level],
@@ -77,7 +78,7 @@ def keep_outcome(run: RunFolder, log: Log, verdict: Verdict, steps: int, roundin
     try:
         before = read_outcome(run)
     except RunLogError:
-        before = None  # it is written anew
+        before = None  # a malformed outcome is replaced
     if before is not None and before.log == log and before.steps > steps and new.level != "fail":
         return before
     text = json.dumps(msgspec.to_builtins(new), indent=2) + "\n"
@@ -100,9 +101,9 @@ def read_outcome(run: RunFolder) -> Outcome | None:
 
 
 def is_stale(run: RunFolder, outcome: Outcome) -> bool:
-    """Whether the log is another one than the outcome was made from."""
+    """Return whether the log changed after the outcome was made."""
     try:
-        # The size first: a long log that has grown is not hashed.
+        # Compare the size first, so that a long log that has grown is not hashed.
         if run.events.stat().st_size != outcome.log.bytes:
             return True
         return digest_log(run) != outcome.log
@@ -111,14 +112,14 @@ def is_stale(run: RunFolder, outcome: Outcome) -> bool:
 
 
 def outcome_text(outcome: Outcome | None, *, stale: bool, last_step: int) -> str:
-    """Say in one line whether a run of `last_step` steps was verified: `pass, 30 steps to the bit, 2026-01-31`."""
+    """Format the outcome for a run of `last_step` steps in one line: `pass, 30 steps to the bit, 2026-01-31`."""
     if outcome is None:
         return "not verified"
     day = outcome.at[:10]
     if stale:
         return f"stale, the log has changed since {day}"
     if outcome.level != "pass":
-        return f"{outcome.level}: {clipped(one_line(outcome.reason), SHOWN)}, {day}"
+        return f"{outcome.level}: {clipped(one_line(outcome.reason), MAX_REASON_CHARACTERS)}, {day}"
     steps = f"{outcome.steps:,}" + (f" of {last_step:,}" if outcome.steps < last_step else "")
     how = "within rounding" if outcome.rounding else "to the bit"
     return f"pass, {steps} steps {how}, {day}"

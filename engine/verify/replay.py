@@ -1,8 +1,7 @@
-"""Replay a stretch of a run: train its steps again, in a new run folder and a fresh process.
+"""Replay a stretch of a run: train its steps again in a new run folder and a new process.
 
-The replay goes on from the begin of the run or from one of its checkpoints, with the settings of the run. It leaves out
-what does not change a step: checks, evaluations between steps, checkpoints. It differs in no setting that the training
-reads.
+The replay starts at the first step or at a checkpoint, with the settings of the run. It omits work that does not change
+a step: checks, evaluations between steps, checkpoints. All settings that change a step are those of the run.
 """
 
 from __future__ import annotations
@@ -32,13 +31,14 @@ from engine.version import VERSION
 from engine.watch.start_and_stop import launch
 
 POLL_S = 0.05
+"""Interval at which the replay's log is read, in seconds."""
 
 
 def replayed_spec(
     stretch: Stretch, folder: Path, *, saves: bool = False, audited: int = 0
 ) -> RunSpec:
-    """Return the settings of a replay in `folder`: with `saves` it leaves a checkpoint, and the student at the end of
-    the run; step `audited` is compared with a textbook step. Raises SpecError."""
+    """Return the settings of a replay in `folder`. With `saves` it saves a checkpoint, and at the end of the run the
+    student; step `audited` is audited. Raises SpecError."""
     spec = spec_from_dict(stretch.settings)
     stages = {about.id for about in STAGES}
     others = ",".join(about.id for about in CHECKS if about.id not in stages)
@@ -61,11 +61,11 @@ def replayed_spec(
 
 @contextlib.contextmanager
 def replay_folder(run: RunFolder, scratch: Path | None, *, keep: bool) -> Iterator[Path]:
-    """Yield a new folder beside the run, or in `scratch`, that is removed at the end unless it is to be kept."""
+    """Yield a new folder next to the run or in `scratch`; it is removed at the end unless `keep` is set."""
     parent = (scratch or run.path.parent).absolute()
     try:
         parent.mkdir(parents=True, exist_ok=True)
-        # A hidden folder around the replay: no list of runs shows it.
+        # A hidden folder, so that no list of runs shows the replay.
         path = Path(tempfile.mkdtemp(prefix=f".{run.name}.verify-", dir=parent))
     except OSError as error:
         raise write_error("replay", parent, "to create a folder in it", error) from error
@@ -81,8 +81,8 @@ def replay_folder(run: RunFolder, scratch: Path | None, *, keep: bool) -> Iterat
 
 
 def train_again(spec: RunSpec, stretch: Stretch, checkpoint: Path | None) -> RunFolder:
-    """Train a stretch with the settings of `spec` in a process of its own, from `checkpoint` or the begin of the run,
-    with progress on stderr, and return the run folder. A signal ends it at once."""
+    """Train a stretch with the settings of `spec` in a new process, from `checkpoint` or from the first step, and
+    return the run folder. Progress is shown on stderr; a signal ends the process at once."""
     path = Path(spec.run.out) / spec.run.name
     settings: dict[str, Any] = {
         "engine": VERSION,
@@ -94,7 +94,7 @@ def train_again(spec: RunSpec, stretch: Stretch, checkpoint: Path | None) -> Run
         settings["changes"] = _changes(stretch.settings, spec, _settings_sha256_of(checkpoint))
     run = create_run(path, spec_to_toml(spec), settings | {"spec_sha256": spec.sha256})
     if checkpoint is not None:
-        _take_along(checkpoint, run)
+        _link_checkpoint(checkpoint, run)
     launched = launch(run, resume=checkpoint is not None)
     try:
         follower = Follower(run)
@@ -126,7 +126,7 @@ def _settings_sha256_of(checkpoint: Path) -> str:
 
 
 def _changes(was: dict[str, Any], spec: RunSpec, sha256: str) -> list[dict[str, Any]]:
-    """Return what a resume needs to know of settings that it was allowed to change."""
+    """Return the changed settings in the form that a resume reads."""
     changes = [
         {"key": f"{section}.{name}", "was": was.get(section, {}).get(name), "is": value}
         for section, part in spec.to_dict().items()
@@ -136,7 +136,7 @@ def _changes(was: dict[str, Any], spec: RunSpec, sha256: str) -> list[dict[str, 
     return [change | {"spec_sha256": sha256} for change in changes]
 
 
-def _take_along(checkpoint: Path, run: RunFolder) -> None:
+def _link_checkpoint(checkpoint: Path, run: RunFolder) -> None:
     def link(source: str, target: str) -> None:
         try:
             os.link(source, target)

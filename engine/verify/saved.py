@@ -1,4 +1,4 @@
-"""Compare what a run has saved with what its replay saves: checkpoints and the student, tensor by tensor."""
+"""Compare the checkpoints and the student that a run saved with those of its replay, tensor by tensor."""
 
 from __future__ import annotations
 
@@ -17,14 +17,16 @@ from engine.verdict import Level, Verdict
 
 TENSORS = (".safetensors", ".gguf", ".apr")
 STATE = ("step", "seed", "position")
-"""Fields of a checkpoint's state.json on which the next steps depend."""
+"""Names of the fields of a checkpoint's state.json that determine the next steps."""
 WEIGHTS, MOMENTS = 1e-2, 0.5
-"""Largest distance that rounding explains between all weights and between all moments, relative to their length. After
-30 steps of 7B shapes on an H200 they are 8e-4 and 0.1 apart."""
+"""Maximum relative difference that rounding explains, over all weights and over all moments. After 30 steps of 7B
+shapes on an H200 it is 8e-4 and 0.1."""
 
 
-def compare_checkpoints(run: RunFolder, again: RunFolder, step: int, grown: int) -> Verdict | None:
-    """Compare both runs' checkpoints of a step; None where one has none. `grown` is 0 for equal bits."""
+def compare_checkpoints(
+    run: RunFolder, again: RunFolder, step: int, rounding_steps: int
+) -> Verdict | None:
+    """Compare both runs' checkpoints of a step; None where one has none. `rounding_steps` is 0 for equal bits."""
     was, now = (one.checkpoints / folder_name(step) for one in (run, again))
     if not was.is_dir() or not now.is_dir():
         return None
@@ -39,40 +41,41 @@ def compare_checkpoints(run: RunFolder, again: RunFolder, step: int, grown: int)
         found, wanted = (state.get(name) for state in states)
         if found != wanted:
             return Verdict(Level.FAIL, f"{name}: saved {found}, the replay saves {wanted}")
-    return _compare_tensors(was, now, grown)
+    return _compare_tensors(was, now, rounding_steps)
 
 
-def compare_students(run: RunFolder, again: RunFolder, grown: int) -> Verdict | None:
-    """Compare both runs' saved students; their files without tensors byte by byte."""
+def compare_students(run: RunFolder, again: RunFolder, rounding_steps: int) -> Verdict | None:
+    """Compare both runs' saved students: tensors by value, other files byte by byte."""
     was, now = run.path / "student", again.path / "student"
     if not was.is_dir() or not now.is_dir():
         return None
     files, wanted = (digest_files(one, without=TENSORS) for one in (was, now))
     if others := sorted(files.keys() ^ wanted.keys()):
-        return Verdict(Level.FAIL, f"only one of both has {', '.join(others)}")
+        return Verdict(Level.FAIL, f"only one of the two students has {', '.join(others)}")
     for name in sorted(files):
         if files[name] != wanted[name]:
-            return Verdict(Level.FAIL, f"{name} is another than the replay saves")
-    return _compare_tensors(was, now, grown)
+            return Verdict(Level.FAIL, f"{name} differs from the file that the replay saved")
+    return _compare_tensors(was, now, rounding_steps)
 
 
-def _compare_tensors(was: Path, now: Path, grown: int) -> Verdict:
-    """Compare the tensors of all safetensors files of two folders: to the bit, or in groups by their length."""
+def _compare_tensors(was: Path, now: Path, rounding_steps: int) -> Verdict:
+    """Compare the tensors of all safetensors files of two folders: bit by bit, or by the norm of their difference in
+    groups where rounding is allowed."""
     import torch
 
     names = [sorted(path.name for path in one.glob("*.safetensors")) for one in (was, now)]
     if names[0] != names[1] or not names[0]:
-        text = f"files of tensors are {', '.join(names[0]) or 'none'}, the replay has {', '.join(names[1]) or 'none'}"
+        text = f"the run saved {', '.join(names[0]) or 'no tensors'}, the replay {', '.join(names[1]) or 'no tensors'}"
         return Verdict(Level.UNKNOWN, text)
     count = 0
     squares: dict[str, tuple[float, float]] = {}
     for file in names[0]:
-        # Random numbers are drawn by what a replay leaves out, too.
+        # Work that a replay omits draws random numbers too.
         if file == "rng.safetensors":
             continue
         for name, found, wanted in _tensors(was / file, now / file):
             if found is None or wanted is None:
-                return Verdict(Level.FAIL, f"{file}: only one of both has {name}")
+                return Verdict(Level.FAIL, f"{file}: only one of the two files has {name}")
             if (found.shape, found.dtype) != (wanted.shape, wanted.dtype):
                 return Verdict(
                     Level.FAIL,
@@ -80,17 +83,17 @@ def _compare_tensors(was: Path, now: Path, grown: int) -> Verdict:
                     f"{wanted.dtype}",
                 )
             count += 1
-            if not grown and not torch.equal(found, wanted):
+            if not rounding_steps and not torch.equal(found, wanted):
                 apart = float((found.double() - wanted.double()).norm() / wanted.double().norm())
-                text = f"{file}: {name} is {apart:.2g} (relative) from the replay's"
+                text = f"{file}: {name} differs from the replay's by {apart:.2g} (relative), expected equal bits"
                 return Verdict(Level.FAIL, text)
-            if grown:
+            if rounding_steps:
                 group = f"{file}: {name.split('/')[0]}" if "/" in name else file
                 apart_2, length_2 = squares.get(group, (0.0, 0.0))
                 apart_2 += float((found.float() - wanted.float()).square().sum())
                 squares[group] = apart_2, length_2 + float(wanted.float().square().sum())
-    if not grown:
-        return Verdict(Level.PASS, f"{count} tensors are the replay's to the bit")
+    if not rounding_steps:
+        return Verdict(Level.PASS, f"{count} tensors equal the replay's to the bit")
     relative = {
         group: math.sqrt(apart / length) if length else 0.0
         for group, (apart, length) in squares.items()
@@ -98,12 +101,15 @@ def _compare_tensors(was: Path, now: Path, grown: int) -> Verdict:
     texts = ", ".join(f"{group} {apart:.1e}" for group, apart in relative.items())
     for group, apart in relative.items():
         if not apart <= (MOMENTS if "exp_avg" in group else WEIGHTS):
-            return Verdict(Level.FAIL, f"too far from the replay's (relative): {texts}")
-    return Verdict(Level.PASS, f"{count} tensors are near the replay's (relative): {texts}")
+            text = f"tensors differ from the replay's by more than rounding explains (relative): {texts}"
+            return Verdict(Level.FAIL, text)
+    return Verdict(
+        Level.PASS, f"{count} tensors match the replay's within rounding (relative): {texts}"
+    )
 
 
 def _tensors(was: Path, now: Path) -> Iterator[tuple[str, Any, Any]]:
-    """Yield each tensor's name with its values in both files; None where a file does not have it."""
+    """Yield the name of each tensor with its values in both files; None where a file lacks it."""
     from safetensors import SafetensorError, safe_open
 
     try:

@@ -1,7 +1,7 @@
-"""The record of a run: what its log says of each session, and the stretches of steps that can be replayed.
+"""Read the sessions of a run from its log, and join them into stretches of steps that can be replayed.
 
-A resume goes on to the bit where its checkpoint was, so sessions with the same settings are one stretch. A step that
-two sessions made is the later one's: its weights are those that led on.
+A resume continues bit by bit from its checkpoint, so consecutive sessions with the same settings form one stretch. A
+step that two sessions ran counts for the later one: later steps continue from its weights.
 """
 
 from __future__ import annotations
@@ -33,22 +33,22 @@ NO_STEP_SECTIONS = ("run", "eval", "checkpoint", "checks", "gate", "watch")
 
 @dataclass
 class Session:
-    """What the trainer logged of one session."""
+    """The events that the trainer logged in one session."""
 
     started: RunStarted | None = None
     data: DataReady | None = None
     models: dict[str, ModelReady] = field(default_factory=dict)
-    """By role, each as it was loaded."""
+    """Models by role, as they were loaded."""
     steps: dict[int, StepDone] = field(default_factory=dict)
     recorded: dict[int, Recorded] = field(default_factory=dict)
     audited: dict[tuple[int, str], Judged] = field(default_factory=dict)
-    """Answers of checks of a step, by step and id."""
+    """Results of audit stages, by step and id."""
     evaluated: list[Evaluated] = field(default_factory=list)
     finished: RunFinished | None = None
 
     @property
     def begin(self) -> int:
-        """The step that it went on from."""
+        """The step that the session resumed from; 0 for a new run."""
         return (self.started.resumed_from or 0) if self.started is not None else 0
 
     @property
@@ -57,14 +57,14 @@ class Session:
 
 
 def read_sessions(run: RunFolder) -> list[Session]:
-    """Read the sessions of a run from its log, without those that ended before a step. Raises RunLogError."""
+    """Read the sessions of a run that have at least one step from its log. Raises RunLogError."""
     found: list[Session] = []
     for line in lines_of(run.events):
         event = line.event
         if isinstance(event, LogOpened):
             found.append(Session())
         if not found:
-            continue  # of a log that begins otherwise, nothing can be compared
+            continue  # a log that does not begin with log_opened cannot be compared
         session = found[-1]
         match event:
             case RunStarted():
@@ -74,7 +74,7 @@ def read_sessions(run: RunFolder) -> list[Session]:
             case ModelReady():
                 session.models.setdefault(event.role, event)
             case StepDone():
-                # A second record of a step is no second step: the comparison keeps the first.
+                # The first record of a step counts.
                 session.steps.setdefault(event.step, event)
             case Recorded():
                 session.recorded.setdefault(event.step, event)
@@ -88,8 +88,8 @@ def read_sessions(run: RunFolder) -> list[Session]:
 
 
 def settings_at(effective: dict[str, Any], sha256: str) -> dict[str, Any] | None:
-    """Return the settings whose hash a session logged: those of effective.json, or those before its newest changes.
-    None where neither has this hash."""
+    """Return the settings with the hash that a session logged: those of effective.json, or those before some of its
+    newest changes. None where none has this hash."""
     settings: dict[str, Any] = copy.deepcopy(effective["spec"])
     changes = effective.get("changes")
     left = list(changes) if isinstance(changes, list) else []
@@ -107,10 +107,10 @@ def settings_at(effective: dict[str, Any], sha256: str) -> dict[str, Any] | None
 
 @dataclass(frozen=True, kw_only=True)
 class Stretch:
-    """Steps that were trained one after the other with the same settings."""
+    """Consecutive steps that were trained with the same settings."""
 
     begin: int
-    """The step that they go on from; 0 is the begin of the run."""
+    """The step before the first one; 0 at the beginning of the run."""
     end: int
     settings: dict[str, Any]
     sessions: tuple[Session, ...]
@@ -118,7 +118,7 @@ class Stretch:
     recorded: dict[int, Recorded]
 
     def between(self, begin: int, end: int) -> Stretch:
-        """Return some of its steps: those after `begin`, up to `end`."""
+        """Return the part of the stretch after step `begin`, up to step `end`."""
         return dataclasses.replace(self, begin=max(begin, self.begin), end=min(end, self.end))
 
     def __str__(self) -> str:
@@ -126,24 +126,24 @@ class Stretch:
 
 
 class ChangedSettings(Exception):
-    """Settings of a session that effective.json does not have. The text says which."""
+    """Raised for settings of a session that effective.json does not have. The message names the step."""
 
 
 def stretches(sessions: Sequence[Session], effective: dict[str, Any]) -> list[Stretch]:
     """Return the stretches of a run in order. Raises ChangedSettings."""
     found: list[Stretch] = []
-    for begin, end, session in _in_force(sessions):
+    for begin, end, session in _kept_steps(sessions):
         assert session.started is not None
         sha256 = session.started.spec_sha256
         if (settings := settings_at(effective, sha256)) is None:
             now = settings_sha256(effective["spec"])
             raise ChangedSettings(
-                f"those of step {begin + 1} have hash {sha256[:16]}, effective.json has {now[:16]}"
+                f"the settings of step {begin + 1} have hash {sha256[:16]}, those of effective.json {now[:16]}"
             )
         steps = {n: one for n, one in session.steps.items() if begin < n <= end}
         recorded = {n: one for n, one in session.recorded.items() if begin < n <= end}
         last = found[-1] if found else None
-        if last is not None and _of_steps(last.settings) == _of_steps(settings):
+        if last is not None and _step_settings(last.settings) == _step_settings(settings):
             found[-1] = dataclasses.replace(
                 last,
                 end=end,
@@ -165,8 +165,8 @@ def stretches(sessions: Sequence[Session], effective: dict[str, Any]) -> list[St
     return found
 
 
-def _in_force(sessions: Sequence[Session]) -> Iterator[tuple[int, int, Session]]:
-    """Yield the steps of each session that a later one did not make again."""
+def _kept_steps(sessions: Sequence[Session]) -> Iterator[tuple[int, int, Session]]:
+    """Yield the steps of each session that no later session ran again."""
     for number, session in enumerate(sessions):
         later = [one.begin for one in sessions[number + 1 :] if one.started is not None]
         end = min((session.last_step, *later))
@@ -174,7 +174,7 @@ def _in_force(sessions: Sequence[Session]) -> Iterator[tuple[int, int, Session]]
             yield session.begin, end, session
 
 
-def _of_steps(settings: dict[str, Any]) -> dict[str, Any]:
+def _step_settings(settings: dict[str, Any]) -> dict[str, Any]:
     found = {name: dict(part) for name, part in settings.items() if name not in NO_STEP_SECTIONS}
     found.get("train", {}).pop("stop_after", None)
     return found

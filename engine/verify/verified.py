@@ -1,9 +1,9 @@
-"""Verify a run: replay it from its settings, files, corpus and checkpoints, and say what its record has otherwise.
+"""Verify a run: replay it from its settings, files, corpus and checkpoints, and report how the replay differs.
 
-verify(run)                 every step, from the begin of the run; from a checkpoint where a resume changed settings
-verify(run, chain=True)     from checkpoint to checkpoint; what each replay leaves is compared with what was saved
-verify(run, step=N)         step N beside a textbook step, from the nearest checkpoint before it
-verify(run, data=True)      the corpus too, read and tokenized again
+verify(run)                 every step, from the first; from a checkpoint where a resume changed settings
+verify(run, chain=True)     from checkpoint to checkpoint; the checkpoint of each replay is compared with the saved one
+verify(run, step=N)         step N, with an audit of it, from the nearest checkpoint before it
+verify(run, data=True)      also the corpus, read and tokenized again
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from engine.errors import BadInput, EngineError, RunLogError, SpecError, UsageEr
 from engine.log.folder import RunFolder, must_have_settings
 from engine.log.follow import Follower
 from engine.plan.inputs import check_inputs
-from engine.receipts.receipt import check_receipt, not_looked_at, read_receipt_or_facts
+from engine.receipts.receipt import check_receipt, not_compared, read_receipt_or_facts
 from engine.spec import spec_from_dict
 from engine.train.beside import Beside
 from engine.verdict import Level, Verdict, lowest
 from engine.verify import replay
 from engine.verify.compare import (
-    BUILT,
-    DATA,
+    BUILT_FIELDS,
+    DATA_FIELDS,
     ROUNDING,
     Compared,
     FirstDifference,
@@ -44,15 +44,15 @@ from engine.verify.sessions import ChangedSettings, Session, Stretch, read_sessi
 
 @dataclass
 class Verified:
-    """What was found about a run."""
+    """The result of verifying a run."""
 
     lines: dict[str, Verdict] = field(default_factory=dict)
-    """Each thing that was compared, by name."""
+    """Verdicts of all comparisons, by name."""
     not_compared: list[str] = field(default_factory=list)
     steps: int = 0
-    """Steps that were compared and agree."""
+    """Number of compared steps that agree."""
     rounding: str = ""
-    """Why the numbers may differ by a rounding, and by which; empty where every bit has to be the same."""
+    """Reason and size of the allowed rounding; empty where every bit must be equal."""
     difference: FirstDifference | None = None
     kept: Path | None = None
     """The folder of the replays, if they were kept."""
@@ -61,19 +61,19 @@ class Verified:
     def verdict(self) -> Verdict:
         found = lowest(self.lines.values())
         how = "within rounding" if self.rounding else "to the bit"
-        gives = f"the replay gives {self.steps} recorded steps {how}"
+        agreeing = f"the replay matches {self.steps} recorded steps {how}"
         if found.level is Level.PASS:
-            return Verdict(Level.PASS, gives)
-        first, *more = [name for name, one in self.lines.items() if one.level is found.level]
+            return Verdict(Level.PASS, agreeing)
+        first, *others = [name for name, one in self.lines.items() if one.level is found.level]
         text = f"{first}: {found.reason}"
-        if more:
-            text += f"; and {', '.join(more)}"
+        if others:
+            text += f"; and {', '.join(others)}"
         if self.steps and self.difference is None:
-            text += f"; {gives}"
+            text += f"; {agreeing}"
         return Verdict(found.level, text)
 
     def add(self, name: str, verdict: Verdict | None) -> None:
-        """Add what was found of one thing; of several replays the worst is kept."""
+        """Add the verdict of one comparison; the lowest of several replays is kept."""
         before = self.lines.get(name)
         if verdict is not None and (before is None or verdict.level < before.level):
             self.lines[name] = verdict
@@ -91,16 +91,16 @@ def verify(
 ) -> Verified:
     """Replay `run` and compare it with its record: all steps, the first `steps`, or `step` alone.
 
-    Raises BadInput for a run that goes on, that is not ours or that has no such step, RunLogError for a log that cannot
-    be read.
+    Raises BadInput for a run that has not ended, that the engine did not train or that has no such step, and
+    RunLogError for a log that cannot be read.
     """
     must_have_settings(run)
     alive = run.liveness()
     if alive.trainer or alive.supervisor:
         raise RunLogError.expected(
-            "run folder", run.path, "a run that has ended", "one that is going on"
+            "run folder", run.path, "a run that has ended", "a run that has not ended"
         )
-    # Gigabytes are hashed while the run is replayed.
+    # Hashing gigabytes of files overlaps with the replay.
     receipt = Beside(partial(_compare_receipt, run), "hash of the run's files")
     found = Verified()
     sessions = read_sessions(run)
@@ -125,7 +125,7 @@ def verify(
 
 
 def _parts(run: RunFolder, sessions: Sequence[Session], found: Verified) -> list[Stretch]:
-    """Return the parts of a run that have the same settings; none, with a line that says why, of what has no steps."""
+    """Return the stretches of a run. Where there are none, add a line with the reason and return an empty list."""
     if not sessions or sessions[0].started is None:
         found.lines["steps"] = Verdict(Level.UNKNOWN, "the log has no step to compare")
         return []
@@ -133,7 +133,7 @@ def _parts(run: RunFolder, sessions: Sequence[Session], found: Verified) -> list
         parts = stretches(sessions, run.read_effective())
     except ChangedSettings as error:
         found.lines["settings"] = Verdict(Level.FAIL, str(error))
-        found.lines["steps"] = Verdict(Level.UNKNOWN, "no replay: its settings are not there")
+        found.lines["steps"] = Verdict(Level.UNKNOWN, "no replay: the settings are missing")
         return []
     text = "effective.json has the hash that the run logged"
     found.lines["settings"] = Verdict(Level.PASS, text)
@@ -147,7 +147,7 @@ def _compare_receipt(run: RunFolder) -> Verified:
     receipt, is_receipt = read_receipt_or_facts(run, view)
     if not is_receipt:
         if view.receipt is not None:
-            text = "the log says that one was written, and there is none"
+            text = "the log records a receipt, but receipt.json is missing"
             found.lines["receipt"] = Verdict(Level.FAIL, text)
         else:
             found.not_compared.append("files: the run ended without a receipt of their hashes")
@@ -157,14 +157,14 @@ def _compare_receipt(run: RunFolder) -> Verified:
     for name, one in wrong.items():
         found.lines[f"receipt: {name}"] = one
     if not wrong:
-        text = f"{len(answers)} entries agree with the files of the folder"
+        text = f"{len(answers)} entries match the files of the folder"
         found.lines["receipt"] = Verdict(Level.PASS, text)
-    found.not_compared += not_looked_at(run, receipt)
+    found.not_compared += not_compared(run, receipt)
     return found
 
 
 class _Verifying:
-    """Replays of one run, each in a folder below `folder`."""
+    """Replays one run, each stretch in its own folder below `folder`."""
 
     def __init__(
         self, run: RunFolder, sessions: Sequence[Session], folder: Path, found: Verified
@@ -175,7 +175,7 @@ class _Verifying:
         self._saved = {step_of(path): path for path in reversed([*published(run.checkpoints)])}
 
     def data(self, part: Stretch) -> None:
-        """Read and tokenize the corpus again, and compare the tokens with those that were trained on."""
+        """Read and tokenize the corpus again, and compare its tokens with those that the run trained on."""
         ready = part.sessions[0].data
         try:
             spec = spec_from_dict(part.settings)
@@ -191,24 +191,24 @@ class _Verifying:
                 if ready is not None and (was := getattr(ready, f"{name}_sha256")) != stream.sha256
             ]
             count = sum(stream.token_count for _, stream in pairs)
-            text = f"{count:,} tokens are those of the corpus, read and tokenized again"
+            text = f"{count:,} tokens match the corpus, read and tokenized again"
             verdict = Verdict(Level.FAIL, other[0]) if other else Verdict(Level.PASS, text)
             if ready is None:
-                verdict = Verdict(Level.UNKNOWN, "the record has nothing of it")
+                verdict = Verdict(Level.UNKNOWN, "the run did not record it")
         self._found.add("corpus", verdict)
 
     def steps(self, parts: Sequence[Stretch], steps: int | None, *, chain: bool) -> None:
-        """Replay the steps of a run in order; with `chain` from checkpoint to checkpoint."""
+        """Replay the steps of a run in order; with `chain`, from checkpoint to checkpoint."""
         last = self._last if steps is None else min(steps, self._last)
         if last < self._last:
-            text = f"steps {last + 1} to {self._last}: not asked for"
+            text = f"steps {last + 1} to {self._last}: not requested"
             self._found.not_compared.append(text)
         for part in parts:
             for piece in self._pieces(part.between(0, last), chain=chain):
                 self._replay(piece, saves=chain)
 
     def _pieces(self, part: Stretch, *, chain: bool) -> Iterator[Stretch]:
-        """Yield what of a stretch is replayed at a time."""
+        """Yield the parts of a stretch that are replayed one after the other."""
         if part.begin >= part.end:
             return
         cuts = [n for n in self._saved if part.begin < n < part.end] if chain else []
@@ -224,29 +224,27 @@ class _Verifying:
             return
         record = piece.sessions[0]
         assert record.started is not None and fresh.started is not None
-        found.add("settings as built", same(BUILT, record.started, fresh.started))
-        found.add("data", same(DATA, record.data, fresh.data))
+        found.add("settings as built", same(BUILT_FIELDS, record.started, fresh.started))
+        found.add("data", same(DATA_FIELDS, record.data, fresh.data))
         for role in dict.fromkeys((*record.models, *fresh.models)):
-            # A student from a checkpoint is logged as it was before.
+            # A resumed session logs the student as it was before the first step.
             if role != "student" or not (piece.begin or record.begin):
                 of_role = (record.models.get(role), fresh.models.get(role))
                 found.add(f"{role} as loaded", same(("sha256", "parameters"), *of_role))
         if why := why_rounded(self._run, piece, again, fresh):
             found.rounding = f"{ROUNDING}, because of {'; '.join(why)}"
         if record.started.engine != fresh.started.engine:
-            text = (
-                f"the run is of engine {record.started.engine}, replayed by {fresh.started.engine}"
-            )
-            found.not_compared.append(f"the code of that time: {text}")
+            text = f"the run was trained by engine {record.started.engine}, replayed by {fresh.started.engine}"
+            found.not_compared.append(f"the engine's code at the time of the run: {text}")
         compared = compare_steps(piece, fresh, rounded=bool(why))
         found.steps += compared.steps
-        self._say_steps(piece, compared)
+        self._add_steps(piece, compared)
         if compared.difference is not None:
             return
         length = piece.end - piece.begin if why else 0
         rows = compare_rows(self._run, again, piece)
         if rows is None:
-            found.not_compared.append(f"rows by content, {piece}: the run has no record of them")
+            found.not_compared.append(f"rows by content, {piece}: the run did not record them")
         found.add("rows", rows)
         evaluated = [one for session in self._sessions for one in session.evaluated]
         losses = f"held-out losses, {piece}" if saves else "held-out losses"
@@ -258,12 +256,11 @@ class _Verifying:
                 found.add("saved student", compare_students(self._run, again, length))
 
     def _train(self, piece: Stretch, *, saves: bool = False, audited: int = 0) -> RunFolder | None:
-        """Return the run folder of a replay; None, with a line that says why, where none can be made."""
+        """Replay a stretch and return its run folder. Where that is not possible, add a line with the reason and return
+        None."""
         checkpoint = None
         if piece.begin and (checkpoint := self._saved.get(piece.begin)) is None:
-            text = (
-                f"settings were changed at step {piece.begin}, whose checkpoint is no longer there"
-            )
+            text = f"settings were changed at step {piece.begin}, whose checkpoint no longer exists"
             self._found.add(str(piece), Verdict(Level.UNKNOWN, text))
             return None
         self._made += 1
@@ -278,21 +275,21 @@ class _Verifying:
             return None
 
     def _first_session(self, piece: Stretch, again: RunFolder) -> Session | None:
-        """Return the session of a replay; None, with a line that says why, where it made no step."""
+        """Return the session of a replay. Where it ran no step, add a line with the reason and return None."""
         sessions = read_sessions(again)
         if sessions and sessions[0].started is not None:
             return sessions[0]
         view = Follower(again).read_all()
         reason = view.finished.reason if view.finished is not None else ""
-        reason = reason or (view.exit.sentence if view.exit is not None else "nobody saw it end")
-        text = f"the replay made no step: {reason.splitlines()[0]}"
+        reason = reason or (view.exit.sentence if view.exit is not None else "its log has no end")
+        text = f"the replay ran no step: {reason.splitlines()[0]}"
         self._found.add(str(piece), Verdict(Level.UNKNOWN, text))
         return None
 
-    def _say_steps(self, piece: Stretch, compared: Compared, *, explain: bool = True) -> None:
+    def _add_steps(self, piece: Stretch, compared: Compared, *, explain: bool = True) -> None:
         name, count = str(piece), compared.steps
         for field_name, of_steps in compared.lacking.items():
-            text = f"{of_steps} of {piece.end - piece.begin} steps of the log do not have it"
+            text = f"{of_steps} of {piece.end - piece.begin} steps of the log lack it"
             self._found.add(f"steps: {field_name}", Verdict(Level.UNKNOWN, text))
         if (difference := compared.difference) is not None:
             self._found.difference = self._found.difference or difference
@@ -307,35 +304,35 @@ class _Verifying:
             self._found.add(name, Verdict(Level.PASS, f"{count} steps agree: {how}"))
 
     def _explained(self, piece: Stretch, difference: FirstDifference) -> str:
-        """Say where the record differs, and by a textbook step which side is wrong."""
+        """Describe where the record differs, and by an audit of the replay which side is wrong."""
         text = str(difference)
         if before := difference.step - piece.begin - 1:
-            text += f"; steps before it that agree: {before}"
+            text += f"; {before} steps before it agree"
         if difference.recorded is None:
             return text
         answers = self._textbook(piece, difference.step)
         wrong = [f"{id}: {one.reason}" for id, one in answers.items() if one.level is Level.FAIL]
         if wrong:
-            return f"{text}; the replay's own step fails {wrong[0]}"
+            return f"{text}; the audit of the replayed step fails {wrong[0]}"
         proved = sum(one.level is Level.PASS for one in answers.values())
         if proved:
-            text += f"; a textbook step agrees with the replay in {proved} of {len(answers)} stages"
+            text += f"; the audit of the replayed step passes {proved} of {len(answers)} stages"
         return text
 
     def _textbook(self, piece: Stretch, step: int) -> dict[str, Verdict]:
-        """Return what the audit says of `step` of a replay, by stage; nothing where none can be made."""
+        """Replay and audit `step`, and return the verdicts by stage; empty where it cannot be replayed."""
         piece = self._up_to(piece, step)
         again = self._train(piece, audited=step)
         session = None if again is None else self._first_session(piece, again)
         return {} if session is None else _audited(session, step)
 
     def _up_to(self, part: Stretch, step: int) -> Stretch:
-        """Return the steps up to `step` from the nearest checkpoint before it on."""
+        """Return the steps after the nearest checkpoint before `step`, up to `step`."""
         earlier = [n for n in self._saved if part.begin < n < step]
         return part.between(max(earlier, default=part.begin), step)
 
     def step(self, parts: Sequence[Stretch], step: int) -> None:
-        """Replay up to `step` from the nearest checkpoint before it, and add a line for each of its stages."""
+        """Replay and audit `step` from the nearest checkpoint before it, and add a line for each stage."""
         part = next((one for one in parts if one.begin < step <= one.end), None)
         if part is None:
             raise UsageError(f"--step: expected a step of the run, 1 to {self._last}, found {step}")
@@ -350,14 +347,14 @@ class _Verifying:
             before = piece.between(piece.begin, step - 1)
             compared = compare_steps(before, fresh, rounded=bool(why))
             found.steps += compared.steps
-            self._say_steps(before, compared, explain=False)
+            self._add_steps(before, compared, explain=False)
         rows = compare_rows(self._run, again, piece)
         if rows is not None and rows.level is Level.FAIL:
             found.add("rows", rows)
         differing = {one.stage: one for one in differences(piece, fresh, step, rounded=bool(why))}
         answers = _audited(fresh, step)
         for about in STAGES:
-            verdict = answers.get(about.id, Verdict(Level.UNKNOWN, "the replay did not judge it"))
+            verdict = answers.get(about.id, Verdict(Level.UNKNOWN, "the replay did not audit it"))
             if about.id in differing:
                 found.difference = found.difference or differing[about.id]
                 verdict = Verdict(Level.FAIL, str(differing[about.id]))

@@ -88,9 +88,9 @@ def test_a_healthy_run_is_what_its_spec_gives_to_the_bit(finished: Path, replaye
     done = engine_here("verify", finished, "--steps", "2")
     assert done.returncode == 0, done.stdout + done.stderr
     *lines, last = done.stdout.splitlines()
-    assert last == f"{finished}: pass: the replay gives 2 recorded steps to the bit"
+    assert last == f"{finished}: pass: the replay matches 2 recorded steps to the bit"
     assert any("every bit the same" in line for line in lines)
-    assert f"not compared: steps 3 to {STEPS}: not asked for" in lines
+    assert f"not compared: steps 3 to {STEPS}: not requested" in lines
     # Nothing is left beside the run.
     assert sorted(path.name for path in finished.parent.iterdir()) == ["run", "spec.toml"]
 
@@ -128,7 +128,7 @@ def test_what_the_log_lacks_is_unknown(copy: Path) -> None:
     assert by_name(found)[ALL][0] == "pass"
     assert by_name(found)["steps: rows_digest"] == (
         "unknown",
-        f"1 of {STEPS} steps of the log do not have it",
+        f"1 of {STEPS} steps of the log lack it",
     )
 
 
@@ -183,7 +183,7 @@ def test_settings_that_were_altered_are_named(copy: Path) -> None:
     (copy / "effective.json").write_text(json.dumps(effective))
     found = verified(copy, code=1)
     assert by_name(found)["settings"][0] == "fail"
-    assert by_name(found)["steps"] == ("unknown", "no replay: its settings are not there")
+    assert by_name(found)["steps"] == ("unknown", "no replay: the settings are missing")
 
 
 def test_without_its_corpus_a_run_is_unknown(copy: Path, own_kit: Kit) -> None:
@@ -216,7 +216,7 @@ def test_the_outcome_is_kept_in_the_run_folder_and_bound_to_its_log(copy: Path) 
     verified(copy)
     found = kept(copy)
     assert (found["level"], found["steps"], found["rounding"]) == ("pass", STEPS, "")
-    assert found["reason"] == f"the replay gives {STEPS} recorded steps to the bit"
+    assert found["reason"] == f"the replay matches {STEPS} recorded steps to the bit"
     assert found["log"] == {"bytes": len(log), "sha256": hashlib.sha256(log).hexdigest()}
     # The receipt does not answer for the file: verified again, the run still passes.
     assert verified(copy, "--steps", 2)["level"] == "pass"
@@ -280,7 +280,7 @@ def test_behind_changed_settings_a_replay_goes_on_from_the_checkpoint(
     level, reason = by_name(verified(run, code=2))[f"steps {half + 1} to {STEPS}"]
     assert (level, reason) == (
         "unknown",
-        f"settings were changed at step {half}, whose checkpoint is no longer there",
+        f"settings were changed at step {half}, whose checkpoint no longer exists",
     )
 
 

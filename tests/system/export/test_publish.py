@@ -168,10 +168,10 @@ def another_receipt(run: RunFolder, **changes: object) -> None:
     [
         (lambda run: flipped(run.student / "model.safetensors"), "sha256 of model.safetensors"),
         (lambda run: (run.student / "merges.txt").write_text("x"), "merges.txt is not in the rec"),
-        (lambda run: another_receipt(run, steps=7), "steps, as the logs say"),
+        (lambda run: another_receipt(run, steps=7), "steps, as logged"),
         (
             lambda run: another_receipt(run, heldout_loss_nats={"student": 0.1}),
-            "heldout_loss_nats, as the logs say",
+            "heldout_loss_nats, as logged",
         ),
     ],
 )

@@ -155,19 +155,19 @@ def test_a_changed_byte_of_what_a_run_left_is_found(run: RunFolder, name: str, s
     ("key", "value", "said"),
     [
         ("spec_sha256", "0" * 64, "hash of effective.json's settings"),
-        ("data", {"train_sha256": "0" * 64}, "data, as the logs say"),
-        ("decisions", [], "decisions, as the logs say"),
-        ("model_sha256", {"student": "0" * 64}, "model_sha256, as the logs say"),
-        ("heldout_loss_nats", {"student": 0.1}, "heldout_loss_nats, as the logs say"),
-        ("differences", [], "differences, as the logs say"),
-        ("lineage", [], "lineage, as the logs say"),
+        ("data", {"train_sha256": "0" * 64}, "data, as logged"),
+        ("decisions", [], "decisions, as logged"),
+        ("model_sha256", {"student": "0" * 64}, "model_sha256, as logged"),
+        ("heldout_loss_nats", {"student": 0.1}, "heldout_loss_nats, as logged"),
+        ("differences", [], "differences, as logged"),
+        ("lineage", [], "lineage, as logged"),
         (
             "rows",
             {"rows_seen": STEPS * ROWS, "rows_trained": STEPS * ROWS + 1},
-            "rows, as the logs say",
+            "rows, as logged",
         ),
-        ("steps", STEPS + 1, "steps, as the logs say"),
-        ("device_facts", {"machine": "another"}, "device, as the logs say"),
+        ("steps", STEPS + 1, "steps, as logged"),
+        ("device_facts", {"machine": "another"}, "device, as logged"),
     ],
 )
 def test_a_receipt_that_says_something_else_than_the_log_is_found(
@@ -204,9 +204,7 @@ def test_what_a_receipt_says_otherwise_than_the_log_is_named_by_its_field(
         receipt[name] = receipt[name] | value if isinstance(value, dict) else value
     run.receipt.write_text(json.dumps(receipt))
     found = check_receipt(run, receipt, view_of(run)).values()
-    wrong = [
-        one.reason.replace(", as the logs say", "") for one in found if one.level is Level.FAIL
-    ]
+    wrong = [one.reason.replace(", as logged", "") for one in found if one.level is Level.FAIL]
     assert any(words in one for one in wrong)
 
 
@@ -215,8 +213,8 @@ def test_a_receipt_of_fewer_fields_is_not_the_one_that_the_log_names(run: RunFol
     del receipt["decisions"], receipt["logs"]
     run.receipt.write_text(json.dumps(receipt))
     ran = ask("evidence", "receipt", run.path)
-    assert ran.code == 1 and "decisions, as the logs say: the receipt has none" in ran.out
-    assert "FAIL     sha256 of receipt.json, as the log says" in ran.out
+    assert ran.code == 1 and "decisions, as logged: the receipt does not record it" in ran.out
+    assert "FAIL     sha256 of receipt.json, as logged" in ran.out
 
 
 def _altered(run: RunFolder, change: Callable[[dict[str, Any]], object], *, seal: bool) -> None:
@@ -397,7 +395,7 @@ def test_facts_without_their_secrets_are_whole_otherwise(run: RunFolder) -> None
 
     _altered(run, redact, seal=True)
     ran = ask("evidence", "receipt", run.path)
-    assert ran.code == 0 and "redacted, otherwise whole" in ran.out, ran.out
+    assert ran.code == 0 and "redacted, compared by its hash" in ran.out, ran.out
     assert receipt["decisions"] == facts["decisions"]
 
 
