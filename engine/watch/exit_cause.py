@@ -149,7 +149,7 @@ _LAST_WORDS: tuple[tuple[str, re.Pattern[str]], ...] = tuple(
         ),
     )
 )
-"""What the last lines of a process are about, by what they hold; the first of these that is found counts."""
+"""Cause and the texts in the last lines of a process that show it; the first match counts."""
 _STATES = {_DEVICE: ExitState.DEVICE_FAILED, _DISK: ExitState.DISK_FULL}
 _CRASH_SIGNALS = frozenset(
     {

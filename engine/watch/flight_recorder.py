@@ -30,26 +30,26 @@ from typing import Any, BinaryIO
 from engine.files import open_plain
 
 LIBRARIES = ("/site-packages/", "/dist-packages/", "/lib/python", "<frozen ")
-"""Parts of the paths of files that are not the user's."""
+"""Parts of the paths of library files, as opposed to the user's."""
 
 FOLDER = "flight"
 ANSWER_S = 15.0
-"""How long an answer is waited for. A rank looks at its pipe once a second, and its answer takes some seconds."""
+"""Time to wait for an answer, in seconds. A rank checks its pipe once a second, and needs some seconds to answer."""
 LARGEST_BYTES = 256 << 20
 _PIPE, _TRACE = "ask-", "rank-"
 DONE = "completed"
 
 
 def variables(run: Path, environ: Mapping[str, str]) -> dict[str, str]:
-    """Return what a command needs in its environment for its ranks to be asked, and make the folder that this names;
-    nothing is turned on by it."""
+    """Return the environment variables that let the ranks of a command be asked, and make the folder that they name.
+    They do not turn the recorder on."""
     folder = (run / FOLDER).absolute()
     wanted = {
         "TORCH_NCCL_DEBUG_INFO_PIPE_FILE": str(folder / _PIPE),
         "TORCH_FR_DUMP_TEMP_FILE": str(folder / _TRACE),
         "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": str(folder / _TRACE),
     }
-    # Where one is the user's, the files are where the user looks for them.
+    # If the user has set one, the files stay where the user expects them.
     if any(name in environ for name in wanted):
         return {}
     folder.mkdir(exist_ok=True)
@@ -80,14 +80,14 @@ class Collective:
 
     group: str
     number: int
-    """Of the collectives of its group, the same on all ranks."""
+    """Sequence number within its group, the same on all ranks."""
     name: str
     """all_reduce, broadcast, ..."""
     sizes: str
     state: str
     """scheduled, started or completed."""
     at: str
-    """The innermost line that is not of a library: `file:line in function`; empty when frames are not recorded."""
+    """Innermost line outside libraries, `file:line in function`; empty if frames are not recorded."""
 
     @property
     def what(self) -> str:
@@ -96,13 +96,13 @@ class Collective:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trace:
-    """What one rank recorded."""
+    """The recording of one rank."""
 
     rank: int
     members: Mapping[str, tuple[int, ...]]
-    """The ranks of each group."""
+    """Ranks of each group."""
     newest: Mapping[str, Collective]
-    """By group."""
+    """Newest collective of each group."""
     recorded: Mapping[tuple[str, int], Collective]
 
 
@@ -114,7 +114,7 @@ class _PlainUnpickler(pickle.Unpickler):
 
 
 def read(run: Path, since_unix_s: float) -> tuple[list[Trace], list[str]]:
-    """Return what the ranks have written since then, by rank, and why a file could not be read."""
+    """Return the recordings that ranks have written since then, and reasons why files could not be read."""
     traces, refused = [], []
     for path in sorted((run / FOLDER).glob(f"{_TRACE}*")):
         rank = path.name.removeprefix(_TRACE)
@@ -126,7 +126,7 @@ def read(run: Path, since_unix_s: float) -> tuple[list[Trace], list[str]]:
                 traces.append(_trace(int(rank), file))
         except (OSError, pickle.UnpicklingError, EOFError) as error:
             refused.append(f"collectives of rank {rank}: {error}")
-        # What is no recording at all fails in as many ways as there are.
+        # A file that is not a recording can raise any exception.
         except Exception as error:  # noqa: BLE001
             refused.append(f"collectives of rank {rank}: no recording ({type(error).__name__})")
     return sorted(traces, key=lambda one: one.rank), refused

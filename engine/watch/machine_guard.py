@@ -1,4 +1,4 @@
-"""What the supervisor guards against on the machine: exhausted memory and clock jumps.
+"""Guards of the supervisor against exhausted memory and clock jumps.
 
 `MemoryGuard` ends a run before its machine hangs for lack of memory. Where GPU and host share memory a
 machine can hang without the kernel's OOM killer ever running: nobody can log in to stop the run, and the
@@ -41,7 +41,7 @@ SUSPENDED = "the machine was suspended for"
 
 @dataclass(frozen=True, slots=True)
 class Warned:
-    """What to do about the machine's memory, if anything."""
+    """Actions to take because of the machine's memory."""
 
     low: bool = False
     """Sync the readings now: they may be the last."""

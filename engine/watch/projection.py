@@ -31,7 +31,7 @@ class Projection:
     """Median of the steps after the warm-up."""
     tokens_per_s: float | None
     start_s: float | None
-    """From the first log line to the first step, without compiling."""
+    """Seconds from the first log line to the first step, without compiling."""
     compile_s: float
     evaluations: int
     evaluation_s: float | None

@@ -73,8 +73,8 @@ _HEAD = re.compile(r"^(?:Current thread|Thread) (0x[0-9a-f]+)[^\n]*:$")
 _FRAME = re.compile(r'^  File "(.*)", line (\d+|\?\?\?) in (.*)$')
 BUSY_PCT = 50.0
 TICKS_FOR_A_SHARE = 5
-"""CPU time is counted in ticks, mostly of 10 ms: over less time than this many of them, one tick too many would make an
-idle thread a busy one."""
+"""Smallest interval over which a thread's CPU share is computed, in clock ticks (mostly 10 ms): over less, one tick too
+many would make an idle thread look busy."""
 _X86 = {
     **{
         0: "read",
@@ -131,7 +131,7 @@ def dump_file(rank: int) -> str:
 
 
 def register(run: Path, rank: int = 0) -> None:
-    """In the trainer: write all stacks to RUN/stacks/trainer.txt, or the file of its rank, on each DUMP_SIGNAL."""
+    """Make this process write all its stacks to RUN/stacks/trainer.txt, or its rank's file, on each DUMP_SIGNAL."""
     folder = run / FOLDER
     folder.mkdir(exist_ok=True)
     file = (folder / dump_file(rank)).open("a")

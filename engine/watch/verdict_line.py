@@ -3,7 +3,7 @@
     HEALTHY: 28 checks passed
     SUSPECT since step 51: the model is trained in eval mode
     WRONG since step 3: gradients are not zeroed between steps
-    ENDED at step 40: killed from outside, not for want of memory
+    ENDED at step 40: killed from outside, not for lack of memory
     UNKNOWN: loading the teacher, no step yet
 
 A pure function of a view. Of everything that is wrong the line has what explains the others: a failed check before an
@@ -26,12 +26,12 @@ from engine.log.view import RunView
 HEALTHY, SUSPECT, WRONG, ENDED, UNDECIDED = "HEALTHY", "SUSPECT", "WRONG", "ENDED", "UNKNOWN"
 SIGNS = {HEALTHY: "✓", SUSPECT: "!", WRONG: "✗", ENDED: "■", UNDECIDED: "?"}
 ASCII_SIGNS = {HEALTHY: "+", SUSPECT: "!", WRONG: "x", ENDED: "#", UNDECIDED: "?"}
-"""A sign for each level, beside its word and its colour."""
+"""ASCII sign of each level, shown with its word and colour."""
 
 EXPLAINS_AN_END = ("non_finite", "allocator_ceiling", "gpu_lost")
-"""Alerts that say why a run ended as it did."""
+"""Alerts that explain how a run ended."""
 CAUSES = ("cpu_bound_teacher", "data_wait", "memory_ceiling")
-"""Alerts that say why another one of their level is raised."""
+"""Alerts that explain other alerts of their level."""
 OF_THE_MACHINE = (
     "throttled",
     "slow_machine",
@@ -41,16 +41,16 @@ OF_THE_MACHINE = (
 )
 """Alerts that other work on the machine can explain."""
 MOST_ALERTS = 200
-"""Alerts that are looked at; there are fewer rules than that."""
+"""Most alerts that are considered; there are fewer rules than that."""
 SAYS_THE_SAME = "identity_fails"
-"""The alert that repeats the identities that fail."""
+"""Id of the alert that repeats failed identities."""
 NO_FAULT = (
     *("completed", "stopped", "terminated", "interrupted", "declined"),
     *("unwatched", "imported"),
 )
-"""States of a run that is over which are no fault of it."""
+"""States of a run that ended without a fault."""
 _ENDS = {
-    "killed_external": "killed from outside, not for want of memory",
+    "killed_external": "killed from outside, not for lack of memory",
     "oom_memcg": "out of memory, its control group was full",
     "oom_global": "out of memory, the machine was full",
     "device_failed": "the GPU failed",
@@ -60,40 +60,40 @@ _ENDS = {
     "unknown": "nothing proves why",
 }
 _MEMORY = ("oom_memcg", "oom_global", "alloc_failed")
-_BY_SOMEBODY = ("killed_external", "host_lost", "vanished", "unknown")
-"""Ends that say nothing of the run: what was wrong with it before comes first."""
+_FROM_OUTSIDE = ("killed_external", "host_lost", "vanished", "unknown")
+"""Ends that have an outside cause: earlier findings come before them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """One thing that is wrong with a run."""
+    """One problem of a run."""
 
     level: str
     text: str
     rank: int
-    """The lower, the more of the others it explains."""
+    """Sort key: lower ranks explain more of the other findings."""
     since: int | None = None
-    """The first step at which it was seen; None where it is not of a step."""
+    """First step at which it was seen; None if it does not belong to a step."""
     detail: str = ""
     action: str = ""
     id: str = ""
-    """What was judged, as `check step_labels`; empty of an end."""
+    """Source of the finding, such as `check step_labels`; empty for an end."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunVerdict:
-    """How a run is."""
+    """The verdict on a run."""
 
     level: str
     text: str
     since: int | None = None
     detail: str = ""
-    """What was seen, with numbers."""
+    """Details of the finding, with numbers."""
     action: str = ""
-    """The one thing to do; empty where there is nothing to do."""
+    """Next thing to do; empty if there is nothing to do."""
     id: str = ""
     others: tuple[Finding, ...] = field(default=())
-    """What else is wrong, from what explains most to what explains least."""
+    """Other findings, those that explain most first."""
 
     @property
     def line(self) -> str:
@@ -113,12 +113,12 @@ class RunVerdict:
         return (ASCII_SIGNS if ascii_only else SIGNS)[self.level]
 
     def signed(self, *, ascii_only: bool = False) -> str:
-        """Return the line behind the sign of its level."""
+        """Return the line after the sign of its level."""
         return f"{self.sign(ascii_only=ascii_only)} {self.line}"
 
     @property
     def exit_code(self) -> int:
-        """Return 1 for what is wrong, 2 where it is suspected or not known, else 0."""
+        """Exit code: 1 for wrong or failed, 2 for suspected or unknown, else 0."""
         return {HEALTHY: EXIT_PASS, SUSPECT: EXIT_UNKNOWN, UNDECIDED: EXIT_UNKNOWN}.get(
             self.level, EXIT_FAIL
         )
@@ -248,7 +248,7 @@ def _of_alert(alert: Judged) -> Finding:
 
 
 def _of_numbers(view: RunView) -> Finding:
-    """Return what numbers that were not finite say, once nothing more is heard of them."""
+    """Return the finding on non-finite numbers that are finite again."""
     first, last = view.non_finite[0], view.non_finite[-1]
     steps = f"at step {first.step}" if first.step == last.step else f"{first.step} to {last.step}"
     text = f"{first.id} was {first.text} {'' if first.step == last.step else 'in steps '}{steps}"
@@ -258,13 +258,13 @@ def _of_numbers(view: RunView) -> Finding:
         rank=70,
         since=first.step,
         detail=f"{len(view.non_finite)} numbers were not finite",
-        action="look at the batches and the gradient norm of these steps",
+        action="check the batches and the gradient norms of these steps",
         id=f"number {first.id}",
     )
 
 
 def _of_end(view: RunView, state: str, path: str) -> Finding:
-    """Return how a run ended that did not end as it should."""
+    """Return the finding on a run that did not end normally."""
     exit_ = view.exit
     text = _ENDS.get(state, "")
     if state in _MEMORY and exit_ is not None and exit_.certainty == "probable":
@@ -286,7 +286,7 @@ def _of_end(view: RunView, state: str, path: str) -> Finding:
         action = resume
     elif state in _MEMORY:
         action = f"engine diagnose {path} shows what memory did; start again with a smaller batch"
-    elif state in _BY_SOMEBODY:
+    elif state in _FROM_OUTSIDE:
         action = "find out what ended it (a scheduler, `timeout`, a memory guard)"
         action += f"; then {resume}" if resume else ""
     else:
@@ -294,7 +294,7 @@ def _of_end(view: RunView, state: str, path: str) -> Finding:
     return Finding(
         level=ENDED,
         text=one_line(text or state).splitlines()[0].rstrip("."),
-        rank=50 if state in _BY_SOMEBODY else 20,
+        rank=50 if state in _FROM_OUTSIDE else 20,
         since=view.last_step,
         detail=ending_text(view, state),
         action=action,
@@ -302,7 +302,7 @@ def _of_end(view: RunView, state: str, path: str) -> Finding:
 
 
 def _ended_by_check(view: RunView) -> bool:
-    """Whether the run ended itself because a check failed, which then is the verdict."""
+    """Return whether the run ended itself because a check failed; the check is then the verdict."""
     finished = view.finished
     return (
         finished is not None
@@ -324,7 +324,7 @@ def _how_it_ended(view: RunView, state: str) -> str:
 
 
 def _what_was_judged(view: RunView) -> str:
-    """Say what was judged and could not be; empty where nothing was."""
+    """Return counts of what passed and what could not be judged; empty if nothing was judged."""
     found = [*view.checks.values(), *_worst_identities(view)]
     passed = sum(one.level in (PASS, FACT) for one in found)
     unknown = len(found) - passed

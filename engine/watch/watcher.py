@@ -46,7 +46,7 @@ some minutes."""
 HEAD_ROWS, TAIL_ROWS = 512, 4096
 STALLS = ("stalled", "stalled_at_start", "nobody_works")
 STACKS_EVERY_S = 300.0
-"""Between two looks at the stacks of a process that ran already, the first of them at once."""
+"""Time between two captures of the stacks of an attached process, in seconds; the first is immediate."""
 STOP_GRACE_S = 60.0
 
 
@@ -85,7 +85,7 @@ class Watcher:
         self._strangers = strangers
         self._next_stacks_s = 0.0 if strangers is not None else math.inf
         self.capturing: list[Capture] = []
-        """Those that wait for py-spy."""
+        """Captures that wait for py-spy."""
         self._captured_for: float | None = None
         """The heartbeat for which stacks were captured: a silence is captured once."""
         self._captures = 0

@@ -1,4 +1,4 @@
-"""What has to hold in every healthy training, of a script that is watched and not ours."""
+"""The rule about the identities of a watched script: properties of every healthy training."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def identity_fails(case: Case) -> Symptom | None:
     if not case.view.is_foreign:
         raise CannotJudge("the audit of a run of ours looks at more (engine checks)")
     if not case.view.identities:
-        raise CannotJudge("no identity has been looked at yet")
+        raise CannotJudge("no identity has been checked yet")
     wrong = [one for one in case.view.identities if one.level == FAIL]
     if not wrong:
         return None

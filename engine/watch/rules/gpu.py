@@ -1,4 +1,4 @@
-"""What the GPU does while a model should be computing.
+"""Rules about the GPU while a model should be computing.
 
 `gpu_util_pct` shows only that some kernel ran. It is enough to find an idle GPU. A GPU that looks busy is
 also judged by its power and, where the device has the counters, by its tensor pipes.
@@ -20,7 +20,7 @@ BUSY_PCT = 80.0
 TENSOR_PCT = 3.0
 """Tensor pipe activity, mean over time: a memory-bound bf16 training step still shows 10."""
 POWER_PCT = 35.0
-"""Of the power limit in force: cards idle at 10 to 20 % and train above 50 %."""
+"""Share of the current power limit: cards idle at 10 to 20 % and train above 50 %."""
 SLOWED_SHARE = 0.2
 SLOWED_WINDOW_S = 60.0
 CPU_PCT = 80.0

@@ -13,32 +13,32 @@ import re
 from engine.watch.rules.rule import CannotJudge, Case, Symptom, mean, median, rule
 
 NON_FINITE_STEPS = 3
-"""Of a script that is not ours, so many in a row."""
+"""Number of consecutive non-finite losses of a watched script that raise the alert."""
 GUESSING_STEPS = 50
 GUESSING_FROM = 100
-"""Steps that a student trained from scratch gets to become better than guessing; it takes a few tens."""
+"""Steps after which a student trained from scratch must be better than guessing; it takes a few tens."""
 STAYS_FROM = 500
-"""Steps in which a warm-up may keep the loss at its start; the frequencies of tokens alone are learnt in fewer."""
+"""Steps after which a loss near ln V is judged: a warm-up may keep it there before."""
 STAYS_NEAR = 0.03
-"""Relative distance below ln V."""
+"""Relative distance below ln V within which a loss counts as near it."""
 STAYS_VOCABULARY = 32
-"""With fewer classes a loss near ln V may be all that there is to learn."""
+"""Smallest number of classes that is judged; with fewer, a loss near ln V may be the best possible."""
 RISE_FROM, RISE_ROWS = 100, 30
 """Steps since the start, and steps that are logged, from which a rise is not the transient of a warm-up."""
 RISE_FIRST, RISE_NEWEST = 5, 50
 RISE_TIMES, RISE_TIMES_UNKNOWN = 1.2, 2.0
-"""Times the level of the first steps: of a cross entropy, and of a loss of which it is not known what it is."""
+"""Ratio to the level of the first steps, for a cross entropy and for a loss of unknown kind."""
 RISE_SIGMAS = 3.0
-"""Robust sigmas of the newest steps above the very first loss, where the next steps have risen already."""
+"""Distance above the very first loss, in robust sigmas of the newest steps, if the loss rose right after it."""
 RISE_BELOW = 25
-"""One in so many of the newest steps may be below: a noisy loss goes lower now and then."""
+"""Number of newest steps of which one may be below the limit: a noisy loss is lower now and then."""
 RISE_STILL = 1.5
-"""A loss that is not known to be a cross entropy, and still rises so much in the second half, may be meant to."""
+"""Ratio of the rise in the second half from which a loss of unknown kind may be intended to rise."""
 MEANT_TO_RISE = re.compile(
     r"reward|return|advantage|policy|actor|critic|value|entropy|episode|kl|discriminator|generator|gan|loss_[dg]|[dg]_loss",
     re.IGNORECASE,
 )
-"""Names that a script logs where its loss may rise in health: reinforcement learning, adversaries, an annealed term."""
+"""Logged names of trainings whose loss may rise as intended: reinforcement learning, GANs, an annealed term."""
 ALPHA_STEPS = 50
 ALPHA_NEAR = 0.02
 ALPHA_CE_NEAR = 0.05
@@ -46,10 +46,10 @@ ALPHA_FLAT = 0.01
 """Relative change between the halves of the window: a loss that only passes through the value is falling."""
 KL_STEPS, KL_LEAST = 10, 3
 KL_NEAR_ZERO = 1e-3
-"""Nats. Two models that differ at all are above it; bf16 rounding is below."""
+"""KL below which two models count as equal, in nats. Any real difference is above it, bf16 rounding below."""
 SPIKE_BEFORE, SPIKE_WINDOW = 50, 100
 SPIKE_SIGMAS, SPIKE_RATIO = 8.0, 1.5
-"""Both are needed: sigmas alone flag a ripple on a smooth curve, a ratio alone flags a noisy batch."""
+"""Height of a spike in sigmas and as a ratio. Sigmas alone flag a ripple on a smooth curve, a ratio a noisy batch."""
 MAD_TO_SIGMA = 1.4826
 HELDOUT_LEAST = 4
 HELDOUT_WORSE_NATS = 0.05
@@ -80,8 +80,7 @@ def non_finite(case: Case) -> Symptom | None:
 
 
 def _not_finite_loss(case: Case) -> Symptom | None:
-    """Of a script that is not ours only the losses are known, and one of them may be infinite in a step that its
-    scaler leaves out."""
+    """Judge a watched script by its losses. A single one may be infinite in a step that its gradient scaler skips."""
     rows = case.steps(NON_FINITE_STEPS, at_least=1)
     losses = case.view.steps.values("loss", rows.start, rows.stop)
     known = [loss for loss in losses if loss is not None]
@@ -91,7 +90,7 @@ def _not_finite_loss(case: Case) -> Symptom | None:
         f"the loss has been {known[-1]} for {len(known)} steps",
         [("losses that are not finite", len(known), "expected 0")],
         case.span(rows),
-        meaning="the weights are NaN, and stay so: nothing is learnt any more",
+        meaning="the weights are NaN and remain NaN: nothing is learnt any more",
         **case.lower_rate(10),
     )
 

@@ -1,5 +1,5 @@
-"""Memory: how fast it fills and who fills it, what waits for it, and an allocator that fails before the device
-is full.
+"""Rules about memory: its growth and who causes it, memory pressure, and an allocator that fails before the device is
+full.
 
     held       bytes of tensors, as torch counts them
     reserved   what the allocator has reserved on the device; reserved - held is fragmentation and cache
@@ -21,24 +21,24 @@ from engine.watch.rules.rule import CannotJudge, Case, Number, Symptom, mean, me
 
 TREND_WINDOW_S = 600.0
 TREND_READINGS = 120
-"""Two minutes: what an allocator caches in the first steps is not a trend."""
+"""Readings needed for a trend; they take two minutes. The allocator's caching in the first steps is not a trend."""
 TREND_STEPS = 20
 GROWTH_SHARE = 0.02
 """Growth within the window as a share of the total; less is the noise of other processes."""
 HORIZON_S = 3600.0
-"""A limit that will be reached later than this, at the pace of the window, is not worth an alert."""
+"""Time within which memory must run out, at the rate of the window, for an alert, in seconds."""
 LONG_WINDOW_S = 3 * TREND_WINDOW_S
-"""From here on the whole session counts too, but for its first tenth: a slow leak shows over hours."""
+"""Length of a session in seconds from which all of it except the first tenth is judged too: slow leaks take hours."""
 LONG_READINGS = 120
-"""Means of the long window: their number, so that a run of days costs no more to judge than one of an hour."""
+"""Number of means in the long window, so that judging a run of days costs no more than one of an hour."""
 UNKNOWN_END_S = 86400.0
-"""How far ahead the long window looks where nobody knows the run's last step."""
+"""Horizon of the long window in seconds if the run's last step is unknown."""
 PRESSURE_PCT = 10.0
 PRESSURE_WINDOW_S = 30.0
 _INNER_SHARE = 0.5
 """Share of a growth that an inner number must explain to be its cause."""
 UNUSED_SHARE = 0.25
-"""An allocation that fails while this share of the memory is free hit another limit."""
+"""Share of free memory, 0 to 1, from which a failed allocation is blamed on another limit."""
 
 
 @rule(
@@ -72,15 +72,15 @@ def memory_ceiling(case: Case) -> Symptom | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Window:
-    """A time in which a trend is looked for, and how far it is carried on."""
+    """A time window in which a trend is looked for, and the horizon to which it is extrapolated."""
 
     case: Case
     seconds: float
     horizon_s: float
     in_words: str
-    """Of the horizon."""
+    """Description of the horizon."""
     means: int = 0
-    """The number of means that stand for the readings; 0 for the readings themselves."""
+    """Number of means that replace the readings; 0 to use the readings."""
 
     def host(self, name: str) -> list[float]:
         return self._readings(self.case.view.hosts, name, "")
@@ -279,13 +279,13 @@ def memory_pressure(case: Case) -> Symptom | None:
 
 
 def _fewer_rows(case: Case) -> dict[str, str]:
-    """The flip to half of the rows; where there is none, what to do instead."""
+    """Return the flip to half of the rows, or advice if there is none."""
     if case.view.is_foreign:
         return {"no_flip": "lower the batch size in the script, or use a smaller model"}
     half = case.settings.train.rows // 2 if case.settings else 0
     if half:
         return {"flip": f"--set train.rows={half}"}
-    return {"no_flip": "a row at a time is the least there is: use smaller models"}
+    return {"no_flip": "the batch already has one row: use smaller models"}
 
 
 _WANTED = re.compile(r"[Tt]ried to allocate ([\d.]+) ([KMG]iB)")
@@ -299,14 +299,14 @@ _UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 def allocator_ceiling(case: Case) -> Symptom | None:
     case.must_have_been_watched()
     view = case.view
-    said = view.finished.reason if view.finished else view.exit.sentence if view.exit else None
-    if said is None:
+    reason = view.finished.reason if view.finished else view.exit.sentence if view.exit else None
+    if reason is None:
         raise CannotJudge("judged when the run has ended")
-    refused = "device allocator refused" in said or "allocation of device memory failed" in said
+    refused = "device allocator refused" in reason or "allocation of device memory failed" in reason
     if not refused:
         return None
     pool, free, total = _most_free(case)
-    wanted = _WANTED.search(said)
+    wanted = _WANTED.search(reason)
     bytes_wanted = float(wanted[1]) * _UNITS[wanted[2]] if wanted else 0.0
     if free < UNUSED_SHARE * total or free < 2 * bytes_wanted:
         return None
@@ -318,7 +318,7 @@ def allocator_ceiling(case: Case) -> Symptom | None:
             ("asked for, GiB", bytes_wanted / 2**30, "0: the message does not say"),
         ],
         case.recent(60.0),
-        meaning="the limit that was met is the allocator's, not the device's; or the memory was in pieces",
+        meaning="the allocator's own limit was reached, not the device's, or the memory was fragmented",
         flip=f"--set memory.allocator={other}",
     )
 

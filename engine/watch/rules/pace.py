@@ -1,4 +1,4 @@
-"""The step time: what a step waits for, and whether its time stays the same.
+"""Rules about the step time: waiting for data, slow parts, two modes, drift, compiles.
 
 `step_s` covers the optimizer step alone, without evaluations and checkpoints between two steps; `wall_s` covers all
 from the record of one step to that of the next. Steps that are slow while other processes have the CPU are not
@@ -17,55 +17,56 @@ from engine.units import format_seconds
 from engine.watch.rules.rule import OTHERS, CannotJudge, Case, Symptom, median, rule
 
 PART_WARM_UP = 4
-"""Steps in which compilers and caches are still at work."""
+"""Number of first steps that are skipped: compilers and caches are still warming up."""
 BESIDE_TIMES, OTHERS_TIMES, PART_TIMES = 4.0, 3.0, 10.0
 PART_SHARE, PART_LEAST_S = 0.1, 0.02
-"""Of the step, and in seconds: a smaller part is not worth fixing."""
+"""Smallest part of a step that is judged, as a share of the step and in seconds."""
 MACHINE_TIMES = 5.0
-"""A part of many small operations takes up to three times its arithmetic on a machine at its usual clock."""
+"""Ratio of measured to computed time from which a machine is slow. Parts of many small operations reach 3 on a machine
+at its usual clock."""
 OF_MATMULS = frozenset({"student", "loss", "backward", "teacher"})
 LAUNCH_S = {"cuda": 10e-6, "cpu": 20e-6}
 DATA_STEPS = 20
 DATA_SHARE = 0.2
 MORE_WORKERS = "loader.workers=4"
-"""What the probe can change in a script whose steps wait for data."""
+"""Setting that the probe can change in a script whose steps wait for data."""
 DATA_LEAST_S = 0.5
-"""Total wait in seconds: a fifth of a 1 ms step is not worth fixing."""
+"""Smallest total wait in seconds: a fifth of a 1 ms step is not worth fixing."""
 DATA_BURST_S = 5.0
-"""Total wait in seconds when most steps do not wait: a single hiccup of the disk is no pattern."""
+"""Smallest total wait in seconds if most steps do not wait: a single slow read of the disk is not a pattern."""
 OUTSIDE_SHARE = 1 / 3
 BESIDE_SHARE, BESIDE_LEAST_S = 0.5, 20.0
 BIMODAL_STEPS, BIMODAL_LEAST = 200, 60
 BIMODAL_RATIO = 1.8
 BIMODAL_SHARE = 0.15
-"""Share of the steps in the smaller group: single slow steps are not a second mode."""
+"""Smallest share of the steps in the smaller group, 0 to 1: single slow steps are not a second mode."""
 BIMODAL_GAP = 3.0
-"""Gap between the groups, divided by the wider spread within one of them."""
+"""Smallest gap between the groups, as a multiple of the wider spread within one of them."""
 SLOWER_RATIO, SLOWER_RUNS = 1.5, 2
 SLOWER_LEAST_S = 0.05
-"""A shorter step varies by as much with what else runs."""
+"""Shortest step that is judged, in seconds: other processes make shorter ones vary by as much."""
 DRIFT_WARM_UP, DRIFT_STEPS = 20, 50
 DRIFT_RATIO = 1.5
 LEAST_STEP_S = 0.005
-"""Shorter steps vary with the operating system's scheduling."""
+"""Shortest step that is judged, in seconds: shorter ones vary with the operating system's scheduling."""
 
 
 class _Lost(NamedTuple):
-    """What a part takes of the newest steps."""
+    """Time that a part takes of the newest steps."""
 
     rows: range
     lossy: list[int]
-    """Rows of the steps of which it takes the share that is judged."""
+    """Rows of the steps in which the part reaches the share that is judged."""
     steps: int
-    """Steps that have both numbers."""
+    """Number of steps that have both numbers."""
     share: float
     seconds: float
     least_s: float
 
 
 def _lost(case: Case, part: str, whole: str, least: float) -> _Lost | None:
-    """Return what the column `part` takes of the column `whole`; None below the share `least`, or where it is too few
-    seconds to be worth fixing."""
+    """Return the time of column `part` within column `whole`; None if it is below the share `least`, or too short to be
+    worth fixing."""
     rows = case.steps(DATA_STEPS, at_least=DATA_STEPS)
     times = case.pairs(part, whole, rows)
     seconds, of = sum(p for p, _ in times), sum(w for _, w in times)
@@ -85,8 +86,9 @@ def _lost(case: Case, part: str, whole: str, least: float) -> _Lost | None:
 
 class _Part(NamedTuple):
     seconds: float
-    """Median of the newest steps."""
+    """Median time in the newest steps."""
     needs_s: float
+    """Time computed from its FLOPs, bytes and launches."""
 
     @property
     def times(self) -> float:
@@ -94,11 +96,11 @@ class _Part(NamedTuple):
 
 
 def _parts(case: Case) -> tuple[range, Rates, dict[str, _Part]]:
-    """Return what each part of the newest steps takes, and what it needs: FLOPs at the matmul's rate, bytes at the
-    copy's, and launches."""
+    """Return the measured time of each part of a step, and the time computed from its FLOPs at the matmul rate, its
+    bytes at the copy rate, and its launches."""
     started = case.started
     if not started.costs:
-        raise CannotJudge("what the parts of a step cost is not logged")
+        raise CannotJudge("the costs of the parts of a step are not logged")
     rates = kept_rates(started.machine)
     if rates is None:
         raise CannotJudge(
@@ -140,8 +142,9 @@ def slow_part(case: Case) -> Symptom | None:
 
     def is_slow(part: str) -> bool:
         others = [parts[one].times for one in parts.keys() & OF_MATMULS - {part}]
-        beside = max(BESIDE_TIMES, OTHERS_TIMES * median(others or [0.0]))
-        limit = PART_TIMES if len(others) < 2 else beside
+        limit = max(BESIDE_TIMES, OTHERS_TIMES * median(others or [0.0]))
+        if len(others) < 2:
+            limit = PART_TIMES
         return parts[part].seconds >= least_s and parts[part].times >= limit
 
     slow = [part for part in parts if is_slow(part)]
@@ -152,9 +155,9 @@ def slow_part(case: Case) -> Symptom | None:
         f"{part} takes {parts[part].times:.0f} times what its arithmetic needs on this machine",
         _numbers(rates, parts),
         case.span(rows),
-        meaning="it does something else than its arithmetic: another kernel, another device, a loop over rows, weights "
+        meaning="most of its time is not its arithmetic: a slow kernel, the wrong device, a loop over rows, or weights "
         "that are converted at each step",
-        no_flip="profile that part; its precision, kernel and compile settings are what decides its kernels",
+        no_flip="profile that part; its precision, kernel and compile settings select its kernels",
     )
 
 
@@ -180,9 +183,9 @@ def slow_machine(case: Case) -> Symptom | None:
         f"every part of a step takes {least:.0f} times what it needs on this machine, or more",
         _numbers(rates, of),
         case.span(rows),
-        meaning="not one part is slow but the machine: its clock is throttled or limited, or somebody else uses it",
-        no_flip="look at clocks, temperature and power (`engine tail RUN`), and at what else runs here; `engine "
-        "doctor` measures the machine now, and says what it reached before",
+        meaning="the whole machine is slow: its clock is throttled or limited, or other processes use it",
+        no_flip="check clocks, temperature and power (`engine tail RUN`) and other processes; `engine doctor` "
+        "measures the machine now, and prints the best rates measured before",
     )
 
 
@@ -201,7 +204,7 @@ def data_wait(case: Case) -> Symptom | None:
         remedy = {"flip": f"--set {MORE_WORKERS}"}
     else:
         remedy = {
-            "no_flip": "nothing to flip: look at what reads and prepares the data, and what else reads from that disk"
+            "no_flip": "nothing to flip: check the code that reads and prepares the data, and other users of that disk"
         }
     return Symptom(
         f"{100 * found.share:.0f} % of the step time is waiting for data",
@@ -227,7 +230,7 @@ def unaccounted(case: Case) -> Symptom | None:
     parts = {part: case.view.host_s.get(part) or 0.0 for part in OUTSIDE}
     most = f", lately most in: {max(parts, key=lambda part: parts[part])}"
     if sum(parts.values()) < found.seconds / found.steps / 2:
-        # The newest step is not like those that lost the time. Where most do, the next one tells in what.
+        # The newest step did not lose time like the others. If most steps lose time, the next one shows where.
         if found.least_s == DATA_LEAST_S:
             return None
         most = ""
@@ -247,8 +250,8 @@ def unaccounted(case: Case) -> Symptom | None:
             ),
         ],
         case.span(found.rows),
-        meaning="training waits for what watches it: something is done at each step, or the log's disk is slow",
-        no_flip="nothing to flip: look at what is called after a step, and at the disk of the run folder",
+        meaning="training waits for its observers: something is done at each step, or the disk of the log is slow",
+        no_flip="nothing to flip: check the code that is called after a step, and the disk of the run folder",
     )
 
 
@@ -277,10 +280,10 @@ def seldom_training(case: Case) -> Symptom | None:
         [
             ("seconds of evaluations", sum(evals), f"{len(evals)} of them"),
             ("seconds of checkpoints", sum(saves), f"{len(saves)} of them"),
-            ("seconds in all", whole_s, f"{len(rows)} steps"),
+            ("seconds in total", whole_s, f"{len(rows)} steps"),
         ],
         span,
-        meaning="the run is slow, and its steps are not: they stand still while it is evaluated or saved",
+        meaning="the run is slow although its steps are not: no step runs during an evaluation or a save",
         no_flip=f"set {key}.every higher{', or eval.rows lower' if mostly_evals else ''}; no step's time shows it",
     )
 
@@ -334,7 +337,7 @@ def step_time_drift(case: Case) -> Symptom | None:
     everything = case.steps(10**9, at_least=DRIFT_WARM_UP + 3 * DRIFT_STEPS)
     begin = everything.start + DRIFT_WARM_UP
     before = median(case.column("step_s", range(begin, begin + DRIFT_STEPS)))
-    # Two consecutive windows: another job that comes and goes is not drift.
+    # Two consecutive windows: a short job of another user is not drift.
     rows = everything[-2 * DRIFT_STEPS :]
     halves = rows[:DRIFT_STEPS], rows[DRIFT_STEPS:]
     now = min(median(case.column("step_s", half)) for half in halves)
@@ -343,9 +346,15 @@ def step_time_drift(case: Case) -> Symptom | None:
     case.must_have_had_the_cpu(rows)
     return Symptom(
         f"a step takes {format_seconds(now)}; at the beginning it took {format_seconds(before)}",
-        [("now over then, medians", now / before, f"at least {DRIFT_RATIO:g}")],
+        [
+            (
+                "median step time, newest over first",
+                now / before,
+                f"at least {DRIFT_RATIO:g}",
+            )
+        ],
         case.span(rows),
-        meaning="the run slows down: heat, memory in pieces, a growing list, or another job on the machine",
+        meaning="the run slows down: heat, fragmented memory, a growing list, or another job on the machine",
         no_flip=("start the script again" if case.view.is_foreign else "resume the run")
         + ": if a fresh process is fast again, the cause is inside it",
     )
@@ -384,8 +393,8 @@ def slower_than_before(case: Case) -> Symptom | None:
             *((f"seconds in {name}", step_s, "median") for name, step_s in before.items()),
         ],
         case.span(case.steps(len(case.view.steps), at_least=1, session=False)),
-        meaning="settings and machine are the same: a driver, a library, a clock, or what else runs here is another",
-        no_flip="compare the versions and surroundings of both runs (`engine report RUN`), and what else runs here",
+        meaning="settings and machine are the same; a driver, a library, a clock or the other processes differ",
+        no_flip="compare the versions and surroundings of both runs (`engine report RUN`), and the other processes",
     )
 
 

@@ -1,4 +1,4 @@
-"""What a rule is: it judges a run at one moment and returns a symptom or nothing, or raises CannotJudge.
+"""The definition of a rule: it judges a run at one moment and returns a Symptom or None, or raises CannotJudge.
 
     @rule(reads=..., threshold=...)
     def its_id(case: Case) -> Symptom | None: ...              or raises CannotJudge
@@ -12,7 +12,7 @@ whole log, so its cost does not grow with the run.
 
 An alert carries its numbers, what each is compared with, the steps and the time they come from, its meaning,
 and the flip that would test the suspicion: a diagnosis that no flip can refute is a guess. A rule whose
-inputs are missing reports that; no result means that it looked and saw nothing.
+inputs are missing reports that; no result means that it found nothing wrong.
 
 Rules do not raise or clear alerts: `active_alerts` does.
 """
@@ -34,10 +34,10 @@ from engine.log.view import RunView, Table
 from engine.spec import RunSpec, spec_from_dict
 
 Number: TypeAlias = tuple[str, float, str]
-"""Name with its unit, value, and what the value is compared with."""
+"""Name with its unit, value, and the limit or reference of the value."""
 
 OTHERS = "the settings are the script's own"
-"""Why a rule that needs settings cannot judge a script that is not ours."""
+"""Reason why a rule that needs settings cannot judge a watched script."""
 
 
 CPU_WAIT_PCT = 20.0
@@ -47,7 +47,7 @@ OTHERS_SHARE = 0.2
 
 
 class CannotJudge(Exception):
-    """An input of a rule is missing, or there is too little of it yet; the text says which."""
+    """An input of a rule is missing or too short; the message names it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,14 +78,14 @@ class Case:
     earlier: Mapping[str, RunSpec] = field(default_factory=dict)
     """The settings before each change that a resume was allowed to make, by their hash."""
     beside: Mapping[str, float] | None = None
-    """Median step times of earlier runs of the same settings on its machine, by folder; None where nobody read them."""
+    """Median step times of earlier runs with the same settings on its machine, by folder; None if not read."""
 
     # What the run is.
 
     @property
     def started(self) -> RunStarted:
         if self.view.started is None or self.view.started_unix_s is None:
-            why = "the run has not said what it will do" if not self.view.is_foreign else OTHERS
+            why = "the run has not logged its configuration" if not self.view.is_foreign else OTHERS
             raise CannotJudge(why)
         return self.view.started
 
@@ -102,14 +102,14 @@ class Case:
         )
 
     def lower_rate(self, times: float) -> dict[str, str]:
-        """The flip to a rate so many times lower; of a script that is not ours, what to try in it."""
+        """Return the flip to a learning rate `times` lower; for a watched script, the advice to change it there."""
         if self.view.is_foreign:
-            return {"no_flip": f"set a rate {times:g} times lower in the script"}
+            return {"no_flip": f"set a learning rate {times:g} times lower in the script"}
         return {"flip": f"--set train.lr={self.started.peak_lr / times:g}"}
 
     @property
     def cross_entropy(self) -> str:
-        """The column that has it: of a script that is not ours the loss itself, where that is one."""
+        """Column of the cross entropy; in a watched script the loss, if that is one."""
         if not self.view.is_foreign:
             return "ce"
         if self._seen("label_coverage", "vocabulary") is None:
@@ -118,16 +118,16 @@ class Case:
 
     @property
     def clip_norm(self) -> float:
-        """The norm that gradients are clipped to; 0 where they are not."""
+        """Norm that gradients are clipped to; 0 if they are not clipped."""
         if not self.view.is_foreign:
             return self.spec.train.clip_norm
         limit = self._seen("clipping", "max_norm")
         if limit is None:
-            raise CannotJudge("no clipping in front of a step was seen")
+            raise CannotJudge("no clipping before a step was seen")
         return limit
 
     def _seen(self, identity: str, number: str) -> float | None:
-        """A number of an identity of a script that is not ours."""
+        """Return a number that an identity of a watched script reported; None if there is none."""
         found = [one.numbers.get(number) for one in self.view.identities if one.id == identity]
         return next((value for value in found if value is not None), None)
 

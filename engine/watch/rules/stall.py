@@ -1,4 +1,4 @@
-"""A trainer that has logged nothing for too long, and what it was doing.
+"""Rules about stalls: a trainer that has logged nothing for too long, and what it was doing.
 
 Progress is the step counter, not liveness, memory or utilisation. The heartbeat is the newest line of the
 trainer that is not a note. The limit of a silence:
@@ -8,7 +8,7 @@ trainer that is not a note. The limit of a silence:
                            LONG_WORK * the longest evaluation and checkpoint so far)
     before the first step, or in a phase with a name     that phase's own limit
 
-    in any of these, when nothing was done at all     STILL_S
+    in any of these, if nothing was computed, read or written     STILL_S
 
 A load may take ten minutes, and a compile two without a line, but each of them computes or reads. So where
 the trainer and all its descendants have used next to no CPU time, moved next to no bytes, and the run's GPU
@@ -16,8 +16,8 @@ ran nothing for STILL_S, the run counts as stalled without waiting for the long 
 silent trainer gets a notice after QUIET_S, which is not an alert: it says what the trainer is doing and how
 long that may take.
 
-A process that ran already when it began to be watched says nothing at all: its silence is the time since it or one
-of its descendants last computed, read or wrote, or a GPU of the machine ran anything.
+A process that was already running when watching began has no log: its silence is the time since it or one of its
+descendants last computed, read or wrote, or a GPU of the machine ran anything.
 
 A limit that is too low costs a warning that is cleared when the step arrives; one that is too high costs
 hours of a hung run.
@@ -48,7 +48,7 @@ TIMES = 5.0
 LONG_WORK = 3.0
 STEPS = 50
 FIRST_STEP_S = 45.0
-"""For the first step, which also waits for libraries to load; a kernel that is compiled logs a line."""
+"""Limit for the first step in seconds; it also waits for libraries to load. Compiling a kernel logs a line."""
 PHASE_S = {
     "reading the corpus": 120.0,
     "tokenizing": 300.0,
@@ -61,27 +61,27 @@ PHASE_S = {
     "evaluating": FIRST_STEP_S,
     "measuring": FIRST_STEP_S,
 }
-"""By prefix of the phase's name. Loading reads up to hundreds of GB, possibly over a network; an evaluation logs
-its progress every few seconds."""
+"""Limit of each phase in seconds, by prefix of its name. Loading reads up to hundreds of GB, possibly over a network;
+an evaluation logs its progress every few seconds."""
 OTHER_PHASE_S = 120.0
 FIRST_LINE_S = 120.0
-"""From the start of the process to its first line: importing torch from a cold disk."""
+"""Limit from the start of the process to its first line in seconds: it imports torch, maybe from a cold disk."""
 UNSEEN_WORK_S = 600.0
-"""Between two steps of a script that is not ours: it may do anything there, and computes or reads while it does."""
+"""Limit between two steps of a watched script in seconds: it may evaluate or save there, which is not seen."""
 STILL_S = 50.0
 STILL_WINDOW_S = 30.0
-"""The counters of the process tree are read every ten seconds; this window lies within the silence."""
+"""Window of the readings in seconds; it lies within the silence. The process tree is read every ten seconds."""
 STILL_READINGS = 10
 STACKS_S = 30.0
-"""How long an alert waits for the stacks of a process that is watched from outside."""
+"""Time in seconds that an alert waits for the stacks of a process that is watched from outside."""
 WORK_WINDOW_S = 600.0
-"""How far back the last work of a process is looked for that is watched from outside."""
+"""Time in seconds in which the last activity of a process watched from outside is searched."""
 STILL_CPU_PCT = 5.0
-"""Percent of one core. A waiting process uses none, housekeeping threads some tenths."""
+"""CPU use below which a process tree is idle, in percent of one core. Housekeeping threads use a few tenths."""
 STILL_IO_BYTES_PER_S = 1024.0
 QUIET_S = 50.0
 COMPUTING = "computing"
-"""The state of a busy thread in a StackDump."""
+"""State of a busy thread in a StackDump."""
 _DEVICE_WAIT = re.compile(
     r"torch/cuda/\w+\.py:\d+ in synchronize$|^cu\w*Synchronize\b", re.MULTILINE
 )
@@ -89,14 +89,14 @@ _DEVICE_WAIT = re.compile(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Silence:
-    """How long the trainer has been silent, and how long it may be."""
+    """The duration of the trainer's silence, and its limit."""
 
     silent_s: float
     limit_s: float
     held: str
-    """The source of the limit, in words."""
+    """Source of the limit, in words."""
     doing: str
-    """What the run was doing according to its log."""
+    """Activity of the run according to its log."""
     since_unix_s: float
 
     @property
@@ -105,7 +105,7 @@ class Silence:
 
     @property
     def is_quiet(self) -> bool:
-        """Whether to notify somebody although this is no stall."""
+        """Whether to log a notice although this is not a stall yet."""
         return QUIET_S < self.silent_s <= self.limit_s
 
 
@@ -147,14 +147,14 @@ def silence(case: Case) -> Silence:
 
 
 def _worked_unix_s(case: Case) -> float:
-    """When a process that is watched from outside was last seen to work, or was not known not to; in a long silence
-    its begin, by the alert that was raised of it."""
+    """Return the last time at which a process watched from outside was active, or its activity was unknown; in a long
+    silence the start of it, from the active alert."""
     process, tables = case.view.process, list(case.view.gpu_tables.values())
     if not tables and process is not None and process.opens_gpu is not False:
         raise CannotJudge(f"no GPU reading: {case.view.absent.get('gpu') or 'none was taken'}")
     limits = {"family_cpu_pct": STILL_CPU_PCT, "family_io_bytes_per_s": STILL_IO_BYTES_PER_S}
     worked = [_last_at_work(case, case.view.hosts, limits)]
-    # Whose work it is on a GPU is not known: any counts.
+    # Which process uses a GPU is not known, so any use counts.
     worked += [_last_at_work(case, table, {"gpu_util_pct": 1.0}) for table in tables]
     alert = case.view.alerts.get(nobody_works.id)
     if alert is not None and case.now_unix_s - max(worked) > STILL_S:
@@ -163,7 +163,7 @@ def _worked_unix_s(case: Case) -> float:
 
 
 def _last_at_work(case: Case, table: Table, limits: dict[str, float]) -> float:
-    """The time of the newest reading of at least a limit, or with none to compare; else that of the oldest."""
+    """Return the time of the newest reading that is missing or reaches a limit; else the time of the oldest."""
     rows = case.reading_rows(table, WORK_WINDOW_S)
     times, *columns = (table.values(name, rows.start, rows.stop) for name in ("unix_s", *limits))
     pairs = list(zip(columns, limits.values(), strict=True))
@@ -188,7 +188,7 @@ def _limit(case: Case) -> tuple[float, str]:
         named = next((s for name, s in PHASE_S.items() if phase.startswith(name)), None)
         return named or OTHER_PHASE_S, f"phase {phase!r}"
     if view.is_foreign:
-        return UNSEEN_WORK_S, "evaluating or saving in a script is not seen"
+        return UNSEEN_WORK_S, "evaluations and saves of a script are not seen"
     rows = range(max(view.session_row, len(view.steps) - STEPS), len(view.steps))
     if len(rows) < 2:
         return max(FIRST_STEP_S, _long_work(case)), "before the second step"
@@ -200,7 +200,7 @@ def _limit(case: Case) -> tuple[float, str]:
 
 
 def _is_still(case: Case) -> bool:
-    """Whether nothing was computed, read or written lately; also False when that is not known."""
+    """Return whether nothing was computed, read or written lately; False if that is not known."""
     window_s, least = STILL_WINDOW_S, STILL_READINGS
     try:
         if max(case.host_readings("family_cpu_pct", window_s, at_least=least)) >= STILL_CPU_PCT:
@@ -244,7 +244,7 @@ def _stalled(case: Case, what: str) -> Symptom | None:
     if dump is not None:
         line = dump.python_frame
         if case.view.process is not None:
-            # Of a program that is not ours its own line tells more than that of a library.
+            # In a script, its own line says more than a line of a library.
             line = own_frame(dump.python_stack) or line
         where = f": {_state(dump)}" + (f" at {line}" if line else "")
         where += f" ({dump.native_frame})" if dump.native_frame else ""
@@ -308,7 +308,7 @@ def nobody_works(case: Case) -> Symptom | None:
     # Its stacks are taken once it counts as silent, and say more than the silence.
     if found.silent_s < STILL_S + STACKS_S and stall_dump(case, found.since_unix_s) is None:
         return None
-    return _stalled(case, "nobody works")
+    return _stalled(case, "no activity")
 
 
 def _steps_in_session(case: Case) -> int:
@@ -325,10 +325,10 @@ def _steps_in_session(case: Case) -> int:
 def stalled_at_start(case: Case) -> Symptom | None:
     case.must_have_been_watched()
     if case.view.process is not None:
-        raise CannotJudge("the steps of a process that ran already are unknown: see nobody_works")
+        raise CannotJudge("the steps of an attached process are unknown: see nobody_works")
     if _steps_in_session(case):
         return None
-    return _stalled(case, "no step was done and nothing was said")
+    return _stalled(case, "no step and no log line")
 
 
 @rule(

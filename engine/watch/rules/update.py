@@ -16,7 +16,7 @@ UPDATE_FROM = 100
 """Steps in which weights may still be as small as they were initialised, and a warm-up at its top."""
 UPDATE_RECORDS = RECORDED_KEPT // 2
 UPDATE_SHARE = 0.1
-"""Of a weight, moved by one step; healthy training moves about a thousandth."""
+"""Relative change of a weight in one step; in healthy training it is about a thousandth."""
 CLIPPED_STEPS = 200
 CLIPPED_SHARE = 0.98
 CLIPPED_TIMES = 3.0

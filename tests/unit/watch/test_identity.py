@@ -57,4 +57,4 @@ def test_nothing_else_is_an_alarm(level: str) -> None:
 
 def test_a_run_of_ours_and_a_script_that_has_not_stepped_are_not_judged() -> None:
     unknown("identity_fails", case(watched=False), "audit")
-    unknown("identity_fails", case(), "no identity has been looked at yet")
+    unknown("identity_fails", case(), "no identity has been checked yet")

@@ -67,7 +67,10 @@ def diverged(step: int) -> float:
 def test_a_loss_that_rises_for_good_is_named_in_a_table(tmp_path: Path, every: int) -> None:
     view = read(imported(tmp_path, lambda n: diverged(n // every), 300 * every, every))
     alert = view.alerts["loss_rose_for_good"]
-    assert isinstance(alert, Judged) and alert.no_flip == "set a rate 100 times lower in the script"
+    assert (
+        isinstance(alert, Judged)
+        and alert.no_flip == "set a learning rate 100 times lower in the script"
+    )
     (tmp_path / "b").mkdir()
     healthy = read(
         imported(tmp_path / "b", lambda n: 1.5 + 3 * math.exp(-n / 40), 300 * every, every)

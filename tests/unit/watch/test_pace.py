@@ -122,7 +122,7 @@ def test_a_machine_is_slow_when_every_part_is() -> None:
 @pytest.mark.parametrize("rule", ["slow_part", "slow_machine"])
 def test_parts_are_not_judged_without_costs_rates_or_times(rule: str) -> None:
     every = dict.fromkeys(NEEDS, 50.0)
-    unknown(rule, timed(every, costs={}).case(), "cost is not logged")
+    unknown(rule, timed(every, costs={}).case(), "costs of the parts of a step are not logged")
     unknown(rule, timed(every, machine="another").case(), "`engine doctor` measures")
     few, untimed = timed(every), timed(every)
     few.count = pace.PART_WARM_UP + pace.PHASES_KEPT - 1

@@ -170,9 +170,7 @@ def test_a_process_in_which_nobody_works_is_told_with_its_stacks_and_without_a_w
     None
 ):
     alert = raised("nobody_works", outside(100.0, 40.0, dumped_s=95.0))
-    assert (
-        alert.text == "nobody works for 1m00s in process 7: waiting for a lock at t.py:3 in f (x)"
-    )
+    assert alert.text == "no activity for 1m00s in process 7: waiting for a lock at t.py:3 in f (x)"
     # Its stacks are about to be taken, or never come.
     quiet("nobody_works", outside(100.0, 40.0))
     assert "not taken" in raised("nobody_works", outside(130.0, 40.0)).meaning

@@ -79,7 +79,7 @@ KILLED = ended("KILLED_EXTERNAL", -9, signal="SIGKILL")
             (started(steps=9), step(1), step(2), STALL, KILLED),
             "WRONG since step 2: no step after step 2 for 31 s; ended at step 2, killed from outside",
         ),
-        ((started(steps=9), step(1), KILLED), "ENDED at step 1: killed from outside, not for want"),
+        ((started(steps=9), step(1), KILLED), "ENDED at step 1: killed from outside, not for lack"),
         (
             (started(steps=9), step(1), ended("OOM_MEMCG", -9, certainty="probable")),
             "ENDED at step 1: probably out of memory, its control group was full",
