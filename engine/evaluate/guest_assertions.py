@@ -40,7 +40,7 @@ class Watch:
         self.lines: list[str] = []
         """The text of each assertion's first line."""
         self.held: list[int] = []
-        """How often each assertion held."""
+        """Number of times that each assertion held."""
         self._raised: BaseException | None = None
         self._end: tuple[str, str] | None = None
 

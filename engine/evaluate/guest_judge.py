@@ -28,14 +28,14 @@ from engine.evaluate.guest_assertions import Ended, Watch, watched
 from engine.evaluate.guest_wire import NotPlain, limit, pack, read_task, receive, send, unpack
 
 MOST_REASON = 500
-"""In characters."""
+"""Longest reason, in characters."""
 
 
 class Judged(NamedTuple):
     outcome: str
     reason: str
     held: list[int]
-    """How often each assertion of the tests held."""
+    """Number of times that each assertion of the tests held."""
 
 
 class Reference:

@@ -64,9 +64,9 @@ class RowLoss:
     """Sums over the predicted tokens of one row."""
 
     document: int
-    """Its place among the documents that were given."""
+    """Index of the document in the input."""
     first: int
-    """The place in the document of the row's first token, from which on it predicts."""
+    """Position in the document of the row's first token."""
     tokens: int
     nats: float
     against_nats: float | None
@@ -217,7 +217,7 @@ class _Sums:
         self._before = (0, *self.nats, 0.0, 0)
 
     def row(self, document: int, first: int) -> RowLoss:
-        """Return what was added since the row before."""
+        """Return the sums added since the previous row."""
         now = (self.count, *self.nats, self.divergence, self.agreed)
         tokens, nats, *others = (x - before for x, before in zip(now, self._before, strict=True))
         self._before = now

@@ -42,7 +42,7 @@ class Report:
 
 
 def latest(problems: Problems, results: Iterable[Result]) -> list[Result]:
-    """The last line of each program, in the order of the problems, whatever the order of judging."""
+    """Return the last result of each program, in the order of the problems."""
     order = {problem.task_id: place for place, problem in enumerate(problems.problems)}
     last = {(one.task_id, one.sample): one for one in results if one.task_id in order}
     return sorted(last.values(), key=lambda one: (order[one.task_id], one.sample))

@@ -40,7 +40,7 @@ class Result:
     reason: str
     tokens: int
     ended: str
-    """How the text ended: `stop`, `end_of_text`, or `length` when it was cut off."""
+    """Reason why the text ended: `stop`, `end_of_text`, or `length` if it was cut off."""
 
 
 class Results:

@@ -79,7 +79,7 @@ _APPARMOR = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exam:
-    """The tests of a program, and what they need."""
+    """The tests of a program and their inputs."""
 
     setup: str
     """The problem's own code, run in the judge before the tests; it may use what the program defines."""
@@ -101,7 +101,7 @@ class Trial(NamedTuple):
 class _Judged(NamedTuple):
     trial: Trial
     held: list[int]
-    """How often each assertion of the tests held."""
+    """Number of times that each assertion of the tests held."""
     said: bool = True
     """Whether the verdict came from the judge or from its limits; False when the judge died of something
     else."""
@@ -117,7 +117,7 @@ class Sandbox:
     clock_s: float = CLOCK_S
 
     _held: dict[Exam, list[int]] = field(default_factory=dict, compare=False, repr=False)
-    """For each exam so far, how often each assertion holds with the reference solution."""
+    """Number of times that each assertion holds with the reference solution, for each exam so far."""
 
     def try_program(self, program: str, tests: Exam) -> Trial:
         """Run `program` against `tests`."""

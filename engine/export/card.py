@@ -41,7 +41,7 @@ class Card:
     files: Sequence[tuple[str, str]]
     """Each file with its description."""
     evaluation_files: Sequence[str | None]
-    """For each evaluation, the file with its results; None when the results are in the receipt."""
+    """File with the results of each evaluation; None if the results are in the receipt."""
     verification: Verification | None
     base_models: Sequence[str] = ()
     """Base models named by the publisher, as the Hub spells them."""

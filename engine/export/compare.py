@@ -46,7 +46,7 @@ class Difference(NamedTuple):
     ours: int
     theirs: int
     gap: float
-    """How much the reference prefers its own token, in logits relative to their root mean square."""
+    """Margin by which the reference prefers its own token, in logits relative to their root mean square."""
 
     @property
     def tie(self) -> bool:

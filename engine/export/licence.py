@@ -39,9 +39,9 @@ class Base:
     on_hub: bool
     licence: str | None
     licence_name: str | None
-    """The name of a licence without an identifier on the Hub: `license_name:` beside `license: other`."""
+    """Name of a licence without an identifier on the Hub: `license_name:`, used with `license: other`."""
     why: str
-    """Where the licence was read, or why there is none."""
+    """Place where the licence was read, or the reason why there is none."""
     licence_file: Path | None
     sha256: str | None
     """Hash of its tensors, as recorded by the run."""
@@ -56,7 +56,7 @@ class Licence:
     """The licence of the published model."""
 
     identifier: str
-    """As the Hub spells it."""
+    """Identifier of the licence as the Hub spells it."""
     why: str
     name: str | None = None
     """The name of a licence without an identifier on the Hub (`other`)."""

@@ -1,5 +1,4 @@
-"""What the files of a model say beside its tensors, read by none of the engine's readers: of two files of one model,
-no one may say something else.
+"""Metadata of a model's files, read independently of the engine's readers, to check that all files of one model agree.
 
     what            folder                                     GGUF                          .apr
     shape, RoPE     config.json                               <architecture>.*              its own keys, hf_config
@@ -53,10 +52,10 @@ _IN_APR = {
 }
 
 _MATRICES = {0: "F32", 1: "F16", 7: "Q8_0", 15: "Q4_K", 18: "Q6_K", 32: "BF16"}
-"""The type of a file's matrices, by its general.file_type. 15 is llama.cpp's Q4_K_M, which has others too."""
+"""Type of a file's matrices by its general.file_type. 15 is llama.cpp's Q4_K_M, which also contains other types."""
 _Q4_K_M = 15
 _SHORTER = {"Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}
-"""What llama.cpp takes where blocks of 256 numbers do not fill a row."""
+"""Types that llama.cpp uses instead if a row is not a multiple of the 256 numbers of a block."""
 
 
 def said(path: str | Path) -> Said | None:

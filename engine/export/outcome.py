@@ -13,7 +13,7 @@ from engine.verdict import Level, Verdict
 class Outcome:
     id: str
     verdict: Verdict | None
-    """None when a gate does not apply."""
+    """The gate's verdict; None if the gate does not apply."""
     reason: str
     numbers: dict[str, float] = field(default_factory=dict)
 

@@ -61,7 +61,7 @@ PROMPTS = (
     "The first thing to know about",
 )
 TEXTS = (*PROMPTS, inspect.getsource(inspect)[:20_000])
-"""Whose token ids are compared: a long text has merges, words and spaces that short ones lack."""
+"""Texts whose token ids are compared. The long one has merges, words and spaces that the short ones lack."""
 LONGEST = "model_max_length"
 
 
@@ -172,7 +172,7 @@ def _files(folder: Path) -> Outcome:
 
 
 def _metadata(folder: Path, native: bool) -> Outcome:
-    """Hold what each file says beside its tensors against config.json, tokenizer.json and the chat template."""
+    """Compare the metadata of each file with config.json, tokenizer.json and the chat template."""
     if wrong := _ends_elsewhere(folder) or _longest_elsewhere(folder):
         return answered("metadata", Level.FAIL, wrong)
     files = sorted([*folder.glob("*.apr"), *folder.glob("*.gguf")]) if native else []
@@ -204,7 +204,7 @@ def _metadata(folder: Path, native: bool) -> Outcome:
 
 
 def said_by(path: Path) -> list[tuple[str, Said]]:
-    """Return what a model's file or folder says beside its tensors, by where in it."""
+    """Return the metadata of a model's file or folder, by its place in it."""
     if path.suffix == ".apr":
         with open_weights(path) as weights:
             # What no reader could load is refused here too.

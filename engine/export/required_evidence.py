@@ -72,7 +72,7 @@ class Evaluation:
     """The amount of data, and the settings."""
     data_sha256: str | None
     file: Path | None
-    """File to copy beside the model; None when the metrics are in the receipt."""
+    """File to copy to the model's folder; None if the metrics are in the receipt."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

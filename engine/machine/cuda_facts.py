@@ -32,11 +32,11 @@ class CudaDevice:
     uuid: Reading
     """Hexadecimal with dashes and without NVML's `GPU-` or `MIG-`."""
     pci_address: Reading
-    """As `00000000:3b:00.0`."""
+    """PCI address, such as `00000000:3b:00.0`."""
     total_bytes: Reading
     """Memory CUDA may allocate from, used or not. On an integrated GPU it is the host's."""
     compute_capability: Reading
-    """As `9.0`."""
+    """Compute capability, such as `9.0`."""
     multiprocessors: Reading
     l2_bytes: Reading
     integrated: Reading

@@ -47,7 +47,7 @@ class DeviceFacts:
     driver: Reading
     cuda_driver: Reading
     gpus: tuple[GpuFacts, ...]
-    """In NVML's order."""
+    """GPUs in NVML's order."""
     cuda: CudaFacts
     memories: tuple[GpuMemory, ...]
     """One for each GPU, those that CUDA shows first and in its order; never empty."""

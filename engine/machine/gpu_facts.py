@@ -39,11 +39,11 @@ class GpuFacts:
     uuid: Reading
     """`GPU-` and hexadecimal with dashes, of the whole GPU even when it is divided by MIG."""
     pci_address: Reading
-    """As the driver writes it: `00000000:3B:00.0`."""
+    """PCI address as the driver writes it: `00000000:3B:00.0`."""
     compute_capability: Reading
-    """As `9.0`."""
+    """Compute capability, such as `9.0`."""
     memory_total_bytes: Reading
-    """Memory of a discrete card. An integrated device has none of its own."""
+    """Memory of a discrete card in bytes; absent for an integrated device."""
     memory_used_bytes: Reading
     """Used by all processes at the time of the reading."""
     memory_status: Reading

@@ -99,7 +99,7 @@ class Match:
     gpu: GpuFacts | None
     cuda: CudaDevice | None
     by: str
-    """What proves that the two are the same GPU: `uuid`, ...; or why one of them is missing."""
+    """Evidence that the two are the same GPU (`uuid`, ...), or the reason why one of them is missing."""
 
 
 def match_gpus(gpus: Sequence[GpuFacts], devices: Sequence[CudaDevice]) -> list[Match]:

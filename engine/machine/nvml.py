@@ -190,7 +190,7 @@ class Nvml:
         self.binding = binding
         """The distribution that provides the module, with its version."""
         self.binding_warning = warning
-        """What to change in the installation, or None."""
+        """Advice on the installation; None if nothing needs to change."""
 
     @property
     def count(self) -> int:

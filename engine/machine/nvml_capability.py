@@ -29,12 +29,12 @@ class Capability:
     functions: tuple[str, ...]
     """Names in NVML, newest first; the first that works is used."""
     asked: str
-    """When the monitor of a run makes this query, or why it does not."""
+    """Schedule of this query in the monitor of a run, or the reason why the monitor does not make it."""
     arguments: tuple[Any, ...] = ()
     rules_out: str = ""
-    """What cannot be known without it; empty where its absence does not matter."""
+    """Question that cannot be answered without it; empty if its absence does not matter."""
     check: Callable[[Any], str | None] | None = None
-    """For functions that always succeed: returns why a result does not count as one."""
+    """Function that returns why a result is not valid, or None; used for queries that always succeed."""
 
     @property
     def used(self) -> bool:
@@ -173,7 +173,7 @@ def _probe(nvml: Nvml, gpu: int, capability: Capability, clock: Callable[[], flo
     for function in capability.functions:
         answer = nvml.ask(gpu, function, *capability.arguments)
         if isinstance(answer, Reading):
-            # Keep the newest form's reason; that an older name does not exist tells nothing.
+            # Keep the newest form's reason; that an older name does not exist is no information.
             none = none or answer
             continue
         why = capability.check(answer) if capability.check else None

@@ -1,4 +1,4 @@
-"""What this machine does in a second, as `engine doctor` has measured it: one large matmul and one large copy.
+"""Rates of this machine, FLOP/s of a large matmul and bytes/s of a large copy, as measured by `engine doctor`.
 
     ~/.cache/apr-workbench/rates/<device, dtype, threads>.json    or below $XDG_CACHE_HOME
 

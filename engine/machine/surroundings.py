@@ -1,5 +1,4 @@
-"""What a run needs or benefits from besides the GPU: packages, a C compiler, access to the kernel log and
-stacks.
+"""Requirements of a run other than the GPU: packages, a C compiler, access to the kernel log and stacks.
 
 Versions come from package metadata. Nothing is imported, so that a broken torch can still be named.
 """
@@ -72,7 +71,7 @@ LET_ATTACH = (
     "run it with sudo, or allow it: echo 0 > /proc/sys/kernel/yama/ptrace_scope, in a container docker run --cap-add "
     "SYS_PTRACE"
 )
-"""What to do where another process may not be read."""
+"""Advice if another process may not be read."""
 
 
 NOT_TRIED = absent("not tried", "engine.runtime.rates")

@@ -38,13 +38,13 @@ from engine.teachers.protocol import Teacher
 # Shapes: B rows, T tokens, N labelled tokens, E teacher width, V vocabulary
 
 NOISE_FLOOR_KL = NOISE_FLOORS["q4_k_m"].kl
-"""In nats."""
+"""KL of 4-bit weights, which fp8 rounding must not exceed, in nats."""
 PROBE_ROWS = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rounding:
-    """How much rounding to fp8 changes the teacher's output."""
+    """The change of the teacher's output caused by rounding to fp8."""
 
     kl: float
     """Mean KL(exact || rounded) at temperature 1, in nats; NaN without labelled tokens."""

@@ -12,4 +12,4 @@ measured is unknown and never passed.
 """
 
 IDS = ("smoke", "teacher", "cache", "heldout", "eval")
-"""In the order in which they run."""
+"""Ids of the gates in the order in which they run."""

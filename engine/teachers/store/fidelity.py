@@ -35,12 +35,12 @@ from engine.teachers.store.teacher import CachedTeacher
 AT_ONCE = 4
 LEAST_COMPARED, MOST_COMPARED = 4, 64
 COMPARED_FLOPS = {"cpu": 1e11, "cuda": 1e15}
-"""Stored rows of a run that its teacher is asked for again before they are used: as many as take seconds."""
+"""FLOPs, by device, for recomputing stored rows with the teacher before they are used: a few seconds of work."""
 DEVIATIONS = 6.5
 DRAW_ROUNDING = 2e-3
-"""How far outside the interval of its id a number may lie, in probability: two passes round differently."""
+"""Distance by which a number may lie outside the interval of its id, in probability: two passes round differently."""
 LOOKED_UP = 1024
-"""Rows of a run, evenly spread, that are looked for in the store."""
+"""Number of rows of a run, evenly spread, that are searched in the store."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +52,7 @@ class Fidelity:
     rows: int
     tokens: int
     alike: str = ""
-    """Which random numbers of the draws depend on one another; empty where none do."""
+    """Description of draws whose random numbers depend on each other; empty if none do."""
 
     def within(self, cosine: float) -> bool:
         """Whether no token is further than outputs of one length are that have this cosine."""
@@ -144,7 +144,7 @@ def alike(numbers_BTK: NDArray[np.float64]) -> str:
 def _both(
     stored: CachedTeacher, teacher: Teacher, batch: Batch, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """Return what is stored of each token, and what is computed, in float64."""
+    """Return the stored and the computed output of each token, in float64."""
     tokens_BT, documents_BT, _ = batch.to_torch(device)
     hidden_NE = teacher.hidden(tokens_BT, documents_BT).flatten(0, 1)
     if stored.gives_hidden:

@@ -65,14 +65,14 @@ from engine.teachers.store.manifest import Manifest, read_manifest
 
 VERSION = 1
 SHARD_BYTES = 256 * 2**20
-"""About one second of a 7B teacher on one GPU, which is what a kill can cost."""
+"""Size of a shard in bytes. A kill loses at most one, about a second of a 7B teacher on one GPU."""
 LOCK = "lock"
 _PARTIAL = ".partial"
 _SHARD = re.compile(r"shard-([0-9]{6})\.json")
 
 
 class ShardDamaged(CacheError):
-    """A shard differs from what was written."""
+    """The content of a shard differs from its hash."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,7 +93,7 @@ class Store:
         self.path, self.manifest = path, manifest
         self.identity: Identity = manifest.identity
         self.refusals: list[str] = []
-        """For each shard that is not used, the reason with the shard's name."""
+        """Name and reason of each shard that is not used."""
         self.unreadable: list[Path] = []
         """Shards that were refused when the store was opened."""
         self._guard = threading.Lock()

@@ -164,7 +164,7 @@ class _Noted:
     batch: DeviceBatch
     keys: list[bytes]
     reading: Reading | None
-    """None if a row is not in the store."""
+    """The reading from the store; None if a row is not in it."""
 
 
 # contract: topk-cache-fidelity-v1
@@ -192,7 +192,7 @@ class CachedTeacher:
         self.misses = 0
         """Number of rows in batches that were misses."""
         self.proof: Fidelity | str = "it was not compared with the teacher"
-        """What comparing some of its rows with the teacher has shown, or why they were not compared."""
+        """Result of comparing some of its rows with the teacher, or the reason why they were not compared."""
         self._device, self._vocab_size = device, vocab_size
         self._head, self._load, self._say = head, online, say
         self._online: Teacher | None = None
@@ -234,7 +234,7 @@ class CachedTeacher:
             self.note(_read_back(tokens_BT, documents_BT), tokens_BT, documents_BT)
 
     def hidden(self, tokens_BT: Tensor, documents_BT: Tensor) -> Tensor:
-        """As `Teacher.hidden`. Raises NoHiddenStates if the store holds another form."""
+        """Return the stored hidden states, as `Teacher.hidden` does. Raises NoHiddenStates if none are stored."""
         if not self.gives_hidden:
             raise self._no_hidden_states()
         stored, keys = self._stored(tokens_BT, documents_BT)
@@ -244,7 +244,7 @@ class CachedTeacher:
         return hidden_NE.view(*tokens_BT.shape, -1)
 
     def targets(self, tokens_BT: Tensor, documents_BT: Tensor) -> SparseTargets | None:
-        """Return what the loss takes instead of hidden states and head, or None if the store holds
+        """Return the stored targets that the loss uses instead of hidden states and head; None if the store holds
         hidden states.
         """
         if self.gives_hidden:
@@ -259,7 +259,7 @@ class CachedTeacher:
 
     @property
     def asked(self) -> int:
-        """Rows that were asked for so far."""
+        """Number of rows requested so far."""
         return self.hits + self.misses
 
     @property

@@ -74,9 +74,9 @@ class StorePlan:
     rows: int
     """Number of rows in the walk."""
     repeated: int
-    """How many of the rows equal an earlier one."""
+    """Number of rows that equal an earlier one."""
     stored: int
-    """How many of the rows are already in the store."""
+    """Number of rows that are already in the store."""
     rows_per_shard: int
     free_bytes: int
 
@@ -238,7 +238,7 @@ def fill_store(
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """What the rows of a batch pass through."""
+    """The pipeline from a batch of rows to the store."""
 
     teacher: Teacher
     device: torch.device
