@@ -29,8 +29,8 @@ from workbench.feed import RunFeed, Snapshot
 
 DEFAULT_RUNS = Path("runs")
 ESCAPE_MS = "25"
-"""After so many milliseconds of silence an escape is that key, and not the beginning of another: terminals write a
-key at once, so Textual's 100 ms are felt and not needed. The variable is that of curses."""
+"""Milliseconds after which an escape character is the escape key and not the start of a sequence. Terminals write a
+sequence in one piece, so Textual's 100 ms are a needless delay. Curses reads the same variable."""
 
 WATCH_HELP = """\
 Watch runs in the terminal. A folder of runs opens the list of them, the folder of one run opens

@@ -50,7 +50,7 @@ class Metric:
 
     @property
     def title(self) -> str:
-        """Its name with its unit, above a figure whose numbers have none."""
+        """The name with the unit, for a figure whose numbers have none."""
         return f"{self.name}, {self.unit}" if self.unit else self.name
 
 
@@ -64,7 +64,7 @@ METRICS = (
     Metric("kd", "kd", unit="nats"),
     Metric("ce", "ce", unit="nats"),
 )
-"""In the order in which they are shown; those that most runs are compared by come first."""
+"""Metrics in the order in which they are shown, the most common first."""
 
 
 def axis_text(axis: str, x: float) -> str:
@@ -285,7 +285,7 @@ def effective_settings(effective: Mapping[str, Any], view: RunView) -> dict[str,
 
 
 def _command_settings(command: WatchedCommand, view: RunView) -> dict[str, str]:
-    """Return what is known of a script that is not ours: its own settings are not."""
+    """Return what is known of a watched script; its settings are unknown."""
     found = {
         "command.line": command.line,
         "command.folder": command.folder,
@@ -367,7 +367,7 @@ def groupings(found: Sequence[Difference]) -> tuple[str, ...]:
 
 
 def groups_by(runs: Sequence[Compared], found: Sequence[Difference], key: str) -> tuple[Group, ...]:
-    """Return the runs by their value of a setting; one without settings on record is a group of its own."""
+    """Return the runs grouped by their value of a setting; each run without settings is a separate group."""
     values = next((one.values for one in found if one.key == key), ())
     groups = [Group(value=value, runs=tuple(runs[at] for at in places)) for places, value in values]
     grouped = {at for places, _ in values for at in places}

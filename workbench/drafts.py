@@ -57,7 +57,7 @@ ESSENTIALS = (
     "loss.alpha",
     "loss.temperature",
 )
-"""What every run has an opinion about; a form shows these first."""
+"""Essential settings, which a form shows first."""
 
 
 def allowed_text(option: Option) -> str:
@@ -106,7 +106,7 @@ class Setting:
     option: Option
     value: str
     source: str
-    """Where the value comes from: `default`, `line 12` of the file, `environment` or `typed`."""
+    """Origin of the value: `default`, `line 12` of the file, `environment` or `typed`."""
     problems: tuple[str, ...]
 
     @property
@@ -146,7 +146,7 @@ class Draft:
     environment: tuple[str, ...] = ()
     """Settings from the environment, as `KEY=VALUE`; the engine reads them by itself."""
     edits: Mapping[str, str] = field(default_factory=dict)
-    """What was typed, by key."""
+    """Typed values by key."""
     written: bool = True
     """Whether the file is on disk; one that begins from nothing is written when the run starts."""
 

@@ -42,7 +42,7 @@ class Target:
     """Whether a process of it exists."""
     step: int
     is_command: bool = False
-    """Whether it is known to be somebody's own script, which cannot be resumed."""
+    """Whether it is known to be a watched script, which cannot be resumed."""
 
     def can(self, action: str) -> bool:
         """Whether `stop` or `resume` is possible now."""
@@ -73,11 +73,11 @@ class Snapshot:
     log: Log
     """Every line of the logs."""
     command: WatchedCommand | None = None
-    """The command, where the run is somebody's own script."""
+    """Command of a watched script; None for a run of the engine."""
     share_read: float = 1.0
-    """How much of the logs has been read, 0 to 1."""
+    """Share of the logs that has been read, 0 to 1."""
     verified: str = ""
-    """What `engine verify` found of a run that has ended, in one line; empty for another run."""
+    """Result of `engine verify` for a run that has ended, in one line; empty if there is none."""
 
     @property
     def has_ended(self) -> bool:
@@ -90,7 +90,7 @@ class Snapshot:
 
     @property
     def target(self) -> Target:
-        """What may be done to the run."""
+        """The run as the target of actions."""
         return Target(
             self.run,
             self.state,
@@ -113,8 +113,7 @@ def _check_exists(run: RunFolder) -> None:
 
 
 def command_of(run: RunFolder) -> WatchedCommand | None:
-    """Return the command of a run that is somebody's own script; settings that cannot be read are those of a run of
-    ours."""
+    """Return the command of a watched script; None for a run of the engine, or if its settings cannot be read."""
     try:
         return read_command(run)
     except RunLogError:
@@ -158,7 +157,7 @@ class RunFeed:
         budget_s: float = READ_BUDGET_S,
         keep: bool = False,
     ) -> None:
-        """With `keep`, columns computed from a long log are saved in the run's folder."""
+        """Prepare to read; `keep` saves the columns computed from a long log in the run's folder."""
         self.run = run
         self._wall, self._budget_s = wall, budget_s
         self._follower = Follower(run, files=True, keep=keep)

@@ -84,7 +84,7 @@ class FindingFeed:
         self._seen: object = None
         self._listing: Listing | None = None
         self.finding: Finding | None = None
-        """As of the last poll; None where it cannot be read, or be worked on."""
+        """The finding as of the last poll; None if it cannot be read or changed."""
 
     def forget(self) -> None:
         """Verify every byte again at the next poll."""

@@ -60,11 +60,11 @@ class FlipSnapshot:
 
     folder: Path
     plan: Plan | None
-    """None before it is registered."""
+    """Registered plan; None before it is registered."""
     pairs: tuple[Pair, ...]
     going_on: bool
     arm: str
-    """What is running now, as text."""
+    """Description of the arm that is running."""
     verdict: dict[str, Any] | None
     """The fields of verdict.json; None before there is one."""
     error: str
@@ -184,7 +184,7 @@ class Wanted:
     """What B is to end, as `identity kept_gradients`: then nothing is measured. Empty for a metric."""
 
     def problem(self) -> str:
-        """What is wrong with the form itself, before any file is read; empty when nothing is."""
+        """Return the problem with the form itself, before any file is read; empty if there is none."""
         if not self.assignment:
             return "name one setting and its other value; `engine spec` lists them"
         try:

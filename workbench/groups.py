@@ -33,7 +33,7 @@ FOR_DEVIATION = 3
 
 
 def band_words(runs: Iterable[int]) -> str:
-    """Say what the lines and bands of groups are, of as many runs each."""
+    """Describe the lines and bands of groups; `runs` are the numbers of runs in the groups."""
     if max(runs, default=0) < FOR_DEVIATION:
         return "mean, band from lowest to highest"
     return f"mean ± standard deviation (n-1), of fewer than {FOR_DEVIATION} runs lowest to highest"
@@ -70,7 +70,7 @@ class Spread:
     """The lower edge of the band, and `high` the upper one."""
     high: Floats
     non_finite: NDArray[np.int64]
-    """How many values of its runs are NaN or infinite."""
+    """Number of NaN or infinite values of its runs."""
 
     def mean_trace(self, name: str) -> Trace:
         """Return the mean as a line."""

@@ -49,7 +49,7 @@ class Listing:
     head: str
     rows: tuple[Row, ...] = ()
     empty: str = ""
-    """What to do to get a row, when there is none."""
+    """Advice shown if there are no rows."""
     job: tuple[str, ...] = ()
     """The newest output of a command that a key started; empty without one."""
 
@@ -70,7 +70,7 @@ class FoldersFeed(ABC):
     TITLE: ClassVar[str]
     NOUN: ClassVar[str]
     EMPTY: ClassVar[str]
-    """What to do to get a row, when there is none; `folders` are those that were searched."""
+    """Advice shown if there are no rows; `{folders}` is replaced by the searched folders."""
 
     def __init__(self, folders: Sequence[Path]) -> None:
         self.folders = tuple(folders)

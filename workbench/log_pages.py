@@ -100,7 +100,7 @@ class Log:
     """Lines of the trainer's log."""
     asides: tuple[LogLine, ...] = ()
     places: tuple[int, ...] = ()
-    """For each aside, the line of the trainer's log that it precedes."""
+    """Number of the trainer's log line before which each aside is shown."""
 
     def __len__(self) -> int:
         return self.count + len(self.asides)

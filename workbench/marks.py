@@ -33,7 +33,7 @@ PRESSING: tuple[Kind, ...] = (
     "checkpoint",
     "compile",
 )
-"""By priority: of several marks in one column, the first of these is drawn."""
+"""Kinds of marks by priority: of several marks in one column, the first kind is drawn."""
 FLIPS = Path("flips")
 LOOK_FOR_FLIPS_S = 5.0
 

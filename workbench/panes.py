@@ -262,24 +262,24 @@ class Pane:
     id: str
     title: str
     title_of_watched: str = ""
-    """Its title for a run that is somebody's own script, where it has another one."""
+    """Title for a watched script; empty if it is the same."""
     words: Words | None = None
-    """None where the terminal has a special widget: the timeline and the log."""
+    """Function that returns the lines; None for the timeline and the log, which have their own widgets."""
     fitted: Callable[[Snapshot, int, bool], list[str]] | None = None
     """Instead of `words`: lines made for a width in cells, in ASCII only if asked."""
     label: str = ""
-    """Its name in tabs and keys; its id where this is empty."""
+    """Name in tabs and keys; the id is used if it is empty."""
     help: str = ""
-    """Markdown: a heading, and what the pane shows."""
+    """Help in Markdown: a heading and a description."""
     column: Literal["left", "right", "below"] = "right"
-    """Its position on a large terminal."""
+    """Position on a large terminal."""
     when: Literal["always", "ended", "alerts", "tall", "chosen"] = "chosen"
-    """When a large terminal shows it without being chosen: at the end of the run, with an active alert, with
-    many rows."""
+    """Condition on which a large terminal shows it without being chosen: always, at the end of the run, with an active
+    alert, or with many rows."""
     page: int | None = LAST
-    """Its rank on the notebook's page; None where the page does not show it."""
+    """Rank on the notebook's page; None if the page does not show it."""
     page_words: Words | None = None
-    """The lines on that page, where they differ from `words`."""
+    """Function that returns the lines on that page; None if they are those of `words`."""
 
     @property
     def name(self) -> str:
@@ -303,7 +303,7 @@ class Pane:
         return [] if self.words is None else [*map(with_short_paths, self.words(snapshot))]
 
     def numbered_title(self, *, watched: bool = False) -> str:
-        """The title after the key; of a run that is somebody's own script if `watched`."""
+        """Return the title after the key; for a watched script if `watched`."""
         return f"{self.key} {(watched and self.title_of_watched) or self.title}"
 
 
@@ -321,7 +321,7 @@ tokens as they stand in rows: a resumed run must find the same.
 SAMPLES_HELP = """# Samples of text
 
 One prompt of the held-out text, and what teacher and student find most likely after it, token by token, at each
-evaluation: what a loss means. `eval.sample_tokens` says how many tokens; 0 asks for none.
+evaluation: what a loss means. `eval.sample_tokens` sets the number of tokens; 0 turns samples off.
 """
 PANES: tuple[Pane, ...] = (
     Pane(
@@ -380,7 +380,7 @@ PANES: tuple[Pane, ...] = (
     Pane(id="data", title="data", words=data_words, help=DATA_HELP, page=7),
     Pane(id="samples", title="samples of text", words=sample_words, help=SAMPLES_HELP, page=8),
 )
-"""In the order of their keys."""
+"""Panes in the order of their keys."""
 
 
 def pane_of(id_: str) -> Pane:

@@ -40,10 +40,10 @@ from workbench.feed import READ_BUDGET_S, READING, UNREADABLE, not_read
 LOGS = ("events.jsonl", "device.jsonl", "watch.jsonl")
 LOOKS = 200
 FIRST_SHARE = 0.2
-"""The share of its time that the first poll takes: the screen shows something at once, however many runs there are."""
+"""Share of the time budget that the first poll may use, 0 to 1, so that the screen soon shows something."""
 CURVE_POINTS = 12
-ALERTS_TOLD = 6
-"""So many alerts of a run are told in full in a list."""
+ALERTS_SHOWN = 6
+"""Most alerts of a run that are shown in full in a list."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,19 +74,19 @@ class RunRow:
     student: str = ""
     """Short names of the models."""
     verdict: str = ""
-    """How it is, in one line; why it cannot be read, where it cannot."""
+    """Verdict in one line, or the reason why the run cannot be read."""
     level: str = ""
-    """The level of the verdict; empty where there is none."""
+    """Level of the verdict; empty if there is none."""
     curve: tuple[float | None, ...] = ()
     """The loss in at most CURVE_POINTS equal parts of the run; None where a part has a value that is not finite."""
     tags: tuple[str, ...] = ()
     note: str = ""
     words: tuple[str, ...] = ()
-    """What there is to know of it at a glance: its state in a sentence, its results, its alerts."""
+    """Summary of the run: its state in a sentence, its results, its alerts."""
 
     @property
     def subject(self) -> Subject:
-        """What a filter knows of it."""
+        """The properties that a filter can test."""
         alerts = (f"{severity} {name}" for severity, name in self.alerts)
         models = (self.teacher, self.student)
         words = (self.name, self.state, *alerts, *self.tags, self.note, self.verdict, *models)
@@ -121,8 +121,8 @@ class _Found:
 
 
 @dataclass(frozen=True, slots=True)
-class _Beside:
-    """What lies beside the logs of a run, as of the times of its files."""
+class _SideFiles:
+    """Contents of the files next to the logs of a run, as of their modification times."""
 
     times: tuple[int, int]
     settings: Mapping[str, object]
@@ -217,7 +217,7 @@ class RunsFeed:
         self._wall, self._budget_s = wall, budget_s
         self._followers: dict[str, Follower] = {}
         self._ended: dict[str, _Ended] = {}
-        self._beside: dict[str, _Beside] = {}
+        self._beside: dict[str, _SideFiles] = {}
         self._asked: deque[str] = deque()
         self._real: dict[Path, str] = {}
         self._turn = 0
@@ -317,7 +317,7 @@ class RunsFeed:
             self._ended.pop(key, None)
         return row
 
-    def _read_beside(self, key: str, found: _Found) -> _Beside:
+    def _read_beside(self, key: str, found: _Found) -> _SideFiles:
         """Return the settings and the notes of a run, read again when their files have changed."""
         times, before = (found.made_ns, _noted_ns(key)), self._beside.get(key)
         if before is not None and before.times == times:
@@ -328,7 +328,7 @@ class RunsFeed:
             notes = read_notes(found.run)
         except RunLogError as problem:
             notes = Notes(text=one_line(problem.message))
-        self._beside[key] = _Beside(times, settings, notes)
+        self._beside[key] = _SideFiles(times, settings, notes)
         return self._beside[key]
 
     def _read(self, follower: Follower, until_s: float) -> tuple[str, str | None]:
@@ -350,7 +350,7 @@ def _row_of(
     state: str,
     age_s: float | None,
     error: str | None,
-    beside: _Beside | None = None,
+    beside: _SideFiles | None = None,
     *,
     alive: Liveness | None = None,
 ) -> RunRow:
@@ -390,7 +390,7 @@ def _row_of(
 
 def _words_of(view: RunView, alive: Liveness, verdict: RunVerdict) -> tuple[str, ...]:
     """Return what there is to know of a run at a glance."""
-    newest = list(view.alerts.values())[-ALERTS_TOLD:]
+    newest = list(view.alerts.values())[-ALERTS_SHOWN:]
     return (
         verdict.line,
         *filter(
@@ -414,7 +414,7 @@ def curve_of(steps: Table) -> tuple[float | None, ...]:
 
 
 PLAIN_NAMES = frozenset({"student", "model", "snapshots"})
-"""Names of files and folders that tell one model from another less than the folder around them."""
+"""Names of files and folders that are too common to identify a model; its parent folder is shown instead."""
 
 
 def model_name(path: object) -> str:

@@ -47,15 +47,15 @@ Pid = Annotated[int, Meta(ge=1, le=LOG_PID.most)]
 GpuIndex = Annotated[int, Meta(ge=0, le=LOG_GPU.most)]
 
 PASS, UNKNOWN, FACT, SUSPICION, FAIL = LEVELS = ("pass", "unknown", "fact", "suspicion", "fail")
-"""Levels of what was judged, from good to bad. A fact is neither; a suspicion holds, and may be a mistake."""
+"""Levels of a result, from good to bad. A fact is neither good nor bad; a suspicion may be intended."""
 CHECK, ALERT, IDENTITY, NUMBER = "check", "alert", "identity", "number"
-"""What judges."""
+"""Sources of a result (`Judged.by`)."""
 
 NON_FINITE = {"nan": math.nan, "+inf": math.inf, "-inf": -math.inf}
 
 
 def is_written(value: float) -> bool:
-    """Whether a line can hold this float as a number: it is finite and within the range of `Number`."""
+    """Return whether a line can hold this float as a number: it is finite and within the range of `Number`."""
     return abs(value) <= _MOST
 
 
@@ -92,7 +92,7 @@ class LogOpened(Event, frozen=True, kw_only=True, tag="log_opened"):
 
 
 class Unrecognised(msgspec.Struct, frozen=True, kw_only=True):
-    """An event of a kind this version does not know: kept and shown, never an error."""
+    """An event of a kind that this version does not know. It is kept and shown, and is not an error."""
 
     kind: str
     v: Count = VERSION
@@ -122,74 +122,74 @@ class RunStarted(Event, frozen=True, kw_only=True, tag="run_started"):
     python: str
     torch: str
     flops_per_token: Number | None = None
-    """FLOPs per token of a step, from the shapes alone."""
+    """FLOPs per token of a step, computed from the shapes."""
     peak_flops_per_s: Number | None = None
     """The device's dense bf16 peak in FLOP/s, from its datasheet."""
     peak_source: str = ""
     """The source of the peak, or why it is not known."""
     costs: dict[str, tuple[Number, Number, Number]] = {}
-    """FLOPs, bytes moved and launches of the parts of one rank's step, from the shapes alone (`engine.plan.cost`), of
-    parts in which no rank waits for another."""
+    """FLOPs, bytes moved and launches of each part of one rank's step, computed from the shapes (`engine.plan.cost`).
+    Parts in which ranks wait for each other are left out."""
     machine: str = ""
     """Device, dtype and threads: the name under which `engine doctor` keeps the rates of this machine."""
 
 
 class Watched(Event, frozen=True, kw_only=True, tag="watched"):
-    """A training script that is not ours, as its probe (`apr_watch`) found it at its first optimizer step."""
+    """A watched training script, as its probe (`apr_watch`) found it at its first optimizer step."""
 
     pid: Pid
     python: str
     executable: str
     torch: str
     device: str
-    """Of the first parameter of the optimizer."""
+    """Device of the optimizer's first parameter."""
     optimizer: str
-    """The name of its class."""
+    """Class name of the optimizer."""
     parameters: Count
-    """Elements that the optimizer holds."""
+    """Number of elements in the optimizer's parameters."""
     groups: list[dict[str, Number]] = []
-    """Of each of its groups the elements (`parameters`) and the settings that are numbers, at the first step."""
+    """Parameter groups of the optimizer at the first step: number of elements (`parameters`) and numeric settings."""
     rank: Count = 0
     world: Count = 1
     places: dict[str, str] = {}
-    """Lines of the script's folder, as `FILE:LINE`, of `backward`, of `step`, and where the `optimizer` is made."""
+    """Lines of the script, as `FILE:LINE`, that call `backward` and `step`, and that make the `optimizer`."""
     names: dict[str, str] = {}
-    """Names that the script has for its `model`, a `teacher` that is not trained and its `schedule` where it steps, and
-    for its `optimizer_model` where the optimizer is made."""
+    """Variables of the script: its `model`, an untrained `teacher` and its `schedule` at the step, and its
+    `optimizer_model` at the line that makes the optimizer."""
 
 
 class ScriptEnded(Event, frozen=True, kw_only=True, tag="script_ended"):
-    """The end of a training that is not ours, as its probe saw it. Its exit code is known to its parent alone."""
+    """The end of a watched training, as its probe saw it. Only the parent process knows the exit code."""
 
     how: str
-    """`returned`, `raised` (an exception that nobody caught), or `goes on` (to another training, or after the block
-    that the script itself marked)."""
+    """`returned`, `raised` (an uncaught exception), or `goes on` (with another training, or after a block that the
+    script marked)."""
     exception: str | None = None
-    """The name of its class."""
+    """Class name of the exception."""
     message: str | None = None
     where: str | None = None
-    """The line that raised it."""
+    """File and line that raised the exception."""
 
 
 class Imported(Event, frozen=True, kw_only=True, tag="imported"):
-    """The files of another tool from which a run was made afterwards (`engine import`): nobody watched it."""
+    """Files of another tool that a run was imported from (`engine import`). The run was not watched."""
 
     source: str
     """`tensorboard`, `wandb` or `csv`."""
     path: str
     files: list[tuple[str, Count, str]] = []
-    """Each file with its bytes and its SHA-256."""
+    """Name, size in bytes and SHA-256 of each file."""
     names: dict[str, str] = {}
-    """Of each value that has a name here the name that it has there; others keep theirs (`Logged`)."""
+    """Name in the other tool of each value that is renamed here; other values keep their names (`Logged`)."""
 
 
 TRAINING = "training"
-"""The phase that begins with the first step; before it a run has nothing to save."""
+"""Name of the phase that begins with the first step; before it a run has nothing to save."""
 
 
 class Phase(Event, frozen=True, kw_only=True, tag="phase"):
-    """The phase the trainer is about to begin. It is written first, so that the last one names what a silent run
-    hangs in."""
+    """The phase that the trainer is about to begin. It is logged first, so that the last one names the phase in which a
+    silent run hangs."""
 
     name: str
     detail: str = ""
@@ -213,26 +213,26 @@ class DataReady(Event, frozen=True, kw_only=True, tag="data"):
     heldout_tokens: Count
     heldout_sha256: str
     skipped_files: Count
-    """Documents in neither split, those that are copies among them."""
+    """Number of documents in neither split, including copies."""
     copies: Count = 0
-    """Documents that are not trained on because their text is held out."""
+    """Number of documents that are not trained on because their text is held out."""
     copies_named: list[str] = []
-    """The first of them."""
+    """Names of the first copies."""
     repeated: Count = 0
-    """Training documents whose text an earlier one has."""
+    """Number of training documents with the same text as an earlier one."""
     epoch_rows: Count
     labelled_tokens: Count | None = None
-    """Of a corpus with conversations or padding, the training tokens that are to be predicted."""
+    """Number of labels in the training split, for a corpus with conversations or padding; None if all tokens are."""
     padding: Count = 0
-    """Places of the training rows that hold no token."""
+    """Number of padding positions in the training rows."""
     left_out: dict[str, Count] = {}
-    """Records with a fault, and conversations that the chat template cannot write, by reason and first place."""
+    """Number of invalid records and of conversations that cannot be rendered, by reason and first place."""
     last_turn_only: Count = 0
-    """Conversations with labels on the last turn alone; only logs of earlier versions have it."""
+    """Number of conversations with labels on the last turn only; only logs of earlier versions have it."""
     partly_labelled: Count = 0
-    """Conversations of which a turn has no labels that was asked for."""
+    """Number of conversations in which a requested turn has no labels."""
     remarks: dict[str, Count] = {}
-    """What is not read, not written or not labelled of records and conversations, and in how many of them."""
+    """Number of records for each warning about parts that are not read, rendered or labelled."""
     unlabelled_rows: Count = 0
     """Rows without a label, which are not trained on."""
 
@@ -258,11 +258,11 @@ class MemoryPlanned(Event, frozen=True, kw_only=True, tag="memory_plan"):
     """The source of the number, or why there is none."""
     peak_phase: str
     items: list[tuple[str, Number, str]] = []
-    """Each item with its bytes and the arithmetic behind them."""
+    """Name, bytes and calculation of each item."""
 
 
 class MemoryMeasured(Event, frozen=True, kw_only=True, tag="memory_peak"):
-    """The peak that the allocator measured, beside the prediction."""
+    """The peak memory that the allocator measured, and the prediction."""
 
     step: Count
     measured_bytes: Number | None
@@ -276,8 +276,8 @@ class Compiled(Event, frozen=True, kw_only=True, tag="compile"):
     """A kernel compiled for the first time in this process."""
 
     compiler: str
-    """`triton` for our own kernels, `inductor` for torch.compile's, `torch.compile` in a script that is watched,
-    whatever its backend."""
+    """`triton` for the engine's kernels, `inductor` for those of torch.compile, `torch.compile` in a watched script
+    with any backend."""
     kernel: str
     key: str
     """Everything specialised in its code, in words."""
@@ -317,52 +317,54 @@ class VocabularyCut(Event, frozen=True, kw_only=True, tag="vocabulary_cut"):
 
 
 STAGE = "step_"
-"""What the id of a check that is a stage of the audit of a step begins with."""
+"""Prefix of the ids of checks that are stages of the audit of a step."""
 
 
 class Judged(Event, frozen=True, kw_only=True, tag="judged"):
-    """One thing that was judged, with what it was judged by (`engine/catalogue.py` has each in words)."""
+    """The result of a check, a rule, an identity or a number (`engine/catalogue.py` describes each)."""
 
     by: str
-    """What judged: `check` (a check or a stage of the audit), `alert` (a rule of the supervisor), `identity` (what
-    holds in every healthy training, of a watched script: once for each level, at the first step that had it), or
-    `number` (a number of a step that is NaN or infinite, so that no average can hide it)."""
+    """Source of the result: `check` (a check or a stage of the audit), `alert` (a rule of the supervisor), `identity`
+    (a property of every healthy training, in a watched script; logged once for each level, at the first step with it),
+    or `number` (a NaN or infinite number of a step, logged so that no average can hide it)."""
     id: str
-    """Of the check, rule or identity; of a number its name."""
+    """Id of the check, rule or identity, or name of the number."""
     level: str
-    """One of LEVELS. An alert is active until it is judged `pass`."""
+    """One of LEVELS. An alert is active until a result `pass`."""
     text: str
-    """What was seen, in one sentence; of a number its value."""
+    """Finding in one sentence, or value of the number."""
     numbers: dict[str, Number | None] = {}
-    """The numbers behind the result, by name with unit."""
+    """Numbers that the result is based on, by name with unit."""
     compared: dict[str, str] = {}
-    """What a number is compared with, by its name."""
+    """Limit or reference of each number, by its name."""
     step: Count
-    """Optimizer steps done then."""
+    """Number of optimizer steps done at that time."""
     first_step: Count = 0
+    """First step that an alert's numbers come from; the last one is `step`."""
     from_unix_s: UnixTime = 0.0
+    """Start of the time range that an alert's numbers come from."""
     to_unix_s: UnixTime = 0.0
-    """Of an alert: the steps, to `step`, and the time range that the numbers come from."""
+    """End of the time range that an alert's numbers come from."""
     cost_s: Number | None = None
-    """Seconds that a check took."""
+    """Duration of a check, in seconds."""
     meaning: str = ""
     flip: str = ""
-    """Of an alert: the argument that would test the suspicion, `--set knob=value`; empty when there is none."""
+    """Argument that would test an alert's suspicion, `--set knob=value`; empty if there is none."""
     no_flip: str = ""
-    """Of an alert: why there is no flip."""
+    """Reason why an alert has no flip."""
     framework: str = ""
-    """Of an identity: `transformers` or `lightning`, where the script trains with one; it decides what to do."""
+    """Framework of a watched script, `transformers` or `lightning`; the advice for an identity depends on it."""
 
     @property
     def raises_alert(self) -> bool:
-        """Whether it is an alert that is active from then on."""
+        """Whether this starts an alert."""
         return self.by == ALERT and self.level != PASS
 
 
 def by_name(
     numbers: Iterable[tuple[str, float, str]],
 ) -> tuple[dict[str, Number | None], dict[str, str]]:
-    """Return the numbers of an alert by name, and by name what each is compared with."""
+    """Return the numbers of an alert by name, and the reference of each by name."""
     values: dict[str, Number | None] = {}
     compared: dict[str, str] = {}
     for name, value, reference in numbers:
@@ -380,8 +382,8 @@ def alert_over(id: str, *, active_s: float, step: int) -> Judged:
 class StepDone(Event, frozen=True, kw_only=True, tag="step"):
     """One optimizer step. Losses are means over the step's labelled tokens, in nats.
 
-    Of a run that is watched from inside its own script (`Watched`) only what could be seen is present, and
-    `loss` is the sum of what `backward` was called on.
+    In a watched script (`Watched`) only what the probe could see is present, and `loss` is the sum of the tensors on
+    which `backward` was called.
     """
 
     step: Count
@@ -399,75 +401,78 @@ class StepDone(Event, frozen=True, kw_only=True, tag="step"):
     labelled: Count | None = None
     step_s: Number | None = None
     data_s: Number | None = None
-    """Seconds that the step waited for its rows, those of the next step included: `phases` has them as `data`."""
+    """Seconds that the step waited for its rows and those of the next step; they are in `phases` as `data`."""
     wall_s: Number | None = None
-    """Seconds from the record of the step before to this one, or from the begin of the training."""
+    """Seconds from the record of the previous step, or the start of training, to this one."""
     outside_s: Number | None = None
-    """Of these, the seconds in the parts of `host` that are OUTSIDE: in no work that a run is there for."""
+    """Part of `wall_s` in the parts of `host` that are OUTSIDE, in seconds: not the work of training."""
     teacher_s: Number | None = None
     """Host seconds in the teacher's forward; on a GPU this is the time to launch it, not to run it."""
     position: Count | None = None
     """Rows consumed since the start of training: where the data loader would resume."""
     rows_digest: str | None = None
-    """Running digest of the rows that were trained on, by content (`engine.log.rows`); of the first rank's."""
+    """Running digest of the contents of the rows that the first rank trained on (`engine.log.rows`)."""
     lowest_kl: Number | None = None
-    """The smallest divergence of a row from its teacher, in nats; below 0 only by rounding."""
+    """Smallest KL divergence of a row from its teacher, in nats; below 0 only by rounding."""
     largest_dz_sum: Number | None = None
-    """The largest absolute sum over a row of the gradients of its logits; 0 but for rounding."""
+    """Largest absolute sum of the logit gradients of a row; 0 except for rounding."""
     losses: list[Number | None] = []
-    """Of a script that is not ours, each tensor on which `backward` was called, where there were several."""
+    """Tensors on which a watched script called `backward`, if there were several."""
     rates: list[Number | None] = []
-    """Of such a script, the rate of each group of its optimizer, where they differ."""
+    """Learning rate of each parameter group of a watched script, if they differ."""
     phases: dict[str, Number] = {}
-    """Seconds of each of STEP_PHASES by the device's clock; empty when not measured. IDLE is added where it is
-    known: the time without work before a step that was launched while the previous one was in flight."""
+    """Seconds of each of STEP_PHASES by the device's clock; empty if not measured. IDLE is added if it is known: the
+    time without work before a step that was launched while the previous one was running."""
     host: dict[str, Number] = {}
-    """Seconds of `wall_s` by what the host's main thread did, of HOST_PARTS; they add up to it."""
+    """Seconds of the host's main thread in each of HOST_PARTS; their sum is `wall_s`."""
     total_steps: Count | None = None
-    """The steps of the whole training, where the framework of a watched script knows them."""
+    """Steps of the whole training; None if the framework of a watched script does not report it."""
     batch: Count | None = None
+    """Last batch that the data loader of a watched script yielded in the current epoch."""
     batches: Count | None = None
-    """The batch that the data loader of a watched script gave last, and all batches of its running pass."""
+    """Batches of an epoch of a watched script."""
 
     @property
     def updated(self) -> bool:
-        """False when a non-finite number kept the update from being applied."""
+        """Whether the update was applied; a non-finite number prevents it."""
         return all(math.isfinite(nan_if_absent(n)) for n in (self.loss, self.grad_norm))
 
 
 class Recorded(Event, frozen=True, kw_only=True, tag="recorded"):
-    """A few numbers of the step that was logged before, for a replay to be compared with (`engine.train.recorder`);
-    those that a step does not have are empty."""
+    """A few numbers of the step logged before, with which a replay is compared (`engine.train.recorder`). Lists that
+    the step does not have are empty."""
 
     step: Count
     micro_batch: Count
     token: Count
-    """Of that micro-batch's, row after row: the one of the hidden states."""
+    """Position of the hidden states in the flattened micro-batch."""
     tensor: str
-    """The parameter of the student, and `first`: the first of its numbers, row after row."""
+    """Name of the student's parameter."""
     first: Count
+    """Index of the first recorded element of the flattened parameter."""
     teacher: list[Number | None] = []
-    """Of its hidden state, or of its stored targets."""
+    """Elements of the teacher's hidden state or stored targets."""
     student: list[Number | None] = []
     gradient: list[Number | None] = []
-    """As the update finds it, before clipping."""
+    """Elements of the gradient before clipping."""
     mean: list[Number | None] = []
+    """Elements of AdamW's first moment after the update."""
     square: list[Number | None] = []
-    """AdamW's moments after the update."""
+    """Elements of AdamW's second moment after the update."""
     weight: list[Number | None] = []
-    """After the update."""
+    """Elements of the parameter after the update."""
 
 
 STEP_PHASES = ("data", "teacher", "student", "loss", "backward", "optimizer")
-"""In the order of a step."""
+"""Phases of a step by the device's clock, in order."""
 IDLE = "idle"
 LAUNCH, DATA, DEVICE = "launch", "data", "device"
 CHECKS, EVALUATING, SAVING = "checks", "evaluate", "save"
 OBSERVERS, LOGGING, REST = "observers", "log", "rest"
 OUTSIDE = (OBSERVERS, LOGGING, REST)
 HOST_PARTS = (LAUNCH, DATA, DEVICE, CHECKS, EVALUATING, SAVING, *OUTSIDE)
-"""What the host does between two records of steps: it launches work (on a CPU the work itself), reads rows, waits for
-the device, checks, evaluates, saves; calls what observes the steps, writes the log, or does none of these."""
+"""Activities of the host between the records of two steps: launching work (on a CPU, the work itself), reading rows,
+waiting for the device, checks, evaluation, saving, observers of the steps, writing the log, and the rest."""
 
 
 class Evaluated(Event, frozen=True, kw_only=True, tag="eval"):
@@ -479,11 +484,11 @@ class Evaluated(Event, frozen=True, kw_only=True, tag="eval"):
     loss: Number | None
     labelled: Count | None
     eval_s: Number | None
-    """Both None where a script that is not ours says its loss by `apr_watch.log(held_out=...)`."""
+    """Duration in seconds. This and `labelled` are None for a loss logged by `apr_watch.log(held_out=...)`."""
     saved: bool = False
     """Whether it is of the saved student, read back from its files at the end of the run."""
     prompt: str = ""
-    """The beginning of a held-out row, the same in every evaluation; empty where the model was not asked."""
+    """Beginning of a held-out row, the same in every evaluation; empty if no text was generated."""
     sample: str = ""
     """The most likely continuation of the prompt, token by token."""
 
@@ -512,7 +517,7 @@ class StudentSaved(Event, frozen=True, kw_only=True, tag="student_saved"):
 
 class ReceiptWritten(Event, frozen=True, kw_only=True, tag="receipt_written"):
     sha256: str
-    """Of receipt.json, which has the hashes of the other files of the run folder."""
+    """Hash of receipt.json, which has the hashes of the other files of the run folder."""
     files: Count
     """Files that it names."""
 
@@ -568,7 +573,7 @@ class HostSample(Event, frozen=True, kw_only=True, tag="host"):
     trainer_cpu_pct: Number | None = None
     trainer_threads: Number | None = None
     trainer_state: str | None = None
-    """Of its main thread: R running, S sleeping, D uninterruptible in the kernel, T stopped."""
+    """State of its main thread: R running, S sleeping, D uninterruptible in the kernel, T stopped."""
     family_cpu_pct: Number | None = None
     """CPU of the trainer and all its descendants; 100 is one core busy."""
     family_io_bytes_per_s: Number | None = None
@@ -602,7 +607,7 @@ class GpuSample(Event, frozen=True, kw_only=True, tag="gpu"):
     gpu_mem_used_bytes: Number | None = None
     gpu_mem_total_bytes: Number | None = None
     family_gpu_mem_bytes: Number | None = None
-    """What the watched process and its descendants use of it; read only of a process watched from outside."""
+    """Part used by the watched process and its descendants; read only if it is watched from outside."""
     gpu_power_w: Number | None = None
     gpu_power_limit_w: Number | None = None
     gpu_energy_j: Number | None = None
@@ -635,7 +640,7 @@ class StackDump(Event, frozen=True, kw_only=True, tag="stack_dump"):
     """Summary of what the threads of a silent trainer were doing; the full dump is in the file."""
 
     path: str
-    """Relative to the run folder."""
+    """Path relative to the run folder."""
     state: str
     """State of the main thread: `computing`, `waiting for a lock`, `stopped by a signal`, ..."""
     summary: str
@@ -650,9 +655,9 @@ class StackDump(Event, frozen=True, kw_only=True, tag="stack_dump"):
     busy_threads: Count | None = None
     """Threads that were computing at the time, the main thread included."""
     collective: str = ""
-    """In which collective the ranks hang, and which rank is missing from it; empty when not known."""
+    """Collective in which the ranks hang, and the rank that is missing from it; empty if unknown."""
     missing: list[str] = []
-    """What could not be collected, each with its reason."""
+    """Parts that could not be collected, each with its reason."""
 
 
 class TrainerStarted(Event, frozen=True, kw_only=True, tag="trainer_started"):
@@ -661,11 +666,11 @@ class TrainerStarted(Event, frozen=True, kw_only=True, tag="trainer_started"):
 
 
 class TrainerExited(Event, frozen=True, kw_only=True, tag="trainer_exited"):
-    """How the trainer process ended, as its parent saw it; `sentence` claims only what was proved."""
+    """The end of the trainer process, as its parent saw it; `sentence` claims only what was proved."""
 
     trainer_pid: Pid
     returncode: Whole | None
-    """None where its parent is not ours: the process of a later training below `engine watch`."""
+    """Exit status; None if the engine is not the parent, as for a later training below `engine watch`."""
     state: str
     signal: str | None
     cause: str
@@ -676,8 +681,8 @@ class TrainerExited(Event, frozen=True, kw_only=True, tag="trainer_exited"):
 
 
 class ProcessFound(Event, frozen=True, kw_only=True, tag="process"):
-    """A process that ran already when it began to be watched from outside (`engine watch --pid`), as /proc told it
-    then. Nothing inside it reports: its steps and its loss are unknown."""
+    """A process that was already running when watching began (`engine watch --pid`), according to /proc at that time.
+    It has no probe: its steps and its loss are unknown."""
 
     pid: Pid
     started_unix_s: UnixTime

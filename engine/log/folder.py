@@ -32,8 +32,7 @@ from engine.log.write import read_boot_id, sync_folder
 RESERVE_BYTES = 64 << 10
 _RANK_LOG = re.compile(r"([1-9][0-9]{0,5})\.jsonl")
 COMMAND = "command"
-"""The key of effective.json that tells a run of somebody's own script: the command, its folder and its commit in the
-place of settings."""
+"""Key of effective.json in the run of a watched script: command, folder and commit instead of settings."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +100,7 @@ class RunFolder:
 
     @property
     def stop_asked(self) -> Path:
-        """There once `engine stop` has sent a signal to a command that is not ours."""
+        """Path of a file that exists once `engine stop` has sent a signal to a watched command."""
         return self.path / "stop-asked"
 
     @property
@@ -156,17 +155,17 @@ class RunFolder:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WatchedCommand:
-    """The command of a run that is somebody's own script."""
+    """The command of a watched script."""
 
     arguments: tuple[str, ...]
     folder: str
-    """Where it was started."""
+    """Folder in which it was started."""
     commit: str | None
-    """The commit of that folder, with `+` where files differ from it."""
+    """Commit of that folder, with `+` if files differ from it."""
     part_of: str | None = None
-    """Of a later training below the command: the name of the command's own run, which lies beside it."""
+    """Name of the command's first run, in the same folder of runs, for a later training of the command; else None."""
     pid: int | None = None
-    """Of a later training, or of a script that has itself watched: the process that made its folder."""
+    """Process that made the run folder, for a later training or a script that watches itself; else None."""
 
     @property
     def line(self) -> str:
@@ -184,7 +183,7 @@ class WatchedCommand:
 
 
 def read_command(run: RunFolder) -> WatchedCommand | None:
-    """Return the command of a run that is somebody's own script; None for one of ours. Raises RunLogError."""
+    """Return the command of a watched script; None for a run of the engine. Raises RunLogError."""
     found = run.read_effective().get(COMMAND)
     if not isinstance(found, dict):
         return None
@@ -200,7 +199,7 @@ def read_command(run: RunFolder) -> WatchedCommand | None:
 
 
 def must_have_settings(run: RunFolder) -> None:
-    """Raises BadInput for a run of somebody's own script, whose settings are its own."""
+    """Raise BadInput for a run of a watched script, which has no settings."""
     if (command := read_command(run)) is not None:
         raise BadInput.expected(
             "run folder",

@@ -40,7 +40,7 @@ class Held:
     """One of SOURCES."""
     held_bytes: float
     reserved_bytes: float | None
-    """None when nothing is reserved, as for a CPU process."""
+    """Bytes reserved by the allocator; None if nothing is reserved, as in a CPU process."""
     peak_bytes: float
     """Peak of `held_bytes` in this session."""
     step: int = 0

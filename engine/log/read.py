@@ -46,7 +46,7 @@ READ_BYTES = 16 << 20
 PART_BYTES = 128 << 10
 LONGEST_LINE_BYTES = LOG_LINE.most
 LINES_KEPT = 2000
-"""How many of the newest lines of a log a viewer keeps."""
+"""Number of newest lines of a log that a viewer keeps."""
 
 _plain = msgspec.json.Decoder()
 _known = msgspec.json.Decoder(Known)
@@ -197,7 +197,7 @@ class LogReader:
 
     @property
     def read_bytes(self) -> int:
-        """How many bytes of the file have been returned so far."""
+        """Number of bytes of the file that have been returned."""
         return self._offset
 
     def _read_lines(self, max_bytes: int) -> bytes:
@@ -263,7 +263,7 @@ class LogReader:
 
     @property
     def lines_read(self) -> int:
-        """How many lines have been returned so far."""
+        """Number of lines that have been returned."""
         return self._next_seq
 
     def decode(self, lines: bytes) -> list[AnyEvent]:
@@ -390,8 +390,8 @@ def _parts(lines: bytes) -> Iterator[bytes]:
 
 
 def writer_is_alive(path: Path) -> bool:
-    """Whether some process holds this log open for writing. The answer comes from the kernel's lock, not from a
-    pid. A path that is not a regular file has no writer; reading it reports what it is."""
+    """Return whether a process holds this log open for writing, according to the kernel's lock. A path that is not a
+    regular file has no writer; reading it reports what it is."""
     try:
         file = open_plain(path)
     except (FileNotFoundError, NotRegular):
@@ -426,7 +426,7 @@ class Point(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Liveness:
-    """Which processes of a run exist now. It is not part of the log: it is true only at the moment of the query."""
+    """The processes of a run that exist now. It is not part of the log: it is true only at the moment of the query."""
 
     trainer: bool
     supervisor: bool

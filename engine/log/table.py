@@ -315,9 +315,9 @@ class Batch:
     rows: dict[str, list[Any]]
     """The steps and readings themselves, at least those that carry the newest values."""
     others: Sequence[AnyEvent]
-    """The events that are no rows."""
+    """Events that are not rows of a table."""
     shown: Sequence[AnyEvent]
-    """What a log pane may show, in order; rows are among it unless LINES_KEPT lines of the session follow."""
+    """Events that a log pane may show, in order; rows are included unless LINES_KEPT lines of the session follow."""
 
 
 def batches_of(events: Sequence[AnyEvent]) -> list[Batch]:

@@ -248,11 +248,11 @@ class _Numbered(msgspec.Struct):
 @dataclass(frozen=True, slots=True)
 class Recovered:
     seq: int
-    """The next line's number."""
+    """Number of the next line."""
     end: int
-    """Where the last whole line ends."""
+    """End of the last complete line, in bytes."""
     cut: int
-    """How many bytes behind it were cut off."""
+    """Number of bytes after it that were cut off."""
     aside: Path | None
     """The file that keeps those bytes, when there were whole lines among them."""
 

@@ -147,9 +147,9 @@ class _Replay:
         self.now_s = 0.0
         self.raised: list[Raised] = []
         self.said: list[Raised] = []
-        """Raised by the watcher of the run."""
+        """Alerts raised by the watcher of the run."""
         self.session_s = 0.0
-        """When the session began that is being replayed."""
+        """Start time of the session that is being replayed, in seconds."""
         self.failed: dict[tuple[str, int], Failed] = {}
         self.errors: list[ErrorNote] = []
         self.judged: set[str] = set()

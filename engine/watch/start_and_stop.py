@@ -166,7 +166,7 @@ def stop(run: RunFolder, *, now: bool = False) -> str:
     if _is_command(run):
         if watcher is None or view.trainer_pid is None or not follower.alive.supervisor:
             raise BadInput(
-                f"run {run.name} — expected somebody who watches its command, found nobody"
+                f"run {run.name} — expected a process that watches its command, found none"
             )
         if view.process is not None:
             raise BadInput.expected(

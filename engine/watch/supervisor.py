@@ -84,7 +84,7 @@ class _Supervisor:
         self.signals: list[int] = []
         self.stop_signal: str | None = None
         self.leave_by_s = math.inf
-        """When to end a trainer that was asked to stop before its first step."""
+        """Time at which a trainer that was asked to stop before its first step is ended, in seconds."""
         self.asked = int(signal.SIGTERM)
         self.started: dict[int, int] = {}
         """Pidfds of the descendants of a trainer that was asked to stop before its first step; ended after it."""

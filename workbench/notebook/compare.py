@@ -101,11 +101,11 @@ class Compare:
         figure.update_xaxes(title="step")
         figure.update_layout(height=300 * rows)
         if self._by:
-            figure.update_layout(legend_title_text=as_html(self._said()))
+            figure.update_layout(legend_title_text=as_html(self._grouping_words()))
         return figure
 
-    def _said(self) -> str:
-        """Say by what the runs are grouped, and what line and band of a group are."""
+    def _grouping_words(self) -> str:
+        """Describe the grouping of the runs, and the line and band of a group."""
         return f"{self._by}: {band_words(len(group.runs) for group in self._groups)}"
 
     def frame(self, what: str = "steps") -> pandas.DataFrame:
@@ -130,7 +130,7 @@ class Compare:
                 for words, rows in (("low", one.low), ("high", one.high))
                 if rows is not None
             ]
-            said = f" by {self._said()}" if self._by else ""
+            said = f" by {self._grouping_words()}" if self._by else ""
             drawn.append(line_chart(f"{metric.title}{said}", series, x_name="step"))
         bundle: dict[str, Any] = {
             "text/plain": "\n".join(self.lines()),

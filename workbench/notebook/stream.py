@@ -46,7 +46,7 @@ class Message:
 
 @dataclass(slots=True)
 class _Sent:
-    """What was sent of one column: its storage, and the number of rows."""
+    """The part of one column that was sent: its storage, and the number of rows."""
 
     storage: object
     rows: int = 0

@@ -43,7 +43,7 @@ class Glyphs:
     traces: tuple[str, ...]
     """The legend entry of each of up to six traces; its first character is the dot in ASCII."""
     bars: str
-    """From empty to full."""
+    """Characters of a bar, from empty to full."""
     mark: str
     cross: str
     level: str

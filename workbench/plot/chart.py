@@ -46,19 +46,18 @@ from workbench.plot.spread import draw_spread
 from workbench.traces import Trace
 
 MIN_WIDTH, MIN_HEIGHT = 24, 4
-"""Below this size no curve fits: the newest values are written instead."""
+"""Smallest size in cells on which curves are drawn; below it the newest values are written instead."""
 LOW = 9
-"""With fewer rows, the signs are drawn on the x axis and the values under the cursor replace the legend, so that
-the curve keeps its rows."""
+"""Number of rows below which the signs are drawn on the x axis and the values under the cursor replace the legend."""
 TALL = 12
-"""From this many rows on, the values under the cursor take two rows."""
+"""Number of rows from which the values under the cursor take two rows."""
 LEAST_UPPER, LEAST_BAND = 5, 3
-"""Rows of the lines, and of a band: bands and lanes are drawn where there is room for more."""
+"""Fewest rows of the lines and of a band; bands and lanes are drawn only if there are more rows."""
 CLIP = 3.0
 FEW = 8
-"""With fewer values than this, a curve has no shape that a level could flatten."""
+"""Number of values up to which a level is drawn even if it flattens the curve."""
 APART = 20
-"""Cells between two letters on one line."""
+"""Distance between two letters on one line, in cells."""
 GAP, MORE = "  ", ".."
 """The gap between two items of a legend, and the text in place of those that do not fit."""
 
@@ -128,7 +127,7 @@ class LaneRow:
 
     name: str
     shares: Sequence[float | None]
-    """For each column of cells, from 0 to 1; None where nothing was read."""
+    """Share in each column of cells, 0 to 1; None if nothing was read."""
     newest: float | None
 
 
@@ -151,7 +150,7 @@ class Chart:
     """The most important first: those without room are left out."""
     lanes: tuple[LaneRow, ...] = ()
     note: str = ""
-    """What the lines come to, in words; first in the legend."""
+    """Summary of the lines, first in the legend."""
     points: tuple[Point, ...] = ()
     levels: tuple[Level, ...] = ()
     signs: tuple[Sign, ...] | None = None

@@ -13,12 +13,12 @@ class Context:
     """The options of one start of the workbench."""
 
     folders: tuple[Path, ...]
-    """As named on the command line: folders of runs, or the folder of one run."""
+    """Folders named on the command line: folders of runs, or the folder of one run."""
     refresh_s: float = 1.0
-    """Seconds between two polls."""
+    """Time between two polls, in seconds."""
     read_only: bool = False
-    """Nothing may be started, stopped, killed or written."""
+    """Whether starting, stopping, killing and writing are disabled."""
     ascii_only: bool = False
-    """Only ASCII characters may be drawn."""
+    """Whether only ASCII characters may be drawn."""
     jobs: Jobs = field(default_factory=Jobs, compare=False)
-    """The commands that keys have started."""
+    """Commands that keys have started."""

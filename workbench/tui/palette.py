@@ -83,7 +83,7 @@ def runs_to_open(context: Context) -> list[RunFolder]:
 
 
 class OpensRuns(Protocol):
-    """What the palette asks of the application beyond what every Textual application does."""
+    """The methods of the application that the palette needs in addition to those of every Textual application."""
 
     context: Context
 

@@ -55,7 +55,7 @@ PLACES: tuple[Place, ...] = (
     Place("D", "drills", "known incidents, made on purpose", "lists.DrillsScreen"),
     Place("I", "doctor", "what this machine is, and what it cannot measure", "lists.DoctorScreen"),
 )
-"""In the order in which help and palette list them."""
+"""Screens in the order in which help and palette list them."""
 
 
 def place(name: str) -> Place:

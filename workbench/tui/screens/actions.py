@@ -30,12 +30,10 @@ def changes_to_allow(problem: Problem) -> list[str]:
 
 
 def refused_command(screen: PollingScreen, run: RunFolder, what: str) -> bool:
-    """Whether a run is somebody's own script, which this workbench cannot start; then it says so."""
+    """Return whether a run is a watched script, which the workbench cannot start; if so, notify the user."""
     command = command_of(run)
     if command is not None:
-        words = (
-            f"not {what}: {run.name} is a script that is not ours; engine watch -- {command.line}"
-        )
+        words = f"not {what}: {run.name} is a watched script; engine watch -- {command.line}"
         screen.notify(words, markup=False)
     return command is not None
 
@@ -45,7 +43,7 @@ def ask_to_stop(screen: PollingScreen, target: Target) -> None:
     run = target.run
     how = "finishes its step, saves a checkpoint and stops; R resumes it"
     if command_of(run) is not None:
-        how = "is a script that is not ours: it gets SIGTERM, and what it does then is its own"
+        how = "is a watched script: it gets SIGTERM, and may save or not"
     question = f"{run.name} {how}.\n\nThis is `engine stop {run.path}`."
 
     def answered(answer: str | None) -> None:

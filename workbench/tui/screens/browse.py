@@ -209,7 +209,7 @@ class BrowseScreen(PollingScreen, Generic[F]):
         self._share_width()
 
     def _share_width(self) -> None:
-        """Beside the details, give the list the width that its rows need, within limits."""
+        """Give the list the width that its rows need next to the details, within limits."""
         rows, width = self.query_one(RowList), self.size.width
         if shape_of(*self.size) == "wide":
             most = width * SHARE[1] // 100

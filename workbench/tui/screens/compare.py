@@ -58,15 +58,15 @@ from workbench.tui.widgets.text_pane import TextPane, drawn
 PANES = ("plot", "results", "settings", "alerts")
 TABS = {name: (str(n), name) for n, name in enumerate(PANES, start=1)}
 GRID, SINGLE = (100, 30), 18
-"""From the first size on, all panes are shown; with fewer rows than the second number only one; otherwise the
-plot and one more."""
+"""Size (columns, rows) from which all panes are shown, and number of rows below which only one is. Between them the
+plot and one other pane are shown."""
 FRAME = 5
 """Cells of a pane that its border, padding and scroll bar take."""
 FAR = 10
 NAME = 8
 """Least cells of a name in the legend of a grid."""
 ENOUGH = 4
-"""Where fewer charts than this fit beside each other, one large chart is shown until the grid is asked for."""
+"""Number of charts that must fit next to each other for the grid to be the default; else one large chart is shown."""
 
 
 class CompareScreen(PollingScreen):
@@ -141,13 +141,13 @@ class CompareScreen(PollingScreen):
         self._feed = CompareFeed(chosen)
         self._comparison: Comparison | None = None
         self._metric: Metric | None = None
-        """None for the first that the runs have."""
+        """Chosen metric; None for the first that the runs have."""
         self._axis, self._log_y = 0, False
         self._differences: Sequence[Difference] = ()
         self._group_by = ""
         """The setting whose values group the runs; empty for none."""
         self._wants_grid: bool | None = None
-        """None for what suits the room."""
+        """Whether the grid was chosen; None to decide by the size of the screen."""
         self._cursor: float | None = None
         self._pane = PANES[0]
         self._wanted = 0
@@ -385,7 +385,7 @@ class CompareScreen(PollingScreen):
         self.query_one(PaneTabs).chosen = self._pane
 
     def _share_width(self) -> None:
-        """Beside other panes, give the results the width that they need, within limits."""
+        """Give the results the width that they need next to other panes, within limits."""
         results, width = self.query_one("#results"), self.size.width
         if not self.has_class("-grid"):
             results.styles.width = "1fr"

@@ -38,7 +38,7 @@ NOTES = (
 )
 LATER = "name one later"
 SHOWN = 3
-"""So many of what went wrong are shown with their words above the form."""
+"""Most failures that are shown in full above the form."""
 
 
 class FindingScreen(BrowseScreen[FindingFeed]):

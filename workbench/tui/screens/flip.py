@@ -41,11 +41,11 @@ from workbench.tui.widgets.key_bar import KeyBar
 from workbench.tui.widgets.words_view import WordsView
 
 SHORT = 18
-"""With fewer rows nothing has a border."""
+"""Number of rows below which nothing has a border."""
 
 
 class Suggested(Message):
-    """What a run suggests."""
+    """The flips that a run suggests were found."""
 
     def __init__(self, found: tuple[Proposal, ...]) -> None:
         super().__init__()

@@ -123,7 +123,7 @@ class HelpScreen(ModalScreen[None]):
 
 
 SCROLLING = ("scroll_", "page_")
-"""How the actions begin by which a widget scrolls."""
+"""Prefixes of the actions that scroll a widget."""
 
 
 def _scrolling(bindings: Sequence[Binding]) -> list[Binding]:

@@ -209,13 +209,13 @@ class DoctorScreen(BrowseScreen[DoctorFeed]):
 
 
 class StepRowsScreen(BrowseScreen[StepRowsFeed]):
-    """The rows of a step of a run of ours."""
+    """The rows of a step of a run of the engine."""
 
     TITLE = "rows of a step"
     NOTES = (
-        "What `engine data RUN --step N` says: each row of the step with its documents and its text, looked up",
-        "in the corpus by the hash on record. What is to be predicted stands between ⟦ and ⟧.",
-        "A row that it was not the turn of is said to be so, and which it is.",
+        "The output of `engine data RUN --step N`: each row of the step with its documents and its text, found",
+        "in the corpus by the logged hash. Labels are between ⟦ and ⟧.",
+        "A row that was not next in the order of the data is marked, with its number.",
     )
     BINDINGS: ClassVar[list[BindingType]] = own_keys(
         Binding("left", "go(-1)", "step before", tooltip="the rows of the step before"),

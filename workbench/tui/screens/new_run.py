@@ -48,7 +48,7 @@ from workbench.tui.widgets.key_bar import KeyBar, bindings_of
 from workbench.tui.widgets.keyed_list import KeyedList
 
 LOW = 18
-"""With fewer rows, the description and the command shrink in favour of the settings."""
+"""Number of rows below which the description and the command shrink in favour of the settings."""
 NARROW = 60
 KEY_CELLS = 20
 

@@ -183,7 +183,7 @@ class RunScreen(PollingScreen):
         self._flips: tuple[FlipSeen, ...] = ()
         self._marks: tuple[Happening, ...] = ()
         self._marked: tuple[RunView, tuple[FlipSeen, ...]] | None = None
-        """What the marks were made of."""
+        """View and flips that the marks were made from."""
         self._replay: Replay | None = None
         self._past: Snapshot | None = None
         """The run as it was at the time of the replay."""
@@ -590,12 +590,12 @@ class RunScreen(PollingScreen):
 
 
 def has_rows(snapshot: Snapshot) -> bool:
-    """Whether what a step trained on is on record: a run of ours that has done a step."""
+    """Return whether the run records the rows of its steps: it is a run of the engine and has done a step."""
     return snapshot.command is None and snapshot.view.last_step >= 1
 
 
 def _needs(snapshot: Snapshot | None) -> object:
-    """Return what the visible panes depend on."""
+    """Return the values that decide which panes are visible."""
     return snapshot and (snapshot.state, snapshot.alive, bool(snapshot.view.alerts))
 
 

@@ -40,7 +40,7 @@ from workbench.tui.widgets.words_view import WordsView
 
 FILTER_HINT = "lr>0.001  state:failed  tag:baseline  /regex/  words; all must hold"
 WIDE = 160
-"""From this width on, the run under the cursor is shown beside the table."""
+"""Width in cells from which the run under the cursor is shown next to the table."""
 SORT_KEYS = Binding.Group("sort")
 ABOUT_RUNS = frozenset({"open", "filter", "mark", "again", "tags", "note", "sort"})
 """The actions that need a run in the list."""
@@ -148,9 +148,9 @@ class RunsScreen(PollingScreen):
         self._pattern, self._filter = "", Filter()
         self._marked: dict[Path, int] = {}
         self._is_stale = False
-        """Whether the description is still that of another run."""
+        """Whether the description still shows the run that was under the cursor before."""
         self._edited: tuple[str, Path] | None = None
-        """What the line of an edit changes: `tags` or `note`, of which run."""
+        """Field (`tags` or `note`) and run that are being edited; None if none is."""
 
     def compose(self) -> ComposeResult:
         yield Static("reading runs", id="head", markup=False)

@@ -89,7 +89,7 @@ Enter starts; tab moves through the fields; the plan below is the one that will 
     """The run's suggestions; None while they are not known."""
 
     def __init__(self, *, watched: bool = False) -> None:
-        """`watched`: the run is somebody's own script."""
+        """Make the form; `watched` is whether the run is a watched script."""
         super().__init__(id="form")
         self._fields = tuple(
             replace(one, value="", hint=OF_WATCHED[one.name])

@@ -71,7 +71,7 @@ class KeyBar(Static):
         super().__init__(markup=False)
         self._shown: Sequence[Binding] = ()
         self._drawn: object = None
-        """What is drawn, and for which width."""
+        """Drawn content and its width."""
 
     def on_resize(self) -> None:
         self.draw(self._shown)

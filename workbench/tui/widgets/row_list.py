@@ -29,9 +29,9 @@ SIGN_CELLS, FRAME_CELLS = 2, 3
 WHOLE = 10_000
 """A width at which nothing is cut."""
 NAME_CELLS, TEXT_CELLS = 12, 30
-"""A name keeps at least the first number of cells; the text beside it gets as many as it needs, up to the second."""
+"""Cells that a name keeps, and cells up to which the text next to it may grow."""
 WRAPS = 40
-"""From this width on, a text that is too long is wrapped; below, it is cut at the end of the row."""
+"""Width in cells from which long texts are wrapped; below it, they are cut at the end of the row."""
 
 
 def lines_of(rows: Sequence[Row], width: int) -> list[str]:

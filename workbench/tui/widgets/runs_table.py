@@ -25,13 +25,13 @@ from workbench.tui.widgets.status_line import LEVEL_ROLES, bar_text
 
 ABSENT = "-"
 ROOMY = 100
-"""From this width on, columns are two cells apart, and names keep more cells."""
+"""Width in cells from which columns are two cells apart and names keep more cells."""
 NAME_CELLS = (16, 24)
-"""A name is not cut below so many cells, on a narrow and on a roomy terminal."""
+"""Cells below which a name is not cut, on a narrow and on a wide terminal."""
 BAR_CELLS = 8
 SETTING_CELLS = 16
 SETTINGS_SHOWN = 12
-"""So many settings that differ have a column."""
+"""Most settings that differ which have a column."""
 NAMED = frozenset({"run.name", "run.out", "teacher.path", "student.path"})
 """Settings that are shown as the name of the run or of a model."""
 
@@ -71,9 +71,9 @@ class Column:
     text: Callable[[RunRow], str]
     value: Callable[[RunRow], Key]
     rank: int
-    """The order in which columns get their place; the last one gives way first."""
+    """Rank of the column: columns of the highest rank are left out first."""
     title: str = ""
-    """Its heading, where that is not its name."""
+    """Heading; the name is used if it is empty."""
     right: bool = True
     largest_first: bool = False
     least: int = 0

@@ -38,7 +38,7 @@ class TextPane(VerticalScroll, can_focus=True):
     """
 
     def __init__(self, title: str, *, id: str, help: str = "", is_fixed: bool = False) -> None:
-        """With `is_fixed` its height is not that of its lines."""
+        """Make an empty pane; with `is_fixed` its height does not follow its lines."""
         super().__init__(id=id, classes="pane -fixed" if is_fixed else "pane")
         self._is_fixed = is_fixed
         self.border_title = as_title(title)
@@ -46,7 +46,7 @@ class TextPane(VerticalScroll, can_focus=True):
         self._lines_for: LinesFor | None = None
         self._lines: Sequence[str | Line] = ()
         self._drawn: object = None
-        """What is drawn, and for which width."""
+        """Drawn content and its width."""
         self._height = 0
 
     def compose(self) -> ComposeResult:

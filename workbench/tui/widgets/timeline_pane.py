@@ -43,12 +43,12 @@ from workbench.traces import GAP, Trace, WindowTraces, points_of, smoothed
 from workbench.tui.widgets.chart_view import ChartView
 
 CURVES = ("held-out", "training", "parts")
-"""What can be on top."""
+"""Charts that can be shown on top."""
 LETTERS = {"loss": "L", "ce": "C", "kd": "K"}
 REACHES = (0.0, 0.02, 0.1)
-"""What the moving average of the losses reaches back over, as a share of what is shown."""
+"""Lengths of the moving average of the losses, as shares of the shown range."""
 TWO_ROWS = 18
-"""From this many rows on, the values under the cursor take two rows."""
+"""Number of rows from which the values under the cursor take two rows."""
 GAP_OF_MEDIAN, GAP_S = 20.0, 5.0
 """On a time axis, steps are not joined if they are further apart than both of these: median step times, seconds."""
 
@@ -62,7 +62,7 @@ SIGNS: dict[Kind, tuple[str, str]] = {
     "checkpoint": ("s", "s"),
     "compile": ("c", "c"),
 }
-"""How each kind of mark is drawn, with and without Unicode."""
+"""Character of each kind of mark, with and without Unicode."""
 
 
 class TimelinePane(ChartView, can_focus=True):
@@ -156,7 +156,7 @@ class TimelinePane(ChartView, can_focus=True):
 
     def _write_title(self) -> None:
         snapshot = self.snapshot
-        # The unit of somebody else's loss is not known.
+        # The unit of a watched script's loss is unknown.
         title = self._title if snapshot is None or snapshot.command is None else "1 loss"
         words = [title, "" if snapshot is None else self._on_top(snapshot.view)]
         words += ["log axis" if self.log_y else ""]
@@ -169,7 +169,7 @@ class TimelinePane(ChartView, can_focus=True):
             self.border_title = title
 
     def _mean_words(self) -> str:
-        """Say what the moving average reaches back over; empty without one."""
+        """Describe the length of the moving average; empty if there is none."""
         low, high = self.window.bounds(*self._ends())
         reach = self.reach * (high - low)
         if not reach:
