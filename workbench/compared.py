@@ -321,7 +321,7 @@ OPTIONS = {option.key: option for option in options()}
 
 
 def _place(key: str) -> tuple[int, int]:
-    """Return where a setting stands among those that differ: numbers that change what is learnt, other numbers,
+    """Return the sort key of a setting among those that differ: numbers that change what is learnt, other numbers,
     choices, then paths, texts and what is known from the log; within each by `FIRST`."""
     option = OPTIONS.get(key)
     if option is None:

@@ -62,7 +62,7 @@ class Snapshot:
     view: RunView
     alive: Liveness
     state: str
-    """The state of the view; `unreadable` when there is an error, `reading` while `behind`."""
+    """State of the view; `unreadable` if there is an error, `reading` while lines are unread."""
     status: str
     """Status of the run in one line."""
     now_unix_s: float

@@ -68,7 +68,7 @@ class FlipSnapshot:
     verdict: dict[str, Any] | None
     """The fields of verdict.json; None before there is one."""
     error: str
-    """Why the flip was refused, or which file could not be read."""
+    """Reason why the flip was refused or a file could not be read."""
     controls: tuple[str, ...] = ()
     """One line for each control run: A against A (`same`), and A slowed down on purpose (`slow`)."""
 
@@ -181,7 +181,7 @@ class Wanted:
     steps: str = "12"
     controls: str = "auto"
     ends: str = ""
-    """What B is to end, as `identity kept_gradients`: then nothing is measured. Empty for a metric."""
+    """Problem that B should fix, such as `identity kept_gradients`; nothing is measured then. Empty for a metric."""
 
     def problem(self) -> str:
         """Return the problem with the form itself, before any file is read; empty if there is none."""

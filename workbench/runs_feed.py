@@ -107,7 +107,7 @@ class RunsSnapshot:
     rows: tuple[RunRow, ...]
     now_unix_s: float
     error: str | None
-    """Why a folder could not be listed."""
+    """Reason why a folder could not be listed."""
     behind: bool
 
 

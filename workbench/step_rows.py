@@ -15,7 +15,7 @@ from workbench.listing import Listing, Row
 
 REFUSAL = "{said}"
 KEPT = 64
-"""Steps that were looked at and can be gone back to without reading the corpus again."""
+"""Number of viewed steps that are kept, so that going back does not read the corpus again."""
 
 
 class StepRowsFeed:

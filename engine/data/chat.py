@@ -149,7 +149,7 @@ def _encode(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Span:
-    """What the assistant wrote in one turn, in characters of the rendered text."""
+    """The span of one assistant turn, in characters of the rendered text."""
 
     start: int
     end: int

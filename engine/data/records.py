@@ -14,7 +14,7 @@ A record is a text or a conversation:
 
     {"text": "..."}                                        a text
     a record with "messages" or another form               a conversation (`engine.data.conversations`), also where
-    of a conversation                                      it has a "text" beside it
+    of a conversation                                      it also has a "text"
     columns "question,answer" are named                    a prompt and a completion
     one column is named                                    a text, or a list of messages
 

@@ -287,7 +287,7 @@ class _Code(CodeGenerator):
         super().blockvisit(nodes, frame)
 
     def visit_Add(self, node: nodes.BinExpr, frame: Frame) -> None:
-        # a + b + c + d in one call; what stands between two charges is no longer than the operands together.
+        # a + b + c + d in one call; the work between two charges is no longer than the operands together.
         operands: list[nodes.Node] = [node.right]
         left = node.left
         while isinstance(left, nodes.Add) and len(operands) < 7:

@@ -11,7 +11,7 @@
 The key is a hash of everything that the tokens depend on: the content of the files of the corpus, which are read for
 it at every start, the tokenizer, the chat template, the settings of the split and of the rows, and the versions of the
 code that makes them. A folder is renamed to its final name once it is complete. Before it is used, the size and hash
-of each file are checked; if one differs, for example after a power failure, the folder is made again.
+of each file are checked; if one differs, for example after a power failure, the folder is rebuilt.
 
 Making a folder needs memory for one batch of text and about 85 bytes per document. Tokens are written to a temporary
 file in the order of the files, and copied from there in the order of the split, so the disk holds them twice for a
@@ -85,7 +85,7 @@ def no_progress(what: str, done: int, total: int | None) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """What the tokens of a run depend on."""
+    """The inputs that the tokens of a run depend on."""
 
     source: str
     include_tests: bool
@@ -224,7 +224,7 @@ def _find(entry: Path, progress: Progress) -> Tokens | str:
     try:
         found = _open(entry, f"read from {entry}", progress, is_kept=True)
     except (BadInput, KeyError, TypeError, ValueError) as error:
-        return f"made again, because those kept were damaged: {error}"
+        return f"now made because those kept were damaged: {error}"
     with contextlib.suppress(OSError):
         os.utime(entry)  # marks it as the most recently used
     return found

@@ -66,7 +66,7 @@ class TokenStream:
     padding: NDArray[np.bool_] | None = None
     """Whether each document is padding (`engine.data.packing`), shape (D,); None if none is."""
     maps: tuple[mmap.mmap, ...] = ()
-    """Memory maps behind the arrays; empty for arrays in memory."""
+    """Memory maps that back the arrays; empty for arrays in memory."""
 
     def release(self) -> None:
         """Release the pages that were read from mapped files. Without it the whole corpus would count as resident

@@ -201,7 +201,7 @@ def judge(
         try:
             begin()
         except OSError:
-            reason = "nobody waits for the outcome, or the program is gone"
+            reason = "the outcome is not awaited, or the program is gone"
             raise watch.end("harness", reason) from None
         second = answer()
         if second is None:
@@ -261,7 +261,7 @@ def transported(found: dict[str, Any]) -> Exception:
         error = kind(text)
     except TypeError:  # UnicodeDecodeError and the like need more than a text
         error = RuntimeError(f"{str(found['raised'])[:100]}: {text}")
-    error.from_program = True  # type: ignore[attr-defined]  # told from what the tests raise
+    error.from_program = True  # type: ignore[attr-defined]  # distinguishes it from what the tests raise
     return error
 
 

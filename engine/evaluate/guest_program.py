@@ -38,7 +38,7 @@ class Objects:
         self.numbers: dict[int, int] = {}
 
     def keep_like(self, made: object) -> None:
-        # A built-in type is sent as a value, even if it stands in for a class of the tests.
+        # A built-in type is sent as a value, even if it replaces a class of the tests.
         if type(made) not in TYPES.values():
             self.kinds.add(type(made))
 
@@ -64,7 +64,7 @@ def main() -> None:
     limit(task["limits"])
     send(answers, {"hello": True})
     if receive(calls) is None:
-        return  # nobody waits for the replies any more
+        return  # the replies are no longer awaited
     names: dict[str, Any] = {"__name__": "program"}
     try:
         exec(compile(task["program"], "<program>", "exec"), names)

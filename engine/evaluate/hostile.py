@@ -3,7 +3,7 @@
 Each one makes its attempt in `solve()` and returns 42 when the attempt succeeded; the test is `solve() ==
 42`. So a hole shows as a pass. Containment requires more than the absence of a pass: the reason must be the
 one that the intended barrier gives, so that an attack that merely contains a typing error does not count. In
-addition, a file outside must be unchanged, and nobody may have connected to a port that is listened to.
+addition, a file outside must be unchanged, and no connection may have reached a port that is listened to.
 """
 
 from __future__ import annotations

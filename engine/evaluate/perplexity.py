@@ -15,7 +15,7 @@ of their difference resamples the same documents for both. Logits are accumulate
 
 A non-finite loss raises `NoAnswer`. So do logits that are equal over the whole vocabulary at every position
 of a document: weights that overflow in a norm give zeros after it, and the resulting loss, ln V, is finite
-but says nothing about the model.
+but is no property of the model.
 """
 
 from __future__ import annotations
@@ -184,7 +184,7 @@ def perplexity(
         if sums.count:
             losses.append(sums.of(document.name, models))
     if not losses:
-        raise CorpusError.expected("documents", "all", "a token to foretell", "none")
+        raise CorpusError.expected("documents", "all", "a token to predict", "none")
     counts = [one.tokens for one in losses]
 
     def figure(sums: Sequence[float | None]) -> Figure | None:

@@ -4,7 +4,7 @@
     {"kind": "result", ...}         one program: its problem, its text, the outcome and the reason
 
 A line is appended and flushed when its program is judged, so a killed evaluation loses nothing that was
-finished. A last line that was cut short is dropped. The outcome `harness` says nothing about the model; such
+finished. A last line that was cut short is dropped. The outcome `harness` is not a result of the model; such
 a program is run again.
 """
 

@@ -24,7 +24,7 @@ asked for the notification.
 
 The verdict is made here: `pass` requires the judge's exit status 0, the nonce that only the judge was given,
 and each assertion to hold as often as with the reference solution, which is run first. A trial that ends
-before the program begins is `harness`: it says nothing about the program. From then on, anything that keeps
+before the program begins is `harness`: it is not a result of the program. From then on, anything that keeps
 the judge from a verdict counts against the program; otherwise a program that ends its judge would never be
 wrong. A trial without a verdict is first repeated, in case something else ended it. A limit of CPU time ends
 a program that computes for ever, so that a busy machine changes no verdict; the clock ends a program that

@@ -1,7 +1,7 @@
 """The model card: README.md with front matter for the Hub, in which every figure has its source.
 
 A figure appears in the card only if it is in the run's receipt or in an evaluation of exactly these weights,
-whose file lies beside it. The card says what was not measured; if evidence was missing at publication, it
+whose file is in the same folder. The card says what was not measured; if evidence was missing at publication, it
 says that first.
 """
 
@@ -196,7 +196,7 @@ def _made(card: Card) -> list[str]:
     unknown = [one.reason for one in proof.verdicts.values() if one.level == Level.UNKNOWN]
     held = sum(one.level == Level.PASS for one in proof.verdicts.values())
     if proof.verdicts:
-        lines.append(f"- {held} lines of the receipt were held against the run's folder and fit")
+        lines.append(f"- {held} lines of the receipt were compared with the run's folder and match")
     lines += [f"- not verified: {reason}" for reason in unknown]
     lines.append(replay_line(proof))
     lines.append(f"- made and published by apr-workbench {VERSION}")
@@ -219,10 +219,10 @@ def _bases(card: Card) -> list[str]:
     identifier = card.licence.name or card.licence.identifier
     lines += ["", f"Licence of this model: **{identifier}** ({card.licence.why})."]
     if card.licence.identifier == "unknown":
-        lines.append("Nobody has said under which terms it may be used: ask before you do.")
+        lines.append("The terms of use are unknown: ask before you use it.")
     elif not any(name.startswith("LICENSE") for name, _ in card.files):
         lines.append(
-            "Its text is not in this folder: none of the base models had it beside its weights."
+            "Its text is not in this folder: none of the base models had it in its folder."
         )
     return lines
 

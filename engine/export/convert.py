@@ -11,7 +11,7 @@ So a round trip between float types loses nothing, and block types that both for
 byte. The configuration and the tokenizer are converted too, and so is other information about the model,
 where each format stores it:
 
-    safetensors   chat_template.jinja beside the weights, else `chat_template` in
+    safetensors   chat_template.jinja in the folder, else `chat_template` in
                   tokenizer_config.json: a text, or a list of named ones with a `default`
     gguf          metadata `tokenizer.chat_template`, `general.name`, `general.license`, ...
     apr           metadata `chat_template`, `name`, `license`, ...
@@ -20,7 +20,7 @@ Within one format all information about the model's origin is kept; between form
 A chat template is text of the model's author: it is copied, never rendered here.
 
 Nothing is overwritten. The new file or folder appears when all of it is on disk, and a failed conversion
-leaves nothing behind.
+leaves no files.
 
 Host memory: one tensor; for a folder of safetensors, one shard of at most `SHARD_BYTES`.
 """

@@ -39,7 +39,7 @@ TEMPLATE_FILE = "chat_template.jinja"
 TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
 GENERATION_FILE = "generation_config.json"
 SHARD_BYTES = 2 << 30
-# Files of the source that are copied unchanged: what transformers reads beside weights and configuration.
+# Files of the source that are copied unchanged: what transformers reads except weights and configuration.
 BESIDE = (
     GENERATION_FILE,
     TOKENIZER_CONFIG_FILE,

@@ -94,7 +94,7 @@ def inherited(bases: Sequence[Base], given: str | None) -> Licence:
 
 
 def licence_files(bases: Sequence[Base], licence: Licence) -> dict[str, Base]:
-    """The licence texts that lie beside the bases: file name -> base.
+    """The licence texts in the folders of the bases: file name -> base.
 
     A single text is called `LICENSE`. With several texts, or when each base has its own licence, each is
     named after the role of its base.

@@ -36,7 +36,7 @@ _ENDS = 3
 """GGUF has keys for three tokens that end a text."""
 _ARCHITECTURES = {"mistral": "llama", "gemma3_text": "gemma3"}
 _SIZES = {"width": "embedding_length", "positions": "context_length"}
-"""Settings of the configuration beside its shape, by the key of a GGUF."""
+"""Settings of the configuration other than its shape, by the key of a GGUF."""
 _IN_APR = {
     "layers": "num_layers",
     "heads": "num_heads",

@@ -7,7 +7,7 @@
     card        README.md with the metrics and the verification; MANIFEST.json last
     rename      the complete folder appears under its name
 
-Everything is written into `.NAME.publish` beside the folder, which is locked for as long as its writer lives.
+Everything is written into `.NAME.publish` next to the folder, which is locked for as long as its writer lives.
 The kernel releases the lock however the writer ends, so the remains of a killed one are recognised and
 replaced; two writers at once exclude each other. Repeating the command on a folder that was published from
 the same run reports that and changes nothing.
@@ -165,7 +165,7 @@ def _was_there(proof: Proof, wanted: Wanted, say: Say) -> Published:
     def refused(expected: str, found: str, hint: str) -> BadInput:
         return BadInput.expected("publish", wanted.folder, expected, found, hint=hint)
 
-    receipt, anew = wanted.folder / RECEIPT, "remove the folder to publish anew"
+    receipt, anew = wanted.folder / RECEIPT, "remove the folder to publish again"
     same = receipt.is_file() and proof.run.receipt.is_file()
     if not same or file_sha256(receipt) != file_sha256(proof.run.receipt):
         expected = "a path where nothing is yet, or this run, published before"
@@ -178,7 +178,7 @@ def _was_there(proof: Proof, wanted: Wanted, say: Say) -> Published:
         raise refused(f"{new[0]} among what was published before", "a card without it", anew)
     card = read_text(wanted.folder / CARD, "card", limits.MODEL_TEXT)
     if replay_line(proof) not in card.splitlines():
-        say("its card says otherwise of the replay; remove the folder to publish anew")
+        say("its card has another result of the replay; remove the folder to publish again")
     return Published(
         folder=wanted.folder,
         proof=proof,

@@ -7,7 +7,7 @@ the file. It is asked for by a command of its own and never happens by itself.
 Any architecture is converted: names and values are those of the file. A head that is the embedding's own memory is
 written once where config.json says that the two are tied.
 
-Host memory: one shard of at most `SHARD_BYTES` beside the mapped files; files of torch before 1.6 are read whole.
+Host memory: one shard of at most `SHARD_BYTES` plus the mapped files; files of torch before 1.6 are read whole.
 """
 
 from __future__ import annotations

@@ -105,7 +105,7 @@ def waited_for(beats: list[Beat]) -> str | None:
     late = behind(beats)
     if not late:
         return None
-    # A rank that is behind within step N holds up step N + 1.
+    # A rank that is late within step N holds up step N + 1.
     most = max(beat.step for beat in beats)
     most += all(beat.step == most for beat in late)
     names = ", ".join(f"rank {beat.rank} (process {beat.pid})" for beat in late)

@@ -1,4 +1,4 @@
-"""Store the columns of long logs in files beside them, so that their lines need not be decoded a second time.
+"""Store the columns of long logs in separate files, so that their lines need not be decoded a second time.
 
     columns/events-000017.columns    a segment: the content of the lines that begin in chunk 17 (each of
                                      CHUNK_BYTES) of events.jsonl
@@ -473,7 +473,7 @@ class BatchReader:
     """
 
     def __init__(self, lines: LogReader, *, files: bool = False, keep: bool = False) -> None:
-        """`files` uses the segments beside the log; `keep` saves those that had to be built."""
+        """`files` uses the segments of the log; `keep` saves those that had to be built."""
         self.lines, self._use, self._keep = lines, files, keep
         self._files = SegmentFiles(lines.path)
         self._has_asked = False

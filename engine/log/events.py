@@ -1,4 +1,4 @@
-"""What a run logs: one record per line, with the envelope `v, seq, t_s, kind` and flat fields.
+"""The events of a run: one record per line, with the envelope `v, seq, t_s, kind` and flat fields.
 
 A run has three logs, each with one writer:
 
@@ -695,7 +695,7 @@ class ProcessFound(Event, frozen=True, kw_only=True, tag="process"):
     opens_gpu: bool | None = None
     """Whether one of them has a device file of a GPU open; None where that may not be read."""
     no_stacks: str = ""
-    """Why no stack of Python can be read, and what to do; empty where it can."""
+    """Reason why no Python stack can be read, with advice; empty if it can."""
 
 
 class LauncherGone(Event, frozen=True, kw_only=True, tag="launcher_gone"):

@@ -1,4 +1,4 @@
-"""What the charts of a run show: the numbers and their references, for the terminal, the report and the notebook.
+"""The numbers in the charts of a run and their references, for the terminal, the report and the notebook.
 
 The losses of training are means of an objective that mixes cross entropy and divergence, over the rows of one
 step. Those on held-out text are cross entropies over the same rows each time, of student and teacher alike, so

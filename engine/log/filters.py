@@ -149,7 +149,7 @@ def _comparison(term: str, name: str, sign: str, text: str, names: Collection[st
 
 
 def _full_name(term: str, name: str, names: Collection[str]) -> str:
-    """Return the section.key that a name stands for. A measured number comes before a setting of that short name."""
+    """Return the section.key that a name abbreviates. A measured number comes before a setting of that short name."""
     if name in MEASURED or name in names or not names:
         return name
     full = sorted(key for key in names if key.rpartition(".")[2] == name)

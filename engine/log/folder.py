@@ -310,7 +310,7 @@ def new_folder(path: Path, what: str, hint: str) -> Iterator[None]:
 
 
 def create_run(path: Path, spec_text: str, effective: dict[str, Any]) -> RunFolder:
-    """Create a run folder. An existing one is refused, and nothing is left behind when it cannot be completed."""
+    """Create a run folder. An existing one is refused, and a folder that cannot be completed is removed."""
     # Serialise first: invalid JSON is an internal error and must leave nothing to clean up.
     effective_text = json.dumps(effective, indent=2, sort_keys=True, allow_nan=False) + "\n"
     made = [folder for folder in (path, *path.parents) if not folder.exists()]

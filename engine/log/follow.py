@@ -19,7 +19,7 @@ class Follower:
     the last poll."""
 
     def __init__(self, run: RunFolder, *, files: bool = False, keep: bool = False) -> None:
-        """`files` uses valid segments beside a long log (`engine.log.columns`); `keep` also saves those that had
+        """`files` uses valid segments of a long log (`engine.log.columns`); `keep` also saves those that had
         to be built."""
         self.run = run
         logs = run.logs()
@@ -86,7 +86,7 @@ class Follower:
 
     def _poll_ranks(self, max_bytes: int) -> None:
         """Read what the other ranks have said wrong, which is little of their logs. One that cannot be read further is
-        an error in the view: it keeps nobody from the log of the run."""
+        an error in the view: the log of the run is still read."""
         for source, path in self.run.logs().items():
             if not rank_of(source):
                 continue

@@ -107,7 +107,7 @@ class InOrder:
 
     @property
     def fault(self) -> BrokenLog | None:
-        """Why a log could not be read to its end."""
+        """Reason why a log could not be read to its end."""
         return next((log.fault for log in self._logs.values() if log.fault is not None), None)
 
     def __iter__(self) -> Iterator[Stretch]:

@@ -62,7 +62,7 @@ def id_of(status: os.stat_result) -> FileId:
 
 
 class BrokenLog(RunLogError):
-    """A log that cannot be read further; `before` holds the events in front of the fault that no poll has
+    """A log that cannot be read further; `before` holds the events before the fault that no poll has
     returned. `hole` means that the fault is zeros where lines should be, as a power loss leaves them; the
     next writer cuts them off."""
 
@@ -267,7 +267,7 @@ class LogReader:
         return self._next_seq
 
     def decode(self, lines: bytes) -> list[AnyEvent]:
-        """Decode the whole lines that follow, and advance behind them. Raises BrokenLog."""
+        """Decode the whole lines that follow, and advance past them. Raises BrokenLog."""
         events: list[AnyEvent] = []
         # In parts: one line with an unusual form must not slow down a long block.
         for part in _parts(lines):
@@ -337,7 +337,7 @@ class LogReader:
         return events
 
     def _advance(self, lines: bytes, events: Sequence[AnyEvent]) -> None:
-        """Advance behind `lines`, and note this place."""
+        """Advance past `lines`, and note this position."""
         number, _, opened_s, latest_s = self.points[-1]
         if not events:
             return
@@ -352,7 +352,7 @@ class LogReader:
 
 
 class RankReader(LogReader):
-    """Reads the log of a rank other than the first. A fault is an event behind the sound lines, a note at level error:
+    """Reads the log of a rank other than the first. A fault is an event after the sound lines, a note at level error:
     it does not keep anybody from reading the log of the run."""
 
     def __init__(self, path: Path, *, at: Point | None = None) -> None:
@@ -373,7 +373,7 @@ class RankReader(LogReader):
 
 
 def end_of_lines(block: bytes) -> int:
-    """Return where the last whole line ends, or the last one in front of a line that is too long."""
+    """Return the end of the last whole line, or of the last one before a line that is too long."""
     end = 0
     while (newline := block.rfind(b"\n", end, end + LONGEST_LINE_BYTES)) >= 0:
         end = newline + 1

@@ -1,4 +1,4 @@
-"""What each step trained on, by content: small records for each row, in a file for each rank.
+"""Content hashes of the rows that each step trained on: small records for each row, in a file for each rank.
 
     <run>/rows/RANK.bin    "aprrows2", the number of ranks, 0 (u32 each); then for each row the step (u64) and the row's
                            hash (8 bytes), little-endian, in the order in which the rank trained on them. Behind a row

@@ -206,7 +206,7 @@ class RunView:
     gpus: dict[int, GpuSample] = field(default_factory=dict)
     gpu_tables: dict[int, Table] = field(default_factory=dict)
     absent: dict[str, str] = field(default_factory=dict)
-    """Why a reading is missing, by field (`gpu0.gpu_power_w`); kept from the sample that gave the reason until
+    """Reason why a reading is missing, by field (`gpu0.gpu_power_w`); kept from the sample that gave the reason until
     there is a value."""
     trainer_pid: int | None = None
     trainer_started_unix_s: float | None = None

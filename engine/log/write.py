@@ -138,7 +138,7 @@ class LogWriter:
             raise
 
     def _recover(self) -> int:
-        """Continue behind the last whole line; returns how many bytes behind it were cut off."""
+        """Continue after the last whole line; return the number of bytes cut off after it."""
         found = recover(self._fd, self.path)
         self._seq, self._end = found.seq, found.end
         return found.cut

@@ -235,7 +235,7 @@ def ask_in_child(
         out, err = process.communicate(timeout=limit_s)
     except subprocess.TimeoutExpired:
         process.kill()
-        # A process inside a hanging driver cannot be ended; it is left behind and not waited for.
+        # A process inside a hanging driver cannot be ended; it is abandoned and not waited for.
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.communicate(timeout=_KILL_LIMIT_S)
         return broken(f"the driver did not answer within {limit_s:g} s")

@@ -13,7 +13,7 @@ NVML lists every GPU, in bus order (`gpu0_...`); CUDA lists those it is configur
 machine without a GPU has one entry, for the host.
 
 CUDA is queried in a short-lived child process (`cuda_driver`), so reading the facts takes up to some seconds
-on a machine with many GPUs, and leaves nothing behind in this process.
+on a machine with many GPUs, and keeps no state in this process.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ class Reading:
     source: str
     """The file and key, or the call: `/proc/meminfo MemTotal`, `nvmlDeviceGetPowerUsage`."""
     absent: str | None
-    """Why there is no value. It contains no counter or time, so that it changes only when the cause does."""
+    """Reason why there is no value. It contains no counter or time, so that it changes only when the cause does."""
 
     def __post_init__(self) -> None:
         if (self.value is None) == (self.absent is None):

@@ -153,13 +153,13 @@ def installed_versions(packages: Iterable[str]) -> dict[str, str | None]:
 
 
 def find_command(name: str) -> Reading:
-    """Find a program on the PATH or beside the interpreter. The folder of a virtual environment is not on the
+    """Find a program on the PATH or next to the interpreter. The folder of a virtual environment is not on the
     PATH of a process that was started by its full name."""
     if path := shutil.which(name):
         return measured(path, "PATH")
     folder = Path(sys.executable).parent
     if path := shutil.which(name, path=str(folder)):
-        return measured(path, "beside the interpreter")
+        return measured(path, "next to the interpreter")
     return absent(f"{name} is not on the PATH", "PATH")
 
 

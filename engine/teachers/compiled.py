@@ -154,9 +154,9 @@ def warm_up(
         run.enabled = True
     if not error <= allowed:
         raise TrainingFailed(
-            f"teacher.compile: compiled layers answer otherwise than the layers as written: hidden states "
+            f"teacher.compile: compiled output differs from eager: hidden states differ by "
             f"{error:.2g} (relative); expected at most {allowed:.2g}",
-            hint="--set teacher.compile=off asks the layers as written",
+            hint="--set teacher.compile=off runs the layers uncompiled",
         )
     return Compared(relative_rms=error, allowed=allowed)
 

@@ -17,7 +17,7 @@ first makes the main stream wait for the side stream. Tensors used on both strea
 A result is matched to its batch by the identity of the tensors: `hidden` must get the same tensor
 objects as `prefetch`, unmodified. Nothing is compared on the device and the host never waits. A
 batch that was not prefetched is computed when it is requested; a prefetched batch that was never
-requested is dropped at the next prefetch. At most one result is held: its hidden states, beside the
+requested is dropped at the next prefetch. At most one result is held: its hidden states, in addition to the
 teacher's temporaries, which no other stream can use.
 
 On a CPU there is nothing to overlap: `prefetch` computes at once, with bit-identical results.

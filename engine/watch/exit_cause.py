@@ -114,7 +114,7 @@ class ExitAttribution:
 
     @property
     def verdict(self) -> Verdict:
-        """Whether the run did its work; UNKNOWN where the exit says nothing about the run itself."""
+        """Whether the run did its work; UNKNOWN if the exit does not show it."""
         level = {ExitState.COMPLETED: Level.PASS} | dict.fromkeys(_SAYS_NOTHING, Level.UNKNOWN)
         return Verdict(level.get(self.state, Level.FAIL), self.sentence)
 
@@ -183,7 +183,7 @@ def attribute_exit(
 ) -> ExitAttribution:
     """Attribute the end of a process by the table above.
 
-    `returncode` is as in `subprocess`, None when nobody saw the end. `stop_requested` names who asked the
+    `returncode` is as in `subprocess`, None if the end was not observed. `stop_requested` names who asked the
     process to stop, if anyone did. `kernel_line` is the result of `find_kernel_line`. `finished` means that
     the run recorded its own end. `exception` is the name of the exception that ended it, from its log or
     `exception_name(stderr)`; `stderr` is the end of its standard error, `reason` the end that the
@@ -372,7 +372,7 @@ def _killed(
 
     def unknown(reason: str) -> ExitAttribution:
         request = f"; stop requested: {stop_requested}" if stop_requested else ""
-        text = f"Ended by SIGKILL; the cause cannot be told: {reason}{request}"
+        text = f"Ended by SIGKILL; the cause is unknown: {reason}{request}"
         return say(ExitState.UNKNOWN, reason, Certainty.NONE, text)
 
     if machine.number is None:

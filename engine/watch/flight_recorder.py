@@ -1,7 +1,7 @@
 """Name the collective in which ranks hang, from the flight recorders of torch's NCCL groups.
 
 A rank whose recorder is on (TORCH_FR_BUFFER_SIZE, or TORCH_NCCL_TRACE_BUFFER_SIZE in earlier versions; on by itself in
-some) keeps its newest collectives in a ring. It writes them to a file when somebody writes to its named pipe, from a
+some) keeps its newest collectives in a ring. It writes them to a file when a process writes to its named pipe, from a
 thread of its own that answers while the others wait in the GPU:
 
     variables   where pipes and files are, for the environment of a command; what is set there already stays
@@ -210,7 +210,7 @@ def _members(group: str, traces: Sequence[Trace]) -> tuple[int, ...]:
 
 
 def _of_group(group: str, traces: Sequence[Trace], members: tuple[int, ...]) -> str:
-    # The first that has not ended anywhere: those behind it wait for it.
+    # The first that has not ended anywhere: those after it wait for it.
     open_ = [
         one
         for trace in traces

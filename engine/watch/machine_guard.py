@@ -50,7 +50,7 @@ class Warned:
     end: bool = False
     """End the trainer now."""
     why: str = ""
-    """The readings behind `stop` or `end`, or why the guard is off."""
+    """Readings that caused `stop` or `end`, or the reason why the guard is off."""
 
 
 class MemoryGuard:

@@ -1,7 +1,7 @@
 """Observe the process of a run from outside: sample the machine, follow the logs, and record how it ended.
 
 Nothing here starts, stops or signals anything. The supervisor of our own trainer (`engine.watch.supervisor`) and
-that of somebody else's command (`engine.attach.supervisor`) are built on it.
+that of a watched command (`engine.attach.supervisor`) are built on it.
 """
 
 from __future__ import annotations

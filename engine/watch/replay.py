@@ -74,7 +74,7 @@ class Diagnosis:
     judged: tuple[str, ...]
     """Rules that judged at least once."""
     fault: str | None
-    """Why a log could not be read to its end; None when all were."""
+    """Reason why a log could not be read to its end; None if all were."""
 
     @property
     def judged_view(self) -> RunView:

@@ -47,7 +47,7 @@ class Launched:
             self.process.stdin.write(byte)
             self.process.stdin.close()
         except BrokenPipeError:
-            return  # the supervisor ended first, so nobody needs to know
+            return  # the supervisor ended first, so no message is needed
 
     def end(self) -> None:
         """Kill what is left of the run, and wait until it writes nothing more."""

@@ -56,7 +56,7 @@ _ENDS = {
     "device_failed": "the GPU failed",
     "disk_full": "the disk is full",
     "host_lost": "the machine stopped or restarted",
-    "vanished": "nobody recorded how",
+    "vanished": "the cause was not recorded",
     "unknown": "nothing proves why",
 }
 _MEMORY = ("oom_memcg", "oom_global", "alloc_failed")
@@ -146,7 +146,7 @@ class RunVerdict:
 
 
 def verdict_of(view: RunView, state: str, path: object = "RUN") -> RunVerdict:
-    """Return the verdict on a run in `state` (`RunView.state`); `path` stands in the commands that it names."""
+    """Return the verdict on a run in `state` (`RunView.state`); `path` is used in the commands that it names."""
     found = sorted(_findings(view, state, str(path)), key=lambda one: one.rank)
     if found:
         first, *others = found

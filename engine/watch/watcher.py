@@ -8,7 +8,7 @@
     in a long silence   that is no stall, once in each phase: the stacks are captured, and a note says where
                         the trainer is and how long that may take; loading or compiling may take minutes
     when the GPU idles  the stacks are captured too: they show what it waits for
-    now and then        those of a process that ran already, which says nothing itself
+    now and then        those of a process that ran already, which has no log
 
 The watcher must never end the run it watches. An unreadable log gives one note and ends the watching, not the
 run; a rule that fails gives a note and is disabled.
@@ -117,7 +117,7 @@ class Watcher:
             self._finish_captures(now_s)
         elif now_s >= self._next_stacks_s:
             self._next_stacks_s = now_s + STACKS_EVERY_S
-            self._begin_capture(f"looked at every {STACKS_EVERY_S:.0f} s", native=False)
+            self._begin_capture(f"captured every {STACKS_EVERY_S:.0f} s", native=False)
         elif now_s >= self._next_look_s:
             self._next_look_s = now_s + LOOK_S
             self._look(now_s)
@@ -216,7 +216,7 @@ class Watcher:
         try:
             dumps = [capture.finish() for capture in taken]
             lines = Counter(dump.python_frame for dump in dumps)
-            # The newest counts: of ranks that wait for one, the one that stands where no other does.
+            # The newest counts: of ranks that wait for one, the one that is at a line where no other is.
             for dump in sorted(dumps, key=lambda dump: -lines[dump.python_frame]):
                 self._write(dump)
                 if self._quiet is not None:

@@ -83,7 +83,7 @@ def contradicts_the_files(card: str, folder: Path, run: RunFolder) -> str:
         if model is not None and model.sha256 != sha256:
             return f"the {role} has the hash {sha256[:12]}, where it is {model.sha256[:12]}"
     # A licence that was given may have another text than those of the bases.
-    if "(inherited: " in card and "none of the base models had it beside its weights" in card:
+    if "(inherited: " in card and "none of the base models had it in its folder" in card:
         spec = run.read_effective().get("spec", {})
         bases = [spec.get(role, {}).get("path") for role in ("teacher", "student")]
         for text in (text for base in bases if base for text in Path(base).glob("LICEN[CS]E*")):

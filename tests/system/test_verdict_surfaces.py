@@ -96,7 +96,7 @@ BAD = number_event(2, "loss", "nan")
 FOLDERS: dict[str, tuple[Callable[[Path], RunFolder], str]] = {
     "completed": (completed, "HEALTHY: completed 60 steps"),
     "killed": (killed, "ENDED at step 30: killed by SIGKILL"),
-    "vanished": (vanished, "ENDED at step 30: nobody recorded how"),
+    "vanished": (vanished, "ENDED at step 30: the cause was not recorded"),
     "empty": (empty, "UNKNOWN: "),
     "labels": (
         checked("fail", "step_labels"),
@@ -106,7 +106,7 @@ FOLDERS: dict[str, tuple[Callable[[Path], RunFolder], str]] = {
         checked("fail", "teacher_not_student"),
         "WRONG since step 1: teacher and student",
     ),
-    "copies": (checked("fail", "split_disjoint"), "ENDED at step 10: nobody recorded how"),
+    "copies": (checked("fail", "split_disjoint"), "ENDED at step 10: the cause was not recorded"),
     "idle": (alerted("gpu_idle", "fail", "GPU 0 was idle"), "WRONG since step 4: GPU 0 was idle"),
     "host": (
         alerted("cpu_bound_teacher", "fail", "the teacher is computed by the CPU"),

@@ -33,7 +33,19 @@ WORDS = re.compile(
 """Words of the table in STYLE.md and their relatives."""
 
 CLEAN = frozenset(
-    {"engine/audit", "engine/checks", "engine/loss", "engine/receipts", "engine/verify"}
+    {
+        "engine/audit",
+        "engine/checks",
+        "engine/data",
+        "engine/evaluate",
+        "engine/loss",
+        "engine/machine",
+        "engine/receipts",
+        "engine/teachers",
+        "engine/verify",
+        "workbench/notebook",
+        "workbench/plot",
+    }
 )
 BOUNDS = {
     "engine": 66,
@@ -41,31 +53,25 @@ BOUNDS = {
     "engine/bench": 9,
     "engine/cli": 35,
     "engine/contracts": 4,
-    "engine/data": 7,
     "engine/demo": 6,
     "engine/drills": 10,
-    "engine/evaluate": 13,
-    "engine/export": 30,
+    "engine/export": 9,
     "engine/findings": 28,
     "engine/flips": 59,
     "engine/formats": 27,
     "engine/interchange": 11,
     "engine/kernels": 5,
-    "engine/log": 78,
-    "engine/machine": 11,
+    "engine/log": 15,
     "engine/models": 35,
     "engine/plan": 47,
     "engine/quant": 5,
     "engine/report": 4,
     "engine/runtime": 5,
     "engine/spec": 14,
-    "engine/teachers": 12,
     "engine/train": 59,
-    "engine/watch": 76,
-    "workbench": 35,
-    "workbench/notebook": 9,
-    "workbench/plot": 5,
-    "workbench/tui": 46,
+    "engine/watch": 14,
+    "workbench": 9,
+    "workbench/tui": 12,
 }
 """Maximum number of findings of the directories that are not clean yet."""
 

@@ -1,7 +1,7 @@
 """Compare: several runs in one figure that stays in the notebook.
 
 The figure is made by plotly: static data, downsampled, no comm; it can be zoomed in a page and is part of the
-notebook. Beside it, for pages without plotly, are the same lines as SVG and the runs as text.
+notebook. Next to it, for pages without plotly, are the same lines as SVG and the runs as text.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from plotly.graph_objects import Figure
 
 ACROSS = 2
-"""Charts beside each other."""
+"""Charts next to each other."""
 
 
 class Compare:
@@ -123,7 +123,7 @@ class Compare:
         for metric in self.comparison.metrics():
             curves = self.curves(metric)
             series = [Series(name=one.name, rows=one.rows) for one in curves]
-            # Behind the names of all groups, because a legend counts the names that do not fit.
+            # After the names of all groups, because a legend counts the names that do not fit.
             series += [
                 Series(name=f"{words} of {one.name}", rows=rows)
                 for one in curves

@@ -79,7 +79,7 @@ class Flip(Panel):
         self._planned: Wanted | None = None
         self._suggested = False
         self._ends: dict[str, str] = {}
-        """What each suggestion would end, by its assignment."""
+        """Problem that each suggestion would fix, by its assignment."""
         self.snapshot: FlipSnapshot | None = None
         wide = {"width": "98%"}
         self._choice = ipywidgets.Dropdown(options=[("choose what to test", "")], layout=wide)

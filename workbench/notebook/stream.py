@@ -128,7 +128,7 @@ class Stream:
         return changed
 
     def _chart(self, figure: Figure) -> dict[str, Any]:
-        """Return a chart as the page gets it: the names of its series, and what stands still in it."""
+        """Return a chart as the page gets it: the names of its series, and its static parts."""
         begin = self._begin_unix_s or 0.0
         return {
             "id": figure.id,
@@ -152,10 +152,10 @@ class Stream:
         return batch
 
     def _curve(self, batch: _Batch, key: str, curve: Curve) -> None:
-        """Send the unsent rows of a curve; all of them when its table was cut back, as a resume does, or made anew."""
+        """Send the unsent rows of a curve; all of them when its table was cut back, as a resume does, or replaced."""
         table, sent = curve.table, self._sent.get(key)
         if sent is not None and sent.storage is not table.columns and sent.rows == len(table):
-            # Made anew for each view, of rows that are never changed.
+            # Rebuilt for each view, of rows that are never changed.
             sent.storage = table.columns
         if sent is not None and (sent.storage is not table.columns or len(table) < sent.rows):
             batch.cleared.append(key)

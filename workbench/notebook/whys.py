@@ -103,7 +103,7 @@ class Whys(Panel):
         return check_bundle(self.bundle)
 
     def export(self) -> Path:
-        """Enter the finding into LOG.md beside it. Raises BadInput if it does not verify."""
+        """Enter the finding into LOG.md in its folder. Raises BadInput if it does not verify."""
         return changes.export(self.bundle).path
 
     def _waking(self, finding: Finding) -> Finding:

@@ -14,7 +14,7 @@
 A column of dots shows the lowest and the highest of its values; distant columns are joined by a straight
 line. A non-finite value is drawn as a cross at the top of its column, and the line breaks there. An absent
 value leaves a gap. Lines are solid, and levels dashed; of several lines each has a letter, which it shows now
-and then along its way, at its end, and under its crosses, so that they can be told apart without colour.
+and then along its way, at its end, and under its crosses, so that they can be distinguished without colour.
 
 The axis of a clipped band ends at CLIP times its median, so that one slow first step does not flatten all
 others; values above it are an arrow at the top.
@@ -72,7 +72,7 @@ class Line:
     letter: str = ""
     """Drawn on the line, and before its value in the legend."""
     named: bool = False
-    """Whether the legend has its name behind the letter."""
+    """Whether the legend has its name after the letter."""
     value: float | None = None
     """The value in the legend."""
     spread: Trace | None = None
@@ -154,9 +154,9 @@ class Chart:
     points: tuple[Point, ...] = ()
     levels: tuple[Level, ...] = ()
     signs: tuple[Sign, ...] | None = None
-    """Of several signs in one column the last is drawn; None for a chart without marks."""
+    """Marks; the last of several in one column is drawn. None for a chart without marks."""
     fault: str = ""
-    """Which x are not finite, as text; if empty, it is derived from the lines."""
+    """Description of the x that are not finite; if empty, it is derived from the lines."""
     cursor: float | None = None
     readout: tuple[str, ...] = ()
     """The text for the cursor; without it, the axis labels the cursor."""

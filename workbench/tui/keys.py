@@ -1,4 +1,4 @@
-"""Which keys do something now: computed from the tables that dispatch keys, for the key bar, the help and the
+"""The keys that are active now, computed from the tables that dispatch keys, for the key bar, the help and the
 palette.
 
 A screen lists in `ACTING` the names of its actions that start, stop or change a run, a flip or evidence. In

@@ -1,4 +1,4 @@
-"""Which panes are on a screen of a given size: a pure function, so that it can be tested at every size.
+"""The panes on a screen of a given size: a pure function, so that it can be tested at every size.
 
     status   below 40 x 10      the status line and nothing else
     single   below 18 rows      one pane, chosen by its key

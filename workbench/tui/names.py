@@ -21,7 +21,7 @@ def shortened(text: str, width: int) -> str:
 
 
 def cut_at_end(text: str, width: int) -> str:
-    """Cut a sentence behind a word, because it begins with what matters; inside a word only where that is the
+    """Cut a sentence after a word, because it begins with what matters; inside a word only where that is the
     first."""
     if len(text) <= width:
         return text

@@ -6,7 +6,7 @@
 Of hidden states if those are stored, otherwise of the probabilities: one component for each token that either side
 kept, and one for the rest. They are computed here, from the logits alone, and not by the code that fills a store.
 Sampled targets are drawn again with their own random numbers, so they are equal or nearly so; that those numbers are
-independent of one another, between rows, tokens and draws, is looked at too.
+independent of one another, between rows, tokens and draws, is checked too.
 """
 
 # Shapes: N tokens of a row, E width, K stored tokens of a position, V vocabulary

@@ -177,7 +177,7 @@ def _other_teacher(where: Path, expected: str, found: str) -> CacheError:
 
 
 def _named_files(path: str | Path) -> list[tuple[str, Path, tuple[int, ...]]]:
-    """Return name, path and stamp of each weight file, and of config.json beside safetensors files.
+    """Return name, path and stamp of each weight file, and of config.json next to safetensors files.
     The stamp begins with the size.
     """
     with open_weights(Path(path)) as weights:

@@ -188,7 +188,7 @@ def drop_damaged(store: Store, say: Callable[[str], None], note: Callable[[str],
         say(f"comparing {len(store.shards)} shards that are there")
     bad = set(store.unreadable) | {shard.path for shard in store.verify()}
     for text in store.refusals:
-        note(f"{text}; its rows are made again")
+        note(f"{text}; its rows are computed again")
     for path in bad:
         remove_shard(path)
     return bool(bad)

@@ -152,7 +152,7 @@ class Case:
 
     def must_have_been_watched(self) -> None:
         if self.view.imported is not None:
-            raise CannotJudge("nobody watched the run: it was imported")
+            raise CannotJudge("the run was imported, not watched")
 
     def must_go_on(self) -> None:
         if self.is_over:
@@ -345,7 +345,7 @@ class Symptom:
     flip: str = ""
     """The change of settings that would test the suspicion."""
     no_flip: str = ""
-    """Why there is no flip."""
+    """Reason why there is no flip."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -124,7 +124,7 @@ def update_too_large(case: Case) -> Symptom | None:
             ("recorded updates", len(shares), f"the newest {RECORDED_KEPT} at most"),
         ],
         case.span(rows),
-        meaning="the weights are written anew in a few steps: the learning rate is far too large for them",
+        meaning="the weights are overwritten within a few steps: the learning rate is far too large for them",
         **case.lower_rate(10),
     )
 

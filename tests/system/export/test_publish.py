@@ -362,7 +362,7 @@ def test_the_card_says_whether_the_run_was_verified(run: RunFolder, tmp_path: Pa
     day = keep(run, Verdict(Level.PASS, "why"), 6)
     said.clear()
     publish(run, wanted, said.append)  # as it was published before
-    assert "its card says otherwise of the replay; remove the folder to publish anew" in said
+    assert "its card has another result of the replay; remove the folder to publish again" in said
     publish(run, replace(wanted, folder=tmp_path / "b"), said.append)
     assert replay_in(tmp_path / "b") == [f"pass, 6 steps to the bit, {day}"]
     assert (tmp_path / "b" / OUTCOME).read_bytes() == (run.path / OUTCOME).read_bytes()
@@ -415,7 +415,7 @@ def test_a_licence_is_inherited_where_the_bases_say_one_and_unknown_else(
     assert licence(tmp_path / "gone", "") == "unknown"
     done = published(run, tmp_path / "tiny")
     card = (done.folder / "README.md").read_text()
-    assert 'license: "unknown"' in card and "Nobody has said under which terms" in card
+    assert 'license: "unknown"' in card and "The terms of use are unknown" in card
 
 
 def test_a_student_of_the_demos_teacher_inherits_its_licence() -> None:

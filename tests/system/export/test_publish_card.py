@@ -173,7 +173,7 @@ def test_what_a_card_says_of_its_files_and_its_bases_is_held_against_them(
         assert words in contradicts_the_files(right.replace(old, new), folder, run)
     said = (
         "Licence of this model: **mit** (inherited: mit of `teacher` (teacher)).\n"
-        "Its text is not in this folder: none of the base models had it beside its weights.\n"
+        "Its text is not in this folder: none of the base models had it in its folder.\n"
     )
     assert contradicts_the_files(right + said, folder, run) == ""
     base = tmp_path / "base"

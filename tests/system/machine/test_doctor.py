@@ -333,7 +333,7 @@ def test_a_program_of_a_virtual_environment_that_is_not_on_the_path_is_found(
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     monkeypatch.setenv("PATH", str(tmp_path / "empty"))
     found = find_command("py-spy")
-    assert found.value == str(program) and found.source == "beside the interpreter"
+    assert found.value == str(program) and found.source == "next to the interpreter"
     program.unlink()
     assert find_command("py-spy").absent == "py-spy is not on the PATH"
 

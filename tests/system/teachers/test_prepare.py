@@ -127,7 +127,7 @@ def test_a_damaged_shard_is_found_named_and_made_again(
     said: list[str] = []
     done = make_store(spec, out, say=said.append)
     assert done.rows == len(open_store(undisturbed).shards[1].rows)
-    assert any("shard-000001" in line and "made again" in line for line in said)
+    assert any("shard-000001" in line and "computed again" in line for line in said)
     assert files_of(out) == files_of(undisturbed)
 
 

@@ -45,7 +45,7 @@ ABOUT_ROW = frozenset({"open", "zoom"})
 """The actions that need a row."""
 JOB_LINES = 7
 SHARE = (30, 50)
-"""The least and the most of the width that a list gets beside its details, in percent."""
+"""Smallest and largest share of the width that a list gets next to its details, in percent."""
 
 
 def shape_of(width: int, height: int) -> str:

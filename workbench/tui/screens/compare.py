@@ -421,7 +421,7 @@ class CompareScreen(PollingScreen):
         self._draw_plot()
 
     def action_group(self, by: int) -> None:
-        """Group the runs by another of the settings that differ, or, behind the last one, not at all."""
+        """Group the runs by another of the settings that differ, or, after the last one, not at all."""
         if self._comparison is None:
             return
         keys = ("", *groupings(self._differences))

@@ -57,7 +57,7 @@ class WhysScreen(BrowseScreen[FindingsFeed]):
 
 
 class FlipsScreen(BrowseScreen[FlipsFeed]):
-    """The flips in the folder of flips here, and beside the runs."""
+    """The flips in the current folder of flips, and next to the runs."""
 
     TITLE = "experiments"
     NOTES = (

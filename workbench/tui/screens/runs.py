@@ -225,7 +225,7 @@ class RunsScreen(PollingScreen):
             head.update(words, layout=False)
 
     def _draw_detail(self) -> None:
-        """Describe the run under the cursor, beside the table or below it."""
+        """Describe the run under the cursor, next to the table or below it."""
         self._is_stale = False
         row = self.query_one(RunsTable).selected
         if self.has_class("-wide"):
@@ -252,7 +252,7 @@ class RunsScreen(PollingScreen):
 
     @on(Resize)
     def place_preview(self) -> None:
-        """Show the run under the cursor beside the table where there is width to spare."""
+        """Show the run under the cursor next to the table if the screen is wide enough."""
         width, height = self.size
         self.set_class(width >= WIDE and not is_low(width, height), "-wide")
         self._draw_detail()

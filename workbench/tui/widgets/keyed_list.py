@@ -1,4 +1,4 @@
-"""A list of rows with keys: its cursor stays on its row when the list changes, and only changed rows are drawn anew."""
+"""A list of rows with keys: its cursor stays on its row when the list changes, and only changed rows are redrawn."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ def bar_text(done: int, total: int, cells: int, *, ascii_only: bool) -> str:
 
 
 def heading(snapshot: Snapshot, width: int, *, ascii_only: bool) -> tuple[str, list[str]]:
-    """Return the progress beside the name of the run, and the flags after it."""
+    """Return the progress, shown next to the name of the run, and the flags after it."""
     view = snapshot.view
     share, parts = "", []
     if view.total_steps is not None:

@@ -258,7 +258,7 @@ class TimelinePane(ChartView, can_focus=True):
     def _lanes(self, view: RunView, low: float, high: float) -> tuple[LaneRow, ...]:
         cells = columns_of(self.size.width)
         edges = [low + (high - low) * index / cells for index in range(cells + 1)]
-        # The last reading stands at the end of the axis.
+        # The last reading is at the end of the axis.
         edges[-1] = math.nextafter(high, math.inf)
         times = self._times(edges)
         return tuple(
