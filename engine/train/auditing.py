@@ -1,4 +1,4 @@
-"""Observe the real steps of a trainer for the audit, and say what spec, files and corpus have of the same step.
+"""Observe the real steps of a trainer for the audit, and collect what spec, files and corpus prescribe for them.
 
 Nothing is judged here (`engine.audit.judge`). Hidden states and the gradients that they get are copied when they exist.
 Models, loss and gradients are judged when the step's gradients are there, with the weights that they were computed
@@ -60,22 +60,22 @@ from engine.train.trainer import Trainer
 from engine.verdict import Answer, unknown
 
 ROUNDING = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float64: 2.0**-53}
-"""One rounding in each dtype."""
+"""Largest relative error of one rounding, by dtype."""
 NARROW = {"tf32": 2.0**-11, "fp8": 2.0**-4}
-"""One rounding of what enters the matmuls at a precision. In fp8 that is of e4m3 activations; the weights are already
-rounded, and the reference uses the same ones.
+"""Largest relative error of one rounding of a matmul's operands, by precision. In fp8 these are e4m3 activations; the
+reference uses the same, already rounded, weights.
 """
 SAMPLED_NUMBERS = 1024
-"""Of each tensor, that are looked at before and after what must not change it."""
+"""Number of elements of each teacher tensor that are compared before and after a step."""
 
 
 def is_due(spec: RunSpec, step: int, *, after: int) -> bool:
-    """Return whether `step`, counted from 1, is audited in a session that goes on from step `after`; the same on every
+    """Return whether `step`, counted from 1, is audited in a session that resumed from step `after`; the same on every
     rank."""
     every = spec.checks.every
     if not spec.checks.enabled:
         return False
-    # The second step is the first one with moments, and with what the first has left in memory.
+    # The second step is the first one with moments and with the memory state that the first left.
     early = after + 1 if every < 0 else after + 2
     return step <= early or step == spec.train.steps or (every > 0 and step % every == 0)
 
@@ -90,7 +90,7 @@ class _SeenPass:
     row_ids: list[int]
     hidden_ND: Tensor
     gradients: list[Tensor] = field(default_factory=list)
-    """What arrived at the hidden states, (N, D) each; they add up."""
+    """Gradients that reached the hidden states, (N, D) each; they add up."""
     teacher_NE: Tensor | None
     teacher_head: Head | None
     targets: reference.Targets | None
@@ -104,18 +104,18 @@ class _Seen:
     teacher: dict[str, Tensor]
     """Some numbers of each tensor of the teacher, before the step."""
     rows: dict[str, Tensor]
-    """Which rows of each parameter are compared."""
+    """Indices of the compared rows, by parameter."""
     before: dict[str, UpdatedParameter]
     passes: list[_SeenPass] = field(default_factory=list)
     judge: StepJudge | None = None
-    """Of the first rank, from the step's gradients on."""
+    """Judge of the step, on the first rank, once the step has its gradients."""
     broke: str = ""
-    """Why there is none."""
+    """Error because of which there is no judge; empty where there is none."""
     after: dict[str, UpdatedParameter] = field(default_factory=dict)
 
 
 class StepAudit(StepObserver):
-    """Observes the steps that are due, and has them judged."""
+    """Observes the steps that are due and passes them to the judge."""
 
     def __init__(
         self,
@@ -129,13 +129,13 @@ class StepAudit(StepObserver):
         self.prescribed = Batches(
             stream, seq_len=spec.data.seq_len, rows_per_batch=train.rows, seed=train.seed
         )
-        """The rows that spec and corpus prescribe, whatever the trainer takes."""
+        """The rows that spec and corpus prescribe, independent of the trainer's."""
         self.teacher_decoder = teacher_decoder if trainer.has_teacher else None
         self._began_at, self._began_position = trainer.step, trainer.position
         self._updates = max(
             (int(whole(state["step"])) for state in trainer.optimizer.state.values()), default=0
         )
-        """Applied in the steps that are logged."""
+        """Number of updates applied in the logged steps."""
         self._skipped = skipped_ids(spec.checks.skip)
         self._seen: _Seen | None = None
         trainer.observers = (*trainer.observers, self)
@@ -171,7 +171,7 @@ class StepAudit(StepObserver):
                 mean, square = (whole(state[key])[rows_R] for key in ("exp_avg", "exp_avg_sq"))
                 moments, counts[name] = (mean, square), whole(state["step"])
             found[name] = whole(p.detach())[rows_R], moments
-        # Each of them alone would wait for the device.
+        # One transfer for all counts: each one waits for the device.
         read = torch.stack(list(counts.values())).tolist() if counts else []
         updates = dict(zip(counts, map(int, read), strict=True))
         return {
@@ -215,7 +215,7 @@ class StepAudit(StepObserver):
 
     @torch.no_grad()
     def gradients(self, step: int) -> None:
-        """Judge all but the update. With several ranks this is a collective: the first judges what all have seen."""
+        """Judge all stages before the update. With several ranks this is a collective: the first judges all passes."""
         if (seen := self._seen) is not None:
             with self.trainer.host.of(CHECKS):
                 self._look_at_models(seen)
@@ -226,7 +226,7 @@ class StepAudit(StepObserver):
         for name, p in trainer.student.named_parameters():
             weights[name] = whole(p.detach())
             if is_shared(p):
-                # All of them together would not be there but for the audit.
+                # Without the audit no rank holds all weights at once.
                 weights[name] = weights[name].cpu()
             if p.grad is not None:
                 gradient = whole(p.grad)
@@ -246,7 +246,7 @@ class StepAudit(StepObserver):
                         self._observed(seen, passes, weights, gradients, norm, changed, opened)
                     )
             except Exception as error:  # noqa: BLE001 - an audit that breaks must not end the run
-                seen.broke = f"the audit broke: {type(error).__name__}: {error}"
+                seen.broke = f"the audit raised {type(error).__name__}: {error}"
         seen.passes = []
 
     @torch.no_grad()
@@ -257,12 +257,12 @@ class StepAudit(StepObserver):
     # What is judged
 
     def after(self, step: StepDone) -> Iterator[Result]:
-        """Yield the answers of every stage of a step that was observed, once it is logged. With several ranks this is a
+        """Yield the answer of every stage of an observed step after it is logged. With several ranks this is a
         collective."""
         updates = self._updates
         self._updates += step.updated
         seen = self._seen
-        # The next step may have begun, and be the one that is observed.
+        # The observed step may be the next one, which has already begun.
         if seen is None or seen.step != step.step:
             return
         self._seen = None
@@ -291,13 +291,13 @@ class StepAudit(StepObserver):
         teacher_changed: list[str],
         opened: contextlib.ExitStack,
     ) -> ObservedStep:
-        """`opened` closes the files of a teacher that is not in memory."""
+        """Collect the observed step; `opened` closes the files of a teacher that is not in memory."""
         trainer, spec = self.trainer, self.spec
         student = trainer.student
         narrow = operand_dtype(seen.passes[0].hidden_ND.to(trainer.dtype))
         student_head, head_name = reference.LOGITS, _head_name(student)
         if head_name:
-            # As the matmul to logits takes it: read for every chunk of the loss.
+            # In the dtype of the matmul to logits; read for every chunk of the loss.
             head = weights[head_name].to(trainer.device, narrow)
 
             def student_head(first: int, count: int) -> Tensor:
@@ -438,8 +438,8 @@ class StepAudit(StepObserver):
         )
 
     def _stored_teacher(self, identity: Identity, opened: contextlib.ExitStack) -> Model | None:
-        """The teacher whose outputs were stored, with weights that are read from its files as they are needed: it is
-        never in memory as a whole."""
+        """Return the teacher whose outputs were stored. Its weights are read from its files when they are needed, so it
+        is never in memory as a whole."""
         if not Path(self.spec.teacher.path).exists():
             return None
         weights = opened.enter_context(open_weights(self.spec.teacher.path))
@@ -466,7 +466,7 @@ class StepAudit(StepObserver):
 
     @property
     def _too_wide(self) -> bool:
-        """Whether a copy of the teacher in fp32 is too large for its module to be run again with it."""
+        """Whether an fp32 copy of the teacher is too large for the audit."""
         decoder = self.teacher_decoder
         return (
             isinstance(decoder, TransformersDecoder)
@@ -485,7 +485,7 @@ def _corpus_rows(batch: Batch) -> CorpusRows:
 
 
 def _free_again(device: torch.device) -> int:
-    """Return the bytes of a GPU that tensors have taken before and do not take now."""
+    """Return the GPU bytes between the peak of allocated memory and its present size."""
     if device.type != "cuda":
         return 0
     return torch.cuda.max_memory_allocated(device) - torch.cuda.memory_allocated(device)
@@ -502,7 +502,7 @@ def _head_name(decoder: Decoder) -> str:
 
 
 def _some_rows(parameter: Tensor, share: float, step: int) -> Tensor:
-    """Return which rows of a parameter are compared: evenly spread, other ones in other steps."""
+    """Return the indices of the compared rows of a parameter: evenly spread, and different in each step."""
     count = parameter.shape[0]
     wanted = max(1, round(share * count))
     every = count // wanted
@@ -525,7 +525,7 @@ def _size(decoder: Decoder) -> int:
 
 def _weights_of(module: nn.Module) -> dict[str, Tensor]:
     """Return parameters and buffers but those that are no part of a saved model: rotary frequencies, which some models
-    choose anew by the length of the rows."""
+    recompute for the length of the rows."""
     passing = {
         f"{path}.{name}".lstrip(".")
         for path, part in module.named_modules()

@@ -1,5 +1,5 @@
-"""What a run does by threads of its own while it goes on: fresh weights, the hashes of its models and files, and the
-reading back of large checkpoints."""
+"""Run work in threads while a run continues: fresh weights, the hashes of its models and files, and reading large
+checkpoints back."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 class Beside(Generic[T]):
-    """A function that a thread carries out; a process that ends does not wait for it."""
+    """A function that runs in a daemon thread."""
 
     def __init__(self, work: Callable[[], T], name: str) -> None:
         self._work = work
@@ -41,7 +41,7 @@ class Beside(Generic[T]):
         self._thread.join()
 
     def result(self) -> T:
-        """Wait for the function's answer and return it. Raises what it raised."""
+        """Wait for the function and return its result. Raises what it raised."""
         self.wait()
         if self._error is not None:
             raise self._error
@@ -53,7 +53,7 @@ class _GivenUp(Exception):
 
 
 class _Watched(Mapping[str, Tensor]):
-    """Tensors of which no further one is given once `stop` is set."""
+    """Tensors whose reading raises once `stop` is set."""
 
     def __init__(self, tensors: Mapping[str, Tensor], stop: threading.Event) -> None:
         self._tensors, self._stop = tensors, stop
@@ -102,6 +102,6 @@ class ModelHash:
         return self._work.result()
 
     def give_up(self) -> None:
-        """Compute and log it no further: the run ends."""
+        """Stop computing the hash; it is not logged. For a run that ends."""
         self._stop.set()
         self._work.wait()

@@ -60,7 +60,7 @@ from engine.train.trainer import Trainer
 from engine.units import format_bytes
 
 ROOM = 1.2
-"""Free memory that loading the teacher for that takes, in sizes of its weights."""
+"""Free memory needed to load the teacher for a comparison with its store, relative to the size of its weights."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,7 +86,7 @@ class Builder:
     """The beats of this rank; None for a single process."""
     log: Log
     hashes: list[ModelHash] = field(default_factory=list)
-    """Of the models, while threads compute them."""
+    """Hashes of the models, computed in threads."""
 
     @property
     def spec(self) -> RunSpec:
@@ -114,7 +114,7 @@ class Builder:
         teacher, decoder = self._build(backend, precision)
         self._warm_up_teacher(decoder)
         if compiled:
-            # Later would be under the hands of the hash.
+            # Joining the tensors later would change them while they are hashed.
             join(decoder)
         ready = partial(to_events.model, "teacher", spec.path, decoder.config, precision)
         sha256 = self._hashed(decoder, ready, beside=spec.shard == "off")
@@ -141,8 +141,8 @@ class Builder:
         return LoadedTeacher(teacher=teacher, decoder=decoder, sha256=checked_sha256)
 
     def fresh_student(self) -> Beside[tuple[Decoder, Beside[str]]] | None:
-        """Begin to draw the weights of a fresh student, on the CPU, and to hash them; None where that is not to be done
-        beside other work."""
+        """Start to draw the weights of a fresh student on the CPU and to hash them, in a thread; None where that must
+        not overlap with other work."""
         config, seed = self.plan.inputs.student, self.spec.train.seed
         if self.spec.student.path or not config.native:
             return None
@@ -196,7 +196,7 @@ class Builder:
     def _hashed(
         self, decoder: Decoder, ready: Callable[[str], ModelReady], *, beside: bool
     ) -> Callable[[], str]:
-        """Return what waits for the sha256 of a model's tensors, which is computed at once unless `beside`."""
+        """Return a function that waits for the sha256 of a model's tensors; it may run in a thread."""
         if beside:
             self.hashes.append(ModelHash(Tensors(decoder), ready, self.log))
             return self.hashes[-1].result
@@ -308,7 +308,7 @@ class Builder:
         """Compare some stored rows of the run with the teacher, which is loaded for that, or return why not."""
         spec, identity, device = self.spec, stored.store.identity, self.device
         if not spec.checks.enabled or "stored_outputs" in skipped_ids(spec.checks.skip):
-            return "it was to be skipped"
+            return "the comparison is disabled"
         with open_weights(spec.teacher.path) as weights:
             # Of weights that stay in their blocks; dense ones have a size of their own.
             size = sum(info.bytes for info in weights.tensors.values())
@@ -361,7 +361,7 @@ class Builder:
 
 
 def look_at(decoder: Decoder, whose: str, length: int, log: Log) -> None:
-    """Find out how a model that transformers runs gives logits and keeps documents apart, and log it."""
+    """Log how a model that transformers runs computes logits and separates documents."""
     if isinstance(decoder, TransformersDecoder):
         log(Phase(name=f"looking at the {whose}", detail="logits and documents"))
         for decision in decoder.look(whose, length):

@@ -13,7 +13,7 @@ exactly that shape, with gradients, runs compiled; evaluations, checks and every
 layers. Document boundaries are dynamic in the compiled graph.
 
 Both round to bf16, in different places, and therefore differ by some percent; a wrong term makes a far
-larger difference. Some gradients are almost zero beside the others (the one of the bias of k is exactly
+larger difference. Some gradients are almost zero compared with the others (the one of the bias of k is exactly
 zero in theory, because softmax is invariant to it) and consist of rounding errors. Their distance is
 measured relative to the whole gradient.
 """
@@ -123,13 +123,13 @@ def configure_student(
     )
     compiles.done(log)
     if agreement is not None:
-        text = f"compiled layers are as far from the layers as written as rounding takes them: {agreement}"
+        text = f"compiled layers differ from eager layers by rounding only: {agreement}"
         log(Note(level="info", text=text))
     if student.graphs == "on":
         log(Phase(name="capturing the student's layers"))
         captured = capture_student(trainer, length=length, given_up=graphs_given_up)
         if captured is not None:
-            text = f"captured layers are as far from layers launched one by one as rounding takes them: {captured}"
+            text = f"captured layers differ from eager layers by rounding only: {captured}"
             log(Note(level="info", text=text))
 
 
@@ -181,8 +181,8 @@ def compile_student(
         trainer,
         _answers(trainer),
         written,
-        "student.compile: compiled layers answer otherwise than the layers as written",
-        hint="--set student.compile=off trains with the layers as written",
+        "student.compile: the compiled layers' output differs from the eager layers'",
+        hint="--set student.compile=off trains with eager layers",
     )
 
 
@@ -205,8 +205,8 @@ def capture_student(
         trainer,
         found,
         launched,
-        "student.graphs: captured layers answer otherwise than layers launched one by one",
-        hint="--set student.graphs=off launches them one by one",
+        "student.graphs: the captured layers' output differs from the eager layers'",
+        hint="--set student.graphs=off launches the layers eagerly",
     )
 
 

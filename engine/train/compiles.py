@@ -35,15 +35,15 @@ class Compiles:
     def __init__(self) -> None:
         self.watch = CompileWatch()
         self.late: list[str] = []
-        """Keys of the compilations after warm-up, each of which kept a step waiting."""
+        """Keys of the compilations after warm-up, each of which delayed a step."""
         self._importing: Beside[None] | None = None
 
     def import_compiler(self) -> None:
-        """Import torch's compiler beside what the start does until the first compilation."""
+        """Import torch's compiler in a thread, until the first compilation waits for it."""
         self._importing = Beside(import_compiler, "import of torch's compiler")
 
     def compiler_imported(self) -> None:
-        """Wait for the import, where one was begun: two threads that import the same modules can get halves of them."""
+        """Wait for the import where one was started: two threads that import the same modules can get partial ones."""
         if self._importing is not None:
             self._importing.result()
 
@@ -116,14 +116,14 @@ class Compiles:
         for count in sorted({rows, max(rows, 2)}):
             found = warm_up(teacher, decoder, batch, count, precision)
             text = (
-                f"the teacher's compiled layers answer {count} rows {found.relative_rms:.2g} (relative) from "
-                f"the layers as written; rounding explains {found.allowed:.2g}"
+                f"the output of the teacher's compiled layers for {count} rows differs from the eager layers' by "
+                f"{found.relative_rms:.2g} (relative), expected up to {found.allowed:.2g}"
             )
             log(Note(level="info", text=text))
         self.done(log)
 
     def seal(self, log: Log) -> None:
-        """End the warm-up: a later compilation is logged as one that kept a step waiting."""
+        """End the warm-up: a later compilation is logged as one that delayed a step."""
         self.done(log)
         self.watch.seal()
         if (registry := _registry()) is not None:

@@ -25,9 +25,9 @@ from engine.train.to_events import Log
 from engine.units import format_bytes
 
 TOKENIZED_S, LEAST_CPUS = 3.0, 1.25
-"""Seconds of tokenizing from which on more than one CPU is expected, and how many are more than one."""
+"""Minimum seconds of tokenizing for the warning about one CPU, and the number of CPUs used that counts as several."""
 SAID_EVERY_S = 10.0
-"""How often the progress of what takes long is logged."""
+"""Interval between logged progress lines, in seconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +36,7 @@ class Data:
     heldout_stream: TokenStream
     heldout: list[Batch]
     again: Mapping[str, str]
-    """Some documents by name, with their split."""
+    """Splits of some documents, by name."""
     ready: DataReady
 
 

@@ -1,4 +1,4 @@
-"""What a finished run leaves behind: the student in Hugging Face layout, and a receipt of what was done."""
+"""Save the results of a finished run: the student in Hugging Face layout, and a receipt."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ class Outcome:
     spec: RunSpec
     data: DataReady
     student_files: dict[str, dict[str, Any]]
-    """Size and hash of each."""
+    """Size and hash of each file of the student, by name."""
     model_sha256: dict[str, str]
     """Tensor hashes: `teacher`, `student_start`, `student`."""
     heldout_losses: dict[str, float]

@@ -64,11 +64,11 @@ from engine.train.trained_rows import TrainedRows
 from engine.train.trainer import Trainer
 
 MEMORY_SETTLED_AFTER = 3
-"""After this many steps the allocator has seen every phase of a step."""
+"""Number of steps after which the allocator has seen every phase of a step."""
 READ_BESIDE_BYTES = 1 << 30
-"""A checkpoint from this size on is read back while the run goes on: that takes a second or more."""
+"""Minimum size of a checkpoint that is read back while the run continues, in bytes: reading it takes a second."""
 SAID_EVERY_S = 10.0
-"""How often an evaluation logs its progress."""
+"""Interval between progress lines of an evaluation, in seconds."""
 OF = {
     "teacher": "the teacher",
     "untrained": "the student, not yet trained",
@@ -77,28 +77,28 @@ OF = {
 
 
 class _Due(NamedTuple):
-    """What follows a step."""
+    """Work that follows a step."""
 
     first: bool
-    """Of the session."""
+    """Whether it is the first step of the session."""
     last: bool
-    """Of the run."""
+    """Whether it is the last step of the run."""
     audit: bool
     measure_memory: bool
     evaluate: bool
     save: bool
     pause: bool
-    """train.stop_after ends the session here."""
+    """Whether train.stop_after ends the session here."""
     settling: bool
-    """The run is in its first steps, whose numbers are looked at before the next one is launched."""
+    """Whether the step is one of the session's first, whose numbers are read before the next step is launched."""
 
 
 class _Session(NamedTuple):
-    """What looks at every step of a session."""
+    """The observers of every step of a session."""
 
     trainer: Trainer
     begun_at: int
-    """The step that it goes on from."""
+    """The step before the session's first."""
     audit: StepAudit
     rows: TrainedRows
     recorder: Recorder
@@ -134,11 +134,11 @@ class TrainingLoop:
         self._evaluated: tuple[int, float | None] = -1, None
         """The step of the newest evaluation of the student, and its loss."""
         self._continued: list[int] = []
-        """What the last evaluation made of the prompt: the next one's guess."""
+        """Continuation of the prompt in the last evaluation: the guess for the next one."""
         self._reading: Beside[list[Result]] | None = None
-        """Of the newest checkpoint, back from disk."""
+        """Check of the newest checkpoint, read back from disk."""
         self.after_first_step: Callable[[], None] | None = None
-        """What of the start may wait for the first step of this session."""
+        """Work of the start that is deferred until after the session's first step."""
 
     def check(self, trainer: Trainer) -> None:
         """Run the first-minute checks: all of them, before a failure stops the run."""
@@ -147,7 +147,7 @@ class TrainingLoop:
         self._answer(self.checks.before_training(self._context(trainer)), self.keeper.ranks)
 
     def look_at(self, trainer: Trainer) -> None:
-        """Make the checks after each step look at another trainer of the same run: the sharded one."""
+        """Make the checks after each step use another trainer of the same run: the sharded one."""
         self.checks.use(self._context(trainer))
 
     def evaluate(
@@ -166,7 +166,7 @@ class TrainingLoop:
         heldout, device, autocast = self.data.heldout, trainer.device, trainer.autocast
         loss, labelled = heldout_loss(hidden, head, heldout, device, autocast, begun=say)
         self.heldout_losses[subject] = loss
-        # A teacher, and what is not yet trained, are as they were before the first step.
+        # The teacher and the untrained student are evaluated as of step 0.
         step = trainer.step if subject == "student" else 0
         if subject == "student":
             self._evaluated = step, loss
@@ -186,7 +186,7 @@ class TrainingLoop:
             stop_for_weights(self.log, self.step, "heldout_loss", loss)
 
     def _progress(self, of: str) -> Callable[[int], None]:
-        """Log that `of` is evaluated; return what is told of each batch that begins, and logs one now and then."""
+        """Log that `of` is evaluated; return a function that takes the number of each batch and logs some of them."""
         self.log(Phase(name="evaluating", detail=of))
         said_s = time.perf_counter()
 
@@ -202,7 +202,7 @@ class TrainingLoop:
     def _sample(
         self, hidden: Callable[[Tensor, Tensor], Tensor], head: Head, trainer: Trainer
     ) -> tuple[str, str]:
-        """Return a prompt of the held-out text and what a model makes of it; empty where that cannot be asked."""
+        """Return a prompt of the held-out text and the model's continuation; empty where there is none."""
         count, prompt = self.spec.eval.sample_tokens, prompt_of(self.data.heldout)
         tokenizer = next((one for one in self.inputs.tokenizers.values() if one is not None), None)
         stored = isinstance(getattr(hidden, "__self__", None), CachedTeacher)
@@ -217,7 +217,7 @@ class TrainingLoop:
         self._answer(self.checks.at_end(saved, self.step, student))
 
     def train(self, trainer: Trainer) -> RunFinished | None:
-        """Train all remaining steps. Return None when all are done, else how the session ended before that."""
+        """Train all remaining steps. Return None when all are done, otherwise how the session ended before that."""
         session, host = self._begin(trainer), trainer.host
         launched: LaunchedStep | None = None
         rank_stops = False
@@ -267,7 +267,7 @@ class TrainingLoop:
         return None
 
     def _begin(self, trainer: Trainer) -> _Session:
-        """Begin a session, and ask the checks that wait for its beginning."""
+        """Begin a session, and run the checks that are due before its first step."""
         self.stop.steps_begin()
         self.step = self.keeper.saved_step = trainer.step
         begun = f"from step {trainer.step} to {self.spec.train.steps}"

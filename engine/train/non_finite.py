@@ -1,4 +1,4 @@
-"""A number of a run is NaN or infinite: what is said of it, and how it ends the run.
+"""Log NaN and infinite numbers of a run, and end the run where they make it worthless.
 
 A step whose loss or gradient is not finite changes no weight (`engine.train.optimizer`), and ends the run unless
 train.on_non_finite is skip. Weights that already give NaN are never saved.
@@ -33,8 +33,8 @@ def stop_unless_finite(step: StepDone) -> None:
         return
     names = ", ".join(f"{found.id} is {found.text}" for found in non_finite(step))
     raise TrainingFailed(
-        f"{names} at step {step.step}; the weights were not changed by it",
-        hint="look at the steps before it; train.on_non_finite=skip would go on past it",
+        f"{names} at step {step.step}; the step did not change the weights",
+        hint="check the steps before it; train.on_non_finite=skip would continue after it",
     )
 
 

@@ -25,11 +25,11 @@ from engine.train.step import MicroBatch, StepObserver, TeacherOutput
 from engine.train.trainer import Trainer
 
 FIRST_STEPS = 32
-"""Of a session, that are recorded one by one."""
+"""Number of steps at the start of a session that are all recorded."""
 EVERY_S = 1.0
-"""How often a later step is."""
+"""Minimum interval between later recorded steps, in seconds."""
 NUMBERS = 4
-"""Of each vector, next to each other."""
+"""Number of consecutive elements recorded of each vector."""
 
 
 @dataclass(slots=True)
@@ -59,7 +59,7 @@ class Recorder(StepObserver):
         self._begun_at, self._newest_s = trainer.step, clock()
         self._parameters = dict(trainer.student.named_parameters())
         self._steps: dict[int, _Step] = {}
-        """Those that are not logged yet."""
+        """Recorded steps that are not logged yet, by step number."""
         self._now: _Step | None = None
         if trainer.ranks.first and spec.checks.record != "off":
             trainer.observers = (*trainer.observers, self)

@@ -138,7 +138,7 @@ def why_failed(error: BaseException) -> tuple[str, int]:
     if is_memory_error(error):
         where = "device" if isinstance(error, torch.OutOfMemoryError) else "host"
         return f"the {where} allocator refused: {error}", EXIT_FAIL
-    # A failed kernel, library or collective is raised by whatever call is next, and says nothing of that.
+    # The failure of a kernel, library or collective is raised by an unrelated later call.
     if isinstance(error, (torch.AcceleratorError, torch.distributed.DistBackendError)) or (
         isinstance(error, RuntimeError) and _OF_DEVICE.search(str(error))
     ):
@@ -167,7 +167,7 @@ class _Job:
     ) -> None:
         self.folder, self.stop = folder, stop
         self.asked = self.spec = spec
-        """What was asked for, which identifies the run; and with what was decided, by which it works."""
+        """The requested settings, which identify the run, and the settings with all decisions, which it uses."""
         self._write = partial(to_events.write, log)
         self.ranks = ranks
         self.before = before
@@ -178,7 +178,7 @@ class _Job:
         self.compiles = Compiles()
         self.checks = Checks(spec)
         self.hashes: list[ModelHash] = []
-        """Of the models, while threads compute them."""
+        """Hashes of the models, computed in threads."""
         self.loop: TrainingLoop | None = None
         """None until there is something to train."""
 

@@ -51,8 +51,8 @@ class MicroBatch(NamedTuple):
 
 
 class TeacherOutput(NamedTuple):
-    """What a teacher gives for a micro-batch: hidden states with a head, or sparse targets; nothing when it is
-    not part of the objective."""
+    """The teacher's output for a micro-batch: hidden states with a head, or sparse targets; empty when it is not part
+    of the objective."""
 
     hidden_NE: Tensor | None = None
     head: Head | None = None
@@ -106,9 +106,9 @@ class StepNumbers(NamedTuple, Generic[_T]):
     """0 without a teacher, as is `agreement` where it is not known."""
     agreement: _T
     asked_to_stop: _T
-    """How many ranks were asked to stop."""
+    """Number of ranks that were asked to stop."""
     waited_s: _T
-    """The longest that a rank waited for its rows in the step before: all wait for it."""
+    """Longest time that a rank waited for its rows in the previous step, in seconds: all ranks wait for it."""
     grad_norm: _T
     """The global norm before clipping."""
     lowest_kl: _T
@@ -185,7 +185,7 @@ class PhaseTimer:
 
     @property
     def phase(self) -> str:
-        """What work is counted as now."""
+        """Name of the phase that work is counted as at present."""
         return self._marks[-1][0] if self._marks else ""
 
     def end(self) -> None:

@@ -3,7 +3,7 @@
 There are three sources of a request: SIGTERM, SIGINT (a second signal ends the process at once), and the
 death of the supervisor, which closes the keep-alive pipe that it holds. The trainer reads `reason`
 between steps, finishes the current step, saves and stops. If the supervisor dies while the trainer hangs
-inside a step, nobody is left to notice. So when the trainer has not reacted within `GRACE_S`, the process
+inside a step, no process is left to notice. So when the trainer has not reacted within `GRACE_S`, the process
 logs that and exits without saving.
 
 Before the first step (reading, tokenizing, compiling, loading) there is nothing to finish or to save, so

@@ -169,7 +169,7 @@ def held_by(device: torch.device) -> Held:
 
 
 def memory_peak(step: int, budget: MemoryBudget, device: torch.device) -> MemoryMeasured:
-    """Return the allocator's peak so far, beside the prediction."""
+    """Return the allocator's peak so far, together with the prediction."""
     measured, source = peak_of(device)
     return MemoryMeasured(
         step=step,

@@ -1,9 +1,9 @@
-"""What every step trains on, by content: recorded (`engine.log.rows`), and held against the rows whose turn it is.
+"""Record the rows of every step by content (`engine.log.rows`), and compare them with the prescribed rows.
 
-The audit of a step sees what is on the device, but only of some steps. Here the rows of all steps are hashed as the
-trainer hands them to the models. Whatever goes wrong between the corpus and the trainer (a row met twice, left out,
-altered, of the wrong split, of another rank, replayed or skipped by a resume) is another hash than that of the row
-that spec, seed and position prescribe.
+The audit compares the rows on the device, but only in some steps. Here the rows of all steps are hashed as the trainer
+passes them to the models. Any fault between the corpus and the trainer (a row repeated, skipped, altered, of the wrong
+split, of another rank, replayed or skipped by a resume) gives another hash than that of the row that spec, seed and
+position prescribe.
 """
 
 # Shapes: B rows, T tokens of a row
@@ -41,14 +41,14 @@ class TrainedRows(StepObserver):
         prescribed: Batches,
         heldout: list[Batch],
     ) -> None:
-        """Of the steps of `trainer` from the next one on. Raises RunLogError and DiskFull."""
+        """Record the steps of `trainer` from the next one on. Raises RunLogError and DiskFull."""
         ranks, step = trainer.ranks, trainer.step
         self._run, self._ranks, self._heldout, self._train = run, ranks, heldout, spec.train
         self._prescribed = prescribed
         self._skipped = "step_rows" in skipped_ids(spec.checks.skip)
         self._writer = RowsWriter(run, ranks.rank, ranks.world, step)
         self._hashes: dict[int, list[list[RowHash]]] = {}
-        """Of each step that is not recorded yet: those of each of its micro-batches."""
+        """Row hashes of each step that is not recorded yet, one list per micro-batch."""
         self._step = self._begun_at = step
         trainer.observers = (*trainer.observers, self)
 
@@ -71,7 +71,7 @@ class TrainedRows(StepObserver):
         self._writer.sync()
 
     def after(self, step: StepDone) -> Iterator[Result]:
-        """Hold the rows of a step that was recorded against those whose turn it was; only a failure is yielded."""
+        """Compare the recorded rows of a step with the prescribed rows, and yield a failure where they differ."""
         begun_s = time.perf_counter()
         answer = self._judge(step.step)
         if step.step == self._begun_at + 1 and (wrong := self._recorded_wrongly(step.step)):
@@ -86,7 +86,7 @@ class TrainedRows(StepObserver):
             )
 
     def _recorded_wrongly(self, step: int) -> str:
-        """Say what in the file of this rank is not the rows of each step up to `step`, in order; empty when all is."""
+        """Describe how this rank's file differs from the rows of all steps up to `step`; empty when it does not."""
         path = path_of(self._run, self._ranks.rank)
         steps = np.fromiter((row.step for row in read_rows(path)), np.uint64)
         first = min(int(steps[0]), step) if len(steps) else step
@@ -98,7 +98,7 @@ class TrainedRows(StepObserver):
         place = int(np.argmin(same)) if not same.all() else min(len(steps), len(wanted))
         return (
             f"{path.parent.name}/{path.name} has {len(steps):,} rows, the steps {first:,} to {step:,} have "
-            f"{len(wanted):,}: from row {place + 1:,} on it is not what was trained on"
+            f"{len(wanted):,}: from row {place + 1:,} on it differs from the rows that were trained on"
         )
 
     def _judge(self, step: int) -> Answer:
@@ -110,18 +110,18 @@ class TrainedRows(StepObserver):
             wanted = hashes_of(self._prescribed.rows(row_ids))
             if len(part) != len(wanted):
                 return Numbers(rows=len(part), wanted=len(wanted)).failed(
-                    f"pass {index + 1} has {len(part)} rows, the spec has {len(wanted)}"
+                    f"micro-batch {index + 1} has {len(part)} rows, the spec sets {len(wanted)}"
                 )
             for row, (one, other) in enumerate(zip(part, wanted, strict=True)):
                 if one != other:
                     return Numbers(row=int(row_ids[row])).failed(
-                        f"pass {index + 1}, row {row + 1}: what was trained on is not row {row_ids[row]:,} of the "
-                        f"corpus, whose turn it was, but {self._known(one, other, step, wanted)}"
+                        f"micro-batch {index + 1}, row {row + 1}: expected row {row_ids[row]:,} of the corpus, found "
+                        f"{self._known(one, other, step, wanted)}"
                     )
-        return passed("every row is the one whose turn it was")
+        return passed("every row is the one that the spec prescribes")
 
     def _known(self, found: RowHash, due: RowHash, step: int, wanted: list[RowHash]) -> str:
-        """Say what a row is that was trained on out of turn, or what a document in it is that the row due has not."""
+        """Describe an unexpected row, or a document in it that the prescribed row lacks."""
         heldout = [one for batch in self._heldout for one in hashes_of(batch)]
         others = [one for one in found.documents if one not in (due.row, *due.documents)]
         for prefix, parts in (("", found[:1]), ("one that has a document of ", others)):
@@ -132,7 +132,7 @@ class TrainedRows(StepObserver):
                     return f"{prefix}another row of the same micro-batch"
                 if before := self._trained_before(part, step):
                     return f"{prefix}{before}"
-        return "one that was not trained on before: another row, or one that was altered"
+        return "a row that was not trained on before: another row or an altered one"
 
     def _trained_before(self, part: bytes, step: int) -> str | None:
         for rank in range(self._ranks.world):

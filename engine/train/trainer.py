@@ -98,11 +98,11 @@ class Trainer:
         self.has_teacher = teacher is not None and loss.alpha < 1.0
         self.host = HostTime()
         self.timer: PhaseTimer | None = None
-        """Of the step launched last."""
+        """Timer of the step launched last."""
         self._fetches_ahead = True
         self._ahead: MicroBatch | None = None
         self._waited_s = 0.0
-        """How long this rank waited for rows in the step finished last."""
+        """Time that this rank waited for rows in the step finished last, in seconds."""
 
     def fetch_no_further(self) -> None:
         """Stop fetching batches ahead, and drop the one that was fetched."""

@@ -1,7 +1,7 @@
 """Resuming a run: compare what its log promises with the checkpoints on disk. No torch.
 
 A checkpoint is logged only once it is on disk, and the engine never deletes the newest one. So when a
-logged checkpoint is missing, somebody else deleted it or the disk lost it. The run is then not restarted
+logged checkpoint is missing, someone else deleted it or the disk lost it. The run is then not restarted
 from step 0 unless the user allows it.
 
 What may change between two sessions of a run:
@@ -145,7 +145,7 @@ def check_promised(folder: RunFolder, view: RunView, allow_restart: bool) -> Non
         f"the checkpoint of step {promised}, which its log says was safe",
         "no checkpoint at all",
         hint=f"put the folder {folder.checkpoints} back, or `{command}` begins again from step 0, "
-        "and every step so far is made again",
+        "and trains all steps again",
     )
 
 
@@ -156,6 +156,6 @@ def missing_newest(folder: RunFolder, view: RunView) -> str:
     if promised is None or newest is None or newest >= promised:
         return ""
     return (
-        f"the log says that a checkpoint of step {promised} was safe, and it is not in "
-        f"{folder.checkpoints}: going on from step {newest} or before it, and the steps since are made again"
+        f"the log says that a checkpoint of step {promised} was safe, but it is not in "
+        f"{folder.checkpoints}: the run resumes from step {newest} or earlier and trains the later steps again"
     )

@@ -140,7 +140,7 @@ class Keeper:
         self._read_back: Path | None = None
         """The newest checkpoint of which every byte was read since it was saved."""
         self.resumed: Resumed | None = None
-        """What this session was restored from."""
+        """Checkpoint that this session was restored from."""
 
     def save(self, trainer: Trainer, heldout_loss: float | None) -> Path:
         """Publish a checkpoint, log it once it is safe, and return its path.

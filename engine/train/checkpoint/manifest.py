@@ -1,4 +1,4 @@
-"""What a published checkpoint must contain, and the check that it does.
+"""Define the required contents of a published checkpoint, and check them.
 
     MANIFEST.json   {"schema": 1, "step": 1000, "files": {name: {"sha256": hex, "size": bytes}}}
 
@@ -82,8 +82,8 @@ def newest(folder: Path, allow_fallback: bool = False) -> VerifiedCheckpoint | N
             if not allow_fallback:
                 raise CheckpointError(
                     error.message,
-                    hint="`engine distill --resume RUN --allow-fallback` goes on from an older one that"
-                    " verifies; the steps since are made again",
+                    hint="`engine distill --resume RUN --allow-fallback` resumes from an older checkpoint that"
+                    " verifies and trains the later steps again",
                 ) from error
             refused.append((path, error.message))
             continue

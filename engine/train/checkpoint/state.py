@@ -135,7 +135,7 @@ _Tensors: TypeAlias = tuple[dict[str, Tensor], dict[str, Tensor]]
 
 
 def _read_whole(path: Path) -> _Tensors:
-    # The files are mapped: a tensor that nobody looks into costs nothing.
+    # The files are mapped: a tensor that is not read costs nothing.
     return load_file(path / STUDENT_FILE), load_file(path / OPTIMIZER_FILE)
 
 

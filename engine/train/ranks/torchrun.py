@@ -216,7 +216,7 @@ def _who_failed(
 
 
 def _stopped(beats: list[Beat]) -> list[Beat]:
-    """Return the ranks that a signal has stopped; none when it stopped all of them, for then nobody waits."""
+    """Return the ranks that a signal has stopped; none when it stopped all of them, because then none waits."""
     found = []
     for beat in beats:
         with contextlib.suppress(OSError):

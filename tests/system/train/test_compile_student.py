@@ -111,5 +111,7 @@ def test_a_planted_miscompilation_is_refused(
         return WRONG[what](run_layer(layer, x_BTD, attention_inputs))
 
     monkeypatch.setattr(CompiledLayers, "__call__", spoilt)
-    with pytest.raises(TrainingFailed, match=r"student.compile: compiled layers answer otherwise"):
+    with pytest.raises(
+        TrainingFailed, match=r"student.compile: the compiled layers' output differs"
+    ):
         eager_put(build(kit))

@@ -149,7 +149,7 @@ def test_a_newest_checkpoint_that_is_gone_is_told_and_a_resume_that_a_check_stop
     assert "a checkpoint of step 6 was safe" in stopped.stderr
     view = Follower(run).read_all()
     notes = [note.text for note in view.notes if "step 6 was safe" in note.text]
-    assert len(notes) == 1 and "going on from step 4" in notes[0]
+    assert len(notes) == 1 and "the run resumes from step 4" in notes[0]
 
     assert stopped.returncode == 1 and "check resume_continues" in stopped.stderr
     assert "The risk: " in stopped.stderr

@@ -16,7 +16,7 @@ from tests.support.faulty_rank import FROM_STEP, MODULE
 from tests.support.kit import Kit
 from tests.support.running import engine, engine_here
 
-ROWS = "what was trained on is not row"
+ROWS = "of the corpus, found"
 PEER = "by peer"
 
 
