@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from engine.errors import BadInput
 
@@ -29,13 +30,17 @@ class Decision:
     reason: str
     rejected: tuple[tuple[str, str], ...] = ()
     """Each allowed value that was not chosen, with the reason."""
+    impossible: tuple[str, ...] = ()
+    """Those of them that this run cannot have on this machine: asking for them is refused, or changes nothing."""
     overridden: bool = False
     """True when the user set the value and nothing was decided automatically."""
 
     @property
     def override(self) -> str:
-        """The command-line argument that selects the first rejected value."""
-        other = self.rejected[0][0] if self.rejected else "VALUE"
+        """The command-line argument that selects the first rejected value, a possible one if there is one."""
+        others = [value for value, _ in self.rejected]
+        possible = [value for value in others if value not in self.impossible]
+        other = next(iter((*possible, *others)), "VALUE")
         return f"--set {self.knob}={other}"
 
     def lines(self) -> list[str]:
@@ -52,6 +57,18 @@ class Decision:
             *(f"  not {value}: {reason}" for value, reason in self.rejected),
             f"  override: {self.override}",
         ]
+
+
+def is_choice_of_the_engine(value: Any) -> bool:
+    """Whether a value leaves the choice to the engine: `auto`, or 0 where that means the same."""
+    return value == "auto" or (value == 0 and not isinstance(value, bool))
+
+
+def as_choice(value: Any) -> str:
+    """Format a value as a Decision writes it."""
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def decide(
@@ -81,5 +98,6 @@ def decide(
         choice=choice,
         reason=because if wanted == "auto" or explained else SET_BY_USER,
         rejected=tuple((value, why) for value, why in against.items() if value != choice),
+        impossible=tuple(value for value in against if value in (refused or ())),
         overridden=wanted != "auto",
     )

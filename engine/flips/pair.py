@@ -26,6 +26,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
+from engine.decision import as_choice, is_choice_of_the_engine
 from engine.flips.arms import Outcome, out_of
 from engine.flips.plan import EXTERNAL, Change, Plan
 from engine.flips.script_settings import SCRIPT_SETTINGS
@@ -96,18 +97,6 @@ def matches(key: str, patterns: Iterable[str]) -> bool:
 def asks_parity(keys: Iterable[str]) -> bool:
     """Whether runs that differ in `keys` must give the same losses."""
     return CHANGE_RESULTS.isdisjoint(keys)
-
-
-def is_choice_of_the_engine(value: Any) -> bool:
-    """Whether a value leaves the choice to the engine: `auto`, or 0 where that means the same."""
-    return value == "auto" or (value == 0 and not isinstance(value, bool))
-
-
-def as_choice(value: Any) -> str:
-    """Format a value as a Decision writes it."""
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 SLOW_KEY = "compute.slow_by"

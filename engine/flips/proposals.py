@@ -5,8 +5,8 @@ alternative. Of a watched run: changes of one line that would end what its ident
 IDEAS for its alerts, then those that can be tried with any script.
 
 What cannot be tested on this run comes last, with the reason: a flip would refuse it, or would compare a run
-with itself. The reasons here are derived only from settings, decisions and device facts; before a start
-`engine flip --dry-run` decides.
+with itself. The reasons here are those of the run's settings and of its decisions, which say what is impossible on
+its machine; before a start `engine flip --dry-run` decides.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+from engine.decision import as_choice
 from engine.flips.fixes import fixes_of
-from engine.flips.pair import as_choice
 from engine.flips.watched import options_for, options_of
 from engine.log.events import FAIL, Judged
 from engine.log.folder import WatchedCommand
@@ -28,8 +28,6 @@ from engine.spec import KEYS
 from engine.watch.rules.pace import DATA_SHARE, MORE_WORKERS
 
 _SET = "--set "
-NO_BLOCKS = "no quantized blocks"
-"""Part of the reason in a Decision that rejects quantized weights."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,45 +96,11 @@ def why_impossible(one: Proposal, view: RunView, settings: Mapping[str, Any]) ->
     decision = chosen.get(one.knob)
     if decision is not None and decision.choice == one.value:
         return f"the run chose {one.value} by itself: both arms would do the same"
-    device = chosen["compute.device"].choice if "compute.device" in chosen else ""
-    on_cpu = "cpu" in (device, settings.get("compute.device"))
-    match one.knob, one.value:
-        case "memory.allocator", "managed":
-            if on_cpu:
-                return "managed memory needs a GPU, and the run computes on the CPU"
-            if _has_no_gpu(view):
-                return "managed memory needs a GPU, and none was found on this machine"
-        case "compute.device", "cuda":
-            if _has_no_gpu(view):
-                return "no GPU was found on this machine"
-        case ("teacher.kernel" | "loss.kernel", "fused") | (
-            "student.attention" | "teacher.attention",
-            "packed",
-        ):
-            if on_cpu:
-                return "its kernels need a GPU, and the run computes on the CPU"
-        case "teacher.backend", "quantized" | "dequantized" | "cached":
-            if settings.get("teacher.path") == "":
-                return "the run has no teacher"
-            if one.value == "quantized" and _teacher_has_no_blocks(one.knob, view, settings):
-                return "the teacher's file holds dense weights: it has no quantized blocks"
+    if decision is not None and one.value in decision.impossible:
+        return dict(decision.rejected).get(one.value, "the run cannot have it on this machine")
+    if one.knob == "teacher.backend" and settings.get("teacher.path") == "":
+        return "the run has no teacher"
     return ""
-
-
-def _has_no_gpu(view: RunView) -> bool:
-    """Whether the logged device facts show no GPU; False without facts."""
-    if view.facts is None:
-        return False
-    return not (view.facts.get("cuda_count") or view.facts.get("gpu_count"))
-
-
-def _teacher_has_no_blocks(knob: str, view: RunView, settings: Mapping[str, Any]) -> bool:
-    for decision in view.decisions:
-        if decision.knob == knob and any(
-            value == "quantized" and NO_BLOCKS in why for value, why in decision.rejected
-        ):
-            return True
-    return str(settings.get("teacher.path", "")).endswith(".safetensors")
 
 
 def _of_alerts(view: RunView) -> Iterator[Proposal]:

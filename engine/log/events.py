@@ -200,6 +200,8 @@ class DecisionMade(Event, frozen=True, kw_only=True, tag="decision"):
     choice: str
     reason: str
     rejected: list[tuple[str, str]] = []
+    impossible: list[str] = []
+    """Those of the rejected values that the run cannot have on this machine."""
     override: str = ""
     overridden: bool = False
 

@@ -34,10 +34,16 @@ def choose_allocator(wanted: str, facts: DeviceFacts, compute_device: str = "cud
     if wanted == "managed":
         return _managed_as_asked(device)
     share, name = device.integrated, f"{device.name.value or 'the GPU'}"
+    impossible = () if device.managed_memory.value == YES else ("managed",)
     if wanted == "native":
         note = f"{name} is integrated, auto is managed" if share.value == YES else ""
         return Decision(
-            knob=KNOB, choice="native", reason=note, rejected=_other(device), overridden=True
+            knob=KNOB,
+            choice="native",
+            reason=note,
+            rejected=_other(device),
+            impossible=impossible,
+            overridden=True,
         )
     if share.value is None:
         reason = f"it is not known whether {name} shares the host's memory: {share.absent}"
@@ -52,7 +58,9 @@ def choose_allocator(wanted: str, facts: DeviceFacts, compute_device: str = "cud
             reason=f"{name} shares the host's memory{_caution(device)}",
             rejected=(("native", "not bounded by what the host has free (MemAvailable)"),),
         )
-    return Decision(knob=KNOB, choice="native", reason=reason, rejected=_other(device))
+    return Decision(
+        knob=KNOB, choice="native", reason=reason, rejected=_other(device), impossible=impossible
+    )
 
 
 def _without_gpu(wanted: str, facts: DeviceFacts, compute_device: str) -> Decision:
@@ -67,7 +75,8 @@ def _without_gpu(wanted: str, facts: DeviceFacts, compute_device: str) -> Decisi
         knob=KNOB,
         choice="native",
         reason="" if wanted == "native" else why,
-        rejected=(("managed", "managed memory belongs to a GPU"),),
+        rejected=(("managed", f"managed memory needs a GPU, and {why}"),),
+        impossible=("managed",),
         overridden=wanted == "native",
     )
 

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -132,6 +132,7 @@ def choose_engine(wanted: str, *, student: ModelConfig, teacher: ModelConfig | N
         choice="transformers" if teacher is None or len(others) == 2 else "by_family",
         reason=f"{each}. Runs without {ONLY_NATIVE}",
         rejected=(("native", each),),
+        impossible=("native",),
         overridden=wanted != "auto",
     )
 
@@ -263,7 +264,7 @@ def choose_graphs(
     """
     knob = "student.graphs"
     hindrances = {
-        "a CPU has none": device != "cuda",
+        "a CPU has no CUDA graphs": device != "cuda",
         "layers of several GPUs wait for each other between kernels": ranks > 1,
         "the gradients of a graph are overwritten by its next launch, so nothing accumulates": (
             accumulation > 1
@@ -303,6 +304,7 @@ def give_up_graphs(step: int, why: str) -> Decision:
         choice="off",
         reason=f"from step {step} on, layers are launched one by one, which computes the same",
         rejected=(("on", f"they could not be captured: {why}"),),
+        impossible=("on",),
     )
 
 
@@ -355,9 +357,11 @@ def choose_prefetch(wanted: str, *, device: str) -> Decision:
         why_not = "a CPU has one queue of work: nothing would run beside anything"
     else:
         why_not = f"measured gain: {PREFETCH_GAIN}; its temporaries serve nothing else"
-    return decide(
+    found = decide(
         "teacher.prefetch", wanted, "off", why_not, against={"off": why_not, "on": why_not}
     )
+    # It may be asked for on a CPU, and changes nothing there.
+    return found if device == "cuda" else replace(found, impossible=("on",))
 
 
 # Which kernels

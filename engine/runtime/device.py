@@ -41,6 +41,7 @@ def choose_device(wanted: str) -> Decision:
         choice="cpu",
         reason=f"{build}: {why}",
         rejected=(("cuda", "no GPU to use"),),
+        impossible=("cuda",),
     )
 
 

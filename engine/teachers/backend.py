@@ -89,6 +89,7 @@ def choose_backend(
                 ("quantized", "teacher.precision=fp8 makes 8-bit floats of blocks"),
                 ("none", "a teacher is given"),
             ),
+            impossible=("quantized",),
             overridden=wanted != "auto",
         )
     if not quantised_blocks:
@@ -119,6 +120,7 @@ def choose_backend(
         choice=choice,
         reason=reason,
         rejected=((other, why_not), ("none", "a teacher is given")),
+        impossible=() if quantised_blocks else ("quantized",),
         overridden=wanted != "auto",
     )
 

@@ -76,6 +76,7 @@ def _decision(decision: Decision) -> DecisionMade:
         choice=decision.choice,
         reason=decision.reason,
         rejected=list(decision.rejected),
+        impossible=list(decision.impossible),
         override=decision.override,
         overridden=decision.overridden,
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -56,6 +56,15 @@ def test_a_row_is_all_that_a_new_choice_needs() -> None:
     found = knob.decide(Known(RunSpec(), "red"), size=2)
     assert (found.choice, found.reason, found.overridden) == ("on", "it is red", False)
     assert found.rejected == (("off", "too slow"),) and found.override.endswith("compile=off")
+    assert found.impossible == ()
+    assert knob.decide(Known(RunSpec(), "none"), size=2).impossible == ("on",)
+
+
+def test_the_override_names_a_value_that_is_possible_where_there_is_one() -> None:
+    rejected = (("a", "none here"), ("b", "slower"))
+    found = Decision(knob="x.y", choice="c", reason="-", rejected=rejected, impossible=("a",))
+    assert found.override == "--set x.y=b"
+    assert replace(found, rejected=rejected[:1]).override == "--set x.y=a"
 
 
 def test_what_the_user_set_is_taken_or_refused_and_never_replaced() -> None:

@@ -15,7 +15,7 @@ from engine.findings.check import check_bundle
 from engine.flips.flip_folder import find_flips, read_verdict
 from engine.flips.pair import Pair
 from engine.flips.proposals import proposals
-from engine.log.events import DecisionMade, Event, FactsRead, Judged
+from engine.log.events import DecisionMade, Event, Judged
 from engine.log.folder import RunFolder, settings_of
 from engine.log.view import RunView
 from tests.support.findings import NONE, SAME, asked, carry_out, flip, hanging_run
@@ -188,7 +188,11 @@ def test_a_decision_without_an_alternative_suggests_nothing(tmp_path: Path) -> N
 
 def test_what_cannot_be_tested_comes_last_with_its_reason(tmp_path: Path) -> None:
     managed = DecisionMade(
-        knob="memory.allocator", choice="native", reason="-", rejected=[("managed", "no GPU")]
+        knob="memory.allocator",
+        choice="native",
+        reason="-",
+        rejected=[("managed", "no GPU")],
+        impossible=["managed"],
     )
     dense = DecisionMade(
         knob="teacher.backend",
@@ -198,20 +202,16 @@ def test_what_cannot_be_tested_comes_last_with_its_reason(tmp_path: Path) -> Non
             ("quantized", "the file has no quantized blocks"),
             ("none", "a teacher is given"),
         ],
+        impossible=["quantized"],
     )
-    device = DecisionMade(knob="compute.device", choice="cpu", reason="-", rejected=[("cuda", "-")])
-    facts = FactsRead(facts={"cuda_count": None, "gpu_count": None})
-    view = _view(tmp_path, facts, managed, dense, device, _alert("fail", "--set compute.threads=2"))
+    view = _view(tmp_path, managed, dense, _alert("fail", "--set compute.threads=2"))
     found = proposals(view, {"compute.threads": 2})
     assert [one.assignment for one in found if not one.impossible] == ["teacher.backend=none"]
     why = {one.assignment: one.impossible for one in found if one.impossible}
     assert why == {
         "compute.threads=2": "it is 2 already",
-        "memory.allocator=managed": ("managed memory needs a GPU, and the run computes on the CPU"),
-        "teacher.backend=quantized": (
-            "the teacher's file holds dense weights: it has no quantized blocks"
-        ),
-        "compute.device=cuda": "no GPU was found on this machine",
+        "memory.allocator=managed": "no GPU",
+        "teacher.backend=quantized": "the file has no quantized blocks",
     }
 
 
@@ -239,6 +239,9 @@ def test_the_impossible_is_shown_and_cannot_be_chosen(ended_run: Path) -> None:
         refused = [str(option.prompt) for option in options if option.disabled]
         words = "/ memory.allocator=managed   not here: managed memory needs a GPU, and the run computes on the CPU"
         assert any(text.startswith(words) for text in refused), refused
+        # What a GPU alone has is refused on a CPU, whatever the setting.
+        for words in ("train.update=fused", "student.graphs=on", "teacher.prefetch=on"):
+            assert any(text.startswith(f"/ {words}   not here: ") for text in refused), refused
         assert options[-1].disabled and not options[0].disabled
         screen.query_one(OptionList).action_last()
         await settle(pilot)
