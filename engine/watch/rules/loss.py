@@ -7,8 +7,10 @@ KL = 0        at the start: the teacher is the student
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
+from collections.abc import Sequence
 
 from engine.watch.rules.rule import CannotJudge, Case, Symptom, mean, median, rule
 
@@ -26,14 +28,23 @@ STAYS_VOCABULARY = 32
 RISE_FROM, RISE_ROWS = 100, 30
 """Steps since the start, and steps that are logged, from which a rise is not the transient of a warm-up."""
 RISE_FIRST, RISE_NEWEST = 5, 50
-RISE_TIMES, RISE_TIMES_UNKNOWN = 1.2, 2.0
-"""Ratio to the level of the first steps, for a cross entropy and for a loss of unknown kind."""
+RISE_TIMES = 1.2
+"""Ratio to the level of the first steps."""
 RISE_SIGMAS = 3.0
-"""Distance above the very first loss, in robust sigmas of the newest steps, if the loss rose right after it."""
+"""Distance of a cross entropy above the very first loss, in robust sigmas of the newest steps."""
+RISE_SIGMAS_UNKNOWN, RISE_SIGMAS_OF_LOG = 4.0, 6.0
+"""Distance of a loss of unknown kind above the first ones, in robust sigmas of the newest steps: of the loss, or of its
+logarithm, which a first loss close to 0 is further below."""
 RISE_BELOW = 25
-"""Number of newest steps of which one may be below the limit: a noisy loss is lower now and then."""
-RISE_STILL = 1.5
-"""Ratio of the rise in the second half from which a loss of unknown kind may be intended to rise."""
+"""Of so many steps one may be below the limit: a noisy loss is lower now and then."""
+RISE_WITHIN = 10
+"""Logged steps within which a loss of unknown kind must have risen; later, a curriculum may have become harder."""
+RISE_SLOWS = 1.65
+"""Ratio of that rise to the one of the next twice as many steps: a term that is annealed goes on rising."""
+RISE_LUCK = 2.0
+"""Robust sigmas by which the first loss may be below its level."""
+RISE_RETURNS = 0.25
+"""Share of the rise by which a loss that is coming back fell between the last two windows."""
 MEANT_TO_RISE = re.compile(
     r"reward|return|advantage|policy|actor|critic|value|entropy|episode|kl|discriminator|generator|gan|loss_[dg]|[dg]_loss",
     re.IGNORECASE,
@@ -146,8 +157,9 @@ def loss_stays_at_guessing(case: Case) -> Symptom | None:
 @rule(
     reads=("loss",),
     threshold=f"median loss of the newest {RISE_NEWEST} steps {RISE_TIMES:g} times that of the first {RISE_FIRST}, or "
-    f"of the first and {RISE_SIGMAS:g} robust sigmas above it, with hardly a step below; {RISE_TIMES_UNKNOWN:g} times, "
-    f"and early, where it is not known to be a cross entropy; from step {RISE_FROM} and {RISE_ROWS} logged steps on",
+    f"of the first and {RISE_SIGMAS:g} robust sigmas above it, with hardly a step below; where it is not known to be a "
+    f"cross entropy {RISE_SIGMAS_UNKNOWN:g} sigmas above it since the first "
+    f"{RISE_WITHIN} logged steps; from step {RISE_FROM} and {RISE_ROWS} logged steps on",
 )
 def loss_rose_for_good(case: Case) -> Symptom | None:
     everything = case.steps(len(case.view.steps), at_least=RISE_ROWS, session=False)
@@ -162,18 +174,22 @@ def loss_rose_for_good(case: Case) -> Symptom | None:
     rows = everything[-min(RISE_NEWEST, len(everything) // 2) :]
     newest, start = case.column("loss", rows), case.column("loss", everything[:RISE_FIRST])
     now, lowest = median(newest), sorted(newest)[len(newest) // RISE_BELOW]
-    times = RISE_TIMES if is_known else RISE_TIMES_UNKNOWN
     level, one = median(start), start[0]
-    spread = MAD_TO_SIGMA * median([abs(x - now) for x in newest])
-    if level > 0 and now >= times * level and lowest > level:
+    if now < RISE_TIMES * min(level, one):
+        return None
+    if is_known:
+        above_level = now >= RISE_TIMES * level and lowest > level
+        above_one = (
+            now >= max(RISE_TIMES * one, one + RISE_SIGMAS * _sigma(newest)) and min(newest) > one
+        )
+    else:
+        losses = case.column("loss", everything)
+        above_level, above_one = (_rose_at_once(losses, each, newest) for each in (level, one))
+    if level > 0 and above_level:
         first, held = level, f"the median of the first {RISE_FIRST}"
-    elif one > 0 and now >= max(times * one, one + RISE_SIGMAS * spread) and min(newest) > one:
+    elif one > 0 and above_one:
         first, held = one, "the first loss"
     else:
-        return None
-    quarter = len(everything) // 4
-    early = median(case.column("loss", everything[quarter : 2 * quarter][:RISE_NEWEST]))
-    if not is_known and (early < times * first or now > RISE_STILL * early):
         return None
     return Symptom(
         f"the loss rose from {first:.3g} to {now:.3g} and has not come back in {case.view.last_step} steps",
@@ -181,13 +197,48 @@ def loss_rose_for_good(case: Case) -> Symptom | None:
             (
                 f"loss, median of the newest {len(newest)}",
                 now,
-                f"expected less than {times:g} times {first:.4g}, {held}",
+                f"expected less than {RISE_TIMES:g} times {first:.4g}, {held}",
             ),
             ("loss, the lowest but outliers", lowest, f"{first:.4g} at the start"),
         ],
         case.span(rows),
         meaning="the first updates destroyed what the weights had: most often a learning rate that is far too large",
         **case.lower_rate(100),
+    )
+
+
+def _sigma(values: Sequence[float]) -> float:
+    centre = median(values)
+    return MAD_TO_SIGMA * median([abs(value - centre) for value in values])
+
+
+def _scatter(newest: Sequence[float], rest: Sequence[float]) -> float:
+    """Scatter in robust sigmas: of the newest steps about their median, or from step to step if that is more."""
+    steps = [(right - left) / math.sqrt(2) for left, right in itertools.pairwise(rest)]
+    return max(_sigma(newest), _sigma(steps))
+
+
+def _rose_at_once(losses: list[float], first: float, newest: list[float]) -> bool:
+    """Whether a loss of unknown kind rose from `first` within its first steps by more than it scatters, and has stayed
+    up since, as after a step that was far too large. What may be negative has no level to be compared with."""
+    if min(losses) <= 0:
+        return False
+    rest, window = losses[RISE_WITHIN:], len(newest)
+    reached, after = median(rest[:RISE_WITHIN]), median(rest[RISE_WITHIN : 3 * RISE_WITHIN])
+    now, before = median(newest), median(losses[-2 * window : -window])
+    sigma = _scatter(newest, rest)
+    # The scatter of some losses is a share of them, and as large as a rise to many times the start.
+    sigma_of_log = _scatter([math.log(x) for x in newest], [math.log(x) for x in rest])
+    scatter = min(
+        first + RISE_SIGMAS_UNKNOWN * sigma, first * math.exp(RISE_SIGMAS_OF_LOG * sigma_of_log)
+    )
+    # `first` may be one lucky batch.
+    at_once = reached - first - RISE_LUCK * min(sigma, first)
+    return (
+        min(now, reached) >= max(RISE_TIMES * first, scatter)
+        and at_once >= RISE_SLOWS * (after - reached)
+        and before - now <= RISE_RETURNS * (now - first)
+        and sorted(rest)[len(rest) // RISE_BELOW] > first
     )
 
 

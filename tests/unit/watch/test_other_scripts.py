@@ -5,7 +5,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import random
 from typing import Any
+
+import pytest
 
 from engine.log.events import Evaluated, Imported, Judged, TrainerExited, Watched
 from engine.watch.rules import loss, update
@@ -133,6 +136,82 @@ def test_a_loss_that_may_be_meant_to_rise_is_left_alone() -> None:
     found = case(up)
     rewards = dataclasses.replace(found.view, logged={"train/reward": (1, 0.5)})
     unknown("loss_rose_for_good", dataclasses.replace(found, view=rewards), "train/reward")
+
+
+def noisy(level: Any, share: float = 0.03) -> Any:
+    """A loss of this level for each step, with Gaussian noise of `share` of it."""
+    return lambda n, chance: level(n) * (1 + share * chance.gauss(0, 1))
+
+
+def step_up(n: int, at: int, low: float, high: float) -> float:
+    return low if n < at else high
+
+
+RISEN: dict[str, Any] = {
+    "at step 2": noisy(lambda n: step_up(n, 2, 4.7, 6.2)),
+    "at step 4": noisy(lambda n: step_up(n, 4, 4.7, 6.2)),
+    "within eight steps": noisy(lambda n: 4.7 + 1.5 * min(1.0, (n - 1) / 8)),
+    "without noise": lambda n, chance: step_up(n, 3, 4.7, 6.2),
+    "much noise": noisy(lambda n: step_up(n, 3, 4.7, 8.5), 0.07),
+    "after a peak": noisy(lambda n: step_up(n, 3, 4.7, 6.2 + 25 * math.exp(-n / 12))),
+    "after it had learnt a little": noisy(lambda n: step_up(n, 7, 4.7 - 0.1 * n, 6.5)),
+    "to a hundred times": lambda n, chance: (
+        step_up(n, 3, 0.5, 50.0) * chance.lognormvariate(0, 0.3)
+    ),
+    "and goes on rising": noisy(lambda n: step_up(n, 3, 4.7, 12 + 0.05 * n)),
+}
+HEALTHY: dict[str, Any] = {
+    "falls": noisy(lambda n: 1.5 + 3 * math.exp(-n / 40)),
+    "hardly learns": noisy(lambda n: 4.7 - 0.001 * n, 0.1),
+    "noise of unlike batches": lambda n, chance: chance.lognormvariate(0, 0.6),
+    "easy first batches": lambda n, chance: (
+        (0.5 if n <= 4 else 1.2) * chance.lognormvariate(0, 0.6)
+    ),
+    "wiggle of a warm-up": noisy(
+        lambda n: 2 + 2.7 * math.exp(-n / 60) + 2 * math.exp(-(((n - 8) / 6) ** 2))
+    ),
+    "warmed up again": noisy(lambda n: 1.5 + 0.4 * (1 - math.exp(-n / 30))),
+    "comes back slowly": noisy(lambda n: step_up(n, 3, 4.7, 3 + 8 * math.exp(-n / 60))),
+    "harder after a third": noisy(lambda n: step_up(n, 100, 1.0 + math.exp(-n / 20), 2.6)),
+    "harder after a tenth": noisy(lambda n: step_up(n, 30, 1.0, 1.5)),
+    "harder in stairs": noisy(lambda n: 1.0 + 0.2 * (n // 30)),
+    "a term is annealed": noisy(lambda n: 2.0 + 1.5 * min(1.0, n / 50)),
+    "a term is annealed, no noise": lambda n, chance: 2.0 + 1.5 * min(1.0, n / 50),
+    "values grow": noisy(lambda n: 0.01 + 0.004 * n, 0.2),
+    "around zero": lambda n, chance: chance.gauss(0.05 + 0.001 * n, 0.3),
+    "around zero, positive": lambda n, chance: abs(chance.gauss(0.0, 0.02 + 0.0005 * n)),
+    "falls below zero": lambda n, chance: 2.0 - 0.03 * n + chance.gauss(0, 0.2),
+    "rises from below zero": lambda n, chance: step_up(n, 5, -4.0, 3.0) + chance.gauss(0, 0.2),
+    "negative once": lambda n, chance: -0.1 if n == 90 else step_up(n, 3, 0.5, 1.5),
+    "rate in waves": noisy(lambda n: 2.0 + 0.4 * math.sin(n / 16)),
+    "rare spikes": lambda n, chance: (30 if n % 40 == 3 else 3) * (1 + 0.05 * chance.gauss(0, 1)),
+    "a lucky first batch": lambda n, chance: (
+        4.7 * (0.75 if n == 1 else 1 + 0.1 * chance.gauss(0, 1))
+    ),
+    "overfits late": noisy(lambda n: 1 + 2 * math.exp(-n / 20) + max(0, n - 200) / 40),
+}
+
+
+def series(loss: Any, seed: int, count: int = 300) -> Case:
+    chance = random.Random(seed)
+    losses = [loss(n, chance) for n in range(1, count + 1)]
+    return case(lambda n: {"loss": losses[n - 1]}, count=count)
+
+
+@pytest.mark.parametrize("shape", RISEN)
+def test_a_rise_beyond_the_noise_of_the_run_that_stays_is_named_whatever_the_loss_is(
+    shape: str,
+) -> None:
+    for seed in range(10):
+        alert = raised("loss_rose_for_good", series(RISEN[shape], seed))
+        assert "learning rate that is far too large" in alert.meaning
+
+
+@pytest.mark.parametrize("shape", HEALTHY)
+def test_a_healthy_loss_of_an_unknown_kind_is_left_alone(shape: str) -> None:
+    for seed in range(20):
+        for count in (100, 300):
+            quiet("loss_rose_for_good", series(HEALTHY[shape], seed, count))
 
 
 def test_a_loss_that_stays_at_guessing_is_named_where_its_level_is_known() -> None:
