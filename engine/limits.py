@@ -255,6 +255,7 @@ FLIP_FILE = Limit(
     what="a file of a flip: plan, pairs, verdict, controls", most=64 * MIB, unit="bytes"
 )
 SCRIPT = Limit(what="a script, a line of which a flip changes", most=4 * MIB, unit="bytes")
+SCRIPT_FILES = Limit(what="the list of a script's files", most=8 * MIB, unit="bytes")
 STUDENT_FILE = Limit(
     what="a file of a student whose hash is compared",
     most=256 * GIB,

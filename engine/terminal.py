@@ -110,7 +110,7 @@ def say(*texts: object, end: str = "\n") -> None:
 
 
 def can_ask() -> bool:
-    """Whether somebody can answer: stdin is a terminal."""
+    """Whether questions can be answered: stdin is a terminal."""
     return _is_terminal(sys.stdin)
 
 
@@ -166,7 +166,7 @@ class ArgumentParser(argparse.ArgumentParser):
     and suggests the nearest command for one that it does not have."""
 
     other_names: Mapping[str, str] = {}
-    """What to suggest for a word that resembles no command: `distill` for `train`."""
+    """Suggestions for words that resemble no command: `distill` for `train`."""
     words_options: Collection[str] = ()
     """Options whose value is words of another command, and may begin with `-`: `--a --fused`."""
 

@@ -36,8 +36,12 @@ A finding begins with what went wrong in a run, and asks what would end it:
   engine why new RUN               the same from a shell"""
 SIGNS: dict[Level, tuple[str, Tone]] = {
     "confirmed": ("+", "good"),
+    "confirmed for this seed alone": ("+", "unsure"),
     "refuted": ("x", "quiet"),
+    "not refuted": ("?", "unsure"),
+    "could not be tested": ("!", "bad"),
     "open": ("?", "unsure"),
+    "withdrawn": ("-", "quiet"),
 }
 
 

@@ -42,6 +42,8 @@ from engine.watch import flight_recorder
 
 PROBE = Path(__file__).parent / "probe"
 RUN_VARIABLE = "APR_WATCH_RUN"
+PARENT_VARIABLE = "APR_WATCH_PARENT"
+"""Tells the probe which process of the command is the one that was started, by its parent."""
 ASK_VARIABLE = "APR_WATCH_ASK"
 STEPS_VARIABLE = "APR_WATCH_STEPS"
 SLOW_VARIABLE = "APR_WATCH_SLOW_BY"
@@ -143,6 +145,7 @@ def run_command(
     probed = os.pathsep.join(filter(None, (str(PROBE), environment.get("PYTHONPATH"))))
     environment["PYTHONPATH"] = probed
     environment |= flight_recorder.variables(run.path, environment)
+    environment[PARENT_VARIABLE] = str(os.getpid())
     environment[ASK_VARIABLE] = ",".join(asked)
     environment |= {STEPS_VARIABLE: str(steps or ""), SLOW_VARIABLE: str(slow_by or "")}
     environment[SET_VARIABLE] = ";".join(f"{name}={value}" for name, value in changed.items())

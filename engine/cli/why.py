@@ -8,15 +8,19 @@
     engine why show | check | close | export
     engine why check --all               hash every file of every finding, judge every test again
     engine why new runs/kd-1 --seen "check step_rows" --why-of hang     the next why, of the cause that was found
+    engine why withdraw c1 "mistyped"                 no longer suspected; it stays on record
     engine why note "the fan was loud"                kept, and supports nothing
 
 What went wrong is a line of the run's log: an alert, a failed check, what contradicts a script, an exit. A cause is
 one change that would end it, as `engine flip RUN --propose` names them. A test is `engine flip --ends`, registered in
-the finding before it starts: the cause is confirmed where runs as they were show it and runs with the change do not,
-in three pairs, and no run says otherwise. Nothing else confirms anything, and `close` takes a confirmed cause alone.
+the finding before it starts. It confirms the cause where runs as they were show the same failure (the same exception
+from the same line, the same words) and runs with the change, which did half as much work again, do not: in three pairs
+with seeds of their own. Each further test of a finding takes more pairs, so that trying many causes confirms none by
+luck. A run that fails otherwise or ends early counts for nothing; after two the cause could not be tested. Nothing else
+confirms anything, and `close` takes a confirmed cause alone.
 
-A command acts on the only open finding in ./evidence, or on the one that --finding names. A test that was
-interrupted goes on with the next `test`. Findings of the first version open read-only.
+A command acts on the only open finding in ./evidence, or on the one that --finding names. A test that was interrupted
+counts for nothing, and as one that was made. Findings of the first version open read-only.
 
 Exit codes of check: 0 sound and closed with a cause, 1 something was changed or does not hold, 2 sound and open. Of
 check --all: 0 everything is unchanged and every recorded test holds, 1 something was changed or does not hold (it is
@@ -73,6 +77,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     test.add_argument("--budget", metavar="TIME", help="of all pairs, as 90s or 5m")
     add_path(test, "--out", "DIR", "the new flip folder (default: flips/DATE-KNOB)")
     add_flag(test, "--dry-run", "show the plan, start nothing")
+    withdraw = action("withdraw", "mark a cause as no longer suspected; it stays on record")
+    withdraw.add_argument("cause", metavar="ID", help="c2")
+    withdraw.add_argument("reason", help="why: a mistyped change, another cause")
     action("note", "keep some words; they support nothing").add_argument("text")
     action("show", "print it")
     check = action("check", "check every byte, and judge every test again")
@@ -105,6 +112,8 @@ def run(a: argparse.Namespace) -> int:
         case "cause":
             finding = changes.suspect(bundle, a.change)
             said = f"{finding.causes[-1].id}: {finding.causes[-1].change}"
+        case "withdraw":
+            finding, said = changes.withdraw(bundle, a.cause, a.reason), "withdrawn"
         case "note":
             finding, said = changes.note(bundle, a.text), "kept"
         case _:
@@ -215,17 +224,24 @@ def _print_checked(checked: Sequence[Checked], *, as_json: bool) -> None:
 
 
 def _test(bundle: Bundle, a: argparse.Namespace) -> int:
-    """Plan, register, run and record a test; or go on with one that was interrupted, or that nobody recorded."""
+    """Plan, register, run and record a test, or record one that ended unrecorded."""
     from engine.cli.flip import show_plan
     from engine.cli.flip_progress import Progress
-    from engine.errors import EXIT_INTERRUPTED
+    from engine.errors import EXIT_INTERRUPTED, BadInput
     from engine.findings import changes
-    from engine.flips.flip import resume_flip, run_flip
-    from engine.flips.flip_folder import read_plan_of, read_verdict
+    from engine.findings.finding import CONFIRMED, FOR_ONE_SEED, REFUTED
+    from engine.flips.flip import run_flip
     from engine.flips.plan import parse_time
+    from engine.log.read import writer_is_alive
 
     begun = changes.pending(bundle)
-    how: dict[str, Any] = {"use_controls": "skip"}
+    if begun is not None and not _has_ended(begun[1]):
+        test, flip = begun
+        if writer_is_alive(flip / "pairs.jsonl"):
+            raise BadInput.expected("test", test.id, "none that is running", f"one in {flip}")
+        changes.spend(bundle, test)
+        say(f"{test.id} was interrupted: it counts for nothing, and the next test takes more pairs")
+        begun = None
     if begun is None:
         budget_s = None if a.budget is None else parse_time("--budget", a.budget)
         cause, plan = changes.plan_test(bundle, a.cause, steps=a.steps, budget_s=budget_s)
@@ -237,19 +253,25 @@ def _test(bundle: Bundle, a: argparse.Namespace) -> int:
             return 0
         test = changes.register(bundle, cause, plan, flip)
         with Progress(plan).watching() as watching:
-            run_flip(plan, flip, watching, **how)
+            run_flip(plan, flip, watching, use_controls="skip")
+        if not _has_ended(flip):
+            changes.spend(bundle, test)
+            say(
+                f"{test.id} was interrupted: it counts for nothing, and the next test takes more pairs"
+            )
+            return EXIT_INTERRUPTED
     else:
         test, flip = begun
-        verdict = read_verdict(flip)
-        if verdict is None or verdict["interrupted"]:
-            say(f"{test.id} goes on in {flip}")
-            with Progress(read_plan_of(flip)).watching() as watching:
-                resume_flip(flip, watching, **how)
-    verdict = read_verdict(flip)
-    if verdict is not None and verdict["interrupted"]:
-        say(f"{test.id} was interrupted; `engine why test` goes on with it")
-        return EXIT_INTERRUPTED
     finding = changes.record(bundle, test)
     done = next(one for one in finding.tests if one.id == test.id)
     _say(bundle, finding, f"{done.id} {done.verdict}: {done.reason}", a)
-    return 0 if finding.level_of(finding.cause(done.cause)) != "open" else 2
+    decided = finding.level_of(finding.cause(done.cause)) in (CONFIRMED, FOR_ONE_SEED, REFUTED)
+    return 0 if decided else 2
+
+
+def _has_ended(flip: Path) -> bool:
+    """Whether a flip ran to its end."""
+    from engine.flips.flip_folder import read_verdict
+
+    verdict = read_verdict(flip)
+    return verdict is not None and not verdict["interrupted"]

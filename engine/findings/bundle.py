@@ -78,6 +78,7 @@ def copy_flip(flip: Path, test: str) -> Blobs:
     """What a finding keeps of a flip: all that its verdict was made from. Raises BadInput where that is too big."""
     arms = sorted(path for path in (flip / "arms").glob("*") if path.is_dir())
     paths = [flip / name for name in _OF_FLIP] + [arm / name for arm in arms for name in _OF_ARM]
+    paths += sorted((flip / "code").rglob("*"))
     blobs = _copies(flip, paths, f"{TESTS}/{test}")
     for name, blob in blobs.items():
         if blob.data is None:

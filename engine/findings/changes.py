@@ -18,7 +18,7 @@ from engine.flips.ending import ending_plan
 from engine.flips.flip_folder import read_pairs, read_verdict
 from engine.flips.plan import Change, Plan
 from engine.flips.proposals import proposals
-from engine.flips.verdicts import ENDS_IT, INVALID
+from engine.flips.verdicts import ENDS_IT, ENDS_IT_HERE, INVALID
 from engine.log.folder import RunFolder, read_command, settings_of
 from engine.log.follow import Follower
 from engine.log.observed import Observed, observation, run_id
@@ -62,7 +62,7 @@ def parent_of(bundle: Bundle) -> Parent:
     cause = finding.confirmed[0]
     runs = [finding.observed.run_id]
     for test in finding.tests:
-        if test.cause == cause.id and test.verdict == ENDS_IT:
+        if test.cause == cause.id and test.verdict in (ENDS_IT, ENDS_IT_HERE):
             flip = bundle.flip_of(test.id)
             runs += [run_id(RunFolder(flip / pair.a.run)) for pair in read_pairs(flip)]
     return Parent(finding=bundle.path.name, cause=cause.id, runs=tuple(runs))
@@ -105,6 +105,8 @@ def plan_test(
         chosen.assignment,
         # Drawn, so that no two plans are the same.
         order_seed=secrets.randbelow(1 << 31),
+        # Of all causes: whoever tries many is wrong more often.
+        attempt=len(finding.tests) + 1,
         steps=steps,
         budget_s=budget_s,
     )
@@ -143,6 +145,18 @@ def record(bundle: Bundle, test: Test) -> Finding:
         word, reason = INVALID, f"does not verify: {faults[0]}"
     copied = {} if faults else copy_flip(flip, test.id)
     return bundle.change(lambda f: records.with_verdict(f, test, word, reason), copied)
+
+
+def spend(bundle: Bundle, test: Test) -> Finding:
+    """Record a test that was interrupted. It counts for nothing, and as an attempt: who may end a test when a run does
+    not please him could otherwise confirm anything. Raises BadInput."""
+    reason = "interrupted: its runs count for nothing, and the next test takes more pairs"
+    return bundle.change(lambda f: records.with_verdict(f, test, INVALID, reason))
+
+
+def withdraw(bundle: Bundle, cause: str, why: str) -> Finding:
+    """Mark a cause as no longer suspected. Raises BadInput."""
+    return bundle.change(lambda f: records.withdraw(f, f.cause(cause), why))
 
 
 def note(bundle: Bundle, text: str) -> Finding:

@@ -26,21 +26,24 @@ from engine.files import read_bytes
 from engine.findings.bundle import FINDING, LOG, Bundle, logged_seal
 from engine.findings.finding import Cause, Finding, Test
 from engine.findings.older import LEVEL, Older
-from engine.flips.arms import Outcome, shown_by
+from engine.flips.arms import Outcome, code_folder, shown_by, trace_of_arm
 from engine.flips.command import LINE, LINE_VARIABLE
-from engine.flips.ending import PAIRS_MIN, as_it_was
+from engine.flips.ending import as_it_was
 from engine.flips.flip_folder import read_header, read_pairs, read_plan_of
 from engine.flips.judge import judge
 from engine.flips.pair import Pair, settings_differ
 from engine.flips.plan import Plan
-from engine.flips.statistics import ALPHA
-from engine.flips.verdicts import INVALID
+from engine.flips.script_folder import read_code
+from engine.flips.statistics import ALPHA, pairs_to_confirm
+from engine.flips.verdicts import ENDS_IT, ENDS_IT_HERE, INVALID
 from engine.flips.watched import arms_of
 from engine.log.folder import COMMAND, RunFolder, read_command
 from engine.log.observed import LOGS, lines_of, observations, run_id
 from engine.sealing import digest, now_utc
 from engine.verdict import Level, Verdict
 
+PAIRS_OF_BEFORE = 3
+"""Pairs that a test of an earlier version takes, whose observation has no `sign`."""
 _BROKEN = (EngineError, OSError, ValueError, KeyError, TypeError, AttributeError)
 
 
@@ -136,6 +139,8 @@ def check_bundle(bundle: Bundle) -> Checked:
 
 
 def _notes(finding: Finding) -> Iterator[str]:
+    if not finding.observed.sign:
+        yield "judged by the rules of an earlier version, under which any failure of the same id is the same"
     for name, file in finding.files.items():
         if not file.is_copied:
             yield f"{name}: not copied, known by hash and size"
@@ -252,8 +257,13 @@ def _plan_faults(
         yield "its plan asks about another observation"
     if plan.changes != (cause.change,):
         yield f"its plan changes {' and '.join(map(str, plan.changes)) or 'nothing'}"
-    easier = plan.pairs_min < PAIRS_MIN or plan.alpha > ALPHA or plan.steps < finding.observed.step
-    if easier:
+    number = 1 + [one.id for one in finding.tests].index(test.id)
+    is_new = bool(finding.observed.sign)
+    least = pairs_to_confirm(plan.attempt) if is_new else PAIRS_OF_BEFORE
+    few = plan.pairs_min < least or plan.steps < finding.observed.step or plan.alpha > ALPHA
+    # What speaks against a cause counts however it was asked for.
+    confirms = test.verdict in (ENDS_IT, ENDS_IT_HERE)
+    if few or (confirms and is_new and plan.attempt < number):
         yield "its plan asks for fewer pairs or steps, or allows more chance, than a test has"
     if not cause.at <= test.at <= header["at"]:
         yield "the cause and the test were not registered before its flip"
@@ -271,6 +281,11 @@ def _pair_faults(
     finding: Finding, test: Test, plan: Plan, pairs: Sequence[Pair], folder: Path
 ) -> Iterator[str]:
     order, begun = plan.order(), read_header(folder)["at"]
+    if plan.attempt:
+        named = {Path(outcome.run).name for pair in pairs for outcome in (pair.a, pair.b)}
+        extra = {path.name for path in (folder / "arms").glob("*")} - named
+        if extra or any("." in name for name in named):
+            yield "a run was repeated after an interruption, or is in no pair"
     ids = {finding.observed.run_id}
     for number, pair in enumerate(pairs, start=1):
         if pair.number != number or number > plan.pairs_max or pair.b_first != order[number - 1]:
@@ -287,8 +302,17 @@ def _pair_faults(
                 yield f"{outcome.run} began before the flip"
             if run.read_effective().get("flip_sha256", test.plan_sha256) != test.plan_sha256:
                 yield f"{outcome.run} is of another flip"
-            if shown_by(plan, run, outcome.state)[0] != outcome.shown:
+            if shown_by(plan, run, outcome.state)[0] != outcome.shown or not _computed(
+                plan, run, outcome
+            ):
                 yield f"{outcome.run}: its logs do not say what the pair does"
+            if plan.attempt and read_code(code_folder(run.path)) != outcome.code:
+                yield f"{outcome.run}: the list of its script's files is another one"
+
+
+def _computed(plan: Plan, run: RunFolder, outcome: Outcome) -> bool:
+    """Whether a run's log has the losses and rows that its pair was compared by."""
+    return not plan.attempt or trace_of_arm(plan, outcome.arm, run) == outcome.trace
 
 
 def _not_flipped(plan: Plan, pair: Pair, folder: Path) -> str:

@@ -29,8 +29,8 @@ from msgspec.structs import replace
 
 from engine.errors import EXIT_FAIL, BadInput, EngineError
 from engine.flips.plan import Change, Plan
-from engine.flips.verdicts import ENDS_IT, KEEPS_IT
-from engine.log.observed import Observed
+from engine.flips.verdicts import ENDS_IT, ENDS_IT_HERE, INVALID, KEEPS_IT, UNTESTED
+from engine.log.observed import Observed, observed_fields
 from engine.log.text import one_line
 from engine.redact import Redactor
 from engine.sealing import canonical, digest, now_utc
@@ -40,7 +40,20 @@ Sha: TypeAlias = Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
 Id: TypeAlias = Annotated[str, Meta(pattern="^[a-z0-9][a-z0-9-]{0,63}$")]
 Utc: TypeAlias = Annotated[str, Meta(pattern="^[0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9:]{8}Z$")]
 Text: TypeAlias = Annotated[str, Meta(min_length=1)]
-Level: TypeAlias = Literal["confirmed", "refuted", "open"]
+CONFIRMED, FOR_ONE_SEED = "confirmed", "confirmed for this seed alone"
+REFUTED, NOT_REFUTED, UNTESTABLE = "refuted", "not refuted", "could not be tested"
+OPEN, WITHDRAWN = "open", "withdrawn"
+Level: TypeAlias = Literal[
+    "confirmed",
+    "confirmed for this seed alone",
+    "refuted",
+    "not refuted",
+    "could not be tested",
+    "open",
+    "withdrawn",
+]
+_NEW_IN_CAUSE = ("withdrawn",)
+"""Fields of a cause that findings of earlier versions do not have."""
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -60,6 +73,8 @@ class Cause(Signed, frozen=True, kw_only=True):
     """The same as the difference between the arms of its tests: of the observed run, and what would end it."""
     why: str = ""
     """Why it was suspected: the alert or decision that proposed it."""
+    withdrawn: str = ""
+    """Reason for which it is no longer suspected; it stays on record, as its tests do."""
 
 
 class Test(Signed, frozen=True, kw_only=True):
@@ -132,15 +147,25 @@ class Finding(Signed, frozen=True, kw_only=True):
         raise BadInput.expected("cause", self.slug, f"one of {known}", id_ or "none named")
 
     def level_of(self, cause: Cause) -> Level:
-        """`confirmed` by a test that it ends the observation and none that it does not, `refuted` the other way."""
+        """Return how far the tests of a cause go: `confirmed` by one that it ends the observation and none that it does
+        not, `refuted` the other way."""
         words = {test.verdict for test in self.tests if test.cause == cause.id}
+        if cause.withdrawn:
+            return "withdrawn"
+        if KEEPS_IT in words:
+            return "not refuted" if {ENDS_IT, ENDS_IT_HERE} & words else "refuted"
         if ENDS_IT in words:
-            return "open" if KEEPS_IT in words else "confirmed"
-        return "refuted" if KEEPS_IT in words else "open"
+            return "confirmed"
+        if ENDS_IT_HERE in words:
+            return "confirmed for this seed alone"
+        if UNTESTED in words:
+            return "could not be tested"
+        return "not refuted" if words - {"", INVALID} else "open"
 
     @property
     def confirmed(self) -> tuple[Cause, ...]:
-        return tuple(cause for cause in self.causes if self.level_of(cause) == "confirmed")
+        levels = (CONFIRMED, FOR_ONE_SEED)
+        return tuple(cause for cause in self.causes if self.level_of(cause) in levels)
 
     @property
     def next_cause(self) -> Cause | None:
@@ -148,7 +173,8 @@ class Finding(Signed, frozen=True, kw_only=True):
         if self.confirmed:
             return None
         tested = {test.cause for test in self.tests if test.verdict}
-        left = [cause for cause in self.causes if self.level_of(cause) == "open"]
+        done = (REFUTED, WITHDRAWN)
+        left = [cause for cause in self.causes if self.level_of(cause) not in done]
         return min(left, key=lambda cause: cause.id in tested, default=None)
 
 
@@ -190,6 +216,13 @@ def add_cause(finding: Finding, assignment: str, change: Change, why: str = "") 
     id_ = f"c{len(finding.causes) + 1}"
     cause = Cause(id=id_, assignment=assignment, change=change, why=_cleaned(why), **_signed())
     return replace(finding, closed=None, causes=(*finding.causes, cause))
+
+
+def withdraw(finding: Finding, cause: Cause, why: str) -> Finding:
+    """Mark a cause as no longer suspected; its tests still count as attempts. Raises BadInput."""
+    done = replace(cause, withdrawn=_clean(why, "reason"))
+    causes = tuple(done if one.id == cause.id else one for one in finding.causes)
+    return replace(finding, closed=None, causes=causes)
 
 
 def add_test(finding: Finding, cause: Cause, plan: Plan, flip: str) -> Finding:
@@ -235,7 +268,7 @@ def in_words(finding: Finding) -> str:
         f"{cause.assignment} ends it ({test.id}: {test.reason})"
         for cause in finding.confirmed
         for test in finding.tests
-        if test.cause == cause.id and test.verdict == ENDS_IT
+        if test.cause == cause.id and test.verdict in (ENDS_IT, ENDS_IT_HERE)
     ]
     return f"{finding.observed.name} of {finding.observed.run}: {'; '.join(told)}"
 
@@ -263,8 +296,14 @@ def _clean(text: str, what: str) -> str:
 
 
 def to_bytes(finding: Finding) -> bytes:
-    """Serialise a finding in its canonical form."""
-    return canonical(msgspec.to_builtins(finding))
+    """Serialise a finding in its canonical form, without the empty fields that earlier versions do not have."""
+    fields = msgspec.to_builtins(finding)
+    fields["observed"] = observed_fields(finding.observed)
+    for cause in fields["causes"]:
+        for name in _NEW_IN_CAUSE:
+            if not cause[name]:
+                del cause[name]
+    return canonical(fields)
 
 
 def schema() -> bytes:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from engine.findings.finding import Cause, Finding, Test
+from engine.findings.finding import UNTESTABLE, Cause, Finding, Test
 from engine.findings.older import LEVEL, Older
 from engine.log.text import one_line
 
@@ -23,7 +23,7 @@ def state_words(finding: Finding | Older) -> str:
     if finding.confirmed:
         return f"confirmed, to be closed: {', '.join(one.assignment for one in finding.confirmed)}"
     levels = [finding.level_of(cause) for cause in finding.causes]
-    counts = [f"{levels.count(level)} {level}" for level in ("open", "refuted") if level in levels]
+    counts = [f"{levels.count(level)} {level}" for level in dict.fromkeys(levels)]
     return f"open: causes {', '.join(counts)}" if counts else "open: no cause was named"
 
 
@@ -36,6 +36,11 @@ def next_words(finding: Finding) -> str:
     cause = finding.next_cause
     if cause is None:
         return "name a possible cause: a change that would end it"
+    level = finding.level_of(cause)
+    if level == UNTESTABLE:
+        return (
+            f"mend {cause.assignment}: name the mended change as a cause, and withdraw {cause.id}"
+        )
     again = any(test.cause == cause.id and test.verdict for test in finding.tests)
     return f"test {cause.id}{' again, with more steps' if again else ''}: does {cause.assignment} end it?"
 

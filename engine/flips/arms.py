@@ -27,11 +27,18 @@ from engine.errors import BadInput, RunLogError, write_error
 from engine.files import open_plain
 from engine.flips import command
 from engine.flips.plan import BURSTS, Kind, Plan
-from engine.flips.script_folder import copy_folder, remove_copy, write_line
+from engine.flips.script_folder import (
+    code_of,
+    copy_folder,
+    keep_code,
+    read_code,
+    remove_copy,
+    write_line,
+)
 from engine.log.folder import RunFolder, create_run, is_run
 from engine.log.follow import Follower
 from engine.log.held import ALLOCATOR, read_held
-from engine.log.observed import is_shown, shown
+from engine.log.observed import is_shown, shown, trace_of
 from engine.log.text import has_ended, one_line
 from engine.log.view import RunView, Table
 from engine.signals import descendants, end
@@ -101,6 +108,10 @@ class Outcome:
     """Mean number of processes beside the trainer that ran or waited for a CPU."""
     suspended: bool = False
     """Whether the machine slept during the run."""
+    trace: str = ""
+    """Hash of what it computed (`trace_of`), where the flip asks about an observation; equal for copies of one run."""
+    code: str = ""
+    """SHA-256 of the list of the script's files, before its line was changed; empty where no copy was made."""
 
     @property
     def completed(self) -> bool:
@@ -337,6 +348,7 @@ def _facts(view: RunView) -> dict[str, Any]:
             "optimizer": watched.optimizer,
             "trainable parameters": watched.parameters,
             "ranks": watched.world,
+            "places": watched.places,
             "torch": watched.torch,
             "rows per step": view.steps.values("rows", 0, _STEPS_COMPARED),
         }
@@ -365,6 +377,7 @@ def run_arm(
     """
     begun_s = time.monotonic()
     launched = _STARTS[plan.kind](plan, b, pair, folder)
+    code = read_code(code_folder(folder))
     follower = Follower(launched.run)
     over = answered = False
     try:
@@ -416,9 +429,19 @@ def run_arm(
         return outcome
     found, reason = shown_by(plan, launched.run, outcome.state)
     state = ANSWERED if answered and found is not None else outcome.state
-    return dataclasses.replace(
+    outcome = dataclasses.replace(
         outcome, state=state, reason=reason, value=None, no_value=reason, shown=found
     )
+    if not plan.attempt:
+        return outcome
+    trace = trace_of_arm(plan, outcome.arm, launched.run)
+    return dataclasses.replace(outcome, trace=trace, code=code)
+
+
+def trace_of_arm(plan: Plan, arm: str, run: RunFolder) -> str:
+    """Return the hash of what a run of an arm computed, over the steps that every run of that arm makes."""
+    assert plan.observed is not None, "the flip asks about an observation"
+    return trace_of(run, plan.steps if arm == "B" else plan.observed.step)
 
 
 def shown_by(plan: Plan, run: RunFolder, state: str) -> tuple[bool | None, str]:
@@ -450,6 +473,8 @@ def _start_command(plan: Plan, b: bool, pair: int, folder: Path) -> Launched:
     if plan.command.copied:
         try:
             copy_folder(Path(plan.command.folder), where)
+            if plan.attempt:
+                keep_code(where, code_of(where), code_folder(folder))
             for name, text in arm.lines.items():
                 write_line(where, name, text)
         except OSError as error:
@@ -469,6 +494,11 @@ _STARTS: dict[Kind, Callable[[Plan, bool, int, Path], Launched]] = {
 def out_of(folder: Path) -> Path:
     """Where a command whose run folder is `folder` may write what is its own."""
     return folder.parent.parent / "out" / folder.name
+
+
+def code_folder(folder: Path) -> Path:
+    """Return where the script's files of the run `folder` of an arm are kept."""
+    return folder.parent.parent / "code" / folder.name
 
 
 def _effective(spec: RunSpec, plan: Plan) -> dict[str, Any]:

@@ -13,15 +13,20 @@ from pathlib import Path
 from typing import Any
 
 from engine.errors import BadInput
-from engine.flips.plan import SHOWN, STEPS, WARM_UP_STEPS, Plan, load_source, make_plan
+from engine.flips.command import LINE
+from engine.flips.plan import SHOWN, STEPS, WARM_UP_STEPS, Change, Plan, load_source, make_plan
+from engine.flips.script_folder import raising_lines, same_code
+from engine.flips.statistics import pairs_to_confirm, shown_to_confirm
 from engine.flips.watched import difference, watched_plan
 from engine.log.folder import RunFolder, read_command
-from engine.log.observed import STALLS, Observed
+from engine.log.observed import STALLS, Observed, raised_at
 
-PAIRS_MIN, PAIRS_MAX = 3, 8
+PAIRS_MAX = 8
 LONGEST_WAIT = 3.0
 """An arm may take this many times what the run took until it showed the observation."""
 LEAST_WAIT_S = 60.0
+PYTHONS_OWN = frozenset({"PYTHONOPTIMIZE", "PYTHONWARNINGS", "PYTHONPATH", "PYTHONSTARTUP"})
+"""Variables of Python that change which code runs: asserts, warnings, modules."""
 OBSERVERS = ("watch", "checks", "gate", "run")
 """Sections that say who looks and where a run is kept: changing them ends what is said, not what is so."""
 
@@ -32,12 +37,14 @@ def ending_plan(
     assignment: str,
     *,
     order_seed: int,
+    attempt: int = 1,
     steps: int | None = None,
     budget_s: float | None = None,
 ) -> Plan:
-    """Make the plan. `assignment` is B's change as `engine flip --propose` names it: a setting, a variable, or words of
-    a command. Raises BadInput, UsageError."""
+    """Make the plan of test number `attempt` of a finding. `assignment` is B's change as `engine flip --propose` names
+    it: a setting, a variable, or words of a command. Raises BadInput, UsageError."""
     how: dict[str, Any] = {"order_seed": order_seed, "steps": steps or steps_past(observed)}
+    how["attempt"] = attempt
     if read_command(RunFolder(path)) is not None:
         plan = watched_plan(path, difference(assignment), **how)
     else:
@@ -52,9 +59,11 @@ def ending_plan(
     if section in OBSERVERS or (section == "eval" and observed.id not in STALLS):
         expected = "a setting of the job"
         raise BadInput.expected("change", str(change), expected, "one of who looks at it")
+    _must_be_of_the_job(path, observed, change)
     if plan.steps < observed.step:
         text = f"at least the {observed.step} after which the run showed it"
         raise BadInput.expected("steps", "of the flip", text, str(plan.steps))
+    pairs = pairs_to_confirm(attempt)
     limit_s = max(LEAST_WAIT_S, LONGEST_WAIT * max(observed.after_s, observed.window_s))
     values = f"{change.key}={change.text(b=False)} and not with {change.text(b=True)}"
     return dataclasses.replace(
@@ -62,16 +71,16 @@ def ending_plan(
         hypothesis=f"{observed.name} is there with {values}",
         metric=SHOWN,
         observed=observed,
-        pairs_min=PAIRS_MIN,
-        pairs_max=PAIRS_MAX,
-        run_limit_s=limit_s if budget_s is None else budget_s / 2 / PAIRS_MIN,
-        budget_s=budget_s or 2 * PAIRS_MIN * limit_s,
+        pairs_min=pairs,
+        pairs_max=max(PAIRS_MAX, pairs, shown_to_confirm(attempt)),
+        run_limit_s=limit_s if budget_s is None else budget_s / 2 / pairs,
+        budget_s=budget_s or 2 * pairs * limit_s,
     )
 
 
 def steps_past(observed: Observed) -> int:
     """Steps that a run makes before it counts as one that does not show it."""
-    return max(STEPS, observed.step + WARM_UP_STEPS, -(-5 * observed.step // 4))
+    return max(STEPS, observed.step + WARM_UP_STEPS, -(-3 * observed.step // 2))
 
 
 def as_it_was(path: Path) -> dict[str, dict[str, Any]]:
@@ -80,3 +89,26 @@ def as_it_was(path: Path) -> dict[str, dict[str, Any]]:
     tree["checkpoint"] |= {"every": 0, "at_end": False}
     tree["watch"]["on_stall"] = "report"
     return tree
+
+
+def _must_be_of_the_job(path: Path, observed: Observed, change: Change) -> None:
+    """Refuse a change that alters who looks, or what raises, and not what is done. Raises BadInput."""
+
+    def refused(expected: str, found: str) -> BadInput:
+        return BadInput.expected("change", str(change), expected, found)
+
+    if change.key.startswith("APR_") or change.key in PYTHONS_OWN:
+        expected = "a variable of the job"
+        raise refused(expected, "one that changes what Python checks, or the probe")
+    found = LINE.fullmatch(change.key)
+    command = read_command(RunFolder(path))
+    if found is None or command is None:
+        return
+    folder, number = Path(command.folder), int(found["number"])
+    if same_code(folder, change.key, change.text(b=True)):
+        raise refused("one of what is executed", "a comment or spaces: the code is the same")
+    raised = raised_at(observed)
+    if raised is None or raised[0] != Path(found["file"]).name:
+        return
+    if raised[1] in raising_lines(folder / found["file"], number):
+        raise refused("one that leaves the failure possible", "the statement that raises it")

@@ -63,7 +63,13 @@ class FlipFolder:
         """The path of a new folder for a run of an arm."""
         name = f"{number:02}-{arm.lower()}"
         tries = [name, *(f"{name}.{n}" for n in range(2, 100))]
-        return next(p for t in tries if not (p := self.path / "arms" / t).exists())
+        # A run that was interrupted early has left what it was to write into, and no run folder.
+        places = ("arms", "out", "code")
+        return next(
+            self.path / "arms" / name
+            for name in tries
+            if not any((self.path / place / name).exists() for place in places)
+        )
 
     def write(self, verdict: Mapping[str, Any]) -> dict[str, Any]:
         """Write verdict.json; returns its fields as whoever reads it finds them."""

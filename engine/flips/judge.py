@@ -49,6 +49,8 @@ from engine.flips.statistics import (
     diagnose,
     holm,
     pairs_needed,
+    pairs_to_confirm,
+    shown_to_confirm,
     sign_bound,
     sign_flip_p,
 )
@@ -57,11 +59,13 @@ from engine.flips.verdicts import (
     CONTROLS,
     DID_NOT_COMPLETE,
     ENDS_IT,
+    ENDS_IT_HERE,
     INCONCLUSIVE,
     INVALID,
     KEEPS_IT,
     NOT_SEEN,
     PARITY_FAIL,
+    UNTESTED,
     VERDICTS,
     answer,
 )
@@ -71,6 +75,10 @@ from engine.verdict import Level, Verdict, lowest
 _NOT_ASKED = {"level": "not asked", "reason": "the setting may change what is computed"}
 FOREIGN_BYTES = 1 << 30
 """Less than this is what a driver and a display hold."""
+
+
+UNTESTABLE = 2
+"""Number of pairs that count for nothing after which a test ends."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,11 +125,68 @@ def judge(plan: Plan, pairs: Sequence[Pair], ended: str = "") -> Judgement | Non
 def _judge_shown(plan: Plan, pairs: Sequence[Pair], ended: str) -> Judgement | None:
     """Judge whether B's change ends what was observed.
 
-    One run of B that shows it decides: the change does not end it. Otherwise pairs in which A alone shows it count.
-    If the change made no difference, runs of both arms would show it with one probability p, so n pairs in a row would
-    come out so by chance with (p (1 - p))^n, at most 4^-n: 1.6 % for the three of `pairs_min`. Where A shows it in some
-    runs only, `sign_bound` of the pairs that show it decides.
+    One run of B that shows it decides: the change does not end it. A pair in which a run failed otherwise, was ended
+    from outside or did too little counts for nothing, and UNTESTABLE of them end the test. Of the others those in which
+    A alone shows it count: `pairs_to_confirm` of them in a row confirm, or `shown_to_confirm` where A shows it in some
+    runs only. Pairs whose runs are copies of each other to the bit are one; if all are, it is so for this seed alone.
     """
+    if not plan.attempt:
+        return _judge_as_before(plan, pairs, ended)
+    counted, spoilt = [], []
+    for pair in pairs:
+        if pair.b.shown:
+            return Judgement(KEEPS_IT, f"B shows it too, in pair {pair.number}: {pair.b.reason}")
+        whys = [why for one in (pair.a, pair.b) if (why := _says_nothing(one))] or _differs(pair)
+        if whys:
+            spoilt.append(f"pair {pair.number}: {whys[0]}")
+        else:
+            counted.append(pair)
+    if len({one.code for one in outcomes_of(pairs)}) > 1:
+        return Judgement(INVALID, "the files of the script changed between the runs")
+    if len(spoilt) >= UNTESTABLE:
+        return Judgement(UNTESTED, "; ".join(spoilt))
+    shown = [pair for pair in counted if pair.a.shown]
+    distinct = len({(pair.a.trace, pair.b.trace) for pair in shown})
+    always = len(shown) == len(counted)
+    text = f"A shows it in {len(shown)} of {count_of(len(counted))}, B in none"
+    needed = pairs_to_confirm(plan.attempt) if always else shown_to_confirm(plan.attempt)
+    if distinct >= needed:
+        return Judgement(ENDS_IT, text)
+    if always and distinct == 1 and len(shown) >= needed:
+        return Judgement(
+            ENDS_IT_HERE, f"{text}; all pairs computed the same, so for this seed alone"
+        )
+    if not shown and (ended or len(counted) >= pairs_to_confirm(plan.attempt)):
+        why = f": {counted[-1].a.reason}" if counted else ""
+        return Judgement(NOT_SEEN, f"no run of A shows it either{why}")
+    if not ended:
+        return None
+    also = f"; {'; '.join(spoilt)}" if spoilt else ""
+    return Judgement(INCONCLUSIVE, f"{text}, of {needed} that it takes; {ended}{also}")
+
+
+def _says_nothing(one: Outcome) -> str:
+    """Return why a run counts for nothing; empty where it tells."""
+    if one.shown is None:
+        return f"{one.arm}: {one.reason}"
+    if one.ended_from_outside and not one.shown:
+        return f"{one.arm} was ended from outside: {one.reason}"
+    return ""
+
+
+def _differs(pair: Pair) -> list[str]:
+    """Return why the runs of a pair are no runs of one training."""
+    a, b = (one.facts.get("places") for one in (pair.a, pair.b))
+    if a and b and a != b:
+        return [f"the training is at other lines in B than in A: {b} and {a}"]
+    a, b = (one.facts.get("trainable parameters") for one in (pair.a, pair.b))
+    if a and b and a > b:
+        return [f"B trains {b:,} parameters, A {a:,}"]
+    return []
+
+
+def _judge_as_before(plan: Plan, pairs: Sequence[Pair], ended: str) -> Judgement | None:
+    """Judge a plan of an earlier version by the rules that it was made under."""
     counted = [
         p for p in pairs if not any(o.ended_from_outside and not o.shown for o in (p.a, p.b))
     ]

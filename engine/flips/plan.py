@@ -35,7 +35,7 @@ from engine.flips.command import LINE, NOTHING, WORDS, Arm, Command
 from engine.flips.script_settings import OWN, SCRIPT_SETTINGS
 from engine.flips.statistics import ALPHA, LEVEL, PRIOR_WEIGHT
 from engine.log.folder import RunFolder, must_have_settings
-from engine.log.observed import Observed
+from engine.log.observed import Observed, observed_fields
 from engine.spec import RunSpec, build_spec, load_spec, parse_set
 
 PAIRS_MIN = 4
@@ -91,12 +91,20 @@ batches in bursts."""
 OF_BURSTS = f"mean step time, of {4 * BURSTS} steps or more the median of the means of {BURSTS} in a row, seconds"
 SHOWN = "shown"
 """The metric of a flip that asks whether a setting ends something that was observed."""
-OLDER: dict[str, Any] = {"level": 0.95, "prior_weight": 10.0, "command": None, "observed": None}
+OLDER: dict[str, Any] = {
+    "level": 0.95,
+    "prior_weight": 10.0,
+    "command": None,
+    "observed": None,
+    "attempt": 0,
+}
 """Values of fields that older plans do not contain."""
 Kind: TypeAlias = Literal["spec", "command"]
 """What an arm is."""
 _NAME = 40
 """Characters of a change in the name of the flip's folder."""
+SEED_BY = "APR_WATCH_SEED_BY"
+"""Tells the probe by how much to change the seeds that a script sets, so that pairs are not copies of each other."""
 EXTERNAL = ("run",)
 """Sections that are not part of the experiment: they say where a run is stored."""
 
@@ -158,6 +166,9 @@ class Plan:
     """Prior weight g of that interval."""
     command: Command | None = OLDER["command"]
     """What the arms run, where that is not a spec."""
+    attempt: int = OLDER["attempt"]
+    """Number of this test among all of its finding, from 1: the later, the more pairs it takes
+    (`statistics.pairs_to_confirm`). 0 in plans of earlier versions, which any three pairs of runs decide."""
     observed: Observed | None = OLDER["observed"]
     """What B is to end, where the flip asks that and not how much a metric changes."""
 
@@ -207,6 +218,8 @@ class Plan:
                 del fields[name]
         if self.command is not None and not self.command.copied:
             del fields["command"]["copied"]
+        if self.observed is not None:
+            fields["observed"] = observed_fields(self.observed)
         return json.dumps(fields, indent=2, sort_keys=True, allow_nan=False)
 
     def order(self) -> list[bool]:
@@ -245,13 +258,18 @@ class Plan:
         """What a command's run in pair number `pair` is started with, whose own folder is `out`."""
         assert self.command is not None, "the arms are a command"
         changed = {change.key: change.b for change in self.changes if b}
-        return self.command.arm(changed, out, pair)
+        arm = self.command.arm(changed, out, pair)
+        if self.attempt:
+            arm.variables[SEED_BY] = str(pair - 1)
+        return arm
 
     def arm(self, b: bool, out: Path, name: str, pair: int = 0) -> RunSpec:
         """The spec of an arm's run in pair number `pair`, stored in the folder `name` of `out`."""
         tree: dict[str, dict[str, Any]] = {key: dict(value) for key, value in self.spec.items()}
         if self.metric == "final_loss":
             tree["train"]["seed"] += pair
+        elif self.attempt:
+            tree["train"]["seed"] += pair - 1
         for change in self.changes if b else ():
             section, key = change.key.split(".")
             tree[section][key] = change.b

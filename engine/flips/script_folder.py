@@ -5,18 +5,26 @@ What a run writes by an absolute path to elsewhere, or through a link, is not ke
 
 from __future__ import annotations
 
+import ast
 import contextlib
+import hashlib
+import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from engine.errors import BadInput
-from engine.files import read_text
-from engine.limits import SCRIPT
+from engine.files import open_plain, read_bytes, read_text
+from engine.limits import SCRIPT, SCRIPT_FILES
+from engine.sealing import digest
 
 COPY_BYTES, COPY_FILES = 256 << 20, 20_000
 """A larger folder is not copied for each run."""
+KEPT_BYTES, ALL_KEPT_BYTES = 1 << 20, 8 << 20
+"""Largest size of a file of the script that a flip keeps, and of all of them."""
+CODE = "files.json"
+"""Name of the list of a kept folder: the SHA-256 of each file by its path."""
 LEFT_OUT = frozenset(
     {"wandb", "mlruns", "lightning_logs", "__pycache__"}
     | {".mypy_cache", ".ruff_cache", ".pytest_cache"}
@@ -88,11 +96,15 @@ def line_of(folder: Path, name: str) -> str:
 def write_line(folder: Path, name: str, text: str) -> None:
     """Put another text in the place of a line, behind its own indentation. Raises BadInput, OSError."""
     file, number, lines = _lines_of(folder, name)
-    old = line_of(folder, name)
-    indent = "" if text[:1].isspace() else old[: len(old) - len(old.lstrip())]
-    end = lines[number - 1][len(old) :]
-    lines[number - 1] = f"{indent if text else ''}{text}{end}"
+    lines[number - 1] = _line(lines[number - 1], text)
     file.write_text("".join(lines), encoding="utf-8", newline="")
+
+
+def _line(line: str, text: str) -> str:
+    """Return a line with another text between its own indentation and its own end."""
+    old = line.rstrip("\r\n")
+    indent = "" if text[:1].isspace() else old[: len(old) - len(old.lstrip())]
+    return f"{indent if text else ''}{text}{line[len(old) :]}"
 
 
 def _lines_of(folder: Path, name: str) -> tuple[Path, int, list[str]]:
@@ -102,6 +114,71 @@ def _lines_of(folder: Path, name: str) -> tuple[Path, int, list[str]]:
         raise BadInput.expected("line", name, f"a file of {folder}", "one of elsewhere, or a link")
     text = read_text(file, "script", SCRIPT)
     return file, int(number), text.splitlines(keepends=True)
+
+
+def same_code(folder: Path, name: str, text: str) -> bool:
+    """Whether another text of a line leaves the syntax tree of its file as it is. Raises BadInput, OSError."""
+    _, number, lines = _lines_of(folder, name)
+    changed = [*lines]
+    changed[number - 1] = _line(lines[number - 1], text)
+    try:
+        return ast.dump(ast.parse("".join(lines))) == ast.dump(ast.parse("".join(changed)))
+    except (SyntaxError, ValueError, RecursionError):
+        return False
+
+
+def raising_lines(file: Path, number: int) -> set[int]:
+    """Return the lines of `raise` and `assert` in the statement on a line, and in the branch that begins there."""
+    try:
+        tree = ast.parse(read_text(file, "script", SCRIPT))
+    except (BadInput, SyntaxError, ValueError, RecursionError):
+        return set()
+    branches = (ast.If, ast.Try, ast.With, ast.While)
+    statements = [one for one in ast.walk(tree) if isinstance(one, ast.stmt)]
+    around = [
+        one
+        for one in statements
+        if (isinstance(one, branches) and one.lineno == number)
+        or (not hasattr(one, "body") and one.lineno <= number <= (one.end_lineno or 0))
+    ]
+    return {
+        line
+        for one in around
+        for inside in ast.walk(one)
+        if isinstance(inside, (ast.Raise, ast.Assert))
+        for line in range(inside.lineno, (inside.end_lineno or inside.lineno) + 1)
+    }
+
+
+def code_of(folder: Path) -> dict[str, str]:
+    """Return the SHA-256 of every file of a folder that would be copied, by its path in it."""
+    found = {}
+    for entry in _entries(folder):
+        if entry.is_file(follow_symlinks=False):
+            with open_plain(Path(entry.path)) as file:
+                sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+            found[os.path.relpath(entry.path, folder)] = sha256
+    return found
+
+
+def keep_code(folder: Path, code: Mapping[str, str], to: Path) -> None:
+    """Keep in the folder `to` the list of a script's files, and next to it, once for each content, those of at most
+    KEPT_BYTES under their SHA-256. Raises OSError."""
+    to.mkdir(parents=True)
+    (to / CODE).write_text(json.dumps(code, indent=1, sort_keys=True), encoding="utf-8")
+    left = ALL_KEPT_BYTES
+    for name, sha256 in code.items():
+        size = (folder / name).stat().st_size
+        if size <= min(KEPT_BYTES, left):
+            left -= size
+            if not (kept := to.parent / sha256).exists():
+                shutil.copyfile(folder / name, kept)
+
+
+def read_code(folder: Path) -> str:
+    """Return the SHA-256 of a kept list; empty where none was kept. Raises BadInput."""
+    file = folder / CODE
+    return digest(read_bytes(file, "code", SCRIPT_FILES)) if file.is_file() else ""
 
 
 def remove_copy(to: Path) -> None:

@@ -144,6 +144,21 @@ def _unit(edge: float) -> float:
     return min(0.01, 10.0 ** math.floor(math.log10(max(edge, 1e-5))))
 
 
+def pairs_to_confirm(attempt: int) -> int:
+    """Return how many pairs in a row must show the observation in A alone, in test number `attempt` of a finding.
+
+    If the change made no difference, runs of both arms would show it with one probability p, so n pairs in a row come
+    out so with (p (1 - p))^n, at most 4^-n. Over all attempts these bounds add up to 1.7 %.
+    """
+    return 3 if attempt <= 1 else attempt + 3
+
+
+def shown_to_confirm(attempt: int) -> int:
+    """Return how many pairs must show it in A, and none in B, where A does not show it in every pair: each such pair
+    comes out so with at most 1/2, so n do with 2^-n. Over all attempts these bounds add up to 0.2 %."""
+    return 9 + attempt
+
+
 def sign_bound(pairs: int) -> float:
     """One-sided p that the same arm fails in every one of `pairs` by chance: 2^-n."""
     return 2.0**-pairs

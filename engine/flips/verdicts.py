@@ -32,6 +32,7 @@ from engine.verdict import Level
 INCONCLUSIVE, PARITY_FAIL, INVALID = "INCONCLUSIVE", "PARITY_FAIL", "INVALID"
 DID_NOT_COMPLETE = {"A": "A_DID_NOT_COMPLETE", "B": "B_DID_NOT_COMPLETE"}
 ENDS_IT, KEEPS_IT, NOT_SEEN = "B_ENDS_IT", "B_KEEPS_IT", "NOT_SEEN"
+ENDS_IT_HERE, UNTESTED = "B_ENDS_IT_FOR_ONE_SEED", "NOT_TESTED"
 CONTROLS = {
     "AA": "control A against A",
     "positive": "control with A made slower",
@@ -248,6 +249,16 @@ VERDICTS = {
     DID_NOT_COMPLETE["A"]: Meaning(Level.PASS, _did_not_complete, _FLIPPED, is_in_logs=True),
     DID_NOT_COMPLETE["B"]: Meaning(Level.PASS, _did_not_complete, _FLIPPED, is_in_logs=True),
     ENDS_IT: Meaning(Level.PASS, Answer("{b} ends it: {reason}", "{set}"), _FLIPPED),
+    ENDS_IT_HERE: Meaning(
+        Level.PASS,
+        Answer("{b} ends it for this seed: {reason}", "let the script take a seed, {set}"),
+        _FLIPPED,
+    ),
+    UNTESTED: Meaning(
+        Level.UNKNOWN,
+        Answer("could not be tested: {reason}", "mend the change, or the run, and test it again"),
+        is_in_logs=True,
+    ),
     KEEPS_IT: Meaning(
         Level.PASS,
         Answer("{b} does not end it: {reason}", "{keep} and look for another cause"),

@@ -1,18 +1,22 @@
 """Failures recorded in a run's logs: alerts, failed checks, contradictions, exits. Each is one line of a log.
 
-An experiment asks whether another run shows the same (`shown`). No is an answer only where that run gives it: it went
-on past the step, for as long as the alert looked at, and answered the check or identity with a pass. Otherwise it is
-unknown.
+An experiment asks whether another run shows the same (`shown`): the same id, and the same `sign`, which of an exit is
+the exception, the line that raised it and its words, and of an identity or check its words, both without numbers. No is
+an answer only where that run has done the work: half as many steps and rows again as the observed run had done, or all
+of its steps, for as long as the window of the alert, with a pass of the check or identity. Whatever else ends a run says
+nothing: the answer is unknown.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import math
+import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal, NamedTuple, TypeAlias, cast, get_args
+from typing import Any, Literal, NamedTuple, TypeAlias, cast, get_args
 
 from engine.errors import BadInput, RunLogError
 from engine.files import open_plain
@@ -28,6 +32,8 @@ from engine.log.events import (
     Judged,
     LogOpened,
     RunFinished,
+    RunStarted,
+    ScriptEnded,
     StepDone,
     TrainerExited,
 )
@@ -71,12 +77,27 @@ class Observed:
     """Seconds from the start of the run to the line."""
     window_s: float = 0.0
     """Length of an alert's window in seconds; 0 for a stall."""
+    sign: str = ""
+    """Words that tell it from another failure with the same id; empty in observations of earlier versions, of which any
+    failure with the id is the same."""
+    rows: int = 0
+    """Rows trained on until then; 0 where that is not known."""
+    total: int = 0
+    """Steps of the whole run; 0 where that is not known."""
 
     @property
     def name(self) -> str:
         """The kind and id as typed: `alert gpu_idle`."""
         return f"{self.kind} {self.id}"
 
+
+def observed_fields(observed: Observed) -> dict[str, Any]:
+    """Return an observation for JSON, without the fields that those of earlier versions do not have."""
+    fields = dataclasses.asdict(observed)
+    return {name: value for name, value in fields.items() if value or name not in _NEW}
+
+
+_NEW = ("sign", "rows", "total")
 
 RANKS = {
     (CHECK, FAIL): 0,
@@ -132,32 +153,34 @@ def run_id(run: RunFolder) -> str:
 def observations(run: RunFolder) -> list[Observed]:
     """Everything that went wrong by a run's logs, what proves most first. Raises RunLogError."""
     found: dict[tuple[Kind, str], tuple[int, Observed]] = {}
-    id_, first, step = run_id(run), None, 0
+    id_, first, work = run_id(run), None, _Work()
     for log in LOGS:
         for line in lines_of(log_of(run, log)):
             event = line.event
             first = line.unix_s if first is None else min(first, line.unix_s)
-            if isinstance(event, StepDone):
-                step = event.step
-            told = _told(event)
+            work.add(event)
+            told = _told(event, work)
             if told is None:
                 continue
-            kind, name, text, rank, at = told
+            step = work.steps if told.step is None else told.step
             one = Observed(
-                kind=kind,
-                id=name,
-                text=text,
+                kind=told.kind,
+                id=told.id,
+                text=told.text,
                 run=run.name,
                 run_id=id_,
                 log=log,
                 seq=event.seq,
                 sha256=hashlib.sha256(line.raw).hexdigest(),
-                step=step if at is None else at,
+                step=step,
                 after_s=line.unix_s - first,
                 window_s=_window_s(event),
+                sign=told.sign,
+                rows=work.rows_until(step),
             )
-            found[kind, name] = rank, one
-    return [one for _, one in sorted(found.values(), key=lambda each: each[0])]
+            found[told.kind, told.id] = told.rank, one
+    ranked = sorted(found.values(), key=lambda each: each[0])
+    return [replace(one, total=work.total) for _, one in ranked]
 
 
 def observation(run: RunFolder, name: str) -> Observed:
@@ -171,14 +194,84 @@ def observation(run: RunFolder, name: str) -> Observed:
     raise BadInput.expected("observation", run.path, name or "something that went wrong", known)
 
 
-def _told(event: AnyEvent) -> tuple[Kind, str, str, int, int | None] | None:
-    """What a line says went wrong: kind, id, words, rank among others, and the step where the line has one."""
+class _Told(NamedTuple):
+    """A failure that a line records."""
+
+    kind: Kind
+    id: str
+    text: str
+    rank: int
+    step: int | None
+    """None where the line has none."""
+    sign: str
+
+
+class _Work:
+    """Steps and rows of a run, as far as its log has been read."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self.total = 0
+        """Steps of the whole run, where something says so: its settings, its framework, or its end."""
+        self.ended: ScriptEnded | None = None
+        self._rows: list[tuple[int, int]] = []
+        """Number of each step, and the rows until then."""
+
+    def add(self, event: AnyEvent) -> None:
+        match event:
+            case RunStarted():
+                self.total = event.steps
+            case StepDone():
+                self.steps = max(self.steps, event.step)
+                self.total = event.total_steps or self.total
+                before = self._rows[-1][1] if self._rows else 0
+                self._rows.append((event.step, before + (event.rows or 0)))
+            case ScriptEnded():
+                self.ended = event
+            case RunFinished(state="completed") | TrainerExited(returncode=0):
+                self.total = self.total or self.steps
+
+    def rows_until(self, step: int) -> int:
+        return max((rows for at, rows in self._rows if at <= step), default=0)
+
+
+def _told(event: AnyEvent, work: _Work) -> _Told | None:
+    """Return what a line says went wrong; `work` is what was read before it."""
     match event:
         case Judged() if (rank := RANKS.get((event.by, event.level))) is not None:
-            return cast(Kind, event.by), event.id, event.text, rank, event.step
+            kind = cast(Kind, event.by)
+            # An alert names threads, places and rates that differ from run to run.
+            words = "" if event.by == ALERT else _unnumbered(event.text.partition(":")[0])
+            sign = f"{event.id} {words}".strip()
+            return _Told(kind, event.id, event.text, rank, event.step, sign)
         case TrainerExited() if event.state.lower() != "completed":
-            return "exit", event.state.lower(), event.sentence, 5, None
+            id_ = event.state.lower()
+            sign = " ".join([id_, event.signal or "", _of_exception(work.ended)]).strip()
+            return _Told("exit", id_, event.sentence, 5, None, sign)
     return None
+
+
+def _of_exception(ended: ScriptEnded | None) -> str:
+    """Return the exception that ended a script with the line that raised it, without folders and numbers."""
+    if ended is None or ended.exception is None:
+        return ""
+    if "OutOfMemory" in ended.exception or ended.exception == "MemoryError":
+        # Which allocation fails first depends on the machine.
+        return ended.exception
+    path, _, place = (ended.where or "").rpartition("/")
+    return f"{ended.exception} at {place or path}: {_unnumbered(ended.message or '')}"
+
+
+def raised_at(observed: Observed) -> tuple[str, int] | None:
+    """Return the file's name and the line that raised what was observed; None where that is not known."""
+    found = re.search(r" at ([^/\s:]+):(\d+)", observed.sign) if observed.kind == "exit" else None
+    return None if found is None else (found[1], int(found[2]))
+
+
+def _unnumbered(text: str) -> str:
+    """Return words without numbers, addresses and folders, which differ from run to run."""
+    text = re.sub(r"(/[^\s/'\"]+)+/", "", text)
+    return " ".join(re.sub(r"0x[0-9a-fA-F]+|[-+]?\d[\d.,]*(e[-+]?\d+)?", "#", text).split())
 
 
 def _window_s(event: AnyEvent) -> float:
@@ -192,6 +285,9 @@ def is_shown(observed: Observed, view: RunView, *, steps: int) -> bool | None:
     known at the end alone."""
     lasted_s = (view.last_unix_s or 0.0) - (view.first_unix_s or 0.0)
     no = False if view.last_step >= steps and lasted_s >= observed.window_s else None
+    if no is False and observed.rows:
+        rows = [one or 0 for one in view.steps.values("rows")]
+        no = False if not any(rows) or sum(rows) >= rows_past(observed) else None
     match observed.kind:
         case "alert":
             return True if observed.id in view.alerts else no
@@ -206,6 +302,11 @@ def is_shown(observed: Observed, view: RunView, *, steps: int) -> bool | None:
             return no
 
 
+def rows_past(observed: Observed) -> int:
+    """Return the rows after which a run counts as one that does not show it: half as many again."""
+    return math.ceil(1.5 * observed.rows)
+
+
 def _is_wrong(observed: Observed, one: Judged) -> bool:
     return one.id == observed.id and one.level in WRONG
 
@@ -214,23 +315,24 @@ def shown(observed: Observed, run: RunFolder, *, steps: int) -> tuple[bool | Non
     """Whether the logs of a run that has ended show it, with the reason; None where they do not tell. Raises
     RunLogError.
 
-    A run does not show it if it made `steps` steps and went on for as long as the alert had looked at, or made all of
-    its own steps and as many as the observed run; if it did not break; and if it answered the check or identity with a
-    pass.
+    A run does not show it if it made `steps` steps on as many rows as `rows_past`, and went on for as long as the alert
+    had taken, or made all of its own steps and as many as the whole observed run; if it did not break; and if it
+    answered the check or identity with a pass.
     """
-    done, exits, first, last = 0, "", math.inf, 0.0
+    work, exits, first, last, other = _Work(), "", math.inf, 0.0, ""
     is_whole: bool | None = None
     answered = observed.kind in ("alert", "exit")
     for log in LOGS:
         for line in lines_of(log_of(run, log)):
             event = line.event
             first, last = min(first, line.unix_s), max(last, line.unix_s)
-            told = _told(event)
-            if told is not None and told[:2] == (observed.kind, observed.id):
-                return True, told[2]
+            work.add(event)
+            told = _told(event, work)
+            if told is not None and (told.kind, told.id) == (observed.kind, observed.id):
+                if not observed.sign or told.sign == observed.sign:
+                    return True, told.text
+                other = told.text if told.kind != "exit" else told.sign
             match event:
-                case StepDone():
-                    done = max(done, event.step)
                 case RunFinished():
                     is_whole = event.state == "completed"
                 case TrainerExited():
@@ -241,18 +343,41 @@ def shown(observed: Observed, run: RunFolder, *, steps: int) -> tuple[bool | Non
                     passed = event.level == PASS and event.step >= observed.step
                     answered = answered or passed
                 case Judged(by="identity", id=observed.id):
-                    if _is_wrong(observed, event):
+                    if not observed.sign and _is_wrong(observed, event):
                         return True, event.text
                     answered = answered or event.level == PASS
     if not exits:
         return None, "nothing watched it to its end"
+    if other:
+        return None, f"it failed otherwise: {other}"
+    done = work.steps
     made = f"it made {done} steps in {last - first:.0f} s and ended as {exits}"
     if exits in BROKEN:
-        return None, made
-    if not (is_whole and done >= observed.step) and (
-        done < steps or last - first < observed.window_s
-    ):
-        return None, f"{made}; it takes {steps} steps and {observed.window_s:.0f} s to tell"
+        failed = _of_exception(work.ended)
+        return None, f"{made}{f': {failed}' if failed else ''}"
+    rows, wanted = work.rows_until(done), rows_past(observed) if observed.sign else 0
+    went_on = done >= steps and last - first >= observed.window_s
+    whole = is_whole and done >= observed.step
+    if observed.sign:
+        went_on = went_on and (not rows or rows >= wanted)
+        whole = whole and done >= observed.total > 0
+    if not whole and not went_on:
+        on = f" on {wanted} rows" if rows and wanted else ""
+        return None, f"{made}; it takes {steps} steps{on} and {observed.window_s:.0f} s to tell"
     if not answered:
         return None, f"{made}; {observed.name} was not answered with a pass"
     return False, made
+
+
+def trace_of(run: RunFolder, step: int) -> str:
+    """Return a hash of the losses and rows of a run's steps until `step`, and of how it ended: equal for two runs that
+    computed the same to the bit. Raises RunLogError."""
+    found = hashlib.sha256()
+    for log in LOGS:
+        for line in lines_of(log_of(run, log)):
+            match line.event:
+                case StepDone() as one if one.step <= step:
+                    found.update(repr((one.step, one.loss, one.rows, one.rows_digest)).encode())
+                case ScriptEnded() as ended:
+                    found.update(_of_exception(ended).encode())
+    return found.hexdigest()

@@ -18,7 +18,7 @@ from engine.findings import changes
 from engine.findings.bundle import Bundle
 from engine.findings.changes import Suspect
 from engine.findings.finding import Finding, Test
-from engine.flips.arms import Outcome, shown_by
+from engine.flips.arms import Outcome, shown_by, trace_of_arm
 from engine.flips.flip_folder import create_flip, open_flip
 from engine.flips.judge import conclude, judge
 from engine.flips.pair import Pair
@@ -204,17 +204,20 @@ def an_arm(flip: Path, made: Plan, number: int, arm: str, shown: bool | None) ->
     assert made.observed is not None
     for at in range(1, 3 if shown is not False else made.steps + 1):
         scene.now_s += 1.0
-        scene.events(step(at, 2.0))
+        scene.events(step(at, 2.0 + number / 100))
     scene.now_s += made.observed.window_s
     if shown:
         scene.watch(alert_event(id=made.observed.id, level="fail", text="nothing is done"))
     state, code = ("failed", 1) if shown is None else ("terminated", 143)
     end: dict[str, Any] = {"cause": "c", "certainty": "proved", "sentence": "it ended"}
     scene.watch(TrainerExited(trainer_pid=7, returncode=code, state=state, signal=None, **end))
-    found, reason = shown_by(made, scene.close().run, state)
+    run = scene.close().run
+    found, reason = shown_by(made, run, state)
     assert found is shown, reason
     state = state if shown is None else "answered"
-    return outcome(arm, None, run=name, state=state, reason=reason, shown=shown)
+    trace = trace_of_arm(made, arm, run)
+    told: dict[str, Any] = {"state": state, "reason": reason, "shown": found, "trace": trace}
+    return outcome(arm, None, run=name, **told)
 
 
 def carry_out(bundle: Bundle, flip: Path, shows: Shows = ENDS, cause: str = "") -> Finding:

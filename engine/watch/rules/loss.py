@@ -36,7 +36,7 @@ RISE_SIGMAS_UNKNOWN, RISE_SIGMAS_OF_LOG = 4.0, 6.0
 """Distance of a loss of unknown kind above the first ones, in robust sigmas of the newest steps: of the loss, or of its
 logarithm, which a first loss close to 0 is further below."""
 RISE_BELOW = 25
-"""Of so many steps one may be below the limit: a noisy loss is lower now and then."""
+"""Number of steps of which one may be below the limit: a noisy loss is lower now and then."""
 RISE_WITHIN = 10
 """Logged steps within which a loss of unknown kind must have risen; later, a curriculum may have become harder."""
 RISE_SLOWS = 1.65

@@ -75,9 +75,10 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
         (ENDS, "confirmed"),
         (KEEPS, "refuted"),
         ([(True, False), (True, True)], "refuted"),
-        ([(False, False)] * 3, "open"),
-        ([(True, False)] * 2, "open"),
-        ([(True, None)], "open"),
+        ([(False, False)] * 3, "not refuted"),
+        ([(True, False)] * 2, "not refuted"),
+        ([(True, None)], "not refuted"),
+        ([(True, None), (True, False), (None, False)], "could not be tested"),
     ],
 )
 def test_the_recorded_runs_decide_the_level_of_a_cause(
@@ -106,7 +107,7 @@ def test_a_later_test_that_says_otherwise_takes_the_confirmation_back(world: Wor
     create_flip(world.flip("2"), again, HERE).close()
     end_test(world.flip("2"), KEEPS)
     finding = changes.record(bundle, test)
-    assert finding.level_of(chosen) == "open"
+    assert finding.level_of(chosen) == "not refuted"
     with pytest.raises(CannotClose):
         changes.close(bundle)
 
@@ -118,7 +119,7 @@ def test_the_next_test_is_that_of_an_open_cause_that_none_has_tested(world: Worl
     assert changes.plan_test(bundle)[0].id == "c2"
     carry_out(bundle, world.flip("2"), KEEPS)
     assert changes.plan_test(bundle)[0].id == "c1", "not seen is not refuted"
-    carry_out(bundle, world.flip("3"))
+    carry_out(bundle, world.flip("3"), [(True, False)] * 6)
     with pytest.raises(EngineError, match="one that is confirmed"):
         changes.plan_test(bundle)
 
@@ -480,7 +481,7 @@ def test_a_flip_that_was_touched_is_recorded_as_invalid_and_the_next_test_goes_o
     (test,) = bundle.load().tests
     assert test.verdict == "INVALID" and "another plan than the one" in test.reason
     assert check_bundle(bundle).is_sound and changes.pending(bundle) is None
-    carry_out(bundle, world.flip("2"))
+    carry_out(bundle, world.flip("2"), [(True, False)] * 5)
     changes.close(bundle)
     assert check_bundle(bundle).verdict.level is Level.PASS
 

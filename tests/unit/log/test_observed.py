@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from engine.errors import BadInput
-from engine.log.events import AnyEvent, Judged, RunFinished, TrainerExited
+from engine.log.events import AnyEvent, Judged, RunFinished, ScriptEnded, TrainerExited
 from engine.log.folder import RunFolder
 from engine.log.follow import Follower
-from engine.log.observed import Observed, is_shown, observation, observations, shown
+from engine.log.observed import Observed, is_shown, observation, observations, raised_at, shown
 from tests.support.judged import alert_event, check_event, identity_event, is_alert
 from tests.support.run_folders import START_UNIX_S, Scene, started, step
 
@@ -33,6 +33,10 @@ ALERT = alert_event(
 )
 WARNING = alert_event(id="data_wait", level="suspicion", text="waits", step=2)
 WRONG = identity_event(id="update", level="fail", step=2, text="another rate")
+
+
+def of_update(level: str, text: str) -> Judged:
+    return identity_event(id="update", level=level, step=1, text=text)
 
 
 def ended(state: str = "completed", returncode: int = 0) -> TrainerExited:
@@ -102,8 +106,10 @@ def asked(tmp_path: Path, said: AnyEvent, name: str = "") -> Observed:
         (CHECK, (answered("pass", 0),), 6, None),
         (CHECK, (answered("unknown", 6),), 6, None),
         (WRONG, (WRONG,), 6, True),
-        (WRONG, (identity_event(id="update", level="suspicion", step=1, text="t"),), 6, True),
-        (WRONG, (identity_event(id="update", level="pass", step=1, text="t"),), 6, False),
+        (WRONG, (of_update("suspicion", "another rate"),), 6, True),
+        # The same identity for another reason.
+        (WRONG, (of_update("fail", "other weights"),), 6, None),
+        (WRONG, (of_update("pass", "t"),), 6, False),
         (WRONG, (), 6, None),
         (ALERT, (ALERT,), 6, True),
         (ALERT, (WARNING,), 6, False),
@@ -126,7 +132,7 @@ def test_a_run_that_ended_before_the_alert_could_come_tells_nothing(tmp_path: Pa
     one = asked(tmp_path, ALERT)
     run = run_of(tmp_path / "short", steps=4)
     assert shown(one, run, steps=4)[0] is None
-    assert shown(dataclasses.replace(one, window_s=0.0), run, steps=4)[0] is False
+    assert shown(dataclasses.replace(one, window_s=0.0, rows=0), run, steps=4)[0] is False
 
 
 @pytest.mark.parametrize("state", ["failed", "crashed", "oom_memcg", "usage"])
@@ -137,13 +143,50 @@ def test_a_run_that_broke_tells_nothing(tmp_path: Path, state: str) -> None:
 
 def test_an_exit_is_the_same_only_with_the_same_state(tmp_path: Path) -> None:
     one = asked(tmp_path, ended("crashed", 1))
-    assert one.name == "exit crashed"
-    for state, code, expected in (
-        ("crashed", 1, True),
-        ("failed", 1, None),
-        ("completed", 0, False),
+    assert one.name == "exit crashed" and one.step == 8
+    for state, code, steps, expected in (
+        ("crashed", 1, 8, True),
+        ("failed", 1, 8, None),
+        ("completed", 0, 12, False),
+        # It may have been due in the next step.
+        ("completed", 0, 9, None),
     ):
-        assert shown(one, run_of(tmp_path / state, end=ended(state, code)), steps=6)[0] is expected
+        run = run_of(tmp_path / f"{state}-{steps}", end=ended(state, code), steps=steps)
+        assert shown(one, run, steps=12)[0] is expected
+
+
+def script_run(path: Path, error: str, line: int, message: str, steps: int = 8) -> RunFolder:
+    """A watched script that an exception ended."""
+    scene = Scene(path).open()
+    scene.events(*[step(number, 2.0) for number in range(1, steps + 1)])
+    where = f"{path}/train.py:{line} in main"
+    scene.events(ScriptEnded(how="raised", exception=error, message=message, where=where))
+    scene.watch(ended("failed", 1))
+    return scene.close().run
+
+
+def test_an_exception_is_the_same_from_its_line_with_its_words_numbers_and_folders_aside(
+    tmp_path: Path,
+) -> None:
+    own = "loss 12.5 of /data/a/x.bin is not finite"
+    one = observation(script_run(tmp_path / "seen", "ValueError", 7, own), "exit")
+    assert raised_at(one) == ("train.py", 7)
+    for name, error, line, message, expected in (
+        ("same", "ValueError", 7, "loss 3e-7 of /tmp/b/x.bin is not finite", True),
+        ("words", "ValueError", 7, "no such file", None),
+        ("line", "ValueError", 9, own, None),
+        ("type", "ImportError", 7, own, None),
+    ):
+        run = script_run(tmp_path / name, error, line, message)
+        assert shown(one, run, steps=12)[0] is expected, name
+
+
+def test_a_run_on_half_the_rows_has_to_make_twice_the_steps(tmp_path: Path) -> None:
+    one = dataclasses.replace(asked(tmp_path, ended("crashed", 1)), rows=10_000)
+    for steps, expected in ((12, None), (20, None)):
+        run = run_of(tmp_path / f"{steps}", steps=steps)
+        found, reason = shown(one, run, steps=12)
+        assert found is expected and "on 15000 rows" in reason
 
 
 def test_a_run_that_nothing_watched_to_its_end_tells_nothing(tmp_path: Path) -> None:

@@ -16,6 +16,8 @@ from typing import Any
 
 PART_OF = "part_of"
 SETTINGS = "effective.json"
+_PARENT = "APR_WATCH_PARENT"
+"""Process id of `engine watch`."""
 _MOST = 10_000
 _MOST_TEXT = 1 << 24
 _TRIES, _PAUSE_S = 50, 0.002
@@ -45,6 +47,15 @@ def claim(run: str, training: int, world: int) -> str:
         if is_ours and _owner(folder, owner) == owner and not _is_over(folder):
             return folder
     raise OSError(f"{_MOST} trainings")
+
+
+def claim_failed(run: str) -> bool:
+    """Whether this process is the command itself and no training has begun, so that its exception is the command's end.
+    Raises OSError."""
+    if os.environ.get(_PARENT) != str(os.getppid()):
+        return False
+    mine = f"{os.getpid()}, without a training\n"
+    return _owner(run, mine) == mine
 
 
 def _is_ours(folder: str, run: str) -> bool:

@@ -13,12 +13,15 @@ from __future__ import annotations
 import functools
 import inspect
 import os
+import random
 import sys
 from collections.abc import Callable
 from typing import Any
 
 VARIABLE = "APR_WATCH_SET"
 """`NAME=VALUE` of each setting, with `;` between them; `engine watch` has checked them."""
+SEED_BY = "APR_WATCH_SEED_BY"
+"""Integer to add to each seed that the script sets."""
 LOADER = {
     "loader.workers": "num_workers",
     "loader.pin_memory": "pin_memory",
@@ -44,8 +47,38 @@ def asked() -> dict[str, str]:
     return {name: value for name, _, value in pairs}
 
 
+def change_seeds(torch: Any, by: int) -> None:
+    """Add `by` to torch's seed, and to each that the script sets for torch, random and numpy. Pairs of an experiment
+    are no copies of each other then, and both runs of a pair have the same seeds."""
+    torch.manual_seed(torch.initial_seed() + by)
+    numpy = sys.modules.get("numpy.random")
+    for owner, name in (
+        (torch, "manual_seed"),
+        (torch.random, "manual_seed"),
+        (random, "seed"),
+        (numpy, "seed"),
+        (numpy, "default_rng"),
+    ):
+        if hasattr(owner, name):
+            setattr(owner, name, _shifted(getattr(owner, name), by))
+
+
+def _shifted(original: Any, by: int) -> Any:
+    @functools.wraps(original)
+    def seeded(*args: Any, **kwargs: Any) -> Any:
+        if args and isinstance(args[0], int):
+            args = (args[0] + by, *args[1:])
+        elif isinstance(kwargs.get("seed"), int):
+            kwargs["seed"] += by
+        return original(*args, **kwargs)
+
+    return seeded
+
+
 def apply(torch: Any, say: Say) -> None:
     """Change what is asked for in this process. Raises whatever torch raises."""
+    if by := int(os.environ.get(SEED_BY) or 0):
+        change_seeds(torch, by)
     changes = Changes(say)
     wanted = asked()
     of_loader = {LOADER[name]: _value(text) for name, text in wanted.items() if name in LOADER}

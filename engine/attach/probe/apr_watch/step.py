@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from .compiles import Compiles
 from .device_clock import DeviceClock, Lap
-from .folders import Beat, claim, rank_and_world, say_lost
+from .folders import Beat, claim, claim_failed, rank_and_world, say_lost
 from .identities import Identities, framework
 from .memory import HeldMemory
 from .modes import Noticed
@@ -643,6 +643,8 @@ class Steps:
         finally:
             while self._waiting:
                 _write(self._waiting.popleft())
+        if self.log is None and ended["how"] == "raised" and claim_failed(self._run):
+            self.log = Log(self._run)
         if self.log is not None:
             self.log.write("script_ended", **ended)
         if self._beat is not None and self._folder is not None and ended["how"] == "raised":

@@ -50,7 +50,7 @@ def bundle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bundle:
     monkeypatch.chdir(tmp_path)
     bundle = asked(hanging_run(tmp_path / "runs" / "hang"), ROWS, THREADS)
     carry_out(bundle, tmp_path / "flips" / "1", KEEPS)
-    carry_out(bundle, tmp_path / "flips" / "2")
+    carry_out(bundle, tmp_path / "flips" / "2", [(True, False)] * 5)
     changes.note(bundle, "the fan was loud")
     return bundle
 
@@ -64,7 +64,7 @@ def test_levels_and_tests_are_words_and_signs(bundle: Bundle) -> None:
     assert [*rows] == ["finding", "observed", "c1", "t1", "c2", "t2", "note1"]
     assert [rows[key].sign for key in ("observed", "c1", "t1", "c2", "t2")] == [*"*x>+>"]
     assert rows["c1"].text == "c1  refuted: train.rows: 8 -> 2"
-    assert rows["t2"].text == "  t2  B_ENDS_IT: A shows it in 3 of 3 pairs, B in none"
+    assert rows["t2"].text == "  t2  B_ENDS_IT: A shows it in 5 of 5 pairs, B in none"
     details = "\n".join(rows["t2"].lines)
     assert (
         "plan, registered before the first run" in details and "shows it      does not" in details
