@@ -402,11 +402,12 @@ def _attend(
     scores_BHTS = q_BHTE @ k_BHSE.transpose(2, 3) / math.sqrt(scalar)
     # Masked before softmax takes the maximum: the score of a later token may be larger by any amount.
     scores_BHTS = scores_BHTS.masked_fill(~seen_BTS[:, None], -math.inf)
-    found_BHTE: Tensor = (
-        _RoundedAttention.apply(scores_BHTS, v_BHSE, rounding)  # type: ignore[no-untyped-call]
-        if rounding
-        else torch.softmax(scores_BHTS, dim=3) @ v_BHSE
-    )
+    if rounding:
+        sizes_BHTS = q_BHTE.detach().abs() @ k_BHSE.detach().abs().transpose(2, 3)
+        given = scores_BHTS, v_BHSE, sizes_BHTS / math.sqrt(scalar), rounding
+        found_BHTE: Tensor = _RoundedAttention.apply(*given)  # type: ignore[no-untyped-call]
+    else:
+        found_BHTE = torch.softmax(scores_BHTS, dim=3) @ v_BHSE
     return found_BHTE.transpose(1, 2).flatten(2)
 
 
@@ -414,28 +415,28 @@ class _RoundedAttention(torch.autograd.Function):
     """softmax(scores) @ v, rounded where fused attention rounds (Dao et al., 2022).
 
     Its backward pass recomputes the weights as P = exp(S - L) from scores S and L = log(sum(exp S)), in fp32 at any
-    precision: scores in the thousands leave few bits for a weight. The gradient of the scores is P (dP - D), with
-    dP = dO v' and D = sum(dO O) rounded separately: they cancel where a weight is nearly 1.
+    precision: scores in the thousands leave few bits for a weight, and so do terms that cancel to a small score.
+    `sizes` are the sums of the sizes of each score's terms. The gradient of the scores is P (dP - D), with dP = dO v'
+    and D = sum(dO O) rounded separately: they cancel where a weight is nearly 1.
     """
 
     @staticmethod
-    def forward(ctx: Any, scores: Tensor, v: Tensor, rounding: float) -> Tensor:
+    def forward(ctx: Any, scores: Tensor, v: Tensor, sizes: Tensor, rounding: float) -> Tensor:
         weights = torch.softmax(scores, dim=-1)
-        finite = scores.masked_fill(scores.isinf(), 0)
-        recomputed = weights * (1 + _perturbed(finite, SCORE_ROUNDINGS * FP32_ROUNDING) - finite)
+        recomputed = weights * (1 + _perturbed(sizes, SCORE_ROUNDINGS * FP32_ROUNDING) - sizes)
         ctx.save_for_backward(weights, recomputed, v)
         ctx.rounding = rounding
         return weights @ v
 
     @staticmethod
-    def backward(ctx: Any, *flows: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Any, *flows: Tensor) -> tuple[Tensor, Tensor, None, None]:
         weights, recomputed, v = ctx.saved_tensors
         flow, across = flows[0], v.transpose(-1, -2)
         into_weights = flow @ across
         mean = (weights * into_weights).sum(-1, keepdim=True)
         terms = flow.abs() @ across.abs()
         rounded = into_weights + _perturbed(terms, ctx.rounding) - terms
-        return recomputed * (rounded - mean), recomputed.transpose(-1, -2) @ flow, None
+        return recomputed * (rounded - mean), recomputed.transpose(-1, -2) @ flow, None, None
 
 
 class _Recomputed(torch.autograd.Function):

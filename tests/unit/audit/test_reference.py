@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from engine.audit import bounds, reference
+from engine.audit.judge import ROUNDED_PER_SHOWN
 from engine.audit.reference import AdamW, Objective, PlainDecoder, Shape, Targets
 from engine.checks.weights import shape_of, weights_of
 from engine.loss.chunks import SparseTargets
@@ -184,3 +185,33 @@ def test_a_long_document_has_the_gradients_of_attention_at_once(
     assert set(at_once) == set(weights)
     for name, gradient in at_once.items():
         torch.testing.assert_close(in_parts[name], gradient, rtol=1e-4, atol=1e-5)
+
+
+def test_rounding_of_scores_whose_terms_cancel_is_shown_as_large_as_attention_has_it() -> None:
+    torch.manual_seed(0)
+    q, k, v, flow = (torch.randn(1, 2, 64, 32) for _ in range(4))
+    # A score of size 1 is the difference of terms of size 1e4, as with weights that one update made huge.
+    q[..., :2] = 100.0
+    k[..., 0] += 100.0
+    k[..., 1] = -k[..., 0]
+    seen_BTS = torch.ones(1, 64, 64, dtype=torch.bool).tril()
+
+    def gradient(kind: torch.dtype, rounding: float | None) -> torch.Tensor:
+        inputs = [x.clone().to(kind).detach().requires_grad_() for x in (q, k, v)]
+        of_q, of_k, of_v = inputs
+        if rounding is None:
+            found = torch.nn.functional.scaled_dot_product_attention(
+                of_q, of_k, of_v, is_causal=True
+            )
+            flat = found.transpose(1, 2).flatten(2)
+        else:
+            flat = reference._attend(of_q, of_k, of_v, seen_BTS, 32.0, rounding)
+        given = flow.transpose(1, 2).flatten(2).to(kind)
+        return torch.autograd.grad(flat, inputs[0], given)[0].double()
+
+    exact = gradient(torch.float64, 0.0)
+    error = float((gradient(torch.float32, None) - exact).norm())
+    shown = float((gradient(torch.float64, reference.FP32_ROUNDING) - exact).norm())
+    assert error > 3e-4 * float(exact.norm()), "the case has nothing to show"
+    assert error <= ROUNDED_PER_SHOWN * shown
+    assert shown <= 0.2 * float(exact.norm()), "a bound that accepts everything"
