@@ -34,7 +34,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from engine.flips.arms import OVER_THE_LIMIT, Outcome
+from engine.flips.arms import ANSWERED, OVER_THE_LIMIT, Outcome
 from engine.flips.flip_folder import FlipFolder
 from engine.flips.pair import PROOFS, Pair, count_of
 from engine.flips.plan import MARGIN, STEPS, Plan
@@ -136,7 +136,9 @@ def _judge_shown(plan: Plan, pairs: Sequence[Pair], ended: str) -> Judgement | N
     for pair in pairs:
         if pair.b.shown:
             return Judgement(KEEPS_IT, f"B shows it too, in pair {pair.number}: {pair.b.reason}")
-        whys = [why for one in (pair.a, pair.b) if (why := _says_nothing(one))] or _differs(pair)
+        whys = [why for one in (pair.a, pair.b) if (why := _says_nothing(one))] or _differs(
+            plan, pair
+        )
         if whys:
             spoilt.append(f"pair {pair.number}: {whys[0]}")
         else:
@@ -174,7 +176,7 @@ def _says_nothing(one: Outcome) -> str:
     return ""
 
 
-def _differs(pair: Pair) -> list[str]:
+def _differs(plan: Plan, pair: Pair) -> list[str]:
     """Return why the runs of a pair are no runs of one training."""
     a, b = (one.facts.get("places") for one in (pair.a, pair.b))
     if a and b and a != b:
@@ -182,6 +184,14 @@ def _differs(pair: Pair) -> list[str]:
     a, b = (one.facts.get("trainable parameters") for one in (pair.a, pair.b))
     if a and b and a > b:
         return [f"B trains {b:,} parameters, A {a:,}"]
+    # Half a batch comes to the same row in twice the steps: without a count of rows the first loss tells.
+    assert plan.observed is not None, "the pair asks about an observation"
+    uncounted = plan.observed.kind == "exit" and plan.observed.step and not plan.observed.rows
+    if uncounted and pair.b.state == ANSWERED and pair.a.losses[:1] != pair.b.losses[:1]:
+        return [
+            "B has another loss than A in step 1, and the rows of a step are not known: only a run to its own end "
+            "would tell (--steps)"
+        ]
     return []
 
 

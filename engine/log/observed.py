@@ -360,7 +360,7 @@ def shown(observed: Observed, run: RunFolder, *, steps: int) -> tuple[bool | Non
     whole = is_whole and done >= observed.step
     if observed.sign:
         went_on = went_on and (not rows or rows >= wanted)
-        whole = whole and done >= observed.total > 0
+        whole = whole and done >= (observed.total or math.ceil(1.5 * observed.step))
     if not whole and not went_on:
         on = f" on {wanted} rows" if rows and wanted else ""
         return None, f"{made}; it takes {steps} steps{on} and {observed.window_s:.0f} s to tell"

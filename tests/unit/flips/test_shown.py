@@ -160,3 +160,11 @@ def test_a_coin_closes_few_findings_however_many_causes_are_tried(show: float, f
     wrong = sum(opponent(coin, show, fail, 50) for _ in range(findings))
     # Three standard deviations beyond a share of 2 %; with three pairs for each cause it is half of them.
     assert wrong <= findings * 0.02 + 3 * (findings * 0.02 * 0.98) ** 0.5
+
+
+def test_other_data_whose_rows_are_not_counted_has_to_run_to_its_own_end() -> None:
+    """Half a batch reaches the row that fails in twice the steps."""
+    asked = made(*[ALONE] * 3)
+    other = [replace(one, b=replace(one.b, losses=[9.0, 8.0])) for one in asked]
+    assert said(other) == UNTESTED
+    assert said([replace(one, b=replace(one.b, state="completed")) for one in other]) == ENDS_IT
