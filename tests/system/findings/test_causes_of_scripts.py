@@ -1,0 +1,181 @@
+"""Causes that change nothing of what failed do not close a finding, and honest ones do: by real runs of a script."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from tests.support.findings import ask
+from tests.support.running import engine
+
+HEAD = """\
+import argparse, os, sys
+import torch
+from torch import nn
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--steps", type=int, default=60)
+parser.add_argument("--seed", type=int, default=0)
+parser.add_argument("--batch", type=int, default=8)
+given = parser.parse_args()
+torch.manual_seed(given.seed)
+model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+x, y = torch.randn(4000, 8), torch.randn(4000, 1)
+unlucky = torch.rand(()).item() < 0.875
+for step in range(given.steps):
+    rows = torch.arange(step * given.batch, (step + 1) * given.batch) % 4000
+    optimizer.zero_grad()
+    loss = (model(x[rows]) - y[rows]).square().mean()
+    loss.backward()
+    optimizer.step()
+"""
+AT_A_STEP = (
+    HEAD
+    + """\
+    if step == 20:
+        raise RuntimeError(f"row {int(rows[0])} is broken")
+"""
+)
+AT_A_ROW = (
+    HEAD
+    + """\
+    if int(rows[-1]) >= 160:
+        raise RuntimeError(f"row {int(rows[-1])} is broken")
+"""
+)
+BY_SEED = (
+    HEAD
+    + """\
+    if step == 10 and unlucky:
+        raise RuntimeError("diverged")
+"""
+)
+NOT_ZEROED = HEAD.replace("    optimizer.zero_grad()\n", "")
+DECOY = """\
+import sys
+import torch
+
+model = torch.nn.Linear(100, 100)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def run():
+    for _ in range(200):
+        optimizer.zero_grad()
+        model(torch.randn(3, 100)).square().mean().backward()
+        optimizer.step()
+    sys.exit(0)
+"""
+
+
+class Attempt(NamedTuple):
+    script: str
+    seen: str
+    line: str
+    """A part of the line that is replaced; empty where `change` says all."""
+    change: str
+    expected: str
+    """Part of the refusal, or the verdict of the test."""
+
+
+NONSENSE = {
+    "SystemExit in place of the exception": Attempt(
+        AT_A_STEP, "exit", "raise Runtime", "raise SystemExit(0)", "the statement that raises it"
+    ),
+    "a branch that is never taken": Attempt(
+        AT_A_STEP, "exit", "if step == 20", "if step == 10**9:", "the statement that raises it"
+    ),
+    "a comment": Attempt(
+        AT_A_STEP, "exit", "loss.backward()", "loss.backward()  # !", "the code is the same"
+    ),
+    "no asserts": Attempt(AT_A_STEP, "exit", "", "PYTHONOPTIMIZE=1", "what Python checks"),
+    "an end one step earlier": Attempt(
+        AT_A_STEP,
+        "exit",
+        "loss.backward()",
+        "loss.backward(); step == 19 and sys.exit(0)",
+        "NOT_TESTED",
+    ),
+    "an end without a word": Attempt(
+        AT_A_STEP,
+        "exit",
+        "loss.backward()",
+        "loss.backward(); step == 19 and os._exit(0)",
+        "NOT_TESTED",
+    ),
+    "fewer steps": Attempt(AT_A_STEP, "exit", "", "--steps 20", "NOT_TESTED"),
+    "half the batch": Attempt(AT_A_ROW, "exit", "", "--batch 4", "NOT_TESTED"),
+    "a mistyped import": Attempt(
+        AT_A_STEP, "exit", "import argparse", "import argparse, os, sys, nothere", "NOT_TESTED"
+    ),
+    "a lucky seed": Attempt(BY_SEED, "exit", "", "--seed 3", "B_KEEPS_IT"),
+    "a variable that nothing reads": Attempt(AT_A_STEP, "exit", "", "MOON=full", "B_KEEPS_IT"),
+    "a statement that does nothing": Attempt(
+        AT_A_STEP, "exit", "zero_grad()", "optimizer.zero_grad(); pass", "B_KEEPS_IT"
+    ),
+    "a decoy that zeroes its gradients": Attempt(
+        NOT_ZEROED,
+        "identity kept_gradients",
+        "loss.backward()",
+        "import decoy; decoy.run()",
+        "NOT_TESTED",
+    ),
+}
+HONEST = {
+    "gradients are zeroed": Attempt(
+        NOT_ZEROED,
+        "identity kept_gradients",
+        "optimizer.step()",
+        "optimizer.step(); optimizer.zero_grad()",
+        "B_ENDS_IT",
+    ),
+    "rows before the broken one": Attempt(
+        AT_A_ROW,
+        "exit",
+        "rows = ",
+        "rows = torch.arange(step * given.batch, (step + 1) * given.batch) % 160",
+        "B_ENDS_IT",
+    ),
+}
+
+
+def tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, one: Attempt) -> tuple[str, int]:
+    """What is said of a cause, and the exit code of closing the finding with it."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.chdir(tmp_path)
+    project = tmp_path / "project"
+    project.mkdir()
+    (project / "train.py").write_text(one.script)
+    (project / "decoy.py").write_text(DECOY)
+    runs = ("--quiet", "--runs", tmp_path / "runs", "--name", "bad")
+    engine("watch", *runs, "--", sys.executable, "train.py", cwd=project)
+    change = one.change
+    if one.line:
+        lines = one.script.splitlines()
+        number = next(n for n, line in enumerate(lines, 1) if one.line in line)
+        change = f"train.py:{number}={one.change}"
+    made = ask("why", "new", "runs/bad", "--seen", one.seen, "--cause", change)
+    if made.code:
+        return made.err, made.code
+    done = ask("why", "test")
+    return done.out + done.err, ask("why", "close").code
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("name", NONSENSE)
+def test_a_cause_without_effect_does_not_close(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    said, code = tried(tmp_path, monkeypatch, NONSENSE[name])
+    assert NONSENSE[name].expected in said and code != 0
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("name", HONEST)
+def test_an_honest_cause_closes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    said, code = tried(tmp_path, monkeypatch, HONEST[name])
+    assert HONEST[name].expected in said and code == 0
