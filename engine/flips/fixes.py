@@ -335,22 +335,6 @@ def _times_squared(script: _Script, seen: Judged) -> _Edited | None:
     return _with(script.after(call, f" * {by}"), f"multiply the divergence by T^2 = {by}")
 
 
-def _with_argument(
-    calls: tuple[str, ...], name: str, value: str, change: str, script: _Script, seen: Judged
-) -> _Edited | None:
-    """Give the only call that can be meant another value of an argument."""
-    call = _only(script.calls(*calls))
-    if call is None:
-        return None
-    for keyword in call.keywords:
-        if keyword.arg == name:
-            return _with(script.replaced(keyword.value, value), change)
-    last = [*call.args, *(one.value for one in call.keywords)]
-    if not last:
-        return None
-    return _with(script.after(last[-1], f", {name}={value}"), change)
-
-
 def _unwrapped(
     functions: Mapping[str, str], what: str, script: _Script, seen: Judged
 ) -> _Edited | None:
@@ -375,15 +359,6 @@ def _is_library(node: ast.expr) -> bool:
     return _name(node) in ("torch", "F", "functional", "nn", "special")
 
 
-def _like_targets(script: _Script, seen: Judged) -> _Edited | None:
-    call = _only(script.calls("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss"))
-    if call is None or len(call.args) < 2:
-        return None
-    first, second = call.args[:2]
-    text = f"{script.source(first)}.view_as({script.source(second)})"
-    return _with(script.replaced(first, text), "give predictions the shape of their targets")
-
-
 def _all_parameters(script: _Script, seen: Judged) -> _Edited | None:
     model = script.names.get("optimizer_model", "")
     found = script.simple(script.places.get("optimizer"))
@@ -393,25 +368,6 @@ def _all_parameters(script: _Script, seen: Judged) -> _Edited | None:
         if isinstance(one, ast.Call) and one.args and one.lineno == script.places["optimizer"]:
             text = f"{model}.parameters()"
             return _with(script.replaced(one.args[0], text), f"give the optimizer all of {model}")
-    return None
-
-
-def _in_float32(script: _Script, seen: Judged) -> _Edited | None:
-    """Keep weights in float32 where one call turns them into 16-bit numbers."""
-    change = "keep the weights in float32"
-    methods = script.calls("bfloat16", "half")
-    types = [
-        one
-        for one in ast.walk(script.tree)
-        if isinstance(one, ast.Attribute)
-        and one.attr in ("bfloat16", "float16", "half")
-        and _name(one.value) == "torch"
-    ]
-    if len(methods) == 1 and not types and isinstance(methods[0].func, ast.Attribute):
-        of = script.source(methods[0].func.value)
-        return _with(script.replaced(methods[0].func, f"{of}.float"), change)
-    if len(types) == 1 and not methods:
-        return _with(script.replaced(types[0], "torch.float32"), change)
     return None
 
 
@@ -430,24 +386,9 @@ _FIXES: dict[str, _Make] = {
     "clipping": _clip_before,
     "label_shift": _shift_labels,
     "temperature_squared": _times_squared,
-    "divergence_mean": partial(
-        _with_argument,
-        ("kl_div",),
-        "reduction",
-        '"batchmean"',
-        "sum the divergence over the vocabulary",
-    ),
-    "causality": partial(
-        _with_argument,
-        ("scaled_dot_product_attention",),
-        "is_causal",
-        "True",
-        "hide later tokens from attention",
-    ),
     "double_softmax": partial(_unwrapped, _SOFTMAX, "give the cross entropy the logits"),
     "bounded_logits": partial(_unwrapped, _BOUNDED, "give the cross entropy the logits"),
-    "broadcast_loss": _like_targets,
     "unowned_parameters": _all_parameters,
-    "vanishing_updates": _in_float32,
 }
-"""A function for each identity that one line can mend."""
+"""A function for each identity that one line can mend. Each is one that a healthy run passes: otherwise no run could
+say that the line mends it."""

@@ -188,25 +188,6 @@ for number, (x, y) in enumerate(loader, 1):
         'loss = F.kl_div(flat, wanted, reduction="batchmean")',
         'loss = F.kl_div(flat, wanted, reduction="batchmean") * 4 ** 2',
     ),
-    "divergence_mean": Fixable(
-        _language(
-            *_KL,
-            "flat, wanted = logits.log_softmax(-1).flatten(0, 1), teacher_logits.softmax(-1).flatten(0, 1)",
-            "loss = F.kl_div(flat, wanted)",
-        ),
-        "loss = F.kl_div(flat, wanted)",
-        'loss = F.kl_div(flat, wanted, reduction="batchmean")',
-    ),
-    "broadcast_loss": Fixable(
-        _regression(
-            "optimizer.zero_grad()",
-            "loss = nn.functional.mse_loss(model(x), y)",
-            "loss.backward()",
-            "optimizer.step()",
-        ).replace("torch.randn(64, 1)", "torch.randn(64)"),
-        "loss = nn.functional.mse_loss(model(x), y)",
-        "loss = nn.functional.mse_loss(model(x).view_as(y), y)",
-    ),
     "unowned_parameters": Fixable(
         _regression(
             "optimizer.zero_grad()",
@@ -216,17 +197,5 @@ for number, (x, y) in enumerate(loader, 1):
         ).replace("SGD(model.parameters(), lr", "SGD(model[3].parameters(), lr"),
         "optimizer = torch.optim.SGD(model[3].parameters(), lr=0.01)",
         "optimizer = torch.optim.SGD(model.parameters(), lr=0.01)",
-    ),
-    "vanishing_updates": Fixable(
-        _regression(
-            "optimizer.zero_grad()",
-            "loss = (model(x) - y).square().mean()",
-            "loss.backward()",
-            "optimizer.step()",
-        )
-        .replace("model.parameters(), lr=0.01", "model.to(torch.bfloat16).parameters(), lr=1e-6")
-        .replace("(model(x) - y)", "(model(x.to(model[0].weight.dtype)) - y)"),
-        "optimizer = torch.optim.SGD(model.to(torch.bfloat16).parameters(), lr=1e-6)",
-        "optimizer = torch.optim.SGD(model.to(torch.float32).parameters(), lr=1e-6)",
     ),
 }
