@@ -130,7 +130,7 @@ def test_the_check_holds_a_teacher_to_the_noise_floor() -> None:
     for kl in (1.01 * NOISE_FLOOR_KL, 3.0, math.nan, math.inf):
         found = answer(dataclasses.replace(GOOD, kl=kl))
         assert found.verdict.level.name == "FAIL", kl
-    assert "KL 0.013 nats" in answer(dataclasses.replace(GOOD, kl=0.0131)).verdict.reason
+    assert "KL of 0.013 nats" in answer(dataclasses.replace(GOOD, kl=0.0131)).verdict.reason
     assert answer(None).verdict.level.name == "UNKNOWN"
     assert answer(None, "bf16").verdict.level.name == "PASS"
 
