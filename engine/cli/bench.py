@@ -2,7 +2,6 @@
 
 engine bench linear             a stack of linear layers: bf16 and quantised, by number of rows
 engine bench teacher            a whole teacher: dense, block-quantised and fp8, compiled and eager
-engine bench few                one matmul at a time with 1 to 64 rows, as in text generation (GPU)
 engine bench decode             one decode step of 1 and 8 sequences, dense and quantised
 engine bench loss               the loss head: ours, plain PyTorch, and the matmuls alone
 engine bench kd                 whole distillation steps, with a dense and a block-quantised teacher
@@ -35,7 +34,7 @@ LINEAR_ROWS = (1, 16, 64, 2048, 8192, 16384)
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "what", choices=("linear", "few", "teacher", "decode", "loss", "kd"), help="what to measure"
+        "what", choices=("linear", "teacher", "decode", "loss", "kd"), help="what to measure"
     )
     parser.add_argument(
         "--shape",
@@ -97,7 +96,6 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         measures = {
             "linear": _linear,
-            "few": _few,
             "teacher": _teacher,
             "decode": _decode,
             "loss": _loss,
@@ -157,13 +155,6 @@ def _linear(arguments: argparse.Namespace, shape: str, device: Any) -> tuple[lis
         say(f"  {count} rows")
         rows += stack_rows(device, stack, count, rounds=arguments.rounds)
     return rows, {}
-
-
-def _few(arguments: argparse.Namespace, shape: str, device: Any) -> tuple[list[Any], Any]:
-    from engine.bench.small_m import ROW_COUNTS, small_m_rows
-
-    counts = arguments.rows or ROW_COUNTS
-    return small_m_rows(device, row_counts=counts, rounds=arguments.rounds), {}
 
 
 def _teacher(arguments: argparse.Namespace, shape: str, device: Any) -> tuple[list[Any], Any]:

@@ -2,8 +2,7 @@
 faster.
 
 Measured on one H200 (sm_90) with bf16 inputs, by replaying CUDA graphs over copies of the weights
-that together exceed the L2 cache: `small_m_rows` of `engine/bench/small_m.py` times the
-configurations chosen here. Other GPUs get the same configurations, which fit them, and a limit
+that together exceed the L2 cache. Other GPUs get the same configurations, which fit them, and a limit
 published for similar kernels (bitsandbytes 0.50); neither was measured here.
 
 This module imports neither torch nor triton, so that choices can be explained anywhere.
