@@ -11,6 +11,7 @@ from typing import Any
 from unittest.mock import patch
 
 from textual._compositor import Compositor
+from textual.css import stylesheet
 from textual.pilot import Pilot
 from textual.screen import Screen
 from textual.worker import WorkerCancelled
@@ -77,6 +78,21 @@ def _draw(screen: Screen[Any]) -> bool:
     if changed:
         _render(screen._compositor, screen_stack=screen.app._background_screens)
     return changed
+
+
+_rules: dict[tuple[Any, ...], list[Any]] = {}
+_parse = stylesheet.parse
+
+
+def parsed_once(
+    scope: str, css: str, read_from: Any, *, variable_tokens: Any, **how: Any
+) -> list[Any]:
+    """Parse each piece of CSS once for all applications, which only read the rules."""
+    variables = tuple((n, tuple(t.value for t in ts)) for n, ts in variable_tokens.items())
+    key = (scope, css, read_from, variables, *sorted(how.items()))
+    if key not in _rules:
+        _rules[key] = list(_parse(scope, css, read_from, variable_tokens=variable_tokens, **how))
+    return _rules[key]
 
 
 async def drawn(pilot: Pilot[None]) -> None:
@@ -172,6 +188,7 @@ def on_screen(
         patch("textual.app.wait_for_idle", until_still),
         patch("textual.pilot.wait_for_idle", until_still),
         patch.object(Compositor, "render_update", undrawn),
+        patch.object(stylesheet, "parse", parsed_once),
     ):
         asyncio.run(run())
 

@@ -13,7 +13,7 @@ from engine.flips.flip_folder import read_pairs
 from tests.support.fixable_scripts import FIXABLE
 from tests.support.running import engine
 
-IN_CI = ("kept_gradients", "label_shift")
+IN_CI = ("label_shift",)
 
 
 @pytest.fixture(autouse=True)

@@ -47,6 +47,7 @@ def _seen(run: RunFolder, *texts: str) -> None:
             assert all(text in out for text in texts), (words, more, out)
 
 
+@pytest.mark.soak
 def test_a_rank_that_reads_wrong_rows_says_so_before_the_rank_that_lost_it(
     kit: Kit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -15,7 +15,7 @@ from engine.machine.doctor import diagnose
 from tests.support.doctor_around import AROUND
 from tests.support.machines import MACHINES
 from tests.support.paths import ROOT
-from tests.support.screens import on_screen, poll, press, shows, texts_of, words_of
+from tests.support.screens import at_sizes, on_screen, poll, press, shows, words_of
 from workbench import engine_commands
 from workbench.doctor_rows import diagnosis, rows_of
 from workbench.drill_rows import DrillsFeed, known_drills, results_in
@@ -23,11 +23,7 @@ from workbench.tui.screens.lists import DrillsScreen
 from workbench.tui.screens.run import RunScreen
 from workbench.tui.widgets.row_list import RowList
 
-SIZES = [
-    (160, 45),
-    (40, 12),
-    *(pytest.param(size, marks=pytest.mark.soak) for size in ((120, 40), (80, 24))),
-]
+SIZES = ((160, 45), (40, 12))
 DRILL = "plan_that_cannot_fit"
 
 
@@ -80,16 +76,25 @@ def test_an_engine_that_lists_no_drills_is_an_error_and_no_empty_list(
         known_drills()
 
 
-@pytest.mark.parametrize("size", SIZES)
 def test_drills_and_doctor_have_a_form_for_every_size(
-    tmp_path: Path, size: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     write(tmp_path / "evidence" / "drills" / "cpu.json", result("identical_teacher", "pass"))
-    _, listed, detail, doctor = texts_of(tmp_path, size, "D", "z", "I", ascii_only=size[0] == 80)
-    assert "last results: 1 pass" in listed and "+ identical_teacher" in listed
-    assert "incident: student and teacher" in detail
-    assert "doctor: " in doctor and "verdict" in doctor
+
+    async def script(pilot: Pilot[None]) -> None:
+        async def at_each_size(key: str) -> list[str]:
+            await press(pilot, key)
+            return list((await at_sizes(pilot, SIZES)).values())
+
+        for listed in await at_each_size("D"):
+            assert "last results: 1 pass" in listed and "+ identical_teacher" in listed
+        for detail in await at_each_size("z"):
+            assert "incident: student and teacher" in detail
+        for doctor in await at_each_size("I"):
+            assert "doctor: " in doctor and "verdict" in doctor
+
+    on_screen([tmp_path], SIZES[0], script)
 
 
 # `make drills` carries every drill out, and a contract is run from its screen in each run of the tests.
