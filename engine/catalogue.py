@@ -102,7 +102,7 @@ STAGES: tuple[About, ...] = (
         wrong="the teacher computes another model than its files hold",
         question="Are the teacher's hidden states in the step those of a plain forward pass over its tokens?",
         means="The teacher computes another model, or sees other tokens, neighbours or positions than it should.",
-        remedy="Flip teacher.backend, teacher.kernel or teacher.precision to see which part it is; of stored outputs "
+        remedy="Flip teacher.backend or teacher.precision to see which part it is; of stored outputs "
         "(teacher.cache), run without them, and `engine prepare` a new store at the temperature of the loss.",
     ),
     _stage(

@@ -38,7 +38,7 @@ from engine.flips.statistics import ALPHA, LEVEL, PRIOR_WEIGHT
 from engine.log.folder import RunFolder, is_run, must_have_settings
 from engine.log.follow import Follower
 from engine.log.observed import Observed, observed_fields
-from engine.spec import RunSpec, build_spec, load_spec, parse_set
+from engine.spec import GONE, RunSpec, build_spec, load_spec, parse_set
 
 PAIRS_MIN = 4
 PAIRS_MAX = 16
@@ -465,11 +465,13 @@ def _check_numbers(plan: Plan) -> None:
 
 def _changes(base: RunSpec, sets: Sequence[str]) -> tuple[Change, ...]:
     """The settings that B changes, each value parsed as its setting's type."""
-    keys = list(dict.fromkeys(parse_set(argument)[0] for argument in sets))
+    asked = dict(parse_set(argument) for argument in sets)
+    if gone := [f"--set {key}: {GONE[key].refusal(asked[key])}" for key in asked if key in GONE]:
+        raise SpecError(gone)
     changed = build_spec(base.to_dict(), file="the spec", base=Path("/"), sets=list(sets)).to_dict()
     tree = base.to_dict()
     changes, problems = [], []
-    for dotted in keys:
+    for dotted in asked:
         section, key = dotted.split(".")
         a, b = tree[section][key], changed[section][key]
         if section in EXTERNAL:

@@ -1,12 +1,9 @@
 """y = x W^T + b with block-quantised W.
 
-Many rows: W is dequantised into a scratch buffer of the dtype of x, and the library's matmul does
-the rest. The matmul's work grows with the rows M of x, and dequantisation does not: on an H200 it
-adds a fraction of about 250 / M to the matmul's time. A fused kernel would instead unpack each code
-once for every tile of rows.
-
-Few rows: reading W dominates, and a kernel that unpacks while it multiplies reads a quarter of the
-bytes (`small_m.py`).
+W is dequantised into a scratch buffer of the dtype of x, and the library's matmul does the rest. The
+matmul's work grows with the rows M of x, and dequantisation does not: on an H200 it adds a fraction
+of about 250 / M to the matmul's time. A fused kernel would instead unpack each code once for every
+tile of rows.
 
 The scratch is one tensor for all layers, as large as the largest weight or its limit. A larger
 weight is processed in ranges of rows, and each range's matmul writes its columns of y. The scratch
@@ -18,19 +15,17 @@ A packed weight is frozen: inputs that require a gradient are refused.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from engine.errors import InternalError
-from engine.kernels.dequantize import dequantize_rows, has_triton
+from engine.kernels.dequantize import dequantize_rows
 from engine.quant.planes import PackedMatrix
 
 # Shapes: M rows of x, K columns, N rows of W, C rows of W in the scratch
 
-Kernel: TypeAlias = Literal["by_shape", "fused", "dequantize"]
 LIMIT_BYTES = 260 << 20
 """The size of gate and up of a 7B model together (259 MiB in bf16). Larger weights lose little when
 they are processed in parts of this size. Parts small enough for a GPU's L2 cache lose more in the
@@ -106,22 +101,12 @@ def packed_linear(
     weight: PackedMatrix,
     bias: Tensor | None,
     scratch: Scratch,
-    *,
-    kernel: Kernel = "by_shape",
 ) -> Tensor:
-    """Map x of shape (..., K) to (..., N), in the dtype of x, which must be the scratch's.
-
-    `kernel="by_shape"` uses the fused kernel for the row counts at which it is faster on this GPU, and
-    dequantises on a CPU and without Triton. Raises `InternalError` for `kernel="fused"` if that
-    kernel cannot run, and for an input that requires a gradient.
+    """Map x of shape (..., K) to (..., N), in the dtype of x, which must be the scratch's. Raises
+    `InternalError` for an input that requires a gradient.
     """
     x_MK = _input(x, weight.columns, scratch)
-    if _is_fused(x_MK, weight, kernel):
-        from engine.kernels.small_m import fused_linear  # which needs triton
-
-        out_MN = fused_linear(x_MK.contiguous(), weight, bias)
-    else:
-        out_MN = _dequantized(x_MK, weight, bias, scratch)
+    out_MN = _dequantized(x_MK, weight, bias, scratch)
     return out_MN.view(*x.shape[:-1], weight.rows)
 
 
@@ -130,24 +115,20 @@ def packed_linear_many(
     weights: Sequence[PackedMatrix],
     bias: Tensor | None,
     scratch: Scratch,
-    *,
-    kernel: Kernel = "by_shape",
 ) -> tuple[Tensor, ...]:
     """Apply `packed_linear` to one input with several weights; `bias` is all their biases,
     concatenated.
 
-    If they are dequantised and the scratch holds them together, they are one matmul, and the
-    results are views of its output: the GPU then switches less often between the two kinds of work.
+    If the scratch holds them together, they are one matmul, and the results are views of its output:
+    the GPU then switches less often between the two kinds of work.
     """
     x_MK = _input(x, weights[0].columns, scratch)
     rows = [weight.rows for weight in weights]
     together = sum(rows)
-    if scratch.fitting(together, x_MK.shape[1]) < together or any(
-        _is_fused(x_MK, weight, kernel) for weight in weights
-    ):
+    if scratch.fitting(together, x_MK.shape[1]) < together:
         biases = [None] * len(rows) if bias is None else torch.split(bias, rows)
         return tuple(
-            packed_linear(x, weight, part, scratch, kernel=kernel)
+            packed_linear(x, weight, part, scratch)
             for weight, part in zip(weights, biases, strict=True)
         )
     joined_NK = scratch.take(together, x_MK.shape[1])
@@ -166,26 +147,6 @@ def _input(x: Tensor, columns: int, scratch: Scratch) -> Tensor:
             f"found {x.dtype} of {tuple(x.shape)}"
         )
     return x.reshape(-1, columns)
-
-
-def _is_fused(x_MK: Tensor, weight: PackedMatrix, kernel: Kernel) -> bool:
-    if kernel == "dequantize":
-        return False
-    takes = False
-    if x_MK.device.type == "cuda" and has_triton():
-        from engine.kernels import small_m
-        from engine.kernels.registry import current_arch
-
-        takes = small_m.takes(weight.type, len(x_MK), x_MK.device)
-        if takes and kernel == "by_shape":
-            arch = current_arch(x_MK.get_device())
-            takes = len(x_MK) <= small_m.crossover_rows(weight.type, *weight.shape, arch)
-    if kernel == "fused" and not takes:
-        raise InternalError(
-            f"fused linear: expected few rows on a GPU with triton, "
-            f"found {len(x_MK)} for {weight.type.name} on {x_MK.device}"
-        )
-    return takes
 
 
 def _dequantized(

@@ -2,13 +2,10 @@
 before the run.
 
 Otherwise a run would compile its kernels one by one in the first step; here they are compiled
-several at a time. What is needed follows from the matrices, the dtype of the activations and their
-numbers of rows, through the same functions that choose a kernel at launch. So the set contains at
-least what is launched, which tests check against real forward passes.
-
-    block-quantised matrix    any number of rows          the dequantisation kernel of its type and dtype
-                              few rows M                  the fused kernels of each such M
-    anything else             runs in torch               nothing
+several at a time. A block-quantised matrix needs the dequantisation kernel of its type and of the
+dtype of the activations, whatever their number of rows; anything else runs in torch. The variants
+come from the function that chooses a kernel at launch. So the set contains at least what is
+launched, which tests check against real forward passes.
 
 Most of a compilation runs in Triton's native code and ptxas, which release Python's interpreter
 lock.
@@ -16,14 +13,13 @@ lock.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import dataclass
 
 import torch
 from torch import nn
 
-from engine.kernels import dequantize_triton, small_m
+from engine.kernels import dequantize_triton
 from engine.kernels.compiler import Variant
 from engine.kernels.registry import REGISTRY, KernelRegistry
 from engine.quant.blocks import BlockType
@@ -32,64 +28,24 @@ from engine.quant.planes import PackedMatrix
 WORKERS = 8
 
 
-@dataclass(frozen=True, slots=True)
-class Matrix:
-    """The properties of a packed matrix that a launch depends on."""
-
-    type: BlockType
-    rows: int
-    columns: int
-    bias: torch.dtype | None = None
-
-
-def matrices_of(model: nn.Module) -> tuple[Matrix, ...]:
-    """Return the matrices of a model's packed layers, each kind once. A layer is packed if its
-    `packed` is a `PackedMatrix`.
+def types_of(model: nn.Module) -> tuple[BlockType, ...]:
+    """Return the block types of a model's packed layers, each once. A layer is packed if its `packed`
+    is a `PackedMatrix`.
     """
-    found = []
-    for module in model.modules():
-        packed = getattr(module, "packed", None)
-        if isinstance(packed, PackedMatrix):
-            bias = getattr(module, "bias", None)
-            found.append(
-                Matrix(
-                    packed.type, packed.rows, packed.columns, None if bias is None else bias.dtype
-                )
-            )
-    return tuple(dict.fromkeys(found))
+    layers = (getattr(module, "packed", None) for module in model.modules())
+    return tuple(dict.fromkeys(each.type for each in layers if isinstance(each, PackedMatrix)))
 
 
 # contract: kernel-keys-v1
 def prewarm_variants(
-    matrices: Iterable[Matrix],
-    dtypes: Iterable[torch.dtype],
-    *,
-    arch: int,
-    row_counts: Iterable[int],
+    types: Iterable[BlockType], dtypes: Iterable[torch.dtype]
 ) -> tuple[Variant, ...]:
-    """Return what matmuls with these matrices launch on compute capability `arch` (90 is 9.0), for
-    inputs of `row_counts` rows in any of `dtypes`, and what slices and lookups of them launch; each
-    variant once.
+    """Return what matmuls with matrices of these types launch for inputs in any of `dtypes`, and what
+    slices and lookups of them launch; each variant once.
     """
-    counts, kinds = tuple(row_counts), tuple(dtypes)
-    wanted = (
-        variant
-        for matrix in dict.fromkeys(matrices)
-        for dtype in kinds
-        for variant in _of(matrix, dtype, arch, counts)
-    )
-    return tuple(dict.fromkeys(wanted))
-
-
-def _of(
-    matrix: Matrix, dtype: torch.dtype, arch: int, row_counts: tuple[int, ...]
-) -> Iterator[Variant]:
-    yield dequantize_triton.variant(matrix.type, dtype)
-    # Not only up to the crossover, because a setting may select the fused kernels explicitly.
-    few = [m for m in row_counts if small_m.takes(matrix.type, m, torch.device("cuda"))]
-    yield from small_m.variants(
-        matrix.type, matrix.rows, matrix.columns, dtype, matrix.bias, arch=arch, m=few
-    )
+    kinds = tuple(dtypes)
+    found = (dequantize_triton.variant(type_, dtype) for type_ in types for dtype in kinds)
+    return tuple(dict.fromkeys(found))
 
 
 def warm_up(

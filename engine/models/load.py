@@ -49,7 +49,7 @@ from engine.formats.safetensors import SINGLE_FILE, write_safetensors
 from engine.formats.weights import WeightFile
 from engine.formats.writing import fsync_folder, unwritable
 from engine.kernels.dequantize import dequantize_rows, has_triton
-from engine.kernels.linear import Kernel, Scratch
+from engine.kernels.linear import Scratch
 from engine.models.config import CONFIG_FILE, ModelConfig
 from engine.models.decoder import Decoder
 from engine.models.frozen import hold
@@ -253,14 +253,13 @@ def load_packed_decoder(
     dtype: torch.dtype = torch.float32,
     device: str | torch.device = "cpu",
     *,
-    kernel: Kernel = "by_shape",
     loaded: Loaded | None = None,
 ) -> Decoder:
     """Load the decoder in a GGUF or .apr file, or in an open one, with its matrices block-quantised
     on `device`, computing in `dtype`.
 
-    `kernel` selects the matmul (`engine.kernels.linear`); `loaded` is called with each layer once
-    it is complete. Raises `WeightsError`, also for a file without a block-quantised matrix.
+    `loaded` is called with each layer once it is complete. Raises `WeightsError`, also for a file
+    without a block-quantised matrix.
     """
     with opened(source) as weights:
         config = config_of(weights)
@@ -277,13 +276,13 @@ def load_packed_decoder(
             if isinstance(tensor, QuantTensor) and stays_packed(weights.tensors[name]):
                 on_device = tensor.to(device)
                 problems.extend(_non_finite_blocks(name, on_device))
-                _replace(decoder, ours.removesuffix(".weight"), pack(on_device), scratch, kernel)
+                _replace(decoder, ours.removesuffix(".weight"), pack(on_device), scratch)
             else:
                 problems.extend(_hold_floats(decoder, ours, name, tensor, dtype, device))
         refuse_non_finite(weights.path, problems)
         embedding: object = decoder.embed
         if config.tie_word_embeddings and isinstance(embedding, PackedEmbedding):
-            decoder.head = PackedLinear(embedding.packed, scratch, kernel=kernel)
+            decoder.head = PackedLinear(embedding.packed, scratch)
         for layer in decoder.layers:
             for group in TOGETHER:
                 layers: list[object] = [layer.get_submodule(name) for name in group]
@@ -294,15 +293,13 @@ def load_packed_decoder(
         return decoder
 
 
-def _replace(
-    decoder: Decoder, path: str, weight: PackedMatrix, scratch: Scratch, kernel: Kernel
-) -> None:
+def _replace(decoder: Decoder, path: str, weight: PackedMatrix, scratch: Scratch) -> None:
     """Replace the dense layer at `path` with the one that computes with `weight`."""
     reserve(scratch, weight, whole=path not in ("embed", "head"))
     if path == "embed":
         decoder.set_submodule(path, PackedEmbedding(weight, scratch))
     else:
-        decoder.set_submodule(path, PackedLinear(weight, scratch, kernel=kernel))
+        decoder.set_submodule(path, PackedLinear(weight, scratch))
 
 
 def _non_finite_blocks(name: str, weight: QuantTensor) -> list[str]:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from engine.kernels.dequantize import dequantize_gathered
-from engine.kernels.linear import ROWS, Kernel, Scratch, packed_linear, packed_linear_many
+from engine.kernels.linear import ROWS, Scratch, packed_linear, packed_linear_many
 from engine.models.decoder import Decoder
 from engine.models.head import DenseHead, Head, LogitsHead, PackedHead
 from engine.models.names import hf_names
@@ -50,20 +50,17 @@ class _Packed(nn.Module):
 
 # contract: cuda-q4k-frozen-teacher-v1
 class PackedLinear(_Packed):
-    """Maps (..., columns) to (..., rows) of `weight`, in the scratch's dtype. `kernel` selects the
-    matmul (`engine.kernels.linear`). Raises InternalError for an input that requires a gradient.
+    """Maps (..., columns) to (..., rows) of `weight`, in the scratch's dtype. Raises
+    InternalError for an input that requires a gradient.
     """
 
-    def __init__(
-        self, weight: PackedMatrix, scratch: Scratch, *, kernel: Kernel = "by_shape"
-    ) -> None:
+    def __init__(self, weight: PackedMatrix, scratch: Scratch) -> None:
         super().__init__(weight, scratch)
-        self.kernel = kernel
         self.bias: Tensor | None
         self.register_buffer("bias", None)
 
     def forward(self, x: Tensor) -> Tensor:
-        return packed_linear(x, self.packed, self.bias, self.scratch, kernel=self.kernel)
+        return packed_linear(x, self.packed, self.bias, self.scratch)
 
     def together(self, x: Tensor, others: Sequence[nn.Module]) -> Sequence[Tensor]:
         """Return this layer's output and those of `others`, which have the same input. It is one
@@ -76,7 +73,7 @@ class PackedLinear(_Packed):
             return [self(x), *(layer(x) for layer in others)]
         bias = torch.cat(known) if known else None
         weights = [layer.packed for layer in layers]
-        return packed_linear_many(x, weights, bias, self.scratch, kernel=self.kernel)
+        return packed_linear_many(x, weights, bias, self.scratch)
 
 
 class PackedEmbedding(_Packed):

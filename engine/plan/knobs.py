@@ -38,7 +38,7 @@ from engine.models.config import ModelConfig
 from engine.models.transformers_config import TransformersConfig
 from engine.runtime.device import Capability, choose_device, choose_precision, choose_threads
 from engine.spec import Option, options
-from engine.teachers.backend import choose_backend, choose_kernel, choose_teacher_precision
+from engine.teachers.backend import choose_backend, choose_teacher_precision
 from engine.units import (
     format_bytes,
     format_capability,
@@ -590,7 +590,6 @@ _KNOBS = (
     Knob("loss.chunk_rows", choose_chunk_rows),
     Knob("student.reshard", choose_reshard),
     Knob("student.graphs", choose_graphs, _OF_STUDENT),
-    Knob("teacher.kernel", choose_kernel),
     Knob("train.update", choose_update),
     Knob("checkpoint.sharded", choose_sharded),
 )

@@ -23,7 +23,6 @@ from engine.data.batches import Batches
 from engine.data.tokens import TokenStream
 from engine.decision import Decision
 from engine.kernels.dequantize import has_triton
-from engine.kernels.small_m_table import MAX_ROWS, crossover_rows
 from engine.models.config import ModelConfig, count_parameters
 from engine.plan.cost import linear_weights
 from engine.plan.device import ComputeDevice, has_compiler
@@ -31,7 +30,6 @@ from engine.plan.fit_in_memory import fit
 from engine.plan.inputs import Inputs
 from engine.plan.knobs import KNOBS
 from engine.plan.memory import ITEM_BYTES, MemoryBudget, MemoryPlan
-from engine.quant.blocks import BLOCK_TYPES
 from engine.spec import RunSpec
 from engine.teachers.store.folder import Store, open_store
 from engine.teachers.store.keys import HIDDEN, Identity
@@ -186,18 +184,6 @@ class RunFacts:
     def layer_weights(self) -> int:
         return linear_weights(self.student)
 
-    @property
-    def fused_up_to(self) -> int:
-        """Rows up to which fused matmuls are faster, for the teacher's largest matrix in Q4_K."""
-        assert self.inputs.teacher is not None
-        shape = (self.inputs.teacher.intermediate_size, self.inputs.teacher.hidden_size)
-        major, minor = self.capability or (0, 0)
-        return crossover_rows(BLOCK_TYPES["Q4_K"], *shape, arch=10 * major + minor)
-
-    @property
-    def most(self) -> int:
-        return MAX_ROWS
-
 
 @dataclass(frozen=True, slots=True)
 class Plan:
@@ -247,10 +233,6 @@ def plan_run(
     log(budget)
     if spec.memory.budget == "enforce":
         budget.refuse_if_too_big()
-    if "quantized" in (facts.spec.teacher.backend, store and store.identity.backend):
-        facts.take("teacher.kernel")
-    else:
-        facts.settle({"teacher.kernel": "dequantize"})
     facts.take("train.update")
     if facts.spec.compute.gpus > 1:
         # Weights and two moments, in fp32.

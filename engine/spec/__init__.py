@@ -13,6 +13,7 @@ cross entropy: loss = alpha * CE + (1 - alpha) * T^2 * KL(teacher || student).
 from __future__ import annotations
 
 from engine.spec.build import (
+    GONE,
     build_spec,
     key_lines,
     load_spec,
@@ -35,6 +36,7 @@ from engine.spec.values import parse_set
 
 __all__ = [
     "CHANGE_RESULTS",
+    "GONE",
     "KEYS",
     "LossSection",
     "Option",

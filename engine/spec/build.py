@@ -12,7 +12,7 @@ import re
 import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from engine import limits
 from engine.errors import BadInput, SpecError
@@ -32,6 +32,28 @@ _FROM_HUB: dict[str, hub_cache.Wanted] = {
 }
 """The settings that take the name of a model on the hub, and what each reads of it."""
 _KEY = re.compile(r"\s*([A-Za-z0-9_\-]+(?:\s*\.\s*[A-Za-z0-9_\-]+)*)\s*=")
+
+
+class Gone(NamedTuple):
+    """A setting of earlier versions."""
+
+    same: tuple[str, ...]
+    """Values that name what every run does now. They are accepted and have no effect."""
+    why: str
+
+    def refusal(self, value: Any) -> str:
+        found = shown(json.dumps(value, ensure_ascii=False, default=str))
+        return f"expected no such setting, found {found}: it is gone, as {self.why}"
+
+
+GONE = {
+    "teacher.kernel": Gone(
+        ("auto", "by_shape", "dequantize"),
+        "a training step has too many rows for the fused kernel, so the weights of a quantized teacher are always "
+        "dequantized before a matmul",
+    ),
+}
+"""Settings that specs, runs and checkpoints of earlier versions may have."""
 
 
 def key_lines(text: str) -> dict[str, int]:
@@ -218,6 +240,10 @@ def build_spec(
     values: dict[str, dict[str, Any]] = {name: {} for name in sections()}
     by_key = {option.key: option for option in options()}
     for key, value in pairs.items():
+        if key in GONE:
+            if value not in GONE[key].same:
+                problems.add(key, GONE[key].refusal(value))
+            continue
         if key not in by_key:
             if len(problems.found) >= limits.SPEC_PROBLEMS.most:
                 problems.add(

@@ -89,13 +89,6 @@ class TeacherSection:
         "fp8 is bf16 with FP8 matmuls, which is checked on held-out rows.",
         allowed=("auto", "fp32", "tf32", "bf16", "fp8"),
     )
-    kernel: str = setting(
-        "auto",
-        "How a quantized teacher multiplies: dequantize inside the matmul (fused), or into a dense buffer first "
-        "(dequantize), or "
-        "for each matmul what is faster with its shape (by_shape). auto is by_shape on a GPU.",
-        allowed=("auto", "by_shape", "fused", "dequantize"),
-    )
     compile: str = setting(
         "auto",
         "Whether the teacher's layers are compiled (torch.compile) before the first step. auto is on where "

@@ -1,4 +1,4 @@
-"""Choose what a teacher computes with: its backend, the precision of its matmuls, and their kernel.
+"""Choose what a teacher computes with: its backend, and the precision of its matmuls.
 
     dequantized   weights in the teacher's precision
     quantized     weights in their blocks, as the file has them: less memory, slower
@@ -10,7 +10,7 @@ Each function is a chooser of `engine.plan.knobs`; `engine.teachers.build` makes
 
 from __future__ import annotations
 
-from engine.decision import SET_BY_USER, Decision, decide
+from engine.decision import SET_BY_USER, Decision
 from engine.errors import BadInput
 from engine.models.config import ModelConfig, count_parameters
 from engine.models.packed_size import without_blocks
@@ -156,41 +156,4 @@ def choose_teacher_precision(wanted: str, *, device: str, capability: Capability
         reason=measured if wanted == "fp8" else SET_BY_USER,
         rejected=rejected[wanted],
         overridden=True,
-    )
-
-
-def choose_kernel(
-    wanted: str, *, device: str, tokens: int, fused_up_to: int, most: int
-) -> Decision:
-    """Choose how a quantised teacher multiplies, with `tokens` rows in a forward pass of training.
-
-    `fused_up_to` is the measured number of rows up to which multiplying with quantised blocks is faster
-    than dequantising them first; `most` is the largest number of rows that the fused kernels support.
-    `by_shape` decides for each matmul; the reason is that of the largest. Raises BadInput for `fused` when it cannot
-    run.
-    """
-    knob, refused = "teacher.kernel", {}
-    why = f"{tokens} rows in a forward pass, and fused products are faster up to {fused_up_to}"
-    if device != "cuda":
-        refused = {"fused": ("a GPU", "a CPU", f"`--set {knob}=auto` runs anywhere")}
-        why = "on a CPU blocks are made dense before a product"
-    elif tokens > most:
-        refused = {
-            "fused": (
-                f"at most {most} rows in a forward pass",
-                f"{tokens}: train.rows x data.seq_len",
-                f"`--set {knob}=auto` makes blocks dense where there are more",
-            )
-        }
-    return decide(
-        knob,
-        wanted,
-        "by_shape" if device == "cuda" else "dequantize",
-        why,
-        against={
-            "fused": why,
-            "dequantize": why if device != "cuda" else "reads more where rows are few",
-        },
-        refused=refused,
-        explained=True,
     )

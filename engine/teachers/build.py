@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -14,7 +14,6 @@ from torch import nn
 from engine.data.batches import Batch
 from engine.errors import InternalError
 from engine.formats.open import open_weights
-from engine.kernels.linear import Kernel
 from engine.models.decoder import Decoder
 from engine.models.fp8 import load_fp8_decoder
 from engine.models.frozen import join_layer
@@ -49,7 +48,6 @@ def build_teacher(
     *,
     backend: str,
     precision: str,
-    kernel: str,
     device: torch.device,
     student_vocab: int,
     probe: Batch | None = None,
@@ -61,17 +59,15 @@ def build_teacher(
 
     An fp8 teacher is measured while it is loaded, on rows of `probe`, which it requires.
 
-    `backend` is the result of `choose_backend`: `dequantized` or `quantized`. `kernel` selects the
-    matmul of the quantized backend (`engine.kernels.linear`), `auto` by its shape. With `shards`, every rank keeps only
-    its part of each layer; `joined` fuses the projections of dense layers that will be compiled
-    before they are sharded.
+    `backend` is the result of `choose_backend`: `dequantized` or `quantized`. With `shards`,
+    every rank keeps only its part of each layer; `joined` fuses the projections of dense layers that
+    will be compiled before they are sharded.
 
     Raises `WeightsError`, and `BadInput` for a student with a larger vocabulary than the teacher.
     """
     dtype = DTYPES[precision]
     frozen: FrozenDecoder
     loaded = None if shards is None else partial(_share, shards, joined)
-    of_blocks = cast(Kernel, "by_shape" if kernel == "auto" else kernel)
     if precision == "fp8":
         if probe is None:
             raise InternalError("fp8 teacher: expected rows to measure it on, found none")
@@ -79,9 +75,7 @@ def build_teacher(
         decoder = load_fp8_decoder(path, dtype, device, watcher=watcher, loaded=loaded)
         frozen = Fp8Teacher(decoder, watcher.result(decoder))
     elif backend == "quantized":
-        decoder = load_packed_decoder(
-            path, dtype=dtype, device=device, kernel=of_blocks, loaded=loaded
-        )
+        decoder = load_packed_decoder(path, dtype=dtype, device=device, loaded=loaded)
         frozen = QuantizedTeacher(decoder, precision)
     elif loaded is not None:
         with open_weights(Path(path)) as weights:

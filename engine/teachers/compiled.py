@@ -173,7 +173,6 @@ def packed_products(
     rows: Sequence[int],
     bias: Tensor | None,
     scratch: int,
-    kernel: str,
 ) -> Tensor:
     """Return x (..., K) times each matrix, with the outputs concatenated; `types` are
     comma-separated block type names.
@@ -184,15 +183,14 @@ def packed_products(
         for name, count, part in zip(types.split(","), rows, data, strict=True)
     ]
     together = sum(rows)
-    if len(weights) > 1 and shared.fitting(together, columns) == together and kernel != "fused":
+    if len(weights) > 1 and shared.fitting(together, columns) == together:
         joined_NK = shared.take(together, columns)
         for weight, part_NK in zip(weights, torch.split(joined_NK, list(rows)), strict=True):
             dequantize_rows(weight, part_NK, 0, weight.rows)
         return F.linear(x, joined_NK, bias)
     biases = [None] * len(weights) if bias is None else torch.split(bias, list(rows))
     outputs = [
-        packed_linear(x, weight, part, shared, kernel=kernel)  # type: ignore[arg-type]
-        for weight, part in zip(weights, biases, strict=True)
+        packed_linear(x, weight, part, shared) for weight, part in zip(weights, biases, strict=True)
     ]
     return torch.cat(outputs, dim=-1)
 
@@ -205,7 +203,6 @@ def _packed_shape(
     rows: Sequence[int],
     bias: Tensor | None,
     scratch: int,
-    kernel: str,
 ) -> Tensor:
     return x.new_empty(*x.shape[:-1], sum(rows))
 
@@ -214,7 +211,7 @@ class OpaqueLinear(PackedLinear):
     """A `PackedLinear` that the compiler sees as one custom op."""
 
     def __init__(self, layer: PackedLinear) -> None:
-        super().__init__(layer.packed, layer.scratch, kernel=layer.kernel)
+        super().__init__(layer.packed, layer.scratch)
         self.register_buffer("bias", layer.bias)
         self.number = id(layer.scratch)
         _SCRATCHES[self.number] = layer.scratch
@@ -242,7 +239,6 @@ def _products(x: Tensor, layers: Sequence[OpaqueLinear], bias: Tensor | None) ->
         [layer.rows for layer in layers],
         bias,
         first.number,
-        first.kernel,
     )
     return out
 

@@ -340,7 +340,6 @@ class Builder:
             self.spec.teacher.path,
             backend=backend,
             precision=precision,
-            kernel=self.spec.teacher.kernel,
             device=self.device,
             student_vocab=self.plan.inputs.student.vocab_size,
             probe=self.data.heldout[0],
@@ -353,11 +352,9 @@ class Builder:
         return built
 
     def _warm_up_teacher(self, decoder: Decoder) -> None:
-        """Compile every kernel that training and held-out batches launch in `decoder`."""
+        """Compile every kernel of ours that `decoder` launches."""
         if self.spec.kernels.prewarm:
-            rows = {self.spec.train.rows} | {len(b.tokens_BT) for b in self.data.heldout}
-            tokens = {count * self.spec.data.seq_len for count in rows}
-            self.compiles.warm_up(decoder, tokens, self.device, self.log)
+            self.compiles.warm_up(decoder, self.device, self.log)
 
 
 def look_at(decoder: Decoder, whose: str, length: int, log: Log) -> None:

@@ -12,7 +12,6 @@ logs what it compiles.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -47,25 +46,21 @@ class Compiles:
         if self._importing is not None:
             self._importing.result()
 
-    def warm_up(
-        self, decoder: Decoder, row_counts: Iterable[int], device: torch.device, log: Log
-    ) -> None:
-        """Compile every kernel of ours that `decoder` launches for inputs of `row_counts` rows."""
+    def warm_up(self, decoder: Decoder, device: torch.device, log: Log) -> None:
+        """Compile every kernel of ours that `decoder` launches."""
         if device.type != "cuda":
             return
         from engine.kernels.dequantize import has_triton
 
         if not has_triton():
             return
-        from engine.kernels.prewarm import matrices_of, prewarm_variants, warm_up
-        from engine.kernels.registry import current_arch
+        from engine.kernels.prewarm import prewarm_variants, types_of, warm_up
 
-        matrices = matrices_of(decoder)
-        if not matrices:
+        types = types_of(decoder)
+        if not types:
             return
         floats = {b.dtype for b in decoder.buffers() if b.is_floating_point()}
-        arch = current_arch(torch.cuda.current_device())
-        variants = prewarm_variants(matrices, floats, arch=arch, row_counts=row_counts)
+        variants = prewarm_variants(types, floats)
         log(Phase(name="compiling kernels", detail=f"{len(variants)} before the first step"))
         warm_up(variants)
         self.done(log)

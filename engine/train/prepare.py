@@ -297,8 +297,6 @@ def _load_teacher(
             format_bytes(needed),
             hint="teacher.precision=bf16 needs half of fp32, and blocks need less again",
         )
-    if backend == "quantized":
-        facts.take("teacher.kernel")
     choose_layer_execution(facts)
     teacher = facts.spec.teacher
     say(f"loading the teacher: {spec.teacher.path}")
@@ -306,7 +304,6 @@ def _load_teacher(
         spec.teacher.path,
         backend=backend,
         precision=precision,
-        kernel=teacher.kernel,
         device=compute.device,
         student_vocab=job.inputs.student.vocab_size,
         probe=job.heldout[0],
@@ -326,10 +323,7 @@ def _load_teacher(
     model = to_events.model("teacher", spec.teacher.path, decoder.config, precision, sha256)
     log(model)
     compiles = Compiles()
-    rows = {spec.train.rows} | {len(batch.tokens_BT) for batch in job.heldout}
-    compiles.warm_up(
-        built.decoder, {count * spec.data.seq_len for count in rows}, compute.device, log
-    )
+    compiles.warm_up(built.decoder, compute.device, log)
     if teacher.compile == "on":
         say("compiling the teacher's layers")
         compiles.compile_teacher(

@@ -19,7 +19,7 @@ import sys
 import time
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -34,20 +34,15 @@ from engine.kernels import (
     fp8_quantise,
     kd_loss,
     small_m,
+    small_m_inputs,
     sparse_loss,
 )
 from engine.kernels.compiler import ARCHITECTURES, Variant, compile_for
-from engine.kernels.prewarm import Matrix, prewarm_variants
 from engine.quant.blocks import BLOCK_TYPES
 from engine.terminal import put
 
 KEPT = Path(__file__).with_name("aot.json")
 COMMAND = "python -m evidence.kernels.aot"
-FUSED_TYPES = ("Q4_K", "Q5_K", "Q6_K")
-SHAPES = ((512, 3584), (18944, 3584))
-"""Rows and columns of the narrowest and the widest matrix of a layer of Qwen2.5-7B."""
-ROW_COUNTS = (1, 8, 64)
-"""Rows of activations: one, the most for the integer kernels, and the most for any fused kernel."""
 LOSS_IDS = 151936
 MARGIN_REGISTERS = 8
 """An increase up to this many registers is no regression, because a GPU allocates them in units of
@@ -74,21 +69,13 @@ class AotFigure:
 
 
 def all_variants(arch: int) -> tuple[Variant, ...]:
-    """Return what runs launch on `arch`: every dequantisation kernel, and the fused kernels for
-    matrices of SHAPES and ROW_COUNTS in bf16; with a bias, and in the other dtypes, for one row
-    only.
-    """
-    plain = [Matrix(BLOCK_TYPES[name], *shape) for name in FUSED_TYPES for shape in SHAPES]
-    biased = [replace(matrix, bias=torch.bfloat16) for matrix in plain]
+    """Return what runs and text generation launch on `arch`."""
     found = (
         dequantize_triton.variants()
         + fp8_quantise.variants(arch)
         + _loss_variants()
         + adamw.VARIANTS
         + decode_launch.variants(arch)
-        + prewarm_variants(plain, [torch.bfloat16], arch=arch, row_counts=ROW_COUNTS)
-        + prewarm_variants(biased, [torch.bfloat16], arch=arch, row_counts=[1])
-        + prewarm_variants(plain, [torch.float16, torch.float32], arch=arch, row_counts=[1])
         + _generation_variants(arch)
     )
     return tuple(dict.fromkeys(found))
@@ -98,7 +85,7 @@ def _generation_variants(arch: int) -> tuple[Variant, ...]:
     """Return the matmuls of a decode step of Qwen2.5-7B as Q4_K_M: q, k, v together, and gate and
     up.
     """
-    found = []
+    found = [small_m_inputs.variant(torch.bfloat16)]
     for names, rows in ((("Q4_K", "Q4_K", "Q6_K"), 4608), (("Q4_K", "Q4_K"), 37888)):
         types = [BLOCK_TYPES[name] for name in names]
         for m in (1, 8):

@@ -47,7 +47,6 @@ def build(folder: Path, kind: str, shards: ShardedLayers | None = None) -> Built
         path_of(folder, kind),
         backend="quantized" if kind == "blocks" else "dequantized",
         precision=PRECISION[kind],
-        kernel="auto",
         device=CPU,
         student_vocab=99,
         probe=PROBE,

@@ -129,7 +129,6 @@ class Subject:
             self.spec.teacher.path,
             backend=backend,
             precision=precision,
-            kernel=self.spec.teacher.kernel,
             device=self.device,
             student_vocab=self.inputs.student.vocab_size,
             probe=self.rows.heldout,

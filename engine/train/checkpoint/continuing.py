@@ -26,7 +26,7 @@ from engine.errors import CheckpointError
 from engine.log.events import RunStarted
 from engine.log.folder import RunFolder
 from engine.log.view import RunView
-from engine.spec import RunSpec, settings_sha256
+from engine.spec import GONE, RunSpec, settings_sha256
 
 _VERSIONS = ("engine", "python", "torch", "device")
 
@@ -60,7 +60,7 @@ def check_changes(folder: RunFolder, spec: RunSpec) -> None:
     """Raise CheckpointError when a setting that a resume was allowed to change is not what it was changed to."""
     changed = {c["key"]: c["is"] for c in folder.read_effective().get("changes", [])}
     for key, value in changed.items():
-        if (found := spec.value(key)) != value:
+        if key not in GONE and (found := spec.value(key)) != value:
             raise CheckpointError.expected(
                 "settings",
                 folder.effective,

@@ -149,15 +149,13 @@ def test_an_input_that_wants_a_gradient_is_refused() -> None:
         packed_linear(x, packed, None, scratch_for(packed))
 
 
-def test_shapes_dtypes_and_kernels_that_cannot_be_are_refused() -> None:
+def test_shapes_and_dtypes_that_cannot_be_are_refused() -> None:
     packed = pack(make("Q4_K", 16, 256))
     scratch = scratch_for(packed)
     with pytest.raises(InternalError, match=r"expected torch.float32 of \(..., 256\), found"):
         packed_linear(torch.randn(2, 255), packed, None, scratch)
     with pytest.raises(InternalError, match=r"found torch.bfloat16 of \(2, 256\)"):
         packed_linear(torch.randn(2, 256).bfloat16(), packed, None, scratch)
-    with pytest.raises(InternalError, match="expected few rows on a GPU with triton, found 2"):
-        packed_linear(torch.randn(2, 256), packed, None, scratch, kernel="fused")
     with pytest.raises(QuantError, match=r"out — expected shape \(16, 256\)"):
         dequantize_rows(packed, torch.empty(15, 256), 0, 16)
 
@@ -198,11 +196,10 @@ def test_a_gpu_gives_the_product_of_the_dequantised_weight(name: str, rows: int)
     for limit_bytes in (1 << 30, 2 << 20):
         scratch = scratch_for(packed, torch.bfloat16, limit_bytes)
         assert scratch.nbytes <= limit_bytes
-        for kernel in ("by_shape", "dequantize"):
-            found = packed_linear(x, packed, None, scratch, kernel=kernel)  # type: ignore[arg-type]
-            assert gap(found, expected) <= LIMIT, (limit_bytes, kernel)
-            found = packed_linear(x, packed, bias, scratch, kernel=kernel)  # type: ignore[arg-type]
-            assert gap(found, expected + bias.double()) <= LIMIT, (limit_bytes, kernel)
+        found = packed_linear(x, packed, None, scratch)
+        assert gap(found, expected) <= LIMIT, limit_bytes
+        found = packed_linear(x, packed, bias, scratch)
+        assert gap(found, expected + bias.double()) <= LIMIT, limit_bytes
 
 
 @pytest.mark.gpu
@@ -244,10 +241,10 @@ def test_a_captured_graph_replays_and_takes_no_memory_of_its_own() -> None:
     packed = pack(weight)
     scratch = scratch_for(packed, torch.bfloat16)
     x = torch.randn(128, 3584, device="cuda").bfloat16()
-    packed_linear(x, packed, None, scratch, kernel="dequantize")
+    packed_linear(x, packed, None, scratch)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = packed_linear(x, packed, None, scratch, kernel="dequantize")
+        out = packed_linear(x, packed, None, scratch)
     x.normal_()
     scratch.take(512, 3584).zero_()
     graph.replay()
@@ -261,10 +258,10 @@ def test_nothing_beside_the_result_is_allocated() -> None:
     x = torch.randn(2048, 3584, device="cuda").bfloat16()
     for limit_bytes in (1 << 30, 4 << 20):
         scratch = scratch_for(packed, torch.bfloat16, limit_bytes)
-        packed_linear(x, packed, None, scratch, kernel="dequantize")
+        packed_linear(x, packed, None, scratch)
         # What was asked for: the allocator may hand out a cached block that is a megabyte larger.
         before = torch.cuda.memory_stats()["requested_bytes.all.current"]
         torch.cuda.reset_peak_memory_stats()
-        out = packed_linear(x, packed, None, scratch, kernel="dequantize")
+        out = packed_linear(x, packed, None, scratch)
         used = torch.cuda.memory_stats()["requested_bytes.all.peak"] - before
         assert used <= out.numel() * 2 + (1 << 16), limit_bytes

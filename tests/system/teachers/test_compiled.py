@@ -231,7 +231,7 @@ def test_on_a_gpu_any_batch_of_the_length_is_served_by_one_compilation(
     config = make_config(num_hidden_layers=3)
     if kind == "blocks":
         path = write(tmp_path / "m.gguf", lively(config), "Q4_K")
-        decoder = freeze(load_packed_decoder(path, torch.bfloat16, "cuda", kernel="dequantize"))
+        decoder = freeze(load_packed_decoder(path, torch.bfloat16, "cuda"))
     else:
         decoder = freeze(lively(config).to("cuda", torch.bfloat16))
     if kind == "fp8":

@@ -141,9 +141,7 @@ def test_a_teacher_without_rounded_layers_is_no_fp8_teacher() -> None:
 
 
 def test_a_teacher_in_fp8_is_never_built_unmeasured() -> None:
-    settings = dict(
-        backend="dequantized", precision="fp8", kernel="auto", device=CPU, student_vocab=99
-    )
+    settings = dict(backend="dequantized", precision="fp8", device=CPU, student_vocab=99)
     with pytest.raises(InternalError, match="rows to measure it on"):
         build_teacher(DEMO / "teacher", **settings)  # type: ignore[arg-type]
 

@@ -10,6 +10,7 @@ import os
 import shlex
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,12 +18,15 @@ from engine.checkpoint_folders import published
 from engine.errors import DiskFull
 from engine.log.folder import RunFolder
 from engine.log.follow import Follower
+from engine.log.text import decision_lines
 from engine.plan.inputs import check_inputs
-from engine.spec import load_spec
+from engine.spec import load_spec, settings_sha256
 from engine.train import run as trainer_module
+from engine.watch.rules.rule import read_settings
 from tests.support.checked_runs import World, make_world
 from tests.support.finished_runs import carried_out
 from tests.support.kit import Kit
+from tests.support.paths import EVIDENCE
 from tests.support.running import engine, engine_here
 
 
@@ -122,19 +126,55 @@ def test_a_damaged_newest_checkpoint_names_the_option_that_goes_on(
     assert ended is not None and "--allow-fallback" in ended.reason and ended.step == 6
 
 
+def write_state(checkpoint: Path, state: dict[str, Any]) -> None:
+    """Write the state of a checkpoint so that it verifies."""
+    text = json.dumps(state).encode()
+    (checkpoint / "state.json").write_bytes(text)
+    manifest = json.loads((checkpoint / "MANIFEST.json").read_text())
+    manifest["files"]["state.json"] = {
+        "sha256": hashlib.sha256(text).hexdigest(),
+        "size": len(text),
+    }
+    (checkpoint / "MANIFEST.json").write_text(json.dumps(manifest))
+
+
 def moved_in_the_data(run: RunFolder, rows: int) -> None:
     """The newest checkpoint as one that verifies and would go on elsewhere in the data."""
     newest = next(published(run.checkpoints))
     state = json.loads((newest / "state.json").read_text())
     state["position"]["rows"] += rows
-    text = json.dumps(state).encode()
-    (newest / "state.json").write_bytes(text)
-    manifest = json.loads((newest / "MANIFEST.json").read_text())
-    manifest["files"]["state.json"] = {
-        "sha256": hashlib.sha256(text).hexdigest(),
-        "size": len(text),
+    write_state(newest, state)
+
+
+@pytest.mark.parametrize("saved_before_the_change", [False, True])
+def test_a_run_with_a_setting_that_is_gone_goes_on(
+    saved: RunFolder, tmp_path: Path, saved_before_the_change: bool
+) -> None:
+    run = copied(saved, tmp_path)
+    effective = run.read_effective()
+    hashes = {}
+    for value in ("auto", "dequantize"):
+        effective["spec"]["teacher"]["kernel"] = value
+        hashes[value] = settings_sha256(effective["spec"])
+    change = {"key": "teacher.kernel", "was": "auto", "is": "dequantize"}
+    effective |= {
+        "spec_sha256": hashes["dequantize"],
+        "changes": [change | {"spec_sha256": hashes["auto"]}],
     }
-    (newest / "MANIFEST.json").write_text(json.dumps(manifest))
+    run.effective.write_text(json.dumps(effective))
+    sha256 = hashes["auto" if saved_before_the_change else "dequantize"]
+    for checkpoint in published(run.checkpoints):
+        state = json.loads((checkpoint / "state.json").read_text())
+        write_state(checkpoint, state | {"spec_sha256": sha256})
+    assert go_on(run) == 0
+    assert Follower(run).read_all().last_step == 8
+
+
+def test_decisions_about_settings_that_are_gone_are_shown() -> None:
+    run = RunFolder(EVIDENCE / "distill" / "within")
+    assert read_settings(run) is not None
+    lines = [line for one in Follower(run).read_all().decisions for line in decision_lines(one)]
+    assert any(line.startswith("teacher.kernel: dequantize") for line in lines), lines
 
 
 def test_a_newest_checkpoint_that_is_gone_is_told_and_a_resume_that_a_check_stops_says_what_goes_on(

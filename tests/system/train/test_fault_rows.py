@@ -328,7 +328,6 @@ def test_a_teacher_in_blocks_keeps_no_mapping_of_its_file(tmp_path: Path) -> Non
         str(path),
         backend="quantized",
         precision="fp32",
-        kernel="auto",
         device=torch.device("cpu"),
         student_vocab=make_config().vocab_size,
     )

@@ -36,6 +36,11 @@ def test_the_arms_differ_in_the_planned_setting_and_nothing_else(
     assert a["checkpoint"]["at_end"] is False
 
 
+def test_a_setting_that_is_gone_cannot_be_flipped(spec: Path) -> None:
+    with pytest.raises(SpecError, match=r"--set teacher\.kernel: .* it is gone, as"):
+        make_plan(spec, ["teacher.kernel=dequantize"], order_seed=3)
+
+
 def test_a_run_folder_is_as_good_a_source_as_its_spec(spec: Path, tmp_path: Path) -> None:
     settings, text = load_spec(spec)
     run = create_run(tmp_path / "run", text, {"spec": settings.to_dict()})

@@ -15,7 +15,7 @@ from tests.support.flip_pairs import FACTS, outcome, plan, write_arms
 
 THREADS = Change(key="compute.threads", a=2, b=1)
 WAIT = Change(key="compute.thread_wait", a="auto", b="passive")
-KERNEL = Change(key="teacher.kernel", a="fused", b="dequantize")
+BLOCKS = Change(key="teacher.backend", a="quantized", b="dequantized")
 BACKEND = {"teacher.backend": "quantized"}
 
 
@@ -71,25 +71,25 @@ def test_an_arm_that_never_came_to_decide_is_not_proved(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("kernels_b", "level"),
     [
-        ({"q4k_fused": 9}, Level.FAIL),
-        ({"q4k_fused": 0, "dequantize": 9}, Level.PASS),
+        ({"dequantize": 9, "update": 3}, Level.FAIL),
+        ({"dequantize": 0, "update": 3}, Level.PASS),
     ],
 )
 def test_a_marker_that_says_flipped_over_the_same_kernels_is_a_lie(
     tmp_path: Path, kernels_b: dict[str, int], level: Level
 ) -> None:
-    made = plan(KERNEL)
+    made = plan(BLOCKS)
     write_arms(tmp_path, made)
-    a = outcome("A", choices=BACKEND | {KERNEL.key: "fused"}, kernels={"q4k_fused": 9})
-    b = outcome("B", choices=BACKEND | {KERNEL.key: "dequantize"}, kernels=kernels_b)
+    a = outcome("A", choices={BLOCKS.key: "quantized"}, kernels={"dequantize": 9, "update": 3})
+    b = outcome("B", choices={BLOCKS.key: "dequantized"}, kernels=kernels_b)
     assert flipped(made, a, b, tmp_path).level == level
 
 
 def test_a_teacher_in_blocks_without_counted_kernels_is_not_proved(tmp_path: Path) -> None:
-    made = plan(KERNEL)
+    made = plan(BLOCKS)
     write_arms(tmp_path, made)
-    a = outcome("A", choices=BACKEND | {KERNEL.key: "fused"})
-    b = outcome("B", choices=BACKEND | {KERNEL.key: "dequantize"})
+    a = outcome("A", choices={BLOCKS.key: "quantized"})
+    b = outcome("B", choices={BLOCKS.key: "dequantized"})
     assert flipped(made, a, b, tmp_path).level == Level.UNKNOWN
 
 

@@ -5,7 +5,6 @@ all of the code that chooses and prepares a launch runs, and the launch is noted
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,10 +14,10 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from engine.kernels import dequantize_triton, small_m, small_m_inputs
+from engine.kernels import dequantize_triton
 from engine.kernels.compiler import Variant
-from engine.kernels.linear import Kernel, Scratch, packed_linear
-from engine.kernels.prewarm import Matrix, matrices_of, prewarm_variants
+from engine.kernels.linear import Scratch, packed_linear
+from engine.kernels.prewarm import prewarm_variants, types_of
 from engine.kernels.registry import pointer_type
 from engine.models.config import ModelConfig
 from engine.models.decoder import Decoder
@@ -67,12 +66,10 @@ class Launches:
 
 @pytest.fixture(scope="module")
 def launches() -> Iterator[Launches]:
-    """The launches of tests, on a GPU of capability 9.0 that is not there."""
+    """The launches of tests, on a GPU that is not there."""
     noted = Launches()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-        for module in (dequantize_triton, small_m, small_m_inputs):
-            patch.setattr(module, "launch", noted)
+        patch.setattr(dequantize_triton, "launch", noted)
         with PretendedGpu():
             yield noted
 
@@ -89,7 +86,6 @@ def fake(type_: BlockType, rows: int, columns: int) -> PackedMatrix:
     dtype=st.sampled_from(DTYPES),
     biased=st.booleans(),
     counts=st.lists(st.integers(1, 80) | st.integers(81, 5000), min_size=1, max_size=4),
-    kernel=st.sampled_from(["by_shape", "fused", "dequantize"]),
     limit_rows=st.sampled_from([16, 48, 1000]),
 )
 def test_products_launch_nothing_that_was_not_warmed(
@@ -100,7 +96,6 @@ def test_products_launch_nothing_that_was_not_warmed(
     dtype: torch.dtype,
     biased: bool,
     counts: list[int],
-    kernel: Kernel,
     limit_rows: int,
 ) -> None:
     columns = row_blocks * type_.block_size
@@ -111,13 +106,9 @@ def test_products_launch_nothing_that_was_not_warmed(
     reserve(scratch, weight, whole=True)
     bias_N = torch.empty(rows, dtype=dtype, device=CUDA) if biased else None
     for count in counts:
-        if kernel == "fused" and not small_m.takes(type_, count, CUDA):
-            continue
         x = torch.empty(count, columns, dtype=dtype, device=CUDA)
-        assert packed_linear(x, weight, bias_N, scratch, kernel=kernel).shape == (count, rows)
-    matrix = Matrix(type_, rows, columns, dtype if biased else None)
-    warmed = prewarm_variants([matrix], [dtype], arch=90, row_counts=counts)
-    assert launches.variants <= set(warmed)
+        assert packed_linear(x, weight, bias_N, scratch).shape == (count, rows)
+    assert launches.variants <= set(prewarm_variants([type_], [dtype]))
 
 
 CONFIG = ModelConfig(
@@ -135,7 +126,7 @@ CONFIG = ModelConfig(
 )
 
 
-def packed_decoder(config: ModelConfig, dtype: torch.dtype, kernel: Kernel) -> Decoder:
+def packed_decoder(config: ModelConfig, dtype: torch.dtype) -> Decoder:
     """A decoder with blocks of several types in it, as llama.cpp mixes them."""
     with torch.device("meta"):
         decoder = Decoder(config).to(dtype)
@@ -147,7 +138,7 @@ def packed_decoder(config: ModelConfig, dtype: torch.dtype, kernel: Kernel) -> D
         assert isinstance(dense, nn.Linear)
         weight = fake(BLOCK_TYPES[mixed[place % len(mixed)]], *dense.weight.shape)
         reserve(scratch, weight, whole=name != "head")
-        packed = PackedLinear(weight, scratch, kernel=kernel)
+        packed = PackedLinear(weight, scratch)
         packed.bias = None if dense.bias is None else dense.bias.detach()
         parent, _, leaf = name.rpartition(".")
         setattr(decoder.get_submodule(parent), leaf, packed)
@@ -158,54 +149,38 @@ def packed_decoder(config: ModelConfig, dtype: torch.dtype, kernel: Kernel) -> D
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("kernel", ["by_shape", "dequantize"])
 @pytest.mark.parametrize("tokens", [(1, 1), (1, 7), (2, 20), (3, 128)])
 def test_a_forward_pass_launches_nothing_that_was_not_warmed(
-    launches: Launches, dtype: torch.dtype, kernel: Kernel, tokens: tuple[int, int]
+    launches: Launches, dtype: torch.dtype, tokens: tuple[int, int]
 ) -> None:
-    decoder = packed_decoder(CONFIG, dtype, kernel)
+    decoder = packed_decoder(CONFIG, dtype)
     launches.variants.clear()
     with torch.inference_mode():
         ids = torch.zeros(tokens, dtype=torch.int64, device=CUDA)
         hidden = decoder(ids)
         for first, slice_RE in head_of(decoder).slices(600, torch.float32):
             assert first >= 0 and slice_RE.shape[1] == CONFIG.hidden_size
-    warmed = prewarm_variants(
-        matrices_of(decoder), [dtype], arch=90, row_counts=[tokens[0] * tokens[1]]
-    )
     assert hidden.shape[:2] == tokens
-    assert launches.variants <= set(warmed)
+    types = types_of(decoder)
+    assert launches.variants <= set(prewarm_variants(types, [dtype]))
     # The set is not merely large: each kind of matrix was really launched.
-    types = {matrix.type.name for matrix in matrices_of(decoder)}
-    assert types == {"Q4_K", "Q6_K", "Q5_K", "Q8_0", "Q4_0"}
-    assert len(launches.variants) >= len(types)
+    assert {type_.name for type_ in types} == {"Q4_K", "Q6_K", "Q5_K", "Q8_0", "Q4_0"}
+    assert len(launches.variants) == len(types)
 
 
 def test_what_is_not_warmed_is_missed(launches: Launches) -> None:
-    decoder = packed_decoder(CONFIG, torch.bfloat16, "dequantize")
+    decoder = packed_decoder(CONFIG, torch.bfloat16)
     launches.variants.clear()
     with torch.inference_mode():
         decoder(torch.zeros((1, 128), dtype=torch.int64, device=CUDA))
-    without = [matrix for matrix in matrices_of(decoder) if matrix.type.name != "Q6_K"]
-    warmed = prewarm_variants(without, [torch.bfloat16], arch=90, row_counts=[128])
+    without = [type_ for type_ in types_of(decoder) if type_.name != "Q6_K"]
+    warmed = prewarm_variants(without, [torch.bfloat16])
     missed = launches.variants - set(warmed)
     assert {variant.name for variant in missed} == {"dequantize_q6_k"}
-    wrong_dtype = prewarm_variants(matrices_of(decoder), [torch.float16], arch=90, row_counts=[128])
+    wrong_dtype = prewarm_variants(types_of(decoder), [torch.float16])
     assert not launches.variants & set(wrong_dtype)
 
 
-def test_no_fused_kernel_is_warmed_for_many_rows() -> None:
-    matrix = Matrix(BLOCK_TYPES["Q4_K"], 64, 512)
-    many = prewarm_variants([matrix], [torch.bfloat16], arch=90, row_counts=[2048])
-    few = prewarm_variants([matrix], [torch.bfloat16], arch=90, row_counts=[2048, 1])
-    assert many == (dequantize_triton.variant(matrix.type, torch.bfloat16),)
-    assert len(few) > len(many)
-
-
-def test_the_same_matrix_twice_is_warmed_once() -> None:
-    matrix = Matrix(BLOCK_TYPES["Q6_K"], 64, 512)
-    once = prewarm_variants([matrix], DTYPES, arch=90, row_counts=[1, 4096])
-    again = prewarm_variants(
-        [matrix, replace(matrix)], [*DTYPES, *DTYPES], arch=90, row_counts=[1, 1, 4096]
-    )
-    assert once == again
+def test_the_same_type_twice_is_warmed_once() -> None:
+    type_ = BLOCK_TYPES["Q6_K"]
+    assert prewarm_variants([type_, type_], [*DTYPES, *DTYPES]) == prewarm_variants([type_], DTYPES)

@@ -78,6 +78,31 @@ def test_unknown_value_of_a_knob_is_refused_with_the_allowed_ones(tmp_path: Path
     )
 
 
+@pytest.mark.parametrize("value", ["auto", "by_shape", "dequantize"])
+def test_a_setting_that_is_gone_may_name_what_every_run_does_now(
+    tmp_path: Path, value: str
+) -> None:
+    text = '[student]\nconfig = "c.json"\n[loss]\nalpha = 1\n'
+    plain, _ = load_spec(write(tmp_path, text))
+    assert load_spec(write(tmp_path, f'{text}[teacher]\nkernel = "{value}"\n'))[0] == plain
+    assert load_spec(write(tmp_path, text), [f"teacher.kernel={value}"])[0] == plain
+    old = plain.to_dict()
+    old["teacher"]["kernel"] = value
+    assert spec_from_dict(old) == plain
+
+
+@pytest.mark.parametrize("value", ['"fused"', '"other"', "3", "[1]"])
+def test_a_setting_that_is_gone_says_why_it_cannot_have_another_value(
+    tmp_path: Path, value: str
+) -> None:
+    text = f'[student]\nconfig = "c.json"\n[loss]\nalpha = 1\n[teacher]\nkernel = {value}\n'
+    (found,) = problems(tmp_path, text)
+    expected = (
+        f"kd.toml:6: teacher.kernel: expected no such setting, found {value}: it is gone, as "
+    )
+    assert found.startswith(f"{expected}a training step has too many rows for the fused kernel")
+
+
 def test_alpha_below_one_needs_a_teacher(tmp_path: Path) -> None:
     found = problems(tmp_path, '[student]\nconfig = "c.json"\n[loss]\nalpha = 0.5\n')
     assert found == [
@@ -172,7 +197,7 @@ def test_list_of_settings_is_frozen() -> None:
     assert [option.key for option in options()] == [
         "run.name", "run.out",
         "model.engine", "model.remote_code",
-        "teacher.path", "teacher.backend", "teacher.precision", "teacher.kernel",
+        "teacher.path", "teacher.backend", "teacher.precision",
         "teacher.compile", "teacher.prefetch", "teacher.shard",
         "teacher.cache", "teacher.cache_miss", "teacher.attention", "teacher.allow_identical",
         "student.path", "student.config", "student.precision", "student.compile", "student.graphs", "student.attention",
@@ -211,7 +236,7 @@ CHANGES_RESULTS = """
 """Of compute.gpus: train.rows is per GPU, so a step has more rows. Of eval.rows: the held-out loss is of them."""
 KEEPS_RESULTS = """
     run.name run.out model.engine model.remote_code data.skip_at_most
-    teacher.backend teacher.precision teacher.kernel teacher.compile teacher.prefetch teacher.shard
+    teacher.backend teacher.precision teacher.compile teacher.prefetch teacher.shard
     teacher.cache teacher.cache_miss teacher.attention teacher.allow_identical
     student.precision student.compile student.graphs student.attention student.checkpointing
     student.reshard student.save_as

@@ -10,7 +10,7 @@ from engine.decision import Decision
 from engine.errors import BadInput
 from engine.models.config import ModelConfig
 from engine.runtime.device import choose_precision
-from engine.teachers.backend import choose_backend, choose_kernel, choose_teacher_precision
+from engine.teachers.backend import choose_backend, choose_teacher_precision
 from tests.support.packed_models import make_config
 
 GIB = 2**30
@@ -132,22 +132,3 @@ def test_tf32_is_for_gpus_that_have_it() -> None:
 def test_other_precisions_are_chosen_as_the_students_are(wanted: str) -> None:
     found = choose_teacher_precision(wanted, device="cpu", capability=None)
     assert found == choose_precision("teacher.precision", wanted, "cpu")
-
-
-def test_few_rows_are_multiplied_out_of_their_blocks_and_many_are_not() -> None:
-    few = choose_kernel("auto", device="cuda", tokens=4, fused_up_to=16, most=64)
-    many = choose_kernel("auto", device="cuda", tokens=8192, fused_up_to=16, most=64)
-    assert few.choice == many.choice == "by_shape"
-    assert "8192 rows" in many.reason and "up to 16" in many.reason
-    assert (
-        choose_kernel("auto", device="cpu", tokens=1, fused_up_to=16, most=64).choice
-        == "dequantize"
-    )
-
-
-@pytest.mark.parametrize(("device", "tokens"), [("cpu", 1), ("cuda", 65)])
-def test_fused_kernels_are_refused_where_they_cannot_run(device: str, tokens: int) -> None:
-    with pytest.raises(BadInput, match=r"teacher\.kernel: fused"):
-        choose_kernel("fused", device=device, tokens=tokens, fused_up_to=16, most=64)
-    asked = choose_kernel("dequantize", device=device, tokens=tokens, fused_up_to=16, most=64)
-    assert asked.choice == "dequantize" and asked.overridden

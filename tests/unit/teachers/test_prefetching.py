@@ -109,7 +109,7 @@ def test_streams_change_no_bit(blocks: bool, tmp_path: Path) -> None:
     device = torch.device("cuda")
     config = make_config(hidden_size=1024, num_hidden_layers=4, head_dim=128)
     path = write(tmp_path / "m.gguf", lively(config), "Q4_K")
-    decoder = load_packed_decoder(path, torch.bfloat16, device, kernel="dequantize")
+    decoder = load_packed_decoder(path, torch.bfloat16, device)
     inner = QuantizedTeacher(decoder, "bf16")
     if not blocks:
         inner = DequantizedTeacher(lively(config).to(device, torch.bfloat16), "bf16")  # type: ignore[assignment]

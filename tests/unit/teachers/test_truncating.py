@@ -77,12 +77,12 @@ def test_a_packed_teacher_drops_what_its_values_drop(tmp_path: Path) -> None:
     path = write(tmp_path / "m.gguf", lively(make_config()), "Q6_K")
     batches = [make_batch(2, 21)]
     built = build_teacher(
-        path, backend="quantized", precision="fp32", kernel="auto", device=CPU, student_vocab=KEPT
+        path, backend="quantized", precision="fp32", device=CPU, student_vocab=KEPT
     )
     assert isinstance(built.teacher, TruncatingTeacher)
     assert isinstance(built.teacher.inner, QuantizedTeacher)
     dense = build_teacher(
-        path, backend="dequantized", precision="fp32", kernel="auto", device=CPU, student_vocab=KEPT
+        path, backend="dequantized", precision="fp32", device=CPU, student_vocab=KEPT
     )
     assert isinstance(dense.teacher, TruncatingTeacher)
     assert isinstance(dense.teacher.inner, DequantizedTeacher)
@@ -135,7 +135,6 @@ def test_equal_vocabularies_are_not_cut(tmp_path: Path) -> None:
             path,
             backend=backend,
             precision="bf16",
-            kernel="auto",
             device=CPU,
             student_vocab=IDS,
         )

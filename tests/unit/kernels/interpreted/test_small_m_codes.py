@@ -33,7 +33,7 @@ def times(
     """The product, by programs of `part` rows of W."""
     rows = sum(weight.shape[0] for weight in weights)
     y = torch.full((splits, len(x_MK), rows), torch.nan)
-    config = Config("codes", padded, part, 1, 1, splits)
+    config = Config(padded, part, 1, 1, splits)
     small_m.products(as_integers(x_MK), [pack(weight) for weight in weights], y, config)
     return y.sum(0)
 
