@@ -438,6 +438,16 @@ IDENTITIES: tuple[About, ...] = (
         lightning='load the model in fp32 and set precision="bf16-mixed", not "bf16-true"',
     ),
     _identity(
+        id="update_size",
+        wrong="a step overwrites the weights",
+        group="update",
+        level=FACT,
+        question="How large is a step compared with the matrices that it moves, where that is a tenth of their size or more?",
+        means="The weights are overwritten within a few steps: only a small problem is learnt so. An alert says where "
+        "the loss does not fall either.",
+        remedy="lower the learning rate if the loss does not fall",
+    ),
+    _identity(
         id="stale_parameters",
         wrong="the optimizer holds parameters that are no longer in the model",
         group="update",

@@ -111,6 +111,7 @@ class _Training:
         self.is_recorded = True
         watcher = self.observer.watcher
         watcher.tick()
+        watcher.last_look()
         if self.is_command:
             watcher.training_is_over = True
             text = "the training ended, the command goes on"
@@ -211,7 +212,7 @@ class _Trainings:
         self._drop_recorded()
         observer = self.command.observer
         if code is None and self.has_itself_watched:
-            observer.watcher.tick()
+            observer.watcher.last_look()
             observer.write_watch(exit_of(observer.watcher.view, observer.pid))
         elif code is None:
             text = "the command ended; its exit code went with the process that started it"

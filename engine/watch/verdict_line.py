@@ -30,7 +30,7 @@ ASCII_SIGNS = {HEALTHY: "+", SUSPECT: "!", WRONG: "x", ENDED: "#", UNDECIDED: "?
 
 EXPLAINS_AN_END = ("non_finite", "allocator_ceiling", "gpu_lost")
 """Alerts that explain how a run ended."""
-CAUSES = ("cpu_bound_teacher", "data_wait", "memory_ceiling")
+CAUSES = ("cpu_bound_teacher", "data_wait", "memory_ceiling", "update_too_large")
 """Alerts that explain other alerts of their level."""
 OF_THE_MACHINE = (
     "throttled",

@@ -128,7 +128,7 @@ class Watcher:
         end is left to who diagnoses it."""
         with contextlib.suppress(RunLogError):
             self._follower.read_all()
-        if self._works and self.view.finished is not None:
+        if self._works and (self.view.finished or self.view.script_ended) is not None:
             self._judge(self._case(), without=STALLS)
 
     def _case(self) -> Case:

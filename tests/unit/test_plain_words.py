@@ -50,7 +50,7 @@ CLEAN = frozenset(
 )
 BOUNDS = {
     "engine": 66,
-    "engine/attach": 297,
+    "engine/attach": 295,
     "engine/bench": 9,
     "engine/cli": 35,
     "engine/contracts": 4,

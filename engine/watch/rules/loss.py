@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import itertools
 import math
-import re
 from collections.abc import Sequence
+from dataclasses import replace
 
-from engine.watch.rules.rule import CannotJudge, Case, Symptom, mean, median, rule
+from engine.watch.rules.rule import CannotJudge, Case, Span, Symptom, mean, median, rule
 
 NON_FINITE_STEPS = 3
 """Number of consecutive non-finite losses of a watched script that raise the alert."""
@@ -45,11 +45,6 @@ RISE_LUCK = 2.0
 """Robust sigmas by which the first loss may be below its level."""
 RISE_RETURNS = 0.25
 """Share of the rise by which a loss that is coming back fell between the last two windows."""
-MEANT_TO_RISE = re.compile(
-    r"reward|return|advantage|policy|actor|critic|value|entropy|episode|kl|discriminator|generator|gan|loss_[dg]|[dg]_loss",
-    re.IGNORECASE,
-)
-"""Logged names of trainings whose loss may rise as intended: reinforcement learning, GANs, an annealed term."""
 ALPHA_STEPS = 50
 ALPHA_NEAR = 0.02
 ALPHA_CE_NEAR = 0.05
@@ -62,6 +57,8 @@ SPIKE_BEFORE, SPIKE_WINDOW = 50, 100
 SPIKE_SIGMAS, SPIKE_RATIO = 8.0, 1.5
 """Height of a spike in sigmas and as a ratio. Sigmas alone flag a ripple on a smooth curve, a ratio a noisy batch."""
 MAD_TO_SIGMA = 1.4826
+SINCE_ROWS = 2000
+"""Steps before a window in which the first one of what is wrong is searched."""
 HELDOUT_LEAST = 4
 HELDOUT_WORSE_NATS = 0.05
 HELDOUT_IN_A_ROW = 3
@@ -121,7 +118,7 @@ def loss_not_below_guessing(case: Case) -> Symptom | None:
     return Symptom(
         f"cross entropy is {ce:.3f}: not below ln V = {ceiling:.3f}, the loss of guessing",
         [("ce, mean", ce, f"ln V = {ceiling:.4f}")],
-        case.span(rows),
+        _since(case, case.cross_entropy, rows, ceiling, GUESSING_STEPS),
         meaning="the student knows less than nothing: a wrong forward pass, wrong labels, or a diverged run",
         **case.lower_rate(10),
     )
@@ -169,8 +166,8 @@ def loss_rose_for_good(case: Case) -> Symptom | None:
     if first_step > 2 * (second_step - first_step):
         raise CannotJudge("the first steps of the run are not in its log")
     is_known = _is_cross_entropy(case)
-    if not is_known and (risers := sorted(filter(MEANT_TO_RISE.search, case.view.logged))):
-        raise CannotJudge(f"it logs {risers[0]}: its loss may be meant to rise")
+    if not is_known:
+        case.must_be_meant_to_fall()
     rows = everything[-min(RISE_NEWEST, len(everything) // 2) :]
     newest, start = case.column("loss", rows), case.column("loss", everything[:RISE_FIRST])
     now, lowest = median(newest), sorted(newest)[len(newest) // RISE_BELOW]
@@ -201,10 +198,21 @@ def loss_rose_for_good(case: Case) -> Symptom | None:
             ),
             ("loss, the lowest but outliers", lowest, f"{first:.4g} at the start"),
         ],
-        case.span(rows),
+        _since(case, "loss", rows, first, RISE_WITHIN),
         meaning="the first updates destroyed what the weights had: most often a learning rate that is far too large",
         **case.lower_rate(100),
     )
+
+
+def _since(case: Case, name: str, rows: range, limit: float, window: int) -> Span:
+    """Return the span of the rows, begun as early as the mean of each window before them is not below the limit."""
+    begin = rows.start
+    for stop in range(begin, max(0, begin - SINCE_ROWS), -window):
+        before = case.view.steps.values(name, max(0, stop - window), stop)
+        if not before or mean([limit if loss is None else loss for loss in before]) < limit:
+            break
+        begin = max(0, stop - window)
+    return case.span(range(begin, rows.stop))
 
 
 def _sigma(values: Sequence[float]) -> float:
@@ -371,7 +379,7 @@ def loss_spike(case: Case) -> Symptom | None:
                 f"over {limit:.4f}: {SPIKE_SIGMAS:g} sigma and {SPIKE_RATIO:g} times usual",
             )
         ],
-        case.span(rows),
+        replace(case.span(rows), first_step=step),
         meaning=f"a batch unlike the others{shown}, a rate too high, or a number that went wrong in the hardware",
         **case.lower_rate(2),
     )

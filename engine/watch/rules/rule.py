@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import bisect
 import math
+import re
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
@@ -44,6 +45,13 @@ CPU_WAIT_PCT = 20.0
 """Share of the time in which some process waited for a CPU, in percent; short waits at a wake-up are far below it."""
 OTHERS_SHARE = 0.2
 """Share of the machine's cores that other processes must have had, 0 to 1, to slow a run down noticeably."""
+
+
+MEANT_TO_RISE = re.compile(
+    r"reward|return|advantage|policy|actor|critic|value|entropy|episode|kl|discriminator|generator|gan|loss_[dg]|[dg]_loss",
+    re.IGNORECASE,
+)
+"""Logged names of trainings whose loss may rise as intended: reinforcement learning, GANs, an annealed term."""
 
 
 class CannotJudge(Exception):
@@ -131,6 +139,11 @@ class Case:
         found = [one.numbers.get(number) for one in self.view.identities if one.id == identity]
         return next((value for value in found if value is not None), None)
 
+    def must_be_meant_to_fall(self) -> None:
+        """Raise CannotJudge where the loss of a watched script may be meant to rise."""
+        if risers := sorted(filter(MEANT_TO_RISE.search, self.view.logged)):
+            raise CannotJudge(f"it logs {risers[0]}: its loss may be meant to rise")
+
     @property
     def vocabulary_nats(self) -> float:
         """ln V of the student: the loss of a uniform guess, in nats."""
@@ -148,7 +161,8 @@ class Case:
 
     @property
     def is_over(self) -> bool:
-        return self.view.finished is not None or self.view.exit is not None
+        view = self.view
+        return any(one is not None for one in (view.finished, view.exit, view.script_ended))
 
     def must_have_been_watched(self) -> None:
         if self.view.imported is not None:

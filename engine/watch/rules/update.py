@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+from dataclasses import replace
 
 from engine.log.events import Number, Recorded
 from engine.log.view import RECORDED_KEPT
@@ -17,6 +19,10 @@ UPDATE_FROM = 100
 UPDATE_RECORDS = RECORDED_KEPT // 2
 UPDATE_SHARE = 0.1
 """Relative change of a weight in one step; in healthy training it is about a thousandth."""
+UPDATE_FIRST, UPDATE_ROWS = 5, 50
+"""Steps at the start and newest steps of a watched script whose losses are compared."""
+UPDATE_PROGRESS = 0.03
+"""Share by which a loss must have fallen, or be below that of guessing."""
 CLIPPED_STEPS = 200
 CLIPPED_SHARE = 0.98
 CLIPPED_TIMES = 3.0
@@ -102,11 +108,13 @@ def always_clipped(case: Case) -> Symptom | None:
 @rule(
     reads=("recorded", "lr", "[train]"),
     threshold=f"AdamW's step {UPDATE_SHARE:g} times the weights or more, median of the newest {RECORDED_KEPT} recorded "
-    f"tensors, {UPDATE_RECORDS} at least, from step {UPDATE_FROM} on",
+    f"tensors, {UPDATE_RECORDS} at least, from step {UPDATE_FROM} on; in a watched script of half of its matrices as "
+    f"they were at first, where the median loss of the newest {UPDATE_ROWS} steps is less than {UPDATE_PROGRESS:.0%} "
+    "below the first, or below that of guessing",
 )
 def update_too_large(case: Case) -> Symptom | None:
     if case.view.is_foreign:
-        raise CannotJudge("the moments and weights of a script are not logged")
+        return _overwrites_without_learning(case)
     rows = case.steps(UPDATE_FROM, at_least=1, session=False)
     if case.view.last_step < UPDATE_FROM:
         raise CannotJudge(f"needs {UPDATE_FROM} steps since the start of the run")
@@ -124,6 +132,42 @@ def update_too_large(case: Case) -> Symptom | None:
             ("recorded updates", len(shares), f"the newest {RECORDED_KEPT} at most"),
         ],
         case.span(rows),
+        meaning="the weights are overwritten within a few steps: the learning rate is far too large for them",
+        **case.lower_rate(10),
+    )
+
+
+def _overwrites_without_learning(case: Case) -> Symptom | None:
+    """Judge a watched script by the size of its steps and by its loss: large steps may learn a small problem."""
+    rows = case.steps(UPDATE_ROWS, at_least=UPDATE_ROWS)
+    if case.view.last_step < UPDATE_FROM:
+        raise CannotJudge(f"needs {UPDATE_FROM} steps since the start of the run")
+    seen = next((one for one in case.view.identities if one.id == "update_size"), None)
+    share = None if seen is None else seen.numbers.get("share")
+    if seen is None or share is None or share < UPDATE_SHARE:
+        return None
+    case.must_be_meant_to_fall()
+    start = case.column("loss", range(UPDATE_FIRST))
+    first, now = min(start[0], median(start)), median(case.column("loss", rows))
+    with contextlib.suppress(CannotJudge):
+        first = min(first, case.vocabulary_nats)
+    if now < (1 - UPDATE_PROGRESS) * first or first <= 0:
+        return None
+    return Symptom(
+        f"a step moves the weights by {100 * share:.0f} % of their size, and nothing is learnt: the loss is {now:.3g}",
+        [
+            (
+                "update / weight, median of the matrices",
+                share,
+                f"expected less than {UPDATE_SHARE:g}",
+            ),
+            (
+                f"loss, median of the newest {len(rows)}",
+                now,
+                f"expected {UPDATE_PROGRESS:.0%} below {first:.4g}, that of the start or of guessing",
+            ),
+        ],
+        replace(case.span(rows), first_step=seen.step or 0),
         meaning="the weights are overwritten within a few steps: the learning rate is far too large for them",
         **case.lower_rate(10),
     )

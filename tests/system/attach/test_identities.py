@@ -543,7 +543,8 @@ def test_what_may_be_meant_is_a_suspicion(parameters: Found, name: str) -> None:
 def test_the_healthy_twin_of_each_says_nothing(parameters: Found) -> None:
     for name, lines in parameters.items():
         if name not in WRONG and name not in SUSPECT:
-            assert {line["level"] for line in lines} == {PASS}, name
+            levels = {line["level"] for line in lines if line["id"] != "update_size"}
+            assert levels == {PASS}, name
             assert degrees(lines, "stale_parameters") == [PASS], name
             assert degrees(lines, "kept_gradients") == [PASS], name
     assert degrees(parameters["bf16_at_a_large_rate"], "vanishing_updates") == [PASS]

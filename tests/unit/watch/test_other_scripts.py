@@ -47,7 +47,8 @@ def test_a_loss_that_is_not_finite_for_good_is_named_and_one_that_a_scaler_leave
 
 def test_a_jump_of_the_loss_and_gradients_that_explode_or_are_zero_say_what_to_try() -> None:
     jump = case(lambda n: {"loss": 50.0 if n == 140 else 2.0 + 0.01 * math.sin(n)})
-    assert "2 times lower in the script" in raised("loss_spike", jump).no_flip
+    spike = raised("loss_spike", jump)
+    assert "2 times lower in the script" in spike.no_flip and spike.first_step == 140
     exploded = case(lambda n: {"grad_norm": 500.0 if n > 140 else 0.5})
     assert "10 times lower in the script" in raised("gradient_exploding", exploded).no_flip
     assert "detach()" in raised("gradient_zero", case(lambda n: {"grad_norm": 0.0})).no_flip
@@ -58,9 +59,33 @@ def test_a_loss_of_guessing_is_named_where_it_is_known_to_be_one_cross_entropy()
         return {"loss": LN_V + 0.01}
 
     alert = raised("loss_not_below_guessing", case(guessing, CROSS_ENTROPY))
-    assert f"ln V = {LN_V:.3f}" in alert.text
+    assert f"ln V = {LN_V:.3f}" in alert.text and alert.first_step == 1
+    unlearnt = case(lambda n: {"loss": step_up(n, 201, 2.0, LN_V + 0.01)}, CROSS_ENTROPY, count=300)
+    assert raised("loss_not_below_guessing", unlearnt).first_step == 201
     quiet("loss_not_below_guessing", case(lambda n: {"loss": 2.0}, CROSS_ENTROPY))
     unknown("loss_not_below_guessing", case(guessing), "one cross entropy")
+
+
+def test_steps_as_large_as_the_weights_are_named_where_the_loss_does_not_fall() -> None:
+    def size(share: float) -> Judged:
+        return identity_event("update_size", "fact", 16, "", numbers={"share": share})
+
+    def falls(number: int) -> dict[str, Any]:
+        return {"loss": 4.0 - 0.001 * number}
+
+    def stays(number: int) -> dict[str, Any]:
+        return {"loss": 4.0 + 0.1 * math.sin(number)}
+
+    alert = raised("update_too_large", case(stays, size(0.5)))
+    assert "by 50 % of their size, and nothing is learnt" in alert.text and alert.first_step == 16
+    assert "10 times lower in the script" in alert.no_flip
+    # Guessing is below a first loss that was worse than that.
+    worse = case(lambda n: {"loss": LN_V + 0.5 / n}, size(0.5), CROSS_ENTROPY)
+    raised("update_too_large", worse)
+    quiet("update_too_large", case(falls, size(0.5)))
+    quiet("update_too_large", case(stays, size(0.09)))
+    quiet("update_too_large", case(stays))
+    unknown("update_too_large", case(stays, size(0.5), count=99), "needs 100 steps")
 
 
 def test_clipping_of_nearly_all_steps_is_named_by_the_norm_that_the_script_clips_to() -> None:

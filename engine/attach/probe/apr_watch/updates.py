@@ -1,4 +1,4 @@
-"""One step of an optimizer, looked at: is the new weight its textbook update of the old?
+"""One step of an optimizer: is the new weight its textbook update of the old?
 
 Some rows of each weight, gradient and state are copied in front of the step and behind it. On a GPU they are copied
 there, and to the host on another stream once the GPU has passed the step: nothing is waited for.
@@ -6,13 +6,15 @@ there, and to the host on another stream once the GPU has passed the step: nothi
 
 from __future__ import annotations
 
+import math
+import statistics
 import time
 import weakref
 from typing import Any
 
 from .distillation import Divergence
 from .losses import Loss, combined
-from .parameters import FAIL, PASS, SUSPICION, UNKNOWN, Line, Modules, named
+from .parameters import FACT, FAIL, PASS, SUSPICION, UNKNOWN, Line, Modules, named
 from .textbook import Rule, judge, rule_of
 
 TYPE_CHECKING = False
@@ -29,21 +31,30 @@ _APART = 7919
 """Rows between those of two steps: prime, so that no stride meets the same ones."""
 _MOST = 0.5
 """Share of 16-bit weights that may stand still."""
+_LARGE = 0.1
+"""Size of a step relative to the weights; in healthy training it is about a thousandth."""
 _EXIT_WAIT_S = 2.0
 
 
 class Rates:
-    """The rates of an optimizer at the steps that were looked at."""
+    """The rates of an optimizer at the sampled steps, and the sizes of its matrices at the first."""
 
     def __init__(self) -> None:
         self._highest = 0.0
         self._newest: float | None = None
+        self._sizes: dict[str, float] = {}
 
     def add(self, rate: float) -> bool:
         """Whether the rate of this step is neither that of a warm-up nor that of an end."""
         has_risen = self._newest is None or rate > self._newest
         self._newest, self._highest = rate, max(self._highest, rate)
         return not has_risen and rate >= self._highest / 2
+
+    def share(self, label: str, old: Any, step: Any) -> float | None:
+        """The size of a step relative to the matrix at its first one; None of a matrix that began at zero."""
+        begun = self._sizes.setdefault(label, _size(old))
+        share = _size(step) / begun if begun else math.inf
+        return share if math.isfinite(share) else None
 
 
 class Rows:
@@ -379,7 +390,7 @@ class Seen:
                 f"{found.numbers} numbers of {found.parameters} parameters are the textbook's update of "
                 f"{self._optimizer}"
             )
-            return [("update", PASS, text, about), *self._vanishing(found)]
+            return [("update", PASS, text, about), *self._vanishing(found), *self._large(found)]
         if self.has_closure:
             text = "what the closure did between the two looks at the weights was not seen"
             return [("update", UNKNOWN, text, about)]
@@ -431,6 +442,11 @@ class Seen:
             into.parameters += 1
             here = slice(begin, begin + part.count)
             begin = here.stop
+            parameter: Any = part.of()
+            if parameter is not None and parameter.dim() > 1:
+                share = self._rates.share(part.label, old[here], one.step[here])
+                if share is not None:
+                    into.shares.append(share)
             worst = int(off[here].argmax())
             if off[here][worst] > 1:
                 numbers = (old, new, one.expected, gradient)
@@ -465,6 +481,16 @@ class Seen:
             )
         ]
 
+    def _large(self, found: _Found) -> list[Line]:
+        """Whether a step is large compared with the matrices as they were at first. That alone is no mistake: a small problem
+        may be learnt so. The rule `update_too_large` asks whether the loss fell."""
+        share = statistics.median(found.shares) if found.shares else 0.0
+        if share < _LARGE:
+            return []
+        rate = max(rule.rate for rule in self._rules)
+        text = f"a step at a rate of {rate:.3g} moves half of the matrices by {100 * share:.0f} % of their size"
+        return [("update_size", FACT, text, {"share": share, "lr": rate})]
+
 
 class _Found:
     """What the batches of a step say together."""
@@ -476,6 +502,12 @@ class _Found:
         """Parameters, their labels, and what was found."""
         self.moving = self.still = 0
         """16-bit weights that have a gradient and an update; those that did not move."""
+        self.shares: list[float] = []
+        """Size of the step of each matrix relative to the matrix."""
+
+
+def _size(values: Any) -> float:
+    return float(values.double().square().mean().sqrt())
 
 
 def wait_for(seen: list[Any]) -> None:
