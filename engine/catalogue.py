@@ -442,7 +442,7 @@ IDENTITIES: tuple[About, ...] = (
         wrong="a step overwrites the weights",
         group="update",
         level=FACT,
-        question="How large is a step compared with the matrices that it moves, where that is a tenth of their size or more?",
+        question="How large is a step compared with the matrices that it moves, if it is at least a tenth of them?",
         means="The weights are overwritten within a few steps: only a small problem is learnt so. An alert says where "
         "the loss does not fall either.",
         remedy="lower the learning rate if the loss does not fall",

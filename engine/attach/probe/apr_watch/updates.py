@@ -482,8 +482,8 @@ class Seen:
         ]
 
     def _large(self, found: _Found) -> list[Line]:
-        """Whether a step is large compared with the matrices as they were at first. That alone is no mistake: a small problem
-        may be learnt so. The rule `update_too_large` asks whether the loss fell."""
+        """Whether a step is large compared with the matrices as they were at first. That alone is no mistake: a small
+        problem may be learnt so. The rule `update_too_large` asks whether the loss fell."""
         share = statistics.median(found.shares) if found.shares else 0.0
         if share < _LARGE:
             return []
