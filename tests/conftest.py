@@ -137,3 +137,11 @@ def whole(kit: Kit, tmp_path_factory: pytest.TempPathFactory) -> Path:
         (folder / "result.json").write_text(done.stdout)
 
     return made_once(tmp_path_factory, "whole", make) / "run"
+
+
+@pytest.fixture
+def trainer_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Commands that start a trainer carry it out in this process: another one would only add its start-up time."""
+    from tests.support.finished_runs import train_here
+
+    train_here(monkeypatch)

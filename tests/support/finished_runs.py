@@ -9,10 +9,16 @@ from contextlib import redirect_stderr
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from engine.cli import first_steps
 from engine.evaluate.model import weights_sha256
 from engine.log.folder import RunFolder, create_run
 from engine.spec import load_spec
 from engine.train import run as trainer_module
+from engine.verify import replay
+from engine.watch import start_and_stop
+from engine.watch.start_and_stop import Launched
 from tests.support.kit import Kit
 
 
@@ -36,6 +42,33 @@ def carry_out(spec_file: Path, run: Path, *sets: str) -> tuple[RunFolder, int]:
     create_run(run, text, {"spec": spec.to_dict(), "spec_sha256": spec.sha256})
     code = trainer_module.run(run, resume=False, allow_fallback=False, keep_alive_fd=None)
     return RunFolder(run), code
+
+
+class Ended(Launched):
+    """A run that was carried out before anybody attended it."""
+
+    def leave(self, byte: bytes) -> None:
+        pass
+
+    def end(self) -> None:
+        pass
+
+
+def launched_here(run: RunFolder, *, resume: bool = False, **allowed: bool) -> Launched:
+    """Carry out a run as `launch` does, but in this process, with nobody who watches the trainer."""
+    with run.stderr.open("a") as output, redirect_stderr(output):
+        code = trainer_module.run(
+            run.path, resume=resume, keep_alive_fd=None, **({"allow_fallback": False} | allowed)
+        )
+    process: subprocess.Popen[bytes] = subprocess.Popen(["sh", "-c", f"exit {code}"])
+    process.wait()
+    return Ended(run, process, 0.0)
+
+
+def train_here(patch: pytest.MonkeyPatch) -> None:
+    """Let every command that starts a trainer carry it out in this process, which has imported torch."""
+    for module in (start_and_stop, first_steps, replay):
+        patch.setattr(module, "launch", launched_here)
 
 
 def resumed_here(run: Path, **allowed: bool) -> subprocess.CompletedProcess[str]:

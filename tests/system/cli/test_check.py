@@ -86,6 +86,7 @@ def test_a_spec_whose_first_steps_fail_is_not_sound(
     assert nothing_is_left(scratch)
 
 
+@pytest.mark.usefixtures("trainer_here")
 @pytest.mark.parametrize(
     ("corpus", "settings", "fails", "said"),
     [
@@ -96,7 +97,11 @@ def test_a_spec_whose_first_steps_fail_is_not_sound(
     ],
 )
 def test_a_text_that_the_teacher_does_not_know_is_found_before_the_run(
-    tmp_path: Path, corpus: str, settings: tuple[str, ...], fails: bool, said: str
+    tmp_path: Path,
+    corpus: str,
+    settings: tuple[str, ...],
+    fails: bool,
+    said: str,
 ) -> None:
     """The demo's teacher knows small talk; its guesses on code are worse than none."""
     demo = Path(engine.__file__).parent / "demo"
@@ -107,7 +112,7 @@ def test_a_text_that_the_teacher_does_not_know_is_found_before_the_run(
     path.write_text(
         f'[teacher]\npath = "{demo / "chat"}"\n[student]\nconfig = "{demo / "chat/student.json"}"\n'
         f'[data]\ncorpus = "{where}"\nseq_len = 64\n[train]\nsteps = 4\nrows = 2\n[eval]\nrows = 8\n'
-        '[compute]\ndevice = "cpu"\n'
+        '[compute]\ndevice = "cpu"\nthreads = 1\n'
     )
     sets = [word for one in settings for word in ("--set", one)]
     for words in (["distill", path, "--check"], ["data", path, "--samples", "0", "--ask-teacher"]):

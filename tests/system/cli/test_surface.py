@@ -19,7 +19,7 @@ import pytest
 from engine.cli.main import EPILOG, build_parser
 from engine.export import published
 from engine.export.peers import Absent
-from tests.support.finished_runs import finish
+from tests.support.finished_runs import finish, train_here
 from tests.support.kit import Kit
 from tests.support.running import engine_here
 
@@ -192,6 +192,7 @@ def printed(kit: Kit, tmp_path_factory: pytest.TempPathFactory) -> dict[str, lis
     found = {}
     with pytest.MonkeyPatch.context() as patch:
         asked_once(patch)
+        train_here(patch)
         patch.chdir(folder)  # `init` writes into the working folder
         for name, words in commands.items():
             done = engine_here(*words, "--json")

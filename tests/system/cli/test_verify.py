@@ -17,7 +17,7 @@ from engine.verify import replay
 from engine.verify.sessions import Stretch
 from tests.support.finished_runs import carry_out
 from tests.support.kit import Kit
-from tests.support.running import engine, engine_here
+from tests.support.running import engine_here
 
 STEPS = 4
 ALL = f"steps 1 to {STEPS}"
@@ -83,6 +83,7 @@ def edit_step(run: Path, step: int, change: Callable[[dict[str, Any]], object]) 
     (run / "events.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
+@pytest.mark.usefixtures("trainer_here")
 def test_a_healthy_run_is_what_its_spec_gives_to_the_bit(finished: Path, replayed: Path) -> None:
     assert not (replayed / "student").exists() and not (replayed / "checkpoints").exists()
     done = engine_here("verify", finished, "--steps", "2")
@@ -256,11 +257,12 @@ def stopped(own_kit: Kit, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def resumed(stopped: Path, folder: Path, *words: str) -> Path:
     run = Path(shutil.copytree(stopped, folder / "run"))
-    done = engine("distill", "--resume", run, *words)
+    done = engine_here("distill", "--resume", run, *words)
     assert done.returncode == 0, done.stdout + done.stderr
     return run
 
 
+@pytest.mark.usefixtures("trainer_here")
 def test_a_resumed_run_is_replayed_in_one(stopped: Path, tmp_path: Path) -> None:
     run = resumed(stopped, tmp_path)
     found = verified(run)
@@ -268,6 +270,7 @@ def test_a_resumed_run_is_replayed_in_one(stopped: Path, tmp_path: Path) -> None
     assert found["steps"] == STEPS and not found["rounding"]
 
 
+@pytest.mark.usefixtures("trainer_here")
 def test_behind_changed_settings_a_replay_goes_on_from_the_checkpoint(
     stopped: Path, tmp_path: Path
 ) -> None:
@@ -284,6 +287,7 @@ def test_behind_changed_settings_a_replay_goes_on_from_the_checkpoint(
     )
 
 
+@pytest.mark.usefixtures("trainer_here")
 def test_from_checkpoint_to_checkpoint_what_was_saved_is_compared_too(copy: Path) -> None:
     found = by_name(verified(copy, "--all"))
     assert {level for level, _ in found.values()} == {"pass"}
@@ -314,6 +318,7 @@ def test_a_corpus_that_has_changed_since_is_named(copy: Path, own_kit: Kit) -> N
     assert found["corpus"][0] == "fail" and "recorded " in found["corpus"][1]
 
 
+@pytest.mark.usefixtures("trainer_here")
 def test_one_step_is_compared_stage_by_stage_with_its_record_and_a_textbook(copy: Path) -> None:
     found = verified(copy, "--step", "4")
     stages = [name for name in by_name(found) if name.startswith("step_")]

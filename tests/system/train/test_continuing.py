@@ -27,7 +27,7 @@ from tests.support.checked_runs import World, make_world
 from tests.support.finished_runs import carried_out
 from tests.support.kit import Kit
 from tests.support.paths import EVIDENCE
-from tests.support.running import engine, engine_here
+from tests.support.running import engine_here
 
 
 @pytest.fixture(scope="module")
@@ -177,6 +177,7 @@ def test_decisions_about_settings_that_are_gone_are_shown() -> None:
     assert any(line.startswith("teacher.kernel: dequantize") for line in lines), lines
 
 
+@pytest.mark.usefixtures("trainer_here")
 def test_a_newest_checkpoint_that_is_gone_is_told_and_a_resume_that_a_check_stops_says_what_goes_on(
     saved: RunFolder, tmp_path: Path
 ) -> None:
@@ -185,7 +186,7 @@ def test_a_newest_checkpoint_that_is_gone_is_told_and_a_resume_that_a_check_stop
     moved_in_the_data(run, 4)
     (run.checkpoints / "step-00000006").with_suffix(".mine").mkdir()
     kept = steps_saved(run)
-    stopped = engine("distill", "--resume", run.path)
+    stopped = engine_here("distill", "--resume", run.path)
     assert "a checkpoint of step 6 was safe" in stopped.stderr
     view = Follower(run).read_all()
     notes = [note.text for note in view.notes if "step 6 was safe" in note.text]
@@ -201,7 +202,7 @@ def test_a_newest_checkpoint_that_is_gone_is_told_and_a_resume_that_a_check_stop
     assert words[0] == "engine"
     assert " ".join(words) in ended.reason
     assert steps_saved(run) == kept
-    again = engine(*words[1:])
+    again = engine_here(*words[1:])
     assert again.returncode == 0, again.stderr
     view = Follower(run).read_all()
     assert view.checks["resume_continues"].level == "fail"

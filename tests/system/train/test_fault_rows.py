@@ -67,7 +67,6 @@ from tests.support.packed_models import lively, make_config, write
 from tests.support.run_folders import Scene, started
 from tests.support.running import (
     DEADLINE_S,
-    engine,
     engine_here,
     environment,
     start,
@@ -397,6 +396,7 @@ def test_a_setting_changed_on_resume_is_refused_with_both_values(
 OF_SETTINGS = {"learning_rate", "batch_not_as_set", "run_not_as_set"}
 
 
+@pytest.mark.usefixtures("trainer_here")
 def test_a_change_that_is_allowed_is_made_and_written_down_and_so_are_other_versions(
     run: Path,
 ) -> None:
@@ -407,7 +407,7 @@ def test_a_change_that_is_allowed_is_made_and_written_down_and_so_are_other_vers
     step = Follower(RunFolder(run)).read_all().last_step
     changed = ["--set", f"train.steps={step + 4}", "--allow-change", "train.steps"]
     changed += ["--set", "train.lr=0.0001", "--allow-change", "train.lr"]
-    done = engine("distill", "--resume", run, *changed)
+    done = engine_here("distill", "--resume", run, *changed)
     assert done.returncode == 0, done.stderr
     follower = Follower(RunFolder(run))
     view = follower.read_all()
@@ -425,11 +425,12 @@ def test_a_change_that_is_allowed_is_made_and_written_down_and_so_are_other_vers
     } & OF_SETTINGS == set()
 
 
+@pytest.mark.usefixtures("trainer_here")
 def test_a_change_that_was_written_down_but_not_made_is_refused(run: Path) -> None:
     effective = json.loads((run / "effective.json").read_text())
     made = {"key": "train.lr", "was": 0.0003, "is": 0.0001, "spec_sha256": effective["spec_sha256"]}
     (run / "effective.json").write_text(json.dumps(effective | {"changes": [made]}))
-    done = engine("distill", "--resume", run)
+    done = engine_here("distill", "--resume", run)
     assert done.returncode == 65 and "train.lr = 0.0001, as it was changed to" in done.stderr
 
 
