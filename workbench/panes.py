@@ -273,6 +273,8 @@ class Pane:
     """Help in Markdown: a heading and a description."""
     column: Literal["left", "right", "below"] = "right"
     """Position on a large terminal."""
+    letter: str = ""
+    """A second key of panes whose own, such as F10, many terminals keep for themselves."""
     when: Literal["always", "ended", "alerts", "tall", "chosen"] = "chosen"
     """Condition on which a large terminal shows it without being chosen: always, at the end of the run, with an active
     alert, or with many rows."""
@@ -293,6 +295,11 @@ class Pane:
         return str(place) if place <= 9 else f"f{place}"
 
     @property
+    def shown_key(self) -> str:
+        """The key in tabs and titles."""
+        return self.letter or self.key
+
+    @property
     def has_lines(self) -> bool:
         return self.words is not None or self.fitted is not None
 
@@ -304,7 +311,7 @@ class Pane:
 
     def numbered_title(self, *, watched: bool = False) -> str:
         """Return the title after the key; for a watched script if `watched`."""
-        return f"{self.key} {(watched and self.title_of_watched) or self.title}"
+        return f"{self.shown_key} {(watched and self.title_of_watched) or self.title}"
 
 
 SPEED_HELP = """# Throughput and step time
@@ -377,8 +384,15 @@ PANES: tuple[Pane, ...] = (
     ),
     Pane(id="kernels", title="JIT", words=kernel_words, label="JIT", when="tall", page=5),
     Pane(id="alerts", title="alerts", words=alert_words, when="alerts", page=1),
-    Pane(id="data", title="data", words=data_words, help=DATA_HELP, page=7),
-    Pane(id="samples", title="samples of text", words=sample_words, help=SAMPLES_HELP, page=8),
+    Pane(id="data", letter="d", title="data", words=data_words, help=DATA_HELP, page=7),
+    Pane(
+        id="samples",
+        letter="s",
+        title="samples of text",
+        words=sample_words,
+        help=SAMPLES_HELP,
+        page=8,
+    ),
 )
 """Panes in the order of their keys."""
 

@@ -44,9 +44,7 @@ from workbench.tui.widgets.status_line import StatusLine
 from workbench.tui.widgets.text_pane import TextPane
 from workbench.tui.widgets.timeline_pane import TimelinePane
 
-LETTERS = {"data": "d", "samples": "s"}
-"""A second key for panes whose own key, such as F10, many terminals keep for themselves."""
-TABS = {pane.id: (LETTERS.get(pane.id, pane.key), pane.name) for pane in PANES}
+TABS = {pane.id: (pane.shown_key, pane.name) for pane in PANES}
 VERIFYING = "verifying: "
 
 
@@ -91,9 +89,9 @@ class RunScreen(PollingScreen):
         Binding("q", "app.quit", "quit", tooltip="close the workbench; the run continues"),
         *pane_keys({pane.id: (pane.key, pane.name) for pane in PANES}),
         *(
-            Binding(LETTERS[pane.id], f"pane('{pane.id}')", pane.name, show=False, tooltip=words)
+            Binding(pane.letter, f"pane('{pane.id}')", pane.name, show=False, tooltip=words)
             for pane in PANES
-            if pane.id in LETTERS
+            if pane.letter
             for words in [f"the pane {pane.name}, as {pane.key}"]
         ),
         Binding("z", "zoom", "zoom", tooltip="the chosen pane alone, or all panes again"),

@@ -76,6 +76,12 @@ def test_every_pane_has_a_key_of_its_own_and_lines_or_a_widget() -> None:
     chosen = {b.key: b.action for b in bindings_of(RunScreen) if b.action.startswith("pane(")}  # type: ignore[arg-type]
     own = {pane.key: f"pane('{pane.id}')" for pane in PANES}
     assert chosen == {**own, "d": "pane('data')", "s": "pane('samples')"}
+    # Terminals that keep F10 for themselves leave the keys of the titles.
+    titles = {pane.numbered_title().partition(" ")[0]: pane.id for pane in PANES}
+    assert [*titles] == [*"123456789ds"]
+    assert {key: chosen[key] for key in titles} == {
+        key: f"pane('{id}')" for key, id in titles.items()
+    }
     assert [p.id for p in PANES if not p.has_lines] == ["loss", "log"]
 
 
