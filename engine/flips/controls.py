@@ -25,7 +25,7 @@ from engine.errors import BadInput, write_error
 from engine.files import parse_json, read_bytes, user_state
 from engine.flips.pair import count_of
 from engine.flips.plan import EXTERNAL, Plan
-from engine.flips.statistics import EQUIVALENT, FASTER
+from engine.flips.statistics import EQUIVALENT, FASTER, INCONCLUSIVE
 from engine.flips.surroundings import Surroundings
 from engine.units import format_seconds
 from engine.verdict import Level, Verdict
@@ -33,6 +33,8 @@ from engine.verdict import Level, Verdict
 SAME, SLOW = "same", "slow"
 EXPECTED = {SAME: EQUIVALENT, SLOW: FASTER}
 """Expected verdict of each control. The slowed arm is A, so B is the faster one."""
+UNDECIDED = "too few pairs to tell"
+"""Words for a control whose pairs ran out."""
 AGE_S = 24 * 3600.0
 TIMED = ("step_s",)
 """Metrics that waiting lengthens by a known fraction."""
@@ -58,12 +60,15 @@ class Control:
 
     def answer(self) -> Verdict:
         level = Level.PASS if self.verdict == EXPECTED[self.kind] else Level.FAIL
+        said = f"{self.verdict} in"
+        if self.verdict == INCONCLUSIVE:
+            level, said = Level.UNKNOWN, f"{UNDECIDED} after"
         seen = "" if self.ratio is None else f", B/A {self.ratio:.3f}"
         noise = "" if self.deviation is None else f", deviation {self.deviation:.1%}"
         age = format_seconds(max(0.0, time.time() - self.at_unix_s))
         return Verdict(
             level,
-            f"{self.verdict} in {count_of(self.pairs)}{seen}{noise}, {age} ago ({self.folder})",
+            f"{said} {count_of(self.pairs)}{seen}{noise}, {age} ago ({self.folder})",
         )
 
 

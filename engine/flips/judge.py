@@ -110,7 +110,7 @@ def judge(plan: Plan, pairs: Sequence[Pair], ended: str = "") -> Judgement | Non
         if outcome.completed and not (outcome.value and outcome.value > 0):
             reason = outcome.no_value or f"{outcome.value:g} is no amount"
             return Judgement(INVALID, f"no {plan.metric} of arm {outcome.arm}: {reason}", interval)
-    if interval is not None and interval.pairs >= plan.pairs_min:
+    if interval is not None and (interval.pairs >= plan.pairs_min or _is_exact(plan, pairs)):
         decided = decide(interval, plan.margin)
         if decided is not None or ended:
             findings = _findings(plan, pairs, interval, decided)
@@ -221,7 +221,22 @@ def interval_of(plan: Plan, pairs: Sequence[Pair]) -> Interval | None:
     differences = [d for p in pairs if (d := p.difference) is not None]
     if not differences:
         return None
+    if _is_exact(plan, pairs):
+        # The same number each time has no error.
+        d, n = differences[0], len(differences)
+        return Interval(mean=d, low=d, high=d, pairs=n, deviation=0.0)
     return anytime_interval(differences, alpha=1 - plan.level, prior_weight=plan.prior_weight)
+
+
+def _is_exact(plan: Plan, pairs: Sequence[Pair]) -> bool:
+    """Return whether the metric is that of one seed, so that a further pair is a copy of the first: the runs of the
+    only pair begin with the same loss, or those of each arm end at the same one."""
+    if not plan.has_one_seed or not all(pair.complete for pair in pairs):
+        return False
+    first = pairs[0]
+    if len(pairs) == 1:
+        return bool(first.a.losses) and first.a.losses[0] == first.b.losses[0]
+    return all((p.a.value, p.b.value) == (first.a.value, first.b.value) for p in pairs)
 
 
 def outcomes_of(pairs: Sequence[Pair]) -> list[Outcome]:

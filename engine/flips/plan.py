@@ -32,7 +32,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 from engine.decision import as_choice, is_choice_of_the_engine
 from engine.errors import BadInput, SpecError, UsageError
 from engine.files import parse_json
-from engine.flips.command import LINE, NOTHING, WORDS, Arm, Command
+from engine.flips.command import LINE, NOTHING, SEED, WORDS, Arm, Command
 from engine.flips.script_settings import OWN, SCRIPT_SETTINGS
 from engine.flips.statistics import ALPHA, LEVEL, PRIOR_WEIGHT
 from engine.log.folder import RunFolder, is_run, must_have_settings
@@ -64,6 +64,8 @@ class Metric(NamedTuple):
     less: str
     """What a setting does that gives less of it."""
     more: str
+    varies_with_load: bool = True
+    """Whether other work on the machine changes it."""
 
 
 METRICS = {
@@ -73,6 +75,7 @@ METRICS = {
         "peak memory",
         "needs less memory",
         "needs more memory",
+        varies_with_load=False,
     ),
     "energy_per_token_j": Metric(
         "energy of the GPU over the measured steps by tokens, joules",
@@ -85,6 +88,7 @@ METRICS = {
         "final loss",
         "ends at a lower loss",
         "ends at a higher loss",
+        varies_with_load=False,
     ),
 }
 BURSTS = 24
@@ -198,6 +202,12 @@ class Plan:
         if self.metric == "step_s" and self.kind == "command":
             return OF_BURSTS
         return METRICS[self.metric].definition
+
+    @property
+    def has_one_seed(self) -> bool:
+        """Whether the metric is a loss of a command that no pair gives another seed."""
+        words = () if self.command is None else self.command.words
+        return bool(words) and self.metric == "final_loss" and not any(SEED in w for w in words)
 
     @property
     def keys(self) -> frozenset[str]:

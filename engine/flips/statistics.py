@@ -33,6 +33,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 FASTER, SLOWER, EQUIVALENT = "B_FASTER", "B_SLOWER", "EQUIVALENT"
+INCONCLUSIVE = "INCONCLUSIVE"
 ALPHA = 0.05
 LEVEL = 1 - 2 * ALPHA
 PRIOR_WEIGHT = 2.0

@@ -72,9 +72,9 @@ def _command_lines(plan: Plan) -> list[str]:
         f"each run: {'' if plan.observed else f'ended after {plan.steps} optimizer steps, '}in {where}",
         f"trackers are offline: {trackers}",
     ]
-    if plan.metric == "final_loss" and not any(SEED in word for word in plan.command.words):
+    if plan.has_one_seed:
         lines.append(
-            f"seed: no {SEED} in the command, so that pairs may be copies of one another; the script's own counts"
+            f"seed: no {SEED} in the command; if the script sets its own, pairs are copies and one decides"
         )
     return lines
 

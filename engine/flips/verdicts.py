@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from engine.flips.arms import ENDED_EARLY, NO_STEPS, OVER_THE_LIMIT
 from engine.flips.command import WORDS
+from engine.flips.controls import UNDECIDED
 from engine.flips.pair import count_of
 from engine.flips.plan import METRICS, PAIRS_LIMIT, PAIRS_MIN, SHOWN
 from engine.flips.script_settings import OWN, SCRIPT_SETTINGS, by_hand
@@ -26,10 +27,11 @@ from engine.flips.statistics import (
     margin_of_a_difference,
     margin_of_equality,
 )
+from engine.flips.statistics import INCONCLUSIVE as INCONCLUSIVE
 from engine.flips.surroundings import CPU
 from engine.verdict import Level
 
-INCONCLUSIVE, PARITY_FAIL, INVALID = "INCONCLUSIVE", "PARITY_FAIL", "INVALID"
+PARITY_FAIL, INVALID = "PARITY_FAIL", "INVALID"
 DID_NOT_COMPLETE = {"A": "A_DID_NOT_COMPLETE", "B": "B_DID_NOT_COMPLETE"}
 ENDS_IT, KEEPS_IT, NOT_SEEN = "B_ENDS_IT", "B_KEEPS_IT", "NOT_SEEN"
 ENDS_IT_HERE, UNTESTED = "B_ENDS_IT_FOR_ONE_SEED", "NOT_TESTED"
@@ -93,7 +95,10 @@ class _Parts(dict[str, str]):
 
 
 def busy_with(fields: Fields) -> float:
-    """How many others wanted the CPUs, in the run that had most of them; 0 on a GPU or an idle machine."""
+    """How many others wanted the CPUs, in the run that had most of them; 0 on a GPU, on an idle machine, and for what
+    load cannot change."""
+    if fields["metric"] in METRICS and not METRICS[fields["metric"]].varies_with_load:
+        return 0.0
     loads = fields["diagnostics"]["neighbour_load"].values()
     most = max(loads, default=0.0)
     return most if fields["host"]["device"] == CPU and most > BUSY else 0.0
@@ -120,6 +125,13 @@ def _different(fields: Fields) -> Answer:
             why = f"the {CONTROLS[name]} failed on this machine"
             again = "run it again while nothing else runs"
             return Answer(sentence, f"do not rely on it: {why}; {again}")
+        if UNDECIDED in control["reason"]:
+            why = f"the {CONTROLS[name]} had {UNDECIDED}"
+            return Answer(
+                sentence,
+                f"do not rely on it yet: {why}; run it with more --pairs",
+                "--controls run",
+            )
     if fields["class"] == "exploratory":
         return Answer(sentence, f"{action}; run it again before you quote the number")
     if any(c["level"] == "unknown" and "no positive" not in c["reason"] for c in controls.values()):
@@ -357,6 +369,8 @@ def _effect(fields: Fields) -> str:
     ):
         digits += 1
     mean, low, high = (f"{end:+z.{digits}f}" for end in ends)
+    if interval.low == interval.high and fields["metric"] == "final_loss":
+        return f"{noun} {mean} % for this seed"
     return f"{noun} {mean} % [{low}, {high}]"
 
 

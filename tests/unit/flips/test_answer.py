@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,8 @@ from typing import Any
 import pytest
 
 from engine.flips import text
+from engine.flips.command import Command
+from engine.flips.controls import SAME, Control
 from engine.flips.flip_folder import create_flip
 from engine.flips.judge import conclude, judge
 from engine.flips.pair import Pair
@@ -109,6 +112,62 @@ def test_without_controls_the_setting_is_used_and_the_number_not_quoted(tmp_path
 def test_a_failed_control_keeps_the_verdict_from_being_used(tmp_path: Path) -> None:
     said = answer(fields_of(tmp_path, timed(FASTER), controls=PASSED | {"AA": FAIL}))
     assert said.action.startswith("do not rely on it: the control A against A failed")
+
+
+def test_a_control_that_ran_out_of_pairs_has_not_failed(tmp_path: Path) -> None:
+    control = Control(
+        kind=SAME,
+        at_unix_s=time.time(),
+        surroundings={},
+        metric="step_s",
+        margin=0.05,
+        verdict="INCONCLUSIVE",
+        ratio=1.08,
+        deviation=0.09,
+        pairs=2,
+        folder="controls/same",
+        plan_sha256="",
+        spec={},
+    )
+    undecided = control.answer()
+    assert undecided.level == Level.UNKNOWN
+    assert undecided.reason.startswith("too few pairs to tell after 2 pairs, B/A 1.080")
+    said = answer(fields_of(tmp_path, timed(FASTER), controls=PASSED | {"AA": undecided}))
+    assert said.action == (
+        "do not rely on it yet: the control A against A had too few pairs to tell; run it with more --pairs"
+    )
+    assert replace(control, verdict="B_SLOWER").answer().level == Level.FAIL
+
+
+LOSS_OF_ONE_SEED = replace(
+    plan(metric="final_loss"), command=Command(words=("python", "t.py"), folder="/", settings={})
+)
+
+
+def test_a_loss_under_one_seed_takes_one_pair_and_no_idle_machine(tmp_path: Path) -> None:
+    made, one = LOSS_OF_ONE_SEED, loaded(timed([-0.2]), 4.2)
+    found = judge(made, one)
+    assert found is not None and found.verdict == "B_FASTER"
+    said = answer(fields_of(tmp_path / "1", one, made))
+    assert "final loss -18.1 % for this seed, more than the margin of 5 %" in said.sentence
+    # Without a seed of the script's own its first losses differ already.
+    other = [replace(p, b=replace(p.b, losses=[5.1, 4.0, 3.0])) for p in one]
+    assert judge(made, other) is None
+    assert judge(plan(metric="final_loss"), one) is None
+    assert judge(replace(made, metric="step_s"), one) is None
+    # Copies whose first losses differ by what B changes.
+    copies = [replace(p, number=n) for p in other for n in (1, 2)]
+    found = judge(made, copies)
+    assert found is not None and found.verdict == "B_FASTER"
+
+
+def test_load_is_not_named_for_what_it_cannot_change(tmp_path: Path) -> None:
+    for metric in ("final_loss", "peak_memory_bytes"):
+        pairs = loaded(timed(NOISY), 4.2)
+        said = answer(
+            fields_of(tmp_path / metric, pairs, plan(metric=metric), pairs_needed=2569550)
+        )
+        assert said.sentence.startswith("cannot be decided: pairs differ by ")
 
 
 def test_a_changed_plan_asks_for_another_run(tmp_path: Path) -> None:

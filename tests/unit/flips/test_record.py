@@ -313,7 +313,7 @@ def test_a_control_of_something_else_does_not_count(fields: dict[str, Any]) -> N
 
 def test_the_newest_control_counts_even_when_it_failed(state: Path) -> None:
     controls.remember(control(SAME))
-    controls.remember(control(SAME, verdict="INCONCLUSIVE"))
+    controls.remember(control(SAME, verdict="B_FASTER"))
     with (state / "apr-workbench" / "controls.jsonl").open("a") as file:
         file.write('{"kind": "sa')
     answer = controls.answers(plan(), controls.find(plan(), HERE), "none")["AA"]
