@@ -12,12 +12,21 @@ import pytest
 
 from engine.attach.summary import summary_lines
 from engine.cli.main import main
-from engine.log.events import Event, Note, Phase, StepDone, TrainerExited, TrainerStarted, Watched
+from engine.log.events import (
+    Event,
+    Note,
+    Phase,
+    RunFinished,
+    StepDone,
+    TrainerExited,
+    TrainerStarted,
+    Watched,
+)
 from engine.log.folder import RunFolder, create_run
 from engine.log.write import LogWriter
-from tests.support.judged import alert_event, check_event, identity_event, number_event
+from tests.support.judged import alert_event, check_event, identity_event, is_alert, number_event
 from tests.support.run_events import example_of
-from tests.support.run_folders import Scene, completed, empty, killed, running, vanished
+from tests.support.run_folders import Scene, completed, empty, killed, resumed, running, vanished
 from tests.support.screens import texts_of
 from workbench.notebook.live import Live
 from workbench.runs_feed import RunsFeed
@@ -35,12 +44,14 @@ def checked(level: str, id: str) -> Callable[[Path], RunFolder]:
     return make
 
 
-def alerted(id: str, level: str, text: str, **more: object) -> Callable[[Path], RunFolder]:
+def alerted(id: str, level: str, text: str, *, state: str = "") -> Callable[[Path], RunFolder]:
+    """A run of the engine with an alert; it ended in `state`, or without a word."""
+
     def make(path: Path) -> RunFolder:
         scene = running(path, done=10)
-        return scene.watch(
-            alert_event(id, level, text, first_step=4, no_flip="look", **more)
-        ).close()
+        if state:
+            scene.events(RunFinished(state=state, reason="", exit_code=0, step=10))
+        return scene.watch(alert_event(id, level, text, first_step=4, no_flip="look")).close().run
 
     return make
 
@@ -58,10 +69,12 @@ def script(*seen: Event, state: str = "COMPLETED", code: int = 0) -> Callable[[P
         run = create_run(path, "", {"spec": {}, "command": about})
         steps = [StepDone(step=n, loss=3.0 / n, step_s=0.1) for n in (1, 2, 3)]
         with LogWriter(run.events, writer="probe") as log:
-            for event in (example_of(Watched), Phase(name="training"), *steps, *seen):
+            own = [event for event in seen if not is_alert(event)]
+            for event in (example_of(Watched), Phase(name="training"), *steps, *own):
                 log.write(event)
         with LogWriter(run.watch, writer="supervisor") as log:
-            log.write(TrainerStarted(trainer_pid=7, supervisor_pid=8))
+            for event in (TrainerStarted(trainer_pid=7, supervisor_pid=8), *filter(is_alert, seen)):
+                log.write(event)
             log.write(
                 example_of(
                     TrainerExited, state=state, returncode=code, signal=None, sentence="It ended."
@@ -72,12 +85,34 @@ def script(*seen: Event, state: str = "COMPLETED", code: int = 0) -> Callable[[P
     return make
 
 
-def table(has_nans: bool) -> Callable[[Path], RunFolder]:
+def finished(state: str) -> Callable[[Path], RunFolder]:
+    """A run of the engine that ends by itself after 30 steps."""
+
+    def make(path: Path) -> RunFolder:
+        end = RunFinished(state=state, reason="asked", exit_code=0, step=30)
+        return running(path).events(end).close().run
+
+    return make
+
+
+def ended(state: str, code: int, signal: str | None = None) -> Callable[[Path], RunFolder]:
+    """A run of the engine whose process ended like this."""
+
+    def make(path: Path) -> RunFolder:
+        exit_ = example_of(
+            TrainerExited, state=state, returncode=code, signal=signal, sentence="It ended."
+        )
+        return running(path).watch(exit_).close().run
+
+    return make
+
+
+def table(has_nans: bool, lr: float = 0.001, rising: float = 0.0) -> Callable[[Path], RunFolder]:
     """A table of 60 steps of another tool."""
 
     def make(path: Path) -> RunFolder:
         rows = [
-            f"{n},{'nan' if has_nans and 30 <= n < 40 else 4 - n / 60 + n % 3 / 100},0.001"
+            f"{n},{'nan' if has_nans and 30 <= n < 40 else 4 - n / 60 + n % 3 / 100 + rising / n},{lr}"
             for n in range(1, 61)
         ]
         source = path.parent / f"{path.name}.csv"
@@ -91,6 +126,9 @@ def table(has_nans: bool) -> Callable[[Path], RunFolder]:
 HELD = identity_event("update", "pass", 1, "it is the textbook's")
 KEPT = identity_event("kept_gradients", "fail", 2, "nothing zeroed them")
 MODE = identity_event("training_mode", "suspicion", 3, "2 modules in eval mode")
+LARGE = identity_event(
+    "update_size", "fact", 1, "a step moves them by 15 %", numbers={"share": 0.15}
+)
 SHIFT = identity_event("label_shift", "suspicion", 1, "shifted twice")
 BAD = number_event(2, "loss", "nan")
 FOLDERS: dict[str, tuple[Callable[[Path], RunFolder], str]] = {
@@ -120,11 +158,54 @@ FOLDERS: dict[str, tuple[Callable[[Path], RunFolder], str]] = {
     "recovered": (script(HELD, BAD), "SUSPECT since step 2: loss was nan at step 2"),
     "table": (table(False), "HEALTHY: no alert in 60 steps, of which only the logged numbers"),
     "nans": (table(True), "SUSPECT since step 30: loss was nan in steps 30 to 39, and is finite"),
+    "resumed": (resumed, "HEALTHY: completed 60 steps"),
+    "stopped": (finished("stopped"), "HEALTHY: stopped at step 30, as it was asked to"),
+    "large": (script(HELD, LARGE), "HEALTHY: completed 3 steps; 2 identities passed"),
+    "ctrl-c": (
+        script(HELD, state="INTERRUPTED", code=130),
+        "HEALTHY: interrupted at step 3, as it was asked to; 1 identity passed",
+    ),
+    "warm": (table(False, lr=0.1, rising=0.1), "HEALTHY: no alert in 60 steps"),
+    "outside": (
+        ended("KILLED_EXTERNAL", -9, "SIGKILL"),
+        "ENDED at step 30: killed from outside, not for lack of memory",
+    ),
+    "disk": (ended("DISK_FULL", 1), "ENDED at step 30: the disk is full"),
+    "memory": (
+        ended("OOM_MEMCG", -9, "SIGKILL"),
+        "ENDED at step 30: out of memory, its control group was full",
+    ),
+    "starved": (
+        alerted(
+            "data_wait",
+            "suspicion",
+            "steps wait for data for 62 % of their time",
+            state="completed",
+        ),
+        "SUSPECT since step 4: steps wait for data for 62 % of their time",
+    ),
+    "rank": (
+        alerted("stalled", "fail", "no step for 12m: rank 1 waits in all_reduce for rank 0"),
+        "WRONG since step 4: no step for 12m: rank 1 waits in all_reduce for rank 0",
+    ),
+    "rate": (
+        script(
+            HELD,
+            LARGE,
+            alert_event(
+                "update_too_large", "suspicion", "steps too large", first_step=1, no_flip="x"
+            ),
+            alert_event(
+                "loss_rose_for_good", "suspicion", "the loss rose", first_step=2, no_flip="x"
+            ),
+        ),
+        "SUSPECT since step 1: steps too large (and 1 more)",
+    ),
     "raised": (script(HELD, state="FAILED", code=1), "ENDED at step 3: the command failed with"),
 }
 
 
-SCRIPTS = ("held", "kept", "mode", "shifted", "recovered", "raised")
+SCRIPTS = ("held", "kept", "mode", "shifted", "recovered", "raised", "large", "ctrl-c", "rate")
 """Those of a watched script."""
 
 
@@ -142,6 +223,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def listed(folder: Path) -> dict[str, str]:
     rows = RunsFeed([folder], budget_s=LIMIT_S).poll().rows
     return {row.name: row.verdict for row in rows}
+
+
+def test_the_folders_are_of_8_healthy_runs_and_of_16_with_a_fault_or_more() -> None:
+    begins = [begin.partition(" ")[0].strip(":") for _, begin in FOLDERS.values()]
+    assert begins.count("HEALTHY") == 8
+    assert sum(begins.count(level) for level in ("SUSPECT", "WRONG", "ENDED")) >= 16
 
 
 @pytest.mark.parametrize("name", FOLDERS)
