@@ -1,24 +1,22 @@
-"""Decoding: one token for each of 1 or 8 sequences, beside the time to read the weights.
+"""Decoding: one token for each of 1, 8 or 64 sequences, beside the time to read the weights.
 
-    arm               weights              a step
-    bf16 decoder      dense                the eager decoder
-    bf16 kernels      dense                `engine.models.decode`, launched eagerly
+    arm               weights              a step (`engine.generation`)
+    bf16              dense                each kernel launched
     bf16 graph        dense                the same, as a CUDA graph
-    Q4_K_M ...        quantised blocks     the same three, with packed weights
+    Q4_K_M ...        quantised blocks     the same two; each matrix is dequantised at each step
 
 Weights are random, of a real shape. The bound is one read of everything that a step needs: all matrices in
 their stored form, only one row of the embedding, and the keys and values of every sequence. Its rate is that
 of a copy in the same run. Each arm decodes sequences of `context` tokens, which grow while it is measured;
-the bound is that of the middle. `ratio` is the speed relative to the decoder with the same weights and
-sequences. `tokens_per_s` sums over all sequences.
+the bound is that of the middle. `ratio` is the speed relative to the arm without a graph, with the same weights
+and sequences. `tokens_per_s` sums over all sequences.
 
-On a CPU only the decoder runs.
+On a CPU there are no graphs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -27,15 +25,16 @@ from torch import nn
 from engine.bench.random_weights import RandomWeights
 from engine.bench.rows import BenchRow, Measured
 from engine.bench.timing import time_arms
+from engine.generation.pages import PAGE, pages_for
+from engine.generation.sampling import GREEDY
+from engine.generation.slots import Admitted, Slots, choose_cuda_graph
 from engine.models.config import ModelConfig
-from engine.models.decode import coverage
 from engine.models.decoder import Decoder
 from engine.models.frozen import freeze
-from engine.models.generate import Cache
 from engine.models.load import load_decoder, load_packed_decoder
 from engine.models.packed import PackedEmbedding
 
-ROW_COUNTS = (1, 8)
+ROW_COUNTS = (1, 8, 64)
 CONTEXT = 512
 STEPS = 8
 """Decoding steps of a graph arm in one measurement."""
@@ -74,7 +73,7 @@ def bench_decode(
         for rows in row_counts:
             arms = _arms(name, decoder, rows, context, rounds)
             times = time_arms({arm: each.run for arm, each in arms.items()}, device, rounds=rounds)
-            base = times[f"{name} decoder"].each(arms[f"{name} decoder"].steps)
+            base = times[name].each(arms[name].steps)
             for arm, each in arms.items():
                 timing = times[arm].each(each.steps)
                 middle = context + each.steps * (rounds + 3) // 2
@@ -111,28 +110,35 @@ def weight_bytes(decoder: Decoder) -> int:
 
 
 def _arms(name: str, decoder: Decoder, rows: int, context: int, rounds: int) -> dict[str, _Arm]:
-    capacity = context + STEPS * (rounds + 4) + 1
+    tokens = context + STEPS * (rounds + 4) + 1
+    need = pages_for(tokens)
     generator = torch.Generator().manual_seed(0)
     prompts = torch.randint(decoder.config.vocab_size, (rows, context), generator=generator)
-    cache = Cache(decoder, rows, capacity)
-    for row, prompt in enumerate(prompts.tolist()):
-        cache.start(row, prompt)
-    places = {row: (int(prompts[row, -1]), context) for row in range(rows)}
-    arms = {f"{name} decoder": _Arm(partial(cache.step, places), 1)}
-    if coverage(decoder, rows) is not None:
-        return arms
 
     def of(graph: bool) -> _Arm:
-        from engine.models.decode_step import DecodeSteps  # needs triton
-
-        steps = DecodeSteps(decoder, rows, capacity, graph=graph)
-        for row, prompt in enumerate(prompts.tolist()):
-            steps.start(row, prompt)
+        slots = Slots(
+            decoder,
+            slots=rows,
+            capacity=need * PAGE,
+            pages=rows * need + 1,
+            sampling=GREEDY,
+            ends=(),
+            graph=graph,
+        )
+        slots.begin(
+            [
+                Admitted(
+                    row, prompt, 0, tokens, list(range(1 + row * need, 1 + (row + 1) * need)), None
+                )
+                for row, prompt in enumerate(prompts.tolist())
+            ]
+        )
         count = STEPS if graph else 1
-        return _Arm(lambda: [steps.step() for _ in range(count)], count)
+        return _Arm(lambda: [slots.step() for _ in range(count)], count)
 
-    arms[f"{name} kernels"] = of(graph=False)
-    arms[f"{name} graph"] = of(graph=True)
+    arms = {name: of(graph=False)}
+    if choose_cuda_graph(decoder).choice == "on":
+        arms[f"{name} graph"] = of(graph=True)
     return arms
 
 

@@ -144,6 +144,12 @@ def add_sampling(parser: Parser) -> None:
         default=1.0,
         help="sample from the most likely tokens that reach P (1)",
     )
+    parser.add_argument(
+        "--min-p",
+        type=real(1e6),
+        default=0.0,
+        help="sample from tokens at least P times as likely as the likeliest (0)",
+    )
     add_number(parser, "--seed", limits.SEED, "of the sampling (0)", default=0)
     add_choice(
         parser,

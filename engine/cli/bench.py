@@ -2,7 +2,7 @@
 
 engine bench linear             a stack of linear layers: bf16 and quantised, by number of rows
 engine bench teacher            a whole teacher: dense, block-quantised and fp8, compiled and eager
-engine bench decode             one decode step of 1 and 8 sequences, dense and quantised
+engine bench decode             one decode step of 1, 8 and 64 sequences, dense and quantised
 engine bench loss               the loss head: ours, plain PyTorch, and the matmuls alone
 engine bench kd                 whole distillation steps, with a dense and a block-quantised teacher
 engine bench teacher --json     as one JSON value; --out FILE keeps it

@@ -308,10 +308,9 @@ def _judge(
     from engine.evaluate.problems import STOPS
     from engine.evaluate.results import open_results, read_results, refuse_other
     from engine.evaluate.sandbox import RULES
-    from engine.models.generate import TILE
 
     model = open_asked(arguments, path)
-    for line in graph_decision(model, TILE, arguments.cuda_graph):
+    for line in graph_decision(model, arguments.cuda_graph):
         say(line)
     tokens = room(model, problems, arguments.max_tokens)
     settings = Settings(

@@ -33,7 +33,7 @@ from engine.terminal import put, put_json, say
 
 if TYPE_CHECKING:
     from engine.evaluate.model import Model
-    from engine.models.decode import GraphSetting, Sampling
+    from engine.generation.sampling import Sampling
 
 _MOST_TOKENS = 512
 
@@ -51,11 +51,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     prepare_threads()
 
-    from engine.models.generate import complete
+    from engine.generation.complete import complete
 
     prompt = _prompt(arguments)
     model = open_asked(arguments, arguments.model)
-    for line in graph_decision(model, 1, arguments.cuda_graph):
+    for line in graph_decision(model, arguments.cuda_graph):
         say(line)
     text, tokens, ended = "", 0, None
     start_s = time.monotonic()
@@ -66,7 +66,7 @@ def run(arguments: argparse.Namespace) -> int:
         max_tokens=most_tokens(model, [prompt], arguments.max_tokens),
         stops=arguments.stop,
         sampling=sampling_of(arguments),
-        tile=1,
+        slots=1,
         cuda_graph=arguments.cuda_graph,
     ):
         text += piece.text
@@ -106,27 +106,28 @@ def open_asked(arguments: argparse.Namespace, path: Path) -> Model:
 
 def sampling_of(arguments: argparse.Namespace) -> Sampling:
     """Return the sampling that the arguments of `add_sampling` describe."""
-    from engine.models.decode import Sampling
+    from engine.generation.sampling import Sampling
 
     return Sampling(
         temperature=arguments.temperature,
         top_k=arguments.top_k,
         top_p=arguments.top_p,
+        min_p=arguments.min_p,
         seed=arguments.seed,
     )
 
 
-def graph_decision(model: Model, rows: int, setting: GraphSetting) -> list[str]:
+def graph_decision(model: Model, setting: str) -> list[str]:
     """Return the decision on how decode steps run on a GPU, as lines; empty on a CPU, which has no choice.
     UsageError where CUDA graphs are requested but impossible."""
-    from engine.models.decode import choose_cuda_graph
+    from engine.generation.slots import choose_cuda_graph
 
-    decision = choose_cuda_graph(model.decoder, rows, setting)
+    decision = choose_cuda_graph(model.decoder, setting)
     if setting == "on" and decision.choice != "on":
         raise UsageError(
             f"--cuda-graph on — expected a model whose steps can be captured, found that "
             f"{decision.rejected[0][1]}",
-            hint="leave it out: the decoder makes each step, and the tokens are the same",
+            hint="leave it out: the tokens are the same",
         )
     return [] if model.device.type == "cpu" else decision.lines()
 

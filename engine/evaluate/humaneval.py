@@ -9,7 +9,7 @@ A program counts as right only when its trial returns `pass`. Failures of the ha
 the model: non-finite logits, a failed self-test, a judge that dies, or no problem at all raise `NoAnswer` or
 make the report unknown, never 0 % and never 100 %.
 
-Greedy results are deterministic and do not depend on `rows`: see `engine.models.generate`.
+Greedy results are deterministic and do not depend on `rows`: see `engine.generation.generate`.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from engine.evaluate.model import Model
 from engine.evaluate.problems import STOPS, Problem, Problems
 from engine.evaluate.results import Result, Results
 from engine.evaluate.sandbox import Sandbox, Trial
-from engine.models.decode import GraphSetting, Sampling
-from engine.models.generate import complete
+from engine.generation.complete import complete
+from engine.generation.sampling import Sampling
 
 _LISTED = 5
 MOST_TOKENS = 512
@@ -133,7 +133,7 @@ def evaluate(
     settings: Settings,
     *,
     rows: int | None = None,
-    cuda_graph: GraphSetting = "auto",
+    cuda_graph: str = "auto",
     progress: Callable[[Progress], None] | None = None,
 ) -> None:
     """Generate, try and record every program that `results` does not have yet.
@@ -174,12 +174,11 @@ def _generated(
     todo: Sequence[tuple[Problem, int]],
     settings: Settings,
     rows: int | None,
-    cuda_graph: GraphSetting,
+    cuda_graph: str,
 ) -> Iterator[tuple[Result, str, Any]]:
     """Yield each program with its result so far (before the trial) and its tests."""
     if not todo:
         return
-    lengths = model.tokenizer.encode_documents([one.prompt for one in problems.problems])
     texts = [""] * len(todo)
     for piece in complete(
         model.decoder,
@@ -188,10 +187,8 @@ def _generated(
         max_tokens=settings.max_tokens,
         stops=STOPS[problems.benchmark],
         sampling=settings.sampling,
-        # Keys identify the programs, and the capacity is that of all problems, so that a resumed evaluation
-        # with fewer problems left computes the same.
+        # Keys identify the programs, so that a resumed evaluation with fewer problems left draws the same.
         keys=[f"{problem.task_id}/{sample}" for problem, sample in todo],
-        capacity=max(len(ids) for ids in lengths) + settings.max_tokens,
         rows=rows,
         cuda_graph=cuda_graph,
     ):

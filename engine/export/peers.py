@@ -148,14 +148,14 @@ def _engine(question: Question) -> Answer:
     import torch
 
     from engine.evaluate.model import open_model
-    from engine.models.generate import generate
+    from engine.generation.generate import generate
     from engine.version import VERSION
 
     model = open_model(question["path"], device="cpu", precision="fp32")
     tokenizer = model.tokenizer
     tokens: list[list[int]] = []
     for prompt in question["prompts"]:
-        found = generate(model.decoder, [prompt], max_tokens=question["steps"], tile=1)
+        found = generate(model.decoder, [prompt], max_tokens=question["steps"], slots=1)
         tokens.append([one.token for one in found])
 
     @torch.inference_mode()

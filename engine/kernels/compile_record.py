@@ -5,7 +5,7 @@
 
 For a compilation after warm-up, the record names the difference from what was warmed:
 
-    compiled after warm-up in 310 ms: small_m_product(...)[BLOCK_M=64, ...] 4 warps, 3 stages, sm_90
+    compiled after warm-up in 310 ms: attend(...)[PIECE=4, ...] 4 warps, 3 stages, sm_90
       differs from a warmed one in BLOCK_M (64, not 128)
 """
 

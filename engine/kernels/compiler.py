@@ -85,8 +85,6 @@ class KernelKey:
     stages: int
     fp_fusion: bool
     """Whether `a * b + c` may become one fused multiply-add."""
-    early: bool
-    """Whether it may start before the previous kernel has ended; see `Variant`."""
     target: str
     """Instruction set: `sm_90`."""
     compiler: str
@@ -139,9 +137,8 @@ def _shown(
 ) -> str:
     inside = ", ".join(f"{name}={value}" for name, value in constants)
     fused = "" if of.fp_fusion else ", no fused multiply-add"
-    begins = ", begins early" if of.early else ""
     head = f"{name}({', '.join(types)})[{inside}]"
-    return f"{head} {of.warps} warps, {of.stages} stages{fused}{begins}"
+    return f"{head} {of.warps} warps, {of.stages} stages{fused}"
 
 
 # contract: kernel-keys-v1
@@ -160,10 +157,6 @@ class Variant:
     warps: int = 4
     stages: int = 3
     fp_fusion: bool = True
-    early: bool = False
-    """Whether it may start before the previous kernel has ended. It then waits before it reads that
-    kernel's output and before it writes (`dependent_launch.py`).
-    """
     name: str = field(init=False, repr=False)
     """The function's name, without leading underscores."""
     _identity: tuple[Any, ...] = field(init=False, repr=False)
@@ -186,7 +179,6 @@ class Variant:
             self.warps,
             self.stages,
             self.fp_fusion,
-            self.early,
         )
         object.__setattr__(self, "_identity", identity)
         object.__setattr__(self, "_hash", hash(identity))
@@ -212,7 +204,6 @@ class Variant:
             warps=self.warps,
             stages=self.stages,
             fp_fusion=self.fp_fusion,
-            early=self.early,
             target=target,
             compiler=compiler,
         )
@@ -309,7 +300,6 @@ def _options(variant: Variant) -> dict[str, int | bool]:
         "num_warps": variant.warps,
         "num_stages": variant.stages,
         "enable_fp_fusion": variant.fp_fusion,
-        "launch_pdl": variant.early,
     }
 
 

@@ -63,7 +63,6 @@ def compiled_as(
     warps: int,
     stages: int,
     fp_fusion: bool = True,
-    early: bool = False,
     **constants: Constant,
 ) -> Variant:
     """Return the variant of `function` with these types and constants.
@@ -73,7 +72,7 @@ def compiled_as(
     """
     names = (one if isinstance(one, str) else pointer_type(one) for one in types)
     pairs = tuple(constants.items())
-    return Variant(function, tuple(names), pairs, warps, stages, fp_fusion, early)
+    return Variant(function, tuple(names), pairs, warps, stages, fp_fusion)
 
 
 def current_arch(device: int) -> int:

@@ -25,9 +25,8 @@ attends to the earlier tokens of its own document and itself, by a mask or packe
 logits do not depend on the rest of its row. Padding is one more document, whose tokens always see
 themselves: no row of the softmax is empty, so nothing becomes NaN.
 
-In generation each new token is run by itself on top of a KV cache (`Past`,
-`Decoder.hidden_with_past`). A row's token at position p is in slot p of its cache and sees the
-slots up to p, so rows of any length can share a batch without padding.
+In generation new tokens are run on top of a KV cache (`Decoder.hidden_with_cache`), which attends in
+its own way to what it holds.
 
 Covered: the whole sequence at once, forward and backward, under autocast or in the dtype of the
 weights; one sequence in parts, without gradients. Not covered: dropout.
@@ -56,7 +55,7 @@ from engine.models.rope import LongRope
 
 # Shapes: B rows, T tokens, D model width, V vocabulary, H query heads, K key/value heads,
 # E width of one head, R pairs of it that RoPE rotates (mostly E/2), X = B with documents and 1 without,
-# S slots of a cache
+# S documents
 
 INIT_STD = 0.02
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -65,20 +64,22 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-class Past(NamedTuple):
-    """One layer's KV cache, and the slots of the new tokens."""
+class LayerCache(Protocol):
+    """One layer's KV cache (`engine.generation.forward`)."""
 
-    keys_BSKE: Tensor
-    values_BSKE: Tensor
-    position_BT: Tensor
-    """Slots of the tokens being run, int64."""
-
-    def extended(self, k_BTKE: Tensor, v_BTKE: Tensor) -> tuple[Tensor, Tensor]:
-        """Store the new keys and values in their slots and return the whole cache."""
-        row_B1 = torch.arange(len(k_BTKE), device=k_BTKE.device)[:, None]
-        self.keys_BSKE[row_B1, self.position_BT] = k_BTKE
-        self.values_BSKE[row_B1, self.position_BT] = v_BTKE
-        return self.keys_BSKE, self.values_BSKE
+    def attend(
+        self,
+        q_BTHE: Tensor,
+        k_BTKE: Tensor,
+        v_BTKE: Tensor,
+        *,
+        scale: float | None,
+        window: int | None,
+    ) -> Tensor:
+        """Store the keys and values of new tokens, and return their attention to the stored ones up to
+        themselves, (B, T, H, E).
+        """
+        ...
 
 
 class AttentionInputs(NamedTuple):
@@ -98,7 +99,7 @@ class AttentionInputs(NamedTuple):
     """With `starts_S`, a `Packing` if attention is packed; separate tensors, because torch.compile
     handles those.
     """
-    past: Past | None = None
+    cache: LayerCache | None = None
     """The KV cache of one layer, in generation; replaced for each layer."""
 
 
@@ -235,9 +236,11 @@ class Attention(nn.Module):
         if self.rotates:
             q_BTHE = rotate(q_BTHE, attention_inputs.cos_XT1R, attention_inputs.sin_XT1R)
             k_BTKE = rotate(k_BTKE, attention_inputs.cos_XT1R, attention_inputs.sin_XT1R)
-        if attention_inputs.past is not None:
-            k_BTKE, v_BTKE = attention_inputs.past.extended(k_BTKE, v_BTKE)
-        if attention_inputs.starts_S is not None and attention_inputs.longest_L is not None:
+        if attention_inputs.cache is not None:
+            y_BTHE = attention_inputs.cache.attend(
+                q_BTHE, k_BTKE, v_BTKE, scale=self.scale, window=self.window
+            )
+        elif attention_inputs.starts_S is not None and attention_inputs.longest_L is not None:
             packing = Packing(attention_inputs.starts_S, attention_inputs.longest_L)
             y_BTHE = attend_packed(
                 q_BTHE, k_BTKE, v_BTKE, packing, scale=self.scale, window=self.window
@@ -450,19 +453,26 @@ class Decoder(nn.Module):
         if self.shards is not None and first == "layers" and rest:
             self.shards.arrive(int(rest.partition(".")[0]))
 
-    def hidden_with_past(self, tokens_BT: Tensor, pasts: Sequence[Past]) -> Tensor:
-        """Return the hidden states (B, T, D) of tokens that follow those in `pasts` (one for each
-        layer), and add them to the caches. For inference only: the caches have no gradients.
+    def hidden_with_cache(
+        self,
+        tokens_BT: Tensor,
+        position_BT: Tensor,
+        length_BT: Tensor,
+        caches: Sequence[LayerCache],
+    ) -> Tensor:
+        """Return the hidden states (B, T, D) of tokens at positions of sequences that have `length_BT`
+        tokens so far, and add them to the caches of the layers. For inference only: caches have no
+        gradients.
         """
         x_BTD = self.scaled(self.embed(tokens_BT))
-        slots, dtype = pasts[0].keys_BSKE.shape[1], product_dtype(x_BTD)
+        dtype = product_dtype(x_BTD)
         of_layers = self._of_layers(
-            lambda windowed: cached_attention_inputs(
-                self.config, pasts[0].position_BT, slots, dtype, windowed
+            lambda windowed: AttentionInputs(
+                *_cos_sin(self.config, position_BT, length_BT, dtype, windowed), None
             )
         )
-        for layer, past, inputs in zip(self.layers, pasts, of_layers, strict=True):
-            x_BTD = layer(x_BTD, inputs._replace(past=past))
+        for layer, cache, inputs in zip(self.layers, caches, of_layers, strict=True):
+            x_BTD = layer(x_BTD, inputs._replace(cache=cache))
         hidden_BTD: Tensor = self.norm(x_BTD)
         return hidden_BTD
 
@@ -548,21 +558,6 @@ def _additive(seen_XTS: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the mask (X, 1, T, S) to add to scores: 0 where a token may attend, -inf elsewhere."""
     mask_XTS = torch.zeros(seen_XTS.shape, dtype=dtype, device=seen_XTS.device)
     return mask_XTS.masked_fill_(~seen_XTS, -math.inf)[:, None]
-
-
-@torch.no_grad()
-def cached_attention_inputs(
-    config: ModelConfig, position_BT: Tensor, slots: int, dtype: torch.dtype, windowed: bool
-) -> AttentionInputs:
-    """Return the `AttentionInputs` of tokens at `position_BT` that see the cache slots up to their own."""
-    slot_S = torch.arange(slots, device=position_BT.device)
-    seen_BTS = slot_S <= position_BT[..., None]
-    if windowed and (window := config.sliding_window) is not None:
-        seen_BTS &= slot_S > position_BT[..., None] - window
-    # Of a sequence that grows beyond a length, keys stay as they were stored.
-    length_B1 = position_BT.amax(-1, keepdim=True) + 1
-    angles = _cos_sin(config, position_BT, length_B1, dtype, windowed)
-    return AttentionInputs(*angles, _additive(seen_BTS, dtype))
 
 
 @torch.no_grad()

@@ -28,10 +28,8 @@ blocks, and so on.
 
     plane   [groups, blocks of a row, rows of a group, bytes of a block]
 
-Kernels for few rows of activations traverse many rows in parallel. With groups they read 2 KB
-contiguously at a time instead of 16 pieces of 128 bytes, which is a tenth faster, and whole sectors
-of headers. Groups of 8 to 64 rows were equally fast. Types with blocks of 32 values have groups of
-one row, because there are no such kernels for them.
+A program that takes 16 rows then reads 2 KB contiguously at a time instead of 16 pieces of 128 bytes,
+and whole sectors of headers. Types with blocks of 32 values have groups of one row.
 
 A plane starts at a multiple of 16 bytes, and its last group is padded: the total exceeds the blocks
 by less than 16 bytes per plane plus 16 rows. `unpack(pack(w))` returns w's bytes, so a packed model

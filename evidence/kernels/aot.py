@@ -29,16 +29,16 @@ from triton import knobs
 from engine.errors import InternalError
 from engine.kernels import (
     adamw,
-    decode_launch,
+    choose,
+    decode_layer,
     dequantize_triton,
     fp8_quantise,
     kd_loss,
-    small_m,
-    small_m_inputs,
+    paged_attention,
     sparse_loss,
 )
 from engine.kernels.compiler import ARCHITECTURES, Variant, compile_for
-from engine.quant.blocks import BLOCK_TYPES
+from engine.kernels.registry import REGISTRY
 from engine.terminal import put
 
 KEPT = Path(__file__).with_name("aot.json")
@@ -75,23 +75,42 @@ def all_variants(arch: int) -> tuple[Variant, ...]:
         + fp8_quantise.variants(arch)
         + _loss_variants()
         + adamw.VARIANTS
-        + decode_launch.variants(arch)
-        + _generation_variants(arch)
+        + _generation_variants()
     )
     return tuple(dict.fromkeys(found))
 
 
-def _generation_variants(arch: int) -> tuple[Variant, ...]:
-    """Return the matmuls of a decode step of Qwen2.5-7B as Q4_K_M: q, k, v together, and gate and
-    up.
-    """
-    found = [small_m_inputs.variant(torch.bfloat16)]
-    for names, rows in ((("Q4_K", "Q4_K", "Q6_K"), 4608), (("Q4_K", "Q4_K"), 37888)):
-        types = [BLOCK_TYPES[name] for name in names]
-        for m in (1, 8):
-            config = small_m.config_for(types[0], rows, 3584, m, arch)
-            found.append(small_m.product(types, config, torch.float32, None))
-    return tuple(found)
+def _generation_variants() -> tuple[Variant, ...]:
+    """Return what a decode step of Qwen2.5-0.5B and of Qwen3-8B launches, recorded from meta tensors."""
+
+    def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    i32, i64, f32 = torch.int32, torch.int64, torch.float32
+    with REGISTRY.noting() as noted:
+        for rows in (8, 512):
+            position = empty(rows, dtype=i32)
+            for heads, shared, width, norms in ((14, 2, 64, False), (32, 8, 128, True)):
+                qkv = empty(rows, (heads + 2 * shared) * width)
+                pages = empty(9, shared, 64, width)
+                here = (pages, pages, empty(rows, 12, dtype=i32), position)
+                both = (empty(width), empty(width)) if norms else None
+                paged_attention.place(qkv, both, 1e-6, empty(768, 2, width // 2), *here)
+                paged_attention.attend(qkv, *here, empty(rows, heads, width))
+            for width, inner in ((896, 4864), (4096, 12288)):
+                kept = empty(rows, width)
+                decode_layer.add_norm(None, kept, empty(width), 1e-6, kept)
+                decode_layer.add_norm(kept, kept, empty(width), 1e-6, kept)
+                decode_layer.gate(empty(rows, 2 * inner), "silu", empty(rows, inner))
+            state = choose.SlotState(
+                *(empty(rows, dtype=i64), position, position, position),
+                *(empty(rows, dtype=i64), position, empty(rows, dtype=f32)),
+            )
+            for temperature in (0.0, 1.0):
+                logits = empty(rows, LOSS_IDS, dtype=f32)
+                ends = empty(1, dtype=i32)
+                choose.choose(logits, position, position, ends, state, temperature)
+    return tuple(noted)
 
 
 def _loss_variants() -> tuple[Variant, ...]:

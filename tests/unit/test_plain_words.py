@@ -38,6 +38,7 @@ CLEAN = frozenset(
         "engine/checks",
         "engine/data",
         "engine/evaluate",
+        "engine/generation",
         "engine/loss",
         "engine/machine",
         "engine/receipts",
@@ -49,10 +50,10 @@ CLEAN = frozenset(
     }
 )
 BOUNDS = {
-    "engine": 66,
+    "engine": 65,
     "engine/attach": 295,
     "engine/bench": 9,
-    "engine/cli": 35,
+    "engine/cli": 34,
     "engine/contracts": 4,
     "engine/demo": 6,
     "engine/drills": 10,
@@ -62,15 +63,15 @@ BOUNDS = {
     "engine/formats": 27,
     "engine/interchange": 11,
     "engine/kernels": 5,
-    "engine/log": 15,
-    "engine/models": 35,
+    "engine/log": 11,
+    "engine/models": 30,
     "engine/plan": 47,
     "engine/quant": 5,
     "engine/report": 4,
     "engine/runtime": 5,
     "engine/spec": 14,
     "engine/watch": 14,
-    "workbench": 9,
+    "workbench": 7,
     "workbench/tui": 12,
 }
 """Maximum number of findings of the directories that are not clean yet."""

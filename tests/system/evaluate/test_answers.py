@@ -33,7 +33,7 @@ from engine.evaluate.results import Result, open_results, read_results
 from engine.evaluate.sandbox import Exam, Sandbox, Trial
 from engine.evaluate.statistics import bootstrap, mcnemar, wilson
 from engine.formats.tokenizer import open_tokenizer
-from engine.models.decode import Sampling
+from engine.generation.sampling import Sampling
 from engine.models.load import load_decoder, new_decoder, save_decoder
 from engine.models.read_config import read_config
 from engine.spec import LossSection, TrainSection

@@ -17,8 +17,8 @@ from engine.evaluate import guest_wire, humaneval
 from engine.evaluate.guest_judge import Judged, judge
 from engine.evaluate.problems import read_problems
 from engine.evaluate.sandbox import TRIES, Exam, Sandbox
+from engine.generation.complete import Piece
 from engine.limits import ANSWER_BITS, ANSWER_BYTES, ANSWER_DEPTH
-from engine.models.generate import Piece
 from tests.support.exam_shapes import RIGHT, RIGHT_TOO, SHAPES, WRONG, everywhere, exam
 from tests.support.kit import Kit
 from tests.support.lacks import open_sandbox_here

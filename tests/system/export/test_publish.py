@@ -28,8 +28,9 @@ from engine.export.manifest import MANIFEST, check_manifest
 from engine.export.publish import Published, Wanted, publish
 from engine.export.required_evidence import examine, heldout_of_the_run
 from engine.formats.open import open_weights
+from engine.generation.complete import end_ids
+from engine.generation.generate import generate
 from engine.log.folder import RunFolder
-from engine.models.generate import end_ids, generate
 from engine.verdict import Level, Verdict
 from engine.verify.kept_outcome import NAME as OUTCOME
 from engine.verify.kept_outcome import digest_log, keep_outcome
@@ -90,7 +91,7 @@ def test_a_published_student_loads_in_transformers_and_gives_the_same_text(
     # The text that both gave is the one that the run's own student gives.
     model = open_model(run.path, device="cpu", precision="fp32")
     ids = model.tokenizer.encode_documents([printed["verification"]["prompt"]])[0]
-    found = generate(model.decoder, [[int(one) for one in ids]], max_tokens=50, tile=1)
+    found = generate(model.decoder, [[int(one) for one in ids]], max_tokens=50, slots=1)
     text = model.tokenizer.decode([one.token for one in found])
     assert text and printed["verification"]["text"] == text
 

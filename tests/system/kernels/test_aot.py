@@ -68,7 +68,7 @@ def idle_functions() -> list[str]:
         for function in functions
         if function not in listed
         and not any(
-            re.search(rf"\b{function.__name__}\(", other.src)
+            re.search(rf"\b{function.__name__}[(),]", other.src)
             for other in functions
             if other is not function
         )
@@ -258,5 +258,4 @@ def replace_constant(variant: Variant, name: str, value: Constant) -> Variant:
         variant.warps,
         variant.stages,
         variant.fp_fusion,
-        variant.early,
     )

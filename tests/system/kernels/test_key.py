@@ -43,9 +43,7 @@ def test_two_variants_are_equal_exactly_when_their_keys_and_digests_are(
 def test_a_change_of_any_one_thing_changes_the_key_and_is_named(
     variant: Variant, data: st.DataObject
 ) -> None:
-    what = data.draw(
-        st.sampled_from(["BLOCK", "EPS", "x_ptr", "n", "warps", "stages", "fusion", "early"])
-    )
+    what = data.draw(st.sampled_from(["BLOCK", "EPS", "x_ptr", "n", "warps", "stages", "fusion"]))
     constants, types = dict(variant.constants), list(variant.types)
     if what in constants:
         constants[what] = data.draw(NUMBERS.filter(lambda v: repr(v) != repr(constants[what])))
@@ -59,7 +57,6 @@ def test_a_change_of_any_one_thing_changes_the_key_and_is_named(
         variant.warps * (2 if what == "warps" else 1),
         variant.stages + (what == "stages"),
         variant.fp_fusion ^ (what == "fusion"),
-        variant.early ^ (what == "early"),
     )
     one, other = variant.key("sm_90", "triton 0"), changed.key("sm_90", "triton 0")
     assert variant != changed

@@ -19,10 +19,10 @@ from safetensors.torch import load_file, save_file
 from engine.cli.main import main
 from engine.errors import BadInput, WeightsError
 from engine.evaluate.model import open_model
+from engine.generation.generate import generate
 from engine.log.folder import RunFolder
 from engine.log.follow import Follower
 from engine.models.config import count_parameters
-from engine.models.generate import generate
 from engine.models.load import load_decoder, save_decoder
 from engine.models.read_config import read_config
 from engine.models.transformers_config import library_warnings, quiet
@@ -131,7 +131,7 @@ def test_generated_text_is_that_of_whole_forward_passes(
     model = open_model(folder_of(kit, tmp_path / family, family), device="cpu", precision="fp32")
     prompts = [[5, 7, 11, 13], [17, 19]]
     found: dict[int, list[int]] = {0: [], 1: []}
-    for one in generate(model.decoder, prompts, max_tokens=6, tile=2):
+    for one in generate(model.decoder, prompts, max_tokens=6, slots=2):
         found[one.prompt].append(one.token)
     for number, prompt in enumerate(prompts):
         tokens = list(prompt)

@@ -19,6 +19,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from engine.errors import InternalError
+from engine.generation.forward import NativeForward
+from engine.generation.pages import PagedCache
 from engine.model_families import FAMILIES
 from engine.models import decoder as subject
 from engine.models.config import ModelConfig, count_parameters
@@ -426,12 +428,24 @@ def test_a_long_prompt_and_what_follows_have_the_long_factors() -> None:
     decoder = lively(make_config(**PHI3_LONG))
     tokens_BT = random_tokens(decoder.config, 1, 26)
     wanted_TD = decoder.hidden(tokens_BT)[0]
-    caches = [torch.zeros(2, 1, 26, 2, 16) for _ in decoder.layers]
+    # Pages of 64 tokens: page 0 is nobody's.
+    cache = PagedCache(
+        decoder.config,
+        pages=2,
+        slots=1,
+        slot_pages=1,
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+    )
+    forward = NativeForward(decoder, cache)
     found = []
     for first, last in ((0, 22), (22, 23), (23, 26)):
         position_BT = torch.arange(first, last)[None]
-        pasts = [subject.Past(*both, position_BT) for both in caches]
-        found.append(decoder.hidden_with_past(tokens_BT[:, first:last], pasts)[0])
+        caches = forward._gathered(position_BT, torch.tensor([[1]]))
+        length_BT = torch.tensor([[last]])
+        found.append(
+            decoder.hidden_with_cache(tokens_BT[:, first:last], position_BT, length_BT, caches)[0]
+        )
     torch.testing.assert_close(torch.cat(found), wanted_TD, rtol=0, atol=TOLERANCE)
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from engine.models.generate import generate
+from engine.generation.generate import generate
 from engine.models.packed import head_of
 from engine.train.heldout import PROMPT, continued, prompt_of
 from tests.support.packed_models import lively, make_batch, make_config

@@ -15,9 +15,10 @@ from hypothesis import strategies as st
 
 from engine.errors import BadInput
 from engine.formats.tokenizer import Tokenizer, open_tokenizer
-from engine.models import generate as completions
-from engine.models.decode import Sampling
-from engine.models.generate import Generated, complete, generate, next_token
+from engine.generation import complete as completions
+from engine.generation.complete import complete
+from engine.generation.generate import Generated, generate
+from engine.generation.sampling import Sampling, choose, row_key, uniform
 from tests.support.kit import Kit
 from tests.support.packed_models import lively, make_config
 
@@ -30,12 +31,18 @@ DRAWS = 64
     temperature=st.sampled_from([0.1, 0.7, 1.0, 3.0]),
     top_k=st.sampled_from([0, 1, 2, 5, 40, 1000]),
     top_p=st.sampled_from([1e-9, 0.1, 0.5, 0.9, 0.999, 1.0]),
+    min_p=st.sampled_from([0.0, 0.02, 0.5]),
 )
 @settings(max_examples=80)
 def test_draws_are_of_the_ids_that_transformers_keeps(
-    seed: int, size: int, temperature: float, top_k: int, top_p: float
+    seed: int, size: int, temperature: float, top_k: int, top_p: float, min_p: float
 ) -> None:
-    from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+    from transformers import (
+        MinPLogitsWarper,
+        TemperatureLogitsWarper,
+        TopKLogitsWarper,
+        TopPLogitsWarper,
+    )
 
     logits_V = 2 * torch.randn(size, generator=torch.Generator().manual_seed(seed))
     # What transformers keeps, in the order in which it cuts.
@@ -48,17 +55,22 @@ def test_draws_are_of_the_ids_that_transformers_keeps(
     assume(top_p == 1 or bool(((sums_V - top_p).abs() > 1e-9).all()))
     if top_p < 1:
         scores_BV = TopPLogitsWarper(top_p)(None, scores_BV)
+    if min_p > 0:
+        scores_BV = MinPLogitsWarper(min_p)(None, scores_BV)
     kept = set(scores_BV[0].isfinite().nonzero().flatten().tolist())
-    sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p)
-    random = torch.Generator().manual_seed(seed)
-    drawn = {next_token(logits_V, sampling, random) for _ in range(DRAWS)}
+    sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+    numbers = [uniform(row_key(seed, "a row"), number) for number in range(DRAWS)]
+    found = choose(
+        logits_V[None].expand(DRAWS, -1), sampling, torch.tensor(numbers, dtype=torch.float64)
+    )
+    drawn = set(found.token_B.tolist())
     assert drawn <= kept
     likeliest = int(logits_V.argmax())
     assert likeliest in kept and (len(kept) > 1 or drawn == {likeliest})
 
 
 @pytest.mark.parametrize(
-    "given_", [{"top_p": 0.0}, {"top_p": 1.1}, {"top_k": -1}, {"temperature": -0.1}]
+    "given_", [{"top_p": 0.0}, {"top_p": 1.1}, {"top_k": -1}, {"temperature": -0.1}, {"min_p": 1.5}]
 )
 def test_a_cut_that_keeps_nothing_or_makes_no_sense_is_refused(given_: dict[str, Any]) -> None:
     with pytest.raises(BadInput, match=next(iter(given_))):
@@ -101,7 +113,7 @@ def pieces(
                 tokens[index].append(alive[index].pop(0))
                 ended = "stop" if stop(index, tokens[index]) else None
                 ended = ended or (None if alive[index] else "length")
-                yield Generated(index, tokens[index][-1], ended)  # type: ignore[arg-type]
+                yield Generated(index, tokens[index][-1], ended, 0.0)  # type: ignore[arg-type]
                 if ended:
                     del alive[index]
 
@@ -154,7 +166,6 @@ def test_a_seed_is_one_text_whatever_runs_beside_it(kit: Kit, tmp_path: Path) ->
             sampling=Sampling(temperature=1.2, top_k=50, top_p=0.9, seed=7),
             keys=keys,
             rows=rows,
-            capacity=64,
         ):
             found[keys[piece.prompt]] += piece.text
         return found

@@ -14,10 +14,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.errors import BadInput, NoAnswer
+from engine.generation import slots as slots_module
+from engine.generation.complete import StopText
+from engine.generation.generate import Generator, generate
+from engine.generation.pages import PAGE, PagePool, pages_for, token_bytes
+from engine.generation.sampling import GREEDY, Sampling, choose, row_key, uniform
+from engine.generation.slots import HISTORY, Admitted, choose_cuda_graph
 from engine.model_families import FAMILIES
-from engine.models.decode import GREEDY, HISTORY, Sampling, choose_cuda_graph, draw
 from engine.models.decoder import Decoder
-from engine.models.generate import StopText, generate, next_token
 from engine.models.load import load_decoder, load_packed_decoder, save_decoder
 from tests.support.families import CHANGES
 from tests.support.packed_models import lively, make_config, write
@@ -28,8 +32,8 @@ PROMPTS = [[3, 1, 4], [1, 5, 9, 2, 6, 5, 3, 5], [8], [9, 7, 9, 3, 2], [7] * 20]
 
 def tokens_of(decoder: Decoder, prompts: Sequence[Sequence[int]], **how: Any) -> list[list[int]]:
     found: list[list[int]] = [[] for _ in prompts]
-    for index, token, _ in generate(decoder, prompts, **{"max_tokens": 12, **how}):
-        found[index].append(token)
+    for one in generate(decoder, prompts, **{"max_tokens": 12, **how}):
+        found[one.prompt].append(one.token)
     return found
 
 
@@ -51,19 +55,23 @@ def test_a_cache_changes_no_greedy_token(family: str) -> None:
     )
 
 
-def test_logits_with_a_cache_are_those_without(monkeypatch: pytest.MonkeyPatch) -> None:
-    decoder = lively(make_config())
-    seen: list[torch.Tensor] = []
-
-    def keep(logits_V: torch.Tensor, *rest: Any) -> int:
-        seen.append(logits_V.clone())
-        return next_token(logits_V, *rest)
-
-    monkeypatch.setattr("engine.models.generate.next_token", keep)
-    (row,) = tokens_of(decoder, [PROMPTS[1]])
-    with torch.no_grad():
-        whole_TV = decoder(torch.tensor([PROMPTS[1] + row]))[0, len(PROMPTS[1]) - 1 : -1]
-    torch.testing.assert_close(torch.stack(seen), whole_TV, rtol=1e-4, atol=1e-4)
+@pytest.mark.parametrize("family", ["qwen2", "gemma3_text"])
+@pytest.mark.parametrize("sampling", [GREEDY, DRAWN])
+def test_log_probabilities_are_those_of_a_full_forward_pass(
+    family: str, sampling: Sampling
+) -> None:
+    decoder = lively(make_config(family, **CHANGES[family]))
+    found: list[list[Any]] = [[] for _ in PROMPTS]
+    for one in generate(decoder, PROMPTS, max_tokens=12, sampling=sampling):
+        found[one.prompt].append(one)
+    for prompt, row in zip(PROMPTS, found, strict=True):
+        tokens_T = torch.tensor([one.token for one in row])
+        with torch.no_grad():
+            whole_TV = decoder(torch.tensor([[*prompt, *tokens_T.tolist()]]))[0]
+        scores_TV = whole_TV[len(prompt) - 1 : -1].double() / (sampling.temperature or 1)
+        log_p_T = scores_TV.log_softmax(-1).gather(1, tokens_T[:, None])[:, 0]
+        said_T = torch.tensor([one.log_p for one in row]).double()
+        torch.testing.assert_close(said_T, log_p_T, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("family", list(FAMILIES))
@@ -115,24 +123,25 @@ def test_the_number_of_rows_changes_no_token(sampling: Sampling, dtype: torch.dt
 
 
 class _Device:
-    """Rows whose tokens are known beforehand: `script[prompt][n]` is the n-th token of a prompt."""
+    """Slots whose tokens are known beforehand: `script[prompt][n]` is the n-th token of a prompt."""
 
-    def __init__(self, script: dict[int, list[int]], rows: int) -> None:
-        self.script, self.vocab_size = script, 101
-        self.at: list[tuple[int, int]] = [(0, 0)] * rows
+    def __init__(self, script: dict[int, list[int]], slots: int) -> None:
+        self.script = script
+        self.at: list[tuple[int, int]] = [(0, 0)] * slots
         self.most = 0
         self.unread = 0
 
-    def uniform(self, random: torch.Generator, count: int) -> None:
-        return None
-
-    def start(self, row: int, prompt: Sequence[int], uniform: None) -> _Device._Chosen:
-        self.at[row] = (prompt[0], 0)
+    def begin(self, admitted: Sequence[Admitted]) -> _Device._Chosen:
+        for one in admitted:
+            self.at[one.slot] = (one.prompt[0], 0)
         return self._made()
 
     def step(self) -> _Device._Chosen:
         self.at = [(prompt, count + 1) for prompt, count in self.at]
         return self._made()
+
+    def stop(self, slots: Sequence[int]) -> None:
+        """Slots that stopped go on here, as they may on a device that has not heard of it."""
 
     def _made(self) -> _Device._Chosen:
         self.unread += 1
@@ -144,36 +153,101 @@ class _Device:
         def __init__(self, device: _Device, tokens: list[int]) -> None:
             self.device, self.tokens = device, tokens
 
-        def wait(self) -> list[int]:
+        def wait(self) -> tuple[torch.Tensor, torch.Tensor]:
             self.device.unread -= 1
-            return self.tokens
+            return torch.tensor(self.tokens), torch.zeros(len(self.tokens))
 
 
 @given(st.lists(st.integers(1, 6), min_size=1, max_size=40), st.integers(1, 8), st.integers(1, 6))
 @settings(max_examples=60, deadline=None)
 def test_a_host_that_reads_behind_misses_and_adds_no_token(
-    lengths: list[int], rows: int, max_tokens: int
+    lengths: list[int], slots: int, max_tokens: int
 ) -> None:
     # Sequences end by token 7 after `lengths` tokens, or by length; what follows is never seen.
     script = {index: [20 + index] * (length - 1) + [7] for index, length in enumerate(lengths)}
-    device = _Device(script, rows)
+    device = _Device(script, slots)
 
-    def steps(*_: Any, **__: Any) -> _Device:
+    def made(*_: Any, **__: Any) -> _Device:
         return device
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("engine.models.generate.coverage", lambda *_: None)
-        patch.setattr("engine.models.decode_step.DecodeSteps", steps)
+        patch.setattr("engine.generation.generate.Slots", made)
         prompts = [[index] for index in script]
         found = tokens_of(
-            Decoder(make_config()), prompts, max_tokens=max_tokens, end_ids=[7], tile=rows
+            Decoder(make_config()), prompts, max_tokens=max_tokens, end_ids=[7], slots=slots
         )
     assert found == [row[:max_tokens] for row in script.values()]
     assert device.most <= HISTORY
 
 
+def test_equal_prompts_run_once_and_share_what_they_fill(monkeypatch: pytest.MonkeyPatch) -> None:
+    decoder = lively(make_config())
+    prompts = [[5 + at % 7 for at in range(PAGE + 3)]] * 3 + [[8] * PAGE] * 2
+    alone = [tokens_of(decoder, [prompt])[0] for prompt in prompts]
+    starts: list[int] = []
+    taken: list[int] = []
+    begin, take = slots_module.NativeForward.start, PagePool.take
+
+    def counted(self: Any, some: Sequence[Any]) -> torch.Tensor:
+        starts.append(len(some))
+        return begin(self, some)
+
+    def counting(self: PagePool, count: int) -> list[int]:
+        taken.append(count)
+        return take(self, count)
+
+    monkeypatch.setattr(slots_module.NativeForward, "start", counted)
+    monkeypatch.setattr(PagePool, "take", counting)
+    assert tokens_of(decoder, prompts) == alone
+    assert starts == [2]
+    assert taken == [2, 1, 1, 2, 1]
+
+
+def test_a_generation_that_is_given_up_frees_its_slots_and_pages() -> None:
+    decoder = lively(make_config())
+    generator = Generator(decoder, slots=3, capacity=40, pages=3)
+
+    def tokens() -> list[int]:
+        return [one.token for one in generator.generate(PROMPTS[:4], max_tokens=12)]
+
+    whole = tokens()
+    begun = generator.generate(PROMPTS[:4], max_tokens=12)
+    next(begun)
+    begun.close()  # type: ignore[attr-defined]
+    assert tokens() == whole
+    assert generator._pool.free == 3
+
+
+def test_a_cache_for_two_sequences_serves_all_one_after_the_other() -> None:
+    decoder = lively(make_config())
+    prompts = [[1 + i, 2 * i + 1, 5] * (1 + i % 4) for i in range(7)]
+    page = PAGE * token_bytes(decoder.config, decoder.dtype)
+    found = tokens_of(decoder, prompts, cache_bytes=2 * page)
+    assert found == tokens_of(decoder, prompts)
+    with pytest.raises(BadInput, match="room for its keys and values"):
+        tokens_of(decoder, [[5] * 150], cache_bytes=2 * page)
+
+
+@given(st.lists(st.integers(1, 400), min_size=1, max_size=30), st.data())
+def test_pages_are_free_again_once_nobody_holds_them(
+    lengths: list[int], data: st.DataObject
+) -> None:
+    pool = PagePool(1 + sum(map(pages_for, lengths)))
+    whole = pool.free
+    held: list[list[int]] = []
+    for length in lengths:
+        held.append(pool.take(pages_for(length)))
+        if data.draw(st.booleans()):
+            pool.share(held[-1])
+            held.append(list(held[-1]))
+    assert 0 not in {page for pages in held for page in pages}
+    for pages in data.draw(st.permutations(held)):
+        pool.release(pages)
+    assert pool.free == whole
+
+
 def test_a_cpu_has_no_graphs_and_says_why() -> None:
-    decision = choose_cuda_graph(lively(make_config()), 8)
+    decision = choose_cuda_graph(lively(make_config()))
     assert decision.choice == "off"
     assert "the model is on the CPU" in decision.lines()[1]
 
@@ -187,41 +261,43 @@ def test_a_seed_is_one_text_and_another_seed_another() -> None:
     assert one == again != other
 
 
-def test_draws_follow_the_distribution_cut_by_top_k_and_top_p() -> None:
+def drawn_from(logits_V: torch.Tensor, sampling: Sampling, count: int = 1) -> list[int]:
+    """The tokens that `count` draws give."""
+    numbers = [uniform(row_key(sampling.seed, "a row"), number) for number in range(count)]
+    rows_BV = logits_V[None].expand(count, -1)
+    return choose(rows_BV, sampling, torch.tensor(numbers, dtype=torch.float64)).token_B.tolist()
+
+
+def test_draws_follow_the_distribution_cut_by_top_k_top_p_and_min_p() -> None:
     p_V = torch.tensor([0.05, 0.4, 0.3, 0.2, 0.05])
-    random = torch.Generator().manual_seed(0)
     for sampling, expected in (
         (Sampling(temperature=1.0), p_V),
         (Sampling(temperature=1.0, top_k=2), torch.tensor([0, 4 / 7, 3 / 7, 0, 0])),
         (Sampling(temperature=1.0, top_p=0.65), torch.tensor([0, 4 / 7, 3 / 7, 0, 0])),
+        (Sampling(temperature=1.0, min_p=0.45), torch.tensor([0, 4 / 9, 3 / 9, 2 / 9, 0])),
         (Sampling(temperature=0.5), p_V**2 / (p_V**2).sum()),
     ):
-        drawn = [next_token(p_V.log(), sampling, random) for _ in range(2000)]
+        drawn = drawn_from(p_V.log(), sampling, 2000)
         share_V = torch.bincount(torch.tensor(drawn), minlength=5) / 2000
         # Four standard deviations of a share of 2,000 are at most 0.045.
         assert (share_V - expected).abs().max() < 0.045
         assert set(drawn) <= set(expected.nonzero().flatten().tolist())
 
 
-@pytest.mark.parametrize(
-    "sampling",
-    [
-        Sampling(temperature=1.0),
-        Sampling(temperature=0.7, top_k=5),
-        Sampling(temperature=1.5, top_p=0.6),
-        Sampling(temperature=2.0, top_k=30, top_p=0.9),
-    ],
-)
-def test_a_draw_on_the_device_is_that_of_the_host(sampling: Sampling) -> None:
-    for seed in range(200):
-        logits_V = 3 * torch.randn(50, generator=torch.Generator().manual_seed(seed))
-        on_host = next_token(logits_V, sampling, torch.Generator().manual_seed(seed))
-        uniform = torch.rand((), generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-        assert int(draw(logits_V, sampling, uniform[None])) == on_host
-    last = torch.tensor([1.0 - 1e-16], dtype=torch.float64)
-    assert 0 <= int(draw(logits_V, sampling, last)) < 50
-    # Refused by whoever looks at the logits; here it must be some id.
-    assert 0 <= int(draw(torch.full((50,), torch.nan), sampling, last)) < 50
+def test_uniform_numbers_of_sequences_are_uniform_and_unrelated() -> None:
+    first, second = (
+        torch.tensor([uniform(row_key(0, name), at) for at in range(4000)]) for name in ("a", "b")
+    )
+    for numbers in (first, second, (first + second) % 1):
+        counts = torch.histc(numbers, 20, 0, 1)
+        # Chi-squared of 19 degrees of freedom is beyond 43.8 in one of a thousand.
+        assert float(((counts - 200) ** 2 / 200).sum()) < 43.8
+
+
+def test_a_draw_at_the_very_end_takes_a_token_that_can_be_drawn() -> None:
+    last = torch.tensor([1.0 - 2**-53], dtype=torch.float64)
+    logits_BV = torch.tensor([[1.0, 2.0, 3.0, -1e5, -1e5]])
+    assert int(choose(logits_BV, Sampling(temperature=1.0), last).token_B) == 2
 
 
 def test_a_tiny_top_p_and_a_temperature_near_zero_are_greedy() -> None:
@@ -233,16 +309,40 @@ def test_a_tiny_top_p_and_a_temperature_near_zero_are_greedy() -> None:
 
 
 def test_equal_logits_take_the_lowest_id() -> None:
-    logits_V = torch.tensor([0.0, 2.0, 2.0, 1.0])
-    assert next_token(logits_V, GREEDY, torch.Generator()) == 1
+    assert drawn_from(torch.tensor([0.0, 2.0, 2.0, 1.0]), GREEDY) == [1]
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
-@pytest.mark.parametrize("sampling", [GREEDY, Sampling(temperature=1.0)])
-def test_a_logit_that_is_not_finite_is_no_token(bad: float, sampling: Sampling) -> None:
-    logits_V = torch.tensor([0.0, bad, 1.0])
-    with pytest.raises(NoAnswer, match="1 of 3 NaN or infinite"):
-        next_token(logits_V, sampling, torch.Generator())
+@pytest.mark.parametrize(
+    "sampling", [GREEDY, Sampling(temperature=1.0), Sampling(temperature=1.0, top_k=2, min_p=0.1)]
+)
+def test_logits_that_are_not_finite_are_counted(bad: float, sampling: Sampling) -> None:
+    logits_BV = torch.tensor([[0.0, bad, 1.0], [0.0, 2.0, 1.0]])
+    found = choose(logits_BV, sampling, torch.tensor([0.5, 0.5], dtype=torch.float64))
+    assert found.bad_B.tolist() == [1, 0]
+
+
+def test_one_broken_sequence_loses_no_token_of_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    decoder = lively(make_config())
+    whole = tokens_of(decoder, PROMPTS)
+    step = slots_module.NativeForward.step
+    steps = 0
+
+    def broken(self: Any, *given_: Any) -> torch.Tensor:
+        nonlocal steps
+        steps += 1
+        logits_BV = step(self, *given_)
+        if steps == 5:
+            logits_BV[1] = float("nan")
+        return logits_BV
+
+    monkeypatch.setattr(slots_module.NativeForward, "step", broken)
+    found: list[list[int]] = [[] for _ in PROMPTS]
+    with pytest.raises(NoAnswer, match=r"sequence 1 .*101 of 101 NaN or infinite"):
+        for one in generate(decoder, PROMPTS, max_tokens=12):
+            found[one.prompt].append(one.token)
+    assert [len(row) for row in found] == [6, 5, 6, 6, 6]
+    assert found == [row[: len(made)] for row, made in zip(whole, found, strict=True)]
 
 
 def test_a_model_with_a_nan_weight_answers_nothing() -> None:

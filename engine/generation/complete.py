@@ -1,0 +1,125 @@
+"""Streams the text of completions, and handles stop strings.
+
+A token is not a character: a byte-level tokenizer may split one in the middle, and a stop string may begin in
+one token and end in another. So text is decoded from all tokens of a sequence, and given out only as far as
+nothing that follows can change it: never a trailing part of a character, or a trailing prefix of a stop
+string. The pieces, joined, are the completion: the text before the first stop string, or before the
+end-of-text token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from engine.errors import BadInput
+from engine.formats.tokenizer import Tokenizer
+from engine.generation.generate import SLOTS, Ended, generate
+from engine.generation.sampling import GREEDY, Sampling
+from engine.models.decoder import Decoder
+
+_HALF = "\ufffd"
+"""The decoded form of an incomplete character."""
+
+
+class Piece(NamedTuple):
+    """The next part of one completion."""
+
+    prompt: int
+    """Index of the prompt it continues."""
+    text: str
+    ended: Ended | None
+    tokens: int
+    """Number of tokens generated so far for this prompt."""
+
+
+@dataclass(slots=True)
+class StopText:
+    """The text of one sequence, and how much of it is final."""
+
+    stops: Sequence[str]
+    text: str = ""
+    """The text before the first stop string."""
+    stopped: bool = False
+    given: int = field(default=0)
+    """Number of characters given out."""
+
+    def update(self, text: str) -> None:
+        """Set the text, decoded from all tokens so far."""
+        found = [at for stop in self.stops if (at := text.find(stop)) >= 0]
+        self.stopped = bool(found)
+        self.text = text[: min(found)] if found else text
+
+    def sure(self, *, last: bool) -> str:
+        """Return the text that was not given out yet and cannot change; all that is left if this is
+        the `last` call.
+        """
+        end = len(self.text)
+        if not (last or self.stopped):
+            end = len(self.text.rstrip(_HALF))
+            end -= max((_begun(stop, self.text[:end]) for stop in self.stops), default=0)
+        piece = self.text[self.given : end]
+        self.given = max(self.given, end)
+        return piece
+
+
+def _begun(stop: str, text: str) -> int:
+    """Return the length of the longest proper prefix of `stop` that the text ends with."""
+    sizes = range(min(len(stop) - 1, len(text)), 0, -1)
+    return next((size for size in sizes if text.endswith(stop[:size])), 0)
+
+
+def end_ids(decoder: Decoder, tokenizer: Tokenizer) -> tuple[int, ...]:
+    """Return the ids that end a text: those of the model's configuration, else the tokenizer's end
+    of text.
+    """
+    return decoder.config.eos_token_ids or (tokenizer.end_of_text_id,)
+
+
+def complete(
+    decoder: Decoder,
+    tokenizer: Tokenizer,
+    prompts: Sequence[str],
+    *,
+    max_tokens: int,
+    stops: Sequence[str] = (),
+    sampling: Sampling = GREEDY,
+    keys: Sequence[object] | None = None,
+    slots: int = SLOTS,
+    rows: int | None = None,
+    cuda_graph: str = "auto",
+) -> Iterator[Piece]:
+    """Yield the completions of `prompts` in pieces as they are generated; each prompt's last piece
+    says how it ended.
+
+    For the arguments and errors see `generate`. A model with a padded embedding may choose an id
+    beyond its tokenizer's; it has no text.
+    """
+    if "" in stops:
+        raise BadInput.expected("stop string", repr(""), "at least one character", "none")
+    ids = [[int(one) for one in row] for row in tokenizer.encode_documents(prompts)]
+    ends = end_ids(decoder, tokenizer)
+    texts = [StopText(stops) for _ in prompts]
+    counts = [0] * len(prompts)
+
+    def stop(index: int, tokens: Sequence[int]) -> bool:
+        texts[index].update(tokenizer.decode(tokens))
+        return texts[index].stopped
+
+    for index, _, ended, _ in generate(
+        decoder,
+        ids,
+        max_tokens=max_tokens,
+        end_ids=ends,
+        sampling=sampling,
+        keys=keys,
+        stop=stop,
+        slots=slots,
+        rows=rows,
+        cuda_graph=cuda_graph,
+    ):
+        counts[index] += 1
+        piece = texts[index].sure(last=ended is not None)
+        if piece or ended is not None:
+            yield Piece(index, piece, ended, counts[index])

@@ -1,0 +1,330 @@
+"""The forward passes of generation: prompts into the KV cache, and one token of every slot on top of it.
+
+    NativeForward         our decoder on a paged cache, on any device; the reference
+    TransformersForward   a model of transformers with its own cache, one sequence at a time
+
+A step always runs all slots, some of them idle, and a prompt's matmuls have a shape that depends on its
+length and on the number of slots alone. So matmuls have the same shape whatever else runs, and a sequence
+does not depend on the others: on a CPU to the bit.
+
+On a CPU a prompt is run by itself, in parts of PART tokens. On a GPU several prompts share one pass of a
+fixed number of tokens, packed (`engine.models.attention`), where the dtype allows that.
+
+Attention reads a cache by pages (`engine.kernels.paged_attention`) on a GPU with Triton. Elsewhere torch
+attends to the gathered pages; sequences with the same number of pages are computed together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from engine.generation.pages import PAGE, PagedCache, pages_for
+from engine.kernels.dequantize import has_triton
+from engine.models.attention import LEAST_CAPABILITY, Packing, attend_packed
+from engine.models.decoder import Decoder, LayerCache
+from engine.models.head import logits_of
+from engine.models.packed import head_of
+from engine.models.transformers_decoder import TransformersDecoder
+
+# Shapes: B slots, N prompts, T tokens of a pass, D model width, V vocabulary, H query heads,
+# K key/value heads, E width of a head, P pages, S pages or tokens of one sequence
+
+PART = 2048
+"""Tokens of a prompt that are run at once on a CPU."""
+PACK_PER_SLOT, PACK_LEAST, PACK_MOST = 64, 256, 4096
+"""Tokens of a packed pass over prompts, for each slot; at least and at most."""
+PROMPTS_OF_A_PACK = 64
+"""Largest number of prompts in a packed pass."""
+
+
+class Start(NamedTuple):
+    """A prompt to be run."""
+
+    slot: int
+    """The slot whose pages its keys and values go to."""
+    tokens: Sequence[int]
+    pages: Sequence[int]
+
+
+class Forward(Protocol):
+    """The forward passes that a generation needs."""
+
+    def start(self, starts: Sequence[Start]) -> Tensor:
+        """Run prompts and return the logits (N, V) of their next tokens."""
+        ...
+
+    def step(self, token_B: Tensor, position_B: Tensor) -> Tensor:
+        """Run each slot's token (int64) at its position (int32; negative: idle) and return the logits
+        (B, V) of the next ones.
+        """
+        ...
+
+    def refresh(self) -> None:
+        """Copy weights again that are copies of the model's."""
+        ...
+
+
+def device_of(decoder: Decoder) -> torch.device:
+    """Return the device of a decoder's weights."""
+    ours = not isinstance(decoder, TransformersDecoder)
+    weight = decoder.norm.weight if ours else decoder.embed.weight
+    assert isinstance(weight, Tensor)
+    return weight.device
+
+
+def has_kernels(decoder: Decoder) -> bool:
+    """Whether attention of this decoder reads the cache by our kernel."""
+    device = device_of(decoder)
+    return (
+        device.type == "cuda"
+        and has_triton()
+        and torch.cuda.get_device_capability(device) >= LEAST_CAPABILITY
+    )
+
+
+class NativeForward:
+    """Our decoder on a paged cache."""
+
+    def __init__(self, decoder: Decoder, cache: PagedCache) -> None:
+        self._decoder, self._cache = decoder, cache
+        self._device = cache.table_BS.device
+        slots = len(cache.table_BS)
+        self._kernels = has_kernels(decoder)
+        self._packs = self._kernels and cache.pages_L2PKTE.dtype != torch.float32
+        self._pack = min(PACK_MOST, max(PACK_LEAST, PACK_PER_SLOT * slots))
+        self._prompts = min(slots, PROMPTS_OF_A_PACK)
+
+    def start(self, starts: Sequence[Start]) -> Tensor:
+        if not self._packs:
+            return torch.cat([self._one_prompt(start) for start in starts])
+        logits = [self._pack_of(pack) for pack in _packs(starts, self._pack, self._prompts)]
+        return logits[0] if len(logits) == 1 else torch.cat(logits)
+
+    def step(self, token_B: Tensor, position_B: Tensor) -> Tensor:
+        caches: list[LayerCache]
+        if self._kernels:
+            caches = self._kernel_caches(position_B)
+        else:
+            caches = self._gathered(position_B[:, None].long(), self._cache.table_BS)
+        position_B1 = position_B.clamp(min=0)[:, None].long()
+        hidden_B1D = self._decoder.hidden_with_cache(
+            token_B[:, None], position_B1, position_B1 + 1, caches
+        )
+        return self._logits(hidden_B1D[:, 0])
+
+    def refresh(self) -> None:
+        """Its weights are the model's own."""
+
+    def _logits(self, hidden_ND: Tensor) -> Tensor:
+        """Return logits in fp32 where a GPU has them: in 16 bits log-probabilities would lose their digits."""
+        if self._device.type == "cpu":
+            return self._decoder.logits_of(hidden_ND)
+        return logits_of(hidden_ND, head_of(self._decoder), self._decoder.config.vocab_size)
+
+    def _kernel_caches(self, position_B: Tensor) -> list[LayerCache]:
+        from engine.generation.fused import PagedLayer  # which needs triton
+
+        return [
+            PagedLayer(*self._cache.layer(index), self._cache.table_BS, position_B)
+            for index in range(len(self._decoder.layers))
+        ]
+
+    def _one_prompt(self, start: Start) -> Tensor:
+        """Run one prompt in parts, and return its logits (1, V)."""
+        tokens_1T = torch.tensor([list(start.tokens)], device=self._device)
+        pages_1S = torch.tensor([list(start.pages)], device=self._device)
+        total = tokens_1T.shape[1]
+        place_1T = torch.arange(total, device=self._device)[None]
+        length_11 = torch.full_like(place_1T[:, :1], total)
+        for first in range(0, total, PART):
+            part = slice(first, first + PART)
+            caches = self._gathered(place_1T[:, part], pages_1S)
+            hidden_1TD = self._decoder.hidden_with_cache(
+                tokens_1T[:, part], place_1T[:, part], length_11, caches
+            )
+        return self._logits(hidden_1TD[:, -1])
+
+    def _gathered(self, position_BT: Tensor, pages_BS: Tensor) -> list[LayerCache]:
+        groups = _groups_of(position_BT, pages_BS)
+        return [
+            _GatheredLayer(*self._cache.layer(index), position_BT, pages_BS, groups)
+            for index in range(len(self._decoder.layers))
+        ]
+
+    def _pack_of(self, starts: Sequence[Start]) -> Tensor:
+        """Run prompts in one pass and return their logits (N, V)."""
+        sizes = [len(start.tokens) for start in starts]
+        total = max(self._pack, -(-sum(sizes) // PACK_LEAST) * PACK_LEAST)
+        rest = total - sum(sizes)
+        tokens = [token for start in starts for token in start.tokens] + [0] * rest
+        position = [place for size in sizes for place in range(size)] + list(range(rest))
+        length = [size for size in sizes for _ in range(size)] + [max(rest, 1)] * rest
+        pages = [
+            page
+            for start, size in zip(starts, sizes, strict=True)
+            for page in _each(start.pages, size)
+        ]
+        pages += [0] * rest
+        ends = [0]
+        # Always as many documents, so that no shape depends on the number of prompts.
+        for size in [*sizes, rest, *[0] * (self._prompts - len(sizes))]:
+            ends.append(ends[-1] + size)
+        last = [end - 1 for end in ends[1 : 1 + len(sizes)]]
+        last += [0] * (self._prompts - len(last))
+        rows = torch.tensor([tokens, position, length, pages], device=self._device)
+        tokens_1T, position_1T, length_1T, page_1T = (each[None] for each in rows)
+        starts_S = torch.tensor(ends, dtype=torch.int32, device=self._device)
+        longest_L = torch.empty(total, dtype=torch.bool)
+        packing = Packing(starts_S, longest_L)
+        caches: list[LayerCache] = [
+            _PackedLayer(*self._cache.layer(index), page_1T, position_1T % PAGE, packing)
+            for index in range(len(self._decoder.layers))
+        ]
+        hidden_1TD = self._decoder.hidden_with_cache(tokens_1T, position_1T, length_1T, caches)
+        last_N = torch.tensor(last, device=self._device)
+        logits_NV = self._logits(hidden_1TD[0, last_N])
+        return logits_NV[: len(starts)]
+
+
+def _packs(starts: Sequence[Start], tokens: int, prompts: int) -> list[list[Start]]:
+    """Split prompts into passes of at most `tokens` tokens and `prompts` prompts; a longer prompt is alone."""
+    packs: list[list[Start]] = []
+    left = 0
+    for start in starts:
+        size = len(start.tokens)
+        if not packs or size > left or len(packs[-1]) == prompts:
+            packs.append([])
+            left = tokens
+        packs[-1].append(start)
+        left -= size
+    return packs
+
+
+def _each(pages: Sequence[int], tokens: int) -> list[int]:
+    """Return the page of each of the first `tokens` tokens."""
+    return [page for page in pages[: pages_for(tokens)] for _ in range(PAGE)][:tokens]
+
+
+class _PackedLayer:
+    """Prompts in one row: attention to the row's own keys, which also go into the pages."""
+
+    def __init__(
+        self, keys: Tensor, values: Tensor, page_1T: Tensor, place_1T: Tensor, packing: Packing
+    ) -> None:
+        self._keys, self._values = keys, values
+        self._page_1T, self._place_1T, self._packing = page_1T, place_1T, packing
+
+    def attend(
+        self, q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, *, scale: float | None, window: int | None
+    ) -> Tensor:  # fmt: skip
+        self._keys[self._page_1T, :, self._place_1T] = k_BTKE
+        self._values[self._page_1T, :, self._place_1T] = v_BTKE
+        return attend_packed(q_BTHE, k_BTKE, v_BTKE, self._packing, scale=scale, window=window)
+
+
+class _Group(NamedTuple):
+    """Sequences with the same number of pages."""
+
+    row_N: Tensor
+    pages_NS: Tensor
+    place_N1T1: Tensor
+    """The tokens' positions."""
+
+
+def _groups_of(position_BT: Tensor, pages_BS: Tensor) -> list[_Group]:
+    last = position_BT[:, -1].tolist()
+    counts = [0 if each < 0 else pages_for(each + 1) for each in last]
+    groups = []
+    for count in sorted(set(counts) - {0}):
+        rows = [row for row, own in enumerate(counts) if own == count]
+        row_N = torch.tensor(rows, device=position_BT.device)
+        place_N1T1 = position_BT[row_N][:, None, :, None]
+        groups.append(_Group(row_N, pages_BS[row_N, :count].long(), place_N1T1))
+    return groups
+
+
+class _GatheredLayer:
+    """Attention by torch: each sequence's pages, joined."""
+
+    def __init__(
+        self,
+        keys: Tensor,
+        values: Tensor,
+        position_BT: Tensor,
+        pages_BS: Tensor,
+        groups: list[_Group],
+    ) -> None:
+        self._keys, self._values, self._groups = keys, values, groups
+        at_BT = position_BT.clamp(min=0)
+        pages_BT = pages_BS.long().gather(1, at_BT // PAGE)
+        self._page_BT = torch.where(position_BT < 0, 0, pages_BT)
+        self._place_BT = at_BT % PAGE
+
+    def attend(
+        self, q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, *, scale: float | None, window: int | None
+    ) -> Tensor:  # fmt: skip
+        self._keys[self._page_BT, :, self._place_BT] = k_BTKE
+        self._values[self._page_BT, :, self._place_BT] = v_BTKE
+        y_BTHE = torch.zeros_like(q_BTHE)
+        q_BHTE = q_BTHE.transpose(1, 2)
+        for row_N, pages_NS, place_N1T1 in self._groups:
+            k_NKSE, v_NKSE = (
+                each[pages_NS].transpose(1, 2).flatten(2, 3) for each in (self._keys, self._values)
+            )
+            slot_S = torch.arange(k_NKSE.shape[2], device=k_NKSE.device)
+            seen_N1TS = slot_S <= place_N1T1
+            if window is not None:
+                seen_N1TS &= slot_S > place_N1T1 - window
+            y_NHTE = F.scaled_dot_product_attention(
+                q_BHTE[row_N],
+                k_NKSE,
+                v_NKSE,
+                attn_mask=seen_N1TS,
+                enable_gqa=q_BHTE.shape[1] != k_NKSE.shape[1],
+                scale=scale,
+            )
+            y_BTHE[row_N] = y_NHTE.transpose(1, 2)
+        return y_BTHE
+
+
+class TransformersForward:
+    """A model that transformers runs, and what it keeps of each slot's tokens."""
+
+    def __init__(self, decoder: TransformersDecoder, slots: int) -> None:
+        self._model: Any = decoder.model
+        weight: Tensor = decoder.embed.weight  # type: ignore[assignment]
+        self._device = weight.device
+        self._tokens: list[list[int]] = [[] for _ in range(slots)]
+        self._pasts: list[Any] = [None] * slots
+
+    def start(self, starts: Sequence[Start]) -> Tensor:
+        for start in starts:
+            self._tokens[start.slot], self._pasts[start.slot] = [], None
+        return torch.stack([self._next(start.slot, list(start.tokens)) for start in starts])
+
+    def step(self, token_B: Tensor, position_B: Tensor) -> Tensor:
+        alive = (position_B >= 0).nonzero()[:, 0].tolist()
+        found = {slot: self._next(slot, [int(token_B[slot])]) for slot in alive}
+        blank_V = torch.zeros_like(next(iter(found.values())))
+        return torch.stack([found.get(slot, blank_V) for slot in range(len(self._tokens))])
+
+    def refresh(self) -> None:
+        """Its weights are the model's own."""
+
+    def _next(self, slot: int, new: list[int]) -> Tensor:
+        self._tokens[slot] += new
+        given: dict[str, Any] = {}
+        if self._pasts[slot] is None:
+            new = self._tokens[slot]  # no past, or a model that keeps none here: from the beginning
+        else:
+            given["past_key_values"] = self._pasts[slot]
+        tokens_BT = torch.tensor([new], device=self._device)
+        out = self._model(input_ids=tokens_BT, use_cache=True, return_dict=True, **given)
+        self._pasts[slot] = getattr(out, "past_key_values", None)
+        logits_V: Tensor = out.logits[0, -1]
+        return logits_V

@@ -1,0 +1,247 @@
+"""A decode step of a dense model on a GPU in few kernels: eight a layer, four of them matmuls.
+
+    norm | q k v | place | attend | o | add, norm | gate up | gate | down | add, norm ...
+
+The decoder's own step takes about thirty, and with a small model most of the time is between kernels. q, k and
+v are one matmul, and so are gate and up: their matrices are adjacent in memory.
+
+`JoinedWeights` are those matrices. A model in the same 16-bit dtype is not copied: its parameters become views
+of the joined ones. A model in fp32 is copied once, and `refresh` copies it again, after an update.
+
+Covered: what `coverage` gives no reason for. Everything else is run by `engine.generation.forward`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from engine.generation.forward import NativeForward, has_kernels
+from engine.generation.pages import PAGE, PagedCache
+from engine.kernels import decode_layer, paged_attention
+from engine.models.config import ModelConfig
+from engine.models.decoder import Attention, Decoder, FeedForward, Layer, RMSNorm, frequencies
+from engine.models.frozen import JoinedLinear, hold
+from engine.models.head import DenseHead, logits_of
+
+# Shapes: B slots, D model width, V vocabulary, N columns of joined matmuls, K key/value heads, E width of a head
+
+DTYPES = (torch.bfloat16, torch.float16)
+
+
+class PagedLayer:
+    """One layer's cache, read by our kernel: what the decoder's own step uses on a GPU."""
+
+    def __init__(self, keys: Tensor, values: Tensor, table_BS: Tensor, position_B: Tensor) -> None:
+        self._keys, self._values, self._table_BS = keys, values, table_BS
+        self._position_B = position_B
+
+    def attend(
+        self, q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, *, scale: float | None, window: int | None
+    ) -> Tensor:  # fmt: skip
+        qkv_BHE = torch.cat([q_BTHE[:, 0], k_BTKE[:, 0], v_BTKE[:, 0]], dim=1)
+        qkv_BN = qkv_BHE.flatten(1)
+        here = (self._keys, self._values, self._table_BS, self._position_B)
+        paged_attention.place(qkv_BN, None, 0.0, None, *here)
+        y_BHE = torch.zeros_like(q_BTHE[:, 0])
+        paged_attention.attend(qkv_BN, *here, y_BHE, scale=scale, window=window)
+        return y_BHE[:, None]
+
+
+def coverage(decoder: Decoder) -> str | None:
+    """Return why a step of this decoder cannot be run in few kernels, or None if it can."""
+    config = decoder.config
+    if not has_kernels(decoder):
+        return "the model is not on a GPU with Triton"
+    if decoder.dtype not in DTYPES:
+        return f"the model computes in {str(decoder.dtype).removeprefix('torch.')}"
+    dense = (nn.Linear, JoinedLinear)
+    if not all(isinstance(each, dense) for layer in decoder.layers for each in _matrices(layer)):
+        return "its matrices are not dense"
+    if not isinstance(decoder.embed, nn.Embedding) or not isinstance(
+        decoder.head, nn.Linear | None
+    ):
+        return "its embedding or its head is not dense"
+    return why_not(config)
+
+
+def why_not(config: ModelConfig) -> str | None:
+    """Return why the kernels do not compute models of this configuration, or None if they do."""
+    if config.kind.norms_behind:
+        return "it normalises the outputs of attention and mlp"
+    if config.kind.norm_offset or config.kind.embeddings_scaled:
+        return "its norms multiply with 1 + w, or its embeddings are scaled"
+    if config.qk_norm and config.kind.qk_norm_whole:
+        return "its q and k are normalised as a whole"
+    if config.long_rope is not None:
+        return "its RoPE has other factors in long sequences"
+    return None
+
+
+def _matrices(layer: nn.Module) -> tuple[nn.Module, ...]:
+    assert isinstance(layer, Layer)
+    attention, mlp = layer.attention, layer.mlp
+    return (
+        *(attention.q, attention.k, attention.v, attention.o),
+        *(mlp.gate, mlp.up, mlp.down),
+    )
+
+
+class _Joined(NamedTuple):
+    """A matrix and a bias of one or several layers with the same input."""
+
+    weight_ND: Tensor
+    bias_N: Tensor | None
+
+    def __call__(self, x_BD: Tensor) -> Tensor:
+        return F.linear(x_BD, self.weight_ND, self.bias_N)
+
+
+class _LayerWeights(NamedTuple):
+    attention_norm: RMSNorm
+    qkv: _Joined
+    o: _Joined
+    mlp_norm: RMSNorm
+    gate_up: _Joined
+    down: _Joined
+
+
+class JoinedWeights:
+    """The weights of a decoder as a step reads them, in `dtype`."""
+
+    def __init__(self, decoder: Decoder, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+        # Not created in inference mode: a parameter that becomes a view goes on to be trained.
+        with torch.inference_mode(False), torch.no_grad():
+            self._of(decoder)
+
+    def _of(self, decoder: Decoder) -> None:
+        self._copies: list[tuple[Tensor, Tensor]] = []
+        """Each part of a copy, and the parameter it is a copy of."""
+        self.layers = [self._layer(layer) for layer in decoder.layers]
+        owner = decoder.embed if decoder.head is None else decoder.head
+        self.head_VD = self._join([owner]).weight_ND
+
+    def refresh(self) -> None:
+        """Copy what is a copy again."""
+        if self._copies:
+            copies, originals = zip(*self._copies, strict=True)
+            torch._foreach_copy_(list(copies), list(originals))
+
+    def _layer(self, layer: nn.Module) -> _LayerWeights:
+        assert isinstance(layer, Layer)
+        attention, mlp = layer.attention, layer.mlp
+        assert isinstance(attention, Attention) and isinstance(mlp, FeedForward)
+        assert layer.attention_norm is not None and layer.mlp_norm is not None
+        return _LayerWeights(
+            layer.attention_norm,
+            self._join([attention.q, attention.k, attention.v]),
+            self._join([attention.o]),
+            layer.mlp_norm,
+            self._join([mlp.gate, mlp.up]),
+            self._join([mlp.down]),
+        )
+
+    def _join(self, modules: Sequence[nn.Module]) -> _Joined:
+        first = modules[0]
+        if isinstance(first, JoinedLinear):
+            return _Joined(first.weight_NK, first.bias_N)
+        weight = self._one(modules, "weight")
+        assert weight is not None
+        return _Joined(weight, self._one(modules, "bias"))
+
+    def _one(self, modules: Sequence[nn.Module], name: str) -> Tensor | None:
+        """Return the tensors `name` of all modules as one."""
+        parts = [getattr(module, name, None) for module in modules]
+        tensors = [part for part in parts if isinstance(part, Tensor)]
+        if not tensors:
+            return None
+        same = tensors[0].dtype == self._dtype
+        if same and len(modules) == 1:
+            return tensors[0].detach()
+        # A module without a bias adds zeros if another has one.
+        rows = [int(_weight(module).shape[0]) for module in modules]
+        whole = tensors[0].new_zeros(sum(rows), *tensors[0].shape[1:], dtype=self._dtype)
+        for module, part, view in zip(modules, parts, torch.split(whole, rows), strict=True):
+            if not isinstance(part, Tensor):
+                continue
+            view.copy_(part)
+            if not same:
+                self._copies.append((view, part.detach()))
+            elif isinstance(part, nn.Parameter):
+                part.data = view
+            else:
+                hold(module, name, view)
+        return whole
+
+
+def _weight(module: nn.Module) -> Tensor:
+    weight = module.weight
+    assert isinstance(weight, Tensor)
+    return weight
+
+
+class FusedForward(NativeForward):
+    """Our decoder on a paged cache, with steps in few kernels. Prompts are run by the decoder itself."""
+
+    def __init__(self, decoder: Decoder, cache: PagedCache) -> None:
+        super().__init__(decoder, cache)
+        config = decoder.config
+        self.weights = JoinedWeights(decoder, cache.pages_L2PKTE.dtype)
+        positions = cache.table_BS.shape[1] * PAGE
+        self._turns = {
+            windowed: self._turns_of(config, positions, windowed)
+            for windowed in {config.has_window(index) for index in range(len(decoder.layers))}
+        }
+
+    def _turns_of(self, config: ModelConfig, positions: int, windowed: bool) -> Tensor:
+        """Return the cosines and sines of each position, (S, 2, R)."""
+        frequency_R = frequencies(config, self._device, windowed)
+        angle_SR = torch.arange(positions, device=self._device)[:, None].float() * frequency_R
+        turns_S2R = torch.stack([angle_SR.cos(), angle_SR.sin()], dim=1)
+        return turns_S2R.to(self._cache.pages_L2PKTE.dtype)
+
+    def refresh(self) -> None:
+        self.weights.refresh()
+
+    def step(self, token_B: Tensor, position_B: Tensor) -> Tensor:
+        decoder, config = self._decoder, self._decoder.config
+        dtype = self._cache.pages_L2PKTE.dtype
+        kept_BD = F.embedding(token_B, decoder.embed.weight)
+        x_BD = torch.empty_like(kept_BD, dtype=dtype)
+        heads = (config.num_attention_heads, config.head_dim)
+        y_BHE = torch.zeros(len(token_B), *heads, dtype=dtype, device=self._device)
+        y_BD: Tensor | None = None
+        for index, (layer, weights) in enumerate(
+            zip(decoder.layers, self.weights.layers, strict=True)
+        ):
+            assert isinstance(layer, Layer)
+            attention = layer.attention
+            norm = weights.attention_norm
+            decode_layer.add_norm(y_BD, kept_BD, norm.weight, norm.eps, x_BD)
+            qkv_BN = weights.qkv(x_BD)
+            norms, eps = None, 0.0
+            if attention.q_norm is not None and attention.k_norm is not None:
+                norms, eps = (
+                    (attention.q_norm.weight, attention.k_norm.weight),
+                    attention.q_norm.eps,
+                )
+            turns = self._turns[config.has_window(index)] if attention.rotates else None
+            here = (*self._cache.layer(index), self._cache.table_BS, position_B)
+            paged_attention.place(qkv_BN, norms, eps, turns, *here)
+            paged_attention.attend(
+                qkv_BN, *here, y_BHE, scale=attention.scale, window=attention.window
+            )
+            y_BD = weights.o(y_BHE.flatten(1))
+            norm = weights.mlp_norm
+            decode_layer.add_norm(y_BD, kept_BD, norm.weight, norm.eps, x_BD)
+            both_BN = weights.gate_up(x_BD)
+            open_BN = both_BN.new_empty(len(both_BN), both_BN.shape[1] // 2)
+            decode_layer.gate(both_BN, config.kind.activation, open_BN)
+            y_BD = weights.down(open_BN)
+        decode_layer.add_norm(y_BD, kept_BD, decoder.norm.weight, decoder.norm.eps, x_BD)
+        return logits_of(x_BD, DenseHead(self.weights.head_VD), config.vocab_size)

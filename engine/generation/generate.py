@@ -1,0 +1,363 @@
+"""Generates text from a model, many sequences at once.
+
+    slots       sequences that run side by side; when one ends, its slot is given to the next prompt
+    prompt      run at once into the pages of its slot; equal prompts that begin together are run once
+    step        one token of every slot, chosen on the device
+
+A sequence depends on its prompt, its key, the seed and the weights, and on the number of slots, which is
+part of a matmul's shape; on nothing that the other slots do (`engine.generation.forward`).
+
+On a GPU the device is up to AHEAD steps ahead of the host. A sequence that the host sees to have ended, by a stop
+string, is cut there.
+
+NaN or infinite logits raise `NoAnswer`: the argmax of NaN looks like any other token. What was generated
+before is not lost: it has been given out.
+
+Not covered: beam search, penalties.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+
+from engine.errors import BadInput, InternalError, NoAnswer
+from engine.generation.forward import device_of
+from engine.generation.pages import PAGE, PagePool, pages_for, token_bytes
+from engine.generation.sampling import GREEDY, Sampling, row_key
+from engine.generation.slots import HISTORY, Admitted, Chosen, Slots, choose_cuda_graph
+from engine.models.decoder import Decoder
+from engine.models.transformers_decoder import TransformersDecoder
+from engine.units import format_bytes
+
+SLOTS = 8
+"""Number of sequences that run side by side."""
+AHEAD = 2
+"""Largest number of steps that the GPU may be ahead of the host."""
+FREE_SHARE = 8
+"""New prompts begin once one of this many slots is free: a pass over prompts costs about as much for one as for
+several."""
+MEMORY_SHARE = 0.9
+"""Largest part of a GPU's free memory that the cache takes."""
+
+Ended = Literal["end_of_text", "stop", "length"]
+
+
+class Generated(NamedTuple):
+    """One generated token of one sequence."""
+
+    prompt: int
+    """Index of the prompt it continues."""
+    token: int
+    ended: Ended | None
+    """The reason why this is the sequence's last token; None if it is not. With `end_of_text` the token itself
+    is the end.
+    """
+    log_p: float
+    """Its log-probability, in nats (`engine.generation.sampling`)."""
+
+
+Stop = Callable[[int, Sequence[int]], bool]
+"""Called after each token with the index of the prompt and its tokens so far; returns whether the
+sequence ends.
+"""
+
+
+@dataclass(slots=True)
+class _Sequence:
+    index: int
+    pages: list[int]
+    tokens: list[int]
+    asked: int = 0
+    """Number of tokens requested from the device, at most the limit."""
+    ended: bool = False
+
+
+def generate(
+    decoder: Decoder,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_tokens: int,
+    end_ids: Sequence[int] = (),
+    sampling: Sampling = GREEDY,
+    keys: Sequence[object] | None = None,
+    stop: Stop | None = None,
+    slots: int = SLOTS,
+    rows: int | None = None,
+    cache_bytes: int | None = None,
+    cuda_graph: str = "auto",
+) -> Iterator[Generated]:
+    """Yield the tokens of each prompt's continuation as they are generated; sequences are
+    interleaved.
+
+    `keys` name the sequences for sampling (default: their index). `rows` of the `slots` are used (default:
+    all). For the others see `Generator`; its cache has room for these prompts.
+
+    Raises BadInput for a prompt that is empty or too long for the model, and what `Generator` raises.
+    """
+    if not prompts:
+        return
+    _check(decoder, prompts, max_tokens)
+    needs = sorted((pages_for(len(prompt) + max_tokens) for prompt in prompts), reverse=True)
+    generator = Generator(
+        decoder,
+        slots=slots,
+        capacity=needs[0] * PAGE,
+        pages=sum(needs[:slots]),
+        cache_bytes=cache_bytes,
+        end_ids=end_ids,
+        sampling=sampling,
+        cuda_graph=cuda_graph,
+    )
+    yield from generator.generate(prompts, max_tokens=max_tokens, keys=keys, stop=stop, rows=rows)
+
+
+class Generator:
+    """A model ready to generate: its slots, their cache, and the graph of a step.
+
+    `capacity` is the largest number of tokens of a sequence, its prompt included. The cache has `pages` pages, by
+    default what all slots may need; fewer where `cache_bytes` or the free memory of a GPU holds fewer: then some
+    sequences wait. `cuda_graph` (auto, on, off) changes no token.
+
+    Raises BadInput where the cache does not hold one sequence of `capacity` tokens.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        *,
+        slots: int,
+        capacity: int,
+        pages: int | None = None,
+        cache_bytes: int | None = None,
+        end_ids: Sequence[int] = (),
+        sampling: Sampling = GREEDY,
+        cuda_graph: str = "auto",
+    ) -> None:
+        self._decoder, self._sampling, self._slots = decoder, sampling, slots
+        self._ends, self._capacity = frozenset(end_ids), capacity
+        wanted = slots * pages_for(capacity) if pages is None else pages
+        held = _pages(decoder, wanted, pages_for(capacity), slots, cache_bytes)
+        self._pool = PagePool(held + 1)
+        self._device = Slots(
+            decoder,
+            slots=slots,
+            capacity=capacity,
+            pages=held + 1,
+            sampling=sampling,
+            ends=end_ids,
+            graph=choose_cuda_graph(decoder, cuda_graph).choice == "on",
+        )
+
+    def refresh(self) -> None:
+        """Take over what an update made of the model's weights."""
+        self._device.refresh()
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        *,
+        max_tokens: int,
+        keys: Sequence[object] | None = None,
+        stop: Stop | None = None,
+        rows: int | None = None,
+    ) -> Iterator[Generated]:
+        """Yield the tokens of each prompt's continuation, as `generate` does. One call at a time; one that is not
+        read to its end gives up its sequences.
+        """
+        _check(self._decoder, prompts, max_tokens)
+        longest = max(map(len, prompts), default=0) + max_tokens
+        if longest > pages_for(self._capacity) * PAGE:
+            raise InternalError(
+                f"generate: expected at most {self._capacity}, found {longest} tokens"
+            )
+        names = range(len(prompts)) if keys is None else keys
+        run = _Run(
+            self._device,
+            self._pool,
+            prompts,
+            [row_key(self._sampling.seed, name) for name in names],
+            max_tokens,
+            self._ends,
+            stop,
+            self._decoder.config.vocab_size,
+            self._slots if rows is None else rows,
+        )
+        try:
+            yield from run.tokens()
+        finally:
+            run.abandon()
+
+
+class _Run:
+    """The sequences of one call, waiting or in a slot."""
+
+    def __init__(
+        self,
+        device: Slots,
+        pool: PagePool,
+        prompts: Sequence[Sequence[int]],
+        keys: Sequence[int],
+        limit: int,
+        ends: frozenset[int],
+        stop: Stop | None,
+        ids: int,
+        rows: int,
+    ) -> None:
+        self._device, self._pool, self._prompts, self._keys = device, pool, prompts, keys
+        self._limit, self._ends, self._stop, self._ids = limit, ends, stop, ids
+        self._needs = [pages_for(len(prompt) + limit) for prompt in prompts]
+        self._waiting = deque(range(len(prompts)))
+        self._running: list[_Sequence | None] = [None] * rows
+
+    def tokens(self) -> Iterator[Generated]:
+        """Yield the tokens of all sequences."""
+        pending: deque[tuple[Chosen, list[tuple[int, _Sequence]]]] = deque()
+        while True:
+            if begun := self._admit():
+                pending.append(begun)
+            wanted = [
+                (slot, sequence)
+                for slot, sequence in enumerate(self._running)
+                if sequence is not None and sequence.asked < self._limit
+            ]
+            if wanted:
+                pending.append((self._device.step(), wanted))
+                for _, sequence in wanted:
+                    sequence.asked += 1
+            elif not pending:
+                return
+            while pending and (len(pending) > AHEAD or not wanted):
+                yield from self._read(*pending.popleft())
+                # A free slot is filled as soon as the queue has room for that.
+                if self._may_admit() and len(pending) <= HISTORY // 2:
+                    break
+
+    def abandon(self) -> None:
+        """Give up the sequences that still run."""
+        left = [(slot, each) for slot, each in enumerate(self._running) if each is not None]
+        if left:
+            self._device.stop([slot for slot, _ in left])
+            for _, sequence in left:
+                self._pool.release(sequence.pages)
+
+    def _read(self, chosen: Chosen, of: list[tuple[int, _Sequence]]) -> Iterator[Generated]:
+        """Yield the tokens of one step, and free the slots of sequences that ended."""
+        tokens, log_p = (each.tolist() for each in chosen.wait())
+        broken = None
+        stopped = []
+        for slot, sequence in of:
+            if sequence.ended:
+                continue
+            token = tokens[slot]
+            if token < 0:
+                broken = broken or (sequence.index, -token)
+                continue
+            sequence.tokens.append(token)
+            ended: Ended | None = None
+            if token in self._ends:
+                ended = "end_of_text"
+            elif self._stop is not None and self._stop(sequence.index, sequence.tokens):
+                ended = "stop"
+                stopped.append(slot)
+            elif len(sequence.tokens) >= self._limit:
+                ended = "length"
+            if ended is not None:
+                sequence.ended = True
+                self._running[slot] = None
+                self._pool.release(sequence.pages)
+            yield Generated(sequence.index, token, ended, log_p[slot])
+        if stopped:
+            self._device.stop(stopped)
+        if broken is not None:
+            index, bad = broken
+            raise not_finite(f"sequence {index}", bad, self._ids)
+
+    def _may_admit(self) -> bool:
+        """Whether new sequences should begin now."""
+        free = self._running.count(None)
+        if not self._waiting or not free:
+            return False
+        return free * FREE_SHARE >= len(self._running) or free >= len(self._waiting)
+
+    def _admit(self) -> tuple[Chosen, list[tuple[int, _Sequence]]] | None:
+        """Begin sequences in free slots, as many as there are pages for."""
+        if not self._may_admit():
+            return None
+        admitted: list[Admitted] = []
+        begun: list[tuple[int, _Sequence]] = []
+        known: dict[tuple[int, ...], int] = {}
+        for slot, running in enumerate(self._running):
+            if running is not None or not self._waiting:
+                continue
+            index = self._waiting[0]
+            prompt = self._prompts[index]
+            like = known.get(tuple(prompt))
+            shared = [] if like is None else admitted[like].pages[: len(prompt) // PAGE]
+            if self._needs[index] - len(shared) > self._pool.free:
+                break
+            self._waiting.popleft()
+            self._pool.share(shared)
+            pages = shared + self._pool.take(self._needs[index] - len(shared))
+            if like is None:
+                known[tuple(prompt)] = len(admitted)
+            admitted.append(Admitted(slot, prompt, self._keys[index], self._limit, pages, like))
+            sequence = _Sequence(index, pages, [], asked=1)
+            begun.append((slot, sequence))
+            self._running[slot] = sequence
+        return (self._device.begin(admitted), begun) if admitted else None
+
+
+def _pages(decoder: Decoder, wanted: int, least: int, slots: int, cache_bytes: int | None) -> int:
+    """Return how many pages the cache has, at most `wanted`. Raises BadInput if it would be fewer than `least`."""
+    if isinstance(decoder, TransformersDecoder):
+        return wanted
+    if cache_bytes is None:
+        device = device_of(decoder)
+        if device.type != "cuda":
+            return wanted
+        free, _ = torch.cuda.mem_get_info(device)
+        free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        # Logits, and the sums of a step.
+        cache_bytes = int(MEMORY_SHARE * free) - 12 * slots * decoder.config.vocab_size
+    page = PAGE * token_bytes(decoder.config, decoder.dtype)
+    fits = cache_bytes // page
+    if fits < least:
+        raise BadInput.expected(
+            "generate",
+            "the longest sequence",
+            f"room for its keys and values, {format_bytes(least * page)}",
+            format_bytes(max(cache_bytes, 0)),
+            hint="ask for fewer tokens, or give less text",
+        )
+    return min(wanted, fits)
+
+
+def not_finite(where: str, bad: int, ids: int) -> NoAnswer:
+    """Return the error for `bad` of `ids` logits that are not finite."""
+    return NoAnswer(
+        f"generate: {where} — expected finite logits, found {bad:,} of {ids:,} NaN or infinite"
+    )
+
+
+def _check(decoder: Decoder, prompts: Sequence[Sequence[int]], max_tokens: int) -> None:
+    assert max_tokens >= 1
+    most, ids = decoder.config.max_position_embeddings, decoder.config.vocab_size
+    for index, prompt in enumerate(prompts):
+        if not prompt:
+            raise BadInput.expected("prompt", index, "at least one token", "none")
+        if max(prompt) >= ids or min(prompt) < 0:
+            raise BadInput.expected("prompt", index, f"ids below {ids:,}", f"{max(prompt):,}")
+    needed = max(map(len, prompts), default=0) + max_tokens
+    if needed > most:
+        raise BadInput.expected(
+            "prompt",
+            f"the longest, and {max_tokens:,} tokens to come",
+            f"at most {most:,} tokens, the positions of the model",
+            f"{needed:,}",
+            hint="ask for fewer tokens, or give less text",
+        )

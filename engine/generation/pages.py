@@ -1,0 +1,105 @@
+"""The KV cache, in pages of 64 tokens.
+
+A sequence has a list of pages, which need not be neighbours: its token at position p is in place p % 64
+of its page p // 64. A sequence gets all pages that it may need when it begins, and gives them back when it
+ends, so none runs out of them in the middle. Sequences with the same prompt share the pages that the prompt
+fills; each has its own from there on.
+
+Page 0 belongs to no sequence: idle slots write there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from engine.models.config import ModelConfig
+
+# Shapes: L layers, P pages, K key/value heads, E width of a head, B slots, S pages of a slot, T tokens
+
+PAGE = 64
+"""Tokens of a page."""
+
+
+def pages_for(tokens: int) -> int:
+    """Return how many pages hold `tokens` tokens."""
+    return -(-tokens // PAGE)
+
+
+def token_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
+    """Return the size of the keys and values of one token, in bytes."""
+    width = config.num_key_value_heads * config.head_dim
+    return 2 * config.num_hidden_layers * width * dtype.itemsize
+
+
+class PagePool:
+    """The numbers of the pages that are free, and how many sequences hold each of the others."""
+
+    def __init__(self, count: int) -> None:
+        self._free = list(range(count - 1, 0, -1))
+        self._holders = [0] * count
+
+    @property
+    def free(self) -> int:
+        return len(self._free)
+
+    def take(self, count: int) -> list[int]:
+        """Take `count` free pages."""
+        taken = [self._free.pop() for _ in range(count)]
+        self.share(taken)
+        return taken
+
+    def share(self, pages: Sequence[int]) -> None:
+        """Add a holder to each page."""
+        for page in pages:
+            self._holders[page] += 1
+
+    def release(self, pages: Sequence[int]) -> None:
+        """Take a holder from each page; a page without one is free again."""
+        for page in pages:
+            self._holders[page] -= 1
+            if not self._holders[page]:
+                self._free.append(page)
+
+
+class PagedCache:
+    """The keys and values of all layers, and the page table of each slot."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        pages: int,
+        slots: int,
+        slot_pages: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        heads = (config.num_key_value_heads, PAGE, config.head_dim)
+        # Zeros, because what is masked is multiplied with 0, and 0 times NaN is NaN.
+        self.pages_L2PKTE = torch.zeros(
+            config.num_hidden_layers, 2, pages, *heads, dtype=dtype, device=device
+        )
+        self.table_BS = torch.zeros(slots, slot_pages, dtype=torch.int32, device=device)
+
+    def layer(self, index: int) -> tuple[Tensor, Tensor]:
+        """Return the keys and the values of a layer, each (P, K, T, E)."""
+        both = self.pages_L2PKTE[index]
+        return both[0], both[1]
+
+    def copy(self, from_pages: Sequence[int], to_pages: Sequence[int]) -> None:
+        """Copy pages of all layers."""
+        if from_pages:
+            device = self.pages_L2PKTE.device
+            source, target = torch.tensor([from_pages, to_pages], device=device)
+            self.pages_L2PKTE[:, :, target] = self.pages_L2PKTE[:, :, source]
+
+    def set_tables(self, slots: Sequence[int], pages: Sequence[Sequence[int]]) -> None:
+        """Write the page tables of some slots."""
+        width = self.table_BS.shape[1]
+        rows = [[*each, *[0] * (width - len(each))] for each in pages]
+        device = self.table_BS.device
+        slot_N = torch.tensor(list(slots), device=device)
+        self.table_BS[slot_N] = torch.tensor(rows, dtype=torch.int32, device=device)

@@ -1,0 +1,297 @@
+"""The slots of a generation: what the device keeps of each sequence, and the steps of all of them.
+
+    begin     runs prompts into some slots and chooses their first tokens
+    step      runs one token of every slot and chooses the next; a CUDA graph where that is decided
+    stop      makes slots idle
+
+Tokens are chosen on the device and copied to the host, which may read them some steps later (`Chosen`). A
+sequence that reaches its end or its limit becomes idle on the device at once.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from engine.decision import SET_BY_USER, Decision
+from engine.generation.forward import (
+    Forward,
+    NativeForward,
+    Start,
+    TransformersForward,
+    device_of,
+    has_kernels,
+)
+from engine.generation.pages import PAGE, PagedCache, pages_for
+from engine.generation.sampling import Sampling, choose, truncate, uniform
+from engine.kernels.prewarm import warm_up
+from engine.kernels.registry import REGISTRY
+from engine.models.decoder import Decoder
+from engine.models.transformers_decoder import TransformersDecoder
+
+# Shapes: B slots, N slots that begin, V vocabulary, E ends of text
+
+HISTORY = 8
+"""Largest number of steps and beginnings whose tokens the host has not read yet."""
+KNOB = "--cuda-graph"
+
+
+class Admitted(NamedTuple):
+    """A sequence that gets a slot."""
+
+    slot: int
+    prompt: Sequence[int]
+    key: int
+    limit: int
+    pages: list[int]
+    like: int | None
+    """Index of an earlier one of these with the same prompt, whose pages hold it already."""
+
+
+class Chosen(NamedTuple):
+    """The tokens of one step, on their way to the host."""
+
+    both_2B: Tensor
+    """int32 in host memory: tokens, and the bits of their log-probabilities."""
+    arrived: torch.cuda.Event | None
+    """None if they are there already."""
+
+    def wait(self) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
+        """Wait, and return copies of the tokens and their log-probabilities. Instead of a token there is minus
+        the number of logits that are not finite, if there are any.
+        """
+        if self.arrived is not None:
+            self.arrived.synchronize()
+        both = self.both_2B.numpy().copy()
+        return both[0], both[1].view(np.float32)
+
+
+def choose_cuda_graph(decoder: Decoder, setting: str = "auto") -> Decision:
+    """Decide whether steps are replayed as a CUDA graph, with the reason."""
+    why_not = None
+    if isinstance(decoder, TransformersDecoder):
+        why_not = "transformers runs the layers"
+    elif device_of(decoder).type == "cpu":
+        why_not = "the model is on the CPU"
+    elif not has_kernels(decoder):
+        why_not = "there is no Triton, or the GPU's capability is below 8.0"
+    if why_not is not None:
+        return Decision(
+            knob=KNOB,
+            choice="off",
+            reason=f"{why_not}: each operation is launched",
+            rejected=(("on", why_not),),
+        )
+    if setting != "auto":
+        return Decision(knob=KNOB, choice=setting, reason=SET_BY_USER, overridden=True)
+    return Decision(
+        knob=KNOB,
+        choice="on",
+        reason="launching the kernels of a step takes the host longer than their work takes the GPU",
+        rejected=(("off", "the same tokens, more slowly"),),
+    )
+
+
+class Slots:
+    """The slots of one generation. `capacity` is the largest number of tokens of a sequence, `pages` the size of
+    the cache.
+    """
+
+    @torch.inference_mode()
+    def __init__(
+        self,
+        decoder: Decoder,
+        *,
+        slots: int,
+        capacity: int,
+        pages: int,
+        sampling: Sampling,
+        ends: Sequence[int],
+        graph: bool,
+    ) -> None:
+        device = device_of(decoder)
+        self._sampling, self._device, self._slots = sampling, device, slots
+        self.cache: PagedCache | None = None
+        self._forward = self._forward_of(decoder, slots, capacity, pages)
+        self._on_gpu = device.type == "cuda"
+        self._kernels = not isinstance(decoder, TransformersDecoder) and has_kernels(decoder)
+
+        def of(dtype: torch.dtype, value: int = 0) -> Tensor:
+            return torch.full((slots,), value, dtype=dtype, device=device)
+
+        i32, i64 = torch.int32, torch.int64
+        self._out_2B = torch.zeros(2, -(-slots // 4) * 4, dtype=i32, device=device)
+        self._state = (
+            *(of(i64), of(i32, -1), of(i32), of(i32), of(i64)),
+            *(self._out_2B[0, :slots], self._out_2B[1, :slots].view(torch.float32)),
+        )
+        self._token, self._position, self._count, self._limit, self._key, *_ = self._state
+        # Repeated up to a power of two; a set without ends has an id that no token has.
+        wanted = list(ends) or [-1]
+        wanted += wanted[-1:] * ((1 << (len(wanted) - 1).bit_length()) - len(wanted))
+        self._ends = torch.tensor(wanted, dtype=i32, device=device)
+        self._every = torch.arange(slots, dtype=i32, device=device)
+        self._pinned = deque(
+            torch.empty(self._out_2B.shape, dtype=i32, pin_memory=self._on_gpu)
+            for _ in range(HISTORY)
+        )
+        self._graph: torch.cuda.CUDAGraph | None = None
+        if self._kernels:
+            # Compiles all kernels of a step, several at a time.
+            with REGISTRY.noting() as noted:
+                self._run()
+            warm_up(noted)
+        if graph:
+            self._capture()
+
+    @torch.inference_mode()
+    def refresh(self) -> None:
+        """Copy weights again that are copies of the model's."""
+        self._forward.refresh()
+
+    def _forward_of(self, decoder: Decoder, slots: int, capacity: int, pages: int) -> Forward:
+        if isinstance(decoder, TransformersDecoder):
+            return TransformersForward(decoder, slots)
+        self.cache = PagedCache(
+            decoder.config,
+            pages=pages,
+            slots=slots,
+            slot_pages=pages_for(capacity),
+            dtype=decoder.dtype,
+            device=self._device,
+        )
+        if has_kernels(decoder):
+            from engine.generation.fused import FusedForward, coverage  # which needs triton
+
+            if coverage(decoder) is None:
+                return FusedForward(decoder, self.cache)
+        return NativeForward(decoder, self.cache)
+
+    @torch.inference_mode()
+    def begin(self, admitted: Sequence[Admitted]) -> Chosen:
+        """Run the prompts of sequences into their slots and choose their first tokens."""
+        starts: list[Start] = []
+        source: list[int] = []
+        for one in admitted:
+            if one.like is None or self.cache is None:
+                source.append(len(starts))
+                starts.append(Start(one.slot, one.prompt, one.pages))
+            else:
+                source.append(source[one.like])
+        slots = [one.slot for one in admitted]
+        if self.cache is not None:
+            self.cache.set_tables(slots, [one.pages for one in admitted])
+        logits_NV = self._forward.start(starts)
+        if self.cache is not None:
+            self._copy_shared(admitted)
+        state_5N = torch.tensor(
+            [
+                [0] * len(admitted),
+                [len(one.prompt) - 1 for one in admitted],
+                [0] * len(admitted),
+                [one.limit for one in admitted],
+                [one.key for one in admitted],
+            ],
+            device=self._device,
+        )
+        slot_N = torch.tensor(slots, dtype=torch.int32, device=self._device)
+        for whole_B, part_N in zip(self._state[:5], state_5N, strict=True):
+            whole_B[slot_N.long()] = part_N.to(whole_B.dtype)
+        source_N = torch.tensor(source, dtype=torch.int32, device=self._device)
+        self._choose(logits_NV, source_N, slot_N)
+        return self._sent()
+
+    def _copy_shared(self, admitted: Sequence[Admitted]) -> None:
+        """Copy the page that a prompt fills in part to the sequences that share the prompt."""
+        assert self.cache is not None
+        pairs = [
+            (admitted[one.like].pages[len(one.prompt) // PAGE], one.pages[len(one.prompt) // PAGE])
+            for one in admitted
+            if one.like is not None and len(one.prompt) % PAGE
+        ]
+        self.cache.copy([first for first, _ in pairs], [second for _, second in pairs])
+
+    @torch.inference_mode()
+    def step(self) -> Chosen:
+        """Run one token of every slot."""
+        if self._graph is None:
+            self._run()
+        else:
+            self._graph.replay()
+        return self._sent()
+
+    @torch.inference_mode()
+    def stop(self, slots: Sequence[int]) -> None:
+        """Make slots idle."""
+        self._position[torch.tensor(list(slots), device=self._device)] = -1
+
+    def _run(self) -> None:
+        logits_BV = self._forward.step(self._token, self._position)
+        self._choose(logits_BV, self._every, self._every)
+
+    def _capture(self) -> None:
+        """Run one step, so that everything is allocated and loaded, and capture the next. All slots are idle."""
+        stream: torch.cuda.Stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(stream):
+            self._run()
+            torch.cuda.synchronize(self._device)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            self._run()
+        self._graph = graph
+
+    def _choose(self, logits: Tensor, source_N: Tensor, slot_N: Tensor) -> None:
+        if self._kernels:
+            self._choose_by_kernel(logits, source_N, slot_N)
+        else:
+            self._choose_by_torch(logits, source_N.long(), slot_N.long())
+
+    def _choose_by_kernel(self, logits: Tensor, source_N: Tensor, slot_N: Tensor) -> None:
+        from engine.kernels.choose import SlotState  # which needs triton
+        from engine.kernels.choose import choose as launch_choose
+
+        sampling, state = self._sampling, SlotState(*self._state)
+        if not sampling.truncates:
+            launch_choose(logits, source_N, slot_N, self._ends, state, sampling.temperature)
+            return
+        scores = logits.float() / sampling.temperature
+        whole = scores.logsumexp(-1)
+        kept = truncate(scores, sampling)
+        # The scores are over the temperature already.
+        launch_choose(kept, source_N, slot_N, self._ends, state, 1.0)
+        token_N = state.token_B[slot_N.long()]
+        log_p_N = scores[source_N.long(), token_N] - whole[source_N.long()]
+        state.log_p_B[slot_N.long()] = log_p_N
+
+    def _choose_by_torch(self, logits: Tensor, source_N: Tensor, slot_N: Tensor) -> None:
+        alive_N = (self._position[slot_N] >= 0).nonzero()[:, 0]
+        source_N, slot_N = source_N[alive_N], slot_N[alive_N]
+        keys, counts = self._key[slot_N].tolist(), self._count[slot_N].tolist()
+        drawn = [uniform(key, count) for key, count in zip(keys, counts, strict=True)]
+        uniform_N = torch.tensor(drawn, dtype=torch.float64, device=self._device)
+        token_N, log_p_N, bad_N = choose(logits[source_N], self._sampling, uniform_N)
+        count_N = self._count[slot_N] + 1
+        ended_N = torch.isin(token_N, self._ends) | (count_N >= self._limit[slot_N]) | (bad_N > 0)
+        self._token[slot_N] = token_N
+        self._position[slot_N] = torch.where(ended_N, -1, self._position[slot_N] + 1)
+        self._count[slot_N] = count_N
+        self._state[5][slot_N] = torch.where(bad_N > 0, -bad_N, token_N).int()
+        self._state[6][slot_N] = log_p_N
+
+    def _sent(self) -> Chosen:
+        # The oldest of HISTORY buffers, whose tokens have been read long ago.
+        pinned = self._pinned.popleft()
+        self._pinned.append(pinned)
+        pinned.copy_(self._out_2B, non_blocking=True)
+        if not self._on_gpu:
+            return Chosen(pinned, None)
+        arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        arrived.record()
+        return Chosen(pinned, arrived)
