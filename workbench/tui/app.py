@@ -6,19 +6,22 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
+import selectors
 import signal
 from collections.abc import Mapping, Sequence
 from functools import partial
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
-from textual import on
+from textual import constants, on
 from textual.actions import ActionParseResult
 from textual.app import App
 from textual.binding import Binding, BindingType
 from textual.command import Provider
 from textual.dom import DOMNode
+from textual.drivers import linux_driver
 from textual.filter import LineFilter
 from textual.theme import Theme
 
@@ -66,6 +69,26 @@ def _settle() -> None:
 def refresh_seconds(environ: Mapping[str, str]) -> float:
     """Return the seconds between two polls: twice as long where each frame goes through ssh or tmux."""
     return 2.0 if environ.get("SSH_CONNECTION") or environ.get("TMUX") else 1.0
+
+
+class EscapeSelector(selectors.SelectSelector):
+    """Waits after input for the rest of an escape sequence alone, so that the escape key is seen once ESCDELAY is over;
+    Textual's input thread looks only when 0.1 s without input have passed."""
+
+    _has_input = False
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        if self._has_input and timeout is not None:
+            timeout = min(timeout, constants.ESCAPE_DELAY)
+        found = super().select(timeout)
+        self._has_input = bool(found)
+        return found
+
+
+# The thread makes its selector by this name.
+vars(linux_driver)["selectors"] = SimpleNamespace(
+    SelectSelector=EscapeSelector, EVENT_READ=selectors.EVENT_READ
+)
 
 
 class WorkbenchApp(App[None]):

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import selectors
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from textual import constants
+from textual.drivers import linux_driver
 
 from engine import child
 from engine.log.folder import RunFolder
@@ -17,6 +20,7 @@ from tests.support.paths import ROOT
 from tests.support.run_folders import completed, corrupt, killed, running
 from workbench import cli
 from workbench.feed import RunFeed
+from workbench.tui.app import EscapeSelector
 
 
 def run_cli(*arguments: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
@@ -67,6 +71,32 @@ def test_an_escape_waits_as_long_as_was_asked_for(asked: str | None, expected: i
         check=True,
     )
     assert int(done.stdout) == expected
+
+
+def test_the_wait_for_the_rest_of_a_sequence_ends_by_itself(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Textual's input thread looks for its end when its selector returns."""
+    assert vars(linux_driver)["selectors"].SelectSelector is EscapeSelector
+    monkeypatch.setattr(constants, "ESCAPE_DELAY", 0.025)
+    waits: list[float | None] = []
+    selector, (read, write) = EscapeSelector(), os.pipe()
+    selector.register(read, selectors.EVENT_READ)
+    os.write(write, b"\x1b")
+    assert selector.select(0.1)
+    os.read(read, 1)
+
+    def note(_: object, wait: float | None) -> list[object]:
+        waits.append(wait)
+        return []
+
+    monkeypatch.setattr(selectors.SelectSelector, "select", note)
+    selector.select(0.1)
+    selector.select(0.1)
+    assert waits == [0.025, 0.1]
+    selector.close()
+    os.close(read)
+    os.close(write)
 
 
 def test_what_the_screen_imports_is_in_no_collection_and_garbage_still_is() -> None:
