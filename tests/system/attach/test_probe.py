@@ -178,7 +178,7 @@ def test_a_compilation_after_the_first_steps_is_told_with_the_guard_that_failed(
     )
 
 
-@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("fails", [False, pytest.param(True, marks=pytest.mark.soak)])
 def test_modules_of_the_user_are_imported_as_without_the_probe(tmp_path: Path, fails: bool) -> None:
     mine = tmp_path / "mine"
     mine.mkdir()

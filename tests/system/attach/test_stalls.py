@@ -71,7 +71,7 @@ class Hanging:
         self.process.communicate(timeout=60)
 
 
-@pytest.mark.parametrize("steps", [0, 3])
+@pytest.mark.parametrize("steps", [pytest.param(0, marks=pytest.mark.soak), 3])
 def test_a_hanging_script_is_named_by_its_own_line_and_is_a_stall_after_what_an_evaluation_may_take(
     tmp_path: Path, steps: int
 ) -> None:

@@ -157,6 +157,7 @@ def test_a_script_that_never_stepped_is_told_from_one_without_a_probe(tmp_path: 
     assert found["next step"] == LET_IN
 
 
+@pytest.mark.soak  # a Trainer of transformers is watched in test_callbacks, and by `make frameworks`
 def test_the_script_of_the_demo_is_seen_step_by_step_and_changed_in_nothing(tmp_path: Path) -> None:
     text = tmp_path / "text"
     text.mkdir()

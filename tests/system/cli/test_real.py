@@ -175,6 +175,7 @@ def test_a_model_that_is_missing_offline_ends_with_the_command_that_fetches_it(
     assert report_of(tmp_path / "out")["stages"]["models"]["state"] == "failed"
 
 
+@pytest.mark.soak
 def test_a_hub_that_cannot_be_reached_ends_with_the_ways_to_do_without_it(
     kit: Kit, hub: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

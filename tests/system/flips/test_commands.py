@@ -59,6 +59,7 @@ def answer_of(verdict: dict[str, Any]) -> list[str]:
     return answer_lines(verdict)
 
 
+@pytest.mark.soak  # two arms in suite: the test below and test_fixes
 def test_an_arm_whose_steps_take_several_times_as_long_is_measured_so(folder: Path) -> None:
     verdict = flip("--sleep 0.02", "--sleep 0.2", pairs_max=1)
     assert verdict["verdict"] == "INCONCLUSIVE" and verdict["n_pairs"] == 1, verdict["reason"]

@@ -365,6 +365,9 @@ def test_the_command_prints_one_json_value_and_its_exit_code_is_the_verdict(
 def test_the_command_writes_to_a_pipe_and_says_the_same(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # Measured in a test below.
+    rates = absent("not measured", "a test"), absent("not measured", "a test")
+    monkeypatch.setattr("engine.machine.rates.measure_in_child", lambda: rates)
     monkeypatch.setenv("COLUMNS", "60")
     code = main(["doctor"])
     out = capsys.readouterr().out

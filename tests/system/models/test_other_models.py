@@ -167,6 +167,7 @@ def test_a_head_of_its_own_under_tied_embeddings_is_refused_by_name(
     assert "tie_word_embeddings to false" in (caught.value.hint or "")
 
 
+@pytest.mark.usefixtures("trainer_here")
 def test_a_check_says_that_a_tied_head_is_another_matrix(
     kit: Kit, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -201,6 +202,7 @@ WITH_STUDENT: dict[str, object] = {
 }
 
 
+@pytest.mark.usefixtures("trainer_here")
 def test_what_transformers_warns_of_is_in_the_log_and_in_the_check_once(
     kit: Kit, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -82,7 +82,9 @@ def is_running(pid: int) -> bool:
             "engine.train.data:prepare_data", "sleep", signal.SIGINT, marks=pytest.mark.soak
         ),
         ("engine.train.build:Builder.teacher", "lock", signal.SIGTERM),
-        ("engine.train.loop:TrainingLoop.check", "import", signal.SIGTERM),
+        pytest.param(
+            "engine.train.loop:TrainingLoop.check", "import", signal.SIGTERM, marks=pytest.mark.soak
+        ),
         ("engine.train.build:Builder.student", "sleep", signal.SIGTERM),
     ],
 )

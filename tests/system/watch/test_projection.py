@@ -16,6 +16,7 @@ from engine.log.folder import RunFolder
 from engine.log.follow import Follower
 from engine.spec import RunSpec
 from engine.watch.projection import project, projection_lines
+from tests.support.finished_runs import train_here
 from tests.support.kit import Kit
 from tests.support.run_folders import Scene
 from tests.support.running import engine, engine_here
@@ -69,7 +70,9 @@ def test_every_point_where_a_run_pauses_is_counted_once(steps: int, evals: int, 
 def smoke(kit: Kit, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, object]]:
     folder = tmp_path_factory.mktemp("smoke")
     spec = kit.spec(folder, train__steps=30, eval__every=10, checkpoint__every=10)
-    done = engine("distill", spec, "--smoke", 6, "--out", folder / "run", "--json")
+    with pytest.MonkeyPatch.context() as patch:
+        train_here(patch)
+        done = engine_here("distill", spec, "--smoke", 6, "--out", folder / "run", "--json")
     # A CPU has no peak of an allocator to compare with the plan: that check stays unknown.
     assert done.returncode in (0, 2), done.stderr
     return folder / "run", json.loads(done.stdout)

@@ -21,7 +21,7 @@ from tests.support.perf import many, measuring, within
 from tests.support.run_folders import completed, killed
 from tests.support.terminals import ASKS_FOR_FRAMES, HAS_FRAMES, Terminal
 
-pytestmark = pytest.mark.perf
+pytestmark = [pytest.mark.perf, pytest.mark.soak]
 BUSY = 4
 """Busy processes beside the screen, at its priority and each in a session of its own, as in other terminals."""
 LIMIT_S = 0.1

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from engine import limits
+from engine.data import chat_template
 from engine.data.chat import Chat, encode_chats
 from engine.data.chat_template import ChatTemplate
 from engine.data.conversations import Conversation
@@ -266,7 +267,10 @@ def test_a_template_that_takes_too_long_for_each_conversation_is_refused_at_the_
         encode_chats(chats(1000), make_tokenizer(tmp_path), make(LOOPS["two loops"] + CHATML))
 
 
-def test_a_template_that_stays_just_within_its_budget_each_time_is_refused(tmp_path: Path) -> None:
+def test_a_template_that_stays_just_within_its_budget_each_time_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chat_template, "_FREE_STEPS", 2 * limits.TEMPLATE_STEPS.most)
     slow = "{% for a in range(70) %}{% for b in range(20000) %}{% endfor %}{% endfor %}" + CHATML
     assert make(slow).render(HI).text
     with pytest.raises(TokenizerError, match=r"steps for .* renderings"):

@@ -152,9 +152,7 @@ def opponent(coin: random.Random, show: float, fail: float, causes: int) -> bool
     return False
 
 
-@pytest.mark.parametrize(
-    ("show", "fail"), [(0.1, 0.0), (0.3, 0.0), (0.5, 0.0), (0.7, 0.0), (0.5, 0.1)]
-)
+@pytest.mark.parametrize(("show", "fail"), [(0.3, 0.0), (0.7, 0.0), (0.5, 0.1)])
 def test_a_coin_closes_few_findings_however_many_causes_are_tried(show: float, fail: float) -> None:
     coin, findings = random.Random(f"{show} {fail}"), 600
     wrong = sum(opponent(coin, show, fail, 50) for _ in range(findings))

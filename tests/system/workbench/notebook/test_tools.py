@@ -52,6 +52,7 @@ def test_choosing_a_suspicion_fills_the_form_and_shows_its_plan(
     flip.close()
 
 
+@pytest.mark.soak  # a flip is run from its screen in test_flip
 def test_a_click_runs_the_flip_whose_verdict_is_an_object_and_evidence(
     ended_run: Path, tmp_path: Path
 ) -> None:
