@@ -20,6 +20,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -257,9 +258,9 @@ class MarkingKeeper(Keeper):
         return saved
 
 
-def power(kit: Kit, folder: Path, seed: int, resume_every: int) -> dict[str, Any]:
+def power(kit: Kit, folder: Path, seed: int, resume_every: int, one_in: int) -> dict[str, Any]:
     """Cut the power at every operation of a run, in every way of the model, or with a seed in random ways; one
-    state in `resume_every` is resumed to its end."""
+    state in `one_in` is looked at, and one of these in `resume_every` resumed to its end."""
     steps = 2 * EVERY
     reference = Reference(kit, folder / "reference", steps)
     place, journal = folder / "place", folder / "journal"
@@ -282,7 +283,7 @@ def power(kit: Kit, folder: Path, seed: int, resume_every: int) -> dict[str, Any
     rng = random.Random(seed) if seed else None
     crash = folder / "crash"
     left = crash / "runs" / "run"
-    for how, marks, state in crash_states(operations, place, rng):
+    for how, marks, state in islice(crash_states(operations, place, rng), 0, None, one_in):
         make(state, crash)
         found = _after_power_loss(left, marks)
         if not found and count % resume_every == 7 and is_run(left):
@@ -364,7 +365,7 @@ def main() -> None:
             persistent = rest[1] == "persistent"
             result = fail(kit, place, CODES[rest[0]], persistent, int(rest[2]), int(rest[3]))
         case _:
-            result = power(kit, place, int(rest[0]), int(rest[1]))
+            result = power(kit, place, *map(int, rest))
     print(json.dumps(result))
 
 

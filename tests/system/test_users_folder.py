@@ -280,6 +280,7 @@ subprocess.run([sys.executable, "-c", ask], env=python_subprocess_env(), check=T
 """
 
 
+@pytest.mark.soak
 def test_a_process_that_torch_starts_imports_what_its_trainer_does(shell: Shell) -> None:
     shadow(shell.folder / "lib", shell.marks, ["engine", "token", "sitecustomize"])
     users = shell.environment | {"PYTHONPATH": f"lib{os.pathsep}{ROOT}"}

@@ -90,13 +90,14 @@ def test_a_run_that_meets_an_error_of_the_disk_says_so_and_is_resumed_to_the_sam
 
 
 @pytest.mark.parametrize(
-    ("seed", "resume_every"),
-    [(0, 200), *(pytest.param(seed, 50, marks=pytest.mark.soak) for seed in range(21))],
+    ("seed", "resume_every", "one_in"),
+    [(0, 60, 3), *(pytest.param(seed, 50, 1, marks=pytest.mark.soak) for seed in range(21))],
 )
 def test_a_power_loss_at_any_operation_of_a_run_loses_nothing_that_was_acknowledged(
-    server: FaultServer, kit_file: Path, tmp_path: Path, seed: int, resume_every: int
+    server: FaultServer, kit_file: Path, tmp_path: Path, seed: int, resume_every: int, one_in: int
 ) -> None:
-    answer = server.ask(tmp_path, "whole_runs.py", "power", kit_file, tmp_path, seed, resume_every)
+    how = (seed, resume_every, one_in)
+    answer = server.ask(tmp_path, "whole_runs.py", "power", kit_file, tmp_path, *how)
     assert answer["journal_is_whole"], "a write was not seen: the states prove nothing"
     assert not answer["problems"], "\n".join(answer["problems"][:5])
     assert answer["states"] >= 200 and answer["resumed"] >= 4

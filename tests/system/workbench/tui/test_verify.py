@@ -76,15 +76,14 @@ def test_a_refusal_of_the_engine_is_shown_in_its_words(run: Path) -> None:
     async def script(pilot: Pilot[None]) -> None:
         screen = pilot.app.screen
         assert isinstance(screen, RunScreen)
-        (run / "resolved.json").unlink()
-        (run / "receipt.json").write_text("{")
+        (run / "effective.json").write_text("{")
         await press(pilot, "T", "y")
         job = screen.context.jobs.of(screen.job_name)
         assert job is not None
         await asyncio.to_thread(job._process.wait, 60)
         await poll(pilot)
         assert job.code == 65
-        assert "not verified: engine verify: receipt: " in words_of(pilot)
+        assert "not verified: engine verify: settings: " in words_of(pilot)
 
     on_screen([run], SIZE, script)
 
