@@ -105,6 +105,8 @@ gc.disable()
 
 def pytest_collection_finish() -> None:
     gc.freeze()
+    # The default, 700 new objects, is reached thousands of times in tests of screens: a seventh of their CPU time.
+    gc.set_threshold(20_000, 20, 20)
     gc.enable()
 
 
