@@ -49,6 +49,8 @@ class ObservedPass:
     """None without a teacher, or with targets."""
     targets: Targets | None
     corpus: CorpusRows
+    objective: Objective
+    """The objective of these rows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,6 +142,9 @@ class Wanted:
     """The settings of the step, from the spec and the corpus."""
 
     objective: Objective
+    """The objective of the first micro-batch."""
+    mixed: bool
+    """Whether another micro-batch has another objective, as rows that a model wrote."""
     adam: AdamW
     rate: float
     decay: float

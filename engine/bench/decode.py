@@ -25,8 +25,8 @@ from torch import nn
 from engine.bench.random_weights import RandomWeights
 from engine.bench.rows import BenchRow, Measured
 from engine.bench.timing import time_arms
-from engine.generation.pages import PAGE, pages_for
 from engine.generation.sampling import GREEDY
+from engine.generation.size import PAGE, pages_for
 from engine.generation.slots import Admitted, Slots, choose_cuda_graph
 from engine.models.config import ModelConfig
 from engine.models.decoder import Decoder

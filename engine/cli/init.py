@@ -3,6 +3,7 @@
     engine init                                     asks for what it needs
     engine init --teacher Qwen2.5-7B --student Qwen2.5-0.5B --data corpus.jsonl
     engine init --teacher T.gguf --student student.json --data texts/ --name small
+    engine init --teacher T --student runs/first/student --data texts/ --on-policy
 
 The spec is NAME.toml in this folder; it prints what was found in the files. Nothing is written where an input
 cannot be used, and a file that exists stays as it is without --force. Without a terminal nothing is asked.
@@ -35,7 +36,7 @@ HELP = "write a first spec from a teacher, a student and data"
 LONGEST_ROW, SHORTEST_ROW = 1024, 32
 HELD_OUT = (0.08, 0.2, 0.5)
 """Shares of the documents to hold out, the first that leaves a row of text on both sides."""
-LR_FRESH, LR_TRAINED = 3e-4, 5e-5
+LR_FRESH, LR_TRAINED, LR_ON_POLICY = 3e-4, 5e-5, 1e-5
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -59,6 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="of the records: prompt,completion or one name, where they are not found",
     )
     parser.add_argument("--name", metavar="NAME", help="of the spec: NAME.toml (kd)")
+    add_flag(parser, "--on-policy", "the student learns on text that it writes itself")
     add_flag(parser, "--force", "replace NAME.toml where it exists")
     add_json(parser, "print the path and what was found as one JSON value on stdout")
 
@@ -102,13 +104,23 @@ def run(arguments: argparse.Namespace) -> int:
     student = _answer(
         "--student", arguments.student, "student (folder, file, or config.json)", _as_student
     )
+    if arguments.on_policy and student.fresh:
+        raise BadInput.expected(
+            "--on-policy",
+            student.path,
+            "a student that can write",
+            "a shape without weights",
+            hint="train one on the corpus first, and go on from its folder: --student RUN/student",
+        )
     data = _answer(
         "--data",
         arguments.data,
         "data (folder, file, glob, or python-stdlib)",
         lambda given: _as_data(given, arguments.columns),
     )
-    text, inputs, size, spec = _first_that_fits(path, teacher, student, data, arguments.columns)
+    text, inputs, size, spec = _first_that_fits(
+        path, teacher, student, data, arguments.columns, arguments.on_policy
+    )
 
     from engine.log.folder import write_whole
 
@@ -243,7 +255,7 @@ def _is_shape(path: Path) -> bool:
 
 
 def _first_that_fits(
-    path: Path, teacher: Model, student: Model, data: str, columns: str
+    path: Path, teacher: Model, student: Model, data: str, columns: str, on_policy: bool
 ) -> tuple[str, Inputs, DataSize, RunSpec]:
     """Return the text of a spec that is sound, with what its check found. Of a small corpus the longest rows are
     taken that leave one on each side of the split.
@@ -268,7 +280,9 @@ def _first_that_fits(
     has_chats = check_corpus(data, columns=column_names(columns))
     for held_out in HELD_OUT:
         for seq_len in lengths:
-            text = _text(path, teacher, student, data, columns, seq_len, held_out, has_chats)
+            text = _text(
+                path, teacher, student, data, columns, seq_len, held_out, has_chats, on_policy
+            )
             spec = spec_of_text(text, path)
             if inputs is None:
                 inputs = check_inputs(spec, Path(spec.run.out, path.stem))
@@ -292,13 +306,29 @@ def _text(
     seq_len: int,
     held_out: float,
     has_chats: bool,
+    on_policy: bool,
 ) -> str:
     named = f"columns = {_quoted(columns)}\n" if columns else ""
     share = (
         "" if held_out == HELD_OUT[0] else f"heldout_fraction = {held_out}  # of few documents\n"
     )
     packing = 'packing = "documents"  # no conversation is cut that fits\n' if has_chats else ""
-    lr = LR_FRESH if student.fresh else LR_TRAINED
+    lr = LR_FRESH if student.fresh else LR_ON_POLICY if on_policy else LR_TRAINED
+    objective = """\
+[loss]
+alpha = 0.3  # weight of the cross entropy; the teacher's is 1 - alpha
+temperature = 2.0  # softens both models' probabilities
+"""
+    if on_policy:
+        objective = f"""\
+[loss]
+temperature = 1.0
+
+[rollout]
+share = 1.0  # of the rows, written by the student in each step
+max_new_tokens = {seq_len // 2}
+divergence = "reverse_kl"
+"""
     return f"""\
 # Every setting with its meaning: engine spec {path}
 [teacher]
@@ -311,10 +341,7 @@ path = {_quoted(teacher.path)}  # {teacher.about}
 corpus = {_quoted(data)}
 {named}seq_len = {seq_len}  # tokens in a row
 {packing}{share}
-[loss]
-alpha = 0.3  # weight of the cross entropy; the teacher's is 1 - alpha
-temperature = 2.0  # softens both models' probabilities
-
+{objective}
 [train]
 steps = 1000  # optimizer steps{{passes}}
 rows = 8  # rows in a step, the batch size

@@ -23,7 +23,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from engine.generation.pages import PAGE, PagedCache, pages_for
+from engine.generation.pages import PagedCache
+from engine.generation.size import PAGE, pages_for
 from engine.kernels.dequantize import has_triton
 from engine.models.attention import LEAST_CAPABILITY, Packing, attend_packed
 from engine.models.decoder import Decoder, LayerCache

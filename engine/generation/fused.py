@@ -21,7 +21,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from engine.generation.forward import NativeForward, has_kernels
-from engine.generation.pages import PAGE, PagedCache
+from engine.generation.pages import PagedCache
+from engine.generation.size import PAGE
 from engine.kernels import decode_layer, paged_attention
 from engine.models.config import ModelConfig
 from engine.models.decoder import Attention, Decoder, FeedForward, Layer, RMSNorm, frequencies
@@ -52,13 +53,13 @@ class PagedLayer:
         return y_BHE[:, None]
 
 
-def coverage(decoder: Decoder) -> str | None:
-    """Return why a step of this decoder cannot be run in few kernels, or None if it can."""
-    config = decoder.config
+def coverage(decoder: Decoder, dtype: torch.dtype | None = None) -> str | None:
+    """Return why a step of this decoder, in `dtype`, cannot be run in few kernels, or None if it can."""
+    config, dtype = decoder.config, dtype or decoder.dtype
     if not has_kernels(decoder):
         return "the model is not on a GPU with Triton"
-    if decoder.dtype not in DTYPES:
-        return f"the model computes in {str(decoder.dtype).removeprefix('torch.')}"
+    if dtype not in DTYPES:
+        return f"the model computes in {str(dtype).removeprefix('torch.')}"
     dense = (nn.Linear, JoinedLinear)
     if not all(isinstance(each, dense) for layer in decoder.layers for each in _matrices(layer)):
         return "its matrices are not dense"

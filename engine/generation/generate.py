@@ -21,14 +21,16 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from operator import add
 from typing import Literal, NamedTuple
 
 import torch
 
 from engine.errors import BadInput, InternalError, NoAnswer
 from engine.generation.forward import device_of
-from engine.generation.pages import PAGE, PagePool, pages_for, token_bytes
+from engine.generation.pages import PagePool
 from engine.generation.sampling import GREEDY, Sampling, row_key
+from engine.generation.size import PAGE, pages_for, token_bytes
 from engine.generation.slots import HISTORY, Admitted, Chosen, Slots, choose_cuda_graph
 from engine.models.decoder import Decoder
 from engine.models.transformers_decoder import TransformersDecoder
@@ -71,6 +73,8 @@ sequence ends.
 class _Sequence:
     index: int
     pages: list[int]
+    limit: int
+    """Number of tokens to generate at most."""
     tokens: list[int]
     asked: int = 0
     """Number of tokens requested from the device, at most the limit."""
@@ -101,7 +105,7 @@ def generate(
     """
     if not prompts:
         return
-    _check(decoder, prompts, max_tokens)
+    _check(decoder, prompts, [max_tokens] * len(prompts))
     needs = sorted((pages_for(len(prompt) + max_tokens) for prompt in prompts), reverse=True)
     generator = Generator(
         decoder,
@@ -121,7 +125,7 @@ class Generator:
 
     `capacity` is the largest number of tokens of a sequence, its prompt included. The cache has `pages` pages, by
     default what all slots may need; fewer where `cache_bytes` or the free memory of a GPU holds fewer: then some
-    sequences wait. `cuda_graph` (auto, on, off) changes no token.
+    sequences wait. `cuda_graph` (auto, on, off) changes no token. A model in fp32 may compute in 16 bits, `dtype`.
 
     Raises BadInput where the cache does not hold one sequence of `capacity` tokens.
     """
@@ -137,11 +141,13 @@ class Generator:
         end_ids: Sequence[int] = (),
         sampling: Sampling = GREEDY,
         cuda_graph: str = "auto",
+        dtype: torch.dtype | None = None,
     ) -> None:
         self._decoder, self._sampling, self._slots = decoder, sampling, slots
         self._ends, self._capacity = frozenset(end_ids), capacity
         wanted = slots * pages_for(capacity) if pages is None else pages
-        held = _pages(decoder, wanted, pages_for(capacity), slots, cache_bytes)
+        dtype = decoder.dtype if dtype is None else dtype
+        held = _pages(decoder, wanted, pages_for(capacity), slots, cache_bytes, dtype)
         self._pool = PagePool(held + 1)
         self._device = Slots(
             decoder,
@@ -151,6 +157,7 @@ class Generator:
             sampling=sampling,
             ends=end_ids,
             graph=choose_cuda_graph(decoder, cuda_graph).choice == "on",
+            dtype=dtype,
         )
 
     def refresh(self) -> None:
@@ -161,16 +168,17 @@ class Generator:
         self,
         prompts: Sequence[Sequence[int]],
         *,
-        max_tokens: int,
+        max_tokens: int | Sequence[int],
         keys: Sequence[object] | None = None,
         stop: Stop | None = None,
         rows: int | None = None,
     ) -> Iterator[Generated]:
-        """Yield the tokens of each prompt's continuation, as `generate` does. One call at a time; one that is not
-        read to its end gives up its sequences.
+        """Yield the tokens of each prompt's continuation, as `generate` does; `max_tokens` may be given for each
+        prompt. One call at a time; one that is not read to its end gives up its sequences.
         """
-        _check(self._decoder, prompts, max_tokens)
-        longest = max(map(len, prompts), default=0) + max_tokens
+        limits = [max_tokens] * len(prompts) if isinstance(max_tokens, int) else list(max_tokens)
+        _check(self._decoder, prompts, limits)
+        longest = max(map(add, map(len, prompts), limits), default=0)
         if longest > pages_for(self._capacity) * PAGE:
             raise InternalError(
                 f"generate: expected at most {self._capacity}, found {longest} tokens"
@@ -181,7 +189,7 @@ class Generator:
             self._pool,
             prompts,
             [row_key(self._sampling.seed, name) for name in names],
-            max_tokens,
+            limits,
             self._ends,
             stop,
             self._decoder.config.vocab_size,
@@ -202,15 +210,15 @@ class _Run:
         pool: PagePool,
         prompts: Sequence[Sequence[int]],
         keys: Sequence[int],
-        limit: int,
+        limits: Sequence[int],
         ends: frozenset[int],
         stop: Stop | None,
         ids: int,
         rows: int,
     ) -> None:
         self._device, self._pool, self._prompts, self._keys = device, pool, prompts, keys
-        self._limit, self._ends, self._stop, self._ids = limit, ends, stop, ids
-        self._needs = [pages_for(len(prompt) + limit) for prompt in prompts]
+        self._limits, self._ends, self._stop, self._ids = limits, ends, stop, ids
+        self._needs = list(map(pages_for, map(add, map(len, prompts), limits)))
         self._waiting = deque(range(len(prompts)))
         self._running: list[_Sequence | None] = [None] * rows
 
@@ -223,7 +231,7 @@ class _Run:
             wanted = [
                 (slot, sequence)
                 for slot, sequence in enumerate(self._running)
-                if sequence is not None and sequence.asked < self._limit
+                if sequence is not None and sequence.asked < sequence.limit
             ]
             if wanted:
                 pending.append((self._device.step(), wanted))
@@ -264,7 +272,7 @@ class _Run:
             elif self._stop is not None and self._stop(sequence.index, sequence.tokens):
                 ended = "stop"
                 stopped.append(slot)
-            elif len(sequence.tokens) >= self._limit:
+            elif len(sequence.tokens) >= sequence.limit:
                 ended = "length"
             if ended is not None:
                 sequence.ended = True
@@ -305,14 +313,23 @@ class _Run:
             pages = shared + self._pool.take(self._needs[index] - len(shared))
             if like is None:
                 known[tuple(prompt)] = len(admitted)
-            admitted.append(Admitted(slot, prompt, self._keys[index], self._limit, pages, like))
-            sequence = _Sequence(index, pages, [], asked=1)
+            admitted.append(
+                Admitted(slot, prompt, self._keys[index], self._limits[index], pages, like)
+            )
+            sequence = _Sequence(index, pages, self._limits[index], [], asked=1)
             begun.append((slot, sequence))
             self._running[slot] = sequence
         return (self._device.begin(admitted), begun) if admitted else None
 
 
-def _pages(decoder: Decoder, wanted: int, least: int, slots: int, cache_bytes: int | None) -> int:
+def _pages(
+    decoder: Decoder,
+    wanted: int,
+    least: int,
+    slots: int,
+    cache_bytes: int | None,
+    dtype: torch.dtype,
+) -> int:
     """Return how many pages the cache has, at most `wanted`. Raises BadInput if it would be fewer than `least`."""
     if isinstance(decoder, TransformersDecoder):
         return wanted
@@ -324,7 +341,7 @@ def _pages(decoder: Decoder, wanted: int, least: int, slots: int, cache_bytes: i
         free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         # Logits, and the sums of a step.
         cache_bytes = int(MEMORY_SHARE * free) - 12 * slots * decoder.config.vocab_size
-    page = PAGE * token_bytes(decoder.config, decoder.dtype)
+    page = PAGE * token_bytes(decoder.config, dtype.itemsize)
     fits = cache_bytes // page
     if fits < least:
         raise BadInput.expected(
@@ -344,19 +361,19 @@ def not_finite(where: str, bad: int, ids: int) -> NoAnswer:
     )
 
 
-def _check(decoder: Decoder, prompts: Sequence[Sequence[int]], max_tokens: int) -> None:
-    assert max_tokens >= 1
+def _check(decoder: Decoder, prompts: Sequence[Sequence[int]], limits: Sequence[int]) -> None:
+    assert min(limits, default=1) >= 1
     most, ids = decoder.config.max_position_embeddings, decoder.config.vocab_size
     for index, prompt in enumerate(prompts):
         if not prompt:
             raise BadInput.expected("prompt", index, "at least one token", "none")
         if max(prompt) >= ids or min(prompt) < 0:
             raise BadInput.expected("prompt", index, f"ids below {ids:,}", f"{max(prompt):,}")
-    needed = max(map(len, prompts), default=0) + max_tokens
+    needed = max(map(add, map(len, prompts), limits), default=0)
     if needed > most:
         raise BadInput.expected(
             "prompt",
-            f"the longest, and {max_tokens:,} tokens to come",
+            f"the longest, and {max(limits, default=0):,} tokens to come",
             f"at most {most:,} tokens, the positions of the model",
             f"{needed:,}",
             hint="ask for fewer tokens, or give less text",

@@ -15,23 +15,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from engine.generation.size import PAGE
 from engine.models.config import ModelConfig
 
 # Shapes: L layers, P pages, K key/value heads, E width of a head, B slots, S pages of a slot, T tokens
-
-PAGE = 64
-"""Tokens of a page."""
-
-
-def pages_for(tokens: int) -> int:
-    """Return how many pages hold `tokens` tokens."""
-    return -(-tokens // PAGE)
-
-
-def token_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
-    """Return the size of the keys and values of one token, in bytes."""
-    width = config.num_key_value_heads * config.head_dim
-    return 2 * config.num_hidden_layers * width * dtype.itemsize
 
 
 class PagePool:

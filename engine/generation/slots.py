@@ -10,6 +10,7 @@ sequence that reaches its end or its limit becomes idle on the device at once.
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -28,8 +29,9 @@ from engine.generation.forward import (
     device_of,
     has_kernels,
 )
-from engine.generation.pages import PAGE, PagedCache, pages_for
+from engine.generation.pages import PagedCache
 from engine.generation.sampling import Sampling, choose, truncate, uniform
+from engine.generation.size import PAGE, pages_for
 from engine.kernels.prewarm import warm_up
 from engine.kernels.registry import REGISTRY
 from engine.models.decoder import Decoder
@@ -114,10 +116,13 @@ class Slots:
         sampling: Sampling,
         ends: Sequence[int],
         graph: bool,
+        dtype: torch.dtype | None = None,
     ) -> None:
         device = device_of(decoder)
         self._sampling, self._device, self._slots = sampling, device, slots
         self.cache: PagedCache | None = None
+        self._dtype = decoder.dtype if dtype is None else dtype
+        self._casts = self._dtype != decoder.dtype
         self._forward = self._forward_of(decoder, slots, capacity, pages)
         self._on_gpu = device.type == "cuda"
         self._kernels = not isinstance(decoder, TransformersDecoder) and has_kernels(decoder)
@@ -155,6 +160,14 @@ class Slots:
         """Copy weights again that are copies of the model's."""
         self._forward.refresh()
 
+    def _autocast(self) -> contextlib.AbstractContextManager[object]:
+        """Return autocast where the model computes in another dtype than that of its weights. Its cache of casts
+        ends with it, so that a step casts what an update has written.
+        """
+        if not self._casts:
+            return contextlib.nullcontext()
+        return torch.autocast(self._device.type, dtype=self._dtype)
+
     def _forward_of(self, decoder: Decoder, slots: int, capacity: int, pages: int) -> Forward:
         if isinstance(decoder, TransformersDecoder):
             return TransformersForward(decoder, slots)
@@ -163,13 +176,13 @@ class Slots:
             pages=pages,
             slots=slots,
             slot_pages=pages_for(capacity),
-            dtype=decoder.dtype,
+            dtype=self._dtype,
             device=self._device,
         )
         if has_kernels(decoder):
             from engine.generation.fused import FusedForward, coverage  # which needs triton
 
-            if coverage(decoder) is None:
+            if coverage(decoder, self._dtype) is None:
                 return FusedForward(decoder, self.cache)
         return NativeForward(decoder, self.cache)
 
@@ -187,7 +200,8 @@ class Slots:
         slots = [one.slot for one in admitted]
         if self.cache is not None:
             self.cache.set_tables(slots, [one.pages for one in admitted])
-        logits_NV = self._forward.start(starts)
+        with self._autocast():
+            logits_NV = self._forward.start(starts)
         if self.cache is not None:
             self._copy_shared(admitted)
         state_5N = torch.tensor(
@@ -232,7 +246,8 @@ class Slots:
         self._position[torch.tensor(list(slots), device=self._device)] = -1
 
     def _run(self) -> None:
-        logits_BV = self._forward.step(self._token, self._position)
+        with self._autocast():
+            logits_BV = self._forward.step(self._token, self._position)
         self._choose(logits_BV, self._every, self._every)
 
     def _capture(self) -> None:

@@ -465,16 +465,44 @@ class Recorded(Event, frozen=True, kw_only=True, tag="recorded"):
     """Elements of the parameter after the update."""
 
 
-STEP_PHASES = ("data", "teacher", "student", "loss", "backward", "optimizer")
+class Wrote(Event, frozen=True, kw_only=True, tag="wrote"):
+    """The text that a model wrote for the step logged before it (`engine.train.rollout`). Means are over its tokens, in
+    nats."""
+
+    step: Count
+    by: str
+    """`student` or `teacher`."""
+    rows: Count
+    tokens: Count
+    shortest: Count
+    longest: Count
+    """Written tokens of a row, as is `shortest`."""
+    ended: Number
+    """Share of the rows that end by themselves and not by their length."""
+    entropy: Number
+    """Mean of minus the log-probability of each token as it was drawn."""
+    cross_entropy: Number
+    """The same by the forward pass of the step, at temperature 1: equal but for rounding if both compute one model."""
+    divergence: Number
+    """Divergence of teacher and student on the written tokens, without T^2."""
+    repeated: Number
+    """Share of the tokens that equal the one before them."""
+    write_s: Number
+    prompt: str
+    sample: str
+    """The first row's prompt and text."""
+
+
+STEP_PHASES = ("data", "rollout", "teacher", "student", "loss", "backward", "optimizer")
 """Phases of a step by the device's clock, in order."""
 IDLE = "idle"
-LAUNCH, DATA, DEVICE = "launch", "data", "device"
+LAUNCH, DATA, ROLLOUT, DEVICE = "launch", "data", "rollout", "device"
 CHECKS, EVALUATING, SAVING = "checks", "evaluate", "save"
 OBSERVERS, LOGGING, REST = "observers", "log", "rest"
 OUTSIDE = (OBSERVERS, LOGGING, REST)
-HOST_PARTS = (LAUNCH, DATA, DEVICE, CHECKS, EVALUATING, SAVING, *OUTSIDE)
+HOST_PARTS = (LAUNCH, DATA, ROLLOUT, DEVICE, CHECKS, EVALUATING, SAVING, *OUTSIDE)
 """Activities of the host between the records of two steps: launching work (on a CPU, the work itself), reading rows,
-waiting for the device, checks, evaluation, saving, observers of the steps, writing the log, and the rest."""
+writing rows, waiting for the device, checks, evaluation, saving, observers of the steps, writing the log, the rest."""
 
 
 class Evaluated(Event, frozen=True, kw_only=True, tag="eval"):
@@ -730,6 +758,7 @@ Known: TypeAlias = (
     | StepDone
     | Recorded
     | Evaluated
+    | Wrote
     | Logged
     | CheckpointSaved
     | StudentSaved

@@ -62,12 +62,14 @@ from engine.log.events import (
     TrainerStarted,
     VocabularyCut,
     Watched,
+    Wrote,
 )
 from engine.log.read import LINES_KEPT
 from engine.log.table import ABSENT, GPU_FIELDS, NOT_A_READING, Batch, Table
 from engine.log.view import (
     PHASES_KEPT,
     RECORDED_KEPT,
+    WROTE_KEPT,
     Clock,
     LineKey,
     LogLine,
@@ -344,6 +346,9 @@ class _Changes:
             case Recorded():
                 self.list_of("recorded").append(event)
                 del self.list_of("recorded")[:-RECORDED_KEPT]
+            case Wrote():
+                self.list_of("wrote").append(event)
+                del self.list_of("wrote")[:-WROTE_KEPT]
             case Phase():
                 self.changes |= {"phase": event, "phase_unix_s": unix_s}
                 if (

@@ -57,6 +57,7 @@ from engine.log.events import (
     Unrecognised,
     VocabularyCut,
     Watched,
+    Wrote,
 )
 from engine.log.folder import WatchedCommand
 from engine.log.read import Liveness
@@ -204,6 +205,8 @@ def _event_text(event: AnyEvent) -> str:
         case Logged():
             numbers = (f"{name} {format_value(value)}" for name, value in event.values.items())
             return f"step {event.step}: {', '.join(numbers)}"
+        case Wrote():
+            return wrote_text(event)
         case Evaluated(labelled=None):
             return f"held-out loss at step {event.step}: {format_value(event.loss)}"
         case Evaluated():
@@ -704,6 +707,16 @@ def sample_lines(view: RunView) -> list[str]:
             f"  {_quoted(done.sample)}",
         ]
     return lines
+
+
+def wrote_text(event: Wrote) -> str:
+    """Describe the text that a model wrote for a step."""
+    lengths = f"{event.shortest} to {event.longest}"
+    return (
+        f"step {event.step}: the {event.by} wrote {event.tokens:,} tokens in {event.rows} rows of {lengths}, "
+        f"{number_text(event.ended, '.0%')} ended; entropy {number_text(event.entropy, '.3f')}, divergence "
+        f"{number_text(event.divergence, '.3f')} nats; {_quoted(event.prompt)} -> {_quoted(event.sample)}"
+    )
 
 
 def _sample_text(done: Evaluated) -> str:

@@ -45,6 +45,7 @@ from engine.log.events import (
     TrainerExited,
     VocabularyCut,
     Watched,
+    Wrote,
 )
 from engine.log.read import Liveness
 from engine.log.table import HOST_FIELDS, STEP_FIELDS
@@ -60,6 +61,8 @@ PHASES_KEPT = 8
 """Number of newest steps whose phases are kept: a step's row in the table has none."""
 RECORDED_KEPT = 32
 """Number of newest `Recorded` events that are kept."""
+WROTE_KEPT = 1000
+"""Number of newest `Wrote` events that are kept."""
 LONGEST_STATE = 32
 
 LineKey: TypeAlias = tuple[float, Source, int]
@@ -173,6 +176,8 @@ class RunView:
     non_finite: tuple[Judged, ...] = ()
     recorded: tuple[Recorded, ...] = ()
     """The newest RECORDED_KEPT."""
+    wrote: tuple[Wrote, ...] = ()
+    """The newest WROTE_KEPT."""
     identities: tuple[Judged, ...] = ()
     """Results of the identities of a watched script, once for each level."""
     checkpoints: tuple[CheckpointSaved, ...] = ()

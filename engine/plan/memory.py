@@ -52,6 +52,7 @@ imports torch.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -64,6 +65,7 @@ from engine.audit.bounds import (
     logits_bytes,
 )
 from engine.errors import BadInput
+from engine.generation.size import PAGE, pages_for, token_bytes
 from engine.loss.chunks import (
     FUSED_HELD,
     SMALLEST_CHUNK_ROWS,
@@ -90,6 +92,8 @@ EVAL_ROWS_AT_ONCE = 16
 
 EVAL_CHUNK_ROWS = 2048
 """Held-out tokens whose logits exist at once."""
+WRITTEN_AT_ONCE = 1024
+"""Largest number of rows that are written side by side."""
 CUBLAS_WORKSPACE_BYTES = 32 * 2**20
 """cuBLAS workspace of each thread that launches matmuls: the main one and autograd's."""
 
@@ -298,7 +302,7 @@ class MemoryPlan:
     @property
     def teacher_in_loss(self) -> ModelConfig | None:
         """The teacher, when the objective uses it."""
-        return self.teacher if self.spec.loss.alpha < 1 else None
+        return self.teacher if self.spec.taught else None
 
     def share(self, size: int) -> int:
         """Return one rank's share of a sharded size."""
@@ -357,6 +361,7 @@ class MemoryPlan:
             _student_items,
             _rank_items,
             _loss_items,
+            _rollout_items,
             _evaluation_items,
             _audit_items,
             _transformers_items,
@@ -631,6 +636,40 @@ def _operands(plan: MemoryPlan) -> int:
         if not plan.on_gpu and plan.teacher_each < 4:
             total += 4 * (vocabulary + tokens) * teacher.hidden_size
     return total
+
+
+def _rollout_items(plan: MemoryPlan) -> Iterator[BudgetItem]:
+    """Yield what writing rows needs. It stays allocated, because a captured step keeps its addresses."""
+    spec = plan.spec
+    passes = math.ceil(spec.rollout.share * spec.train.accumulation)
+    by_student = spec.rollout.by == "student"
+    config = plan.student if by_student else plan.teacher
+    if not passes or config is None:
+        return
+    slots = min(WRITTEN_AT_ONCE, spec.train.rows * passes)
+    each = plan.each if by_student else plan.teacher_each
+    pages = slots * pages_for(spec.data.seq_len) + 1
+    yield BudgetItem(
+        "keys and values of written rows",
+        pages * PAGE * token_bytes(config, each),
+        f"{slots} rows of {format_count(spec.data.seq_len)} tokens in pages of {PAGE}",
+        lasting=True,
+    )
+    if not plan.on_gpu:
+        return
+    yield BudgetItem(
+        "logits of written rows",
+        4 * slots * config.vocab_size,
+        f"{slots} rows x {format_count(config.vocab_size)} ids x 4 bytes",
+        lasting=True,
+    )
+    if by_student and each == 2:
+        yield BudgetItem(
+            "weights to write with",
+            2 * count_parameters(config),
+            f"a copy in 16 bits, {format_count(count_parameters(config))} x 2 bytes",
+            lasting=True,
+        )
 
 
 def _evaluation_items(plan: MemoryPlan) -> Iterator[BudgetItem]:

@@ -169,6 +169,19 @@ def _cross_checks(
             "student.path",
             f"expected exactly one of student.path and student.config, found {found}",
         )
+    if spec.rollout.share > 0:
+        if not spec.has_teacher:
+            add("rollout.share", "expected a teacher for written rows, found none")
+        if spec.teacher.cache or spec.teacher.backend == "cached":
+            add(
+                "rollout.share",
+                "expected a teacher that computes, found stored outputs, which no new text has",
+            )
+        if spec.compute.gpus > 1:
+            add(
+                "rollout.share",
+                f"expected one GPU for written rows, found compute.gpus = {spec.compute.gpus}",
+            )
     if spec.train.warmup > spec.train.steps:
         add(
             "train.warmup_steps",

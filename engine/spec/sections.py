@@ -310,6 +310,74 @@ class LossSection:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutSection:
+    share: float = setting(
+        0.0,
+        "Share of the forward passes whose rows are written by a model instead of read from the corpus, fresh in each "
+        "step (on-policy distillation); 0 is training on the corpus alone, 1 on written text alone. Written rows have "
+        "no cross entropy.",
+        low=0.0,
+        high=1.0,
+        changes_results=True,
+    )
+    by: str = setting(
+        "student",
+        "Which model writes: the student as it is at that step, or the teacher (sequence-level distillation).",
+        allowed=("student", "teacher"),
+        changes_results=True,
+    )
+    divergence: str = setting(
+        "reverse_kl",
+        "Divergence between teacher and student on written rows; jsd mixes by loss.beta.",
+        allowed=tuple(DIVERGENCES),
+        changes_results=True,
+    )
+    prompt_tokens: int = setting(
+        32,
+        "Tokens of a document from which a model goes on, at most half of those in the row. In a conversation the "
+        "prompt is what comes before a turn of the assistant.",
+        low=1,
+        most=1 << 20,
+        changes_results=True,
+    )
+    max_new_tokens: int = setting(
+        128,
+        "Tokens that are written at most; data.seq_len has room for the prompt and these.",
+        low=1,
+        most=1 << 20,
+        changes_results=True,
+    )
+    temperature: float = setting(
+        1.0,
+        "Temperature at which tokens are drawn; 0 takes the likeliest.",
+        low=0.0,
+        most=1e6,
+        changes_results=True,
+    )
+    top_p: float = setting(
+        1.0,
+        "Tokens are drawn from the likeliest that reach this probability.",
+        above=0.0,
+        high=1.0,
+        changes_results=True,
+    )
+    top_k: int = setting(
+        0,
+        "Tokens are drawn from this many of the likeliest; 0 means all.",
+        low=0,
+        most=1 << 24,
+        changes_results=True,
+    )
+    min_p: float = setting(
+        0.0,
+        "Tokens are drawn from those at least this many times as likely as the likeliest.",
+        low=0.0,
+        high=1.0,
+        changes_results=True,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TrainSection:
     steps: int = setting(
         1000, "Optimizer steps of the whole run.", low=1, most=10**9, changes_results=True
@@ -605,6 +673,7 @@ class RunSpec:
     vocab: VocabSection = dataclasses.field(default_factory=VocabSection)
     data: DataSection = dataclasses.field(default_factory=DataSection)
     loss: LossSection = dataclasses.field(default_factory=LossSection)
+    rollout: RolloutSection = dataclasses.field(default_factory=RolloutSection)
     train: TrainSection = dataclasses.field(default_factory=TrainSection)
     eval: EvalSection = dataclasses.field(default_factory=EvalSection)
     checkpoint: CheckpointSection = dataclasses.field(default_factory=CheckpointSection)
@@ -641,6 +710,11 @@ class RunSpec:
     def sha256(self) -> str:
         """Hash of every setting that affects the run: equal hashes mean the same experiment."""
         return settings_sha256(self.to_dict())
+
+    @property
+    def taught(self) -> bool:
+        """Whether the objective uses the teacher."""
+        return self.has_teacher and (self.loss.alpha < 1 or self.rollout.share > 0)
 
     @property
     def has_teacher(self) -> bool:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
@@ -54,6 +54,7 @@ from engine.spec import RunSpec
 from engine.teachers.build import DTYPES
 from engine.teachers.store.keys import Identity
 from engine.teachers.store.teacher import CachedTeacher
+from engine.train.rollout import Written
 from engine.train.same_module import SameModule
 from engine.train.step import MicroBatch, StepObserver, TeacherOutput
 from engine.train.trainer import Trainer
@@ -88,6 +89,7 @@ class _SeenPass:
     documents_BT: Tensor
     labels_BT: Tensor
     row_ids: list[int]
+    written: Written | None
     hidden_ND: Tensor
     gradients: list[Tensor] = field(default_factory=list)
     """Gradients that reached the hidden states, (N, D) each; they add up."""
@@ -196,6 +198,7 @@ class StepAudit(StepObserver):
             documents_BT=micro.documents_BT,
             labels_BT=torch.from_numpy(micro.batch.labels_BT),
             row_ids=micro.batch.row_ids.tolist(),
+            written=micro.written,
             hidden_ND=student_hidden_BTD.detach().flatten(0, 1).clone(),
             teacher_NE=None if teacher.hidden_NE is None else teacher.hidden_NE.detach().clone(),
             teacher_head=teacher.head,
@@ -345,7 +348,7 @@ class StepAudit(StepObserver):
                 for name, one in seen.before.items()
             ],
             gradient_norm=gradient_norm,
-            wanted=self._wanted(seen.step),
+            wanted=self._wanted(seen.step, seen.passes),
             seed=spec.train.seed,
             free_bytes=_free_again(trainer.device),
             no_teacher=TEACHER_TOO_LARGE if self._too_wide else TEACHER_NOT_READABLE,
@@ -358,17 +361,13 @@ class StepAudit(StepObserver):
             return SameModule(student, {**buffers, **weights}, device)
         return reference.PlainDecoder(shape_of(student.config), _weight(weights, device))
 
-    def _wanted(self, step: int) -> Wanted:
-        spec, trainer, train = self.spec, self.trainer, self.spec.train
+    def _wanted(self, step: int, passes: Sequence[_SeenPass]) -> Wanted:
+        trainer, train = self.trainer, self.spec.train
         begun, ended = self._position(step - 1), self._position(step)
         per_epoch = self.prescribed.rows_per_epoch
         return Wanted(
-            objective=reference.Objective(
-                alpha=spec.loss.alpha if trainer.has_teacher else 1.0,
-                temperature=spec.loss.temperature if trainer.has_teacher else 1.0,
-                divergence=spec.loss.divergence,
-                beta=spec.loss.beta,
-            ),
+            objective=self._objective(passes[0]),
+            mixed=len({self._objective(one) for one in passes}) > 1,
             adam=reference.AdamW(beta1=train.beta1, beta2=train.beta2, eps=train.eps),
             rate=reference.learning_rate(
                 step,
@@ -384,10 +383,22 @@ class StepAudit(StepObserver):
             rows_distinct=begun // per_epoch == (ended - 1) // per_epoch,
         )
 
+    def _objective(self, one: _SeenPass) -> reference.Objective:
+        loss, rollout, taught = self.spec.loss, self.spec.rollout, self.trainer.has_teacher
+        written = one.written is not None
+        return reference.Objective(
+            # What a model wrote is no target of its own.
+            alpha=0.0 if written else loss.alpha if taught else 1.0,
+            temperature=loss.temperature if taught else 1.0,
+            divergence=rollout.divergence if written else loss.divergence,
+            beta=loss.beta,
+        )
+
     def _pass(self, begun: int, one: _SeenPass, place: int) -> ObservedPass:
         """`place` counts the micro-batches of all ranks from the step's first position, `begun`."""
         rows, device = self.spec.train.rows, self.trainer.device
         targets = one.targets
+        corpus = self.prescribed.rows(self.prescribed.row_ids_at(begun + place * rows, rows))
         return ObservedPass(
             tokens_BT=one.tokens_BT.to(device),
             documents_BT=one.documents_BT.to(device),
@@ -401,9 +412,10 @@ class StepAudit(StepObserver):
             else None,
             teacher_hidden_NE=None if one.teacher_NE is None else one.teacher_NE.to(device),
             targets=targets,
-            corpus=_corpus_rows(
-                self.prescribed.rows(self.prescribed.row_ids_at(begun + place * rows, rows))
-            ),
+            corpus=_corpus_rows(corpus)
+            if one.written is None
+            else _written_rows(corpus, one.written),
+            objective=self._objective(one),
         )
 
     def _position(self, step: int) -> int:
@@ -481,6 +493,27 @@ def _corpus_rows(batch: Batch) -> CorpusRows:
         documents_BT=torch.from_numpy(batch.documents_BT),
         predicted_BT=torch.from_numpy(batch.labels_BT != IGNORED),
         after_B=torch.from_numpy(batch.labels_BT[:, -1]),
+    )
+
+
+def _written_rows(batch: Batch, written: Written) -> CorpusRows:
+    """Return the rows that a model wrote after the prompts of corpus rows."""
+    rows, length = batch.tokens_BT.shape
+    tokens_BT = torch.zeros(rows, length, dtype=torch.int64)
+    documents_BT = torch.ones_like(tokens_BT)
+    predicted_BT = torch.zeros_like(tokens_BT, dtype=torch.bool)
+    for row, (prompt, text) in enumerate(zip(written.prompts, written.texts, strict=True)):
+        end = len(prompt) + len(text)
+        tokens_BT[row, :end] = torch.tensor(prompt + text)
+        documents_BT[row, :end] = 0
+        # From the last token of the prompt to the last but one of the text.
+        predicted_BT[row, len(prompt) - 1 : end - 1] = True
+    return CorpusRows(
+        row_ids=batch.row_ids.tolist(),
+        tokens_BT=tokens_BT,
+        documents_BT=documents_BT,
+        predicted_BT=predicted_BT,
+        after_B=torch.full((rows,), IGNORED),
     )
 
 

@@ -37,6 +37,7 @@ from engine.models.head import Head
 from engine.models.load import load_decoder, new_decoder
 from engine.models.transformers_decoder import TransformersDecoder
 from engine.plan.run_plan import Plan, Stored, batches_of
+from engine.runtime.device import torch_dtype
 from engine.runtime.ranks import Ranks
 from engine.spec import RunSpec
 from engine.teachers.build import DTYPES, BuiltTeacher, build_teacher
@@ -53,6 +54,7 @@ from engine.train.beside import Beside, ModelHash
 from engine.train.checkpoint.continuing import check_same_teacher
 from engine.train.compiles import Compiles
 from engine.train.data import Data
+from engine.train.rollout import Rollout, turn_ends
 from engine.train.step import BeatObserver
 from engine.train.stop_request import StopRequest
 from engine.train.to_events import Log
@@ -212,7 +214,30 @@ class Builder:
         if spec.kernels.prewarm and spec.train.update == "fused":
             self.compiles.warm_up_update(self.log)
 
-    def trainer(self, student: Decoder, teacher: Teacher | None, ranks: Ranks) -> Trainer:
+    def _rollout(self, student: Decoder, teacher: Decoder | None) -> Rollout | None:
+        """Return what writes rows of the run, if anything does."""
+        spec = self.spec
+        if not spec.rollout.share:
+            return None
+        writer = student if spec.rollout.by == "student" else teacher
+        assert writer is not None, "the spec refuses written rows without a teacher"
+        return Rollout(
+            writer,
+            self.plan.inputs.tokenizer,
+            spec.rollout,
+            seed=spec.train.seed,
+            seq_len=spec.data.seq_len,
+            dtype=torch_dtype(spec.student.precision) if writer is student else writer.dtype,
+            ends=turn_ends(self.data.heldout),
+        )
+
+    def trainer(
+        self,
+        student: Decoder,
+        teacher: Teacher | None,
+        ranks: Ranks,
+        teacher_decoder: Decoder | None = None,
+    ) -> Trainer:
         """Return a trainer at step 0. `ranks` are those that shard `student`; for a full one, this rank alone."""
         spec = self.spec
         return Trainer(
@@ -224,6 +249,7 @@ class Builder:
             device=self.device,
             precision=spec.student.precision,
             slow_by=spec.compute.slow_by,
+            rollout=self._rollout(student, teacher_decoder),
             ranks=ranks,
             stop_asked=lambda: self.stop.reason is not None,
             observers=(BeatObserver(self.beat),) if self.beat else (),

@@ -71,7 +71,7 @@ class Compiles:
         from engine.kernels.prewarm import warm_up
 
         spec, vocabulary = plan.spec, plan.inputs.student.vocab_size
-        teaching, temperature = spec.has_teacher and spec.loss.alpha < 1, spec.loss.temperature
+        teaching, temperature = spec.taught, spec.loss.temperature
         log(Phase(name="compiling the loss", detail=f"for {vocabulary} ids"))
         # The checks of the loss use fp32, whatever the dtype of the matmuls.
         dtypes = (torch_dtype(spec.student.precision), torch.float32)
@@ -82,6 +82,14 @@ class Compiles:
             divergence=spec.loss.divergence,
             temperature=temperature,
         )
+        if spec.rollout.share and spec.rollout.divergence != spec.loss.divergence:
+            wanted += kd_loss.variants(
+                vocabulary,
+                dtypes,
+                teacher=True,
+                divergence=spec.rollout.divergence,
+                temperature=temperature,
+            )
         if teaching and plan.sparse:
             wanted = sparse_loss.variants(dtypes, temperature=temperature)
         warm_up(wanted)

@@ -37,6 +37,7 @@ from engine.log.events import (
     RunFinished,
     StepDone,
     StopRequested,
+    Wrote,
 )
 from engine.log.held import HeldWriter
 from engine.models.decoder import Decoder
@@ -234,7 +235,7 @@ class TrainingLoop:
             # Log, check.
             self.step = step.step
             with host.of(LOGGING):
-                self._log_step(step, session)
+                self._log_step(step, self._wrote(launched), session)
             with host.of(CHECKS):
                 self._check_step(step, session)
             if due.first:
@@ -302,13 +303,20 @@ class TrainingLoop:
             settling=step <= settled_at,
         )
 
-    def _log_step(self, step: StepDone, session: _Session) -> None:
+    def _log_step(self, step: StepDone, wrote: Wrote | None, session: _Session) -> None:
         log_step(self.log, step, self.spec.loss.temperature)
+        if wrote is not None:
+            self.log(wrote)
         for recorded in session.recorder.take(step.step):
             self.log(recorded)
         if session.trainer.ranks.first:
             session.held.look(step.step)
         self.compiles.done(self.log)
+
+    def _wrote(self, launched: LaunchedStep) -> Wrote | None:
+        """Return the record of what a model wrote for a finished step; None where it wrote nothing."""
+        tokenizer = self.inputs.tokenizer
+        return to_events.wrote(launched, self.spec, tokenizer.decode) if launched.written else None
 
     def _check_step(self, step: StepDone, session: _Session) -> None:
         """Raise TrainingFailed where a check or a number of the step ends the run."""

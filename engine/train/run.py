@@ -251,7 +251,7 @@ class _Job:
             untrained = samples_of(student)  # before a resume replaces the weights
             log(Phase(name="setting up the trainer"))
             builder.warm_up()
-            trainer = builder.trainer(student, taught.teacher, Ranks())
+            trainer = builder.trainer(student, taught.teacher, Ranks(), taught.decoder)
         self.loop = loop = TrainingLoop(
             log,
             plan,

@@ -37,6 +37,7 @@ from engine.loss.chunks import SparseTargets
 from engine.loss.objective import LARGEST_DZ_SUM, LOWEST_DIVERGENCE, LossTerms
 from engine.models.head import Head
 from engine.runtime.ranks import Ranks
+from engine.train.rollout import Written
 
 # Shapes: B rows, T tokens, N = B*T, D student width, E teacher width, R ranks
 
@@ -48,6 +49,8 @@ class MicroBatch(NamedTuple):
     position: int
     tokens_BT: Tensor
     documents_BT: Tensor
+    written: Written | None = None
+    """The text in it that a model wrote; None for rows of the corpus."""
 
 
 class TeacherOutput(NamedTuple):
@@ -243,6 +246,14 @@ class HostTime:
         self._now, self._since_s = part, now_s
 
 
+class Fetched(NamedTuple):
+    """The rows of one forward pass on the host, and their position in the data."""
+
+    batch: Batch
+    position: int
+    written: Written | None = None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchedStep:
     """A step that was launched and may still be running on the device."""
@@ -261,6 +272,12 @@ class LaunchedStep:
     """Whether teacher and student were compared by their most probable tokens."""
     begun_s: float
     timer: PhaseTimer
+    written: Sequence[Written] = ()
+    """The written rows of the step."""
+    write_s: float = 0.0
+    """Host seconds of writing."""
+    written_sums: Tensor | None = None
+    """Sums of cross entropy and divergence over the written tokens, in nats, valid when `on_host` is."""
     on_host: Tensor
     """The `StepNumbers` as one tensor, valid once the timer's last mark has passed."""
 

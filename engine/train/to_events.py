@@ -10,7 +10,8 @@ from __future__ import annotations
 import math
 import platform
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 from typing import TypeAlias
 
 import torch
@@ -31,6 +32,7 @@ from engine.log.events import (
     ModelReady,
     RunStarted,
     VocabularyCut,
+    Wrote,
 )
 from engine.log.held import ALLOCATOR, PROCESS, Held
 from engine.log.write import LogWriter
@@ -43,6 +45,7 @@ from engine.runtime.c_library import CompiledLibrary
 from engine.runtime.rates import name_here
 from engine.spec import RunSpec
 from engine.teachers.truncating import DroppedMass
+from engine.train.step import LaunchedStep
 from engine.train.trainer import Trainer
 from engine.version import VERSION
 
@@ -243,4 +246,30 @@ def start(
         peak_source=peak.absent or peak.source,
         costs={part: (cost.flops, cost.moved_bytes, cost.launches) for part, cost in costs.items()},
         machine=name_here(trainer.device, trainer.dtype),
+    )
+
+
+def wrote(launched: LaunchedStep, spec: RunSpec, decode: Callable[[Sequence[int]], str]) -> Wrote:
+    """Return the record of what a model wrote for a finished step."""
+    texts = [text for one in launched.written for text in one.texts]
+    prompts = [prompt for one in launched.written for prompt in one.prompts]
+    ended = [each for one in launched.written for each in one.ended]
+    tokens = sum(map(len, texts))
+    assert launched.written_sums is not None
+    cross_entropy, divergence = (launched.written_sums / tokens).tolist()
+    return Wrote(
+        step=launched.step,
+        by=spec.rollout.by,
+        rows=len(texts),
+        tokens=tokens,
+        shortest=min(map(len, texts)),
+        longest=max(map(len, texts)),
+        ended=sum(ended) / len(ended),
+        entropy=-sum(each for one in launched.written for each in one.log_p) / tokens,
+        cross_entropy=cross_entropy,
+        divergence=divergence / spec.loss.temperature**2,
+        repeated=sum(a == b for text in texts for a, b in pairwise(text)) / tokens,
+        write_s=launched.write_s,
+        prompt=decode(prompts[0]),
+        sample=decode(texts[0]),
     )

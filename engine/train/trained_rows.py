@@ -49,6 +49,8 @@ class TrainedRows(StepObserver):
         self._writer = RowsWriter(run, ranks.rank, ranks.world, step)
         self._hashes: dict[int, list[list[RowHash]]] = {}
         """Row hashes of each step that is not recorded yet, one list per micro-batch."""
+        self._written: set[tuple[int, int]] = set()
+        """Step and index of the micro-batches whose rows a model wrote: no corpus has them."""
         self._step = self._begun_at = step
         trainer.observers = (*trainer.observers, self)
 
@@ -60,6 +62,8 @@ class TrainedRows(StepObserver):
         self, micro: MicroBatch, student_hidden_BTD: Tensor, teacher: TeacherOutput
     ) -> None:
         self._hashes[self._step].append(hashes_of(micro.batch))
+        if micro.written is not None:
+            self._written.add((self._step, len(self._hashes[self._step]) - 1))
 
     def record(self, step: StepDone) -> StepDone:
         """Write the rows of a step that is done, and return its record with the running digest."""
@@ -108,6 +112,9 @@ class TrainedRows(StepObserver):
             passes = ((step - 1) * self._train.accumulation + index) * world + self._ranks.rank
             row_ids = self._prescribed.row_ids_at(passes * rows, rows)
             wanted = hashes_of(self._prescribed.rows(row_ids))
+            if (step, index) in self._written:
+                self._written.discard((step, index))
+                continue
             if len(part) != len(wanted):
                 return Numbers(rows=len(part), wanted=len(wanted)).failed(
                     f"micro-batch {index + 1} has {len(part)} rows, the spec sets {len(wanted)}"

@@ -4,7 +4,7 @@
 
 as a mean over the labelled tokens of the whole optimizer step. `launch` reads from top to bottom:
 
-    fetch -> teacher -> student -> loss -> backward, for each micro-batch -> norm -> update
+    fetch, or write -> teacher -> student -> loss -> backward, for each micro-batch -> norm -> update
 
 A step is `accumulation` forward passes that share one denominator, so splitting a batch differently
 changes only rounding. The teacher runs first and without autograd.
@@ -35,8 +35,8 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from engine.data.batches import Batch, Batches
-from engine.log.events import DATA, DEVICE, LAUNCH, OBSERVERS, OUTSIDE, StepDone
+from engine.data.batches import Batches
+from engine.log.events import DATA, DEVICE, LAUNCH, OBSERVERS, OUTSIDE, ROLLOUT, StepDone
 from engine.loss.objective import LossTerms, distillation_loss
 from engine.models.attention import remember
 from engine.models.decoder import Decoder
@@ -46,8 +46,10 @@ from engine.spec import LossSection, TrainSection
 from engine.teachers.protocol import GivesTargets, KnowsRows, Prefetches, Teacher
 from engine.train.cuda_graphs import Graphs
 from engine.train.optimizer import EmbeddingRows, build_optimizer, total_norm, update_if_finite
+from engine.train.rollout import Rollout, is_written
 from engine.train.schedule import learning_rate
 from engine.train.step import (
+    Fetched,
     HostTime,
     LaunchedStep,
     MicroBatch,
@@ -75,6 +77,7 @@ class Trainer:
         device: torch.device,
         precision: str,
         slow_by: float = 0.0,
+        rollout: Rollout | None = None,
         ranks: Ranks | None = None,
         stop_asked: Callable[[], bool] = lambda: False,
         observers: Sequence[StepObserver] = (),
@@ -95,11 +98,13 @@ class Trainer:
         """The step launched last; 0 before the first."""
         self.position = 0
         # With alpha = 1 the teacher is not part of the objective, so it is not run.
-        self.has_teacher = teacher is not None and loss.alpha < 1.0
+        self.has_teacher = teacher is not None and (loss.alpha < 1.0 or rollout is not None)
         self.host = HostTime()
         self.timer: PhaseTimer | None = None
         """Timer of the step launched last."""
-        self._fetches_ahead = True
+        self.rollout = rollout
+        # What a model writes needs the weights of its own step.
+        self._fetches_ahead = rollout is None
         self._ahead: MicroBatch | None = None
         self._waited_s = 0.0
         """Time that this rank waited for rows in the step finished last, in seconds."""
@@ -130,7 +135,17 @@ class Trainer:
         timer.mark(DATA)
         with self.host.of(DATA):
             fetched, labelled = self._fetch()
-            micro = self._on_device(*fetched[0])
+        write_s = 0.0
+        if self.rollout is not None:
+            timer.mark(ROLLOUT)
+            with self.host.of(ROLLOUT):
+                begun_write_s = time.perf_counter()
+                fetched = self._write(self.rollout, fetched, number)
+                labelled = sum(one.batch.labelled for one in fetched)
+                write_s = time.perf_counter() - begun_write_s
+            timer.mark(DATA)
+        with self.host.of(DATA):
+            micro = self._on_device(fetched[0])
         teacher_s = 0.0
         self.optimizer.zero_grad(set_to_none=True)
         done: list[LossTerms] = []
@@ -141,10 +156,10 @@ class Trainer:
             timer.mark(DATA)
             with self.host.of(DATA):
                 if following is not None:
-                    micro = self._on_device(*following)
+                    micro = self._on_device(following)
                     self._prefetch(micro)
                 elif self._fetches_ahead and number < self.train.steps:
-                    self._ahead = self._on_device(*self._part_at(self.position, self.ranks.rank))
+                    self._ahead = self._on_device(self._part_at(self.position, self.ranks.rank))
                     self._prefetch(self._ahead)
         # What an observer does here is no part of the step.
         timer.mark("")
@@ -154,12 +169,13 @@ class Trainer:
         timer.mark("optimizer")
         numbers = self._update(done)
         on_host = torch.stack(numbers).to("cpu", non_blocking=True)
+        written_sums = self._written_sums(fetched, done, float(max(labelled, 1)))
         timer.end()
         self.step = number
         with self.host.of(OBSERVERS):
             for observer in self.observers:
                 observer.updated(number)
-        shapes = [batch.tokens_BT.shape for batch, _ in fetched]
+        shapes = [one.batch.tokens_BT.shape for one in fetched]
         return LaunchedStep(
             step=number,
             lr=float(self.optimizer.param_groups[0]["lr"]),
@@ -173,6 +189,9 @@ class Trainer:
             has_agreement=done[-1].agreement is not None,
             begun_s=begun_s,
             timer=timer,
+            written=[one.written for one in fetched if one.written is not None],
+            write_s=write_s,
+            written_sums=written_sums,
             on_host=on_host,
         )
 
@@ -219,7 +238,7 @@ class Trainer:
         while time.perf_counter() < until:
             pass
 
-    def _fetch(self) -> tuple[list[tuple[Batch, int]], int]:
+    def _fetch(self) -> tuple[list[Fetched], int]:
         """Return this rank's micro-batches of the next step with their positions, and the labels of all
         ranks.
 
@@ -228,20 +247,46 @@ class Trainer:
         fetched, labelled = [], 0
         for _ in range(self.train.accumulation):
             parts = [self._part_at(self.position, rank) for rank in range(self.ranks.world)]
-            labelled += sum(batch.labelled for batch, _ in parts)
+            labelled += sum(one.batch.labelled for one in parts)
             fetched.append(parts[self.ranks.rank])
             self.position += self.train.rows * self.ranks.world
         return fetched, labelled
 
-    def _part_at(self, position: int, rank: int) -> tuple[Batch, int]:
+    def _part_at(self, position: int, rank: int) -> Fetched:
         """Return a rank's micro-batch when all ranks together have taken `position` rows, and its position."""
         position += rank * self.train.rows
         if self._ahead is not None and self._ahead.position == position:
-            return self._ahead.batch, position
-        return self.batches.take(position, self.train.rows), position
+            return Fetched(self._ahead.batch, position)
+        return Fetched(self.batches.take(position, self.train.rows), position)
 
-    def _on_device(self, batch: Batch, position: int) -> MicroBatch:
+    def _write(self, rollout: Rollout, fetched: list[Fetched], step: int) -> list[Fetched]:
+        """Return the passes of a step with the rows of some of them written by a model."""
+        first, share = (step - 1) * self.train.accumulation, rollout.section.share
+        places = [at for at in range(len(fetched)) if is_written(share, first + at)]
+        if not places:
+            return fetched
+        gather_early(self.student)
+        made = rollout.write([fetched[at].batch for at in places], step)
+        changed = dict(zip(places, made, strict=True))
+        return [
+            Fetched(changed[at][0], one.position, changed[at][1]) if at in changed else one
+            for at, one in enumerate(fetched)
+        ]
+
+    def _written_sums(
+        self, fetched: Sequence[Fetched], done: Sequence[LossTerms], denominator: float
+    ) -> Tensor | None:
+        """Return the sums of cross entropy and divergence over the written tokens of a step, nats, (2)."""
+        sums = [
+            torch.stack([terms.ce, terms.ce if terms.kd is None else terms.kd]) * denominator
+            for one, terms in zip(fetched, done, strict=True)
+            if one.written is not None
+        ]
+        return torch.stack(sums).sum(0).to("cpu", non_blocking=True) if sums else None
+
+    def _on_device(self, fetched: Fetched) -> MicroBatch:
         """Return the batch on the device; the one fetched ahead if it is the same."""
+        batch, position, written = fetched
         ahead, self._ahead = self._ahead, None
         if ahead is not None and ahead.batch is batch:
             return ahead
@@ -249,7 +294,7 @@ class Trainer:
         remember(documents_BT, batch.documents_BT)
         if isinstance(self.teacher, KnowsRows):
             self.teacher.note(batch, tokens_BT, documents_BT)
-        return MicroBatch(batch, position, tokens_BT, documents_BT)
+        return MicroBatch(batch, position, tokens_BT, documents_BT, written)
 
     def _prefetch(self, micro: MicroBatch) -> None:
         """Let a teacher that supports it start on a batch before its turn."""
@@ -290,17 +335,23 @@ class Trainer:
             for observer in self.observers:
                 observer.forwarded(micro, hidden_BTD, teacher)
         timer.mark("loss")
+        objective = self.loss
+        if micro.written is not None and self.rollout is not None:
+            # What a model wrote is no target of its own.
+            objective = dataclasses.replace(
+                objective, alpha=0.0, divergence=self.rollout.section.divergence
+            )
         terms = distillation_loss(
             hidden_BTD.flatten(0, 1).to(self.dtype),
             self.student.head_weight,
             teacher.hidden_NE,
             teacher.head,
             labels_N,
-            alpha=self.loss.alpha,
+            alpha=objective.alpha,
             temperature=self.loss.temperature,
             denominator=denominator,
             chunk_rows=self.loss.chunk_rows or None,
-            divergence=self.loss.divergence,
+            divergence=objective.divergence,
             beta=self.loss.beta,
             kernel="fused" if self.loss.kernel == "fused" else "eager",
             targets=teacher.targets,

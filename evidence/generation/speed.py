@@ -20,8 +20,8 @@ import torch
 
 from engine.bench.teacher import config_named
 from engine.generation.generate import generate
-from engine.generation.pages import token_bytes
 from engine.generation.sampling import Sampling
+from engine.generation.size import token_bytes
 from engine.models.config import ModelConfig
 from engine.models.decoder import Decoder
 
@@ -118,7 +118,7 @@ def main() -> None:
         ours(decoder, rows, given.prompt, 8)
         seconds = min(ours(decoder, rows, given.prompt, given.new) for _ in range(2))
         middle = given.prompt + given.new / 2
-        step_bytes = weights + rows * middle * token_bytes(config, torch.bfloat16)
+        step_bytes = weights + rows * middle * token_bytes(config, 2)
         bound = rows * rate / step_bytes
         speed = rows * given.new / seconds
         row = {"arm": "engine", "rows": rows, "seconds": seconds, "tokens_per_s": speed}

@@ -50,6 +50,19 @@ def test_the_spec_that_it_writes_is_sound_and_trains(kit: Kit, here: Path, fresh
     assert (run.student / "model.safetensors").is_file()
 
 
+def test_an_on_policy_spec_trains_on_what_its_student_writes(kit: Kit, here: Path) -> None:
+    refused = engine_here("init", *flags(kit), "--on-policy")
+    assert refused.returncode == 65 and "found a shape without weights" in refused.stderr
+    student = make_student(here / "student", json.loads(kit.student.read_text()), kit)
+    done = engine_here("init", *flags(kit, student=student, name="first"), "--on-policy")
+    assert done.returncode == 0, done.stderr
+    sets = ("train.steps=2", "train.rows=2", "eval.rows=2", "data.seq_len=32")
+    sets += ("rollout.max_new_tokens=8", "compute.device=cpu", "compute.threads=1")
+    run, code = carry_out(Path("first.toml"), here / "run", *sets)
+    assert code == 0
+    assert '"kind":"wrote"' in run.events.read_text()
+
+
 @pytest.mark.parametrize("kind", ["conversations", "texts", "pairs"])
 def test_conversations_are_packed_whole_and_texts_as_a_stream(here: Path, kind: str) -> None:
     demo = Path(engine.__file__).parent / "demo"

@@ -17,8 +17,9 @@ from engine.errors import BadInput, NoAnswer
 from engine.generation import slots as slots_module
 from engine.generation.complete import StopText
 from engine.generation.generate import Generator, generate
-from engine.generation.pages import PAGE, PagePool, pages_for, token_bytes
+from engine.generation.pages import PagePool
 from engine.generation.sampling import GREEDY, Sampling, choose, row_key, uniform
+from engine.generation.size import PAGE, pages_for, token_bytes
 from engine.generation.slots import HISTORY, Admitted, choose_cuda_graph
 from engine.model_families import FAMILIES
 from engine.models.decoder import Decoder
@@ -240,7 +241,7 @@ def test_a_generation_that_is_given_up_frees_its_slots_and_pages() -> None:
 def test_a_cache_for_two_sequences_serves_all_one_after_the_other() -> None:
     decoder = lively(make_config())
     prompts = [[1 + i, 2 * i + 1, 5] * (1 + i % 4) for i in range(7)]
-    page = PAGE * token_bytes(decoder.config, decoder.dtype)
+    page = PAGE * token_bytes(decoder.config, 4)
     found = tokens_of(decoder, prompts, cache_bytes=2 * page)
     assert found == tokens_of(decoder, prompts)
     with pytest.raises(BadInput, match="room for its keys and values"):

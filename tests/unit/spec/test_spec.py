@@ -207,6 +207,8 @@ def test_list_of_settings_is_frozen() -> None:
         "data.include_tests", "data.max_bytes", "data.packing", "data.columns", "data.turns", "data.skip_at_most",
         "loss.alpha", "loss.temperature", "loss.divergence", "loss.beta", "loss.kernel",
         "loss.chunk_rows",
+        "rollout.share", "rollout.by", "rollout.divergence", "rollout.prompt_tokens", "rollout.max_new_tokens",
+        "rollout.temperature", "rollout.top_p", "rollout.top_k", "rollout.min_p",
         "train.steps", "train.stop_after", "train.rows", "train.accumulation", "train.lr", "train.warmup_steps",
         "train.schedule", "train.final_lr_ratio", "train.weight_decay", "train.beta1", "train.beta2",
         "train.eps", "train.clip_norm", "train.update", "train.seed", "train.on_non_finite",
@@ -228,6 +230,8 @@ CHANGES_RESULTS = """
     data.corpus data.tokenizer data.seq_len data.heldout_fraction data.include_tests data.max_bytes
     data.packing data.columns data.turns
     loss.alpha loss.temperature loss.divergence loss.beta
+    rollout.share rollout.by rollout.divergence rollout.prompt_tokens rollout.max_new_tokens
+    rollout.temperature rollout.top_p rollout.top_k rollout.min_p
     train.steps train.rows train.accumulation train.lr train.warmup_steps train.schedule
     train.final_lr_ratio train.weight_decay train.beta1 train.beta2 train.eps train.clip_norm
     train.seed train.on_non_finite

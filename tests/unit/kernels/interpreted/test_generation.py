@@ -10,9 +10,10 @@ pytest.importorskip("triton")
 
 from engine.generation.forward import NativeForward, Start
 from engine.generation.fused import FusedForward, JoinedWeights, why_not
-from engine.generation.pages import PAGE, PagedCache, PagePool, pages_for
+from engine.generation.pages import PagedCache, PagePool
 from engine.generation.sampling import Sampling, row_key, uniform
 from engine.generation.sampling import choose as reference
+from engine.generation.size import PAGE, pages_for
 from engine.kernels import paged_attention
 from engine.kernels.choose import IDS, SlotState, choose
 from engine.kernels.decode_layer import BLOCK, add_norm, gate
