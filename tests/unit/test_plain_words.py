@@ -51,7 +51,7 @@ CLEAN = frozenset(
 )
 BOUNDS = {
     "engine": 65,
-    "engine/attach": 295,
+    "engine/attach": 135,
     "engine/bench": 9,
     "engine/cli": 34,
     "engine/contracts": 4,

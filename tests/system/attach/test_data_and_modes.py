@@ -513,28 +513,28 @@ HEALTHY_DATA = {
     "a_stream_that_is_split": {},
 }
 WRONG_DATA = {
-    "seeded_in_each_epoch": ("data_order", "RandomSampler shuffles, but two passes begin with the"),
+    "seeded_in_each_epoch": ("data_order", "RandomSampler shuffles, but two epochs begin with the"),
     "a_generator_of_each_epoch": ("data_order", "the same 24 samples in the same order"),
     "a_generator_of_each_counted_pass": ("data_order", "the same 24 samples in the same order"),
     "data_that_is_made_anew": ("data_order", "the same 24 samples in the same order"),
     "a_dataset_that_is_made_anew": ("data_order", "the same 24 samples in the same order"),
-    "an_epoch_that_is_not_set": ("data_order", "DistributedSampler shuffles, but two passes"),
+    "an_epoch_that_is_not_set": ("data_order", "DistributedSampler shuffles, but two epochs"),
     "the_first_batch_again_and_again": (
         "cut_passes",
-        "3 passes in a row over 6 batches were left after the first batch, which is the same one",
+        "3 consecutive passes over 6 batches ended after the first batch, the same one",
     ),
-    "a_first_batch_of_each_shuffle": ("cut_passes", "were left after the first batch"),
+    "a_first_batch_of_each_shuffle": ("cut_passes", "ended after the first batch"),
     "the_first_batches_of_each_pass": (
         "cut_passes",
-        "over 8 batches are left after the same first 5",
+        "over 8 batches end after the same first 5",
     ),
-    "drawn_with_randint": ("repeated_samples", "handed out before in that pass, by Picks"),
-    "batches_that_overlap": ("repeated_samples", "of 40 samples of a pass over the data 18 were"),
+    "drawn_with_randint": ("repeated_samples", "repeat an earlier one of that epoch, by Picks"),
+    "batches_that_overlap": ("repeated_samples", "18 of 40 samples of an epoch repeat"),
     "a_stream_that_each_worker_reads": (
         "repeated_batches",
-        "hold what the batch before them held: each of 2 workers reads all of the stream",
+        "equal the batch before them: each of 2 workers reads the whole stream",
     ),
-    "an_index_that_is_not_used": ("repeated_batches", "2 of 2 batches hold what the batch before"),
+    "an_index_that_is_not_used": ("repeated_batches", "2 of 2 batches equal the batch before"),
 }
 
 

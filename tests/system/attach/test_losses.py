@@ -415,30 +415,30 @@ def test_a_loss_of_the_next_tokens_is_known_in_every_style(found: Found) -> None
 def test_what_has_a_label_is_said(found: Found) -> None:
     (line,) = [one for one in found["padded_labels"] if one["id"] == "label_coverage"]
     # 14 tokens a row, the last without a next one, the first five left out.
-    assert line["text"] == "32 of 56 places have a label"
+    assert line["text"] == "32 of 56 positions have a label"
     for name in ("multiplied_by_a_mask", "fused", "fused_at_labelled_places"):
         (line,) = [one for one in found[name] if one["id"] == "label_coverage"]
         wanted = 24 if name == "multiplied_by_a_mask" else 28
-        assert line["text"] == f"{wanted} of 52 places have a label"
+        assert line["text"] == f"{wanted} of 52 positions have a label"
 
 
 @pytest.mark.parametrize(
     ("name", "id", "text"),
     [
-        ("not_shifted", "label_shift", "has just read"),
-        ("not_shifted_by_gather", "label_shift", "has just read"),
+        ("not_shifted", "label_shift", "not shifted"),
+        ("not_shifted_by_gather", "label_shift", "not shifted"),
         ("shifted_twice", "label_shift", "shifted twice"),
         ("shifted_by_data_and_loss", "label_shift", "shifted twice"),
         ("first_row", "rows_left_out", "1 of the 4 rows"),
         ("first_half_of_the_rows", "rows_left_out", "2 of the 4 rows"),
-        ("softmax_twice", "double_softmax", "a softmax gave"),
-        ("log_softmax_twice", "double_softmax", "a softmax gave"),
+        ("softmax_twice", "double_softmax", "the output of a softmax"),
+        ("log_softmax_twice", "double_softmax", "the output of a softmax"),
         ("shifted_twice_at_labelled_places", "label_shift", "shifted twice"),
         ("labelled_places_of_the_first_row", "rows_left_out", "1 of the 4 rows"),
-        ("no_labels", "label_coverage", "none of 56 places"),
+        ("no_labels", "label_coverage", "none of 56 positions"),
         ("fused_and_shifted_twice", "label_shift", "shifted twice"),
         ("fused_and_shifted_twice_at_labelled_places", "label_shift", "shifted twice"),
-        ("fused_without_labels", "label_coverage", "none of 52 places"),
+        ("fused_without_labels", "label_coverage", "none of 52 positions"),
     ],
 )
 def test_a_wrong_loss_is_named(found: Found, name: str, id: str, text: str) -> None:

@@ -456,7 +456,7 @@ HEALTHY_SEEN = {
 }
 
 MISTAKES_SEEN = {
-    "bypassed": ([FAIL], "in front of step 2: no training step calls its forward"),
+    "bypassed": ([FAIL], "before step 2: no training step calls its forward"),
     "bypassed_by_a_method": (
         [FAIL],
         "body.0.weight, body.0.bias, body.3.weight, ...: 4 of 4",
@@ -464,15 +464,15 @@ MISTAKES_SEEN = {
     "gone_when_it_is_judged": ([FAIL], "no training step calls its forward"),
     "written_on_one_rank": (
         [PASS, FAIL],
-        "0.weight: 1 of 4 parameters under DistributedDataParallel differ between ranks 0 and 1 in front of step 3",
+        "0.weight: 1 of 4 parameters under DistributedDataParallel differ between ranks 0 and 1 before step 3",
     ),
     "loaded_on_one_rank": (
         [FAIL],
         "step 1: they were changed after the module was wrapped",
     ),
     "unfrozen_after_wrapping": ([FAIL], "0.weight, 0.bias: 2 of 4"),
-    "new_head_after_wrapping": ([FAIL], "put into the module after it was wrapped"),
-    "never_averaged": ([SUSPICION], "were the same on ranks 0 and 1 at first"),
+    "new_head_after_wrapping": ([FAIL], "added to the module after it was wrapped"),
+    "never_averaged": ([SUSPICION], "were equal on ranks 0 and 1 before the first step"),
     "partly_averaged": ([SUSPICION], "3.weight, 3.bias: 2 of 4"),
     "always_in_no_sync": ([SUSPICION], "inside no_sync()"),
 }
@@ -567,7 +567,7 @@ def test_the_summary_of_a_bypassed_wrapper_names_the_parameters_and_what_to_do(
     assert "contradiction rank_drift at step 2: 0.weight, 0.bias, 3.weight, ...: 4 of 4" in said
     assert "call the wrapped model, model(x), never model.module(x)" in said
     view = Follower(run).read_all()
-    assert [one.degree for one in view.identities if one.id == DRIFT] == [FAIL]
+    assert [one.level for one in view.identities if one.id == DRIFT] == [FAIL]
 
 
 @pytest.mark.parametrize("code", [0, 3])

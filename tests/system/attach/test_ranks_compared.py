@@ -74,7 +74,7 @@ def test_records_of_a_rank_are_read_as_they_were_written(tmp_path: Path) -> None
 folder = {str(tmp_path)!r}
 first, second = record(1, (0.5, float("inf")), batches=[["i", "c"]]), record(2, (0.1, -3.0))
 others = Others(folder)
-others.look([1, 2])
+others.read([1, 2])
 print(others.of(1, 0, 1))
 write(folder, 1, [first])
 path = folder + "/ranks/1.compared"
@@ -82,10 +82,10 @@ whole = open(path, "rb").read()
 write(folder, 1, [second])
 line = open(path, "rb").read()[len(whole):]
 open(path, "wb").write(whole + line[:20])
-others.look([1])
+others.read([1])
 print(others.of(1, 0, 1) == first, others.of(1, 0, 2))
 open(path, "ab").write(line[20:])
-others.look([1])
+others.read([1])
 print(others.of(1, 0, 2) == second, others.of(2, 0, 1))
 """
     assert probed(MADE + code).splitlines() == ["None", "True None", "True None"]

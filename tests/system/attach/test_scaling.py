@@ -334,10 +334,10 @@ def found(loop_programs: Found) -> Found:
 
 
 WRONG = {
-    "clipped_behind_the_step": ("clipping", "clipped behind steps 1 and 2 of AdamW"),
-    "a_trainer_that_clips_late": ("clipping", "clipped behind steps 1 and 2 of SGD"),
-    "clipped_with_the_scale": ("clipping", "still hold the scale of the loss"),
-    "clipped_with_the_scale_over_windows": ("clipping", "still hold the scale of the loss"),
+    "clipped_behind_the_step": ("clipping", "clipped after steps 1 and 2 of AdamW"),
+    "a_trainer_that_clips_late": ("clipping", "clipped after steps 1 and 2 of SGD"),
+    "clipped_with_the_scale": ("clipping", "still have the loss scale"),
+    "clipped_with_the_scale_over_windows": ("clipping", "still have the loss scale"),
     "divided_twice": ("accumulated_mean", "divided by 4 2 times: the gradients are 4 times"),
     "a_trainer_that_divides_in_two_places": ("accumulated_mean", "divided by 3 2 times"),
     "never_divided": ("accumulated_mean", "sums the gradients of 4 losses, each a mean"),
@@ -355,7 +355,7 @@ WRONG = {
     ),
     "clamped_in_a_hook": (
         "outside_writes",
-        "a hook of the script's at the end of the step writes the weights",
+        "a hook of the script writes the weights at the end of the step",
     ),
 }
 HEALTHY: dict[str, dict[str, str]] = {

@@ -225,8 +225,8 @@ WRONG = {
         4,
     ),
     "a_trainer_that_counts_anew": ("took the gradients of 4 backward passes", 1, 3),
-    "zeroed_in_front_of_each_epoch": ("of 2 backward passes in front of step", 2, 4),
-    "a_trainer_that_forgets_the_rest": ("of 2 backward passes in front of step", 2, 3),
+    "zeroed_in_front_of_each_epoch": ("of 2 backward passes before step", 2, 4),
+    "a_trainer_that_forgets_the_rest": ("of 2 backward passes before step", 2, 3),
     "one_epoch_that_ends_within_a_window": ("the training ended with the gradients of 2", 2, 4),
     "a_trainer_without_a_loader_that_ends_within_a_window": ("the training ended with", 2, 3),
 }

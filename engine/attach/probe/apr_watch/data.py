@@ -1,7 +1,7 @@
-"""Which samples the passes over a data loader hand out: the indices of its sampler, as they are asked for.
+"""Check which samples a data loader yields in each epoch, by the indices of its sampler.
 
-Only passes that feed the training count. Of two passes of one loader, or of two loaders over the same data of which
-the first is gone, the second follows the first.
+Only passes that feed the training count. A pass follows the previous one of the same loader, or of a loader over the
+same data that is finished or gone.
 """
 
 from __future__ import annotations
@@ -14,22 +14,22 @@ from typing import Any
 
 from .parameters import FACT, PASS, SUSPICION, Line
 
-_INDICES = 1 << 16
-"""Of a pass, so many are kept: some megabytes."""
+_MAX_INDICES = 1 << 16
+"""Maximum number of indices of a pass that are kept: some megabytes."""
 _ORDER, _LEAST = 1024, 8
-"""Of two passes so many are compared; fewer may be in the same order by chance."""
+"""Maximum and minimum number of indices compared between two passes; fewer may agree by chance."""
 _TWICE = 0.01
-"""Share of samples that a sampler may give twice so that all ranks have as many."""
+"""Share of samples that a sampler may repeat to give all ranks the same number."""
 _CUT = 3
-"""Passes in a row that end after their first batch."""
+"""Number of consecutive passes left after their first batch, from which it is reported."""
 _LOADERS = 16
 _PARTS = 64
-"""Indices of a part of some data that tell it apart from another one."""
+"""Number of indices by which subsets of a data set are distinguished."""
 _ROWS, _WIDTH, _BYTES = 8, 1024, 64
-"""Of each tensor of a batch so much is compared, and batches of fewer bytes are not."""
+"""Limits of a batch's fingerprint: rows and elements of a row of each tensor, and the minimum size in bytes."""
 _TENSORS = 8
-_LOOKS = 64
-"""Batches of a pass that are compared: an optimizer that never steps is looked at in vain."""
+_MAX_COMPARED = 64
+"""Maximum number of batches of a pass that are compared."""
 
 
 class Pass:
@@ -44,9 +44,9 @@ class Pass:
         self.length = _length(iterator)
         self.feeds = self.has_ended = False
         self.batches = self.taken = self.repeated = 0
-        """Batches and indices that were handed out, and indices that were so twice."""
+        """Number of yielded batches, of yielded indices, and of indices yielded before."""
         self.cut = 0
-        """Passes in a row, this one the last, that were left before their end."""
+        """Number of consecutive passes, including this one, that were left before their end."""
         self.has_indices = True
         self._asked: list[int] = []
         self._sizes: deque[int] = deque()
@@ -54,18 +54,18 @@ class Pass:
         self._is_compared = self._is_counted = False
         self._shuffles, self._repeats, self._sampler = _promise(iterator)
         self._print: Any = None
-        self._equal = self._looked_at = 0
+        self._equal = self._compared = 0
 
     def ask(self, index: Any) -> None:
         indices = index if isinstance(index, (list, tuple)) else [index]
         if not all(type(one) is int for one in indices):
             self.has_indices = False
-        if self.has_indices and len(self._asked) < _INDICES:
+        if self.has_indices and len(self._asked) < _MAX_INDICES:
             self._asked += indices
             self._sizes.append(len(indices))
 
     def take(self) -> list[Line]:
-        """A batch was handed out."""
+        """Record a yielded batch."""
         self.batches += 1
         if not self.has_indices or not self._sizes:
             return []
@@ -77,9 +77,9 @@ class Pass:
         return self._order() if is_last or self.taken >= _ORDER else []
 
     def end(self) -> list[Line]:
-        """There is no further batch, or the next pass has begun."""
+        """End the pass: there is no further batch, or the next pass has begun."""
         lines = [*self._order(), *self._count()] if self.feeds else []
-        # The next pass is held against the first of them.
+        # The next pass is compared with the first indices.
         self._asked, self._seen = self.order(), Counter()
         return lines
 
@@ -97,11 +97,11 @@ class Pass:
         self._is_compared = True
         numbers = {"samples": most}
         if new != old:
-            return [("data_order", PASS, "two passes over the data are in another order", numbers)]
+            return [("data_order", PASS, "two epochs are in different orders", numbers)]
         if not self._shuffles:
-            text = f"each pass over the data is in the same order, by {self._sampler}"
+            text = f"each epoch is in the same order, by {self._sampler}"
             return [("data_order", FACT, text, numbers)]
-        text = f"{self._sampler} shuffles, but two passes begin with the same {most} samples in the same order"
+        text = f"{self._sampler} shuffles, but two epochs begin with the same {most} samples in the same order"
         return [("data_order", SUSPICION, text, numbers)]
 
     def _count(self) -> list[Line]:
@@ -110,20 +110,20 @@ class Pass:
         self._is_counted = True
         numbers = {"samples": self.taken, "repeated": self.repeated}
         if self.repeated <= max(1, _TWICE * self.taken):
-            text = f"a pass over the data handed out {self.taken} samples, {self.repeated or 'none'} twice"
+            text = f"an epoch has {self.taken} samples, {self.repeated or 'none'} repeated"
             return [("repeated_samples", PASS, text, numbers)]
-        text = f"of {self.taken} samples of a pass over the data {self.repeated} were handed out before in that pass"
+        text = f"{self.repeated} of {self.taken} samples of an epoch repeat an earlier one of that epoch"
         if self._repeats:
-            return [("repeated_samples", FACT, f"{text}, as {self._sampler} is to do", numbers)]
+            return [("repeated_samples", FACT, f"{text}, as {self._sampler} is meant to", numbers)]
         (times, most), *_ = Counter(self._seen.values()).most_common(1)
         if len(self._seen) - most <= max(1, _TWICE * len(self._seen)):
-            # For several answers to each prompt.
+            # Several completions of each prompt, as in GRPO.
             text = f"{text}: each {times} times, by {self._sampler}"
             return [("repeated_samples", FACT, text, numbers)]
         return [("repeated_samples", SUSPICION, f"{text}, by {self._sampler}", numbers)]
 
     def leave(self) -> list[Line]:
-        """The next pass begins."""
+        """End the pass because the next one begins."""
         lines = self.end()
         if self.has_ended or self.length is None or self.batches >= self.length or not self.feeds:
             return lines
@@ -132,54 +132,54 @@ class Pass:
         same = before is not None and bool(self.order()) and before.order() == self.order()
         numbers = {"batches": self.batches, "of": self.length, "passes": self.cut}
         if self.batches == 1 and self.cut >= _CUT:
-            what = ", which is the same one each time" if same else ""
-            text = f"{self.cut} passes in a row over {self.length} batches were left after the first batch{what}"
+            what = ", the same one each time" if same else ""
+            text = f"{self.cut} consecutive passes over {self.length} batches ended after the first batch{what}"
         elif self.batches > 1 and self.cut > 1 and same:
-            text = f"passes over {self.length} batches are left after the same first {self.batches}: the others are "
-            text += "never read"
+            text = f"passes over {self.length} batches end after the same first {self.batches}: the others are never "
+            text += "read"
         else:
             return lines
         return [*lines, ("cut_passes", SUSPICION, text, numbers)]
 
     def compare(self, torch: Any, batch: Any) -> list[Line]:
-        """Hold some rows of a batch against those of the batch before in this pass."""
-        if self._looked_at >= _LOOKS:
+        """Compare the fingerprint of a batch with that of the previous batch of this pass."""
+        if self._compared >= _MAX_COMPARED:
             return []
         new, old = print_of(torch, batch), self._print
         self._print = new
         if new is None or old is None:
             return []
-        self._looked_at += 1
+        self._compared += 1
         self._equal += new == old
         if self._equal < 2 or not self.feeds:
             return []
-        text = f"{self._equal} of {self._looked_at} batches hold what the batch before them held"
+        text = f"{self._equal} of {self._compared} batches equal the batch before them"
         workers = getattr(self.of(), "_num_workers", 0)
         if not self.has_indices and workers > 1:
-            text += f": each of {workers} workers reads all of the stream"
+            text += f": each of {workers} workers reads the whole stream"
         return [("repeated_batches", SUSPICION, text, {"equal": self._equal})]
 
     def pause(self) -> None:
-        """The batches that follow are not looked at."""
+        """Forget the last fingerprint: the next batches are not compared."""
         self._print = None
 
 
 class Passes:
-    """Told of what each loader of the process hands out."""
+    """Passes over all data loaders of the process."""
 
     def __init__(self, torch: Any) -> None:
         self._torch = torch
         self._passes: weakref.WeakKeyDictionary[Any, Pass] = weakref.WeakKeyDictionary()
         self._newest: list[Pass] = []
-        """Of each loader."""
+        """Newest pass of each loader."""
         self._latest: Pass | None = None
 
     def forget(self) -> None:
-        """What follows may be another training, on the same data in the same order."""
+        """Forget all passes: another training, on the same data in the same order, may begin."""
         self._newest = []
 
     def asked(self, iterator: Any, index: Any) -> list[Line]:
-        """The sampler was asked for the samples of one more batch."""
+        """Record the indices that the sampler gave for one more batch."""
         found = self._passes.get(iterator)
         lines: list[Line] = []
         if found is None or found.began != id(iterator._sampler_iter):
@@ -195,14 +195,14 @@ class Passes:
         data = _data_of(iterator._dataset)
         for one in self._newest:
             same = one.data == data or one.sampler_id == id(iterator._index_sampler)
-            # Of two that are read in turns neither follows the other.
+            # Two loaders read in turns do not follow each other.
             if same and (one.has_ended or one.of() is None or one.of() is iterator):
                 self._newest.remove(one)
                 return one
         return None
 
     def fetched(self, iterator: Any, batch: Any, is_due: bool) -> list[Line]:
-        """A batch was handed out; `is_due` where it is looked at."""
+        """Record a yielded batch; compare it if `is_due`."""
         found = self._latest = self._passes.get(iterator)
         if found is None:
             return []
@@ -219,14 +219,14 @@ class Passes:
         return found.end()
 
     def trained_on(self) -> None:
-        """A backward pass begins."""
+        """Record the begin of a backward pass."""
         if self._latest is not None and not self._latest.feeds:
             self._latest.feeds = True
             self._newest = [*self._newest[1 - _LOADERS :], self._latest]
 
 
 def _data_of(dataset: Any) -> Any:
-    """What tells data apart from other data, also where its dataset is made anew for each pass."""
+    """Return a key of the data that stays the same if the script recreates its dataset for each epoch."""
     inside = getattr(dataset, "__dict__", {})
     tensor = sys.modules["torch"].Tensor
     parts = [dataset, *inside.values(), *(inside.get("tensors") or ())]
@@ -240,20 +240,20 @@ def _data_of(dataset: Any) -> Any:
     ]
     try:
         return type(dataset), len(dataset), *held, *memory
-    except Exception:  # noqa: BLE001  a stream has no length, and a length may be a function of the script's
+    except Exception:  # noqa: BLE001  a stream has no length, and the script may define __len__
         return id(dataset)
 
 
 def _length(iterator: Any) -> int | None:
-    """Batches of a pass; None where the data does not know its length."""
+    """Return the number of batches of a pass; None where the data does not know its length."""
     try:
         return len(iterator)
-    except Exception:  # noqa: BLE001  a stream has no length, and a length may be a function of the script's
+    except Exception:  # noqa: BLE001  a stream has no length, and the script may define __len__
         return None
 
 
 def _promise(iterator: Any) -> tuple[bool, bool, str]:
-    """Whether the sampler shuffles, whether it may give a sample twice, and its name."""
+    """Return whether the sampler shuffles, whether it may repeat a sample, and its name."""
     samplers = sys.modules["torch.utils.data.sampler"]
     distributed = sys.modules.get("torch.utils.data.distributed")
     spread = getattr(distributed, "DistributedSampler", ())
@@ -276,7 +276,7 @@ def _promise(iterator: Any) -> tuple[bool, bool, str]:
 
 
 def _may_repeat(sampler: Any) -> bool:
-    # A number of samples of its own may be more than there are.
+    # An explicit number of samples may exceed the size of the data.
     return (
         bool(getattr(sampler, "replacement", False))
         or vars(sampler).get("_num_samples") is not None
@@ -284,7 +284,7 @@ def _may_repeat(sampler: Any) -> bool:
 
 
 def print_of(torch: Any, batch: Any) -> Any:
-    """The bytes of some rows of a batch that is on the host; None where there are too few."""
+    """Return the bytes of some rows of a batch on the host, as a fingerprint; None where there are too few."""
     if isinstance(batch, torch.Tensor):
         parts = [batch]
     elif isinstance(batch, Mapping):

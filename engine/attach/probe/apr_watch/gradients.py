@@ -1,12 +1,12 @@
-"""Whether a step has the gradients of its own backward passes, all of them and no others.
+"""Check that a step uses the gradients of its own backward passes, all of them and no others.
 
-Chain: whether gradients of a step are still part of the next one's, since nothing zeroed them in between. Some rows of
-the gradients are held against each other at each place where they may change: behind a step, in front of each backward
-pass and behind it, in front of the next step. Where something else than a backward pass changed them, or there are
-none, the chain is broken, and the rest of the step costs a comparison.
+Chain: whether a step's gradients still contain those of the previous step, because nothing zeroed them. Some rows of
+the gradients are compared wherever they may change: after a step, before and after each backward pass, before the next
+step. The chain breaks where anything but a backward pass changed them or there are none; the rest of the step then
+costs one comparison.
 
-Windows: whether steps that accumulate take whole windows. At every backward pass a few gradients are asked whether they
-are there and were written, which reads no number of theirs.
+Windows: whether steps with gradient accumulation take whole windows. At every backward pass a few gradients are checked
+for existence and version, without reading their values.
 """
 
 from __future__ import annotations
@@ -19,33 +19,33 @@ from .outside import rows_of
 from .parameters import FAIL, PASS, SUSPICION, Line
 from .updates import Rows, fits, is_plain
 
-_NUMBERS = 1 << 14
-_PASSES = 16
-"""Backward passes of a step whose gradients are held against each other; of a step with more nothing is known."""
+_ELEMENTS = 1 << 14
+_MAX_PASSES = 16
+"""Maximum number of backward passes of a step in a chain; a step with more is not judged."""
 
 
 class Chain:
-    """The gradients of one optimizer's parameters."""
+    """Comparison of one optimizer's gradients from one step to the next."""
 
     def __init__(self, torch: Any) -> None:
         self._torch = torch
         self.is_open = self._is_broken = False
-        """Broken: it is known that the step before left nothing."""
+        """Open: the chain still holds. Broken: it is known that no gradient of the previous step is left."""
         self._rows: list[Rows] = []
         self._last: Any = None
         self._passes = 0
         self._holds: list[Any] = []
-        """What has to be true, each on the device."""
+        """Conditions that must all be true, each on the device."""
         self._adds: list[Any] = []
-        """Of which one has to be true."""
+        """Conditions of which one must be true: a backward pass changed the gradients."""
         self._before: Any = None
         self._steps = 0
-        """Steps in a row that held the gradients of the step before."""
+        """Consecutive steps that contained the gradients of the previous step."""
 
     def begin(self, optimizer: Any) -> None:
-        """Behind a step."""
+        """Start the chain after a step."""
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        self._rows = rows_of(self._torch, parameters, _NUMBERS)
+        self._rows = rows_of(self._torch, parameters, _ELEMENTS)
         self._holds, self._adds, self._passes = [], [], 0
         self._last = self._gradients()
         self.is_open = self._last is not None
@@ -54,11 +54,11 @@ class Chain:
             self._holds.append((self._last != 0).any())
 
     def leave(self) -> None:
-        """Something cannot be seen."""
+        """Stop judging: something cannot be observed."""
         self.is_open = self._is_broken = False
 
     def backward_begins(self) -> None:
-        if self._passes >= _PASSES:
+        if self._passes >= _MAX_PASSES:
             self.leave()
             return
         self._passes += 1
@@ -73,7 +73,7 @@ class Chain:
             self._adds.append((self._last != self._before).any())
 
     def end(self) -> Any:
-        """In front of the next step: whether the chain holds, as a tensor or not; None where it is not known."""
+        """Return before the next step whether the chain holds, as a bool or a tensor; None where it is unknown."""
         if not self.is_open:
             return False if self._is_broken else None
         self.is_open = False
@@ -82,7 +82,7 @@ class Chain:
             return False if self._rows else None
         if not self._adds:
             return None
-        # Clipping and averaging multiply all gradients by one factor.
+        # Clipping and averaging may have multiplied all gradients by one factor.
         last, now = self._last.double(), now.double()
         factor = (last @ now) / (last @ last)
         expected = factor * last
@@ -101,7 +101,7 @@ class Chain:
             self._holds.append(condition)
 
     def _gradients(self) -> Any:
-        """Some of their numbers, (N,); None where there are none, and no rows where they cannot be looked at."""
+        """Return sampled elements, (N,); None without gradients, and empty `_rows` if they cannot be read."""
         found: list[tuple[Rows, Any, Any]] = []
         for rows in self._rows:
             parameter: Any = rows.of()
@@ -122,51 +122,51 @@ class Chain:
             return self._torch.cat(pieces)
 
     def lines(self, optimizer: str, step: int, holds: bool) -> list[Line]:
-        """Once it is known whether the chain into an optimizer's step `step` holds."""
+        """Return the verdict on an optimizer's step `step`; `holds`: whether the chain into it held."""
         self._steps = self._steps + 1 if holds else 0
         if self._steps >= 2:
             text = (
-                f"the gradients of step {step - 2} of {optimizer} are still part of those of step {step}: nothing "
-                f"zeroed them in between"
+                f"the gradients of step {step} of {optimizer} still contain those of step {step - 2}: nothing zeroed "
+                f"them in between"
             )
             return [("kept_gradients", FAIL, text, {"steps": self._steps})]
         if holds:
             return []
-        text = f"the gradients of a step of {optimizer} hold nothing of the step before"
+        text = f"the gradients of a step of {optimizer} contain nothing of the step before"
         return [("kept_gradients", PASS, text, {})]
 
 
 _FEW = 4
-"""So many parameters of an optimizer are asked for their gradients at every backward pass."""
+"""Number of parameters of an optimizer whose gradients are checked at every backward pass."""
 _SETTLED = 3
-"""Steps that take as many backward passes, from which on it is known how many a window has."""
+"""Number of steps with the same number of backward passes that establish the size of a window."""
 
 
 class Windows:
-    """The backward passes between the steps of one optimizer.
+    """Backward passes between the steps of one optimizer.
 
-    A window that the end of a pass over the data cuts short may be stepped as it is. Here it is not: its gradients are
-    removed, or become part of the next window, or the training ends with them.
+    A window cut short by the end of an epoch may be stepped as it is. Reported is one that is not: its gradients are
+    removed, become part of the next window, or are left at the end of the training.
     """
 
     def __init__(self) -> None:
         self.is_open = True
         self._few: list[weakref.ref[Any]] = []
         self._marks: list[Any] = []
-        """Of the gradient of each: None where there is none, else what differs once it is written."""
+        """Identity and version of each gradient, which change when it is written; None without a gradient."""
         self._passes = self._removed = 0
-        """Since the step before: those whose gradients are there, and those whose gradients are not any more."""
+        """Backward passes since the last step whose gradients exist, and whose gradients were removed."""
         self._are_taken = False
-        """Another optimizer stepped behind these passes; they may be meant for it alone."""
+        """Whether another optimizer stepped after these passes, which may be meant for it alone."""
         self._has_ended = False
-        """A pass over data has ended since the step before."""
+        """Whether an epoch has ended since the last step."""
         self._counts: Counter[int] = Counter()
         self._steps = 0
         self._long = 0
-        """The passes of the step before, where they are more than a window has."""
+        """Passes of the previous step, if they exceed a window; else 0."""
 
     def leave(self) -> None:
-        """Something cannot be seen."""
+        """Stop judging: something cannot be observed."""
         self.is_open = False
 
     def data_ended(self) -> None:
@@ -179,7 +179,7 @@ class Windows:
         now = self._look()
         if self._passes and now != self._marks:
             if any(one is not None for one in now):
-                # Zeroed in place, scaled or clipped: nobody knows which.
+                # Zeroed in place, scaled or clipped: which of them is unknown.
                 self.leave()
             self._removed += 0 if self._are_taken else self._passes
             self._passes, self._are_taken = 0, False
@@ -199,17 +199,17 @@ class Windows:
 
     @property
     def may_change(self) -> bool:
-        """Not where its optimizer is gone and nothing was left, or something cannot be seen."""
+        """Whether later events can change the verdict: it is judged, and has passes left or a living optimizer."""
         return self.is_open and (self._passes > 0 or all(ref() is not None for ref in self._few))
 
     @property
     def _usual(self) -> int:
-        """The passes that a window has; 0 where that is not known."""
+        """Number of passes of a window; 0 where that is not known."""
         ((usual, times),) = self._counts.most_common(1) or [(0, 0)]
         return usual if times >= _SETTLED and 2 * times >= self._steps else 0
 
     def step(self, torch: Any, optimizer: Any, number: int) -> list[Line]:
-        """In front of a step, the optimizer's `number`-th."""
+        """Return the verdict before the optimizer's `number`-th step."""
         passes, removed, are_taken = self._passes, self._removed, self._are_taken
         has_ended, long = self._has_ended, self._long
         is_first = not self._few
@@ -231,25 +231,25 @@ class Windows:
             return []
         if passes == usual and 0 < removed < usual:
             text = (
-                f"the gradients of {removed} backward passes in front of step {number} of {name} were removed without "
-                f"a step, where a step takes those of {usual}"
+                f"the gradients of {removed} backward passes before step {number} of {name} were removed without a "
+                f"step, where a step takes those of {usual}"
             )
             return [_cut(text, removed, usual)]
         if passes == usual and long:
             text = (
                 f"step {number - 1} of {name} took the gradients of {long} backward passes, where others take those "
-                f"of {usual}: a window that the end of the data cut short went on in the next pass"
+                f"of {usual}: a window cut short by the end of an epoch continued in the next epoch"
             )
             return [_cut(text, long - usual, usual)]
         if not removed and has_ended and usual < passes < 2 * usual:
             self._long = passes
         if not removed and has_ended and passes <= usual:
-            text = f"each step of {name} takes the gradients of one window, the last of a pass over the data too"
+            text = f"each step of {name} takes the gradients of one window, also the last step of an epoch"
             return [("accumulation_windows", PASS, text, {"passes": usual})]
         return []
 
     def end(self) -> list[Line]:
-        """At the end of a training that was not broken off."""
+        """Return the verdict at the regular end of a training."""
         left, usual = self._passes, self._usual
         self._passes = 0
         if not self.is_open or self._are_taken or not 0 < left < usual:

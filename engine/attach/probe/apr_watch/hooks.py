@@ -1,8 +1,8 @@
-"""What is hooked in torch: the optimizers, backward, clipping, the gradient scaler and the data loader.
+"""Hook torch's optimizers, backward, clipping, gradient scaler and data loader.
 
 Each wrapper returns what the original returns and lets its exceptions through. While `torch.compile` traces, a wrapper
-is its original: nothing of ours becomes part of a graph. Frames of ours that run between two graphs are marked so that
-the compiler leaves them alone.
+only calls its original, so no probe code enters a graph. Probe frames that run between two graphs are marked so that
+the compiler skips them.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ from .writer import NotTheWriter
 
 
 class Hooks:
-    """All that is hooked in this process, so that it can be taken away again."""
+    """Hooks installed in this process, and how to remove them."""
 
     def __init__(self, torch: Any, folder: str) -> None:
         self._torch = torch
@@ -68,7 +68,7 @@ class Hooks:
     def install(self) -> None:
         optimizers = sys.modules.get("torch.optim.optimizer")
         if not hasattr(optimizers, "register_optimizer_step_post_hook"):
-            return  # an older torch: there are no steps to record
+            return  # an older torch without global step hooks
         clip_grad = sys.modules.get("torch.nn.utils.clip_grad")
         loaders = sys.modules.get("torch.utils.data.dataloader")
         self._on = True
@@ -90,7 +90,7 @@ class Hooks:
             self._on = False
             self.remove()
             raise
-        os.register_at_fork(after_in_child=lambda: self._ours(self._steps.forked))
+        os.register_at_fork(after_in_child=lambda: self._guarded(self._steps.forked))
         atexit.register(self._finish)
         self._change_settings()
 
@@ -99,19 +99,19 @@ class Hooks:
         return self._on
 
     def log(self, values: dict[str, Any]) -> None:
-        self._ours(self._steps.logged, values)
+        self._guarded(self._steps.logged, values)
 
     def choose(self, optimizer: Any) -> None:
-        self._ours(self._steps.choose, optimizer)
+        self._guarded(self._steps.choose, optimizer)
 
     def end(self) -> None:
-        self._ours(self._steps.end_chosen)
+        self._guarded(self._steps.end_chosen)
 
     def note(self, level: str, text: str) -> None:
-        self._ours(self._steps.noted, level, text)
+        self._guarded(self._steps.noted, level, text)
 
     def stop(self, error: BaseException | None) -> None:
-        """The process is watched no longer; `error` ended the block in which it was."""
+        """Stop watching the process; `error` is what ended the watched block."""
         self._on = False
         self.remove()
         atexit.unregister(self._finish)
@@ -120,19 +120,19 @@ class Hooks:
             self._steps.log.close()
 
     def _change_settings(self) -> None:
-        """Change what an experiment asked to have changed; what torch refuses is said, and the script goes on."""
+        """Apply the settings of an experiment; log what torch refuses and let the script go on."""
 
-        def say(kind: str, fields: dict[str, Any]) -> None:
-            self._ours(self._steps.said, kind, fields)
+        def log_event(kind: str, fields: dict[str, Any]) -> None:
+            self._guarded(self._steps.log_event, kind, fields)
 
         try:
-            settings.apply(self._torch, say)
+            settings.apply(self._torch, log_event)
         except Exception as error:  # noqa: BLE001  the script's own import of torch has succeeded
-            self.note("error", f"--set was not carried out: {type(error).__name__}: {error}")
+            self.note("error", f"--set failed: {type(error).__name__}: {error}")
 
     def remove(self) -> None:
-        """Restore the originals. A wrapper that the script has wrapped again stays, and does nothing."""
-        # torch walks over its hooks during a step, and they must not change below it.
+        """Restore the originals. A wrapper that the script has wrapped in turn stays and only calls its original."""
+        # torch iterates over its hooks during a step: they must not change then.
         if not _is_below(sys._getframe(1), self._step_code):
             while self._undo:
                 self._undo.pop()()
@@ -155,15 +155,15 @@ class Hooks:
 
         def before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
             if not is_compiling():
-                self._ours(
+                self._guarded(
                     self._before_step, sys._getframe(1), optimizer, (*args[1:], *kwargs.values())
                 )
 
         def after_step(optimizer: Any, args: Any, kwargs: Any) -> None:
             if not is_compiling():
-                self._ours(self._after_step, sys._getframe(1), optimizer)
+                self._guarded(self._after_step, sys._getframe(1), optimizer)
                 if self._on and self._steps.are_enough:
-                    # As the script itself would end: what it has to close is closed, and its exit code is 0.
+                    # End as the script itself would: its finally blocks and exit handlers run, its exit code is 0.
                     sys.exit(0)
 
         def wrap_init(original: Any) -> Any:
@@ -171,7 +171,7 @@ class Hooks:
             def __init__(optimizer: Any, *args: Any, **kwargs: Any) -> None:
                 original(optimizer, *args, **kwargs)
                 if not is_compiling() and self._is_on():
-                    self._ours(self._steps.optimizer_made, optimizer)
+                    self._guarded(self._steps.optimizer_made, optimizer)
 
             return __init__
 
@@ -180,7 +180,7 @@ class Hooks:
             def __init__(schedule: Any, *args: Any, **kwargs: Any) -> None:
                 original(schedule, *args, **kwargs)
                 if self._is_on():
-                    self._ours(self._steps.identities.schedule_made, schedule)
+                    self._guarded(self._steps.identities.schedule_made, schedule)
 
             return __init__
 
@@ -208,7 +208,7 @@ class Hooks:
                 self._hook_frameworks()
 
     def _hook_frameworks(self) -> None:
-        """What is imported by the first step may know how many steps there will be."""
+        """Hook the frameworks imported by the first step: they may know the total number of steps."""
         trainer = getattr(sys.modules.get("transformers.trainer_callback"), "CallbackHandler", None)
         self._replace(trainer, "on_step_begin", self._wrap_trainers_step)
         for name in ("lightning.pytorch", "pytorch_lightning"):
@@ -222,7 +222,7 @@ class Hooks:
         def on_step_begin(handler: Any, *args: Any, **kwargs: Any) -> Any:
             if self._is_on():
                 state = args[1] if len(args) > 1 else kwargs.get("state")
-                self._ours(lambda: steps.planned(left_of_trainer(state)))
+                self._guarded(lambda: steps.planned(left_of_trainer(state)))
             return original(handler, *args, **kwargs)
 
         return on_step_begin
@@ -233,7 +233,7 @@ class Hooks:
         @functools.wraps(original)
         def _call_callback_hooks(trainer: Any, hook_name: str, *args: Any, **kwargs: Any) -> Any:
             if hook_name == "on_train_batch_start" and self._is_on():
-                self._ours(lambda: steps.planned(left_of_lightning(trainer)))
+                self._guarded(lambda: steps.planned(left_of_lightning(trainer)))
             return original(trainer, hook_name, *args, **kwargs)
 
         return _call_callback_hooks
@@ -246,14 +246,14 @@ class Hooks:
             if is_compiling() or not self._is_on():
                 return original(*args, **kwargs)
             tensors = args[0] if args else kwargs.get("tensors", ())
-            if not self._ours(steps.backward_begins, tensors):
+            if not self._guarded(steps.backward_begins, tensors):
                 return original(*args, **kwargs)
             try:
                 result = original(*args, **kwargs)
             except BaseException:
-                self._ours(steps.backward_failed)
+                self._guarded(steps.backward_failed)
                 raise
-            self._ours(steps.backward_ends)
+            self._guarded(steps.backward_ends)
             return result
 
         return backward
@@ -267,7 +267,7 @@ class Hooks:
             if not is_compiling() and self._is_on():
                 most = args[1] if len(args) > 1 else kwargs.get("max_norm")
                 kind = args[2] if len(args) > 2 else kwargs.get("norm_type", 2.0)
-                self._ours(steps.clipped, norm if kind == 2 else None, most)
+                self._guarded(steps.clipped, norm if kind == 2 else None, most)
             return norm
 
         return clip_grad_norm_
@@ -279,7 +279,7 @@ class Hooks:
         def scale(scaler: Any, outputs: Any) -> Any:
             products = original(scaler, outputs)
             if not is_compiling() and self._is_on():
-                self._ours(steps.scaled, scaler, outputs, products)
+                self._guarded(steps.scaled, scaler, outputs, products)
             return products
 
         return scale
@@ -291,7 +291,7 @@ class Hooks:
         def update(*args: Any, **kwargs: Any) -> Any:
             result = original(*args, **kwargs)
             if not is_compiling() and self._is_on():
-                self._ours(steps.scaler_updated)
+                self._guarded(steps.scaler_updated)
             return result
 
         return update
@@ -303,17 +303,17 @@ class Hooks:
         def __next__(iterator: Any) -> Any:
             if is_compiling() or not self._is_on():
                 return original(iterator)
-            timed = self._ours(steps.data_begins, iterator)
+            timed = self._guarded(steps.data_begins, iterator)
             try:
                 batch = original(iterator)
             except BaseException as error:
                 if timed:
-                    self._ours(steps.data_ends)
-                self._ours(steps.no_batch, iterator, error)
+                    self._guarded(steps.data_ends)
+                self._guarded(steps.no_batch, iterator, error)
                 raise
             if timed:
-                self._ours(steps.data_ends)
-            self._ours(steps.batch_fetched, iterator, batch, sys._getframe(1))
+                self._guarded(steps.data_ends)
+            self._guarded(steps.batch_fetched, iterator, batch, sys._getframe(1))
             return batch
 
         return __next__
@@ -325,7 +325,7 @@ class Hooks:
         def _next_index(iterator: Any) -> Any:
             index = original(iterator)
             if not is_compiling() and self._is_on():
-                self._ours(steps.samples_asked_for, iterator, index)
+                self._guarded(steps.samples_asked_for, iterator, index)
             return index
 
         return _next_index
@@ -335,8 +335,8 @@ class Hooks:
             self.remove()
         return self._on
 
-    def _ours(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Call what is ours. Whatever it raises ends the probe and nothing else; then the result is None."""
+    def _guarded(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Call a function of the probe. If it raises, remove the probe, leave the script alone and return None."""
         if not self._on:
             return None
         try:
@@ -347,30 +347,30 @@ class Hooks:
             if _is_of_a_signal_handler(error):
                 raise
             self._on = False
-            self._say_why(error)
+            self._log_failure(error)
         if not self._on:
             self.remove()
         return None
 
     def _finish(self, error: BaseException | None = None) -> None:
-        # Also after a failure: the steps whose values were not there yet are still true.
+        # Also after a failure: steps whose values were still pending are valid.
         try:
             self._steps.finish(error)
-        except Exception:  # noqa: BLE001  the script's exit code is not ours to change
+        except Exception:  # noqa: BLE001  the probe must not change the script's exit code
             pass
 
-    def _say_why(self, error: Exception) -> None:
+    def _log_failure(self, error: Exception) -> None:
         try:
             log = self._steps.log
             if log is not None:
                 text = f"the probe removed itself, the run goes on: {type(error).__name__}: {error}"
                 log.write("note", level="warning", text=text)
-        except Exception:  # noqa: BLE001  a log that cannot be written says nothing
+        except Exception:  # noqa: BLE001  there is no other place to report it
             pass
 
 
 def _is_below(frame: FrameType | None, code: CodeType | None) -> bool:
-    """Whether a call of this code is in progress, at `frame` or above it."""
+    """Return whether `frame` or a caller of it runs this code."""
     while frame is not None and code is not None:
         if frame.f_code is code:
             return True
@@ -379,7 +379,7 @@ def _is_below(frame: FrameType | None, code: CodeType | None) -> bool:
 
 
 def _is_of_a_signal_handler(error: Exception) -> bool:
-    """Whether a signal handler of the script's raised this while code of ours happened to run."""
+    """Return whether a signal handler of the script raised this error while the probe ran."""
     handlers = (signal.getsignal(number) for number in signal.valid_signals())
     codes = {getattr(handler, "__code__", None) for handler in handlers} - {None}
     trace = error.__traceback__
@@ -391,8 +391,8 @@ def _is_of_a_signal_handler(error: Exception) -> bool:
 
 
 def _leave_alone_when_compiling(torch: Any) -> None:
-    """Tell the compiler not to compile our frames where a graph breaks around them: neither graphs nor their number
-    may depend on us. What the wrappers call in turn, the originals, is compiled or not as without us."""
+    """Make the compiler skip the probe's frames at graph breaks, so that graphs and their number do not change. The
+    originals that the wrappers call are compiled, or not, as without the probe."""
     compiler = torch._C._dynamo.eval_frame
     if hasattr(compiler, "set_code_exec_strategy"):
         skip, default = compiler._FrameAction.SKIP, compiler._FrameAction.DEFAULT
@@ -410,7 +410,7 @@ def _leave_alone_when_compiling(torch: Any) -> None:
     else:
         return
     for code in _codes(Hooks, _is_below):
-        leave_alone(code, code.co_name == "_ours")
+        leave_alone(code, code.co_name == "_guarded")
     for module in (
         causality,
         compiles,
@@ -447,7 +447,7 @@ def _leave_alone_when_compiling(torch: Any) -> None:
 
 
 def _codes(*of: Any) -> set[CodeType]:
-    """The code of functions and of the methods of classes of ours, with the functions inside them."""
+    """Return the code objects of the probe's functions and methods, with the functions inside them."""
     found: set[CodeType] = set()
     for one in of:
         if not getattr(one, "__module__", "").startswith(__package__ or ""):

@@ -1,20 +1,19 @@
-"""Identities that hold in every healthy training, looked at on a few steps: the first three of an optimizer, then
-those whose number is a power of two. What each is called, and what to do: `engine/catalogue.py`.
+"""Check identities that hold in every healthy training, at sampled steps: the first three of an optimizer, then those
+whose number is a power of two. `engine/catalogue.py` has their names and remedies.
 
-    gradient  the gradients of a step are its own backward passes' (gradients.py), each loss counts once in their mean,
-              and they are clipped where that has an effect (scaling.py)
-    loss      it is a cross entropy of the next tokens of all rows (losses.py, coverage.py), and a divergence from a
-              teacher that is another model, scaled by its temperature (distillation.py); both read the graph of
-              autograd (graph.py), as does what looks for mistakes next to any loss (pitfalls.py)
-    data      modules that act otherwise in training are in training mode, and in an evaluation they are not (modes.py),
-              and the passes over a data loader hand out what its sampler is to give (data.py), and evaluations what was
-              not trained on (held_out.py)
-    ranks     they have the same weights, and read different data (ranks.py)
-    update    the new weights are the optimizer's textbook update of the old (updates.py), and nothing else writes them
-              (outside.py); the schedule of the rate goes with the steps (schedule.py); what a backward pass reaches is
-              an optimizer's, and what an optimizer holds is reached (parameters.py)
+    gradient  the gradients of a step come from its own backward passes (gradients.py), each loss counts once in their
+              mean, and clipping happens where it has an effect (scaling.py)
+    loss      it is a cross entropy of the next tokens of all rows (losses.py, coverage.py), or a divergence from a
+              different model, scaled by its temperature (distillation.py); both read the autograd graph (graph.py), as
+              does the search for mistakes next to any loss (pitfalls.py)
+    data      dropout and batch norm are in training mode in training and in eval mode in evaluations (modes.py), data
+              loaders yield what their samplers promise (data.py), evaluations read held-out samples (held_out.py)
+    ranks     they hold the same weights and read different data (ranks.py)
+    update    the new weights are the optimizer's textbook update (updates.py), nothing else writes them (outside.py),
+              the learning rate schedule advances with the steps (schedule.py), and optimizers hold the parameters that
+              backward passes reach (parameters.py)
 
-Every other step costs a comparison.
+Every other step costs one comparison.
 """
 
 from __future__ import annotations
@@ -44,37 +43,37 @@ from .scaling import Scaling
 from .updates import Rates, Seen
 from .values import is_capturing
 
-_OPTIMIZERS = 64
-"""So many of a process are looked at."""
+_MAX_OPTIMIZERS = 64
+"""Maximum number of optimizers of a process that are checked."""
 _ASKED = "APR_WATCH_ASK"
-"""What `engine watch --ask` is given."""
-_TEXTS = 2
-"""Steps behind the making of an optimizer whose labels are looked at as text."""
+"""Environment variable: argument of `engine watch --ask`."""
+_DECODED_STEPS = 2
+"""Number of steps after the creation of an optimizer at which labels are decoded to text."""
 
 
 class Identities:
-    """Told of each backward pass and each optimizer step of the process, by the thread that does it."""
+    """Checks of one process, called at each batch, backward pass and optimizer step by the thread that does it."""
 
     def __init__(self, torch: Any) -> None:
         self._torch = torch
         self._watched: weakref.WeakKeyDictionary[Any, _Watched] = weakref.WeakKeyDictionary()
         self._made: weakref.WeakSet[Any] = weakref.WeakSet()
         self._threads: set[int] = set()
-        """Those that step optimizers: of several, one may move weights while another's step is looked at."""
+        """Threads that step optimizers: with several, one may write weights during another's sampled step."""
         self._in_progress: list[int] = []
-        """Optimizers whose steps have begun, each inside the one before."""
+        """Ids of optimizers whose steps are in progress, from the outermost to the innermost."""
         self._reached = Reached(torch)
         self._made_at = 0
-        """Steps of all optimizers when the newest was made."""
+        """Steps of all optimizers when the newest optimizer was created."""
         self._due: weakref.WeakSet[Any] = weakref.WeakSet()
-        """Optimizers whose next step is looked at."""
+        """Optimizers whose next step is sampled."""
         self._losses: list[Loss | Divergence] = []
-        """Of the backward passes since the step before."""
+        """Losses of the backward passes since the previous step."""
         self._chains: list[Chain] = []
-        """Those that are open."""
+        """Open chains."""
         self._open_windows: list[Windows] = []
         self._stepped: list[_Watched] = []
-        """Those of optimizers that stepped since the last backward pass began."""
+        """Optimizers that stepped since the last backward pass began."""
         self._search = Search(torch)
         self._evaluations = Evaluations(torch, self._search)
         self._passes = Passes(torch)
@@ -85,9 +84,9 @@ class Identities:
         self._tokenizers = Tokenizers()
         self._causality = Causality(torch) if "causality" in os.environ.get(_ASKED, "") else None
         self._pitfalls: list[Pitfalls] = []
-        """Of the backward passes since the step before."""
+        """Pitfalls of the backward passes since the previous step."""
         self.seen: list[Seen | Noticed] = []
-        """The steps that were looked at and not taken yet, and what was found between them."""
+        """Sampled steps and findings between them that `take` has not returned yet."""
 
     def optimizer_made(self, optimizer: Any) -> None:
         self._made.add(optimizer)
@@ -104,11 +103,11 @@ class Identities:
         self._schedules.made(made)
 
     def batch_asked_for(self, iterator: Any) -> None:
-        """A data loader is about to hand out its next batch."""
+        """Record a request to a data loader for its next batch."""
         self._notice(self._evaluations.asked_for(iterator))
 
     def samples_asked_for(self, iterator: Any, index: Any) -> None:
-        """Its sampler gave the samples of a batch, which may be handed out later."""
+        """Record the sampler's indices of a batch, which may be yielded later."""
         self.ranks.samples_asked_for(iterator, index)
         if not rank_and_world(self._torch)[0]:
             self._notice(self._passes.asked(iterator, index))
@@ -132,7 +131,7 @@ class Identities:
         self._scaling.scaled(scaler)
 
     def clipped(self, most: Any) -> None:
-        """Gradients were clipped to a norm of `most`."""
+        """Record clipping to a norm of `most`."""
         lines = self._scaling.clipped(most)
         if not rank_and_world(self._torch)[0]:
             self._notice(lines)
@@ -150,32 +149,32 @@ class Identities:
         if self._due:
             embeddings = self._reached.look(tensors)
             if embeddings is not None and not is_capturing(self._torch):
-                is_new = self._reached.steps < self._made_at + _TEXTS
+                is_new = self._reached.steps < self._made_at + _DECODED_STEPS
                 text = self._tokenizers if is_new else None
                 with self._torch.no_grad():
                     self._losses += losses_of(self._torch, tensors, embeddings, text)
                     self._pitfalls.append(Pitfalls(self._torch, tensors))
         else:
             self._reached.passed_by()
-        self._look_at_gradients(Chain.backward_begins)
-        self._tell_of_other_steps(self._stepped)
+        self._check_gradients(Chain.backward_begins)
+        self._record_other_steps(self._stepped)
         self._stepped = []
         for windows in self._windows():
             windows.backward_begins()
 
     def backward_ends(self) -> None:
-        self._look_at_gradients(Chain.backward_ends)
+        self._check_gradients(Chain.backward_ends)
         for windows in self._windows():
             windows.backward_ends()
 
     def end(self, begun: Any = None) -> list[Noticed]:
-        """The training has ended, and nothing broke it off; the first step of the optimizer `begun` is another's."""
+        """Return the verdicts at the regular end of a training; the first step of the optimizer `begun` is not its."""
         other = None if begun is None else self._watched.get(begun)
-        self._tell_of_other_steps([one for one in self._stepped if one is not other])
+        self._record_other_steps([one for one in self._stepped if one is not other])
         found = [self._held_out.judge(), *(windows.end() for windows in self._windows())]
         return [Noticed(lines) for lines in found if lines]
 
-    def _tell_of_other_steps(self, stepped: list[_Watched]) -> None:
+    def _record_other_steps(self, stepped: list[_Watched]) -> None:
         for windows in self._windows() if stepped else []:
             if any(one.windows is not windows for one in stepped):
                 windows.other_stepped()
@@ -183,10 +182,10 @@ class Identities:
     def _windows(self) -> list[Windows]:
         return [one for one in self._open_windows if one.is_open]
 
-    def _look_at_gradients(self, look: Callable[[Chain], None]) -> None:
+    def _check_gradients(self, look: Callable[[Chain], None]) -> None:
         if not self._chains:
             return
-        # What is launched while a graph is captured would become part of it.
+        # Kernels launched during a graph capture would become part of it.
         if is_capturing(self._torch):
             for chain in self._chains:
                 chain.leave()
@@ -196,14 +195,14 @@ class Identities:
         self._chains = [chain for chain in self._chains if chain.is_open]
 
     def step_begins(self, optimizer: Any, arguments: tuple[Any, ...]) -> None:
-        """`arguments` of its `step`, a closure among them."""
+        """Check before a step; `arguments` are those of `step()`, perhaps a closure."""
         watched = self._watched.get(optimizer)
         if watched is None:
-            if len(self._watched) >= _OPTIMIZERS:
+            if len(self._watched) >= _MAX_OPTIMIZERS:
                 return
             watched = self._watched[optimizer] = _Watched(self._torch, self._reached.steps)
             self._made.add(optimizer)
-            # Held for longer than the optimizer, which may be gone when the training has ended.
+            # Keep the windows: the optimizer may be freed before the training ends.
             self._open_windows = [one for one in self._open_windows if one.may_change]
             self._open_windows.append(watched.windows)
         watched.steps += 1
@@ -217,7 +216,7 @@ class Identities:
             return
         self._notice(lines)
         has_closure = any(callable(one) for one in arguments)
-        self._look_at_windows(optimizer, watched, has_closure)
+        self._check_windows(optimizer, watched, has_closure)
         if not _is_sampled(watched.steps):
             if watched.modes.have_turned():
                 self._notice(watched.modes.look(optimizer, self._search))
@@ -229,7 +228,7 @@ class Identities:
         self._notice(
             self._schedules.look(optimizer, watched.steps, watched.scheduled, is_alone)
             if rank_and_world(self._torch)[1] == 1
-            # Accelerate calls a schedule once for each rank.
+            # Accelerate calls a scheduler once for each rank.
             else []
         )
         with self._torch.no_grad():
@@ -237,8 +236,8 @@ class Identities:
                 self._torch, optimizer, watched.steps, watched.rates, self._threads, has_closure
             )
             if not watched.seen.is_late:
-                self._look_at_parameters(optimizer, watched, watched.seen)
-            # The backward passes of a closure are yet to come.
+                self._check_parameters(optimizer, watched, watched.seen)
+            # A closure runs its backward passes during the step.
             if not has_closure:
                 self._end_chain(watched.chain, watched.seen)
             self._end_between(watched.seen, watched.between)
@@ -259,7 +258,7 @@ class Identities:
                 if seen.has_closure:
                     self._end_chain(watched.chain, seen)
                 if seen.is_late:
-                    self._look_at_parameters(optimizer, watched, seen)
+                    self._check_parameters(optimizer, watched, seen)
                     seen.add_losses(self._losses)
                 seen.end(optimizer)
             self.seen.append(seen)
@@ -279,7 +278,7 @@ class Identities:
         else:
             self._due.discard(optimizer)
 
-    def _look_at_windows(self, optimizer: Any, watched: _Watched, has_closure: bool) -> None:
+    def _check_windows(self, optimizer: Any, watched: _Watched, has_closure: bool) -> None:
         windows = watched.windows
         if has_closure or len(self._threads) > 1 or is_capturing(self._torch):
             windows.leave()
@@ -288,7 +287,7 @@ class Identities:
             self._notice(windows.step(self._torch, optimizer, watched.steps))
 
     def compare_ranks(self, folder: str | None, rank: int, world: int) -> None:
-        """The step that ended is one of the training of this folder, of which this is a rank."""
+        """Compare the ended step with other ranks of the training in this folder."""
         self.seen += self.ranks.step_ends(folder, rank, world)
 
     def _end_chain(self, chain: Chain, seen: Seen) -> None:
@@ -299,7 +298,7 @@ class Identities:
             seen.tensors["chain"] = holds
 
     def _begin_between(self, optimizer: Any, watched: _Watched) -> None:
-        # Of an optimizer that another one steps, the other may write the weights too.
+        # An outer optimizer that steps this one may write the weights too.
         if self._in_progress:
             return
         groups = optimizer.param_groups
@@ -312,21 +311,23 @@ class Identities:
         if changed is not None:
             seen.between, seen.tensors["between"] = between, changed
 
-    def _look_at_parameters(self, optimizer: Any, watched: _Watched, seen: Seen) -> None:
-        seen.more += watched.modes.look(optimizer, self._search)
+    def _check_parameters(self, optimizer: Any, watched: _Watched, seen: Seen) -> None:
+        seen.extra_lines += watched.modes.look(optimizer, self._search)
         seen.add_pitfalls(self._pitfalls, watched.classes)
         vocabularies = {one.vocabulary for one in self._losses if isinstance(one, Divergence)}
         if watched.steps == 1 and vocabularies:
             models = self._search.others_in_training(self._held(), vocabularies)
-            seen.more += teachers_in_training(models)
-        # Sharded parameters are others in the forward pass than in the optimizer.
+            seen.extra_lines += teachers_in_training(models)
+        # With sharding, the forward pass uses other tensors than the optimizer.
         if rank_and_world(self._torch)[1] > 1 or len(self._threads) > 1:
             return
         reached, are_all = self._reached.since(watched.since)
-        seen.more += watched.held.look(self._torch, optimizer, reached, are_all, self._held())
+        seen.extra_lines += watched.held.look(
+            self._torch, optimizer, reached, are_all, self._held()
+        )
 
     def _held(self, but: Any = None) -> list[Any]:
-        """The parameters of all optimizers, without those that have the groups `but`: it and what wraps it."""
+        """Return the parameters of all optimizers except those with the groups `but`."""
         return [
             one
             for made in self._made
@@ -336,7 +337,7 @@ class Identities:
         ]
 
     def take(self) -> list[Seen | Noticed]:
-        """The steps that were looked at since the last call, in order of their ends."""
+        """Return the steps sampled since the last call, in the order of their ends."""
         seen, self.seen = self.seen, []
         return seen
 
@@ -346,7 +347,7 @@ def _is_sampled(step: int) -> bool:
 
 
 class _Watched:
-    """What is known of an optimizer."""
+    """State of the checks of one optimizer."""
 
     def __init__(self, torch: Any, since: int) -> None:
         self.steps = 0
@@ -356,16 +357,16 @@ class _Watched:
         self.scheduled = schedule.Rates()
         self.windows = Windows()
         self.since = since
-        """Steps of all optimizers when its last one ended."""
+        """Number of steps of all optimizers when its last step ended."""
         self.held = Held()
         self.modes = Modes()
         self.rates = Rates()
         self.seen: Seen | None = None
-        """The step in progress, where it is looked at."""
+        """Step in progress, if it is sampled."""
 
 
 def framework() -> str:
-    """Whose loop the script runs in, as far as it has imported one."""
+    """Return the framework whose training loop the script has imported; empty if none."""
     for module, name in (
         ("transformers.trainer", "transformers"),
         ("lightning.pytorch", "lightning"),

@@ -1,8 +1,7 @@
-"""What a loss is: a cross entropy of which tokens, as the graph behind the tensor of the backward pass has it.
+"""Find in the autograd graph of a backward pass which tokens a cross entropy is computed on.
 
-Nothing is hooked and nothing is computed anew: autograd keeps the labels, the ids of the tokens and what was done to
-the logits. A graph that cannot be looked into (a compiled loss, a fused kernel other than TRL's, a checkpointed
-embedding) says nothing.
+Nothing is hooked or recomputed: autograd keeps the labels, the token ids and the operations on the logits. A graph that
+cannot be read (a compiled loss, a fused kernel other than TRL's, a checkpointed embedding) gives no verdict.
 """
 
 # Shapes: B rows, T tokens of a row, N labels, W labels of a row
@@ -17,28 +16,29 @@ from .graph import near, places, saved, source, weight
 from .parameters import FACT, PASS, SUSPICION, Line
 
 _IDS = 8
-"""Embeddings whose ids are compared with the labels."""
+"""Maximum number of embeddings whose ids are compared with the labels."""
 SHIFTS = (0, 1, 2, 3)
-"""A label may be the token itself, the next one, ..."""
+"""Offsets in tokens from a position to its label: 0 is the token itself, 1 the next one."""
 _FITS, _FITS_NOT = 0.98, 0.9
-"""Share of labels that are the tokens so far on; where one fits, another one does not. Tokens repeat themselves."""
+"""Share of labels equal to the tokens at an offset: minimum where it matches, maximum where it does not. The second is
+high because tokens repeat."""
 _CHUNKS = 4
-"""Of a loss in more chunks some may be too far from the backward pass to be found."""
+"""Number of chunks of a loss that are surely found; further ones may be too far from the backward pass."""
 _NONE = -100
-"""The label of a place that has none."""
+"""Label of a position without one."""
 _FUSED = {"ChunkedLogProbFunctionBackward": 3}
-"""Losses of other libraries (TRL) that compute the logits too: which of the tensors that they keep are the labels."""
+"""Fused losses of TRL that compute the logits too, with the index of the labels among their saved tensors."""
 _SOFTMAX = ("SoftmaxBackward0", "LogSoftmaxBackward0")
 
 
 class Loss:
-    """A cross entropy, near the tensor on which `backward` is called."""
+    """A cross entropy near the tensor on which `backward` is called."""
 
     def __init__(
         self, torch: Any, node: Any, ids: list[Any], way: list[Any], text: Tokenizers | None = None
     ) -> None:
-        """`ids` are the tokens that embeddings have looked up, (B, T) each; `way` are the nodes between the loss and
-        the tensor of the backward pass; what labels cover is looked at where `text` is given."""
+        """Read a loss. `ids`: tokens that embeddings looked up, (B, T) each; `way`: the nodes between the loss and the
+        tensor of the backward pass; `text`: check what the labels cover with this tokenizer."""
         self._torch, self.weight = torch, weight(way)
         targets, self._ignored = _targets(node)
         # Labels may be bytes, which cannot be -100.
@@ -49,9 +49,9 @@ class Loss:
             self._leave_out(_left_out(one))
         self._start = 0
         self.double = False
-        """Whether a softmax was applied to what a softmax gave."""
+        """Whether a softmax was applied to the output of a softmax."""
         self.rows: tuple[int, int] | None = None
-        """Of all rows of tokens, those that have a place in the loss."""
+        """Number of rows in the loss, and of all rows of tokens."""
         self._text = text
         self._covers: list[Coverage | None] = []
         found = []
@@ -60,36 +60,37 @@ class Loss:
         found = [one for one in found if one is not None]
         self._targets = self._text = None
         self.covers: list[Coverage | None] = self._covers
-        """Of each of the ids."""
+        """Label coverage of each of `ids`."""
         self.counts: Any = torch.stack(found).double() if found else None
-        """On the device, for each of the ids: labels, rows with one, and for each shift the labels that fit, and that
-        could."""
+        """Counts on the device for each of `ids`: labels, rows with a label, and for each shift the labels that match
+        and that could match."""
 
     def _look_below(self, node: Any) -> list[Any]:
-        """From the labels to the logits, and to where a row of them begins: the nodes that take some of the rows."""
+        """Follow the graph from the loss to the logits; find their first position and return the nodes that select
+        rows."""
         log_softmax, parts = source(node)
         if type(log_softmax).__name__ not in (*_SOFTMAX, "LogBackward0"):
-            # Of a fused loss it is what computed the hidden states.
+            # For a fused loss, this node computed the hidden states.
             log_softmax = None
-        below, more = source(log_softmax) if log_softmax is not None else (None, [])
-        parts = parts + more
+        below, selections = source(log_softmax) if log_softmax is not None else (None, [])
+        parts = parts + selections
         if type(below).__name__ == "LogBackward0":
-            below, more = source(below)
-            parts = parts + more
+            below, selections = source(below)
+            parts = parts + selections
         self.double = type(log_softmax).__name__ in _SOFTMAX and type(below).__name__ in _SOFTMAX
         slices = [one for one in parts if type(one).__name__ == "SliceBackward0"]
         self._start = sum(int(one._saved_start or 0) for one in slices if one._saved_dim == 1)
         return [one for one in parts if one not in slices]
 
     def _leave_out(self, left_out: Any) -> None:
-        """The labels of these places do not count."""
+        """Drop the labels of masked positions."""
         if left_out is None or left_out.device != self._targets.device:
             return
         if left_out.numel() == self._count:
             self._targets = self._labelled().masked_fill(left_out.reshape(-1), _NONE)
 
     def _labelled(self) -> Any:
-        """The labels one behind the other, and `_NONE` where there is none."""
+        """Return the labels flattened, with `_NONE` where there is none."""
         targets = self._targets.reshape(-1)
         if self._ignored not in (None, _NONE):
             targets = targets.where(targets != self._ignored, _NONE)
@@ -97,7 +98,7 @@ class Loss:
         return targets
 
     def _put_back(self, parts: list[Any]) -> bool:
-        """Put the labels of a loss of some places back to where they are among all; whether it is known where."""
+        """Scatter the labels of selected positions back to all positions; return whether their indices are known."""
         if not parts:
             return True
         found = places(parts[0]) if len(parts) == 1 else None
@@ -117,7 +118,7 @@ class Loss:
         count = self._count
         width, odd = divmod(count, rows)
         if odd or not length - len(SHIFTS) < width <= length:
-            # Fewer rows than there are, whole or without their last tokens.
+            # The loss may have fewer rows, whole or without their last tokens.
             for width in (length, length - 1):
                 if width > 1 and count % width == 0 and count // width < rows:
                     self.rows = (count // width, rows)
@@ -142,34 +143,34 @@ class Loss:
         return self._torch.stack(found)
 
     def lines(self, counts: list[list[float]], covers: list[list[int] | None]) -> list[Line]:
-        """`counts`, and the numbers of `covers`, as numbers."""
+        """Return the verdicts, from `counts` and `covers` as numbers on the host."""
         lines: list[Line] = []
         if self.double:
-            text = "the cross entropy takes its softmax of numbers that a softmax gave"
+            text = "the cross entropy applies a softmax to the output of a softmax"
             lines.append(("double_softmax", SUSPICION, text, {}))
         else:
             lines.append(("double_softmax", PASS, "the cross entropy takes one softmax", {}))
         if self.rows is not None and self.rows[0] < self.rows[1]:
-            text = f"the loss is that of {self.rows[0]} of the {self.rows[1]} rows that the model reads"
+            text = f"the loss covers {self.rows[0]} of the {self.rows[1]} rows that the model reads"
             lines.append(
                 ("rows_left_out", SUSPICION, text, {"rows": self.rows[0], "of": self.rows[1]})
             )
         if not counts:
             return lines
-        # An embedding of places looks up ids too, which the labels do not fit; and an encoder may read the same tokens
-        # as those that the decoder is to write.
+        # Embeddings of positions look up ids too, which the labels do not match; and an encoder may read the tokens
+        # that the decoder must predict.
         at = max(
             range(len(counts)),
             key=lambda at: (_fits(counts[at])[1] >= _FITS, max(_fits(counts[at]))),
         )
         labelled, with_label, *pairs = counts[at]
         if not labelled:
-            text = f"none of {self._count} places has a label"
+            text = f"none of {self._count} positions has a label"
             return [*lines, ("label_coverage", SUSPICION, text, {"labels": 0})]
         numbers: dict[str, float] = {"labels": labelled, "of": self._count}
         if self._vocabulary:
             numbers["vocabulary"] = self._vocabulary
-        text = f"{labelled:.0f} of {self._count} places have a label"
+        text = f"{labelled:.0f} of {self._count} positions have a label"
         if self.rows is not None and with_label < self.rows[1]:
             text += f", in {with_label:.0f} of {self.rows[1]} rows"
         fits = _fits([labelled, with_label, *pairs])
@@ -182,26 +183,26 @@ class Loss:
         lines.append(("label_coverage", FACT, text, numbers))
         numbers = {f"shift_{shift}": fits[shift] for shift in SHIFTS}
         if fits[1] >= _FITS:
-            lines.append(("label_shift", PASS, "labels are the tokens that follow", numbers))
+            lines.append(("label_shift", PASS, "labels are the next tokens", numbers))
         elif fits[best] >= _FITS and fits[1] <= _FITS_NOT:
             what = {
-                0: "the labels are the tokens that the model has just read",
+                0: "the labels are the tokens at the same positions: not shifted",
                 2: "the labels are the tokens after the next: shifted twice",
-            }.get(best, f"the labels are the tokens {best} places on")
+            }.get(best, f"the labels are the tokens {best} positions later")
             text = f"{what} ({fits[best]:.0%} of them; {fits[1]:.0%} are the next ones)"
             lines.append(("label_shift", SUSPICION, text, numbers))
         return lines
 
 
 def _fits(counts: list[float]) -> list[float]:
-    """For each shift, the share of labels that are the tokens so far on."""
+    """Return for each shift the share of labels that match."""
     pairs = zip(counts[2::2], counts[3::2], strict=True)
     return [fitting / could if could else 0.0 for fitting, could in pairs]
 
 
 def combined(found: list[list[Line]]) -> list[Line]:
-    """The lines of all losses of a step, the first of each outcome. Where one of them is the loss of the next tokens,
-    others may be of later ones."""
+    """Return the verdicts of all losses of a step, one for each identity and level. If one loss predicts the next
+    tokens, others may predict later ones (multi-token prediction)."""
     lines: dict[tuple[str, str], Line] = {}
     for line in (line for lines in found for line in lines):
         lines.setdefault(line[:2], line)
@@ -213,8 +214,8 @@ def combined(found: list[list[Line]]) -> list[Line]:
 def losses_of(
     torch: Any, tensors: list[Any], embeddings: list[Any], text: Tokenizers | None = None
 ) -> list[Loss | Divergence]:
-    """The cross entropies and divergences of a backward pass; `embeddings` are its nodes that look up rows. What labels
-    cover is looked at where `text` is given."""
+    """Return the cross entropies and divergences of a backward pass; `embeddings` are its embedding nodes. With `text`,
+    check what the labels cover."""
     ids = [ids for node in embeddings if (ids := saved(node, "indices")) is not None]
     ids = [
         one for one in ids if one.dim() == 2 and one.shape[1] > 1 and not one.is_floating_point()
@@ -230,7 +231,7 @@ def losses_of(
 
 
 def _add_rows(losses: list[Loss]) -> None:
-    """Of a backward pass whose loss is a sum over chunks, or over rows, each of which is a loss: all rows count."""
+    """Do not report rows as left out where the losses of chunks or rows cover them together."""
     parts = [one for one in losses if one.rows is not None and one.rows[0] < one.rows[1]]
     if (
         sum(one.rows[0] for one in parts if one.rows)
@@ -242,7 +243,7 @@ def _add_rows(losses: list[Loss]) -> None:
 
 
 def _targets(node: Any) -> tuple[Any, int | None]:
-    """The labels of a node that takes one logarithm of a softmax for each, and the label that is none."""
+    """Return the labels of a node that selects one log probability each, and the ignored label; None if it is none."""
     kind = type(node).__name__
     if kind in ("NllLossBackward0", "NllLoss2DBackward0"):
         ignored = int(node._saved_ignore_index)
@@ -263,12 +264,12 @@ def _targets(node: Any) -> tuple[Any, int | None]:
     if any(getattr(one, "unpack_hook", one) is not None for one in raw):
         return None, None
     indices = [one for one in node._saved_indices if one is not None]
-    # One of the rows, one of the labels.
+    # Advanced indexing with two index tensors: rows, then labels.
     return (indices[-1], None) if len(indices) > 1 and indices[-1].dim() else (None, None)
 
 
 def _whole(node: Any, way: list[Any]) -> int:
-    """The vocabulary, where the tensor of the backward pass is this cross entropy, as a mean; else 0."""
+    """Return the vocabulary size if the tensor of the backward pass is this cross entropy as a mean; else 0."""
     is_mean = type(node).__name__ in ("NllLossBackward0", "NllLoss2DBackward0")
     if way or not is_mean or node._saved_reduction != 1:
         return 0
@@ -278,14 +279,14 @@ def _whole(node: Any, way: list[Any]) -> int:
 
 
 def _left_out(node: Any) -> Any:
-    """The places that a node behind the loss multiplies by 0, or fills, as a mask; None where it does neither."""
+    """Return the mask of positions that a node after the loss multiplies by 0 or fills; None if it does neither."""
     kind = type(node).__name__
     if kind == "MaskedFillBackward0":
         return saved(node, "mask")
     if kind == "MulBackward0":
         factors = [one for one in (saved(node, "self"), saved(node, "other")) if one is not None]
         if len(factors) == 1 and not factors[0].requires_grad:
-            # Of zeros alone it may be what a policy gradient is multiplied with.
+            # Zeros alone may be advantages of a policy gradient.
             is_0, is_1 = factors[0].detach() == 0, factors[0].detach() == 1
             return is_0 & (is_0 | is_1).all() & is_1.any()
     return None

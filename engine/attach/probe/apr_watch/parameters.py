@@ -1,7 +1,7 @@
-"""Which parameters are trained: those that backward passes reach, those that optimizers hold, and their names.
+"""Find which parameters are trained (those that backward passes reach and optimizers hold) and their names.
 
-What a backward pass reaches is read from the graph behind the tensor it is called on: no module is hooked, and it
-does not matter how the script calls its model.
+The autograd graph of a backward pass shows what it reaches: no module is hooked, and it does not matter how the script
+calls its model.
 """
 
 from __future__ import annotations
@@ -20,43 +20,43 @@ PASS, UNKNOWN, FACT, SUSPICION, FAIL = (
     "fail",
 )
 Line = tuple[str, str, str, dict[str, Any]]
-"""The id of an identity, its degree, what was seen, and the numbers behind it."""
+"""Verdict: id of the identity, level, message, and its numbers."""
 
 NAMED = 3
-"""So many parameters of a finding are named."""
-_NODES = 100_000
-"""Of a graph, a tenth of a second; a larger one is read in part."""
-_EACH = 4
-"""Graphs that are read in front of one step, which may have any number of micro-batches."""
-_SECONDS = 2.0
-"""For all graphs of a process."""
+"""Maximum number of parameters that a message names."""
+_MAX_NODES = 100_000
+"""Maximum number of nodes that are read of a graph, about 0.1 s; a larger graph is read in part."""
+_MAX_GRAPHS = 4
+"""Maximum number of graphs that are read before one step, which may have any number of micro-batches."""
+_MAX_SECONDS = 2.0
+"""Time limit for reading all graphs of a process, in seconds."""
 
 
 class Reached:
-    """The leaves that backward passes reached."""
+    """Leaves that backward passes reached."""
 
     def __init__(self, torch: Any) -> None:
         self._torch = torch
         self.steps = 0
-        """Optimizer steps of the process so far."""
+        """Number of optimizer steps of the process so far."""
         self._leaves: dict[int, tuple[weakref.ref[Any], int]] = {}
         self._in_part = -1
-        """The newest step in front of which a graph was read in part or not at all."""
+        """Newest step before which a graph was read in part or not at all."""
         self._read = 0
-        self._left_s = _SECONDS
+        self._left_s = _MAX_SECONDS
 
     def step_ends(self) -> None:
         self.steps += 1
         self._read = 0
 
     def passed_by(self) -> None:
-        """A backward pass whose graph is not read."""
+        """Record a backward pass whose graph is not read."""
         self._in_part = self.steps
 
     def look(self, tensors: Iterable[Any]) -> list[Any] | None:
-        """A backward pass begins at these tensors: the nodes of embeddings behind them; None where it is not read."""
+        """Read the graph of a backward pass; return its embedding nodes, None where it is not read."""
         self._read += 1
-        if self._read > _EACH or self._left_s <= 0:
+        if self._read > _MAX_GRAPHS or self._left_s <= 0:
             self.passed_by()
             return None
         begin_s = time.monotonic()
@@ -79,19 +79,19 @@ class Reached:
             elif kind == "EmbeddingBackward0":
                 embeddings.append(node)
             elif kind == "CheckpointFunctionBackward":
-                # What a reentrant checkpoint computes again has a graph of its own.
+                # A reentrant checkpoint recomputes into a separate graph.
                 self.passed_by()
             for after, _ in node.next_functions:
                 if after is not None and after not in known:
                     known.add(after)
                     left.append(after)
-            if len(known) > _NODES:
+            if len(known) > _MAX_NODES:
                 self.passed_by()
                 break
         return embeddings
 
     def since(self, step: int) -> tuple[dict[int, Any], bool]:
-        """The leaves that were reached after `step` steps, by id, and whether they are all."""
+        """Return the leaves reached after `step` steps, by id, and whether they are all."""
         leaves = {at: (one(), when) for at, (one, when) in self._leaves.items()}
         self._leaves = {
             at: self._leaves[at] for at, (leaf, _) in leaves.items() if leaf is not None
@@ -103,7 +103,7 @@ class Reached:
 
 
 class Modules:
-    """The modules of the process, looked for among all its objects: that takes as long as a collection of garbage."""
+    """Modules of the process, found by a search of all its objects, which takes as long as a garbage collection."""
 
     def __init__(self, torch: Any, parameters: Iterable[Any]) -> None:
         wanted = {id(parameter) for parameter in parameters}
@@ -111,7 +111,7 @@ class Modules:
         self._holders: dict[int, tuple[Any, str]] = {}
         self._parents: dict[int, tuple[Any, str]] = {}
         for one in gc.get_objects():
-            # Not isinstance, which asks proxies of the script's what they are.
+            # Not isinstance: it would call code of the script's proxy objects.
             if not issubclass(type(one), module_type):
                 continue
             inside = vars(one)
@@ -122,7 +122,7 @@ class Modules:
                 self._parents.setdefault(id(child), (one, name))
 
     def _path(self, parameter: Any) -> tuple[Any, str]:
-        """The outermost module that holds it, and its name there."""
+        """Return the outermost module that holds a parameter, and its name there."""
         if id(parameter) not in self._holders:
             return None, ""
         module, name = self._holders[id(parameter)]
@@ -137,7 +137,7 @@ class Modules:
         return module, ".".join(reversed(path))
 
     def around(self, parameter: Any) -> list[Any]:
-        """The module that holds it, the one around that, ...: to the outermost; none where none does."""
+        """Return the modules that hold a parameter, from the innermost to the outermost."""
         if id(parameter) not in self._holders:
             return []
         chain = [self._holders[id(parameter)][0]]
@@ -149,34 +149,34 @@ class Modules:
         return chain
 
     def name(self, parameter: Any) -> str:
-        """Empty where no module holds it."""
+        """Return the parameter's name; empty where no module holds it."""
         return self._path(parameter)[1]
 
     def top(self, parameter: Any) -> Any:
-        """The outermost module that holds it; None where none does."""
+        """Return the outermost module that holds a parameter; None where none does."""
         return self._path(parameter)[0]
 
     def root(self, parameter: Any) -> int | None:
-        """The id of that module."""
+        """Return the id of the outermost module."""
         top = self.top(parameter)
         return None if top is None else id(top)
 
 
 def named(modules: Modules, parameters: list[Any], labels: dict[int, str]) -> str:
-    """The names of the first; `labels` of those that no module holds."""
+    """Return the names of the first parameters; `labels` name those that no module holds."""
     names = [modules.name(one) or labels.get(id(one), "a parameter") for one in parameters[:NAMED]]
     return ", ".join(names) + ", ..." * (len(parameters) > NAMED)
 
 
 class Held:
-    """What is known of the parameters of one optimizer, from all its steps that were looked at."""
+    """Gradients of one optimizer's parameters at its sampled steps."""
 
     def __init__(self) -> None:
-        self._looks = 0
+        self._sampled_steps = 0
         self._without: dict[int, weakref.ref[Any]] = {}
-        """Those that had no gradient at any of these steps."""
+        """Parameters without a gradient at all sampled steps."""
         self._lost = 0
-        """Steps without a single gradient, although a backward pass had reached some of its parameters."""
+        """Number of steps without a single gradient, although a backward pass had reached some parameters."""
         self._got = False
 
     def look(
@@ -187,9 +187,9 @@ class Held:
         are_all: bool,
         others: Iterable[Any],
     ) -> list[Line]:
-        """At a step, with its gradients: what was found. `reached` are the leaves of the backward passes since the
-        step before, `others` the parameters of all optimizers."""
-        self._looks += 1
+        """Return the verdicts at a step. `reached`: leaves of the backward passes since the previous step; `others`:
+        the parameters of all optimizers."""
+        self._sampled_steps += 1
         name = type(optimizer).__name__
         mine = [
             (one, f"group {at}, parameter {place}")
@@ -203,21 +203,21 @@ class Held:
         hit = [one for one, _ in mine if id(one) in reached]
         if hit and len(without) == len(mine):
             self._lost += 1
-        if self._looks == 1:
+        if self._sampled_steps == 1:
             self._without = {at: weakref.ref(one) for at, one in without.items()}
         self._without = {at: one for at, one in self._without.items() if at in without}
         if self._lost >= 2 and not self._got:
             numbers = {"parameters": len(mine), "reached": len(hit)}
             text = (
-                f"{name} has stepped {self._looks} times without a single gradient, although backward passes reached "
-                f"{len(hit)} of its {len(mine)} parameters"
+                f"{name} has stepped {self._sampled_steps} times without a single gradient, although backward "
+                f"passes reached {len(hit)} of its {len(mine)} parameters"
             )
             return [("lost_gradients", FAIL, text, numbers)]
-        if self._looks < 3:
+        if self._sampled_steps < 3:
             return []
         idle = [one for one, _ in mine if id(one) in self._without]
         owned = {id(one) for one in others} | set(labels)
-        # A function of the script's, or of a library, may give no gradient to what it reads.
+        # A custom autograd function may give no gradient to a parameter that it reads.
         loose = [
             one
             for at, one in reached.items()
@@ -244,11 +244,12 @@ class Held:
         labels: dict[int, str],
         are_given: bool,
     ) -> list[Line]:
-        """`idle` are the optimizer's and get no gradient; `loose` get one and are no optimizer's."""
+        """Judge parameters of the optimizer without gradients (`idle`) and those with gradients in no optimizer
+        (`loose`)."""
         modules = Modules(torch, [*idle, *reached.values()])
         loose = sorted(filter(modules.name, loose), key=modules.name)
         trained = {modules.root(one) for one in reached.values()}
-        # Of no module, or of one of which nothing was reached.
+        # Stale: held by no module, or by one of which no parameter was reached.
         stale = [one for one in idle if modules.root(one) not in trained - {None}]
         numbers = {"idle": len(idle), "loose": len(loose), "stale": len(stale)}
         if stale and loose and (_hold_all(loose, stale) or _replaced(modules, stale)):
@@ -261,11 +262,11 @@ class Held:
         found: list[Line] = []
         if idle:
             text = (
-                f"{len(idle)} of {len(labels)} parameters of {name} had no gradient at any of {self._looks} steps that "
-                f"were looked at: {named(modules, idle, labels)}"
+                f"{len(idle)} of {len(labels)} parameters of {name} had no gradient at any of {self._sampled_steps} "
+                f"sampled steps: {named(modules, idle, labels)}"
             )
             found.append(("no_gradient", SUSPICION, text, numbers))
-        # Gradients that the script sets itself are those of copies, and what they are copies of is nobody's.
+        # A script that sets gradients itself (master weights) trains copies: the originals are in no optimizer.
         if loose and not are_given:
             text = (
                 f"{len(loose)} parameters get gradients and are in no optimizer: "
@@ -276,7 +277,7 @@ class Held:
 
 
 def _hold_all(loose: list[Any], stale: list[Any]) -> bool:
-    """Whether each stale parameter has a counterpart of its shape."""
+    """Return whether each stale parameter has a counterpart of its shape."""
     shapes = [tuple(one.shape) for one in loose]
     for one in stale:
         if tuple(one.shape) not in shapes:
@@ -286,5 +287,5 @@ def _hold_all(loose: list[Any], stale: list[Any]) -> bool:
 
 
 def _replaced(modules: Modules, stale: list[Any]) -> bool:
-    """Whether a matrix is left that no module holds any more."""
+    """Return whether a matrix is left that no module holds any more."""
     return any(one.dim() > 1 and modules.root(one) is None for one in stale)

@@ -1,11 +1,10 @@
-"""Whether the ranks of a training have the same weights, and read different data.
+"""Check that the ranks of a training hold the same weights and read different data.
 
-On a few steps each rank writes what it begins the step with to a file of its own beside its beat: of each parameter a
-hash of some numbers, and of the batches that it trained on so far a hash each. Rank 0 reads what has come and compares.
-No rank waits for another, none asks another through torch.distributed, and what never comes is unknown. The files are
-on one host.
+At sampled steps each rank appends a record to its own file in the training's folder: a hash of some elements of each
+parameter, and a hash of each batch trained on so far. Rank 0 reads the records of the ranks on its host and compares.
+No rank waits for another or uses a collective; a record that never arrives makes the result unknown.
 
-The weights are those in front of a step, not behind it: a script may average them in between.
+Weights are read before a step, not after it: a script may average them in between.
 """
 
 from __future__ import annotations
@@ -31,37 +30,36 @@ from .updates import is_plain
 from .values import is_capturing
 
 DRIFT, DATA = "rank_drift", "rank_data"
-_PARAMETERS, _NUMBERS = 512, 64
-"""Of an optimizer so many parameters are compared, and of each so many numbers."""
-_BATCHES, _LEAST = 16, 2
-"""The first batches of a training are compared, if there are so many."""
-_LOOKS = 64
-"""That wait for a GPU, or for other ranks."""
-_SEARCHES = 32
-"""Among all objects of a process, of a tenth of a second each."""
-_MOST_BYTES = 1 << 22
-"""Of the file of a rank."""
+_MAX_PARAMETERS, _ELEMENTS = 512, 64
+"""Limits of a record: parameters of an optimizer, and elements of each parameter."""
+_MAX_BATCHES, _MIN_BATCHES = 16, 2
+"""Number of first batches of a training that are compared: maximum and minimum."""
+_MAX_PENDING = 64
+"""Maximum number of snapshots that wait for a GPU or for other ranks."""
+_MAX_SEARCHES = 32
+"""Maximum number of searches of all objects of the process; each takes about 0.1 s."""
+_MAX_BYTES = 1 << 22
+"""Maximum size of a rank's file, in bytes."""
 _READ_EVERY_S = 0.2
 _ROUNDING = 1e-3
-"""Of the way that weights have come: what is less may be sums in another order."""
+"""Difference between ranks, relative to the distance from the first weights, that summation order may explain."""
 _EXIT_WAIT_S = 2.0
 
 
 class Record(NamedTuple):
-    """What a rank says of one optimizer in front of one of its steps."""
+    """Weights of one optimizer on one rank before one of its steps, as hashes."""
 
     optimizer: int
-    """The place of the optimizer among those of the process, in the order of their first steps."""
+    """Index of the optimizer in the process, in the order of first steps."""
     step: int
     layout: str
-    """A hash of names, shapes and types of its parameters."""
+    """Hash of the names, shapes and dtypes of its parameters."""
     digests: list[str]
-    """Of each parameter a hash of the bytes of some numbers."""
+    """Hash of the sampled elements of each parameter."""
     sums: list[float]
-    """Of each parameter their sum with signs that alternate: it tells how far apart two of them are."""
+    """Sum with alternating signs of the sampled elements of each parameter: measures how far two ranks differ."""
     batches: list[list[str]]
-    """Of each batch that was trained on a hash of the sampler's indices and one of what was read; empty where that
-    cannot be seen."""
+    """Hash of the sampler's indices and hash of the content of each trained batch; empty where they are not known."""
 
 
 def to_line(record: Record) -> bytes:
@@ -86,13 +84,13 @@ def _digest(data: bytes) -> str:
 
 
 def write(folder: str, rank: int, records: Iterable[Record]) -> None:
-    """Append them to the file of a rank, each with one system call."""
+    """Append records to the file of a rank, each with one system call."""
     os.makedirs(os.path.join(folder, "ranks"), exist_ok=True)
     flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
     fd = os.open(_path(folder, rank), flags, 0o644)
     try:
         for record in records:
-            if os.fstat(fd).st_size < _MOST_BYTES:
+            if os.fstat(fd).st_size < _MAX_BYTES:
                 os.write(fd, to_line(record))
     finally:
         os.close(fd)
@@ -103,14 +101,14 @@ def _path(folder: str, rank: int) -> str:
 
 
 class Others:
-    """The records of other ranks, as far as they have come."""
+    """Records of other ranks that have arrived."""
 
     def __init__(self, folder: str) -> None:
         self._folder = folder
         self._read: dict[int, int] = {}
         self._records: dict[int, dict[tuple[int, int], Record]] = {}
 
-    def look(self, ranks: Iterable[int]) -> None:
+    def read(self, ranks: Iterable[int]) -> None:
         for rank in ranks:
             try:
                 fd = os.open(_path(self._folder, rank), os.O_RDONLY | os.O_CLOEXEC)
@@ -118,17 +116,17 @@ class Others:
                 continue
             try:
                 begin = self._read.get(rank, 0)
-                found = os.pread(fd, _MOST_BYTES, begin)
+                found = os.pread(fd, _MAX_BYTES, begin)
             finally:
                 os.close(fd)
-            # A line that is being written is read later.
+            # The last line may still be incomplete: read it next time.
             whole = found[: found.rfind(b"\n") + 1]
             self._read[rank] = begin + len(whole)
             for line in whole.splitlines():
                 record = from_line(line)
                 self._records.setdefault(rank, {})[record.optimizer, record.step] = record
 
-    def has_come(self, rank: int) -> bool:
+    def has_records(self, rank: int) -> bool:
         return rank in self._records
 
     def of(self, rank: int, optimizer: int, step: int) -> Record | None:
@@ -139,7 +137,7 @@ class Others:
 
 
 class Wrapper:
-    """A DistributedDataParallel of this process."""
+    """State of a DistributedDataParallel of this process."""
 
     def __init__(self, torch: Any, module: Any) -> None:
         self.of = weakref.ref(module)
@@ -147,11 +145,11 @@ class Wrapper:
         self.is_synced: bool | None = None
         """Whether a backward pass since the last step was outside of no_sync; None before the first one."""
         self.is_local = False
-        """Whether all backward passes of a step were inside: then the ranks train apart for a while."""
+        """Whether all backward passes of a step were inside no_sync, so the ranks diverge as in Local SGD."""
         self.has_hook = False
-        """Whether the script says itself how gradients are averaged."""
+        """Whether the script registered a communication hook."""
         self.was_called = True
-        """Whether its forward ever ran in training, as far as torch counts that; not known before the second step."""
+        """Whether its forward ever ran in training, by torch's own counter; not known before the second step."""
 
     def backward_begins(self) -> None:
         module = self.of()
@@ -163,8 +161,8 @@ class Wrapper:
         self.is_local = self.is_local or self.is_synced is False
         self.is_synced = None
 
-    def look(self) -> None:
-        """At a step that is looked at; the module may be gone when it is judged."""
+    def update(self) -> None:
+        """Read the module's state at a sampled step; the module may be gone when the step is judged."""
         module = self.of()
         if module is None:
             return
@@ -172,12 +170,12 @@ class Wrapper:
         try:
             counts = module.logger._get_ddp_logging_data().ints_map
             self.was_called = bool(counts["iteration"])
-        except Exception:  # noqa: BLE001  it is torch's own, and may be another one
+        except Exception:  # noqa: BLE001  a private interface of torch, which may differ between versions
             self.was_called = True
 
 
 def _ranks_of(torch: Any, module: Any) -> list[int]:
-    """Those whose gradients it averages; asks no other rank."""
+    """Return the ranks whose gradients a DistributedDataParallel averages, without communication."""
     ranks = getattr(torch.distributed, "get_process_group_ranks", None)
     group = vars(module).get("process_group")
     if ranks is None or group is None:
@@ -186,7 +184,7 @@ def _ranks_of(torch: Any, module: Any) -> list[int]:
 
 
 class _Place(NamedTuple):
-    """Where a parameter is inside a DistributedDataParallel."""
+    """Position of a parameter inside a DistributedDataParallel."""
 
     name: str
     wrapper: Wrapper
@@ -195,7 +193,7 @@ class _Place(NamedTuple):
 
 
 class Wrappers:
-    """What wraps modules of this process for several ranks; a look at all its objects."""
+    """DistributedDataParallel and FSDP modules of this process, found by a search of all its objects."""
 
     def __init__(self, torch: Any) -> None:
         fsdp = sys.modules.get("torch.distributed.fsdp.fully_sharded_data_parallel")
@@ -205,7 +203,7 @@ class Wrappers:
         self.replicated: list[Wrapper] = []
         self._inside: dict[int, tuple[weakref.ref[Any], _Place]] = {}
         self._ignored: dict[int, weakref.ref[Any]] = {}
-        """Those that a DistributedDataParallel was told to leave alone."""
+        """Parameters in the list that a DistributedDataParallel ignores."""
         self.sharded: set[int] = set()
         for one in gc.get_objects():
             kind = type(one)
@@ -229,17 +227,16 @@ class Wrappers:
             self._inside.setdefault(id(parameter), (weakref.ref(parameter), place))
 
     def place_of(self, parameter: Any) -> _Place | None:
-        """Where it is inside a DistributedDataParallel."""
         found = self._inside.get(id(parameter))
         return found[1] if found is not None and found[0]() is parameter else None
 
-    def leaves_alone(self, parameter: Any) -> bool:
+    def ignores(self, parameter: Any) -> bool:
         found = self._ignored.get(id(parameter))
         return found is not None and found() is parameter
 
 
 def _parameters(module: Any, path: str = "") -> list[tuple[str, Any]]:
-    """The parameters of a module and those inside it, with their names; asks no property of the script's."""
+    """Return the parameters of a module and its children with their names, without calling code of the script."""
     found: list[tuple[str, Any]] = []
     left, passed = [(path, module)], set()
     while left:
@@ -257,7 +254,7 @@ def _parameters(module: Any, path: str = "") -> list[tuple[str, Any]]:
 
 
 class Layout:
-    """The parameters of an optimizer that are compared."""
+    """Parameters of an optimizer that are compared."""
 
     def __init__(self, torch: Any, optimizer: Any, wrappers: Wrappers) -> None:
         everything = [
@@ -268,29 +265,29 @@ class Layout:
         self.ids = [id(one) for _, one in everything]
         self.name = type(optimizer).__name__
         self.why = ""
-        """Why they are not compared."""
+        """Reason why they are not compared; empty where they are."""
         kinds = {type(one).__name__ for _, one in everything if _is_of_another_type(torch, one)}
         if any(at in wrappers.sharded for at in self.ids):
             kinds.add("FullyShardedDataParallel")
         if kinds:
             self.why = f"parameters of {self.name} are sharded, or not plain tensors ({', '.join(sorted(kinds))})"
-        count, most = len(everything), min(len(everything), _PARAMETERS)
-        # Not each second one: those may be all weights, and no bias.
+        count, most = len(everything), min(len(everything), _MAX_PARAMETERS)
+        # Evenly spread, not every second one: those may all be weights and no biases.
         chosen = [everything[at * count // most] for at in range(most)]
         chosen = [
             (label, one)
             for label, one in chosen
-            if not self.why and is_plain(torch, one) and not wrappers.leaves_alone(one)
+            if not self.why and is_plain(torch, one) and not wrappers.ignores(one)
         ]
         if not chosen and not self.why:
-            self.why = f"{self.name} holds no numbers of its own here"
+            self.why = f"{self.name} holds no parameter that can be compared on this rank"
         loose = [one for _, one in chosen if wrappers.place_of(one) is None]
         modules = Modules(torch, loose) if loose else None
         self.parameters = [weakref.ref(one) for _, one in chosen]
         self.names: list[str] = []
         self.wrappers: list[Wrapper | None] = []
         self.unknown: set[int] = set()
-        """Places of parameters that are inside a wrapper and that it does not know."""
+        """Indices of parameters inside a wrapped module that the wrapper does not average."""
         for place, (label, one) in enumerate(chosen):
             inside = wrappers.place_of(one)
             self.wrappers.append(None if inside is None else inside.wrapper)
@@ -318,8 +315,8 @@ def _is_of_another_type(torch: Any, parameter: Any) -> bool:
     return type(parameter) not in (torch.nn.Parameter, torch.Tensor)
 
 
-class Look:
-    """The weights of one optimizer in front of one of its steps, on this rank."""
+class Snapshot:
+    """Weights of one optimizer on this rank, copied before one of its steps."""
 
     def __init__(
         self, torch: Any, optimizer: int, step: int, layout: Layout, batches: list[list[str]]
@@ -327,14 +324,14 @@ class Look:
         self._torch, self._optimizer, self._step = torch, optimizer, step
         self.layout, self._batches = layout, list(batches)
         self._sizes: list[tuple[Any, list[int], list[int]]] = []
-        """Of each device and type the tensor with the numbers, and the places and counts of its parameters."""
+        """Sampled elements of each device and dtype, with the indices and element counts of their parameters."""
         self._copied: list[Any] | None = None
         found: dict[Any, list[tuple[int, Any]]] = {}
         for place, reference in enumerate(layout.parameters):
             parameter = reference()
             if parameter is not None:
                 key = parameter.device, parameter.dtype
-                found.setdefault(key, []).append((place, _some(parameter)))
+                found.setdefault(key, []).append((place, _sampled(parameter)))
         for parts in found.values():
             numbers = torch.cat([part for _, part in parts])
             counts = [part.numel() for _, part in parts]
@@ -349,7 +346,7 @@ class Look:
         return {numbers.device for numbers, _, _ in self._sizes if not numbers.is_cpu}
 
     def has_passed(self) -> bool:
-        """Whether its numbers are on the host. Never waits for the stream of the training."""
+        """Return whether the elements are on the host. Never waits for the training's stream."""
         if not all(event.query() for event in self._events):
             return False
         if self._copied is None:
@@ -368,11 +365,11 @@ class Look:
                     self._sizes[at] = host.copy_(numbers, non_blocking=True), *about
                     held.append(numbers)
             event.record(stream)
-        # The memory belongs to the stream of the training until it was copied.
+        # Keep the source tensors alive until the copy is done: their memory belongs to the training's stream.
         return event, held
 
     def record(self) -> Record:
-        """What is said of it, once it has passed."""
+        """Return the record; call only after `has_passed`."""
         count = len(self.layout.parameters)
         digests, sums = ["0" * _HEX] * count, [0.0] * count
         for numbers, places, counts in self._sizes:
@@ -388,72 +385,72 @@ class Look:
         return Record(self._optimizer, self._step, self.layout.hash, digests, sums, self._batches)
 
 
-def _some(parameter: Any) -> Any:
-    """Some of its numbers, spread over all of it, without a copy of the rest."""
+def _sampled(parameter: Any) -> Any:
+    """Return elements spread over a parameter, without copying the others."""
     one = parameter.detach()
     if not one.is_contiguous():
-        rows = one[:: max(1, -(-one.shape[0] // _NUMBERS))]
-        return rows[(slice(None), *[0] * (one.dim() - 1))][:_NUMBERS]
-    # An odd stride, so that not all of them are in one column.
-    return one.reshape(-1)[:: max(1, one.numel() // _NUMBERS) | 1][:_NUMBERS]
+        rows = one[:: max(1, -(-one.shape[0] // _ELEMENTS))]
+        return rows[(slice(None), *[0] * (one.dim() - 1))][:_ELEMENTS]
+    # An odd stride, so that not all elements are of one column.
+    return one.reshape(-1)[:: max(1, one.numel() // _ELEMENTS) | 1][:_ELEMENTS]
 
 
-# What it means.
+# Verdicts.
 
 
 class Compared(NamedTuple):
-    """The records of rank 0 and of the others, of one optimizer in front of one step."""
+    """Records of rank 0 and of the other ranks, of one optimizer before one step."""
 
     layout: Layout
     mine: Record
     others: dict[int, Record]
     began: dict[int, Record | None]
-    """Of each rank, rank 0 among them, its record in front of the first step."""
+    """Record of each rank, including rank 0, before the first step."""
 
 
 def judge(found: Compared) -> list[Line]:
-    """What is seen of the weights, and of the data."""
+    """Return the verdicts on the weights and on the data."""
     layout, mine = found.layout, found.mine
     if layout.why or not found.others:
         return []
     ranks = _named_ranks([0, *found.others])
     if any(one.layout != mine.layout for one in found.others.values()):
-        text = f"{ranks} hold parameters of other names or shapes in {layout.name}"
+        text = f"names or shapes of the parameters of {layout.name} differ between {ranks}"
         return [(DRIFT, UNKNOWN, text, {"parameters": len(layout.names)})]
     lines: list[Line] = []
     wrapped = [at for at, one in enumerate(layout.wrappers) if one is not None]
-    alone = [at for at, one in enumerate(layout.wrappers) if one is None]
+    unwrapped = [at for at, one in enumerate(layout.wrappers) if one is None]
     if wrapped:
-        lines += _of_wrapped(found, wrapped)
-    if alone and mine.step > 1:
-        lines += _of_alone(found, alone)
-    return lines + _of_data(found)
+        lines += _judge_wrapped(found, wrapped)
+    if unwrapped and mine.step > 1:
+        lines += _judge_unwrapped(found, unwrapped)
+    return lines + _judge_data(found)
 
 
-def _apart(found: Compared, places: list[int]) -> tuple[list[int], list[int]]:
-    """The places at which weights differ, and the ranks with which they do."""
+def _differing(found: Compared, places: list[int]) -> tuple[list[int], list[int]]:
+    """Return the indices of parameters that differ from rank 0's, and the ranks that differ."""
     mine = found.mine.digests
     at = [p for p in places if any(one.digests[p] != mine[p] for one in found.others.values())]
     ranks = [r for r, one in found.others.items() if any(one.digests[p] != mine[p] for p in at)]
     return at, ranks
 
 
-def _share(found: Compared, places: list[int]) -> float | None:
-    """How far apart they are, as a share of the way that they have come; None where that is not known."""
+def _relative_difference(found: Compared, places: list[int]) -> float | None:
+    """Return the largest difference relative to the distance from the first weights; None where that is unknown."""
     mine, began = found.mine, found.began.get(0)
     if began is None or began.layout != mine.layout:
         return None
-    way = sum((mine.sums[at] - began.sums[at]) ** 2 for at in places)
-    apart = max(
+    distance = sum((mine.sums[at] - began.sums[at]) ** 2 for at in places)
+    difference = max(
         sum((mine.sums[at] - one.sums[at]) ** 2 for at in places) for one in found.others.values()
     )
-    share = (apart / way) ** 0.5 if way else None
+    share = (difference / distance) ** 0.5 if distance else None
     return share if share is not None and share == share else None
 
 
-def _of_wrapped(found: Compared, places: list[int]) -> list[Line]:
+def _judge_wrapped(found: Compared, places: list[int]) -> list[Line]:
     layout, step = found.layout, found.mine.step
-    apart, ranks = _apart(found, places)
+    apart, ranks = _differing(found, places)
     numbers: dict[str, Any] = {"parameters": len(places), "different": len(apart)}
     everyone = _named_ranks([0, *found.others])
     if not apart:
@@ -461,35 +458,35 @@ def _of_wrapped(found: Compared, places: list[int]) -> list[Line]:
             return []
         text = f"{everyone} begin step {step} with the same weights: {len(places)} parameters of {layout.name}"
         return [(DRIFT, PASS, text, numbers)]
-    share = numbers["apart"] = _share(found, apart)
+    share = numbers["apart"] = _relative_difference(found, apart)
     text = (
-        f"{_named(layout, apart)}: {_these(apart, places)} under DistributedDataParallel differ between "
-        f"{_named_ranks([0, *ranks])} in front of step {step}"
+        f"{_named(layout, apart)}: {_count_of(apart, places)} under DistributedDataParallel differ between "
+        f"{_named_ranks([0, *ranks])} before step {step}"
     )
     if share is not None and share < _ROUNDING:
         return [
-            (DRIFT, FACT, f"{text}, by {share:.1g} of what they moved, as by rounding", numbers)
+            (DRIFT, FACT, f"{text}, by {share:.1g} of their change so far, as by rounding", numbers)
         ]
     wrappers = {id(one): one for at in apart if (one := layout.wrappers[at]) is not None}.values()
     if any(one.has_hook for one in wrappers):
-        text += ": a communication hook of the script's decides how gradients are averaged"
+        text += ": a communication hook of the script decides how gradients are averaged"
         return [(DRIFT, UNKNOWN, text, numbers)]
     if any(one.is_local for one in wrappers):
         text += ": all backward passes of a step ran inside no_sync(), as in Local SGD"
         return [(DRIFT, SUSPICION, text, numbers)]
     if layout.unknown.issuperset(apart):
-        text += ": they were put into the module after it was wrapped"
+        text += ": they were added to the module after it was wrapped"
     elif step == 1:
         text += ": they were changed after the module was wrapped"
     elif not any(one.was_called for one in wrappers):
-        text += ": no training step calls its forward, so that no gradient is averaged"
+        text += ": no training step calls its forward, so no gradient is averaged"
     return [(DRIFT, FAIL, text, numbers)]
 
 
-def _of_alone(found: Compared, places: list[int]) -> list[Line]:
-    """Of parameters that nothing of torch's keeps the same."""
+def _judge_unwrapped(found: Compared, places: list[int]) -> list[Line]:
+    """Return the verdicts on parameters that no DistributedDataParallel keeps equal."""
     layout, mine = found.layout, found.mine
-    apart, ranks = _apart(found, places)
+    apart, ranks = _differing(found, places)
     numbers: dict[str, Any] = {"parameters": len(places), "different": len(apart)}
     everyone = _named_ranks([0, *found.others])
     if not apart:
@@ -498,22 +495,22 @@ def _of_alone(found: Compared, places: list[int]) -> list[Line]:
     equal = _began_equal(found, places)
     if equal is None:
         return []
-    which = f"{_named(layout, apart)}: {_these(apart, places)} of {layout.name}"
+    which = f"{_named(layout, apart)}: {_count_of(apart, places)} of {layout.name}"
     if not equal:
-        text = f"{which} differ between {_named_ranks([0, *ranks])}, and some did in front of the first step: models "
-        return [(DRIFT, FACT, text + "of their own, or parts of one", numbers)]
-    share = numbers["apart"] = _share(found, apart)
-    text = f"{which} were the same on {everyone} at first, and differ in front of step {mine.step}"
+        text = f"{which} differ between {_named_ranks([0, *ranks])}, and some did before the first step: "
+        return [(DRIFT, FACT, text + "different models, or parts of one", numbers)]
+    share = numbers["apart"] = _relative_difference(found, apart)
+    text = f"{which} were equal on {everyone} before the first step, and differ before step {mine.step}"
     if share is not None and share < _ROUNDING:
         return [
-            (DRIFT, FACT, f"{text}, by {share:.1g} of what they moved, as by rounding", numbers)
+            (DRIFT, FACT, f"{text}, by {share:.1g} of their change so far, as by rounding", numbers)
         ]
-    text += ": no DistributedDataParallel is around them, and nothing else averages their gradients"
+    text += ": no DistributedDataParallel wraps them, and nothing else averages their gradients"
     return [(DRIFT, SUSPICION, text, numbers)]
 
 
 def _began_equal(found: Compared, places: Iterable[int]) -> bool | None:
-    """Whether all ranks began with the same weights; None where that was not seen."""
+    """Return whether all ranks began with the same weights; None where that is not known."""
     mine = found.began.get(0)
     others = [found.began.get(rank) for rank in found.others]
     if mine is None or any(one is None or one.layout != mine.layout for one in others):
@@ -523,39 +520,37 @@ def _began_equal(found: Compared, places: Iterable[int]) -> bool | None:
     )
 
 
-def _of_data(found: Compared) -> list[Line]:
-    """Whether ranks that train one model trained on the same batches so far."""
+def _judge_data(found: Compared) -> list[Line]:
+    """Return the verdict on whether ranks that train one model trained on the same batches so far."""
     mine, everyone = found.mine.batches, _named_ranks([0, *found.others])
     most = min([len(mine), *(len(one.batches) for one in found.others.values())])
-    if most < _LEAST:
+    if most < _MIN_BATCHES:
         return []
     same = [_are_same(mine[:most], one.batches[:most]) for one in found.others.values()]
     if None in same:
         return []
     numbers = {"batches": most, "ranks": len(found.others) + 1}
     if not any(same):
-        text = f"{everyone} trained on other data in their first {most} batches"
+        text = f"{everyone} trained on different data in their first {most} batches"
         return [(DATA, PASS, text, numbers)]
     every = range(len(found.layout.names))
-    if not all(same) or len({content for _, content in mine[:most]}) < _LEAST:
+    if not all(same) or len({content for _, content in mine[:most]}) < _MIN_BATCHES:
         return []
-    # Parts of one model are to read the same.
+    # Ranks that hold parts of one model (tensor or pipeline parallel) must read the same data.
     if not _began_equal(found, every):
         return []
-    text = (
-        f"{everyone} trained on the same data in their first {most} batches: each reads all of it"
-    )
+    text = f"{everyone} trained on the same data in their first {most} batches: each rank reads the whole data set"
     return [(DATA, SUSPICION, text, numbers)]
 
 
 def _are_same(mine: list[list[str]], other: list[list[str]]) -> bool | None:
-    """Whether two ranks read the same batches; None where that cannot be told."""
+    """Return whether two ranks read the same batches; None where that cannot be decided."""
     pairs = list(zip(mine, other, strict=True))
     if all(a[1] and a[1] == b[1] for a, b in pairs):
         return True
     if any(a[0] and b[0] and a[0] != b[0] for a, b in pairs):
         return False
-    # Indices of data that each rank cut for itself are the same, and samples may be altered at random.
+    # Equal indices prove nothing where each rank indexes its own shard; equal samples may differ by augmentation.
     has_indices = all(a[0] for a, _ in pairs)
     return None if has_indices or not all(a[1] and b[1] for a, b in pairs) else False
 
@@ -565,7 +560,7 @@ def _named(layout: Layout, places: list[int]) -> str:
     return ", ".join(names) + ", ..." * (len(places) > NAMED)
 
 
-def _these(apart: list[int], places: list[int]) -> str:
+def _count_of(apart: list[int], places: list[int]) -> str:
     return f"{len(apart)} of {len(places)} parameters"
 
 
@@ -576,79 +571,79 @@ def _named_ranks(ranks: list[int]) -> str:
     return "ranks " + ", ".join(map(str, ranks[:-1])) + f" and {ranks[-1]}"
 
 
-# What happens on this rank.
+# Events of this rank.
 
 
 class Ranks:
-    """Told of the batches, backward passes and steps of this process; nothing is done where there is one rank."""
+    """Comparison of this rank with the others, driven by its batches, backward passes and steps; idle with one rank."""
 
     def __init__(self, torch: Any) -> None:
         self._torch = torch
         self._wrappers: Wrappers | None = None
-        self._searches = _SEARCHES
+        self._searches_left = _MAX_SEARCHES
         self._layouts: weakref.WeakKeyDictionary[Any, tuple[int, Layout]] = (
             weakref.WeakKeyDictionary()
         )
         self._count = 0
-        self._asked: weakref.WeakKeyDictionary[Any, tuple[int, deque[str]]] = (
+        self._sampled_indices: weakref.WeakKeyDictionary[Any, tuple[int, deque[str]]] = (
             weakref.WeakKeyDictionary()
         )
-        self._latest: list[str] | None = None
+        self._latest_batch: list[str] | None = None
         self._batches: list[list[str]] = []
-        self._new: deque[Look] = deque(maxlen=_LOOKS)
-        """Of the step in progress, whose training is not known yet."""
-        self._looks: deque[Look] = deque(maxlen=_LOOKS)
+        self._new_snapshots: deque[Snapshot] = deque(maxlen=_MAX_PENDING)
+        """Snapshots of the step in progress, whose training is not known yet."""
+        self._snapshots: deque[Snapshot] = deque(maxlen=_MAX_PENDING)
         self._forget_training()
 
     def _forget_training(self) -> None:
         self._others: Others | None = None
         self._open: dict[tuple[int, int], tuple[Layout, Record]] = {}
-        """What rank 0 has to compare."""
+        """Records of rank 0 that wait for those of other ranks, by optimizer and step."""
         self._began: dict[int, Record] = {}
-        self._has_said = False
+        self._has_reported = False
         self._read_s = 0.0
 
     def optimizer_made(self) -> None:
-        """What follows may be another training."""
-        self._wrappers, self._latest, self._batches = None, None, []
-        self._asked.clear()
+        """Forget the batches: another training may begin."""
+        self._wrappers, self._latest_batch, self._batches = None, None, []
+        self._sampled_indices.clear()
 
     # Data.
 
     def samples_asked_for(self, iterator: Any, index: Any) -> None:
-        if len(self._batches) >= _BATCHES or rank_and_world(self._torch)[1] < 2:
+        if len(self._batches) >= _MAX_BATCHES or rank_and_world(self._torch)[1] < 2:
             return
-        began, asked = self._asked.get(iterator, (0, deque()))
-        # The iterator of workers that stay is that of the pass before.
+        began, asked = self._sampled_indices.get(iterator, (0, deque()))
+        # Persistent workers keep the iterator of the previous epoch.
         if began != id(iterator._sampler_iter):
             asked = deque()
-        self._asked[iterator] = id(iterator._sampler_iter), asked
+        self._sampled_indices[iterator] = id(iterator._sampler_iter), asked
         indices = index if isinstance(index, (list, tuple)) else [index]
         seen = all(type(one) is int for one in indices)
         asked.append(_digest(repr(list(indices)).encode()) if seen else "")
 
     def batch_fetched(self, iterator: Any, batch: Any) -> None:
-        asked = self._asked.get(iterator)
-        if asked is None or len(self._batches) >= _BATCHES:
+        asked = self._sampled_indices.get(iterator)
+        if asked is None or len(self._batches) >= _MAX_BATCHES:
             return
         index = asked[1].popleft() if asked[1] else ""
         content = print_of(self._torch, batch)
-        self._latest = [index, "" if content is None else _digest(b"".join(content))]
+        self._latest_batch = [index, "" if content is None else _digest(b"".join(content))]
 
     def backward_begins(self) -> None:
         if rank_and_world(self._torch)[1] < 2 or is_capturing(self._torch):
             return
-        if self._latest is not None and len(self._batches) < _BATCHES:
-            self._batches.append(self._latest)
-        self._latest = None
+        if self._latest_batch is not None and len(self._batches) < _MAX_BATCHES:
+            self._batches.append(self._latest_batch)
+        self._latest_batch = None
         if self._wrappers is None:
             self._search()
         for wrapper in self._wrappers.replicated if self._wrappers is not None else ():
             wrapper.backward_begins()
 
     def _search(self) -> None:
-        self._searches -= 1
-        self._wrappers = Wrappers(self._torch) if self._searches >= 0 else None
+        self._searches_left -= 1
+        self._wrappers = Wrappers(self._torch) if self._searches_left >= 0 else None
 
     # Weights.
 
@@ -665,60 +660,62 @@ class Ranks:
             self._count += layout is None
             if self._wrappers is None or layout is not None:
                 self._search()
-            self._searches -= 1
-            if self._wrappers is None or self._searches < 0:
+            self._searches_left -= 1
+            if self._wrappers is None or self._searches_left < 0:
                 return
             layout = Layout(self._torch, optimizer, self._wrappers)
             self._layouts[optimizer] = number, layout
             for wrapper in layout.each_wrapper():
                 wrapper.step_begins()
         for wrapper in layout.each_wrapper():
-            wrapper.look()
+            wrapper.update()
         with self._torch.no_grad():
-            self._new.append(Look(self._torch, number, step, layout, self._batches))
+            self._new_snapshots.append(Snapshot(self._torch, number, step, layout, self._batches))
 
     # Between ranks.
 
     def step_ends(self, folder: str | None, rank: int, world: int) -> list[Noticed]:
-        """The step in progress belongs to the training of this folder: what is known by now."""
-        self._looks += self._new
-        self._new.clear()
-        if folder is None or world < 2 or not (self._looks or self._open):
+        """Assign the step's snapshots to the training of this folder; return the verdicts known by now."""
+        self._snapshots += self._new_snapshots
+        self._new_snapshots.clear()
+        if folder is None or world < 2 or not (self._snapshots or self._open):
             return []
         return self._exchange(folder, rank, world, is_last=False)
 
     def training_ends(
         self, folder: str | None, rank: int, world: int, at_exit: bool
     ) -> list[Noticed]:
-        """What the others have said by now is all that is compared; at the exit a GPU gets a moment."""
+        """Return the verdicts on the records that have arrived; at exit, wait up to _EXIT_WAIT_S for a GPU."""
         found: list[Noticed] = []
         if folder is not None and world > 1:
             deadline = time.monotonic() + _EXIT_WAIT_S * at_exit
-            while time.monotonic() < deadline and not all(one.has_passed() for one in self._looks):
+            while time.monotonic() < deadline and not all(
+                one.has_passed() for one in self._snapshots
+            ):
                 time.sleep(0.001)
             found = self._exchange(folder, rank, world, is_last=True)
-        self._looks.clear()
+        self._snapshots.clear()
         self._forget_training()
         return found
 
     def _exchange(self, folder: str, rank: int, world: int, is_last: bool) -> list[Noticed]:
         ready: list[tuple[Layout, Record]] = []
         with self._torch.no_grad():
-            while self._looks and self._looks[0].has_passed():
-                look = self._looks.popleft()
-                ready.append((look.layout, look.record()))
+            while self._snapshots and self._snapshots[0].has_passed():
+                snapshot = self._snapshots.popleft()
+                ready.append((snapshot.layout, snapshot.record()))
         if rank:
             write(folder, rank, [record for layout, record in ready if not layout.why])
             return []
         found: list[Noticed] = []
         for layout, record in ready:
             if layout.why:
-                found += self._say_why(layout.why)
+                found += self._report_unknown(layout.why)
                 continue
             if record.step == 1:
                 self._began[record.optimizer] = record
             self._open[record.optimizer, record.step] = layout, record
-            if len(self._open) > _LOOKS:
+            if len(self._open) > _MAX_PENDING:
                 del self._open[next(iter(self._open))]
         now = time.monotonic()
         if not self._open or not (is_last or now - self._read_s > _READ_EVERY_S):
@@ -727,17 +724,17 @@ class Ranks:
         if self._others is None:
             self._others = Others(folder)
         here = _ranks_here(world)
-        self._others.look(one for one in here if one)
+        self._others.read(one for one in here if one)
         for key, (layout, record) in list(self._open.items()):
             found += self._compare(key, layout, record, here, is_last)
         if is_last and self._open:
-            found += self._say_why(_nothing_came(len(here), world))
+            found += self._report_unknown(_why_nothing_arrived(len(here), world))
         return found
 
-    def _say_why(self, why: str) -> list[Noticed]:
-        if self._has_said:
+    def _report_unknown(self, why: str) -> list[Noticed]:
+        if self._has_reported:
             return []
-        self._has_said = True
+        self._has_reported = True
         return [Noticed([(DRIFT, UNKNOWN, why, {})])]
 
     def _compare(
@@ -752,34 +749,34 @@ class Ranks:
         groups = [one.ranks for one in layout.each_wrapper()]
         expected = [r for r in here if r and all(r in group for group in groups)]
         found = {rank: self._others.of(rank, *key) for rank in expected}
-        come = {rank: one for rank, one in found.items() if one is not None}
+        arrived = {rank: one for rank, one in found.items() if one is not None}
         if not expected:
             del self._open[key]
             return []
-        # A rank that has never said anything is not waited for longer than until the next look.
+        # Wait for a rank without any record only until the next sampled step.
         is_old = any(optimizer == key[0] and step > key[1] for optimizer, step in self._open)
         missing = [
             r
             for r, one in found.items()
-            if one is None and (not is_old or self._others.has_come(r))
+            if one is None and (not is_old or self._others.has_records(r))
         ]
-        if not come or (missing and not is_last):
+        if not arrived or (missing and not is_last):
             return []
         del self._open[key]
         optimizer = record.optimizer
-        began = {rank: self._others.of(rank, optimizer, 1) for rank in come}
-        lines = judge(Compared(layout, record, come, {0: self._began.get(optimizer), **began}))
-        self._has_said = self._has_said or bool(lines)
+        began = {rank: self._others.of(rank, optimizer, 1) for rank in arrived}
+        lines = judge(Compared(layout, record, arrived, {0: self._began.get(optimizer), **began}))
+        self._has_reported = self._has_reported or bool(lines)
         return [Noticed(lines, record.step)] if lines else []
 
 
 def _ranks_here(world: int) -> list[int]:
-    """The ranks of this host, of which rank 0 is one."""
+    """Return the ranks of rank 0's host."""
     count = os.environ.get("LOCAL_WORLD_SIZE", "")
     return list(range(min(world, int(count)) if count.isdecimal() and int(count) else world))
 
 
-def _nothing_came(here: int, world: int) -> str:
+def _why_nothing_arrived(here: int, world: int) -> str:
     if here < world:
-        return f"{world - here} of {world} ranks are on other hosts, and no other rank of this one has said its weights"
-    return "no other rank has said its weights: they are on other hosts, step other optimizers, or ended before"
+        return f"{world - here} of {world} ranks are on other hosts, and no other rank of this host wrote its weights"
+    return "no other rank wrote its weights: they are on other hosts, step other optimizers, or ended before"

@@ -1,7 +1,7 @@
-"""What multiplies gradients between the losses of a step and its update: the division of losses that are summed over
-several batches, the scale that keeps them above what fp16 holds, and clipping.
+"""Check what scales gradients between the losses of a step and its update: the division of accumulated losses, the
+loss scale of fp16, and clipping.
 
-Only processes that step one optimizer are judged: of several, clipping in front of one is behind another.
+Only processes that step one optimizer are judged: with several, clipping before one is clipping after another.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from .graph import near, scalar
 from .parameters import PASS, SUSPICION, Line
 
 _IN_A_ROW = 2
-"""Steps that have to agree."""
-_DIVISIONS = 8
-"""Nodes between a loss and the tensor of the backward pass that multiply it by a number."""
+"""Number of consecutive steps that must agree."""
+_MAX_SCALING_NODES = 8
+"""Maximum number of scaling nodes between a loss and the tensor of the backward pass."""
 _SCALED_BY_HAND = 16.0
-"""What multiplies a loss by so much is a loss scale."""
+"""Smallest factor of a loss that counts as a loss scale."""
 _MEANS = (
     "NllLossBackward0",
     "NllLoss2DBackward0",
@@ -33,38 +33,39 @@ _MEAN = 1
 
 
 class Scaling:
-    """Told of backward passes, batches, clipping and steps, in their order."""
+    """State of the checks, called at backward passes, batches, clipping and steps in their order."""
 
     def __init__(self, torch: Any) -> None:
         self._torch = torch
         self._scalers: weakref.WeakSet[Any] = weakref.WeakSet()
         self._stepped: set[int] = set()
-        """Optimizers since the newest was made."""
-        self._is_behind = self._is_scaled = False
-        """Since the newest step: no backward pass yet; a loss was scaled."""
-        self._in_front = self._behind = False
-        """Whether gradients were clipped in front of this step, and behind the one before."""
+        """Ids of optimizers that stepped since the newest was created."""
+        self._just_stepped = False
+        """Whether no backward pass has begun since the last step."""
+        self._is_scaled = False
+        """Whether a loss was scaled since the last step."""
+        self._clipped_before = self._clipped_after = False
+        """Whether gradients were clipped before this step, and after the previous one."""
         self._late = self._unscaled = 0
-        """Steps in a row that were clipped too late; with their scale."""
+        """Consecutive steps with clipping after the step, and with clipping of scaled gradients."""
         self._divisions: list[tuple[list[float], bool] | None] = []
-        """Of each backward pass since the newest step."""
+        """Factors of the loss of each backward pass since the last step."""
         self._is_fp16 = False
-        self._most: float | None = None
-        """What they were clipped to."""
+        self._max_norm: float | None = None
         self._batches = 0
         self._window: Any = None
         self._alike = 0
-        """Steps in a row that summed the same."""
+        """Consecutive steps that summed losses alike."""
         self.optimizer_made()
 
     def optimizer_made(self) -> None:
-        """What follows may be another training."""
+        """Reset: another training may begin."""
         self._stepped = set()
-        self._is_behind = self._behind = False
+        self._just_stepped = self._clipped_after = False
         self._late = self._unscaled = self._alike = 0
 
     def scaled(self, scaler: Any) -> None:
-        """A gradient scaler multiplies a loss."""
+        """Record that a gradient scaler multiplies a loss."""
         self._scalers.add(scaler)
         self._is_scaled = True
 
@@ -72,8 +73,8 @@ class Scaling:
         self._batches += 1
 
     def backward_begins(self, tensors: list[Any], is_due: bool) -> None:
-        """`is_due` where its graph is looked at."""
-        self._is_behind = False
+        """Record a backward pass; read its graph if `is_due`."""
+        self._just_stepped = False
         self._divisions.append(_divisions(tensors) if is_due else None)
         if is_due and not self._is_fp16:
             self._is_fp16 = any(
@@ -81,53 +82,53 @@ class Scaling:
             )
 
     def clipped(self, most: Any) -> list[Line]:
-        """Gradients were clipped to a norm of `most`, which may be more than they can have."""
+        """Record clipping to a norm of `most`; infinity only measures the norm."""
         if most == float("inf"):
             return []
-        if self._is_behind:
-            self._behind = True
+        if self._just_stepped:
+            self._clipped_after = True
             return []
-        self._in_front = True
-        self._most = float(most) if isinstance(most, (int, float)) else None
+        self._clipped_before = True
+        self._max_norm = float(most) if isinstance(most, (int, float)) else None
         if not self._is_scaled or any(_has_unscaled(one) for one in self._scalers):
             self._unscaled = 0
             return []
         self._unscaled += 1
         if self._unscaled < _IN_A_ROW or len(self._stepped) > 1:
             return []
-        text = "gradients are clipped while they still hold the scale of the loss: nothing unscaled them in front of it"
+        text = "gradients are clipped while they still have the loss scale: nothing unscaled them before clipping"
         return [("clipping", SUSPICION, text, {"steps": self._unscaled})]
 
     def step(self, optimizer: Any, number: int) -> list[Line]:
-        """In front of step `number` of an optimizer."""
+        """Return the verdicts before step `number` of an optimizer."""
         self._stepped.add(id(optimizer))
         name = type(optimizer).__name__
-        lines = [*self._clipping(name, number), *self._sum(name), *self._of_fp16()]
-        self._is_behind, self._is_scaled = True, False
-        self._in_front = self._behind = self._is_fp16 = False
+        lines = [*self._clipping(name, number), *self._accumulation(name), *self._loss_scale()]
+        self._just_stepped, self._is_scaled = True, False
+        self._clipped_before = self._clipped_after = self._is_fp16 = False
         self._divisions, self._batches = [], 0
         return lines if len(self._stepped) == 1 else []
 
     def _clipping(self, name: str, number: int) -> list[Line]:
-        if self._in_front:
+        if self._clipped_before:
             self._late = 0
             if self._unscaled:
                 return []
-            text = f"gradients are clipped in front of a step of {name}"
-            return [("clipping", PASS, text, {"max_norm": self._most})]
-        self._late = self._late + 1 if self._behind else 0
+            text = f"gradients are clipped before a step of {name}"
+            return [("clipping", PASS, text, {"max_norm": self._max_norm})]
+        self._late = self._late + 1 if self._clipped_after else 0
         if self._late < _IN_A_ROW:
             return []
         text = (
-            f"gradients are clipped behind steps {number - 2} and {number - 1} of {name}, where no step uses them any "
-            f"more, and not in front of them"
+            f"gradients are clipped after steps {number - 2} and {number - 1} of {name}, where no step uses them, and "
+            f"not before them"
         )
         return [("clipping", SUSPICION, text, {"steps": self._late})]
 
-    def _sum(self, name: str) -> list[Line]:
-        """How the losses of a step that sums several are divided."""
+    def _accumulation(self, name: str) -> list[Line]:
+        """Judge how the losses of a step with several backward passes are divided."""
         passes = len(self._divisions)
-        # Several backward passes of one batch are of several losses.
+        # Several backward passes of one batch belong to several losses.
         known = [one for one in self._divisions if one is not None]
         window = None
         if passes > 1 and self._batches == passes == len(known) and known.count(known[0]) == passes:
@@ -161,25 +162,25 @@ class Scaling:
             return []
         return [("accumulated_mean", SUSPICION, text, numbers)]
 
-    def _of_fp16(self) -> list[Line]:
+    def _loss_scale(self) -> list[Line]:
         if not self._is_fp16:
             return []
         factors = [factor for one in self._divisions if one is not None for factor in one[0]]
         if self._is_scaled or any(factor >= _SCALED_BY_HAND for factor in factors):
-            text = "losses that are computed in fp16 are scaled in front of their backward pass"
+            text = "losses computed in fp16 are scaled before their backward pass"
             return [("loss_scale", PASS, text, {})]
-        text = "the backward pass goes through numbers in fp16, and nothing scales the loss in front of it"
+        text = "the backward pass goes through fp16 tensors, and nothing scales the loss before it"
         return [("loss_scale", SUSPICION, text, {})]
 
 
 def _divisions(tensors: list[Any]) -> tuple[list[float], bool] | None:
-    """What multiplies a loss on its way to the tensor of a backward pass, and whether it is a mean; None where it is
-    not one tensor."""
+    """Return the divisors between a loss and the tensor of a backward pass, and whether the loss is a mean; None for
+    several tensors."""
     if len(tensors) != 1:
         return None
     node: Any = getattr(tensors[0], "grad_fn", None)
     found: list[float] = []
-    for _ in range(_DIVISIONS):
+    for _ in range(_MAX_SCALING_NODES):
         kind = type(node).__name__
         if not kind.startswith(("DivBackward", "MulBackward")):
             break
@@ -193,13 +194,13 @@ def _divisions(tensors: list[Any]) -> tuple[list[float], bool] | None:
 
 
 def _kept_type(node: Any) -> Any:
-    """The type of the numbers that a node gave."""
+    """Return the dtype of a node's output; None where torch does not record it."""
     metadata = getattr(node, "_input_metadata", None)
     return metadata[0].dtype if metadata else None
 
 
 def _has_unscaled(scaler: Any) -> bool:
-    """Whether the gradients of an optimizer were unscaled since the scaler's last update."""
+    """Return whether the gradients of an optimizer were unscaled since the scaler's last update."""
     states = getattr(scaler, "_per_optimizer_states", {})
     return any(
         getattr(state.get("stage"), "name", "") == "UNSCALED" for state in list(states.values())

@@ -1,7 +1,7 @@
-"""What a step is: the time, the batches and the losses since the step before, and when its line is written.
+"""Measure each training step (time, batches, losses since the previous step) and write its line to the log.
 
-A step ends with the `step()` of the training's first optimizer. With several optimizers, as in a GAN, the losses in
-front of another one's `step()` are that one's and are not counted; its time is.
+A step ends with the `step()` of the training's first optimizer. With several optimizers, as in a GAN, losses before the
+`step()` of another optimizer belong to that one and are not counted; its time is.
 """
 
 from __future__ import annotations
@@ -32,26 +32,26 @@ from .writer import Log
 PHASES = ("data", "forward", "backward", "optimizer", "rest")
 HELD_OUT = "held_out"
 PROMPT, SAMPLE = "prompt", "sample"
-"""Texts that a script may say beside it."""
+"""Names of texts that a script may log with it."""
 _TEXT = 500
 _SAMPLE = 4000
-"""Characters of a text that the script says."""
+"""Maximum length of a text that the script logs, in characters."""
 _PARTS = 64
-"""Losses of a step, or groups of an optimizer, that are written one by one."""
+"""Maximum number of losses of a step, or of parameter groups, that are written one by one."""
 _STEPS = "APR_WATCH_STEPS"
-"""Of a process that is to end after so many steps."""
+"""Environment variable: number of steps after which the process ends."""
 _SLOW_BY = "APR_WATCH_SLOW_BY"
-"""By what share of itself each step is to be lengthened."""
+"""Environment variable: extra time of each step, as a share of its duration."""
 _EARLY = 1000
-"""Lines that may wait for the first step."""
+"""Maximum number of lines that wait for the first step."""
 
 
 class Clock:
-    """Host seconds since the last step, by phase. What lies between two phases is `forward` in front of a backward
-    pass and `rest` elsewhere; a phase inside another one (the closure of LBFGS) interrupts it."""
+    """Host seconds since the last step, by phase. The time between two phases is `forward` before a backward pass and
+    `rest` elsewhere; a phase inside another one (the closure of LBFGS) interrupts it."""
 
     def __init__(self, mark: Callable[[str], None] = lambda phase: None) -> None:
-        """`mark` is told of each phase when it ends or is interrupted."""
+        """`mark` is called with each phase when it ends or is interrupted."""
         self._mark = mark
         self.running: list[str] = []
         self.begin_s: float | None = None
@@ -68,13 +68,13 @@ class Clock:
         self._optimizer_began = phase == "optimizer"
 
     def leave(self, phase: str) -> None:
-        # Not running: the process forked inside the phase, and this is the child.
+        # A phase that is not running: the process forked inside it, and this is the child.
         if phase in self.running:
             self._charge(phase)
             self.drop(phase)
 
     def drop(self, phase: str) -> None:
-        """End a phase, and what it had begun, without looking at the time."""
+        """End a phase and the phases inside it, without reading the time."""
         if phase in self.running:
             del self.running[self.running.index(phase) :]
 
@@ -87,17 +87,17 @@ class Clock:
         self._mark(phase)
 
     def mark(self) -> tuple[float, dict[str, float]]:
-        """The time now, and the seconds until now: from here on a step may be counted."""
+        """Return the time and the seconds of each phase until now, from which a step may begin (`begin_at`)."""
         self._charge(self.running[-1] if self.running else "rest")
         return self._mark_s, dict(self.seconds)
 
     def begin_at(self, mark: tuple[float, dict[str, float]]) -> None:
-        """Count the step that is in progress from `mark` on."""
+        """Count the step in progress from `mark` on."""
         self.begin_s, before = mark
         self.seconds = {phase: self.seconds[phase] - before[phase] for phase in PHASES}
 
     def lap(self) -> tuple[float, dict[str, float]]:
-        """End the step with the last phase that was left: its seconds, in all and by phase."""
+        """End the step at the last boundary of a phase; return its seconds, in all and by phase."""
         assert self.begin_s is not None
         taken, seconds = self._mark_s - self.begin_s, self.seconds
         self.begin_s = self._mark_s
@@ -115,9 +115,9 @@ class Read:
 
 
 class Batches:
-    """Rows and tokens of the batches that were trained on. A pass over a loader feeds the training once a backward
-    pass has directly followed one of its batches; what an evaluation reads is not counted. Of a loader that is read
-    one batch ahead, a batch counts once the next one is asked for, as that is when the training gets it."""
+    """Rows and tokens of the batches trained on. A pass over a loader feeds the training once a backward pass has
+    directly followed one of its batches; batches of an evaluation are not counted. Where a framework reads one batch
+    ahead, a batch counts when the next one is requested, as that is when the training gets it."""
 
     def __init__(self, torch: Any) -> None:
         self._torch = torch
@@ -141,19 +141,19 @@ class Batches:
             self._sizes.append((read, size))
 
     def asked_for(self, iterator: Any) -> None:
-        """One more batch was asked for, whether or not there is one."""
+        """Record a request for one more batch, whether or not there is one."""
         read = self._reads.get(iterator)
         if read is not None and read.ahead is not None:
             self._sizes.append((read, read.ahead))
             read.ahead = None
 
     def trained_on(self) -> None:
-        """A backward pass begins."""
+        """Record the begin of a backward pass."""
         if self._latest is not None:
             self._latest.feeds = True
 
     def lap(self) -> tuple[int | None, int | None]:
-        """Rows and tokens since the last step; None where they are not known of every batch."""
+        """Return rows and tokens since the last step; None where they are unknown for a batch."""
         sizes = [size for read, size in self._sizes if read.feeds]
         self._sizes = []
         return _sum([rows for rows, _ in sizes]), _sum([tokens for _, tokens in sizes])
@@ -181,8 +181,8 @@ class Batches:
 
 
 def _is_read_ahead(caller: FrameType) -> bool:
-    """Whether a framework asks for this batch while the training has yet to get the one before: Accelerate always,
-    Lightning where it does not know how many there are."""
+    """Return whether a framework requests this batch before the training got the previous one: Accelerate always does,
+    Lightning where the number of batches is unknown."""
     module = caller.f_globals.get("__name__")
     if module == "accelerate.data_loader":
         code = caller.f_code
@@ -205,7 +205,7 @@ _LIGHTNING_READS = {
 
 
 def _is_dispatched(caller: FrameType) -> bool:
-    """Whether rank 0 reads for all ranks (Accelerate's dispatching loader): its own part is not known yet."""
+    """Return whether rank 0 reads for all ranks (Accelerate's dispatching loader), so its own share is unknown."""
     module = caller.f_globals.get("__name__")
     return module == "accelerate.data_loader" and caller.f_code.co_name == "_fetch_batches"
 
@@ -215,7 +215,7 @@ def _is_integer(torch: Any, tensor: Any) -> bool:
 
 
 def _sum(numbers: list[Any]) -> Any:
-    """The sum; None if there is nothing to add, or something unknown."""
+    """Return the sum; None if the list is empty or holds an unknown number."""
     return None if not numbers or None in numbers else sum(numbers)
 
 
@@ -227,14 +227,15 @@ class Entry(NamedTuple):
     kind: str
     fields: dict[str, Any]
     lap: Lap | None = None
-    """The step's time on a GPU."""
+    """Time of the step on a GPU."""
     seen: Seen | Noticed | None = None
-    """Of an optimizer, what becomes lines once it is known; `told` are those that the log has."""
-    told: set[tuple[str, str]] | None = None
+    """Sampled step whose verdicts become lines once the device has passed it."""
+    logged: set[tuple[str, str]] | None = None
+    """Identities and levels that the log already has."""
 
 
 class Steps:
-    """The steps of this process. The hooks tell it what happens; it writes."""
+    """Steps of this process: called by the hooks at each event, writes the log."""
 
     def __init__(self, torch: Any, run: str) -> None:
         self._torch, self._run = torch, run
@@ -245,9 +246,9 @@ class Steps:
         self._places = Places(torch)
         self._most = int(os.environ.get(_STEPS) or 0)
         self._slow_by, self._slept_s = float(os.environ.get(_SLOW_BY) or 0.0), 0.0
-        self._begin_anew()
+        self._reset()
 
-    def _begin_anew(self) -> None:
+    def _reset(self) -> None:
         self._trainings = Trainings()
         self._reader = Reader(self._torch)
         self._device_clock = DeviceClock(self._torch, PHASES)
@@ -263,7 +264,7 @@ class Steps:
 
     @property
     def are_enough(self) -> bool:
-        """Whether the training has made the steps after which its process is to end."""
+        """Whether the training has done the number of steps after which the process must end."""
         return 0 < self._most <= self._step
 
     def _forget_training(self) -> None:
@@ -272,8 +273,8 @@ class Steps:
         self._beat: Beat | None = None
         self._rank, self._world = 0, 1
         self._step = 0
-        self._told: set[tuple[str, str]] = set()
-        """Each identity with each degree that the training's log has."""
+        self._logged_identities: set[tuple[str, str]] = set()
+        """Identities and levels that the training's log already has."""
 
     def _forget_losses(self) -> None:
         self._reader.drop(self._values)
@@ -286,14 +287,13 @@ class Steps:
     # Data.
 
     def data_begins(self, iterator: Any) -> bool:
-        """Whether the time of this call is the step's: not of a loader inside a loader, or in a thread that
-        prefetches."""
+        """Return whether this call's time counts: not in a loader inside a loader, or in a prefetching thread."""
         if self._thread is None:
             self._thread = get_ident()
         if self._thread != get_ident() or "data" in self._clock.running:
             return False
         self.identities.batch_asked_for(iterator)
-        self._say_identities()
+        self._write_identities()
         self._clock.enter("data")
         return True
 
@@ -313,13 +313,13 @@ class Steps:
         self._batches.asked_for(iterator)
         if isinstance(error, StopIteration):
             self.identities.no_batch(iterator)
-            self._say_identities()
+            self._write_identities()
 
     # Backward.
 
     def backward_begins(self, tensors: Any) -> bool:
-        """Whether this is a backward pass of its own: not one that checkpointing runs inside another, on
-        whichever thread of autograd's."""
+        """Return whether this is an outermost backward pass: not one that checkpointing runs inside another, on any
+        thread of autograd."""
         if "backward" in self._clock.running:
             return False
         self._take_thread()
@@ -329,7 +329,7 @@ class Steps:
         self._backwards += 1
         if not self._step:
             self._places.backward_begins()
-        self._say_begun()
+        self._beat_begun()
         losses = self._as_list(tensors)
         self._losses += [self._loss_of(tensor) for tensor in losses]
         self.identities.backward_begins(losses)
@@ -342,7 +342,7 @@ class Steps:
         return self._keep(tensor)
 
     def _keep(self, tensor: Any) -> float | Kept | None:
-        # Of a rank that writes no log nothing is read.
+        # Only the rank that writes the log needs values.
         return None if self._rank else self._reader.keep(tensor, self._values)
 
     def _as_list(self, tensors: Any) -> list[Any]:
@@ -353,13 +353,13 @@ class Steps:
         self.identities.backward_ends()
 
     def backward_failed(self) -> None:
-        """The script may catch the error and go on (out of memory): the loss of this step is unknown."""
+        """Mark the loss of this step as unknown: the script may catch the error (out of memory) and go on."""
         self._clock.leave("backward")
         self.identities.backward_ends()
         self._losses.append(None)
 
     def scaled(self, scaler: Any, outputs: Any, products: Any) -> None:
-        """A gradient scaler has multiplied losses; the loss of the step is the one before that."""
+        """Record that a gradient scaler multiplied losses; the loss of the step is the unscaled one."""
         if isinstance(products, (self._torch.Tensor, list, tuple)) and products is not outputs:
             self.identities.scaled(scaler)
             pairs = zip(self._as_list(outputs), self._as_list(products), strict=True)
@@ -367,19 +367,18 @@ class Steps:
                 self._scaled[id(product)] = weakref.ref(product), self._keep(tensor)
 
     def scaler_updated(self) -> None:
-        """An iteration ends. Where the scaler left out the optimizer's step (an infinite gradient), its losses
-        belong to no step."""
+        """End an iteration: the losses belong to no step if the scaler skipped it for an infinite gradient."""
         self._forget_losses()
 
     def clipped(self, norm: Any, most: Any) -> None:
-        """Gradients were clipped to a norm of `most`; `norm` is what they had, None if of another kind."""
+        """Record clipping to a norm of `most`; `norm` is the norm before it, None if not the 2-norm."""
         if norm is not None:
             self._norm = self._keep(norm)
-        # In a tensor it may be on a GPU.
+        # A tensor may be on a GPU: reading it would wait.
         self.identities.clipped(None if isinstance(most, self._torch.Tensor) else most)
 
     def planned(self, left: int | None) -> None:
-        """A framework says how many steps are left; None: it cannot say."""
+        """Record how many steps are left by a framework's own plan; None where it has none."""
         self._progress.planned(self._step, left)
 
     # Optimizer.
@@ -392,15 +391,15 @@ class Steps:
 
     def optimizer_begins(self) -> None:
         self._take_thread()
-        # Still running: the optimizer's last step raised, and the script caught it.
+        # The phase still runs if the optimizer's last step raised and the script caught it.
         self._clock.drop("optimizer")
         self._clock.enter("optimizer")
-        self._say_begun()
+        self._beat_begun()
 
     def optimizer_ends(self, optimizer: Any) -> None:
         self._clock.leave("optimizer")
         if is_capturing(self._torch):
-            # Nothing ran: a step was recorded, to be replayed out of sight.
+            # Nothing ran: the step was captured in a CUDA graph, whose replays are not visible here.
             self._forget_losses()
             return
         if self._trainings.begin_with(optimizer):
@@ -408,7 +407,7 @@ class Steps:
         if self._trainings.are_led_by(optimizer):
             self._step_ends(optimizer)
         self.identities.compare_ranks(self._folder, self._rank, self._world)
-        self._say_identities()
+        self._write_identities()
         self._forget_losses()
 
     def _begin_training(self, optimizer: Any) -> None:
@@ -421,19 +420,19 @@ class Steps:
                 self._device_clock.forget()
 
     def end_training(self, begun: Any = None) -> None:
-        """Nothing more is written to the training's log once the values of its steps are known; `begun` is the
-        optimizer of the next one, where that is what ends it."""
+        """End the training; its log closes once the values of its steps are known. `begun` is the optimizer of the
+        next training, if that is what ends this one."""
         self._end_ranks(at_exit=False)
         if self.log is not None:
-            # What was seen of the first step of the next one is not this one's.
-            self._say_seen(self.identities.end(begun))
+            # The verdicts on the next training's first step do not belong to this one.
+            self._queue_verdicts(self.identities.end(begun))
             self._waiting.append(Entry(Values(), self.log, "script_ended", {"how": "goes on"}))
             self._write_ready()
         if self._beat is not None:
             self._beat.close()
         self._forget_training()
 
-    # What the script says itself.
+    # Calls of the script.
 
     def choose(self, optimizer: Any) -> None:
         self.end_training()
@@ -444,7 +443,7 @@ class Steps:
         self._trainings.end()
 
     def logged(self, values: Mapping[str, Any]) -> None:
-        """Values of the script's own, at the step that was done last; before the first they wait for the log."""
+        """Record the script's own values at the last completed step; before the first, they wait for the log."""
         kept = Values()
         texts = {
             name: value[:_SAMPLE]
@@ -457,19 +456,19 @@ class Steps:
         if HELD_OUT in numbers or SAMPLE in texts:
             loss = numbers.pop(HELD_OUT, None)
             held_out = {"step": self._step, "subject": "student", "loss": loss}
-            self._say(kept, "eval", {**held_out, "labelled": None, "eval_s": None, **texts})
+            self._queue(kept, "eval", {**held_out, "labelled": None, "eval_s": None, **texts})
         if numbers:
-            self._say(kept, "logged", {"step": self._step, "values": numbers})
+            self._queue(kept, "logged", {"step": self._step, "values": numbers})
         self._write_ready()
 
     def noted(self, level: str, text: str) -> None:
-        self.said("note", {"level": level, "text": text})
+        self.log_event("note", {"level": level, "text": text})
 
-    def said(self, kind: str, fields: dict[str, Any]) -> None:
-        self._say(Values(), kind, fields)
+    def log_event(self, kind: str, fields: dict[str, Any]) -> None:
+        self._queue(Values(), kind, fields)
         self._write_ready()
 
-    def _say(self, kept: Values, kind: str, fields: dict[str, Any]) -> None:
+    def _queue(self, kept: Values, kind: str, fields: dict[str, Any]) -> None:
         if self.log is not None:
             self._waiting.append(Entry(kept, self.log, kind, fields))
         elif len(self._early) < _EARLY and not rank_and_world(self._torch)[0]:
@@ -480,14 +479,14 @@ class Steps:
         if isinstance(value, torch.Tensor) and value.is_floating_point():
             return None if self._rank else self._reader.keep(value, kept)
         try:
-            # A tensor of integers on a GPU would have to be waited for.
+            # Reading an integer tensor on a GPU would synchronise.
             on_gpu = isinstance(value, torch.Tensor) and not value.is_cpu
             return None if on_gpu else float(value)
         except (TypeError, ValueError, RuntimeError):
             return None
 
     def _locate(self) -> str:
-        """Find the folder of the training, and which rank of it this is."""
+        """Find the folder of the training and this process's rank in it."""
         if self._folder is None:
             self._rank, self._world = rank_and_world(self._torch)
             self._folder = claim(self._run, self._trainings.newest, self._world)
@@ -495,8 +494,8 @@ class Steps:
                 self._beat = Beat(self._folder, self._rank)
         return self._folder
 
-    def _say_begun(self) -> None:
-        # Ranks are told apart before the first step: one of them may never come so far.
+    def _beat_begun(self) -> None:
+        # Claim the ranks' files before the first step, which one of the ranks may never reach.
         if self._beat is None and not self._step and rank_and_world(self._torch)[1] > 1:
             self._locate()
         if self._beat is not None:
@@ -510,7 +509,7 @@ class Steps:
         step_s, phases = self._clock.lap()
         lap = self._device_clock.lap(device)
         if self._slow_by:
-            # A step takes as long as it would without, and that share more: the sleep is the next one's.
+            # The sleep counts in the next step: subtract it from that step's time before taking the share.
             self._slept_s = self._slow_by * max(0.0, step_s - self._slept_s)
             time.sleep(self._slept_s)
         rows, tokens = self._batches.lap()
@@ -531,7 +530,7 @@ class Steps:
             "tokens": tokens,
             "step_s": step_s,
             "data_s": phases["data"],
-            # On a GPU the host's seconds are those of launching.
+            # On a GPU, replaced by the device clock's seconds: the host's only measure launching.
             "phases": phases,
             "backwards": self._backwards,
             **self._parts(optimizer),
@@ -545,26 +544,26 @@ class Steps:
         self._memory.look(folder, self._step, device, now=self.are_enough)
         self._write_ready()
 
-    def _say_identities(self) -> None:
+    def _write_identities(self) -> None:
         if self.log is not None and self.identities.seen:
-            self._say_seen(self.identities.take())
+            self._queue_verdicts(self.identities.take())
 
-    def _say_seen(self, found: Sequence[Seen | Noticed]) -> None:
+    def _queue_verdicts(self, found: Sequence[Seen | Noticed]) -> None:
         if self.log is None:
             return
         for seen in found:
             step = seen.step if isinstance(seen, Noticed) else None
             about = {"step": min(self._step, step or self._step), "framework": framework()}
-            entry = Entry(Values(), self.log, "judged", about, None, seen, self._told)
+            entry = Entry(Values(), self.log, "judged", about, None, seen, self._logged_identities)
             self._waiting.append(entry)
         self._write_ready()
 
     def _end_ranks(self, at_exit: bool) -> None:
         ranks = self.identities.ranks
-        self._say_seen(ranks.training_ends(self._folder, self._rank, self._world, at_exit))
+        self._queue_verdicts(ranks.training_ends(self._folder, self._rank, self._world, at_exit))
 
     def _parts(self, optimizer: Any) -> dict[str, Any]:
-        """Each loss where there are several, and each group's rate where they differ."""
+        """Return each loss where there are several, and each group's learning rate where they differ."""
         parts: dict[str, Any] = {}
         if 1 < len(self._losses) <= _PARTS:
             parts["losses"] = list(self._losses)
@@ -614,12 +613,12 @@ class Steps:
             _write(self._waiting.popleft())
 
     def _mark_device(self, phase: str) -> None:
-        # Of a rank that writes no log nothing is read.
+        # Only the rank that writes the log needs values.
         if not self._rank:
             self._device_clock.mark(phase)
 
     def _take_thread(self) -> None:
-        """The thread that trains is the one whose time is measured."""
+        """Measure the time of the current thread, which trains."""
         if self._thread != get_ident():
             self._thread = get_ident()
             self._clock.running.clear()
@@ -627,14 +626,14 @@ class Steps:
     # The end.
 
     def finish(self, error: BaseException | None = None) -> None:
-        """Write what is left, and how the script ended, or the block of it that was watched by `error`; a value that
-        does not come is unknown."""
+        """Write the pending lines and how the script ended: by `error` or the interpreter's last exception. Values
+        that do not arrive in time are unknown."""
         ended = how_it_ended(error or getattr(sys, "last_value", None))
         try:
             self._end_ranks(at_exit=True)
-            self._say_identities()
+            self._write_identities()
             if ended["how"] == "returned":
-                self._say_seen(self.identities.end())
+                self._queue_verdicts(self.identities.end())
             if self._waiting:
                 self._reader.wait_for([entry.values for entry in self._waiting])
                 laps = [entry.lap for entry in self._waiting if entry.lap is not None]
@@ -651,7 +650,7 @@ class Steps:
             say_lost(self._folder, self._rank, ended)
 
     def forked(self) -> None:
-        """In a forked child: leave the logs to the parent."""
+        """Leave the logs to the parent; called in a forked child."""
         for log in {self.log, *(entry.log for entry in self._waiting)}:
             if log is not None:
                 log.close()
@@ -660,13 +659,13 @@ class Steps:
         # Not freed: the child may not touch the parent's GPU.
         self._left_to_parent += [self._values, self._waiting, self._reader, self._device_clock]
         self._left_to_parent.append(self.identities)
-        self._begin_anew()
+        self._reset()
 
 
 def _write(entry: Entry) -> None:
     fields = entry.fields
     if entry.seen is not None:
-        _write_identities(entry, entry.seen)
+        _write_verdicts(entry, entry.seen)
         return
     if entry.lap is not None:
         fields = {**fields, "phases": entry.lap.seconds}
@@ -687,31 +686,31 @@ def _write(entry: Entry) -> None:
         entry.log.close()
 
 
-def _write_identities(entry: Entry, seen: Seen | Noticed) -> None:
-    # What a GPU has not passed at the end of the process is not known.
+def _write_verdicts(entry: Entry, seen: Seen | Noticed) -> None:
+    # At the end of the process, verdicts on steps that the GPU has not passed stay unknown.
     for name, level, text, numbers in seen.lines() if seen.has_passed() else []:
-        if entry.told is not None and (name, level) not in entry.told:
-            entry.told.add((name, level))
+        if entry.logged is not None and (name, level) not in entry.logged:
+            entry.logged.add((name, level))
             about = {"id": name, "level": level, "text": text, "numbers": numbers}
             entry.log.write("judged", by="identity", **entry.fields, **about)
 
 
 def _plain(value: Any) -> float | None:
-    """A setting that is a number; one in a tensor may be on a GPU, and is not waited for."""
+    """Return a setting that is a number; None for a tensor, which may be on a GPU and would have to be waited for."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return None
     return float(value)
 
 
 def _about_group(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Of a group of parameters its size, and its settings that are numbers."""
+    """Return the number of parameters of a group and its numeric settings."""
     numbers = {name: _plain(value) for name, value in group.items() if name != "params"}
     known = {name: value for name, value in numbers.items() if value is not None}
     return {"parameters": sum(p.numel() for p in group["params"]), **known}
 
 
 def how_it_ended(error: BaseException | None) -> dict[str, Any]:
-    """The exception that ended it, with the line that raised it."""
+    """Return the `script_ended` fields: "returned", or the exception and the line that raised it."""
     if error is None:
         return {"how": "returned"}
     trace, where = getattr(error, "__traceback__", None), ""

@@ -1,7 +1,7 @@
-"""One step of an optimizer: is the new weight its textbook update of the old?
+"""Check that a step of an optimizer makes its textbook update of the weights.
 
-Some rows of each weight, gradient and state are copied in front of the step and behind it. On a GPU they are copied
-there, and to the host on another stream once the GPU has passed the step: nothing is waited for.
+Some rows of each weight, gradient and state are copied before and after the step. On a GPU they are copied on the
+device, and to the host on another stream once the GPU has passed the step, so nothing waits.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ if TYPE_CHECKING:
     from .outside import Between
     from .pitfalls import Classes, Pitfalls
 
-_NUMBERS = 1 << 15
-"""Of the weights of an optimizer that are copied, about: some milliseconds of float64, in which a GPU may idle."""
-_LEAST = 64
-"""Of each parameter, where it has so many."""
-_APART = 7919
-"""Rows between those of two steps: prime, so that no stride meets the same ones."""
-_MOST = 0.5
-"""Share of 16-bit weights that may stand still."""
-_LARGE = 0.1
-"""Size of a step relative to the weights; in healthy training it is about a thousandth."""
+_ELEMENTS = 1 << 15
+"""Approximate number of elements copied per step: some milliseconds in float64, in which a GPU may idle."""
+_MIN_ELEMENTS = 64
+"""Minimum number of elements copied of each parameter."""
+_ROW_OFFSET = 7919
+"""Offset between the rows of two sampled steps: prime, so that no stride meets the same rows again."""
+_MAX_UNCHANGED = 0.5
+"""Maximum share of 16-bit weights that an update may leave unchanged."""
+_LARGE_STEP = 0.1
+"""Size of a step relative to the weights, from which it is reported; in healthy training about 0.001."""
 _EXIT_WAIT_S = 2.0
 
 
 class Rates:
-    """The rates of an optimizer at the sampled steps, and the sizes of its matrices at the first."""
+    """Learning rates of an optimizer at the sampled steps, and sizes of its matrices at the first one."""
 
     def __init__(self) -> None:
         self._highest = 0.0
@@ -45,28 +45,28 @@ class Rates:
         self._sizes: dict[str, float] = {}
 
     def add(self, rate: float) -> bool:
-        """Whether the rate of this step is neither that of a warm-up nor that of an end."""
+        """Add a learning rate; return whether it is neither in a warm-up nor decayed by half."""
         has_risen = self._newest is None or rate > self._newest
         self._newest, self._highest = rate, max(self._highest, rate)
         return not has_risen and rate >= self._highest / 2
 
     def share(self, label: str, old: Any, step: Any) -> float | None:
-        """The size of a step relative to the matrix at its first one; None of a matrix that began at zero."""
+        """Return the size of a step relative to the first size of the matrix; None if that is zero."""
         begun = self._sizes.setdefault(label, _size(old))
         share = _size(step) / begun if begun else math.inf
         return share if math.isfinite(share) else None
 
 
 class Rows:
-    """A parameter, and which of its rows are looked at."""
+    """A parameter and its sampled rows."""
 
     def __init__(self, parameter: Any, group: int, place: int, most: int, number: int) -> None:
-        """At most `most` numbers, in rows that lie evenly; others with each `number`."""
+        """Choose evenly spaced rows with at most `most` elements in all; they differ with each `number`."""
         self.of = weakref.ref(parameter)
         self.label = f"group {group}, parameter {place}"
         rows = parameter.shape[0] if parameter.dim() else 1
         stride = -(-rows // max(1, most * rows // parameter.numel()))
-        self._rows = slice(number * _APART % stride, None, stride)
+        self._rows = slice(number * _ROW_OFFSET % stride, None, stride)
         self._most = most
         self.has_gradient = False
         self.count = self.of_tensor(parameter).numel()
@@ -75,12 +75,12 @@ class Rows:
         tensor = tensor.detach()
         if not tensor.dim():
             return tensor.reshape(1)
-        # A row of a large matrix may be more than all that is looked at.
+        # One row of a large matrix may exceed the limit.
         return tensor[self._rows].reshape(-1)[: self._most]
 
 
 def is_plain(torch: Any, parameter: Any) -> bool:
-    """Whether its numbers are its own, and here: not a shard, nor shared with another process."""
+    """Return whether a parameter is an ordinary local tensor: neither a shard nor shared with another process."""
     return (
         type(parameter) in (torch.nn.Parameter, torch.Tensor)
         and parameter.layout == torch.strided
@@ -92,7 +92,7 @@ def is_plain(torch: Any, parameter: Any) -> bool:
 
 
 def fits(torch: Any, gradient: Any, parameter: Any) -> bool:
-    """Whether the gradient is of the type and at the place of its parameter."""
+    """Return whether the gradient has the type and the device of its parameter."""
     return (
         type(gradient) in (torch.Tensor, torch.nn.Parameter)
         and gradient.layout == torch.strided
@@ -102,17 +102,17 @@ def fits(torch: Any, gradient: Any, parameter: Any) -> bool:
 
 
 class _Batch:
-    """Parameters that are updated by one rule, with states of the same types: their numbers lie behind each other."""
+    """Parameters updated by one rule with states of the same dtypes; their sampled elements are concatenated."""
 
     def __init__(self, rule: Rule, count: int | None) -> None:
         self.rule, self.count = rule, count
-        """The number of this update; None where it is on the GPU."""
+        """Number of this update, from 1; None where it is on the GPU."""
         self.parts: list[Rows] = []
         self.tensors: dict[str, Any] = {}
 
 
 class Seen:
-    """One step of an optimizer. Its lines are known once the device has passed it."""
+    """One sampled step of an optimizer. Its verdicts are known once the device has passed it."""
 
     def __init__(
         self,
@@ -123,34 +123,34 @@ class Seen:
         threads: set[int],
         has_closure: bool,
     ) -> None:
-        """`number` of this step of the optimizer; `threads` are those that step optimizers, now and later."""
+        """Copy the old values. `number` counts the optimizer's steps; `threads` is the live set of stepping threads."""
         self._torch, self._optimizer = torch, type(optimizer).__name__
         self._number, self._rates, self._threads = number, rates, threads
         self.has_closure = has_closure
-        self.more: list[Line] = []
-        """What else was found at this step."""
+        self.extra_lines: list[Line] = []
+        """Further verdicts on this step."""
         self.chain: Chain | None = None
         self.between: Between | None = None
         self._classes: Classes | None = None
         self._losses: list[Loss | Divergence] = []
         self.tensors: dict[str, Any] = {}
-        """`chain`: whether the gradients of the step before are still part of this one's; of each loss its counts;
-        `between`: which weights are others than the step before left."""
+        """Results on the device: `chain`, whether this step's gradients still contain those of the previous one;
+        `loss i` and `cover i j`, the counts of each loss; `labels`; `between`, which weights changed between steps."""
         self._why = ""
-        """Why nothing is known."""
+        """Reason why the update cannot be judged; empty if it can."""
         self._batches: list[_Batch] = []
         self._left_out = 0
         self._events: list[Any] = []
         self._copied: list[Any] | None = None
         self._lines: list[Line] | None = None
-        # Gradients that a closure, a hook of the script or a fused scaler sets are there at the end of the step.
+        # A closure, a hook of the script or a fused scaler sets gradients during the step: copy them at its end.
         self.is_late = (
             has_closure
             or bool(getattr(optimizer, "_optimizer_step_pre_hooks", None))
             or getattr(optimizer, "grad_scale", None) is not None
         )
         self._is_hooked = bool(getattr(optimizer, "_optimizer_step_post_hooks", None))
-        """Hooks of the script's run behind the step, and before it is looked at again."""
+        """Whether hooks of the script run between the step and the copy of its results."""
         self._rules: list[Any] = [
             rule_of(torch, optimizer, group) for group in optimizer.param_groups
         ]
@@ -163,9 +163,9 @@ class Seen:
             self._copy_gradients()
 
     def _choose(self, optimizer: Any) -> None:
-        """Which rows of which parameters."""
+        """Choose the parameters and their rows."""
         groups = [group["params"] for group in optimizer.param_groups]
-        most = max(_LEAST, _NUMBERS // max(1, sum(map(len, groups))))
+        most = max(_MIN_ELEMENTS, _ELEMENTS // max(1, sum(map(len, groups))))
         places: dict[int, int] = {}
         for group in groups:
             for parameter in group:
@@ -174,7 +174,7 @@ class Seen:
         batches: dict[Any, _Batch] = {}
         for at, (group, rule) in enumerate(zip(groups, self._rules, strict=True)):
             for place, parameter in enumerate(group):
-                # Two parameters in the same memory are updated twice.
+                # Parameters that share memory are updated twice.
                 if not is_plain(self._torch, parameter) or places[parameter.data_ptr()] > 1:
                     self._left_out += 1
                     continue
@@ -199,7 +199,7 @@ class Seen:
         self._batches = list(batches.values())
 
     def _copy(self, optimizer: Any, when: str) -> None:
-        """Weights and states."""
+        """Copy the sampled weights and states."""
         for batch in self._batches:
             found = [(part, part.of()) for part in batch.parts]
             states = [_state_of(optimizer, parameter) for _, parameter in found]
@@ -217,7 +217,7 @@ class Seen:
                 batch.tensors["count"] = self._torch.cat(steps)
 
     def _cat(self, found: list[tuple[Rows, Any]]) -> Any:
-        """The rows of each tensor behind each other, copied; zeros where there is none."""
+        """Return a concatenated copy of each tensor's rows; zeros for a missing tensor."""
         first = next(tensor for _, tensor in found if tensor is not None)
         pieces = [
             first.new_zeros(part.count) if tensor is None else part.of_tensor(tensor)
@@ -242,7 +242,7 @@ class Seen:
                 self._batches.remove(batch)
 
     def end(self, optimizer: Any) -> None:
-        """The step is done."""
+        """Copy the new values after the step."""
         if not self._why:
             self._end(optimizer)
         torch = self._torch
@@ -252,7 +252,7 @@ class Seen:
             self._events.append(event)
 
     def _devices(self) -> set[Any]:
-        """GPUs that have something of it."""
+        """Return the GPUs that hold results."""
         held = [self.tensors, *(batch.tensors for batch in self._batches)]
         return {one.device for tensors in held for one in tensors.values() if not one.is_cpu}
 
@@ -271,7 +271,7 @@ class Seen:
     # Once the device has passed the step.
 
     def has_passed(self) -> bool:
-        """Whether its lines are known. Never waits for the stream of the training."""
+        """Return whether the verdicts are known. Never waits for the training's stream."""
         if not all(event.query() for event in self._events):
             return False
         if self._copied is None:
@@ -291,19 +291,19 @@ class Seen:
                         tensors[name] = host.copy_(tensor, non_blocking=True)
                         held.append(tensor)
             event.record(stream)
-        # The memory belongs to the stream of the training until it was copied.
+        # Keep the source tensors alive until the copy is done: their memory belongs to the training's stream.
         return event, held
 
     def lines(self) -> list[Line]:
-        """What was seen, once `has_passed`."""
+        """Return the verdicts; call only after `has_passed`."""
         if self._lines is None:
             with self._torch.no_grad():
                 self._lines = [
-                    *self._update(),
-                    *self._gradients(),
-                    *self._of_losses(),
-                    *self._of_labels(),
-                    *self.more,
+                    *self._judge_update(),
+                    *self._judge_gradients(),
+                    *self._judge_losses(),
+                    *self._judge_labels(),
+                    *self.extra_lines,
                 ]
                 changed = self.tensors.get("between")
                 if self.between is not None and changed is not None and len(self._threads) == 1:
@@ -328,18 +328,18 @@ class Seen:
         for one in pitfalls:
             for line in one.lines:
                 found.setdefault(line[:2], line)
-        self.more += found.values()
+        self.extra_lines += found.values()
         labels = [one.labels for one in pitfalls if one.labels is not None]
         if labels:
             self.tensors["labels"] = labels[0]
 
-    def _of_labels(self) -> list[Line]:
+    def _judge_labels(self) -> list[Line]:
         labels = self.tensors.get("labels")
         if labels is None or self._classes is None or len(self._threads) > 1:
             return []
         return self._classes.add(*labels.tolist())
 
-    def _of_losses(self) -> list[Line]:
+    def _judge_losses(self) -> list[Line]:
         if not self._losses or len(self._threads) > 1:
             return []
         weights = [loss.weight for loss in self._losses if isinstance(loss, Loss)]
@@ -355,44 +355,44 @@ class Seen:
                 found.append(loss.lines(numbers, weights, self._number))
         return combined(found)
 
-    def _gradients(self) -> list[Line]:
+    def _judge_gradients(self) -> list[Line]:
         if self.chain is None or len(self._threads) > 1:
             return []
         holds = bool(self.tensors.get("chain", False))
         return self.chain.lines(self._optimizer, self._number, holds)
 
     def wait(self, deadline: float) -> bool:
-        """At the end of the process: give a GPU that still works a moment; whether the lines are known."""
+        """Wait for the GPU until `deadline`; return whether the verdicts are known. Called at exit only."""
         while not self.has_passed():
             if time.monotonic() > deadline:
                 return False
             time.sleep(0.001)
         return True
 
-    def _update(self) -> list[Line]:
+    def _judge_update(self) -> list[Line]:
         if len(self._threads) > 1:
             self._why = "several threads step optimizers"
         if self._why:
             return [("update", UNKNOWN, self._why, {})]
         found = _Found()
         for batch in self._batches:
-            self._judge(batch, found)
+            self._compare(batch, found)
         about: dict[str, Any] = {
             "parameters": found.parameters,
             "numbers": found.numbers,
             "left_out": self._left_out,
         }
         if not found.numbers:
-            return [("update", UNKNOWN, "no number of the update could be looked at", about)]
+            return [("update", UNKNOWN, "no element of the update could be checked", about)]
         about["largest"] = found.largest
         if not found.wrong:
             text = (
-                f"{found.numbers} numbers of {found.parameters} parameters are the textbook's update of "
+                f"{found.numbers} elements of {found.parameters} parameters match the textbook update of "
                 f"{self._optimizer}"
             )
             return [("update", PASS, text, about), *self._vanishing(found), *self._large(found)]
         if self.has_closure:
-            text = "what the closure did between the two looks at the weights was not seen"
+            text = "the closure may have changed weights during the step"
             return [("update", UNKNOWN, text, about)]
         about["wrong"] = len(found.wrong)
         parameters = [parameter for parameter, _, _ in found.wrong]
@@ -400,7 +400,7 @@ class Seen:
         modules = Modules(self._torch, parameters)
         text = f"{named(modules, parameters[:1], labels)}: {found.wrong[0][2]}"
         if self._is_hooked:
-            why = "a hook of the script's at the end of the step writes the weights"
+            why = "a hook of the script writes the weights at the end of the step"
             return [
                 ("update", UNKNOWN, why, about),
                 ("outside_writes", SUSPICION, f"{why}; {text}", about),
@@ -409,7 +409,7 @@ class Seen:
             text += f"; also {named(modules, parameters[1:], labels)}"
         return [("update", FAIL, text, about)]
 
-    def _judge(self, batch: _Batch, into: _Found) -> None:
+    def _compare(self, batch: _Batch, into: _Found) -> None:
         torch, count = self._torch, batch.count
         if count is None:
             counts = batch.tensors["count"].tolist()
@@ -450,25 +450,28 @@ class Seen:
             worst = int(off[here].argmax())
             if off[here][worst] > 1:
                 numbers = (old, new, one.expected, gradient)
-                was, made, expected, along = (float(t[here][worst]) for t in numbers)
-                beyond = int((off[here] > 1).sum())
+                before, after, expected, slope = (float(t[here][worst]) for t in numbers)
+                wrong = int((off[here] > 1).sum())
                 text = (
-                    f"{self._optimizer} made {made:.9g} of {was:.9g} with the gradient {along:.4g}, where its "
-                    f"textbook makes {expected:.9g}; so {beyond} of {part.count} numbers"
+                    f"{self._optimizer} changed {before:.9g} to {after:.9g} with the gradient {slope:.4g}, where its "
+                    f"textbook update gives {expected:.9g}; {wrong} of {part.count} elements differ"
                 )
                 into.wrong.append((part.of(), part.label, text))
 
     def _vanishing(self, found: _Found) -> list[Line]:
-        """Whether most of the weights that have a gradient are where they were, since the update is less than their
-        type holds. While the rate rises, or once it has fallen by half, that may pass or be meant."""
+        """Judge whether most 16-bit weights with a gradient stay unchanged because the update is below their precision.
+        Not judged during a warm-up or once the learning rate has fallen by half, where that is normal."""
         rate = max(rule.rate for rule in self._rules)
         is_at_work = self._rates.add(rate)
         if not found.moving or not is_at_work:
             return []
         share = found.still / found.moving
         about = {"numbers": found.moving, "still": found.still, "lr": rate}
-        text = f"{found.still} of {found.moving} 16-bit weights with a gradient did not move at a rate of {rate:.3g}"
-        if share <= _MOST:
+        text = (
+            f"{found.still} of {found.moving} 16-bit weights with a gradient did not change at a learning rate of "
+            f"{rate:.3g}"
+        )
+        if share <= _MAX_UNCHANGED:
             return [("vanishing_updates", PASS, text, about)]
         # Gradients shrink as a training converges, and the updates of SGD with them; those of Adam do not.
         level = SUSPICION if self._rules[0].kind == "sgd" else FAIL
@@ -476,32 +479,35 @@ class Seen:
             (
                 "vanishing_updates",
                 level,
-                f"{text}: the update is below half of their last place",
+                f"{text}: the update is below half a unit in their last place",
                 about,
             )
         ]
 
     def _large(self, found: _Found) -> list[Line]:
-        """Whether a step is large compared with the matrices as they were at first. That alone is no mistake: a small
-        problem may be learnt so. The rule `update_too_large` asks whether the loss fell."""
+        """Report a step that is large relative to the first size of the matrices. That alone is no mistake: a small
+        problem may be learnt so. The rule `update_too_large` checks whether the loss falls."""
         share = statistics.median(found.shares) if found.shares else 0.0
-        if share < _LARGE:
+        if share < _LARGE_STEP:
             return []
         rate = max(rule.rate for rule in self._rules)
-        text = f"a step at a rate of {rate:.3g} moves half of the matrices by {100 * share:.0f} % of their size"
+        text = (
+            f"a step at a learning rate of {rate:.3g} changes half of the matrices by "
+            f"{100 * share:.0f} % of their size"
+        )
         return [("update_size", FACT, text, {"share": share, "lr": rate})]
 
 
 class _Found:
-    """What the batches of a step say together."""
+    """Results of all batches of a step."""
 
     def __init__(self) -> None:
         self.parameters = self.numbers = 0
         self.largest = 0.0
         self.wrong: list[tuple[Any, str, str]] = []
-        """Parameters, their labels, and what was found."""
+        """Parameters that differ from the textbook update, their labels and messages."""
         self.moving = self.still = 0
-        """16-bit weights that have a gradient and an update; those that did not move."""
+        """Number of 16-bit weights with a gradient and an update, and of those that did not change."""
         self.shares: list[float] = []
         """Size of the step of each matrix relative to the matrix."""
 
@@ -511,14 +517,14 @@ def _size(values: Any) -> float:
 
 
 def wait_for(seen: list[Any]) -> None:
-    """At the end of the process."""
+    """Wait for sampled steps at the end of the process, up to _EXIT_WAIT_S in all."""
     deadline = time.monotonic() + _EXIT_WAIT_S
     for one in seen:
         one.wait(deadline)
 
 
 def _of_parts(torch: Any, batch: _Batch) -> Any:
-    """Which numbers are of parameters that had a gradient."""
+    """Return an index of the elements whose parameters had a gradient."""
     if all(part.has_gradient for part in batch.parts):
         return slice(None)
     return torch.cat(
@@ -530,7 +536,7 @@ _STATES = ("exp_avg", "exp_avg_sq", "momentum_buffer")
 
 
 def _state_of(optimizer: Any, parameter: Any) -> Any:
-    """Its state; a look that makes none."""
+    """Return a parameter's state without creating one."""
     return optimizer.state.get(parameter, {})
 
 
