@@ -128,7 +128,7 @@ class NativeForward:
         return logits_of(hidden_ND, head_of(self._decoder), self._decoder.config.vocab_size)
 
     def _kernel_caches(self, position_B: Tensor) -> list[LayerCache]:
-        from engine.generation.fused import PagedLayer  # which needs triton
+        from engine.generation.paged_layer import PagedLayer  # which needs triton
 
         return [
             PagedLayer(*self._cache.layer(index), self._cache.table_BS, position_B)

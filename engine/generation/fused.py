@@ -34,25 +34,6 @@ from engine.models.head import DenseHead, logits_of
 DTYPES = (torch.bfloat16, torch.float16)
 
 
-class PagedLayer:
-    """One layer's cache, read by our kernel: what the decoder's own step uses on a GPU."""
-
-    def __init__(self, keys: Tensor, values: Tensor, table_BS: Tensor, position_B: Tensor) -> None:
-        self._keys, self._values, self._table_BS = keys, values, table_BS
-        self._position_B = position_B
-
-    def attend(
-        self, q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, *, scale: float | None, window: int | None
-    ) -> Tensor:  # fmt: skip
-        qkv_BHE = torch.cat([q_BTHE[:, 0], k_BTKE[:, 0], v_BTKE[:, 0]], dim=1)
-        qkv_BN = qkv_BHE.flatten(1)
-        here = (self._keys, self._values, self._table_BS, self._position_B)
-        paged_attention.place(qkv_BN, None, 0.0, None, *here)
-        y_BHE = torch.zeros_like(q_BTHE[:, 0])
-        paged_attention.attend(qkv_BN, *here, y_BHE, scale=scale, window=window)
-        return y_BHE[:, None]
-
-
 def coverage(decoder: Decoder, dtype: torch.dtype | None = None) -> str | None:
     """Return why a step of this decoder, in `dtype`, cannot be run in few kernels, or None if it can."""
     config, dtype = decoder.config, dtype or decoder.dtype

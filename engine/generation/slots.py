@@ -32,8 +32,6 @@ from engine.generation.forward import (
 from engine.generation.pages import PagedCache
 from engine.generation.sampling import Sampling, choose, truncate, uniform
 from engine.generation.size import PAGE, pages_for
-from engine.kernels.prewarm import warm_up
-from engine.kernels.registry import REGISTRY
 from engine.models.decoder import Decoder
 from engine.models.transformers_decoder import TransformersDecoder
 
@@ -148,6 +146,9 @@ class Slots:
         )
         self._graph: torch.cuda.CUDAGraph | None = None
         if self._kernels:
+            from engine.kernels.prewarm import warm_up  # which needs triton
+            from engine.kernels.registry import REGISTRY
+
             # Compiles all kernels of a step, several at a time.
             with REGISTRY.noting() as noted:
                 self._run()

@@ -32,7 +32,7 @@ from engine.models.decoder import Attention, AttentionInputs, Decoder, RMSNorm
 from engine.train import trainer
 from engine.train.checkpoint import state
 from engine.train.optimizer import Uncompiled
-from engine.train.step import MicroBatch, TeacherOutput
+from engine.train.step import Fetched, MicroBatch, TeacherOutput
 from engine.train.trainer import Trainer
 
 FAR = 16
@@ -295,12 +295,12 @@ def device_copy_stale() -> AbstractContextManager[None]:
 def labels_cut_off() -> AbstractContextManager[None]:
     """The second half of every row of the step has no labels."""
 
-    def make(take: Callable[..., tuple[Batch, int]]) -> Callable[..., tuple[Batch, int]]:
-        def spoilt(self: Trainer, *given: Any) -> tuple[Batch, int]:
-            batch, position = take(self, *given)
-            labels_BT = batch.labels_BT.copy()
+    def make(take: Callable[..., Fetched]) -> Callable[..., Fetched]:
+        def spoilt(self: Trainer, *given: Any) -> Fetched:
+            fetched = take(self, *given)
+            labels_BT = fetched.batch.labels_BT.copy()
             labels_BT[:, labels_BT.shape[1] // 2 :] = IGNORED
-            return dataclasses.replace(batch, labels_BT=labels_BT), position
+            return fetched._replace(batch=dataclasses.replace(fetched.batch, labels_BT=labels_BT))
 
         return spoilt
 
@@ -325,10 +325,11 @@ def second_pass_dropped() -> AbstractContextManager[None]:
 def half_of_each_batch() -> AbstractContextManager[None]:
     """A batch has half of the rows that the spec asks for."""
 
-    def make(take: Callable[..., tuple[Batch, int]]) -> Callable[..., tuple[Batch, int]]:
-        def spoilt(self: Trainer, *given: Any) -> tuple[Batch, int]:
-            batch, position = take(self, *given)
-            return next(batch.split(max(1, len(batch.row_ids) // 2))), position
+    def make(take: Callable[..., Fetched]) -> Callable[..., Fetched]:
+        def spoilt(self: Trainer, *given: Any) -> Fetched:
+            fetched = take(self, *given)
+            half = max(1, len(fetched.batch.row_ids) // 2)
+            return fetched._replace(batch=next(fetched.batch.split(half)))
 
         return spoilt
 

@@ -68,14 +68,15 @@ def test_a_student_that_learns_passes_the_smoke_gate(spec: Path) -> None:
 def test_every_step_of_the_smoke_gate_has_the_same_rows(
     spec: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    from engine.train.step import Fetched
     from engine.train.trainer import Trainer
 
     seen = []
     whole = Trainer._on_device
 
-    def noted(self: Trainer, batch: Batch, position: int):  # type: ignore[no-untyped-def]
-        seen.append(batch.row_ids.tolist())
-        return whole(self, batch, position)
+    def noted(self: Trainer, fetched: Fetched):  # type: ignore[no-untyped-def]
+        seen.append(fetched.batch.row_ids.tolist())
+        return whole(self, fetched)
 
     monkeypatch.setattr(Trainer, "_on_device", noted)
     subject = of_spec(spec, "gate.smoke_steps=3")

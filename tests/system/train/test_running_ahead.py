@@ -239,7 +239,9 @@ def test_the_phases_of_a_step_add_up_to_it(kit: Kit) -> None:
         done, _, _ = walk(build(kit, loss=LOSS), lambda step, ahead=ahead: ahead)
         for step in done:
             spent = {n: s for n, s in step.phases.items() if n != "idle"}
-            assert set(spent) == set(STEP_PHASES) and all(s >= 0 for s in spent.values())
+            assert set(spent) == set(STEP_PHASES) - {"rollout"} and all(
+                s >= 0 for s in spent.values()
+            )
             assert sum(spent.values()) > 0
             assert ("idle" in step.phases) == (ahead and step.step > 1)
             if not ahead:

@@ -247,7 +247,7 @@ def test_a_batch_of_more_documents_than_there_is_room_for_is_captured_anew() -> 
     for every, captures in ((40, 1), (1024 // (2 * LEAST_ROOM), 2), (200, 2)):
         with_documents(trainer, every)
         trainer._ahead = None
-        given = trainer._on_device(*trainer._part_at(0, 0))
+        given = trainer._on_device(trainer._part_at(0, 0))
         with trainer.autocast():
             # Without its graph: one that lives on knows weights from outside of a capture.
             wanted = trainer.student.hidden(given.tokens_BT, given.documents_BT).detach()
