@@ -382,6 +382,19 @@ ALERTS: tuple[About, ...] = (
     _alert("gradient_exploding", FAIL, "Does the gradient explode?"),
     _alert("update_too_large", SUSPICION, "Is a step small beside the weights that it moves?"),
     _alert("always_clipped", SUSPICION, "Is every gradient clipped, and by much?"),
+    _alert(
+        "written_text_never_ends",
+        SUSPICION,
+        "Does a text that the model writes ever end by itself?",
+    ),
+    _alert("written_entropy_collapsed", SUSPICION, "Does the model still write different texts?"),
+    _alert("written_text_repeats", SUSPICION, "Does the model write more than one token?"),
+    _alert("written_text_shrinks", SUSPICION, "Are written texts as long as they were?"),
+    _alert(
+        "writer_is_another_model",
+        FAIL,
+        "Is the model that writes the one that trains, within rounding?",
+    ),
     _alert("learning_rate", FAIL, "Is the learning rate that of the schedule, and not 0?"),
     _alert(
         "batch_not_as_set",

@@ -472,6 +472,8 @@ class Wrote(Event, frozen=True, kw_only=True, tag="wrote"):
     step: Count
     by: str
     """`student` or `teacher`."""
+    temperature: Number
+    """Temperature at which tokens were drawn."""
     rows: Count
     tokens: Count
     shortest: Count

@@ -260,6 +260,7 @@ def wrote(launched: LaunchedStep, spec: RunSpec, decode: Callable[[Sequence[int]
     return Wrote(
         step=launched.step,
         by=spec.rollout.by,
+        temperature=spec.rollout.temperature,
         rows=len(texts),
         tokens=tokens,
         shortest=min(map(len, texts)),

@@ -7,7 +7,17 @@ from __future__ import annotations
 
 from types import ModuleType
 
-from engine.watch.rules import broken_identity, gpu, loss, memory, pace, settings, stall, update
+from engine.watch.rules import (
+    broken_identity,
+    gpu,
+    loss,
+    memory,
+    pace,
+    settings,
+    stall,
+    update,
+    written,
+)
 from engine.watch.rules.rule import Rule
 
 
@@ -17,5 +27,5 @@ def rules_of(*families: ModuleType) -> tuple[Rule, ...]:
     )
 
 
-RULES = rules_of(stall, broken_identity, gpu, memory, pace, loss, update, settings)
+RULES = rules_of(stall, broken_identity, gpu, memory, pace, loss, update, written, settings)
 """All rules, in the order in which they are listed."""

@@ -11,7 +11,7 @@ import torch
 
 from engine.errors import NoAnswer
 from engine.generation.fused import FusedForward, coverage
-from engine.generation.generate import generate
+from engine.generation.generate import Generator, generate
 from engine.generation.sampling import Sampling
 from engine.generation.slots import Slots, choose_cuda_graph
 from engine.models.decoder import Decoder
@@ -112,6 +112,25 @@ def test_a_student_in_fp32_runs_as_the_decoder_says(tmp_path: Path) -> None:
     assert coverage(decoder) == "the model computes in float32"
     on_cpu = copy.deepcopy(decoder).cpu()
     assert tokens_of(decoder, PROMPTS[:4]) == tokens_of(on_cpu, PROMPTS[:4])
+
+
+@pytest.mark.parametrize("family", ["qwen2", "gemma3_text"])
+def test_a_student_in_fp32_writes_in_16_bits_what_its_update_left(family: str) -> None:
+    decoder = lively(make_config(family, **{**CHANGES[family], **LONG})).to("cuda")
+    how: dict[str, Any] = {"slots": 8, "capacity": 256, "dtype": torch.bfloat16}
+    writer = Generator(decoder, **how)
+
+    def text(generator: Generator) -> list[int]:
+        return [one.token for one in generator.generate(PROMPTS[:3], max_tokens=COUNT)]
+
+    before = text(writer)
+    with torch.no_grad():
+        for parameter in decoder.parameters():
+            parameter.add_(0.05 * torch.randn_like(parameter))
+    writer.refresh()
+    after = text(writer)
+    assert after == text(Generator(decoder, **how)) != before
+    assert all(each.dtype == torch.float32 for each in decoder.parameters())
 
 
 def test_parameters_that_became_views_can_still_be_trained(tmp_path: Path) -> None:
