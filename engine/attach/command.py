@@ -1,14 +1,14 @@
-"""Run a command in the foreground as if it had been started without us, with a probe and an observer beside it.
+"""Run a command in the foreground as if it had been started directly, with a probe and an observer.
 
     engine watch -- COMMAND
       |-- COMMAND                     this terminal, this process group; APR_WATCH_RUN, PYTHONPATH with the probe
-      |-- engine.attach.supervisor    a session of its own
+      |-- engine.attach.supervisor    in a separate session
 
-The command keeps stdin, stdout, stderr, the terminal and job control. What is sent to the whole process group, as a
-terminal sends Ctrl-C, Ctrl-\\ and Ctrl-Z, has reached it; what is sent to this process alone is passed on.
-It ends as the command ends: with its exit code, or by the same signal.
+The command keeps stdin, stdout, stderr, the terminal and job control. Signals to the whole process group, such as
+Ctrl-C, Ctrl-\\ and Ctrl-Z in a terminal, reach it directly; signals to this process alone are forwarded. This process
+ends as the command ends: with its exit code, or by the same signal.
 
-A script that has itself watched (`apr_watch.start`) runs this file for its run folder and its observer:
+A script that starts its own watch (`apr_watch.start`) runs this file to create its run folder and its observer:
 
     python train.py --(stdin)--> python -m engine.attach.command PID OUT ARGV...
                                    |-- engine.attach.supervisor    goes on, with the same stdin
@@ -43,7 +43,7 @@ from engine.watch import flight_recorder
 PROBE = Path(__file__).parent / "probe"
 RUN_VARIABLE = "APR_WATCH_RUN"
 PARENT_VARIABLE = "APR_WATCH_PARENT"
-"""Tells the probe which process of the command is the one that was started, by its parent."""
+"""Environment variable: parent process of the command, by which the probe recognises its first process."""
 ASK_VARIABLE = "APR_WATCH_ASK"
 STEPS_VARIABLE = "APR_WATCH_STEPS"
 SLOW_VARIABLE = "APR_WATCH_SLOW_BY"
@@ -53,9 +53,9 @@ READ_ONLY = (errno.EACCES, errno.EPERM, errno.EROFS)
 FROM_TERMINAL = (signal.SIGINT, signal.SIGQUIT, signal.SIGTSTP)
 PASSED_ON = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 GROUP_S = 0.05
-"""Seconds in which a signal that is sent to each process of a group has reached all of them."""
+"""Time within which a signal to a group reaches all of its processes, in seconds."""
 RECORDED_S = 5.0
-"""How long recording the end of the command may keep the terminal waiting."""
+"""Maximum time that recording the end of the command may block the terminal, in seconds."""
 
 
 def new_run(
@@ -67,12 +67,12 @@ def new_run(
     changed: Mapping[str, str] = MappingProxyType({}),
     runs_in: str | None = None,
 ) -> RunFolder:
-    """Create the run folder of a command; `pid` is the process of one that has itself watched, or that runs already
-    in the folder `runs_in`. Secrets in its arguments, and in the `NAME=VALUE` of its environment that are kept with
-    them, are redacted. `changed` are the settings that the probe changes in the script.
+    """Create the run folder of a command. `pid`: a process that started its own watch, or that runs already in the
+    folder `runs_in`. `variables`: recorded environment variables, as `NAME=VALUE`. `changed`: settings that the probe
+    changes in the script. Secrets in arguments and variables are redacted.
 
-    Without a `folder` it is made in `runs`, or, where that cannot be written, in the user's folder for such things,
-    and that is said. Raises BadInput when there is no such command.
+    Without a `folder` it is created in `runs`, or, if that is not writable, in the user's state folder, with a message.
+    Raises BadInput if there is no such command.
     """
     if runs_in is None and shutil.which(arguments[0]) is None:
         raise BadInput.expected("command", arguments[0], "a program to start", "none")
@@ -108,7 +108,7 @@ def _name_of(arguments: Sequence[str]) -> str:
 
 
 def _users_folder() -> Path:
-    """Where programs keep what they write for a user (XDG base directories)."""
+    """Return the runs folder in the user's state folder (XDG base directories)."""
     state = os.environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state")
     return Path(state, "apr-workbench", "runs").absolute()
 
@@ -123,24 +123,28 @@ def run_command(
     variables: Mapping[str, str] = MappingProxyType({}),
     changed: Mapping[str, str] = MappingProxyType({}),
     keep_output: bool = False,
-    tell: bool = False,
+    report: bool = False,
 ) -> int:
-    """Run a command to its end; returns its exit code, minus the number of the signal that ended it. `asked` are the
-    questions that need a forward pass of the probe's own; after `steps` optimizer steps its training ends, and each
-    is lengthened by `slow_by` of itself; `variables` are added to its environment; the probe changes the settings
-    `changed` in it; with `keep_output` its output goes to the run folder; with `tell` what is found wrong is printed on
-    stderr once, while the command runs.
+    """Run a command to its end; return its exit code, or minus the number of the signal that ended it.
 
-    Raises BadInput when it cannot be started.
+    asked        checks that need extra forward passes
+    steps        number of optimizer steps after which the command ends
+    slow_by      extra time of each step, as a share of its duration
+    variables    added to its environment
+    changed      settings that the probe changes in it
+    keep_output  write its output to the run folder
+    report       print problems on stderr while it runs, each once
+
+    Raises BadInput if it cannot be started.
     """
-    # The guard of our own commands would end the command with this process.
+    # The engine's signal guard would end the command with this process.
     dismiss_guard()
     witness = _Witness()
     early: list[int] = []
     for number in FROM_TERMINAL:
-        # A handler, and not SIG_IGN, which the command would inherit.
+        # A handler, not SIG_IGN, which the command would inherit.
         signal.signal(number, lambda number, _frame: early.append(number))
-    supervisor = _start_supervisor(run, tells=sys.stderr.fileno() if tell else None)
+    supervisor = _start_supervisor(run, report_fd=sys.stderr.fileno() if report else None)
     environment = {**os.environ, **variables, RUN_VARIABLE: str(run.path)}
     probed = os.pathsep.join(filter(None, (str(PROBE), environment.get("PYTHONPATH"))))
     environment["PYTHONPATH"] = probed
@@ -166,7 +170,7 @@ def run_command(
         signal.signal(number, pass_on)
     if early and not witness.has_got(early[-1]):
         process.send_signal(early[-1])
-    _tell(supervisor, f"{process.pid}\n")
+    _send(supervisor, f"{process.pid}\n")
     code = _wait(process)
     witness.dismiss()
     _leave(supervisor, code)
@@ -174,23 +178,23 @@ def run_command(
 
 
 class _Witness:
-    """A process of this process group that handles no signal: a signal that it has not got was sent to this process
-    alone. A handler cannot tell: a shell, a notebook or a service manager signals the group as a terminal does, and
-    a signal that arrived twice would interrupt the clean-up that the first one began."""
+    """A process of this process group that blocks all signals: one that it did not receive was sent to this process
+    alone and must be forwarded. A handler cannot distinguish them: a shell, a notebook or a service manager signals the
+    group as a terminal does, and a second signal would interrupt the clean-up that the first one began."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
         self._start()
 
     def has_got(self, number: int) -> bool:
-        """Whether the signal was sent to the witness too; without a witness, whether it comes from terminals."""
+        """Return whether the witness received the signal too; without a witness, whether terminals send it."""
         if self._process is None:
             return number in FROM_TERMINAL
         until_s = time.monotonic() + GROUP_S
         while not (got := self._is_pending(number)) and time.monotonic() < until_s:
             time.sleep(GROUP_S / 10)
         if got:
-            # A pending signal stays, so that the next of its kind needs another witness.
+            # A pending signal stays pending, so the next one needs a new witness.
             self.dismiss()
             self._start()
         return got
@@ -204,7 +208,7 @@ class _Witness:
     def _start(self) -> None:
         before = signal.pthread_sigmask(signal.SIG_BLOCK, (*FROM_TERMINAL, *PASSED_ON))
         try:
-            # It ends with this process, however that ends: with its standard input.
+            # It ends with this process, when its standard input closes.
             self._process = subprocess.Popen(
                 ["cat"], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
             )
@@ -228,7 +232,7 @@ def end_as(code: int) -> int:
     if code >= 0:
         return code
     number = -code
-    # The dump of the core, if there is one, is the command's.
+    # A core dump must be the command's.
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     with contextlib.suppress(OSError, ValueError):
         signal.signal(number, signal.SIG_DFL)
@@ -245,7 +249,7 @@ def _wait(process: subprocess.Popen[bytes]) -> int:
         _, status = os.waitpid(process.pid, os.WUNTRACED)
         if os.WIFSTOPPED(status):
             os.kill(os.getpid(), signal.SIGSTOP)
-            # A shell continues the whole group; who continues this process alone means the command too.
+            # A shell continues the whole group; continuing this process alone must continue the command too.
             if _is_stopped(process.pid):
                 process.send_signal(signal.SIGCONT)
             continue
@@ -262,33 +266,33 @@ def _is_stopped(pid: int) -> bool:
 
 
 def _start_supervisor(
-    run: RunFolder, stdin: IO[str] | int = subprocess.PIPE, *, tells: int | None = None
+    run: RunFolder, stdin: IO[str] | int = subprocess.PIPE, *, report_fd: int | None = None
 ) -> subprocess.Popen[str] | None:
-    # A number of its own: the supervisor's stderr is the run's.
-    if tells is not None:
-        tells = os.dup(tells)
-    told = [] if tells is None else [str(tells)]
+    # Duplicate it: the supervisor's stderr goes to the run folder.
+    if report_fd is not None:
+        report_fd = os.dup(report_fd)
+    arguments = [] if report_fd is None else [str(report_fd)]
     try:
         with run.stderr.open("ab") as output:
             return subprocess.Popen(
-                child.command("engine.attach.supervisor", str(run.path), *told),
+                child.command("engine.attach.supervisor", str(run.path), *arguments),
                 stdin=stdin,
                 stdout=output,
                 stderr=output,
                 text=True,
                 env=child.environment(),
                 start_new_session=True,
-                pass_fds=[] if tells is None else [tells],
+                pass_fds=[] if report_fd is None else [report_fd],
             )
     except OSError as error:
-        say(f"not watched from outside: {error.strerror}")
+        say(f"the observer could not be started: {error.strerror}")
         return None
     finally:
-        if tells is not None:
-            os.close(tells)
+        if report_fd is not None:
+            os.close(report_fd)
 
 
-def _tell(supervisor: subprocess.Popen[str] | None, line: str) -> None:
+def _send(supervisor: subprocess.Popen[str] | None, line: str) -> None:
     if supervisor is not None and supervisor.stdin is not None:
         with contextlib.suppress(OSError):
             supervisor.stdin.write(line)
@@ -296,11 +300,11 @@ def _tell(supervisor: subprocess.Popen[str] | None, line: str) -> None:
 
 
 def _leave(supervisor: subprocess.Popen[str] | None, code: int | None) -> None:
-    """Say how the command ended, and wait for the record of it."""
+    """Send the exit code to the supervisor, and wait until it is recorded."""
     if supervisor is None or supervisor.stdin is None:
         return
     if code is not None:
-        _tell(supervisor, f"{code}\n")
+        _send(supervisor, f"{code}\n")
     with contextlib.suppress(OSError):
         supervisor.stdin.close()
     with contextlib.suppress(subprocess.TimeoutExpired):
@@ -324,7 +328,7 @@ def _commit(folder: str | None = None) -> str | None:
 
 
 def main() -> int:
-    """Make the run folder of the process PID, start its observer, and print the path of the folder."""
+    """Create the run folder of process PID, start its observer, and print the folder's path."""
     pid, out, *arguments = sys.argv[1:]
     wanted = Path(out) if out else RUNS / _name_of(arguments)
     try:
@@ -336,7 +340,7 @@ def main() -> int:
                 run = new_run(arguments, path.parent if out else None, path.name, pid=int(pid))
                 break
             except BadInput:
-                # Another process of the same sweep may have made it in the meantime.
+                # Another process of the same sweep may have created it in the meantime.
                 if not os.path.lexists(path):
                     raise
     except EngineError as error:

@@ -1,14 +1,13 @@
-"""Watch a process that runs already, from outside: it gets no signal, no code and no debugger that stays.
+"""Watch a running process from outside, without signals, injected code or a permanent debugger.
 
     engine watch --pid PID
-      this process, in the foreground; Ctrl-C ends it and nothing else
-        PID          followed by a pidfd, so that no later process of the same number is taken for it
-          children   counted with it; those of torchrun are named by the RANK of their environment
+      this process, in the foreground; Ctrl-C ends only the watching
+        PID          followed by a pidfd, so that a later process with the same pid is not mistaken for it
+          children   counted with it; those of torchrun are named by the RANK in their environment
 
-What /proc, NVML and py-spy tell goes to the run folder; steps and loss are unknown. The exit status of a process
-goes to its parent. A stranger gets it from a pidfd once the process is reaped (since Linux 6.15), or from /proc
-before that, as long as it is a zombie. Where neither tells it, how the process ended is unknown unless the kernel's
-log or its counters say so.
+Readings of /proc, NVML and py-spy go to the run folder; steps and loss are unknown. The kernel reports the exit status
+of a process to its parent. Others get it from a pidfd once the process is reaped (since Linux 6.15), or before that
+from /proc while it is a zombie. Without either, how it ended is unknown unless the kernel's log or counters show it.
 """
 
 from __future__ import annotations
@@ -43,31 +42,31 @@ from engine.watch.observe import RunObserver
 PROC = Path("/proc")
 SAMPLE_SECONDS = 1.0
 EXIT_STATUS_S = 2.0
-"""How long the parent may take to reap the process, before its exit status counts as unknown."""
+"""Maximum time for the parent to reap the process, in seconds, before its exit status counts as unknown."""
 COUNTERS_S, COUNTERS_KEPT = 10.0, 7
-"""The kill counters at the end are compared with those of a minute before: a process that is killed for memory may
-take seconds to go, and what was killed hours ago is another."""
+"""Interval in seconds and number of kept readings of the kill counters, which cover the last minute: a process killed
+for memory may take seconds to end, and earlier kills are unrelated."""
 MOST_RANKS = 16
 _KERNEL_THREAD = 0x0020_0000
 """PF_KTHREAD of linux/sched.h."""
 _GPU_FILES = ("/dev/nvidia", "/dev/kfd", "/dev/dri/renderD")
 _PIDFD_GET_INFO, _PIDFD_INFO_EXIT = 0xC040_FF0B, 1 << 3
-"""Of linux/pidfd.h: _IOWR(0xFF, 11, struct pidfd_info), whose first version has 64 bytes."""
+"""Request and flag of linux/pidfd.h: _IOWR(0xFF, 11, struct pidfd_info), whose first version has 64 bytes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stranger:
-    """A process of somebody else's program, as it was when it was looked for."""
+    """A process that the engine did not start, as found at the beginning."""
 
     pid: int
     start_ticks: int
-    """From boot to its start: with the pid it names the process for good."""
+    """Clock ticks from boot to its start; unique together with the pid."""
     arguments: tuple[str, ...]
     folder: str
 
     @property
     def variables(self) -> list[str]:
-        """What its environment says of its training, as `NAME=VALUE`."""
+        """Environment variables about its training, as `NAME=VALUE`."""
         found = _environment(self.pid).items()
         return sorted(
             f"{name}={value}"
@@ -76,7 +75,7 @@ class Stranger:
         )
 
     def trainers(self) -> list[int]:
-        """The processes of its tree that train: its ranks, else the largest that runs Python, else itself."""
+        """Return the training processes of its tree: its ranks, else the largest Python process, else itself."""
         ranks = ranks_below(self.pid)
         if ranks:
             return list(ranks.values())[:MOST_RANKS]
@@ -98,7 +97,7 @@ class Stranger:
 
 
 def find_process(pid: int) -> Stranger:
-    """Look for a process that can be watched. Raises BadInput with what was found in its place."""
+    """Return the process `pid`. Raises BadInput if it cannot be watched, with what was found instead."""
 
     def refused(found: str, hint: str | None = None) -> BadInput:
         return BadInput.expected("--pid", pid, "a process that runs", found, hint=hint)
@@ -133,7 +132,7 @@ def find_process(pid: int) -> Stranger:
 
 
 def hold(found: Stranger) -> int:
-    """Return a pidfd of the process that was found. Raises BadInput where its number is another process's now."""
+    """Return a pidfd of the process that was found. Raises BadInput if another process has its pid by now."""
     gone = BadInput.expected(
         "--pid", found.pid, "the process that was just found", "that it has ended"
     )
@@ -148,8 +147,7 @@ def hold(found: Stranger) -> int:
 
 
 def watch_process(run: RunFolder, found: Stranger, held: int) -> None:
-    """Watch the process of pidfd `held` until it has ended, or until this process is asked to end by SIGINT, SIGTERM
-    or SIGHUP, which ends the watching alone."""
+    """Watch the process of pidfd `held` until it has ended, or until SIGINT, SIGTERM or SIGHUP ends the watching."""
     dismiss_guard()
     asked = os.eventfd(0)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -172,12 +170,12 @@ def watch_process(run: RunFolder, found: Stranger, held: int) -> None:
         if _wait(observer, held, asked):
             _record_end(observer, held)
         else:
-            text = "the watching was ended; the process goes on"
+            text = "the watching was ended; the process continues"
             observer.write_watch(Note(level="info", text=text))
 
 
 def _wait(observer: RunObserver, held: int, asked: int) -> bool:
-    """Observe; returns True once the process has ended, False once the watching is to end."""
+    """Observe; return True once the process has ended, False on a request to end the watching."""
     selector = selectors.DefaultSelector()
     selector.register(held, selectors.EVENT_READ, True)
     selector.register(asked, selectors.EVENT_READ, False)
@@ -205,15 +203,15 @@ def _record_end(observer: RunObserver, held: int) -> None:
 
 
 def exit_code(pid: int, held: int) -> int | None:
-    """Return the exit code of a process that has ended and is no child of ours, minus the number of the signal that
-    ended it; None where the kernel does not tell it."""
+    """Return the exit code of an ended process that is no child, or minus the number of the signal that ended it; None
+    where the kernel does not report it."""
     deadline = time.monotonic() + EXIT_STATUS_S
     while True:
         answer = bytearray(struct.pack("=Q56x", _PIDFD_INFO_EXIT))
         try:
             fcntl.ioctl(held, _PIDFD_GET_INFO, answer)
         except OSError:
-            known = 0  # before Linux 6.13, or not told after the end before 6.15
+            known = 0  # Linux before 6.13, or before 6.15 once the process is reaped
         else:
             (known,) = struct.unpack_from("=Q", answer)
         if known & _PIDFD_INFO_EXIT:
@@ -224,13 +222,13 @@ def exit_code(pid: int, held: int) -> int | None:
             return os.waitstatus_to_exitcode(status)
         if not (PROC / str(pid)).exists() or time.monotonic() > deadline:
             return None
-        # Its parent is about to reap it, and nothing says when.
+        # Its parent is about to reap it, without any notification.
         time.sleep(0.01)
 
 
 def _status_of_zombie(pid: int) -> int | None:
-    """Return the wait status in /proc/PID/stat, which reads 0 to whoever may not read it: the same check guards
-    `io`, which fails then."""
+    """Return the wait status in /proc/PID/stat; None without permission, where it reads 0: `io` has the same check and
+    fails then."""
     folder = PROC / str(pid)
     text, allowed = read_text(folder / "stat"), read_text(folder / "io")
     if isinstance(text, Reading) or isinstance(allowed, Reading):
@@ -240,7 +238,7 @@ def _status_of_zombie(pid: int) -> int | None:
 
 
 def no_stacks() -> str:
-    """Why no stack of Python can be read of another process, and what to do; empty where it can."""
+    """Return why Python stacks of another process cannot be read, and what to do; empty where they can."""
     if find_command("py-spy").value is None:
         return "py-spy is not installed; pip install py-spy"
     reason = may_attach().absent
@@ -248,8 +246,8 @@ def no_stacks() -> str:
 
 
 def ranks_below(pid: int) -> dict[str, int]:
-    """Return the processes at or below `pid` that are a rank, by RANK. What a rank starts inherits its number, so
-    the process that is found first, above the others, has it."""
+    """Return the ranks in the process tree of `pid`, by RANK. Children of a rank inherit the variable, so the topmost
+    process counts."""
     found: dict[str, int] = {}
     for one in _below(pid):
         rank = _environment(one).get("RANK", "")
@@ -259,7 +257,7 @@ def ranks_below(pid: int) -> dict[str, int]:
 
 
 def _below(pid: int) -> list[int]:
-    """`pid` and its descendants, a parent before its children."""
+    """Return `pid` and its descendants, parents before children."""
     try:
         return members(pid, PROC)
     except OSError:
@@ -271,7 +269,7 @@ def _python_below(pid: int) -> list[int]:
 
 
 def _environment(pid: int) -> dict[str, str]:
-    """The environment that a process was started with; empty where it may not be read."""
+    """Return the initial environment of a process; empty without permission."""
     text = read_text(PROC / str(pid) / "environ")
     lines: Sequence[str] = () if isinstance(text, Reading) else text.split("\0")
     return dict(line.split("=", 1) for line in lines if "=" in line)
@@ -290,7 +288,7 @@ def _opens_gpu(pids: Sequence[int]) -> bool | None:
 
 
 def _link(pid: int, name: str) -> str:
-    """Where a link of /proc/PID leads; empty where it may not be read."""
+    """Return the target of a link in /proc/PID; empty without permission."""
     try:
         return os.readlink(PROC / str(pid) / name)
     except OSError:

@@ -1,6 +1,6 @@
-"""What is known of a watched command at its end, on one screen: verdict, why, evidence, next step.
+"""Summarise a watched command at its end, on one screen: verdict, why, evidence, next step.
 
-Everything comes from the run folder. What it does not hold is left out or said to be unknown, never guessed.
+Everything comes from the run folder. What is missing there is left out or reported as unknown, never guessed.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ WIDTH = 100
 MOST_LINES = 20
 WHY_LINES = 10
 TEXT_LINES = 4
-"""Of one text."""
+"""Maximum number of lines of one text."""
 OTHER_THREADS = 3
-"""So many threads besides the main one are named."""
+"""Maximum number of threads shown besides the main one."""
 LATER = 5
-"""So many later trainings are named."""
+"""Maximum number of later trainings named."""
 ALERTS = 3
-"""So many alerts are told; the others are counted."""
-OUTSIDE = "seen from outside only"
+"""Maximum number of alerts shown; the others are counted."""
+OUTSIDE = "observed from outside only"
 NO_TORCH = (
     "no Python process that imports torch carried the probe: PYTHONPATH did not reach it (Python with -I or -E, "
-    "a container, another machine, an environment of its own), or there was none"
+    "a container, another machine, a cleared environment), or there was none"
 )
 NO_STEP = "torch was imported, and no torch optimizer stepped on rank 0"
 LET_IN = (
@@ -60,7 +60,7 @@ _MEMORY = ("OOM_MEMCG", "OOM_GLOBAL", "ALLOC_FAILED")
 
 
 def summary_lines(run: RunFolder) -> list[str]:
-    """At most MOST_LINES lines of WIDTH characters."""
+    """Return up to MOST_LINES lines of WIDTH characters."""
     follower = Follower(run)
     try:
         follower.read_all()
@@ -86,7 +86,7 @@ def _part(name: str, texts: list[str]) -> list[str]:
             WIDTH,
             initial_indent=indent,
             subsequent_indent=" " * 11,
-            # A path or a command that is copied stays in one piece.
+            # Keep paths and commands in one piece, to be copied.
             break_long_words=False,
             break_on_hyphens=False,
             max_lines=TEXT_LINES,
@@ -105,7 +105,7 @@ class _Summary:
 
     def ending(self) -> str:
         view, steps = self.view, self._steps
-        done = f"after {_steps_text(steps)}" if steps else "without a step that was seen"
+        done = f"after {_steps_text(steps)}" if steps else "without a recorded step"
         if view.process is not None:
             done = f"process {view.process.pid}, {OUTSIDE}: steps unknown"
         elif self._is_outside:
@@ -114,11 +114,14 @@ class _Summary:
         done = f"{done}, {took}" if took else done
         ended = view.exit
         if ended is None:
-            known = {"vanished": "its end was not recorded", "unwatched": "goes on, unwatched"}
+            known = {
+                "vanished": "its end was not recorded",
+                "unwatched": "still running, unwatched",
+            }
             return f"{self.run.name}: {known.get(self.state, self.state)}; {done}"
         how = f"with exit code {ended.returncode}"
         if ended.returncode is None:
-            how = "with an exit code that is unknown"
+            how = "with an unknown exit code"
         if ended.signal is not None:
             how = f"by {ended.signal}"
         if self._stall is not None:
@@ -139,10 +142,10 @@ class _Summary:
 
     @cached_property
     def _alerts(self) -> list[Judged]:
-        """Those that stand at the end, without the one that says what the contradictions say themselves."""
+        """Alerts active at the end, without `identity_fails`, which repeats the failed identities."""
         return [one for one in self.view.alerts.values() if one.id != identity_fails.id]
 
-    def _of_level(self, level: str) -> list[Judged]:
+    def _with_level(self, level: str) -> list[Judged]:
         return [one for one in self.view.identities if one.level == level]
 
     @property
@@ -182,7 +185,7 @@ class _Summary:
             lines.append(ended.sentence)
         elif ended is not None and ended.returncode:
             lines.append(self._failure())
-        lines += [seen_text(one) for one in self._of_level(FAIL)]
+        lines += [seen_text(one) for one in self._with_level(FAIL)]
         if view.process is not None:
             missing = view.stack_dump.missing if view.stack_dump is not None else []
             lines += [f"not read: {one}" for one in missing[:1]]
@@ -198,23 +201,25 @@ class _Summary:
         if shares := self._shares_text():
             lines.append(shares)
         if view.launcher_gone is not None and ended is None:
-            lines.append("what started the command was gone before it, and its exit code with it")
-        return lines or ["unknown: too little was seen to say what the time went to"]
+            lines.append(
+                "the process that started the command ended before it: the exit code is unknown"
+            )
+        return lines or ["unknown: too little was recorded to say where the time went"]
 
     def _failure(self) -> str:
-        """Why the command failed, as far as its own exception tells: of several ranks that of the first to end."""
+        """Return why the command failed: the exception of its first failed rank, or its own."""
         ended = self.view.script_ended
         if (lost := read_lost_rank(self.run)) is not None:
             return lost.sentence
         if ended is not None and ended.exception is not None:
             return event_text(ended)
-        return "what the command printed says why; the folder does not hold it"
+        return "the cause is in the command's own output, which is not in the folder"
 
     def _later(self) -> str:
-        """The trainings after the first, each with a run of its own."""
+        """Return the names of the trainings after the first, each with its own run."""
         later = []
         for run in find_runs(self.run.path.parent):
-            # A broken folder beside it must not hide the summary.
+            # A broken neighbouring folder must not hide the summary.
             with contextlib.suppress(RunLogError):
                 command = read_command(run)
                 if command is not None and command.part_of == self.run.name:
@@ -222,9 +227,9 @@ class _Summary:
         if not later:
             return ""
         names = ", ".join(sorted(later, key=lambda name: (len(name), name))[:LATER])
-        more = f" and {len(later) - LATER} more" if len(later) > LATER else ""
-        count = f"{len(later)} later training{'s' * (len(later) > 1)} below it"
-        return f"{count}, each with a run of its own: {names}{more}"
+        rest = f" and {len(later) - LATER} more" if len(later) > LATER else ""
+        count = f"{len(later)} later training{'s' * (len(later) > 1)}"
+        return f"{count}, each with its own run: {names}{rest}"
 
     @property
     def _imported_torch(self) -> bool:
@@ -232,7 +237,7 @@ class _Summary:
 
     @property
     def _first_non_finite(self) -> int | None:
-        """Where the losses stopped being finite; None where the last known loss is finite."""
+        """Step from which no loss is finite; None where the last known loss is finite."""
         found = None
         steps, losses = self.view.steps.values("step"), self.view.steps.values("loss")
         for step, loss in zip(reversed(steps), reversed(losses), strict=True):
@@ -245,7 +250,7 @@ class _Summary:
 
     @cached_property
     def _shares(self) -> dict[str, float]:
-        """Share of each phase of the time of the steps, without the first, which also waits for what is set up."""
+        """Share of each phase in the time of the steps, without the first step, which includes setup."""
         steps = [line.event for line in self.view.lines if isinstance(line.event, StepDone)]
         steps = [step for step in steps if step.step > 1 and step.phases]
         seconds: dict[str, float] = {}
@@ -255,7 +260,7 @@ class _Summary:
                     seconds[name] = seconds.get(name, 0.0) + taken
         total = sum(seconds.values())
         if total > 0:
-            # No time at all: no loader was seen.
+            # A phase without any time has no hook: no loader was seen.
             return {name: taken / total for name, taken in seconds.items() if taken}
         waited = self._pairs("data_s")
         whole = sum(taken for _, taken in waited)
@@ -268,12 +273,14 @@ class _Summary:
         names = {"data": "waiting for data", "rest": "the rest"}
         order = sorted(self._shares.items(), key=lambda item: -item[1])
         words = [f"{names.get(name, name)} {_percent(share)}" for name, share in order]
-        more = ""
+        remark = ""
         if "backward" not in self._shares:
-            more = "; its other seconds are not split, since a GPU works behind the script's clock"
+            remark = (
+                "; the rest is not split, since a GPU runs asynchronously to the script's clock"
+            )
         elif "data" not in self._shares:
-            more = "; no DataLoader was seen: what reads the data is part of forward"
-        return f"a step is {', '.join(words)}{more}"
+            remark = "; no DataLoader was used: reading the data is part of forward"
+        return f"a step is {', '.join(words)}{remark}"
 
     @property
     def _waits_for_data(self) -> bool:
@@ -301,7 +308,7 @@ class _Summary:
                 f"{one.optimizer} of {format_count(one.parameters)} parameters on {one.device}, torch {one.torch}"
             )
         lines += [f"{one.knob}={one.choice}: {one.reason}" for one in view.decisions]
-        lines += [seen_text(one) for one in self._of_level(SUSPICION)]
+        lines += [seen_text(one) for one in self._with_level(SUSPICION)]
         lines.append(self._identities())
         lines.append(self._memory())
         lines.append(self._later())
@@ -319,7 +326,7 @@ class _Summary:
         return list(filter(None, lines))
 
     def _identities(self) -> str:
-        """The worst outcome of each identity of which something was seen."""
+        """Return the worst outcome of each identity that was checked."""
         texts = [
             f"{one.id} {level_text(one.seen)}"
             + (f" ({one.seen.text})" if one.level == UNKNOWN else "")
@@ -329,7 +336,7 @@ class _Summary:
         return f"identities: {', '.join(texts)}" if texts else ""
 
     def _pairs(self, name: str) -> list[tuple[float, float]]:
-        """Values of a column beside the seconds of their steps, without the first step."""
+        """Return the values of a column with the seconds of their steps, without the first step."""
         begin = min(1, max(0, len(self.view.steps) - 1))
         columns = (self.view.steps.values(one, begin) for one in (name, "step_s"))
         return [
@@ -370,7 +377,7 @@ class _Summary:
         )
 
     def _memory_of_process(self, host: HostSample) -> str:
-        """The newest readings of a process that is watched from outside, and of all below it."""
+        """Return the newest memory readings of a process watched from outside, with its descendants."""
         words = []
         if host.family_rss_bytes is not None:
             count = int(host.family_processes or 1)
@@ -383,13 +390,13 @@ class _Summary:
             words.append(
                 f"of GPU {index} {format_bytes(own) if own is not None else f'unknown: {reason}'}"
             )
-        return f"memory at the last look: {', '.join(words)}" if words else "memory: unknown"
+        return f"memory at the last reading: {', '.join(words)}" if words else "memory: unknown"
 
     # Next step.
 
     @property
     def path(self) -> Path:
-        """The run folder as somebody in the current folder names it."""
+        """Path of the run folder, relative to the current folder if inside it."""
         whole = self.run.path.absolute()
         here = Path(os.getcwd())
         return whole.relative_to(here) if whole.is_relative_to(here) else whole
@@ -398,7 +405,7 @@ class _Summary:
         ended, look = self.view.exit, f"apr-workbench {self.path}"
         if (process := self.view.process) is not None:
             if self.state == "unwatched":
-                return f"engine watch --pid {process.pid} goes on watching; {look}"
+                return f"engine watch --pid {process.pid} continues watching; {look}"
             if self._alerts or (ended is not None and ended.signal == "SIGKILL"):
                 return f"engine diagnose {self.path}"
             return f"{look}; to see its steps and its end, start it with engine watch -- COMMAND"
@@ -412,7 +419,7 @@ class _Summary:
             return f"engine diagnose {self.path}"
         if (fix := self._fix()) and (ended is None or not ended.returncode):
             return fix
-        if wrong := self._of_level(FAIL):
+        if wrong := self._with_level(FAIL):
             row = BY_ID[IDENTITY].get(wrong[0].id)
             return f"{row.remedy_with(wrong[0].framework) if row else ''}; then {look}"
         if ended is None or ended.returncode:
@@ -421,12 +428,12 @@ class _Summary:
             return f"engine flip {self.path} --set {MORE_WORKERS} tests {BY_HAND}; --propose lists what else"
         if self._alerts or self._first_non_finite is not None:
             return f"engine diagnose {self.path}"
-        if (doubt := self._of_level(SUSPICION)) and (row := BY_ID[IDENTITY].get(doubt[0].id)):
+        if (doubt := self._with_level(SUSPICION)) and (row := BY_ID[IDENTITY].get(doubt[0].id)):
             return f"unless {row.id} is meant: {row.remedy_with(doubt[0].framework)}; then {look}"
         return look
 
     def _fix(self) -> str:
-        """Return the change of one line that would mend what comes first, and how to test it."""
+        """Return the change of one line that fixes the first problem, and how to test it; empty if there is none."""
         command = read_command(self.run)
         verdict = verdict_of(self.view, self.state)
         found = [] if command is None else fixes_of(self.view, command)

@@ -1,13 +1,13 @@
-"""`python -m engine.attach.supervisor RUN`: looks at a command from outside, beside it and never above it.
+"""`python -m engine.attach.supervisor RUN`: observe a command from a process that is not its parent.
 
-    engine watch --(stdin pipe)--> this process        pid of the command; later, how it ended
+    engine watch --(stdin pipe)--> this process        pid of the command; later, its exit code
 
-It is in a session of its own. It reads the probe's log and the machine, raises alerts, and records how the command
-ended. It signals nothing and stops nothing: when it dies, the command does not notice. When the process that
-started the command dies first, the command goes on, and its exit code is not known.
+It runs in a separate session, reads the probe's log and the machine, raises alerts, and records how the command ended.
+It signals and stops nothing: if it dies, the command is not affected. If the process that started the command dies
+first, the command continues, and its exit code stays unknown.
 
-A script that has itself watched (`apr_watch.start`) is at the other end itself: it says its pid, and OVER when it is
-watched no longer. How it ended is what its probe wrote.
+A script that started its own watch (`apr_watch.start`) is at the other end of the pipe: it sends its pid, and OVER when
+it is no longer watched. Its probe logs how it ended.
 """
 
 from __future__ import annotations
@@ -38,19 +38,19 @@ from engine.watch.verdict_line import SUSPECT, WRONG, run_verdict_lines, verdict
 SAMPLE_SECONDS = 1.0
 OVER = "over"
 ENDED_S = 2.0
-"""How long the exit code may come after the end of the command."""
+"""Maximum delay of the exit code after the end of the command, in seconds."""
 
 
 class _Launcher:
-    """Reads what the process that started the command says, line by line."""
+    """Line reader of the pipe from the process that started the command."""
 
     def __init__(self) -> None:
         self.is_there = True
         self._read = b""
 
     def line(self) -> str | None:
-        """Return the next line; None when there is none yet, or when that process is gone. Waits for one of both
-        unless a line has been read already."""
+        """Return the next line; None if it is incomplete or that process is gone. Waits for input unless a line has
+        been read already."""
         if self.is_there and b"\n" not in self._read:
             found = os.read(sys.stdin.fileno(), 4096)
             self.is_there = bool(found)
@@ -63,11 +63,11 @@ class _Launcher:
 
 
 class _Training:
-    """One run folder below the command, and what observes it."""
+    """One run folder of the command, and its observer."""
 
     def __init__(self, run: RunFolder, pid: int, command: RunFolder) -> None:
-        """`pid` is the command's, or of the process that made the folder of a later training; `command` is the run
-        folder of the command, to which all processes write their stacks."""
+        """Begin to observe. `pid`: the command, or the process that created the folder of a later training; `command`:
+        the run folder of the command, to which all processes write their stacks."""
         self.run, self.is_command = run, run == command
         self._watch = LogWriter(run.watch, writer="supervisor")
         self._device = LogWriter(run.device, writer="sampler")
@@ -94,18 +94,18 @@ class _Training:
         if found.why:
             self.observer.write_watch(Note(level="warning", text=found.why))
         if not self.is_recorded and self._is_over():
-            # Of the command itself its end is told, a moment later, by the process that started it.
+            # Wait one tick: the exit code of the command itself arrives shortly after its last line.
             if self._seen_over:
                 self.record_end()
             self._seen_over = True
 
     def _is_over(self) -> bool:
-        """Whether a training began here, and its process writes no more steps."""
+        """Return whether a training began here and its process no longer writes."""
         view = self.observer.watcher.view
         return view.watched is not None and not self.run.liveness().trainer
 
     def record_end(self) -> None:
-        """Record the end of a training whose process is not a child of ours, from what its probe wrote."""
+        """Record the end of a training whose process is not a child, from its probe's log."""
         if self.is_recorded:
             return
         self.is_recorded = True
@@ -114,7 +114,7 @@ class _Training:
         watcher.last_look()
         if self.is_command:
             watcher.training_is_over = True
-            text = "the training ended, the command goes on"
+            text = "the training ended, the command continues"
             self.observer.write_watch(Note(level="info", text=text))
             return
         pid = watcher.view.watched.pid if watcher.view.watched is not None else self.observer.pid
@@ -122,11 +122,11 @@ class _Training:
 
 
 def exit_of(view: RunView, pid: int) -> TrainerExited:
-    """How a training ended of whose process no exit code is known."""
+    """Return the end of a training whose exit code is not known."""
     ended = view.script_ended
     if ended is None:
         state, certainty = ExitState.UNKNOWN, Certainty.NONE
-        text = "it left no word: ended by a signal or os._exit, or its log could not be written"
+        text = "it logged no end: ended by a signal or os._exit, or its log could not be written"
     else:
         state = ExitState.COMPLETED if ended.exception is None else ExitState.FAILED
         certainty, text = Certainty.PROVED, event_text(ended)
@@ -137,27 +137,27 @@ def exit_of(view: RunView, pid: int) -> TrainerExited:
         signal=None,
         cause=ended.exception or "its script ended" if ended is not None else "not known",
         certainty=str(certainty),
-        sentence=f"{text}; its exit code is known to its parent alone",
+        sentence=f"{text}; only its parent knows its exit code",
     )
 
 
-class _Teller:
-    """Prints the verdict on the command where the command itself prints: once for each thing that is found wrong."""
+class _Reporter:
+    """Printer of the verdict on the command's own stderr, once for each problem."""
 
     def __init__(self, run: RunFolder, number: int | None) -> None:
         """`number` is the file descriptor to print to; None prints nothing."""
         self._run, self._number = run, number
-        self._told: set[str] = set()
+        self._reported: set[str] = set()
 
     def tick(self, view: RunView) -> None:
         if self._number is None or view.watched is None:
             return
         found = verdict_of(view, "running", self._run.path)
-        # A warning of a rule is for the summary: other work on the machine may cause it.
+        # Leave warnings of rules to the summary: other work on the machine may cause them.
         is_sure = found.level == WRONG or found.id.startswith(IDENTITY)
-        if found.level not in (WRONG, SUSPECT) or not is_sure or found.id in self._told:
+        if found.level not in (WRONG, SUSPECT) or not is_sure or found.id in self._reported:
             return
-        self._told.add(found.id)
+        self._reported.add(found.id)
         lines = run_verdict_lines(view, "running", self._run.path)
         text = "".join(f"engine watch: {line}\n" for line in lines)
         try:
@@ -167,12 +167,12 @@ class _Teller:
 
 
 class _Trainings:
-    """The command's run, and those of the later trainings below it, as long as they go on."""
+    """Run of the command, and the runs of its later trainings while they last."""
 
-    def __init__(self, run: RunFolder, pid: int, tells: int | None) -> None:
+    def __init__(self, run: RunFolder, pid: int, report_fd: int | None) -> None:
         about = read_command(run)
-        self._teller = _Teller(run, tells)
-        self.has_itself_watched = about is not None and about.pid is not None
+        self._reporter = _Reporter(run, report_fd)
+        self.started_own_watch = about is not None and about.pid is not None
         self.command = _Training(run, pid, run)
         self._later: list[_Training] = []
         self._number = 2
@@ -181,7 +181,7 @@ class _Trainings:
         self._find_later()
         for training in (self.command, *self._later):
             training.tick()
-        self._teller.tick(self.command.observer.watcher.view)
+        self._reporter.tick(self.command.observer.watcher.view)
         self._drop_recorded()
 
     @property
@@ -196,7 +196,7 @@ class _Trainings:
             if about is not None and about.part_of == run.name and about.pid:
                 self._later.append(_Training(RunFolder(path), about.pid, run))
             elif about is None and not is_run(later_run(run, self._number + 1).path):
-                return  # it is being made
+                return  # it is being created
             self._number += 1
 
     def _drop_recorded(self) -> None:
@@ -205,17 +205,17 @@ class _Trainings:
             self._later.remove(training)
 
     def end(self, code: int | None) -> None:
-        """Record how the command ended, if that is known, and what it leaves behind."""
+        """Record how the command and its later trainings ended."""
         self._find_later()
         for training in self._later:
             training.record_end()
         self._drop_recorded()
         observer = self.command.observer
-        if code is None and self.has_itself_watched:
+        if code is None and self.started_own_watch:
             observer.watcher.last_look()
             observer.write_watch(exit_of(observer.watcher.view, observer.pid))
         elif code is None:
-            text = "the command ended; its exit code went with the process that started it"
+            text = "the command ended; its exit code is unknown, as the process that started it is gone"
             observer.write_watch(Note(level="warning", text=text))
         else:
             observer.watcher.tick()
@@ -232,9 +232,9 @@ class _Trainings:
         self.command.close()
 
 
-def supervise(run: RunFolder, tells: int | None = None) -> int:
-    """Observe the command of `run`, and the later trainings below it, to its end. What is found wrong is printed to
-    the file descriptor `tells`, if there is one."""
+def supervise(run: RunFolder, report_fd: int | None = None) -> int:
+    """Observe the command of `run` and its later trainings to the end; print problems to the file descriptor
+    `report_fd`, if there is one."""
     for number in (signal.SIGHUP, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
     launcher = _Launcher()
@@ -243,21 +243,21 @@ def supervise(run: RunFolder, tells: int | None = None) -> int:
         with LogWriter(run.watch, writer="supervisor") as watch:
             watch.write(Note(level="error", text="the command was not started"))
         return 1
-    trainings = _Trainings(run, int(pid), tells)
+    trainings = _Trainings(run, int(pid), report_fd)
     trainings.end(_wait_for_end(trainings, launcher))
     return 0
 
 
 def later_run(run: RunFolder, number: int) -> RunFolder:
-    """The folder of a later training of a command, the second with `number` 2."""
+    """Return the folder of a later training of a command; the second training has `number` 2."""
     return RunFolder(run.path.with_name(f"{run.path.name}-{number}"))
 
 
 def training_process(
     run: RunFolder, pid: int, view: RunView, rank: Beat | None = None
 ) -> tuple[int, str]:
-    """Return the process below the command `pid` that trains, and the file to which it writes its stacks: that of a
-    rank, the one that has stepped an optimizer, else the newest that has imported torch, else the command.
+    """Return the training process of the command `pid` and the file of its stacks: that of `rank`, the one that has
+    stepped an optimizer, else the newest that has imported torch, else the command.
 
     `run` is the folder of the command, to which all write their stacks."""
     if rank is not None:
@@ -279,7 +279,7 @@ def _made_ns(path: Path) -> int:
 
 
 def _about(run: RunFolder) -> str:
-    """Say what runs, and where."""
+    """Return the command, its folder and its commit as text."""
     command = read_command(run)
     assert command is not None, "engine watch has written it"
     commit = f", commit {command.commit}" if command.commit else ""
@@ -288,10 +288,10 @@ def _about(run: RunFolder) -> str:
 
 
 def _wait_for_end(trainings: _Trainings, launcher: _Launcher) -> int | None:
-    """Observe until the command has ended; returns its exit code, or None where nobody is left to tell it."""
+    """Observe until the command has ended; return its exit code, or None if it cannot be known."""
     observer, selector = trainings.command.observer, selectors.DefaultSelector()
     selector.register(sys.stdin.fileno(), selectors.EVENT_READ, "launcher")
-    # A command that has ended already is told of by its launcher.
+    # If the command has ended already, its launcher sends the exit code.
     with contextlib.suppress(ProcessLookupError):
         selector.register(os.pidfd_open(observer.pid), selectors.EVENT_READ, "command")
     ended_by_s = math.inf
@@ -301,9 +301,9 @@ def _wait_for_end(trainings: _Trainings, launcher: _Launcher) -> int | None:
             for key, _ in selector.select(left):
                 if key.data == "launcher" and (line := launcher.line()) is not None:
                     return None if line == OVER else int(line)
-                # Either of them is gone: the other may still come.
+                # One of both is gone: the other may still report.
                 selector.unregister(key.fileobj)
-                if key.data == "launcher" and not trainings.has_itself_watched:
+                if key.data == "launcher" and not trainings.started_own_watch:
                     observer.watch.write(LauncherGone(how="killed"))
                 ended_by_s = time.monotonic() + ENDED_S if key.data == "command" else ended_by_s
             if not selector.get_map():
@@ -314,8 +314,8 @@ def _wait_for_end(trainings: _Trainings, launcher: _Launcher) -> int | None:
 
 def main() -> int:
     try:
-        tells = int(sys.argv[2]) if len(sys.argv) > 2 else None
-        return supervise(open_run(Path(sys.argv[1])), tells)
+        report_fd = int(sys.argv[2]) if len(sys.argv) > 2 else None
+        return supervise(open_run(Path(sys.argv[1])), report_fd)
     except EngineError as error:
         say(error)
         return error.exit_code

@@ -96,7 +96,7 @@ def run(arguments: argparse.Namespace) -> int:
         variables=variables,
         changed=changed,
         keep_output=arguments.keep_output,
-        tell=not arguments.quiet,
+        report=not arguments.quiet,
     )
     if not arguments.quiet:
         for line in summary_lines(folder):

@@ -284,7 +284,7 @@ def _clip_before(script: _Script, seen: Judged) -> _Edited | None:
     if step is None or clip is None:
         return None
     statement, optimizer = step
-    if "behind steps" in seen.text:
+    if "unscaled" not in seen.text:
         return _with(
             script.before(statement, f"{script.source(clip)}; "), "clip before the optimizer steps"
         )
@@ -300,7 +300,7 @@ def _shift_labels(script: _Script, seen: Judged) -> _Edited | None:
     call = _only(script.calls("cross_entropy"))
     if call is None or len(call.args) < 2 or call.lineno != call.end_lineno:
         return None
-    if not seen.text.startswith("the labels are the tokens that the model has just read"):
+    if max(seen.numbers, key=lambda name: seen.numbers[name] or 0, default="") != "shift_0":
         return None
     predictions, labels = (_reshaped(one) for one in call.args[:2])
     if predictions is None or labels is None:

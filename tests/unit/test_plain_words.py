@@ -34,6 +34,7 @@ WORDS = re.compile(
 
 CLEAN = frozenset(
     {
+        "engine/attach",
         "engine/audit",
         "engine/checks",
         "engine/data",
@@ -51,7 +52,6 @@ CLEAN = frozenset(
 )
 BOUNDS = {
     "engine": 65,
-    "engine/attach": 135,
     "engine/bench": 9,
     "engine/cli": 34,
     "engine/contracts": 4,

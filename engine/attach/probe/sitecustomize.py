@@ -1,6 +1,6 @@
-"""Starts the probe in every Python process below `engine watch`, then runs the sitecustomize that the user has.
+"""Start the probe in every Python process under `engine watch`, then run the user's own sitecustomize.
 
-Python imports this file before anything of the user's, because its folder leads PYTHONPATH.
+Python imports this file before the user's modules, because its folder leads PYTHONPATH.
 """
 
 import os

@@ -116,7 +116,7 @@ def test_what_is_watched_from_inside_is_seen_from_outside_and_its_end_recorded(
 ) -> None:
     assert trainer.view.state(trainer.run.liveness()) == "completed"
     (ended,) = events_of(trainer, TrainerExited)
-    assert ended.returncode is None and "parent alone" in ended.sentence
+    assert ended.returncode is None and "only its parent" in ended.sentence
     assert trainer.view.launcher_gone is None
     assert trainer.view.host is not None
 
@@ -224,7 +224,7 @@ def test_where_the_engine_cannot_be_run_the_log_says_that_nobody_watches_from_ou
     assert ran.returncode == 0, ran.stderr
     view = Follower(RunFolder(tmp_path / "line")).read_all()
     assert len(view.steps) == 1
-    assert any(note.text.startswith("nobody watches from outside: ") for note in view.notes)
+    assert any(note.text.startswith("no observer watches this process: ") for note in view.notes)
     command = read_command(RunFolder(tmp_path / "line"))
     assert command is not None and command.short.endswith("train.py")
 
@@ -238,11 +238,13 @@ def test_an_engine_of_the_users_on_the_path_does_not_hide_the_engine(tmp_path: P
     assert ran.returncode == 0, ran.stderr
     view = Follower(RunFolder(tmp_path / "line")).read_all()
     assert len(view.steps) == 1 and not (tmp_path / "ran").exists()
-    assert not any(note.text.startswith("nobody watches from outside: ") for note in view.notes)
+    assert not any(
+        note.text.startswith("no observer watches this process: ") for note in view.notes
+    )
 
 
 FAILS = """
-from apr_watch.callback import Ours, Prompt
+from apr_watch.callback import Guard, Prompt
 import apr_watch
 apr_watch.start("line")
 
@@ -252,11 +254,11 @@ def asked(number):
 
 net = model()
 optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-ours, prompt = Ours("WatchCallback"), Prompt("w5", 4, lambda text: {"input_ids": [5]})
+guarded, prompt = Guard("WatchCallback"), Prompt("w5", 4, lambda text: {"input_ids": [5]})
 for number in range(3):
     net(torch.ones(2, 8)).mean().backward()
     optimizer.step()
-    ours(asked, number)
+    guarded(asked, number)
     prompt.of(net)
 save(net)
 """
@@ -269,7 +271,7 @@ def test_a_callback_that_fails_removes_itself_says_so_and_the_steps_go_on(tmp_pa
     assert len(one.view.steps) == 3
     texts = [note.text for note in events_of(one, Note) if note.level == "warning"]
     assert texts[0] == "WatchCallback removed itself, the run goes on: ValueError: wrong"
-    assert texts[1].startswith("the prompt is not asked again: TypeError: ")
+    assert texts[1].startswith("the prompt was disabled: TypeError: ")
     assert len(texts) == 2
 
 

@@ -111,12 +111,12 @@ for function in (attention, attention_to_all, a_convolution, a_convolution_that_
     save(function())
 """
 EXPECTED = {
-    "attention": (PASS, "another token at place 6 of 12 changes no logits in front of it"),
-    "attention_to_all": (SUSPICION, "changes the logits of 6 places in front of it"),
-    "a_convolution": (PASS, "changes no logits in front of it"),
-    "a_convolution_that_is_centred": (SUSPICION, "changes the logits of 1 places in front of it"),
-    "a_mean_over_the_row": (SUSPICION, "changes the logits of 6 places in front of it"),
-    "attention_by_keywords": (PASS, "changes no logits in front of it"),
+    "attention": (PASS, "another token at position 6 of 12 changes no logits before it"),
+    "attention_to_all": (SUSPICION, "changes the logits of 6 positions before it"),
+    "a_convolution": (PASS, "changes no logits before it"),
+    "a_convolution_that_is_centred": (SUSPICION, "changes the logits of 1 positions before it"),
+    "a_mean_over_the_row": (SUSPICION, "changes the logits of 6 positions before it"),
+    "attention_by_keywords": (PASS, "changes no logits before it"),
     "a_model_that_is_never_called": (UNKNOWN, "no call of the model was seen"),
     "a_classifier": (UNKNOWN, "no embedding is trained"),
 }

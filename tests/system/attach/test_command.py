@@ -251,7 +251,7 @@ def test_the_command_outlives_a_kill_of_the_watch_and_the_log_says_that_its_end_
     events = watch_log(run)
     assert [e.how for e in events if isinstance(e, LauncherGone)] == ["killed"]
     assert not [e for e in events if isinstance(e, TrainerExited)]
-    assert "exit code went with" in [e.text for e in events if isinstance(e, Note)][-1]
+    assert "exit code is unknown" in [e.text for e in events if isinstance(e, Note)][-1]
     assert Follower(run).read_all().exit is None
 
 
@@ -310,7 +310,7 @@ def test_a_command_without_a_probe_is_seen_from_outside_only_and_never_judged_by
     tmp_path: Path,
 ) -> None:
     done, run = watched(tmp_path, "sh", "-c", "exit 0", quiet=False)
-    assert done.stdout == "" and "seen from outside only" in done.stderr
+    assert done.stdout == "" and "observed from outside only" in done.stderr
     assert read_settings(run) is None
     assert json.loads(run.effective.read_text())["command"]["folder"] == os.getcwd()
 

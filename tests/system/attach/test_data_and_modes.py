@@ -231,28 +231,28 @@ WRONG_MODES = {
     "left_in_eval_mode_by_an_evaluation": (
         "training_mode",
         6,
-        "1 dropout layer and 1 batch norm layer in eval mode, which they were not at first: module.body.0.1, "
+        "1 dropout layer and 1 batch norm layer in eval mode, which they were not before: module.body.0.1, "
         "module.body.1",
     ),
     "batch_norm_moves_in_the_evaluation": (
         "evaluation_mode",
         6,
-        "of data that trained nothing 1 batch norm layer took statistics: 1",
+        "on batches without a backward pass, 1 batch norm layer updated statistics: 1",
     ),
     "batch_norm_moves_in_a_loop": (
         "evaluation_mode",
         6,
-        "of data that trained nothing 1 batch norm layer took statistics: body.0.1",
+        "on batches without a backward pass, 1 batch norm layer updated statistics: body.0.1",
     ),
     "dropout_in_the_evaluation": (
         "evaluation_mode",
         6,
-        "random numbers were drawn with 1 dropout layer in training mode: 2",
+        "1 dropout layer in training mode drew random numbers: 2",
     ),
     "dropout_in_a_class": (
         "evaluation_mode",
         6,
-        "random numbers were drawn with 1 dropout layer in training mode: 2",
+        "1 dropout layer in training mode drew random numbers: 2",
     ),
 }
 

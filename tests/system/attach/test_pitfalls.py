@@ -226,24 +226,30 @@ WRONG = {
     "called_twice": ("schedule", "StepLR is called 2 times for each step"),
     "called_for_each_micro_batch": ("schedule", "LambdaLR is called 3 times for each step"),
     "a_cosine_past_its_end": ("schedule", "past its T_max of 5"),
-    "a_rate_that_comes_to_nothing": ("schedule", "the rate of AdamW is 0 at step 8, as at step 4"),
-    "a_rate_of_nothing_by_hand": ("schedule", "the rate of AdamW is 0 at step 8, as at step 4"),
+    "a_rate_that_comes_to_nothing": (
+        "schedule",
+        "the learning rate of AdamW is 0 at step 8, as at step 4",
+    ),
+    "a_rate_of_nothing_by_hand": (
+        "schedule",
+        "the learning rate of AdamW is 0 at step 8, as at step 4",
+    ),
     "the_schedule_of_another_optimizer": (
         "schedule",
-        "CosineAnnealingLR moves the rate of an optimizer that has never stepped",
+        "CosineAnnealingLR changes the learning rate of an optimizer that has never stepped",
     ),
     "all_pairs": ("broadcast_loss", "8 predictions (8, 1) and their targets has the shape (8, 8)"),
     "all_pairs_by_hand": ("broadcast_loss", "8 predictions (8, 1)"),
     "all_pairs_of_a_robust_loss": ("broadcast_loss", "8 predictions (8,)"),
     "a_relu_behind_the_last_layer": ("bounded_logits", "come out of a ReLU"),
     "a_sigmoid_in_front_of_its_own": ("bounded_logits", "come out of a sigmoid"),
-    "sorted_by_class": ("one_class", "all 8 of this one are 0"),
+    "sorted_by_class": ("one_class", "all 8 of the last one are 0"),
     "evaluated_on_what_it_trains_on": ("held_out", "48 of 48 samples that an evaluation read"),
     "split_after_it_was_repeated": (
         "held_out",
         "samples that an evaluation read had been trained on",
     ),
-    "a_stream_that_is_sorted": ("one_class", "all 16 of this one are 0"),
+    "a_stream_that_is_sorted": ("one_class", "all 16 of the last one are 0"),
 }
 HEALTHY: dict[str, dict[str, str]] = {
     "called_once": {"schedule": PASS},

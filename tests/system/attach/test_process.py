@@ -132,7 +132,7 @@ def test_a_hang_is_named_by_the_line_of_every_thread_and_a_kill_from_outside_is_
     (ended,) = watching.of(TrainerExited)
     assert (ended.state, ended.signal) in [("KILLED_EXTERNAL", "SIGKILL"), ("UNKNOWN", None)]
     assert "OOM" not in ended.state and "out of memory" not in said
-    assert "seen from outside only: steps unknown" in said
+    assert "observed from outside only: steps unknown" in said
     text = watching.run.effective.read_text()
     assert "NCCL_DEBUG=WARN" in text and "SOMETHING" not in text and "hf_abc" not in text
     command = read_command(watching.run)
@@ -155,7 +155,7 @@ def test_the_end_of_the_watching_touches_nothing_and_the_run_says_that_nobody_wa
         said = watching.end()
         assert process.poll() is None
     assert not list(tmp_path.glob("got-*")), "the process got a signal"
-    assert "goes on, unwatched" in said and "engine watch --pid" in said
+    assert "still running, unwatched" in said and "engine watch --pid" in said
     follower = Follower(watching.run)
     assert follower.read_all().exit is None and follower.state == "unwatched"
     told = json.loads(engine_here("diagnose", str(watching.run.path), "--json").stdout)

@@ -66,14 +66,14 @@ def run_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunWith:
 def test_loaders_get_workers_and_a_stream_is_left_alone(run_with: RunWith) -> None:
     found = run_with("loader.workers=2")
     assert found.said["workers"] == [2, 2, 0] and found.said["kept"] == [False, True, False]
-    assert found.changes["loader.workers"].startswith("the watch changed num_workers of DataLoader")
+    assert found.changes["loader.workers"].startswith("--set changed num_workers of DataLoader")
     assert any("was not applied to a stream" in text for text in found.notes)
 
 
 def test_a_loader_without_workers_loses_what_needs_them(run_with: RunWith) -> None:
     found = run_with("loader.workers=0", "attention.backend=math")
     assert found.said["workers"] == [0, 0, 0] and found.said["kept"] == [False, False, False]
-    assert "num_workers of DataLoader 1 -> 0" in found.changes["loader.workers"]
+    assert "num_workers of DataLoader from 1 to 0" in found.changes["loader.workers"]
     assert found.said["attention"] == [False, True] and "attention.backend" in found.changes
 
 
@@ -81,7 +81,7 @@ def test_switches_of_torch_are_set_and_one_that_is_so_already_is_said(run_with: 
     found = run_with("torch.deterministic=on", "matmul.precision=high", "cudnn.benchmark=off")
     assert (found.said["precision"], found.said["sure"]) == ("high", True)
     assert set(found.changes) == {"torch.deterministic", "matmul.precision"}
-    assert any("cudnn.benchmark=off changes nothing here" in text for text in found.notes)
+    assert any("cudnn.benchmark=off changes nothing" in text for text in found.notes)
 
 
 def test_workers_that_are_asked_for_hand_out_the_same_batches(run_with: RunWith) -> None:

@@ -137,7 +137,7 @@ def test_a_run_that_failed_names_its_exception_and_the_line_that_raised_it(tmp_p
 def test_a_run_that_was_killed_is_out_of_memory_only_with_proof(tmp_path: Path) -> None:
     watch(tmp_path, "sh", "-c", "kill -9 $$")
     found = parts(summary_lines(RunFolder(tmp_path / "run")))
-    assert "run: ended by SIGKILL; seen from outside only" in found["verdict"]
+    assert "run: ended by SIGKILL; observed from outside only" in found["verdict"]
     assert "SIGKILL" in found["why"] and "out of memory" not in found["verdict"]
     assert found["next step"] == LET_IN
 
@@ -147,12 +147,12 @@ def test_a_script_that_never_stepped_is_told_from_one_without_a_probe(tmp_path: 
         (tmp_path / name).mkdir()
     found, printed = run_loop(tmp_path / "never", "never")
     assert printed == ""
-    assert "ended with exit code 0; seen from outside only" in found["verdict"]
+    assert "ended with exit code 0; observed from outside only" in found["verdict"]
     assert found["why"] == NO_STEP
     # Exit code 70 is one of the engine's own; of a command it says nothing.
     watch(tmp_path / "outside", "sh", "-c", "exit 70")
     found = parts(summary_lines(RunFolder(tmp_path / "outside" / "run")))
-    assert "run: failed with exit code 70; seen from outside only" in found["verdict"]
+    assert "run: failed with exit code 70; observed from outside only" in found["verdict"]
     assert "PYTHONPATH did not reach it" in found["why"] and "engine broke" not in found["why"]
     assert found["next step"] == LET_IN
 
@@ -289,9 +289,7 @@ def test_a_run_that_waits_for_its_data_is_told_to_load_with_more_workers(run: Ru
 def test_a_gpu_says_only_the_seconds_that_the_script_waited(run: RunFolder) -> None:
     steps = [StepDone(step=n, step_s=1.0, data_s=0.62, rows=4, tokens=400) for n in (1, 2, 3)]
     found = write(run, steps, ended(returncode=0, state="COMPLETED", signal=None))
-    assert found["why"].startswith(
-        "a step is waiting for data 62 %; its other seconds are not split"
-    )
+    assert found["why"].startswith("a step is waiting for data 62 %; the rest is not split")
     assert "4 rows/s, 400 tokens/s" in found["evidence"]
 
 

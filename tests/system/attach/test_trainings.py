@@ -62,7 +62,7 @@ def test_each_training_of_a_sweep_has_a_folder_and_an_end_of_its_own(tmp_path: P
         timeout=120,
     )
     assert done.returncode == 6
-    assert b"3 later trainings below it, each with a run of its own: lr-2" in done.stderr
+    assert b"3 later trainings, each with its own run: lr-2" in done.stderr
     runs = {run.name: run for run in find_runs(tmp_path / "runs")}
     assert sorted(runs) == ["lr", "lr-2", "lr-3", "lr-4", "lr-5"]
     found = {}

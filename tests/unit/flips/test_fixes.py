@@ -15,12 +15,15 @@ from tests.support.judged import identity_event
 from tests.support.run_events import fold_events, numbered
 
 TEXTS = {
-    "clipping": "gradients are clipped behind steps 1 and 2 of SGD",
+    "clipping": "gradients are clipped after steps 1 and 2 of SGD",
     "schedule": "StepLR is called 2 times for each step",
-    "label_shift": "the labels are the tokens that the model has just read (100% of them)",
     "accumulated_mean": "a step sums the gradients of 4 losses, each a mean, and nothing divides them",
 }
-NUMBERS = {"accumulated_mean": {"passes": 4.0}, "temperature_squared": {"temperature": 4.0}}
+NUMBERS = {
+    "accumulated_mean": {"passes": 4.0},
+    "label_shift": {"shift_0": 1.0, "shift_1": 0.5, "shift_2": 0.0, "shift_3": 0.0},
+    "temperature_squared": {"temperature": 4.0},
+}
 NAMES = {
     "model": "model",
     "teacher": "teacher",

@@ -1,47 +1,41 @@
-"""The probe of `engine watch`: records every optimizer step of a PyTorch script that does not know of it.
+"""The probe of `engine watch`: records every optimizer step of an unmodified PyTorch script.
 
-A script that does may say more; where it is not watched both do nothing:
+A script may call it to record more; where it is not watched both do nothing:
 
     import apr_watch
 
     apr_watch.log(held_out=2.31, accuracy=0.7)      numbers, or tensors of one element; never raises
-    with apr_watch.watch(optimizer):                the steps of this optimizer are a training of their own
+    with apr_watch.watch(optimizer):                the steps of this optimizer are a separate training
 
-Without `engine watch` it may have itself watched, by one of these lines:
+Without `engine watch` a script starts its own watch by one of these lines:
 
     apr_watch.start()                               to the end of the process, or to apr_watch.stop()
     with apr_watch.watch(out="runs/first"):
     WatchCallback()                                 of apr_watch.transformers or apr_watch.lightning
     WatchLogger(), WatchTracker()                   of apr_watch.lightning, apr_watch.accelerate
 
-Below `engine watch` it is started by the `sitecustomize` beside it and waits for the script to import torch. Until then
-it costs one comparison for each import. Standard library only, Python 3.10 on; it never imports torch itself.
+Under `engine watch` the neighbouring `sitecustomize` starts it; it waits for the script to import torch. Until then it
+costs one comparison for each import. Standard library only, Python 3.10 or later; it never imports torch itself.
 
     __init__.py      waits for the import of torch
     line.py          how a line of the script starts the watch
-    callback.py      what the callbacks of frameworks share: transformers.py, lightning.py,
-                     accelerate.py
-    hooks.py         what is hooked in torch, and how it is removed again
-    step.py          what a step is: its time, its batches, when its line is written
-    device_clock.py  the phases of a step by a GPU's own clock
-    progress.py      how many steps there will be, and the batch of the running pass over the data
-    identities.py    what has to hold in every training, looked at on a few steps
-    gradients.py     whether gradients of the step before are still there
-    parameters.py    which parameters backward passes reach and optimizers hold, and their names
-    ranks.py         whether ranks have the same weights and read different data
-    updates.py       the rows of weights, gradients and states in front of a step and behind it
-    textbook.py      an update held against the textbook's
-    compiles.py      what torch.compile compiled
-    memory.py        what torch's allocator holds on a GPU
-    settings.py      what an experiment changes without the script's help
-    stacks.py        how the stacks of a process that hangs are taken from outside
-    values.py        the values of tensors, read without making a GPU wait
-    writer.py        the lines of the log
+    callback.py      shared parts of transformers.py, lightning.py and accelerate.py
+    hooks.py         hooks in torch, and their removal
+    step.py          time, batches and losses of each step
+    device_clock.py  phases of a step on the GPU
+    progress.py      steps left, and the batch of the current epoch
+    identities.py    checks of what holds in every healthy training, and the list of their modules
+    compiles.py      compilations of torch.compile
+    memory.py        memory of torch's allocator on a GPU
+    settings.py      settings that an experiment changes
+    stacks.py        stacks of a hanging process
+    values.py        values of tensors, read without making a GPU wait
+    writer.py        lines of the log
 
-The run must never change: no random number is drawn, no stream is synchronised, no thread is started, and nothing
-that fails here reaches the script. A probe that fails removes itself and says so in the log. What an experiment asks
-for is the exception: APR_WATCH_STEPS ends the process after so many steps, APR_WATCH_SLOW_BY lengthens each step,
-APR_WATCH_SET changes the settings that it names, and each change is in the log.
+The run must never change: no random number is drawn, no stream is synchronised, no thread is started, and no failure
+here reaches the script. A probe that fails removes itself and logs a note. Experiments are the exception:
+APR_WATCH_STEPS ends the process after a number of steps, APR_WATCH_SLOW_BY lengthens each step, APR_WATCH_SET changes
+settings, and each change is logged.
 """
 
 from __future__ import annotations
@@ -61,16 +55,15 @@ if TYPE_CHECKING:
 
 _started = False
 _hooks: Hooks | None = None
-"""Of this process, once it has imported torch and is watched."""
+"""Hooks of this process, once it has imported torch and is watched."""
 _begun: Begun | None = None
-"""Where a line of the script started the watch."""
+"""Watch that a line of the script started."""
 
 
 def log(**values: Any) -> None:
-    """Record numbers of the script's own, at the optimizer step that was done last: `held_out` is drawn beside the
-    loss, others are shown by their names; `prompt` and `sample` are texts, a beginning and what the model made of it. A
-    value that is not one number is recorded as unknown. Of several ranks only rank 0 records. Nothing happens where the
-    process is not watched, and nothing is raised."""
+    """Record numbers at the last completed optimizer step: `held_out` is plotted with the loss, others are shown by
+    their names; `prompt` and `sample` are texts, a beginning and the model's continuation. A value that is not one
+    number is recorded as unknown. Only rank 0 records. Does nothing if the process is not watched; raises nothing."""
     if _hooks is not None:
         _hooks.log(values)
 
@@ -82,27 +75,28 @@ def note(text: str, level: str = "info") -> None:
 
 
 def is_watching() -> bool:
-    """Whether what is said is recorded: the process is watched, and has imported torch."""
+    """Return whether logged values are recorded: the process is watched and has imported torch."""
     return _hooks is not None and _hooks.are_on
 
 
 class watch:
-    """`with apr_watch.watch(optimizer):` or `watch(model, optimizer)`: inside, the steps of this optimizer, and of no
-    other, are steps of a training that begins and ends with the block. Nothing happens where it is not watched.
+    """Context for a training: inside `with apr_watch.watch(optimizer):` or `watch(model, optimizer)` only the steps of
+    this optimizer count, and they are a training that begins and ends with the block. Does nothing where the process is
+    not watched.
 
-    `with apr_watch.watch(out="runs/first"):` has the block itself watched, as by `start` and `stop`."""
+    `with apr_watch.watch(out="runs/first"):` watches the block itself, as by `start` and `stop`."""
 
     def __init__(self, *parts: Any, out: str | None = None) -> None:
-        """`parts`: the optimizer is the one that steps; others are taken and not looked at. `out`: the run folder to
-        make, in `runs` if it is empty."""
+        """Choose the optimizer among `parts`; others are ignored. `out`: the run folder to create, in `runs` if
+        empty."""
         self._optimizer = next((part for part in parts if hasattr(part, "param_groups")), None)
-        self._out, self._is_ours = out, False
+        self._out, self._has_started = out, False
 
     def __enter__(self) -> watch:
         if self._out is not None:
-            was = _begun
+            before = _begun
             start(self._out)
-            self._is_ours = _begun is not was
+            self._has_started = _begun is not before
         if _hooks is not None and self._optimizer is not None:
             _hooks.choose(self._optimizer)
         return self
@@ -113,16 +107,16 @@ class watch:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if self._is_ours:
+        if self._has_started:
             stop(error)
         elif _hooks is not None and self._optimizer is not None:
             _hooks.end()
 
 
 def start(out: str = "") -> None:
-    """Have this process watched as `engine watch` does it, to its end: its optimizer steps, the machine, stalls, how it
-    ends. `out` is the run folder to make (`out`-2, ... where it exists); empty: a new one in `runs`. Nothing happens
-    where it is watched already, and nothing is raised."""
+    """Watch this process to its end as `engine watch` does: its optimizer steps, the machine, stalls and its exit.
+    `out` is the run folder to create (`out`-2, ... where it exists), if empty a new one in `runs`. Does nothing where
+    the process is watched already; raises nothing."""
     global _begun
     if _started:
         return
@@ -142,8 +136,7 @@ def start(out: str = "") -> None:
 
 
 def stop(error: BaseException | None = None) -> None:
-    """End what `start` began, `error` being what ended it. Nothing happens where `engine watch` began it, and nothing
-    is raised."""
+    """End the watch that `start` began; `error` is what ended it. Does nothing under `engine watch`; raises nothing."""
     global _started, _hooks, _begun
     if _begun is None:
         return
@@ -161,7 +154,7 @@ def stop(error: BaseException | None = None) -> None:
 
 
 def follow(run: str) -> None:
-    """Record this process's training in the run folder `run`, if it trains. Calling it twice is fine."""
+    """Record this process's training, if any, in the run folder `run`. Further calls do nothing."""
     global _started
     if _started:
         return
@@ -180,8 +173,8 @@ def _hook(torch: ModuleType, run: str) -> None:
 
         _hooks = Hooks(torch, run)
         _hooks.install()
-        if _begun is not None and _begun.alone:
-            note(f"nobody watches from outside: {_begun.alone}", "warning")
+        if _begun is not None and _begun.why_none:
+            note(f"no observer watches this process: {_begun.why_none}", "warning")
         from .stacks import register
 
         register(run)
@@ -190,7 +183,7 @@ def _hook(torch: ModuleType, run: str) -> None:
 
 
 class _TorchFinder:
-    """Finds torch as the other finders do, and has it hooked once it has been executed."""
+    """Import finder that finds torch as the other finders do, and hooks it once it has been executed."""
 
     def __init__(self, run: str) -> None:
         self._run = run
@@ -211,8 +204,8 @@ class _TorchFinder:
         return None
 
     def _follow(self, spec: ModuleSpec) -> None:
-        # On the instance: the loader keeps its type, and nothing of ours is left on it once torch is there.
-        # A spec that is found and never loaded (transformers looks whether there is a torch) changes nothing.
+        # Patch the instance: the loader keeps its type, and the patch is removed once torch is imported.
+        # A spec that is found and never loaded (transformers checks whether torch is installed) changes nothing.
         loader = spec.loader
         execute = getattr(loader, "exec_module", None)
         if execute is None:
@@ -228,4 +221,4 @@ class _TorchFinder:
         try:
             loader.exec_module = exec_module  # type: ignore[method-assign, union-attr]
         except AttributeError:
-            pass  # a loader of the user's that cannot be followed
+            pass  # a custom loader that cannot be patched

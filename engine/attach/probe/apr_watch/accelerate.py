@@ -8,21 +8,22 @@ from accelerate.tracking import GeneralTracker
 
 import apr_watch
 
-from .callback import Ours, logged, settings
+from .callback import Guard, logged, settings
 
 
 class WatchTracker(GeneralTracker):  # type: ignore[misc]
-    """Watches this process as `engine watch` does, and adds what the script gives to its trackers: its configuration
-    and the values that it logs, `eval_loss` as the held-out loss. What is logged stands at the optimizer step that was
-    done last; the `step` that the script gives is its own count."""
+    """Tracker that watches this process as `engine watch` does, and records the script's configuration and the values
+    that it logs, `eval_loss` as the held-out loss. Values belong to the last completed optimizer step; the script's own
+    `step` is ignored."""
 
     name = "apr_watch"
     requires_logging_directory = False
 
     def __init__(self, out: str = "", *, held_out: str = "eval_loss") -> None:
-        """`out`: the run folder to make, in `runs` if it is empty. `held_out`: the value that is the held-out loss."""
+        """Start watching. `out`: the run folder to create, in `runs` if empty. `held_out`: the name of the held-out
+        loss."""
         apr_watch.start(out)
-        self._ours = Ours(type(self).__name__)
+        self._guarded = Guard(type(self).__name__)
         self._held_out = held_out
         super().__init__()
 
@@ -31,7 +32,7 @@ class WatchTracker(GeneralTracker):  # type: ignore[misc]
         return apr_watch
 
     def store_init_configuration(self, values: dict[str, Any]) -> None:
-        self._ours(settings, "the script", values)
+        self._guarded(settings, "the script", values)
 
     def log(self, values: dict[str, Any], step: int | None = None, **more: Any) -> None:
-        self._ours(logged, values, self._held_out)
+        self._guarded(logged, values, self._held_out)

@@ -1,8 +1,6 @@
-"""What the callbacks of all frameworks share: whatever fails in one ends that one alone, and a text that the model
-itself goes on with.
-"""
+"""Shared parts of the callbacks of all frameworks: error isolation, and a prompt that the model continues."""
 
-# Shapes: T tokens of one row, V tokens of the vocabulary
+# Shapes: T tokens of one row, V vocabulary
 
 from __future__ import annotations
 
@@ -15,12 +13,12 @@ import apr_watch
 from .causality import Untouched, logits_of
 
 _VALUE = 200
-"""Characters of a setting that are kept."""
+"""Maximum length of a logged setting, in characters."""
 
 
-class Ours:
-    """Calls what a callback does. Whatever that raises is said in the log, and is the last that it does; the script
-    does not notice, and its steps are recorded as before."""
+class Guard:
+    """Calls functions of a callback. The first exception is logged and disables the callback; it does not reach the
+    script, whose steps are still recorded."""
 
     def __init__(self, name: str) -> None:
         self._name, self._on = name, True
@@ -37,38 +35,38 @@ class Ours:
 
 
 class Prompt:
-    """A text that the model is asked to go on with at each evaluation: the most likely tokens, one by one."""
+    """A text that the model continues at each evaluation by greedy decoding."""
 
     def __init__(self, text: str | None, tokens: int, tokenizer: Any) -> None:
-        """Without a `text` it is never asked. `tokenizer`: one of transformers; None: that of the framework."""
+        """Set the prompt; without a `text` there is none. `tokenizer`: one of transformers; None: the framework's."""
         self._text, self._tokens, self._tokenizer = text, tokens, tokenizer
 
     def of(self, model: Any, tokenizer: Any = None) -> dict[str, str]:
-        """What `apr_watch.log` records of it. Raises nothing: a model that cannot be asked is not asked again."""
+        """Return the values for `apr_watch.log`. Raises nothing; after a failure the prompt is disabled."""
         if self._text is None or not apr_watch.is_watching():
             return {}
         try:
-            asked = self._tokenizer or tokenizer
-            asked = getattr(asked, "tokenizer", asked)  # of a processor of several kinds of input
+            chosen = self._tokenizer or tokenizer
+            chosen = getattr(chosen, "tokenizer", chosen)  # a multimodal processor holds one
             return {
                 "prompt": self._text,
-                "sample": continued(model, asked, self._text, self._tokens),
+                "sample": continued(model, chosen, self._text, self._tokens),
             }
         except Exception as error:  # noqa: BLE001
             self._text = None
-            text = f"the prompt is not asked again: {type(error).__name__}: {error}"
+            text = f"the prompt was disabled: {type(error).__name__}: {error}"
             apr_watch.note(text, "warning")
             return {}
 
 
 def continued(model: Any, tokenizer: Any, prompt: str, tokens: int) -> str:
-    """The most likely continuation of `prompt`, as text. Modes, buffers and random numbers of the run are what they
-    were; nothing is compiled. Raises ValueError for what cannot be asked, and what the model raises."""
+    """Return the greedy continuation of `prompt`, as text. Restores modes, buffers and random states; compiles nothing.
+    Raises ValueError for a model that cannot be run, and whatever the model raises."""
     torch: Any = sys.modules["torch"]
     if tokenizer is None:
-        raise ValueError("expected a tokenizer beside the prompt, found none")
+        raise ValueError("expected a tokenizer for the prompt, found none")
     if any(map(_is_shard, model.parameters())):
-        raise ValueError("a pass of one rank alone would hang: the parameters are sharded")
+        raise ValueError("a forward pass on one rank would hang: the parameters are sharded")
     device = next(model.parameters()).device
     ids_1T = torch.tensor([tokenizer(prompt)["input_ids"]], device=device)
     begin = ids_1T.shape[1]
@@ -77,9 +75,7 @@ def continued(model: Any, tokenizer: Any, prompt: str, tokens: int) -> str:
             given = model(input_ids=ids_1T, attention_mask=torch.ones_like(ids_1T))
             logits_1TV = logits_of(torch, given, ids_1T)
             if logits_1TV is None:
-                raise ValueError(
-                    "what the model gives has no logits of shape (rows, tokens, vocabulary)"
-                )
+                raise ValueError("the model returns no logits of shape (rows, tokens, vocabulary)")
             ids_1T = torch.cat([ids_1T, logits_1TV[:, -1:].argmax(-1)], 1)
             if int(ids_1T[0, -1]) == tokenizer.eos_token_id:
                 break
@@ -94,10 +90,10 @@ def _is_shard(parameter: Any) -> bool:
 
 
 def logged(values: Mapping[str, Any], held_out: str) -> None:
-    """Record what a framework logs; its value `held_out` is the held-out loss."""
-    said = {"held_out" if name == held_out else name: one for name, one in values.items()}
-    if said:
-        apr_watch.log(**said)
+    """Record values that a framework logs; the one named `held_out` is the held-out loss."""
+    renamed = {"held_out" if name == held_out else name: one for name, one in values.items()}
+    if renamed:
+        apr_watch.log(**renamed)
 
 
 def settings(of: str, values: Mapping[str, Any]) -> None:

@@ -1,9 +1,9 @@
-"""Whether a language model sees the tokens that it is to predict, by a forward pass of its own: only where it is asked
-for (`engine watch --ask causality`), since no other look of ours runs the script's model.
+"""Check whether a language model sees the tokens that it must predict, by extra forward passes: only on request
+(`engine watch --ask causality`), since no other check runs the script's model.
 
-The first call of the model is kept. Behind the first step it is made twice more, in eval mode and without a graph, the
-second time with one token in the middle of each row changed: no place in front of it may notice. Modes, buffers and
-random numbers are then what they were.
+The first call of the model is kept. After the first step it is repeated twice, in eval mode and without a graph, the
+second time with the token in the middle of each row changed: no logits before it may change. Modes, buffers and random
+states are restored.
 """
 
 # Shapes: B rows, T tokens of a row
@@ -18,27 +18,27 @@ from typing import Any
 from .parameters import PASS, SUSPICION, UNKNOWN, Line, Modules
 
 _NAME = "causality"
-_BYTES = 1 << 28
-"""Tensors of a call that are kept."""
-_MODELS = 16
-"""Of a process that are asked."""
+_MAX_BYTES = 1 << 28
+"""Maximum size of the tensors of a kept call, in bytes."""
+_MAX_MODELS = 16
+"""Maximum number of models of a process that are checked."""
 _SHARE, _ROUNDINGS = 0.01, 16.0
-"""A place that changes by less than this share of what changes most, or by less than its rounding, does not notice."""
+"""Change of logits that counts as none: as a share of the largest change, and in units of the last place."""
 
 
 class Causality:
-    """One question, about the model of each optimizer; of several that are made together, of the first."""
+    """Check of the model of each optimizer; of optimizers created together, only of the first one's."""
 
     def __init__(self, torch: Any) -> None:
         self._torch = torch
-        self._is_open, self._left = False, _MODELS
+        self._is_open, self._left = False, _MAX_MODELS
         self._hooks: list[Any] = []
         self._model: Any = None
         self._call: tuple[tuple[Any, ...], dict[str, Any]] | None = None
         self._why = ""
 
     def optimizer_made(self, optimizer: Any) -> None:
-        """Wait for the first call of any module around the largest embedding that it trains."""
+        """Hook the first call of any module around the largest trained embedding."""
         if self._is_open or not self._left:
             return
         self._is_open, self._left = True, self._left - 1
@@ -54,7 +54,7 @@ class Causality:
             self._hooks.append(module.register_forward_pre_hook(self._called, with_kwargs=True))
 
     def _called(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        # Whatever it raises would be the script's.
+        # An exception here would reach the script.
         try:
             if self._torch.is_grad_enabled() and self._call is None:
                 self._keep(module, args, kwargs)
@@ -65,8 +65,8 @@ class Causality:
     def _keep(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         torch = self._torch
         tensors = [one for one in (*args, *kwargs.values()) if isinstance(one, torch.Tensor)]
-        if sum(one.numel() * one.element_size() for one in tensors) > _BYTES:
-            self._why = f"the tensors of its call are more than {_BYTES >> 20} MiB"
+        if sum(one.numel() * one.element_size() for one in tensors) > _MAX_BYTES:
+            self._why = f"the tensors of its call are more than {_MAX_BYTES >> 20} MiB"
             self._leave()
             return
 
@@ -83,19 +83,21 @@ class Causality:
         self._hooks = []
 
     def step_ends(self, world: int) -> list[Line]:
-        """The first step has ended."""
+        """Return the verdict after the first step."""
         if not self._is_open:
             return []
         self._is_open = False
         self._leave()
         model, call, self._model, self._call = self._model, self._call, None, None
         if world > 1:
-            return [(_NAME, UNKNOWN, f"a call of its own would hang: there are {world} ranks", {})]
+            return [
+                (_NAME, UNKNOWN, f"an extra forward pass would hang: there are {world} ranks", {})
+            ]
         if call is None:
             return [(_NAME, UNKNOWN, self._why, {})]
         try:
             return [self._ask(model, *call)]
-        except Exception as error:  # noqa: BLE001  a model may refuse a call that it has had before
+        except Exception as error:  # noqa: BLE001  a model may refuse a repeated call
             return [
                 (
                     _NAME,
@@ -138,42 +140,43 @@ class Causality:
             return (
                 _NAME,
                 UNKNOWN,
-                "what it gives has no logits of shape (rows, tokens, vocabulary)",
+                "the model returns no logits of shape (rows, tokens, vocabulary)",
                 {},
             )
         difference_T = (after.double() - before.double()).abs().amax((0, 2))
-        behind = float(difference_T[place:].max())
+        later = float(difference_T[place:].max())
         rounding = _ROUNDINGS * torch.finfo(before.dtype).eps * float(before.abs().max())
-        least = max(_SHARE * behind, rounding)
+        least = max(_SHARE * later, rounding)
         early = difference_T[:place] > least
-        numbers = {"place": place, "of": len(difference_T), "behind": behind}
+        numbers = {"place": place, "of": len(difference_T), "behind": later}
         if bool(early.any()):
             numbers["in_front"] = float(difference_T[:place].max())
             text = (
-                f"another token at place {place} of {len(difference_T)} changes the logits of {int(early.sum())} "
-                f"places in front of it, by up to {numbers['in_front']:.3g}: the model sees what it is to predict"
+                f"another token at position {place} of {len(difference_T)} changes the logits of {int(early.sum())} "
+                f"positions before it, by up to {numbers['in_front']:.3g}: the model sees what it must predict"
             )
             return (_NAME, SUSPICION, text, numbers)
-        if behind <= rounding:
+        if later <= rounding:
             return (
                 _NAME,
                 UNKNOWN,
-                f"another token at place {place} changes no logits at all",
+                f"another token at position {place} changes no logits at all",
                 numbers,
             )
-        text = f"another token at place {place} of {len(difference_T)} changes no logits in front of it"
+        text = (
+            f"another token at position {place} of {len(difference_T)} changes no logits before it"
+        )
         return (_NAME, PASS, text, numbers)
 
     def _logits(self, model: Any, args: Any, kwargs: Any, tokens_BT: Any) -> Any:
-        """Of one call, (B, T, V); None where it gives none."""
+        """Return the logits of one call, (B, T, V); None where there are none."""
         with Untouched(self._torch, model):
             given = model(*args, **kwargs)
         return logits_of(self._torch, given, tokens_BT)
 
 
 class Untouched:
-    """Inside, a model is in eval mode, without a graph and uncompiled; behind it modes, buffers and random numbers are
-    what they were."""
+    """Context with a model in eval mode, without a graph and uncompiled; restores modes, buffers and random states."""
 
     def __init__(self, torch: Any, model: Any) -> None:
         self._torch, self._modules = torch, list(model.modules())
@@ -189,19 +192,19 @@ class Untouched:
         ]
         self._generators = _Generators(torch)
         self._contexts = [torch.no_grad()]
-        # Where nothing has been compiled, the compiler is not loaded for this.
+        # Do not load the compiler just for this.
         if "torch._dynamo" in sys.modules and hasattr(torch.compiler, "set_stance"):
             self._contexts.append(torch.compiler.set_stance("force_eager"))
         for context in self._contexts:
             context.__enter__()
-        # Not by `eval()`, which a module may have made its own: some merge adapters there, and round.
+        # Not `eval()`, which a module may override: some merge adapters there, with rounding.
         for module in self._modules:
             module.training = False
 
     def __exit__(self, *raised: Any) -> None:
         for module, mode in self._modes:
             module.training = mode
-        # Without a graph, still.
+        # Still under no_grad.
         for buffers, name, one, kept in self._buffers:
             buffers[name] = one
             if one.shape == kept.shape and not self._torch.equal(one, kept):
@@ -212,7 +215,7 @@ class Untouched:
 
 
 def logits_of(torch: Any, given: Any, tokens_BT: Any) -> Any:
-    """The logits in what a model gives for tokens, (B, T, V); None where there are none."""
+    """Return the logits in a model's output for tokens, (B, T, V); None where there are none."""
     for one in _parts(given):
         is_table = isinstance(one, torch.Tensor) and one.is_floating_point() and one.dim() == 3
         if is_table and one.shape[:2] == tokens_BT.shape:
@@ -229,7 +232,7 @@ def _parts(given: Any) -> list[Any]:
 
 
 class _Generators:
-    """The states of all generators of random numbers, to be put back."""
+    """States of all random generators, to be restored."""
 
     def __init__(self, torch: Any) -> None:
         self._torch = torch

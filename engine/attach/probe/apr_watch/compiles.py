@@ -1,7 +1,7 @@
-"""What `torch.compile` compiled, read from the list that torch keeps of it (`torch._dynamo.utils`).
+"""Read the compilations of `torch.compile` from torch's own list (`torch._dynamo.utils`).
 
-The compiler is never imported here: a script in which nothing else has imported it compiles nothing. torch keeps the
-last 64 compilations, and a list is made of them at the end of each step.
+The compiler is never imported here: if nothing else has imported it, the script compiles nothing. torch keeps the last
+64 compilations; new ones are read at the end of each step.
 """
 
 from __future__ import annotations
@@ -10,18 +10,18 @@ import sys
 from typing import Any
 
 WARM_UP_STEPS = 5
-"""A first step compiles, the steps behind it compile again for the shapes that turn out to change."""
+"""Number of steps at whose end compilation is expected: the first compiles, the next recompile for dynamic shapes."""
 
 
 class Compiles:
-    """The compilations of this process that were not told of yet."""
+    """Compilations of this process."""
 
     def __init__(self) -> None:
         self._newest: Any = None
         self._names: dict[str, str] = {}
 
     def since_last(self, step: int) -> list[dict[str, Any]]:
-        """The fields of a `compile` line for each compilation since the last call, at the end of step `step`."""
+        """Return the fields of a `compile` line for each compilation since the last call, at the end of step `step`."""
         utils = sys.modules.get("torch._dynamo.utils")
         compiled: list[Any] = getattr(utils, "get_compilation_metrics", list)()
         if not compiled or compiled[-1] is self._newest:
@@ -40,7 +40,7 @@ class Compiles:
         if name is not None:
             place = f"{metric('co_filename')}:{metric('co_firstlineno')}"
             self._names[number] = f"{name} ({place})"
-        # The backward pass of a frame, which is compiled later, has the number of the frame and not its name.
+        # The backward pass of a frame is compiled later and has its number, but not its name.
         kernel = self._names.get(number, "a frame")
         if metric("is_forward") is False:
             kernel += ", backward"

@@ -1,6 +1,6 @@
-"""What the labels of a language model cover: padding, the end of a text, and a row of them as text.
+"""Check what the labels of a language model cover: padding and the end of a text; decode a row of them.
 
-The tokenizer is looked for among the objects of the process, once; without one nothing is decoded.
+The tokenizer is searched among the objects of the process, once; without one nothing is decoded.
 """
 
 # Shapes: B rows, T tokens of a row, W labels of a row
@@ -13,18 +13,18 @@ from typing import Any
 
 from .parameters import PASS, SUSPICION, Line
 
-_SAMPLE = 256
-"""Tokens of a row that are decoded."""
-_RUN = 4
-"""So many labels in a row that are one token, at the end of a row, are padding if other rows have another number."""
-_NUMBERS = 7
-"""In front of the sample."""
-_MOST, _END = 160, 24
-"""Characters of a sample, and of each end of a piece that is too long."""
+_SAMPLED_TOKENS = 256
+"""Maximum number of tokens of a row that are decoded."""
+_MIN_RUN = 4
+"""Number of equal labels at the end of a row that are padding, if other rows have a different number."""
+_COUNTS = 7
+"""Number of counts before the sample."""
+_MAX_CHARACTERS, _END_CHARACTERS = 160, 24
+"""Maximum length of a sample, and length of each end of a shortened piece, in characters."""
 
 
 class Tokenizers:
-    """The tokenizer of the script, where it has one of transformers."""
+    """Tokenizer of the script, if it has one of transformers."""
 
     def __init__(self) -> None:
         self._found: Any = None
@@ -33,7 +33,7 @@ class Tokenizers:
     def find(self) -> Any:
         if not self._has_looked and "transformers" in sys.modules:
             self._has_looked = True
-            # Not isinstance, which asks proxies of the script's what they are.
+            # Not isinstance: it would call code of the script's proxy objects.
             self._found = next(
                 (
                     one
@@ -51,24 +51,24 @@ class Tokenizers:
     def text(self, tokens: list[int]) -> str | None:
         try:
             return str(self._found.decode(tokens))
-        except Exception:  # noqa: BLE001  a tokenizer of other tokens
+        except Exception:  # noqa: BLE001  the tokens may belong to another tokenizer
             return None
 
 
 class Coverage:
-    """Of one batch, on its device."""
+    """Label coverage of one batch, computed on its device."""
 
     def __init__(
         self, torch: Any, tokens_BT: Any, targets_BW: Any, known_BW: Any, begin: int, of: Tokenizers
     ) -> None:
-        """The label of place `begin + w` is at w."""
+        """Count; `targets_BW[:, w]` are the labels of position `begin + w`."""
         self._of, self._begin, self._end = of, begin, of.end_of_text()
         none = torch.full((), -1, device=targets_BW.device, dtype=torch.int64)
         labels_BW = targets_BW.where(known_BW, none)
         ends = none if self._end is None else (tokens_BT[:, 1:] == self._end).sum()
         labelled = none if self._end is None else (labels_BW == self._end).sum()
         runs_B, of_B = _last_run(torch, labels_BW)
-        long_B = (runs_B >= _RUN) & (of_B >= 0)
+        long_B = (runs_B >= _MIN_RUN) & (of_B >= 0)
         # Indexing by a number on a GPU would wait for it.
         longest = of_B.index_select(0, runs_B.argmax().reshape(1))
         alike = (of_B == longest) | ~long_B
@@ -84,15 +84,15 @@ class Coverage:
         self.numbers = torch.cat(
             [
                 torch.stack([one.to(torch.int64) for one in found]),
-                tokens_BT[0, :_SAMPLE].to(torch.int64),
-                labels_BW[0, :_SAMPLE].to(torch.int64),
+                tokens_BT[0, :_SAMPLED_TOKENS].to(torch.int64),
+                labels_BW[0, :_SAMPLED_TOKENS].to(torch.int64),
             ]
         )
-        self._tokens, self._rows = int(tokens_BT[0, :_SAMPLE].numel()), len(labels_BW)
+        self._tokens, self._rows = int(tokens_BT[0, :_SAMPLED_TOKENS].numel()), len(labels_BW)
 
     def lines(self, numbers: list[int]) -> list[Line]:
-        """`numbers` as they were on the device."""
-        ends, labelled, long, least, most, alike, token = numbers[:_NUMBERS]
+        """Return the verdicts; `numbers` is `self.numbers` on the host."""
+        ends, labelled, long, least, most, alike, token = numbers[:_COUNTS]
         lines: list[Line] = []
         if ends > 0:
             about = {"tokens": ends, "labels": labelled}
@@ -104,15 +104,15 @@ class Coverage:
                 lines.append(("end_of_text", SUSPICION, text, about))
         if self._rows > 1 and 2 * long >= self._rows and least < most and alike:
             text = (
-                f"{long} of {self._rows} rows end in up to {most} labels that are all token {token}: it looks like "
-                f"padding that has labels"
+                f"{long} of {self._rows} rows end in up to {most} labels that are all token {token}: padding seems to "
+                f"have labels"
             )
             lines.append(("padding_labels", SUSPICION, text, {"rows": long, "of": self._rows}))
         return lines
 
     def sample(self, numbers: list[int], shift: int) -> str:
-        """The first row as text, what has a label in brackets; empty where no tokenizer was found."""
-        tokens, labels = numbers[_NUMBERS:][: self._tokens], numbers[_NUMBERS:][self._tokens :]
+        """Return the first row as text, labelled parts in brackets; empty where no tokenizer was found."""
+        tokens, labels = numbers[_COUNTS:][: self._tokens], numbers[_COUNTS:][self._tokens :]
         begin = self._begin + shift
         known = [
             0 <= at - begin < len(labels) and labels[at - begin] >= 0 for at in range(len(tokens))
@@ -126,16 +126,17 @@ class Coverage:
             text = self._of.text(tokens[at:after]) if self._of.find() is not None else None
             if text is None:
                 return ""
-            if len(text) > 2 * _END:
-                text = f"{text[:_END]}...{text[-_END:]}"
+            if len(text) > 2 * _END_CHARACTERS:
+                text = f"{text[:_END_CHARACTERS]}...{text[-_END_CHARACTERS:]}"
             pieces.append(f"[{text}]" if known[at] else text)
             at = after
         whole = "".join(pieces)
-        return whole if len(whole) <= _MOST else f"{whole[:_MOST]}..."
+        return whole if len(whole) <= _MAX_CHARACTERS else f"{whole[:_MAX_CHARACTERS]}..."
 
 
 def _last_run(torch: Any, labels_BW: Any) -> tuple[Any, Any]:
-    """How often the last label of each row stands at its end, and that label; a last place may have none."""
+    """Return how often the last label of each row repeats at its end, and that label; the last position may have
+    none."""
     has_last_B = labels_BW[:, -1] >= 0
     at_end = torch.zeros_like(labels_BW, dtype=torch.bool)
     at_end[:, -1] = ~has_last_B

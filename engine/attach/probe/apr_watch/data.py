@@ -41,7 +41,7 @@ class Pass:
         self.began = id(iterator._sampler_iter)
         self.sampler_id, self.data = id(sampler), _data_of(iterator._dataset)
         self.before = before
-        self.length = _length(iterator)
+        self.length = length_of(iterator)
         self.feeds = self.has_ended = False
         self.batches = self.taken = self.repeated = 0
         """Number of yielded batches, of yielded indices, and of indices yielded before."""
@@ -244,7 +244,7 @@ def _data_of(dataset: Any) -> Any:
         return id(dataset)
 
 
-def _length(iterator: Any) -> int | None:
+def length_of(iterator: Any) -> int | None:
     """Return the number of batches of a pass; None where the data does not know its length."""
     try:
         return len(iterator)

@@ -1,8 +1,8 @@
-"""The phases of a step by a GPU's own clock: an event on the training's stream at each boundary of a phase, read once
-the GPU has passed the last of them. Nothing is waited for, and the events are used again.
+"""Measure the phases of a step on the GPU: an event on the training's stream at each boundary of a phase, read once the
+GPU has passed the last one. Nothing waits, and events are reused.
 
-The seconds of a phase are those between two events, so they hold the GPU's waiting too: `data` is how long it had
-nothing to do because of the loader, and 0 where the host had fetched ahead.
+The seconds of a phase lie between two events, so they include idle time of the GPU: `data` is how long it idled because
+of the loader, 0 where the host fetched ahead.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from typing import Any
 
 from .values import is_capturing
 
-_MOST_MARKS = 1024
-"""Of one step; the phases of one with more are unknown."""
+_MAX_MARKS = 1024
+"""Maximum number of boundaries of a step; the phases of a step with more are unknown."""
 _EXIT_WAIT_S = 0.5
 
 
 class Lap:
-    """The events of one step; `seconds` are empty until they have been read, and where they are not known."""
+    """Events of one step; `seconds` is empty until they have been read, or if they are unknown."""
 
     def __init__(self, begin: Any, marks: list[tuple[Any, str]], is_whole: bool) -> None:
         self.begin, self.marks, self.is_whole = begin, marks, is_whole
@@ -27,7 +27,7 @@ class Lap:
 
 
 class DeviceClock:
-    """Told of each boundary, by the thread that trains."""
+    """Records the boundaries of phases; called by the thread that trains."""
 
     def __init__(self, torch: Any, phases: tuple[str, ...]) -> None:
         self._torch, self._phases = torch, phases
@@ -36,14 +36,14 @@ class DeviceClock:
         self._stream: Any = None
         self._marks: list[tuple[Any, str]] = []
         self._is_whole = self._is_at_mark = True
-        """Whether each boundary of this step has an event; whether the last one has."""
+        """Whether all boundaries of this step have an event, and whether the last one has."""
 
     def mark(self, phase: str) -> None:
-        """The phase ends here, or is interrupted by another."""
+        """Record the end or interruption of a phase."""
         cuda = self._torch.cuda
         self._is_at_mark = (
             cuda.is_initialized()
-            and len(self._marks) < _MOST_MARKS
+            and len(self._marks) < _MAX_MARKS
             and not is_capturing(self._torch)
         )
         if not self._is_at_mark:
@@ -51,7 +51,7 @@ class DeviceClock:
             return
         stream = cuda.current_stream()
         if self._stream is not None and stream != self._stream:
-            # Between events of two streams lies no phase.
+            # The time between events of two streams is no phase.
             self._is_whole = False
         self._stream = stream
         event = self._free.pop() if self._free else cuda.Event(enable_timing=True)
@@ -62,11 +62,11 @@ class DeviceClock:
             self._marks.append((event, phase))
 
     def forget(self) -> None:
-        """What this step has so far is not the step's alone: its seconds are unknown."""
+        """Mark the seconds of this step as unknown: they include time before it."""
         self._is_whole = False
 
     def lap(self, device: Any) -> Lap:
-        """End the step with the last mark, which begins the next one. Its tensors are on `device`."""
+        """End the step at the last mark, which begins the next step. Its tensors are on `device`."""
         known = self._is_whole and bool(self._marks) and self._stream.device == device
         lap = Lap(self._begin, self._marks, known)
         self._begin = self._marks[-1][0] if self._marks and self._is_at_mark else None
@@ -74,7 +74,7 @@ class DeviceClock:
         return lap
 
     def has_passed(self, lap: Lap) -> bool:
-        """Whether the GPU is behind the step; then its seconds are known. Laps are asked in their order."""
+        """Return whether the GPU has passed the step and its seconds are known. Call for laps in their order."""
         if lap.is_read:
             return True
         if lap.marks and not lap.marks[-1][0].query():
@@ -93,7 +93,7 @@ class DeviceClock:
         return True
 
     def wait_for(self, laps: list[Lap]) -> None:
-        """At the end of the process: give a GPU that still works a moment to finish."""
+        """Wait for the GPU up to _EXIT_WAIT_S at the end of the process."""
         deadline = time.monotonic() + _EXIT_WAIT_S
         for lap in laps:
             while not self.has_passed(lap) and time.monotonic() < deadline:

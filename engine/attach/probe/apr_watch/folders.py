@@ -1,8 +1,8 @@
-"""Which run folder a training writes to, and which rank of it this process is.
+"""Find the run folder of a training and this process's rank in it.
 
-The first training below `engine watch` has the command's folder RUN. A later one of the same process, and one of
-another process (a sweep that starts children), has a folder of its own beside it: RUN-2, RUN-3, ... The ranks of a
-training share its folder: rank 0 writes the log, each rank the file that says how far it has come.
+The first training under `engine watch` has the command's folder RUN. A later one, of the same process or of another (a
+sweep that starts children), has a folder next to it: RUN-2, RUN-3, ... The ranks of a training share its folder: rank 0
+writes the log, each rank a file with its progress.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ _PARENT = "APR_WATCH_PARENT"
 _MOST = 10_000
 _MOST_TEXT = 1 << 24
 _TRIES, _PAUSE_S = 50, 0.002
-"""For what another rank is writing at this moment."""
+"""Number and interval in seconds of attempts to read a file that another rank is writing."""
 _BEAT = struct.Struct("<QQQ")
 
 
 def rank_and_world(torch: Any) -> tuple[int, int]:
-    """The rank of this process and the number of ranks; asks no other rank."""
+    """Return the rank of this process and the number of ranks, without communication."""
     distributed = getattr(torch, "distributed", None)
     if distributed is not None and distributed.is_available() and distributed.is_initialized():
         return int(distributed.get_rank()), int(distributed.get_world_size())
@@ -35,31 +35,31 @@ def rank_and_world(torch: Any) -> tuple[int, int]:
 
 
 def claim(run: str, training: int, world: int) -> str:
-    """The folder of a training of this process, which is made if it is not the first. Raises OSError."""
-    # Ranks have one parent, the launcher; after a restart by torchrun they are another training.
+    """Return the folder of a training of this process; create it for a later training. Raises OSError."""
+    # Ranks share their parent, the launcher; a restart by torchrun begins another training.
     owner = f"{os.getpid()}"
     if world > 1:
         owner = f"ranks of {os.getppid()}.{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
     owner = f"{owner}, training {training}\n"
     for number in range(1, _MOST):
         folder = run if number == 1 else f"{run}-{number}"
-        is_ours = number == 1 or _is_ours(folder, run)
-        if is_ours and _owner(folder, owner) == owner and not _is_over(folder):
+        belongs = number == 1 or _belongs(folder, run)
+        if belongs and _owner(folder, owner) == owner and not _is_over(folder):
             return folder
     raise OSError(f"{_MOST} trainings")
 
 
 def claim_failed(run: str) -> bool:
-    """Whether this process is the command itself and no training has begun, so that its exception is the command's end.
-    Raises OSError."""
+    """Return whether this process is the command itself and no training has begun, so that its exception ends the
+    command. Raises OSError."""
     if os.environ.get(_PARENT) != str(os.getppid()):
         return False
     mine = f"{os.getpid()}, without a training\n"
     return _owner(run, mine) == mine
 
 
-def _is_ours(folder: str, run: str) -> bool:
-    """Make the folder of a later training; whether it is there and belongs to `run`."""
+def _belongs(folder: str, run: str) -> bool:
+    """Create the folder of a later training; return whether it exists and belongs to `run`."""
     settings = os.path.join(folder, SETTINGS)
     try:
         os.mkdir(folder)
@@ -83,23 +83,23 @@ def _is_ours(folder: str, run: str) -> bool:
 
 
 def unknown_command() -> dict[str, Any]:
-    """The settings of a run of which no more is known than where it runs."""
+    """Return the settings of a run of which only the working directory is known."""
     return {"spec": {}, "command": {"arguments": [], "folder": os.getcwd(), "commit": None}}
 
 
 def fill(folder: str, settings: dict[str, Any]) -> None:
-    """Make a run folder of an empty one."""
+    """Write the files of a new run folder into an empty folder."""
     with open(os.path.join(folder, "spec.toml"), "x"):
         pass
     path = os.path.join(folder, SETTINGS)
     with open(path + ".partial", "x") as file:
         json.dump(settings, file, indent=2, sort_keys=True)
-    # Last, and whole: a folder without it is not a run.
+    # Rename last: a folder without a complete file is not a run.
     os.rename(path + ".partial", path)
 
 
 def _owner(folder: str, mine: str) -> str:
-    """Whose folder it is; mine from now on, if it was nobody's."""
+    """Return the owner of a folder; claim it as `mine` if it has none."""
     path = os.path.join(folder, "owner")
     try:
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
@@ -119,7 +119,7 @@ def _owner(folder: str, mine: str) -> str:
 
 
 def _is_over(folder: str) -> bool:
-    """Whether the folder has a log, and nobody writes it any more."""
+    """Return whether the folder has a log without a writer."""
     try:
         fd = os.open(os.path.join(folder, "events.jsonl"), os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
@@ -135,8 +135,8 @@ def _is_over(folder: str) -> bool:
         os.close(fd)
 
 
-def say_lost(folder: str, rank: int, ended: dict[str, Any]) -> None:
-    """Record that an exception ended this rank, if it is the first: what ends the others follows from it
+def record_lost(folder: str, rank: int, ended: dict[str, Any]) -> None:
+    """Record the exception that ended this rank, unless another rank ended before, which is then the cause
     (`LostRank` of `engine/log/beats.py`)."""
     pid = os.getpid()
     message = f": {ended['message']}" if ended["message"] else ""
@@ -144,13 +144,13 @@ def say_lost(folder: str, rank: int, ended: dict[str, Any]) -> None:
         f"rank {rank} (process {pid}) ended with {ended['exception']} at {ended['where']}{message}"
     )
     with open(os.path.join(folder, "ranks", "lost.json"), "x") as file:
-        # Python's exit code after an exception that nobody caught.
+        # Python exits with 1 after an uncaught exception.
         json.dump({"rank": rank, "pid": pid, "returncode": 1, "sentence": text}, file)
 
 
 class Beat:
-    """How far a rank has come, as in `engine/log/beats.py`: process, steps done, backward passes and updates begun.
-    All ranks begin the same of them in the same order, so that the one which the others wait for has begun fewer."""
+    """Progress of a rank, as in `engine/log/beats.py`: process, completed steps, begun backward passes and updates. All
+    ranks begin them in the same order, so the rank that the others wait for has begun fewer."""
 
     def __init__(self, folder: str, rank: int) -> None:
         os.makedirs(os.path.join(folder, "ranks"), exist_ok=True)
@@ -161,13 +161,13 @@ class Beat:
         self._begun = 0
 
     def begun(self, step: int) -> None:
-        """This rank begins a backward pass or an update after `step` steps."""
+        """Record the begin of a backward pass or an update after `step` steps."""
         self._begun += 1
         self.done(step)
 
     def done(self, step: int) -> None:
         status = os.fstat(self._fd)
-        # The script may have closed all files, and given the number to one of its own.
+        # The script may have closed all files and reused the descriptor.
         if (status.st_dev, status.st_ino) == self._file:
             os.pwrite(self._fd, _BEAT.pack(os.getpid(), step, self._begun), 0)
 

@@ -1,4 +1,4 @@
-"""The graph that autograd keeps behind a tensor: what computed it from what."""
+"""Read the autograd graph of a tensor: its nodes, their saved tensors, shapes and factors."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 _NEAR = 300
-"""Nodes between a loss and its logits, with all that other losses have."""
+"""Maximum number of nodes read from a backward pass: enough to reach the logits of several losses."""
 _SHAPES = frozenset(
     f"{name}Backward{number}"
     for name in (
@@ -33,12 +33,12 @@ _SHAPES = frozenset(
     )
     for number in (0, 1, 2)
 )
-"""What leaves the numbers as they are."""
+"""Nodes that keep the values: they reshape, copy or select."""
 _PARTS = ("SliceBackward0", "IndexBackward0", "IndexSelectBackward0", "MaskedSelectBackward0")
 
 
 def near(tensors: list[Any]) -> Iterator[tuple[Any, list[Any]]]:
-    """Yield the nodes behind some tensors, the nearest first, each with those on the way to it."""
+    """Yield the nodes that computed some tensors, nearest first, each with the nodes on the way to it."""
     roots = [one.grad_fn for one in tensors if getattr(one, "grad_fn", None) is not None]
     above: dict[Any, Any] = dict.fromkeys(roots)
     left = deque(above)
@@ -56,7 +56,7 @@ def near(tensors: list[Any]) -> Iterator[tuple[Any, list[Any]]]:
 
 
 def saved(node: Any, name: str) -> Any:
-    """A tensor that autograd keeps; None where asking would compute it again, or copy it from elsewhere."""
+    """Return a tensor saved by autograd; None if hooks would recompute it or copy it from elsewhere."""
     raw = getattr(node, f"_raw_saved_{name}", None)
     if raw is None or getattr(raw, "unpack_hook", raw) is not None:
         return None
@@ -64,8 +64,8 @@ def saved(node: Any, name: str) -> Any:
 
 
 def places(node: Any) -> tuple[Any, int, int] | None:
-    """Of a node that takes some rows by their numbers or by a mask: these, of how many, and how many it takes; None
-    where that is not known."""
+    """Return for a node that selects rows: the indices or mask, the number of rows, and the number selected; None where
+    that is unknown."""
     if type(node).__name__ == "IndexSelectBackward0":
         index, sizes = saved(node, "index"), node._saved_self_sym_sizes
         dims = 1 if node._saved_dim == 0 else 0
@@ -84,7 +84,7 @@ def places(node: Any) -> tuple[Any, int, int] | None:
 
 
 def source(node: Any) -> tuple[Any, list[Any]]:
-    """What computed the numbers that a node takes, and the nodes on the way that leave some of them out."""
+    """Return the node that computed the input of `node`, and the nodes in between that select a part of it."""
     parts = []
     node = _first(node)
     while node is not None and type(node).__name__ in _SHAPES:
@@ -99,7 +99,7 @@ def _first(node: Any) -> Any:
 
 
 def weight(way: list[Any]) -> float:
-    """What the numbers at the end of the way are multiplied with; means and divisions, by counts, are not counted."""
+    """Return the product of the factors on the way; means and divisions by counts are ignored."""
     product = 1.0
     for node in way:
         if type(node).__name__.startswith("MulBackward"):
@@ -108,7 +108,7 @@ def weight(way: list[Any]) -> float:
 
 
 def scalar(node: Any) -> float:
-    """The number that a node multiplies or divides by; 1 where it is none, or on a GPU."""
+    """Return the number that a node multiplies or divides by; 1 if it is no number or on a GPU."""
     other = getattr(node, "_saved_other", None)
     if isinstance(other, (int, float)):
         return float(other)

@@ -1,6 +1,6 @@
-"""Whether evaluations read samples that were trained on: some numbers of each row of a batch, as they are handed out.
+"""Check whether evaluations read samples that were trained on, by a hash of some elements of each row of a batch.
 
-What is drawn anew each time that a sample is read (augmentation) looks like another sample.
+A sample with random augmentation looks like a different sample each time.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from typing import Any
 
 from .parameters import FACT, PASS, SUSPICION, Line
 
-_ROWS = 1 << 15
-"""Of the training, and of an evaluation, so many are kept: some megabytes."""
-_NUMBERS = 64
-"""Of a row."""
-_BYTES = 16
-"""Rows of fewer may be equal by chance."""
-_LEAST, _SHARE = 8, 0.05
-"""Samples of an evaluation that were trained on, and their share, from which on that is no chance."""
-_SECONDS = 1.0
-"""For all rows of a process."""
+_MAX_ROWS = 1 << 15
+"""Maximum number of rows that are kept of the training, and of an evaluation: some megabytes."""
+_ELEMENTS = 64
+"""Maximum number of elements that are hashed of a row."""
+_MIN_BYTES = 16
+"""Minimum size of a hashed row in bytes; smaller rows may be equal by chance."""
+_MIN_SHARED, _MIN_SHARE = 8, 0.05
+"""Minimum number and share of an evaluation's samples that were trained on, to be reported."""
+_MAX_SECONDS = 1.0
+"""Time limit for hashing all rows of a process, in seconds."""
 
 
 class _Pass:
@@ -34,37 +34,37 @@ class _Pass:
 
 
 class HeldOut:
-    """Told of what the loaders of the process hand out, and of backward passes."""
+    """Rows of all data loaders of the process, split by whether a backward pass followed."""
 
     def __init__(self, torch: Any) -> None:
         self._torch = torch
-        self._left_s = _SECONDS
+        self._left_s = _MAX_SECONDS
         self._trained: set[int] = set()
         self._latest: _Pass | None = None
         self._evaluations: list[_Pass] = []
-        """Since the training went on the last time."""
+        """Passes without a backward pass since the last one."""
 
     def forget(self) -> list[Line]:
-        """What follows may be another training: of another part, as in cross validation."""
+        """Forget the training rows: another training may begin, of another fold as in cross validation."""
         self._leave()
         lines = self.judge()
         self._trained = set()
         return lines
 
     def fetched(self, iterator: Any, batch: Any) -> None:
-        """A batch was handed out."""
+        """Record a yielded batch."""
         first = getattr(iterator, "_num_yielded", None) == 1
         if self._latest is None or self._latest.of() is not iterator or first:
             self._leave()
             self._latest = _Pass(iterator)
         begin_s = time.monotonic()
         rows = self._latest.rows if not self._latest.feeds else self._trained
-        if len(rows) < _ROWS and self._left_s > 0:
-            rows.update(_prints(self._torch, batch))
+        if len(rows) < _MAX_ROWS and self._left_s > 0:
+            rows.update(_hashes(self._torch, batch))
             self._left_s -= time.monotonic() - begin_s
 
     def trained_on(self) -> list[Line]:
-        """A backward pass begins."""
+        """Record the begin of a backward pass; return the verdict on the evaluations before it."""
         one = self._latest
         if one is not None and not one.feeds:
             one.feeds = True
@@ -82,12 +82,12 @@ class HeldOut:
             self._evaluations.append(one)
 
     def judge(self) -> list[Line]:
-        """The training goes on, or has ended: the evaluations since then are whole."""
+        """Return the verdict on the complete evaluations since the last call."""
         found = [(len(one.rows & self._trained), len(one.rows)) for one in self._evaluations]
         self._evaluations = []
         if not found or not self._trained:
             return []
-        is_shared = [both >= max(_LEAST, _SHARE * of) for both, of in found]
+        is_shared = [both >= max(_MIN_SHARED, _MIN_SHARE * of) for both, of in found]
         both, of = max(found, key=lambda one: one[0] / one[1])
         numbers = {"shared": both, "of": of}
         if not any(is_shared):
@@ -97,13 +97,13 @@ class HeldOut:
             return [("held_out", PASS, text, numbers)]
         text = f"{both} of {of} samples that an evaluation read had been trained on"
         if not all(is_shared):
-            # How well the training data itself is learnt is often looked at beside.
-            return [("held_out", FACT, f"{text}, and those of another one had not", numbers)]
+            # Many scripts also evaluate on training data on purpose.
+            return [("held_out", FACT, f"{text}, and those of another evaluation had not", numbers)]
         return [("held_out", SUSPICION, text, numbers)]
 
 
-def _prints(torch: Any, batch: Any) -> list[int]:
-    """What tells the rows of a batch on the host apart; none of rows that are one number again and again."""
+def _hashes(torch: Any, batch: Any) -> list[int]:
+    """Return hashes of the rows of a batch on the host, without rows of one repeated number."""
     if isinstance(batch, torch.Tensor):
         parts = [batch]
     elif isinstance(batch, Mapping):
@@ -124,8 +124,8 @@ def _prints(torch: Any, batch: Any) -> list[int]:
     if not found:
         return []
     rows = max(found, key=lambda one: one.numel()).detach().flatten(1)
-    rows = rows[:, :: -(-rows.shape[1] // _NUMBERS)].contiguous()
-    if rows.shape[1] * rows.element_size() < _BYTES:
+    rows = rows[:, :: -(-rows.shape[1] // _ELEMENTS)].contiguous()
+    if rows.shape[1] * rows.element_size() < _MIN_BYTES:
         return []
     varied = (rows != rows[:, :1]).any(1).tolist()
     texts = rows.view(torch.uint8).numpy()

@@ -365,7 +365,7 @@ class Hooks:
             if log is not None:
                 text = f"the probe removed itself, the run goes on: {type(error).__name__}: {error}"
                 log.write("note", level="warning", text=text)
-        except Exception:  # noqa: BLE001  there is no other place to report it
+        except Exception:  # noqa: BLE001  there is nowhere else to report it
             pass
 
 

@@ -1,5 +1,5 @@
-"""Start the watch from a line of the script: the run folder and the observer are made by the engine, in a process of
-its own, so that `engine` never gets into this one. The hooks are those of `engine watch`.
+"""Start the watch from a line of the script. The engine creates the run folder and the observer in a separate process,
+so that `engine` is never imported into this one. The hooks are those of `engine watch`.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ _MOST = 10_000
 
 
 class Begun:
-    """The run folder of this process, and the line to its observer."""
+    """Run folder of this process, and the connection to its observer."""
 
-    def __init__(self, run: str, observer: int | None = None, alone: str = "") -> None:
-        """`observer`: a socket's descriptor, open as long as the process. `alone`: why nobody watches from outside;
-        empty where somebody does."""
-        self.run, self.alone, self._pid = run, alone, os.getpid()
+    def __init__(self, run: str, observer: int | None = None, why_none: str = "") -> None:
+        """Keep both. `observer`: a socket's descriptor, open as long as the process. `why_none`: the reason if there is
+        no observer, else empty."""
+        self.run, self.why_none, self._pid = run, why_none, os.getpid()
         self._observer = observer
 
     def end(self) -> None:
-        """Tell the observer that the process is watched no longer."""
+        """Notify the observer that the process is no longer watched."""
         if os.getpid() != self._pid:
             return  # a forked child
         os.environ.pop(RUN, None)
@@ -41,12 +41,12 @@ class Begun:
 
 
 def begin(out: str) -> Begun | None:
-    """Make the run folder `out`, or `out`-2, ... where it exists; empty: a new one in `runs`. None in a process that
-    has no part in the log: of several ranks that a launcher has started, all but the first. Raises OSError."""
+    """Create the run folder `out`, or `out`-2, ... where it exists; if empty, a new one in `runs`. Return None in all
+    ranks of a launcher but the first, which write no log. Raises OSError."""
     if rank_and_world(sys.modules.get("torch"))[0]:
         return None
     ours, theirs = socket.socketpair()
-    # Neither the folder of `-m` nor PYTHONPATH may come first there: the script's may have an engine.py.
+    # -P: the folder of the script, which may have an engine.py, must not come first in sys.path.
     command = [sys.executable, "-P", "-m", "engine.attach.command", f"{os.getpid()}", out]
     try:
         ours.sendall(f"{os.getpid()}\n".encode())
@@ -58,24 +58,24 @@ def begin(out: str) -> Begun | None:
             text=True,
             timeout=_START_S,
         )
-        said = done.stderr.strip()
+        errors = done.stderr.strip()
     except (OSError, subprocess.TimeoutExpired) as error:
-        done, said = None, str(error)
+        done, errors = None, str(error)
     theirs.close()
     if done is not None and done.returncode == 0:
-        if said:
-            print(said, file=sys.stderr)
+        if errors:
+            print(errors, file=sys.stderr)
         begun = Begun(done.stdout.rstrip("\n"), ours.detach())
     else:
         ours.close()
-        begun = Begun(_made_here(out), None, said.splitlines()[-1] if said else "no answer")
-    # What this process starts belongs to it, as below `engine watch`.
+        begun = Begun(_made_here(out), None, errors.splitlines()[-1] if errors else "no answer")
+    # Child processes belong to this run, as under `engine watch`.
     os.environ[RUN] = begun.run
     return begun
 
 
 def _environment() -> dict[str, str]:
-    """As `engine.child.environment`, which cannot be imported here: the engine never gets into this process."""
+    """Return the environment of `engine.child.environment`, which must not be imported into this process."""
     made = dict(os.environ)
     users = made.pop("PYTHONPATH", None)
     made["APR_WORKBENCH_PYTHONPATH"] = "" if users is None else f"={users}"
@@ -86,7 +86,8 @@ def _environment() -> dict[str, str]:
 
 
 def _made_here(out: str) -> str:
-    """The run folder where the engine cannot be run: without the arguments, which may hold secrets."""
+    """Create the run folder without the engine and without the arguments, which may hold secrets that only it
+    redacts."""
     script = sys.argv[0] or "python"
     word = os.path.splitext(os.path.basename(script))[0]
     out = os.path.abspath(out or os.path.join("runs", f"{word}-{time.strftime('%Y%m%d-%H%M%S')}"))

@@ -1,5 +1,5 @@
-"""What torch's allocator holds on the GPU: a small file that is written over, as for the engine's own trainer
-(`engine/log/held.py`). The process that looks at the run from outside adds it to its readings.
+"""Record what torch's allocator holds on the GPU in a small file that is overwritten, as in the engine's own trainer
+(`engine/log/held.py`). The observer adds it to its readings.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ SPACING_S = 1.0
 NAME = "memory.held"
 _HELD = struct.Struct("<QQddd")
 _OF_ALLOCATOR = 0
-"""The place of torch's allocator in SOURCES of `engine/log/held.py`."""
+"""Index of torch's allocator in SOURCES of `engine/log/held.py`."""
 
 
 class HeldMemory:
-    """Written at the end of a step, at most once in SPACING_S. The counters are the host's: nothing is waited for."""
+    """Writer of the allocator's counters, at most every SPACING_S. They are on the host, so nothing waits."""
 
     def __init__(self, torch: Any) -> None:
         self._torch = torch
@@ -34,9 +34,9 @@ class HeldMemory:
             counts.get(f"{what}_bytes", {}).get("all") for what in ("allocated", "reserved")
         )
         if not held or not kept:
-            return  # another allocator, which does not count
+            return  # an allocator without counters
         record = _HELD.pack(step, _OF_ALLOCATOR, held["current"], kept["current"], held["peak"])
-        # A full disk may lose a reading. Opened each time: no descriptor of ours that the script could close.
+        # A full disk may lose a reading. Opened each time: the script could close a lasting descriptor.
         try:
             fd = os.open(os.path.join(folder, NAME), os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
         except OSError:

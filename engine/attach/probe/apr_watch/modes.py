@@ -1,8 +1,8 @@
-"""Whether the modules that act otherwise in training are in the mode of what the script does: training or evaluation.
+"""Check that dropout and batch norm are in training mode in training steps and in eval mode in evaluations.
 
 Modules are found once for each optimizer, from the parameters that it steps; their flags are read and nothing is
-hooked. That an evaluation ran the model is read from what it leaves behind: batch norms that moved their statistics,
-or random numbers that were drawn while one batch was worked on.
+hooked. An evaluation in training mode is recognised by its effects: batch norms that updated their statistics, or
+random numbers drawn while a batch was processed.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from typing import Any
 from .parameters import FACT, NAMED, PASS, SUSPICION, Line, Modules
 from .values import is_capturing
 
-_SEARCHES = 32
-"""For modules in a process, of a tenth of a second each: one for each training, and one for each suspected model."""
+_MAX_SEARCHES = 32
+"""Maximum number of searches for modules in a process, about 0.1 s each: one for each training and suspected model."""
 _IN_A_ROW = 2
-"""Batches of an evaluation that were read by a model in training mode."""
+"""Number of consecutive batches of an evaluation in training mode, from which it is reported."""
 
 _DROPOUT, _BATCH_NORM = "dropout", "batch norm"
 
 
 class _Acting:
-    """A module that acts otherwise in training."""
+    """A module that behaves differently in training."""
 
     def __init__(self, module: Any, path: str, kind: str) -> None:
         self.of = weakref.ref(module)
@@ -39,7 +39,7 @@ def _kind(torch: Any, module: Any) -> str | None:
     if issubclass(kind, (nn.rnn.RNNBase, nn.activation.MultiheadAttention)):
         return _DROPOUT if inside.get("dropout") else None
     if issubclass(kind, nn.batchnorm._BatchNorm):
-        # Without statistics of its own it takes those of the batch in either mode.
+        # Without running statistics it uses those of the batch in either mode.
         return _BATCH_NORM if _statistics(module) is not None else None
     return None
 
@@ -53,16 +53,16 @@ def _is_training(module: Any) -> bool:
 
 
 class Search:
-    """Looks for modules among all objects of the process, so many times."""
+    """Limited number of searches for modules among all objects of the process."""
 
     def __init__(self, torch: Any) -> None:
         self._torch = torch
-        self._left = _SEARCHES
+        self._left = _MAX_SEARCHES
         self._known: dict[int, tuple[Any, Any]] = {}
-        """Parameters that were found, and the outermost modules of each, by the parameter's id."""
+        """Known parameters with their outermost module, by the parameter's id."""
 
     def find(self, parameters: list[Any]) -> tuple[list[_Acting], list[Any]]:
-        """The modules near these parameters that act otherwise in training, and the other ones that hold them."""
+        """Return the mode-dependent modules near these parameters, and the other modules that hold them."""
         tops = self._tops_of(parameters)
         self._trained = {id(p) for p in parameters}
         self._holds: dict[int, bool] = {}
@@ -73,9 +73,9 @@ class Search:
         return list(acting.values()), [weakref.ref(one) for one in holders.values()]
 
     def _tops_of(self, parameters: list[Any]) -> dict[int, Any]:
-        """The outermost modules that hold them, by id."""
+        """Return the outermost modules that hold these parameters, by id."""
         known = [self._known.get(id(p)) for p in parameters]
-        # Optimizers may hold a parameter each: one search finds them all.
+        # A search remembers all parameters of a model: there may be one optimizer for each of them.
         if any(one is None or one[0]() is not p for one, p in zip(known, parameters, strict=True)):
             if self._left <= 0:
                 return {}
@@ -97,7 +97,7 @@ class Search:
                 self._remember(child, top, passed)
 
     def _holds_any(self, module: Any) -> bool:
-        """Whether it or a module inside it has one of the parameters."""
+        """Return whether a module or one inside it has one of the trained parameters."""
         if id(module) not in self._holds:
             self._holds[id(module)] = False
             inside = [self._holds_any(one) for _, one in _children(module)]
@@ -115,8 +115,8 @@ class Search:
         acting: dict[int, _Acting],
         holders: dict[int, Any],
     ) -> None:
-        """`is_near`: the module around it has some of the parameters. What drops out inside a frozen part does not
-        count, nor does a batch norm whose weights are frozen."""
+        """Collect mode-dependent modules and holders. `is_near`: the parent has trained parameters. Dropout inside a
+        frozen part does not count, nor does a batch norm with frozen weights."""
         kind = _kind(self._torch, module)
         if kind is not None and (self._has_own(module) if _parameters(module) else is_near):
             acting.setdefault(id(module), _Acting(module, path, kind))
@@ -128,7 +128,7 @@ class Search:
                 self._collect(child, below, self._holds_any(module), acting, holders)
 
     def is_alone(self, acting: list[_Acting]) -> bool:
-        """Whether no other model than that of these modules is in the process."""
+        """Return whether the model of these modules is the only one in the process."""
         if self._left <= 0:
             return False
         modules, parents = self._all()
@@ -137,8 +137,8 @@ class Search:
         return {id(_outermost(one, parents)) for one in modules if _parameters(one)} <= known
 
     def others_in_training(self, trained: Iterable[Any], vocabularies: set[int]) -> list[str]:
-        """Models of which no optimizer holds a parameter, and whose dropout acts: outermost modules, and those inside
-        one that have a matrix of their own to give logits over a vocabulary with, which a frozen layer has not."""
+        """Return the class names of models that no optimizer trains and whose dropout is active: outermost modules, and
+        inner ones with an output matrix over a vocabulary, which a frozen layer does not have."""
         if self._left <= 0:
             return []
         modules, parents = self._all()
@@ -149,7 +149,7 @@ class Search:
             if _kind(self._torch, one) != _DROPOUT or not _is_training(one):
                 continue
             model = None
-            for around in _and_around(one, parents):
+            for around in _with_ancestors(one, parents):
                 if id(around) not in untrained:
                     untrained[id(around)] = not any(id(p) in held for p in around.parameters())
                 if not untrained[id(around)]:
@@ -173,7 +173,7 @@ class Search:
         )
 
     def _all(self) -> tuple[list[Any], dict[int, Any]]:
-        """All modules of the process, and the one around each, by the id of that which is inside."""
+        """Return all modules of the process, and the parent of each by the child's id."""
         self._left -= 1
         module_type = self._torch.nn.Module
         modules = [one for one in gc.get_objects() if issubclass(type(one), module_type)]
@@ -184,8 +184,8 @@ class Search:
         return modules, parents
 
 
-def _and_around(module: Any, parents: dict[int, Any]) -> Iterator[Any]:
-    """The module, and those around it."""
+def _with_ancestors(module: Any, parents: dict[int, Any]) -> Iterator[Any]:
+    """Yield the module and its ancestors."""
     passed = set()
     while module is not None and id(module) not in passed:
         yield module
@@ -194,7 +194,7 @@ def _and_around(module: Any, parents: dict[int, Any]) -> Iterator[Any]:
 
 
 def _outermost(module: Any, parents: dict[int, Any]) -> Any:
-    *_, last = _and_around(module, parents)
+    *_, last = _with_ancestors(module, parents)
     return last
 
 
@@ -209,7 +209,7 @@ def _children(module: Any) -> list[tuple[str, Any]]:
 
 
 class Modes:
-    """The modules of one optimizer's parameters."""
+    """Modes of the modules that hold one optimizer's parameters."""
 
     def __init__(self) -> None:
         self._acting: list[_Acting] | None = None
@@ -217,7 +217,7 @@ class Modes:
         self._was_training = False
 
     def look(self, optimizer: Any, search: Search) -> list[Line]:
-        """At a step, with its gradients."""
+        """Return the verdict at a step, while its gradients exist."""
         if self._acting is None:
             trained = [
                 one
@@ -238,17 +238,17 @@ class Modes:
         if at_work:
             self._was_training = True
             text = f"{name} trains {_counted(at_work)} in training mode"
-            text += f", {len(still)} more in eval mode" if still else ""
+            text += f", {len(still)} in eval mode" if still else ""
             return [("training_mode", PASS, text, numbers)]
-        since = ", which they were not at first" if self._was_training else ""
+        since = ", which they were not before" if self._was_training else ""
         self._was_training = False
         text = f"{name} steps a model with {_counted(still)} in eval mode{since}: {_named(still)}"
-        # Where the modules around them are in training mode, somebody has chosen these.
+        # Where modules around them are in training mode, the script has chosen eval mode for these alone.
         chosen = any(_is_training(one) for ref in self._holders if (one := ref()) is not None)
         return [("training_mode", FACT if chosen else SUSPICION, text, numbers)]
 
     def have_turned(self) -> bool:
-        """Whether all of them have left training mode since the last look."""
+        """Return whether all of them have left training mode since the last check."""
         return self._was_training and not any(
             _is_training(module) for one in self._acting or () if (module := one.of()) is not None
         )
@@ -259,23 +259,23 @@ class Modes:
 
 
 class Evaluations:
-    """Passes over data loaders that train nothing, while modules are in training mode."""
+    """Passes over data loaders without a backward pass, while modules are in training mode."""
 
     def __init__(self, torch: Any, search: Search) -> None:
         self._torch, self._search = torch, search
         self._pass: weakref.ref[Any] | None = None
         self._feeds = False
         self._decided: weakref.ref[Any] | None = None
-        """The first module of a model of which it is known."""
+        """First module of a model that has its verdict."""
         self._in_a_row = 0
         self._before: tuple[Any, list[tuple[_Acting, int]], list[_Acting], Any] | None = None
 
     def trained_on(self) -> None:
-        """A backward pass begins, or a step."""
+        """Record the begin of a backward pass or of a step."""
         self._feeds, self._in_a_row, self._before = True, 0, None
 
     def fetched(self, iterator: Any, acting: list[_Acting]) -> None:
-        """A batch was handed out; `acting` are the modules of all that is trained."""
+        """Record a yielded batch; `acting` are the mode-dependent modules of all trained models."""
         first = getattr(iterator, "_num_yielded", None) == 1
         if first or self._pass is None or self._pass() is not iterator:
             self._pass = weakref.ref(iterator)
@@ -286,7 +286,7 @@ class Evaluations:
         living = [(one, module) for one in acting if (module := one.of()) is not None]
         if not living or (self._decided is not None and self._decided() is living[0][1]):
             return
-        if any(_is_computed_anew(module) for _, module in living):
+        if any(_is_cumulative(module) for _, module in living):
             return
         training = [(one, module) for one, module in living if _is_training(module)]
         counts = [
@@ -294,7 +294,7 @@ class Evaluations:
             for one, module in training
             if one.kind == _BATCH_NORM and (version := _version(module)) is not None
         ]
-        # All of them, as parts of a model may be frozen.
+        # All must be in training mode, as parts of a model may be frozen.
         drops = [one for one, _ in training if one.kind == _DROPOUT]
         without_grad = not self._torch.is_grad_enabled() and len(training) == len(living)
         drawn = self._drawn() if drops and without_grad else None
@@ -302,7 +302,7 @@ class Evaluations:
             self._before = living[0][0].of, counts, drops, drawn
 
     def asked_for(self, iterator: Any) -> list[Line]:
-        """The next batch is asked for: the one before has been worked on."""
+        """Return the verdict on the previous batch, which was processed when the next one is requested."""
         if self._before is None or self._pass is None or self._pass() is not iterator:
             return []
         first, counts, drops, drawn = self._before
@@ -320,18 +320,18 @@ class Evaluations:
             return []
         self._decided = first
         if not moved and not self._search.is_alone(drops):
-            # Another model may have drawn them.
+            # Another model may have drawn the random numbers.
             return []
         what = (
-            f"{_counted(moved)} took statistics: {_named(moved)}"
+            f"{_counted(moved)} updated statistics: {_named(moved)}"
             if moved
-            else f"random numbers were drawn with {_counted(drops)} in training mode: {_named(drops)}"
+            else f"{_counted(drops)} in training mode drew random numbers: {_named(drops)}"
         )
-        text = f"of data that trained nothing {what}"
+        text = f"on batches without a backward pass, {what}"
         return [("evaluation_mode", SUSPICION, text, {"modules": len(moved or drops)})]
 
     def _drawn(self) -> Any:
-        """What tells whether random numbers were drawn since; nothing is drawn."""
+        """Return the state of the random generators, which changes with each draw."""
         torch = self._torch
         state = [torch.get_rng_state().numpy().tobytes()]
         if torch.cuda.is_initialized() and not is_capturing(torch):
@@ -341,13 +341,14 @@ class Evaluations:
 
 
 def _version(module: Any) -> int | None:
-    """Counts the batches whose statistics were taken, without a look at a GPU; None where that cannot be."""
+    """Return the version of a batch norm's counter, which each update raises, without reading it from the GPU; None
+    where it has none."""
     count = (vars(module).get("_buffers") or {}).get("num_batches_tracked")
     return None if count is None or count.is_inference() else int(count._version)
 
 
-def _is_computed_anew(module: Any) -> bool:
-    """Whether a batch norm takes the mean of all batches: for that it is run in training mode, as in update_bn."""
+def _is_cumulative(module: Any) -> bool:
+    """Return whether a batch norm computes a cumulative mean, which needs training mode, as in `update_bn`."""
     return _statistics(module) is not None and vars(module).get("momentum", 0.1) is None
 
 
@@ -365,10 +366,10 @@ def _named(acting: list[_Acting]) -> str:
 
 
 class Noticed:
-    """What was found between two steps, in the place of a step that was looked at."""
+    """Verdicts found between two steps, with the interface of a sampled step."""
 
     def __init__(self, lines: list[Line], step: int | None = None) -> None:
-        """`step` at which it was so, where that is known later."""
+        """`step`: the step that the verdicts are about, if not the current one."""
         self._lines, self.step = lines, step
 
     def has_passed(self) -> bool:

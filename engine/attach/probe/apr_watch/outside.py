@@ -1,7 +1,7 @@
-"""Whether anything but an optimizer writes its weights, between the end of a step that is looked at and the next one.
+"""Check whether anything but an optimizer writes its weights between a sampled step and the next one.
 
-Some numbers of each weight are copied behind the step and compared in front of the next, where both are on the device.
-What is written and taken back in between, as an average for an evaluation, is not seen.
+Some elements of each weight are copied after the step and compared before the next, on their device. A write that is
+reverted in between, such as averaged weights for an evaluation, is not detected.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from typing import Any
 from .parameters import PASS, SUSPICION, Line, Modules, named
 from .updates import Rows, is_plain
 
-_NUMBERS = 1 << 14
-_ROUNDINGS = 8.0
-"""In units of the last place."""
+_ELEMENTS = 1 << 14
+_TOLERANCE_ULP = 8.0
+"""Tolerated change of a weight, in units of the last place."""
 
 
 def rows_of(torch: Any, parameters: list[Any], numbers: int) -> list[Rows]:
-    """About so many numbers of parameters that are plain, of one type and on one device: that of most."""
+    """Sample about `numbers` elements of the plain parameters with the most common device and dtype."""
     plain = [p for p in parameters if is_plain(torch, p) and p.requires_grad]
     if plain:
         counts = Counter((p.device, p.dtype) for p in plain)
@@ -29,23 +29,23 @@ def rows_of(torch: Any, parameters: list[Any], numbers: int) -> list[Rows]:
 
 
 class Between:
-    """The weights of one optimizer between two of its steps."""
+    """Weights of one optimizer between two of its steps."""
 
     def __init__(self, torch: Any, parameters: list[Any]) -> None:
-        """Behind a step; `parameters` are those that no other optimizer writes."""
+        """Copy weights after a step; `parameters` are those that no other optimizer writes."""
         self._torch = torch
-        self._rows = rows_of(torch, parameters, _NUMBERS)
+        self._rows = rows_of(torch, parameters, _ELEMENTS)
         self._last = self._weights()
 
     def end(self) -> Any:
-        """In front of the next step: which of the numbers are others now, (N,); None where that is not known."""
+        """Return before the next step which elements changed, (N,); None where that is unknown."""
         last, self._last = self._last, None
         now = None if last is None else self._weights()
         if now is None:
             return None
-        # What is added for one pass and taken away again, as in sharpness-aware minimisation, leaves roundings.
+        # A perturbation that is added and removed again (sharpness-aware minimisation) leaves rounding errors.
         size = last.abs().clamp_min(last.abs().mean())
-        rounding = _ROUNDINGS * self._torch.finfo(last.dtype).eps
+        rounding = _TOLERANCE_ULP * self._torch.finfo(last.dtype).eps
         return ~((now - last).abs() <= rounding * size) & ~(now.isnan() & last.isnan())
 
     def _weights(self) -> Any:
@@ -56,10 +56,10 @@ class Between:
         return self._torch.cat([rows.of_tensor(one) for rows, one in pairs])
 
     def lines(self, optimizer: str, step: int, changed: Any) -> list[Line]:
-        """Once `changed` is on the host, of what lies in front of step `step`."""
-        numbers, beyond = changed.numel(), int(changed.sum())
-        if not beyond:
-            text = f"{numbers} weights of {optimizer} were in front of step {step} what the step before had left"
+        """Return the verdict on the time before step `step`, once `changed` is on the host."""
+        numbers, written = changed.numel(), int(changed.sum())
+        if not written:
+            text = f"{numbers} weights of {optimizer} did not change between steps {step - 1} and {step}"
             return [("outside_writes", PASS, text, {"numbers": numbers})]
         counts = [int(one.sum()) for one in changed.split([rows.count for rows in self._rows])]
         found = [
@@ -70,7 +70,7 @@ class Between:
         labels = {id(one): rows.label for rows in self._rows if (one := rows.of()) is not None}
         name = named(Modules(self._torch, found), found, labels)
         text = (
-            f"between steps {step - 1} and {step} of {optimizer} something else wrote its weights: {beyond} of "
-            f"{numbers} numbers changed, in {name}"
+            f"between steps {step - 1} and {step} of {optimizer} something else wrote its weights: {written} of "
+            f"{numbers} elements changed, in {name}"
         )
-        return [("outside_writes", SUSPICION, text, {"numbers": numbers, "changed": beyond})]
+        return [("outside_writes", SUSPICION, text, {"numbers": numbers, "changed": written})]

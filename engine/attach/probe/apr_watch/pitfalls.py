@@ -1,5 +1,5 @@
-"""Mistakes that show in the nodes next to a loss: predictions and targets whose shapes make a table of all pairs,
-logits that an activation has bounded, and batches of one class."""
+"""Find mistakes in the nodes next to a loss: predictions and targets that broadcast to a table of all pairs, logits
+bounded by an activation, and batches of one class."""
 
 # Shapes: N predictions
 
@@ -11,7 +11,7 @@ from .graph import near, saved, source
 from .parameters import PASS, SUSPICION, Line
 
 _LEAST = 8
-"""Labels of a batch that may be of one class by chance."""
+"""Minimum number of labels of a judged batch; fewer may be of one class by chance."""
 _IN_A_ROW = 3
 _BOUNDED = {
     "ReluBackward0": "a ReLU, so none is below 0",
@@ -27,20 +27,20 @@ _PLAIN = {
         *("Where", "View", "UnsafeView", "Clone", "Squeeze", "Unsqueeze"),
     )
 }
-"""What takes the numbers of a tensor one by one."""
+"""Nodes that are pointwise, reduce or reshape."""
 _CROSS_ENTROPIES = ("NllLossBackward0", "NllLoss2DBackward0")
 _BINARY = "BinaryCrossEntropyWithLogitsBackward0"
 
 
 class Classes:
-    """Whether the batches of one optimizer are of one class each."""
+    """Check of one optimizer's batches for labels of only one class."""
 
     def __init__(self) -> None:
         self._in_a_row = 0
         self._labels = 0
 
     def add(self, lowest: int, highest: int, labels: int) -> list[Line]:
-        """Of the labels of a step."""
+        """Return the verdict on the labels of a step."""
         if labels < _LEAST:
             return []
         self._in_a_row = self._in_a_row + 1 if lowest == highest else 0
@@ -49,19 +49,19 @@ class Classes:
         if self._in_a_row < _IN_A_ROW:
             return []
         text = (
-            f"each of the last {self._in_a_row} batches that were looked at has labels of one class: all {labels} of "
-            f"this one are {lowest}"
+            f"each of the last {self._in_a_row} sampled batches has labels of one class: all {labels} of the last one "
+            f"are {lowest}"
         )
         return [("one_class", SUSPICION, text, {"labels": labels, "class": lowest})]
 
 
 class Pitfalls:
-    """What the nodes of one backward pass show."""
+    """Findings in the nodes of one backward pass."""
 
     def __init__(self, torch: Any, tensors: list[Any]) -> None:
         self.lines: list[Line] = []
         self.labels: Any = None
-        """Of a cross entropy the lowest label, the highest and how many, on the device."""
+        """Lowest label, highest label and number of labels of a cross entropy, on the device."""
         for node, way in near(tensors):
             kind = type(node).__name__
             if kind in _CROSS_ENTROPIES:
@@ -78,7 +78,7 @@ class Pitfalls:
         targets = saved(node, "target")
         if self.labels is None and targets is not None and targets.numel():
             ignored = int(node._saved_ignore_index)
-            # Labels may be bytes, which hold no limits of ours.
+            # Labels may be bytes, which cannot hold the limits below.
             targets = targets.long()
             known = targets != ignored - (1 << 64) * (ignored >= 1 << 63)
             lowest = torch.where(known, targets, 1 << 40).min()
@@ -89,18 +89,18 @@ class Pitfalls:
         below = source(node)[0]
         how = _BOUNDED.get(type(below).__name__)
         if how is None:
-            self._say(
+            self._add(
                 "bounded_logits",
                 PASS,
-                "the logits of a cross entropy are as a layer gives them",
+                "the logits of a cross entropy are unbounded",
                 {},
             )
         elif "softmax" not in how or type(node).__name__ == _BINARY:
             text = f"the logits of a cross entropy come out of {how}"
-            self._say("bounded_logits", SUSPICION, text, {})
+            self._add("bounded_logits", SUSPICION, text, {})
 
     def _pairs(self, node: Any, kind: str) -> None:
-        """A difference (N, N) of N predictions and N targets, of which only the predictions are trained."""
+        """Find a difference of shape (N, N) between N trained predictions and N targets."""
         shape = _shape(saved(node, "self")) if kind in _POINTWISE else _shape_after(node, 0)
         if shape is None or len(shape) != 2 or shape[0] != shape[1] or shape[0] < 2:
             return
@@ -117,17 +117,17 @@ class Pitfalls:
         if of in ((shape[0],), (shape[0], 1)):
             text = (
                 f"the difference of {shape[0]} predictions {of} and their targets has the shape {shape}: each "
-                f"prediction is held against every target"
+                f"prediction is compared with every target"
             )
-            self._say("broadcast_loss", SUSPICION, text, {"predictions": shape[0]})
+            self._add("broadcast_loss", SUSPICION, text, {"predictions": shape[0]})
 
-    def _say(self, *line: Any) -> None:
+    def _add(self, *line: Any) -> None:
         if line[:2] not in [one[:2] for one in self.lines]:
             self.lines.append(line)
 
 
 def _is_pointwise(way: list[Any]) -> bool:
-    """Whether a loss is made of its numbers one by one: what lies deeper is part of a model."""
+    """Return whether the way to a loss has only pointwise nodes and reductions; deeper nodes belong to a model."""
     return all(_without_number(node) in _PLAIN for node in way)
 
 
@@ -140,7 +140,7 @@ def _shape(tensor: Any) -> tuple[int, ...] | None:
 
 
 def _shape_after(node: Any, at: int) -> tuple[int, ...] | None:
-    """The shape of the `at`-th tensor that a node gave."""
+    """Return the shape of a node's `at`-th output."""
     if type(node).__name__ == "AccumulateGrad":
         return _shape(node.variable)
     metadata = getattr(node, "_input_metadata", None)
@@ -148,5 +148,5 @@ def _shape_after(node: Any, at: int) -> tuple[int, ...] | None:
         return None
     try:
         return tuple(map(int, metadata[at].shape))
-    except Exception:  # noqa: BLE001  of a tensor without a size of its own (nested)
+    except Exception:  # noqa: BLE001  a nested tensor has no size
         return None

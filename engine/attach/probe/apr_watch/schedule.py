@@ -1,4 +1,4 @@
-"""Whether a schedule of the rate goes with the steps of its optimizer: once for each, and not past its end."""
+"""Check that a learning rate schedule advances once for each step of its optimizer, and not past its end."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any
 from .parameters import PASS, SUSPICION, Line
 
 _SETTLED = 4
-"""The first step at which it is judged: schedules are wrapped and started before."""
+"""First step at which a schedule is judged: schedules are wrapped and started before."""
 _LATE = 8
-"""The first step at which an optimizer that has never stepped is one that never will."""
+"""First step at which an optimizer that has never stepped counts as unused."""
 
 
 class Schedules:
-    """The schedules of the process."""
+    """Learning rate schedules of the process."""
 
     def __init__(self, torch: Any) -> None:
         self._torch = torch
@@ -24,7 +24,8 @@ class Schedules:
         self._made.add(schedule)
 
     def look(self, optimizer: Any, number: int, seen: Rates, is_alone: bool) -> list[Line]:
-        """In front of step `number` of an optimizer, of which `seen` is known; `is_alone` where no other one steps."""
+        """Return the verdicts before step `number` of an optimizer with the rates `seen`; `is_alone` if no other
+        optimizer steps."""
         groups = optimizer.param_groups
         mine = [one for one in self._made if _groups(one) is groups]
         lines = [
@@ -37,31 +38,31 @@ class Schedules:
         ]
         if is_alone and not mine and strays and number >= _LATE:
             text = (
-                f"{type(strays[0]).__name__} moves the rate of an optimizer that has never stepped; none moves that "
-                f"of the {type(optimizer).__name__} that steps"
+                f"{type(strays[0]).__name__} changes the learning rate of an optimizer that has never stepped; none "
+                f"changes that of the {type(optimizer).__name__} that steps"
             )
             lines.append(("schedule", SUSPICION, text, {"calls": _calls(strays[0])}))
         return lines
 
 
 class Rates:
-    """What is known of the rates of one optimizer."""
+    """Learning rates of one optimizer and the calls of its schedules."""
 
     def __init__(self) -> None:
         self._counts: weakref.WeakKeyDictionary[Any, tuple[int, int]] = weakref.WeakKeyDictionary()
-        """Of each schedule, a step and the calls so far."""
+        """First sampled step of each schedule, and its calls until then."""
         self._was_zero = 0
-        """The step that was looked at before, where its rate was 0."""
+        """Previous sampled step, if its learning rate was 0; else 0."""
 
     def rate(self, name: str, number: int, rates: list[Any]) -> list[Line]:
         was_zero, self._was_zero = self._was_zero, 0
-        # In a tensor it may be on a GPU.
+        # A tensor may be on a GPU: reading it would wait.
         if number < _SETTLED or not all(type(rate) in (int, float) and rate == 0 for rate in rates):
             return []
         self._was_zero = number
         if not was_zero:
             return []
-        text = f"the rate of {name} is 0 at step {number}, as at step {was_zero}"
+        text = f"the learning rate of {name} is 0 at step {number}, as at step {was_zero}"
         return [("schedule", SUSPICION, text, {"lr": 0.0})]
 
     def count(self, schedule: Any, number: int) -> list[Line]:
@@ -69,7 +70,7 @@ class Rates:
         before = self._counts.setdefault(schedule, (number, calls))
         end = getattr(schedule, "T_max", None)
         if name == "CosineAnnealingLR" and type(end) is int and calls > end:
-            text = f"{name} is at {calls}, past its T_max of {end}: the rate rises and falls again with that period"
+            text = f"{name} is at {calls}, past its T_max of {end}: the learning rate rises again"
             return [("schedule", SUSPICION, text, {"calls": calls, "T_max": end})]
         steps = number - before[0]
         if number < _SETTLED or not steps:
@@ -91,5 +92,5 @@ def _calls(schedule: Any) -> int:
 
 
 def _groups(schedule: Any) -> Any:
-    """The groups of the optimizer whose rate it moves."""
+    """Return the parameter groups whose learning rate a schedule changes."""
     return getattr(getattr(schedule, "optimizer", None), "param_groups", None)

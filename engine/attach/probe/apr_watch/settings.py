@@ -1,11 +1,11 @@
-"""What an experiment changes in a script without its help, where `engine watch --set` asks for it and nowhere else.
+"""Change settings of an unmodified script for an experiment, only where `engine watch --set` requests it.
 
-    loader.*        the arguments of each DataLoader that is made
+    loader.*        the arguments of each created DataLoader
     attention.*     which kernels torch's scaled_dot_product_attention may take
     matmul.*, cudnn.*, torch.*     switches of torch
 
-Each change is written to the log as a decision, with what was there before. What is changed stays so when the probe
-removes itself: an arm of an experiment is one thing from its beginning to its end.
+Each change is logged as a decision, with the previous value. Changes stay when the probe removes itself: an arm of an
+experiment has the same settings from its beginning to its end.
 """
 
 from __future__ import annotations
@@ -27,29 +27,29 @@ LOADER = {
     "loader.pin_memory": "pin_memory",
     "loader.persistent_workers": "persistent_workers",
 }
-"""The argument of DataLoader of each setting."""
+"""Argument of DataLoader for each setting."""
 _NEEDS_WORKERS = {
     "prefetch_factor": None,
     "persistent_workers": False,
     "multiprocessing_context": None,
     "timeout": 0,
 }
-"""Arguments that DataLoader refuses without workers, and what they are then."""
+"""Arguments that DataLoader refuses without workers, with their values in that case."""
 ATTENTION = ("flash", "mem_efficient", "cudnn", "math")
 _KERNELS = {"efficient": "mem_efficient"}
-Say = Callable[[str, dict[str, Any]], object]
-"""Writes a line: its kind and its fields."""
+LogEvent = Callable[[str, dict[str, Any]], object]
+"""Writer of a log line: kind and fields."""
 
 
-def asked() -> dict[str, str]:
-    """The settings that are to be changed, by name."""
+def requested() -> dict[str, str]:
+    """Return the requested settings, by name."""
     pairs = (part.partition("=") for part in os.environ.get(VARIABLE, "").split(";") if part)
     return {name: value for name, _, value in pairs}
 
 
 def change_seeds(torch: Any, by: int) -> None:
-    """Add `by` to torch's seed, and to each that the script sets for torch, random and numpy. Pairs of an experiment
-    are no copies of each other then, and both runs of a pair have the same seeds."""
+    """Add `by` to torch's seed, and to each seed that the script sets for torch, random and numpy: pairs of an
+    experiment differ, and both runs of a pair have the same seeds."""
     torch.manual_seed(torch.initial_seed() + by)
     numpy = sys.modules.get("numpy.random")
     for owner, name in (
@@ -75,12 +75,12 @@ def _shifted(original: Any, by: int) -> Any:
     return seeded
 
 
-def apply(torch: Any, say: Say) -> None:
-    """Change what is asked for in this process. Raises whatever torch raises."""
+def apply(torch: Any, log_event: LogEvent) -> None:
+    """Apply the requested settings to this process. Raises whatever torch raises."""
     if by := int(os.environ.get(SEED_BY) or 0):
         change_seeds(torch, by)
-    changes = Changes(say)
-    wanted = asked()
+    changes = Changes(log_event)
+    wanted = requested()
     of_loader = {LOADER[name]: _value(text) for name, text in wanted.items() if name in LOADER}
     loaders = sys.modules.get("torch.utils.data.dataloader")
     if of_loader and loaders is not None:
@@ -92,25 +92,25 @@ def apply(torch: Any, say: Say) -> None:
 
 
 class Changes:
-    """Writes each change once, however often it is made."""
+    """Log of the changes; repeated ones are written once."""
 
-    def __init__(self, say: Say) -> None:
-        self._say = say
-        self._said: set[tuple[str, str]] = set()
+    def __init__(self, log_event: LogEvent) -> None:
+        self._log_event = log_event
+        self._logged: set[tuple[str, str]] = set()
 
     def made(self, knob: str, choice: str, what: str, before: Any, now: Any) -> None:
         if before == now:
-            text = f"{knob}={choice} changes nothing here: {what} is {now} in the script too"
+            text = f"{knob}={choice} changes nothing: {what} is {now} in the script already"
             self.once("note", text, {"level": "warning", "text": text})
             return
-        text = f"the watch changed {what} {before} -> {now}, as --set asked"
+        text = f"--set changed {what} from {before} to {now}"
         fields = {"knob": knob, "choice": choice, "reason": text, "overridden": True}
         self.once("decision", text, fields)
 
     def once(self, kind: str, text: str, fields: dict[str, Any]) -> None:
-        if (kind, text) not in self._said:
-            self._said.add((kind, text))
-            self._say(kind, fields)
+        if (kind, text) not in self._logged:
+            self._logged.add((kind, text))
+            self._log_event(kind, fields)
 
 
 def _value(text: str) -> Any:
@@ -135,9 +135,7 @@ def _change_loaders(loader: Any, wanted: dict[str, Any], changes: Changes) -> No
         for argument, value in wanted.items():
             before = given.get(argument)
             if argument == "num_workers" and value > 1 and isinstance(given["dataset"], streams):
-                text = (
-                    "loader.workers was not applied to a stream: each worker might read all of it"
-                )
+                text = "loader.workers was not applied to a stream: each worker might read the whole stream"
                 changes.once("note", text, {"level": "warning", "text": text})
                 continue
             given[argument] = value
@@ -154,7 +152,7 @@ def _text(value: Any) -> str:
 
 
 def _attend_with(torch: Any, kernel: str) -> tuple[str, str]:
-    """Leave one kernel, and the plain one where that cannot be used."""
+    """Enable one kernel, and `math` as the fallback; return the enabled kernels before and after."""
     cuda = torch.backends.cuda
     wanted = {_KERNELS.get(kernel, kernel), "math"}
     there = [name for name in ATTENTION if hasattr(cuda, f"enable_{name}_sdp")]

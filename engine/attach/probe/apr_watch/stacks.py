@@ -1,6 +1,5 @@
-"""Let the stacks of a process that hangs be taken from outside, as for the engine's own trainer
-(`engine/watch/stacks.py`): on a signal that no library uses, a C handler writes them to RUN/stacks/PID.txt, even while
-the interpreter is stuck in a call that holds its lock.
+"""Let the observer take the stacks of a hanging process, as of the engine's own trainer (`engine/watch/stacks.py`): on
+a signal that no library uses, a C handler writes them to RUN/stacks/PID.txt, even while a call holds the GIL.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ DUMP_SIGNAL = signal.SIGRTMIN + 3
 
 
 def register(folder: str) -> None:
-    """Raises OSError. Does nothing where the script handles the signal itself."""
+    """Install the handler, unless the script handles the signal itself. Raises OSError."""
     if signal.getsignal(DUMP_SIGNAL) != signal.SIG_DFL:
         return
     stacks = os.path.join(folder, "stacks")

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from .compiles import Compiles
 from .device_clock import DeviceClock, Lap
-from .folders import Beat, claim, claim_failed, rank_and_world, say_lost
+from .folders import Beat, claim, claim_failed, rank_and_world, record_lost
 from .identities import Identities, framework
 from .memory import HeldMemory
 from .modes import Noticed
@@ -647,7 +647,7 @@ class Steps:
         if self.log is not None:
             self.log.write("script_ended", **ended)
         if self._beat is not None and self._folder is not None and ended["how"] == "raised":
-            say_lost(self._folder, self._rank, ended)
+            record_lost(self._folder, self._rank, ended)
 
     def forked(self) -> None:
         """Leave the logs to the parent; called in a forked child."""

@@ -1,7 +1,7 @@
-"""What an update makes of a weight by the textbook (`engine/audit/reference.py`), held against what an optimizer made.
+"""Compare the update that an optimizer made with the textbook's (`engine/audit/reference.py`).
 
-The reference is loaded from its file, under a name of ours: `engine` never gets into the script's modules. It imports
-torch and the standard library alone.
+The reference is loaded from its file under a private name, so that `engine` is not imported into the script. It imports
+only torch and the standard library.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ _REFERENCE = os.path.join(
 )
 _NAME = f"{__package__}._reference"
 _WEIGHT, _STATE, _STEP = 2.0, 4.0, 16.0
-"""Roundings of a weight, of a state and of the step between them, in units of the last place: generous, since the
-paths of torch (a loop, foreach, fused) round in different places."""
+"""Rounding tolerance of a weight, of a state and of the step, in units of the last place: generous, since torch's
+implementations (loop, foreach, fused) round at different points."""
 _IN_FLOAT = 1e-3
-"""Share of the step that `1 - beta^t` is off where a GPU computes it in fp32: 1 - 0.999 has four digits left."""
+"""Relative error of the step where a GPU computes `1 - beta^t` in fp32: 1 - 0.999 has four digits left."""
 _FP16_ROOT = 1e-3
-"""Below this root of the second moment the eps of Adam, 1e-8, is nothing in fp16."""
+"""Root of the second moment below which fp16 cannot represent Adam's eps of 1e-8."""
 
 
 def load_reference() -> Any:
-    """Raises OSError, ImportError."""
+    """Return the module of the reference. Raises OSError, ImportError."""
     if _NAME not in sys.modules:
         spec = importlib.util.spec_from_file_location(_NAME, _REFERENCE)
         if spec is None or spec.loader is None:
             raise ImportError(_REFERENCE)
         module = importlib.util.module_from_spec(spec)
-        # Before it is executed: a dataclass looks its module up.
+        # Register it before executing it: dataclasses look up their module.
         sys.modules[_NAME] = module
         try:
             spec.loader.exec_module(module)
@@ -42,28 +42,28 @@ def load_reference() -> Any:
 
 
 class Rule(NamedTuple):
-    """How a group of parameters is updated."""
+    """Update rule of a parameter group."""
 
     kind: str
     """`adam` or `sgd`."""
     decoupled: bool
-    """Whether the decay shrinks the weight, as in AdamW, and does not add to the gradient."""
+    """Whether weight decay shrinks the weight, as in AdamW, instead of adding to the gradient."""
     rate: float
     decay: float
     settings: tuple[float, ...]
-    """Of adam beta1, beta2, eps; of sgd momentum, dampening, nesterov."""
+    """Adam: beta1, beta2, eps; SGD: momentum, dampening, nesterov."""
     in_float: bool
-    """Whether the corrections of the moments may be computed in fp32."""
+    """Whether the bias corrections may be computed in fp32."""
 
 
 def rule_of(torch: Any, optimizer: Any, group: Any) -> Rule | str:
-    """The rule of a group; why there is none."""
+    """Return the rule of a group, or the reason why there is none."""
     optim, kind = torch.optim, type(optimizer)
     if kind not in (optim.AdamW, optim.Adam, optim.SGD):
-        return f"{kind.__name__} has no textbook update here"
+        return f"{kind.__name__} has no textbook update to compare with"
     for name in ("amsgrad", "maximize", "differentiable"):
         if group.get(name):
-            return f"{kind.__name__} with {name} has no textbook update here"
+            return f"{kind.__name__} with {name} has no textbook update to compare with"
     is_sgd = kind is optim.SGD
     names = ("momentum", "dampening", "nesterov") if is_sgd else ("eps",)
     settings = [group[name] for name in names]
@@ -71,7 +71,7 @@ def rule_of(torch: Any, optimizer: Any, group: Any) -> Rule | str:
         settings = [*group["betas"], *settings]
     numbers = [group["lr"], group["weight_decay"], *settings]
     if not all(isinstance(number, (int, float)) for number in numbers):
-        # It may be on a GPU, and be read and written there.
+        # A tensor may be on a GPU, and be read and written there.
         return "a setting of the optimizer is a tensor"
     return Rule(
         kind="sgd" if is_sgd else "adam",
@@ -84,24 +84,24 @@ def rule_of(torch: Any, optimizer: Any, group: Any) -> Rule | str:
 
 
 class Judged(NamedTuple):
-    """Numbers of some parameters, each (N,) in float64 on the host."""
+    """Comparison of the elements of some parameters, each (N,) in float64 on the host."""
 
     expected: Any
-    """The new weights."""
+    """New weights by the textbook."""
     off: Any
-    """How far the new weights and states are from the textbook's, as a share of what rounding explains: at most 1."""
+    """Difference of the new weights and states from the textbook's, relative to the rounding tolerance: ok up to 1."""
     step: Any
-    """What the textbook adds to the weights."""
+    """Change of the weights by the textbook."""
 
 
 def judge(
     torch: Any, rule: Rule, count: int, old: dict[str, Any], new: dict[str, Any], gradient: Any
 ) -> Judged:
-    """Judge the `count`-th update of numbers, (N,) on the host in the types that the optimizer used. `old` and `new`
-    are `weight` and, where the optimizer has them, `exp_avg`, `exp_avg_sq` or `momentum_buffer`."""
+    """Judge the `count`-th update of elements, (N,) on the host in the optimizer's dtypes. `old` and `new` have
+    `weight` and, where the optimizer has them, `exp_avg`, `exp_avg_sq` or `momentum_buffer`."""
     book = load_reference()
     weight, made, g = old["weight"].double(), new["weight"].double(), gradient.double()
-    # The largest number that takes part in a gradient's own rounding.
+    # Magnitude of the terms of the gradient, which bounds its rounding.
     size = g.abs()
     if rule.decay and not rule.decoupled:
         g = g + rule.decay * weight
@@ -147,7 +147,7 @@ def judge(
     bound = _rounding(torch, new["weight"], _WEIGHT, weight.abs() + made.abs())
     bound = bound + _rounding(torch, new["weight"], _STEP, step.abs())
     if rule.kind == "sgd":
-        # Gradient, decay and buffer may cancel in the step, and not in what was rounded.
+        # Gradient, decay and buffer may cancel in the step while their rounding errors do not.
         parts = size if buffer is None else size + buffer.abs()
         bound = bound + _rounding(torch, new["weight"], _STEP, rule.rate * parts)
     if rule.in_float:
@@ -161,6 +161,6 @@ def _or_zero(state: Any, like: Any) -> Any:
 
 
 def _rounding(torch: Any, tensor: Any, places: float, scale: Any) -> Any:
-    """What rounding explains of numbers of this type and size; what flushing to zero does is below it."""
+    """Return the rounding tolerance for this dtype and magnitude; it covers flushing to zero."""
     about = torch.finfo(tensor.dtype)
     return places * (about.eps * scale + about.tiny)

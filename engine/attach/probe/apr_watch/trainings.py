@@ -1,9 +1,8 @@
-"""Which optimizer's steps are steps, and where a training begins.
+"""Decide which optimizer's steps count, and where a training begins.
 
-A training begins with the first step of an optimizer that was made after the first step of the training before: a
-second stage, or the next model of a sweep. Optimizers made before that, as the two of a GAN, belong to one training,
-and the one that stepped first leads it. If an earlier leader steps again, the trainings are interleaved, and all
-that follows is one.
+A training begins with the first step of an optimizer created after the first step of the previous training: a second
+stage, or the next model of a sweep. Optimizers created before that, as the two of a GAN, belong to one training, led by
+the one that stepped first. If an earlier leader steps again, the trainings are interleaved, and the rest is one.
 """
 
 from __future__ import annotations
@@ -12,13 +11,13 @@ import weakref
 from typing import Any
 
 MOST = 100
-"""Trainings of one process; what follows belongs to the last of them."""
+"""Maximum number of trainings of one process; later steps belong to the last one."""
 
 
 class Trainings:
     def __init__(self) -> None:
         self.number = 0
-        """Of the training in progress; 0 before the first."""
+        """Number of the training in progress; 0 before the first."""
         self._is_open = False
         self._leader: weakref.ref[Any] | None = None
         self._chosen: weakref.ref[Any] | None = None
@@ -28,19 +27,19 @@ class Trainings:
 
     @property
     def newest(self) -> int:
-        """The number of the training in progress, or of the one that is about to begin."""
+        """Number of the training in progress, or of the next one."""
         return self.number if self._is_open else self.number + 1
 
     def optimizer_made(self, optimizer: Any, mark: Any) -> None:
-        """Remember in which training it was made, and at which mark of the clock."""
+        """Remember in which training and at which mark of the clock an optimizer was created."""
         self._made[optimizer] = self.number, mark
 
     def mark_of(self, optimizer: Any) -> Any:
-        """The mark at which an optimizer was made; None if that was before the first training."""
+        """Return the mark at which an optimizer was created; None if before the first training."""
         return self._made.get(optimizer, (0, None))[1]
 
     def begin_with(self, optimizer: Any) -> bool:
-        """Whether this step of an optimizer, which has been done, begins a training; it has begun then."""
+        """Begin a training if this completed step of an optimizer begins one; return whether it does."""
         if not self._begins(optimizer):
             return False
         self.number += 1
@@ -57,7 +56,7 @@ class Trainings:
         return made == self.number < MOST and not self._interleaved
 
     def are_led_by(self, optimizer: Any) -> bool:
-        """Whether a step of this optimizer is one of the training."""
+        """Return whether a step of this optimizer counts."""
         leader = self._leader() if self._leader is not None else None
         if leader is optimizer:
             return self._is_open
@@ -75,9 +74,9 @@ class Trainings:
         self._led.add(optimizer)
 
     def choose(self, optimizer: Any) -> None:
-        """From now on the steps of this optimizer alone are steps, and its next one begins a training."""
+        """Count only the steps of this optimizer; its next one begins a training."""
         self._chosen, self._is_open = weakref.ref(optimizer), False
 
     def end(self) -> None:
-        """The next step, of whichever optimizer, begins a training."""
+        """End the chosen training; the next step of any optimizer begins one."""
         self._chosen, self._is_open = None, False

@@ -12,45 +12,45 @@ from transformers import TrainerCallback
 
 import apr_watch
 
-from .callback import Ours, Prompt, logged, settings
+from .callback import Guard, Prompt, logged, settings
 
 
 class WatchCallback(TrainerCallback):
-    """Watches this process as `engine watch` does, and adds what the Trainer says: its settings, the values that it
-    logs, `eval_loss` as the held-out loss."""
+    """Callback that watches this process as `engine watch` does, and records the Trainer's settings and the values that
+    it logs, `eval_loss` as the held-out loss."""
 
     def __init__(
         self, out: str = "", *, prompt: str | None = None, tokens: int = 32, tokenizer: Any = None
     ) -> None:
-        """`out`: the run folder to make, in `runs` if it is empty. A `prompt` is gone on with by so many `tokens` at
-        each evaluation, by the most likely token each time, with the tokenizer of the Trainer if there is no other."""
+        """Start watching. `out`: the run folder to create, in `runs` if empty. At each evaluation the model continues
+        `prompt` by up to `tokens` greedy tokens, with `tokenizer` or else the Trainer's."""
         apr_watch.start(out)
-        self._ours = Ours(type(self).__name__)
+        self._guarded = Guard(type(self).__name__)
         self._prompt = Prompt(prompt, tokens, tokenizer)
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
-        self._ours(lambda: settings(type(args).__name__, _set(args)))
+    def on_train_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+        self._guarded(lambda: settings(type(args).__name__, _changed(args)))
 
-    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **more: Any) -> None:
-        self._ours(self._log, logs or {})
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **others: Any) -> None:
+        self._guarded(self._log, logs or {})
 
     def _log(self, logs: dict[str, Any]) -> None:
-        # The held-out loss comes once more with the evaluation, beside the text.
+        # `on_evaluate` logs the held-out loss, together with the sample.
         logged({name: value for name, value in logs.items() if name != "eval_loss"}, "")
 
     def on_evaluate(
-        self, args: Any, state: Any, control: Any, metrics: Any = None, **more: Any
+        self, args: Any, state: Any, control: Any, metrics: Any = None, **others: Any
     ) -> None:
-        self._ours(self._evaluated, metrics or {}, more)
+        self._guarded(self._evaluated, metrics or {}, others)
 
-    def _evaluated(self, metrics: dict[str, Any], more: dict[str, Any]) -> None:
+    def _evaluated(self, metrics: dict[str, Any], others: dict[str, Any]) -> None:
         loss = {name: value for name, value in metrics.items() if name == "eval_loss"}
-        tokenizer = more.get("processing_class") or more.get("tokenizer")
-        logged({**loss, **self._prompt.of(more.get("model"), tokenizer)}, "eval_loss")
+        tokenizer = others.get("processing_class") or others.get("tokenizer")
+        logged({**loss, **self._prompt.of(others.get("model"), tokenizer)}, "eval_loss")
 
 
-def _set(arguments: Any) -> dict[str, Any]:
-    """Those that are not at their defaults; tokens of the hub are masked by `to_dict`."""
+def _changed(arguments: Any) -> dict[str, Any]:
+    """Return the arguments that differ from their defaults; `to_dict` masks tokens of the hub."""
     found, made = arguments.to_dict(), dataclasses.MISSING
     values = {}
     for field in dataclasses.fields(arguments):

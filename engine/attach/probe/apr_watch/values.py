@@ -1,9 +1,9 @@
 """Read the values of tensors without changing what the training stream of a GPU does.
 
-On a CPU a value is read at once. On a GPU that would make the host wait for everything launched so far. There, a
-value is copied into a slot on its own stream and an event is recorded behind it; once the events of some steps have
-passed, all slots are copied to the host together, on another stream. Nothing is pinned (the first pinned allocation
-synchronises), nothing is allocated after the first value, and nothing of the training stream is waited for.
+On a CPU a value is read at once. On a GPU that would make the host wait for everything launched so far. There, a value
+is copied into a slot on its own stream, followed by an event; once the events of some steps have passed, all slots are
+copied to the host together, on another stream. Nothing is pinned (the first pinned allocation synchronises), nothing is
+allocated after the first value, and nothing waits for the training stream.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from collections.abc import Iterable
 from typing import Any
 
 _SLOTS = 512
-"""Values on their way on one stream; one more is unknown."""
+"""Maximum number of pending values of one stream; further ones are unknown."""
 _STEPS_TOGETHER, _READ_EVERY_S = 8, 0.25
-"""A copy for so many steps, or after so long: it costs the host as much as a line."""
+"""Number of steps, or seconds, per copy to the host: a copy costs the host as much as a line."""
 _QUERIES = 50
 _EXIT_WAIT_S = 2.0
-"""How long the end of a process waits for values: a GPU that hangs must not keep the process."""
+"""Maximum time that the end of a process waits for values, in seconds: a GPU that hangs must not block it."""
 
 
 class Slots:
-    """Numbers of one stream on their way to the host. A float64 holds each of a smaller type exactly."""
+    """Pending values of one stream, in float64, which holds each smaller floating-point type exactly."""
 
     def __init__(self, torch: Any, device: Any) -> None:
         self.numbers = torch.empty(_SLOTS, dtype=torch.float64, device=device)
@@ -42,23 +42,23 @@ class Kept:
 
 
 class Values:
-    """The values of one step."""
+    """Values of one step."""
 
     def __init__(self) -> None:
         self.events: dict[Slots, Any] = {}
-        """For each stream, what passes behind the step's last value there."""
+        """Event after the step's last value on each stream."""
         self.kept: list[Kept] = []
         """Values that are not on the host yet."""
 
     def have_passed(self) -> bool:
-        """Whether the GPU has computed them all. Never waits."""
+        """Return whether the GPU has computed them all. Never waits."""
         if self.events and all(event.query() for event in self.events.values()):
             self.events = {}
         return not self.events
 
 
 class Reader:
-    """Reads the values of all steps."""
+    """Reader of the values of all steps."""
 
     def __init__(self, torch: Any) -> None:
         self._torch = torch
@@ -67,7 +67,7 @@ class Reader:
         self._read_s = 0.0
 
     def keep(self, tensor: Any, values: Values) -> float | Kept | None:
-        """The value of a tensor of one element; None if it cannot be read without a cost to the run."""
+        """Return the value of a tensor of one element; None if reading it would slow the run."""
         torch = self._torch
         # A subclass may need a collective to know its value (DTensor), or have none (fake tensors).
         if type(tensor) is not torch.Tensor or tensor.numel() != 1:
@@ -93,13 +93,13 @@ class Reader:
         return kept
 
     def drop(self, values: Values) -> None:
-        """Nobody will ask for these. A slot may be written again at once: by its own stream, in order."""
+        """Free the slots of unused values. A slot may be rewritten at once: its stream keeps the order."""
         for kept in values.kept:
             kept.slots.free.append(kept.at)
         values.kept = []
 
     def read(self, steps: Iterable[Values], *, now: bool = False) -> None:
-        """Read the values of the first steps, in order, that are there. Never waits."""
+        """Read the values of the leading steps that have passed. Never waits."""
         if self._copying and not self._arrived():
             return
         ready = []
@@ -118,7 +118,7 @@ class Reader:
             self._arrived()
 
     def _arrived(self) -> bool:
-        """Take the numbers from a copy that has ended: it takes microseconds, so that it is asked a few times."""
+        """Take the numbers of a finished copy; poll a few times, since it takes microseconds."""
         every = {kept.slots for values in self._copying for kept in values.kept}
         for slots in every:
             if not any(slots.copied.query() for _ in range(_QUERIES)):
@@ -133,7 +133,7 @@ class Reader:
         return True
 
     def wait_for(self, steps: list[Values]) -> None:
-        """At the end of the process: give a GPU that still works a moment to finish."""
+        """Wait for the GPU up to _EXIT_WAIT_S at the end of the process."""
         deadline = time.monotonic() + _EXIT_WAIT_S
         while any(values.kept for values in steps) and time.monotonic() < deadline:
             self.read(steps, now=True)
@@ -146,5 +146,5 @@ def as_number(value: float | Kept | None) -> float | None:
 
 
 def is_capturing(torch: Any) -> bool:
-    """Whether the current stream records a CUDA graph: what is launched now would become part of it."""
+    """Return whether the current stream captures a CUDA graph, of which further launches would become a part."""
     return bool(torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())

@@ -1,7 +1,7 @@
-"""Write lines in the format of the engine's run logs (`engine/log/write.py`), with the standard library alone.
+"""Write lines in the format of the engine's run logs (`engine/log/write.py`), with the standard library only.
 
-The lock is the engine's too: whoever holds it is the log's only writer, and a reader can tell from it that the
-writer lives. It is released by the kernel, so a process that was killed leaves no stale lock.
+The lock is the engine's too: its holder is the log's only writer, and readers see from it that the writer lives. The
+kernel releases it, so a killed process leaves no stale lock.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from typing import Any
 
 VERSION = 2
 _MOST = 1e100
-"""The largest number that a line may hold (`LOG_NUMBER` of engine/limits.py)."""
+"""Largest number in a line (`LOG_NUMBER` of engine/limits.py)."""
 _TEXT = 64 * 1024
 _LOCK_TRIES, _LOCK_PAUSE_S = 5, 0.002
 
 
 class NotTheWriter(Exception):
-    """This process is not the one that writes the log: it stays silent."""
+    """Another process writes the log: this one writes nothing."""
 
 
 class Log:
@@ -57,7 +57,7 @@ class Log:
         if (status.st_dev, status.st_ino) != self._file:
             raise OSError(errno.EBADF, "the script closed the log's file descriptor")
         if status.st_size == self._end + self._written:
-            # True unless a signal handler of the script's raised between a write and the lines below it.
+            # `_written` is 0 unless a signal handler of the script raised between a write and the line after it.
             self._seq += bool(self._written)
             self._end, self._written = status.st_size, 0
         elif status.st_size != self._end:
@@ -79,7 +79,7 @@ class Log:
 
 
 def encode(kind: str, fields: dict[str, Any], seq: int, t_s: float) -> bytes:
-    """One line; a float that JSON cannot hold is null, with its name under `nf`."""
+    """Return one line; a float that JSON cannot represent is null, with its name under `nf`."""
     non_finite: dict[str, str] = {}
     record: dict[str, Any] = {"v": VERSION, "seq": seq, "t_s": round(t_s, 6), "kind": kind}
     text = _as_json({**record, **fields}, "", non_finite)
@@ -89,7 +89,7 @@ def encode(kind: str, fields: dict[str, Any], seq: int, t_s: float) -> bytes:
 
 
 def _as_json(value: Any, path: str, non_finite: dict[str, str]) -> str:
-    # By hand: json.dumps took a third of the time of a step's line, and cannot name what is not finite.
+    # Not json.dumps, which takes a third of the time of a step's line and cannot name numbers that are not finite.
     if value is None:
         return "null"
     if isinstance(value, float):
@@ -117,17 +117,17 @@ def _as_json(value: Any, path: str, non_finite: dict[str, str]) -> str:
 
 
 def _quoted(name: str) -> str:
-    # A field of ours is a word; a name that a script gives may be anything.
+    # The probe's fields are identifiers; a script's names may be anything.
     return f'"{name}"' if name.isidentifier() and name.isascii() else _as_json(name, "", {})
 
 
 def _pointed(name: str) -> str:
-    """A name in the path of a number, escaped as in a JSON pointer (RFC 6901)."""
+    """Return a name escaped as in a JSON pointer (RFC 6901)."""
     return name.replace("~", "~0").replace("/", "~1") if "~" in name or "/" in name else name
 
 
 def _lock(fd: int) -> None:
-    # A reader that asks whether there is a writer holds the lock for an instant, a writer for good.
+    # A reader that checks for a writer holds the lock for an instant, a writer for good.
     for attempt in range(_LOCK_TRIES):
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
