@@ -356,6 +356,8 @@ class Judged(Event, frozen=True, kw_only=True, tag="judged"):
     """Reason why an alert has no flip."""
     framework: str = ""
     """Framework of a watched script, `transformers` or `lightning`; the advice for an identity depends on it."""
+    part: str = ""
+    """Subject of an alert whose rule judges several: a memory, a phase, a number, an identity."""
 
     @property
     def raises_alert(self) -> bool:

@@ -1,7 +1,8 @@
 """Failures recorded in a run's logs: alerts, failed checks, contradictions, exits. Each is one line of a log.
 
 An experiment asks whether another run shows the same (`shown`): the same id, and the same `sign`, which of an exit is
-the exception, the line that raised it and its words, and of an identity or check its words, both without numbers. No is
+the exception, the line that raised it and its words, of an identity or check its words, both without numbers, and of an
+alert the part that it is about. No is
 an answer only where that run has done the work: half as many steps and rows again as the observed run had done, or all
 of its steps, for as long as the window of the alert, with a pass of the check or identity. Whatever else ends a run
 says nothing: the answer is unknown.
@@ -204,6 +205,13 @@ class _Told(NamedTuple):
     step: int | None
     """None where the line has none."""
     sign: str
+    earlier_sign: str = ""
+    """Sign in earlier versions, where that said less."""
+
+    def is_same(self, observed: Observed) -> bool:
+        if (self.kind, self.id) != (observed.kind, observed.id):
+            return False
+        return observed.sign in ("", self.sign, self.earlier_sign)
 
 
 class _Work:
@@ -240,14 +248,15 @@ def _told(event: AnyEvent, work: _Work) -> _Told | None:
     match event:
         case Judged() if (rank := RANKS.get((event.by, event.level))) is not None:
             kind = cast(Kind, event.by)
-            # An alert names threads, places and rates that differ from run to run.
-            words = "" if event.by == ALERT else _unnumbered(event.text.partition(":")[0])
-            sign = f"{event.id} {words}".strip()
-            return _Told(kind, event.id, event.text, rank, event.step, sign)
+            # The text of an alert names threads, places and rates that differ from run to run.
+            words = event.part if event.by == ALERT else _unnumbered(event.text.partition(":")[0])
+            sign, earlier = f"{event.id} {words}".strip(), event.id if event.by == ALERT else ""
+            return _Told(kind, event.id, event.text, rank, event.step, sign, earlier)
         case TrainerExited() if event.state.lower() != "completed":
             id_ = event.state.lower()
-            sign = " ".join([id_, event.signal or "", _of_exception(work.ended)]).strip()
-            return _Told("exit", id_, event.sentence, 5, None, sign)
+            how = " ".join([id_, event.signal or "", _of_exception(work.ended)]).strip()
+            code = f" with code {event.returncode}" if how == id_ and event.returncode else ""
+            return _Told("exit", id_, event.sentence, 5, None, how + code, how)
     return None
 
 
@@ -290,7 +299,9 @@ def is_shown(observed: Observed, view: RunView, *, steps: int) -> bool | None:
         no = False if not any(rows) or sum(rows) >= rows_past(observed) else None
     match observed.kind:
         case "alert":
-            return True if observed.id in view.alerts else no
+            alert = view.alerts.get(observed.id)
+            told = None if alert is None else _told(alert, _Work())
+            return True if told is not None and told.is_same(observed) else no
         case "check":
             check = view.checks.get(observed.id)
             if check is not None and check.level == FAIL:
@@ -329,7 +340,7 @@ def shown(observed: Observed, run: RunFolder, *, steps: int) -> tuple[bool | Non
             work.add(event)
             told = _told(event, work)
             if told is not None and (told.kind, told.id) == (observed.kind, observed.id):
-                if not observed.sign or told.sign == observed.sign:
+                if told.is_same(observed):
                     return True, told.text
                 other = told.text if told.kind != "exit" else told.sign
             match event:

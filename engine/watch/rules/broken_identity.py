@@ -47,4 +47,5 @@ def identity_fails(case: Case) -> Symptom | None:
         if about
         else "what has to hold in every healthy training does not hold in this one",
         no_flip=about.remedy_with(first.framework) if about else "look at engine checks RUN",
+        part=first.id,
     )

@@ -83,6 +83,7 @@ def non_finite(case: Case) -> Symptom | None:
         [("numbers that are not finite", len(seen), "expected 0")],
         case.span(rows),
         meaning="the weights or a batch gave NaN or infinity; everything after it is suspect",
+        part=first.id,
         **case.lower_rate(10),
     )
 

@@ -253,6 +253,7 @@ def _trend(
         case.recent(end - begin),
         meaning=whose.meaning,
         no_flip=whose.no_flip,
+        part=name,
     )
 
 
@@ -319,6 +320,7 @@ def allocator_ceiling(case: Case) -> Symptom | None:
         ],
         case.recent(60.0),
         meaning="the allocator's own limit was reached, not the device's, or the memory was fragmented",
+        part=pool,
         flip=f"--set memory.allocator={other}",
     )
 

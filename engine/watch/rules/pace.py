@@ -158,6 +158,7 @@ def slow_part(case: Case) -> Symptom | None:
         meaning="most of its time is not its arithmetic: a slow kernel, the wrong device, a loop over rows, or weights "
         "that are converted at each step",
         no_flip="profile that part; its precision, kernel and compile settings select its kernels",
+        part=part,
     )
 
 
@@ -285,6 +286,7 @@ def seldom_training(case: Case) -> Symptom | None:
         span,
         meaning="the run is slow although its steps are not: no step runs during an evaluation or a save",
         no_flip=f"set {key}.every higher{', or eval.rows lower' if mostly_evals else ''}; no step's time shows it",
+        part=most,
     )
 
 

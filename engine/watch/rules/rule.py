@@ -360,6 +360,8 @@ class Symptom:
     """The change of settings that would test the suspicion."""
     no_flip: str = ""
     """Reason why there is no flip."""
+    part: str = ""
+    """Subject, where the rule judges several: the same word in every run that has the symptom."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -400,6 +402,7 @@ class Rule:
             meaning=found.meaning,
             flip=found.flip,
             no_flip=found.no_flip,
+            part=found.part,
         )
 
 

@@ -89,6 +89,7 @@ def batch_not_as_set(case: Case) -> Symptom | None:
         wrong,
         case.span(rows),
         meaning="fewer, more or other rows are trained than the loss, the schedule and the receipt speak of",
+        part=name.split(" by ")[0],
         no_flip="this is a fault of the engine or of a resume: no setting can cause it",
     )
 
@@ -119,6 +120,7 @@ def run_not_as_set(case: Case) -> Symptom | None:
         wrong,
         case.recent(0.0),
         meaning="a setting did not reach the object that it is for: the run is another one than was asked for",
+        part=wrong[0][0],
         no_flip="this is a fault of the engine: no setting can cause it",
     )
 

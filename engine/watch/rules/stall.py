@@ -267,6 +267,7 @@ def _stalled(case: Case, what: str) -> Symptom | None:
         meaning=meaning,
         flip=flip,
         no_flip="" if flip else "a silence is traced by its stacks, not by a setting",
+        part=case.phase,
     )
 
 

@@ -21,6 +21,7 @@ from engine.errors import BadInput
 from engine.log.events import AnyEvent, LauncherGone, Note, TrainerExited, TrainerStarted
 from engine.log.folder import RunFolder, read_command
 from engine.log.follow import Follower
+from engine.log.observed import observation
 from engine.log.read import LogReader
 from engine.watch.rules.rule import read_settings
 from engine.watch.start_and_stop import stop
@@ -304,6 +305,18 @@ def test_a_command_that_is_not_there_leaves_no_folder(tmp_path: Path) -> None:
     assert done.returncode == 65 and "no-such-command-here" in done.stderr
     assert not run.path.exists()
     assert engine_here("watch", "--").returncode == 64
+
+
+def test_an_exception_before_torch_is_imported_is_recorded(tmp_path: Path) -> None:
+    """Without it two such failures could not be told apart."""
+    signs = []
+    for missing in ("nothere", "notthere"):
+        (tmp_path / "train.py").write_text(f"import {missing}\n")
+        done, run = watched(tmp_path / f"of-{missing}", sys.executable, str(tmp_path / "train.py"))
+        assert done.returncode == 1
+        signs.append(observation(run, "exit").sign)
+    assert "ModuleNotFoundError at train.py:1 in <module>: No module" in signs[0]
+    assert signs[0] != signs[1]
 
 
 def test_a_command_without_a_probe_is_seen_from_outside_only_and_never_judged_by_our_settings(

@@ -31,6 +31,10 @@ ALERT = alert_event(
     from_unix_s=START_UNIX_S,
     to_unix_s=START_UNIX_S + 5,
 )
+OF_LOADING, OF_TRAINING = (
+    alert_event(id="stalled", level="fail", text="no step", step=3, part=part)
+    for part in ("loading the teacher", "training")
+)
 WARNING = alert_event(id="data_wait", level="suspicion", text="waits", step=2)
 WRONG = identity_event(id="update", level="fail", step=2, text="another rate")
 
@@ -113,6 +117,9 @@ def asked(tmp_path: Path, said: AnyEvent, name: str = "") -> Observed:
         (WRONG, (), 6, None),
         (ALERT, (ALERT,), 6, True),
         (ALERT, (WARNING,), 6, False),
+        (OF_LOADING, (OF_LOADING,), 6, True),
+        # The same alert about another part.
+        (OF_LOADING, (OF_TRAINING,), 6, None),
         # Too few steps, or too short for what the alert looks at.
         (ALERT, (), 9, None),
     ],
@@ -146,12 +153,13 @@ def test_an_exit_is_the_same_only_with_the_same_state(tmp_path: Path) -> None:
     assert one.name == "exit crashed" and one.step == 8
     for state, code, steps, expected in (
         ("crashed", 1, 8, True),
+        ("crashed", 3, 8, None),
         ("failed", 1, 8, None),
         ("completed", 0, 12, False),
         # It may have been due in the next step.
         ("completed", 0, 9, None),
     ):
-        run = run_of(tmp_path / f"{state}-{steps}", end=ended(state, code), steps=steps)
+        run = run_of(tmp_path / f"{state}-{code}-{steps}", end=ended(state, code), steps=steps)
         assert shown(one, run, steps=12)[0] is expected
 
 
@@ -179,6 +187,14 @@ def test_an_exception_is_the_same_from_its_line_with_its_words_numbers_and_folde
     ):
         run = script_run(tmp_path / name, error, line, message)
         assert shown(one, run, steps=12)[0] is expected, name
+
+
+def test_what_earlier_versions_observed_is_the_same_with_less(tmp_path: Path) -> None:
+    for said, sign in ((OF_LOADING, "stalled"), (ended("failed", 3), "failed")):
+        one = asked(tmp_path / sign, said)
+        assert one.sign.startswith(f"{sign} ")
+        of_earlier = dataclasses.replace(one, sign=sign)
+        assert shown(of_earlier, RunFolder(tmp_path / sign / "seen"), steps=12)[0] is True
 
 
 def test_a_run_on_half_the_rows_has_to_make_twice_the_steps(tmp_path: Path) -> None:

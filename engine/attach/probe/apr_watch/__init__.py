@@ -40,6 +40,7 @@ settings, and each change is logged.
 
 from __future__ import annotations
 
+import atexit
 import os
 import sys
 
@@ -164,6 +165,7 @@ def follow(run: str) -> None:
         _hook(torch, run)
     else:
         sys.meta_path.insert(0, _TorchFinder(run))
+        atexit.register(_say_failed, run)
 
 
 def _hook(torch: ModuleType, run: str) -> None:
@@ -179,6 +181,22 @@ def _hook(torch: ModuleType, run: str) -> None:
 
         register(run)
     except Exception:  # noqa: BLE001  the script's own import of torch has succeeded
+        pass
+
+
+def _say_failed(run: str) -> None:
+    """Record the exception that ended the command before it had torch."""
+    error = getattr(sys, "last_value", None)
+    if _hooks is not None or not _started or error is None:
+        return
+    try:
+        from .folders import claim_failed
+        from .step import how_it_ended
+        from .writer import Log
+
+        if claim_failed(run):
+            Log(run).write("script_ended", **how_it_ended(error))
+    except Exception:  # noqa: BLE001  the script's exit code is not ours to change
         pass
 
 
