@@ -31,7 +31,7 @@ from engine.flips.command import LINE, LINE_VARIABLE
 from engine.flips.ending import as_it_was
 from engine.flips.flip_folder import read_header, read_pairs, read_plan_of
 from engine.flips.judge import judge
-from engine.flips.pair import Pair, settings_differ
+from engine.flips.pair import Pair, same_work, settings_differ
 from engine.flips.plan import Plan
 from engine.flips.script_folder import read_code
 from engine.flips.statistics import ALPHA, pairs_to_confirm
@@ -292,6 +292,8 @@ def _pair_faults(
             yield f"pair {number} is not the one that its plan has there"
         if why := _not_flipped(plan, pair, folder):
             yield f"pair {number}: {why}"
+        if same_work(plan, pair.a, pair.b, folder) != pair.proofs["equal"]:
+            yield f"pair {number}: its logs do not say that B did the work of A"
         for outcome in (pair.a, pair.b):
             run = RunFolder(folder / outcome.run)
             if (name := run_id(run)) in ids:
@@ -302,17 +304,13 @@ def _pair_faults(
                 yield f"{outcome.run} began before the flip"
             if run.read_effective().get("flip_sha256", test.plan_sha256) != test.plan_sha256:
                 yield f"{outcome.run} is of another flip"
-            if shown_by(plan, run, outcome.state)[0] != outcome.shown or not _computed(
-                plan, run, outcome
-            ):
+            is_told = shown_by(plan, run, outcome.state)[0] == outcome.shown
+            if plan.attempt:
+                is_told &= trace_of_arm(plan, outcome.arm, run) == outcome.trace
+            if not is_told:
                 yield f"{outcome.run}: its logs do not say what the pair does"
             if plan.attempt and read_code(code_folder(run.path)) != outcome.code:
                 yield f"{outcome.run}: the list of its script's files is another one"
-
-
-def _computed(plan: Plan, run: RunFolder, outcome: Outcome) -> bool:
-    """Whether a run's log has the losses and rows that its pair was compared by."""
-    return not plan.attempt or trace_of_arm(plan, outcome.arm, run) == outcome.trace
 
 
 def _not_flipped(plan: Plan, pair: Pair, folder: Path) -> str:

@@ -32,6 +32,7 @@ from engine.flips.plan import EXTERNAL, Change, Plan
 from engine.flips.script_settings import SCRIPT_SETTINGS
 from engine.flips.surroundings import CPU
 from engine.log.folder import COMMAND, RunFolder, is_run
+from engine.log.work import work_left_out
 from engine.spec import CHANGE_RESULTS
 from engine.verdict import Level, Verdict, lowest
 
@@ -115,7 +116,8 @@ def proofs(plan: Plan, a: Outcome, b: Outcome, flip: Path) -> dict[str, Verdict 
     """Every proof about a pair, by the names in `PROOFS`; None for one that does not apply."""
     if plan.observed is not None:
         asked = _commands_differ if plan.command is not None else settings_differ
-        return {"flipped": asked(plan, a, b, flip), "equal": None, "parity": None}
+        work = same_work(plan, a, b, flip)
+        return {"flipped": asked(plan, a, b, flip), "equal": work, "parity": None}
     if plan.command is not None:
         # What a script computes is its own affair: its words may change it on purpose.
         verdicts = [_commands_differ(plan, a, b, flip)]
@@ -130,6 +132,14 @@ def proofs(plan: Plan, a: Outcome, b: Outcome, flip: Path) -> dict[str, Verdict 
         "equal": equal(plan, a, b),
         "parity": parity(plan, a, b),
     }
+
+
+def same_work(plan: Plan, a: Outcome, b: Outcome, flip: Path) -> Verdict | None:
+    """Fail a run that does not show what is asked and left out some of the work in which the other one failed."""
+    if not (plan.attempt and a.shown and b.shown is False):
+        return None
+    left_out = work_left_out(*(RunFolder(flip / one.run) for one in (a, b)))
+    return Verdict(Level.FAIL, f"B did not do the work of A: {left_out}") if left_out else None
 
 
 def _commands_differ(plan: Plan, a: Outcome, b: Outcome, flip: Path) -> Verdict:

@@ -171,6 +171,18 @@ class ScriptEnded(Event, frozen=True, kw_only=True, tag="script_ended"):
     """File and line that raised the exception."""
 
 
+class Worked(Event, frozen=True, kw_only=True, tag="worked"):
+    """Batches and counters of a step of a watched script, in a run of an experiment about a failure."""
+
+    step: Count
+    batches: list[str] = []
+    """Number of each batch in its pass over its loader, and a digest of its samples."""
+    counters: dict[str, Whole] = {}
+    """Integers of the script's functions that were running, by function and name."""
+    failed: bool = False
+    """Whether the script failed in this step."""
+
+
 class Imported(Event, frozen=True, kw_only=True, tag="imported"):
     """Files of another tool that a run was imported from (`engine import`). The run was not watched."""
 
@@ -748,6 +760,7 @@ Known: TypeAlias = (
     | RunStarted
     | Watched
     | ScriptEnded
+    | Worked
     | Imported
     | Phase
     | DecisionMade

@@ -57,6 +57,7 @@ from engine.log.events import (
     Unrecognised,
     VocabularyCut,
     Watched,
+    Worked,
     Wrote,
 )
 from engine.log.folder import WatchedCommand
@@ -200,6 +201,8 @@ def _event_text(event: AnyEvent) -> str:
             return judged_text(event)
         case StepDone():
             return step_text(event)
+        case Worked():
+            return f"step {event.step} worked on {', '.join(event.batches) or 'unknown batches'}"
         case Recorded():
             return f"recorded {event.tensor} of step {event.step} and one token's hidden states"
         case Logged():

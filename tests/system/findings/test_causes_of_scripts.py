@@ -47,6 +47,14 @@ AT_A_ROW = (
         raise RuntimeError(f"row {int(rows[-1])} is broken")
 """
 )
+BEFORE_A_STEP = HEAD.replace(
+    "    optimizer.zero_grad()\n",
+    """\
+    if step == 20:
+        raise RuntimeError("broken")
+    optimizer.zero_grad()
+""",
+)
 BY_SEED = (
     HEAD
     + """\
@@ -54,6 +62,26 @@ BY_SEED = (
         raise RuntimeError("diverged")
 """
 )
+OF_A_LOADER = """\
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+torch.manual_seed(0)
+model = nn.Linear(8, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+data = TensorDataset(torch.randn(800, 8), torch.randn(800, 1))
+data.tensors[0][200, 0] = float("inf")
+for epoch in range(2):
+    for x, y in DataLoader(data, batch_size=8):
+        if not torch.isfinite(x).all():
+            raise ValueError("not finite")
+        loss = (model(x) - y).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+"""
+LEFT_OUT = "for step in [one for one in range(given.steps) if one != 20]:"
 NOT_ZEROED = HEAD.replace("    optimizer.zero_grad()\n", "")
 DECOY = """\
 import sys
@@ -108,6 +136,19 @@ NONSENSE = {
         "NOT_TESTED",
     ),
     "fewer steps": Attempt(AT_A_STEP, "exit", "", "--steps 20", "NOT_TESTED"),
+    "the step that fails left out": Attempt(
+        AT_A_STEP, "exit", "for step", LEFT_OUT, "`step` is 21 in step 21 of B"
+    ),
+    "the step left out that fails before its forward pass": Attempt(
+        BEFORE_A_STEP, "exit", "for step", LEFT_OUT, "`step` is 21 in step 21 of B"
+    ),
+    "the batch that fails passed over": Attempt(
+        OF_A_LOADER,
+        "exit",
+        "for x, y",
+        "for x, y in (one for one in DataLoader(data, batch_size=8) if one[0].isfinite().all()):",
+        "step 26 of B took 2 batches",
+    ),
     "half the batch": Attempt(AT_A_ROW, "exit", "", "--batch 4", "NOT_TESTED"),
     "a mistyped import": Attempt(
         AT_A_STEP, "exit", "import argparse", "import argparse, os, sys, nothere", "NOT_TESTED"
@@ -126,6 +167,9 @@ NONSENSE = {
     ),
 }
 HONEST = {
+    "the row that fails is mended": Attempt(
+        OF_A_LOADER, "exit", "data.tensors[0]", "data.tensors[0][200, 0] = 1.0", "B_ENDS_IT"
+    ),
     "gradients are zeroed": Attempt(
         NOT_ZEROED,
         "identity kept_gradients",

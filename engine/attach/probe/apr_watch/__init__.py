@@ -30,6 +30,7 @@ costs one comparison for each import. Standard library only, Python 3.10 or late
     settings.py      settings that an experiment changes
     stacks.py        stacks of a hanging process
     values.py        values of tensors, read without making a GPU wait
+    work.py          batches and counters of each step, in a run of an experiment about a failure
     writer.py        lines of the log
 
 The run must never change: no random number is drawn, no stream is synchronised, no thread is started, and no failure

@@ -45,6 +45,7 @@ from . import (
     trainings,
     updates,
     values,
+    work,
     writer,
 )
 from .progress import left_of_lightning, left_of_trainer
@@ -440,6 +441,7 @@ def _leave_alone_when_compiling(torch: Any) -> None:
         trainings,
         updates,
         values,
+        work,
         writer,
     ):
         for code in _codes(*vars(module).values()):

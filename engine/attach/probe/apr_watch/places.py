@@ -10,7 +10,7 @@ import os
 import sys
 import weakref
 from collections.abc import Iterator
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 _OPTIMIZERS = 8
@@ -57,12 +57,21 @@ class Places:
     def _site(self) -> tuple[str, FrameType | None]:
         """Return the innermost line of a file in the folder where the script was started."""
         frame: FrameType | None = sys._getframe(1)
-        while frame is not None and self._folder:
-            file = os.path.realpath(frame.f_code.co_filename)
-            if file.startswith(self._folder) and not any(part in file for part in _ELSEWHERE):
+        while frame is not None:
+            if self.is_of_script(frame.f_code):
+                file = os.path.realpath(frame.f_code.co_filename)
                 return f"{file[len(self._folder) :]}:{frame.f_lineno}", frame
             frame = frame.f_back
         return "", None
+
+    def is_of_script(self, code: CodeType) -> bool:
+        """Whether code is of a file in the folder where the script was started."""
+        file = os.path.realpath(code.co_filename) if self._folder else ""
+        return (
+            bool(file)
+            and file.startswith(self._folder)
+            and not any(part in file for part in _ELSEWHERE)
+        )
 
     def _names(self, frame: FrameType, optimizer: Any) -> dict[str, str]:
         """Return what the script calls its model, a model that is not trained, and its schedule."""
@@ -74,7 +83,7 @@ class Places:
         largest = 0
         names: dict[str, str] = {}
         others: dict[int, str] = {}
-        for name, value in _visible(frame):
+        for name, value in visible(frame):
             kind = type(value)
             if issubclass(kind, module_type):
                 parameters = {id(one) for one in value.parameters()}
@@ -91,7 +100,7 @@ class Places:
         return names
 
 
-def _visible(frame: FrameType) -> Iterator[tuple[str, Any]]:
+def visible(frame: FrameType) -> Iterator[tuple[str, Any]]:
     """Yield what is visible in a frame: its variables, those of its module, and attributes of `self`."""
     variables, outer = frame.f_locals, frame.f_globals
     own = list(variables.items())

@@ -27,6 +27,7 @@ from .progress import Progress
 from .trainings import Trainings
 from .updates import Seen, wait_for
 from .values import Kept, Reader, Values, as_number, is_capturing
+from .work import Work
 from .writer import Log
 
 PHASES = ("data", "forward", "backward", "optimizer", "rest")
@@ -110,8 +111,8 @@ class Read:
 
     def __init__(self) -> None:
         self.feeds = False
-        self.ahead: tuple[int | None, int | None] | None = None
-        """Rows and tokens of a batch that was read ahead."""
+        self.ahead: tuple[int | None, int | None, str] | None = None
+        """Rows, tokens and name of a batch that was read ahead."""
 
 
 class Batches:
@@ -123,9 +124,9 @@ class Batches:
         self._torch = torch
         self._reads: Any = weakref.WeakKeyDictionary()
         self._latest: Read | None = None
-        self._sizes: list[tuple[Read, tuple[int | None, int | None]]] = []
+        self._sizes: list[tuple[Read, tuple[int | None, int | None, str]]] = []
 
-    def fetched(self, iterator: Any, batch: Any, caller: FrameType) -> None:
+    def fetched(self, iterator: Any, batch: Any, caller: FrameType, name: str) -> None:
         read = self._reads.get(iterator)
         if read is None:
             read = self._reads[iterator] = Read()
@@ -134,7 +135,8 @@ class Batches:
         self.asked_for(iterator)
         self._latest = read
         several = _is_dispatched(caller) and rank_and_world(self._torch)[1] > 1
-        size = (None, None) if several else self._size(batch)
+        rows, tokens = (None, None) if several else self._size(batch)
+        size = rows, tokens, name
         if _is_read_ahead(caller):
             read.ahead = size
         else:
@@ -152,11 +154,16 @@ class Batches:
         if self._latest is not None:
             self._latest.feeds = True
 
-    def lap(self) -> tuple[int | None, int | None]:
-        """Return rows and tokens since the last step; None where they are unknown for a batch."""
+    def lap(self) -> tuple[int | None, int | None, list[str]]:
+        """Return rows and tokens since the last step, None where unknown for a batch, and the names of the batches."""
         sizes = [size for read, size in self._sizes if read.feeds]
         self._sizes = []
-        return _sum([rows for rows, _ in sizes]), _sum([tokens for _, tokens in sizes])
+        rows, tokens = (_sum([size[part] for size in sizes]) for part in (0, 1))
+        return rows, tokens, [name for _, _, name in sizes]
+
+    def feeds(self, iterator: Any) -> bool:
+        read = self._reads.get(iterator)
+        return read is not None and read.feeds
 
     def _size(self, batch: Any) -> tuple[int | None, int | None]:
         torch = self._torch
@@ -244,6 +251,9 @@ class Steps:
         self._compiles = Compiles()
         self._memory = HeldMemory(torch)
         self._places = Places(torch)
+        self._work = Work(self._places)
+        self._missed = ""
+        """Name of the batch that a loader was to hand out when it failed."""
         self._most = int(os.environ.get(_STEPS) or 0)
         self._slow_by, self._slept_s = float(os.environ.get(_SLOW_BY) or 0.0), 0.0
         self._reset()
@@ -302,18 +312,21 @@ class Steps:
 
     def batch_fetched(self, iterator: Any, batch: Any, caller: FrameType) -> None:
         if "data" not in self._clock.running:
-            self._batches.fetched(iterator, batch, caller)
+            self._batches.fetched(iterator, batch, caller, self._work.batch(iterator))
             self._progress.batch_fetched(iterator)
             self.identities.batch_fetched(iterator, batch)
 
     def samples_asked_for(self, iterator: Any, index: Any) -> None:
         self.identities.samples_asked_for(iterator, index)
+        self._work.asked(iterator, index)
 
     def no_batch(self, iterator: Any, error: BaseException) -> None:
         self._batches.asked_for(iterator)
         if isinstance(error, StopIteration):
             self.identities.no_batch(iterator)
             self._write_identities()
+        elif self._batches.feeds(iterator):
+            self._missed = self._work.batch(iterator, fetched=False)
 
     # Backward.
 
@@ -512,7 +525,7 @@ class Steps:
             # The sleep counts in the next step: subtract it from that step's time before taking the share.
             self._slept_s = self._slow_by * max(0.0, step_s - self._slept_s)
             time.sleep(self._slept_s)
-        rows, tokens = self._batches.lap()
+        rows, tokens, batches = self._batches.lap()
         if self._beat is not None:
             self._beat.done(self._step)
         if self._rank:
@@ -538,6 +551,9 @@ class Steps:
         }
         on_host = device.type == "cpu"
         self._waiting.append(Entry(self._values, log, "step", step, None if on_host else lap))
+        work = self._work.done(batches)
+        if work is not None:
+            self._waiting.append(Entry(Values(), log, "worked", {"step": self._step, **work}))
         self._values = Values()
         for compiled in self._compiles.since_last(self._step):
             log.write("compile", **compiled)
@@ -628,7 +644,8 @@ class Steps:
     def finish(self, error: BaseException | None = None) -> None:
         """Write the pending lines and how the script ended: by `error` or the interpreter's last exception. Values
         that do not arrive in time are unknown."""
-        ended = how_it_ended(error or getattr(sys, "last_value", None))
+        error = error or getattr(sys, "last_value", None)
+        ended = how_it_ended(error)
         try:
             self._end_ranks(at_exit=True)
             self._write_identities()
@@ -645,6 +662,10 @@ class Steps:
         if self.log is None and ended["how"] == "raised" and claim_failed(self._run):
             self.log = Log(self._run)
         if self.log is not None:
+            trace = getattr(error, "__traceback__", None)
+            work = self._work.failed([*self._batches.lap()[2], self._missed], trace)
+            if work is not None and error is not None:
+                self.log.write("worked", step=self._step + 1, **work)
             self.log.write("script_ended", **ended)
         if self._beat is not None and self._folder is not None and ended["how"] == "raised":
             record_lost(self._folder, self._rank, ended)

@@ -1,0 +1,114 @@
+"""Whether two runs of an experiment did the same work, step by step, until one of them failed (`Worked`).
+
+A run that leaves out the step in which the other one failed has not shown that this step can be done. It is seen by
+what goes on evenly: the number of a batch in its pass over a loader, and the counters of the script's loops, integers
+that grow by the same amount with each step. Where both differ from the first step on, the data were changed, which may
+be meant: then the rows have to be counted, and as many (`observed.shown`).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from itertools import pairwise
+
+from engine.log.events import Worked
+from engine.log.folder import RunFolder
+from engine.log.observed import LOGS, lines_of, log_of
+
+_STEPS = 64
+"""Number of steps from which the pace of a counter is read."""
+_BEGINS = "0:"
+"""Beginning of the name of the first batch of a pass."""
+
+
+def work_left_out(a: RunFolder, b: RunFolder) -> str | None:
+    """Return what run `b` left out of the work of run `a`, in words: empty where it did all of it, None where the logs
+    do not tell. Raises RunLogError."""
+    works = [_work_of(run) for run in (a, b)]
+    if not all(works):
+        return None
+    found = [_batches(*works), *_counters(*works)]
+    known = [one for one in found if one is not None]
+    return next((one for one in known if one), "") if known else None
+
+
+def _work_of(run: RunFolder) -> list[Worked]:
+    events = (line.event for log in LOGS for line in lines_of(log_of(run, log)))
+    return [event for event in events if isinstance(event, Worked)]
+
+
+def _batches(a: Sequence[Worked], b: Sequence[Worked]) -> str | None:
+    usual = {len(one.batches) for one in a if not one.failed}
+    if not any(one.batches for one in a):
+        return None
+    for one, other in zip(a, b, strict=False):
+        mine, its = one.batches, other.batches
+        if one.failed:
+            # The step was not finished: the other one may have gone on with further batches.
+            if len(usual) == 1 and len(its) > max(usual):
+                return f"step {one.step} of B took {len(its)} batches, each of A's {max(usual)}"
+            count = min(len(mine), len(its))
+            mine, its = mine[:count], its[:count]
+        if mine != its:
+            if all(names and names[0].startswith(_BEGINS) for names in (mine, its)):
+                return None
+            return (
+                f"step {one.step} of B is on other batches ({', '.join(its) or 'none'}) than A's "
+                f"({', '.join(mine) or 'none'})"
+            )
+    return ""
+
+
+def _counters(a: Sequence[Worked], b: Sequence[Worked]) -> list[str | None]:
+    shared = a[0].counters.keys() & b[0].counters.keys()
+    found = [_counter(name, a, b) for name in sorted(shared)]
+    gone = a[0].counters.keys() - b[0].counters.keys()
+    return [*found, *(_gone(name, a, b) for name in sorted(gone))]
+
+
+def _gone(name: str, a: Sequence[Worked], b: Sequence[Worked]) -> str | None:
+    """Return that B no longer counts what A counts in a function that both run."""
+    done = [one.counters[name] for one in a if not one.failed and name in one.counters]
+    function, _, variable = name.partition(".")
+    is_run = any(other.startswith(f"{function}.") for other in b[0].counters)
+    pace = _pace(done)
+    if not is_run or not pace or any(y - x != pace for x, y in pairwise(done)):
+        return None
+    return f"`{variable}` counts the steps of A, and is no integer in B"
+
+
+def _counter(name: str, a: Sequence[Worked], b: Sequence[Worked]) -> str | None:
+    mine, its = ([one.counters.get(name) for one in run] for run in (a, b))
+    done = [one.counters[name] for one in a if not one.failed and name in one.counters]
+    pace = _pace(its)
+    # It may begin again with each pass over the data.
+    if not pace or any(y - x != pace and y != done[0] for x, y in pairwise(done)):
+        return None
+    for event, one, other in zip(a, mine, its, strict=False):
+        if one is None or other is None:
+            return None
+        ahead = (other - one) / pace
+        if event.failed:
+            # Since the step before, the loop may have gone on, by a part of a step too, or not yet.
+            gone_on = (one - done[-1]) / pace if done else 1.0
+            if not 0 <= gone_on <= 1:
+                return ""
+            is_same = ahead <= 1 if gone_on == 0 else 0 <= ahead < 1
+        else:
+            is_same = ahead == 0
+        if not is_same:
+            return (
+                f"`{name.partition('.')[2]}` is {other} in step {event.step} of B, and {one} in A's"
+            )
+    return ""
+
+
+def _pace(values: Sequence[int | None]) -> int:
+    """Return by how much a counter grows with most steps; 0 where it is none."""
+    known = [one for one in values[:_STEPS] if one is not None]
+    deltas = Counter(after - before for before, after in pairwise(known))
+    if sum(deltas.values()) < 3:
+        return 0
+    ((delta, count),) = deltas.most_common(1)
+    return delta if 2 * count > sum(deltas.values()) else 0

@@ -1,0 +1,76 @@
+"""Whether a run did the work of another one until that failed, by the batches and counters of their steps."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from engine.log.events import Worked
+from engine.log.folder import RunFolder
+from engine.log.work import work_left_out
+from tests.support.run_folders import Scene
+
+
+def run_of(path: Path, worked: list[Worked]) -> RunFolder:
+    scene = Scene(path).open()
+    scene.events(*worked)
+    return scene.close().run
+
+
+def counted(numbers: list[int], fails: bool = False, **others: list[int]) -> list[Worked]:
+    """Steps of a loop whose counter `i` has these values."""
+    found = []
+    for n, number in enumerate(numbers):
+        counters = {"main.i": number} | {f"main.{name}": one[n] for name, one in others.items()}
+        failed = fails and n == len(numbers) - 1
+        found.append(Worked(step=n + 1, counters=counters, failed=failed))
+    return found
+
+
+def read(batches: list[str], fails: bool = False) -> list[Worked]:
+    last = len(batches) - 1
+    return [
+        Worked(step=n + 1, batches=one.split(), failed=fails and n == last)
+        for n, one in enumerate(batches)
+    ]
+
+
+SIX = [0, 1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "said"),
+    [
+        # It failed in a step, which B does or leaves out.
+        (counted([0, 1, 2], fails=True), counted(SIX), ""),
+        (counted([0, 1, 2], fails=True), counted([0, 1, 3, 4, 5, 6]), "`i` is 3 in step 3 of B"),
+        (counted([0, 1]), counted([0, 2, 3, 4, 5, 6]), "`i` is 2 in step 2 of B, and 1 in A's"),
+        (counted([0], fails=True), counted([1, 2, 3, 4, 5]), "`i` is 1 in step 1 of B"),
+        # It failed after a step, at another part of the loop, or at the begin of the next pass.
+        (counted([0, 1, 1], fails=True), counted(SIX), ""),
+        (counted([4, 8, 10], fails=True), counted([4, 8, 12, 16, 20]), ""),
+        (counted([0, 1, 2, 0], fails=True), counted([0, 1, 2, 0, 1, 2]), ""),
+        (counted([0, 1, 2, 2], fails=True), counted([0, 1, 2, 4, 5, 6]), "`i` is 4 in step 4 of B"),
+        (counted(SIX, x=SIX), [Worked(step=1, counters={"main.x": 0})] * 6, "`i` counts the steps"),
+        # What does not grow evenly in A is no counter, nor what B changed from the first step on.
+        (counted(SIX, x=[0, 1, 1, 3, 4, 4]), counted(SIX, x=[0, 1, 2, 3, 4, 5]), ""),
+        (counted([4, 8, 12]), counted([2, 4, 6, 8]), None),
+        # Batches: as many for each step, of the same samples.
+        (read(["0:a", "1:b", "2:c"], fails=True), read(["0:a", "1:b", "2:c", "3:d"]), ""),
+        (read(["0:a", "1:b", "2:c"], fails=True), read(["0:a", "1:b", "2:c 3:d"]), "took 2 batches"),
+        (read(["0:a", "1:b", "2:c"]), read(["0:a", "1:b", "2:d"]), "(2:d) than A's (2:c)"),
+        (read(["0:a 1:b", "2:c"], fails=True), read(["0:a 1:b", "2:c 3:d"]), ""),
+        # Another order, or other data, from the first batch of a pass on.
+        (read(["0:a", "1:b", "0:c"]), read(["0:a", "1:b", "0:d"]), None),
+        (read(["0:a", "1:b"]), read(["0:x", "1:y"]), None),
+        # Nothing of either kind is known.
+        ([], counted(SIX), None),
+        (read(["", ""]), read(["", ""]), None),
+    ],
+)  # fmt: skip
+def test_what_was_left_out_is_named(
+    tmp_path: Path, a: list[Worked], b: list[Worked], said: str | None
+) -> None:
+    found = work_left_out(run_of(tmp_path / "a", a), run_of(tmp_path / "b", b))
+    assert found == said if not said else found is not None and said in found
