@@ -1,8 +1,8 @@
-"""Everything that can be judged, in words: checks, stages of the audit, alerts, and the identities of a watched script.
-For each its question, what a failure means, and what to do. No torch.
+"""Texts of everything that is judged: checks, stages of the audit, alerts, and the identities of a watched script. Each
+has its question, what a failure means, and what to do. No torch.
 
-What judges has the same id: a function of `engine.checks` or of `engine.audit.judge` for a check or stage, one of
-`engine.watch.rules` for an alert, and for an identity the probe (`engine/attach/probe/apr_watch`).
+The judge has the same id: a function of `engine.checks` or `engine.audit.judge` for a check or stage, one of
+`engine.watch.rules` for an alert, and the probe (`engine/attach/probe/apr_watch`) for an identity.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ TRANSFORMERS, LIGHTNING = "transformers", "lightning"
 
 
 class When(Enum):
-    """When a check runs."""
+    """Time at which a check runs."""
 
     BEFORE = "before"
     """Before a model runs: settings and data."""
@@ -30,7 +30,7 @@ class When(Enum):
     FIRST_STEPS = "first_steps"
     """After one of the first steps, as soon as there is a result."""
     AT_STEP = "at_step"
-    """Of a step that is audited: the first of a session, some later ones, the last."""
+    """At an audited step: the first of a session, some later ones, the last."""
     AT_CHECKPOINT = "at_checkpoint"
     """After each checkpoint."""
     AT_END = "at_end"
@@ -48,24 +48,25 @@ class About:
     id: str
     question: str
     wrong: str = ""
-    """What is wrong where it fails, in a few words for the verdict line; of an alert its own title says it."""
+    """Problem on failure, in a few words for the verdict line; empty for an alert, which has a title."""
     means: str = ""
-    """What a failure means; an alert says it with its numbers."""
+    """Meaning of a failure; empty for an alert, whose text explains it with numbers."""
     remedy: str = ""
-    """What to do about a failure; of an identity in a plain training loop. An alert names the flip to try."""
+    """Remedy for a failure; for an identity, in a plain training loop; empty for an alert, which names a flip."""
     transformers: str = ""
+    """Remedy with the Trainer of transformers, if different."""
     lightning: str = ""
-    """What to do where it differs with the Trainer of transformers or of Lightning."""
+    """Remedy with the Trainer of Lightning, if different."""
     level: str = FAIL
-    """The worst that it can be."""
+    """Worst possible level."""
     when: When = When.ALWAYS
     stops: bool = False
     """Whether a failure makes the run worthless; the run is then stopped, unless checks.on_fail is report."""
     group: str = ""
-    """What an identity is about: `update`, `gradient`, `loss`, `data` or `ranks`."""
+    """Subject of an identity: `update`, `gradient`, `loss`, `data` or `ranks`."""
 
     def remedy_with(self, framework: str) -> str:
-        """Return what to do in a script that trains with `framework`; with none where it is empty."""
+        """Return the remedy in a script that trains with `framework`, or without one if it is empty."""
         found = {TRANSFORMERS: self.transformers, LIGHTNING: self.lightning}.get(framework)
         return found or self.remedy
 
@@ -83,7 +84,7 @@ STAGES: tuple[About, ...] = (
     _stage(
         id="step_rows",
         wrong="a step trained on other rows than those of the corpus",
-        question="Did the step train on the rows of the corpus whose turn it was, each once?",
+        question="Did the step train on the next rows of the corpus in order, each once?",
         means="Rows are met twice, left out or altered between the corpus and the models.",
         remedy="`engine data RUN --step N` shows the rows of the step; see that nothing writes to the corpus, and "
         "empty the cache of tokens (`apr-workbench/tokens` of the user's cache).",
@@ -278,7 +279,8 @@ CHECKS: tuple[About, ...] = (
         id="split_disjoint",
         wrong="held-out text is also trained on",
         question="Is held-out text absent from the text that is trained on?",
-        means="The held-out loss measures memory of the training text and says nothing about new text.",
+        means="The held-out loss measures how well the student memorises the training set, not how it fares on new "
+        "text.",
         remedy="Remove copies from the corpus, or split by document; `engine data SPEC` names them.",
         when=When.FIRST_STEPS,
         stops=False,
@@ -380,7 +382,9 @@ ALERTS: tuple[About, ...] = (
     ),
     _alert("gradient_zero", FAIL, "Is there a gradient at all?"),
     _alert("gradient_exploding", FAIL, "Does the gradient explode?"),
-    _alert("update_too_large", SUSPICION, "Is a step small beside the weights that it moves?"),
+    _alert(
+        "update_too_large", SUSPICION, "Is a step small relative to the weights that it changes?"
+    ),
     _alert("always_clipped", SUSPICION, "Is every gradient clipped, and by much?"),
     _alert(
         "written_text_never_ends",
@@ -433,7 +437,7 @@ IDENTITIES: tuple[About, ...] = (
         wrong="something besides the optimizer changes the weights",
         group="update",
         level=SUSPICION,
-        question="Are the weights in front of a step those that the step before left?",
+        question="Are the weights before a step those that the previous step left?",
         means="Something else trains too: a decay by hand, a restored copy, a clamp, an average; or it is meant.",
         remedy="look for code that writes p.data or uses no_grad() between steps, and hooks on the optimizer",
         transformers="look at callbacks that write weights in on_step_end or on_step_begin",
@@ -479,7 +483,7 @@ IDENTITIES: tuple[About, ...] = (
         level=FAIL,
         question="Are the gradients of the backward passes there when the optimizer steps?",
         means="Something removes the gradients in between, and the optimizer does nothing at all.",
-        remedy="call optimizer.zero_grad() after optimizer.step(), or in front of the backward pass",
+        remedy="call optimizer.zero_grad() after optimizer.step(), or before the backward pass",
     ),
     _identity(
         id="kept_gradients",
@@ -488,7 +492,7 @@ IDENTITIES: tuple[About, ...] = (
         level=FAIL,
         question="Do the gradients of a step hold nothing of the step before?",
         means="Each step is along the sum of all gradients so far, as with a momentum that never fades.",
-        remedy="call zero_grad() of every optimizer once for each of its steps, in front of the first backward pass",
+        remedy="call zero_grad() of every optimizer once for each of its steps, before the first backward pass",
         transformers="leave zero_grad() to the Trainer: look at what overrides training_step or wraps the model",
         lightning="with manual optimization call zero_grad() of every optimizer once for each of its steps",
     ),
@@ -500,8 +504,8 @@ IDENTITIES: tuple[About, ...] = (
         question="Does each backward pass count in one step, and each step in one accumulation window?",
         means="Where the data ends within a window, its gradients are dropped, or added to a window that is scaled as "
         "if it were whole.",
-        remedy="step behind the last batch of a pass over the data too, with its loss divided by as many batches as "
-        "there are; or let drop_last and the window fit the data",
+        remedy="also step after the last batch of an epoch, with its losses divided by the number of batches in its "
+        "window; or let drop_last and the window fit the data",
     ),
     _identity(
         id="accumulated_mean",
@@ -520,7 +524,7 @@ IDENTITIES: tuple[About, ...] = (
         wrong="gradient clipping has no effect, or clips nearly everything",
         group="gradient",
         level=SUSPICION,
-        question="Are gradients clipped in front of the step, once they are unscaled?",
+        question="Are gradients clipped before the step, once they are unscaled?",
         means="Clipping has no effect, or clips nearly every step to almost nothing.",
         remedy="loss.backward(), scaler.unscale_(optimizer) where there is a scaler, clip_grad_norm_, optimizer.step()",
         transformers="set max_grad_norm and leave clipping to the Trainer",
@@ -564,9 +568,10 @@ IDENTITIES: tuple[About, ...] = (
         wrong="the model sees the tokens that it is to predict",
         group="loss",
         level=SUSPICION,
-        question="With --ask causality: does no place of a language model see the tokens behind it?",
+        question="With --ask causality: does no position of a language model see the tokens after it?",
         means="The model reads the answer: the loss falls far below what it can reach when it writes by itself.",
-        remedy="give attention its causal mask, or is_causal=True; look at means, norms and convolutions over places",
+        remedy="give attention its causal mask, or is_causal=True; look at means, norms and convolutions over "
+        "positions",
         transformers="set config.is_decoder=True, look at the attention mask; or the model is an encoder",
     ),
     _identity(
@@ -574,7 +579,7 @@ IDENTITIES: tuple[About, ...] = (
         wrong="few positions have a label",
         group="loss",
         level=SUSPICION,
-        question="How many places have a label?",
+        question="How many positions have a label?",
         means="A loss without a label is NaN or 0, and the step moves by decay and momentum alone.",
         remedy="look at what masks the labels; a row that is cut off may lose all that is to be learnt",
         transformers="look at max_length and at assistant_only_loss or completion_only_loss",
@@ -605,7 +610,7 @@ IDENTITIES: tuple[About, ...] = (
         group="loss",
         level=SUSPICION,
         question="Do all rows of a batch reach the loss?",
-        means="Abouts that are read from the data are not trained on, and the log counts them.",
+        means="Rows that are read from the data are not trained on, and the log counts them.",
         remedy="look for an index where a slice is meant, as in logits[0] or batch[:1]",
     ),
     _identity(
@@ -641,7 +646,7 @@ IDENTITIES: tuple[About, ...] = (
         group="loss",
         level=SUSPICION,
         question="Is the teacher in eval mode?",
-        means="Its answers to the same tokens are drawn anew at each step, and the student learns their noise.",
+        means="Its output for the same tokens differs at each step, and the student learns the noise.",
         remedy="call teacher.eval() after it is loaded, and after anything that calls train() on what holds it",
         transformers="load it apart from the model that the Trainer gets, and call eval() on it",
         lightning="call eval() on it where it is made: Lightning keeps the modes that modules have (before 2.2 it "
@@ -653,8 +658,7 @@ IDENTITIES: tuple[About, ...] = (
         group="loss",
         level=SUSPICION,
         question="Is a divergence at a temperature multiplied by its square?",
-        means="Its gradient is T^2 times smaller than that of the cross entropy beside it, so that the teacher hardly "
-        "counts.",
+        means="Its gradient is T^2 times too small relative to the cross entropy, so the teacher hardly counts.",
         remedy="multiply the divergence by T * T",
     ),
     _identity(
@@ -664,7 +668,8 @@ IDENTITIES: tuple[About, ...] = (
         level=SUSPICION,
         question="Is the divergence summed over the vocabulary before a mean is taken?",
         means="It is as many times too small as there are tokens.",
-        remedy='give kl_div reduction="batchmean" and logits of shape (places, vocabulary), or sum over the last axis',
+        remedy='give kl_div reduction="batchmean" and logits of shape (positions, vocabulary), or sum over the last '
+        "axis",
     ),
     _identity(
         id="broadcast_loss",
@@ -682,7 +687,7 @@ IDENTITIES: tuple[About, ...] = (
         level=SUSPICION,
         question="Are the logits of a cross entropy as a layer gives them, without an activation?",
         means="Probabilities cannot come near 0 and 1: the loss cannot fall far.",
-        remedy="give the loss what the last layer gives: no ReLU, sigmoid or tanh behind it",
+        remedy="give the loss the output of the last layer: no ReLU, sigmoid or tanh after it",
     ),
     _identity(
         id="one_class",
@@ -691,7 +696,7 @@ IDENTITIES: tuple[About, ...] = (
         level=SUSPICION,
         question="Are the labels of a batch of several classes?",
         means="The data is sorted by class: the model learns to answer the class that it saw last.",
-        remedy="shuffle: DataLoader(..., shuffle=True), or shuffle a stream in front of the batches",
+        remedy="shuffle: DataLoader(..., shuffle=True), or shuffle a stream before batching",
     ),
     _identity(
         id="training_mode",
@@ -701,7 +706,7 @@ IDENTITIES: tuple[About, ...] = (
         question="Are dropout and batch norm of the model that is trained in training mode?",
         means="Nothing drops out and no statistics are taken: an evaluation left the model in eval mode, or it was "
         "loaded so.",
-        remedy="call model.train() in front of each epoch, and behind each evaluation",
+        remedy="call model.train() before each epoch, and after each evaluation",
         transformers="the Trainer calls model.train() in each training_step: look at what overrides it, and at "
         "callbacks",
         lightning="Lightning keeps the modes that modules have: call .train() on what was loaded, as from_pretrained "
@@ -715,8 +720,8 @@ IDENTITIES: tuple[About, ...] = (
         question="Are they in eval mode while an evaluation runs?",
         means="Each evaluation is of a model with parts dropped out, and the statistics of batch norm move by held-out "
         "data. A model without dropout and batch norm is the same in both modes.",
-        remedy="call model.eval() in front of the evaluation, and model.train() behind it",
-        lightning="with loops of your own call .eval() in front of them; Trainer.validate() does it by itself",
+        remedy="call model.eval() before the evaluation, and model.train() after it",
+        lightning="call .eval() before your own loops; Trainer.validate() does it by itself",
     ),
     _identity(
         id="held_out",
@@ -724,7 +729,7 @@ IDENTITIES: tuple[About, ...] = (
         group="data",
         level=SUSPICION,
         question="Are the samples that evaluations read others than those that are trained on?",
-        means="The evaluation tells how well the training data is learnt by heart, and no overfitting shows in it.",
+        means="The evaluation measures how well the model memorises the training set, and shows no overfitting.",
         remedy="split once, before anything is repeated, copied or augmented, and give each loader its own part",
         transformers="give eval_dataset another part than train_dataset: dataset.train_test_split(seed=...)",
         lightning="return the loader of the validation part from val_dataloader",
@@ -734,9 +739,9 @@ IDENTITIES: tuple[About, ...] = (
         wrong="the data is not shuffled",
         group="data",
         level=SUSPICION,
-        question="Is the order of the data another one in each pass, where it is to be shuffled?",
-        means="Each epoch has the same batches: the generator is seeded anew, or a sampler is not told its epoch.",
-        remedy="seed once, in front of the first epoch; of a DistributedSampler call set_epoch(epoch) in front of each",
+        question="Is shuffled data in a different order in each epoch?",
+        means="Each epoch has the same batches: the generator is seeded again, or a sampler's set_epoch is not called.",
+        remedy="seed once, before the first epoch; call set_epoch(epoch) of a DistributedSampler before each epoch",
     ),
     _identity(
         id="cut_passes",
@@ -744,8 +749,8 @@ IDENTITIES: tuple[About, ...] = (
         group="data",
         level=SUSPICION,
         question="Do passes over a data loader come to their end?",
-        means="An iterator that is made anew gives the first batch again; without shuffling it is the same one, and "
-        "the rest of the data is never read.",
+        means="A new iterator yields the first batch again; without shuffling it is the same one, and the rest of the "
+        "data is never read.",
         remedy="make the iterator once for each epoch, for batch in loader, instead of next(iter(loader))",
         lightning="look at limit_train_batches and overfit_batches",
     ),
@@ -798,7 +803,7 @@ IDENTITIES: tuple[About, ...] = (
         "data alone.",
         remedy="call the wrapped model, model(x), never model.module(x); wrap it after its last change (layers, "
         "requires_grad, loaded weights), and write weights on all ranks alike. Without a wrapper average the gradients "
-        "of all parameters in front of each step. Local SGD, DiLoCo and ensembles are meant to differ",
+        "of all parameters before each step. Local SGD, DiLoCo and ensembles are meant to differ",
         transformers="look at what overrides training_step or compute_loss and calls model.module, and at callbacks "
         "that write weights on one rank",
         lightning="call self(x) or self.model(x) in training_step, and write no weights under rank_zero_only",
@@ -816,7 +821,7 @@ IDENTITIES: tuple[About, ...] = (
         lightning="leave use_distributed_sampler on; split a stream by the rank",
     ),
 )
-"""What has to hold in every healthy training, of a script that is watched."""
+"""Identities that hold in every healthy training of a watched script."""
 
 BY_ID: dict[str, dict[str, About]] = {
     CHECK: {one.id: one for one in CHECKS},

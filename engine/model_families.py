@@ -10,16 +10,16 @@ activation(gate) * up. Their differences are columns of `Family`:
     llama   Llama 2, 3, 3.1..   neither; from 3.1 on, `rope_scaling` scales the low RoPE frequencies
     mistral Mistral 7B..        as llama; `sliding_window` may limit how far back a token attends
     smollm3 SmolLM3             as llama; some layers have no RoPE
-    olmo2   OLMo 2              norms behind attention and mlp, none in front; one norm over all of q, one over k
+    olmo2   OLMo 2              norms after attention and mlp, none before; one norm over all of q, one over k
     phi3    Phi-3, Phi-4        as mistral; q, k, v are one tensor of a file, and so are gate and up; RoPE may
                                 rotate only the first part of a head
-    gemma3  Gemma 3 (text)      gelu in the place of silu; norms in front and behind, whose factors are 1 + weight;
-                                embeddings are scaled; some layers have a window, and a RoPE base of their own
+    gemma3  Gemma 3 (text)      gelu instead of silu; norms before and after, whose factors are 1 + weight;
+                                embeddings are scaled; some layers have a window and a different RoPE base
 
 A GGUF of Mistral has the architecture `llama` and is read as that: without a window they compute the
 same.
 
-Every tensor has our name (`layers.3.attention.q.weight`, the path in `Decoder`) and one for each
+Every tensor has the engine's name (`layers.3.attention.q.weight`, the path in `Decoder`) and one for each
 convention of weight files:
 
     hf     `model.layers.3.self_attn.q_proj.weight`    safetensors
@@ -47,9 +47,9 @@ class Family:
     hf_class: str
     """The transformers class that loads it."""
     activation: str = "silu"
-    """By its name in transformers; `engine.models.decoder.ACTIVATIONS` has them all."""
+    """Name of the activation in transformers; one of `engine.models.decoder.ACTIVATIONS`."""
     activation_key: str = "hidden_act"
-    """Where config.json gives it."""
+    """Its key in config.json."""
     embeddings_scaled: bool = False
     """Embeddings are multiplied by sqrt(hidden_size), rounded to their dtype."""
     norm_offset: float = 0.0
@@ -401,8 +401,8 @@ _TEXT_MODEL = re.compile(
 
 
 def in_text_model(name: str) -> str | None:
-    """Return the name that a tensor has in its language model alone, from its name in a checkpoint that has a vision
-    model beside it; None for any other name."""
+    """Return the name of a tensor in the language model, from its name in a checkpoint with a vision model; None for
+    any other name."""
     found = _TEXT_MODEL.fullmatch(name)
     if found is None:
         return None

@@ -1,4 +1,4 @@
-"""The folder of a finding, and the log beside it.
+"""Read and write the folder of a finding, and the log of findings next to it.
 
     evidence/
       LOG.md                       an entry for each exported finding, newest first
@@ -8,11 +8,11 @@
         observed/                  the observed run: logs, settings, receipt, stacks, what it printed last
         tests/t1/                  a flip: plan.json, pairs.jsonl, verdict.json, and the logs of its arms
 
-What is copied has its place as in the run or flip, so every command that reads those reads the copies. Secrets are
-removed before hashing; the hash of a file as it was is kept where that changed it.
+Copies have the same relative paths as in the run or flip, so every command that reads those reads the copies. Secrets
+are removed before hashing; where that changed a file, its original hash is kept too.
 
 A change holds a lock on the folder and writes finding.json last, each file atomically. So a crash in the middle leaves
-the finding as it was, beside files that it does not name; the next change removes those of tests and of README.md.
+the finding unchanged, with unlisted files; the next change removes those of tests and README.md.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ FINDING, README, LOG = "finding.json", "README.md", "LOG.md"
 OBSERVED, TESTS = "observed", "tests"
 _LOG_TITLE = "# What was found, newest first\n"
 LARGEST_COPIED_BYTES = 8 << 20
-"""A bigger file is known by hash and size."""
+"""Largest file that is copied, in bytes; of a larger one only hash and size are kept."""
 STACKS_COPIED = 8
 _OF_RUN = (
     "events.jsonl",
@@ -68,14 +68,14 @@ Blobs = Mapping[str, Blob]
 
 
 def copy_run(run: RunFolder) -> Blobs:
-    """What a finding keeps of the observed run, by its path in the finding's folder."""
+    """Return the files that a finding keeps of the observed run, by their paths in the finding's folder."""
     stacks = sorted((run.path / "stacks").glob("*"))[-STACKS_COPIED:]
     paths = [*(run.path / name for name in _OF_RUN), *stacks]
     return _copies(run.path, paths, OBSERVED)
 
 
 def copy_flip(flip: Path, test: str) -> Blobs:
-    """What a finding keeps of a flip: all that its verdict was made from. Raises BadInput where that is too big."""
+    """Return the files of a flip from which its verdict can be recomputed. Raises BadInput if one is too big."""
     arms = sorted(path for path in (flip / "arms").glob("*") if path.is_dir())
     paths = [flip / name for name in _OF_FLIP] + [arm / name for arm in arms for name in _OF_ARM]
     paths += sorted((flip / "code").rglob("*"))
@@ -273,13 +273,13 @@ def _is_open(bundle: Bundle) -> bool:
 
 
 def log_entry(name: str, finding: Finding) -> str:
-    """The paragraph for a finding in LOG.md."""
+    """Return the paragraph for a finding in LOG.md."""
     title = f"## {finding.at[:10]}: {one_line(finding.title)}, `{name}/`"
     return f"{title}\n{one_line(state_words(finding))}. Seal `{finding.seal}`.\n"
 
 
 def logged_seal(bundle: Path) -> str | None:
-    """The seal of a bundle that LOG.md beside it records; None when it records none."""
+    """Return the seal of a bundle that the neighbouring LOG.md records; None if it records none."""
     try:
         text = read_text(bundle.parent / LOG, "log of findings", limits.FINDINGS_LOG)
     except BadInput:

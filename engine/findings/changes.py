@@ -55,7 +55,7 @@ def begin(
 
 
 def parent_of(bundle: Bundle) -> Parent:
-    """What a finding about the confirmed cause of another one says of that. Raises BadInput where it has none."""
+    """Return the reference to a finding's confirmed cause, for a finding about it. Raises BadInput without one."""
     finding = bundle.load()
     if not finding.confirmed:
         raise BadInput.expected("finding", bundle.path, "one with a confirmed cause", "none")

@@ -1,12 +1,12 @@
-"""Verification of a finding's folder: every byte, the observation, and every test judged again from its files.
+"""Verify a finding's folder: every byte, the observation, and the verdict of every test, recomputed from its files.
 
     fail      a byte, a file or a seal was changed; a test does not verify; closed with a cause that none confirms
-    unknown   as it was, and open, unresolved or of an earlier version
-    pass      as it was, and closed with a confirmed cause
+    unknown   unchanged, and open, unresolved or of an earlier version
+    pass      unchanged, and closed with a confirmed cause
 
 A test counts only where its flip is that of the plan that was registered before its first run, the plan has the
-observed run as arm A and the cause as its one change, each arm was started with its own settings, and its logs show, or
-do not show, what the pairs say. The verdict is then made again from the pairs.
+observed run as arm A and the cause as its one change, each arm was started with its own settings, and its logs agree
+with the pairs. The verdict is then recomputed from the pairs.
 
 Changes by anything but this tool are detected: bit rot, editors, people. A folder that was rewritten with the tool's
 own code is detected by the seal in LOG.md, unless that was rewritten too.
@@ -43,7 +43,7 @@ from engine.sealing import digest, now_utc
 from engine.verdict import Level, Verdict
 
 PAIRS_OF_BEFORE = 3
-"""Pairs that a test of an earlier version takes, whose observation has no `sign`."""
+"""Number of pairs of a test of an earlier version, whose observation has no `sign`."""
 _BROKEN = (EngineError, OSError, ValueError, KeyError, TypeError, AttributeError)
 
 
@@ -65,11 +65,11 @@ class Checked:
     faults: tuple[Fault, ...] = ()
     notes: tuple[str, ...] = ()
     unread: str = ""
-    """Why nothing could be checked: finding.json is not a readable file."""
+    """Reason why nothing could be checked: finding.json is not a readable file."""
 
     @property
     def broken(self) -> dict[str, str]:
-        """Why tests do not verify, by their ids."""
+        """Reasons why tests do not verify, by their ids."""
         places = ((one.where.removeprefix("tests/").partition("/")[0], one) for one in self.faults)
         return {place: fault.text for place, fault in reversed([*places])}
 
@@ -78,7 +78,7 @@ class Checked:
         return not self.faults and not self.unread
 
     def as_fields(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the fields for JSON."""
         return {
             "folder": str(self.bundle.path),
             "level": self.verdict.level.name.lower(),
@@ -214,12 +214,12 @@ def _closing_faults(bundle: Bundle, finding: Finding) -> Iterator[Fault]:
         )
 
 
-# A test, judged again
+# Verdicts of tests, recomputed
 
 
 def faults_of_test(finding: Finding, test: Test, observed: RunFolder, flip: Path) -> list[str]:
-    """Why the flip in `flip` does not say of the test's cause what the test says; `observed` is the run that the
-    finding is about, or its copy. Of a flip that says nothing it is enough that its pairs do not."""
+    """Return why the flip in `flip` does not support the test's verdict; `observed` is the run that the finding is
+    about, or its copy. An INVALID verdict is only recomputed from its pairs."""
     cause, file = finding.cause(test.cause), finding.files.get(f"tests/{test.id}/plan.json")
     is_whole = file is None or not file.redacted
     try:
@@ -297,24 +297,24 @@ def _pair_faults(
         for outcome in (pair.a, pair.b):
             run = RunFolder(folder / outcome.run)
             if (name := run_id(run)) in ids:
-                yield f"{outcome.run} is a run that stands for another one too"
+                yield f"{outcome.run} is the same run as another one of the test"
             ids.add(name)
             first = next(iter(lines_of(run.events if run.events.exists() else run.watch)))
             if now_utc(first.unix_s) < begun:
                 yield f"{outcome.run} began before the flip"
             if run.read_effective().get("flip_sha256", test.plan_sha256) != test.plan_sha256:
                 yield f"{outcome.run} is of another flip"
-            is_told = shown_by(plan, run, outcome.state)[0] == outcome.shown
+            agrees = shown_by(plan, run, outcome.state)[0] == outcome.shown
             if plan.attempt:
-                is_told &= trace_of_arm(plan, outcome.arm, run) == outcome.trace
-            if not is_told:
-                yield f"{outcome.run}: its logs do not say what the pair does"
+                agrees &= trace_of_arm(plan, outcome.arm, run) == outcome.trace
+            if not agrees:
+                yield f"{outcome.run}: its logs do not agree with the pair"
             if plan.attempt and read_code(code_folder(run.path)) != outcome.code:
-                yield f"{outcome.run}: the list of its script's files is another one"
+                yield f"{outcome.run}: the list of its script's files differs from the recorded one"
 
 
 def _not_flipped(plan: Plan, pair: Pair, folder: Path) -> str:
-    """Why the two runs of a pair do not differ in the change alone; empty where they do."""
+    """Return why the two runs of a pair do not differ only in the change; empty if they do."""
     if plan.command is None:
         proof = settings_differ(plan, pair.a, pair.b, folder)
         return "" if proof.level is Level.PASS else proof.reason
@@ -326,9 +326,9 @@ def _not_flipped(plan: Plan, pair: Pair, folder: Path) -> str:
 
 
 def _started_with(folder: Path, outcome: Outcome) -> dict[str, str]:
-    """Words, variables and settings of a command's run, by name, without what names the run itself."""
+    """Return words, variables and settings of a command's run, by name, without the run's own name."""
     run = RunFolder(folder / outcome.run)
-    told = run.read_effective()[COMMAND]
-    given = dict(text.split("=", 1) for text in told.get("environment", ())) | told.get("set", {})
-    found = {"{}": "\0".join(told["arguments"]), **given}
+    start = run.read_effective()[COMMAND]
+    given = dict(text.split("=", 1) for text in start.get("environment", ())) | start.get("set", {})
+    found = {"{}": "\0".join(start["arguments"]), **given}
     return {name: text.replace(run.name, "") for name, text in found.items()}

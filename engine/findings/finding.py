@@ -1,17 +1,17 @@
-"""A finding: what went wrong in a run, what may have caused it, and the experiments that told. The file finding.json.
+"""Records of a finding (finding.json): what went wrong in a run, what may have caused it, and the tests that decide.
 
     observed  alert stalled_at_start of hang              one line of its log
     c1        teacher.backend: quantized -> dequantized   confirmed
     t1        A shows it in 3 of 3 pairs, B in none       a flip, registered before its first run
 
 A cause is one change of the observed run that would end what was observed. A test is an experiment that the engine
-ran: runs with the cause must show the observation, runs with the change must not. Text is kept, and supports nothing.
+ran: runs with the cause must show the observation, runs with the change must not. Notes are kept, but prove nothing.
 Several findings make a chain of whys: a later one asks about a run that the earlier one's cause was found on.
 
 finding.json lists the hash of every other file of its folder, it has one canonical form (sorted keys, one space of
 indent), and its `seal` is the sha256 of that form with an empty seal. So a change to any byte is detected. The seal is
-not a signature: who rewrites the whole folder with this tool gets a valid seal, but a different one, and LOG.md
-beside the folder records the seal too.
+not a signature: who rewrites the whole folder with this tool gets a valid seal, but a different one, and the LOG.md
+next to the folder records the seal too.
 """
 
 from __future__ import annotations
@@ -68,11 +68,11 @@ class Signed(Record, frozen=True, kw_only=True):
 class Cause(Signed, frozen=True, kw_only=True):
     id: Id
     assignment: Text
-    """What would end the observation, as `engine flip --propose` names it: `teacher.backend=dequantized`."""
+    """Change that would end the observation, as `engine flip --propose` names it: `teacher.backend=dequantized`."""
     change: Change
-    """The same as the difference between the arms of its tests: of the observed run, and what would end it."""
+    """The same as a difference between the arms of its tests: the observed run's value and the changed one."""
     why: str = ""
-    """Why it was suspected: the alert or decision that proposed it."""
+    """Alert or decision that proposed it."""
     withdrawn: str = ""
     """Reason for which it is no longer suspected; it stays on record, as its tests do."""
 
@@ -81,7 +81,7 @@ class Test(Signed, frozen=True, kw_only=True):
     id: Id
     cause: Id
     plan_sha256: Sha
-    """Of the plan, which says what is observed, what differs and how it is judged."""
+    """Hash of the plan, which fixes the observation, the difference and the rules of the verdict."""
     flip: Text
     """Its folder, relative to that of the finding."""
     verdict: str = ""
@@ -111,11 +111,11 @@ class File(Record, frozen=True, kw_only=True):
     sha256: Sha
     size: Annotated[int, Meta(ge=0)]
     is_copied: bool = True
-    """Of a file that was too big to copy, only hash and size are known."""
+    """Whether the file is in the folder; of one too big to copy only hash and size are kept."""
     redacted: dict[str, int] = {}
     """Number of secrets of each sort that were replaced before hashing."""
     whole_sha256: str = ""
-    """Of the file before that, where something was replaced."""
+    """Hash of the file before redaction; empty if nothing was replaced."""
 
 
 class Finding(Signed, frozen=True, kw_only=True):
@@ -263,14 +263,14 @@ def close(finding: Finding, unresolved: str = "") -> Finding:
 
 
 def in_words(finding: Finding) -> str:
-    """What the tests confirm, in one sentence."""
-    told = [
+    """Return what the tests confirm, in one sentence."""
+    confirmed = [
         f"{cause.assignment} ends it ({test.id}: {test.reason})"
         for cause in finding.confirmed
         for test in finding.tests
         if test.cause == cause.id and test.verdict in (ENDS_IT, ENDS_IT_HERE)
     ]
-    return f"{finding.observed.name} of {finding.observed.run}: {'; '.join(told)}"
+    return f"{finding.observed.name} of {finding.observed.run}: {'; '.join(confirmed)}"
 
 
 def _signed() -> dict[str, Any]:
@@ -282,7 +282,7 @@ def _signed() -> dict[str, Any]:
 
 
 def _cleaned(text: str) -> str:
-    """A person's words for storage: secrets removed, valid UTF-8."""
+    """Return a user's text for storage: without secrets, as valid UTF-8."""
     return Redactor().text(text.encode("utf-8", "backslashreplace").decode()).text.strip()
 
 
@@ -307,7 +307,7 @@ def to_bytes(finding: Finding) -> bytes:
 
 
 def schema() -> bytes:
-    """The JSON schema of a finding, as it is published beside this module."""
+    """Return the JSON schema of a finding, as published next to this module."""
     return canonical(msgspec.json.schema(Finding))
 
 

@@ -84,7 +84,7 @@ def read_older(raw: bytes, where: object) -> Older | None:
     for node in found.nodes:
         of = f", why of {', '.join(node.why_of)}" if node.why_of else ""
         kinds = ", ".join(f"{one.says} by {one.locator.get('type')}" for one in node.evidence)
-        claim = f"{node.id}  {node.kind}, said to be {node.status}{of}: {node.claim}"
+        claim = f"{node.id}  {node.kind}, recorded as {node.status}{of}: {node.claim}"
         lines += [f"  {one_line(claim)}", *([f"      {one_line(kinds)}"] if kinds else ())]
     files = {one.path: one.sha256 for one in found.artifacts if one.kept} | found.derived
     return Older(found.title, tuple(lines), files, found.seal)

@@ -28,7 +28,7 @@ def state_words(finding: Finding | Older) -> str:
 
 
 def next_words(finding: Finding) -> str:
-    """What to do next."""
+    """Return the next action."""
     if finding.closed is not None:
         return ""
     if finding.confirmed:
@@ -60,7 +60,7 @@ def lines(finding: Finding | Older, broken: Mapping[str, str] | None = None) -> 
         out += [f"  {cause_words(finding, cause)}", *([f"      {cause.why}"] if cause.why else ())]
         out += [f"      {test_words(test, broken)}" for test in tests_of(finding, cause)]
     out += [f"  note: {one_line(note.text)} ({note.author}, {note.at})" for note in finding.notes]
-    return out + ([f"  next: {said}"] if (said := next_words(finding)) else [])
+    return out + ([f"  next: {action}"] if (action := next_words(finding)) else [])
 
 
 def tests_of(finding: Finding, cause: Cause) -> list[Test]:
@@ -80,9 +80,9 @@ def test_words(test: Test, broken: Mapping[str, str] | None = None) -> str:
 
 def readme(finding: Finding) -> str:
     by = f"By {finding.author} on {finding.host}, {finding.at}."
-    told = "\n".join(f"    {line}" for line in lines(finding))
+    body = "\n".join(f"    {line}" for line in lines(finding))
     end = "Checked with `engine why check`; made from `finding.json`, do not edit."
-    return f"# {_escape(finding.title)}\n\n{_escape(state_words(finding))}. {_escape(by)}\n\n{told}\n\n{end}\n"
+    return f"# {_escape(finding.title)}\n\n{_escape(state_words(finding))}. {_escape(by)}\n\n{body}\n\n{end}\n"
 
 
 def _escape(text: str) -> str:

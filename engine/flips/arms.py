@@ -1,11 +1,11 @@
 """One run of an arm: start an ordinary run, watch it until its end or its time limit, and summarise it.
 
-The run is a process of its own that knows nothing of the experiment; everything known about it comes from its
-logs. A run that takes too long is asked to stop, and killed when it does not react, because a process that
-hangs in a system call or was stopped by a signal cannot react. What it did until then stays in its folder.
+The run is a separate process that knows nothing of the experiment; everything known about it comes from its logs. A run
+that takes too long is asked to stop, and killed if it does not react, because a process that hangs in a system call or
+was stopped by a signal cannot react. Its folder is kept.
 
-Times are medians over the steps after the warm-up, of a script that is not ours `usual_step_s`. A run that did not
-complete has no metric value; its end is described by the exit attribution.
+Times are medians over the steps after the warm-up, for a watched script `usual_step_s`. A run that did not complete has
+no metric value; its end is described by the exit attribution.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ OVER_THE_LIMIT = "over the limit"
 ENDED_EARLY, NO_STEPS = "ended early", "not seen"
 """States of a command that succeeded, and did too little."""
 ANSWERED = "answered"
-"""State of a run that was ended because it had told what the flip asks."""
+"""State of a run that was ended because its logs had answered the flip's question."""
 FROM_OUTSIDE = frozenset(
     {"killed_external", "terminated", "interrupted", "host_lost", "unknown", "stopped", "vanished"}
 )
@@ -80,7 +80,7 @@ class Outcome:
     value: float | None
     """The plan's metric; None when the run has none."""
     no_value: str = ""
-    """Why `value` is None."""
+    """Reason why `value` is None."""
     shown: bool | None = None
     """Whether its logs show what the flip asks about; None where they do not tell, or nothing is asked."""
     metrics: dict[str, float] = field(default_factory=dict)
@@ -105,7 +105,7 @@ class Outcome:
     gpu_used_before_bytes: float | None = None
     """Memory of the first GPU that others held when the run began; None without a GPU."""
     neighbour_load: float | None = None
-    """Mean number of processes beside the trainer that ran or waited for a CPU."""
+    """Mean number of other processes that ran or waited for a CPU."""
     suspended: bool = False
     """Whether the machine slept during the run."""
     trace: str = ""
@@ -147,9 +147,9 @@ def sum_up(
     if (
         left is not None
         and state not in ("completed", OVER_THE_LIMIT)
-        and (said := _last_line(left))
+        and (last := _last_line(left))
     ):
-        reason = f"{reason.rstrip('.')}; its last line: {said}"
+        reason = f"{reason.rstrip('.')}; its last line: {last}"
     value = metrics.get(plan.metric) if state == "completed" else None
     no_value = ""
     if value is None:
@@ -208,7 +208,7 @@ def _ending(plan: Plan, view: RunView, state: str, *, over: bool) -> tuple[str, 
 
 
 def _last_line(run: RunFolder) -> str:
-    """The last line that a command printed; empty where there is none."""
+    """Return the last line that a command printed; empty where there is none."""
     try:
         with open_plain(run.stderr) as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL_BYTES))
@@ -259,11 +259,11 @@ def metrics_of(view: RunView, warm_up_steps: int) -> dict[str, float]:
 
 
 def usual_step_s(seconds: Sequence[float]) -> float:
-    """The usual time of a step whose times are uneven by themselves: the mean, or of many steps the median of the means
-    of BURSTS steps in a row.
+    """Return the usual time of a step whose times are uneven: the mean, or with many steps the median of the means of
+    BURSTS consecutive steps.
 
-    Several loader workers hand out their batches in bursts: one step of as many waits for all of them, and the median
-    of single steps would be one that does not wait.
+    Several loader workers yield their batches in bursts: one step waits for all of them, and the median of single steps
+    would be one that does not wait.
     """
     if len(seconds) < 4 * BURSTS:
         return statistics.fmean(seconds)
@@ -479,7 +479,7 @@ def _start_command(plan: Plan, b: bool, pair: int, folder: Path) -> Launched:
                 write_line(where, name, text)
         except OSError as error:
             raise write_error("flip", where, "to copy the script's folder", error) from error
-    # An arm that is asked about an observation goes on until it has told.
+    # An arm with an observation runs until its logs answer the question.
     steps = plan.steps if plan.observed is None else int(limits.STEPS.most)
     return command.start(folder, arm, where, steps=steps, slow_by=slow_by)
 
@@ -488,16 +488,16 @@ _STARTS: dict[Kind, Callable[[Plan, bool, int, Path], Launched]] = {
     "spec": _start_spec,
     "command": _start_command,
 }
-"""How a run of an arm is started: with the plan, whether it is B, the number of the pair, and the run folder."""
+"""Functions that start a run of an arm: from the plan, whether it is B, the number of the pair, and the run folder."""
 
 
 def out_of(folder: Path) -> Path:
-    """Where a command whose run folder is `folder` may write what is its own."""
+    """Return the folder for the output of a command whose run folder is `folder`."""
     return folder.parent.parent / "out" / folder.name
 
 
 def code_folder(folder: Path) -> Path:
-    """Return where the script's files of the run `folder` of an arm are kept."""
+    """Return the folder of the script's files kept for the run `folder` of an arm."""
     return folder.parent.parent / "code" / folder.name
 
 
@@ -513,7 +513,7 @@ def _effective(spec: RunSpec, plan: Plan) -> dict[str, Any]:
 
 
 def _settled(follower: Follower) -> str:
-    """The state after the supervisor has exited. A trainer that outlived it saves and logs its end first."""
+    """Return the state after the supervisor has exited. A trainer that outlived it saves and logs its end first."""
     deadline_s = time.monotonic() + STOP_GRACE_S
     while True:
         with contextlib.suppress(RunLogError):
@@ -534,7 +534,7 @@ def _poll(follower: Follower) -> None:
 def _end(plan: Plan, launched: Launched, follower: Follower) -> None:
     """Ask the run to stop; if it does not, kill its trainer, then its supervisor."""
     process, pid = launched.process, follower.view.trainer_pid
-    # A run of ours ends what it has started; a command may leave that behind, as a launcher its workers.
+    # The engine's runs end their child processes; a command, such as a launcher, may leave its workers running.
     left = descendants(pid) if plan.kind == "command" and pid is not None else {}
     if process.poll() is None:
         launched.send(signal.SIGTERM)

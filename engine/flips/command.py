@@ -1,11 +1,11 @@
-"""An arm that is a watched command: a training script that is not ours, with other words, another environment, or a
-setting that the probe changes in it.
+"""Arms that are a watched command: the user's training script with other arguments, another environment, or a setting
+that the probe changes in it.
 
     engine flip --a "--workers 0" --b "--workers 4" -- python train.py {} --out {out}
     engine flip --set loader.workers=4 -- python train.py
 
-`{}` is replaced by the arm's words, `{out}` by a folder of the run's own and `{seed}` by the number of the pair, which
-is the same for both arms of it. Each run is that of `engine watch`, which ends the script after the plan's steps.
+`{}` is replaced by the arm's arguments, `{out}` by an output folder of the run and `{seed}` by the number of the pair,
+the same for both arms. Each run is started by `engine watch`, which ends the script after the plan's steps.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from engine.watch.start_and_stop import Launched
 
 WORDS, OUT, SEED = "{}", "{out}", "{seed}"
 NOTHING = f"nothing in the place of {WORDS}"
-"""What an arm without words of its own has, in words."""
+"""Text for an arm without its own arguments."""
 TRACKERS = {
     "WANDB_MODE": "offline",
     "WANDB_DIR": OUT,
@@ -45,15 +45,15 @@ TRACKERS = {
 LINE = re.compile(r"(?P<file>[^=:]+):(?P<number>[1-9]\d{0,6})")
 """The name of a line of a script, as `train.py:42`."""
 LINE_VARIABLE = "APR_FLIP_LINE"
-"""Tells a run's log which line it was started with."""
+"""Environment variable: line that the run was started with, for its log."""
 
 
 class Arm(NamedTuple):
-    """What a run of an arm is started with."""
+    """Arguments, environment, settings and lines of an arm's run."""
 
     words: list[str]
     variables: dict[str, str]
-    """What it has in its environment besides ours."""
+    """Environment variables added to those of this process."""
     changed: dict[str, str]
     """Settings that the probe changes in the script."""
     lines: dict[str, str]
@@ -63,23 +63,23 @@ class Arm(NamedTuple):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Command:
     words: tuple[str, ...]
-    """As given, with `{}` in it."""
+    """Command line as given, with `{}` in it."""
     folder: str
-    """Where it is started."""
+    """Working directory."""
     settings: Mapping[str, str | None]
-    """Of arm A: what replaces WORDS, the variables, and the settings of SCRIPT_SETTINGS; None for what is not set."""
+    """Values of arm A for WORDS, the variables, and the settings of SCRIPT_SETTINGS; None where it has none."""
     copied: bool = False
     """Whether each run is started in a copy of the folder (`script_folder`)."""
 
     @property
     def line(self) -> str:
-        """The command as typed; braces need no quotes in a shell."""
+        """Command as typed; braces need no quotes in a shell."""
         return " ".join(
             word if word in (WORDS, OUT, SEED) else shlex.quote(word) for word in self.words
         )
 
     def where(self, out: Path) -> Path:
-        """Where the run is started whose own folder is `out`."""
+        """Return the working directory of the run with the output folder `out`."""
         folder = Path(self.folder)
         if not self.copied:
             return folder

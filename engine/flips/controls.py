@@ -3,7 +3,7 @@
     same   A against A, in at least four pairs, must be EQUIVALENT; its deviation is the noise floor
     slow   A made slower by twice the margin must be detected as slower
 
-A verdict counts as measured only beside both controls. They must be at most a day old, from the same machine,
+A verdict counts as measured only with both controls. They must be at most a day old, from the same machine,
 device and engine, of the same spec apart from the flipped settings, and have a margin no wider. They are
 stored in `controls.jsonl` of the user's state folder, one line each. A metric that waiting does not lengthen
 has no positive control; verdicts on such a metric stay screens.

@@ -1,9 +1,9 @@
-"""The plan of a flip that asks whether one change ends what was observed on a run (`Plan.observed`).
+"""Plan a flip that tests whether one change ends what was observed on a run (`Plan.observed`).
 
     engine flip runs/kd-1 --ends "alert stalled_at_start" --set teacher.backend=dequantized
 
-Arm A is the run as it was, B has the change. Both go on until they show the observation, or have gone past its step for
-as long as it had looked at; no step is cut off and nothing is measured, so they evaluate and decide as the run did.
+Arm A is the run as it was, B has the change. Both run until they show the observation, or have passed its step by as
+many steps as it covers; nothing is shortened or measured, so they evaluate and decide as the run did.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from engine.log.observed import STALLS, Observed, raised_at
 
 PAIRS_MAX = 8
 LONGEST_WAIT = 3.0
-"""An arm may take this many times what the run took until it showed the observation."""
+"""Maximum duration of an arm, relative to the time until the run showed the observation."""
 LEAST_WAIT_S = 60.0
 PYTHONS_OWN = frozenset({"PYTHONOPTIMIZE", "PYTHONWARNINGS", "PYTHONPATH", "PYTHONSTARTUP"})
 """Variables of Python that change which code runs: asserts, warnings, modules."""
 OBSERVERS = ("watch", "checks", "gate", "run")
-"""Sections that say who looks and where a run is kept: changing them ends what is said, not what is so."""
+"""Sections of checks, alerts and run folders: changing them hides the observation instead of ending it."""
 
 
 def ending_plan(

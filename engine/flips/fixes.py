@@ -26,13 +26,13 @@ class Fix(NamedTuple):
     """One line to replace."""
 
     ends: str
-    """What it would end, as after `--ends`."""
+    """Observation that it would end, as after `--ends`."""
     assignment: str
     """`FILE:N=TEXT`, as after `--line`."""
     change: str
-    """What it does, in a few words."""
+    """Effect of the new line, in a few words."""
     seen: str
-    """What was seen of the identity."""
+    """Message of the identity."""
 
 
 def fixes_of(view: RunView, command: WatchedCommand) -> list[Fix]:
@@ -85,12 +85,12 @@ def _made(make: _Make, seen: Judged, view: RunView, folder: Path) -> _Edit | Non
 
 
 _Edited: TypeAlias = tuple[int, str, str]
-"""The number of a line, its new text, and what that does."""
+"""Number of a line, its new text, and the effect."""
 
 
 @dataclass(frozen=True)
 class _Script:
-    """A file of a script, with what the probe saw of it."""
+    """A file of a script, with the places and names that the probe recorded."""
 
     text: str
     places: Mapping[str, int]
@@ -390,5 +390,5 @@ _FIXES: dict[str, _Make] = {
     "bounded_logits": partial(_unwrapped, _BOUNDED, "give the cross entropy the logits"),
     "unowned_parameters": _all_parameters,
 }
-"""A function for each identity that one line can mend. Each is one that a healthy run passes: otherwise no run could
-say that the line mends it."""
+"""Functions by the identity that one line can fix. A healthy run must pass the identity: otherwise no run could show
+that the line fixes it."""

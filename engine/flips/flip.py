@@ -213,7 +213,7 @@ class _Experiment:
 
 
 def why_no_more(plan: Plan, pairs: Sequence[Pair]) -> str:
-    """Why no further pair is begun; empty when one is."""
+    """Return why no further pair is started; empty if one is."""
     if len(pairs) >= plan.pairs_max:
         return f"{count_of(len(pairs))}, the most that the plan allows, decide nothing"
     spent_s = sum(pair.seconds for pair in pairs)

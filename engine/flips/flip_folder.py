@@ -46,7 +46,7 @@ class FlipFolder:
         return Surroundings(**self.header["host"])
 
     def edited(self) -> str:
-        """Why the plan differs from the registered one; empty when it does not."""
+        """Return why the plan differs from the registered one; empty if it does not."""
         try:
             found = read_plan_of(self.path).sha256
         except RunLogError as error:

@@ -104,8 +104,8 @@ def judge(plan: Plan, pairs: Sequence[Pair], ended: str = "") -> Judgement | Non
     if plan.observed is not None:
         return _judge_shown(plan, pairs, ended)
     interval = interval_of(plan, pairs)
-    if (said := _did_not_complete(plan, pairs, interval, ended)) is not None:
-        return said
+    if (incomplete := _did_not_complete(plan, pairs, interval, ended)) is not None:
+        return incomplete
     for outcome in outcomes_of(pairs):
         if outcome.completed and not (outcome.value and outcome.value > 0):
             reason = outcome.no_value or f"{outcome.value:g} is no amount"
@@ -204,7 +204,7 @@ def _judge_as_before(plan: Plan, pairs: Sequence[Pair], ended: str) -> Judgement
         if pair.b.shown:
             return Judgement(KEEPS_IT, f"B shows it too, in pair {pair.number}: {pair.b.reason}")
         if pair.b.shown is None:
-            text = f"nobody knows of B, in pair {pair.number}: {pair.b.in_words()}"
+            text = f"B is unknown in pair {pair.number}: {pair.b.in_words()}"
             return Judgement(INVALID, text)
     shown = sum(pair.a.shown is True for pair in counted)
     text = f"A shows it in {shown} of {count_of(len(counted))}, B in none"
@@ -217,7 +217,7 @@ def _judge_as_before(plan: Plan, pairs: Sequence[Pair], ended: str) -> Judgement
 
 
 def interval_of(plan: Plan, pairs: Sequence[Pair]) -> Interval | None:
-    """The interval over the pairs in which both arms completed."""
+    """Return the interval over the pairs in which both arms completed."""
     differences = [d for p in pairs if (d := p.difference) is not None]
     if not differences:
         return None
@@ -267,7 +267,7 @@ def _did_not_complete(
 
 
 def _always_failed(plan: Plan, sides: Sequence[tuple[Outcome, Outcome]]) -> Judgement:
-    """Judge an arm that completed in no pair; `sides` holds its outcome in each beside that of the other arm."""
+    """Judge an arm that completed in no pair; `sides` holds its outcome and that of the other arm in each pair."""
     n = len(sides)
     mine, other = sides[0]
     bound = None
@@ -329,9 +329,9 @@ def conclude(
     interrupted: bool,
     cost_s: float,
 ) -> dict[str, Any]:
-    """The content of verdict.json. Ratios are B over A; an open end of the interval is None."""
+    """Return the content of verdict.json. Ratios are B over A; an open end of the interval is None."""
     proofs = proofs_of(flip.pairs)
-    # An arm that shows it beside one that does not needs no control of how exactly anything is measured.
+    # Whether an arm shows an observation needs no control of the precision of a measurement.
     held: dict[str, Verdict | None] = {} if plan.observed is not None else {**controls}
     held |= {
         "manipulation": proofs["flipped"],

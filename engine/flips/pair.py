@@ -50,7 +50,7 @@ class Pair:
     a: Outcome
     b: Outcome
     proofs: Mapping[str, Verdict | None]
-    """By the names in PROOFS; None for a proof that does not apply."""
+    """Verdicts by the names in PROOFS; None for a proof that does not apply."""
 
     @property
     def complete(self) -> bool:
@@ -107,13 +107,13 @@ SLOWED_SHARE = 0.1
 beyond it is worthless; the number is a judgement, not a law."""
 NO_CLOCKS = "no reading of the clocks fell into the measured steps of both arms"
 REDACTED = "[redacted: "
-"""How a secret begins in a run folder's words."""
+"""Prefix that replaces a secret in a run folder."""
 BACKEND = "teacher.backend"
 QUANTIZED = "quantized"
 
 
 def proofs(plan: Plan, a: Outcome, b: Outcome, flip: Path) -> dict[str, Verdict | None]:
-    """Every proof about a pair, by the names in `PROOFS`; None for one that does not apply."""
+    """Return every proof about a pair, by the names in `PROOFS`; None for one that does not apply."""
     if plan.observed is not None:
         asked = _commands_differ if plan.command is not None else settings_differ
         work = same_work(plan, a, b, flip)

@@ -47,7 +47,7 @@ WARM_UP_STEPS = 3
 MEASURED_STEPS_MIN = 3
 STEPS = 12
 STEPS_OF_LOADERS = 40
-"""Of a flip of loader workers, whose first steps say little (`_warm_up`)."""
+"""Number of steps of a flip of loader workers, whose first steps are not representative (`_warm_up`)."""
 PREFETCHED = 2
 """Batches that each worker of a DataLoader prepares ahead."""
 MARGIN = 0.05
@@ -62,8 +62,9 @@ class Metric(NamedTuple):
     definition: str
     noun: str
     less: str
-    """What a setting does that gives less of it."""
+    """Predicate of a setting that reduces it."""
     more: str
+    """Predicate of a setting that increases it."""
     varies_with_load: bool = True
     """Whether other work on the machine changes it."""
 
@@ -92,11 +93,11 @@ METRICS = {
     ),
 }
 BURSTS = 24
-"""Steps of a script are averaged over so many, a multiple of usual numbers of loader workers, which hand out their
+"""Number of steps that are averaged for a script: a multiple of usual numbers of loader workers, which yield their
 batches in bursts."""
 OF_BURSTS = f"mean step time, of {4 * BURSTS} steps or more the median of the means of {BURSTS} in a row, seconds"
 SHOWN = "shown"
-"""The metric of a flip that asks whether a setting ends something that was observed."""
+"""Metric of a flip that tests whether a setting ends something observed."""
 OLDER: dict[str, Any] = {
     "level": 0.95,
     "prior_weight": 10.0,
@@ -106,11 +107,11 @@ OLDER: dict[str, Any] = {
 }
 """Values of fields that older plans do not contain."""
 Kind: TypeAlias = Literal["spec", "command"]
-"""What an arm is."""
+"""Kind of an arm: the engine's own run of a spec, or a watched command."""
 _NAME = 40
-"""Characters of a change in the name of the flip's folder."""
+"""Maximum length of a change in the name of the flip's folder, in characters."""
 SEED_BY = "APR_WATCH_SEED_BY"
-"""Tells the probe by how much to change the seeds that a script sets, so that pairs are not copies of each other."""
+"""Environment variable: offset that the probe adds to a script's seeds, so that pairs are not copies of each other."""
 EXTERNAL = ("run",)
 """Sections that are not part of the experiment: they say where a run is stored."""
 
@@ -127,7 +128,7 @@ class Change:
         return f"{self.key}: {self.text(b=False)} -> {self.text(b=True)}"
 
     def text(self, *, b: bool) -> str:
-        """The value of an arm."""
+        """Return the value of an arm as text."""
         value = self.b if b else self.a
         if self.key == WORDS and value == "":
             return NOTHING
@@ -171,12 +172,12 @@ class Plan:
     prior_weight: float = OLDER["prior_weight"]
     """Prior weight g of that interval."""
     command: Command | None = OLDER["command"]
-    """What the arms run, where that is not a spec."""
+    """Command of the arms; None for a spec."""
     attempt: int = OLDER["attempt"]
     """Number of this test among all of its finding, from 1: the later, the more pairs it takes
     (`statistics.pairs_to_confirm`). 0 in plans of earlier versions, which any three pairs of runs decide."""
     observed: Observed | None = OLDER["observed"]
-    """What B is to end, where the flip asks that and not how much a metric changes."""
+    """Observation that B must end; None for a flip that measures a metric."""
 
     @property
     def kind(self) -> Kind:
@@ -184,7 +185,7 @@ class Plan:
 
     @property
     def subject(self) -> Mapping[str, Mapping[str, Any]]:
-        """What both arms have in common, and A's own, by section: a control speaks of the same."""
+        """Settings of arm A by section, by which controls are matched."""
         if self.command is None:
             return self.spec
         about = dataclasses.asdict(self.command)
@@ -196,7 +197,7 @@ class Plan:
 
     @property
     def definition(self) -> str:
-        """Of the metric, in words."""
+        """Definition of the metric, in words."""
         if self.observed is not None:
             return f"whether a run shows {self.observed.name}"
         if self.metric == "step_s" and self.kind == "command":
@@ -235,7 +236,7 @@ class Plan:
         return json.dumps(fields, indent=2, sort_keys=True, allow_nan=False)
 
     def order(self) -> list[bool]:
-        """For each pair, whether B runs first.
+        """Return for each pair whether B runs first.
 
         Each two pairs share a fair coin from `order_seed` and run in opposite orders. With one coin per pair,
         a few pairs would often all have the same order, and the same arm would always run second.
@@ -245,7 +246,7 @@ class Plan:
         return [order for coin in first for order in (coin, not coin)][: self.pairs_max]
 
     def command_line(self, options: str = "") -> str:
-        """The `engine flip` that registers the same changes, with these options."""
+        """Return the `engine flip` command that registers the same changes, with these options."""
         if self.command is None:
             sets = "".join(f" --set {change.key}={change.b}" for change in self.changes)
             return f"engine flip {self.source}{sets}{options}"
@@ -267,7 +268,7 @@ class Plan:
         return f"engine flip{arms}{options} -- {self.command.line}"
 
     def arm_of_command(self, b: bool, out: Path, pair: int) -> Arm:
-        """What a command's run in pair number `pair` is started with, whose own folder is `out`."""
+        """Return how to start a command's run in pair number `pair`, with the output folder `out`."""
         assert self.command is not None, "the arms are a command"
         changed = {change.key: change.b for change in self.changes if b}
         arm = self.command.arm(changed, out, pair)
@@ -276,7 +277,7 @@ class Plan:
         return arm
 
     def arm(self, b: bool, out: Path, name: str, pair: int = 0) -> RunSpec:
-        """The spec of an arm's run in pair number `pair`, stored in the folder `name` of `out`."""
+        """Return the spec of an arm's run in pair number `pair`, stored in the folder `name` of `out`."""
         tree: dict[str, dict[str, Any]] = {key: dict(value) for key, value in self.spec.items()}
         if self.metric == "final_loss":
             tree["train"]["seed"] += pair
@@ -291,7 +292,7 @@ class Plan:
         return build_spec(tree, file=f"arm {'B' if b else 'A'}", base=Path("/"), check_paths=False)
 
     def control(self, *, slow: bool) -> Plan:
-        """The plan of a control: A against A, or A made slower by twice the margin against A. The instrument
+        """Return the plan of a control: A against A, or A made slower by twice the margin against A. The instrument
         must be able to tell these on this machine before a verdict counts as measured."""
         return dataclasses.replace(
             self,
@@ -401,7 +402,7 @@ def make_command_plan(
 
 
 def _workers(changes: Sequence[Change]) -> int:
-    """The most loader workers of an arm, as far as the changes name a number; 0 where they do not."""
+    """Return the largest number of loader workers that the changes name; 0 where they name none."""
     texts = (f"{change.key}={value}" for change in changes for value in (change.a, change.b))
     return max(
         (int(n) for text in texts for n in re.findall(r"workers?[= ](\d{1,3})\b", text)), default=0
@@ -409,8 +410,8 @@ def _workers(changes: Sequence[Change]) -> int:
 
 
 def _warm_up(workers: int, steps: int) -> int:
-    """Steps that are not measured. While a slow first step goes on, workers prepare batches ahead, for which the next
-    steps do not wait; counted, these would make more workers look faster than they are."""
+    """Return the number of steps that are not measured. During a slow first step, workers prepare batches ahead, for
+    which the next steps do not wait; counting these would make more workers look faster than they are."""
     return min(WARM_UP_STEPS + PREFETCHED * workers, max(WARM_UP_STEPS, steps // 2))
 
 
@@ -441,7 +442,7 @@ def _check_command(
 def _register(
     changes: tuple[Change, ...], *, run_limit_s: float | None = None, **fields: Any
 ) -> Plan:
-    """Make the plan of these changes. A run may take half the budget, so that one pair always fits, and at most
+    """Make the plan of these changes. A run may take half the budget, so that one pair always fits, up to
     RUN_LIMIT_S."""
     plan = Plan(changes=changes, level=LEVEL, prior_weight=PRIOR_WEIGHT, **fields)
     _check_numbers(plan)
@@ -474,7 +475,7 @@ def _check_numbers(plan: Plan) -> None:
 
 
 def _changes(base: RunSpec, sets: Sequence[str]) -> tuple[Change, ...]:
-    """The settings that B changes, each value parsed as its setting's type."""
+    """Return the settings that B changes, each value parsed as its setting's type."""
     asked = dict(parse_set(argument) for argument in sets)
     if gone := [f"--set {key}: {GONE[key].refusal(asked[key])}" for key in asked if key in GONE]:
         raise SpecError(gone)

@@ -1,12 +1,12 @@
-"""What a flip could test about a run, most urgent first.
+"""Propose flips for a run, most urgent first.
 
-Of a run of ours: one proposal for each alert that names a flip, then one for each automatic choice that has an
-alternative. Of a watched run: changes of one line that would end what its identities show (`fixes.py`), the ideas of
-IDEAS for its alerts, then those that can be tried with any script.
+For the engine's own run: one proposal for each alert that names a flip, then one for each automatic choice that has an
+alternative. For a watched run: changes of one line that would end what its identities show (`fixes.py`), the IDEAS for
+its alerts, then those that can be tried with any script.
 
-What cannot be tested on this run comes last, with the reason: a flip would refuse it, or would compare a run
-with itself. The reasons here are those of the run's settings and of its decisions, which say what is impossible on
-its machine; before a start `engine flip --dry-run` decides.
+Proposals that cannot be tested on this run come last, with the reason: a flip would refuse them, or compare a run with
+itself. The reasons come from the run's settings and decisions, which record what is impossible on its machine; before a
+start `engine flip --dry-run` decides.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ class Proposal:
     source: str
     """The alert or the decision that raised it, as text."""
     impossible: str = ""
-    """Why it cannot be tested on this run; empty where it can."""
+    """Reason why it cannot be tested on this run; empty where it can."""
     seen: bool = True
-    """Whether something of this run suggests it; else it may be tried with any script."""
+    """Whether something in this run suggests it; else it may be tried with any script."""
     ends: str = ""
     """The observation that it would end, as `identity kept_gradients`; empty where it changes a metric."""
 
@@ -123,7 +123,7 @@ def _of_decisions(view: RunView) -> Iterator[Proposal]:
             )
 
 
-# A script that is not ours.
+# Watched scripts.
 
 STALLS = ("stalled", "stalled_at_start")
 GPU, RANKS, COMPILES, LOADER = "gpu", "ranks", "compiles", "loader"
@@ -131,26 +131,26 @@ WORKERS = ("--num-workers", "--workers", "--n-workers", "--num-data-workers", "-
 
 
 class Idea(NamedTuple):
-    """What could be changed in any script."""
+    """A change that can be tried in any script."""
 
     assignment: str
     hypothesis: str
     alerts: tuple[str, ...] = ()
-    """It is proposed first where one of these is active; without any only in the list of what may be tried."""
+    """Alerts that put it first; without an active one it is only in the list of what may be tried."""
     needs: tuple[str, ...] = ()
-    """A GPU, several ranks, something compiled, a DataLoader: without it there is nothing to test."""
+    """Requirements of the test: a GPU, several ranks, something compiled, a DataLoader."""
     options: tuple[str, ...] = ()
-    """Options of a script that do the same, with `-` for `_`; the first is that of TrainingArguments."""
+    """Options of a script with the same effect, with `-` for `_`; the first is that of TrainingArguments."""
     value: str = ""
-    """Of such an option; that of the assignment without it."""
+    """Value for such an option; if empty, that of the assignment."""
     only_alert: bool = False
-    """Whether it is not proposed without an alert of its own."""
+    """Whether it is proposed only with one of its alerts."""
 
 
 IDEAS: tuple[Idea, ...] = (
     Idea(
         MORE_WORKERS,
-        "batches are read and prepared beside the step",
+        "batches are read and prepared in parallel to the step",
         ("data_wait",),
         (LOADER,),
         options=("--dataloader-num-workers", *WORKERS),
@@ -178,7 +178,7 @@ IDEAS: tuple[Idea, ...] = (
     ),
     Idea(
         "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True",
-        "segments that grow keep the allocator's memory in fewer pieces",
+        "expandable segments reduce memory fragmentation",
         ("memory_ceiling", "allocator_ceiling", "memory_pressure", "step_time_drift"),
         (GPU,),
     ),
@@ -196,17 +196,17 @@ IDEAS: tuple[Idea, ...] = (
     ),
     Idea(
         "CUDA_LAUNCH_BLOCKING=1",
-        "kernels that are waited for one by one name the line that fails",
+        "synchronous kernels name the line that fails",
         (*STALLS, "non_finite"),
         (GPU,),
     ),
     Idea(
         "attention.backend=math",
-        "the fused kernels of attention pay here",
+        "the fused attention kernels cause it",
         ("non_finite",),
         (GPU,),
     ),
-    Idea("matmul.precision=high", "TF32 pays in float32 matmuls", needs=(GPU,)),
+    Idea("matmul.precision=high", "TF32 makes float32 matmuls faster", needs=(GPU,)),
     Idea("cudnn.benchmark=on", "other convolution kernels are faster", needs=(GPU,)),
     Idea(
         "--torch_compile True",
@@ -222,11 +222,11 @@ IDEAS: tuple[Idea, ...] = (
         options=("--attn-implementation",),
         value="sdpa",
     ),
-    Idea("OMP_NUM_THREADS=1", "threads of operations on the CPU get in one another's way", STALLS),
+    Idea("OMP_NUM_THREADS=1", "threads of CPU operations block each other", STALLS),
     Idea("torch.deterministic=on", "deterministic algorithms cost time here", ("loss_spike",)),
 )
 TRAINING_ARGUMENTS = frozenset({"--per-device-train-batch-size", "--num-train-epochs"})
-"""Options by which a script of transformers' TrainingArguments is known: it takes all of them."""
+"""Options that identify a script with transformers' TrainingArguments, which takes all of their options."""
 _MISSING = {
     GPU: "it needs a GPU, and the run computes on {device}",
     RANKS: "the run has one rank",
@@ -265,7 +265,8 @@ def _of_script(view: RunView, command: WatchedCommand) -> tuple[Proposal, ...]:
 
 
 def _for_command(idea: Idea, given: Mapping[str, tuple[str, str]]) -> tuple[str, str]:
-    """What to change in a command with these options, by an option of its own where it has one; and why it cannot."""
+    """Return the change for a command with these options, by its own option where it has one, and why it is impossible;
+    the reason is empty if it is possible."""
     name = next((option for option in idea.options if option in given), None)
     takes_all = not TRAINING_ARGUMENTS.isdisjoint(given)
     if name is None and takes_all and idea.options:
@@ -292,7 +293,7 @@ def _missing(idea: Idea, view: RunView) -> str:
         GPU: device.startswith("cuda"),
         RANKS: watched is not None and watched.world > 1,
         COMPILES: bool(view.compiles),
-        # Before the first step nothing is known of it.
+        # Unknown before the first step.
         LOADER: not len(view.steps) or any(view.steps.values("data_s")),
     }
     return next((_MISSING[one].format(device=device) for one in idea.needs if not there[one]), "")
@@ -306,7 +307,7 @@ def _is_so(assignment: str, view: RunView) -> str:
 
 
 def _waiting(view: RunView) -> float:
-    """The share of the steps' time, without the first, that is waiting for data."""
+    """Return the share of the steps' time, without the first step, spent waiting for data."""
     pairs = [
         (wait, step)
         for wait, step in zip(
@@ -319,17 +320,17 @@ def _waiting(view: RunView) -> float:
 
 
 def proposal_fields(one: Proposal) -> dict[str, Any]:
-    """A proposal for JSON."""
+    """Return a proposal's fields for JSON."""
     return dataclasses.asdict(one) | {"options": one.options}
 
 
 def proposal_lines(found: Sequence[Proposal], source: str) -> list[str]:
-    """Each proposal with its reason and the command that tests it."""
+    """Return each proposal with its reason and the command that tests it."""
     lines = []
     for one in found:
         if one.impossible:
             lines += [f"{one.assignment}: not here: {one.impossible}"]
             continue
-        asked = shlex.join(["engine", "flip", source, *one.options])
-        lines += [one.assignment, f"  {one.hypothesis}", f"  {one.source}", f"  test it: {asked}"]
+        line = shlex.join(["engine", "flip", source, *one.options])
+        lines += [one.assignment, f"  {one.hypothesis}", f"  {one.source}", f"  test it: {line}"]
     return lines or ["nothing to propose: no alert names a flip, and no choice has an alternative"]

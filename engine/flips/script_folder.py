@@ -1,6 +1,6 @@
-"""A copy of a script's folder for one run of an arm, so that short runs cannot write over what the script has written.
+"""Copy a script's folder for one run of an arm, so that short runs cannot overwrite what the script has written.
 
-What a run writes by an absolute path to elsewhere, or through a link, is not kept apart.
+Writes to an absolute path elsewhere, or through a link, are not isolated.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from engine.limits import SCRIPT, SCRIPT_FILES
 from engine.sealing import digest
 
 COPY_BYTES, COPY_FILES = 256 << 20, 20_000
-"""A larger folder is not copied for each run."""
+"""Largest folder that is copied for each run, in bytes and files."""
 KEPT_BYTES, ALL_KEPT_BYTES = 1 << 20, 8 << 20
 """Largest size of a file of the script that a flip keeps, and of all of them."""
 CODE = "files.json"
@@ -29,13 +29,13 @@ LEFT_OUT = frozenset(
     {"wandb", "mlruns", "lightning_logs", "__pycache__"}
     | {".mypy_cache", ".ruff_cache", ".pytest_cache"}
 )
-"""Folders of trackers and caches: made again where they are needed."""
+"""Folders of trackers and caches, which are recreated on demand."""
 LINKED = frozenset({".git", ".hg", ".venv", "venv", "node_modules"})
-"""Folders that a training reads: links to them take the place of copies."""
+"""Folders that a training only reads, which are linked instead of copied."""
 
 
 def size_to_copy(folder: Path) -> int | None:
-    """The bytes of a folder that would be copied; None for more than is copied."""
+    """Return the size of the files that would be copied, in bytes; None if it exceeds the limits."""
     total = 0
     for count, entry in enumerate(_entries(folder), 1):
         if entry.is_file(follow_symlinks=False):
@@ -46,7 +46,7 @@ def size_to_copy(folder: Path) -> int | None:
 
 
 def _entries(folder: Path) -> Iterator[os.DirEntry[str]]:
-    """What a copy has, folders before what is in them, without what is left out and linked."""
+    """Yield the entries to copy, folders before their content, without those left out or linked."""
     try:
         with os.scandir(folder) as found:
             entries = sorted(found, key=lambda entry: entry.name)
@@ -56,15 +56,14 @@ def _entries(folder: Path) -> Iterator[os.DirEntry[str]]:
         if entry.name in LEFT_OUT or entry.name in LINKED:
             continue
         is_folder = entry.is_dir(follow_symlinks=False)
-        if is_folder and _is_ours(entry.path):
+        if is_folder and _is_run_or_flip(entry.path):
             continue
         yield entry
         if is_folder:
             yield from _entries(Path(entry.path))
 
 
-def _is_ours(folder: str) -> bool:
-    """Whether a folder is a run's or a flip's."""
+def _is_run_or_flip(folder: str) -> bool:
     return any(os.path.isfile(f"{folder}/{name}") for name in ("effective.json", "pairs.jsonl"))
 
 
@@ -94,14 +93,14 @@ def line_of(folder: Path, name: str) -> str:
 
 
 def write_line(folder: Path, name: str, text: str) -> None:
-    """Put another text in the place of a line, behind its own indentation. Raises BadInput, OSError."""
+    """Replace the text of a line, keeping its indentation. Raises BadInput, OSError."""
     file, number, lines = _lines_of(folder, name)
     lines[number - 1] = _line(lines[number - 1], text)
     file.write_text("".join(lines), encoding="utf-8", newline="")
 
 
 def _line(line: str, text: str) -> str:
-    """Return a line with another text between its own indentation and its own end."""
+    """Return a line with a new text, keeping its indentation and its line end."""
     old = line.rstrip("\r\n")
     indent = "" if text[:1].isspace() else old[: len(old) - len(old.lstrip())]
     return f"{indent if text else ''}{text}{line[len(old) :]}"

@@ -22,9 +22,9 @@ MOST_WORKERS = 256
 class ScriptSetting(NamedTuple):
     what: str
     values: tuple[str, ...]
-    """Allowed; none: a number of processes."""
+    """Allowed values; if empty, a number of processes."""
     by_hand: str
-    """What keeps it in the script, with `{}` for the value."""
+    """Code that sets it in the script, with `{}` for the value."""
 
 
 SCRIPT_SETTINGS: dict[str, ScriptSetting] = {
@@ -86,5 +86,5 @@ def read_script_settings(texts: Iterable[str]) -> dict[str, str]:
 
 
 def by_hand(name: str, value: str) -> str:
-    """What to write in the script to keep a setting."""
+    """Return the code that sets a setting in the script."""
     return SCRIPT_SETTINGS[name].by_hand.format(value)

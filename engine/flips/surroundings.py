@@ -104,7 +104,7 @@ def device_lock(device: str, holder: str, *, share: bool = False) -> Iterator[No
                 device,
                 "no other experiment on it",
                 who or "one",
-                hint="wait for it, or measure beside it with --share",
+                hint="wait for it, or measure at the same time with --share",
             ) from None
         os.ftruncate(fd, 0)
         os.pwrite(fd, f"{holder} (pid {os.getpid()})".encode(), 0)

@@ -61,7 +61,7 @@ def _side(change: Change, *, b: bool) -> str:
 
 
 def _command_lines(plan: Plan) -> list[str]:
-    """What is done to a script that is not ours."""
+    """Describe how the runs of a command are started."""
     if plan.command is None:
         return []
     where = plan.command.folder
@@ -152,9 +152,9 @@ def bar(
 
 
 def answer_lines(fields: Mapping[str, Any]) -> list[str]:
-    """What verdict.json says in one sentence, and the next action."""
-    said = answer(fields)
-    return [said.sentence, f"next: {said.action}"]
+    """Return the content of verdict.json in one sentence, and the next action."""
+    found = answer(fields)
+    return [found.sentence, f"next: {found.action}"]
 
 
 def verdict_lines(fields: Mapping[str, Any], *, characters: str = UNICODE) -> list[str]:
@@ -164,7 +164,7 @@ def verdict_lines(fields: Mapping[str, Any], *, characters: str = UNICODE) -> li
 
 
 def detail_lines(fields: Mapping[str, Any], *, characters: str = UNICODE) -> list[str]:
-    """What the sentence rests on: the statistics, the proofs and controls, and the commands to go on with."""
+    """Return the details of a verdict: statistics, proofs, controls, and the next commands."""
     broken = ", interrupted" if fields["interrupted"] else ""
     out = [f"{fields['verdict']} ({fields['class']}{broken}): {fields['reason']}"]
     if fields["effect"] is not None:
@@ -189,18 +189,18 @@ def detail_lines(fields: Mapping[str, Any], *, characters: str = UNICODE) -> lis
     ]
     out += [f"not measured because of {text}" for text in fields["why_grade"]]
     out += [
-        f"beside it: {name} B/A {guard['ratio']:.3f}"
+        f"also changed: {name} B/A {guard['ratio']:.3f}"
         for name, guard in fields["guards"].items()
         if guard["differs"]
     ]
     out.append(f"took {format_seconds(fields['cost_s'])} on {fields['host']['device_name']}")
-    # An older engine told there, and nowhere else, a number of pairs that may be in the millions.
+    # In older verdicts `next` repeats a number of pairs that may be in the millions.
     is_older = "sentence" not in fields and fields["pairs_needed"]
     return out if is_older else [*out, *fields["next"]]
 
 
 def verdict_line(fields: Mapping[str, Any]) -> str:
-    """One line for a flip in a list. The verdict comes first, because a long line is cut off at its end."""
+    """Return one line for a flip in a list. The verdict comes first, because a long line is cut off at its end."""
     effect = "" if fields["effect"] is None else f"  B/A {fields['effect']:.3f}"
     broken = ", interrupted" if fields["interrupted"] else ""
     changes = "; ".join(fields["changes"])

@@ -1,8 +1,8 @@
-"""What a flip can come to (VERDICTS): each verdict with its level, what a measurement of it requires, what it says in
-one sentence, and the one thing to do next.
+"""Verdicts of a flip (VERDICTS): each with its level, the requirements for a measurement, one sentence, and the next
+action.
 
-Every surface shows sentence and action before the statistics. They need nothing but the fields of verdict.json, so
-flips that ended under an older engine are put into the same words.
+Every surface shows sentence and action before the statistics. They need only the fields of verdict.json, so verdicts of
+older engines get the same words.
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ CONTROLS = {
     "equal": "proof that nothing else differs",
     "parity": "parity of the losses",
 }
-"""What measured verdicts require, in words: controls, and proofs about the pairs."""
+"""Requirements of measured verdicts, in words: controls, and proofs about the pairs."""
 BUSY = 0.5
 """Mean number of other processes that ran or waited for a CPU, above which the machine counts as busy."""
 LONGEST_S = 3 * 3600
-"""More time than this for the pairs that are missing is not proposed."""
+"""Maximum time of further pairs that is proposed, in seconds."""
 LARGEST_MARGIN = 0.5
-"""A margin above this says nothing about a setting, so it is not proposed."""
+"""Largest margin that is proposed, as a share; a larger one would prove little about a setting."""
 ON_THE_MARGIN = 0.25
-"""An effect nearer to the margin than this share of it takes so many pairs because of where it lies."""
+"""Distance of an effect from the margin, as a share of it, below which it needs many pairs because it is so close."""
 
 Fields: TypeAlias = Mapping[str, Any]
 """The content of verdict.json."""
@@ -95,8 +95,8 @@ class _Parts(dict[str, str]):
 
 
 def busy_with(fields: Fields) -> float:
-    """How many others wanted the CPUs, in the run that had most of them; 0 on a GPU, on an idle machine, and for what
-    load cannot change."""
+    """Return the number of other processes that wanted the CPUs, in the busiest run; 0 on a GPU, on an idle machine,
+    and for metrics that load cannot change."""
     if fields["metric"] in METRICS and not METRICS[fields["metric"]].varies_with_load:
         return 0.0
     loads = fields["diagnostics"]["neighbour_load"].values()
@@ -375,7 +375,7 @@ def _effect(fields: Fields) -> str:
 
 
 def _verdict_of(ends: list[float], digits: int, margin: float) -> str | None:
-    """What percentages would decide when they are rounded."""
+    """Return the verdict of rounded percentages."""
     mean, low, high = (math.log1p(max(round(end, digits), -99.9) / 100) for end in ends)
     return decide(Interval(mean=mean, low=low, high=high, pairs=0, deviation=0.0), margin)
 
@@ -385,7 +385,7 @@ def _percent(share: float) -> str:
 
 
 def _pair_s(fields: Fields) -> float:
-    """Mean seconds of a pair."""
+    """Return the mean duration of a pair, in seconds."""
     seconds = sum(run["seconds"] for run in fields["raw_runs"])
     return float(seconds / max(1, fields["pairs_run"]))
 

@@ -1,12 +1,12 @@
-"""A flip of a watched run: arm A is its command as the run folder keeps it, B the same with one difference.
+"""Plan a flip of a watched run: arm A is its recorded command, B the same with one difference.
 
     engine flip runs/train-1 --set loader.workers=4         a setting that the probe changes
     engine flip runs/train-1 --env-b OMP_NUM_THREADS=1      a variable of its environment
     engine flip runs/train-1 --b "--num_workers 4"          words: an option that it has is replaced, another added
     engine flip runs/train-1 --line "train.py:42=x = x.detach()"   a line of the script's copy
 
-Its runs must not write over what the script has written before. Each is started in a copy of the script's folder,
-where that is small, and what an output option names is replaced by `{out}`; where neither can be done nothing starts.
+Its runs must not overwrite earlier output of the script. Each is started in a copy of the script's folder if that is
+small, and the value of an output option is replaced by `{out}`; if neither is possible, nothing starts.
 """
 
 from __future__ import annotations
@@ -47,15 +47,15 @@ OUTPUTS = frozenset(
     )
     for between in "_-"
 )
-"""Options that name where a script writes."""
+"""Options that name an output folder of a script."""
 MEASURED_S, LONGEST_S = 5.0, 120.0
-"""The measured steps of an arm are to last so long, and an arm at most so long."""
+"""Minimum duration of an arm's measured steps, and maximum duration of an arm, in seconds."""
 MOST_STEPS = 200
 
 
 def watched_plan(path: Path, b: Mapping[str, str | None], **how: Any) -> Plan:
-    """Make a plan of a watched run's command with what B has otherwise: words, variables, settings of
-    SCRIPT_SETTINGS. Steps and budget that are not given follow from the run. Raises BadInput."""
+    """Make a plan from a watched run's command and B's differences: words, variables, settings of SCRIPT_SETTINGS.
+    Missing steps and budget follow from the run. Raises BadInput."""
     run = RunFolder(path)
     command = read_command(run)
     assert command is not None, "the run is of a command that was watched"
@@ -97,18 +97,18 @@ class Arms(NamedTuple):
     words: tuple[str, ...]
     a: dict[str, str | None]
     b: dict[str, str | None]
-    """What B has otherwise."""
+    """Differences of B."""
     outputs: int
-    """How many options say where the script writes."""
+    """Number of options that name an output folder."""
 
 
 def arms_of(run: RunFolder, b: Mapping[str, str | None]) -> Arms:
-    """The command of a watched run with `{}` and `{out}` in it, and what its arms have. Raises BadInput."""
+    """Return the command of a watched run with `{}` and `{out}` in it, and the values of its arms. Raises BadInput."""
     command = read_command(run)
     assert command is not None, "the run is of a command that was watched"
-    told = run.read_effective()[COMMAND]
-    given = dict(text.split("=", 1) for text in told.get("environment", ()))
-    a: dict[str, str | None] = {**given, **told.get("set", {})}
+    recorded = run.read_effective()[COMMAND]
+    given = dict(text.split("=", 1) for text in recorded.get("environment", ()))
+    a: dict[str, str | None] = {**given, **recorded.get("set", {})}
     words, changed = command.arguments, dict(b)
     if not words or any(REDACTED in text for text in (*words, *given.values())):
         found = "one with a secret, which is not kept" if words else "none"
@@ -121,8 +121,8 @@ def arms_of(run: RunFolder, b: Mapping[str, str | None]) -> Arms:
 
 
 def options_for(assignment: str) -> list[str]:
-    """The options of `engine flip` for what B does otherwise: words begin with a dash, a setting has a dot in its
-    name, and a variable of the environment has none."""
+    """Return the options of `engine flip` for a difference of B: words begin with a dash, a setting has a dot in its
+    name, an environment variable has none."""
     if assignment.startswith("-"):
         return ["--b", assignment]
     if LINE.fullmatch(assignment.partition("=")[0]):
@@ -131,7 +131,7 @@ def options_for(assignment: str) -> list[str]:
 
 
 def difference(assignment: str) -> dict[str, str | None]:
-    """What B has otherwise, for `watched_plan`. Raises UsageError."""
+    """Return B's difference, for `watched_plan`. Raises UsageError."""
     option, text = options_for(assignment)
     if option == "--b":
         return {WORDS: text}
@@ -150,7 +150,7 @@ def _refused(path: Path, expected: str, found: str, hint: str | None = None) -> 
 
 
 def lasting(run: RunFolder, is_of_loaders: bool) -> tuple[int, float]:
-    """Steps and seconds of all pairs with which an arm of a run's command lasts as long as it should."""
+    """Return the steps of an arm and the seconds of all pairs that suit the speed of a run."""
     view = Follower(run).read_all()
     known, made = time_of_run(view, WARM_UP_STEPS), view.last_step
     least = STEPS_OF_LOADERS if is_of_loaders else STEPS
@@ -159,7 +159,7 @@ def lasting(run: RunFolder, is_of_loaders: bool) -> tuple[int, float]:
     start_s, step_s = known
     steps = min(max(least, math.ceil(MEASURED_S / step_s)), MOST_STEPS)
     steps = min(steps, max(STEPS, int(LONGEST_S / step_s)))
-    # The script may have no more steps than it made.
+    # The script may have no more steps than the run made.
     steps = max(min(steps, made), 2 * WARM_UP_STEPS)
     return steps, max(BUDGET_S, 60.0 * math.ceil(4 * PAIRS_MIN * (start_s + steps * step_s) / 60))
 
@@ -168,13 +168,13 @@ def lasting(run: RunFolder, is_of_loaders: bool) -> tuple[int, float]:
 
 
 def option_of(word: str) -> str:
-    """The name of an option with `-` for `_`; empty for a word that is none."""
+    """Return the name of an option with `-` for `_`; empty for a word that is none."""
     name = word.partition("=")[0]
     return name.replace("_", "-") if name.startswith("--") else ""
 
 
 def options_of(words: Sequence[str]) -> dict[str, tuple[str, str]]:
-    """Each option of a command as it is spelt and its value, empty for a flag; by its name with `-` for `_`."""
+    """Return each option of a command as spelt and its value, empty for a flag; by its name with `-` for `_`."""
     return {
         option_of(words[at]): (words[at].partition("=")[0], _value_of(words, at)[0])
         for at in _options(words)
@@ -186,7 +186,7 @@ def _options(words: Sequence[str]) -> Iterator[int]:
 
 
 def _value_of(words: Sequence[str], at: int) -> tuple[str, int]:
-    """The value of the option at a place, and the place behind it."""
+    """Return the value of the option at index `at`, and the index after it."""
     _, equals, value = words[at].partition("=")
     if equals:
         return value, at + 1
@@ -196,8 +196,8 @@ def _value_of(words: Sequence[str], at: int) -> tuple[str, int]:
 
 
 def _without_options(words: Sequence[str], other: str) -> tuple[tuple[str, ...], str]:
-    """Put `{}` into a command for the options that the words `other` name, or at its end, and return what stood
-    there."""
+    """Replace the options that `other` names in a command by `{}`, or append it; return the command and the replaced
+    words."""
     try:
         named = set(filter(None, map(option_of, shlex.split(other))))
     except ValueError as error:
@@ -210,7 +210,7 @@ def _without_options(words: Sequence[str], other: str) -> tuple[tuple[str, ...],
     while at < len(words):
         end = at + 1
         if option_of(words[at]) in named:
-            # A flag takes no value, and the word behind it is not its own.
+            # A flag takes no value: the next word does not belong to it.
             end = _value_of(words, at)[1] if has_value else end
             if not taken:
                 kept.append(WORDS)
@@ -222,7 +222,7 @@ def _without_options(words: Sequence[str], other: str) -> tuple[tuple[str, ...],
 
 
 def _into_out(words: Sequence[str]) -> tuple[tuple[str, ...], int]:
-    """Replace what output options name by a path in `{out}`; returns how many there were too."""
+    """Replace the values of output options by paths in `{out}`; return the command and the number of replacements."""
     found, count = list(words), 0
     for at in _options(words):
         name, equals, _ = words[at].partition("=")

@@ -197,7 +197,7 @@ def test_a_finding_of_the_first_version_opens_read_only_with_todays_level(tmp_pa
     finding = copy.read()
     assert isinstance(finding, Older)
     said = "\n".join(finding.lines)
-    assert "was closed as root-cause" in said and "said to be supported" in said
+    assert "was closed as root-cause" in said and "recorded as supported" in said
     for change in (changes.close, lambda b: changes.note(b, "x")):
         with pytest.raises(EngineError, match="read-only"):
             change(copy)

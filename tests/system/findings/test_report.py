@@ -122,7 +122,7 @@ def test_a_finding_shows_its_tests_and_names_what_was_changed(tmp_path: Path) ->
 def test_a_finding_of_the_first_version_has_a_page_too() -> None:
     text = report(ROOT / "evidence" / "2026-11-21-hang-at-step-zero")
     whole(text)
-    assert "of an earlier version" in text and "said to be supported" in text
+    assert "of an earlier version" in text and "recorded as supported" in text
 
 
 def test_the_command_writes_the_file_and_keeps_one_that_exists(

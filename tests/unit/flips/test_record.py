@@ -385,7 +385,7 @@ def test_the_words_of_a_verdict_hold_what_it_rests_on(tmp_path: Path) -> None:
         "4 of 5 pairs compared",
         "left out: pair 1: B killed_external after 0 steps: from outside",
         "manipulation: pass",
-        "beside it: tokens_per_s B/A 1.35",
+        "also changed: tokens_per_s B/A 1.35",
         "next: set compute.threads=1",
     ):
         assert part in said, said
