@@ -1,11 +1,11 @@
-"""The processes that the engine starts of itself, and what Python imports in them.
+"""Start the engine's child processes, and control what Python imports in them.
 
-Python puts the folder of `python -m`, and the entries of PYTHONPATH, in front of everything: an `engine.py` there
-hides this package, and a `token.py` runs in place of the standard library's. Our own processes therefore start with
-`-P`, and with PYTHONPATH put aside:
+Python puts the folder of `python -m`, and the entries of PYTHONPATH, first in `sys.path`: an `engine.py` there
+hides this package, and a `token.py` replaces the standard library's. The engine's processes therefore start with
+`-P`, and with PYTHONPATH renamed:
 
     command("engine.watch", RUN)    python -P -m engine.watch RUN
-    environment()                   the environment for it: PYTHONPATH is put aside
+    environment()                   the environment for it: PYTHONPATH is renamed
     begin()                         in the child, before any other import: PYTHONPATH is back in the environment, for
                                     the scripts of users that are started there, and its entries are the last of
                                     `sys.path`: Python did not read them, so no `sitecustomize` in them has run

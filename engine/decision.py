@@ -31,7 +31,7 @@ class Decision:
     rejected: tuple[tuple[str, str], ...] = ()
     """Each allowed value that was not chosen, with the reason."""
     impossible: tuple[str, ...] = ()
-    """Those of them that this run cannot have on this machine: asking for them is refused, or changes nothing."""
+    """Rejected values that this run cannot have on this machine: setting one is refused, or changes nothing."""
     overridden: bool = False
     """True when the user set the value and nothing was decided automatically."""
 

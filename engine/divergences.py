@@ -44,7 +44,7 @@ class Logits(NamedTuple):
     """log sum e^z"""
     log_t_C1: Tensor
     spare: list[Tensor]
-    """Additional [C, V] buffers, beside z, t, q and p: as many as the table says."""
+    """Additional [C, V] buffers besides z, t, q and p; the table has their number."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

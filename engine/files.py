@@ -190,12 +190,12 @@ def depth_of(value: object) -> int:
 
 
 def user_cache(what: str) -> Path:
-    """Return a folder of the user's cache: what can be made again."""
+    """Return a folder of the user's cache, whose content can be recomputed."""
     return _of_user("XDG_CACHE_HOME", ".cache") / what
 
 
 def user_state(what: str) -> Path:
-    """Return a folder or file of the user's state: what earlier runs have shown, and cannot be made again."""
+    """Return a folder or file of the user's state: results of earlier runs, which cannot be recomputed."""
     return _of_user("XDG_STATE_HOME", ".local/state") / what
 
 

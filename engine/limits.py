@@ -18,15 +18,15 @@ KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limit:
-    """The largest amount of something that is accepted."""
+    """Largest accepted amount of something."""
 
     what: str
-    """What has the limit, as the user knows it."""
+    """Name of the limited input, as the user knows it."""
     most: int
-    """The largest accepted amount."""
+    """Largest accepted amount, in `unit`."""
     unit: str
     beyond: str = "refused, exit 65"
-    """What happens to a larger amount."""
+    """Treatment of a larger amount."""
 
     def __str__(self) -> str:
         return f"at most {self.most:,} {self.unit}"
@@ -60,7 +60,7 @@ SPEC_TEXT = Limit(what="a text or path in a spec or a --set", most=4000, unit="b
 SPEC_NAME = Limit(what="one name of a path", most=255, unit="bytes")
 SETS = Limit(what="--set of one command", most=1000, unit="arguments")
 SPEC_PROBLEMS = Limit(
-    what="problems of a spec that are told at once", most=50, unit="lines", beyond="counted"
+    what="problems of a spec that are reported at once", most=50, unit="lines", beyond="counted"
 )
 BATCH_TOKENS = Limit(
     what="tokens of one forward pass: train.rows x data.seq_len", most=1 << 32, unit="tokens"
@@ -211,7 +211,7 @@ LOG_NUMBER = Limit(
     beyond=_BROKEN_LINE,
 )
 COLUMNS_FILE = Limit(
-    what="a file of columns beside a log",
+    what="a file of columns of a log",
     most=64 * MIB,
     unit="bytes",
     beyond="not used: the lines are read",
@@ -229,7 +229,7 @@ IMPORT_SETTINGS = Limit(
 # Findings
 FINDING = Limit(what="`finding.json`", most=16 * MIB, unit="bytes")
 ARTIFACT = Limit(what="an artifact of a finding", most=64 * MIB, unit="bytes")
-FINDINGS_LOG = Limit(what="`LOG.md` beside findings", most=16 * MIB, unit="bytes")
+FINDINGS_LOG = Limit(what="`LOG.md` of findings", most=16 * MIB, unit="bytes")
 
 # Replies of a program under test; the judge enforces the same numbers (`engine.evaluate.guest_wire`).
 ANSWER_BYTES = Limit(
@@ -260,7 +260,7 @@ STUDENT_FILE = Limit(
     what="a file of a student whose hash is compared",
     most=256 * GIB,
     unit="bytes",
-    beyond="told as not equal",
+    beyond="reported as not equal",
 )
 EVALUATION = Limit(what="an evaluation given to gate or publish", most=GIB, unit="bytes")
 CONTRACT_RECEIPTS = Limit(what="receipts of a contract", most=64 * MIB, unit="bytes")
@@ -304,7 +304,7 @@ def markdown() -> str:
         "|---|---|---|",
         *(f"| {one.what} | {one.most:,} {one.unit} | {one.beyond} |" for one in table()),
         "",
-        "A document is tokenized in pieces. Beside its text, that takes at most 8 bytes for each of its tokens, and a",
+        "A document is tokenized in pieces. Besides its text, that takes at most 8 bytes for each of its tokens, and a",
         "byte of normalized text is at most one token of byte-level BPE; and 512 MiB.",
     ]
     return "\n".join(lines) + "\n"

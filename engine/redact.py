@@ -2,7 +2,7 @@
 
 All text that enters a bundle or a receipt passes through here before it is hashed, so that not even a digest
 of a secret remains. A secret becomes `[redacted: SORT]`, and the count of each sort is returned and stored
-beside the text. Detected are:
+with the text. Detected are:
 
     forms       keys and webhooks of known services, `Authorization` headers, cookies, user and password in
                 a URL, signatures in its query, private keys
@@ -29,7 +29,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from urllib.parse import quote, unquote
 
-# Values behind a secret-like name
+# Values after a secret-like name
 
 _KEYS = "access api secret private auth signing encryption session master account client license webhook"
 # The search is fast because every alternative begins with a plain character, and the text is in lower case.
@@ -38,7 +38,7 @@ NAME = (
     + "|".join(f"{word}[ _-]?keys?" for word in _KEYS.split())
     + ")"
 )
-"""How the name of a secret ends."""
+"""Pattern of the end of a secret's name."""
 
 _NAMED = re.compile(
     rf"({NAME})(?:[_-]?[0-9]{{1,3}})?"
@@ -113,7 +113,7 @@ _NO_SECRETS = tuple(
         (r"(?:[a-z0-9_.]*\.)?token", r"\s*[:,]?\s*", r"[-+]?[0-9][0-9_.,]*(?:[eE][-+]?[0-9]+)?"),
     )
 )
-"""What stands behind a secret-like name and is none, so that logs and code stay readable."""
+"""Patterns of values after a secret-like name that are no secrets, so that logs and code stay readable."""
 
 
 def named_values(text: str) -> Iterator[tuple[int, int, str]]:
@@ -122,9 +122,9 @@ def named_values(text: str) -> Iterator[tuple[int, int, str]]:
     Each is (start, stop, quote), where the quote must enclose the replacement so that JSON stays JSON.
 
         HF_TOKEN=abc    --api-key x    "password": "a b"    secret: |       <password>x</password>
-        X-Auth-Token: x    'token', 'x' behind a dash    token%3Dabc        ENV HF_TOKEN abc
+        X-Auth-Token: x    'token', 'x' after a dash     token%3Dabc        ENV HF_TOKEN abc
 
-    Only the end of a name counts (`NAME`), whatever stands before it; values in `_NO_SECRETS` are left out.
+    Only the end of a name counts (`NAME`), whatever precedes it; values in `_NO_SECRETS` are left out.
     """
     done = 0
     # İ is the only letter whose lower case is two characters.

@@ -1,4 +1,4 @@
-"""What is kept to be checked later: one form of JSON, hashes and times."""
+"""Canonical JSON, hashes and times of records that are verified later."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""How SIGTERM, SIGINT (Ctrl-C) and SIGHUP (a closed terminal) end a command: within two seconds whatever it is
-doing, with no partial output and no child process left behind.
+"""End a command on SIGTERM, SIGINT (Ctrl-C) and SIGHUP (a closed terminal) within two seconds, whatever it is doing,
+without leaving partial output or child processes.
 
     command ---(wake-up pipe: the signal's number)---> guard
         |  raises `Stopped`, unwinds                      |  GRACE_S later, or once the command is gone:
@@ -268,7 +268,7 @@ def _remove(path: Path) -> None:
 
 def _stand_guard(main: int, main_fd: int, wake: int, messages: socket.socket) -> None:
     """Main function of the guard; it returns when nothing is left to do."""
-    # In its own session neither Ctrl-C nor a closed terminal reaches the guard, and nobody waits for our
+    # In its own session neither Ctrl-C nor a closed terminal reaches the guard, and no process waits for its
     # stdout.
     os.setsid()
     for one in ENDING:

@@ -1,7 +1,7 @@
 """The only module that writes to a terminal or a pipe: `put` to stdout, `say` and `StatusLine` to stderr.
 
 stdout carries data, stderr messages for a person. The text may come from anywhere: the name of a folder, a
-line of somebody else's log, text that a model generated. A terminal obeys escape sequences, so only printable
+line of another program's log, text that a model generated. A terminal obeys escape sequences, so only printable
 characters are written:
 
     newline and tab           stay
@@ -200,8 +200,8 @@ class ArgumentParser(argparse.ArgumentParser):
             (say if file is sys.stderr else put)(message, end="")
 
 
-def columns_of(stream: TextIO, otherwise: int = 80) -> int:
-    """Return the width in characters of the terminal behind `stream`; for a pipe COLUMNS, or `otherwise`.
+def columns_of(stream: TextIO, fallback: int = 80) -> int:
+    """Return the width of the terminal of `stream`, in characters; for a pipe COLUMNS, or `fallback`.
 
     The terminal's own size has priority. `shutil.get_terminal_size` prefers COLUMNS, which is the size that
     another terminal had when a parent exported it. It also queries stdout, which may be a pipe while a line
@@ -212,7 +212,7 @@ def columns_of(stream: TextIO, otherwise: int = 80) -> int:
         columns = os.get_terminal_size(stream.fileno()).columns
     except (OSError, ValueError):
         columns = 0
-    return columns or shutil.get_terminal_size((otherwise, 24)).columns
+    return columns or shutil.get_terminal_size((fallback, 24)).columns
 
 
 def _named(value: Any) -> Any:

@@ -89,7 +89,7 @@ def format_value(value: float | None, digits: int = 4) -> str:
 
 
 def format_need(needed_bytes: int, available_bytes: int | None) -> str:
-    """Format a need beside what there is: `31.2 GiB of 80.0 GiB available`."""
+    """Format needed and available memory: `31.2 GiB of 80.0 GiB available`."""
     if available_bytes is None:
         return format_bytes(needed_bytes)
     return f"{format_bytes(needed_bytes)} of {format_bytes(available_bytes)} available"

@@ -1,4 +1,4 @@
-"""The verdict of a check, `Fail < Unknown < Pass`, and its answer: a verdict with the numbers behind it.
+"""The verdict of a check, `Fail < Unknown < Pass`, and its answer: a verdict with its numbers.
 
 Skipped, stale, not run and "the tool is absent" are all UNKNOWN, never PASS. The verdict of a set is the
 lowest of its members. An empty set is UNKNOWN, because nothing was checked.

@@ -34,6 +34,7 @@ WORDS = re.compile(
 
 CLEAN = frozenset(
     {
+        "engine",
         "engine/attach",
         "engine/audit",
         "engine/checks",
@@ -53,7 +54,6 @@ CLEAN = frozenset(
     }
 )
 BOUNDS = {
-    "engine": 29,
     "engine/bench": 9,
     "engine/cli": 34,
     "engine/contracts": 4,
