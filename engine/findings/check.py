@@ -304,10 +304,8 @@ def _pair_faults(
                 yield f"{outcome.run} began before the flip"
             if run.read_effective().get("flip_sha256", test.plan_sha256) != test.plan_sha256:
                 yield f"{outcome.run} is of another flip"
-            agrees = shown_by(plan, run, outcome.state)[0] == outcome.shown
-            if plan.attempt:
-                agrees &= trace_of_arm(plan, outcome.arm, run) == outcome.trace
-            if not agrees:
+            trace = trace_of_arm(plan, outcome.arm, run) if plan.attempt else outcome.trace
+            if (shown_by(plan, run, outcome.state)[0], trace) != (outcome.shown, outcome.trace):
                 yield f"{outcome.run}: its logs do not agree with the pair"
             if plan.attempt and read_code(code_folder(run.path)) != outcome.code:
                 yield f"{outcome.run}: the list of its script's files differs from the recorded one"

@@ -41,8 +41,7 @@ def next_words(finding: Finding) -> str:
         return (
             f"mend {cause.assignment}: name the mended change as a cause, and withdraw {cause.id}"
         )
-    again = any(test.cause == cause.id and test.verdict for test in finding.tests)
-    return f"test {cause.id}{' again, with more steps' if again else ''}: does {cause.assignment} end it?"
+    return f"test {cause.id}: does {cause.assignment} end it?"
 
 
 def lines(finding: Finding | Older, broken: Mapping[str, str] | None = None) -> list[str]:

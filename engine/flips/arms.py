@@ -348,7 +348,6 @@ def _facts(view: RunView) -> dict[str, Any]:
             "optimizer": watched.optimizer,
             "trainable parameters": watched.parameters,
             "ranks": watched.world,
-            "places": watched.places,
             "torch": watched.torch,
             "rows per step": view.steps.values("rows", 0, _STEPS_COMPARED),
         }

@@ -136,11 +136,8 @@ def _judge_shown(plan: Plan, pairs: Sequence[Pair], ended: str) -> Judgement | N
     for pair in pairs:
         if pair.b.shown:
             return Judgement(KEEPS_IT, f"B shows it too, in pair {pair.number}: {pair.b.reason}")
-        whys = [why for one in (pair.a, pair.b) if (why := _says_nothing(one))] or _differs(
-            plan, pair
-        )
-        if whys:
-            spoilt.append(f"pair {pair.number}: {whys[0]}")
+        if why := _spoils(plan, pair):
+            spoilt.append(f"pair {pair.number}: {why}")
         else:
             counted.append(pair)
     if len({one.code for one in outcomes_of(pairs)}) > 1:
@@ -167,32 +164,25 @@ def _judge_shown(plan: Plan, pairs: Sequence[Pair], ended: str) -> Judgement | N
     return Judgement(INCONCLUSIVE, f"{text}, of {needed} that it takes; {ended}{also}")
 
 
-def _says_nothing(one: Outcome) -> str:
-    """Return why a run counts for nothing; empty where it tells."""
-    if one.shown is None:
-        return f"{one.arm}: {one.reason}"
-    if one.ended_from_outside and not one.shown:
-        return f"{one.arm} was ended from outside: {one.reason}"
-    return ""
-
-
-def _differs(plan: Plan, pair: Pair) -> list[str]:
-    """Return why the runs of a pair are no runs of one training."""
-    a, b = (one.facts.get("places") for one in (pair.a, pair.b))
-    if a and b and a != b:
-        return [f"the training is at other lines in B than in A: {b} and {a}"]
+def _spoils(plan: Plan, pair: Pair) -> str:
+    """Return why a pair counts for nothing; empty where it tells."""
+    for one in (pair.a, pair.b):
+        if one.shown is None:
+            return f"{one.arm}: {one.reason}"
+        if one.ended_from_outside and not one.shown:
+            return f"{one.arm} was ended from outside: {one.reason}"
     a, b = (one.facts.get("trainable parameters") for one in (pair.a, pair.b))
     if a and b and a > b:
-        return [f"B trains {b:,} parameters, A {a:,}"]
+        return f"B trains {b:,} parameters, A {a:,}"
     # Half a batch comes to the same row in twice the steps: without a count of rows the first loss tells.
     assert plan.observed is not None, "the pair asks about an observation"
     uncounted = plan.observed.kind == "exit" and plan.observed.step and not plan.observed.rows
     if uncounted and pair.b.state == ANSWERED and pair.a.losses[:1] != pair.b.losses[:1]:
-        return [
+        return (
             "B has another loss than A in step 1, and the rows of a step are not known: only a run to its own end "
             "would tell (--steps)"
-        ]
-    return []
+        )
+    return ""
 
 
 def _judge_as_before(plan: Plan, pairs: Sequence[Pair], ended: str) -> Judgement | None:

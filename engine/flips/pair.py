@@ -135,10 +135,12 @@ def proofs(plan: Plan, a: Outcome, b: Outcome, flip: Path) -> dict[str, Verdict 
 
 
 def same_work(plan: Plan, a: Outcome, b: Outcome, flip: Path) -> Verdict | None:
-    """Fail a run that does not show what is asked and left out some of the work in which the other one failed."""
-    if not (plan.attempt and a.shown and b.shown is False):
+    """Fail a run that does not show what is asked, and left out work in which the other one failed."""
+    if not a.shown or b.shown is not False:
         return None
-    left_out = work_left_out(*(RunFolder(flip / one.run) for one in (a, b)))
+    (change,) = plan.changes
+    runs = RunFolder(flip / a.run), RunFolder(flip / b.run)
+    left_out = work_left_out(*runs, change.text(b=False), change.text(b=True))
     return Verdict(Level.FAIL, f"B did not do the work of A: {left_out}") if left_out else None
 
 

@@ -8,11 +8,12 @@ be meant: then the rows have to be counted, and as many (`observed.shown`).
 
 from __future__ import annotations
 
+import ast
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Container, Mapping, Sequence
 from itertools import pairwise
 
-from engine.log.events import Worked
+from engine.log.events import Watched, Worked
 from engine.log.folder import RunFolder
 from engine.log.observed import LOGS, lines_of, log_of
 
@@ -22,20 +23,36 @@ _BEGINS = "0:"
 """Beginning of the name of the first batch of a pass."""
 
 
-def work_left_out(a: RunFolder, b: RunFolder) -> str | None:
+def work_left_out(a: RunFolder, b: RunFolder, was: str = "", now: str = "") -> str | None:
     """Return what run `b` left out of the work of run `a`, in words: empty where it did all of it, None where the logs
-    do not tell. Raises RunLogError."""
-    works = [_work_of(run) for run in (a, b)]
-    if not all(works):
+    do not tell. `was` and `now` are the line that was changed for `b`. Raises RunLogError."""
+    (its_a, places_a), (its_b, places_b) = (_work_of(run) for run in (a, b))
+    if not its_a or not its_b:
         return None
-    found = [_batches(*works), *_counters(*works)]
+    if places_a != places_b:
+        return f"its training is at other lines: {places_b}, and {places_a} in A"
+    set_anew = _assigned(now) - _assigned(was)
+    found = [_batches(its_a, its_b), *_counters(its_a, its_b, set_anew)]
     known = [one for one in found if one is not None]
     return next((one for one in known if one), "") if known else None
 
 
-def _work_of(run: RunFolder) -> list[Worked]:
-    events = (line.event for log in LOGS for line in lines_of(log_of(run, log)))
-    return [event for event in events if isinstance(event, Worked)]
+def _work_of(run: RunFolder) -> tuple[list[Worked], Mapping[str, str]]:
+    """Return the steps of a run, and the lines of its script that make them."""
+    events = [line.event for log in LOGS for line in lines_of(log_of(run, log))]
+    places = (event.places for event in events if isinstance(event, Watched))
+    return [event for event in events if isinstance(event, Worked)], next(places, {})
+
+
+def _assigned(line: str) -> set[str]:
+    """Return the names that a line assigns; none where it is no Python."""
+    for text in (line.strip(), f"{line.strip()} pass"):
+        try:
+            nodes = [*ast.walk(ast.parse(text))]
+        except (SyntaxError, ValueError, RecursionError):
+            continue
+        return {one.id for one in nodes if isinstance(one, ast.Name) and type(one.ctx) is ast.Store}
+    return set()
 
 
 def _batches(a: Sequence[Worked], b: Sequence[Worked]) -> str | None:
@@ -60,22 +77,19 @@ def _batches(a: Sequence[Worked], b: Sequence[Worked]) -> str | None:
     return ""
 
 
-def _counters(a: Sequence[Worked], b: Sequence[Worked]) -> list[str | None]:
-    shared = a[0].counters.keys() & b[0].counters.keys()
-    found = [_counter(name, a, b) for name in sorted(shared)]
-    gone = a[0].counters.keys() - b[0].counters.keys()
-    return [*found, *(_gone(name, a, b) for name in sorted(gone))]
-
-
-def _gone(name: str, a: Sequence[Worked], b: Sequence[Worked]) -> str | None:
-    """Return that B no longer counts what A counts in a function that both run."""
-    done = [one.counters[name] for one in a if not one.failed and name in one.counters]
-    function, _, variable = name.partition(".")
-    is_run = any(other.startswith(f"{function}.") for other in b[0].counters)
-    pace = _pace(done)
-    if not is_run or not pace or any(y - x != pace for x, y in pairwise(done)):
-        return None
-    return f"`{variable}` counts the steps of A, and is no integer in B"
+def _counters(
+    a: Sequence[Worked], b: Sequence[Worked], set_anew: Container[str]
+) -> list[str | None]:
+    found: list[str | None] = []
+    for name in sorted(a[0].counters):
+        variable = name.partition(".")[2]
+        done = [one.counters[name] for one in a if not one.failed and name in one.counters]
+        pace = _pace(done)
+        if pace and variable in set_anew and all(y - x == pace for x, y in pairwise(done)):
+            found.append(f"it assigns `{variable}`, which counts the steps of A")
+        elif name in b[0].counters:
+            found.append(_counter(name, a, b))
+    return found
 
 
 def _counter(name: str, a: Sequence[Worked], b: Sequence[Worked]) -> str | None:
@@ -108,7 +122,7 @@ def _pace(values: Sequence[int | None]) -> int:
     """Return by how much a counter grows with most steps; 0 where it is none."""
     known = [one for one in values[:_STEPS] if one is not None]
     deltas = Counter(after - before for before, after in pairwise(known))
-    if sum(deltas.values()) < 3:
+    if sum(deltas.values()) < 2:
         return 0
     ((delta, count),) = deltas.most_common(1)
     return delta if 2 * count > sum(deltas.values()) else 0

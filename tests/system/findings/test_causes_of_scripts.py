@@ -149,6 +149,23 @@ NONSENSE = {
         "for x, y in (one for one in DataLoader(data, batch_size=8) if one[0].isfinite().all()):",
         "step 26 of B took 2 batches",
     ),
+    "the counter moved on before it meets the condition": Attempt(
+        AT_A_STEP,
+        "exit",
+        "optimizer.step()",
+        "optimizer.step(); step += step == 20",
+        "it assigns `step`",
+    ),
+    "the counter made a text": Attempt(
+        AT_A_STEP, "exit", "loss.backward()", "loss.backward(); step = str(step)", "assigns `step`"
+    ),
+    "a begin after the step that fails": Attempt(
+        AT_A_STEP.replace("range(given", "range(int(os.environ.get('START', 0)), given"),
+        "exit",
+        "",
+        "START=21",
+        "`step` is 21 in step 1 of B",
+    ),
     "half the batch": Attempt(AT_A_ROW, "exit", "", "--batch 4", "NOT_TESTED"),
     "a mistyped import": Attempt(
         AT_A_STEP, "exit", "import argparse", "import argparse, os, sys, nothere", "NOT_TESTED"
@@ -163,7 +180,7 @@ NONSENSE = {
         "identity kept_gradients",
         "loss.backward()",
         "import decoy; decoy.run()",
-        "NOT_TESTED",
+        "its training is at other lines",
     ),
 }
 HONEST = {

@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from engine.log.events import Worked
+from engine.log.events import Watched, Worked
 from engine.log.folder import RunFolder
 from engine.log.work import work_left_out
 from tests.support.run_folders import Scene
+from tests.unit.flips.test_proposals import PROBED
 
 
 def run_of(path: Path, worked: list[Worked]) -> RunFolder:
@@ -52,7 +53,6 @@ SIX = [0, 1, 2, 3, 4, 5]
         (counted([4, 8, 10], fails=True), counted([4, 8, 12, 16, 20]), ""),
         (counted([0, 1, 2, 0], fails=True), counted([0, 1, 2, 0, 1, 2]), ""),
         (counted([0, 1, 2, 2], fails=True), counted([0, 1, 2, 4, 5, 6]), "`i` is 4 in step 4 of B"),
-        (counted(SIX, x=SIX), [Worked(step=1, counters={"main.x": 0})] * 6, "`i` counts the steps"),
         # What does not grow evenly in A is no counter, nor what B changed from the first step on.
         (counted(SIX, x=[0, 1, 1, 3, 4, 4]), counted(SIX, x=[0, 1, 2, 3, 4, 5]), ""),
         (counted([4, 8, 12]), counted([2, 4, 6, 8]), None),
@@ -74,3 +74,34 @@ def test_what_was_left_out_is_named(
 ) -> None:
     found = work_left_out(run_of(tmp_path / "a", a), run_of(tmp_path / "b", b))
     assert found == said if not said else found is not None and said in found
+
+
+@pytest.mark.parametrize(
+    ("was", "now", "said"),
+    [
+        ("step()", "step(); i += i == 2", "it assigns `i`, which counts the steps of A"),
+        ("step()", "step(); i = str(i)", "it assigns `i`, which counts the steps of A"),
+        ("for i in x:", "for i in y:", ""),
+        ("x = i", "x = i + 1", ""),
+        ("--batch 8", "--batch 4", ""),
+    ],
+)
+def test_a_change_may_not_set_what_counts_the_steps(
+    tmp_path: Path, was: str, now: str, said: str
+) -> None:
+    """A condition of the step that fails would not be met any more."""
+    runs = run_of(tmp_path / "a", counted([0, 1, 2, 3], True)), run_of(tmp_path / "b", counted(SIX))
+    assert work_left_out(*runs, was, now) == said
+
+
+def test_a_training_elsewhere_is_another_one(tmp_path: Path) -> None:
+    runs = []
+    for place in ("train.py:9", "decoy.py:3"):
+        scene = Scene(tmp_path / place).open()
+        scene.events(
+            Watched(**PROBED, device="cpu", parameters=1, world=1, places={"step": place}),
+            *counted(SIX),
+        )
+        runs.append(scene.close().run)
+    found = work_left_out(runs[0], runs[1])
+    assert found is not None and "at other lines" in found
