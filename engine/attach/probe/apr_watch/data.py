@@ -283,16 +283,19 @@ def _may_repeat(sampler: Any) -> bool:
     )
 
 
+def parts_of(torch: Any, batch: Any) -> list[Any]:
+    """Return the batch if it is a tensor, else the items of a mapping, list or tuple."""
+    if isinstance(batch, torch.Tensor):
+        return [batch]
+    if isinstance(batch, Mapping):
+        return list(batch.values())
+    return list(batch) if isinstance(batch, (list, tuple)) else []
+
+
 def print_of(torch: Any, batch: Any) -> Any:
     """Return the bytes of some rows of a batch on the host, as a fingerprint; None where there are too few."""
-    if isinstance(batch, torch.Tensor):
-        parts = [batch]
-    elif isinstance(batch, Mapping):
-        parts = list(batch.values())
-    else:
-        parts = list(batch) if isinstance(batch, (list, tuple)) else []
     found = []
-    for one in parts[:_TENSORS]:
+    for one in parts_of(torch, batch)[:_TENSORS]:
         if type(one) is not torch.Tensor or not one.is_cpu or one.layout != torch.strided:
             continue
         if not one.dim() or not one.numel() or one.is_quantized or one.is_complex():

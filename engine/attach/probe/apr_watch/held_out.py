@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Mapping
 from typing import Any
 
+from .data import parts_of
 from .parameters import FACT, PASS, SUSPICION, Line
 
 _MAX_ROWS = 1 << 15
@@ -104,15 +104,9 @@ class HeldOut:
 
 def _hashes(torch: Any, batch: Any) -> list[int]:
     """Return hashes of the rows of a batch on the host, without rows of one repeated number."""
-    if isinstance(batch, torch.Tensor):
-        parts = [batch]
-    elif isinstance(batch, Mapping):
-        parts = list(batch.values())
-    else:
-        parts = list(batch) if isinstance(batch, (list, tuple)) else []
     found = [
         one
-        for one in parts
+        for one in parts_of(torch, batch)
         if type(one) is torch.Tensor
         and one.is_cpu
         and one.layout == torch.strided
