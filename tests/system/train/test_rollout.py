@@ -70,6 +70,16 @@ def test_a_step_on_written_rows_passes_its_audit(
         )
 
 
+def test_whoever_writes_and_whoever_trains_are_one_model(kit: Kit, tmp_path: Path) -> None:
+    # A rate at which a step moves the probabilities of a text far beyond rounding.
+    run, code = carried_out(kit, tmp_path, **{**WRITES, "train__lr": 0.05, "rollout__share": 1.0})
+    assert code == 0
+    wrote = of(run, Wrote)
+    assert len({round(one.entropy, 3) for one in wrote}) == len(wrote)
+    for one in wrote:
+        assert one.cross_entropy == pytest.approx(one.entropy, abs=1e-4)
+
+
 def test_a_replay_writes_the_same_text(kit: Kit, tmp_path: Path, trainer_here: None) -> None:
     run, code = carried_out(kit, tmp_path, **WRITES)
     assert code == 0
