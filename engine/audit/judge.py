@@ -67,6 +67,9 @@ TARGETS_ALLOWED = 8
 DEVIATIONS = 6
 """Maximum distance of the mean of draws from its expectation, in standard deviations: chance exceeds it in one audit
 of a billion."""
+LOG_ROUNDINGS = 8
+"""Roundings of a token's gradient where it is q (log q - log p - KL) and not q - p: two logits and two normalisers, and
+the same in the mean."""
 ROUNDED_ROWS = 2
 """Number of rows that are recomputed with rounding errors added, to measure the effect of rounding alone."""
 ROUNDED_PER_SHOWN = 4
@@ -795,7 +798,9 @@ def _hidden_gradients(step: _Step) -> Answer:
         error_N = (found_ND - wanted_ND).norm(dim=1)
         square += float(error_N.square().sum())
         size += float(wanted_ND.square().sum())
-        excess_N = (error_N / (relative * 8 * wanted_ND.norm(dim=1) + floor)).nan_to_num(math.inf)
+        roundings = LOG_ROUNDINGS if one.objective.divergence != "forward_kl" else 1
+        allowed_N = relative * 8 * wanted_ND.norm(dim=1) + roundings * floor
+        excess_N = (error_N / allowed_N).nan_to_num(math.inf)
         if len(excess_N) and float(excess_N.amax()) > worst[0]:
             worst = (float(excess_N.amax()), number, int(excess_N.argmax()))
     error = math.sqrt(square / size) if size else 0.0
