@@ -329,6 +329,9 @@ SAMPLES_HELP = """# Samples of text
 
 One prompt of the held-out text, and what teacher and student find most likely after it, token by token, at each
 evaluation: what a loss means. `eval.sample_tokens` sets the number of tokens; 0 turns samples off.
+
+With `rollout.share`, first what a model wrote for training: lengths, the share of rows that ended by themselves,
+entropy, the divergence from the teacher, and the newest text.
 """
 PANES: tuple[Pane, ...] = (
     Pane(

@@ -693,16 +693,21 @@ def result_lines(view: RunView) -> list[str]:
 
 SAMPLES = 40
 """Number of newest samples that are shown."""
+WRITTEN = 8
+"""Number of records of written text that are shown: the first and the newest."""
 
 
 def sample_lines(view: RunView) -> list[str]:
-    """Render the models' continuations of one held-out prompt at each evaluation, the newest last."""
+    """Render the models' continuations of one held-out prompt at each evaluation, the newest last, after what a model
+    wrote for training.
+    """
     asked = [done for done in view.evals if done.sample]
+    lines = _written_lines(view)
     if not asked:
-        return [
+        return lines or [
             "no evaluation has continued a prompt: eval.sample_tokens is 0, or the tokenizer is not known"
         ]
-    lines = ["prompt", f"  {_quoted(asked[0].prompt)}"]
+    lines += ["prompt", f"  {_quoted(asked[0].prompt)}"]
     for done in asked[-SAMPLES:]:
         whose = {"student": f"student at step {done.step}", "untrained": "student before training"}
         lines += [
@@ -714,12 +719,30 @@ def sample_lines(view: RunView) -> list[str]:
 
 def wrote_text(event: Wrote) -> str:
     """Describe the text that a model wrote for a step."""
-    lengths = f"{event.shortest} to {event.longest}"
+    return f"{_wrote_numbers(event)}; {_quoted(event.prompt)} -> {_quoted(event.sample)}"
+
+
+def _wrote_numbers(event: Wrote) -> str:
     return (
-        f"step {event.step}: the {event.by} wrote {event.tokens:,} tokens in {event.rows} rows of {lengths}, "
-        f"{number_text(event.ended, '.0%')} ended; entropy {number_text(event.entropy, '.3f')}, divergence "
-        f"{number_text(event.divergence, '.3f')} nats; {_quoted(event.prompt)} -> {_quoted(event.sample)}"
+        f"step {event.step}: the {event.by} wrote {event.tokens:,} tokens in {event.rows} rows of {event.shortest} to "
+        f"{event.longest}, {number_text(event.ended, '.0%')} ended, {number_text(event.repeated, '.0%')} repeated; "
+        f"entropy {number_text(event.entropy, '.3f')}, divergence {number_text(event.divergence, '.3f')} nats"
     )
+
+
+def _written_lines(view: RunView) -> list[str]:
+    """Render the first and the newest records of what a model wrote for training, and the newest text."""
+    wrote = view.wrote
+    if not wrote:
+        return []
+    shown = wrote if len(wrote) <= WRITTEN else (wrote[0], *wrote[1 - WRITTEN :])
+    newest = wrote[-1]
+    return [
+        *map(_wrote_numbers, shown),
+        f"  {_quoted(newest.prompt)}",
+        f"  {_quoted(newest.sample)}",
+        "",
+    ]
 
 
 def _sample_text(done: Evaluated) -> str:
