@@ -328,41 +328,6 @@ class TransformersDecoder(Decoder):
         return None
 
 
-class TransformersCache:
-    """The tokens of `tile` slots and what transformers keeps of them, for generation; each slot is run alone."""
-
-    def __init__(self, decoder: TransformersDecoder, tile: int) -> None:
-        self._model: Any = decoder.model
-        weight: Tensor = decoder.embed.weight  # type: ignore[assignment]
-        self._device = weight.device
-        self._tokens: list[list[int]] = [[] for _ in range(tile)]
-        self._pasts: list[Any] = [None] * tile
-
-    def start(self, slot: int, prompt: Sequence[int]) -> Tensor:
-        """Run a prompt into a slot and return the logits (V,) of the next token."""
-        self._tokens[slot], self._pasts[slot] = [], None
-        return self._next(slot, list(prompt))
-
-    def step(self, steps: dict[int, tuple[int, int]]) -> Tensor:
-        """Run one token, with its position, of each slot named; return the logits (B, V) of the next tokens."""
-        found = {slot: self._next(slot, [token]) for slot, (token, _) in steps.items()}
-        blank_V = torch.zeros_like(next(iter(found.values())))
-        return torch.stack([found.get(slot, blank_V) for slot in range(len(self._tokens))])
-
-    def _next(self, slot: int, new: list[int]) -> Tensor:
-        self._tokens[slot] += new
-        given: dict[str, Any] = {}
-        if self._pasts[slot] is None:
-            new = self._tokens[slot]  # no past, or a model that keeps none here: from the beginning
-        else:
-            given["past_key_values"] = self._pasts[slot]
-        tokens_BT = torch.tensor([new], device=self._device)
-        out = self._model(input_ids=tokens_BT, use_cache=True, return_dict=True, **given)
-        self._pasts[slot] = getattr(out, "past_key_values", None)
-        logits_V: Tensor = out.logits[0, -1]
-        return logits_V
-
-
 def _apart(found: Tensor, wanted: Tensor) -> float:
     return float((found - wanted).float().norm() / wanted.float().norm())
 
