@@ -29,8 +29,12 @@ def work_left_out(a: RunFolder, b: RunFolder, was: str = "", now: str = "") -> s
     (its_a, places_a), (its_b, places_b) = (_work_of(run) for run in (a, b))
     if not its_a or not its_b:
         return None
-    if places_a != places_b:
-        return f"its training is at other lines: {places_b}, and {places_a} in A"
+    # A may have failed before it came to some of them.
+    elsewhere = {
+        name: places_b.get(name) for name in places_a if places_b.get(name) != places_a[name]
+    }
+    if elsewhere:
+        return f"its training is at other lines: {elsewhere}, and {places_a} in A"
     set_anew = _assigned(now) - _assigned(was)
     found = [_batches(its_a, its_b), *_counters(its_a, its_b, set_anew)]
     known = [one for one in found if one is not None]
