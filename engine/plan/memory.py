@@ -638,15 +638,19 @@ def _operands(plan: MemoryPlan) -> int:
     return total
 
 
+def written_rows(spec: RunSpec) -> int:
+    """Return how many rows a model writes side by side: those of the step with the most, WRITTEN_AT_ONCE at most."""
+    passes = math.ceil(spec.rollout.share * spec.train.accumulation)
+    return min(WRITTEN_AT_ONCE, spec.train.rows * passes)
+
+
 def _rollout_items(plan: MemoryPlan) -> Iterator[BudgetItem]:
     """Yield what writing rows needs. It stays allocated, because a captured step keeps its addresses."""
-    spec = plan.spec
-    passes = math.ceil(spec.rollout.share * spec.train.accumulation)
+    spec, slots = plan.spec, written_rows(plan.spec)
     by_student = spec.rollout.by == "student"
     config = plan.student if by_student else plan.teacher
-    if not passes or config is None:
+    if not slots or config is None:
         return
-    slots = min(WRITTEN_AT_ONCE, spec.train.rows * passes)
     each = plan.each if by_student else plan.teacher_each
     pages = slots * pages_for(spec.data.seq_len) + 1
     yield BudgetItem(

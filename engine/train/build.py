@@ -36,6 +36,7 @@ from engine.models.frozen import join
 from engine.models.head import Head
 from engine.models.load import load_decoder, new_decoder
 from engine.models.transformers_decoder import TransformersDecoder
+from engine.plan.memory import written_rows
 from engine.plan.run_plan import Plan, Stored, batches_of
 from engine.runtime.device import torch_dtype
 from engine.runtime.ranks import Ranks
@@ -227,6 +228,7 @@ class Builder:
             spec.rollout,
             seed=spec.train.seed,
             seq_len=spec.data.seq_len,
+            slots=written_rows(spec),
             dtype=torch_dtype(spec.student.precision) if writer is student else writer.dtype,
             ends=turn_ends(self.data.heldout),
         )

@@ -24,7 +24,6 @@ from engine.generation.complete import end_ids
 from engine.generation.generate import Generated, Generator
 from engine.generation.sampling import Sampling, row_key
 from engine.models.decoder import Decoder
-from engine.plan.memory import WRITTEN_AT_ONCE
 from engine.spec import RolloutSection
 
 # Shapes: B rows, T tokens of a row
@@ -65,11 +64,10 @@ def prompt_of(batch: Batch, row: int, most: int, key: int) -> list[int]:
         for place in range(first, end)
         if labelled_T[place] and (place == first or not labelled_T[place - 1])
     ]
-    if begins == [first]:
-        last = first + max(1, min(most, (end - first) // 2))
-    else:
-        # A row may begin within a turn, which has no prompt of its own.
-        turns = [place for place in begins if place > first]
+    # A row may begin within a turn, which has no prompt, or end with a prompt, which leaves no room.
+    turns = [place for place in begins if first < place < len(tokens_T) - 1]
+    last = first + max(1, min(most, (end - first) // 2))
+    if turns:
         last = turns[key % len(turns)] + 1
     return [int(token) for token in tokens_T[first:last]]
 
@@ -124,10 +122,13 @@ class Rollout:
         *,
         seed: int,
         seq_len: int,
+        slots: int,
         dtype: torch.dtype,
         ends: set[int],
     ) -> None:
-        """`decoder` writes, in `dtype`; `ends` are further tokens that end a text, in addition to the model's own."""
+        """`decoder` writes, in `dtype`, `slots` rows side by side: always as many, because a row's bits depend on it.
+        `ends` are further tokens that end a text, in addition to the model's own.
+        """
         self.section, self._seq_len, self._seed = section, seq_len, seed
         self._decoder, self._dtype = decoder, dtype
         self._ends = sorted({*end_ids(decoder, tokenizer), *ends})
@@ -139,7 +140,7 @@ class Rollout:
             seed=seed,
         )
         self._generator: Generator | None = None
-        self._slots = 0
+        self._slots = slots
 
     def write(self, batches: Sequence[Batch], step: int) -> list[tuple[Batch, Written]]:
         """Return rows written from the prompts of corpus rows, in the place of each of `batches`."""
@@ -148,10 +149,10 @@ class Rollout:
             for number, batch in enumerate(batches)
             for row in range(len(batch.row_ids))
         ]
+        most = self.section.prompt_tokens
         prompts = [
-            prompt_of(batches[number], row, self.section.prompt_tokens, row_key(self._seed, name))
-            for name in names
-            for _, number, row in (name,)
+            prompt_of(batches[number], row, most, row_key(self._seed, (step, number, row)))
+            for step, number, row in names
         ]
         limits = [
             max(1, min(self.section.max_new_tokens, self._seq_len - len(prompt)))
@@ -179,16 +180,14 @@ class Rollout:
     def _tokens(
         self, prompts: Sequence[Sequence[int]], limits: Sequence[int], names: Sequence[object]
     ) -> Iterator[Generated]:
-        slots = min(len(prompts), WRITTEN_AT_ONCE)
-        if self._generator is None or slots > self._slots:
+        if self._generator is None:
             self._generator = Generator(
                 self._decoder,
-                slots=slots,
+                slots=self._slots,
                 capacity=self._seq_len,
                 end_ids=self._ends,
                 sampling=self._sampling,
                 dtype=self._dtype,
             )
-            self._slots = slots
         self._generator.refresh()
         return self._generator.generate(prompts, max_tokens=limits, keys=names)

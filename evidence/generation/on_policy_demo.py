@@ -59,7 +59,13 @@ def reverse_kl(student_folder: Path, heldout: Batch) -> float:
     tokenizer = open_tokenizer(DEMO / "teacher")
     student, teacher = load_decoder(student_folder), load_decoder(DEMO / "teacher")
     section = RolloutSection(share=1.0, max_new_tokens=64, prompt_tokens=32)
-    how: dict[str, Any] = {"seed": 0, "seq_len": 128, "dtype": torch.float32, "ends": set()}
+    how: dict[str, Any] = {
+        "seed": 0,
+        "seq_len": 128,
+        "slots": TEXTS,
+        "dtype": torch.float32,
+        "ends": set(),
+    }
     ((batch, _),) = Rollout(student, tokenizer, section, **how).write([heldout], 1)
     total, count = 0.0, 0
     for part in batch.split(16):

@@ -44,6 +44,11 @@ def test_a_turn_is_written_behind_all_that_comes_before_it() -> None:
         tuple(range(10, 13)),
         tuple(range(10, 19)),
     }
+    # A row that ends with a prompt has no room behind it.
+    full = batch_of((list(range(10, 22)), [0] * 12, "..xxx......x"))
+    assert prompt_of(full, 0, 2, 1) == list(range(10, 13))
+    only = batch_of((list(range(10, 22)), [0] * 12, "...........x"))
+    assert prompt_of(only, 0, 2, 1) == [10, 11]
     # A row that begins within a turn.
     cut = batch_of((list(range(10, 22)), [0] * 12, "xx......xxx."))
     assert prompt_of(cut, 0, 2, 5) == list(range(10, 19))
