@@ -152,15 +152,19 @@ class _Step:
     @cached_property
     def teacher_sample(self) -> _Sample:
         assert self.seen.teacher is not None
-        return self._sample(self.seen.teacher, 2 * self.seen.teacher.parameters)
+        taught = [
+            one.teacher_hidden_NE is not None or one.targets is not None for one in self.seen.passes
+        ]
+        return self._sample(self.seen.teacher, 2 * self.seen.teacher.parameters, taught)
 
-    def _sample(self, model: Model, flops: int) -> _Sample:
-        """Draw the rows that the budget allows at `flops` per token, seeded by the run's seed and the step. All rows
-        where `flops` is 0."""
+    def _sample(self, model: Model, flops: int, of_passes: Sequence[bool] | None = None) -> _Sample:
+        """Draw the rows that the budget allows at `flops` per token, seeded by the run's seed and the step, of the
+        passes for which `of_passes` is True, by default of all. All rows where `flops` is 0."""
         seen = self.seen
         all_rows = [
             (index, row)
             for index, one in enumerate(seen.passes)
+            if of_passes is None or of_passes[index]
             for row in range(one.tokens_BT.shape[0])
         ]
         tokens = seen.passes[0].tokens_BT.shape[1]
@@ -444,12 +448,12 @@ def _errors(
     step: _Step,
     chosen: _Sample,
     forwards: Sequence[Sequence[Forward]],
-    seen: Sequence[Tensor],
+    seen: Sequence[Tensor | None],
 ) -> _Errors:
     errors, sizes, places = [], [], []
     for number, (groups, hidden_ND) in enumerate(zip(forwards, seen, strict=True)):
         rows = chosen.rows[number]
-        if not rows:
+        if not rows or hidden_ND is None:
             continue
         length = step.seen.passes[number].tokens_BT.shape[1]
         wanted_ND = _joined(groups).float()
@@ -466,7 +470,7 @@ def _forward_pass(
     model: Model,
     chosen: _Sample,
     forwards: Sequence[Sequence[Forward]],
-    seen: Sequence[Tensor],
+    seen: Sequence[Tensor | None],
     whose: str,
 ) -> Answer:
     allowed = _allowed(model)
@@ -572,7 +576,8 @@ def _teacher(step: _Step) -> Answer:
         return unknown(seen.no_teacher)
     if any(one.targets is not None for one in seen.passes):
         return _targets(step, seen.teacher)
-    hidden = [one.teacher_hidden_NE for one in seen.passes if one.teacher_hidden_NE is not None]
+    # A pass whose objective has no teacher has no rows in the sample.
+    hidden = [one.teacher_hidden_NE for one in seen.passes]
     answer = _forward_pass(
         step, seen.teacher, step.teacher_sample, step.teacher_forwards, hidden, "teacher"
     )

@@ -259,7 +259,8 @@ class Slots:
             self._run()
             torch.cuda.synchronize(self._device)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):
+        # Other threads may use the device meanwhile, as one that hashes a model does.
+        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
             self._run()
         self._graph = graph
 

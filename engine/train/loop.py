@@ -274,6 +274,8 @@ class TrainingLoop:
         begun = f"from step {trainer.step} to {self.spec.train.steps}"
         self.log(Phase(name=TRAINING, detail=begun))
         trainer.student.train()
+        if trainer.rollout is not None:
+            trainer.rollout.prepare()
         audit = StepAudit(trainer, self.spec, self.data.stream, self.teacher_decoder)
         folder = self.keeper.folder
         rows = TrainedRows(folder, trainer, self.spec, audit.prescribed, self.data.heldout)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -21,7 +21,7 @@ import torch
 from engine.data.batches import IGNORED, Batch, Int64Array
 from engine.formats.tokenizer import Tokenizer
 from engine.generation.complete import end_ids
-from engine.generation.generate import Generated, Generator
+from engine.generation.generate import Generator
 from engine.generation.sampling import Sampling, row_key
 from engine.models.decoder import Decoder
 from engine.spec import RolloutSection
@@ -159,7 +159,9 @@ class Rollout:
             for prompt in prompts
         ]
         rows = [_Row([]) for _ in prompts]
-        for one in self._tokens(prompts, limits, names):
+        generator = self.prepare()
+        generator.refresh()
+        for one in generator.generate(prompts, max_tokens=limits, keys=names):
             row = rows[one.prompt]
             row.tokens.append(one.token)
             row.log_p += one.log_p
@@ -177,9 +179,8 @@ class Rollout:
             found.append((written_batch(written, self._seq_len, batch.row_ids), written))
         return found
 
-    def _tokens(
-        self, prompts: Sequence[Sequence[int]], limits: Sequence[int], names: Sequence[object]
-    ) -> Iterator[Generated]:
+    def prepare(self) -> Generator:
+        """Allocate, compile and capture what writing needs, unless that was done: no step should wait for it."""
         if self._generator is None:
             self._generator = Generator(
                 self._decoder,
@@ -189,5 +190,4 @@ class Rollout:
                 sampling=self._sampling,
                 dtype=self._dtype,
             )
-        self._generator.refresh()
-        return self._generator.generate(prompts, max_tokens=limits, keys=names)
+        return self._generator

@@ -184,7 +184,7 @@ class Trainer:
             labelled=labelled,
             position=self.position,
             teacher_s=teacher_s if self.has_teacher else None,
-            has_teacher=self.has_teacher,
+            has_teacher=any(terms.kd is not None for terms in done),
             # Sampled targets do not tell the teacher's most probable token.
             has_agreement=done[-1].agreement is not None,
             begun_s=begun_s,
@@ -265,7 +265,6 @@ class Trainer:
         places = [at for at in range(len(fetched)) if is_written(share, first + at)]
         if not places:
             return fetched
-        gather_early(self.student)
         made = rollout.write([fetched[at].batch for at in places], step)
         changed = dict(zip(places, made, strict=True))
         return [
@@ -301,9 +300,16 @@ class Trainer:
         if self.has_teacher and self._fetches_ahead and isinstance(self.teacher, Prefetches):
             self.teacher.prefetch(micro.tokens_BT, micro.documents_BT)
 
+    def _objective(self, micro: MicroBatch) -> LossSection:
+        """Return the objective of a micro-batch."""
+        if micro.written is None or self.rollout is None:
+            return self.loss
+        # What a model wrote is no target of its own.
+        return dataclasses.replace(self.loss, alpha=0.0, divergence=self.rollout.section.divergence)
+
     def _teach(self, micro: MicroBatch) -> TeacherOutput:
         """Run the teacher on a micro-batch."""
-        if not self.has_teacher or self.teacher is None:
+        if self.teacher is None or self._objective(micro).alpha == 1:
             return TeacherOutput()
         if isinstance(self.teacher, GivesTargets):
             targets = self.teacher.targets(micro.tokens_BT, micro.documents_BT)
@@ -335,12 +341,7 @@ class Trainer:
             for observer in self.observers:
                 observer.forwarded(micro, hidden_BTD, teacher)
         timer.mark("loss")
-        objective = self.loss
-        if micro.written is not None and self.rollout is not None:
-            # What a model wrote is no target of its own.
-            objective = dataclasses.replace(
-                objective, alpha=0.0, divergence=self.rollout.section.divergence
-            )
+        objective = self._objective(micro)
         terms = distillation_loss(
             hidden_BTD.flatten(0, 1).to(self.dtype),
             self.student.head_weight,

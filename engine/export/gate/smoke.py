@@ -59,7 +59,7 @@ def smoke(subject: Subject) -> Outcome:
     least = least_cross_entropy(batch)
     if least is None:
         return unknown(ID, "the first batch of the run has no label")
-    teaches = spec.taught
+    teaches = spec.has_teacher and spec.loss.alpha < 1.0
     trainer = Trainer(
         student=_student(subject),
         teacher=subject.teacher.teacher if teaches else None,

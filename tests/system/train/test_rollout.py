@@ -10,11 +10,13 @@ import torch
 from torch.nn import functional as F
 
 from engine.errors import SpecError
+from engine.generation.generate import Generator
 from engine.log.events import Judged, StepDone, Wrote
 from engine.log.folder import RunFolder
 from engine.log.read import LogReader
 from engine.loss.objective import distillation_loss
 from engine.spec import load_spec
+from engine.train.trainer import Trainer
 from tests.support.finished_runs import carried_out, resumed_here
 from tests.support.kit import Kit
 from tests.support.running import engine_here
@@ -40,9 +42,10 @@ def of(run: RunFolder, kind: type) -> list[Any]:
     [
         {"train__accumulation": 2},
         {"rollout__share": 1.0, "loss__temperature": 1.0, "rollout__divergence": "jsd"},
+        {"train__accumulation": 2, "loss__alpha": 1.0},
         {"rollout__by": "teacher", "rollout__temperature": 0.7, "rollout__top_p": 0.9},
     ],
-    ids=["half of each step", "all, jsd", "by the teacher"],
+    ids=["half of each step", "all, jsd", "corpus rows without a teacher", "by the teacher"],
 )
 def test_a_step_on_written_rows_passes_its_audit(
     changes: dict[str, Any], kit: Kit, tmp_path: Path
@@ -78,6 +81,28 @@ def test_whoever_writes_and_whoever_trains_are_one_model(kit: Kit, tmp_path: Pat
     assert len({round(one.entropy, 3) for one in wrote}) == len(wrote)
     for one in wrote:
         assert one.cross_entropy == pytest.approx(one.entropy, abs=1e-4)
+
+
+def test_what_writing_needs_is_ready_before_the_first_step(
+    kit: Kit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[str] = []
+    make, launch = Generator.__init__, Trainer.launch
+
+    def made(self: Generator, *given: Any, **how: Any) -> None:
+        done.append("generator")
+        make(self, *given, **how)
+
+    def launched(self: Trainer, *given: Any) -> Any:
+        done.append("step")
+        return launch(self, *given)
+
+    monkeypatch.setattr(Generator, "__init__", made)
+    monkeypatch.setattr(Trainer, "launch", launched)
+    # Its first written rows are those of step 2.
+    _, code = carried_out(kit, tmp_path, **WRITES)
+    assert code == 0
+    assert done == ["generator", "step", "step", "step", "step"]
 
 
 def test_a_replay_writes_the_same_text(kit: Kit, tmp_path: Path, trainer_here: None) -> None:
