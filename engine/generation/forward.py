@@ -151,9 +151,12 @@ class NativeForward:
         return self._logits(hidden_1TD[:, -1])
 
     def _gathered(self, position_BT: Tensor, pages_BS: Tensor) -> list[LayerCache]:
+        at_BT = position_BT.clamp(min=0)
+        page_BT = pages_BS.long().gather(1, at_BT // PAGE)
+        page_BT = torch.where(position_BT < 0, 0, page_BT)
         groups = _groups_of(position_BT, pages_BS)
         return [
-            _GatheredLayer(*self._cache.layer(index), position_BT, pages_BS, groups)
+            _GatheredLayer(*self._cache.layer(index), page_BT, at_BT % PAGE, groups)
             for index in range(len(self._decoder.layers))
         ]
 
@@ -256,15 +259,12 @@ class _GatheredLayer:
         self,
         keys: Tensor,
         values: Tensor,
-        position_BT: Tensor,
-        pages_BS: Tensor,
+        page_BT: Tensor,
+        place_BT: Tensor,
         groups: list[_Group],
     ) -> None:
         self._keys, self._values, self._groups = keys, values, groups
-        at_BT = position_BT.clamp(min=0)
-        pages_BT = pages_BS.long().gather(1, at_BT // PAGE)
-        self._page_BT = torch.where(position_BT < 0, 0, pages_BT)
-        self._place_BT = at_BT % PAGE
+        self._page_BT, self._place_BT = page_BT, place_BT
 
     def attend(
         self, q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, *, scale: float | None, window: int | None

@@ -127,8 +127,9 @@ def truncate(scores_BV: Tensor, sampling: Sampling) -> Tensor:
     """Return `scores_BV` (logits over temperature) with `LEFT_OUT` for tokens that cannot be drawn. NaN and
     infinite scores stay.
     """
-    if sampling.min_p > 0 or sampling.top_k or sampling.top_p < 1:
-        finite_BV = scores_BV.isfinite()
+    if not sampling.truncates:
+        return scores_BV
+    finite_BV = scores_BV.isfinite()
     if sampling.top_k or sampling.top_p < 1:
         sorted_BV, id_BV = scores_BV.sort(dim=-1, descending=True, stable=True)
         keep_BV = torch.ones_like(sorted_BV, dtype=torch.bool)

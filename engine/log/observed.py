@@ -300,8 +300,8 @@ def is_shown(observed: Observed, view: RunView, *, steps: int) -> bool | None:
     match observed.kind:
         case "alert":
             alert = view.alerts.get(observed.id)
-            told = None if alert is None else _told(alert, _Work())
-            return True if told is not None and told.is_same(observed) else no
+            found = None if alert is None else _told(alert, _Work())
+            return True if found is not None and found.is_same(observed) else no
         case "check":
             check = view.checks.get(observed.id)
             if check is not None and check.level == FAIL:
@@ -338,11 +338,11 @@ def shown(observed: Observed, run: RunFolder, *, steps: int) -> tuple[bool | Non
             event = line.event
             first, last = min(first, line.unix_s), max(last, line.unix_s)
             work.add(event)
-            told = _told(event, work)
-            if told is not None and (told.kind, told.id) == (observed.kind, observed.id):
-                if told.is_same(observed):
-                    return True, told.text
-                other = told.text if told.kind != "exit" else told.sign
+            found = _told(event, work)
+            if found is not None and (found.kind, found.id) == (observed.kind, observed.id):
+                if found.is_same(observed):
+                    return True, found.text
+                other = found.text if found.kind != "exit" else found.sign
             match event:
                 case RunFinished():
                     is_whole = event.state == "completed"

@@ -11,23 +11,13 @@ import sys
 import time
 from pathlib import Path
 
-import torch
-
-from engine import demo
-from engine.bench.random_weights import RandomWeights
-from engine.bench.teacher import config_named
-from engine.formats.gguf_write import write_gguf
-
-TOKENIZER = Path(demo.__file__).parent / "teacher"
+from evidence.generation.on_policy import TOKENIZER, write_teacher
 
 
 def main() -> None:
     folder = Path(sys.argv[1])
     path = folder / "random-7b.gguf"
-    config = config_named("qwen2.5-7b")
-    with RandomWeights(config, "q4_k_m", torch.device("cuda")) as weights:
-        tensors = ((name, weights.get(name).to("cpu")) for name in weights.tensors)
-        write_gguf(path, config=config.to_hf_dict(), tensors=tensors)
+    write_teacher(path)
     path.read_bytes()
     command = [sys.executable, "-m", "engine", "generate", str(path)]
     command += ["--tokenizer", str(TOKENIZER), "--prompt", "def add(a, b):"]

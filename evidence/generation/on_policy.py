@@ -58,13 +58,17 @@ on_fail = "report"
 """
 
 
-def write_files(folder: Path) -> None:
+def write_teacher(path: Path) -> None:
+    """Write a GGUF file of 7B shapes in Q4_K_M, with random weights."""
     config = config_named("qwen2.5-7b")
-    path = folder / "teacher.gguf"
-    if not path.exists():
-        with RandomWeights(config, "q4_k_m", torch.device("cuda")) as weights:
-            tensors = ((name, weights.get(name).to("cpu")) for name in weights.tensors)
-            write_gguf(path, config=config.to_hf_dict(), tensors=tensors)
+    with RandomWeights(config, "q4_k_m", torch.device("cuda")) as weights:
+        tensors = ((name, weights.get(name).to("cpu")) for name in weights.tensors)
+        write_gguf(path, config=config.to_hf_dict(), tensors=tensors)
+
+
+def write_files(folder: Path) -> None:
+    if not (folder / "teacher.gguf").exists():
+        write_teacher(folder / "teacher.gguf")
     (folder / "student").mkdir(exist_ok=True)
     shape = config_named("qwen2.5-0.5b").to_hf_dict()
     (folder / "student" / "config.json").write_text(json.dumps(shape))

@@ -308,7 +308,7 @@ def test_a_command_that_is_not_there_leaves_no_folder(tmp_path: Path) -> None:
 
 
 def test_an_exception_before_torch_is_imported_is_recorded(tmp_path: Path) -> None:
-    """Without it two such failures could not be told apart."""
+    """Without it two such failures would count as the same."""
     signs = []
     for missing in ("nothere", "notthere"):
         (tmp_path / "train.py").write_text(f"import {missing}\n")
