@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from engine.log.events import FACT, PASS, SUSPICION
-from tests.support.attached import run_twice
+from tests.support.attached import run_twice, run_watched
 from tests.system.attach.test_identities import SETUP, Found, degrees, of_script
 
 SCRIPT = """
@@ -201,7 +201,32 @@ def evaluated_on_the_other_part():
 def evaluated_on_both_parts():
     return evaluated(parts[0], *parts)
 
-tell(evaluated_on_what_it_trains_on, split_after_it_was_repeated, evaluated_on_the_other_part, evaluated_on_both_parts,
+def looked_at(look):
+    net = nn.Linear(8, 1)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    loader = DataLoader(samples, batch_size=16, shuffle=True)
+    for _ in range(3):
+        look(net, loader)
+        for x, y in loader:
+            optimizer.zero_grad()
+            mse(net, x, y).backward()
+            optimizer.step()
+    return net
+
+def a_first_batch_is_printed():
+    return looked_at(lambda net, loader: next(iter(loader)))
+
+def a_first_batch_is_predicted():
+    def look(net, loader):
+        with torch.no_grad():
+            net(next(iter(loader))[0])
+    return looked_at(look)
+
+def all_batches_are_averaged():
+    return looked_at(lambda net, loader: sum(x.mean() for x, _ in loader))
+
+tell(a_first_batch_is_printed, a_first_batch_is_predicted, all_batches_are_averaged,
+     evaluated_on_what_it_trains_on, split_after_it_was_repeated, evaluated_on_the_other_part, evaluated_on_both_parts,
      called_twice, called_for_each_micro_batch, a_cosine_past_its_end, a_rate_that_comes_to_nothing,
      a_rate_of_nothing_by_hand, the_schedule_of_another_optimizer, called_once, called_for_each_epoch,
      a_chain_of_schedules, on_a_plateau,
@@ -261,11 +286,30 @@ HEALTHY: dict[str, dict[str, str]] = {
     "distances_of_all_pairs": {},
     "evaluated_on_the_other_part": {"held_out": PASS},
     "evaluated_on_both_parts": {"held_out": FACT},
+    "a_first_batch_is_printed": {},
+    "a_first_batch_is_predicted": {},
+    "all_batches_are_averaged": {},
     "classes_that_are_mixed": {"bounded_logits": PASS, "one_class": PASS},
     "classes_in_bytes": {"bounded_logits": PASS, "one_class": PASS},
     "softly_capped": {"bounded_logits": PASS, "one_class": PASS},
 }
 IDS = ("held_out", "schedule", "broadcast_loss", "bounded_logits", "one_class")
+
+
+def test_an_evaluation_in_eval_mode_with_gradients_on_reads_what_was_trained_on(
+    tmp_path: Path,
+) -> None:
+    script = """
+def look(net, loader):
+    net.eval()
+    sum(mse(net, x, y).item() for x, y in loader)
+    net.train()
+looked_at(look)
+"""
+    ran = run_watched(tmp_path, SETUP + SCRIPT.partition("tell(")[0] + script)
+    (line,) = [line for line in ran.lines if line.get("id") == "held_out"]
+    assert line["level"] == SUSPICION
+    assert "96 of 96 samples that an evaluation read" in line["text"]
 
 
 @pytest.mark.parametrize("name", WRONG)

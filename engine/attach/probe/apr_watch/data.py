@@ -39,7 +39,7 @@ class Pass:
         sampler = iterator._index_sampler
         self.of = weakref.ref(iterator)
         self.began = id(iterator._sampler_iter)
-        self.sampler_id, self.data = id(sampler), _data_of(iterator._dataset)
+        self.sampler_id, self.data = id(sampler), data_of(iterator._dataset)
         self.before = before
         self.length = length_of(iterator)
         self.feeds = self.has_ended = False
@@ -192,7 +192,7 @@ class Passes:
         return lines
 
     def _before(self, iterator: Any) -> Pass | None:
-        data = _data_of(iterator._dataset)
+        data = data_of(iterator._dataset)
         for one in self._newest:
             same = one.data == data or one.sampler_id == id(iterator._index_sampler)
             # Two loaders read in turns do not follow each other.
@@ -225,7 +225,7 @@ class Passes:
             self._newest = [*self._newest[1 - _LOADERS :], self._latest]
 
 
-def _data_of(dataset: Any) -> Any:
+def data_of(dataset: Any) -> Any:
     """Return a key of the data that stays the same if the script recreates its dataset for each epoch."""
     inside = getattr(dataset, "__dict__", {})
     tensor = sys.modules["torch"].Tensor

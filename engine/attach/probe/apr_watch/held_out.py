@@ -1,15 +1,18 @@
 """Check whether evaluations read samples that were trained on, by a hash of some elements of each row of a batch.
 
-A sample with random augmentation looks like a different sample each time.
+A pass over a loader is an evaluation if no backward pass follows its batches, gradients are off or the model is in eval
+mode at one of them, and it is more than a look at the first batch of data that is trained on. A sample with random
+augmentation looks like a different sample each time.
 """
 
 from __future__ import annotations
 
 import time
 import weakref
+from collections.abc import Callable
 from typing import Any
 
-from .data import parts_of
+from .data import data_of, parts_of
 from .parameters import FACT, PASS, SUSPICION, Line
 
 _MAX_ROWS = 1 << 15
@@ -30,16 +33,20 @@ class _Pass:
     def __init__(self, iterator: Any) -> None:
         self.of = weakref.ref(iterator)
         self.rows: set[int] = set()
-        self.feeds = self.is_over = False
+        self.data = data_of(iterator._dataset)
+        self.batches = 0
+        self.feeds = self.has_ended = self.is_evaluated = False
 
 
 class HeldOut:
     """Rows of all data loaders of the process, split by whether a backward pass followed."""
 
-    def __init__(self, torch: Any) -> None:
-        self._torch = torch
+    def __init__(self, torch: Any, is_evaluating: Callable[[], bool]) -> None:
+        self._torch, self._is_evaluating = torch, is_evaluating
         self._left_s = _MAX_SECONDS
         self._trained: set[int] = set()
+        self._trained_data: Any = None
+        """Key of the data that was trained on last."""
         self._latest: _Pass | None = None
         self._evaluations: list[_Pass] = []
         """Passes without a backward pass since the last one."""
@@ -57,6 +64,8 @@ class HeldOut:
         if self._latest is None or self._latest.of() is not iterator or first:
             self._leave()
             self._latest = _Pass(iterator)
+        self._latest.batches += 1
+        self._look()
         begin_s = time.monotonic()
         rows = self._latest.rows if not self._latest.feeds else self._trained
         if len(rows) < _MAX_ROWS and self._left_s > 0:
@@ -67,18 +76,31 @@ class HeldOut:
         """Record the begin of a backward pass; return the verdict on the evaluations before it."""
         one = self._latest
         if one is not None and not one.feeds:
-            one.feeds = True
+            one.feeds, self._trained_data = True, one.data
             self._trained |= one.rows
             one.rows = set()
         return self.judge() if self._evaluations else []
 
+    def asked_for(self, iterator: Any) -> None:
+        """Record a request for a batch: the batch before it was processed."""
+        if self._latest is not None and self._latest.of() is iterator:
+            self._look()
+
     def no_batch(self, iterator: Any) -> None:
         if self._latest is not None and self._latest.of() is iterator:
+            self._latest.has_ended = True
             self._leave()
+
+    def _look(self) -> None:
+        one = self._latest
+        if one is not None and not one.feeds and not one.is_evaluated:
+            one.is_evaluated = self._is_evaluating()
 
     def _leave(self) -> None:
         one, self._latest = self._latest, None
-        if one is not None and not one.feeds and one.rows:
+        if one is None or one.feeds or not one.is_evaluated or not one.rows:
+            return
+        if one.has_ended or one.batches > 1 or one.data != self._trained_data:
             self._evaluations.append(one)
 
     def judge(self) -> list[Line]:

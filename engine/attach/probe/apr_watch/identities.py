@@ -78,7 +78,7 @@ class Identities:
         self._evaluations = Evaluations(torch, self._search)
         self._passes = Passes(torch)
         self.ranks = Ranks(torch)
-        self._held_out = HeldOut(torch)
+        self._held_out = HeldOut(torch, self._is_evaluating)
         self._scaling = Scaling(torch)
         self._schedules = schedule.Schedules(torch)
         self._tokenizers = Tokenizers()
@@ -105,6 +105,12 @@ class Identities:
     def batch_asked_for(self, iterator: Any) -> None:
         """Record a request to a data loader for its next batch."""
         self._notice(self._evaluations.asked_for(iterator))
+        self._held_out.asked_for(iterator)
+
+    def _is_evaluating(self) -> bool:
+        """Return whether gradients are off or a trained model is in eval mode."""
+        models = [one.modes for one in self._watched.values()]
+        return not self._torch.is_grad_enabled() or any(one.are_in_eval for one in models)
 
     def samples_asked_for(self, iterator: Any, index: Any) -> None:
         """Record the sampler's indices of a batch, which may be yielded later."""

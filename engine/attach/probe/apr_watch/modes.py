@@ -254,6 +254,12 @@ class Modes:
         )
 
     @property
+    def are_in_eval(self) -> bool:
+        """Whether no module with trained parameters is in training mode."""
+        living = [one for ref in self._holders if (one := ref()) is not None]
+        return bool(living) and not any(map(_is_training, living))
+
+    @property
     def acting(self) -> list[_Acting]:
         return self._acting or []
 
