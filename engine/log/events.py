@@ -480,8 +480,8 @@ class Recorded(Event, frozen=True, kw_only=True, tag="recorded"):
 
 
 class Wrote(Event, frozen=True, kw_only=True, tag="wrote"):
-    """The text that a model wrote for the step logged before it (`engine.train.rollout`). Means are over its tokens, in
-    nats."""
+    """The text that a model wrote for the step logged before it (`engine.train.rollout`), of several ranks that of the
+    first. Means are over its tokens, in nats."""
 
     step: Count
     by: str
@@ -503,6 +503,9 @@ class Wrote(Event, frozen=True, kw_only=True, tag="wrote"):
     """Divergence of teacher and student on the written tokens, without T^2."""
     repeated: Number
     """Share of the tokens that equal the one before them."""
+    drawn_apart: Number | None = None
+    """Mean distance of the numbers that drew the tokens of a recorded text from the intervals of those tokens, 0 to 1,
+    in a replay that takes the text from the record (`engine.train.given_rows`); None where the model wrote."""
     write_s: Number
     prompt: str
     sample: str

@@ -659,6 +659,13 @@ def _rollout_items(plan: MemoryPlan) -> Iterator[BudgetItem]:
         f"{slots} rows of {format_count(spec.data.seq_len)} tokens in pages of {PAGE}",
         lasting=True,
     )
+    if by_student and spec.compute.gpus > 1:
+        yield BudgetItem(
+            "weights gathered to write with",
+            4 * count_parameters(config),
+            f"a whole copy of the sharded student, {format_count(count_parameters(config))} x 4 bytes",
+            lasting=True,
+        )
     if not plan.on_gpu:
         return
     yield BudgetItem(

@@ -177,10 +177,10 @@ def _cross_checks(
                 "rollout.share",
                 "expected a teacher that computes, found stored outputs, which no new text has",
             )
-        if spec.compute.gpus > 1:
+        if spec.compute.gpus > 1 and spec.rollout.by == "teacher" and spec.teacher.shard == "on":
             add(
-                "rollout.share",
-                f"expected one GPU for written rows, found compute.gpus = {spec.compute.gpus}",
+                "rollout.by",
+                'expected "student" with a sharded teacher (teacher.shard = "on"), found "teacher"',
             )
     if spec.train.warmup > spec.train.steps:
         add(

@@ -25,6 +25,7 @@ import torch
 
 from engine.catalogue import skipped_ids
 from engine.data.batches import Batch
+from engine.errors import BadInput
 from engine.formats.open import open_weights
 from engine.formats.safetensors import tensors_sha256
 from engine.log.beats import BeatWriter
@@ -55,6 +56,7 @@ from engine.train.beside import Beside, ModelHash
 from engine.train.checkpoint.continuing import check_same_teacher
 from engine.train.compiles import Compiles
 from engine.train.data import Data
+from engine.train.given_rows import GivenRows
 from engine.train.rollout import Rollout, turn_ends
 from engine.train.step import BeatObserver
 from engine.train.stop_request import StopRequest
@@ -88,6 +90,8 @@ class Builder:
     beat: BeatWriter | None
     """The beats of this rank; None for a single process."""
     log: Log
+    recorded: Path | None = None
+    """Folder of the run whose written rows are replayed; None where rows are written."""
     hashes: list[ModelHash] = field(default_factory=list)
     """Hashes of the models, computed in threads."""
 
@@ -215,14 +219,21 @@ class Builder:
         if spec.kernels.prewarm and spec.train.update == "fused":
             self.compiles.warm_up_update(self.log)
 
-    def _rollout(self, student: Decoder, teacher: Decoder | None) -> Rollout | None:
-        """Return what writes rows of the run, if anything does."""
+    def _rollout(self, student: Decoder, teacher: Decoder | None, ranks: Ranks) -> Rollout | None:
+        """Return what writes rows of the run, if anything does. Raises BadInput."""
         spec = self.spec
         if not spec.rollout.share:
             return None
         writer = student if spec.rollout.by == "student" else teacher
         assert writer is not None, "the spec refuses written rows without a teacher"
-        return Rollout(
+        if ranks.many and writer is teacher and spec.teacher.shard == "on":
+            raise BadInput.expected(
+                "rollout.by",
+                "teacher",
+                "a teacher that each rank holds as a whole",
+                "a sharded one",
+            )
+        rollout = (Rollout if self.recorded is None else GivenRows)(
             writer,
             self.plan.inputs.tokenizer,
             spec.rollout,
@@ -231,7 +242,11 @@ class Builder:
             slots=written_rows(spec),
             dtype=torch_dtype(spec.student.precision) if writer is student else writer.dtype,
             ends=turn_ends(self.data.heldout),
+            rank=ranks.rank,
         )
+        if isinstance(rollout, GivenRows) and self.recorded is not None:
+            rollout.recorded = self.recorded
+        return rollout
 
     def trainer(
         self,
@@ -251,7 +266,7 @@ class Builder:
             device=self.device,
             precision=spec.student.precision,
             slow_by=spec.compute.slow_by,
-            rollout=self._rollout(student, teacher_decoder),
+            rollout=self._rollout(student, teacher_decoder, ranks),
             ranks=ranks,
             stop_asked=lambda: self.stop.reason is not None,
             observers=(BeatObserver(self.beat),) if self.beat else (),

@@ -24,6 +24,7 @@ from engine.generation.complete import end_ids
 from engine.generation.generate import Generator
 from engine.generation.sampling import Sampling, row_key
 from engine.models.decoder import Decoder
+from engine.models.whole_copy import empty_copy, gather_weights, is_sharded
 from engine.spec import RolloutSection
 
 # Shapes: B rows, T tokens of a row
@@ -32,9 +33,14 @@ PADDING = 1
 """Document number of the padding after a written row; the row's own document is 0."""
 
 
+RowKey = tuple[int, int, int]
+"""Step, number of the written forward pass in the step, and row of such a pass over all ranks, both from 0."""
+
+
 class Written(NamedTuple):
     """The rows that a model wrote for one forward pass."""
 
+    keys: list[RowKey]
     prompts: list[list[int]]
     texts: list[list[int]]
     """The written tokens of each row, the end of text included."""
@@ -42,6 +48,8 @@ class Written(NamedTuple):
     """Whether the text ends by itself and not by its length."""
     log_p: list[float]
     """Sum of the log-probabilities of each row's tokens, as they were drawn, in nats."""
+    drawn_apart: float | None = None
+    """Distance of recorded texts from what the model draws (`engine.train.given_rows`); None where it wrote."""
 
 
 def is_written(share: float, index: int) -> bool:
@@ -105,7 +113,9 @@ def written_batch(written: Written, seq_len: int, row_ids: Int64Array) -> Batch:
 
 
 @dataclass(slots=True)
-class _Row:
+class Text:
+    """The text that a model writes to one prompt."""
+
     tokens: list[int]
     log_p: float = 0.0
     ended: bool = False
@@ -125,11 +135,12 @@ class Rollout:
         slots: int,
         dtype: torch.dtype,
         ends: set[int],
+        rank: int = 0,
     ) -> None:
         """`decoder` writes, in `dtype`, `slots` rows side by side: always as many, because a row's bits depend on it.
-        `ends` are further tokens that end a text, in addition to the model's own.
+        `ends` are further tokens that end a text, in addition to the model's own. `rank` writes its own rows of a step.
         """
-        self.section, self._seq_len, self._seed = section, seq_len, seed
+        self.section, self._seq_len, self._seed, self._rank = section, seq_len, seed, rank
         self._decoder, self._dtype = decoder, dtype
         self._ends = sorted({*end_ids(decoder, tokenizer), *ends})
         self._sampling = Sampling(
@@ -141,53 +152,61 @@ class Rollout:
         )
         self._generator: Generator | None = None
         self._slots = slots
+        self._writer = empty_copy(decoder) if is_sharded(decoder) else decoder
 
     def write(self, batches: Sequence[Batch], step: int) -> list[tuple[Batch, Written]]:
         """Return rows written from the prompts of corpus rows, in the place of each of `batches`."""
-        names = [
-            (step, number, row)
-            for number, batch in enumerate(batches)
-            for row in range(len(batch.row_ids))
-        ]
-        most = self.section.prompt_tokens
-        prompts = [
-            prompt_of(batches[number], row, most, row_key(self._seed, (step, number, row)))
-            for step, number, row in names
-        ]
-        limits = [
-            max(1, min(self.section.max_new_tokens, self._seq_len - len(prompt)))
-            for prompt in prompts
-        ]
-        rows = [_Row([]) for _ in prompts]
-        generator = self.prepare()
-        generator.refresh()
-        for one in generator.generate(prompts, max_tokens=limits, keys=names):
-            row = rows[one.prompt]
-            row.tokens.append(one.token)
-            row.log_p += one.log_p
-            row.ended = one.ended == "end_of_text"
+        keys, prompts, most = [], [], self.section.prompt_tokens
+        for number, batch in enumerate(batches):
+            first = self._rank * len(batch.row_ids)
+            for row in range(len(batch.row_ids)):
+                keys.append((step, number, first + row))
+                prompts.append(prompt_of(batch, row, most, row_key(self._seed, keys[-1])))
+        texts = self._texts(keys, prompts)
         found, first = [], 0
         for batch in batches:
             part = slice(first, first + len(batch.row_ids))
             first = part.stop
             written = Written(
+                keys[part],
                 prompts[part],
-                [row.tokens for row in rows[part]],
-                [row.ended for row in rows[part]],
-                [row.log_p for row in rows[part]],
+                [one.tokens for one in texts[part]],
+                [one.ended for one in texts[part]],
+                [one.log_p for one in texts[part]],
             )
-            found.append((written_batch(written, self._seq_len, batch.row_ids), written))
+            found.append(self._made(written, batch.row_ids))
         return found
 
-    def prepare(self) -> Generator:
+    def prepare(self) -> None:
         """Allocate, compile and capture what writing needs, unless that was done: no step should wait for it."""
         if self._generator is None:
             self._generator = Generator(
-                self._decoder,
+                self._writer,
                 slots=self._slots,
                 capacity=self._seq_len,
                 end_ids=self._ends,
                 sampling=self._sampling,
                 dtype=self._dtype,
             )
-        return self._generator
+
+    def _texts(self, keys: Sequence[RowKey], prompts: Sequence[list[int]]) -> list[Text]:
+        """Write a text to each prompt."""
+        limits = [
+            max(1, min(self.section.max_new_tokens, self._seq_len - len(prompt)))
+            for prompt in prompts
+        ]
+        texts = [Text([]) for _ in prompts]
+        self.prepare()
+        assert self._generator is not None
+        if self._writer is not self._decoder:
+            gather_weights(self._decoder, self._writer)
+        self._generator.refresh()
+        for one in self._generator.generate(prompts, max_tokens=limits, keys=keys):
+            text = texts[one.prompt]
+            text.tokens.append(one.token)
+            text.log_p += one.log_p
+            text.ended = one.ended == "end_of_text"
+        return texts
+
+    def _made(self, written: Written, row_ids: Int64Array) -> tuple[Batch, Written]:
+        return written_batch(written, self._seq_len, row_ids), written

@@ -32,6 +32,7 @@ from engine.log.folder import RunFolder, open_run
 from engine.log.follow import Follower
 from engine.log.view import RunView
 from engine.log.write import LogWriter
+from engine.log.written import WRITTEN_BY
 from engine.models.decoder import Decoder
 from engine.models.load import load_decoder
 from engine.models.packed import head_of
@@ -86,7 +87,8 @@ def run(
     and `allow_restart`.
     """
     folder = open_run(path)
-    spec = spec_from_dict(folder.read_effective()["spec"])
+    settings = folder.read_effective()
+    spec = spec_from_dict(settings["spec"])
     ranks = ranks_here()
     before = Follower(folder).read_all() if resume else None
     writer = "trainer" if ranks.first else f"rank {ranks.rank}"
@@ -99,6 +101,8 @@ def run(
             )
         forget_warnings()
         job = _Job(spec, folder, log, stop, before, ranks)
+        if recorded := settings.get(WRITTEN_BY):
+            job.recorded = Path(recorded)
         stop.before_exit = job.log_stopped
         try:
             if ranks.first:
@@ -170,6 +174,8 @@ class _Job:
         """The requested settings, which identify the run, and the settings with all decisions, which it uses."""
         self._write = partial(to_events.write, log)
         self.ranks = ranks
+        self.recorded: Path | None = None
+        """Folder of the run whose written rows this one replays; None where it writes its own."""
         self.before = before
         """The log of a resumed run's earlier sessions."""
         self.begun_s = time.monotonic()
@@ -243,6 +249,7 @@ class _Job:
                 ranks=ranks,
                 beat=self.beat,
                 log=self.log,
+                recorded=self.recorded,
             )
             self.hashes = builder.hashes
             fresh = builder.fresh_student()
@@ -281,7 +288,7 @@ class _Job:
         student_sha256()  # of the weights before the first step
         loop.check(trainer)
         if ranks.many:
-            trainer = self._shard(trainer, builder)
+            trainer = self._shard(trainer, builder, taught.decoder)
             loop.look_at(trainer)
             # After this, nothing references the unsharded state that every rank had.
             self._put_to_run(trainer, plan, compiled=compiled)
@@ -438,7 +445,7 @@ class _Job:
         saved.run_like(trainer.student)
         loop.evaluate("student", saved.hidden, head_of(saved), trainer, saved=True)
 
-    def _shard(self, alone: Trainer, builder: Builder) -> Trainer:
+    def _shard(self, alone: Trainer, builder: Builder, teacher_decoder: Decoder | None) -> Trainer:
         """Return an equivalent trainer with its student sharded over the ranks."""
         check_same_weights(alone.student, "student", self.ranks)
         over = f"over {self.ranks.world} ranks"
@@ -447,7 +454,9 @@ class _Job:
             alone,
             self.spec,
             self.ranks,
-            build=lambda student: builder.trainer(student, alone.teacher, self.ranks),
+            build=lambda student: builder.trainer(
+                student, alone.teacher, self.ranks, teacher_decoder
+            ),
             reshard=self.spec.student.reshard == "on",
             entering=builder.entering,
         )

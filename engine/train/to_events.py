@@ -270,6 +270,9 @@ def wrote(launched: LaunchedStep, spec: RunSpec, decode: Callable[[Sequence[int]
         cross_entropy=cross_entropy,
         divergence=divergence / spec.loss.temperature**2,
         repeated=sum(a == b for text in texts for a, b in pairwise(text)) / tokens,
+        drawn_apart=None
+        if launched.written[0].drawn_apart is None
+        else sum(one.drawn_apart or 0.0 for one in launched.written) / len(launched.written),
         write_s=launched.write_s,
         prompt=decode(prompts[0]),
         sample=decode(texts[0]),

@@ -24,7 +24,9 @@ from engine.data.row_hashes import RowHash, hashes_of
 from engine.log.events import StepDone
 from engine.log.folder import RunFolder
 from engine.log.rows import RowsWriter, path_of, read_rows
+from engine.log.written import WrittenRow, WrittenWriter
 from engine.spec import RunSpec
+from engine.train.rollout import Written
 from engine.train.step import MicroBatch, StepObserver, TeacherOutput
 from engine.train.trainer import Trainer
 from engine.verdict import Answer, Level, Numbers, passed
@@ -49,8 +51,11 @@ class TrainedRows(StepObserver):
         self._writer = RowsWriter(run, ranks.rank, ranks.world, step)
         self._hashes: dict[int, list[list[RowHash]]] = {}
         """Row hashes of each step that is not recorded yet, one list per micro-batch."""
-        self._written: set[tuple[int, int]] = set()
-        """Step and index of the micro-batches whose rows a model wrote: no corpus has them."""
+        self._written: dict[int, dict[int, Written]] = {}
+        """Micro-batches whose rows a model wrote, by step and index, of the steps that are not judged yet."""
+        self._written_writer = (
+            None if trainer.rollout is None else WrittenWriter(run, ranks.rank, step)
+        )
         self._step = self._begun_at = step
         trainer.observers = (*trainer.observers, self)
 
@@ -63,16 +68,30 @@ class TrainedRows(StepObserver):
     ) -> None:
         self._hashes[self._step].append(hashes_of(micro.batch))
         if micro.written is not None:
-            self._written.add((self._step, len(self._hashes[self._step]) - 1))
+            index = len(self._hashes[self._step]) - 1
+            self._written.setdefault(self._step, {})[index] = micro.written
 
     def record(self, step: StepDone) -> StepDone:
         """Write the rows of a step that is done, and return its record with the running digest."""
+        if self._written_writer is not None:
+            written = self._written.get(step.step, {}).values()
+            self._written_writer.append(
+                [
+                    WrittenRow(*key, prompt, text, ended, log_p)
+                    for one in written
+                    for key, prompt, text, ended, log_p in zip(
+                        one.keys, one.prompts, one.texts, one.ended, one.log_p, strict=True
+                    )
+                ]
+            )
         self._writer.append(step.step, [one for part in self._hashes[step.step] for one in part])
         return msgspec.structs.replace(step, rows_digest=self._writer.digest.hex())
 
     def sync(self) -> None:
         """Return when the records are on disk. Raises RunLogError and DiskFull."""
         self._writer.sync()
+        if self._written_writer is not None:
+            self._written_writer.sync()
 
     def after(self, step: StepDone) -> Iterator[Result]:
         """Compare the recorded rows of a step with the prescribed rows, and yield a failure where they differ."""
@@ -106,15 +125,14 @@ class TrainedRows(StepObserver):
         )
 
     def _judge(self, step: int) -> Answer:
-        found = self._hashes.pop(step)
+        found, written = self._hashes.pop(step), self._written.pop(step, {})
         world, rows = self._ranks.world, self._train.rows
         for index, part in enumerate(found):
+            if index in written:
+                continue  # no corpus has what a model wrote
             passes = ((step - 1) * self._train.accumulation + index) * world + self._ranks.rank
             row_ids = self._prescribed.row_ids_at(passes * rows, rows)
             wanted = hashes_of(self._prescribed.rows(row_ids))
-            if (step, index) in self._written:
-                self._written.discard((step, index))
-                continue
             if len(part) != len(wanted):
                 return Numbers(rows=len(part), wanted=len(wanted)).failed(
                     f"micro-batch {index + 1} has {len(part)} rows, the spec sets {len(wanted)}"

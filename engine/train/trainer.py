@@ -141,7 +141,7 @@ class Trainer:
             with self.host.of(ROLLOUT):
                 begun_write_s = time.perf_counter()
                 fetched = self._write(self.rollout, fetched, number)
-                labelled = sum(one.batch.labelled for one in fetched)
+                labelled = self._labelled(fetched)
                 write_s = time.perf_counter() - begun_write_s
             timer.mark(DATA)
         with self.host.of(DATA):
@@ -271,6 +271,11 @@ class Trainer:
             Fetched(changed[at][0], one.position, changed[at][1]) if at in changed else one
             for at, one in enumerate(fetched)
         ]
+
+    def _labelled(self, fetched: Sequence[Fetched]) -> int:
+        """Return the labels of a step on all ranks; a collective, as no rank knows what another one has written."""
+        own = sum(one.batch.labelled for one in fetched)
+        return int(self.ranks.gather(torch.tensor([own], device=self.device)).sum())
 
     def _written_sums(
         self, fetched: Sequence[Fetched], done: Sequence[LossTerms], denominator: float

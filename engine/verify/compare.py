@@ -85,6 +85,10 @@ GRADIENT_ROUNDING, UPDATE_ROUNDING = 0.5, 0.3
 """Tolerance of a single gradient, as a share of the root mean square of all gradients, and of an update, as a share of
 the learning rate."""
 HELDOUT = Field("", "loss", 1e-3, 1e-6)
+WRITTEN = Field("", "entropy", 2e-2, 1e-3)
+DRAWN_APART = 2e-3
+"""Largest mean distance of the numbers that drew a text from the intervals of its tokens, 0 to 1. In 16 bits rounding
+moves them by 1e-5 to 1e-4 on average; the text of another row lies about 0.3 away."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -244,6 +248,36 @@ def _rows(run: RunFolder, rank: int, record: Stretch) -> Iterator[tuple[int, lis
     rows = (row for row in read_rows(path_of(run, rank)) if record.begin < row.step <= record.end)
     for step, of_step in itertools.groupby(rows, key=lambda row: row.step):
         yield step, [row.hash for row in of_step]
+
+
+def compare_written(record: Stretch, again: Session) -> Verdict | None:
+    """Compare the recorded texts with those that the replayed models draw; None where no model wrote.
+
+    A replay that writes has equal rows or other ones. One that was given the texts has the same model but for rounding,
+    so each text is about as probable, and the numbers that drew its tokens lie within the tokens' intervals.
+    """
+    recorded = {n: one for session in record.sessions for n, one in session.wrote.items()}
+    steps = [n for n in recorded if record.begin < n <= record.end and n in again.wrote]
+    for step in steps:
+        was, now = recorded[step], again.wrote[step]
+        apart = now.drawn_apart
+        if apart is None:
+            continue
+        if not agrees(WRITTEN, was.entropy, now.entropy, 1):
+            text = f"step {step}: recorded {was.entropy:.4f} nats per written token, replayed {now.entropy:.4f}"
+            return Verdict(Level.FAIL, text)
+        if not apart <= DRAWN_APART:
+            return Verdict(
+                Level.FAIL,
+                f"step {step}: the replayed model draws other tokens: the recorded ones are {apart:.3f} from their "
+                f"draws, at most {DRAWN_APART:g} by rounding",
+            )
+    if not steps:
+        return None
+    if again.wrote[steps[0]].drawn_apart is None:
+        return Verdict(Level.PASS, "the replay wrote it again")
+    text = "the replayed model gives each token the probability with which it was drawn, within rounding"
+    return Verdict(Level.PASS, text)
 
 
 def compare_losses(record: Sequence[Evaluated], again: Session, steps: int) -> Verdict | None:

@@ -33,6 +33,7 @@ from engine.verify.compare import (
     compare_losses,
     compare_rows,
     compare_steps,
+    compare_written,
     differences,
     same,
     why_rounded,
@@ -218,10 +219,9 @@ class _Verifying:
     def _replay(self, piece: Stretch, *, saves: bool) -> None:
         """Replay a stretch and compare it."""
         found = self._found
-        again = self._train(piece, saves=saves)
-        fresh = None if again is None else self._first_session(piece, again)
-        if again is None or fresh is None:
+        if (replayed := self._replayed(piece, saves=saves)) is None:
             return
+        again, fresh, why = replayed
         record = piece.sessions[0]
         assert record.started is not None and fresh.started is not None
         found.add("settings as built", same(BUILT_FIELDS, record.started, fresh.started))
@@ -231,14 +231,13 @@ class _Verifying:
             if role != "student" or not (piece.begin or record.begin):
                 of_role = (record.models.get(role), fresh.models.get(role))
                 found.add(f"{role} as loaded", same(("sha256", "parameters"), *of_role))
-        if why := why_rounded(self._run, piece, again, fresh):
-            found.rounding = f"{ROUNDING}, because of {'; '.join(why)}"
         if record.started.engine != fresh.started.engine:
             text = f"the run was trained by engine {record.started.engine}, replayed by {fresh.started.engine}"
             found.not_compared.append(f"the engine's code at the time of the run: {text}")
         compared = compare_steps(piece, fresh, rounded=bool(why))
         found.steps += compared.steps
         self._add_steps(piece, compared)
+        found.add("written text", compare_written(piece, fresh))
         if compared.difference is not None:
             return
         length = piece.end - piece.begin if why else 0
@@ -255,9 +254,36 @@ class _Verifying:
             if piece.end == self._last:
                 found.add("saved student", compare_students(self._run, again, length))
 
-    def _train(self, piece: Stretch, *, saves: bool = False, audited: int = 0) -> RunFolder | None:
-        """Replay a stretch and return its run folder. Where that is not possible, add a line with the reason and return
-        None."""
+    def _replayed(
+        self, piece: Stretch, *, saves: bool = False, audited: int = 0
+    ) -> tuple[RunFolder, Session, list[str]] | None:
+        """Replay a stretch and return its run folder, its session and the reasons for rounding. Where that is not
+        possible, add a line with the reason and return None.
+
+        Where numbers are rounded in another way a model soon writes another text, so such a replay is given the
+        recorded one. Most often the device tells that beforehand.
+        """
+        writes = piece.settings.get("rollout", {}).get("share", 0) > 0
+        given = writes and not all(
+            one.started is not None and one.started.device == "cpu" for one in piece.sessions
+        )
+        while True:
+            again = self._train(piece, saves=saves, audited=audited, given=given)
+            fresh = None if again is None else self._first_session(piece, again)
+            if again is None or fresh is None:
+                return None
+            why = why_rounded(self._run, piece, again, fresh)
+            if why:
+                self._found.rounding = f"{ROUNDING}, because of {'; '.join(why)}"
+            if given or not (why and writes):
+                return again, fresh, why
+            given = True
+
+    def _train(
+        self, piece: Stretch, *, saves: bool = False, audited: int = 0, given: bool = False
+    ) -> RunFolder | None:
+        """Replay a stretch and return its run folder; with `given` on the rows that the run wrote. Where that is not
+        possible, add a line with the reason and return None."""
         checkpoint = None
         if piece.begin and (checkpoint := self._saved.get(piece.begin)) is None:
             text = f"settings were changed at step {piece.begin}, whose checkpoint no longer exists"
@@ -268,7 +294,8 @@ class _Verifying:
         try:
             spec = replayed_spec(piece, folder, saves=saves, audited=audited)
             check_inputs(spec, folder)
-            return replay.train_again(spec, piece, checkpoint)
+            written_by = self._run.path.absolute() if given else None
+            return replay.train_again(spec, piece, checkpoint, written_by=written_by)
         except (BadInput, SpecError) as error:
             text = f"no replay: {error.message}"
             self._found.add(str(piece), Verdict(Level.UNKNOWN, text))
@@ -321,10 +348,8 @@ class _Verifying:
 
     def _textbook(self, piece: Stretch, step: int) -> dict[str, Verdict]:
         """Replay and audit `step`, and return the verdicts by stage; empty where it cannot be replayed."""
-        piece = self._up_to(piece, step)
-        again = self._train(piece, audited=step)
-        session = None if again is None else self._first_session(piece, again)
-        return {} if session is None else _audited(session, step)
+        replayed = self._replayed(self._up_to(piece, step), audited=step)
+        return {} if replayed is None else _audited(replayed[1], step)
 
     def _up_to(self, part: Stretch, step: int) -> Stretch:
         """Return the steps after the nearest checkpoint before `step`, up to `step`."""
@@ -337,12 +362,9 @@ class _Verifying:
         if part is None:
             raise UsageError(f"--step: expected a step of the run, 1 to {self._last}, found {step}")
         piece, found = self._up_to(part, step), self._found
-        again = self._train(piece, audited=step)
-        fresh = None if again is None else self._first_session(piece, again)
-        if again is None or fresh is None:
+        if (replayed := self._replayed(piece, audited=step)) is None:
             return
-        if why := why_rounded(self._run, piece, again, fresh):
-            found.rounding = f"{ROUNDING}, because of {'; '.join(why)}"
+        again, fresh, why = replayed
         if step > piece.begin + 1:
             before = piece.between(piece.begin, step - 1)
             compared = compare_steps(before, fresh, rounded=bool(why))
@@ -351,6 +373,7 @@ class _Verifying:
         rows = compare_rows(self._run, again, piece)
         if rows is not None and rows.level is Level.FAIL:
             found.add("rows", rows)
+        found.add("written text", compare_written(piece, fresh))
         differing = {one.stage: one for one in differences(piece, fresh, step, rounded=bool(why))}
         answers = _audited(fresh, step)
         for about in STAGES:

@@ -70,6 +70,7 @@ ALLOWED: dict[str, str] = {
             "engine/log/columns.py",
             "engine/log/read.py",
             "engine/log/rows.py",
+            "engine/log/written.py",
             "engine/watch/supervisor.py",
             "workbench/jobs.py",
             "workbench/log_pages.py",

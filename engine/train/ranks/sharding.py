@@ -15,7 +15,8 @@ import torch
 from engine.errors import TrainingFailed
 from engine.machine.reading import Reading, absent, measured
 from engine.models.decoder import Decoder
-from engine.runtime.ranks import Ranks, is_shared, shard, whole
+from engine.models.whole_copy import empty_copy, gather_weights, is_sharded
+from engine.runtime.ranks import Ranks, shard
 from engine.spec import RunSpec
 from engine.train.checkpoint.state import capture_trainer, restore_trainer
 from engine.train.trainer import Trainer
@@ -63,21 +64,16 @@ def shard_trainer(
     return trainer
 
 
-@torch.no_grad()
 def whole_student(student: Decoder) -> Decoder:
     """Return the student itself, or, when it is sharded, a full unsharded copy on every rank.
 
     For a sharded student this is a collective.
     """
-    if not any(is_shared(parameter) for parameter in student.parameters()):
+    if not is_sharded(student):
         return student
-    with torch.device("meta"):
-        copy = Decoder(student.config)
-    copy.to_empty(device=next(student.parameters()).device)
-    for target, parameter in zip(copy.parameters(), student.parameters(), strict=True):
-        target.copy_(whole(parameter))
-    copy.packed = student.packed
-    return copy.train(student.training)
+    copy = empty_copy(student)
+    gather_weights(student, copy)
+    return copy
 
 
 def least_available(ranks: Ranks, own: Reading, device: torch.device) -> Reading:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +16,13 @@ from engine.generation.generate import Generator
 from engine.log.events import Judged, StepDone, Wrote
 from engine.log.folder import RunFolder
 from engine.log.read import LogReader
+from engine.log.written import WrittenWriter, path_of, read_written
 from engine.loss.objective import distillation_loss
 from engine.spec import load_spec
 from engine.train.trainer import Trainer
 from tests.support.finished_runs import carried_out, resumed_here
 from tests.support.kit import Kit
-from tests.support.running import engine_here
+from tests.support.running import engine, engine_here
 
 WRITES: dict[str, Any] = {
     "rollout__share": 0.5,
@@ -175,7 +178,10 @@ def test_the_loss_and_its_gradient_are_those_of_trl(beta: float) -> None:
     ("changes", "said"),
     [
         ({"teacher__path": "", "loss__alpha": 1.0}, "expected a teacher for written rows"),
-        ({"compute__gpus": 2}, "expected one GPU for written rows"),
+        (
+            {"compute__gpus": 2, "rollout__by": "teacher", "teacher__shard": "on"},
+            "with a sharded teacher",
+        ),
         ({"rollout__share": 1.5}, "rollout.share"),
     ],
 )
@@ -184,3 +190,81 @@ def test_what_cannot_be_written_is_refused(
 ) -> None:
     with pytest.raises(SpecError, match=said):
         load_spec(kit.spec(tmp_path, **{**WRITES, **changes}), [])
+
+
+def _verified(run: RunFolder) -> dict[str, Any]:
+    done = engine_here("verify", str(run.path), "--json")
+    return {one["name"]: one for one in json.loads(done.stdout)["compared"]}
+
+
+def _on_another_torch(run: RunFolder) -> None:
+    """Make the log say that the run had another torch: a replay's numbers are then rounded in another way."""
+    lines = run.events.read_text().splitlines()
+    for at, line in enumerate(lines):
+        if '"kind":"run_started"' in line:
+            lines[at] = re.sub(r'"torch":"[^"]*"', '"torch":"0.1"', line)
+    run.events.write_text("\n".join(lines) + "\n")
+
+
+def test_the_text_of_a_run_is_kept_with_prompt_and_key(kit: Kit, tmp_path: Path) -> None:
+    run, code = carried_out(kit, tmp_path, **{**WRITES, "train__accumulation": 2})
+    assert code == 0
+    rows = list(read_written(path_of(run, 0)))
+    assert [one.key for one in rows] == [(step, 0, row) for step in range(1, 5) for row in range(4)]
+    for wrote in of(run, Wrote):
+        of_step = [one for one in rows if one.step == wrote.step]
+        assert sum(len(one.text) for one in of_step) == wrote.tokens
+        assert -sum(one.log_p for one in of_step) / wrote.tokens == pytest.approx(wrote.entropy)
+        assert all(one.prompt for one in of_step)
+
+
+def test_a_replay_with_another_rounding_takes_the_text_and_judges_it(
+    kit: Kit, tmp_path: Path, trainer_here: None
+) -> None:
+    how = {"rollout__share": 1.0, "rollout__temperature": 0.8, "rollout__top_p": 0.95}
+    run, code = carried_out(kit, tmp_path, **{**WRITES, **how})
+    assert code == 0
+    _on_another_torch(run)
+    found = _verified(run)
+    assert found["written text"]["level"] == "pass", found
+    assert "within rounding" in found["written text"]["reason"]
+    assert found["steps 1 to 4"]["level"] == "pass"
+    # The text that was written to another prompt is not what the model draws.
+    rows = list(read_written(path_of(run, 0)))
+    texts = [one.text for one in rows]
+    path_of(run, 0).unlink()
+    writer = WrittenWriter(run, 0, 0)
+    writer.append(
+        [one._replace(text=text) for one, text in zip(rows, texts[1:] + texts[:1], strict=True)]
+    )
+    found = _verified(run)
+    assert found["steps 1 to 4"]["level"] == found["written text"]["level"] == "fail", found
+
+
+def test_text_that_was_not_kept_cannot_be_judged_by_another_rounding(
+    kit: Kit, tmp_path: Path, trainer_here: None
+) -> None:
+    run, code = carried_out(kit, tmp_path, **{**WRITES, "rollout__share": 1.0})
+    assert code == 0
+    _on_another_torch(run)
+    path_of(run, 0).unlink()
+    found = _verified(run)
+    assert found["steps 1 to 4"]["level"] == "unknown", found
+
+
+def test_each_rank_writes_rows_of_its_own(kit: Kit, tmp_path: Path) -> None:
+    how = {**WRITES, "rollout__share": 1.0, "train__rows": 2, "train__steps": 3}
+    spec = kit.spec(tmp_path, **how)
+    done = engine("distill", spec, "--gpus", 2, "--out", tmp_path / "run", "--json")
+    assert done.returncode == 0, done.stderr
+    run = RunFolder(tmp_path / "run")
+    alone, code = carried_out(kit, tmp_path / "alone", **{**how, "train__rows": 4})
+    assert code == 0
+    both = [one for rank in (0, 1) for one in read_written(path_of(run, rank))]
+    # The weights of the first step are the same to the bit; those of the second are summed in another order.
+    first = {one.key: one.text for one in both if one.step == 1}
+    assert first == {one.key: one.text for one in read_written(path_of(alone, 0)) if one.step == 1}
+    for step in of(run, StepDone):
+        texts = [one.text for one in both if one.step == step.step]
+        assert step.labelled == sum(map(len, texts))
+    assert not [one for one in of(run, Judged) if one.level == "fail"]

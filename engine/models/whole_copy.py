@@ -1,0 +1,28 @@
+"""Whole copies of a decoder that is sharded over ranks."""
+
+from __future__ import annotations
+
+import torch
+
+from engine.models.decoder import Decoder
+from engine.runtime.ranks import is_shared, whole
+
+
+def is_sharded(decoder: Decoder) -> bool:
+    return any(is_shared(parameter) for parameter in decoder.parameters())
+
+
+def empty_copy(decoder: Decoder) -> Decoder:
+    """Return a decoder of the same shapes, whole, on the same device; its weights are not set."""
+    with torch.device("meta"):
+        copy = Decoder(decoder.config)
+    copy.to_empty(device=next(decoder.parameters()).device)
+    copy.packed = decoder.packed
+    return copy.train(decoder.training)
+
+
+@torch.no_grad()
+def gather_weights(source: Decoder, target: Decoder) -> None:
+    """Copy the weights of a sharded decoder to a whole one. A collective."""
+    for one, parameter in zip(target.parameters(), source.parameters(), strict=True):
+        one.copy_(whole(parameter))
