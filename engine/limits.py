@@ -226,6 +226,7 @@ IMPORT_NAME = Limit(what="a name in `engine import`", most=500, unit="characters
 IMPORT_SETTINGS = Limit(
     what="settings of `engine import`", most=2000, unit="settings", beyond="counted"
 )
+TRAINER_STATE = Limit(what="`trainer_state.json`", most=256 * MIB, unit="bytes")
 # Findings
 FINDING = Limit(what="`finding.json`", most=16 * MIB, unit="bytes")
 ARTIFACT = Limit(what="an artifact of a finding", most=64 * MIB, unit="bytes")

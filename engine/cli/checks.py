@@ -1,4 +1,4 @@
-"""The findings on a run: the first-minute checks, and the alerts of the rules."""
+"""The first-minute checks of a run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from engine.cli.arguments import (
     add_run,
 )
 from engine.cli.runs import plain
-from engine.errors import EXIT_FAIL, EXIT_PASS, RunLogError, UsageError
+from engine.errors import RunLogError, UsageError
 from engine.terminal import put, put_json
 
 if TYPE_CHECKING:
@@ -116,7 +116,7 @@ def _answers(path: Path, as_json: bool) -> int:
                 "level": overall.level.name.lower(),
                 "audited_steps": list(view.audited_steps),
                 "checks": rows,
-                "errors": _errors_json(view.errors),
+                "errors": errors_json(view.errors),
                 "ended_by_rank": None if view.ended_by_rank is None else view.ended_by_rank.reason,
             }
         )
@@ -173,7 +173,7 @@ def _identities(path: Path, view: RunView, as_json: bool) -> int:
             }
             for one in found
         ]
-        errors = _errors_json(view.errors)
+        errors = errors_json(view.errors)
         level_name = level.name.lower()
         put_json({"run": str(path), "level": level_name, "identities": rows, "errors": errors})
     else:
@@ -185,7 +185,7 @@ def _identities(path: Path, view: RunView, as_json: bool) -> int:
     return Verdict(level, "").exit_code
 
 
-def _errors_json(errors: Sequence[ErrorNote]) -> list[dict[str, Any]]:
+def errors_json(errors: Sequence[ErrorNote]) -> list[dict[str, Any]]:
     return [{"rank": rank, "unix_s": unix_s, "text": note.text} for rank, unix_s, note in errors]
 
 
@@ -197,141 +197,3 @@ def _verdict(check: Judged | None) -> Verdict:
         return Verdict(Level.UNKNOWN, "has not answered in this session")
     level = {"pass": Level.PASS, "fail": Level.FAIL}.get(check.level, Level.UNKNOWN)
     return Verdict(level, one_line(check.text))
-
-
-def add_diagnose_arguments(parser: argparse.ArgumentParser) -> None:
-    add_run(parser, or_nothing=True)
-    add_flag(parser, "--all", "also the rules that found nothing")
-    add_json(parser)
-    add_flag(parser, "--list", "list the rules")
-
-
-def diagnose(arguments: argparse.Namespace) -> int:
-    """Diagnose a run from its logs: the alerts that the supervisor would have raised while it went on, those that it
-    did raise, the checks that failed on any rank, the errors that were noted, and how the run ended.
-
-    engine diagnose RUN           alerts, each with its numbers and the flip that would test it; failed checks; errors
-    engine diagnose RUN --all     also the rules that saw nothing, and those that could not judge, with reasons
-    engine diagnose RUN --json    one JSON value
-    engine diagnose --list        every rule: its question, what it reads, when it raises an alert
-
-    The first line is the verdict: what explains the others, since which step, and what to do.
-
-    Exit codes: 0 healthy, 1 something is wrong, a check failed or the run did, 2 something is suspected or nothing
-    could be judged.
-    """
-    if arguments.list == (arguments.run is not None):
-        raise UsageError("expected either RUN or --list", hint="engine diagnose --help")
-    if arguments.list:
-        _list_rules(as_json=arguments.json)
-        return EXIT_PASS
-    from engine.errors import RunLogError
-    from engine.log.folder import open_run
-    from engine.log.text import ending_text, has_ended, one_line
-    from engine.watch.replay import diagnose as replay
-    from engine.watch.rules.rule import read_settings
-    from engine.watch.verdict_line import run_verdict_lines, verdict_of
-
-    folder = open_run(arguments.run)
-    found = replay(folder, read_settings(folder), beside=True)
-    state = found.view.state(folder.liveness())
-    verdict = verdict_of(found.judged_view, state, folder.path)
-    if arguments.json:
-        put_json(as_json(str(folder.path), found) | {"verdict": plain(verdict.as_dict())})
-    else:
-        head, *rest = _diagnosis_lines(folder.name, found, everything=arguments.all)
-        exit_ = found.view.exit
-        if has_ended(state) and state != "completed":
-            ended = [f"ended: {state}: {one_line(ending_text(found.view, state))}"]
-            if exit_ is not None and found.view.finished is not None:
-                ended.append(f"exit: {exit_.state}: {one_line(exit_.sentence)}")
-            rest = [*ended, *rest]
-        for line in [*run_verdict_lines(found.judged_view, state, folder.path), head, *rest]:
-            put(line)
-    if found.fault is not None:
-        raise RunLogError(found.fault)
-    return EXIT_FAIL if found.failed else verdict.exit_code
-
-
-def _list_rules(*, as_json: bool) -> None:
-    from engine.watch.rules import RULES
-
-    if as_json:
-        rows = [
-            {
-                "id": rule.id,
-                "asks": rule.about.question,
-                "reads": rule.reads,
-                "threshold": rule.threshold,
-            }
-            for rule in RULES
-        ]
-        put_json(rows)
-        return
-    for rule in RULES:
-        put(f"{rule.id}: {rule.about.question}")
-        put(f"  fires at: {rule.threshold}")
-        put(f"  reads: {', '.join(rule.reads)}")
-
-
-def _diagnosis_lines(name: str, found: Any, *, everything: bool) -> list[str]:
-    from engine.catalogue import BY_ID
-    from engine.log.text import alert_lines, clock_text, error_lines, errors_text, one_line
-    from engine.units import format_seconds
-
-    count, judged = len(found.raised), len(found.judged)
-    rules = judged + len(found.unjudged)
-    head = (
-        f"{name}: {count} alert{'' if count == 1 else 's'}; {judged} of {rules} rules could judge"
-    )
-    if found.failed:
-        head += f"; {len(found.failed)} check{'' if len(found.failed) == 1 else 's'} failed"
-    if found.errors:
-        head += f"; {errors_text(len(found.errors))}"
-    lines = [head]
-    for _, check in found.failed:
-        lines += ["", f"check {check.id}: {one_line(check.text)}", f"  at step {check.step}"]
-        if (about := BY_ID["check"].get(check.id)) is not None:
-            lines += [f"  {about.means}", f"  do: {about.remedy}"]
-    if found.errors:
-        lines += ["", *error_lines(found.errors, name)]
-    for entry in found.raised:
-        end = "active at the end of the log"
-        if entry.cleared_unix_s is not None:
-            end = f"over after {format_seconds(entry.cleared_unix_s - entry.unix_s)}"
-        if not entry.replayed:
-            end += "; said while the run went on, and not found again in its logs"
-        head, *rest = alert_lines(entry.alert)
-        lines += ["", head, f"  raised at {clock_text(entry.unix_s)}, {end}", *rest]
-    if everything:
-        spoke = {entry.alert.id for entry in found.raised}
-        quiet = [id for id in found.judged if id not in spoke]
-        lines += ["", "found nothing", *(f"  {id}" for id in quiet)]
-        lines += ["", "could not judge"]
-        lines += [one_line(f"  {id}: {reason}") for id, reason in found.unjudged.items()]
-    return lines
-
-
-def as_json(path: str, found: Any) -> dict[str, Any]:
-    """Return a diagnosis as one JSON value."""
-    envelope = ("v", "seq", "t_s", "nf")
-
-    def event(found: Any) -> dict[str, Any] | None:
-        fields = {} if found is None else plain(found)
-        return {n: v for n, v in fields.items() if n not in envelope} or None
-
-    def alert(entry: Any) -> dict[str, Any]:
-        times = {"raised_unix_s": entry.unix_s, "cleared_unix_s": entry.cleared_unix_s}
-        return {**(event(entry.alert) or {}), **times, "replayed": entry.replayed}
-
-    return {
-        "run": path,
-        "alerts": [alert(entry) for entry in found.raised],
-        "checks": [{**(event(check) or {}), "rank": rank} for rank, check in found.failed],
-        "errors": _errors_json(found.errors),
-        "finished": event(found.view.finished or found.view.ended_by_rank),
-        "exit": event(found.view.exit),
-        "judged": list(found.judged),
-        "unjudged": found.unjudged,
-        "fault": found.fault,
-    }

@@ -8,9 +8,9 @@ from pathlib import Path
 from engine.cli.arguments import add_flag, add_path, add_repeated, add_run
 from engine.terminal import put, say
 
-IMPORT_HELP = "make a run folder of TensorBoard event files, an offline W&B run or a table"
+IMPORT_HELP = "make a run folder of what another tool has logged"
 EXPORT_HELP = "write a run's values for TensorBoard, as CSV or as Parquet"
-SOURCES = ("tensorboard", "wandb", "csv")
+SOURCES = ("tensorboard", "wandb", "mlflow", "trainer_state", "csv", "text")
 TARGETS = {"tensorboard": "-tensorboard", "csv": ".csv", "parquet": ".parquet"}
 """What is put behind the run's name where no other is given."""
 
@@ -30,7 +30,10 @@ def import_(arguments: argparse.Namespace) -> int:
 
     engine import tensorboard logs/run-1       event files of one run
     engine import wandb wandb/offline-run-...  an offline run of Weights & Biases
+    engine import mlflow mlruns/0/RUN          a run of MLflow's file store, or a database with one run
+    engine import trainer_state FILE           the trainer_state.json of Transformers
     engine import csv history.csv              a table: .csv, .tsv, .jsonl (an object a line), .parquet
+    engine import text train.log               what a training has printed
     engine import csv log.csv --map loss=xent --map step=it
 
     Common names (train/loss, eval_loss, learning_rate, ...) become ours; all other numbers are kept under their own

@@ -11,16 +11,20 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from engine import limits
 from engine.errors import BadInput
 from engine.files import parse_json
+from engine.interchange.kinds import BY_SOURCE
 from engine.interchange.names import COUNTS, HELD_OUT, our_names
 from engine.interchange.series import Point, by_step
-from engine.interchange.sources import Recorded, read_table, read_tensorboard, read_wandb
+from engine.interchange.sources import NotALog, Recorded
 from engine.log.events import (
     FAIL,
     NUMBER,
@@ -31,6 +35,7 @@ from engine.log.events import (
     Imported,
     Judged,
     Logged,
+    LogOpened,
     Note,
     Phase,
     RunFinished,
@@ -43,13 +48,10 @@ from engine.log.text import one_line
 from engine.log.write import LogWriter
 from engine.redact import Redactor
 from engine.units import format_count
-from engine.watch.replay import diagnose
+from engine.watch.replay import Diagnosis, diagnose, diagnose_events
 
-READERS: dict[str, Callable[[Path, Mapping[str, str], bool], Recorded]] = {
-    "tensorboard": read_tensorboard,
-    "wandb": read_wandb,
-    "csv": read_table,
-}
+VALUES_MOST = 1 << 14
+"""Most values of a name that are judged where nothing is kept; of more, every second one, every fourth, and so on."""
 STATE = "imported"
 """The state of a run of which it is not known how it ended."""
 NON_FINITE_MOST = 1000
@@ -75,20 +77,9 @@ def import_run(
     `given` has the names that the user gives: ours to theirs. Raises BadInput; then nothing was written.
     """
     given = given or {}
-    recorded = READERS[source](path, given, partial)
-    names = our_names(recorded.series, given)
-    if not any(ours not in HELD_OUT for ours in names):
-        found = _listed(recorded.series) or "no number"
-        raise BadInput.expected(
-            source,
-            path,
-            "a loss or another value of a step",
-            found,
-            hint="--map loss=NAME says which",
-        )
-    said = [("info", text) for text in _about(recorded, names)]
-    said += [("warning", text) for text in recorded.warnings]
-    notes = [Note(level=level, text=one_line(text)) for level, text in said]
+    recorded = Recorded(path=path, partial=partial)
+    BY_SOURCE[source].read(recorded, given)
+    names = _names(recorded, source, given)
     name = name or re.sub(r"[^\w.-]+", "-", recorded.name).strip(".-")[:_NAME] or source
     place = (folder / name).absolute()
     if os.path.lexists(place):
@@ -96,15 +87,73 @@ def import_run(
         raise BadInput.expected("run folder", place, "a new folder", "one that exists", hint=hint)
     run = create_run(place, "", _effective(recorded))
     try:
-        imported = Imported(
-            source=source, path=str(path.absolute()), files=recorded.files, names=names
-        )
-        _write_events(run, recorded, [imported, *notes], names)
+        notes, first = _first(recorded, source, names)
+        clock = _clock_of(recorded)
+        with LogWriter(run.events, writer="import", monotonic=clock, wall=clock) as log:
+            _write_events(log, clock, recorded, first, names)
+            log.sync()
         _write_alerts(run)
     except BaseException:
         shutil.rmtree(run.path, ignore_errors=True)
         raise
     return run, notes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JudgedLog:
+    """A log that was read and judged; nothing of it is kept."""
+
+    recorded: Recorded
+    names: dict[str, str]
+    notes: list[Note]
+    found: Diagnosis
+
+
+def diagnose_recorded(recorded: Recorded, source: str, given: Mapping[str, str]) -> JudgedLog:
+    """Judge what was recorded as the run folder that an import would make of it. Raises BadInput."""
+    names = _names(recorded, source, given)
+    notes, first = _first(recorded, source, names)
+    clock = _clock_of(recorded)
+    kept = _Kept(clock)
+    kept.write(LogOpened(unix_s=clock.now_s, boot_id="", pid=0, writer="import"))
+    _write_events(kept, clock, recorded, first, names)
+    return JudgedLog(
+        recorded=recorded, names=names, notes=notes, found=diagnose_events(kept.events)
+    )
+
+
+class _Kept:
+    """A log in memory, with the times that its lines would have."""
+
+    def __init__(self, clock: _Clock) -> None:
+        self.clock, self.origin_s = clock, clock.now_s
+        self.events: list[tuple[Any, float]] = []
+
+    def write(self, event: Event) -> None:
+        t_s = round(self.clock.now_s - self.origin_s, 6)
+        msgspec.structs.force_setattr(event, "t_s", t_s)
+        self.events.append((event, self.origin_s + t_s))
+
+
+def _names(recorded: Recorded, source: str, given: Mapping[str, str]) -> dict[str, str]:
+    names = our_names(recorded.series, given)
+    if not any(ours not in HELD_OUT for ours in names) and recorded.crash is None:
+        found = _listed(recorded.series) or "no number"
+        expected, hint = "a loss or another value of a step", "--map loss=NAME says which"
+        raise NotALog.expected(source, recorded.path, expected, found, hint=hint)
+    return names
+
+
+def _first(
+    recorded: Recorded, source: str, names: dict[str, str]
+) -> tuple[list[Note], list[Event]]:
+    """Return the notes on the files, and the records that a log of them begins with."""
+    said = [("info", text) for text in _about(recorded, names)]
+    said += [("warning", text) for text in recorded.warnings]
+    notes = [Note(level=level, text=one_line(text)) for level, text in said]
+    path = str(recorded.path.absolute())
+    imported = Imported(source=source, path=path, files=recorded.files, names=names)
+    return notes, [imported, *notes, Phase(name=TRAINING)]
 
 
 def _listed(names: Iterable[str]) -> str:
@@ -115,7 +164,7 @@ def _listed(names: Iterable[str]) -> str:
 def _about(recorded: Recorded, names: Mapping[str, str]) -> list[str]:
     """Say what became of every name."""
     texts = [f"{ours} is its {theirs}" for ours, theirs in names.items()]
-    lines = [f"names: {', '.join(texts)}"]
+    lines = [f"names: {', '.join(texts) or 'none'}"]
     if others := recorded.series.keys() - set(names.values()):
         lines.append(f"logged under its own name: {_listed(others)}")
     if recorded.left_out:
@@ -129,7 +178,11 @@ def _about(recorded: Recorded, names: Mapping[str, str]) -> list[str]:
         lines.append(
             "no time of day: the times are those of the steps, counted from the time of the file"
         )
-    return lines
+    if (every := max((one.every for one in recorded.series.values()), default=1)) > 1:
+        lines.append(
+            f"of long curves every {every:,}th value is judged, and each that is not finite"
+        )
+    return [*recorded.notes, *lines]
 
 
 def _effective(recorded: Recorded) -> dict[str, Any]:
@@ -178,36 +231,42 @@ class _Clock:
         self.now_s = max(self.now_s, unix_s)
 
 
+def _clock_of(recorded: Recorded) -> _Clock:
+    times = [one.unix_s[0] for one in recorded.series.values() if one.unix_s]
+    return _Clock(min(times, default=recorded.begin_unix_s))
+
+
 def _write_events(
-    run: RunFolder, recorded: Recorded, first: Iterable[Event], names: Mapping[str, str]
+    log: LogWriter | _Kept,
+    clock: _Clock,
+    recorded: Recorded,
+    first: Iterable[Event],
+    names: Mapping[str, str],
 ) -> None:
-    clock = _Clock(min(one.unix_s[0] for one in recorded.series.values() if one.unix_s))
     ours_of = {theirs: ours for ours, theirs in names.items()}
     last = non_finite = 0
-    with LogWriter(run.events, writer="import", monotonic=clock, wall=clock) as log:
-        for event in (*first, Phase(name=TRAINING)):
-            log.write(event)
-        # A value that was logged long after its step must not delay the steps behind it.
-        waiting: list[tuple[float, Event]] = []
-        for step, points in by_step(recorded.series):
-            last = step
-            done_s, done, others = _events(step, points, ours_of)
-            if done is not None:
-                _write_in_time(log, clock, waiting, done_s)
-                waiting = []
-                clock.reach(done_s if recorded.is_timed else clock.now_s + _known(done.step_s))
-                log.write(done)
-                if done.loss is not None and not math.isfinite(done.loss):
-                    non_finite += 1
-                    if non_finite <= NON_FINITE_MOST:
-                        log.write(_not_finite(step, done.loss))
-            waiting += others
-        _write_in_time(log, clock, waiting, math.inf)
-        if non_finite > NON_FINITE_MOST:
-            more = non_finite - NON_FINITE_MOST
-            log.write(Note(level="error", text=f"{more} more losses are NaN or infinite"))
-        log.write(_end(recorded, last))
-        log.sync()
+    for event in first:
+        log.write(event)
+    # A value that was logged long after its step must not delay the steps behind it.
+    waiting: list[tuple[float, Event]] = []
+    for step, points in by_step(recorded.series):
+        last = step
+        done_s, done, others = _events(step, points, ours_of)
+        if done is not None:
+            _write_in_time(log, clock, waiting, done_s)
+            waiting = []
+            clock.reach(done_s if recorded.is_timed else clock.now_s + _known(done.step_s))
+            log.write(done)
+            if done.loss is not None and not math.isfinite(done.loss):
+                non_finite += 1
+                if non_finite <= NON_FINITE_MOST:
+                    log.write(_not_finite(step, done.loss))
+        waiting += others
+    _write_in_time(log, clock, waiting, math.inf)
+    if non_finite > NON_FINITE_MOST:
+        more = non_finite - NON_FINITE_MOST
+        log.write(Note(level="error", text=f"{more} more losses are NaN or infinite"))
+    log.write(_end(recorded, last))
 
 
 def _not_finite(step: int, loss: float) -> Judged:
@@ -219,7 +278,7 @@ def _known(seconds: float | None) -> float:
 
 
 def _write_in_time(
-    log: LogWriter, clock: _Clock, events: Iterable[tuple[float, Event]], until_s: float
+    log: LogWriter | _Kept, clock: _Clock, events: Iterable[tuple[float, Event]], until_s: float
 ) -> None:
     for unix_s, event in events:
         clock.reach(min(unix_s, until_s))
@@ -257,6 +316,9 @@ def _is_count(value: float) -> bool:
 
 
 def _end(recorded: Recorded, last: int) -> RunFinished:
+    if recorded.crash is not None:
+        reason = one_line(recorded.crash)
+        return RunFinished(state="failed", reason=reason, exit_code=1, step=last)
     code = recorded.exit_code
     if code is None:
         reason = "how it ended is not in its files"

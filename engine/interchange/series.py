@@ -6,6 +6,7 @@ of a resumed run, so that the steps of a series always increase.
 
 from __future__ import annotations
 
+import math
 from array import array
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping
@@ -33,10 +34,21 @@ class Series:
     values: array[float] = field(default_factory=lambda: array("d"))
     replaced: int = 0
     """How many values a restart has replaced."""
+    seen: int = 0
+    every: int = 1
+    """Number of values of which one is kept; more than 1 where `add` has thinned them."""
 
-    def add(self, step: int, unix_s: float, value: float) -> None:
+    def add(self, step: int, unix_s: float, value: float, most: int | None = None) -> None:
+        """Add a value. With more than `most`, every second one is dropped, and so on; what is not finite is kept."""
+        self.seen += 1
+        if self.seen % self.every and math.isfinite(value):
+            return
         if self.steps and step <= self.steps[-1]:
             self.rewind(step)
+        if most is not None and len(self.steps) >= most:
+            self.every *= 2
+            for column in (self.steps, self.unix_s, self.values):
+                del column[1::2]
         self.steps.append(step)
         self.unix_s.append(unix_s)
         self.values.append(value)

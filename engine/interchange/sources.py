@@ -1,4 +1,5 @@
-"""Read what other tools have logged of one run: TensorBoard's event files, an offline run of W&B, a table.
+"""Read what other tools have logged of one run: TensorBoard's event files, an offline run of W&B, a run of MLflow, the
+state of a Transformers trainer, a table.
 
 Nothing is guessed of a broken file: it is refused with the place of the fault, or, where the user asks for it, read up
 to there. Everything is read before a run folder is made.
@@ -6,10 +7,13 @@ to there. Everything is read before a run folder is made.
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import hashlib
 import io
+import math
 import os
+import sqlite3
 import struct
 import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -20,11 +24,15 @@ from typing import Any, TypeAlias
 
 from engine import limits
 from engine.errors import BadInput
-from engine.files import open_regular, parse_json
+from engine.files import open_regular, parse_json, read_json_object, read_text
 from engine.interchange.names import STEP, TIME, find
 from engine.interchange.series import Series
 
 _SHOWN = 40
+
+
+class NotALog(BadInput):
+    """A file in which no run has logged anything."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -32,8 +40,8 @@ class Recorded:
     """What the files of another tool say of one run."""
 
     path: Path
-    name: str
-    partial: bool
+    name: str = ""
+    partial: bool = False
     """Whether a broken file is read up to its fault."""
     files: list[tuple[str, int, str]] = field(default_factory=list)
     """Path, bytes and SHA-256."""
@@ -48,7 +56,21 @@ class Recorded:
     left_out: dict[str, str] = field(default_factory=dict)
     """Names that have no numbers, and what they have."""
     warnings: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    """Notes on how the files were read."""
+    crash: str | None = None
+    """Words of its text on what ended it."""
+    most: int | None = None
+    """Most values of a name that are kept; None for all."""
     count: int = 0
+
+    @property
+    def begin_unix_s(self) -> float:
+        """The time of the files, for values that have none."""
+        return self.path.stat().st_mtime if self.path.exists() else 0.0
+
+    def __post_init__(self) -> None:
+        self.name = self.name or self.path.stem
 
     def take_file(self, path: Path, what: str) -> None:
         """Note a file with its hash. Raises BadInput for one that is empty or too large."""
@@ -68,12 +90,14 @@ class Recorded:
         if not 0 <= unix_s <= limits.LOG_UNIX.most:
             raise BadInput.expected("time", where, "seconds since 1970", f"{unix_s} of {name}")
         self.count += 1
-        if self.count > limits.IMPORT_VALUES.most or len(name) > limits.IMPORT_NAME.most:
+        if (self.most is None and self.count > limits.IMPORT_VALUES.most) or len(
+            name
+        ) > limits.IMPORT_NAME.most:
             limit = (
                 limits.IMPORT_VALUES if len(name) <= limits.IMPORT_NAME.most else limits.IMPORT_NAME
             )
             raise BadInput.expected("values", where, str(limit), "more")
-        self.series.setdefault(name, Series()).add(step, unix_s, value)
+        self.series.setdefault(name, Series()).add(step, unix_s, value, self.most)
 
     def broken(self, what: str, where: object, expected: str, found: str) -> None:
         """Raises BadInput for a fault, unless what is in front of it was asked for."""
@@ -87,11 +111,11 @@ class Recorded:
 
 _EVENTS = "event file"
 _NO_NUMBER = (TypeError, ValueError, IndexError)
-_PARTS = frozenset({"train", "training", "validation", "val", "valid", "eval", "test", "dev"})
+PARTS = frozenset({"train", "training", "validation", "val", "valid", "eval", "test", "dev"})
 """Folders of one run that Keras and others make beside each other."""
 
 
-def read_tensorboard(path: Path, given: Mapping[str, str], partial: bool) -> Recorded:
+def read_tensorboard(recorded: Recorded, given: Mapping[str, str]) -> None:
     """Read the event files of one run: a file, or a folder with those of the folders inside it, whose names are put in
     front of their values. Raises BadInput."""
     try:
@@ -101,8 +125,8 @@ def read_tensorboard(path: Path, given: Mapping[str, str], partial: bool) -> Rec
         from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import PyRecordReader_New
     except ImportError:
         raise missing("tensorboard", "to read event files") from None
-    root, files = _event_files(path)
-    recorded = Recorded(path=path, name=root.resolve().name, partial=partial)
+    root, files = _event_files(recorded.path)
+    recorded.name = root.resolve().name
     scalars: set[str] = set()
     for file in files:
         recorded.take_file(file, _EVENTS)
@@ -127,7 +151,6 @@ def read_tensorboard(path: Path, given: Mapping[str, str], partial: bool) -> Rec
                 recorded.broken(_EVENTS, f"{file} record {number + 1}", expected, said)
                 break
             number += 1
-    return recorded
 
 
 def _event_files(path: Path) -> tuple[Path, list[Path]]:
@@ -145,7 +168,7 @@ def _event_files(path: Path) -> tuple[Path, list[Path]]:
     root = Path(os.path.commonpath([file.parent for file in files]))
     folders = sorted({file.parent.relative_to(root) for file in files})
     tops = {folder.parts[0] if folder.parts else "" for folder in folders}
-    if "" not in tops and len(tops) > 1 and not tops <= _PARTS:
+    if "" not in tops and len(tops) > 1 and not tops <= PARTS:
         shown = ", ".join(str(folder) for folder in folders[:4])
         raise BadInput.expected(
             _EVENTS, path, "one run", f"{len(folders)}: {shown}", hint="name one"
@@ -194,7 +217,7 @@ _BLOCK, _HEAD = 1 << 15, struct.Struct("<IHB")
 _FULL, _FIRST, _MIDDLE, _LAST = 1, 2, 3, 4
 
 
-def read_wandb(path: Path, given: Mapping[str, str], partial: bool) -> Recorded:
+def read_wandb(recorded: Recorded, given: Mapping[str, str]) -> None:
     """Read the log of an offline run: its file, its folder, or the folder `wandb` with one run in it. Raises
     BadInput."""
     try:
@@ -202,8 +225,8 @@ def read_wandb(path: Path, given: Mapping[str, str], partial: bool) -> Recorded:
         from wandb.proto.wandb_internal_pb2 import Record
     except ImportError:
         raise missing("wandb", "to read W&B runs") from None
-    file = _run_file(path)
-    recorded = Recorded(path=path, name=file.stem, partial=partial)
+    file = _run_file(recorded.path)
+    recorded.name = file.stem
     recorded.take_file(file, _RUN)
     rows: list[dict[str, Any]] = []
     number = 0
@@ -231,7 +254,6 @@ def read_wandb(path: Path, given: Mapping[str, str], partial: bool) -> Recorded:
     shared = [name for name in (rows[0] if rows else ()) if all(name in row for row in rows)]
     _take_rows(recorded, enumerate(rows, 1), given, shared)
     recorded.series.pop("_step", None)
-    return recorded
 
 
 class _Broken(ValueError):
@@ -305,6 +327,105 @@ def _take_environment(recorded: Recorded, about: Any) -> None:
     recorded.commit = about.git.commit or recorded.commit
 
 
+# MLflow.
+
+_MLFLOW = "MLflow run"
+_STATUS = {"3": 0, "4": 1, "5": 1, "FINISHED": 0, "FAILED": 1, "KILLED": 1}
+"""Exit codes by the status of a run: a number in `meta.yaml`, a word in a database."""
+_LARGEST = 1.7976931348623157e308
+"""Value that a database has for infinity."""
+
+
+def read_mlflow(recorded: Recorded, given: Mapping[str, str]) -> None:
+    """Read a run of MLflow's file store: its folder in `mlruns/EXPERIMENT/`. Raises BadInput."""
+    path, recorded.name = recorded.path, recorded.path.resolve().name
+    files = sorted(one for one in (path / "metrics").rglob("*") if one.is_file())
+    if not files:
+        raise BadInput.expected(_MLFLOW, path, "files in its folder metrics", "none")
+    for file in files:
+        recorded.take_file(file, _MLFLOW)
+        name = file.relative_to(path / "metrics").as_posix()
+        with open_regular(file, _MLFLOW) as lines:
+            number = 0
+            while line := lines.readline(limits.LOG_LINE.most):
+                number += 1
+                where = f"{file} line {number}"
+                try:
+                    time_ms, value, step = line.split()[:3]
+                    point = int(step), int(time_ms) / 1000, float(value)
+                except ValueError:
+                    recorded.broken(_MLFLOW, where, "TIME VALUE STEP", f"{line[:_SHOWN]!r}")
+                    break
+                recorded.add(name, *point, where)
+    for file in sorted((path / "params").glob("*")):
+        recorded.settings[file.name] = read_text(file, _MLFLOW, limits.RUN_FILE).strip()
+    about = read_text(path / "meta.yaml", _MLFLOW, limits.RUN_FILE)
+    for key, _, said in (line.partition(": ") for line in about.splitlines()):
+        if key == "run_name":
+            recorded.name = said.strip("'\"") or recorded.name
+        elif key == "status":
+            recorded.exit_code = _STATUS.get(said)
+
+
+def mlflow_runs(path: Path) -> list[tuple[str, str]]:
+    """Return the id and the name of each run in a database of MLflow. Raises BadInput."""
+    with _database(path) as database:
+        found = database.execute("SELECT run_uuid, name FROM runs ORDER BY start_time").fetchall()
+    return [(str(run), str(name or run)) for run, name in found]
+
+
+def read_mlflow_database(recorded: Recorded, run: str) -> None:
+    """Read one run of MLflow's database. Raises BadInput."""
+    path, recorded.name = recorded.path, run
+    recorded.take_file(path, _MLFLOW)
+    with _database(path) as database:
+        for name, status in database.execute(
+            "SELECT name, status FROM runs WHERE run_uuid = ?", (run,)
+        ):
+            recorded.name, recorded.exit_code = str(name or run), _STATUS.get(status)
+        rows = database.execute(
+            "SELECT key, step, timestamp, value, is_nan FROM metrics WHERE run_uuid = ? ORDER BY timestamp, step",
+            (run,),
+        )
+        for name, step, time_ms, value, is_nan in rows:
+            number = math.nan if is_nan else float(value)
+            if abs(number) >= _LARGEST:
+                number = math.copysign(math.inf, number)
+            recorded.add(str(name), int(step), time_ms / 1000, number, path)
+        recorded.settings.update(
+            database.execute("SELECT key, value FROM params WHERE run_uuid = ?", (run,)).fetchall()
+        )
+
+
+@contextlib.contextmanager
+def _database(path: Path) -> Iterator[sqlite3.Connection]:
+    with open_regular(path, _MLFLOW):
+        pass
+    try:
+        with contextlib.closing(
+            sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)
+        ) as database:
+            yield database
+    except (sqlite3.Error, TypeError, ValueError) as error:
+        raise BadInput.expected(_MLFLOW, path, "a database of MLflow", str(error)[:80]) from None
+
+
+# Transformers.
+
+_STATE = "state of a trainer"
+
+
+def read_trainer_state(recorded: Recorded, given: Mapping[str, str]) -> None:
+    """Read the log in a `trainer_state.json` of Transformers. Raises BadInput."""
+    path, recorded.name = recorded.path, recorded.path.resolve().parent.name
+    recorded.take_file(path, _STATE)
+    state = read_json_object(path, _STATE, limits.TRAINER_STATE, having=("log_history",))
+    rows = state["log_history"]
+    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+        raise BadInput.expected(_STATE, path, "a list of objects in log_history", "something else")
+    _take_rows(recorded, enumerate(rows, 1), given, ("step",))
+
+
 # Tables.
 
 _TABLE = "table"
@@ -313,19 +434,18 @@ Row: TypeAlias = tuple[int, dict[str, Any]]
 """The number of a line, and its cells by the names of their columns."""
 
 
-def read_table(path: Path, given: Mapping[str, str], partial: bool) -> Recorded:
+def read_table(recorded: Recorded, given: Mapping[str, str]) -> None:
     """Read a table with a header: .csv, .tsv, .jsonl (an object a line) or .parquet. Raises BadInput."""
+    path = recorded.path
     readers: dict[str, Callable[[Recorded], Iterator[Row]]] = {
         ".csv": _csv_rows, ".tsv": _csv_rows, ".jsonl": _json_rows, ".ndjson": _json_rows, ".parquet": _parquet_rows,
     }  # fmt: skip
     if path.suffix.lower() not in readers:
         expected = f"a file that ends in {', '.join(readers)}"
         raise BadInput.expected(_TABLE, path, expected, path.suffix or "no ending")
-    recorded = Recorded(path=path, name=path.stem, partial=partial)
     recorded.take_file(path, _TABLE)
     rows = readers[path.suffix.lower()](recorded)
     _take_rows(recorded, rows, given)
-    return recorded
 
 
 def _csv_rows(recorded: Recorded) -> Iterator[Row]:
@@ -336,6 +456,8 @@ def _csv_rows(recorded: Recorded) -> Iterator[Row]:
             first = file.readline(limits.LOG_LINE.most)
             separator = max("\t,;" if path.suffix.lower() == ".tsv" else ",;\t", key=first.count)
             header = next(csv.reader([first], delimiter=separator, strict=True), [])
+            if header and not header[0]:
+                header[0] = "index"  # of pandas
             if len(header) != len(set(header)) or not all(header):
                 recorded.broken(
                     _TABLE,

@@ -14,17 +14,21 @@ two evaluations is missed.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import chain, groupby
 from operator import attrgetter
+
+import msgspec
 
 from engine.errors import BadInput
 from engine.log.events import (
     ALERT,
     PASS,
     AnyEvent,
+    Imported,
     Judged,
     LogOpened,
     Note,
@@ -93,6 +97,15 @@ def diagnose(run: RunFolder, settings: RunSpec | None, *, beside: bool = False) 
     if beside:
         replay.beside = _step_times_beside(run, replay.view)
     return replay.end(stretches.fault)
+
+
+def diagnose_events(events: Iterable[tuple[AnyEvent, float]]) -> Diagnosis:
+    """Judge the records of a run that were never written, each with its time, as `diagnose` judges its log."""
+    replay = _Replay(None, LOOK_S, {})
+    for event, unix_s in events:
+        replay.take(Line("events", event, unix_s, unix_s))
+    replay.fold_waiting()
+    return replay.end(None)
 
 
 def _step_times_beside(run: RunFolder, view: RunView) -> dict[str, float]:
@@ -176,6 +189,8 @@ class _Replay:
             self.next_look_s = unix_s + self.interval_s
         if isinstance(event, LogOpened) and line.source == "events":
             self.end_session(unix_s)
+        if isinstance(event, Imported):
+            self.interval_s = math.inf  # between two of its steps nothing is known
         self.hear(0, event, unix_s)
         self.now_s = unix_s
         self.waiting.append(line)
@@ -225,6 +240,14 @@ class _Replay:
         self.look(self.now_s)
         self.end_session(self.now_s)
         answers = self.alerts.answers
+        if self.view.imported is not None:
+            # The whole log is there: an alert that is active at its end has the numbers of the end.
+            for at, one in enumerate(self.raised):
+                now = answers.get(one.alert.id)
+                if isinstance(now, Judged) and one.cleared_unix_s is None:
+                    since = min(one.alert.first_step, now.first_step)
+                    alert = msgspec.structs.replace(now, first_step=since)
+                    self.raised[at] = replace(one, alert=alert)
         unjudged = {
             id: answer.reason
             for id, answer in answers.items()

@@ -22,6 +22,7 @@ from engine.errors import EXIT_FAIL, EXIT_PASS, EXIT_UNKNOWN
 from engine.log.events import CHECK, FACT, FAIL, IDENTITY, PASS, SUSPICION, Judged
 from engine.log.text import ending_text, event_text, has_ended, one_line
 from engine.log.view import RunView
+from engine.watch.crashes import about_crash
 
 HEALTHY, SUSPECT, WRONG, ENDED, UNDECIDED = "HEALTHY", "SUSPECT", "WRONG", "ENDED", "UNKNOWN"
 SIGNS = {HEALTHY: "✓", SUSPECT: "!", WRONG: "✗", ENDED: "■", UNDECIDED: "?"}
@@ -282,7 +283,15 @@ def _of_end(view: RunView, state: str, path: str) -> Finding:
         else:
             text = exit_.sentence.split(". ")[0]
     resume = "" if view.is_foreign else f"engine distill --resume {path}"
-    if state in ("host_lost", "vanished") and resume:
+    detail, about = ending_text(view, state), None
+    if view.imported is not None and view.finished is not None:
+        about = about_crash(view.finished.reason)
+        text = text or view.finished.reason
+    if about is not None:
+        detail, action = f"it proves: {about.proves}", about.do
+    elif view.imported is not None:
+        action = "read what it printed last; its files have no more than that"
+    elif state in ("host_lost", "vanished") and resume:
         action = resume
     elif state in _MEMORY:
         action = f"engine diagnose {path} shows what memory did; start again with a smaller batch"
@@ -296,7 +305,7 @@ def _of_end(view: RunView, state: str, path: str) -> Finding:
         text=one_line(text or state).splitlines()[0].rstrip("."),
         rank=50 if state in _FROM_OUTSIDE else 20,
         since=view.last_step,
-        detail=ending_text(view, state),
+        detail=detail,
         action=action,
     )
 

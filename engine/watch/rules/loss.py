@@ -95,10 +95,14 @@ def _not_finite_loss(case: Case) -> Symptom | None:
     known = [loss for loss in losses if loss is not None]
     if len(known) < NON_FINITE_STEPS or any(math.isfinite(loss) for loss in known):
         return None
+    begin = rows.start
+    everything = case.view.steps.values("loss", 0, begin)
+    while begin and not math.isfinite(everything[begin - 1] or 0.0):
+        begin -= 1
     return Symptom(
-        f"the loss has been {known[-1]} for {len(known)} steps",
-        [("losses that are not finite", len(known), "expected 0")],
-        case.span(rows),
+        f"the loss has been {known[-1]} for {rows.stop - begin} steps",
+        [("losses that are not finite", rows.stop - begin, "expected 0")],
+        case.span(range(begin, rows.stop)),
         meaning="the weights are NaN and remain NaN: nothing is learnt any more",
         **case.lower_rate(10),
     )

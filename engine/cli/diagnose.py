@@ -1,0 +1,317 @@
+"""The alerts of the rules on a run or any log, on the logs of a folder, or on standard input."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from engine.cli.arguments import add_flag, add_json, add_path
+from engine.cli.checks import errors_json
+from engine.cli.runs import plain
+from engine.errors import EXIT_FAIL, EXIT_PASS, BadInput, UsageError
+from engine.terminal import put, put_json
+
+if TYPE_CHECKING:
+    from engine.interchange.importing import JudgedLog
+    from engine.interchange.kinds import Log
+    from engine.watch.replay import Diagnosis
+    from engine.watch.verdict_line import RunVerdict
+
+_SHOWN = 20
+"""Most files that are named of those that are no log."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    what = "a run folder, a log of another tool, a folder of them, or - for standard input"
+    add_path(parser, "path", "PATH", what, nargs="?")
+    add_flag(parser, "--all", "also the rules that found nothing")
+    add_flag(parser, "--series", "how each name and line of the log was read")
+    add_json(parser)
+    add_flag(parser, "--list", "list the rules")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Diagnose a run, ours or any other, from its logs: alerts, checks that failed, errors, and how it ended.
+
+    engine diagnose RUN           alerts, each with its numbers and the flip that would test it; failed checks; errors
+    engine diagnose train.log     what a training has printed; or TensorBoard, W&B, MLflow, trainer_state.json, CSV,
+                                  JSON lines, Parquet; nothing is written (`engine import` makes a run folder of it)
+    engine diagnose DIR           every log in it, worst first, a line each
+    python train.py 2>&1 | engine diagnose -
+    engine diagnose PATH --series how each name and line was read
+    engine diagnose PATH --all    also the rules that saw nothing, and those that could not judge, with reasons
+    engine diagnose PATH --json   one JSON value
+    engine diagnose --list        every rule: its question, what it reads, when it raises an alert
+
+    The first line is the verdict: what explains the others, since which step, and what to do.
+
+    Exit codes: 0 healthy, 1 something is wrong, a check failed or the run did, 2 something is suspected or nothing
+    could be judged.
+    """
+    if arguments.list == (arguments.path is not None):
+        raise UsageError("expected either PATH or --list", hint="engine diagnose --help")
+    if arguments.list:
+        _list_rules(as_json=arguments.json)
+        return EXIT_PASS
+    from engine.log.folder import is_run
+
+    if (os.path.lexists(arguments.path) and not is_run(arguments.path)) or str(
+        arguments.path
+    ) == "-":
+        return diagnose_logs(arguments)
+    from engine.errors import RunLogError
+    from engine.log.folder import open_run
+    from engine.watch.replay import diagnose
+    from engine.watch.rules.rule import read_settings
+    from engine.watch.verdict_line import verdict_of
+
+    folder = open_run(arguments.path)
+    found = diagnose(folder, read_settings(folder), beside=True)
+    state = found.view.state(folder.liveness())
+    verdict = verdict_of(found.judged_view, state, folder.path)
+    if arguments.json:
+        put_json(as_json(str(folder.path), found) | {"verdict": plain(verdict.as_dict())})
+    else:
+        for line in diagnosis_lines(found, state, folder.name, folder.path, arguments.all):
+            put(line)
+    if found.fault is not None:
+        raise RunLogError(found.fault)
+    return EXIT_FAIL if found.failed else verdict.exit_code
+
+
+def _list_rules(*, as_json: bool) -> None:
+    from engine.watch.rules import RULES
+
+    if as_json:
+        rows = [
+            {
+                "id": rule.id,
+                "asks": rule.about.question,
+                "reads": rule.reads,
+                "threshold": rule.threshold,
+            }
+            for rule in RULES
+        ]
+        put_json(rows)
+        return
+    for rule in RULES:
+        put(f"{rule.id}: {rule.about.question}")
+        put(f"  fires at: {rule.threshold}")
+        put(f"  reads: {', '.join(rule.reads)}")
+
+
+def diagnosis_lines(found: Any, state: str, name: str, path: object, everything: bool) -> list[str]:
+    """Render a diagnosis, the verdict first."""
+    from engine.log.text import ending_text, has_ended, one_line
+    from engine.watch.verdict_line import run_verdict_lines
+
+    head, *rest = _diagnosis_lines(name, found, everything=everything)
+    exit_ = found.view.exit
+    if has_ended(state) and state != "completed":
+        ended = [f"ended: {state}: {one_line(ending_text(found.view, state))}"]
+        if exit_ is not None and found.view.finished is not None:
+            ended.append(f"exit: {exit_.state}: {one_line(exit_.sentence)}")
+        rest = [*ended, *rest]
+    return [*run_verdict_lines(found.judged_view, state, path), head, *rest]
+
+
+def _diagnosis_lines(name: str, found: Any, *, everything: bool) -> list[str]:
+    from engine.catalogue import BY_ID
+    from engine.log.text import alert_lines, clock_text, error_lines, errors_text, one_line
+    from engine.units import format_seconds
+
+    count, judged = len(found.raised), len(found.judged)
+    rules = judged + len(found.unjudged)
+    head = (
+        f"{name}: {count} alert{'' if count == 1 else 's'}; {judged} of {rules} rules could judge"
+    )
+    if found.failed:
+        head += f"; {len(found.failed)} check{'' if len(found.failed) == 1 else 's'} failed"
+    if found.errors:
+        head += f"; {errors_text(len(found.errors))}"
+    lines = [head]
+    for _, check in found.failed:
+        lines += ["", f"check {check.id}: {one_line(check.text)}", f"  at step {check.step}"]
+        if (about := BY_ID["check"].get(check.id)) is not None:
+            lines += [f"  {about.means}", f"  do: {about.remedy}"]
+    if found.errors:
+        lines += ["", *error_lines(found.errors, name)]
+    for entry in found.raised:
+        end = "active at the end of the log"
+        if entry.cleared_unix_s is not None:
+            end = f"over after {format_seconds(entry.cleared_unix_s - entry.unix_s)}"
+        if not entry.replayed:
+            end += "; said while the run went on, and not found again in its logs"
+        head, *rest = alert_lines(entry.alert)
+        lines += ["", head, f"  raised at {clock_text(entry.unix_s)}, {end}", *rest]
+    if everything:
+        spoke = {entry.alert.id for entry in found.raised}
+        quiet = [id for id in found.judged if id not in spoke]
+        lines += ["", "found nothing", *(f"  {id}" for id in quiet)]
+        lines += ["", "could not judge"]
+        lines += [one_line(f"  {id}: {reason}") for id, reason in found.unjudged.items()]
+    return lines
+
+
+def as_json(path: str, found: Any) -> dict[str, Any]:
+    """Return a diagnosis as one JSON value."""
+    envelope = ("v", "seq", "t_s", "nf")
+
+    def event(found: Any) -> dict[str, Any] | None:
+        fields = {} if found is None else plain(found)
+        return {n: v for n, v in fields.items() if n not in envelope} or None
+
+    def alert(entry: Any) -> dict[str, Any]:
+        times = {"raised_unix_s": entry.unix_s, "cleared_unix_s": entry.cleared_unix_s}
+        return {**(event(entry.alert) or {}), **times, "replayed": entry.replayed}
+
+    return {
+        "run": path,
+        "alerts": [alert(entry) for entry in found.raised],
+        "checks": [{**(event(check) or {}), "rank": rank} for rank, check in found.failed],
+        "errors": errors_json(found.errors),
+        "finished": event(found.view.finished or found.view.ended_by_rank),
+        "exit": event(found.view.exit),
+        "judged": list(found.judged),
+        "unjudged": found.unjudged,
+        "fault": found.fault,
+    }
+
+
+def diagnose_logs(arguments: argparse.Namespace) -> int:
+    from engine.interchange.kinds import find_logs
+
+    if str(arguments.path) == "-":
+        return _one(_standard_input(), "-", arguments)
+    logs = find_logs(arguments.path)
+    if arguments.path.is_dir() and len(logs) != 1:
+        return _many(logs, arguments)
+    return _one(_judged(logs[0]), logs[0].name, arguments)
+
+
+def _standard_input() -> tuple[Diagnosis, JudgedLog]:
+    from engine.interchange.importing import VALUES_MOST, diagnose_recorded
+    from engine.interchange.sources import Recorded
+    from engine.interchange.text_log import read_lines
+
+    recorded = Recorded(path=Path("-"), most=VALUES_MOST)
+    sys.stdin.reconfigure(errors="replace", newline="")  # type: ignore[union-attr]
+    read_lines(recorded, sys.stdin)
+    judged = diagnose_recorded(recorded, "text", {})
+    return judged.found, judged
+
+
+def _judged(log: Log) -> tuple[Diagnosis, JudgedLog | None]:
+    from engine.interchange.importing import VALUES_MOST, diagnose_recorded
+    from engine.interchange.sources import Recorded
+    from engine.log.folder import open_run
+    from engine.watch.replay import diagnose
+    from engine.watch.rules.rule import read_settings
+
+    if log.read is None:
+        run = open_run(log.path)
+        return diagnose(run, read_settings(run)), None
+    recorded = Recorded(path=log.path, most=VALUES_MOST)
+    log.read(recorded, {})
+    judged = diagnose_recorded(recorded, log.source, {})
+    return judged.found, judged
+
+
+def _verdict(found: Diagnosis, log: Log | None, name: str) -> tuple[str, RunVerdict]:
+    from engine.log.folder import open_run
+    from engine.watch.verdict_line import verdict_of
+
+    view = found.view
+    if log is not None and log.read is None:
+        state = view.state(open_run(log.path).liveness())
+    else:
+        assert view.finished is not None, "every log that is read has an end"
+        state = view.finished.state
+    return state, verdict_of(found.judged_view, state, name)
+
+
+def _one(
+    judged: tuple[Diagnosis, JudgedLog | None], name: str, arguments: argparse.Namespace
+) -> int:
+    found, read = judged
+    state, verdict = _verdict(found, None, name)
+    if arguments.json:
+        notes = [note.text for note in read.notes] if read else []
+        put_json(as_json(name, found) | {"verdict": plain(verdict.as_dict()), "read": notes})
+        return verdict.exit_code
+    for line in diagnosis_lines(found, state, name, name, arguments.all):
+        put(line)
+    if arguments.series and read is not None:
+        put("\nread")
+        for note in read.notes:
+            put(f"  {note.text}")
+        for line in _series_lines(read):
+            put(f"  {line}")
+    return verdict.exit_code
+
+
+def _series_lines(read: JudgedLog) -> Iterable[str]:
+    ours = {theirs: name for name, theirs in read.names.items()}
+    for name, series in read.recorded.series.items():
+        if series.steps:
+            as_ours = f", as {ours[name]}" if name in ours else ""
+            last, steps = series.values[-1], f"steps {series.steps[0]:,} to {series.steps[-1]:,}"
+            yield f"{name}{as_ours}: {series.seen:,} values, {steps}, last {last:.6g}"
+
+
+def _many(logs: list[Log], arguments: argparse.Namespace) -> int:
+    from engine.interchange.sources import NotALog
+    from engine.log.text import one_line
+    from engine.watch.verdict_line import ENDED, HEALTHY, SUSPECT, UNDECIDED, WRONG
+
+    order = (WRONG, ENDED, SUSPECT, UNDECIDED, HEALTHY)
+    rows: list[tuple[Log, RunVerdict]] = []
+    unread: list[tuple[Log, str]] = []
+    not_logs: list[Log] = []
+    for log in logs:
+        try:
+            rows.append((log, _verdict(_judged(log)[0], log, log.name)[1]))
+        except NotALog:
+            not_logs.append(log)
+        except BadInput as error:
+            unread.append((log, one_line(error.message)))
+    rows.sort(key=lambda row: order.index(row[1].level))
+    if not rows and not unread:
+        expected = "a log with the values of a run"
+        found = f"{len(not_logs)} files that have none" if not_logs else "none"
+        raise BadInput.expected("diagnose", arguments.path, expected, found)
+    if arguments.json:
+        put_json(_many_json(rows, unread, not_logs))
+    else:
+        width = max((len(log.name) for log, _ in rows), default=0)
+        for log, verdict in rows:
+            put(f"{log.name:{width}}  {verdict.signed()}")
+        counts = [f"{len(rows)} logs judged"]
+        counts += [f"{len(unread)} could not be read"] * bool(unread)
+        counts += [f"{len(not_logs)} files have no values of a run"] * bool(not_logs)
+        put("; ".join(counts))
+        for _, why in unread:
+            put(f"  not read: {why}")
+        if arguments.series:
+            for log in not_logs[:_SHOWN]:
+                put(f"  no values: {log.name}")
+    codes = {verdict.exit_code for _, verdict in rows}
+    if unread:
+        return BadInput.exit_code
+    return 1 if 1 in codes else max(codes, default=0)
+
+
+def _many_json(
+    rows: list[tuple[Log, RunVerdict]], unread: list[tuple[Log, str]], not_logs: list[Log]
+) -> dict[str, Any]:
+    return {
+        "logs": [
+            {"path": log.name, "kind": log.source, "verdict": plain(v.as_dict())} for log, v in rows
+        ],
+        "not_read": [{"path": log.name, "why": why} for log, why in unread],
+        "no_values": [log.name for log in not_logs],
+    }

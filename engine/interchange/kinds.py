@@ -1,0 +1,139 @@
+"""The one table of kinds of logs: how each is recognised and read. `engine import` writes what is read here as a run
+folder, and `engine diagnose` judges it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial as bind
+from pathlib import Path
+from typing import NamedTuple, TypeAlias
+
+from engine.errors import BadInput
+from engine.interchange.sources import (
+    PARTS,
+    Recorded,
+    mlflow_runs,
+    read_mlflow,
+    read_mlflow_database,
+    read_table,
+    read_tensorboard,
+    read_trainer_state,
+    read_wandb,
+)
+from engine.interchange.text_log import read_text_log
+from engine.log.folder import is_run
+
+Reader: TypeAlias = Callable[[Recorded, Mapping[str, str]], None]
+"""Fills what is recorded of the files at its path; raises BadInput."""
+
+
+class Kind(NamedTuple):
+    source: str
+    """Name in `engine import`."""
+    endings: tuple[str, ...]
+    """Endings of the names of its files, in lower case."""
+    read: Reader
+
+
+class Log(NamedTuple):
+    """The log of one run."""
+
+    path: Path
+    source: str
+    """Source of its kind, or `run` for a run folder."""
+    read: Reader | None
+    """None for a run folder."""
+    part: str = ""
+    """Its name in a file of several."""
+
+    @property
+    def name(self) -> str:
+        return f"{self.path}:{self.part}" if self.part else str(self.path)
+
+
+def _read_mlflow(recorded: Recorded, given: Mapping[str, str]) -> None:
+    if recorded.path.is_dir():
+        return read_mlflow(recorded, given)
+    runs = mlflow_runs(recorded.path)
+    if len(runs) != 1:
+        names = ", ".join(name for _, name in runs[:4])
+        raise BadInput.expected("MLflow run", recorded.path, "one run", f"{len(runs)}: {names}")
+    return read_mlflow_database(recorded, runs[0][0])
+
+
+KINDS = (
+    Kind("wandb", (".wandb",), read_wandb),
+    Kind("trainer_state", ("trainer_state.json",), read_trainer_state),
+    Kind("csv", (".csv", ".tsv", ".jsonl", ".ndjson", ".parquet"), read_table),
+    Kind("mlflow", (".db", ".sqlite", ".sqlite3"), _read_mlflow),
+    Kind(
+        "text",
+        (".log", ".txt", ".out", ".err", ".stdout", ".stderr"),
+        read_text_log,
+    ),
+    Kind("tensorboard", (), read_tensorboard),
+)
+BY_SOURCE = {one.source: one for one in KINDS}
+_EVENTS = "tfevents"
+_SKIPPED = frozenset({"node_modules", "__pycache__", "site-packages", "venv"})
+_FILES_MOST = 100_000
+
+
+def find_logs(path: Path) -> list[Log]:
+    """Return the logs at a path: one of a file, all below a folder. Raises BadInput for a path that is not there and
+    for a database that is none."""
+    if is_run(path):
+        return [Log(path, "run", None)]
+    return list(_below(path)) if path.is_dir() else _of_file(path, is_named=True)
+
+
+def _of_file(path: Path, *, is_named: bool = False) -> list[Log]:
+    name = path.name.lower()
+    if _EVENTS in name:
+        return [Log(path, "tensorboard", read_tensorboard)]
+    kind = next((one for one in KINDS if name.endswith(one.endings)), None)
+    if kind is None:
+        return [Log(path, "text", BY_SOURCE["text"].read)] if is_named else []
+    if kind.source != "mlflow":
+        return [Log(path, kind.source, kind.read)]
+    return [Log(path, "mlflow", bind(_of_run, run), name) for run, name in mlflow_runs(path)]
+
+
+def _of_run(run: str, recorded: Recorded, given: Mapping[str, str]) -> None:
+    read_mlflow_database(recorded, run)
+
+
+def _below(folder: Path) -> Iterator[Log]:
+    seen = 0
+    for root, folders, files in os.walk(folder):
+        place = Path(root)
+        if is_run(place):
+            folders.clear()
+            yield Log(place, "run", None)
+            continue
+        if {"metrics", "meta.yaml"} <= {*folders, *files}:
+            folders.clear()
+            yield Log(place, "mlflow", read_mlflow)
+            continue
+        # Of a trainer's checkpoints the newest has the log of all.
+        checkpoints = sorted((one for one in folders if one.startswith("checkpoint-")), key=_number)
+        dropped = {*checkpoints[:-1], *(checkpoints if "trainer_state.json" in files else ())}
+        folders[:] = sorted(
+            one for one in folders if not one.startswith(".") and one not in {*_SKIPPED, *dropped}
+        )
+        parts = [one for one in folders if one in PARTS and any((place / one).glob(f"*{_EVENTS}*"))]
+        if parts or any(_EVENTS in file for file in files):
+            yield Log(place, "tensorboard", read_tensorboard)
+            folders[:] = [one for one in folders if not any((place / one).glob(f"*{_EVENTS}*"))]
+        seen += len(files)
+        if seen > _FILES_MOST:
+            raise BadInput.expected("logs", folder, f"at most {_FILES_MOST:,} files", "more")
+        for file in sorted(files):
+            if _EVENTS not in file and not (place / file).is_symlink():
+                yield from _of_file(place / file)
+
+
+def _number(name: str) -> int:
+    digits = name.rpartition("-")[2]
+    return int(digits) if digits.isdigit() else -1

@@ -1,0 +1,64 @@
+"""The one table of crashes in text logs: the words that trainings print, their proof, and the remedy."""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+
+class Crash(NamedTuple):
+    """A kind of crash, by its words in a text."""
+
+    what: str
+    words: re.Pattern[str]
+    proves: str
+    do: str
+
+
+def _crash(what: str, words: str, proves: str, do: str) -> Crash:
+    return Crash(what, re.compile(words), proves, do)
+
+
+CRASHES = (
+    _crash(
+        "CUDA out of memory",
+        r"CUDA out of memory|CUDA error: out of memory|OutOfMemoryError",
+        "an allocation on the GPU was refused; the line says how much was asked for and how much was free",
+        "a smaller batch, shorter sequences or gradient checkpointing; see who else is on that GPU",
+    ),
+    _crash(
+        "a NCCL collective timed out",
+        r"Watchdog caught collective operation timeout|NCCL.{0,40}tim(?:ed ?out|eout)",
+        "a rank did not enter the collective in time: it waited elsewhere or was dead; not why",
+        "look for the rank with the lowest sequence number or the first error in the logs of all ranks",
+    ),
+    _crash(
+        "a DataLoader worker was killed",
+        r"DataLoader worker \(pid.{0,60}(?:killed by signal|exited unexpectedly)",
+        "a process that reads data died; for `Killed` or `Bus error` most often host memory or /dev/shm was full",
+        "fewer workers, or more shared memory (docker: --shm-size); look at the kernel's log for its pid",
+    ),
+    _crash(
+        "a device-side assertion failed",
+        r"device-side assert",
+        "a kernel got an index out of its range, most often a label or a token; the Python line is of a later call",
+        "run with CUDA_LAUNCH_BLOCKING=1, or on the CPU, and compare labels with the number of classes",
+    ),
+    _crash(
+        "the process was killed",
+        r"^Killed$|exitcode *: -9\b|Signal 9 \(SIGKILL\)",
+        "it was ended by SIGKILL: by the kernel for lack of memory, a scheduler or a person; not by which",
+        "look at the kernel's log (`dmesg`) and at the scheduler's",
+    ),
+)
+"""Crashes by the words that they print, those that explain others first."""
+CRASHED = re.compile("|".join(f"(?:{one.words.pattern})" for one in CRASHES))
+TRACEBACK = "Traceback (most recent call last):"
+EXCEPTION = re.compile(
+    r"^(?:\[rank\d+\]: ?)?([A-Za-z_][\w.]*(?:Error|Exception|Interrupt|Exit))\b(.*)"
+)
+
+
+def about_crash(reason: str) -> Crash | None:
+    """Return the row of a reason that begins with its words."""
+    return next((one for one in CRASHES if reason.startswith(one.what)), None)
