@@ -386,14 +386,27 @@ ALERTS: tuple[About, ...] = (
         "update_too_large", SUSPICION, "Is a step small relative to the weights that it changes?"
     ),
     _alert("always_clipped", SUSPICION, "Is every gradient clipped, and by much?"),
+    _alert("written_text_is_noise", SUSPICION, "Does the model that writes draw tokens at random?"),
     _alert(
         "written_text_never_ends",
         SUSPICION,
         "Does a text that the model writes ever end by itself?",
     ),
-    _alert("written_entropy_collapsed", SUSPICION, "Does the model still write different texts?"),
-    _alert("written_text_repeats", SUSPICION, "Does the model write more than one token?"),
-    _alert("written_text_shrinks", SUSPICION, "Are written texts as long as they were?"),
+    _alert(
+        "written_entropy_collapsed",
+        SUSPICION,
+        "Does the student still write different texts, or is it as sure as its teacher?",
+    ),
+    _alert(
+        "written_text_repeats",
+        SUSPICION,
+        "Does the model write more than one token?",
+    ),
+    _alert(
+        "written_text_shrinks",
+        SUSPICION,
+        "Do written texts have more than an end, and the length that the teacher gives them?",
+    ),
     _alert(
         "writer_is_another_model",
         FAIL,

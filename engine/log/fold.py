@@ -69,6 +69,7 @@ from engine.log.table import ABSENT, GPU_FIELDS, NOT_A_READING, Batch, Table
 from engine.log.view import (
     PHASES_KEPT,
     RECORDED_KEPT,
+    WROTE_FIRST,
     WROTE_KEPT,
     Clock,
     LineKey,
@@ -348,7 +349,7 @@ class _Changes:
                 del self.list_of("recorded")[:-RECORDED_KEPT]
             case Wrote():
                 self.list_of("wrote").append(event)
-                del self.list_of("wrote")[:-WROTE_KEPT]
+                del self.list_of("wrote")[WROTE_FIRST : WROTE_FIRST - WROTE_KEPT]
             case Phase():
                 self.changes |= {"phase": event, "phase_unix_s": unix_s}
                 if (

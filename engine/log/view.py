@@ -61,8 +61,8 @@ PHASES_KEPT = 8
 """Number of newest steps whose phases are kept: a step's row in the table has none."""
 RECORDED_KEPT = 32
 """Number of newest `Recorded` events that are kept."""
-WROTE_KEPT = 1000
-"""Number of newest `Wrote` events that are kept."""
+WROTE_KEPT, WROTE_FIRST = 1000, 10
+"""Number of `Wrote` events that are kept, the first WROTE_FIRST and the newest."""
 LONGEST_STATE = 32
 
 LineKey: TypeAlias = tuple[float, Source, int]
@@ -177,7 +177,7 @@ class RunView:
     recorded: tuple[Recorded, ...] = ()
     """The newest RECORDED_KEPT."""
     wrote: tuple[Wrote, ...] = ()
-    """The newest WROTE_KEPT."""
+    """The first WROTE_FIRST and the newest, WROTE_KEPT in all."""
     identities: tuple[Judged, ...] = ()
     """Results of the identities of a watched script, once for each level."""
     checkpoints: tuple[CheckpointSaved, ...] = ()

@@ -1,28 +1,44 @@
 """Judge the text that a model writes in each step (on-policy distillation).
 
-ended      0 though turns end in the corpus: the model was taught another end, or the limit is too low
-entropy    near 0: it writes one text, from which nothing more is learnt
+Each rule compares what is written with the teacher's opinion of it, with the corpus, or with the first steps, because
+short texts, sure texts and repetitive texts may be right:
+
+noise      as uniform as drawing tokens at random: the teacher has learnt nothing, or the temperature is too high
+ended      0 though turns end in the corpus: the writer was taught another end, or the limit is too low
+entropy    near 0 and the teacher would write something else: one text, from which nothing more is learnt
 repeated   one token over and over
-length     a fraction of what it was: it learns to stop at once
+length     nothing but the end; or a fraction of what it was, and the teacher agrees no better
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 
 from engine.log.events import Wrote
+from engine.log.view import WROTE_FIRST
 from engine.watch.rules.rule import CannotJudge, Case, Span, Symptom, median, rule
 
-NEWEST = 10
+NEWEST = WROTE_FIRST
 """Number of newest records that are judged, and of first ones that they are compared with."""
-COLLAPSED, COLLAPSED_SHARE = 0.1, 0.2
-"""Entropy in nats per token, and its ratio to that of the first records, below which it has collapsed."""
+UNTAUGHT = 0.5
+"""Ratio of the entropy to ln V above which the model has not learnt to write; a language model has under 0.4."""
+NOISE = 0.9
+"""Ratio of the entropy to ln V above which tokens are drawn almost at random."""
+COLLAPSED, COLLAPSED_RATIO = 0.1, 0.2
+"""Entropy in nats per token, and its ratio to that of the first records, below which it has collapsed. The teacher
+disagrees if the divergence is above the former."""
 REPEATED = 0.5
 """Share of tokens that equal the one before them."""
+EMPTY = 1.5
+"""Tokens of a row below which most rows are an end alone."""
 SHORTER = 0.25
 """Ratio of the newest to the first lengths."""
-APART, APART_SHARE = 0.05, 0.02
-"""Distance of entropy and cross entropy beyond rounding: in nats, and relative."""
+BY_ITSELF = 0.5
+"""Share of the rows that end by themselves, above which lengths are those of texts and not of the limit."""
+APART = {"fp32": 1e-4, "bf16": 0.05}
+"""Distance of entropy and cross entropy beyond rounding, in nats per token, by the student's precision. In fp32
+rounding gives 1e-6 to 1e-5, and a writer in bf16 1e-3."""
 
 
 def _wrote(case: Case, least: int = NEWEST) -> Sequence[Wrote]:
@@ -32,6 +48,21 @@ def _wrote(case: Case, least: int = NEWEST) -> Sequence[Wrote]:
     if len(found) < least:
         raise CannotJudge(f"needs {least} steps with written rows, {len(found)} are done")
     return found
+
+
+def _median(wrote: Sequence[Wrote], number: Callable[[Wrote], float]) -> float:
+    found = [value for one in wrote if math.isfinite(value := number(one))]
+    if not found:
+        raise CannotJudge("the numbers of the written rows are not finite")
+    return median(found)
+
+
+def _length(one: Wrote) -> float:
+    return one.tokens / max(one.rows, 1)
+
+
+def _ended(wrote: Sequence[Wrote]) -> float:
+    return sum(one.ended * one.rows for one in wrote) / max(sum(one.rows for one in wrote), 1)
 
 
 def _span(case: Case, wrote: Sequence[Wrote]) -> Span:
@@ -45,16 +76,43 @@ def _span(case: Case, wrote: Sequence[Wrote]) -> Span:
 
 
 @rule(
+    reads=("wrote",),
+    threshold=f"median entropy of {NEWEST} steps over {NOISE:g} ln V, of the teacher or at a temperature above 1",
+)
+def written_text_is_noise(case: Case) -> Symptom | None:
+    newest = _wrote(case)[-NEWEST:]
+    by, temperature = newest[-1].by, newest[-1].temperature
+    if by == "student" and temperature <= 1:
+        raise CannotJudge("a student may not have learnt to write yet")
+    entropy, chance = _median(newest, lambda one: one.entropy), case.vocabulary_nats
+    if entropy <= NOISE * chance:
+        return None
+    return Symptom(
+        f"the {by} writes noise: its tokens have an entropy of {entropy:.2f} nats",
+        [("entropy, median", entropy, f"at most {NOISE:g} ln V = {NOISE * chance:.4f}")],
+        _span(case, newest),
+        meaning="the temperature makes all tokens about as likely as each other"
+        if temperature > 1
+        else "the teacher guesses: its weights are not trained, or are of another tokenizer",
+        flip="--set rollout.temperature=1" if temperature > 1 else "--set rollout.share=0",
+    )
+
+
+@rule(
     reads=("wrote", "labelled_tokens"),
-    threshold=f"no row of {NEWEST} steps ends by itself, though turns end in the corpus",
+    threshold=f"no row of {NEWEST} steps ends by itself, though turns end in the corpus; median entropy at most "
+    f"{UNTAUGHT:g} ln V",
 )
 def written_text_never_ends(case: Case) -> Symptom | None:
     newest = _wrote(case)[-NEWEST:]
     data = case.view.data
     if data is None or data.labelled_tokens is None:
         raise CannotJudge("the corpus is of texts, which need not end")
-    if any(one.ended or 0.0 for one in newest):
+    if _ended(newest) > 0:
         return None
+    entropy = _median(newest, lambda one: one.entropy)
+    if entropy > UNTAUGHT * case.vocabulary_nats:
+        raise CannotJudge(f"the model has not learnt to write: its entropy is {entropy:.2f} nats")
     longest = max(one.longest for one in newest)
     return Symptom(
         f"no written row of the last {NEWEST} steps ends by itself",
@@ -68,23 +126,30 @@ def written_text_never_ends(case: Case) -> Symptom | None:
 
 @rule(
     reads=("wrote",),
-    threshold=f"median entropy of {NEWEST} steps under {COLLAPSED:g} nats and {COLLAPSED_SHARE:g} times that of the "
-    f"first {NEWEST}",
+    threshold=f"median entropy of {NEWEST} steps under {COLLAPSED:g} nats and {COLLAPSED_RATIO:g} times that of the "
+    f"first {NEWEST}, divergence from the teacher above {COLLAPSED:g} nats",
 )
 def written_entropy_collapsed(case: Case) -> Symptom | None:
     wrote = _wrote(case, 2 * NEWEST)
-    first, now = (
-        median([one.entropy or 0.0 for one in some]) for some in (wrote[:NEWEST], wrote[-NEWEST:])
-    )
-    if now >= COLLAPSED or now >= COLLAPSED_SHARE * first:
+    newest = wrote[-NEWEST:]
+    if newest[-1].by != "student":
+        raise CannotJudge("the teacher writes, and does not change")
+    first, now = (_median(some, lambda one: one.entropy) for some in (wrote[:NEWEST], newest))
+    divergence = _median(newest, lambda one: one.divergence)
+    # A student as sure as its teacher has learnt it: a short right answer has no entropy.
+    if now >= COLLAPSED or now >= COLLAPSED_RATIO * first or divergence <= COLLAPSED:
         return None
     return Symptom(
-        f"the entropy of what the model writes fell to {now:.3g} nats per token",
-        [("entropy, median", now, f"{first:.3g} in the first {NEWEST} steps")],
-        _span(case, wrote[-NEWEST:]),
-        meaning="it writes almost the same text each time: a divergence that covers the teacher's other modes, or a "
-        "lower learning rate, keeps it from that",
-        flip="--set rollout.divergence=jsd",
+        f"the entropy of what the student writes fell to {now:.3g} nats per token, and the teacher would write "
+        "something else",
+        [
+            ("entropy, median", now, f"{first:.3g} in the first {NEWEST} steps"),
+            ("divergence, median", divergence, f"at most {COLLAPSED:g} if the teacher is as sure"),
+        ],
+        _span(case, newest),
+        meaning="it writes almost the same text each time: the learning rate is too high, or the divergence lets it "
+        "leave out what else the teacher would write",
+        flip=f"--set train.lr={case.started.peak_lr / 10:g}",
     )
 
 
@@ -94,7 +159,7 @@ def written_entropy_collapsed(case: Case) -> Symptom | None:
 )
 def written_text_repeats(case: Case) -> Symptom | None:
     newest = _wrote(case)[-NEWEST:]
-    repeated = median([one.repeated or 0.0 for one in newest])
+    repeated = _median(newest, lambda one: one.repeated)
     if repeated <= REPEATED:
         return None
     return Symptom(
@@ -108,41 +173,70 @@ def written_text_repeats(case: Case) -> Symptom | None:
 
 @rule(
     reads=("wrote",),
-    threshold=f"median length of {NEWEST} steps under {SHORTER:g} times that of the first {NEWEST}",
+    threshold=f"median row of {NEWEST} steps under {EMPTY:g} tokens, ended by itself; or under {SHORTER:g} times that "
+    f"of the first {NEWEST}, which ended by themselves, and no lower divergence",
 )
 def written_text_shrinks(case: Case) -> Symptom | None:
-    wrote = _wrote(case, 2 * NEWEST)
-    first, now = (
-        median([one.tokens / max(one.rows, 1) for one in some])
-        for some in (wrote[:NEWEST], wrote[-NEWEST:])
-    )
-    if now >= SHORTER * first:
+    wrote = _wrote(case)
+    first, newest = wrote[:NEWEST], wrote[-NEWEST:]
+    now = _median(newest, _length)
+    flip = f"--set rollout.by={'student' if newest[-1].by == 'teacher' else 'teacher'}"
+    if now < EMPTY and _ended(newest) > BY_ITSELF:
+        return Symptom(
+            "most written rows are an end of text and nothing else",
+            [("tokens of a row, median", now, f"at least {EMPTY:g}")],
+            _span(case, newest),
+            meaning="the writer ends where it should begin: another template than the one it was taught, or a teacher "
+            "that ends at once and teaches it so",
+            flip=flip,
+        )
+    if len(wrote) < 2 * NEWEST:
+        raise CannotJudge(f"needs {2 * NEWEST} steps with written rows, {len(wrote)} are done")
+    was = _median(first, _length)
+    before, after = (_median(some, lambda one: one.divergence) for some in (first, newest))
+    # Rows that ran into the limit have no length of their own, and a student that comes nearer to the teacher may be
+    # learning its length.
+    if now >= SHORTER * was or _ended(first) <= BY_ITSELF or after < before:
         return None
     return Symptom(
-        f"written rows have {now:.3g} tokens, {first:.3g} in the first {NEWEST} steps",
-        [("tokens of a row, median", now, f"at least {SHORTER:g} x {first:.3g}")],
-        _span(case, wrote[-NEWEST:]),
-        meaning="the model learns to stop at once: a mean over tokens gives short rows little weight",
-        flip="--set rollout.divergence=forward_kl",
+        f"written rows have {now:.3g} tokens, {was:.3g} in the first {NEWEST} steps, and come no nearer to the teacher",
+        [
+            ("tokens of a row, median", now, f"at least {SHORTER:g} x {was:.3g}"),
+            ("divergence, median", after, f"{before:.3g} in the first {NEWEST} steps"),
+        ],
+        _span(case, newest),
+        meaning="the student learns to stop where the teacher would go on: cross entropy on shorter texts, or a "
+        "learning rate too high",
+        flip=flip,
     )
 
 
 @rule(
-    reads=("wrote",),
-    threshold=f"entropy as drawn and cross entropy of the step over {APART:g} nats and {APART_SHARE:.0%} apart, at "
-    "temperature 1",
+    reads=("wrote", "precision"),
+    threshold="entropy as drawn and cross entropy of the step apart, at temperature 1: "
+    + ", ".join(f"{nats:g} nats in {precision}" for precision, nats in APART.items())
+    + f"; median of {NEWEST} steps",
 )
 def writer_is_another_model(case: Case) -> Symptom | None:
     newest = _wrote(case)[-NEWEST:]
     if newest[-1].by != "student" or newest[-1].temperature != 1:
         raise CannotJudge("only a student that writes at temperature 1 is compared with itself")
-    drawn = median([one.entropy or 0.0 for one in newest])
-    trained = median([one.cross_entropy or 0.0 for one in newest])
-    if abs(drawn - trained) <= max(APART, APART_SHARE * abs(trained)):
+    precision = case.choice("student.precision") or "bf16"
+    allowed = APART.get(precision, APART["bf16"])
+    # Both are of the same tokens: nothing but the models' difference is in the distance.
+    apart = _median(newest, lambda one: abs(one.entropy - one.cross_entropy))
+    if apart <= allowed:
         return None
+    drawn, trained = (
+        _median(newest, number)
+        for number in (lambda one: one.entropy, lambda one: one.cross_entropy)
+    )
     return Symptom(
-        f"the step gives its own text {trained:.4g} nats per token, the generator {drawn:.4g}",
-        [("cross entropy, median", trained, f"{drawn:.4g} as drawn")],
+        f"the step gives its own text {trained:.6g} nats per token, the generator {drawn:.6g}",
+        [
+            ("distance, median nats", apart, f"at most {allowed:g} in {precision}"),
+            ("cross entropy, median", trained, f"{drawn:.6g} as drawn"),
+        ],
         _span(case, newest),
         meaning="what writes and what trains are not one model: another precision, dropout in the model's own code, or "
         "stale weights",

@@ -208,7 +208,7 @@ def test_a_healthy_run_raises_nothing(tmp_path: Path, seed: int, device: str) ->
     )
     found = diagnose(folder_of(log, tmp_path), spec())
     assert [entry.alert.text for entry in found.raised] == []
-    expected = len(RULES) - 20 if device == "cpu" else len(RULES) - 15
+    expected = len(RULES) - 21 if device == "cpu" else len(RULES) - 16
     assert len(found.judged) >= expected, found.unjudged
 
 

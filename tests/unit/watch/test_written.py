@@ -1,14 +1,15 @@
-"""Rules about text that a model writes: the fault, just below it, and no input."""
+"""Rules about text that a model writes: the fault, just below it, what only looks like it, and no input."""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import msgspec
 
-from engine.log.events import DataReady, Wrote
+from engine.log.events import DataReady, DecisionMade, Wrote
 from engine.watch.rules import written
-from tests.support.diagnosing import Log, quiet, raised, unknown
+from tests.support.diagnosing import LN_V, Log, quiet, raised, unknown
 from tests.support.run_events import example_of
 
 HEALTHY: dict[str, Any] = {
@@ -26,13 +27,16 @@ HEALTHY: dict[str, Any] = {
 }
 
 
-def log_of(count: int, labelled: int | None = 5000, **late: Any) -> Any:
-    """A run of `count` written steps; the second half has the values `late`."""
+def log_of(
+    count: int, first: dict[str, Any] | None = None, labelled: int | None = 5000, **late: Any
+) -> Any:
+    """A run of `count` written steps; the first half has the values `first`, the second `late`."""
     log = Log(count=count)
+    decision = example_of(DecisionMade, knob="student.precision", choice="fp32")
     data = msgspec.structs.replace(example_of(DataReady), labelled_tokens=labelled)
-    events: list[Any] = [(6.5, data)]
+    events: list[Any] = [(6.5, decision), (6.5, data)]
     for step in range(1, count + 1):
-        values = {**HEALTHY, **(late if 2 * step > count else {})}
+        values = {**HEALTHY, **(late if 2 * step > count else first or {})}
         events.append((10.1 + 0.5 * step, example_of(Wrote, step=step, **values)))
     log.extra = events
     return log.case()
@@ -49,18 +53,29 @@ def test_a_healthy_writer_is_left_alone_and_a_run_without_one_is_not_judged() ->
         quiet(rule, log_of(40))
         unknown(rule, Log(count=40).case(), "no model writes rows")
         unknown(rule, log_of(9), "steps with written rows, 9 are done")
+    quiet("written_text_is_noise", log_of(40, by="teacher"))
 
 
 def test_rows_that_all_run_into_the_limit_are_named_where_turns_end() -> None:
     alert = raised("written_text_never_ends", log_of(40, ended=0.0))
     assert alert.flip == "--set rollout.max_new_tokens=256"
     quiet("written_text_never_ends", log_of(40, ended=0.01))
-    unknown("written_text_never_ends", log_of(40, labelled=None, ended=0.0), "need not end")
+    texts = log_of(40, labelled=None, ended=0.0)
+    unknown("written_text_never_ends", texts, "need not end")
+    fresh = log_of(40, ended=0.0, entropy=0.51 * LN_V)
+    unknown("written_text_never_ends", fresh, "not learnt to write")
 
 
-def test_an_entropy_that_collapses_is_named() -> None:
+def test_an_entropy_that_collapses_away_from_the_teacher_is_named() -> None:
     raised("written_entropy_collapsed", log_of(40, entropy=written.COLLAPSED - 0.01))
     quiet("written_entropy_collapsed", log_of(40, entropy=written.COLLAPSED))
+    # A student that has learnt short right answers is as sure as its teacher.
+    quiet("written_entropy_collapsed", log_of(40, entropy=0.01, divergence=0.1))
+    # At temperature 0 all that is drawn is certain, from the first step on.
+    quiet("written_entropy_collapsed", log_of(40, {"entropy": 0.0}, entropy=0.0))
+    unknown("written_entropy_collapsed", log_of(40, by="teacher"), "does not change")
+    broken = log_of(40, entropy=math.nan)
+    unknown("written_entropy_collapsed", broken, "not finite")
 
 
 def test_one_token_over_and_over_is_named() -> None:
@@ -68,13 +83,33 @@ def test_one_token_over_and_over_is_named() -> None:
     quiet("written_text_repeats", log_of(40, repeated=0.5))
 
 
-def test_lengths_that_collapse_are_named() -> None:
+def test_rows_that_are_an_end_alone_are_named() -> None:
+    alert = raised("written_text_shrinks", log_of(20, tokens=11, ended=1.0))
+    assert "nothing else" in alert.text
+    quiet("written_text_shrinks", log_of(40, {"tokens": 16}, tokens=16, ended=1.0))
+    # One token is what `rollout.max_new_tokens` asks for.
+    quiet("written_text_shrinks", log_of(40, {"tokens": 8, "ended": 0.1}, tokens=8, ended=0.1))
+
+
+def test_lengths_that_collapse_are_named_unless_the_teacher_agrees() -> None:
     raised("written_text_shrinks", log_of(40, tokens=199))
     quiet("written_text_shrinks", log_of(40, tokens=200))
+    quiet("written_text_shrinks", log_of(40, tokens=100, divergence=0.39))
+    # A student that ran into the limit at first learns to end.
+    quiet("written_text_shrinks", log_of(40, {"ended": 0.5}, tokens=100))
 
 
 def test_a_writer_that_is_not_the_model_that_trains_is_named() -> None:
-    raised("writer_is_another_model", log_of(40, cross_entropy=1.56))
-    quiet("writer_is_another_model", log_of(40, cross_entropy=1.54))
+    raised("writer_is_another_model", log_of(40, cross_entropy=1.50011))
+    quiet("writer_is_another_model", log_of(40, cross_entropy=1.50009))
     unknown("writer_is_another_model", log_of(40, by="teacher"), "only a student that writes")
     unknown("writer_is_another_model", log_of(40, temperature=0.7), "only a student that writes")
+
+
+def test_noise_is_named_where_it_is_no_untaught_student() -> None:
+    noise = {"entropy": 0.91 * LN_V}
+    assert "guesses" in raised("written_text_is_noise", log_of(40, by="teacher", **noise)).meaning
+    hot = raised("written_text_is_noise", log_of(40, temperature=3.0, **noise))
+    assert hot.flip == "--set rollout.temperature=1"
+    quiet("written_text_is_noise", log_of(40, by="teacher", entropy=0.89 * LN_V))
+    unknown("written_text_is_noise", log_of(40, **noise), "not have learnt to write")
