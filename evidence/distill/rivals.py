@@ -3,6 +3,7 @@ divergences.json, and ../other-models/kd-h100.json.
 
     python -m evidence.distill.rivals steps [--against trl,liger,transformers] [--out FILE]
     python -m evidence.distill.rivals loss [--rounds N] [--out FILE]
+    python -m evidence.distill.rivals onpolicy FOLDER [--rival STEPS] [--out FILE]
 
 `steps` are the whole distillation steps of `engine bench kd`, each arm in its own process, with:
 
@@ -18,6 +19,8 @@ The rivals train fp32 weights under bf16 autocast, clip the gradient and step wi
 from the tensors of our own models, so all start from the same weights; on a CPU matmuls are in fp32. A
 library is imported by its arm alone. A rival that is not installed is `absent`: a table has a row for every
 requested arm.
+
+`onpolicy` are on-policy steps (`evidence.generation.on_policy`).
 
 `loss` is the loss head of `engine bench loss` with Liger's chunked loss, compiled, of the same objectives.
 """
@@ -75,6 +78,7 @@ from engine.runtime.rates import measure_rates
 from engine.spec.sections import ModelSection
 from engine.teachers.frozen import DequantizedTeacher
 from engine.terminal import put, say
+from evidence.generation import on_policy
 
 NEEDS = {
     "teacher-by-transformers": ("transformers",),
@@ -372,6 +376,9 @@ def steps(
 
 
 def main(arguments: Sequence[str]) -> None:
+    if arguments[:1] == ["onpolicy"]:
+        on_policy.main(arguments[1:])
+        return
     parser = argparse.ArgumentParser(description="This trainer beside other libraries.")
     what = parser.add_subparsers(dest="what", required=True)
     of_steps, of_loss = what.add_parser("steps"), what.add_parser("loss")

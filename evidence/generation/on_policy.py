@@ -1,21 +1,31 @@
 """Seconds of on-policy steps: a student of 0.5B shapes writes 64 rows, a 7B teacher in Q4_K_M scores them.
 
-    python -m evidence.generation.on_policy FOLDER --out evidence/generation/on-policy.json
+    python -m evidence.distill.rivals onpolicy FOLDER --rival 2 --out evidence/generation/on-policy.json
 
 Random weights of the real shapes; prompts of 256 tokens, 512 new ones, JSD(0.5) at temperature 1. FOLDER gets the
 teacher's file (4.4 GB), a corpus and the run.
+
+The rival is the loop that an engineer would write with transformers: `generate` by an fp32 student under bf16 autocast,
+a teacher in bf16, full logits of four rows at a time, fused AdamW.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
+import importlib.util
 import json
+import math
 import statistics
 import subprocess
 import sys
+import time
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from engine import demo
 from engine.bench.random_weights import RandomWeights
@@ -25,6 +35,7 @@ from engine.log.events import MemoryMeasured, MemoryPlanned, StepDone, Wrote
 from engine.log.read import LogReader
 
 TOKENIZER = Path(demo.__file__).parent / "teacher"
+PROMPT, NEW = 256, 512
 SPEC = """\
 [teacher]
 path = "{folder}/teacher.gguf"
@@ -40,8 +51,8 @@ alpha = 0.0
 temperature = 1.0
 [rollout]
 share = 1.0
-prompt_tokens = 256
-max_new_tokens = 512
+prompt_tokens = {prompt}
+max_new_tokens = {new}
 divergence = "jsd"
 [train]
 steps = {steps}
@@ -74,19 +85,88 @@ def write_files(folder: Path) -> None:
     (folder / "student" / "config.json").write_text(json.dumps(shape))
 
 
-def main() -> None:
+def jsd(student_ND: Tensor, teacher_ND: Tensor) -> Tensor:
+    """Return the mean JSD(0.5) of two (N, V) logits, as TRL's `generalized_jsd_loss` has it."""
+    log_q, log_p = student_ND.log_softmax(-1), teacher_ND.log_softmax(-1)
+    middle = torch.logaddexp(log_q, log_p) - math.log(2)
+    parts = (
+        torch.nn.functional.kl_div(middle, one, log_target=True, reduction="sum")
+        for one in (log_p, log_q)
+    )
+    return sum(parts, student_ND.new_zeros(())) / (2 * len(student_ND))
+
+
+def plain_loop(rows: int, steps: int, at_once: int = 4) -> list[dict[str, float]]:
+    """Return seconds of each step of the loop on transformers."""
+    import transformers
+
+    library: Any = transformers
+
+    def model(name: str, dtype: torch.dtype) -> Any:
+        fields = config_named(name).to_hf_dict()
+        fields.pop("architectures", None)
+        config = library.AutoConfig.for_model(fields.pop("model_type"), **fields)
+        with torch.device("cuda"):
+            return library.AutoModelForCausalLM.from_config(config, dtype=dtype)
+
+    teacher = model("qwen2.5-7b", torch.bfloat16).eval().requires_grad_(False)
+    student = model("qwen2.5-0.5b", torch.float32).train()
+    ids = student.config.vocab_size
+    optimizer = torch.optim.AdamW(student.parameters(), lr=1e-6, fused=True)
+    found = []
+    for step in range(steps):
+        torch.manual_seed(step)
+        prompts = torch.randint(ids, (rows, PROMPT), device="cuda")
+        torch.cuda.synchronize()
+        begun_s = time.perf_counter()
+        student.eval()
+        with torch.no_grad(), torch.autocast("cuda", torch.bfloat16):
+            tokens = student.generate(
+                prompts,
+                attention_mask=torch.ones_like(prompts),
+                do_sample=True,
+                temperature=1.0,
+                top_k=0,
+                top_p=1.0,
+                min_new_tokens=NEW,
+                max_new_tokens=NEW,
+                pad_token_id=0,
+            )
+        student.train()
+        torch.cuda.synchronize()
+        written_s = time.perf_counter()
+        for part in tokens.split(at_once):
+            with torch.no_grad():
+                wanted = teacher(input_ids=part).logits[:, PROMPT - 1 : -1, :ids]
+            with torch.autocast("cuda", torch.bfloat16):
+                logits = student(input_ids=part).logits[:, PROMPT - 1 : -1]
+            loss = jsd(logits.flatten(0, 1).float(), wanted.flatten(0, 1).float())
+            (loss * len(part) / rows).backward()
+        torch.nn.utils.clip_grad_norm_(student.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        torch.cuda.synchronize()
+        found.append({"step_s": time.perf_counter() - begun_s, "write_s": written_s - begun_s})
+    return found
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path)
     parser.add_argument("--rows", type=int, default=64)
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--backend", default="auto")
     parser.add_argument("--set", action="append", default=[], help="a setting, KEY=VALUE")
+    parser.add_argument(
+        "--rival", type=int, default=0, metavar="STEPS", help="steps of transformers"
+    )
     parser.add_argument("--out", type=Path)
-    given = parser.parse_args()
+    given = parser.parse_args(arguments)
     given.folder.mkdir(parents=True, exist_ok=True)
     write_files(given.folder)
     spec = given.folder / "on-policy.toml"
-    settings = {"folder": given.folder, "tokenizer": TOKENIZER, "steps": given.steps}
+    settings: dict[str, Any] = {"folder": given.folder, "tokenizer": TOKENIZER}
+    settings |= {"steps": given.steps, "prompt": PROMPT, "new": NEW}
     spec.write_text(SPEC.format(**settings, rows=given.rows, backend=given.backend))
     run = given.folder / "run"
     command = [sys.executable, "-m", "engine", "distill", str(spec)]
@@ -98,7 +178,7 @@ def main() -> None:
     wrote = [one for one in events if isinstance(one, Wrote)][2:]
     planned = [one for one in events if isinstance(one, MemoryPlanned)]
     measured = [one for one in events if isinstance(one, MemoryMeasured)]
-    found = {
+    found: dict[str, Any] = {
         "device": torch.cuda.get_device_name(),
         "rows": given.rows,
         "step_s": statistics.median(one.wall_s or 0.0 for one in steps),
@@ -110,6 +190,16 @@ def main() -> None:
         "planned": [repr(one) for one in planned],
         "measured": [repr(one) for one in measured],
     }
+    if given.rival > 1:
+        found["transformers"] = plain_loop(given.rows, given.rival)
+        found["versions"] = {
+            name: importlib.metadata.version(name) for name in ("torch", "transformers")
+        }
+        # Its first step also loads kernels.
+        rival_s = statistics.median(one["step_s"] for one in found["transformers"][1:])
+        found["times_as_fast"] = rival_s / found["step_s"]
+        trl = importlib.util.find_spec("trl")
+        found["trl"] = "absent: not installed" if trl is None else "not measured"
     print(json.dumps(found, indent=1))
     if given.out is not None:
         given.out.write_text(json.dumps(found, indent=1) + "\n")
