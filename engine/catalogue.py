@@ -400,7 +400,7 @@ ALERTS: tuple[About, ...] = (
     _alert(
         "written_text_repeats",
         SUSPICION,
-        "Does the model write more than one token?",
+        "Does the model repeat a token more than the corpus does?",
     ),
     _alert(
         "written_text_shrinks",

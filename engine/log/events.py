@@ -503,6 +503,12 @@ class Wrote(Event, frozen=True, kw_only=True, tag="wrote"):
     """Divergence of teacher and student on the written tokens, without T^2."""
     repeated: Number
     """Share of the tokens that equal the one before them."""
+    repeated_in_prompts: Number | None = None
+    """The same in the prompts, which are text of the corpus. None in logs of earlier versions."""
+    turn_end: str = ""
+    """The token that ends the corpus's turns of the assistant; empty for a corpus of texts."""
+    turn_tokens: Number | None = None
+    """Median length of these turns in tokens."""
     drawn_apart: Number | None = None
     """Mean distance of the numbers that drew the tokens of a recorded text from the intervals of those tokens, 0 to 1,
     in a replay that takes the text from the record (`engine.train.given_rows`); None where the model wrote."""

@@ -57,7 +57,7 @@ from engine.train.checkpoint.continuing import check_same_teacher
 from engine.train.compiles import Compiles
 from engine.train.data import Data
 from engine.train.given_rows import GivenRows
-from engine.train.rollout import Rollout, turn_ends
+from engine.train.rollout import Rollout, turns_of
 from engine.train.step import BeatObserver
 from engine.train.stop_request import StopRequest
 from engine.train.to_events import Log
@@ -241,7 +241,7 @@ class Builder:
             seq_len=spec.data.seq_len,
             slots=written_rows(spec),
             dtype=torch_dtype(spec.student.precision) if writer is student else writer.dtype,
-            ends=turn_ends(self.data.heldout),
+            turns=turns_of(self.data.heldout),
             rank=ranks.rank,
         )
         if isinstance(rollout, GivenRows) and self.recorded is not None:

@@ -58,6 +58,7 @@ from engine.train.heldout import continued, heldout_loss, prompt_of
 from engine.train.non_finite import non_finite, stop_for_weights, stop_unless_finite
 from engine.train.ranks.sharding import whole_student
 from engine.train.recorder import Recorder
+from engine.train.rollout import Rollout
 from engine.train.step import LaunchedStep, broken_invariants
 from engine.train.stop_request import StopRequest
 from engine.train.to_events import Log
@@ -235,7 +236,7 @@ class TrainingLoop:
             # Log, check.
             self.step = step.step
             with host.of(LOGGING):
-                self._log_step(step, self._wrote(launched), session)
+                self._log_step(step, self._wrote(launched, trainer.rollout), session)
             with host.of(CHECKS):
                 self._check_step(step, session)
             if due.first:
@@ -315,10 +316,11 @@ class TrainingLoop:
             session.held.look(step.step)
         self.compiles.done(self.log)
 
-    def _wrote(self, launched: LaunchedStep) -> Wrote | None:
+    def _wrote(self, launched: LaunchedStep, rollout: Rollout | None) -> Wrote | None:
         """Return the record of what a model wrote for a finished step; None where it wrote nothing."""
-        tokenizer = self.inputs.tokenizer
-        return to_events.wrote(launched, self.spec, tokenizer.decode) if launched.written else None
+        if rollout is None or not launched.written:
+            return None
+        return to_events.wrote(launched, self.spec, rollout.turns, self.inputs.tokenizer.decode)
 
     def _check_step(self, step: StepDone, session: _Session) -> None:
         """Raise TrainingFailed where a check or a number of the step ends the run."""

@@ -80,19 +80,34 @@ def prompt_of(batch: Batch, row: int, most: int, key: int) -> list[int]:
     return [int(token) for token in tokens_T[first:last]]
 
 
-def turn_ends(batches: Sequence[Batch]) -> set[int]:
-    """Return the token that ends most labelled parts within rows, as that of a turn; empty for texts, whose labels
-    end with the row or the document.
+class Turns(NamedTuple):
+    """The turns of the assistant in a corpus."""
+
+    end: int
+    """The token that ends most of them."""
+    tokens: float
+    """Median length in tokens, the end included."""
+
+
+def turns_of(batches: Sequence[Batch]) -> Turns | None:
+    """Return what the turns have in common: labelled parts after a prompt of the same document. None for texts, and
+    for turns without a common end.
     """
-    found: Counter[int] = Counter()
+    ends: Counter[int] = Counter()
+    lengths: list[int] = []
     for batch in batches:
-        labelled_BT = batch.labels_BT != IGNORED
-        stops_BT = labelled_BT[:, :-1] & ~labelled_BT[:, 1:]
-        found.update(batch.labels_BT[:, :-1][stops_BT].tolist())
-    if not found:
-        return set()
-    token, count = found.most_common(1)[0]
-    return {int(token)} if 2 * count > found.total() else set()
+        for labels_T, documents_T in zip(batch.labels_BT, batch.documents_BT, strict=True):
+            steps_T = np.diff((labels_T != IGNORED).astype(np.int8))
+            stops = np.flatnonzero(steps_T == -1)
+            for before in np.flatnonzero(steps_T == 1):
+                later = stops[stops > before]
+                if len(later) and documents_T[before] == documents_T[before + 1]:
+                    ends[int(labels_T[later[0]])] += 1
+                    lengths.append(int(later[0] - before))
+    if not ends:
+        return None
+    token, count = ends.most_common(1)[0]
+    return Turns(token, float(np.median(lengths))) if 2 * count > ends.total() else None
 
 
 def written_batch(written: Written, seq_len: int, row_ids: Int64Array) -> Batch:
@@ -134,15 +149,16 @@ class Rollout:
         seq_len: int,
         slots: int,
         dtype: torch.dtype,
-        ends: set[int],
+        turns: Turns | None = None,
         rank: int = 0,
     ) -> None:
         """`decoder` writes, in `dtype`, `slots` rows side by side: always as many, because a row's bits depend on it.
-        `ends` are further tokens that end a text, in addition to the model's own. `rank` writes its own rows of a step.
+        A text ends with the end of the corpus's `turns`, in addition to the model's own. `rank` writes its own rows.
         """
-        self.section, self._seq_len, self._seed, self._rank = section, seq_len, seed, rank
+        self.section, self.turns = section, turns
+        self._seq_len, self._seed, self._rank = seq_len, seed, rank
         self._decoder, self._dtype = decoder, dtype
-        self._ends = sorted({*end_ids(decoder, tokenizer), *ends})
+        self._ends = sorted({*end_ids(decoder, tokenizer), *([turns.end] if turns else [])})
         self._sampling = Sampling(
             temperature=section.temperature,
             top_k=section.top_k,

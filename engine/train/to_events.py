@@ -45,6 +45,7 @@ from engine.runtime.c_library import CompiledLibrary
 from engine.runtime.rates import name_here
 from engine.spec import RunSpec
 from engine.teachers.truncating import DroppedMass
+from engine.train.rollout import Turns
 from engine.train.step import LaunchedStep
 from engine.train.trainer import Trainer
 from engine.version import VERSION
@@ -249,7 +250,12 @@ def start(
     )
 
 
-def wrote(launched: LaunchedStep, spec: RunSpec, decode: Callable[[Sequence[int]], str]) -> Wrote:
+def wrote(
+    launched: LaunchedStep,
+    spec: RunSpec,
+    turns: Turns | None,
+    decode: Callable[[Sequence[int]], str],
+) -> Wrote:
     """Return the record of what a model wrote for a finished step."""
     texts = [text for one in launched.written for text in one.texts]
     prompts = [prompt for one in launched.written for prompt in one.prompts]
@@ -269,7 +275,10 @@ def wrote(launched: LaunchedStep, spec: RunSpec, decode: Callable[[Sequence[int]
         entropy=-sum(each for one in launched.written for each in one.log_p) / tokens,
         cross_entropy=cross_entropy,
         divergence=divergence / spec.loss.temperature**2,
-        repeated=sum(a == b for text in texts for a, b in pairwise(text)) / tokens,
+        repeated=_repeated(texts),
+        repeated_in_prompts=_repeated(prompts),
+        turn_end=decode([turns.end]) if turns else "",
+        turn_tokens=turns.tokens if turns else None,
         drawn_apart=None
         if launched.written[0].drawn_apart is None
         else sum(one.drawn_apart or 0.0 for one in launched.written) / len(launched.written),
@@ -277,3 +286,8 @@ def wrote(launched: LaunchedStep, spec: RunSpec, decode: Callable[[Sequence[int]
         prompt=decode(prompts[0]),
         sample=decode(texts[0]),
     )
+
+
+def _repeated(texts: Sequence[Sequence[int]]) -> float:
+    """Return the share of the tokens that equal the one before them."""
+    return sum(a == b for text in texts for a, b in pairwise(text)) / sum(map(len, texts))

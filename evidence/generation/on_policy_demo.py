@@ -64,7 +64,6 @@ def reverse_kl(student_folder: Path, heldout: Batch) -> float:
         "seq_len": 128,
         "slots": TEXTS,
         "dtype": torch.float32,
-        "ends": set(),
     }
     ((batch, _),) = Rollout(student, tokenizer, section, **how).write([heldout], 1)
     total, count = 0.0, 0

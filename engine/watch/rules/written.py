@@ -6,7 +6,7 @@ short texts, sure texts and repetitive texts may be right:
 noise      as uniform as drawing tokens at random: the teacher has learnt nothing, or the temperature is too high
 ended      0 though turns end in the corpus: the writer was taught another end, or the limit is too low
 entropy    near 0 and the teacher would write something else: one text, from which nothing more is learnt
-repeated   one token over and over
+repeated   one token over and over, which the corpus does not
 length     nothing but the end; or a fraction of what it was, and the teacher agrees no better
 """
 
@@ -28,8 +28,8 @@ NOISE = 0.9
 COLLAPSED, COLLAPSED_RATIO = 0.1, 0.2
 """Entropy in nats per token, and its ratio to that of the first records, below which it has collapsed. The teacher
 disagrees if the divergence is above the former."""
-REPEATED = 0.5
-"""Share of tokens that equal the one before them."""
+REPEATED, REPEATED_RATIO = 0.5, 2.0
+"""Share of tokens that equal the one before them, and its ratio to that in the prompts."""
 EMPTY = 1.5
 """Tokens of a row below which most rows are an end alone."""
 SHORTER = 0.25
@@ -99,14 +99,14 @@ def written_text_is_noise(case: Case) -> Symptom | None:
 
 
 @rule(
-    reads=("wrote", "labelled_tokens"),
+    reads=("wrote",),
     threshold=f"no row of {NEWEST} steps ends by itself, though turns end in the corpus; median entropy at most "
     f"{UNTAUGHT:g} ln V",
 )
 def written_text_never_ends(case: Case) -> Symptom | None:
     newest = _wrote(case)[-NEWEST:]
-    data = case.view.data
-    if data is None or data.labelled_tokens is None:
+    end, turn = newest[-1].turn_end, newest[-1].turn_tokens
+    if not end or turn is None:
         raise CannotJudge("the corpus is of texts, which need not end")
     if _ended(newest) > 0:
         return None
@@ -114,13 +114,22 @@ def written_text_never_ends(case: Case) -> Symptom | None:
     if entropy > UNTAUGHT * case.vocabulary_nats:
         raise CannotJudge(f"the model has not learnt to write: its entropy is {entropy:.2f} nats")
     longest = max(one.longest for one in newest)
+    fits = turn <= longest
     return Symptom(
-        f"no written row of the last {NEWEST} steps ends by itself",
-        [("ended, share of rows", 0.0, "turns end in the corpus")],
+        f"no written row of the last {NEWEST} steps ends with {end!r} or the model's own end of text",
+        [
+            ("ended, share of rows", 0.0, "turns end in the corpus"),
+            ("longest row, tokens", longest, f"turns of the corpus have {turn:g}, median"),
+        ],
         _span(case, newest),
-        meaning="the model was taught another end of turn than that of the template, or the limit is too low for an "
-        "answer",
-        flip=f"--set rollout.max_new_tokens={2 * longest}",
+        meaning="the writer was taught another end of turn than that of the corpus's template"
+        if fits
+        else "the limit is too low for an answer",
+        flip=(
+            f"--set rollout.by={'student' if newest[-1].by == 'teacher' else 'teacher'}"
+            if fits
+            else f"--set rollout.max_new_tokens={math.ceil(2 * turn)}"
+        ),
     )
 
 
@@ -155,16 +164,18 @@ def written_entropy_collapsed(case: Case) -> Symptom | None:
 
 @rule(
     reads=("wrote",),
-    threshold=f"median share of tokens that equal the one before them over {REPEATED:g} in {NEWEST} steps",
+    threshold=f"median share of tokens that equal the one before them over {REPEATED:g} in {NEWEST} steps, and "
+    f"{REPEATED_RATIO:g} times that in the prompts",
 )
 def written_text_repeats(case: Case) -> Symptom | None:
     newest = _wrote(case)[-NEWEST:]
     repeated = _median(newest, lambda one: one.repeated)
-    if repeated <= REPEATED:
+    usual = _median(newest, lambda one: one.repeated_in_prompts or 0.0)
+    if repeated <= max(REPEATED, REPEATED_RATIO * usual):
         return None
     return Symptom(
         f"{repeated:.0%} of the written tokens repeat the one before them",
-        [("repeated, median share", repeated, f"at most {REPEATED:g}")],
+        [("repeated, median share", repeated, f"over {REPEATED:g}; {usual:.3g} in the prompts")],
         _span(case, newest),
         meaning="the model writes one token over and over, so that the teacher scores nothing else",
         flip="--set rollout.share=0",

@@ -104,7 +104,7 @@ def test_a_limit_below_the_length_of_an_answer_is_named(chats: ChatKit, tmp_path
     )
     assert code == 0
     (one,) = said_of(run).raised
-    assert one.alert.id == "written_text_never_ends"
+    assert one.alert.id == "written_text_never_ends" and "limit" in one.alert.meaning
     assert one.alert.flip.startswith("--set rollout.max_new_tokens=")
 
 
@@ -153,7 +153,8 @@ def test_an_end_of_turn_that_is_not_the_templates_is_named(chats: ChatKit, tmp_p
     run, code = carried_out(chats, tmp_path, student__path=student, train__lr=3e-4)
     assert code == 0
     (one,) = said_of(run).raised
-    assert one.alert.id == "written_text_never_ends"
+    assert one.alert.id == "written_text_never_ends" and "'<|im_end|>'" in one.alert.text
+    assert "another end of turn" in one.alert.meaning
 
 
 @pytest.fixture

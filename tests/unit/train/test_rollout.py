@@ -6,7 +6,15 @@ import numpy as np
 import pytest
 
 from engine.data.batches import IGNORED, Batch
-from engine.train.rollout import PADDING, Written, is_written, prompt_of, turn_ends, written_batch
+from engine.train.rollout import (
+    PADDING,
+    Turns,
+    Written,
+    is_written,
+    prompt_of,
+    turns_of,
+    written_batch,
+)
 
 
 def batch_of(*rows: tuple[list[int], list[int], str]) -> Batch:
@@ -54,10 +62,16 @@ def test_a_turn_is_written_behind_all_that_comes_before_it() -> None:
     assert prompt_of(cut, 0, 2, 5) == list(range(10, 19))
 
 
-def test_the_token_that_ends_turns_is_found_and_texts_have_none() -> None:
+def test_the_end_and_the_length_of_turns_are_found_and_texts_have_none() -> None:
     tokens = [7, 1, 2, 3, 9, 4, 5, 6, 9, 8, 8, 8]
-    assert turn_ends([batch_of((tokens, [0] * 12, "..xx..xx...."))]) == {9}
-    assert turn_ends([batch_of((tokens, [0] * 12, "x" * 12))]) == set()
+    assert turns_of([batch_of((tokens, [0] * 12, "..xx.xxx...."))]) == Turns(9, 2.5)
+    # A turn that the row cuts off has no end.
+    assert turns_of([batch_of((tokens, [0] * 12, "..xx..xxxxxx"))]) == Turns(9, 2)
+    assert turns_of([batch_of((tokens, [0] * 12, "x" * 12))]) is None
+    # Texts with padding between them.
+    assert turns_of([batch_of((tokens, [0] * 5 + [1] + [2] * 6, "xxxx..xxxxx."))]) is None
+    # Turns without a common end.
+    assert turns_of([batch_of((tokens, [0] * 12, "..xx.xx....."))]) is None
 
 
 def test_labels_are_the_written_tokens_and_nothing_else() -> None:

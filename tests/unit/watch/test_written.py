@@ -5,9 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import msgspec
-
-from engine.log.events import DataReady, DecisionMade, Wrote
+from engine.log.events import DecisionMade, Wrote
 from engine.watch.rules import written
 from tests.support.diagnosing import LN_V, Log, quiet, raised, unknown
 from tests.support.run_events import example_of
@@ -24,17 +22,17 @@ HEALTHY: dict[str, Any] = {
     "cross_entropy": 1.5,
     "divergence": 0.4,
     "repeated": 0.05,
+    "repeated_in_prompts": 0.02,
+    "turn_end": "<|im_end|>",
+    "turn_tokens": 60.0,
 }
 
 
-def log_of(
-    count: int, first: dict[str, Any] | None = None, labelled: int | None = 5000, **late: Any
-) -> Any:
+def log_of(count: int, first: dict[str, Any] | None = None, **late: Any) -> Any:
     """A run of `count` written steps; the first half has the values `first`, the second `late`."""
     log = Log(count=count)
     decision = example_of(DecisionMade, knob="student.precision", choice="fp32")
-    data = msgspec.structs.replace(example_of(DataReady), labelled_tokens=labelled)
-    events: list[Any] = [(6.5, decision), (6.5, data)]
+    events: list[Any] = [(6.5, decision)]
     for step in range(1, count + 1):
         values = {**HEALTHY, **(late if 2 * step > count else first or {})}
         events.append((10.1 + 0.5 * step, example_of(Wrote, step=step, **values)))
@@ -58,9 +56,11 @@ def test_a_healthy_writer_is_left_alone_and_a_run_without_one_is_not_judged() ->
 
 def test_rows_that_all_run_into_the_limit_are_named_where_turns_end() -> None:
     alert = raised("written_text_never_ends", log_of(40, ended=0.0))
-    assert alert.flip == "--set rollout.max_new_tokens=256"
+    assert alert.flip == "--set rollout.by=teacher" and "'<|im_end|>'" in alert.text
+    short = raised("written_text_never_ends", log_of(40, ended=0.0, longest=50))
+    assert short.flip == "--set rollout.max_new_tokens=120" and "limit" in short.meaning
     quiet("written_text_never_ends", log_of(40, ended=0.01))
-    texts = log_of(40, labelled=None, ended=0.0)
+    texts = log_of(40, ended=0.0, turn_end="", turn_tokens=None)
     unknown("written_text_never_ends", texts, "need not end")
     fresh = log_of(40, ended=0.0, entropy=0.51 * LN_V)
     unknown("written_text_never_ends", fresh, "not learnt to write")
@@ -78,9 +78,11 @@ def test_an_entropy_that_collapses_away_from_the_teacher_is_named() -> None:
     unknown("written_entropy_collapsed", broken, "not finite")
 
 
-def test_one_token_over_and_over_is_named() -> None:
+def test_one_token_over_and_over_is_named_unless_the_corpus_has_it() -> None:
     raised("written_text_repeats", log_of(40, repeated=0.51))
     quiet("written_text_repeats", log_of(40, repeated=0.5))
+    quiet("written_text_repeats", log_of(40, repeated=0.8, repeated_in_prompts=0.4))
+    raised("written_text_repeats", log_of(40, repeated=0.81, repeated_in_prompts=0.4))
 
 
 def test_rows_that_are_an_end_alone_are_named() -> None:
