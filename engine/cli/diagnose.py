@@ -188,9 +188,12 @@ def diagnose_logs(arguments: argparse.Namespace) -> int:
     if str(arguments.path) == "-":
         return _one(_standard_input(), "-", arguments)
     logs = find_logs(arguments.path)
-    if arguments.path.is_dir() and len(logs) != 1:
+    if len(logs) != 1:
         return _many(logs, arguments)
-    return _one(_judged(logs[0]), logs[0].name, arguments)
+    try:
+        return _one(_judged(logs[0]), logs[0].name, arguments)
+    except BadInput as error:
+        raise type(error)(error.message) from None  # its hint is for an import
 
 
 def _standard_input() -> tuple[Diagnosis, JudgedLog]:
@@ -300,9 +303,9 @@ def _many(logs: list[Log], arguments: argparse.Namespace) -> int:
             for log in not_logs[:_SHOWN]:
                 put(f"  no values: {log.name}")
     codes = {verdict.exit_code for _, verdict in rows}
-    if unread:
-        return BadInput.exit_code
-    return 1 if 1 in codes else max(codes, default=0)
+    if EXIT_FAIL in codes:
+        return EXIT_FAIL
+    return BadInput.exit_code if unread else max(codes, default=EXIT_PASS)
 
 
 def _many_json(

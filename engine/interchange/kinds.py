@@ -81,8 +81,7 @@ _FILES_MOST = 100_000
 
 
 def find_logs(path: Path) -> list[Log]:
-    """Return the logs at a path: one of a file, all below a folder. Raises BadInput for a path that is not there and
-    for a database that is none."""
+    """Return the logs at a path: those of a file, or all below a folder. Raises BadInput for too many files."""
     if is_run(path):
         return [Log(path, "run", None)]
     return list(_below(path)) if path.is_dir() else _of_file(path, is_named=True)
@@ -97,7 +96,10 @@ def _of_file(path: Path, *, is_named: bool = False) -> list[Log]:
         return [Log(path, "text", BY_SOURCE["text"].read)] if is_named else []
     if kind.source != "mlflow":
         return [Log(path, kind.source, kind.read)]
-    return [Log(path, "mlflow", bind(_of_run, run), name) for run, name in mlflow_runs(path)]
+    try:
+        return [Log(path, "mlflow", bind(_of_run, run), name) for run, name in mlflow_runs(path)]
+    except BadInput:  # raised again when it is read
+        return [Log(path, "mlflow", _read_mlflow)]
 
 
 def _of_run(run: str, recorded: Recorded, given: Mapping[str, str]) -> None:

@@ -47,8 +47,14 @@ class Series:
             self.rewind(step)
         if most is not None and len(self.steps) >= most:
             self.every *= 2
-            for column in (self.steps, self.unix_s, self.values):
-                del column[1::2]
+            kept = [
+                at for at, one in enumerate(self.values) if not at % 2 or not math.isfinite(one)
+            ]
+            if len(kept) > 3 * most // 4:
+                kept = list(range(0, most, 2))
+            self.steps = array("q", [self.steps[at] for at in kept])
+            self.unix_s = array("d", [self.unix_s[at] for at in kept])
+            self.values = array("d", [self.values[at] for at in kept])
         self.steps.append(step)
         self.unix_s.append(unix_s)
         self.values.append(value)

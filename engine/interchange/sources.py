@@ -63,14 +63,13 @@ class Recorded:
     most: int | None = None
     """Most values of a name that are kept; None for all."""
     count: int = 0
-
-    @property
-    def begin_unix_s(self) -> float:
-        """The time of the files, for values that have none."""
-        return self.path.stat().st_mtime if self.path.exists() else 0.0
+    begin_unix_s: float = 0.0
+    """Time of the files, for values that have none."""
 
     def __post_init__(self) -> None:
         self.name = self.name or self.path.stem
+        with contextlib.suppress(OSError, ValueError):
+            self.begin_unix_s = max(0.0, self.path.stat().st_mtime)
 
     def take_file(self, path: Path, what: str) -> None:
         """Note a file with its hash. Raises BadInput for one that is empty or too large."""
@@ -97,7 +96,10 @@ class Recorded:
                 limits.IMPORT_VALUES if len(name) <= limits.IMPORT_NAME.most else limits.IMPORT_NAME
             )
             raise BadInput.expected("values", where, str(limit), "more")
-        self.series.setdefault(name, Series()).add(step, unix_s, value, self.most)
+        series = self.series.get(name)
+        if series is None:
+            series = self.series[name] = Series()
+        series.add(step, unix_s, value, self.most)
 
     def broken(self, what: str, where: object, expected: str, found: str) -> None:
         """Raises BadInput for a fault, unless what is in front of it was asked for."""
@@ -407,7 +409,7 @@ def _database(path: Path) -> Iterator[sqlite3.Connection]:
         ) as database:
             yield database
     except (sqlite3.Error, TypeError, ValueError) as error:
-        raise BadInput.expected(_MLFLOW, path, "a database of MLflow", str(error)[:80]) from None
+        raise NotALog.expected(_MLFLOW, path, "a database of MLflow", str(error)[:80]) from None
 
 
 # Transformers.

@@ -20,7 +20,8 @@ from array import array
 from collections.abc import Mapping
 from datetime import datetime
 from itertools import pairwise
-from typing import TextIO
+from pathlib import Path
+from typing import NamedTuple, TextIO
 
 from engine import limits
 from engine.errors import BadInput
@@ -48,7 +49,6 @@ _UNITS |= {"kib": 2.0**10, "mib": 2.0**20, "gib": 2.0**30, "tib": 2.0**40}
 _STEPS = frozenset({*STEP, "it", "itr", "batch", "update", "num_updates"})
 _STEP_TIMES = frozenset({"time", "dt", "elapsed_time_per_iteration", *NAMES["step_s"]})
 _OURS = {name: ours for ours in OURS for name in (plain(ours), *NAMES.get(ours, []))}
-_KNOWN = frozenset({*_OURS, *_STEPS, *_STEP_TIMES, "epoch", "mfu"})
 _NO_PART = frozenset(
     {"avg", "average", "mean", "current", "running", "batch", "and", "with", "at", "the"}
 )
@@ -58,6 +58,11 @@ _HELD_OUT = re.compile(
 )
 _SUMMARY = "train_runtime"
 """In the last dictionary of Transformers, whose train_loss is the mean of all steps."""
+_HINTS = ("loss", "step", "iter", "itr", "batch", "update", "it=", "it:", "it ")
+"""One of these is in every line with values."""
+_PREFIX, _LONGER = 4, 8
+"""Characters that alike lines begin with, and by which their lengths may differ."""
+_NOT_SKIPPED = re.compile(r"[nN][aA][nN]|[iI]nf|val|rror")
 _NAMES_MOST = 1000
 _BARS_MOST = 1 << 20
 _SHOWN = 80
@@ -85,9 +90,29 @@ def read_text_log(recorded: Recorded, given: Mapping[str, str]) -> None:
 def read_lines(recorded: Recorded, file: TextIO) -> None:
     """Read a stream of text. Raises BadInput where it has neither a value nor a crash."""
     lines = _Lines(recorded)
-    while line := file.readline(limits.LOG_LINE.most):
-        lines.take(line)
+    readline, most, is_odd = file.readline, limits.LOG_LINE.most, _NOT_SKIPPED.search
+    while line := readline(most):
+        # A line whose values would be thinned out is not parsed, if it looks as the one before and has no NaN.
+        if (
+            lines.skip
+            and line[:_PREFIX] == lines.shape
+            and -_LONGER <= len(line) - lines.length <= _LONGER
+            and is_odd(line) is None
+        ):
+            lines.skip -= 1
+            lines.skipped += 1
+            lines.number += line[-1] == "\n"
+        else:
+            lines.take(line)
     lines.end()
+
+
+class _Line(NamedTuple):
+    path: Path
+    number: int
+
+    def __str__(self) -> str:
+        return f"{self.path} line {self.number:,}"
 
 
 class _Lines:
@@ -106,37 +131,51 @@ class _Lines:
         self.bar_steps: array[int] = array("q")
         """The step of the progress bar after each line that has none."""
         self.unix_s: float | None = None
-        self.names: dict[str, str | None] = {}
+        self.names: dict[str, tuple[str | None, str]] = {}
         """Name of each value by the words before it; None where they name none."""
         self.crash: tuple[int, int, str] | None = None
         """Place in CRASHES, line and words."""
         self.exception = ""
         self.traced_at = 0
         self.since_crash = 0
+        self.skip = self.skipped = self.length = 0
+        self.shape = ""
+        self.last_names: tuple[str, ...] = ()
 
     def take(self, line: str) -> None:
         number = self.number
         self.number += line.endswith("\n")
+        self.with_values += self.skipped
+        if self.counted:
+            self.step = (self.step or 0) + self.skipped
+        if self.skipped:
+            for name in self.last_names:
+                self.recorded.series[name].seen += self.skipped
+            self.skip = self.skipped = 0
         text = line.strip()
         if not text:
             return
         if "\x1b" in text:
             text = _ANSI.sub("", text)
-        if self.crash is None or self.since_crash <= _WENT_ON:
-            self.look_for_crash(text, number)
         bar = _BAR.search(text) if "%|" in text else None
         if (
             self.waits_for_bar
             and bar is not None
-            and text[bar.start() - 1 : bar.start()] in ("", " ")
+            and text[: bar.start()].isspace() | (not bar.start())
         ):
-            self.bar_steps.append(int(bar[1]))
+            if len(self.bar_steps) < _BARS_MOST:
+                self.bar_steps.append(int(bar[1]))
             self.waits_for_bar = False
-        if self.take_values(text, number, bar):
+        lower = text.lower()
+        if any(hint in lower for hint in _HINTS) and self.take_values(text, number, bar):
             self.with_values += 1
             self.since_crash += self.crash is not None or bool(self.exception)
             self.first = self.first or f"line {number:,}: {text[:_SHOWN]!r}"
-        elif bar is not None:
+            self.shape, self.length = line[:_PREFIX], len(line)
+            return
+        if self.crash is None or self.since_crash <= _WENT_ON:
+            self.look_for_crash(text, number)
+        if bar is not None:
             self.bars += 1
         elif _SPEAKS.search(text) and any(map(str.isdigit, text)) and _SUMMARY not in text:
             self.not_read += 1
@@ -158,29 +197,29 @@ class _Lines:
         """Take the values of a line; returns whether it has any."""
         values: dict[str, float] = {}
         step = of = epoch = None
-        has_loss = False
-        for found in _PAIR.finditer(text):
-            name, separator, digits = found["name"], found["sep"], found["value"]
-            is_said = not separator.isspace()
-            kept = self.known(name, is_said)
+        has_loss = is_train = False
+        for name, inner, separator, digits, total, unit in _PAIR.findall(text):
+            key = name if separator.isspace() else f"{name}="
+            kept, kind = self.names[key] if key in self.names else self.known(name, key)
             if kept is None:
                 continue
             value = float(digits.replace(",", "")) if "," in digits else float(digits)
-            plain_name = plain(kept)
-            if plain_name in _STEPS:
+            if kind == "step":
                 if step is None and value.is_integer():
-                    step, of = int(value), found["of"]
+                    step, of = int(value), total
                 continue
-            if plain_name == "epoch" and digits.isdigit():
+            if kind == "epoch" and digits.isdigit():
                 epoch = int(value)
                 continue
-            unit = (found["unit"] or found["inner"] or "").lower()
-            if plain_name in _STEP_TIMES and unit == "ms":
-                kept = "step_time"
-            if plain_name == "loss" and _HELD_OUT.search(text, 0, found.start("value")):
-                kept = plain_name = "val_loss"
-            values.setdefault(kept, value * _UNITS.get(unit, 1.0))
-            has_loss |= _OURS.get(plain_name) in ("loss", *HELD_OUT)
+            if unit or inner:
+                unit = (unit or inner).lower()
+                value *= _UNITS.get(unit, 1.0)
+                kept = "step_time" if kind == "time" and unit == "ms" else kept
+            if kept == "loss" and _HELD_OUT.search(text[: text.index(name)]):
+                kept, kind = "val_loss", "held_out"
+            values.setdefault(kept, value)
+            has_loss |= kind in ("loss", "held_out")
+            is_train |= kind == "loss"
         if not values or _SUMMARY in values or len(self.recorded.series) > _NAMES_MOST:
             return False
         if (tune := _TORCHTUNE.match(text)) is not None:
@@ -196,45 +235,51 @@ class _Lines:
                 self.unix_s = datetime.fromisoformat(
                     said[0].replace(",", ".") + "+00:00"
                 ).timestamp()
-        at = self.place(step, of, epoch, values)
+        at = self.place(step, of, epoch, is_train)
         unix_s = self.recorded.begin_unix_s if self.unix_s is None else self.unix_s
+        where, every = _Line(self.recorded.path, number), 1 << 30
         for name, value in values.items():
             series = self.recorded.series.get(name)
-            if series is not None and series.steps and series.steps[-1] == at:
+            if series is None:
+                self.recorded.add(name, at, unix_s, value, where)
+                every = 1
+            elif series.steps and series.steps[-1] == at:
                 series.values[-1] = value  # a bar is drawn many times
             else:
-                self.recorded.add(name, at, unix_s, value, f"{self.recorded.path} line {number}")
+                self.recorded.add(name, at, unix_s, value, where)
+                every = min(every, series.every - series.seen % series.every)
+        self.skip, self.last_names = every - 1, tuple(values)
         return True
 
-    def known(self, name: str, is_said: bool) -> str | None:
-        """Return what a value is called: the words before it, if a sign follows them or they are a known name."""
-        key = f"{name}=" if is_said else name
-        if key in self.names:
-            return self.names[key]
+    def known(self, name: str, key: str) -> tuple[str | None, str]:
+        """Return the name and the kind of a value: the words before it, if a sign follows them or they are known."""
         words = name.split(" ")
         while len(words) > 1 and (words[0].isupper() or words[0].lower() in _NO_PART):
             del words[0]
-        name = " ".join(words)
+        whole, last = plain(" ".join(words)), plain(words[-1])
+        kind = _OURS.get(whole, "")
+        kind = "held_out" if kind in HELD_OUT else kind
         # `data time` is no time of a step, and `kl loss` not the loss.
-        found = name if is_said or plain(name) in _KNOWN else None
-        if plain(words[-1]) in _STEPS:
-            found = words[-1]
+        if last in _STEPS:
+            kind = "step"
+        elif whole in _STEP_TIMES:
+            kind = "time"
+        elif whole in ("epoch", "mfu"):
+            kind = whole
+        found = (" ".join(words) if kind or key != name else None), kind
         if len(self.names) < _NAMES_MOST:
             self.names[key] = found
         return found
 
-    def place(
-        self, step: int | None, of: str | None, epoch: int | None, values: dict[str, float]
-    ) -> int:
+    def place(self, step: int | None, of: str | None, epoch: int | None, is_train: bool) -> int:
         """Return the step of a line, counted on over epochs."""
-        held_out = all(_OURS.get(plain(name)) != "loss" for name in values)
         if step is None and epoch is not None and not self.is_stepped and not self.counted:
             step = epoch
         elif step is None:
             if self.is_stepped:
                 return self.step or 0
             self.counted = True
-            if not held_out or self.step is None:
+            if is_train or self.step is None:
                 self.waits_for_bar = len(self.bar_steps) == (self.step or 0)
                 self.step = (self.step or 0) + 1
             return self.step
@@ -247,12 +292,15 @@ class _Lines:
         ):
             self.offset = self.offset + self.total if self.total else reached
         self.epoch = epoch or self.epoch
-        self.total = int(of) if of is not None and epoch != step else 0
+        self.total = int(of) if of and epoch != step else 0
         self.step = step + self.offset
         return self.step
 
     def end(self) -> None:
         recorded = self.recorded
+        self.with_values += self.skipped
+        for name in self.last_names if self.skipped else ():
+            recorded.series[name].seen += self.skipped
         recorded.is_timed = self.unix_s is not None
         self.say_crash()
         if not self.with_values and not recorded.crash:

@@ -31,8 +31,11 @@ def falling(count: int = 300) -> list[Point]:
     ]
 
 
-def diagnosed(path: Path | str, *options: str, **more: Any) -> tuple[int, dict[str, Any]]:
-    done = engine_here("diagnose", path, "--json", *options, **more)
+def diagnosed(
+    path: Path | str,
+    *options: str,
+) -> tuple[int, dict[str, Any]]:
+    done = engine_here("diagnose", path, "--json", *options)
     assert done.stdout, done.stderr
     return done.returncode, json.loads(done.stdout)
 
@@ -104,3 +107,107 @@ def test_no_torch_is_loaded(tmp_path: Path) -> None:
     path = nanogpt(falling(), tmp_path)
     done = subprocess.run([sys.executable, "-c", code, path], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+CRASHED = {
+    "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total": "CUDA out of memory",
+    "[rank1]:[E1130 ProcessGroupNCCL.cpp:616] [Rank 1] Watchdog caught collective operation timeout: Work": "a NCCL",
+    "RuntimeError: DataLoader worker (pid 4242) is killed by signal: Killed.": "a DataLoader worker was killed",
+    "RuntimeError: CUDA error: device-side assert triggered": "a device-side assertion failed",
+    "ValueError: too many values": "ended by ValueError: too many values",
+}
+TRACE = 'Traceback (most recent call last):\n  File "train.py", line 7, in <module>\n    step()\n'
+
+
+@pytest.mark.parametrize("words", CRASHED)
+def test_a_crash_in_a_text_is_named_with_its_line_and_what_it_proves(
+    words: str, tmp_path: Path
+) -> None:
+    path = plain(falling(100), tmp_path)
+    path.write_text(path.read_text() + TRACE + words + "\n")
+    code, found = diagnosed(path)
+    verdict = found["verdict"]
+    assert code == 1 and verdict["line"].startswith(f"ENDED at step 100: {CRASHED[words]}")
+    assert "line 104" in verdict["text"] and verdict["action"]
+    path.write_text(TRACE + words + "\n" + plain(falling(100), tmp_path / "b").read_text())
+    assert diagnosed(path)[0] == 0, "it was caught, and the training went on"
+
+
+def test_a_folder_has_a_line_for_each_log_the_worst_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    logs = tmp_path / "logs"
+    nanogpt(falling(), logs / "good")
+    nanogpt(
+        [point._replace(loss=math.nan) if point.step > 99 else point for point in falling()],
+        logs / "nan",
+    )
+    KINDS["mlflow_database"](falling(50), logs, runs=("a" * 32, "b" * 32))
+    KINDS["trainer_state"](falling(), logs / "trainer")
+    for name, data in {
+        "a.log": bytes(range(64)),
+        "b.jsonl": b"[" * 9999,
+        "requirements.txt": b"numpy\n",
+    }.items():
+        (logs / name).write_bytes(data)
+    monkeypatch.chdir(logs)
+    done = engine_here("diagnose", ".")
+    *rows, count, not_read, also = done.stdout.splitlines()
+    assert [row.split()[0] for row in rows] == [
+        *("nan/nanogpt.log", "mlflow.db:run-a", "mlflow.db:run-b", "good/nanogpt.log"),
+        "trainer/checkpoint-9/trainer_state.json",
+    ]
+    assert done.returncode == 1 and "WRONG since step 100" in rows[0]
+    assert count == "5 logs judged; 2 could not be read; 1 files have no values of a run"
+    assert "a.log — expected text" in not_read and "b.jsonl line 1 — expected a JSON object" in also
+    (logs / "nan" / "nanogpt.log").unlink()
+    assert diagnosed(logs)[0] == 65
+
+
+def test_standard_input_is_read_as_a_text(tmp_path: Path) -> None:
+    text = nanogpt(falling(), tmp_path).read_text()
+    done = subprocess.run(
+        [sys.executable, "-m", "engine", "diagnose", "-"],
+        input=text,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0 and done.stdout.startswith("✓ HEALTHY: no alert in 300 steps"), (
+        done.stderr
+    )
+
+
+HOSTILE = {
+    "bytes.log": bytes(range(256)) * 20,
+    "empty.csv": b"",
+    "deep.jsonl": b"[" * 100_000,
+    "torn.parquet": b"PAR1" + bytes(64),
+    "no.db": b"SQLite format 3\0" + bytes(200),
+    "trainer_state.json": b'{"log_history": 7}',
+    "longer.log": b"loss " * 500_000,
+    "huge.log": b"step 99999999999999999999999 loss=0.5\n",
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_file_is_one_line_and_exit_65(name: str, tmp_path: Path) -> None:
+    if name.endswith("parquet"):
+        pytest.importorskip("pyarrow")
+    (tmp_path / name).write_bytes(HOSTILE[name])
+    done = engine_here("diagnose", tmp_path / name)
+    assert done.returncode == 65 and not done.stdout
+    assert done.stderr.count("\n") == 1 and done.stderr.startswith("engine diagnose: ")
+
+
+def test_a_long_curve_is_thinned_and_each_nan_is_kept(tmp_path: Path) -> None:
+    lines = [
+        f"iter {step}: loss {2 + 8 / (1 + step):.4f}, time 5.12ms, mfu 3.20%\n"
+        for step in range(40_000)
+    ]
+    for step in range(30_001, 30_005):
+        lines[step] = f"iter {step}: loss nan, time 5.12ms, mfu 3.20%\n"
+    path = tmp_path / "long.log"
+    path.write_text("".join(lines))
+    code, found = diagnosed(path)
+    assert code == 2 and "loss was nan in steps 30001 to 30004" in found["verdict"]["line"]
+    assert "of long curves every 4th value is judged, and each that is not finite" in found["read"]
