@@ -51,6 +51,9 @@ PASS, UNKNOWN, FACT, SUSPICION, FAIL = LEVELS = ("pass", "unknown", "fact", "sus
 CHECK, ALERT, IDENTITY, NUMBER = "check", "alert", "identity", "number"
 """Sources of a result (`Judged.by`)."""
 
+WITHDRAWN = "withdrawn"
+"""Number of an identity's `pass` that takes its earlier suspicions back."""
+
 NON_FINITE = {"nan": math.nan, "+inf": math.inf, "-inf": -math.inf}
 
 
@@ -339,8 +342,9 @@ class Judged(Event, frozen=True, kw_only=True, tag="judged"):
 
     by: str
     """Source of the result: `check` (a check or a stage of the audit), `alert` (a rule of the supervisor), `identity`
-    (a property of every healthy training, in a watched script; logged once for each level, at the first step with it),
-    or `number` (a NaN or infinite number of a step, logged so that no average can hide it)."""
+    (a property of every healthy training, in a watched script; logged once for each level, at the first step with it;
+    a pass with the number `withdrawn` takes its earlier suspicions back), or `number` (a NaN or infinite number of a
+    step, logged so that no average can hide it)."""
     id: str
     """Id of the check, rule or identity, or name of the number."""
     level: str

@@ -29,6 +29,8 @@ from engine.log.events import (
     NUMBER,
     PASS,
     STAGE,
+    SUSPICION,
+    WITHDRAWN,
     AnyEvent,
     CheckpointSaved,
     Compiled,
@@ -389,6 +391,9 @@ class _Changes:
         if event.by == NUMBER:
             self.list_of("non_finite").append(event)
         elif event.by == IDENTITY:
+            if event.level == PASS and WITHDRAWN in event.numbers:
+                found = self.list_of("identities")
+                found[:] = [one for one in found if (one.id, one.level) != (event.id, SUSPICION)]
             self.list_of("identities").append(event)
         elif event.by == ALERT and event.level == PASS:
             self.dict_of("alerts").pop(event.id, None)

@@ -9,7 +9,9 @@ import pytest
 
 from engine.catalogue import BY_ID
 from engine.log.events import FACT, FAIL, LEVELS, PASS, SUSPICION, UNKNOWN
-from tests.support.attached import Ran, run_twice, watched_once
+from engine.log.folder import RunFolder
+from engine.log.follow import Follower
+from tests.support.attached import Ran, run_twice, run_watched, watched_once
 
 SETUP = """
 import copy
@@ -539,6 +541,35 @@ def test_what_may_be_meant_is_a_suspicion(parameters: Found, name: str) -> None:
     assert line["id"] == identity
     assert all(text in line["text"] for text in texts)
     assert not of_degree(parameters[name], FAIL)
+
+
+def test_a_parameter_that_gets_its_gradient_later_takes_the_suspicion_back(tmp_path: Path) -> None:
+    script = """
+def used_now_and_then(every):
+    body, head, late = nn.Linear(8, 4), nn.Linear(4, 1), nn.Linear(4, 1)
+    optimizer = torch.optim.AdamW([*body.parameters(), *head.parameters(), *late.parameters()])
+    for step in range(24):
+        hidden = body(x)
+        (head(hidden) + (late(hidden) if step % every == every - 1 else 0)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+used_now_and_then(10)
+used_now_and_then(100)
+"""
+    ran = run_watched(tmp_path, SETUP + script)
+    said = [
+        [(one["step"], one["level"]) for one in lines if one.get("id") == "no_gradient"]
+        for lines in ran.trainings
+    ]
+    # Its steps 10 and 20 are not among the sampled ones.
+    assert said == [[(3, SUSPICION), (10, PASS)], [(3, SUSPICION)]]
+    levels = []
+    for name in ("run", "run-2"):
+        follower = Follower(RunFolder(ran.folder / name))
+        follower.read_all()
+        levels.append([one.level for one in follower.view.identities if one.id == "no_gradient"])
+    assert levels == [[PASS], [SUSPICION]]
 
 
 def test_the_healthy_twin_of_each_says_nothing(parameters: Found) -> None:

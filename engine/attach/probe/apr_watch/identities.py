@@ -36,7 +36,7 @@ from .held_out import HeldOut
 from .losses import Loss, losses_of
 from .modes import Evaluations, Modes, Noticed, Search
 from .outside import Between
-from .parameters import Held, Line, Reached
+from .parameters import PASS, WITHDRAWN, Held, Line, Reached
 from .pitfalls import Classes, Pitfalls
 from .ranks import Ranks
 from .scaling import Scaling
@@ -221,6 +221,11 @@ class Identities:
         if rank_and_world(self._torch)[0]:
             return
         self._notice(lines)
+        if watched.held.has_caught_up() and not any(
+            one.held.is_suspected for one in self._watched.values()
+        ):
+            text = f"each parameter of {type(optimizer).__name__} has had a gradient by step {watched.steps}"
+            self._notice([("no_gradient", PASS, text, {WITHDRAWN: 1})])
         has_closure = any(callable(one) for one in arguments)
         self._check_windows(optimizer, watched, has_closure)
         if not _is_sampled(watched.steps):

@@ -7,6 +7,7 @@ calls its model.
 from __future__ import annotations
 
 import gc
+import itertools
 import time
 import weakref
 from collections.abc import Iterable
@@ -21,9 +22,13 @@ PASS, UNKNOWN, FACT, SUSPICION, FAIL = (
 )
 Line = tuple[str, str, str, dict[str, Any]]
 """Verdict: id of the identity, level, message, and its numbers."""
+WITHDRAWN = "withdrawn"
+"""Number of a pass that takes back the earlier suspicions of its identity."""
 
 NAMED = 3
 """Maximum number of parameters that a message names."""
+_CHECKED = 64
+"""Maximum number of parameters without a gradient that are checked at each step."""
 _MAX_NODES = 100_000
 """Maximum number of nodes that are read of a graph, about 0.1 s; a larger graph is read in part."""
 _MAX_GRAPHS = 4
@@ -175,6 +180,8 @@ class Held:
         self._sampled_steps = 0
         self._without: dict[int, weakref.ref[Any]] = {}
         """Parameters without a gradient at all sampled steps."""
+        self.is_suspected = False
+        """Whether some of those are suspected."""
         self._lost = 0
         """Number of steps without a single gradient, although a backward pass had reached some parameters."""
         self._got = False
@@ -224,6 +231,7 @@ class Held:
             if at not in owned and type(one) is torch.nn.Parameter and one.grad is not None
         ]
         given = [one for one, _ in mine if one.grad is not None and id(one) not in reached]
+        self.is_suspected = self.is_suspected or bool(idle)
         if not idle and not loose:
             if not are_all:
                 text = "not every backward pass could be read"
@@ -233,6 +241,18 @@ class Held:
             held = ("stale_parameters", "no_gradient", "unowned_parameters", "lost_gradients")
             return [(id, PASS, text, about) for id in held]
         return self._stray(torch, name, idle, loose, reached, labels, bool(given))
+
+    def has_caught_up(self) -> bool:
+        """Return whether the suspicion falls: a gradient has come since for each of its parameters."""
+        if not self.is_suspected:
+            return False
+        for at in list(itertools.islice(self._without, _CHECKED)):
+            ref = self._without.pop(at)
+            one = ref()
+            if one is not None and one.grad is None:
+                self._without[at] = ref  # at the end: the next step checks others
+        self.is_suspected = bool(self._without)
+        return not self.is_suspected
 
     def _stray(
         self,

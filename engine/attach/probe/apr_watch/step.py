@@ -22,6 +22,7 @@ from .folders import Beat, claim, claim_failed, rank_and_world, record_lost
 from .identities import Identities, framework
 from .memory import HeldMemory
 from .modes import Noticed
+from .parameters import SUSPICION, WITHDRAWN
 from .places import Places
 from .progress import Progress
 from .trainings import Trainings
@@ -710,8 +711,11 @@ def _write(entry: Entry) -> None:
 def _write_verdicts(entry: Entry, seen: Seen | Noticed) -> None:
     # At the end of the process, verdicts on steps that the GPU has not passed stay unknown.
     for name, level, text, numbers in seen.lines() if seen.has_passed() else []:
-        if entry.logged is not None and (name, level) not in entry.logged:
+        is_withdrawal = WITHDRAWN in numbers
+        if entry.logged is not None and (is_withdrawal or (name, level) not in entry.logged):
             entry.logged.add((name, level))
+            if is_withdrawal:
+                entry.logged.discard((name, SUSPICION))
             about = {"id": name, "level": level, "text": text, "numbers": numbers}
             entry.log.write("judged", by="identity", **entry.fields, **about)
 
