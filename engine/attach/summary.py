@@ -18,7 +18,17 @@ from engine.catalogue import BY_ID
 from engine.errors import RunLogError
 from engine.flips.fixes import fixes_of
 from engine.log.beats import read_lost_rank
-from engine.log.events import FAIL, IDENTITY, IDLE, SUSPICION, UNKNOWN, HostSample, Judged, StepDone
+from engine.log.events import (
+    ALERT,
+    FAIL,
+    IDENTITY,
+    IDLE,
+    SUSPICION,
+    UNKNOWN,
+    HostSample,
+    Judged,
+    StepDone,
+)
 from engine.log.folder import RunFolder, find_runs, read_command
 from engine.log.follow import Follower
 from engine.log.identities import outcomes
@@ -49,6 +59,10 @@ NO_TORCH = (
     "a container, another machine, a cleared environment), or there was none"
 )
 NO_STEP = "torch was imported, and no torch optimizer stepped on rank 0"
+NO_OPTIMIZER = (
+    "torch was imported, and no torch optimizer was created: there are no steps to record"
+)
+LET_STEP = "let the script's optimizer step, and watch it again"
 LET_IN = (
     "engine watch -- python SCRIPT, without -I or -E; in a container or under sudo, start engine watch inside, or "
     "pass PYTHONPATH and APR_WATCH_RUN on and mount their folders"
@@ -189,8 +203,9 @@ class _Summary:
         if view.process is not None:
             missing = view.stack_dump.missing if view.stack_dump is not None else []
             lines += [f"not read: {one}" for one in missing[:1]]
-        elif self._is_outside:
-            lines.append(NO_STEP if self._imported_torch else NO_TORCH)
+        elif self._is_outside and not self._has_raised:
+            why = NO_OPTIMIZER if self._has_no_optimizer else NO_STEP
+            lines.append(why if self._imported_torch else NO_TORCH)
         lines += [note.text for note in view.notes if "probe removed itself" in note.text][:1]
         if (first := self._first_non_finite) is not None:
             lines.append(f"the loss is not finite from step {first} on")
@@ -234,6 +249,16 @@ class _Summary:
     @property
     def _imported_torch(self) -> bool:
         return any((self.run.path / FOLDER).glob("[0-9]*.txt"))
+
+    @property
+    def _has_raised(self) -> bool:
+        ended = self.view.script_ended
+        return ended is not None and ended.exception is not None
+
+    @property
+    def _has_no_optimizer(self) -> bool:
+        ended = self.view.script_ended
+        return ended is not None and ended.optimizers == 0
 
     @property
     def _first_non_finite(self) -> int | None:
@@ -409,12 +434,12 @@ class _Summary:
             if self._alerts or (ended is not None and ended.signal == "SIGKILL"):
                 return f"engine diagnose {self.path}"
             return f"{look}; to see its steps and its end, start it with engine watch -- COMMAND"
-        if self._is_outside:
-            return (
-                "let the script's optimizer step, and watch it again"
-                if self._imported_torch
-                else LET_IN
-            )
+        if self._is_outside and not self._has_raised:
+            if self._has_no_optimizer:
+                return (
+                    f"{look} has the machine and the exit; steps are seen of torch optimizers only"
+                )
+            return LET_STEP if self._imported_torch else LET_IN
         if self._stall is not None or (ended is not None and ended.signal == "SIGKILL"):
             return f"engine diagnose {self.path}"
         if (fix := self._fix()) and (ended is None or not ended.returncode):
@@ -424,12 +449,18 @@ class _Summary:
             return f"{row.remedy_with(wrong[0].framework) if row else ''}; then {look}"
         if ended is None or ended.returncode:
             return look
+        verdict = verdict_of(self.view, self.state, self.path)
+        kind, _, id = verdict.id.partition(" ")
+        if kind == IDENTITY and verdict.action:
+            return f"unless {id} is meant: {verdict.action}; then {look}"
         if self._waits_for_data:
             return f"engine flip {self.path} --set {MORE_WORKERS} tests {BY_HAND}; --propose lists what else"
         if self._alerts or self._first_non_finite is not None:
-            return f"engine diagnose {self.path}"
-        if (doubt := self._with_level(SUSPICION)) and (row := BY_ID[IDENTITY].get(doubt[0].id)):
-            return f"unless {row.id} is meant: {row.remedy_with(doubt[0].framework)}; then {look}"
+            evidence = f"engine diagnose {self.path}"
+            alert = self.view.alerts.get(id) if kind == ALERT else None
+            if alert is not None and alert.flip:
+                return f"engine flip {self.path} {alert.flip} tests it; evidence: {evidence}"
+            return f"{verdict.action}; evidence: {evidence}" if alert is not None else evidence
         return look
 
     def _fix(self) -> str:

@@ -172,6 +172,8 @@ class ScriptEnded(Event, frozen=True, kw_only=True, tag="script_ended"):
     message: str | None = None
     where: str | None = None
     """File and line that raised the exception."""
+    optimizers: Count | None = None
+    """Number of torch optimizers that a process without a step created."""
 
 
 class Worked(Event, frozen=True, kw_only=True, tag="worked"):

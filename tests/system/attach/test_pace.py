@@ -8,7 +8,7 @@ from pathlib import Path
 
 from engine.log.folder import RunFolder
 from engine.log.held import ALLOCATOR, Held, read_held
-from tests.support.attached import PROBE
+from tests.support.attached import PROBE, run_watched
 
 PROBED = """
 import json, sys
@@ -124,3 +124,27 @@ print(DeviceClock(Of(cuda=cuda), ()).lap("gpu").is_whole)
         "True {} False",
         "False",
     ]
+
+
+def test_the_start_of_workers_is_no_wait_for_data(tmp_path: Path) -> None:
+    script = """
+import time
+
+class Rows(torch.utils.data.Dataset):
+    def __len__(self):
+        return 24
+    def __getitem__(self, at):
+        return torch.ones(4)
+
+net = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+start = lambda worker: time.sleep(0.4)
+for epoch in range(2):
+    for rows in torch.utils.data.DataLoader(Rows(), batch_size=8, num_workers=1, worker_init_fn=start):
+        net(rows).sum().backward()
+        optimizer.step()
+"""
+    steps = run_watched(tmp_path, script).steps
+    assert len(steps) == 6
+    second_epoch = steps[3]["phases"]
+    assert second_epoch["rest"] >= 0.4 > second_epoch["data"]

@@ -10,7 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from engine.attach.summary import LET_IN, MOST_LINES, NO_STEP, WIDTH, summary_lines
+from engine.attach.summary import (
+    LET_IN,
+    LET_STEP,
+    MOST_LINES,
+    NO_OPTIMIZER,
+    NO_STEP,
+    WIDTH,
+    summary_lines,
+)
 from engine.catalogue import BY_ID
 from engine.log.events import (
     Event,
@@ -40,9 +48,10 @@ class Rows(torch.utils.data.Dataset):
     def __getitem__(self, i):
         return torch.randn(16)
 net = torch.nn.Linear(16, 1)
-optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+if how != "none":
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
 for x in torch.utils.data.DataLoader(Rows(), batch_size=8):
-    if how == "never":
+    if how in ("never", "none"):
         break
     loss = (net(x) - x.sum(1, keepdim=True)).square().mean()
     loss.backward()
@@ -134,6 +143,17 @@ def test_a_run_that_failed_names_its_exception_and_the_line_that_raised_it(tmp_p
     assert found["next step"] == f"apr-workbench {tmp_path / 'run'}"
 
 
+@pytest.mark.parametrize("torch", ["import torch\n", ""])
+def test_an_exception_before_the_first_step_is_all_that_is_said(tmp_path: Path, torch: str) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(f'{torch}raise ValueError("planted")\n')
+    watch(tmp_path, sys.executable, str(script))
+    found = parts(summary_lines(RunFolder(tmp_path / "run")))
+    assert found["why"].startswith(f"the script ended with ValueError at {script}:")
+    assert found["why"].endswith(": planted")
+    assert found["next step"] == f"apr-workbench {tmp_path / 'run'}"
+
+
 def test_a_run_that_was_killed_is_out_of_memory_only_with_proof(tmp_path: Path) -> None:
     watch(tmp_path, "sh", "-c", "kill -9 $$")
     found = parts(summary_lines(RunFolder(tmp_path / "run")))
@@ -143,12 +163,16 @@ def test_a_run_that_was_killed_is_out_of_memory_only_with_proof(tmp_path: Path) 
 
 
 def test_a_script_that_never_stepped_is_told_from_one_without_a_probe(tmp_path: Path) -> None:
-    for name in ("never", "outside"):
+    for name in ("never", "none", "outside"):
         (tmp_path / name).mkdir()
     found, printed = run_loop(tmp_path / "never", "never")
     assert printed == ""
     assert "ended with exit code 0; observed from outside only" in found["verdict"]
     assert found["why"] == NO_STEP
+    assert found["next step"] == LET_STEP
+    found, _ = run_loop(tmp_path / "none", "none")
+    assert found["why"] == NO_OPTIMIZER
+    assert "optimizer step," not in found["next step"]
     # Exit code 70 is one of the engine's own; of a command it says nothing.
     watch(tmp_path / "outside", "sh", "-c", "exit 70")
     found = parts(summary_lines(RunFolder(tmp_path / "outside" / "run")))
@@ -284,6 +308,25 @@ def test_a_run_that_waits_for_its_data_is_told_to_load_with_more_workers(run: Ru
     )
     assert found["why"].startswith("a step is waiting for data 50 %, forward 25 %")
     assert " --set loader.workers=4 tests more loader workers" in found["next step"]
+
+
+def test_what_is_wrong_has_its_fix_as_the_next_step_beside_an_alert(run: RunFolder) -> None:
+    steps = [StepDone(step=n, loss=1.0) for n in (1, 2, 3)]
+    advice = "set a learning rate 10 times lower in the script"
+    alert = alert_event(id="loss_spikes", level="suspicion", text="a spike", no_flip=advice)
+    finished = ended(returncode=0, state="COMPLETED", signal=None)
+    found = write(run, steps, finished, alert)
+    assert found["next step"] == f"{advice}; evidence: engine diagnose {run.path}"
+    other = create_run(
+        run.path.parent / "other", "", {"spec": {}, "command": {"arguments": ["sh"]}}
+    )
+    with LogWriter(other.events, writer="probe") as log:
+        leak = identity_event("held_out", "suspicion", 2, "96 of 96 samples")
+        for event in (WATCHED, Phase(name="training"), *steps, leak):
+            log.write(event)
+    found = write(other, [], finished, alert)
+    remedy = BY_ID["identity"]["held_out"].remedy
+    assert found["next step"].startswith(f"unless held_out is meant: {remedy}")
 
 
 def test_a_gpu_says_only_the_seconds_that_the_script_waited(run: RunFolder) -> None:

@@ -55,6 +55,8 @@ class Clock:
     def __init__(self, mark: Callable[[str], None] = lambda phase: None) -> None:
         """`mark` is called with each phase when it ends or is interrupted."""
         self._mark = mark
+        self.workers_start = False
+        """Whether the running `data` phase waits for the workers of a loader to start, which counts as `rest`."""
         self.running: list[str] = []
         self.begin_s: float | None = None
         self._mark_s = 0.0
@@ -81,6 +83,8 @@ class Clock:
             del self.running[self.running.index(phase) :]
 
     def _charge(self, phase: str) -> None:
+        if phase == "data" and self.workers_start:
+            phase = "rest"
         now = time.monotonic()
         if self.begin_s is None:
             self.begin_s = self._mark_s = now
@@ -161,6 +165,10 @@ class Batches:
         self._sizes = []
         rows, tokens = (_sum([size[part] for size in sizes]) for part in (0, 1))
         return rows, tokens, [name for _, _, name in sizes]
+
+    def has_read(self, iterator: Any) -> bool:
+        """Return whether the iterator has yielded a batch, in this pass or an earlier one by the same workers."""
+        return iterator in self._reads
 
     def feeds(self, iterator: Any) -> bool:
         read = self._reads.get(iterator)
@@ -270,6 +278,8 @@ class Steps:
         self.identities = Identities(self._torch)
         self._waiting: deque[Entry] = deque()
         self._values = Values()
+        self._optimizers = 0
+        """Number of optimizers that this process created."""
         self._forget_losses()
         self._forget_training()
 
@@ -306,10 +316,13 @@ class Steps:
         self.identities.batch_asked_for(iterator)
         self._write_identities()
         self._clock.enter("data")
+        has_workers = bool(getattr(iterator, "_num_workers", 0))
+        self._clock.workers_start = has_workers and not self._batches.has_read(iterator)
         return True
 
     def data_ends(self) -> None:
         self._clock.leave("data")
+        self._clock.workers_start = False
 
     def batch_fetched(self, iterator: Any, batch: Any, caller: FrameType) -> None:
         if "data" not in self._clock.running:
@@ -398,6 +411,7 @@ class Steps:
     # Optimizer.
 
     def optimizer_made(self, optimizer: Any) -> None:
+        self._optimizers += 1
         self.identities.optimizer_made(optimizer)
         self._places.optimizer_made(optimizer)
         if self._trainings.number:
@@ -660,8 +674,9 @@ class Steps:
         finally:
             while self._waiting:
                 _write(self._waiting.popleft())
-        if self.log is None and ended["how"] == "raised" and claim_failed(self._run):
+        if self.log is None and claim_failed(self._run):
             self.log = Log(self._run)
+            ended["optimizers"] = self._optimizers
         if self.log is not None:
             trace = getattr(error, "__traceback__", None)
             work = self._work.failed([*self._batches.lap()[2], self._missed], trace)
