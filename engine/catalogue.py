@@ -468,6 +468,46 @@ IDENTITIES: tuple[About, ...] = (
         lightning='load the model in fp32 and set precision="bf16-mixed", not "bf16-true"',
     ),
     _identity(
+        id="weights_move",
+        wrong="weights do not move",
+        group="update",
+        level=FAIL,
+        question="Has each tensor with a gradient changed after 16 steps, counted in sampled elements?",
+        means="What does not move is not trained: the optimizer holds other tensors than the model uses, no gradient "
+        "reaches it, or each update is rounded away.",
+        remedy="create the optimizer from model.parameters() after the model has been moved, wrapped or sharded; keep "
+        "weights in fp32 under torch.autocast where 16 bits round the updates away",
+        transformers="let the Trainer create the optimizer, in create_optimizer; load the model with "
+        "dtype=torch.float32 and set bf16=True",
+        lightning="create the optimizer in configure_optimizers, from parameters that exist once configure_model has "
+        'run; set precision="bf16-mixed", not "bf16-true"',
+    ),
+    _identity(
+        id="frozen_weights",
+        wrong="the optimizer moves frozen weights",
+        group="update",
+        level=SUSPICION,
+        question="Does the optimizer leave weights alone whose requires_grad is False?",
+        means="A gradient that was left, momentum or weight decay moves them, though no backward pass does.",
+        remedy="set their .grad to None when you freeze them, or leave them out of the optimizer",
+        transformers="freeze them before the Trainer is made: it gives the optimizer what requires gradients",
+        lightning="freeze them before configure_optimizers, and give it the others; BaseFinetuning does so",
+    ),
+    _identity(
+        id="finite_weights",
+        wrong="weights are NaN",
+        group="update",
+        level=FAIL,
+        question="Are the weights free of NaN?",
+        means="Every later loss is NaN: nothing is learnt any more.",
+        remedy="start again from the last checkpoint before it, with gradient clipping or a lower learning rate; "
+        "torch.autograd.set_detect_anomaly(True) names the operation that gave NaN",
+        transformers="resume from an earlier checkpoint with a lower learning_rate or max_grad_norm; "
+        'debug="underflow_overflow" names the layer',
+        lightning="resume from an earlier checkpoint with gradient_clip_val or a lower rate; Trainer("
+        "detect_anomaly=True) names the operation",
+    ),
+    _identity(
         id="update_size",
         wrong="a step overwrites the weights",
         group="update",
@@ -794,7 +834,11 @@ IDENTITIES: tuple[About, ...] = (
         question="Has each parameter of the optimizer had a gradient by its third step?",
         means="A part of the model is not used, or is cut off by detach() or no_grad(); an expert that no token chose "
         "yet looks the same.",
-        remedy="look for detach(), .data, torch.no_grad() and layers that forward() does not call",
+        remedy="look for detach(), .data, torch.no_grad() and layers that forward() does not call; with gradient "
+        "checkpointing set use_reentrant=False",
+        transformers='with gradient_checkpointing set gradient_checkpointing_kwargs={"use_reentrant": False}, or call '
+        "model.enable_input_require_grads(), as a frozen embedding gives inputs without gradients; else look for "
+        "detach(), torch.no_grad() and layers that forward() does not call",
     ),
     _identity(
         id="unowned_parameters",

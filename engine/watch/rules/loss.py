@@ -12,6 +12,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
+from engine.catalogue import BY_ID
+from engine.log.events import FAIL, IDENTITY, PASS
 from engine.watch.rules.rule import CannotJudge, Case, Span, Symptom, mean, median, rule
 
 NON_FINITE_STEPS = 3
@@ -99,12 +101,30 @@ def _not_finite_loss(case: Case) -> Symptom | None:
     everything = case.view.steps.values("loss", 0, begin)
     while begin and not math.isfinite(everything[begin - 1] or 0.0):
         begin -= 1
+    meaning, remedy = (
+        "the loss is not finite; whether the weights are is unknown",
+        case.lower_rate(10),
+    )
+    levels = {one.level for one in case.view.identities if one.id == "finite_weights"}
+    if FAIL in levels:
+        meaning = "the weights are NaN and remain NaN: nothing is learnt any more"
+    elif PASS in levels:
+        meaning = "the weights are finite: the loss alone is not"
+        has_labels = not any(
+            one.id == "label_coverage" and one.numbers.get("labels") == 0
+            for one in case.view.identities
+        )
+        remedy = {
+            "no_flip": "look at what the loss divides by or takes the logarithm of"
+            if has_labels
+            else BY_ID[IDENTITY]["label_coverage"].remedy
+        }
     return Symptom(
         f"the loss has been {known[-1]} for {rows.stop - begin} steps",
         [("losses that are not finite", rows.stop - begin, "expected 0")],
         case.span(range(begin, rows.stop)),
-        meaning="the weights are NaN and remain NaN: nothing is learnt any more",
-        **case.lower_rate(10),
+        meaning=meaning,
+        **remedy,
     )
 
 

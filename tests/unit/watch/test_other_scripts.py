@@ -41,7 +41,19 @@ def test_a_loss_that_is_not_finite_for_good_is_named_and_one_that_a_scaler_leave
 ):
     nan = case(lambda n: {"loss": math.nan} if n > 140 else {})
     alert = raised("non_finite", nan)
-    assert alert.text == "the loss has been nan for 3 steps" and "10 times lower" in alert.no_flip
+    assert alert.text == "the loss has been nan for 10 steps" and "10 times lower" in alert.no_flip
+    assert "unknown" in alert.meaning
+    for level, labels, meaning, advice in (
+        ("fail", 9.0, "weights are NaN", "10 times lower"),
+        ("pass", 9.0, "weights are finite", "logarithm"),
+        ("pass", 0.0, "weights are finite", "masks the labels"),
+    ):
+        seen = identity_event("finite_weights", level, 142, "", numbers={})
+        few = identity_event("label_coverage", "suspicion", 1, "", numbers={"labels": labels})
+        alert = raised(
+            "non_finite", case(lambda n: {"loss": math.nan} if n > 140 else {}, seen, few)
+        )
+        assert meaning in alert.meaning and advice in alert.no_flip
     quiet("non_finite", case(lambda n: {"loss": math.inf} if n in (80, 150) else {}))
 
 

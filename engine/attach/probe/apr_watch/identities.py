@@ -9,9 +9,9 @@ whose number is a power of two. `engine/catalogue.py` has their names and remedi
     data      dropout and batch norm are in training mode in training and in eval mode in evaluations (modes.py), data
               loaders yield what their samplers promise (data.py), evaluations read held-out samples (held_out.py)
     ranks     they hold the same weights and read different data (ranks.py)
-    update    the new weights are the optimizer's textbook update (updates.py), nothing else writes them (outside.py),
-              the learning rate schedule advances with the steps (schedule.py), and optimizers hold the parameters that
-              backward passes reach (parameters.py)
+    update    the new weights are the optimizer's textbook update (updates.py), they move (movement.py), nothing else
+              writes them (outside.py), the learning rate schedule advances with the steps (schedule.py), and optimizers
+              hold the parameters that backward passes reach (parameters.py)
 
 Every other step costs one comparison.
 """
@@ -35,6 +35,7 @@ from .gradients import Chain, Windows
 from .held_out import HeldOut
 from .losses import Loss, losses_of
 from .modes import Evaluations, Modes, Noticed, Search
+from .movement import Movement
 from .outside import Between
 from .parameters import PASS, WITHDRAWN, Held, Line, Reached
 from .pitfalls import Classes, Pitfalls
@@ -83,6 +84,8 @@ class Identities:
         self._schedules = schedule.Schedules(torch)
         self._tokenizers = Tokenizers()
         self._causality = Causality(torch) if "causality" in os.environ.get(_ASKED, "") else None
+        self._not_finite = 0
+        """Number of losses that were not finite since the newest optimizer was created."""
         self._pitfalls: list[Pitfalls] = []
         """Pitfalls of the backward passes since the previous step."""
         self.seen: list[Seen | Noticed] = []
@@ -92,6 +95,7 @@ class Identities:
         self._made.add(optimizer)
         self._due.add(optimizer)
         self._made_at = self._reached.steps
+        self._not_finite = 0
         self._notice(self._held_out.forget())
         if self._causality is not None:
             self._causality.optimizer_made(optimizer)
@@ -132,6 +136,13 @@ class Identities:
         self._scaling.batch_fetched()
         if not rank_and_world(self._torch)[0]:
             self._held_out.fetched(iterator, batch)
+
+    def loss_was_not_finite(self) -> None:
+        """Sample the next step of each optimizer, unless several losses in a row were not finite."""
+        self._not_finite += 1
+        if not self._not_finite & (self._not_finite - 1):
+            for watched in self._watched.values():
+                watched.asked = watched.steps + 1
 
     def scaled(self, scaler: Any) -> None:
         self._scaling.scaled(scaler)
@@ -228,7 +239,7 @@ class Identities:
             self._notice([("no_gradient", PASS, text, {WITHDRAWN: 1})])
         has_closure = any(callable(one) for one in arguments)
         self._check_windows(optimizer, watched, has_closure)
-        if not _is_sampled(watched.steps):
+        if not watched.is_sampled:
             if watched.modes.have_turned():
                 self._notice(watched.modes.look(optimizer, self._search))
             return
@@ -246,6 +257,13 @@ class Identities:
             watched.seen = Seen(
                 self._torch, optimizer, watched.steps, watched.rates, self._threads, has_closure
             )
+            watched.seen.is_extra = not _is_sampled(watched.steps)
+            if watched.steps == 1:
+                watched.movement = Movement(self._torch, optimizer)
+            elif watched.movement is not None:
+                watched.movement.step_begins()
+            if watched.seen.is_extra:
+                return
             if not watched.seen.is_late:
                 self._check_parameters(optimizer, watched, watched.seen)
             # A closure runs its backward passes during the step.
@@ -268,9 +286,11 @@ class Identities:
             with self._torch.no_grad():
                 if seen.has_closure:
                     self._end_chain(watched.chain, seen)
-                if seen.is_late:
+                if seen.is_late and not seen.is_extra:
                     self._check_parameters(optimizer, watched, seen)
                     seen.add_losses(self._losses)
+                if watched.movement is not None:
+                    seen.add_movement(watched.movement, optimizer, watched.steps == watched.asked)
                 seen.end(optimizer)
             self.seen.append(seen)
             if _is_sampled(watched.steps + 1):
@@ -365,6 +385,9 @@ class _Watched:
         self.chain = Chain(torch)
         self.between: Between | None = None
         self.classes = Classes()
+        self.asked = 0
+        """Number of a step that is sampled because a loss was not finite; 0 if there is none."""
+        self.movement: Movement | None = None
         self.scheduled = schedule.Rates()
         self.windows = Windows()
         self.since = since
@@ -374,6 +397,10 @@ class _Watched:
         self.rates = Rates()
         self.seen: Seen | None = None
         """Step in progress, if it is sampled."""
+
+    @property
+    def is_sampled(self) -> bool:
+        return self.steps == self.asked or _is_sampled(self.steps)
 
 
 def framework() -> str:

@@ -6,6 +6,7 @@ A step ends with the `step()` of the training's first optimizer. With several op
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import time
@@ -641,7 +642,8 @@ class Steps:
             seen = self._waiting[0].seen
             if seen is not None and not seen.has_passed():
                 break
-            _write(self._waiting.popleft())
+            if _write(self._waiting.popleft()):
+                self.identities.loss_was_not_finite()
 
     def _mark_device(self, phase: str) -> None:
         # Only the rank that writes the log needs values.
@@ -699,11 +701,12 @@ class Steps:
         self._reset()
 
 
-def _write(entry: Entry) -> None:
+def _write(entry: Entry) -> bool:
+    """Write a line; return whether it is a step whose loss is not finite."""
     fields = entry.fields
     if entry.seen is not None:
         _write_verdicts(entry, entry.seen)
-        return
+        return False
     if entry.lap is not None:
         fields = {**fields, "phases": entry.lap.seconds}
     if entry.kind == "step":
@@ -721,6 +724,8 @@ def _write(entry: Entry) -> None:
     entry.log.write(entry.kind, **fields)
     if entry.kind == "script_ended":
         entry.log.close()
+    loss = fields["loss"] if entry.kind == "step" else None
+    return loss is not None and not math.isfinite(loss)
 
 
 def _write_verdicts(entry: Entry, seen: Seen | Noticed) -> None:

@@ -20,6 +20,7 @@ from .textbook import Rule, judge, rule_of
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from .gradients import Chain
+    from .movement import Moved, Movement
     from .outside import Between
     from .pitfalls import Classes, Pitfalls
 
@@ -126,11 +127,13 @@ class Seen:
         """Copy the old values. `number` counts the optimizer's steps; `threads` is the live set of stepping threads."""
         self._torch, self._optimizer = torch, type(optimizer).__name__
         self._number, self._rates, self._threads = number, rates, threads
-        self.has_closure = has_closure
+        self.has_closure, self.is_extra = has_closure, False
+        """Extra: sampled only because a loss was not finite, to look for NaN in the weights."""
         self.extra_lines: list[Line] = []
         """Further verdicts on this step."""
         self.chain: Chain | None = None
         self.between: Between | None = None
+        self._movement: tuple[Movement, Moved] | None = None
         self._classes: Classes | None = None
         self._losses: list[Loss | Divergence] = []
         self.tensors: dict[str, Any] = {}
@@ -296,7 +299,9 @@ class Seen:
 
     def lines(self) -> list[Line]:
         """Return the verdicts; call only after `has_passed`."""
-        if self._lines is None:
+        if self._lines is None and self.is_extra:
+            self._lines = self._judge_movement([])
+        elif self._lines is None:
             with self._torch.no_grad():
                 self._lines = [
                     *self._judge_update(),
@@ -308,6 +313,7 @@ class Seen:
                 changed = self.tensors.get("between")
                 if self.between is not None and changed is not None and len(self._threads) == 1:
                     self._lines += self.between.lines(self._optimizer, self._number, changed)
+                self._lines += self._judge_movement(self._lines)
             self._batches, self._events, self._copied, self._losses = [], [], None, []
         return self._lines
 
@@ -332,6 +338,20 @@ class Seen:
         labels = [one.labels for one in pitfalls if one.labels is not None]
         if labels:
             self.tensors["labels"] = labels[0]
+
+    def add_movement(self, movement: Movement, optimizer: Any, is_asked: bool) -> None:
+        is_hooked = self.has_closure or self._is_hooked
+        moved = movement.step_ends(optimizer, self._number, self.tensors, is_hooked, is_asked)
+        if moved is not None:
+            self._movement = movement, moved
+
+    def _judge_movement(self, lines: list[Line]) -> list[Line]:
+        if self._movement is None or len(self._threads) > 1:
+            return []
+        movement, moved = self._movement
+        # Another verdict says why weights stay.
+        movement.is_settled |= any(level == FAIL for _, level, _, _ in lines)
+        return movement.lines(self._optimizer, moved, self.tensors)
 
     def _judge_labels(self) -> list[Line]:
         labels = self.tensors.get("labels")

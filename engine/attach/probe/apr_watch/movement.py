@@ -1,0 +1,214 @@
+"""Check by counting whether weights move, of any optimizer and with sharded parameters too.
+
+Some elements of each tensor of an optimizer are copied before its first step and compared after later ones, once the
+learning rate no longer rises. Only the local part of a sharded tensor is read.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any, NamedTuple
+
+from .parameters import FAIL, PASS, SUSPICION, Line, Modules, named
+from .updates import Rates, Rows
+
+_ELEMENTS, _MIN_ELEMENTS = 1 << 14, 4
+_MAX_TENSORS = 4096
+_ANY, _EACH = 4, 16
+"""First steps at which it is judged whether anything moves, and whether each tensor does."""
+_IN_A_ROW = 2
+"""Number of consecutive sampled steps that must move frozen weights."""
+
+
+def _local(torch: Any, tensor: Any) -> Any:
+    """Return the local part of a tensor; None where it cannot be read as a plain one."""
+    local = getattr(tensor, "_local_tensor", tensor)
+    is_plain = (
+        type(local) in (torch.nn.Parameter, torch.Tensor)
+        and local.layout == torch.strided
+        and local.dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+        and local.device.type in ("cpu", "cuda")
+        and local.numel() > 0
+    )
+    return local.detach() if is_plain else None
+
+
+class Moved(NamedTuple):
+    """Facts of a sampled step that the host knows."""
+
+    number: int
+    frozen: list[list[bool]]
+    """Whether each tensor of each vector is frozen: it requires no gradient."""
+    at_work: list[list[bool]]
+    """Whether each tensor is trained at a learning rate above 0 that no longer rises."""
+    is_asked: bool
+    """Whether the verdict on NaN is wanted in any case."""
+
+
+class Movement:
+    """Sampled elements of one optimizer's tensors, in one vector for each device and dtype."""
+
+    def __init__(self, torch: Any, optimizer: Any) -> None:
+        self._torch = torch
+        every = [
+            (one, local, at, place)
+            for at, group in enumerate(optimizer.param_groups)
+            for place, one in enumerate(group["params"])
+            if (local := _local(torch, one)) is not None
+        ][:_MAX_TENSORS]
+        each = max(_MIN_ELEMENTS, _ELEMENTS // max(1, len(every)))
+        self._rows: dict[Any, list[tuple[Rows, int]]] = {}
+        for parameter, local, at, place in every:
+            rows = Rows(local, at, place, each, 0)
+            rows.of = weakref.ref(parameter)
+            self._rows.setdefault((local.device, local.dtype), []).append((rows, at))
+        self._first = self._before = self._read("data")
+        self._gradients: list[Any] = []
+        self._moved = [one != one for one in self._first]
+        self._pushed = list(self._moved)
+        """Elements that have had a gradient above what rounding explains."""
+        self._has_gradients = False
+        self._rates = Rates()
+        self._frozen_steps = 0
+        self.is_settled = False
+        """Whether it is known that weights move, or another verdict says why they do not."""
+
+    def _read(self, part: str) -> list[Any]:
+        """Return the sampled elements of the parameters, or of their gradients with zeros where there is none; an empty
+        list where they cannot be read."""
+        found = []
+        for (device, dtype), group in self._rows.items():
+            pieces = []
+            for rows, _ in group:
+                parameter = rows.of()
+                held = None if parameter is None else _local(self._torch, parameter)
+                if held is None:
+                    return []
+                if part == "grad":
+                    gradient: Any = parameter.grad  # type: ignore[union-attr]
+                    self._has_gradients |= gradient is not None
+                    held = held.new_zeros(()).expand(held.shape) if gradient is None else gradient
+                    held = _local(self._torch, held)
+                if held is None or rows.of_tensor(held).numel() != rows.count:
+                    return []
+                pieces.append(rows.of_tensor(held).to(device, dtype))
+            found.append(self._torch.cat(pieces))
+        return found
+
+    def step_begins(self) -> None:
+        """Copy the weights before a sampled step."""
+        self._before = self._read("data")
+
+    def step_ends(
+        self,
+        optimizer: Any,
+        number: int,
+        tensors: dict[str, Any],
+        is_hooked: bool,
+        is_asked: bool,
+    ) -> Moved | None:
+        """Put what moved into `tensors`, on the device. `is_hooked`: whether lines of the script ran in the step."""
+        now, gradients = self._read("data"), self._read("grad")
+        previous, self._gradients = self._gradients, gradients
+        if not now or not gradients or not self._before:
+            return None
+        rates = [group.get("lr") for group in optimizer.param_groups]
+        known = [rate if type(rate) in (int, float) else 0.0 for rate in rates]
+        settled = self._rates.add(max(known))
+        frozen = [[not rows.of().requires_grad for rows, _ in g] for g in self._rows.values()]  # type: ignore[union-attr]
+        work = [[settled and known[at] > 0 for _, at in group] for group in self._rows.values()]
+        for at, (weights, slopes) in enumerate(zip(now, gradients, strict=True)):
+            # A smaller one may be rounding alone, as that of a bias before a batch norm.
+            size = slopes.abs()
+            least = size.max() * self._torch.finfo(slopes.dtype).eps ** 0.5
+            self._pushed[at] = self._pushed[at] | (size > least)
+            tensors[f"pushed {at}"] = self._pushed[at]
+            # An optimizer may step forth and back.
+            self._moved[at] = self._moved[at] | (weights != self._first[at])
+            tensors[f"moved {at}"] = self._moved[at]
+            tensors[f"nan {at}"] = weights.isnan()
+            if any(frozen[at]) and previous and not is_hooked:
+                # Neither a backward pass nor the script wrote these gradients since the previous sampled step.
+                stale = (slopes == 0) | (slopes == previous[at])
+                tensors[f"frozen {at}"] = (weights != self._before[at]) & stale
+        return Moved(number, frozen, work, is_asked)
+
+    # Once the device has passed the step.
+
+    def lines(self, name: str, step: Moved, tensors: dict[str, Any]) -> list[Line]:
+        """Return the verdicts on a step of an optimizer."""
+        trained: list[Any] = []
+        moved, still, wrong, driven = [], [], [], []
+        numbers = 0
+        for at, group in enumerate(self._rows.values()):
+            counts = [rows.count for rows, _ in group]
+            none = self._torch.zeros(sum(counts), dtype=self._torch.bool, device="cpu")
+            columns = [
+                tensors.pop(f"{what} {at}", none).split(counts)
+                for what in ("pushed", "moved", "nan", "frozen")
+            ]
+            for (rows, _), frozen, works, pushed, moves, nan, drives in zip(
+                group, step.frozen[at], step.at_work[at], *columns, strict=True
+            ):
+                if frozen:
+                    driven += [rows] * bool(drives.any())
+                    continue
+                numbers += rows.count
+                wrong += [rows] * bool(nan.any())
+                if works:
+                    trained.append(rows)
+                    moved += [rows] * bool(moves.any())
+                    still += [rows] * bool(pushed.any() and not (pushed & moves).any())
+        lines = self._finite(name, wrong, numbers, step.is_asked)
+        self._frozen_steps = self._frozen_steps + 1 if driven else 0
+        if self._frozen_steps >= _IN_A_ROW:
+            text = (
+                f"{name} moves {len(driven)} tensors whose requires_grad is False, by momentum, decay or a gradient "
+                f"that was left: {self._named(driven)}"
+            )
+            lines.append(("frozen_weights", SUSPICION, text, {"tensors": len(driven)}))
+        return lines if wrong else [*lines, *self._moves(name, step.number, trained, moved, still)]
+
+    def _moves(
+        self, name: str, number: int, trained: list[Any], moved: list[Any], still: list[Any]
+    ) -> list[Line]:
+        if self.is_settled or not trained or number < _ANY:
+            return []
+        about = {"tensors": len(trained), "moved": len(moved), "still": len(still)}
+        if not moved:
+            # Gradients of exactly 0 move nothing, as those of a policy while all rewards are equal.
+            if not (still if self._has_gradients else number >= _EACH):
+                return []
+            self.is_settled = True
+            text = f"none of {len(trained)} tensors of {name} has changed in {number} steps, and {len(still)} have "
+            text += "gradients" if self._has_gradients else "ever had a gradient"
+            return [("weights_move", FAIL, text, about)]
+        if number < _EACH:
+            return []
+        self.is_settled = True
+        if not still:
+            text = (
+                f"sampled elements of {len(moved)} tensors of {name} have changed in {number} steps"
+            )
+            return [("weights_move", PASS, text, about)]
+        dtypes = {str(one.of().dtype).rpartition(".")[2] for one in still if one.of() is not None}
+        text = (
+            f"{len(still)} of {len(trained)} tensors of {name} have gradients and have not changed in {number} steps, "
+            f"in {' and '.join(sorted(dtypes))}: {self._named(still)}"
+        )
+        return [("weights_move", SUSPICION, text, about)]
+
+    def _finite(self, name: str, wrong: list[Any], numbers: int, is_asked: bool) -> list[Line]:
+        if wrong:
+            text = f"{len(wrong)} tensors of {name} hold NaN: {self._named(wrong)}"
+            return [("finite_weights", FAIL, text, {"tensors": len(wrong)})]
+        text = f"none of {numbers} sampled weights of {name} is NaN, where the loss is not finite"
+        return (
+            [("finite_weights", PASS, text, {"numbers": numbers})] if is_asked and numbers else []
+        )
+
+    def _named(self, found: list[Any]) -> str:
+        pairs = [(one.of(), one.label) for one in found if one.of() is not None]
+        parameters = [parameter for parameter, _ in pairs]
+        labels = {id(parameter): label for parameter, label in pairs}
+        return named(Modules(self._torch, parameters), parameters, labels)
