@@ -1,4 +1,4 @@
-# make demo   a live distillation on screen (headless without a terminal); with ARGS=--chat on conversations
+# make demo   a live distillation on screen (headless without a terminal); with ARGS=--chat on conversations, with ARGS=--on-policy on the student's own text
 # make demo-watch   somebody's script on the Trainer of transformers, watched, and its mistake named
 # make real   two models on the hub to a published student, with a report
 # make test   the whole suite               make check   format, lint, types, import layers

@@ -9,6 +9,8 @@ from __future__ import annotations
 import argparse
 import gc
 import os
+import shlex
+import subprocess
 import sys
 import time
 from collections.abc import Mapping, MutableMapping, Sequence
@@ -28,6 +30,8 @@ from workbench.engine_commands import ENGINE, distill_arguments, start_run
 from workbench.feed import RunFeed, Snapshot
 
 DEFAULT_RUNS = Path("runs")
+ON_CORPUS = ("train.steps=120", "train.warmup_steps=25", "eval.every=60", "checkpoint.every=0")
+"""Changes to the demo for a student that is about to write for itself."""
 ESCAPE_MS = "25"
 """Milliseconds after which an escape character is the escape key and not the start of a sequence. Terminals write a
 sequence in one piece, so Textual's 100 ms are a needless delay. Curses reads the same variable."""
@@ -37,7 +41,8 @@ Watch runs in the terminal. A folder of runs opens the list of them, the folder 
 that run. Closing the workbench does not affect a run.
 
 other commands:
-  apr-workbench demo [--chat] [--set KEY=VALUE ...] [--out DIR]   start an example run and watch it
+  apr-workbench demo [--chat | --on-policy] [--set KEY=VALUE ...] [--out DIR]
+                                                         start an example run and watch it
   engine tail PATH                                       the same in plain lines
 
 environment:
@@ -52,9 +57,10 @@ environment:
 DEMO_HELP = """\
 Start an example: a small student learns from a small teacher to continue Python source, in a few
 minutes on any machine; or, with --chat, to answer small questions, from conversations, in about one
-minute. In a terminal the run continues in the background and the workbench opens on
-it; without one (a pipe, a batch job) the run is in the foreground and its exit code is the exit
-code of this command.
+minute. With --on-policy it learns from text that it writes itself, after a minute on source text
+(a run of its own, DIR-corpus); what it writes before and after is printed at the end. In a terminal
+the run continues in the background and the workbench opens on it; without one (a pipe, a batch job)
+the run is in the foreground and its exit code is the exit code of this command.
 """
 
 
@@ -104,8 +110,14 @@ def _demo_parser() -> argparse.ArgumentParser:
         description=DEMO_HELP,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument(
+    example = parser.add_mutually_exclusive_group()
+    example.add_argument(
         "--chat", action="store_true", help="the example on conversations instead of source text"
+    )
+    example.add_argument(
+        "--on-policy",
+        action="store_true",
+        help="the example on the student's own text; --set student.path=RUN/student goes on from a run of the demo",
     )
     parser.add_argument(
         "--set",
@@ -187,21 +199,23 @@ def _has_terminal() -> bool:
     return sys.stdin.isatty() and sys.stdout.isatty()
 
 
-def demo_spec(*, chat: bool = False) -> Path:
-    """Return the packaged spec of the demo, or of the one on conversations."""
+def demo_spec(name: str = "demo") -> Path:
+    """Return a packaged spec: `demo`, `chat` (on conversations) or `on_policy` (on the student's own text)."""
     # Imported here: a list of runs does not need it.
     import importlib.resources
 
-    name = "chat.toml" if chat else "demo.toml"
-    path = Path(str(importlib.resources.files("engine.demo") / name))
+    path = Path(str(importlib.resources.files("engine.demo") / f"{name}.toml"))
     if not path.is_file():
         raise InternalError(f"demo: {path} — expected the packaged spec, found nothing there")
     return path
 
 
 def _demo(options: argparse.Namespace) -> int:
-    spec = demo_spec(chat=options.chat)
+    name = "chat" if options.chat else "on_policy" if options.on_policy else "demo"
+    spec = demo_spec(name)
     out = options.out or DEFAULT_RUNS / time.strftime(f"{spec.stem}-%Y%m%d-%H%M%S")
+    if options.on_policy:
+        return _on_policy_demo(spec, out, options)
     if not _has_terminal():
         sys.stdout.flush()
         sys.stderr.flush()
@@ -213,6 +227,39 @@ def _demo(options: argparse.Namespace) -> int:
     code = _show([run.path], options)
     _print_result(run, code)
     return code
+
+
+def _on_policy_demo(spec: Path, out: Path, options: argparse.Namespace) -> int:
+    """Train a student on the corpus unless one is given, let it go on with what it writes, and compare both."""
+    given = [one.partition("=")[2] for one in options.sets if one.startswith("student.path=")]
+    sets, first = list(options.sets), out.with_name(f"{out.name}-corpus")
+    student = Path(given[-1]) if given else first / "student"
+    if not given:
+        say(f"a minute on source text first: {first}")
+        if code := _foreground("engine", *distill_arguments(demo_spec(), ON_CORPUS, first)):
+            return code
+        sets.append(f"student.path={student.absolute()}")
+    if _has_terminal():
+        options.theme = load_screen(options.theme)
+        run = start_run(spec, sets, out)
+        code = _show([run.path], options)
+        _print_result(run, code)
+    else:
+        code = _foreground("engine", *distill_arguments(spec, sets, out))
+    compare = ("engine.demo.own_text", str(student), str(out / "student"))
+    if code == 0 and (out / "student").is_dir():
+        return _foreground(*compare)
+    if code == 0:
+        say(f"when it has ended: {shlex.join(('python', '-m', *compare))}")
+    return code
+
+
+def _foreground(module: str, *arguments: str) -> int:
+    """Run a module of the engine to its end, in this terminal; returns its exit code."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    words = child.command(module, *arguments)
+    return subprocess.run(words, env=child.environment(), check=False).returncode
 
 
 def launch_environ() -> Mapping[str, str]:

@@ -30,7 +30,7 @@ SAME = ("train_sha256", "heldout_sha256", "rows_trained", "tokens_trained", "ste
 def run_arm(arm: str, seed: int, folder: Path) -> dict[str, Any]:
     out = folder / f"{arm}-{seed}"
     sets = (f"loss.alpha={ALPHA[arm]}", f"train.seed={seed}", "compute.device=cpu")
-    command = [sys.executable, "-m", "engine", "distill", str(demo_spec(chat=True))]
+    command = [sys.executable, "-m", "engine", "distill", str(demo_spec("chat"))]
     command += ["--out", str(out), *(word for one in sets for word in ("--set", one))]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     receipt = json.loads((out / "receipt.json").read_text())

@@ -16,21 +16,14 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import torch
 
 from engine import demo
-from engine.data.batches import Batch, heldout_rows
-from engine.data.corpus import open_corpus
-from engine.data.tokens import tokenize
+from engine.demo.own_text import heldout_prompts, own_text
 from engine.formats.tokenizer import open_tokenizer
 from engine.log.events import StepDone
 from engine.log.read import LogReader
-from engine.models.load import load_decoder
-from engine.spec import RolloutSection
-from engine.train.rollout import Rollout
 
 DEMO = Path(demo.__file__).parent
 STEPS, TEXTS, RATE = 60, 128, "5e-4"
@@ -53,30 +46,6 @@ def run(folder: Path, name: str, threads: int, *sets: str) -> tuple[Path, float]
     return folder / name / "student", sum(one.step_s or 0.0 for one in steps)
 
 
-@torch.no_grad()
-def reverse_kl(student_folder: Path, heldout: Batch) -> float:
-    """Return the mean KL(student || teacher) on texts that the student writes, nats per token."""
-    tokenizer = open_tokenizer(DEMO / "teacher")
-    student, teacher = load_decoder(student_folder), load_decoder(DEMO / "teacher")
-    section = RolloutSection(share=1.0, max_new_tokens=64, prompt_tokens=32)
-    how: dict[str, Any] = {
-        "seed": 0,
-        "seq_len": 128,
-        "slots": TEXTS,
-        "dtype": torch.float32,
-    }
-    ((batch, _),) = Rollout(student, tokenizer, section, **how).write([heldout], 1)
-    total, count = 0.0, 0
-    for part in batch.split(16):
-        tokens_BT, documents_BT, labels_BT = part.to_torch("cpu")
-        kept = labels_BT >= 0
-        q_NV = student(tokens_BT, documents_BT)[kept].log_softmax(-1)
-        p_NV = teacher(tokens_BT, documents_BT)[kept].log_softmax(-1)
-        total += float((q_NV.exp() * (q_NV - p_NV)).sum())
-        count += int(kept.sum())
-    return total / count
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path)
@@ -85,9 +54,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
     tokenizer = open_tokenizer(DEMO / "teacher")
-    split = open_corpus("python-stdlib", heldout_fraction=0.08).heldout
-    stream = tokenize(split.documents, tokenizer)
-    heldout = heldout_rows(stream, 128, TEXTS)
+    heldout = heldout_prompts(tokenizer, TEXTS)
     found = []
     for seed in given.seeds:
         folder, own = given.folder / f"seed-{seed}", f"train.seed={seed}"
@@ -100,8 +67,8 @@ def main() -> None:
         steps = max(1, round(written_s / each_s))
         corpus, corpus_s = run(folder, "corpus", given.threads, *again, f"train.steps={steps}")
         row = {"seed": seed, "written_s": written_s, "corpus_s": corpus_s, "corpus_steps": steps}
-        row |= {"start": reverse_kl(start, heldout)}
-        row |= {"written": reverse_kl(written, heldout), "corpus": reverse_kl(corpus, heldout)}
+        for arm, student in (("start", start), ("written", written), ("corpus", corpus)):
+            row[arm] = own_text(student, heldout, tokenizer).reverse_kl
         found.append(row)
         print(json.dumps(row), flush=True)
     if given.out is not None:

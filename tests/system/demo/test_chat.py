@@ -54,10 +54,10 @@ def test_a_short_run_learns_what_has_labels_and_leaves_the_template(tmp_path: Pa
     # The checks of the first minute take longer than these steps.
     short += ("eval.rows=4", "compute.threads=1", "compute.device=cpu", "checks.enabled=false")
     # `apr-workbench demo --chat` starts this spec (tests/system/workbench/test_cli.py).
-    run, code = carry_out(demo_spec(chat=True), tmp_path / "run", *short)
+    run, code = carry_out(demo_spec("chat"), tmp_path / "run", *short)
     assert code == 0
     view = Follower(run).read_all()
-    spec, _ = load_spec(demo_spec(chat=True), [])
+    spec, _ = load_spec(demo_spec("chat"), [])
     corpus = open_corpus(spec.data.corpus, heldout_fraction=spec.data.heldout_fraction)
     template = find_chat_template(CHAT)
     stream = tokenize(corpus.train.documents, open_tokenizer(CHAT), template=template)

@@ -119,7 +119,11 @@ def test_help_names_every_option(arguments: tuple[str, ...]) -> None:
     done = run_cli(*arguments)
     assert done.returncode == 0
     wanted = ["--read-only", "--ascii", "--version"]
-    wanted += ["--chat", "--set", "--out"] if "demo" in arguments else ["RUNS", "demo", "NO_COLOR"]
+    wanted += (
+        ["--chat", "--on-policy", "--set", "--out"]
+        if "demo" in arguments
+        else ["RUNS", "demo", "NO_COLOR"]
+    )
     assert all(option in done.stdout for option in wanted)
 
 
@@ -144,9 +148,11 @@ def test_an_unknown_option_is_a_usage_error() -> None:
     assert "--colour" in done.stderr
 
 
-@pytest.mark.parametrize("chat", [False, True])
-def test_the_packaged_demo_is_a_spec_that_the_engine_accepts(chat: bool) -> None:
-    spec, _ = load_spec(cli.demo_spec(chat=chat), [])
+@pytest.mark.parametrize("name", ["demo", "chat", "on_policy"])
+def test_the_packaged_demo_is_a_spec_that_the_engine_accepts(name: str) -> None:
+    # The student of the on-policy demo is that of another run.
+    sets = [f"student.path={cli.demo_spec().parent / 'teacher'}"] if name == "on_policy" else []
+    spec, _ = load_spec(cli.demo_spec(name), sets)
     assert spec.train.steps > 0
 
 
@@ -177,10 +183,30 @@ def test_a_demo_without_a_terminal_becomes_the_engine(
         cli.main(["demo", *arguments, "--set", "train.steps=3", "--out", str(tmp_path / "run")])
     assert became == [
         [
-            *child.command("engine", "distill", str(cli.demo_spec(chat=chat))),
+            *child.command("engine", "distill", str(cli.demo_spec("chat" if chat else "demo"))),
             *("--set", "train.steps=3", "--out", str(tmp_path / "run")),
         ]
     ]
+
+
+@pytest.mark.soak
+def test_the_on_policy_demo_ends_with_what_the_student_writes_before_and_after(
+    tmp_path: Path,
+) -> None:
+    short = ("data.seq_len=64", "rollout.max_new_tokens=8", "train.steps=2", "eval.rows=4")
+    sets = [word for one in short for word in ("--set", one)]
+    once = ("train.steps=2", "train.warmup_steps=0", *short[:1])
+    first = run_cli(
+        "demo",
+        *(word for one in once for word in ("--set", one)),
+        *("--out", str(tmp_path / "first")),
+    )
+    assert first.returncode == 0, first.stderr
+    student = f"student.path={tmp_path / 'first' / 'student'}"
+    done = run_cli("demo", "--on-policy", *sets, "--set", student, "--out", str(tmp_path / "run"))
+    assert done.returncode == 0, done.stderr
+    assert "before on-policy steps\n" in done.stdout and "after on-policy steps\n" in done.stdout
+    assert "nats per token before" in done.stdout.splitlines()[-1]
 
 
 def test_the_default_folder_of_a_demo_is_named_for_its_time(became: list[list[str]]) -> None:
