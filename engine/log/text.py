@@ -697,6 +697,11 @@ WRITTEN = 8
 """Number of records of written text that are shown: the first and the newest."""
 
 
+def has_samples(view: RunView) -> bool:
+    """Return whether a model has written text in an evaluation or for training."""
+    return bool(view.wrote) or any(done.sample for done in view.evals)
+
+
 def sample_lines(view: RunView) -> list[str]:
     """Render the models' continuations of one held-out prompt at each evaluation, the newest last, after what a model
     wrote for training.

@@ -30,8 +30,10 @@ from engine.log.text import (
     command_lines,
     decision_lines,
     device_lines,
+    has_samples,
     kernel_lines,
     result_lines,
+    sample_lines,
     speed_lines,
     status_text,
 )
@@ -85,6 +87,7 @@ def _run_page(run: RunFolder) -> str:
             result_lines(view) or [OTHERS_RESULT if command else "no held-out loss was measured"],
         ),
         *[_section("Speed", speed_lines(view))] * bool(speed_lines(view)),
+        *[_section("Samples of text", sample_lines(view))] * has_samples(view),
         _section("Active alerts", alerts or ["none"]),
         f'<h2>Figures</h2>\n<div class="figures">{"".join(run_figures(view))}</div>',
         _section("Identities", identity_lines(view))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from html.parser import HTMLParser
 from pathlib import Path
@@ -12,11 +13,14 @@ from engine.errors import BadInput
 from engine.findings import changes
 from engine.flips.flip_folder import create_flip
 from engine.flips.surroundings import Surroundings
+from engine.log.events import Wrote
+from engine.log.write import encode
 from engine.report.chart import flip_figure
 from engine.report.page import report
 from tests.support.findings import asked, carry_out, hanging_run
 from tests.support.flip_pairs import plan, timed
 from tests.support.paths import ROOT
+from tests.support.run_events import example_of
 from tests.support.run_folders import completed, corrupt, killed, running
 from tests.support.running import engine_here
 
@@ -63,6 +67,18 @@ def test_a_run_is_one_file_with_its_figures(tmp_path: Path) -> None:
     assert "COMPLETED | step 4000/4000" in text and "held-out loss of the student" in text
     assert "teacher.backend" in text and "×" in text
     assert report(run.path) == text
+
+
+def test_a_page_shows_what_a_model_wrote_and_nothing_of_it_where_none_did(tmp_path: Path) -> None:
+    wrote = example_of(Wrote, step=1, by="student", sample="<b>text</b>")
+    run = completed(tmp_path / "run")
+    assert "Samples of text" not in report(run.path)
+    newest = json.loads(run.events.read_bytes().splitlines()[-1])
+    with run.events.open("ab") as log:
+        log.write(encode(wrote, newest["seq"] + 1, newest["t_s"]))
+    page = report(run.path)
+    assert "Samples of text" in page and "step 1: the student wrote" in page
+    assert "&lt;b&gt;text&lt;/b&gt;" in page
 
 
 def test_the_line_is_broken_where_a_loss_was_not_a_number(tmp_path: Path) -> None:

@@ -149,6 +149,8 @@ def test_a_chat_file_becomes_a_student_that_is_asked(
     short = place | {"APR_NOTEBOOK_STEPS": "20"}
     words = said(executed("06_from_a_chat_file_to_a_student.ipynb", short, monkeypatch))
     assert "COMPLETED | step 20/20" in words and "<|im_start|>assistant\n⟦" in words
+    # Every other step is on what the student wrote.
+    assert "step 20: the student wrote" in words and "rollout" in words
     assert "   teacher: The capital of Italy is Rome." in words or "   teacher: Rome" in words
 
 
