@@ -66,6 +66,9 @@ def a_cosine_past_its_end():
 def a_rate_that_comes_to_nothing():
     return with_schedule(lambda optimizer: schedules.LinearLR(optimizer, 1.0, 0.0, total_iters=3))
 
+def a_rate_that_comes_to_next_to_nothing():
+    return with_schedule(lambda optimizer: schedules.LinearLR(optimizer, 1.0, 1e-12, total_iters=3))
+
 def a_rate_of_nothing_by_hand():
     def each(optimizer):
         return lambda at: [group.update(lr=0.0) for group in optimizer.param_groups]
@@ -228,6 +231,7 @@ def all_batches_are_averaged():
 tell(a_first_batch_is_printed, a_first_batch_is_predicted, all_batches_are_averaged,
      evaluated_on_what_it_trains_on, split_after_it_was_repeated, evaluated_on_the_other_part, evaluated_on_both_parts,
      called_twice, called_for_each_micro_batch, a_cosine_past_its_end, a_rate_that_comes_to_nothing,
+     a_rate_that_comes_to_next_to_nothing,
      a_rate_of_nothing_by_hand, the_schedule_of_another_optimizer, called_once, called_for_each_epoch,
      a_chain_of_schedules, on_a_plateau,
      all_pairs, all_pairs_by_hand, all_pairs_of_a_robust_loss, one_target_each, one_embedding_for_all,
@@ -254,6 +258,10 @@ WRONG = {
     "a_rate_that_comes_to_nothing": (
         "schedule",
         "the learning rate of AdamW is 0 at step 8, as at step 4",
+    ),
+    "a_rate_that_comes_to_next_to_nothing": (
+        "schedule",
+        "the learning rate of AdamW is 1e-14 at step 8, after 0.01",
     ),
     "a_rate_of_nothing_by_hand": (
         "schedule",

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.log.events import PASS, SUSPICION
+from engine.log.events import FACT, PASS, SUSPICION
 from tests.support.attached import run_twice
 from tests.system.attach.test_identities import SETUP, Found, degrees, of_script
 
@@ -148,6 +148,20 @@ def divided_by_another_number():
 
 def divided_once():
     return loop(4)
+
+def means_of_unlike_sizes():
+    turns = iter([1, 2] * 12)
+    def loss(net, x, y):
+        rows = next(turns)
+        return mse(net, x[:rows], y[:rows])
+    return loop(window=4, loss=loss)
+
+def means_of_unlike_numbers_of_labels():
+    turns = iter([1, 2] * 12)
+    def loss(net, x, y):
+        labels = torch.tensor([0, 0 if next(turns) > 1 else -100])
+        return nn.functional.cross_entropy(net(x) * torch.tensor([1.0, -1.0]), labels)
+    return loop(window=4, loss=loss)
 
 def divided_once_in_a_trainer():
     return Trainer().run(3)
@@ -313,7 +327,8 @@ def two_optimizers_of_one_body():
             optimizer.step()
     return nn.ModuleList([body, heads])
 
-tell(clipped_behind_the_step, a_trainer_that_clips_late, clipped_with_the_scale, clipped_with_the_scale_over_windows,
+tell(means_of_unlike_sizes, means_of_unlike_numbers_of_labels,
+     clipped_behind_the_step, a_trainer_that_clips_late, clipped_with_the_scale, clipped_with_the_scale_over_windows,
      clipped_in_front, clipped_once_unscaled, looked_at_behind_the_step, two_optimizers_that_clip_in_turn,
      divided_twice, a_trainer_that_divides_in_two_places, never_divided, never_divided_in_a_trainer,
      divided_by_another_number, divided_once, divided_once_in_a_trainer, sums_over_all_tokens, two_losses_of_each_batch,
@@ -365,6 +380,8 @@ HEALTHY: dict[str, dict[str, str]] = {
     "two_optimizers_that_clip_in_turn": {"clipping": PASS},
     "divided_once": {"accumulated_mean": PASS},
     "divided_once_in_a_trainer": {"accumulated_mean": PASS},
+    "means_of_unlike_sizes": {"accumulated_mean": FACT},
+    "means_of_unlike_numbers_of_labels": {"accumulated_mean": FACT},
     "sums_over_all_tokens": {},
     "two_losses_of_each_batch": {},
     "fp16_with_a_scaler": {"loss_scale": PASS},

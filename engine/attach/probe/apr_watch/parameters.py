@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import sys
 import time
 import weakref
 from collections.abc import Iterable
@@ -31,6 +32,8 @@ _CHECKED = 64
 """Maximum number of parameters without a gradient that are checked at each step."""
 _MAX_NODES = 100_000
 """Maximum number of nodes that are read of a graph, about 0.1 s; a larger graph is read in part."""
+_WARNED, _REGISTRY = "None of the inputs have requires_grad=True", "__warningregistry__"
+"""Warning of a reentrant checkpoint that gives no gradients, and where Python records it."""
 _MAX_GRAPHS = 4
 """Maximum number of graphs that are read before one step, which may have any number of micro-batches."""
 _MAX_SECONDS = 2.0
@@ -222,6 +225,9 @@ class Held:
             return [("lost_gradients", FAIL, text, numbers)]
         if self._sampled_steps < 3:
             return []
+        if not mine and not any(p.grad is not None for p in _held_by(optimizer)):
+            text = f"no parameter of {name} requires a gradient: its steps train nothing"
+            return [("no_gradient", SUSPICION, text, {"parameters": 0})]
         idle = [one for one, _ in mine if id(one) in self._without]
         owned = {id(one) for one in others} | set(labels)
         # A custom autograd function may give no gradient to a parameter that it reads.
@@ -285,6 +291,9 @@ class Held:
                 f"{len(idle)} of {len(labels)} parameters of {name} had no gradient at any of {self._sampled_steps} "
                 f"sampled steps: {named(modules, idle, labels)}"
             )
+            checkpoint = sys.modules.get("torch.utils.checkpoint")
+            if _WARNED in str(getattr(checkpoint, _REGISTRY, "")):
+                text += "; torch warns that no input of a checkpointed layer requires a gradient"
             found.append(("no_gradient", SUSPICION, text, numbers))
         # A script that sets gradients itself (master weights) trains copies: the originals are in no optimizer.
         if loose and not are_given:
@@ -294,6 +303,10 @@ class Held:
             )
             found.append(("unowned_parameters", SUSPICION, text, numbers))
         return found
+
+
+def _held_by(optimizer: Any) -> list[Any]:
+    return [one for group in optimizer.param_groups for one in group["params"]]
 
 
 def _hold_all(loose: list[Any], stale: list[Any]) -> bool:

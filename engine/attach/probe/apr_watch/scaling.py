@@ -6,11 +6,12 @@ Only processes that step one optimizer are judged: with several, clipping before
 
 from __future__ import annotations
 
+import math
 import weakref
 from typing import Any
 
 from .graph import near, scalar
-from .parameters import PASS, SUSPICION, Line
+from .parameters import FACT, PASS, SUSPICION, Line
 
 _IN_A_ROW = 2
 """Number of consecutive steps that must agree."""
@@ -50,6 +51,8 @@ class Scaling:
         """Consecutive steps with clipping after the step, and with clipping of scaled gradients."""
         self._divisions: list[tuple[list[float], bool] | None] = []
         """Factors of the loss of each backward pass since the last step."""
+        self._sizes: list[float | None] = []
+        """Number of elements in the mean of each of those losses; None where it is unknown."""
         self._is_fp16 = False
         self._max_norm: float | None = None
         self._batches = 0
@@ -75,7 +78,9 @@ class Scaling:
     def backward_begins(self, tensors: list[Any], is_due: bool) -> None:
         """Record a backward pass; read its graph if `is_due`."""
         self._just_stepped = False
-        self._divisions.append(_divisions(tensors) if is_due else None)
+        found, size = _divisions(tensors) if is_due else (None, None)
+        self._divisions.append(found)
+        self._sizes.append(size)
         if is_due and not self._is_fp16:
             self._is_fp16 = any(
                 _kept_type(node) is self._torch.float16 for node, _ in near(tensors)
@@ -106,7 +111,7 @@ class Scaling:
         lines = [*self._clipping(name, number), *self._accumulation(name), *self._loss_scale()]
         self._just_stepped, self._is_scaled = True, False
         self._clipped_before = self._clipped_after = self._is_fp16 = False
-        self._divisions, self._batches = [], 0
+        self._divisions, self._sizes, self._batches = [], [], 0
         return lines if len(self._stepped) == 1 else []
 
     def _clipping(self, name: str, number: int) -> list[Line]:
@@ -144,7 +149,14 @@ class Scaling:
         numbers = {"passes": passes, "divided_by": share}
         if abs(share - passes) < 1e-6 * passes:
             text = f"each loss of the {passes} backward passes of a step of {name} is divided by {passes}"
-            return [("accumulated_mean", PASS, text, numbers)]
+            sizes = [size for size in self._sizes if size is not None]
+            if not is_mean or len(sizes) < passes:
+                text += "; of how many elements each is the mean was not read"
+            elif min(sizes) == max(sizes):
+                return [("accumulated_mean", PASS, text, numbers)]
+            else:
+                text += f", though they are means of {min(sizes):g} to {max(sizes):g} elements"
+            return [("accumulated_mean", FACT, text, numbers)]
         times = sum(abs(1 / factor - passes) < 1e-6 * passes for factor in factors)
         if times > 1:
             text = (
@@ -173,11 +185,11 @@ class Scaling:
         return [("loss_scale", SUSPICION, text, {})]
 
 
-def _divisions(tensors: list[Any]) -> tuple[list[float], bool] | None:
-    """Return the divisors between a loss and the tensor of a backward pass, and whether the loss is a mean; None for
-    several tensors."""
+def _divisions(tensors: list[Any]) -> tuple[tuple[list[float], bool] | None, float | None]:
+    """Return the divisors between a loss and the tensor of a backward pass, whether the loss is a mean, and of how many
+    elements, None where that is unknown; None for several tensors."""
     if len(tensors) != 1:
-        return None
+        return None, None
     node: Any = getattr(tensors[0], "grad_fn", None)
     found: list[float] = []
     for _ in range(_MAX_SCALING_NODES):
@@ -190,7 +202,19 @@ def _divisions(tensors: list[Any]) -> tuple[list[float], bool] | None:
         node = next((after for after, _ in node.next_functions if after is not None), None)
     kind = type(node).__name__
     is_mean = kind == "MeanBackward0" or (kind in _MEANS and node._saved_reduction == _MEAN)
-    return found, is_mean
+    return (found, is_mean), _size_of_mean(node) if is_mean else None
+
+
+def _size_of_mean(node: Any) -> float | None:
+    """Return the number of elements, or the weight of the labels, in a mean; None where a GPU would have to be waited
+    for."""
+    weight = getattr(node, "_saved_total_weight", None)
+    if weight is not None:
+        return float(weight) if weight.is_cpu else None
+    sizes = getattr(node, "_saved_self_sym_sizes", None)
+    saved = getattr(node, "_saved_self", None) if sizes is None else None
+    sizes = sizes if saved is None else saved.shape
+    return None if sizes is None else float(math.prod(sizes))
 
 
 def _kept_type(node: Any) -> Any:

@@ -9,6 +9,8 @@ from .parameters import PASS, SUSPICION, Line
 
 _SETTLED = 4
 """First step at which a schedule is judged: schedules are wrapped and started before."""
+_NEGLIGIBLE = 2.0**-24
+"""Rate relative to the highest one that moves no fp32 weight any more: half a unit in the last place."""
 _LATE = 8
 """First step at which an optimizer that has never stepped counts as unused."""
 
@@ -28,11 +30,11 @@ class Schedules:
         optimizer steps."""
         groups = optimizer.param_groups
         mine = [one for one in self._made if _groups(one) is groups]
-        lines = [
-            *seen.rate(type(optimizer).__name__, number, [group.get("lr") for group in groups])
-        ]
+        lines = seen.rate(type(optimizer).__name__, number, groups)
         for one in mine:
-            lines += seen.count(one, number)
+            lines += [
+                line for line in seen.count(one, number) if line[1] != PASS or not seen.was_zero
+            ]
         strays = [
             one for one in self._made if _groups(one) is not groups and _calls(one) >= _SETTLED
         ]
@@ -51,19 +53,28 @@ class Rates:
     def __init__(self) -> None:
         self._counts: weakref.WeakKeyDictionary[Any, tuple[int, int]] = weakref.WeakKeyDictionary()
         """First sampled step of each schedule, and its calls until then."""
-        self._was_zero = 0
-        """Previous sampled step, if its learning rate was 0; else 0."""
+        self.was_zero = 0
+        """Previous sampled step, if its learning rate was 0 or next to nothing; else 0."""
+        self._highest = self._previous = 0.0
 
-    def rate(self, name: str, number: int, rates: list[Any]) -> list[Line]:
-        was_zero, self._was_zero = self._was_zero, 0
+    def rate(self, name: str, number: int, groups: list[Any]) -> list[Line]:
+        was_zero, self.was_zero = self.was_zero, 0
+        rates = [group.get("lr") for group in groups]
         # A tensor may be on a GPU: reading it would wait.
-        if number < _SETTLED or not all(type(rate) in (int, float) and rate == 0 for rate in rates):
+        if not rates or not all(type(rate) in (int, float) for rate in rates):
             return []
-        self._was_zero = number
+        rate, previous = max(rates), self._previous
+        begun = [group.get("initial_lr", 0.0) for group in groups]
+        begun = [one for one in begun if type(one) in (int, float)]
+        self._previous, self._highest = rate, max([rate, self._highest, *begun])
+        if number < _SETTLED or rate > previous or rate > _NEGLIGIBLE * self._highest:
+            return []
+        self.was_zero = number
         if not was_zero:
             return []
-        text = f"the learning rate of {name} is 0 at step {number}, as at step {was_zero}"
-        return [("schedule", SUSPICION, text, {"lr": 0.0})]
+        text = f"the learning rate of {name} is {rate:.3g} at step {number}"
+        text += f", as at step {was_zero}" if not rate else f", after {self._highest:.3g}"
+        return [("schedule", SUSPICION, text, {"lr": rate})]
 
     def count(self, schedule: Any, number: int) -> list[Line]:
         calls, name = _calls(schedule), type(schedule).__name__
