@@ -96,8 +96,10 @@ class Movement:
         return found
 
     def step_begins(self) -> None:
-        """Copy the weights before a sampled step."""
-        self._before = self._read("data")
+        """Copy the weights before a sampled step, if some are frozen."""
+        held = [rows.of() for group in self._rows.values() for rows, _ in group]
+        has_frozen = not all(one is not None and one.requires_grad for one in held)
+        self._before = self._read("data") if has_frozen else []
 
     def step_ends(
         self,
@@ -108,13 +110,16 @@ class Movement:
         is_asked: bool,
     ) -> Moved | None:
         """Put what moved into `tensors`, on the device. `is_hooked`: whether lines of the script ran in the step."""
-        now, gradients = self._read("data"), self._read("grad")
-        previous, self._gradients = self._gradients, gradients
-        if not now or not gradients or not self._before:
-            return None
         rates = [group.get("lr") for group in optimizer.param_groups]
         known = [rate if type(rate) in (int, float) else 0.0 for rate in rates]
-        settled = self._rates.add(max(known))
+        settled = self._rates.add(max(known, default=0.0))
+        is_open = not self.is_settled and (number in (1, _ANY) or number >= _EACH)
+        if not (self._before or is_open or is_asked):
+            return None
+        now, gradients = self._read("data"), self._read("grad")
+        previous, self._gradients = self._gradients, gradients
+        if not now or not gradients:
+            return None
         frozen = [[not rows.of().requires_grad for rows, _ in g] for g in self._rows.values()]  # type: ignore[union-attr]
         work = [[settled and known[at] > 0 for _, at in group] for group in self._rows.values()]
         for at, (weights, slopes) in enumerate(zip(now, gradients, strict=True)):
@@ -127,7 +132,7 @@ class Movement:
             self._moved[at] = self._moved[at] | (weights != self._first[at])
             tensors[f"moved {at}"] = self._moved[at]
             tensors[f"nan {at}"] = weights.isnan()
-            if any(frozen[at]) and previous and not is_hooked:
+            if self._before and any(frozen[at]) and previous and not is_hooked:
                 # Neither a backward pass nor the script wrote these gradients since the previous sampled step.
                 stale = (slopes == 0) | (slopes == previous[at])
                 tensors[f"frozen {at}"] = (weights != self._before[at]) & stale
