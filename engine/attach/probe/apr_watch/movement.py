@@ -118,7 +118,7 @@ class Movement:
             return None
         now, gradients = self._read("data"), self._read("grad")
         previous, self._gradients = self._gradients, gradients
-        if not now or not gradients:
+        if not (self._first and now and gradients):
             return None
         frozen = [[not rows.of().requires_grad for rows, _ in g] for g in self._rows.values()]  # type: ignore[union-attr]
         work = [[settled and known[at] > 0 for _, at in group] for group in self._rows.values()]
