@@ -41,10 +41,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--ask",
         action="append",
-        choices=["causality"],
+        choices=["none"],
         default=[],
-        help="a question that needs a forward pass of its own behind the first step: causality, whether a "
-        "language model sees the tokens that it is to predict",
+        help="none: make no forward passes to ask the model (by default a few after the second step, of two rows, "
+        "that change nothing)",
     )
     add_number(
         parser,

@@ -472,7 +472,7 @@ def test_a_distillation_is_known_with_its_direction_and_temperature(
 
 def test_the_loss_of_a_step_that_is_a_closure_is_known(found: Found) -> None:
     lines = found["teacher_inside_in_a_closure"]
-    assert not [line for line in lines if line["level"] == SUSPICION]
+    assert not [line["text"] for line in lines if line["level"] == SUSPICION]
     assert degrees(lines, "label_shift") == [PASS]
     assert degrees(lines, "distillation") == [FACT]
     (line,) = [one for one in found["not_shifted_in_a_closure"] if one["level"] == SUSPICION]

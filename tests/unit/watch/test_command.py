@@ -128,7 +128,7 @@ def test_the_list_documents_every_rule(capsys: pytest.CaptureFixture[str]) -> No
 @pytest.mark.parametrize("arguments", [[], ["--list", "RUN"]])
 def test_either_a_run_or_the_list(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert run("diagnose", *arguments) == 64
-    assert "either RUN or --list" in capsys.readouterr().err
+    assert "either PATH or --list" in capsys.readouterr().err
 
 
 ALERT = alert_event(

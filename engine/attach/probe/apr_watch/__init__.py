@@ -28,6 +28,7 @@ costs one comparison for each import. Standard library only, Python 3.10 or late
     compiles.py      compilations of torch.compile
     memory.py        memory of torch's allocator on a GPU
     settings.py      settings that an experiment changes
+    questions.py     additional calls of the script's models, which change nothing (untouched.py)
     stacks.py        stacks of a hanging process
     values.py        values of tensors, read without making a GPU wait
     work.py          batches and counters of each step, in a run of an experiment about a failure

@@ -10,7 +10,8 @@ from typing import Any
 
 import apr_watch
 
-from .causality import Untouched, logits_of
+from .questions import logits_of
+from .untouched import Untouched
 
 _VALUE = 200
 """Maximum length of a logged setting, in characters."""

@@ -22,6 +22,8 @@ _MAX_POSITIONS, _MAX_ELEMENTS = 64, 1 << 20
 """Maximum number of sampled positions, and of their elements: some MiB in float64."""
 _SAME = 1e-5
 """Maximum difference in log probability of a likely token between two copies of one model, in nats."""
+_ALIGNED = 16
+"""Number of positions at which the teacher's probabilities are compared with its output."""
 _LIKELY = 1e-2
 """Minimum probability of a compared token, relative to the most likely one of its position."""
 _APART = 1e-6
@@ -38,15 +40,21 @@ class Divergence:
     """A divergence between a trained softmax and probabilities without gradients."""
 
     def __init__(
-        self, torch: Any, softmax: Any, teacher: Any, way: list[Any], is_mixed: bool
+        self, torch: Any, softmax: Any, teacher: Any, way: list[Any], is_mixed: bool, is_exp: bool
     ) -> None:
-        """Read a divergence. `softmax`: the student's; `way`: nodes between it and the tensor of the backward pass."""
+        """Read a divergence. `softmax`: the student's, `is_exp` if the loss takes its exponential; `way`: nodes between
+        it and the tensor of the backward pass."""
         self._torch = torch
-        self._is_mixed = is_mixed
-        self._is_forward = type(softmax).__name__ == "LogSoftmaxBackward0"
+        self._is_mixed, self._is_exp = is_mixed, is_exp
+        self._is_forward = type(softmax).__name__ == "LogSoftmaxBackward0" and not is_exp
+        self._is_difference = bool(way) and type(way[0]).__name__ == "SubBackward0"
         self.vocabulary = teacher.shape[-1]
-        self._positions = teacher.numel() // self.vocabulary
+        self.positions = self._positions = teacher.numel() // self.vocabulary
         self.temperature = _temperature(softmax)
+        self.start = _start(softmax)
+        """First position of the student's logits in the divergence; None where some were selected otherwise."""
+        self.sample = self._begin(teacher)
+        """The teacher's probabilities at the first positions, (R, V)."""
         self._weight = weight(way)
         self._is_mean_of_all = any(
             type(node).__name__ == "MeanBackward0"
@@ -55,14 +63,21 @@ class Divergence:
         )
         self.counts = self._compare(teacher, saved(softmax, "result"))
 
+    def _begin(self, teacher: Any) -> Any:
+        first_RV = teacher.detach().reshape(-1, self.vocabulary)[:_ALIGNED].double()
+        return first_RV if self._is_forward and bool((first_RV >= 0).all()) else first_RV.exp()
+
     def _compare(self, teacher: Any, student: Any) -> Any:
         """Return on the device: the deviation of the sum of p from 1, the divergence in nats, the share of positions
-        with the same best token, and the largest difference in log probability of likely tokens."""
+        with the same best token, the largest difference in log probability of likely tokens, and 1 where the teacher's
+        tensor are probabilities in the place of their logarithms or the other way round."""
         torch, flat = self._torch, (-1, self.vocabulary)
         positions = max(1, min(_MAX_POSITIONS, _MAX_ELEMENTS // self.vocabulary))
         stride = max(1, self._positions // positions)
         teacher_RV = teacher.detach().reshape(flat)[::stride][:positions].double()
         student_RV = student.detach().reshape(flat)[::stride][:positions].double()
+        if self._is_exp:
+            student_RV = student_RV.exp()
         p_RV = teacher_RV if self._is_forward else teacher_RV.exp()
         log_q_RV = student_RV if self._is_forward else student_RV.log()
         off = (p_RV.sum(1) - 1).abs().max()
@@ -70,14 +85,22 @@ class Divergence:
         alike = (p_RV.argmax(1) == log_q_RV.argmax(1)).double().mean()
         apart = (p_RV.log() - log_q_RV).abs()
         apart = torch.where(p_RV > _LIKELY * p_RV.amax(1, keepdim=True), apart, 0.0).amax()
-        return torch.stack([off, divergence, alike, apart])
+        # Probabilities where their logarithms are expected, or the other way round.
+        swapped_RV = teacher_RV.exp() if self._is_forward else teacher_RV
+        is_right = (swapped_RV >= 0).all() & ((swapped_RV.sum(1) - 1).abs().max() <= _SUMS_TO_1)
+        return torch.stack([off, divergence, alike, apart, is_right.double()])
 
     def lines(self, counts: list[float], others: list[float], step: int) -> list[Line]:
         """Return the verdicts at a step of its optimizer; `others` are the weights of cross entropies in the loss."""
-        off, divergence, alike, apart = counts
+        off, divergence, alike, apart, is_other = counts
         # Soft labels (smoothing, mixup) are no teacher's.
         if not off <= _SUMS_TO_1:
-            return []
+            if not (is_other and self._is_difference):
+                return []
+            kinds = ("logarithms of probabilities", "probabilities")
+            found, wanted = kinds if self._is_forward else reversed(kinds)
+            text = f"the divergence gets {found} of the teacher where it expects {wanted}"
+            return [("divergence_arguments", SUSPICION, text, {})]
         numbers = {"divergence": divergence, "agreement": alike, "temperature": self.temperature}
         direction = "forward" if self._is_forward else "reverse"
         if self._is_mixed:
@@ -128,9 +151,17 @@ def _is_share(weight: float, others: list[float]) -> bool:
 def teachers_in_training(models: list[str]) -> list[Line]:
     """Return the verdict on class names of untrained models with active dropout (`models`)."""
     if not models:
-        return [("teacher_mode", PASS, "no untrained model has active dropout", {})]
+        return []
     text = f"{', '.join(models)}: dropout is active in an untrained model, and the loss is a divergence from a teacher"
     return [("teacher_mode", SUSPICION, text, {"models": len(models)})]
+
+
+def _start(softmax: Any) -> int | None:
+    """Return the first position of the logits below a softmax; None where rows or positions were selected."""
+    _, parts = source(softmax)
+    if any(type(one).__name__ != "SliceBackward0" for one in parts):
+        return None
+    return sum(int(one._saved_start or 0) for one in parts if one._saved_dim == 1)
 
 
 def _temperature(softmax: Any) -> float:
@@ -152,7 +183,7 @@ def divergence_at(torch: Any, node: Any, way: list[Any]) -> Divergence | None:
     # If autograd saved both factors, both are trained.
     if len(factors) != 1 or factors[0].dim() < 2 or factors[0].requires_grad:
         return None
-    softmax, is_mixed = _softmax_below(node)
+    softmax, is_mixed, is_exp = _softmax_below(node)
     if softmax is None:
         return None
     result = saved(softmax, "result")
@@ -162,21 +193,25 @@ def divergence_at(torch: Any, node: Any, way: list[Any]) -> Divergence | None:
         return None
     if result.device != factors[0].device or result.shape[-1] != factors[0].shape[-1]:
         return None
-    return Divergence(torch, softmax, factors[0], way, is_mixed)
+    return Divergence(torch, softmax, factors[0], way, is_mixed, is_exp)
 
 
-def _softmax_below(node: Any) -> tuple[Any, bool]:
-    """Return the trained softmax whose logarithm, perhaps minus a constant, enters a product, and whether it is mixed
-    with untrained probabilities first."""
+def _softmax_below(node: Any) -> tuple[Any, bool, bool]:
+    """Return the trained softmax whose logarithm, perhaps minus a constant, enters a product, whether it is mixed with
+    untrained probabilities first, and whether the exponential of its logarithm is taken."""
     below, _ = source(node)
-    is_mixed = False
+    is_mixed = is_exp = False
+    if type(below).__name__ == "ExpBackward0":
+        is_exp, (below, _) = True, source(below)
+        if type(below).__name__ != "LogSoftmaxBackward0":
+            return None, False, False
     for _ in range(6):
         kind = type(below).__name__
         if kind in ("LogSoftmaxBackward0", "SoftmaxBackward0"):
-            return below, is_mixed
+            return below, is_mixed, is_exp
         is_mixed = is_mixed or kind in ("LogsumexpBackward0", "LogaddexpBackward0")
         trained = [one for one, _ in getattr(below, "next_functions", ()) if one is not None]
         if kind not in _DIFFERENCES + _MIXTURES * is_mixed or len(trained) != 1:
-            return None, False
+            return None, False, False
         below = trained[0]
-    return None, False
+    return None, False, False

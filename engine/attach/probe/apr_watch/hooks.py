@@ -17,7 +17,6 @@ from types import CodeType, FrameType, FunctionType
 from typing import Any
 
 from . import (
-    causality,
     compiles,
     coverage,
     data,
@@ -37,6 +36,7 @@ from . import (
     pitfalls,
     places,
     progress,
+    questions,
     ranks,
     scaling,
     schedule,
@@ -44,6 +44,7 @@ from . import (
     step,
     textbook,
     trainings,
+    untouched,
     updates,
     values,
     work,
@@ -414,7 +415,6 @@ def _leave_alone_when_compiling(torch: Any) -> None:
     for code in _codes(Hooks, _is_below):
         leave_alone(code, code.co_name == "_guarded")
     for module in (
-        causality,
         compiles,
         coverage,
         data,
@@ -434,6 +434,7 @@ def _leave_alone_when_compiling(torch: Any) -> None:
         pitfalls,
         places,
         progress,
+        questions,
         ranks,
         scaling,
         schedule,
@@ -441,6 +442,7 @@ def _leave_alone_when_compiling(torch: Any) -> None:
         step,
         textbook,
         trainings,
+        untouched,
         updates,
         values,
         work,

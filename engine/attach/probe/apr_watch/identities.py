@@ -21,12 +21,11 @@ from __future__ import annotations
 import os
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from threading import get_ident
 from typing import Any
 
 from . import schedule
-from .causality import Causality
 from .coverage import Tokenizers
 from .data import Passes
 from .distillation import Divergence, teachers_in_training
@@ -39,6 +38,7 @@ from .movement import Movement
 from .outside import Between
 from .parameters import PASS, WITHDRAWN, Held, Line, Reached
 from .pitfalls import Classes, Pitfalls
+from .questions import ASKED_STEPS, Budget, Questions
 from .ranks import Ranks
 from .scaling import Scaling
 from .updates import Rates, Seen
@@ -83,7 +83,9 @@ class Identities:
         self._scaling = Scaling(torch)
         self._schedules = schedule.Schedules(torch)
         self._tokenizers = Tokenizers()
-        self._causality = Causality(torch) if "causality" in os.environ.get(_ASKED, "") else None
+        self._questions = None if "none" in os.environ.get(_ASKED, "") else Budget()
+        self._rows: int | None = None
+        """Rows of the newest batch of a data loader."""
         self._not_finite = 0
         """Number of losses that were not finite since the newest optimizer was created."""
         self._pitfalls: list[Pitfalls] = []
@@ -97,8 +99,6 @@ class Identities:
         self._made_at = self._reached.steps
         self._not_finite = 0
         self._notice(self._held_out.forget())
-        if self._causality is not None:
-            self._causality.optimizer_made(optimizer)
         self._passes.forget()
         self.ranks.optimizer_made()
         self._scaling.optimizer_made()
@@ -134,6 +134,8 @@ class Identities:
         acting = [one for watched in self._watched.values() for one in watched.modes.acting]
         self._evaluations.fetched(iterator, acting)
         self._scaling.batch_fetched()
+        if self._questions is not None:
+            self._rows = _rows_of(self._torch, batch)
         if not rank_and_world(self._torch)[0]:
             self._held_out.fetched(iterator, batch)
 
@@ -299,8 +301,9 @@ class Identities:
                     self._begin_between(optimizer, watched)
                 self._chains = [one for one in self._chains if one is not watched.chain]
                 self._chains += [watched.chain] * watched.chain.is_open
-        if self._causality is not None and not self._in_progress and not is_capturing(self._torch):
-            self._notice(self._causality.step_ends(rank_and_world(self._torch)[1]))
+        is_asked = watched.steps in ASKED_STEPS or watched.steps + 1 in ASKED_STEPS
+        if is_asked and self._questions is not None and not self._in_progress:
+            self._ask(optimizer, watched, self._questions)
         self._reached.step_ends()
         self._losses, self._pitfalls = [], []
         watched.since = self._reached.steps
@@ -308,6 +311,25 @@ class Identities:
             self._due.add(optimizer)
         else:
             self._due.discard(optimizer)
+
+    def _ask(self, optimizer: Any, watched: _Watched, budget: Budget) -> None:
+        """Ask the models after a step, and keep their calls in the step before it."""
+        rank, world = rank_and_world(self._torch)
+        if rank or len(self._threads) > 1 or is_capturing(self._torch):
+            return
+        if watched.questions is None:
+            watched.questions = Questions(self._torch, budget)
+        if watched.steps in ASKED_STEPS:
+            self._notice(watched.questions.ask(self._losses, self._rows))
+        if watched.steps + 1 in ASKED_STEPS:
+            trained = [one for group in optimizer.param_groups for one in group["params"]]
+            # Only a divergence shows that another model is a teacher.
+            if any(isinstance(one, Divergence) for one in self._losses):
+                watched.teachers = [
+                    weakref.ref(one) for one in self._search.untrained(self._held())
+                ]
+            teachers = [one for ref in watched.teachers if (one := ref()) is not None]
+            watched.questions.begin(self._search.tops(trained), teachers, world)
 
     def _check_windows(self, optimizer: Any, watched: _Watched, has_closure: bool) -> None:
         windows = watched.windows
@@ -373,6 +395,16 @@ class Identities:
         return seen
 
 
+def _rows_of(torch: Any, batch: Any) -> int | None:
+    """Return the number of rows of the first tensor in a batch."""
+    if isinstance(batch, torch.Tensor):
+        return int(batch.shape[0]) if batch.dim() else None
+    parts = batch.values() if isinstance(batch, Mapping) else batch
+    if not isinstance(batch, (Mapping, list, tuple)):
+        return None
+    return next((rows for one in parts if (rows := _rows_of(torch, one)) is not None), None)
+
+
 def _is_sampled(step: int) -> bool:
     return step <= 3 or not step & (step - 1)
 
@@ -393,6 +425,8 @@ class _Watched:
         self.since = since
         """Number of steps of all optimizers when its last step ended."""
         self.held = Held()
+        self.questions: Questions | None = None
+        self.teachers: list[weakref.ref[Any]] = []
         self.modes = Modes()
         self.rates = Rates()
         self.seen: Seen | None = None

@@ -54,16 +54,27 @@ class Loss:
         """Number of rows in the loss, and of all rows of tokens."""
         self._text = text
         self._covers: list[Coverage | None] = []
-        found = []
+        found, self._ids = [], []
         if self._put_back(self._look_below(node)):
-            found = [self._compare(one) for one in ids if one.device == self._targets.device]
-        found = [one for one in found if one is not None]
+            for one in ids:
+                compared = self._compare(one) if one.device == self._targets.device else None
+                if compared is not None:
+                    found.append(compared)
+                    self._ids.append(one)
         self._targets = self._text = None
         self.covers: list[Coverage | None] = self._covers
         """Label coverage of each of `ids`."""
         self.counts: Any = torch.stack(found).double() if found else None
         """Counts on the device for each of `ids`: labels, rows with a label, and for each shift the labels that match
         and that could match."""
+        self._compared = self.counts
+
+    def tokens_before(self) -> Any:
+        """Return the tokens of which the labels are the next ones, (B, T); None where there are none. Waits for the
+        device."""
+        counts = [] if self._compared is None else self._compared.tolist()
+        pairs = zip(self._ids, counts, strict=True)
+        return next((ids for ids, one in pairs if _fits(one)[1] >= _FITS), None)
 
     def _look_below(self, node: Any) -> list[Any]:
         """Follow the graph from the loss to the logits; find their first position and return the nodes that select

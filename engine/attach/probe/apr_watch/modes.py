@@ -72,6 +72,30 @@ class Search:
             self._collect(top, "", True, acting, holders)
         return list(acting.values()), [weakref.ref(one) for one in holders.values()]
 
+    def tops(self, parameters: list[Any]) -> list[Any]:
+        """Return the outermost modules that hold these parameters."""
+        return list(self._tops_of(parameters).values())
+
+    def untrained(self, trained: Iterable[Any]) -> list[Any]:
+        """Return the outermost modules with parameters none of which is trained, if they give logits."""
+        if self._left <= 0:
+            return []
+        held = {id(one) for one in trained}
+        modules, parents = self._all()
+        is_free = {
+            id(one): not any(id(p) in held for p in one.parameters())
+            for one in modules
+            if next(one.parameters(), None) is not None
+        }
+        return [
+            one
+            for one in modules
+            if is_free.get(id(one))
+            and not is_free.get(id(parents.get(id(one))))
+            and any(p.dim() == 2 for p in one.parameters())
+            and next(one.children(), None) is not None
+        ]
+
     def _tops_of(self, parameters: list[Any]) -> dict[int, Any]:
         """Return the outermost modules that hold these parameters, by id."""
         known = [self._known.get(id(p)) for p in parameters]

@@ -1,0 +1,566 @@
+"""Ask a model questions whose answers need no list of mistakes: run its own call again with one thing changed.
+
+    the same call           a model in eval mode, or an untrained one, should draw nothing at random
+    rows swapped            outputs are swapped, too
+    a later token changed   earlier outputs of a model that is trained on next tokens stay the same
+    padding changed         outputs elsewhere stay the same
+    a document changed      outputs of the other documents of a packed row stay the same
+
+One call of the model in the script's step is kept, two rows of it at most, and repeated after the step (`Untouched`:
+nothing of the script changes). What stays the same does so to the bit or within the rounding of its dtype; a change
+between rounding and what is surely more is unknown.
+
+A teacher's outputs are compared with the probabilities in the loss: they tell which of its positions and ids meet
+which of the student's.
+"""
+
+# Shapes: B rows, T tokens, V vocabulary, N positions, R sampled positions
+
+from __future__ import annotations
+
+import sys
+import time
+import weakref
+from collections.abc import Mapping
+from typing import Any
+
+from .distillation import Divergence
+from .losses import Loss
+from .parameters import FACT, PASS, SUSPICION, UNKNOWN, Line
+from .untouched import Untouched
+
+ASKED_STEPS = (2, 16)
+"""Steps of an optimizer after which its model is asked."""
+_MAX_BYTES = 1 << 28
+"""Maximum size of the tensors of a kept call, in bytes."""
+_MAX_MODELS, _MAX_TEACHERS = 32, 4
+"""Maximum number of trained models of a process that are asked, and of teachers of each."""
+_MAX_SECONDS, _MAX_SHARE = 5.0, 0.02
+"""Time for all questions of a process, and its share of the script's time for those after the first."""
+_ROUNDINGS = {False: (16.0, 1000.0), True: (1.0, 8.0)}
+"""Change of an output in units of the last place of the largest one: up to the first it is rounding, above the second
+it is a change. Without and with 16-bit arithmetic; one that stays the same mostly does so to the bit."""
+_SAME_ROW, _OTHER_ROW = 0.02, 0.05
+"""Distance of probabilities (total variation): maximum between a row of the loss and the teacher's output that it was
+computed from, and how much further its other outputs must be."""
+_OUTPUTS, _MAX_ELEMENTS = 24, 1 << 24
+"""Maximum number of positions of a teacher's output that are kept, and of their elements."""
+_MASKS = {"attention_mask": False, "src_key_padding_mask": True, "key_padding_mask": True}
+"""Arguments that mark positions as padding, with the value that does so in a mask of booleans."""
+_ATOMS = (type(None), bool, int, float, complex, str, bytes)
+
+
+class _Unasked(Exception):
+    """Reason why a question cannot be asked."""
+
+
+class _Call:
+    """A kept call of a model: its arguments with two rows at most, modes, autocast, and the outputs if wanted."""
+
+    def __init__(self, torch: Any, model: Any, args: Any, kwargs: Any) -> None:
+        # Weak: a model that holds its hook would hold itself.
+        self._torch, self._model = torch, weakref.ref(model)
+        first = next(iter(_tensors(torch, [args, kwargs])), None)
+        if first is None or not first.dim():
+            raise _Unasked("its call has no tensor with rows")
+        self.rows = int(first.shape[0])
+        self._bytes = 0
+        self.args, self.kwargs = self._kept(args), self._kept(kwargs)
+        self._modes = [one.training for one in model.modules()]
+        kind = first.device.type
+        try:
+            is_on = torch.is_autocast_enabled(kind)
+            dtype = torch.get_autocast_dtype(kind) if is_on else None
+        except (TypeError, RuntimeError, AttributeError):  # of an older torch
+            is_on, dtype = torch.is_autocast_enabled(), None
+        self._autocast = {"device_type": kind, "dtype": dtype, "enabled": is_on}
+        halves = (torch.float16, torch.bfloat16)
+        is_half = is_on or any(one.dtype in halves for one in model.parameters())
+        eps = torch.finfo(torch.bfloat16 if is_half else torch.float32).eps
+        self._limits = [units * eps for units in _ROUNDINGS[is_half]]
+        self.output: Any = None
+        """Beginning of the first row of what the script's call gave, (1, T, V)."""
+
+    def _kept(self, value: Any) -> Any:
+        torch = self._torch
+        if isinstance(value, torch.Tensor):
+            if value.dim() and value.shape[0] == self.rows:
+                value = value[:2]
+            self._bytes += value.numel() * value.element_size()
+            if self._bytes > _MAX_BYTES:
+                raise _Unasked(f"the tensors of its call are more than {_MAX_BYTES >> 20} MiB")
+            return value.detach().clone()
+        if isinstance(value, (*_ATOMS, torch.dtype, torch.device)):
+            return value
+        if type(value) is dict:
+            return {name: self._kept(one) for name, one in value.items()}
+        if type(value) in (list, tuple):
+            return type(value)(self._kept(one) for one in value)
+        raise _Unasked(f"its call has an argument of type {type(value).__name__}")
+
+    def run(self, args: Any, kwargs: Any, context: Untouched) -> list[Any]:
+        """Return the tensors of floats that the model gives, logits first."""
+        with context, self._torch.autocast(**self._autocast, cache_enabled=False):
+            given = self.model(*args, **kwargs)
+            found = _tensors(self._torch, _parts(given))
+            return [one.double() for one in found if one.is_floating_point()]
+
+    @property
+    def model(self) -> Any:
+        model = self._model()
+        if model is None:
+            raise _Unasked("the model is gone")
+        return model
+
+    @property
+    def modes(self) -> list[tuple[Any, bool]]:
+        """Whether each module was in training mode."""
+        return list(zip(self.model.modules(), self._modes, strict=True))
+
+    def limits(self, output: Any) -> tuple[float, float]:
+        """Return the largest change of an output that is rounding, and the largest that may be."""
+        scale = float(output.abs().max()) if output.numel() else 0.0
+        return self._limits[0] * scale, self._limits[1] * scale
+
+    def changed(self, at: int | str, value: Any) -> tuple[Any, Any]:
+        """Return the arguments with another value of one of them."""
+        if isinstance(at, int):
+            return (*self.args[:at], value, *self.args[at + 1 :]), self.kwargs
+        return self.args, {**self.kwargs, at: value}
+
+    def swapped(self) -> tuple[Any, Any]:
+        def swap(value: Any) -> Any:
+            if isinstance(value, self._torch.Tensor):
+                return value.flip(0) if value.dim() and value.shape[0] == 2 else value
+            if type(value) is dict:
+                return {name: swap(one) for name, one in value.items()}
+            if type(value) in (list, tuple):
+                return type(value)(map(swap, value))
+            return value
+
+        return swap(self.args), swap(self.kwargs)
+
+    def tokens(self, like: Any = None) -> tuple[int | str, Any] | None:
+        """Return where the call has rows of tokens, and these: those of `like` where there are several. None where it
+        has none."""
+        torch = self._torch
+        named = [("input_ids", self.kwargs.get("input_ids")), *enumerate(self.args)]
+        found = {
+            at: one
+            for at, one in [*named, *self.kwargs.items()]
+            if isinstance(one, torch.Tensor)
+            and one.dim() == 2
+            and one.shape[1] > 2
+            and one.dtype in (torch.int64, torch.int32)
+        }
+        if like is not None:
+            equal = {at: one for at, one in found.items() if torch.equal(one, like[: len(one)])}
+            found = equal or (found if len(found) == 1 else {})
+        return next(iter(found.items()), None)
+
+
+class Budget:
+    """Time and models that are left for the questions of a process."""
+
+    def __init__(self) -> None:
+        self.seconds, self.models = _MAX_SECONDS, _MAX_MODELS
+
+
+class Questions:
+    """Questions to the models of one optimizer, and to its teachers."""
+
+    def __init__(self, torch: Any, budget: Budget) -> None:
+        self._torch, self._budget = torch, budget
+        self._hooks: list[Any] = []
+        self._calls: dict[int, _Call] = {}
+        self._teachers: set[int] = set()
+        self._why = ""
+        self._has_asked = self._is_put_back = False
+        self._spent_s, self._begun_s = 0.0, time.monotonic()
+
+    def begin(self, models: list[Any], teachers: list[Any], world: int) -> None:
+        """Keep the next call of these models, if they can be asked."""
+        elapsed_s = time.monotonic() - self._begun_s
+        if self._is_put_back or (self._has_asked and self._spent_s > _MAX_SHARE * elapsed_s):
+            return
+        if not self._has_asked:
+            if self._budget.models <= 0:
+                return
+            self._budget.models -= 1
+        self._why = self._why_not([*models, *teachers], world)
+        if self._why:
+            return
+        self._why = "no call of the model was seen"
+        self._teachers = set(map(id, teachers))
+        for top in [*models, *teachers[:_MAX_TEACHERS]]:
+            inside = [
+                one for one in top.modules() if one is top or next(one.children(), None) is not None
+            ]
+            for module in inside if id(top) not in self._teachers else [top]:
+                hook = module.register_forward_pre_hook(self._called, with_kwargs=True)
+                self._hooks.append(hook)
+            if id(top) in self._teachers:
+                self._hooks.append(top.register_forward_hook(self._returned))
+
+    def _why_not(self, models: list[Any], world: int) -> str:
+        if not models:
+            return "no module holds the trained parameters"
+        if world > 1:
+            return f"an extra forward pass would hang: there are {world} ranks"
+        if self._budget.seconds <= 0:
+            return f"the time for questions, {_MAX_SECONDS:g} s, is spent"
+        dynamo = sys.modules.get("torch._dynamo.utils")
+        if dynamo is not None and dynamo.counters["frames"]:
+            return "parts of the script are compiled"
+        registered = sys.modules.get("torch.nn.modules.module")
+        if any(
+            getattr(registered, f"_global_forward_{name}", None) for name in ("hooks", "pre_hooks")
+        ):
+            return "a forward hook of the script would run once more"
+        for module in (module for top in models for module in top.modules()):
+            inside = vars(module)
+            for hook in (
+                *inside["_forward_hooks"].values(),
+                *inside["_forward_pre_hooks"].values(),
+            ):
+                if getattr(hook, "__module__", "").split(".")[0] not in _LIBRARIES:
+                    return "a forward hook of the script would run once more"
+            if any(
+                type(one).__name__ in ("DTensor", "FlatParameter")
+                for one in vars(module)["_parameters"].values()
+            ):
+                return "the model is sharded"
+        return ""
+
+    def _called(self, module: Any, args: Any, kwargs: Any) -> None:
+        # An exception here would reach the script.
+        try:
+            is_teacher = id(module) in self._teachers
+            if any(
+                id(module) == at or (not is_teacher and at not in self._teachers)
+                for at in self._calls
+            ):
+                return
+            if is_teacher or self._torch.is_grad_enabled():
+                self._calls[id(module)] = _Call(self._torch, module, args, kwargs)
+        except _Unasked as error:
+            self._why = str(error)
+        except Exception as error:  # noqa: BLE001
+            self._why = f"its call could not be kept ({type(error).__name__})"
+
+    def _returned(self, module: Any, _args: Any, given: Any) -> None:
+        call = self._calls.get(id(module))
+        try:
+            if call is not None and call.output is None:
+                tables = (one for one in _tensors(self._torch, [_parts(given)]) if one.dim() == 3)
+                call.output = next(
+                    one[:1, :_OUTPUTS].detach().clone()
+                    for one in tables
+                    if one.shape[2] * _OUTPUTS <= _MAX_ELEMENTS
+                )
+        except Exception:  # noqa: BLE001  an output of another form
+            pass
+
+    def ask(self, losses: list[Loss | Divergence], data_rows: int | None) -> list[Line]:
+        """Return the answers after a step. `data_rows`: rows of the batch that a data loader gave, if one did."""
+        for hook in self._hooks:
+            hook.remove()
+        calls, why = self._calls, self._why
+        self._hooks, self._calls, self._why = [], {}, ""
+        if not calls:
+            return (
+                []
+                if self._has_asked or not why
+                else [("questions", UNKNOWN, f"not asked: {why}", {})]
+            )
+        self._has_asked = True
+        begin_s, lines, asked = time.monotonic(), [], 0
+        for at, call in calls.items():
+            try:
+                asked += 1
+                if at in self._teachers:
+                    lines += self._ask_teacher(call, calls, losses)
+                else:
+                    lines += self._ask_model(call, losses, data_rows)
+            except Exception as error:  # noqa: BLE001  a model may refuse a repeated call
+                text = f"the second call of the model failed: {type(error).__name__}: {error}"
+                lines.append(("questions", UNKNOWN, text, {}))
+        taken_s = time.monotonic() - begin_s
+        self._spent_s += taken_s
+        self._budget.seconds -= taken_s
+        if self._is_put_back:
+            text = "a repeated call changed the model, which was put back: it is not asked again"
+            lines.append(("questions", FACT, text, {"seconds": taken_s}))
+        return lines
+
+    def _ask_model(
+        self, call: _Call, losses: list[Loss | Divergence], data_rows: int | None
+    ) -> list[Line]:
+        torch, name = self._torch, type(call.model).__name__
+        first = Untouched(torch, call.model)
+        base = call.run(call.args, call.kwargs, first)
+        second = Untouched(torch, call.model, seed=1)
+        again = call.run(call.args, call.kwargs, second)
+        self._is_put_back = first.has_changed or second.has_changed
+        if not base:
+            return [("questions", UNKNOWN, f"{name} gives no tensor of floats", {})]
+        if any(not one.isfinite().all() for one in base):
+            return [("questions", UNKNOWN, f"{name} gives NaN or infinite outputs", {})]
+        limit = [call.limits(one) for one in base]
+        if _is_apart(base, again, limit):
+            if "dropout" in first.draws:
+                text = f"{name} in eval mode gives other outputs for the same input: dropout is still active"
+                return [("eval_is_random", SUSPICION, text, {})]
+            return [("eval_is_random", FACT, f"{name} draws random numbers in eval mode, too", {})]
+        text = f"{name} in eval mode gives the same outputs for the same input"
+        lines: list[Line] = [("eval_is_random", PASS, text, {})]
+        if self._is_put_back:
+            return lines
+        if call.rows > 1 and call.rows == data_rows:
+            lines += self._swap(call, base, limit, name)
+        lines += self._ask_decoder(call, base, losses)
+        return lines
+
+    def _swap(
+        self, call: _Call, base: list[Any], limit: list[tuple[float, float]], name: str
+    ) -> list[Line]:
+        other = call.run(*call.swapped(), Untouched(self._torch, call.model))
+        for at, (one, two) in enumerate(zip(base, other, strict=True)):
+            if not one.dim() or one.shape[0] != 2 or one.shape != two.shape:
+                continue
+            swapped = [two.flip(0)]
+            if one.dim() > 1 and one.shape[1] == 2:  # similarities of all rows with all rows
+                swapped.append(two.flip(0, 1))
+            apart = min(float((one - each).abs().max()) for each in swapped)
+            if apart > limit[at][1]:
+                text = f"two rows swapped in the input of {name} change its outputs by {apart:.3g}, the swap apart"
+                return [("rows_mixed", SUSPICION, text, {"apart": apart})]
+            if apart > limit[at][0]:
+                return []
+        if any(one.dim() and one.shape[0] == 2 for one in base):
+            return [("rows_mixed", PASS, "two rows swapped give the same outputs, swapped", {})]
+        return []
+
+    def _ask_decoder(
+        self, call: _Call, base: list[Any], losses: list[Loss | Divergence]
+    ) -> list[Line]:
+        torch = self._torch
+        found = call.tokens()
+        logits_BTV = None if found is None else _of_tokens(base, found[1])
+        if found is None or logits_BTV is None:
+            return []
+        tokens_BT = found[1]
+        lines = self._ask_causality(call, logits_BTV, losses)
+        masks = [(name, call.kwargs.get(name)) for name in _MASKS]
+        padding_BT = torch.zeros_like(tokens_BT, dtype=torch.bool)
+        for name, mask in masks:
+            if _is_like(mask, tokens_BT):
+                padding_BT = mask.bool() if _MASKS[name] else ~mask.bool()
+        if padding_BT.any() and not padding_BT.all():
+            apart, _, limits = self._change(call, found, logits_BTV, padding_BT, ~padding_BT)
+            if apart > limits[1]:
+                text = f"other tokens at padded positions change the logits of the others, by up to {apart:.3g}"
+                lines.append(("padding_seen", SUSPICION, text, {"apart": apart}))
+            elif apart <= limits[0]:
+                text = "other tokens at padded positions change no other logits"
+                lines.append(("padding_seen", PASS, text, {}))
+        positions_BT = call.kwargs.get("position_ids")
+        if not _is_like(positions_BT, tokens_BT):
+            return lines
+        # A document begins where positions begin again.
+        goes_on_BT = torch.ones_like(padding_BT)
+        goes_on_BT[:, 1:] = positions_BT[:, 1:] == positions_BT[:, :-1] + 1
+        is_first_BT = (~goes_on_BT).cumsum(1) == 0
+        kept_BT = ~is_first_BT & goes_on_BT & ~padding_BT
+        if kept_BT.any():
+            apart, _, limits = self._change(
+                call, found, logits_BTV, is_first_BT & ~padding_BT, kept_BT
+            )
+            if apart > limits[1]:
+                text = (
+                    "other tokens in the first document of a packed row change the logits of those after it, by up to "
+                    f"{apart:.3g}: position_ids begin again, but attention goes across"
+                )
+                lines.append(("documents_mixed", SUSPICION, text, {"apart": apart}))
+            elif apart <= limits[0]:
+                text = "the documents of a packed row do not see each other"
+                lines.append(("documents_mixed", PASS, text, {}))
+        return lines
+
+    def _ask_causality(
+        self, call: _Call, logits_BTV: Any, losses: list[Loss | Divergence]
+    ) -> list[Line]:
+        before = [one.tokens_before() for one in losses if isinstance(one, Loss)]
+        like = next((one for one in before if one is not None), None)
+        found = call.tokens(like)
+        if found is None or found[1].shape != logits_BTV.shape[:2]:
+            return []
+        tokens_BT = found[1]
+        length = tokens_BT.shape[1]
+        place_T = self._torch.arange(length, device=tokens_BT.device)
+        place = length // 2
+        change_BT = (place_T == place).expand_as(tokens_BT)
+        early, later, limits = self._change(call, found, logits_BTV, change_BT, place_T < place)
+        numbers = {"place": place, "of": length, "early": early, "later": later}
+        if early > limits[1] and like is not None:
+            text = (
+                f"another token at position {place} of {length} changes logits before it, by up to {early:.3g}: the "
+                "model sees what it must predict"
+            )
+            return [("causality", SUSPICION, text, numbers)]
+        if early <= limits[0] < later:
+            text = f"another token at position {place} of {length} changes no logits before it"
+            return [("causality", PASS, text, numbers)]
+        return []
+
+    def _change(
+        self, call: _Call, tokens: tuple[int | str, Any], logits_BTV: Any, change_BT: Any, kept: Any
+    ) -> tuple[float, float, tuple[float, float]]:
+        """Change tokens; return the largest change of logits where they should stay, that elsewhere, and the limits."""
+        at, tokens_BT = tokens
+        other_BT = self._torch.where(change_BT, tokens_BT.roll(1, 1), tokens_BT)
+        # Where the token before is the same one, take another of the row.
+        same_BT = change_BT & (other_BT == tokens_BT)
+        other_BT = self._torch.where(same_BT, tokens_BT.amax(1, keepdim=True), other_BT)
+        other_BT = self._torch.where(
+            same_BT & (other_BT == tokens_BT), tokens_BT.amin(1, keepdim=True), other_BT
+        )
+        found = call.run(*call.changed(at, other_BT), Untouched(self._torch, call.model))
+        after = _of_tokens(found, tokens_BT)
+        limits = call.limits(logits_BTV)
+        if after is None:
+            return 0.0, 0.0, limits
+        apart_BT = (after - logits_BTV).abs().amax(-1)
+        kept_BT = kept.expand_as(apart_BT)
+        inside, outside = apart_BT[kept_BT], apart_BT[~kept_BT]
+        return (
+            float(inside.max()) if inside.numel() else 0.0,
+            float(outside.max()) if outside.numel() else 0.0,
+            limits,
+        )
+
+    def _ask_teacher(
+        self, call: _Call, calls: dict[int, _Call], losses: list[Loss | Divergence]
+    ) -> list[Line]:
+        torch, name = self._torch, type(call.model).__name__
+        lines: list[Line] = []
+        divergences = [one for one in losses if isinstance(one, Divergence)]
+        students = [one.tokens() for at, one in calls.items() if at not in self._teachers]
+        own = call.tokens()
+        same = own is not None and any(
+            one is not None and one[1].shape == own[1].shape and torch.equal(one[1], own[1])
+            for one in students
+        )
+        if divergences and own is not None and same:
+            lines += self._align(divergences[0], call, own[1].shape[1])
+        contexts = [Untouched(torch, call.model, call.modes, seed) for seed in (1, 2)]
+        one, two = (call.run(call.args, call.kwargs, context) for context in contexts)
+        if not one or not all(each.isfinite().all() for each in one):
+            return lines
+        if _is_apart(one, two, [call.limits(each) for each in one]):
+            text = f"{name}, which no optimizer trains, gives other outputs for the same input: it is random"
+            return [*lines, ("teacher_mode", SUSPICION, text, {})]
+        text = f"{name}, which no optimizer trains, gives the same outputs for the same input"
+        return [*lines, ("teacher_mode", PASS, text, {})]
+
+    def _align(self, divergence: Divergence, call: _Call, length: int) -> list[Line]:
+        """Compare the teacher's probabilities in a loss with the teacher's output for the same tokens."""
+        sample_RV, start, rows = divergence.sample, divergence.start, call.output
+        width, odd = divmod(divergence.positions, call.rows)
+        if (
+            sample_RV is None
+            or start is None
+            or rows is None
+            or odd
+            or not length - 4 < width <= length
+        ):
+            return []
+        ids, known = sample_RV.shape[1], min(rows.shape[1], length)
+        cut, place_R = rows.shape[2] - ids, self._torch.arange(min(len(sample_RV), width)) + start
+        apart: dict[tuple[int, int], float] = {}
+        for shift in (-2, -1, 0, 1, 2):
+            for first in sorted({0, cut}) if cut >= 0 else []:
+                at_R = place_R + shift
+                kept_R = (at_R >= 0) & (at_R < known)
+                logits_RV = rows[0, at_R[kept_R].to(rows.device)][:, first : first + ids].double()
+                q_RV = (logits_RV / divergence.temperature).softmax(-1)
+                p_RV = sample_RV[: len(kept_R)][kept_R.to(sample_RV.device)]
+                if len(q_RV):
+                    apart[shift, first] = float((q_RV - p_RV).abs().sum(1).mean()) / 2
+        if not apart:
+            return []
+        best = min(apart, key=lambda at: apart[at])
+        others = [each for at, each in apart.items() if at != best]
+        if apart[best] > _SAME_ROW or min(others, default=1.0) < apart[best] + _OTHER_ROW:
+            return []
+        shift, first = best
+        numbers = {"positions": shift, "first_id": first}
+        if shift:
+            where = f"{abs(shift)} position{'s' * (abs(shift) > 1)} {'after' if shift > 0 else 'before'}"
+            text = f"the teacher's logits are those {where} the student's in the divergence"
+            return [("teacher_alignment", SUSPICION, text, numbers)]
+        if first:
+            text = (
+                f"the teacher's vocabulary of {rows.shape[2]} is cut to the student's {ids} at its beginning: id i of "
+                f"the student meets id i + {first} of the teacher"
+            )
+            return [("teacher_alignment", SUSPICION, text, numbers)]
+        text = "positions and ids of the teacher are those of the student"
+        return [("teacher_alignment", PASS, text, numbers)]
+
+
+_LIBRARIES = (
+    "torch",
+    "transformers",
+    "peft",
+    "accelerate",
+    "lightning",
+    "pytorch_lightning",
+    "apr_watch",
+)
+"""Packages whose forward hooks may run once more."""
+
+
+def _is_apart(one: list[Any], two: list[Any], limits: list[tuple[float, float]]) -> bool:
+    return any(
+        a.shape == b.shape and a.numel() and float((a - b).abs().max()) > limit[1]
+        for a, b, limit in zip(one, two, limits, strict=False)
+    )
+
+
+def _is_like(one: Any, tokens_BT: Any) -> bool:
+    return bool(getattr(one, "shape", None) == tokens_BT.shape)
+
+
+def _of_tokens(found: list[Any], tokens_BT: Any) -> Any:
+    """Return the outputs for tokens, (B, T, V); None where there are none."""
+    return next((one for one in found if one.dim() == 3 and one.shape[:2] == tokens_BT.shape), None)
+
+
+def _parts(given: Any) -> Any:
+    """Return the parts of a model's output, logits first."""
+    if isinstance(given, Mapping):
+        names = sorted(given, key=lambda name: name != "logits")
+        return [_parts(given[name]) for name in names]
+    if hasattr(given, "logits"):
+        return [given.logits]
+    return [_parts(one) for one in given] if isinstance(given, (list, tuple)) else given
+
+
+def _tensors(torch: Any, value: Any) -> list[Any]:
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    return (
+        [one for part in value for one in _tensors(torch, part)]
+        if isinstance(value, (list, tuple))
+        else []
+    )
+
+
+def logits_of(torch: Any, given: Any, tokens_BT: Any) -> Any:
+    """Return the logits in a model's output for tokens, (B, T, V); None where there are none."""
+    return _of_tokens(
+        [one for one in _tensors(torch, [_parts(given)]) if one.is_floating_point()], tokens_BT
+    )
