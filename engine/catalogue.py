@@ -380,6 +380,15 @@ ALERTS: tuple[About, ...] = (
     _alert(
         "heldout_diverging", SUSPICION, "Does the held-out loss rise while the training loss falls?"
     ),
+    _alert("loss_diverged", FAIL, "Did the loss of a log rise again after it had fallen?"),
+    _alert("loss_flat_at_guessing", SUSPICION, "Is the loss of a log that of guessing all along?"),
+    _alert("rate_is_dead", SUSPICION, "Has a log a learning rate to its end?"),
+    _alert(
+        "heldout_below_training", SUSPICION, "Are held-out and training loss the same quantity?"
+    ),
+    _alert("logged_memory_grows", SUSPICION, "Does the memory in a log grow to its end?"),
+    _alert("slow_steps_recur", SUSPICION, "Is one step in so many slow?"),
+    _alert("gap_in_time", SUSPICION, "Is there a gap in the times of a log?"),
     _alert("gradient_zero", FAIL, "Is there a gradient at all?"),
     _alert("gradient_exploding", FAIL, "Does the gradient explode?"),
     _alert(

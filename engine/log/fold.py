@@ -69,6 +69,7 @@ from engine.log.events import (
 from engine.log.read import LINES_KEPT
 from engine.log.table import ABSENT, GPU_FIELDS, NOT_A_READING, Batch, Table
 from engine.log.view import (
+    MEMORY_KEPT,
     PHASES_KEPT,
     RECORDED_KEPT,
     WROTE_FIRST,
@@ -366,6 +367,11 @@ class _Changes:
             case Logged():
                 newest = {name: (event.step, value) for name, value in event.values.items()}
                 self.dict_of("logged").update(newest)
+                for name, value in event.values.items():
+                    if "mem" in name.lower() and value is not None:
+                        traces = self.dict_of("memory_logged")
+                        points = (*traces.get(name, ()), (event.step, value))
+                        traces[name] = points if len(points) <= MEMORY_KEPT else points[::2]
             case Note():
                 self.notes.append(((unix_s, self.source, event.seq), event))
             case RunFinished():

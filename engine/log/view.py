@@ -57,6 +57,8 @@ SOURCES: tuple[Source, ...] = ("events", "device", "watch")
 
 GOING_ON = ("not started", "starting", "running", "stopping")
 """States of a run that has not ended."""
+MEMORY_KEPT = 512
+"""Points of a memory that a script logs."""
 PHASES_KEPT = 8
 """Number of newest steps whose phases are kept: a step's row in the table has none."""
 RECORDED_KEPT = 32
@@ -143,6 +145,8 @@ class RunView:
     """Files of another tool that the run was imported from; None if it was not imported."""
     logged: Mapping[str, tuple[int, float | None]] = field(default_factory=dict)
     """Step and newest value of each name that the script logs by `apr_watch.log`."""
+    memory_logged: Mapping[str, tuple[tuple[int, float], ...]] = field(default_factory=dict)
+    """Steps and values of each logged name with `mem` in it, thinned to MEMORY_KEPT."""
     session_unix_s: float | None = None
     said_until_s: float | None = None
     """The time of the newest line of the first rank's log."""

@@ -241,13 +241,9 @@ class _Replay:
         self.end_session(self.now_s)
         answers = self.alerts.answers
         if self.view.imported is not None:
-            # The whole log is there: an alert that is active at its end has the numbers of the end.
-            for at, one in enumerate(self.raised):
-                now = answers.get(one.alert.id)
-                if isinstance(now, Judged) and one.cleared_unix_s is None:
-                    since = min(one.alert.first_step, now.first_step)
-                    alert = msgspec.structs.replace(now, first_step=since)
-                    self.raised[at] = replace(one, alert=alert)
+            self.raised = [
+                _at_the_end(one, answers.get(one.alert.id), self.now_s) for one in self.raised
+            ]
         unjudged = {
             id: answer.reason
             for id, answer in answers.items()
@@ -262,6 +258,17 @@ class _Replay:
             judged=tuple(rule.id for rule in self.alerts.rules if rule.id in self.judged),
             fault=None if fault is None else str(fault),
         )
+
+
+def _at_the_end(one: Raised, now: Judged | Unknown | None, now_s: float) -> Raised:
+    """Return an alert of a log that was imported: an active one has the numbers of the end, or is over if its rule
+    finds nothing at the end."""
+    if one.cleared_unix_s is not None or isinstance(now, Unknown):
+        return one
+    if now is None:
+        return replace(one, cleared_unix_s=now_s)
+    since = [step for step in (one.alert.first_step, now.first_step) if step is not None]
+    return replace(one, alert=msgspec.structs.replace(now, first_step=min(since, default=None)))
 
 
 def add_or_clear(

@@ -9,6 +9,7 @@ from types import ModuleType
 
 from engine.watch.rules import (
     broken_identity,
+    curves,
     gpu,
     loss,
     memory,
@@ -27,5 +28,5 @@ def rules_of(*families: ModuleType) -> tuple[Rule, ...]:
     )
 
 
-RULES = rules_of(stall, broken_identity, gpu, memory, pace, loss, update, written, settings)
+RULES = rules_of(stall, broken_identity, gpu, memory, pace, loss, curves, update, written, settings)
 """All rules, in the order in which they are listed."""

@@ -14,7 +14,18 @@ from dataclasses import replace
 
 from engine.catalogue import BY_ID
 from engine.log.events import FAIL, IDENTITY, PASS
-from engine.watch.rules.rule import CannotJudge, Case, Span, Symptom, mean, median, rule
+from engine.watch.rules.rule import (
+    MAD_TO_SIGMA,
+    CannotJudge,
+    Case,
+    Number,
+    Span,
+    Symptom,
+    mean,
+    median,
+    rule,
+    sigma,
+)
 
 NON_FINITE_STEPS = 3
 """Number of consecutive non-finite losses of a watched script that raise the alert."""
@@ -58,11 +69,17 @@ KL_NEAR_ZERO = 1e-3
 SPIKE_BEFORE, SPIKE_WINDOW = 50, 100
 SPIKE_SIGMAS, SPIKE_RATIO = 8.0, 1.5
 """Height of a spike in sigmas and as a ratio. Sigmas alone flag a ripple on a smooth curve, a ratio a noisy batch."""
-MAD_TO_SIGMA = 1.4826
+SPIKE_TRIED, SPIKE_PEAKS, SPIKE_BACK, SPIKE_AFTER = 20, 3, 30, 5
+"""High losses of a log that are examined; most peaks of a third of its height near a spike; steps within which it is
+over; steps after it that are needed."""
+SPIKE_SIGMAS_OF_LOG = 5.0
 SINCE_ROWS = 2000
 """Steps before a window in which the first one of what is wrong is searched."""
 HELDOUT_LEAST = 4
 HELDOUT_WORSE_NATS = 0.05
+HELDOUT_SIGMAS = 3.0
+"""Least distance above the best, in robust sigmas of the change between two evaluations, with HELDOUT_NOISE of them."""
+HELDOUT_NOISE = 8
 HELDOUT_IN_A_ROW = 3
 
 
@@ -202,7 +219,7 @@ def loss_rose_for_good(case: Case) -> Symptom | None:
     if is_known:
         above_level = now >= RISE_TIMES * level and lowest > level
         above_one = (
-            now >= max(RISE_TIMES * one, one + RISE_SIGMAS * _sigma(newest)) and min(newest) > one
+            now >= max(RISE_TIMES * one, one + RISE_SIGMAS * sigma(newest)) and min(newest) > one
         )
     else:
         losses = case.column("loss", everything)
@@ -240,15 +257,10 @@ def _since(case: Case, name: str, rows: range, limit: float, window: int) -> Spa
     return case.span(range(begin, rows.stop))
 
 
-def _sigma(values: Sequence[float]) -> float:
-    centre = median(values)
-    return MAD_TO_SIGMA * median([abs(value - centre) for value in values])
-
-
 def _scatter(newest: Sequence[float], rest: Sequence[float]) -> float:
     """Scatter in robust sigmas: of the newest steps about their median, or from step to step if that is more."""
     steps = [(right - left) / math.sqrt(2) for left, right in itertools.pairwise(rest)]
-    return max(_sigma(newest), _sigma(steps))
+    return max(sigma(newest), sigma(steps))
 
 
 def _rose_at_once(losses: list[float], first: float, newest: list[float]) -> bool:
@@ -259,14 +271,14 @@ def _rose_at_once(losses: list[float], first: float, newest: list[float]) -> boo
     rest, window = losses[RISE_WITHIN:], len(newest)
     reached, after = median(rest[:RISE_WITHIN]), median(rest[RISE_WITHIN : 3 * RISE_WITHIN])
     now, before = median(newest), median(losses[-2 * window : -window])
-    sigma = _scatter(newest, rest)
+    spread = _scatter(newest, rest)
     # The scatter of some losses is a share of them, and as large as a rise to many times the start.
     sigma_of_log = _scatter([math.log(x) for x in newest], [math.log(x) for x in rest])
     scatter = min(
-        first + RISE_SIGMAS_UNKNOWN * sigma, first * math.exp(RISE_SIGMAS_OF_LOG * sigma_of_log)
+        first + RISE_SIGMAS_UNKNOWN * spread, first * math.exp(RISE_SIGMAS_OF_LOG * sigma_of_log)
     )
     # `first` may be one lucky batch.
-    at_once = reached - first - RISE_LUCK * min(sigma, first)
+    at_once = reached - first - RISE_LUCK * min(spread, first)
     return (
         min(now, reached) >= max(RISE_TIMES * first, scatter)
         and at_once >= RISE_SLOWS * (after - reached)
@@ -375,12 +387,16 @@ def kl_near_zero(case: Case) -> Symptom | None:
     f"{SPIKE_BEFORE} steps before, within {SPIKE_WINDOW} steps",
 )
 def loss_spike(case: Case) -> Symptom | None:
-    rows = case.steps(SPIKE_BEFORE + SPIKE_WINDOW, at_least=SPIKE_BEFORE + 1)
+    is_log = case.view.imported is not None
+    if is_log and not case.is_over:
+        raise CannotJudge("the log is not read to its end")
+    newest = len(case.view.steps) if is_log else SPIKE_BEFORE + SPIKE_WINDOW
+    rows = case.steps(newest, at_least=SPIKE_BEFORE + 1, session=not is_log)
     numbered = case.pairs("loss", "step", rows)
     losses = [loss for loss, _ in numbered]
     if len(losses) <= SPIKE_BEFORE:
         raise CannotJudge(f"needs {SPIKE_BEFORE + 1} finite losses")
-    worst: tuple[float, int, float] | None = None
+    found: list[tuple[float, int, float]] = []
     for index in range(SPIKE_BEFORE, len(losses)):
         # The median of the steps before moves little: computing it every ten steps is enough, and cheap.
         if (index - SPIKE_BEFORE) % 10 == 0:
@@ -388,11 +404,14 @@ def loss_spike(case: Case) -> Symptom | None:
             usual = median(before)
             spread = MAD_TO_SIGMA * median([abs(x - usual) for x in before])
             limit = max(usual + SPIKE_SIGMAS * spread, SPIKE_RATIO * usual)
-        if losses[index] > limit and (worst is None or losses[index] > worst[0]):
-            worst = losses[index], index, limit
-    if worst is None:
+        if losses[index] > limit:
+            found.append((-losses[index], index, limit))
+    found.sort()
+    if is_log:
+        found = [one for one in found[:SPIKE_TRIED] if _is_spike(case, rows, losses, one[1])]
+    if not found:
         return None
-    loss, index, limit = worst
+    loss, index, limit = -found[0][0], *found[0][1:]
     step = int(numbered[index][1])
     shown = "" if case.view.is_foreign else f" (`engine data RUN --step {step}` shows it)"
     return Symptom(
@@ -402,12 +421,55 @@ def loss_spike(case: Case) -> Symptom | None:
                 "loss",
                 loss,
                 f"over {limit:.4f}: {SPIKE_SIGMAS:g} sigma and {SPIKE_RATIO:g} times usual",
-            )
+            ),
+            *rate_and_norm(case, rows, index),
         ],
         replace(case.span(rows), first_step=step),
         meaning=f"a batch unlike the others{shown}, a rate too high, or a number that went wrong in the hardware",
         **case.lower_rate(2),
     )
+
+
+def _is_spike(case: Case, rows: range, losses: list[float], index: int) -> bool:
+    """Whether a high loss of a log is over soon and not one of many in a noisy curve, a harder stage of a curriculum,
+    or a warm restart: the rate was raised, or the loss rose twice before at the same distance."""
+    near = losses[max(0, index - SPIKE_WINDOW) : index + SPIKE_WINDOW]
+    before = losses[index - SPIKE_BEFORE : index]
+    usual, height = median(before), losses[index] - median(before)
+    above = [loss > usual + height / 3 for loss in near]
+    peaks = sum(now and not before for before, now in itertools.pairwise([False, *above]))
+    after = losses[index + 1 : index + 1 + SPIKE_BACK]
+    if peaks > SPIKE_PEAKS or len(after) < SPIKE_AFTER or min(after) > usual + height / 3:
+        return False
+    if min(before) > 0:
+        logs = [math.log(loss) for loss in before]
+        if math.log(losses[index]) - median(logs) < SPIKE_SIGMAS_OF_LOG * sigma(logs):
+            return False
+    old, new = (
+        [rate for rate in case.view.steps.values("lr", *around) if rate is not None]
+        for around in ((max(0, index - 5), index), (max(0, index - 1), index + 2))
+    )
+    if old and new and max(new) > SPIKE_RATIO * min(old):
+        return False
+    rose = [
+        at
+        for at in range(10, len(losses) - 3)
+        if median(losses[at : at + 3]) - median(losses[at - 10 : at]) > height / 4
+    ]
+    starts = [at for at in rose if at - 1 not in rose]
+    gaps = [right - left for left, right in itertools.pairwise(starts)]
+    return len(gaps) < 2 or max(gaps) - min(gaps) > max(gaps) // 20
+
+
+def rate_and_norm(case: Case, rows: range, before: int) -> list[Number]:
+    """Return the learning rate and the gradient norm before a row, each with its median until then."""
+    found: list[Number] = []
+    for name in ("lr", "grad_norm"):
+        known = case.view.steps.values(name, rows.start, rows.start + before)
+        finite = [one for one in known if one is not None and math.isfinite(one)]
+        if finite:
+            found.append((f"{name} before it", finite[-1], f"median {median(finite):.4g}"))
+    return found
 
 
 @rule(
@@ -425,7 +487,10 @@ def heldout_diverging(case: Case) -> Symptom | None:
     losses = [e.loss for e in evals if e.loss is not None]
     best = min(range(len(losses)), key=losses.__getitem__)
     since = losses[best + 1 :]
-    limit = losses[best] + HELDOUT_WORSE_NATS
+    # A small set is noisy: from one evaluation to the next its loss changes by chance.
+    changes = [right - left for left, right in itertools.pairwise(losses)]
+    noise = HELDOUT_SIGMAS * sigma(changes) if len(losses) >= HELDOUT_NOISE else 0.0
+    limit = losses[best] + max(HELDOUT_WORSE_NATS, noise)
     if len(since) < HELDOUT_IN_A_ROW or min(since[-HELDOUT_IN_A_ROW:]) < limit:
         return None
     watched = case.view.is_foreign
@@ -439,7 +504,7 @@ def heldout_diverging(case: Case) -> Symptom | None:
             ("held-out loss", losses[-1], f"best {losses[best]:.4f} + {HELDOUT_WORSE_NATS:g}"),
             ("training ce now", now, f"{then:.4f} at the best"),
         ],
-        case.span(case.steps(1, at_least=1, session=False)),
+        replace(case.span(case.steps(1, at_least=1, session=False)), first_step=evals[best].step),
         meaning="the model memorises its training set"
         if watched
         else "the student memorises its training set; the best checkpoint is kept",

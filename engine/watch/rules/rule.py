@@ -432,6 +432,15 @@ def median(values: Sequence[float]) -> float:
     return float(statistics.median(values))
 
 
+MAD_TO_SIGMA = 1.4826
+
+
+def sigma(values: Sequence[float]) -> float:
+    """Return the standard deviation as the median distance from the median gives it."""
+    centre = median(values)
+    return MAD_TO_SIGMA * median([abs(value - centre) for value in values])
+
+
 def read_settings(run: RunFolder) -> RunSpec | None:
     """Read the settings of a run; None when they are missing or of another version, which the rules that need
     them then report."""

@@ -208,7 +208,7 @@ def test_a_healthy_run_raises_nothing(tmp_path: Path, seed: int, device: str) ->
     )
     found = diagnose(folder_of(log, tmp_path), spec())
     assert [entry.alert.text for entry in found.raised] == []
-    expected = len(RULES) - 21 if device == "cpu" else len(RULES) - 16
+    expected = len(RULES) - 28 if device == "cpu" else len(RULES) - 23
     assert len(found.judged) >= expected, found.unjudged
 
 

@@ -1,0 +1,280 @@
+"""Rules about the curves of a whole log of another tool: they are asked at its end, with all of it there.
+
+Each leaves alone what healthy trainings look like: losses that are meant to rise, warm restarts, a curriculum that
+becomes harder, small noisy evaluation sets, schedules that end at 0, evaluations that take their time.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter
+from dataclasses import replace
+
+from engine.units import format_seconds
+from engine.watch.rules.loss import rate_and_norm
+from engine.watch.rules.rule import CannotJudge, Case, Symptom, mean, median, rule, sigma
+
+ROWS = 60
+"""Fewest rows of a curve that is judged."""
+PARTS = 40
+"""Number of windows whose medians smooth a loss."""
+LEARNT = 0.3
+"""Share of its first level by which a loss must have fallen before it can diverge."""
+LOST = 0.5
+"""Share of what was learnt that a divergence loses."""
+SIGMAS = 6.0
+AGAIN = 0.05
+"""Share by which a loss that learns again has fallen since it rose."""
+VOCABULARIES = (
+    1000,
+    30522,
+    32000,
+    32768,
+    50257,
+    50304,
+    65536,
+    100277,
+    128256,
+    129280,
+    151936,
+    256000,
+    262144,
+)
+"""Sizes of common vocabularies, for logs that do not say theirs."""
+NEAR, FLAT = 0.01, 0.01
+DEAD_RATE, DEAD_SHARE, DEAD_ROWS = 1e-6, 0.2, 20
+"""Rate as a share of its peak, share of the rows and fewest rows that make it dead."""
+BELOW, BELOW_NATS, BELOW_EVALS = 1 / 3, 0.3, 3
+GROWS, GROWS_POINTS, GROWS_EVENLY = 0.15, 20, 0.5
+"""Growth of memory, as a share; its fewest readings; the least quarter of it, as a share of the mean quarter."""
+SLOW_TIMES, SLOW_LEAST, SLOW_SHARE, SLOW_REGULAR = 3.0, 5, 0.15, 0.8
+GAP_S, GAP_TIMES, GAP_OTHERS = 300.0, 30.0, 3.0
+"""Shortest gap in seconds; its ratio to the median time of a step, and to the second longest gap."""
+
+
+def _whole(case: Case, least: int = ROWS) -> range:
+    if case.view.imported is None:
+        raise CannotJudge("it is judged of a log that was imported")
+    if not case.is_over:
+        raise CannotJudge("the log is not read to its end")
+    return case.steps(len(case.view.steps), at_least=least, session=False)
+
+
+@rule(
+    reads=("loss",),
+    threshold=f"a loss that had fallen by {LEARNT:.0%} loses {LOST:.0%} of that or more, by {SIGMAS:g} robust sigmas, "
+    "stays up and does not learn again, unless it may be meant to rise",
+)
+def loss_diverged(case: Case) -> Symptom | None:
+    rows = _whole(case)
+    case.must_be_meant_to_fall()
+    pairs = case.pairs("loss", "step", rows)
+    losses = [loss for loss, _ in pairs]
+    if len(losses) < ROWS or min(losses) <= 0:
+        raise CannotJudge(f"needs {ROWS} losses above 0")
+    size = max(3, len(losses) // PARTS)
+    levels = [median(losses[at : at + size]) for at in range(0, len(losses) - size + 1, size)]
+    first, last = levels[0], median(levels[-3:])
+    at = min(range(len(levels)), key=levels.__getitem__)
+    best = levels[at]
+    if best > (1 - LEARNT) * first or last - best < LOST * (first - best):
+        return None
+    limit = best + 0.2 * (last - best)
+    short = [median(losses[max(0, i - 4) : i + 1]) for i in range(len(losses))]
+    begin = max((i for i, level in enumerate(short) if level <= limit), default=0) + 1
+    after = losses[begin:]
+    before = losses[max(0, begin - 2 * size) : begin]
+    if len(after) < 10 or len(before) < 5 or last - best < SIGMAS * sigma(before):
+        return None
+    third = len(after) // 3
+    if median(after[-third:]) < (1 - AGAIN) * median(after[third : 2 * third]) and last < first:
+        return None
+    # A stage of a curriculum is harder from one step to the next, and never as hard as the start.
+    step = int(pairs[begin][1])
+    return Symptom(
+        f"the loss diverged from {best:.4g} to {last:.4g}",
+        [
+            ("loss, median of the end", last, f"best {best:.4g}, {first:.4g} at the start"),
+            *rate_and_norm(case, rows, begin),
+        ],
+        replace(case.span(rows), first_step=step),
+        meaning="an update destroyed what was learnt: a rate too high for this stage, a bad batch, coarse numbers",
+        **case.lower_rate(3),
+    )
+
+
+@rule(
+    reads=("loss",),
+    threshold=f"the loss of {ROWS} steps or more is flat within {FLAT:.0%} from first to last, within {NEAR:.0%} "
+    "of ln V of a common vocabulary",
+)
+def loss_flat_at_guessing(case: Case) -> Symptom | None:
+    losses = case.column("loss", rows := _whole(case))
+    size = max(3, len(losses) // PARTS)
+    levels = [median(losses[at : at + size]) for at in range(0, len(losses) - size + 1, size)]
+    level = median(levels)
+    nearest = min(VOCABULARIES, key=lambda one: abs(math.log(one) - level))
+    if (
+        abs(level - math.log(nearest)) > NEAR * level
+        or max(levels) - min(levels) > FLAT * level
+        or min(levels) < math.log(nearest) * (1 - 2 * NEAR)
+    ):
+        return None
+    return Symptom(
+        f"the loss stays at {level:.4g}: guessing among {nearest:,} tokens has {math.log(nearest):.4g}",
+        [("loss, median", level, f"ln {nearest} = {math.log(nearest):.4g}")],
+        case.span(rows),
+        meaning="nothing is learnt: a rate far too large or too small, no gradient, or labels that no input explains",
+        no_flip="overfit one batch: if its loss does not fall, the graph or the labels are at fault",
+    )
+
+
+@rule(
+    reads=("lr",),
+    threshold=f"at most {DEAD_RATE:g} of its peak in the last {DEAD_SHARE:.0%} of the rows, {DEAD_ROWS} at least",
+)
+def rate_is_dead(case: Case) -> Symptom | None:
+    rows = _whole(case, DEAD_ROWS)
+    pairs = case.pairs("lr", "step", rows)
+    peak = max(rate for rate, _ in pairs)
+    dead = list(itertools.takewhile(lambda one: one[0] <= DEAD_RATE * peak, reversed(pairs)))
+    if len(dead) < max(DEAD_ROWS, DEAD_SHARE * len(pairs)):
+        return None
+    step = int(dead[-1][1])
+    return Symptom(
+        f"the learning rate is {dead[0][0]:.3g} from step {step} on",
+        [("steps without a rate", len(dead), f"of {len(pairs)}; its peak was {peak:.4g}")],
+        replace(case.span(rows), first_step=step),
+        meaning="nothing is trained any more: the schedule ends before the run, or counts other steps than it",
+        no_flip="give the scheduler the number of optimizer steps of the whole run, and step it once in each",
+    )
+
+
+@rule(
+    reads=("held-out loss", "loss"),
+    threshold=f"each of the last {BELOW_EVALS} evaluations or more under {BELOW:.2g} of the training loss and "
+    f"{BELOW_NATS:g} below it",
+)
+def heldout_below_training(case: Case) -> Symptom | None:
+    pairs = case.pairs("loss", "step", rows := _whole(case, 20))
+    case.must_be_meant_to_fall()
+    evals = [
+        e
+        for e in case.view.evals
+        if e.subject == "student" and e.loss is not None and math.isfinite(e.loss)
+    ]
+    found = []
+    for e in reversed(evals):
+        at = max((i for i, (_, step) in enumerate(pairs) if step <= e.step), default=0)
+        training = mean([loss for loss, _ in pairs[max(0, at - 19) : at + 1]])
+        assert e.loss is not None
+        if e.loss > BELOW * training or training - e.loss < BELOW_NATS:
+            break
+        found.append((e.loss, training, e.step))
+    if len(found) < max(BELOW_EVALS, len(evals) / 2):
+        return None
+    loss, training, _ = found[0]
+    return Symptom(
+        f"the held-out loss is {loss:.3g}, a {training / loss:.0f}th of the training loss",
+        [("held-out loss", loss, f"training loss {training:.4g}")],
+        replace(case.span(rows), first_step=found[-1][2]),
+        meaning="the two are not the same quantity: a sum over micro-batches against a mean, other labels or masks, or "
+        "training text in the held-out set",
+        no_flip="evaluate a training batch as the held-out set is evaluated: both numbers have to agree",
+    )
+
+
+@rule(
+    reads=("a logged name with `mem`",),
+    threshold=f"{GROWS_POINTS} readings or more, medians of quarters rise by {GROWS:.0%} in all, evenly to the end",
+)
+def logged_memory_grows(case: Case) -> Symptom | None:
+    rows = _whole(case, GROWS_POINTS)
+    for name, points in case.view.memory_logged.items():
+        values = [value for _, value in points]
+        begin, end = (points[at][0] for at in (len(points) // 10, -1))
+        edges = [begin + (end - begin) * at / 4 for at in range(5)]
+        quarters = [
+            [value for step, value in points if low <= step <= high]
+            for low, high in itertools.pairwise(edges)
+        ]
+        if len(points) < GROWS_POINTS or not all(quarters) or "replay" in name.lower():
+            continue
+        levels = [median(quarter) for quarter in quarters]
+        rises = [right - left for left, right in itertools.pairwise(levels)]
+        if (
+            levels[0] <= 0
+            or levels[-1] < (1 + GROWS) * levels[0]
+            or min(rises) < GROWS_EVENLY * mean(rises)
+        ):
+            continue
+        return Symptom(
+            f"{name} grows from step to step: from {values[0]:.4g} to {values[-1]:.4g}",
+            [(name, values[-1], f"{values[0]:.4g} after the first steps")],
+            replace(case.span(rows), first_step=points[0][0]),
+            meaning="something is kept from step to step: a graph, a list of tensors, a cache without a bound",
+            no_flip="look for losses added up without .item(); compare the allocator's snapshots of two steps",
+            part=name,
+        )
+    if not case.view.memory_logged:
+        raise CannotJudge("no memory is logged")
+    return None
+
+
+@rule(
+    reads=("step_s",),
+    threshold=f"{SLOW_LEAST} steps or more of {SLOW_TIMES:g} times the median, {SLOW_REGULAR:.0%} at one distance, "
+    f"take {SLOW_SHARE:.0%} of the time, and no evaluation explains them",
+)
+def slow_steps_recur(case: Case) -> Symptom | None:
+    pairs = case.pairs("step_s", "step", rows := _whole(case))[1:]
+    usual = median([seconds for seconds, _ in pairs])
+    slow = [(seconds, int(step)) for seconds, step in pairs if seconds > SLOW_TIMES * usual]
+    lost = sum(seconds - usual for seconds, _ in slow)
+    if (
+        len(slow) < SLOW_LEAST
+        or usual <= 0
+        or lost < SLOW_SHARE * sum(seconds for seconds, _ in pairs)
+    ):
+        return None
+    gaps = Counter(right - left for (_, left), (_, right) in itertools.pairwise(slow))
+    period, count = gaps.most_common(1)[0]
+    evaluated = {e.step for e in case.view.evals}
+    explained = sum(bool({step - 1, step, step + 1} & evaluated) for _, step in slow)
+    if count < SLOW_REGULAR * (len(slow) - 1) or 2 * explained >= len(slow):
+        return None
+    took = median([seconds for seconds, _ in slow])
+    return Symptom(
+        f"every {period} steps one takes {format_seconds(took)}, the others {format_seconds(usual)}",
+        [
+            ("slow steps", len(slow), f"over {SLOW_TIMES:g} times the median"),
+            ("seconds lost", lost, "in all of them"),
+        ],
+        replace(case.span(rows), first_step=slow[0][1]),
+        meaning="something is done every so many steps: a checkpoint, a log that waits, a loader that starts again",
+        no_flip=f"look for what the script does every {period} steps, and do it less often or in another thread",
+    )
+
+
+@rule(
+    reads=("times of the steps",),
+    threshold=f"{format_seconds(GAP_S)} or more between two rows, {GAP_TIMES:g} times the median, {GAP_OTHERS:g} times "
+    "the second longest, without an evaluation",
+)
+def gap_in_time(case: Case) -> Symptom | None:
+    rows = _whole(case, 20)
+    times = case.pairs("unix_s", "step", rows)
+    gaps = [(right - left, int(step)) for (left, _), (right, step) in itertools.pairwise(times)]
+    *_, second, (longest, step) = sorted(gaps)
+    usual = median([gap for gap, _ in gaps])
+    evaluated = any(e.step in (step - 1, step) for e in case.view.evals)
+    if longest < max(GAP_S, GAP_TIMES * usual, GAP_OTHERS * second[0]) or evaluated:
+        return None
+    return Symptom(
+        f"no step for {format_seconds(longest)} before step {step}; else one takes {format_seconds(usual)}",
+        [("seconds of the gap", longest, f"median {usual:.4g}, second longest {second[0]:.4g}")],
+        replace(case.span(rows), first_step=step),
+        meaning="the training hung, waited for a machine, or was stopped and started again",
+        no_flip="look at the log of the machine and of the scheduler in that time",
+    )
