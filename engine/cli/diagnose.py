@@ -5,19 +5,21 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engine.cli.arguments import add_flag, add_json, add_path
 from engine.cli.checks import errors_json
 from engine.cli.runs import plain
-from engine.errors import EXIT_FAIL, EXIT_PASS, BadInput, UsageError
+from engine.errors import EXIT_FAIL, EXIT_PASS, BadInput, RunLogError, UsageError
 from engine.terminal import put, put_json
 
 if TYPE_CHECKING:
+    from engine.interchange.baseline import Change
     from engine.interchange.importing import JudgedLog
     from engine.interchange.kinds import Log
+    from engine.log.view import RunView
     from engine.watch.replay import Diagnosis
     from engine.watch.verdict_line import RunVerdict
 
@@ -30,6 +32,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_path(parser, "path", "PATH", what, nargs="?")
     add_flag(parser, "--all", "also the rules that found nothing")
     add_flag(parser, "--series", "how each name and line of the log was read")
+    add_path(
+        parser, "--baseline", "OLD", "a run or log that the curves and settings are compared with"
+    )
+    parser.add_argument(
+        "--fail-on",
+        choices=("wrong", "suspect"),
+        help="for CI: exit code 1 for a verdict as bad as that or worse, else 0",
+    )
     add_json(parser)
     add_flag(parser, "--list", "list the rules")
 
@@ -43,6 +53,8 @@ def run(arguments: argparse.Namespace) -> int:
     engine diagnose DIR           every log in it, worst first, a line each
     python train.py 2>&1 | engine diagnose -
     engine diagnose PATH --series how each name and line was read
+    engine diagnose NEW --baseline OLD     which curves, rates, times and settings differ beyond their noise
+    engine diagnose PATH --fail-on suspect exit code 1 where something is suspected or wrong, else 0
     engine diagnose PATH --all    also the rules that saw nothing, and those that could not judge, with reasons
     engine diagnose PATH --json   one JSON value
     engine diagnose --list        every rule: its question, what it reads, when it raises an alert
@@ -63,8 +75,7 @@ def run(arguments: argparse.Namespace) -> int:
         arguments.path
     ) == "-":
         return diagnose_logs(arguments)
-    from engine.errors import RunLogError
-    from engine.log.folder import open_run
+    from engine.log.folder import open_run, settings_of
     from engine.watch.replay import diagnose
     from engine.watch.rules.rule import read_settings
     from engine.watch.verdict_line import verdict_of
@@ -73,14 +84,73 @@ def run(arguments: argparse.Namespace) -> int:
     found = diagnose(folder, read_settings(folder), beside=True)
     state = found.view.state(folder.liveness())
     verdict = verdict_of(found.judged_view, state, folder.path)
+    changes = _changes(found.view, settings_of(folder), arguments.baseline)
     if arguments.json:
-        put_json(as_json(str(folder.path), found) | {"verdict": plain(verdict.as_dict())})
+        told = {"verdict": plain(verdict.as_dict()), **_changes_json(changes)}
+        put_json(as_json(str(folder.path), found) | told)
     else:
         for line in diagnosis_lines(found, state, folder.name, folder.path, arguments.all):
             put(line)
+        _put_changes(changes, arguments.baseline)
     if found.fault is not None:
         raise RunLogError(found.fault)
-    return EXIT_FAIL if found.failed else verdict.exit_code
+    code = EXIT_FAIL if found.failed else verdict.exit_code
+    return _exit_code(code, verdict.level, arguments.fail_on, changes)
+
+
+def _exit_code(
+    code: int, level: str, fail_on: str | None, changes: list[Change] | None = None
+) -> int:
+    from engine.watch.verdict_line import SUSPECT
+
+    if fail_on is None:
+        return code
+    is_suspect = level == SUSPECT or any(one.is_worse for one in changes or ())
+    fails = code == EXIT_FAIL or (fail_on == "suspect" and is_suspect)
+    return EXIT_FAIL if fails else EXIT_PASS
+
+
+def _changes(
+    view: RunView, settings: Mapping[str, object], baseline: Path | None
+) -> list[Change] | None:
+    """Compare a view and its settings with those of another run or log; None where none is named."""
+    if baseline is None:
+        return None
+    from engine.interchange.baseline import compare, compare_settings
+    from engine.interchange.kinds import find_logs
+    from engine.log.folder import open_run, settings_of
+
+    logs = find_logs(baseline) if os.path.lexists(baseline) else []
+    if len(logs) != 1:
+        raise BadInput.expected("--baseline", baseline, "one run or log", f"{len(logs)}")
+    old, read = _judged(logs[0])
+    known = read.recorded.settings if read else settings_of(open_run(logs[0].path))
+    return compare(view, old.view) + compare_settings(settings, known)
+
+
+def _changes_json(changes: list[Change] | None) -> dict[str, Any]:
+    return {} if changes is None else {"compared": [plain(one._asdict()) for one in changes]}
+
+
+def _put_changes(changes: list[Change] | None, baseline: Path | None) -> None:
+    from engine.log.text import one_line
+
+    if changes is None:
+        return
+    differ = [one for one in changes if one.why]
+    rows: list[tuple[str, ...]] = [("differs", "new", "old", "")] if differ else []
+    for name, new, old, why, is_worse in differ:
+        shown = [f"{x:.4g}" if isinstance(x, float) else str(x or "none") for x in (new, old)]
+        rows.append((name, *shown, f"{why}{', worse' if is_worse else ''}"))
+    widths = [max(len(row[at]) for row in rows) for at in range(3)] if rows else []
+    put(f"\ncompared with {baseline}")
+    for row in rows:
+        cells = (f"{cell:{width}}" for cell, width in zip(row, widths, strict=False))
+        put(one_line(f"  {'  '.join(cells)}  {row[3]}".rstrip()))
+    if same := [one.name for one in changes if not one.why]:
+        put(f"  the same within noise: {', '.join(same)}")
+    if not changes:
+        put("  nothing that both have")
 
 
 def _list_rules(*, as_json: bool) -> None:
@@ -186,12 +256,14 @@ def diagnose_logs(arguments: argparse.Namespace) -> int:
     from engine.interchange.kinds import find_logs
 
     if str(arguments.path) == "-":
-        return _one(_standard_input(), "-", arguments)
+        return _one(_standard_input(), None, "-", arguments)
     logs = find_logs(arguments.path)
     if len(logs) != 1:
+        if arguments.baseline is not None:
+            raise BadInput.expected("diagnose", arguments.path, "one log", f"{len(logs)}")
         return _many(logs, arguments)
     try:
-        return _one(_judged(logs[0]), logs[0].name, arguments)
+        return _one(_judged(logs[0]), logs[0], logs[0].name, arguments)
     except BadInput as error:
         raise type(error)(error.message) from None  # its hint is for an import
 
@@ -217,7 +289,10 @@ def _judged(log: Log) -> tuple[Diagnosis, JudgedLog | None]:
 
     if log.read is None:
         run = open_run(log.path)
-        return diagnose(run, read_settings(run)), None
+        found = diagnose(run, read_settings(run))
+        if found.fault is not None:
+            raise RunLogError(found.fault)
+        return found, None
     recorded = Recorded(path=log.path, most=VALUES_MOST)
     log.read(recorded, {})
     judged = diagnose_recorded(recorded, log.source, {})
@@ -238,14 +313,24 @@ def _verdict(found: Diagnosis, log: Log | None, name: str) -> tuple[str, RunVerd
 
 
 def _one(
-    judged: tuple[Diagnosis, JudgedLog | None], name: str, arguments: argparse.Namespace
+    judged: tuple[Diagnosis, JudgedLog | None],
+    log: Log | None,
+    name: str,
+    arguments: argparse.Namespace,
 ) -> int:
+    from engine.log.folder import open_run, settings_of
+
     found, read = judged
-    state, verdict = _verdict(found, None, name)
+    state, verdict = _verdict(found, log, name)
+    settings = read.recorded.settings if read else settings_of(open_run(Path(name)))
+    changes = _changes(found.view, settings, arguments.baseline)
+    code = EXIT_FAIL if found.failed else verdict.exit_code
+    code = _exit_code(code, verdict.level, arguments.fail_on, changes)
     if arguments.json:
         notes = [note.text for note in read.notes] if read else []
-        put_json(as_json(name, found) | {"verdict": plain(verdict.as_dict()), "read": notes})
-        return verdict.exit_code
+        told = {"verdict": plain(verdict.as_dict()), "read": notes, **_changes_json(changes)}
+        put_json(as_json(name, found) | told)
+        return code
     for line in diagnosis_lines(found, state, name, name, arguments.all):
         put(line)
     if arguments.series and read is not None:
@@ -254,7 +339,8 @@ def _one(
             put(f"  {note.text}")
         for line in _series_lines(read):
             put(f"  {line}")
-    return verdict.exit_code
+    _put_changes(changes, arguments.baseline)
+    return code
 
 
 def _series_lines(read: JudgedLog) -> Iterable[str]:
@@ -302,7 +388,7 @@ def _many(logs: list[Log], arguments: argparse.Namespace) -> int:
         if arguments.series:
             for log in not_logs[:_SHOWN]:
                 put(f"  no values: {log.name}")
-    codes = {verdict.exit_code for _, verdict in rows}
+    codes = {_exit_code(v.exit_code, v.level, arguments.fail_on) for _, v in rows}
     if EXIT_FAIL in codes:
         return EXIT_FAIL
     return BadInput.exit_code if unread else max(codes, default=EXIT_PASS)

@@ -13,8 +13,9 @@ from engine.interchange.importing import diagnose_recorded
 from engine.interchange.kinds import find_logs
 from engine.interchange.sources import Recorded
 from engine.watch.verdict_line import HEALTHY, RunVerdict, verdict_of
-from tests.support.curves import faults, healthy, named
+from tests.support.curves import drawn, faults, healthy, learns, named
 from tests.support.foreign_logs import KINDS
+from tests.support.running import engine_here
 
 FAULTS, SOUND = faults(), healthy()
 
@@ -87,3 +88,45 @@ def test_thirty_logs_take_few_seconds_of_a_processor(tmp_path: Path) -> None:
     began_s = time.process_time()
     assert all(judged(path)[0].level == HEALTHY for path in logs)
     assert time.process_time() - began_s < 7.5, "0.09 s each, on an idle machine"
+
+
+def test_a_log_is_compared_with_another_beyond_their_noise(tmp_path: Path) -> None:
+    old = KINDS["nanogpt"](drawn(learns, seed=1), tmp_path / "old")
+    same = KINDS["nanogpt"](drawn(learns, seed=2), tmp_path / "same")
+    worse = drawn(lambda s, n: learns(s, n, end=1.6), seed=3, step_s=lambda step: 0.6)
+    new = KINDS["nanogpt"](worse, tmp_path / "new")
+    done = engine_here("diagnose", same, "--baseline", old, "--fail-on", "suspect")
+    assert done.returncode == 0 and "the same within noise: loss, step_s" in done.stdout
+    done = engine_here("diagnose", new, "--baseline", old, "--fail-on", "suspect")
+    lines = [line.split() for line in done.stdout.splitlines() if line.endswith(", worse")]
+    assert done.returncode == 1 and [line[0] for line in lines] == ["loss", "step_s"]
+    assert abs(float(lines[0][1]) - 1.6) < 0.02 and abs(float(lines[0][2]) - 1.5) < 0.02
+    assert engine_here("diagnose", new, "--baseline", old, "--fail-on", "wrong").returncode == 0
+
+
+def test_rates_and_settings_that_differ_are_in_the_table(tmp_path: Path) -> None:
+    old = KINDS["mlflow_files"](drawn(learns, seed=1), tmp_path / "old")
+    new = KINDS["mlflow_files"](
+        drawn(learns, seed=1, lr=lambda step: 1e-3 if step < 90 else 5e-4), tmp_path / "new"
+    )
+    (new / "params" / "optimizer").write_text("sgd")
+    said = engine_here("diagnose", new, "--baseline", old, "--json").stdout
+    found = {one["name"]: one for one in json.loads(said)["compared"]}
+    assert found["lr"]["why"] == "in 511 of 600 steps, first 90" and found["lr"]["new"] == 5e-4
+    assert (found["optimizer"]["new"], found["optimizer"]["old"]) == ("sgd", "adamw")
+    assert found["loss"]["why"] == ""
+
+
+@pytest.mark.parametrize(("name", "codes"), [("nan", (1, 1)), ("spike", (0, 1))])
+def test_a_continuous_integration_fails_on_what_it_names(
+    name: str, codes: tuple[int, int], tmp_path: Path
+) -> None:
+    path = KINDS["table"](FAULTS[name].points, tmp_path)
+    asked = ("wrong", "suspect")
+    assert tuple(engine_here("diagnose", path, "--fail-on", on).returncode for on in asked) == codes
+    assert (
+        engine_here(
+            "diagnose", KINDS["table"](SOUND["short"], tmp_path), "--fail-on", "suspect"
+        ).returncode
+        == 0
+    )
