@@ -62,7 +62,10 @@ _HINTS = ("loss", "step", "iter", "itr", "batch", "update", "it=", "it:", "it ")
 """One of these is in every line with values."""
 _PREFIX, _LONGER = 4, 8
 """Characters that alike lines begin with, and by which their lengths may differ."""
-_NOT_SKIPPED = re.compile(r"[nN][aA][nN]|[iI]nf|val|rror")
+_ODD = ("nan", "NaN", "NAN", "inf", "Inf", "val", "rror")
+"""Signs of a line that is parsed in any case."""
+_CHUNK, _AGAIN = 1 << 20, "\0"
+"""Characters read at once; end of a part of a line that the next part overwrites on a screen."""
 _NAMES_MOST = 1000
 _BARS_MOST = 1 << 20
 _SHOWN = 80
@@ -89,21 +92,33 @@ def read_text_log(recorded: Recorded, given: Mapping[str, str]) -> None:
 
 def read_lines(recorded: Recorded, file: TextIO) -> None:
     """Read a stream of text. Raises BadInput where it has neither a value nor a crash."""
-    lines = _Lines(recorded)
-    readline, most, is_odd = file.readline, limits.LOG_LINE.most, _NOT_SKIPPED.search
-    while line := readline(most):
-        # A line whose values would be thinned out is not parsed, if it looks as the one before and has no NaN.
-        if (
-            lines.skip
-            and line[:_PREFIX] == lines.shape
-            and -_LONGER <= len(line) - lines.length <= _LONGER
-            and is_odd(line) is None
-        ):
-            lines.skip -= 1
-            lines.skipped += 1
-            lines.number += line[-1] == "\n"
-        else:
-            lines.take(line)
+    lines, rest = _Lines(recorded), ""
+    while chunk := file.read(_CHUNK):
+        if chunk.endswith("\r"):
+            chunk += file.read(1)
+        if "\r" in chunk:  # a bar is drawn again in its line
+            chunk = chunk.replace("\r\n", "\n").replace("\r", f"{_AGAIN}\n")
+        whole = rest + chunk
+        parts = whole.split("\n")
+        rest = parts.pop()
+        if len(rest) > limits.LOG_LINE.most:
+            parts.append(rest + _AGAIN)
+            rest = ""
+        may_be_odd = any(sign in whole for sign in _ODD)
+        for line in parts:
+            # A line whose values would be thinned out is not parsed, if it looks as the one before and has no NaN.
+            if (
+                lines.skip
+                and line[:_PREFIX] == lines.shape
+                and -_LONGER <= len(line) - lines.length <= _LONGER
+                and not (may_be_odd and any(sign in line for sign in _ODD))
+            ):
+                lines.skip -= 1
+                lines.skipped += 1
+                lines.number += not line.endswith(_AGAIN)
+            else:
+                lines.take(line)
+    lines.take(rest)
     lines.end()
 
 
@@ -144,7 +159,7 @@ class _Lines:
 
     def take(self, line: str) -> None:
         number = self.number
-        self.number += line.endswith("\n")
+        self.number += not line.endswith(_AGAIN)
         self.with_values += self.skipped
         if self.counted:
             self.step = (self.step or 0) + self.skipped
@@ -152,7 +167,7 @@ class _Lines:
             for name in self.last_names:
                 self.recorded.series[name].seen += self.skipped
             self.skip = self.skipped = 0
-        text = line.strip()
+        text = line.rstrip(_AGAIN).strip()
         if not text:
             return
         if "\x1b" in text:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -211,3 +212,21 @@ def test_a_long_curve_is_thinned_and_each_nan_is_kept(tmp_path: Path) -> None:
     code, found = diagnosed(path)
     assert code == 2 and "loss was nan in steps 30001 to 30004" in found["verdict"]["line"]
     assert "of long curves every 4th value is judged, and each that is not finite" in found["read"]
+
+
+@pytest.mark.soak
+def test_a_gigabyte_of_text_takes_under_a_minute_and_300_mb(tmp_path: Path) -> None:
+    path = tmp_path / "long.log"
+    with path.open("w") as file:
+        for begin in range(0, 21_000_000, 100_000):
+            steps = range(begin, begin + 100_000)
+            file.write(
+                "".join(f"iter {n}: loss 2.{n % 97:04}, time 5.12ms, mfu 31.41%\n" for n in steps)
+            )
+    assert path.stat().st_size > 1e9
+    code = "import sys, resource; from engine.cli.main import main; main(['diagnose', sys.argv[1]])"
+    code += "; print(resource.getrusage(resource.RUSAGE_SELF))"
+    done = subprocess.run([sys.executable, "-c", code, path], capture_output=True, text=True)
+    used = dict(re.findall(r"(ru_utime|ru_stime|ru_maxrss)=([\d.]+)", done.stdout))
+    assert float(used["ru_utime"]) + float(used["ru_stime"]) < 60, used
+    assert int(used["ru_maxrss"]) < 300_000, used
