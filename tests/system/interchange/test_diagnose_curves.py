@@ -15,6 +15,7 @@ from engine.interchange.sources import Recorded
 from engine.watch.verdict_line import HEALTHY, RunVerdict, verdict_of
 from tests.support.curves import drawn, faults, healthy, learns, named
 from tests.support.foreign_logs import KINDS
+from tests.support.perf import within
 from tests.support.running import engine_here
 
 FAULTS, SOUND = faults(), healthy()
@@ -79,6 +80,7 @@ def test_memory_that_grows_to_the_end_is_named_and_one_that_settles_is_not(tmp_p
     assert judged(tmp_path / "settles.log")[0].level == HEALTHY
 
 
+@pytest.mark.perf
 def test_thirty_logs_take_few_seconds_of_a_processor(tmp_path: Path) -> None:
     texts = ("nanogpt", "torchtitan", "table", "trainer_state", "mlflow_files")
     logs = [
@@ -87,7 +89,7 @@ def test_thirty_logs_take_few_seconds_of_a_processor(tmp_path: Path) -> None:
     judged(logs[0])
     began_s = time.process_time()
     assert all(judged(path)[0].level == HEALTHY for path in logs)
-    assert time.process_time() - began_s < 7.5, "0.09 s each, on an idle machine"
+    within(time.process_time() - began_s, 4.5)
 
 
 def test_a_log_is_compared_with_another_beyond_their_noise(tmp_path: Path) -> None:
