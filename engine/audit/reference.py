@@ -267,6 +267,53 @@ class PlainDecoder:
         return _layer(self.shape, index, self.pairs, *given)
 
 
+@dataclass(frozen=True, slots=True)
+class LowRank:
+    """An adapter of a matrix: W + scale B A is used in its place."""
+
+    a_RI: Tensor
+    b_OR: Tensor
+    scale: float
+
+
+@dataclass(frozen=True, slots=True)
+class AdaptedDecoder:
+    """A plain decoder with adapters, as a `Runs`: of W + s B A the gradients are dA = s B^T dW and dB = s dW A^T."""
+
+    plain: PlainDecoder
+    """The decoder with the adapters merged into its weights (`merged`)."""
+    adapters: Mapping[str, LowRank]
+    """Adapters by the name of their matrix."""
+
+    def forward(
+        self, tokens_BT: Tensor, documents_BT: Tensor, *, keep: bool = False, rounding: float = 0.0
+    ) -> Forward:
+        return self.plain.forward(tokens_BT, documents_BT, keep=keep, rounding=rounding)
+
+    def backward(
+        self, passes: Sequence[Forward], upstream: Sequence[Tensor]
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Yield the name and the gradient of every A and B."""
+        for name, gradient_OI in self.plain.backward(passes, upstream):
+            if (one := self.adapters.get(name)) is not None:
+                stem, wide = name.removesuffix(".weight"), gradient_OI.dtype
+                yield f"{stem}.lora_A", one.scale * one.b_OR.to(wide).T @ gradient_OI
+                yield f"{stem}.lora_B", one.scale * gradient_OI @ one.a_RI.to(wide).T
+
+
+def merged(weight: Weight, adapters: Mapping[str, LowRank]) -> Weight:
+    """Return weights with adapters added, in the dtype of the weights."""
+
+    def found(name: str, rows_N: Tensor | None = None) -> Tensor:
+        base = weight(name, rows_N)
+        if (one := adapters.get(name)) is None:
+            return base
+        b_OR = one.b_OR if rows_N is None else one.b_OR[rows_N]
+        return base + one.scale * b_OR.to(base.dtype) @ one.a_RI.to(base.dtype)
+
+    return found
+
+
 def _widened(weight: Weight, rounding: float) -> Weight:
     if not 0 < rounding <= FP32_ROUNDING:
         return weight

@@ -25,7 +25,9 @@ from engine.errors import EngineError, WeightsError
 from engine.formats.open import open_weights
 from engine.formats.safetensors import dtype_code
 from engine.formats.weights import WeightFile
+from engine.models.adapter import ADAPTER_FILE, adapter_tensors, is_adapted
 from engine.models.config import ModelConfig
+from engine.models.decoder import Decoder
 from engine.models.load import load_decoder, sources
 from engine.models.read_config import config_of
 from engine.models.transformers_config import TransformersConfig
@@ -69,6 +71,36 @@ class Artefact:
         return str(self.dtype).removeprefix("torch.")
 
 
+def _adapter(student: Decoder, saved: Artefact) -> Answer:
+    """Compare the adapters in the folder with those in memory. An adapter whose B is still 0 got no gradient."""
+    live = adapter_tensors(student, saved.dtype)
+    numbers = Numbers(tensors=len(live))
+    try:
+        with open_weights(saved.folder / ADAPTER_FILE) as weights:
+            read = {name: weights.get(name) for name in weights.tensors}
+    except EngineError as error:
+        return numbers.failed(f"{saved.folder.name} cannot be read: {error}")
+    differing = sorted(live.keys() ^ read.keys())
+    differing += [
+        name
+        for name, tensor in live.items()
+        if isinstance(stored := read.get(name), Tensor)
+        and not same_bits(stored.to(tensor.device), tensor)
+    ]
+    if differing:
+        return numbers.failed(
+            f"{len(differing)} of {len(live)} adapter tensors differ from the trained ones, first {differing[0]}"
+        )
+    unmoved = [name for name, tensor in live.items() if ".lora_B." in name and not tensor.any()]
+    if unmoved:
+        return numbers.failed(
+            f"{len(unmoved)} of {len(live) // 2} adapters are still 0, first {unmoved[0]}: no gradient reached them"
+        )
+    return numbers.passed(
+        f"{len(live)} adapter tensors, read back, are the trained ones, and every adapter moved"
+    )
+
+
 def samples_of(student: nn.Module) -> dict[str, Sample]:
     return {name: Sample(parameter) for name, parameter in student.named_parameters()}
 
@@ -76,6 +108,8 @@ def samples_of(student: nn.Module) -> dict[str, Sample]:
 @torch.no_grad()
 def artefact(context: Context, saved: Artefact) -> Answer:
     student = context.student
+    if is_adapted(student):
+        return _adapter(student, saved)
     live: dict[str, Tensor] = student.state_dict()
     numbers = Numbers(tensors=len(live))
     differing, other_type, found = [], [], set()

@@ -4,6 +4,7 @@
     engine init --teacher Qwen2.5-7B --student Qwen2.5-0.5B --data corpus.jsonl
     engine init --teacher T.gguf --student student.json --data texts/ --name small
     engine init --teacher T --student runs/first/student --data texts/ --on-policy
+    engine init --teacher T --student Qwen2.5-7B --data chats.jsonl --adapter
 
 The spec is NAME.toml in this folder; it prints what was found in the files. Nothing is written where an input
 cannot be used, and a file that exists stays as it is without --force. Without a terminal nothing is asked.
@@ -36,7 +37,7 @@ HELP = "write a first spec from a teacher, a student and data"
 LONGEST_ROW, SHORTEST_ROW = 1024, 32
 HELD_OUT = (0.08, 0.2, 0.5)
 """Shares of the documents to hold out, the first that leaves a row of text on both sides."""
-LR_FRESH, LR_TRAINED, LR_ON_POLICY = 3e-4, 5e-5, 1e-5
+LR_FRESH, LR_TRAINED, LR_ON_POLICY, LR_ADAPTER = 3e-4, 5e-5, 1e-5, 2e-4
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -61,6 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--name", metavar="NAME", help="of the spec: NAME.toml (kd)")
     add_flag(parser, "--on-policy", "the student learns on text that it writes itself")
+    add_flag(parser, "--adapter", "train low-rank adapters of the student, which stays frozen")
     add_flag(parser, "--force", "replace NAME.toml where it exists")
     add_json(parser, "print the path and what was found as one JSON value on stdout")
 
@@ -112,6 +114,10 @@ def run(arguments: argparse.Namespace) -> int:
             "a shape without weights",
             hint="train one on the corpus first, and go on from its folder: --student RUN/student",
         )
+    if arguments.adapter and student.fresh:
+        raise BadInput.expected(
+            "--adapter", student.path, "a trained student to adapt", "a shape without weights"
+        )
     data = _answer(
         "--data",
         arguments.data,
@@ -119,7 +125,7 @@ def run(arguments: argparse.Namespace) -> int:
         lambda given: _as_data(given, arguments.columns),
     )
     text, inputs, size, spec = _first_that_fits(
-        path, teacher, student, data, arguments.columns, arguments.on_policy
+        path, teacher, student, data, arguments.columns, arguments.on_policy, arguments.adapter
     )
 
     from engine.log.folder import write_whole
@@ -255,7 +261,13 @@ def _is_shape(path: Path) -> bool:
 
 
 def _first_that_fits(
-    path: Path, teacher: Model, student: Model, data: str, columns: str, on_policy: bool
+    path: Path,
+    teacher: Model,
+    student: Model,
+    data: str,
+    columns: str,
+    on_policy: bool,
+    adapter: bool,
 ) -> tuple[str, Inputs, DataSize, RunSpec]:
     """Return the text of a spec that is sound, with what its check found. Of a small corpus the longest rows are
     taken that leave one on each side of the split.
@@ -281,7 +293,16 @@ def _first_that_fits(
     for held_out in HELD_OUT:
         for seq_len in lengths:
             text = _text(
-                path, teacher, student, data, columns, seq_len, held_out, has_chats, on_policy
+                path,
+                teacher,
+                student,
+                data,
+                columns,
+                seq_len,
+                held_out,
+                has_chats,
+                on_policy,
+                adapter,
             )
             spec = spec_of_text(text, path)
             if inputs is None:
@@ -307,6 +328,7 @@ def _text(
     held_out: float,
     has_chats: bool,
     on_policy: bool,
+    adapter: bool,
 ) -> str:
     named = f"columns = {_quoted(columns)}\n" if columns else ""
     share = (
@@ -314,6 +336,12 @@ def _text(
     )
     packing = 'packing = "documents"  # no conversation is cut that fits\n' if has_chats else ""
     lr = LR_FRESH if student.fresh else LR_ON_POLICY if on_policy else LR_TRAINED
+    adapted = ""
+    if adapter:
+        lr = LR_ADAPTER
+        adapted = (
+            'adapter = "lora"  # of a frozen student; saved as peft saves it\nadapter_rank = 16\n'
+        )
     objective = """\
 [loss]
 alpha = 0.3  # weight of the cross entropy; the teacher's is 1 - alpha
@@ -336,7 +364,7 @@ path = {_quoted(teacher.path)}  # {teacher.about}
 
 [student]
 {"config" if student.fresh else "path"} = {_quoted(student.path)}  # {student.about}
-
+{adapted}
 [data]
 corpus = {_quoted(data)}
 {named}seq_len = {seq_len}  # tokens in a row

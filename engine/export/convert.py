@@ -27,7 +27,9 @@ Host memory: one tensor; for a folder of safetensors, one shard of at most `SHAR
 
 from __future__ import annotations
 
+import dataclasses
 import math
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -46,10 +48,18 @@ from engine.files import read_text
 from engine.formats.apr_write import write_apr
 from engine.formats.gguf_write import write_gguf
 from engine.formats.open import open_weights
+from engine.formats.tokenizer import FILE_NAME
 from engine.formats.weights import WeightFile, read_json_object
 from engine.model_families import ROPE_DIVISORS
+from engine.models.adapter import adapter_folder
 from engine.models.config import ModelConfig
-from engine.models.load import non_finite_values, refuse_non_finite, sources
+from engine.models.load import (
+    load_decoder,
+    non_finite_values,
+    refuse_non_finite,
+    save_decoder,
+    sources,
+)
 from engine.models.names import (
     APR_HALVES,
     APR_NEIGHBOURS,
@@ -148,7 +158,8 @@ def convert(
     device: str | torch.device = "cpu",
     on_tensor: Callable[[Progress], None] = lambda progress: None,
 ) -> Converted:
-    """Write the model in `source` to `target`, which must not exist; `device` does the arithmetic.
+    """Write the model in `source` to `target`, which must not exist; `device` does the arithmetic. An adapter is merged
+    into its base in fp32 first, in a temporary folder next to the target.
 
     `tokenizer=False` leaves the tokenizer out, for one that the new format cannot represent. `origin` adds
     metadata about the model to a GGUF or .apr file: `name`, `license`, ... Raises `WeightsError`,
@@ -164,6 +175,26 @@ def convert(
         raise WeightsError.expected(
             "target", target, "a path where nothing is yet", "something", hint="choose another name"
         )
+    if (folder := adapter_folder(source)) is not None:
+        with tempfile.TemporaryDirectory(prefix=".merged-", dir=target.absolute().parent) as parent:
+            merged = Path(parent) / "model"
+            extras = [
+                folder / name
+                for name in (FILE_NAME, TEMPLATE_FILE, TOKENIZER_CONFIG_FILE)
+                if (folder / name).is_file()
+            ]
+            save_decoder(load_decoder(folder), merged, torch.float32, extra_files=extras)
+            done = convert(
+                merged,
+                target,
+                quant,
+                format_=format_,
+                tokenizer=tokenizer,
+                origin=origin,
+                device=device,
+                on_tensor=on_tensor,
+            )
+        return dataclasses.replace(done, source=source)
     with open_weights(source) as weights:
         # The formats know the names of our own families.
         config = config_of(weights, NATIVE)

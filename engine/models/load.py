@@ -50,6 +50,14 @@ from engine.formats.weights import WeightFile
 from engine.formats.writing import fsync_folder, unwritable
 from engine.kernels.dequantize import dequantize_rows, has_triton
 from engine.kernels.linear import Scratch
+from engine.models.adapter import (
+    adapter_folder,
+    base_of,
+    is_adapted,
+    merge,
+    read_adapter,
+    write_adapter,
+)
 from engine.models.config import CONFIG_FILE, ModelConfig
 from engine.models.decoder import Decoder
 from engine.models.frozen import hold
@@ -82,7 +90,7 @@ from engine.models.transformers_decoder import (
 from engine.quant.planes import PackedMatrix, pack
 from engine.quant.tensor import QuantTensor
 from engine.signals import partial_output
-from engine.spec.sections import ModelSection
+from engine.spec.sections import ModelSection, StudentSection
 
 Loaded: TypeAlias = Callable[[Decoder, nn.Module], None]
 """Called with the decoder that is being loaded and its next complete layer."""
@@ -129,10 +137,14 @@ def load_decoder(
     how: ModelSection = AUTO,
 ) -> Decoder:
     """Load the decoder from a model folder, a weight file or an open one, cast to `dtype` on
-    `device`. `how` says which engine runs it.
+    `device`. `how` says which engine runs it. An adapter's folder gives its base with the adapter merged.
 
     Raises `WeightsError`.
     """
+    if (folder := adapter_folder(source)) is not None:
+        about = read_adapter(folder)
+        decoder = load_decoder(base_of(folder, about), torch.float32, device, how)
+        return merge(decoder, folder, about).to(dtype)
     with opened(source) as weights:
         config = config_of(weights, how)
         if isinstance(config, TransformersConfig):
@@ -329,8 +341,10 @@ def save_decoder(
     folder: str | Path,
     dtype: torch.dtype,
     extra_files: Iterable[str | Path] = (),
+    student: StudentSection | None = None,
 ) -> None:
-    """Write `config.json` and `model.safetensors` in `dtype`, and copies of `extra_files`.
+    """Write `config.json` and `model.safetensors` in `dtype`, and copies of `extra_files`; of a decoder with adapters
+    these alone, with the settings `student`.
 
     `folder` must not exist yet, and appears only when all of it is on disk. Raises `WeightsError`
     and `DiskFull`.
@@ -346,6 +360,8 @@ def save_decoder(
     with new_folder(folder) as partial:
         if isinstance(decoder, TransformersDecoder):
             save_transformers_decoder(decoder, partial, dtype)
+        elif student is not None and is_adapted(decoder):
+            write_adapter(decoder, partial, dtype, student)
         else:
             _write_native(decoder, partial, dtype)
         for extra in extras:

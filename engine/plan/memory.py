@@ -73,6 +73,7 @@ from engine.loss.chunks import (
     logits_buffers,
 )
 from engine.machine.reading import Reading
+from engine.models.adapter import adapter_parameters
 from engine.models.config import ModelConfig, count_parameters
 from engine.models.packed_size import SCRATCH_LIMIT_BYTES
 from engine.models.transformers_config import TransformersConfig
@@ -245,6 +246,11 @@ class MemoryPlan:
     """The identity of the store that the backend `cached` would read."""
 
     @property
+    def adapted(self) -> bool:
+        """Whether only adapters of the student are trained."""
+        return self.spec.student.adapter != "none"
+
+    @property
     def fused_loss(self) -> bool:
         return self.spec.loss.kernel == "fused"
 
@@ -313,7 +319,8 @@ class MemoryPlan:
         return self.spec.train.rows * self.spec.data.seq_len
 
     def student_pass(self, rows: int) -> Forward:
-        forward = self._pass(self.student, rows, self.each, 4)
+        # The residual of a frozen student is in the dtype of its weights.
+        forward = self._pass(self.student, rows, self.each, self.each if self.adapted else 4)
         return replace(
             forward,
             packed=self.spec.student.attention == "packed" and self.each == 2,
@@ -495,13 +502,18 @@ def _stored_items(plan: MemoryPlan, config: ModelConfig, stored: Identity) -> It
 
 
 def _student_items(plan: MemoryPlan) -> Iterator[BudgetItem]:
-    parameters, layers = count_parameters(plan.student), plan.student.num_hidden_layers
+    base, parameters, layers = 0, count_parameters(plan.student), plan.student.num_hidden_layers
+    if plan.adapted:
+        base = plan.each * parameters
+        parameters = adapter_parameters(plan.student, plan.spec.student)
     count, tokens = format_count(parameters), plan.tokens
     of_all = f", shared by {plan.ranks} GPUs" if plan.ranks > 1 else ""
     yield BudgetItem(
         "student weights",
-        plan.share(4 * parameters),
-        f"{count} x 4 bytes{of_all}",
+        plan.share(base + 4 * parameters),
+        f"{format_bytes(base)} frozen, and adapters, {count} x 4 bytes"
+        if base
+        else f"{count} x 4 bytes{of_all}",
         lasting=True,
     )
     yield BudgetItem(
@@ -558,6 +570,8 @@ def _student_items(plan: MemoryPlan) -> Iterator[BudgetItem]:
 def _loss_items(plan: MemoryPlan) -> Iterator[BudgetItem]:
     student, tokens = plan.student, plan.tokens
     width, head = student.hidden_size, student.vocab_size * student.hidden_size
+    # The head of a student with adapters is frozen.
+    trained = 0 if plan.adapted else head
     chunk = plan.chunk_rows
     buffers = logits_buffers(
         None if plan.teacher_in_loss is None else plan.spec.loss.divergence,
@@ -588,8 +602,8 @@ def _loss_items(plan: MemoryPlan) -> Iterator[BudgetItem]:
     )
     yield BudgetItem(
         "gradients of the loss",
-        4 * (head + tokens * width),
-        f"4 bytes x (head {format_count(head)} + hidden {format_count(tokens * width)})",
+        4 * (trained + tokens * width),
+        f"4 bytes x (head {format_count(trained)} + hidden {format_count(tokens * width)})",
         phases=(_LOSS, _BACKWARD),
     )
     narrow_each = plan.each if plan.each < 4 else 0
@@ -612,7 +626,7 @@ def _loss_items(plan: MemoryPlan) -> Iterator[BudgetItem]:
     first = inside + (4 + plan.each) * tokens * width + kept // student.num_hidden_layers
     yield BudgetItem(
         "end of backward",
-        max(4 * head * again + 4 * tokens * width, first),
+        max(4 * trained * again + 4 * tokens * width, first),
         "the larger of the embedding's gradients not yet summed and the first layer's",
         phases=(_LAST,),
     )
@@ -627,7 +641,7 @@ def _operands(plan: MemoryPlan) -> int:
     vocabulary, tokens, width = plan.student.vocab_size, plan.tokens, plan.student.hidden_size
     each = plan.each
     total = tokens * width * (each if each == 4 else 2 * each)
-    if plan.on_gpu and each < 4:
+    if plan.on_gpu and each < 4 and not plan.adapted:
         total += each * vocabulary * width
     elif each < 4:
         total += 4 * tokens * width

@@ -181,6 +181,31 @@ class StudentSection:
         "pass (on), or kept in between (off). auto keeps them where they fit.",
         allowed=SWITCH,
     )
+    adapter: str = setting(
+        "none",
+        "Train low-rank adapters of a frozen student (lora) instead of its weights (none). The student that is saved "
+        "is the adapter, as peft saves it.",
+        allowed=("none", "lora"),
+        changes_results=True,
+    )
+    adapter_rank: int = setting(16, "Rank of the adapters.", low=1, most=4096, changes_results=True)
+    adapter_alpha: float = setting(
+        32.0,
+        "Adapters are multiplied by this over their rank.",
+        above=0.0,
+        most=1e6,
+        changes_results=True,
+    )
+    adapter_rslora: bool = setting(
+        False,
+        "Divide adapter_alpha by the root of the rank instead of the rank.",
+        changes_results=True,
+    )
+    adapter_targets: str = setting(
+        "all",
+        "Matrices of the layers that get adapters: all, attention, or names such as q_proj,v_proj.",
+        changes_results=True,
+    )
     save_as: str = setting(
         "fp32",
         "Number format of the saved student; checkpoints are always fp32.",

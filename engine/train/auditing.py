@@ -42,6 +42,7 @@ from engine.data.batches import IGNORED, Batch, Batches
 from engine.data.tokens import TokenStream
 from engine.formats.open import open_weights
 from engine.log.events import CHECKS, StepDone, nan_if_absent
+from engine.models.adapter import LoraLinear, is_adapted
 from engine.models.config import count_parameters
 from engine.models.decoder import Decoder
 from engine.models.head import Head, operand_dtype
@@ -298,6 +299,8 @@ class StepAudit(StepObserver):
         trainer, spec = self.trainer, self.spec
         student = trainer.student
         narrow = operand_dtype(seen.passes[0].hidden_ND.to(trainer.dtype))
+        if is_adapted(student):
+            weights = {**dict(student.named_buffers()), **weights}
         student_head, head_name = reference.LOGITS, _head_name(student)
         if head_name:
             # In the dtype of the matmul to logits; read for every chunk of the loss.
@@ -359,7 +362,18 @@ class StepAudit(StepObserver):
         if isinstance(student, TransformersDecoder):
             buffers = dict(student.named_buffers())
             return SameModule(student, {**buffers, **weights}, device)
-        return reference.PlainDecoder(shape_of(student.config), _weight(weights, device))
+        shape, weight = shape_of(student.config), _weight(weights, device)
+        adapters = {
+            f"{path}.weight": reference.LowRank(
+                weights[f"{path}.lora_A"], weights[f"{path}.lora_B"], module.scale
+            )
+            for path, module in student.named_modules()
+            if isinstance(module, LoraLinear)
+        }
+        if not adapters:
+            return reference.PlainDecoder(shape, weight)
+        plain = reference.PlainDecoder(shape, reference.merged(weight, adapters))
+        return reference.AdaptedDecoder(plain, adapters)
 
     def _wanted(self, step: int, passes: Sequence[_SeenPass]) -> Wanted:
         trainer, train = self.trainer, self.spec.train

@@ -31,6 +31,7 @@ from engine.formats.safetensors import tensors_sha256
 from engine.log.beats import BeatWriter
 from engine.log.events import Evaluated, ModelReady, Note, Phase
 from engine.log.view import RunView
+from engine.models.adapter import adapt
 from engine.models.config import ModelConfig, count_parameters
 from engine.models.decoder import Decoder, Tensors
 from engine.models.frozen import join
@@ -196,6 +197,17 @@ class Builder:
     def untrained(self) -> Decoder:
         """Return the student as it is before the first step, on its device; the same each time."""
         spec, device = self.spec, self.device
+        if spec.student.adapter != "none":
+            dtype = torch_dtype(spec.student.precision)
+            base = load_decoder(Path(spec.student.path), dtype, device, spec.model)
+            if not base.config.native:
+                raise BadInput.expected(
+                    "student.adapter",
+                    spec.student.path,
+                    "a model that the native decoder runs",
+                    "one that transformers runs",
+                )
+            return adapt(base, spec.student, spec.train.seed)
         if spec.student.path:
             return load_decoder(Path(spec.student.path), torch.float32, device, spec.model)
         return new_decoder(self.plan.inputs.student, seed=spec.train.seed).to(device)

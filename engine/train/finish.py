@@ -32,16 +32,19 @@ from engine.redact import Redactor
 from engine.runtime.device import torch_dtype
 from engine.sealing import digest, now_utc
 from engine.spec import RunSpec
+from engine.spec.sections import StudentSection
 from engine.train.beside import Beside
 from engine.version import VERSION
 
 
-def save_student(folder: RunFolder, student: Decoder, inputs: Inputs, save_as: str) -> StudentSaved:
+def save_student(
+    folder: RunFolder, student: Decoder, inputs: Inputs, section: StudentSection
+) -> StudentSaved:
     """Save the student with its tokenizer, atomically, and return the event to log.
 
-    The event's sha256 is that of the tensors in `save_as`.
+    The event's sha256 is that of the tensors in `student.save_as`.
     """
-    dtype = torch_dtype(save_as)
+    dtype = torch_dtype(section.save_as)
     sha256 = Beside(partial(tensors_sha256, _Rounded(student, dtype)), "hash of the student")
     if folder.student.is_dir():
         # An earlier session was killed after it saved the student and before it logged that. This session
@@ -56,7 +59,7 @@ def save_student(folder: RunFolder, student: Decoder, inputs: Inputs, save_as: s
     files = [tokenizer]
     if inputs.template is not None:
         files += _template_files(folder, inputs.template)
-    save_decoder(student, folder.student, dtype, extra_files=files)
+    save_decoder(student, folder.student, dtype, extra_files=files, student=section)
     size = sum(file.stat().st_size for file in folder.student.iterdir())
     return StudentSaved(path=str(folder.student), size_bytes=size, sha256=sha256.result())
 

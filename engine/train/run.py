@@ -33,6 +33,7 @@ from engine.log.follow import Follower
 from engine.log.view import RunView
 from engine.log.write import LogWriter
 from engine.log.written import WRITTEN_BY
+from engine.models.adapter import is_adapted
 from engine.models.decoder import Decoder
 from engine.models.load import load_decoder
 from engine.models.packed import head_of
@@ -441,6 +442,12 @@ class _Job:
         """
         trainer.optimizer.zero_grad(set_to_none=True)
         trainer.optimizer.state.clear()
+        if is_adapted(trainer.student):
+            # Its file has been compared with it bit by bit; its base need not be loaded once more.
+            loop.evaluate(
+                "student", trainer.student.hidden, head_of(trainer.student), trainer, saved=True
+            )
+            return
         saved = load_decoder(self.folder.student, torch.float32, trainer.device, self.asked.model)
         saved.run_like(trainer.student)
         loop.evaluate("student", saved.hidden, head_of(saved), trainer, saved=True)
@@ -480,7 +487,7 @@ class _Job:
         student = whole_student(trainer.student)
         if not self.ranks.first:
             return
-        saved = save_student(self.folder, student, inputs, self.spec.student.save_as)
+        saved = save_student(self.folder, student, inputs, self.spec.student)
         files = Beside(partial(digest_files, self.folder.student), "hash of the student's files")
         self.log(Phase(name="reading the saved student back", detail=str(self.folder.student)))
         proof = Artefact(

@@ -1,0 +1,277 @@
+"""Low-rank adapters (LoRA, Hu et al. 2021, arXiv 2106.09685): a frozen decoder of which small matrices are trained.
+
+    y = W x + b + s B A x        A (R, I) and B (O, R) in fp32; s = alpha / R, or alpha / sqrt(R) (rsLoRA, arXiv
+                                 2312.03732)
+
+B is 0 at first, so that the decoder begins as its base. The base's weights are buffers that are no part of the state
+dict: what a checkpoint and an optimizer hold are A and B alone.
+
+Adapters are saved as the peft library saves them, with Hugging Face names, and merged into their base when they are
+loaded: W + s B A, in fp32.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from engine import limits
+from engine.errors import BadInput, WeightsError
+from engine.files import read_json_object
+from engine.formats.open import open_weights
+from engine.formats.safetensors import write_safetensors
+from engine.models.config import ModelConfig
+from engine.models.decoder import Decoder
+from engine.models.names import expected_tensors, hf_names
+from engine.spec.sections import StudentSection
+
+# Shapes: N rows of x, I inputs, O outputs, R rank
+
+ADAPTER_CONFIG, ADAPTER_FILE = "adapter_config.json", "adapter_model.safetensors"
+TARGETS = {
+    "attention": ("attention.q", "attention.k", "attention.v", "attention.o"),
+    "mlp": ("mlp.gate", "mlp.up", "mlp.down"),
+}
+"""Names of a layer's matrices by group; `all` are those of both."""
+_PREFIX = "base_model.model."
+
+
+class LoraLinear(nn.Module):
+    """A frozen linear layer with an adapter."""
+
+    def __init__(self, base: nn.Linear, rank: int, scale: float) -> None:
+        super().__init__()
+        self.weight: Tensor
+        self.bias: Tensor | None
+        self.register_buffer("weight", base.weight.detach(), persistent=False)
+        bias = None if base.bias is None else base.bias.detach()
+        self.register_buffer("bias", bias, persistent=False)
+        out_features, in_features = base.weight.shape
+        device = base.weight.device
+        self.lora_A = nn.Parameter(torch.zeros(rank, in_features, device=device))
+        self.lora_B = nn.Parameter(torch.zeros(out_features, rank, device=device))
+        self.scale = scale
+
+    def forward(self, x: Tensor) -> Tensor:
+        low = F.linear(F.linear(x, self.lora_A.to(x.dtype)), self.lora_B.to(x.dtype))
+        return F.linear(x, self.weight, self.bias) + self.scale * low
+
+
+def is_adapted(decoder: nn.Module) -> bool:
+    return any(isinstance(module, LoraLinear) for module in decoder.modules())
+
+
+def scale_of(rank: int, alpha: float, rslora: bool) -> float:
+    return alpha / (math.sqrt(rank) if rslora else rank)
+
+
+def targets_of(config: ModelConfig, targets: str) -> dict[str, str]:
+    """Return our name -> Hugging Face name of each module that gets an adapter.
+
+    `targets` is `all`, `attention`, or Hugging Face names such as `q_proj,v_proj`. Raises BadInput for a name that no
+    layer has, and for a matrix that is only part of one in the files (q, k and v of Phi-3), which peft cannot adapt
+    alone.
+    """
+    names = hf_names(config)
+    shared = Counter(names.values())
+    found = {}
+    wanted = {one.strip() for one in targets.split(",")}
+    groups = {"all": (*TARGETS["attention"], *TARGETS["mlp"]), "attention": TARGETS["attention"]}
+    chosen = {one for name in wanted for one in groups.get(name, ())}
+    known = set()
+    for ours, theirs in names.items():
+        module, hf_module = ours.removesuffix(".weight"), theirs.removesuffix(".weight")
+        inside = module.split(".", 2)[-1] if module.startswith("layers.") else ""
+        if not ours.endswith(".weight") or inside not in groups["all"]:
+            continue
+        last = hf_module.rpartition(".")[2]
+        known.add(last)
+        if inside not in chosen and last not in wanted:
+            continue
+        if shared[theirs] > 1:
+            raise BadInput.expected(
+                "student.adapter_targets",
+                targets,
+                "matrices that are tensors of their own",
+                f"{last}, which holds several",
+            )
+        found[module] = hf_module
+    if unknown := sorted(wanted - known - groups.keys()):
+        raise BadInput.expected(
+            "student.adapter_targets",
+            targets,
+            f"all, attention, or some of {', '.join(sorted(known))}",
+            ", ".join(unknown),
+        )
+    return found
+
+
+def adapter_parameters(config: ModelConfig, student: StudentSection) -> int:
+    """Return how many numbers the adapters of a student have. Raises BadInput."""
+    shapes = expected_tensors(config)
+    targets = targets_of(config, student.adapter_targets).values()
+    return student.adapter_rank * sum(sum(shapes[f"{name}.weight"]) for name in targets)
+
+
+def adapt(decoder: Decoder, student: StudentSection, seed: int) -> Decoder:
+    """Freeze a decoder in place and give it adapters. A is drawn as peft draws it, by `seed`. Raises BadInput."""
+    targets = targets_of(decoder.config, student.adapter_targets)
+    scale = scale_of(student.adapter_rank, student.adapter_alpha, student.adapter_rslora)
+    generator = torch.Generator().manual_seed(seed)
+    for name in targets:
+        base = decoder.get_submodule(name)
+        assert isinstance(base, nn.Linear)
+        layer = LoraLinear(base, student.adapter_rank, scale)
+        bound = 1 / math.sqrt(base.in_features)
+        drawn = torch.empty(layer.lora_A.shape).uniform_(-bound, bound, generator=generator)
+        with torch.no_grad():
+            layer.lora_A.copy_(drawn)
+        decoder.set_submodule(name, layer)
+    for module in decoder.modules():
+        if isinstance(module, LoraLinear):
+            continue
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            delattr(module, name)
+            module.register_buffer(name, parameter.detach(), persistent=False)
+    return decoder
+
+
+def adapter_tensors(decoder: Decoder, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Return the adapters in `dtype` by the names that peft gives them."""
+    names = hf_names(decoder.config)
+    return {
+        f"{_PREFIX}{names[f'{path}.weight'].removesuffix('.weight')}.{part}.weight": getattr(
+            module, part
+        )
+        .detach()
+        .to(dtype)
+        for path, module in decoder.named_modules()
+        if isinstance(module, LoraLinear)
+        for part in ("lora_A", "lora_B")
+    }
+
+
+def write_adapter(
+    decoder: Decoder, folder: Path, dtype: torch.dtype, student: StudentSection
+) -> None:
+    """Write the adapters into a folder as peft does. Raises WeightsError and DiskFull."""
+    targets = targets_of(decoder.config, student.adapter_targets)
+    about: dict[str, Any] = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": student.path,
+        "r": student.adapter_rank,
+        "lora_alpha": student.adapter_alpha,
+        "use_rslora": student.adapter_rslora,
+        "target_modules": sorted({name.rpartition(".")[2] for name in targets.values()}),
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "init_lora_weights": True,
+        "inference_mode": True,
+        "modules_to_save": None,
+        "base_rows": base_rows(decoder),
+    }
+    text = json.dumps(about, indent=2, sort_keys=True)
+    (folder / ADAPTER_CONFIG).write_text(text + "\n")
+    write_safetensors(folder / ADAPTER_FILE, adapter_tensors(decoder, dtype), {"format": "pt"})
+
+
+def base_rows(decoder: Decoder) -> list[float]:
+    """Return the first number of each adapted matrix, as bf16: they tell another base apart."""
+    found = [one.weight for one in decoder.modules() if isinstance(one, LoraLinear)]
+    return [round(float(one[0, 0].bfloat16()), 9) for one in found]
+
+
+def adapter_folder(source: object) -> Path | None:
+    """Return the folder of an adapter; None for anything else."""
+    if isinstance(source, str | Path) and (Path(source) / ADAPTER_CONFIG).is_file():
+        return Path(source)
+    return None
+
+
+def read_adapter(folder: Path) -> dict[str, Any]:
+    """Return the content of an adapter's configuration. Raises WeightsError for one that is not LoRA, or that says what
+    is not covered."""
+    about = read_json_object(
+        folder / ADAPTER_CONFIG, "adapter", limits.MODEL_CONFIG, error=WeightsError
+    )
+    where = folder / ADAPTER_CONFIG
+    rank, alpha = about.get("r"), about.get("lora_alpha")
+    if about.get("peft_type") != "LORA" or not isinstance(rank, int) or rank < 1:
+        found = f"peft_type {about.get('peft_type')} with r = {rank}"
+        raise WeightsError.expected("adapter", where, "LORA with a rank of at least 1", found)
+    if not isinstance(alpha, int | float):
+        raise WeightsError.expected("adapter", where, "a number as lora_alpha", repr(alpha))
+    odd = [
+        name
+        for name in ("use_dora", "fan_in_fan_out", "modules_to_save", "rank_pattern")
+        if about.get(name)
+    ]
+    odd += ["alpha_pattern"] if about.get("alpha_pattern") else []
+    odd += ["bias"] if about.get("bias", "none") != "none" else []
+    if odd:
+        raise WeightsError.expected("adapter", where, "plain LoRA", ", ".join(odd))
+    return about
+
+
+def base_of(folder: Path, about: Mapping[str, Any]) -> Path:
+    """Return the path of an adapter's base, absolute or from the adapter's folder. Raises WeightsError."""
+    name = str(about.get("base_model_name_or_path") or "")
+    for path in (Path(name), folder / name):
+        if name and path.exists():
+            return path
+    raise WeightsError.expected(
+        "adapter",
+        folder / ADAPTER_CONFIG,
+        "the path of the base in base_model_name_or_path",
+        repr(name),
+        hint="put the base there, or change the path",
+    )
+
+
+@torch.no_grad()
+def merge(decoder: Decoder, folder: Path, about: Mapping[str, Any]) -> Decoder:
+    """Add an adapter to the weights of its base, in place, in fp32 before it is rounded. Raises WeightsError for one
+    that does not fit the base, or that was trained on another one."""
+    by_module = {hf.removesuffix(".weight"): ours for ours, hf in hf_names(decoder.config).items()}
+    rank = int(about["r"])
+    scale = scale_of(rank, float(about["lora_alpha"]), bool(about.get("use_rslora")))
+    rows = []
+    with open_weights(folder / ADAPTER_FILE) as weights:
+        pairs: dict[str, dict[str, Tensor]] = {}
+        for name in weights.tensors:
+            path, _, part = name.removeprefix(_PREFIX).removesuffix(".weight").rpartition(".")
+            if path not in by_module or part not in ("lora_A", "lora_B"):
+                raise WeightsError.expected("adapter", folder, "matrices of the base", name)
+            tensor = weights.get(name)
+            assert isinstance(tensor, Tensor)
+            pairs.setdefault(path, {})[part] = tensor.float()
+    order = {ours: place for place, ours in enumerate(by_module.values())}
+    for path, pair in sorted(pairs.items(), key=lambda one: order[by_module[one[0]]]):
+        weight_OI = decoder.get_parameter(by_module[path])
+        shapes = {part: tuple(tensor.shape) for part, tensor in pair.items()}
+        wanted = {"lora_A": (rank, weight_OI.shape[1]), "lora_B": (weight_OI.shape[0], rank)}
+        if shapes != wanted:
+            raise WeightsError.expected("adapter", f"{folder}, {path}", str(wanted), str(shapes))
+        rows.append(round(float(weight_OI[0, 0].bfloat16()), 9))
+        delta_OI = pair["lora_B"].to(weight_OI.device) @ pair["lora_A"].to(weight_OI.device)
+        weight_OI.copy_(weight_OI.float() + scale * delta_OI)
+    known = about.get("base_rows")
+    if isinstance(known, list) and known != rows:
+        raise WeightsError.expected(
+            "adapter",
+            folder,
+            "the base that it was trained on",
+            f"another one at {about.get('base_model_name_or_path')}",
+            hint=f"remove base_rows from {ADAPTER_CONFIG} to merge it all the same",
+        )
+    return decoder
