@@ -201,12 +201,9 @@ def test_list_of_settings_is_frozen() -> None:
         "teacher.compile", "teacher.prefetch", "teacher.shard",
         "teacher.cache", "teacher.cache_miss", "teacher.attention", "teacher.allow_identical",
         "student.path", "student.config", "student.precision", "student.compile", "student.graphs", "student.attention",
-        "student.adapter",
-        "student.adapter_rank",
-        "student.adapter_alpha",
-        "student.adapter_rslora",
-        "student.adapter_targets",
-        "student.checkpointing", "student.reshard", "student.save_as",
+        "student.checkpointing", "student.reshard",
+        "student.adapter", "student.adapter_rank", "student.adapter_alpha", "student.adapter_rslora",
+        "student.adapter_targets", "student.save_as",
         "vocab.align",
         "data.corpus", "data.tokenizer", "data.seq_len", "data.heldout_fraction",
         "data.include_tests", "data.max_bytes", "data.packing", "data.columns", "data.turns", "data.skip_at_most",
@@ -231,6 +228,7 @@ def test_list_of_settings_is_frozen() -> None:
 
 
 CHANGES_RESULTS = """
+    student.adapter student.adapter_rank student.adapter_alpha student.adapter_rslora student.adapter_targets
     teacher.path student.path student.config
     data.corpus data.tokenizer data.seq_len data.heldout_fraction data.include_tests data.max_bytes
     data.packing data.columns data.turns
