@@ -582,6 +582,19 @@ IDENTITIES: tuple[About, ...] = (
         lightning="Lightning divides by accumulate_grad_batches; training_step gives the mean of its batch",
     ),
     _identity(
+        id="token_weights",
+        wrong="labelled tokens of one step weigh differently",
+        group="gradient",
+        level=SUSPICION,
+        question="Where a step sums the gradients of several batches, does a labelled token of each weigh the same?",
+        means="Each loss is the mean over its own labels: where their counts differ, tokens of a batch with few labels "
+        "count more, and the objective depends on how batches are cut.",
+        remedy="count the labels of all batches of a step first, after the shift and without ignored ones, and divide "
+        "each batch's summed loss by that number; with DDP, by the mean of the ranks' numbers",
+        transformers="let the model return its loss, or let compute_loss divide the sum by num_items_in_batch",
+        lightning="use manual optimization, and divide summed losses by the number of labels of the whole step",
+    ),
+    _identity(
         id="clipping",
         wrong="gradient clipping has no effect, or clips nearly everything",
         group="gradient",

@@ -39,7 +39,11 @@ _PARTS = ("SliceBackward0", "IndexBackward0", "IndexSelectBackward0", "MaskedSel
 
 def near(tensors: list[Any]) -> Iterator[tuple[Any, list[Any]]]:
     """Yield the nodes that computed some tensors, nearest first, each with the nodes on the way to it."""
-    roots = [one.grad_fn for one in tensors if getattr(one, "grad_fn", None) is not None]
+    yield from below([one.grad_fn for one in tensors if getattr(one, "grad_fn", None) is not None])
+
+
+def below(roots: list[Any]) -> Iterator[tuple[Any, list[Any]]]:
+    """Yield some nodes and those below them, nearest first, each with the nodes on the way to it."""
     above: dict[Any, Any] = dict.fromkeys(roots)
     left = deque(above)
     while left and len(above) < _NEAR:

@@ -2,7 +2,8 @@
 whose number is a power of two. `engine/catalogue.py` has their names and remedies.
 
     gradient  the gradients of a step come from its own backward passes (gradients.py), each loss counts once in their
-              mean, and clipping happens where it has an effect (scaling.py)
+              mean, clipping happens where it has an effect (scaling.py), and labelled tokens weigh the same
+              (token_weights.py)
     loss      it is a cross entropy of the next tokens of all rows (losses.py, coverage.py), or a divergence from a
               different model, scaled by its temperature (distillation.py); both read the autograd graph (graph.py), as
               does the search for mistakes next to any loss (pitfalls.py)
@@ -41,6 +42,7 @@ from .pitfalls import Classes, Pitfalls
 from .questions import ASKED_STEPS, Budget, Questions
 from .ranks import Ranks
 from .scaling import Scaling
+from .token_weights import Judged, TokenWeights
 from .updates import Rates, Seen
 from .values import is_capturing
 
@@ -81,6 +83,7 @@ class Identities:
         self.ranks = Ranks(torch)
         self._held_out = HeldOut(torch, self._is_evaluating)
         self._scaling = Scaling(torch)
+        self._token_weights = TokenWeights(torch)
         self._schedules = schedule.Schedules(torch)
         self._tokenizers = Tokenizers()
         self._questions = None if "none" in os.environ.get(_ASKED, "") else Budget()
@@ -134,6 +137,7 @@ class Identities:
         acting = [one for watched in self._watched.values() for one in watched.modes.acting]
         self._evaluations.fetched(iterator, acting)
         self._scaling.batch_fetched()
+        self._token_weights.batch_fetched(iterator)
         if self._questions is not None:
             self._rows = _rows_of(self._torch, batch)
         if not rank_and_world(self._torch)[0]:
@@ -166,6 +170,7 @@ class Identities:
         self.ranks.backward_begins()
         self._scaling.backward_begins(tensors, bool(self._due))
         if self._due:
+            self._token_weights.backward_begins(tensors)
             embeddings = self._reached.look(tensors)
             if embeddings is not None and not is_capturing(self._torch):
                 is_new = self._reached.steps < self._made_at + _DECODED_STEPS
@@ -182,6 +187,8 @@ class Identities:
             windows.backward_begins()
 
     def backward_ends(self) -> None:
+        with self._torch.no_grad():
+            self._token_weights.backward_ends()
         self._check_gradients(Chain.backward_ends)
         for windows in self._windows():
             windows.backward_ends()
@@ -275,6 +282,7 @@ class Identities:
             watched.between = None
             if not watched.seen.is_late:
                 watched.seen.add_losses(self._losses)
+            watched.seen.add_token_weights(self._token_weights.take(), watched.token_weights)
 
     def step_ends(self, optimizer: Any) -> None:
         watched = self._watched.get(optimizer)
@@ -306,6 +314,7 @@ class Identities:
             self._ask(optimizer, watched, self._questions)
         self._reached.step_ends()
         self._losses, self._pitfalls = [], []
+        self._token_weights.take()
         watched.since = self._reached.steps
         if _is_sampled(watched.steps + 1):
             self._due.add(optimizer)
@@ -427,6 +436,7 @@ class _Watched:
         self.held = Held()
         self.questions: Questions | None = None
         self.teachers: list[weakref.ref[Any]] = []
+        self.token_weights = Judged()
         self.modes = Modes()
         self.rates = Rates()
         self.seen: Seen | None = None

@@ -40,7 +40,7 @@ class Loss:
         """Read a loss. `ids`: tokens that embeddings looked up, (B, T) each; `way`: the nodes between the loss and the
         tensor of the backward pass; `text`: check what the labels cover with this tokenizer."""
         self._torch, self.weight = torch, weight(way)
-        targets, self._ignored = _targets(node)
+        targets, self._ignored = targets_of(node)
         # Labels may be bytes, which cannot be -100.
         targets = targets.long()
         self._count, self._targets = targets.numel(), targets
@@ -233,7 +233,7 @@ def losses_of(
     ]
     found: list[Loss | Divergence] = []
     for node, way in near(tensors):
-        if _targets(node)[0] is not None:
+        if targets_of(node)[0] is not None:
             found.append(Loss(torch, node, ids, way, text))
         elif (divergence := divergence_at(torch, node, way)) is not None:
             found.append(divergence)
@@ -253,7 +253,7 @@ def _add_rows(losses: list[Loss]) -> None:
             one.rows = None
 
 
-def _targets(node: Any) -> tuple[Any, int | None]:
+def targets_of(node: Any) -> tuple[Any, int | None]:
     """Return the labels of a node that selects one log probability each, and the ignored label; None if it is none."""
     kind = type(node).__name__
     if kind in ("NllLossBackward0", "NllLoss2DBackward0"):

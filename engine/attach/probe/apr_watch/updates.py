@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from .movement import Moved, Movement
     from .outside import Between
     from .pitfalls import Classes, Pitfalls
+    from .token_weights import Judged
 
 _ELEMENTS = 1 << 15
 """Approximate number of elements copied per step: some milliseconds in float64, in which a GPU may idle."""
@@ -135,10 +136,12 @@ class Seen:
         self.between: Between | None = None
         self._movement: tuple[Movement, Moved] | None = None
         self._classes: Classes | None = None
+        self._token_weights: tuple[Judged, bool] | None = None
         self._losses: list[Loss | Divergence] = []
         self.tensors: dict[str, Any] = {}
         """Results on the device: `chain`, whether this step's gradients still contain those of the previous one;
-        `loss i` and `cover i j`, the counts of each loss; `labels`; `between`, which weights changed between steps."""
+        `loss i` and `cover i j`, the counts of each loss; `labels`; `token weights` of each backward pass; `between`,
+        which weights changed between steps."""
         self._why = ""
         """Reason why the update cannot be judged; empty if it can."""
         self._batches: list[_Batch] = []
@@ -308,6 +311,7 @@ class Seen:
                     *self._judge_gradients(),
                     *self._judge_losses(),
                     *self._judge_labels(),
+                    *self._judge_token_weights(),
                     *self.extra_lines,
                 ]
                 changed = self.tensors.get("between")
@@ -339,6 +343,11 @@ class Seen:
         if labels:
             self.tensors["labels"] = labels[0]
 
+    def add_token_weights(self, found: tuple[Any, bool] | None, judged: Judged) -> None:
+        if found is not None:
+            self.tensors["token weights"], is_own = found
+            self._token_weights = judged, is_own
+
     def add_movement(self, movement: Movement, optimizer: Any, is_asked: bool) -> None:
         is_hooked = self.has_closure or self._is_hooked
         moved = movement.step_ends(optimizer, self._number, self.tensors, is_hooked, is_asked)
@@ -358,6 +367,13 @@ class Seen:
         if labels is None or self._classes is None or len(self._threads) > 1:
             return []
         return self._classes.add(*labels.tolist())
+
+    def _judge_token_weights(self) -> list[Line]:
+        if self._token_weights is None or len(self._threads) > 1:
+            return []
+        judged, is_own = self._token_weights
+        passes = self.tensors["token weights"].tolist()
+        return judged.lines(self._optimizer, self._number, passes, is_own)
 
     def _judge_losses(self) -> list[Line]:
         if not self._losses or len(self._threads) > 1:

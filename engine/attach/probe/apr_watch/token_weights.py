@@ -1,0 +1,216 @@
+"""Check that a labelled token weighs the same in every batch whose gradients a step sums.
+
+Its weight is the derivative of the step's objective by its negative log-likelihood. Autograd hands that to the node of
+the likelihoods, whatever library divides or multiplies the loss; a hook keeps it during the backward passes of sampled
+steps. Not judged are class weights, losses that weigh tokens differently within a batch, and backward passes of
+different losses.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from typing import Any
+
+from .graph import below, near, saved
+from .losses import targets_of
+from .parameters import PASS, SUSPICION, Line
+from .values import is_capturing
+
+_MAX_LOSSES = 16
+"""Maximum number of losses of a backward pass, such as chunks of one."""
+_ROUNDING = 0.01
+"""Largest relative difference of two weights that are equal: some units in the last place of 16-bit gradients."""
+_APART = 0.1
+"""Relative difference of label counts from which unequal weights are reported."""
+_IN_A_ROW = 2
+"""Number of sampled steps that must agree."""
+_REDUCED = ("MeanBackward1", "SumBackward1", "StackBackward0", "CatBackward0")
+"""Nodes that reduce each row on its own, or put losses of rows together."""
+
+
+class _Hooked:
+    """A loss in a backward pass, and the gradient that reaches it."""
+
+    def __init__(self, torch: Any, node: Any) -> None:
+        targets, ignored = targets_of(node)
+        self._torch, self._targets, self._ignored = torch, targets.detach(), ignored
+        self._is_mean = getattr(node, "_saved_reduction", 0) == 1
+        self._gradient: Any = None
+        self.remove = node.register_prehook(self._keep).remove
+
+    def _keep(self, gradients: tuple[Any, ...]) -> None:
+        self._gradient = gradients[0]
+
+    def numbers(self) -> Any:
+        """Return on the device the lowest and the highest weight of a token, the number of labels and of positions;
+        None where the pass did not reach the loss."""
+        torch, gradient, targets = self._torch, self._gradient, self._targets
+        if type(gradient) is not torch.Tensor or gradient.numel() not in (1, targets.numel()):
+            return None
+        known = targets.reshape(-1) == targets.reshape(-1)
+        if self._ignored is not None:
+            known = targets.reshape(-1) != self._ignored
+        gradients = gradient.detach().reshape(-1).double().expand(known.shape)
+        # A factor of 0 masks a position.
+        known = known & (gradients != 0)
+        count = known.sum()
+        lowest = gradients.where(known, float("inf")).amin()
+        highest = gradients.where(known, -float("inf")).amax()
+        divisor = count if self._is_mean else torch.ones_like(count)
+        return torch.stack(
+            [lowest / divisor, highest / divisor, count.double(), count * 0.0 + targets.numel()]
+        )
+
+
+class Pass:
+    """Losses of one backward pass."""
+
+    def __init__(self, torch: Any, tensors: list[Any]) -> None:
+        self._torch = torch
+        self._hooked: list[_Hooked] = []
+        self.numbers: Any = None
+        """As of `_Hooked.numbers`, of all losses together; None where the weights are unknown."""
+        self.is_by_row = False
+        self.heads: set[int] = set()
+        """Ids of the parameters next to the losses."""
+        for node, way in near(tensors):
+            targets = targets_of(node)[0]
+            if targets is None or not targets.numel():
+                continue
+            if len(self._hooked) == _MAX_LOSSES or saved(node, "weight") is not None:
+                self.drop()
+                return
+            self._hooked.append(_Hooked(torch, node))
+            self.heads.add(_head(node))
+            self.is_by_row |= any(_is_by_row(one) for one in way)
+
+    def drop(self) -> None:
+        for one in self._hooked:
+            one.remove()
+        self._hooked = []
+
+    def end(self) -> None:
+        """Remove the hooks and compute the numbers."""
+        found = [one.numbers() for one in self._hooked]
+        self.drop()
+        if found and all(one is not None and one.device == found[0].device for one in found):
+            table = self._torch.stack(found)
+            lowest, highest = table[:, 0].amin(), table[:, 1].amax()
+            self.numbers = self._torch.stack([lowest, highest, *table[:, 2:].sum(0)])
+
+
+class TokenWeights:
+    """Backward passes since the last step."""
+
+    def __init__(self, torch: Any) -> None:
+        self._torch = torch
+        self._passes: list[Pass] = []
+        self._open: Pass | None = None
+        """Backward pass in progress; it may step optimizers."""
+        self._batches = 0
+        self._iterators: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    def batch_fetched(self, iterator: Any) -> None:
+        self._batches += 1
+        self._iterators.add(iterator)
+
+    def backward_begins(self, tensors: list[Any]) -> None:
+        """Hook the losses of a backward pass; none that becomes part of a graph of kernels or of a compiled one."""
+        compiled = sys.modules.get("torch._dynamo.compiled_autograd")
+        is_eager = not getattr(compiled, "compiled_autograd_enabled", False)
+        is_eager = is_eager and not is_capturing(self._torch)
+        self._open = Pass(self._torch, tensors if is_eager else [])
+
+    def backward_ends(self) -> None:
+        if self._open is not None:
+            self._open.end()
+            self._passes.append(self._open)
+            self._open = None
+
+    def take(self) -> tuple[Any, bool] | None:
+        """Return before a step the numbers of its passes on the device, (passes, 4), and whether each pass surely has
+        a batch of its own; None where they cannot be compared."""
+        passes, self._passes = self._passes, []
+        batches, self._batches = self._batches, 0
+        iterators, self._iterators = len(self._iterators), weakref.WeakSet()
+        numbers = [one.numbers for one in passes]
+        if len(passes) < 2 or any(one is None for one in numbers):
+            return None
+        if len({one.device for one in numbers}) > 1 or any(one.is_by_row for one in passes):
+            return None
+        # Passes of several losses: of other heads, of one batch, or of batches of several loaders.
+        if any(one.heads != passes[0].heads or len(one.heads - {0}) != 1 for one in passes):
+            return None
+        count = len(passes)
+        if batches and (iterators > 1 or not count <= batches <= count + 1):
+            return None
+        return self._torch.stack(numbers), batches > 0
+
+
+class Judged:
+    """Verdicts on the steps of one optimizer."""
+
+    def __init__(self) -> None:
+        self._in_a_row = 0
+        self._heaviest: set[int] = set()
+
+    def lines(
+        self, optimizer: str, step: int, passes: list[list[float]], is_own: bool
+    ) -> list[Line]:
+        """Return the verdict on a step; `passes` and `is_own` are those of `TokenWeights.take`."""
+        weights = [(lowest + highest) / 2 for lowest, highest, _, _ in passes]
+        counts = [count for _, _, count, _ in passes]
+        if not all(counts) or not all(_are_equal([one[0], one[1]]) for one in passes):
+            return []
+        numbers = {"passes": len(passes), "least": min(counts), "most": max(counts)}
+        if _are_equal(weights):
+            if max(counts) > min(counts):
+                self._in_a_row = 0
+            text = (
+                f"a labelled token weighs the same in each of the {len(passes)} backward passes of step {step} of "
+                f"{optimizer}, of {min(counts):.0f} to {max(counts):.0f} labelled tokens"
+            )
+            return [("token_weights", PASS, text, numbers)]
+        positions = [position for _, _, _, position in passes]
+        by_labels = _are_equal([w * n for w, n in zip(weights, counts, strict=True)])
+        by_positions = _are_equal([w * n for w, n in zip(weights, positions, strict=True)])
+        if not by_labels and not by_positions:
+            return []
+        of = counts if by_labels else positions
+        most, least = of.index(min(of)), of.index(max(of))
+        if of[least] < (1 + _APART) * of[most]:
+            return []
+        self._in_a_row += 1
+        self._heaviest.add(most)
+        # Without a loader, passes in a fixed order may be of several losses.
+        if self._in_a_row < _IN_A_ROW or not (is_own or len(self._heaviest) > 1):
+            return []
+        times = weights[most] / weights[least]
+        what = "the mean over" if by_labels else "divided by"
+        kind = "labelled tokens" if by_labels else "positions, with a label or without"
+        text = (
+            f"a labelled token of backward pass {most + 1} of step {step} of {optimizer} weighs {times:.3g} times one "
+            f"of pass {least + 1}: each loss is {what} its own {of[most]:.0f} and {of[least]:.0f} {kind}"
+        )
+        return [("token_weights", SUSPICION, text, {**numbers, "times": times})]
+
+
+def _are_equal(numbers: list[float]) -> bool:
+    """Return whether numbers have one sign and differ by rounding alone."""
+    low, high = min(numbers), max(numbers)
+    return low * high > 0 and high - low <= _ROUNDING * max(abs(low), abs(high))
+
+
+def _is_by_row(node: Any) -> bool:
+    """Return whether a node reduces the rows of a table one by one, or collects losses of rows."""
+    if type(node).__name__ not in _REDUCED:
+        return False
+    return len(getattr(node, "_saved_self_sym_sizes", (0, 0))) > 1
+
+
+def _head(node: Any) -> int:
+    """Return the id of the parameter that is next to a loss; 0 where none is near."""
+    leaves = (one for one, _ in below([node]) if type(one).__name__ == "AccumulateGrad")
+    leaf = next(leaves, None)
+    return 0 if leaf is None else id(leaf.variable)
