@@ -28,7 +28,7 @@ from engine.errors import BadInput, WeightsError
 from engine.files import read_json_object
 from engine.formats.open import open_weights
 from engine.formats.safetensors import write_safetensors
-from engine.models.config import ModelConfig
+from engine.models.config import ModelConfig, count_parameters
 from engine.models.decoder import Decoder
 from engine.models.names import expected_tensors, hf_names
 from engine.spec.sections import StudentSection
@@ -114,8 +114,10 @@ def targets_of(config: ModelConfig, targets: str) -> dict[str, str]:
     return found
 
 
-def adapter_parameters(config: ModelConfig, student: StudentSection) -> int:
-    """Return how many numbers the adapters of a student have. Raises BadInput."""
+def trained_parameters(config: ModelConfig, student: StudentSection) -> int:
+    """Return how many numbers of a student are trained: those of its adapters, or all. Raises BadInput."""
+    if student.adapter == "none":
+        return count_parameters(config)
     shapes = expected_tensors(config)
     targets = targets_of(config, student.adapter_targets).values()
     return student.adapter_rank * sum(sum(shapes[f"{name}.weight"]) for name in targets)

@@ -28,7 +28,8 @@ from engine.formats.open import open_weights
 from engine.formats.tokenizer import FILE_NAME as TOKENIZER_FILE
 from engine.formats.tokenizer import Tokenizer, open_tokenizer
 from engine.log.folder import RunFolder
-from engine.models.config import ModelConfig, count_parameters
+from engine.models.adapter import trained_parameters
+from engine.models.config import ModelConfig
 from engine.models.names import check_fits
 from engine.models.packed_size import PackedSize, packed_size, without_blocks
 from engine.models.read_config import config_of, read_config
@@ -346,7 +347,7 @@ def check_room(spec: RunSpec, student: ModelConfig, run: Path) -> None:
     # On disk at the same time: the newest ones, the best, and the one being written.
     kept = min(spec.checkpoint.keep_last + 1, len(there) + writes - 1)
     more = max(0, kept - len(there))
-    each = count_parameters(student) * 4 * ADAM_COPIES
+    each = trained_parameters(student, spec.student) * 4 * ADAM_COPIES
     needed = round(each * (more + FREE_SPACE_FACTOR))
     folder = next(path for path in (run, *run.resolve().parents) if path.exists())
     free = shutil.disk_usage(folder).free

@@ -73,7 +73,7 @@ from engine.loss.chunks import (
     logits_buffers,
 )
 from engine.machine.reading import Reading
-from engine.models.adapter import adapter_parameters
+from engine.models.adapter import trained_parameters
 from engine.models.config import ModelConfig, count_parameters
 from engine.models.packed_size import SCRATCH_LIMIT_BYTES
 from engine.models.transformers_config import TransformersConfig
@@ -502,10 +502,9 @@ def _stored_items(plan: MemoryPlan, config: ModelConfig, stored: Identity) -> It
 
 
 def _student_items(plan: MemoryPlan) -> Iterator[BudgetItem]:
-    base, parameters, layers = 0, count_parameters(plan.student), plan.student.num_hidden_layers
-    if plan.adapted:
-        base = plan.each * parameters
-        parameters = adapter_parameters(plan.student, plan.spec.student)
+    parameters = trained_parameters(plan.student, plan.spec.student)
+    base = plan.each * count_parameters(plan.student) if plan.adapted else 0
+    layers = plan.student.num_hidden_layers
     count, tokens = format_count(parameters), plan.tokens
     of_all = f", shared by {plan.ranks} GPUs" if plan.ranks > 1 else ""
     yield BudgetItem(
