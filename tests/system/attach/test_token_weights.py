@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from engine.log.events import PASS, SUSPICION
-from tests.support.attached import run_twice
-from tests.system.attach.test_identities import SETUP, Found, degrees, of_script
+from tests.support.attached import run_twice, run_watched
+from tests.system.attach.test_frameworks import HF
+from tests.system.attach.test_identities import SETUP, Found, degrees, of_script, outcomes
 
 SCRIPT = """
 from torch.nn import functional as F
@@ -225,6 +226,43 @@ tell(means_of_means, means_of_single_texts, a_module_that_divides_by_its_own_mas
      a_curriculum, importance_of_tokens, a_policy_gradient, two_tasks_of_one_model, a_mixture_of_two_corpora,
      two_losses_of_a_batch, a_short_last_batch)
 """
+
+
+TRAINER = """
+transformers.utils.logging.disable_progress_bar()
+draw = torch.Generator().manual_seed(2)
+rows = [torch.randint(64, (length,), generator=draw) for length in [7, 5, 30, 28, 12, 9, 22, 31] * 2]
+
+def collate(rows):
+    width = max(map(len, rows))
+    pad = lambda one, value: torch.nn.functional.pad(one, (0, width - len(one)), value=value)
+    return {"input_ids": torch.stack([pad(one, 0) for one in rows]),
+            "labels": torch.stack([pad(one, -100) for one in rows])}
+
+class Means(transformers.Trainer):
+    def __init__(self, **settings):
+        super().__init__(**settings)
+        self.model_accepts_loss_kwargs = False
+
+    def compute_loss(self, model, inputs, return_outputs=False, **unused):
+        out = model(input_ids=inputs["input_ids"], labels=inputs["labels"])
+        return (out.loss, out) if return_outputs else out.loss
+
+for kind in (transformers.Trainer, Means):
+    say(name=kind.__name__)
+    train(kind(model=net, train_dataset=rows, data_collator=collate,
+               args=transformers.TrainingArguments(**settings)))
+"""
+
+
+@pytest.mark.soak
+def test_the_loss_of_a_trainer_weighs_tokens_alike_and_a_mean_of_ones_own_does_not(
+    tmp_path: Path,
+) -> None:
+    found = outcomes(run_watched(tmp_path, HF + TRAINER))
+    assert degrees(found["Trainer"], "token_weights") == [PASS]
+    (line,) = [line for line in found["Means"] if line["id"] == "token_weights"]
+    assert line["level"] == SUSPICION and OWN in line["text"]
 
 
 @pytest.mark.soak

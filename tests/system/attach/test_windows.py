@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.log.events import PASS, SUSPICION
+from engine.log.events import FACT, PASS, SUSPICION
 from tests.support.attached import run_twice
 from tests.system.attach.test_identities import SETUP, Found, degrees, of_script
 
@@ -106,6 +106,19 @@ def windows_that_fit():
 def the_last_window_is_stepped():
     return loop(10, last=True)
 
+def the_last_window_is_divided_by_its_own_number():
+    net = model()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
+    for _ in range(4):
+        batches = list(loader(10))
+        for begin in range(0, 10, 4):
+            window = batches[begin:begin + 4]
+            for x, y in window:
+                (mse(net, x, y) / len(window)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return net
+
 def windows_that_go_on_over_epochs():
     return Trainer(10).run(3)
 
@@ -200,7 +213,8 @@ def sparse_gradients():
 
 tell(a_rest_that_goes_on, a_trainer_that_counts_anew, zeroed_in_front_of_each_epoch, a_trainer_that_forgets_the_rest,
      one_epoch_that_ends_within_a_window, windows_that_fit,
-     the_last_window_is_stepped, windows_that_go_on_over_epochs, one_pass_each, a_window_that_grows, zeroed_in_place,
+     the_last_window_is_stepped, the_last_window_is_divided_by_its_own_number,
+     windows_that_go_on_over_epochs, one_pass_each, a_window_that_grows, zeroed_in_place,
      a_gan_that_accumulates, sam_that_accumulates, steps_that_a_scaler_leaves_out, two_optimizers_of_one_loss,
      sparse_gradients,
      # It ends with the process.
@@ -247,3 +261,11 @@ def test_whole_windows_and_passes_that_are_not_a_windows_are_not_suspected(windo
             assert {line["level"] for line in found} <= {PASS}, name
     for name in ("windows_that_fit", "the_last_window_is_stepped", "one_pass_each"):
         assert degrees(windows[name], "accumulation_windows") == [PASS], name
+
+
+def test_a_last_window_that_is_divided_as_a_whole_one_is_a_fact(windows: Found) -> None:
+    facts = [line for line in windows["the_last_window_is_stepped"] if line["level"] == FACT]
+    (text,) = [line["text"] for line in facts if line["id"] == "accumulated_mean"]
+    assert "sums the gradients of 2 losses, and each is divided by 4 as in a whole window" in text
+    for name in ("the_last_window_is_divided_by_its_own_number", "windows_that_go_on_over_epochs"):
+        assert FACT not in degrees(windows[name], "accumulated_mean"), name

@@ -128,6 +128,9 @@ class Identities:
     def no_batch(self, iterator: Any) -> None:
         self._notice(self._passes.ended(iterator))
         self._held_out.no_batch(iterator)
+        lines = self._scaling.data_ended()
+        if not rank_and_world(self._torch)[0]:
+            self._notice(lines)
         for windows in self._windows():
             windows.data_ended()
 

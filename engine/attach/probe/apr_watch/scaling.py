@@ -17,6 +17,8 @@ _IN_A_ROW = 2
 """Number of consecutive steps that must agree."""
 _MAX_SCALING_NODES = 8
 """Maximum number of scaling nodes between a loss and the tensor of the backward pass."""
+_EQUAL = 1e-6
+"""Largest relative difference of two equal factors."""
 _SCALED_BY_HAND = 16.0
 """Smallest factor of a loss that counts as a loss scale."""
 _MEANS = (
@@ -58,7 +60,11 @@ class Scaling:
         self._batches = 0
         self._window: Any = None
         self._alike = 0
-        """Consecutive steps that summed losses alike."""
+        """Consecutive sampled steps that summed losses alike."""
+        self._is_due = self._has_ended = False
+        """Whether the step is sampled, and whether an epoch has ended since the last one."""
+        self._short: list[Line] = []
+        """Verdict on the last step if it was the last of an epoch."""
         self.optimizer_made()
 
     def optimizer_made(self) -> None:
@@ -75,10 +81,17 @@ class Scaling:
     def batch_fetched(self) -> None:
         self._batches += 1
 
+    def data_ended(self) -> list[Line]:
+        """Record the end of an epoch, which may come before its last step; return the verdict on that if it is over."""
+        self._has_ended = not self._just_stepped
+        short, self._short = self._short, []
+        return short
+
     def backward_begins(self, tensors: list[Any], is_due: bool) -> None:
-        """Record a backward pass; read its graph if `is_due`."""
-        self._just_stepped = False
-        found, size = _divisions(tensors) if is_due else (None, None)
+        """Record a backward pass. If `is_due`, read its graph; of accumulated losses, always read the divisors."""
+        self._just_stepped, self._is_due, self._short = False, is_due, []
+        reads = is_due or self._window is not None
+        found, size = _divisions(tensors) if reads else (None, None)
         self._divisions.append(found)
         self._sizes.append(size)
         if is_due and not self._is_fp16:
@@ -108,10 +121,16 @@ class Scaling:
         """Return the verdicts before step `number` of an optimizer."""
         self._stepped.add(id(optimizer))
         name = type(optimizer).__name__
-        lines = [*self._clipping(name, number), *self._accumulation(name), *self._loss_scale()]
+        lines = self._clipping(name, number)
+        self._short = self._short_window(name, number) if len(self._stepped) == 1 else []
+        if self._has_ended:
+            lines, self._short = lines + self._short, []
+        if self._is_due:
+            lines += [*self._accumulation(name), *self._loss_scale()]
         self._just_stepped, self._is_scaled = True, False
         self._clipped_before = self._clipped_after = self._is_fp16 = False
         self._divisions, self._sizes, self._batches = [], [], 0
+        self._is_due = self._has_ended = False
         return lines if len(self._stepped) == 1 else []
 
     def _clipping(self, name: str, number: int) -> list[Line]:
@@ -130,6 +149,21 @@ class Scaling:
         )
         return [("clipping", SUSPICION, text, {"steps": self._late})]
 
+    def _short_window(self, name: str, number: int) -> list[Line]:
+        """Report losses of a window that the end of an epoch cuts short, divided as those of a whole one."""
+        if self._alike < _IN_A_ROW or self._window is None:
+            return []
+        passes, (window, found) = len(self._divisions), self._window
+        if not (0 < passes < window and found[1]) or self._divisions != [found] * passes:
+            return []
+        if abs(math.prod(found[0]) * window - 1) > _EQUAL:
+            return []
+        text = (
+            f"step {number} of {name}, the last of an epoch, sums the gradients of {passes} losses, and each is divided "
+            f"by {window} as in a whole window"
+        )
+        return [("accumulated_mean", FACT, text, {"passes": passes, "divided_by": window})]
+
     def _accumulation(self, name: str) -> list[Line]:
         """Judge how the losses of a step with several backward passes are divided."""
         passes = len(self._divisions)
@@ -143,11 +177,9 @@ class Scaling:
         if window is None or self._alike < _IN_A_ROW:
             return []
         factors, is_mean = known[0]
-        share = 1.0
-        for factor in factors:
-            share /= factor
+        share = 1 / math.prod(factors)
         numbers = {"passes": passes, "divided_by": share}
-        if abs(share - passes) < 1e-6 * passes:
+        if abs(share - passes) < _EQUAL * passes:
             text = f"each loss of the {passes} backward passes of a step of {name} is divided by {passes}"
             sizes = [size for size in self._sizes if size is not None]
             if not is_mean or len(sizes) < passes:
@@ -157,7 +189,7 @@ class Scaling:
             else:
                 text += f", though they are means of {min(sizes):g} to {max(sizes):g} elements"
             return [("accumulated_mean", FACT, text, numbers)]
-        times = sum(abs(1 / factor - passes) < 1e-6 * passes for factor in factors)
+        times = sum(abs(1 / factor - passes) < _EQUAL * passes for factor in factors)
         if times > 1:
             text = (
                 f"each loss of the {passes} backward passes of a step of {name} is divided by {passes} {times} times: "
