@@ -39,7 +39,7 @@ from .movement import Movement
 from .outside import Between
 from .parameters import PASS, WITHDRAWN, Held, Line, Reached
 from .pitfalls import Classes, Pitfalls
-from .questions import ASKED_STEPS, Budget, Questions
+from .questions import ASKED_STEPS, Budget, Questions, Rows
 from .ranks import Ranks
 from .scaling import Scaling
 from .token_weights import Judged, TokenWeights
@@ -87,7 +87,7 @@ class Identities:
         self._schedules = schedule.Schedules(torch)
         self._tokenizers = Tokenizers()
         self._questions = None if "none" in os.environ.get(_ASKED, "") else Budget()
-        self._rows: int | None = None
+        self._rows: Rows | None = None
         """Rows of the newest batch of a data loader."""
         self._not_finite = 0
         """Number of losses that were not finite since the newest optimizer was created."""
@@ -142,7 +142,7 @@ class Identities:
         self._scaling.batch_fetched()
         self._token_weights.batch_fetched(iterator)
         if self._questions is not None:
-            self._rows = _rows_of(self._torch, batch)
+            self._rows = _rows_of(self._torch, batch, bool(self._due))
         if not rank_and_world(self._torch)[0]:
             self._held_out.fetched(iterator, batch)
 
@@ -407,14 +407,17 @@ class Identities:
         return seen
 
 
-def _rows_of(torch: Any, batch: Any) -> int | None:
-    """Return the number of rows of the first tensor in a batch."""
+def _rows_of(torch: Any, batch: Any, is_due: bool) -> Rows | None:
+    """Return the rows of the first tensor in a batch, and a copy of the first one if that is due."""
     if isinstance(batch, torch.Tensor):
-        return int(batch.shape[0]) if batch.dim() else None
+        if not batch.dim():
+            return None
+        first = batch[0].detach().clone() if is_due and batch.dim() > 1 and len(batch) else None
+        return Rows(int(batch.shape[0]), first)
     parts = batch.values() if isinstance(batch, Mapping) else batch
     if not isinstance(batch, (Mapping, list, tuple)):
         return None
-    return next((rows for one in parts if (rows := _rows_of(torch, one)) is not None), None)
+    return next((rows for one in parts if (rows := _rows_of(torch, one, is_due)) is not None), None)
 
 
 def _is_sampled(step: int) -> bool:

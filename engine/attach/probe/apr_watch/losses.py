@@ -54,6 +54,7 @@ class Loss:
         """Number of rows in the loss, and of all rows of tokens."""
         self._text = text
         self._covers: list[Coverage | None] = []
+        self._known: list[Any] = []
         found, self._ids = [], []
         if self._put_back(self._look_below(node)):
             for one in ids:
@@ -69,12 +70,12 @@ class Loss:
         and that could match."""
         self._compared = self.counts
 
-    def tokens_before(self) -> Any:
-        """Return the tokens of which the labels are the next ones, (B, T); None where there are none. Waits for the
-        device."""
+    def tokens_before(self) -> tuple[Any, Any] | None:
+        """Return the tokens of which the labels are the next ones, (B, T), and which positions of the first two rows
+        have a label; None where there are none. Waits for the device."""
         counts = [] if self._compared is None else self._compared.tolist()
-        pairs = zip(self._ids, counts, strict=True)
-        return next((ids for ids, one in pairs if _fits(one)[1] >= _FITS), None)
+        every = zip(self._ids, self._known, counts, strict=True)
+        return next(((ids, known) for ids, known, one in every if _fits(one)[1] >= _FITS), None)
 
     def _look_below(self, node: Any) -> list[Any]:
         """Follow the graph from the loss to the logits; find their first position and return the nodes that select
@@ -128,6 +129,9 @@ class Loss:
         rows, length = tokens_BT.shape
         count = self._count
         width, odd = divmod(count, rows)
+        if width == 1 and not odd:
+            # A class of each row.
+            return None
         if odd or not length - len(SHIFTS) < width <= length:
             # The loss may have fewer rows, whole or without their last tokens.
             for width in (length, length - 1):
@@ -140,6 +144,10 @@ class Loss:
         known_BW = targets_BW == targets_BW
         if self._ignored is not None:
             known_BW = targets_BW != self._ignored
+        positions_BT = self._torch.zeros_like(tokens_BT[:2], dtype=self._torch.bool)
+        most = min(width, length - self._start)
+        positions_BT[:, self._start : self._start + most] = known_BW[:2, :most]
+        self._known.append(positions_BT)
         found = [known_BW.sum(), known_BW.any(1).sum()]
         for shift in SHIFTS:
             begin = self._start + shift

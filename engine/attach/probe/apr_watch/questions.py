@@ -22,7 +22,7 @@ import sys
 import time
 import weakref
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from .distillation import Divergence
 from .losses import Loss
@@ -54,6 +54,14 @@ class _Unasked(Exception):
     """Reason why a question cannot be asked."""
 
 
+class Rows(NamedTuple):
+    """Rows of the batch that a data loader gave."""
+
+    number: int
+    first: Any
+    """The first one; None unless it was copied."""
+
+
 class _Call:
     """A kept call of a model: its arguments with two rows at most, modes, autocast, and the outputs if wanted."""
 
@@ -64,6 +72,7 @@ class _Call:
         if first is None or not first.dim():
             raise _Unasked("its call has no tensor with rows")
         self.rows = int(first.shape[0])
+        self._is_square = first.dim() > 1 and first.shape[1] == self.rows
         self._bytes = 0
         self.args, self.kwargs = self._kept(args), self._kept(kwargs)
         self._modes = [one.training for one in model.modules()]
@@ -127,6 +136,14 @@ class _Call:
         if isinstance(at, int):
             return (*self.args[:at], value, *self.args[at + 1 :]), self.kwargs
         return self.args, {**self.kwargs, at: value}
+
+    def has_rows_of(self, data: Rows) -> bool:
+        """Return whether the rows of the call are those of the data: time may be its first dimension, and as long."""
+        if data.number != self.rows or not self._is_square or data.first is None:
+            return data.number == self.rows
+        row = next(iter(_tensors(self._torch, [self.args, self.kwargs])))[0]
+        parts = (data.first[: len(row)], data.first[len(data.first) - len(row) :])
+        return any(one.shape == row.shape and bool((one.to(row) == row).all()) for one in parts)
 
     def swapped(self) -> tuple[Any, Any]:
         def swap(value: Any) -> Any:
@@ -261,8 +278,8 @@ class Questions:
         except Exception:  # noqa: BLE001  an output of another form
             pass
 
-    def ask(self, losses: list[Loss | Divergence], data_rows: int | None) -> list[Line]:
-        """Return the answers after a step. `data_rows`: rows of the batch that a data loader gave, if one did."""
+    def ask(self, losses: list[Loss | Divergence], data_rows: Rows | None) -> list[Line]:
+        """Return the answers after a step. `data_rows`: those of a data loader, if one gave a batch."""
         for hook in self._hooks:
             hook.remove()
         calls, why = self._calls, self._why
@@ -289,12 +306,12 @@ class Questions:
         self._spent_s += taken_s
         self._budget.seconds -= taken_s
         if self._is_put_back:
-            text = "a repeated call changed the model, which was put back: it is not asked again"
+            text = "a repeated call changed the model or global variables, which was put back: it is not asked again"
             lines.append(("questions", FACT, text, {"seconds": taken_s}))
         return lines
 
     def _ask_model(
-        self, call: _Call, losses: list[Loss | Divergence], data_rows: int | None
+        self, call: _Call, losses: list[Loss | Divergence], data_rows: Rows | None
     ) -> list[Line]:
         torch, name = self._torch, type(call.model).__name__
         first = Untouched(torch, call.model)
@@ -316,7 +333,7 @@ class Questions:
         lines: list[Line] = [("eval_is_random", PASS, text, {})]
         if self._is_put_back:
             return lines
-        if call.rows > 1 and call.rows == data_rows:
+        if call.rows > 1 and data_rows is not None and call.has_rows_of(data_rows):
             lines += self._swap(call, base, limit, name)
         lines += self._ask_decoder(call, base, losses)
         return lines
@@ -391,16 +408,24 @@ class Questions:
         self, call: _Call, logits_BTV: Any, losses: list[Loss | Divergence]
     ) -> list[Line]:
         before = [one.tokens_before() for one in losses if isinstance(one, Loss)]
-        like = next((one for one in before if one is not None), None)
+        like, labelled_BT = next((one for one in before if one is not None), (None, None))
         found = call.tokens(like)
         if found is None or found[1].shape != logits_BTV.shape[:2]:
             return []
         tokens_BT = found[1]
         length = tokens_BT.shape[1]
         place_T = self._torch.arange(length, device=tokens_BT.device)
-        place = length // 2
+        place, kept = length // 2, place_T >= 0
+        if labelled_BT is not None:
+            # A prompt without labels may be read in both directions.
+            columns = labelled_BT[:, :-1].any(0).nonzero().flatten().tolist()
+            if not columns or labelled_BT.shape != tokens_BT.shape:
+                return []
+            place, kept = columns[len(columns) // 2] + 1, labelled_BT
         change_BT = (place_T == place).expand_as(tokens_BT)
-        early, later, limits = self._change(call, found, logits_BTV, change_BT, place_T < place)
+        early, later, limits = self._change(
+            call, found, logits_BTV, change_BT, kept & (place_T < place)
+        )
         numbers = {"place": place, "of": length, "early": early, "later": later}
         if early > limits[1] and like is not None:
             text = (

@@ -1,8 +1,8 @@
 """Run a model of the script once more so that nothing of it changes.
 
 Without a graph and uncompiled. What the call writes to (weights, buffers, any tensor that it did not make itself) is
-copied before the first write and put back, as are modes, attributes of modules and random states. What it prints, logs
-or warns of is dropped.
+copied before the first write and put back, as are modes, attributes of modules and of objects that they hold, global
+variables of the script and random states. What it prints, logs or warns of is dropped. Files that it writes stay.
 """
 
 from __future__ import annotations
@@ -12,11 +12,16 @@ import importlib
 import io
 import random
 import sys
+import threading
 from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
 _CONTAINERS = (list, dict, set, deque)
+_MAX_CONTENTS = 1 << 16
+"""Maximum number of elements of a container that is put back."""
+_THREADS = ("apr_watch", "tqdm")
+"""Packages whose threads write no global variables of the script."""
 
 
 class Untouched:
@@ -36,12 +41,13 @@ class Untouched:
     def __enter__(self) -> Untouched:
         torch = self._torch
         self._modes = [(one, one.training) for one in self._modules]
-        self._attributes = [(vars(one), dict(vars(one))) for one in self._modules]
+        self._attributes = _attributes(self._modules)
         self._contents = [
             (one, one.copy())
             for _, attributes in self._attributes
             for one in attributes.values()
-            if type(one) in _CONTAINERS or type(one).__name__ == "OrderedDict"
+            if (type(one) in _CONTAINERS or type(one).__name__ == "OrderedDict")
+            and len(one) <= _MAX_CONTENTS
         ]
         self._generators = _Generators(torch, [each for _, each in self._attributes])
         self._stack = contextlib.ExitStack()
@@ -78,13 +84,53 @@ class Untouched:
                 now.clear()
                 (now.extend if isinstance(now, (list, deque)) else now.update)(before)
         for values, names in self._attributes:
-            if values.keys() != names.keys() or any(
-                values[name] is not names[name] for name in names
-            ):
-                self.has_changed = True
-                values.clear()
-                values.update(names)
+            changed = {n: one for n, one in names.items() if values.get(n, names) is not one}
+            added = [name for name in values if name not in names]
+            self.has_changed |= bool(changed or added)
+            values.update(changed)
+            for name in added:
+                del values[name]
         self._generators.restore()
+
+
+def _attributes(modules: list[Any]) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """Return the attributes of modules, of objects of the script that they hold, and its global variables, each with a
+    copy."""
+    held = [vars(one) for one in modules]
+    script = _script_modules()
+    # Another thread may write global variables meanwhile.
+    if all(_package(one) in _THREADS for one in threading.enumerate() if one is not _MAIN):
+        held += script.values()
+    seen = set(map(id, held))
+    for values in list(held):
+        for one in list(values.values()):
+            inside = getattr(one, "__dict__", None)
+            if type(inside) is dict and type(one).__module__ in script and id(inside) not in seen:
+                seen.add(id(inside))
+                held.append(inside)
+    return [(values, dict(values)) for values in held]
+
+
+_MAIN = threading.main_thread()
+
+
+def _package(thread: Any) -> str:
+    target = getattr(thread, "_target", None) or type(thread)
+    return str(getattr(target, "__module__", "")).split(".")[0]
+
+
+def _script_modules() -> dict[str, dict[str, Any]]:
+    """Return the global variables of the script and of the modules that it brings, by module."""
+    found = {}
+    for name, module in list(sys.modules.items()):
+        place = getattr(module, "__file__", None) or ""
+        is_library = "-packages" in place or name.split(".")[0] in sys.stdlib_module_names
+        if (place and not is_library and name.split(".")[0] not in _OWN) or name == "__main__":
+            found[name] = vars(module)
+    return found
+
+
+_OWN = ("apr_watch", "sitecustomize", "engine", "workbench", "torch")
 
 
 def _is_same(now: Any, before: Any) -> bool:
@@ -103,12 +149,20 @@ def _silence() -> Iterator[None]:
         stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
         stack.enter_context(contextlib.redirect_stderr(io.StringIO()))
         if warnings is not None:
-            stack.enter_context(warnings.catch_warnings())
-            warnings.simplefilter("ignore")
+            # Not `catch_warnings`, which makes Python forget the warnings that it has shown.
+            filters, ignored = warnings.filters, ("ignore", None, Warning, None, 0)
+            filters.insert(0, ignored)
+            stack.callback(_remove, filters, ignored)
         if logging is not None:
             logging.disable(logging.CRITICAL)
             stack.callback(logging.disable, disabled)
         yield
+
+
+def _remove(filters: list[Any], ignored: Any) -> None:
+    at = next((at for at, one in enumerate(filters) if one is ignored), None)
+    if at is not None:
+        del filters[at]
 
 
 def _watch_writes(torch: Any, draws: set[str]) -> Any:
