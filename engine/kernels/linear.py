@@ -9,12 +9,14 @@ The scratch is one tensor for all layers, as large as the largest weight or its 
 weight is processed in ranges of rows, and each range's matmul writes its columns of y. The scratch
 is never reallocated, so a captured CUDA graph may hold its address.
 
-A packed weight is frozen: inputs that require a gradient are refused.
+A packed weight is frozen. Inputs that require a gradient are refused, except by `frozen_product`, which adapters of a
+frozen student use.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -135,6 +137,43 @@ def packed_linear_many(
     for weight, part_NK in zip(weights, torch.split(joined_NK, rows), strict=True):
         dequantize_rows(weight, part_NK, 0, weight.rows)
     return torch.split(F.linear(x, joined_NK, bias), rows, dim=-1)
+
+
+def frozen_product(
+    x: Tensor, weight: PackedMatrix, bias: Tensor | None, scratch: Scratch
+) -> Tensor:
+    """Compute what `packed_linear` computes, of an input that may require a gradient; the weight has none.
+
+    The backward pass dequantises the weight once more: dx = dy W, in slices of as many rows as the scratch holds.
+    """
+    if not (x.requires_grad and torch.is_grad_enabled()):
+        return packed_linear(x, weight, bias, scratch)
+    x_MK = _input(x.detach(), weight.columns, scratch)
+    out_MN: Tensor = _FrozenProduct.apply(  # type: ignore[no-untyped-call]
+        x.reshape(x_MK.shape), weight, bias, scratch
+    )
+    return out_MN.view(*x.shape[:-1], weight.rows)
+
+
+class _FrozenProduct(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x_MK: Tensor, weight: PackedMatrix, bias: Tensor | None, scratch: Scratch
+    ) -> Tensor:
+        ctx.weight, ctx.scratch = weight, scratch
+        return _dequantized(x_MK, weight, bias, scratch)
+
+    @staticmethod
+    def backward(ctx: Any, dy_MN: Tensor) -> Any:
+        weight, scratch = ctx.weight, ctx.scratch
+        dx_MK = dy_MN.new_zeros(len(dy_MN), weight.columns)
+        step = scratch.fitting(weight.rows, weight.columns)
+        for first in range(0, weight.rows, step):
+            count = min(step, weight.rows - first)
+            weight_CK = scratch.take(count, weight.columns)
+            dequantize_rows(weight, weight_CK, first, count)
+            dx_MK.addmm_(dy_MN[:, first : first + count], weight_CK)
+        return dx_MK, None, None, None
 
 
 def _input(x: Tensor, columns: int, scratch: Scratch) -> Tensor:

@@ -28,9 +28,12 @@ from engine.errors import BadInput, WeightsError
 from engine.files import read_json_object
 from engine.formats.open import open_weights
 from engine.formats.safetensors import write_safetensors
+from engine.kernels.linear import ROWS, frozen_product
 from engine.models.config import ModelConfig, count_parameters
 from engine.models.decoder import Decoder
 from engine.models.names import expected_tensors, hf_names
+from engine.models.packed import PackedLinear
+from engine.quant.planes import dequantize_rows_reference
 from engine.spec.sections import StudentSection
 
 # Shapes: N rows of x, I inputs, O outputs, R rank
@@ -42,27 +45,48 @@ TARGETS = {
 }
 """Names of a layer's matrices by group; `all` are those of both."""
 _PREFIX = "base_model.model."
+_SAME = 0.01
+"""Largest relative difference of numbers of one base in two formats of floats."""
 
 
 class LoraLinear(nn.Module):
-    """A frozen linear layer with an adapter."""
+    """A frozen linear layer, dense or in quantised blocks, with an adapter."""
 
-    def __init__(self, base: nn.Linear, rank: int, scale: float) -> None:
+    def __init__(self, base: nn.Linear | PackedLinear, rank: int, scale: float) -> None:
         super().__init__()
-        self.weight: Tensor
+        self.weight: Tensor | None
         self.bias: Tensor | None
-        self.register_buffer("weight", base.weight.detach(), persistent=False)
-        bias = None if base.bias is None else base.bias.detach()
-        self.register_buffer("bias", bias, persistent=False)
-        out_features, in_features = base.weight.shape
-        device = base.weight.device
+        self.blocks = base if isinstance(base, PackedLinear) else None
+        if isinstance(base, PackedLinear):
+            self.weight, (out_features, in_features) = None, (base.packed.rows, base.packed.columns)
+            device = base.data.device
+        else:
+            out_features, in_features = base.weight.shape
+            device = base.weight.device
+            self.register_buffer("weight", base.weight.detach(), persistent=False)
+            bias = None if base.bias is None else base.bias.detach()
+            self.register_buffer("bias", bias, persistent=False)
         self.lora_A = nn.Parameter(torch.zeros(rank, in_features, device=device))
         self.lora_B = nn.Parameter(torch.zeros(out_features, rank, device=device))
         self.scale = scale
 
     def forward(self, x: Tensor) -> Tensor:
         low = F.linear(F.linear(x, self.lora_A.to(x.dtype)), self.lora_B.to(x.dtype))
+        if self.blocks is not None:
+            base = self.blocks
+            return frozen_product(x, base.packed, base.bias, base.scratch) + self.scale * low
+        assert self.weight is not None
         return F.linear(x, self.weight, self.bias) + self.scale * low
+
+    def weight_rows(self, rows: int) -> Tensor:
+        """Return the first rows of the frozen weight; of blocks in fp32, by the reference arithmetic."""
+        if self.blocks is None:
+            assert self.weight is not None
+            return self.weight[:rows]
+        packed = self.blocks.packed
+        out_RI = torch.empty(rows, packed.columns, device=packed.data.device)
+        dequantize_rows_reference(packed, out_RI, 0, rows)
+        return out_RI
 
 
 def is_adapted(decoder: nn.Module) -> bool:
@@ -130,9 +154,9 @@ def adapt(decoder: Decoder, student: StudentSection, seed: int) -> Decoder:
     generator = torch.Generator().manual_seed(seed)
     for name in targets:
         base = decoder.get_submodule(name)
-        assert isinstance(base, nn.Linear)
+        assert isinstance(base, nn.Linear | PackedLinear)
         layer = LoraLinear(base, student.adapter_rank, scale)
-        bound = 1 / math.sqrt(base.in_features)
+        bound = 1 / math.sqrt(layer.lora_A.shape[1])
         drawn = torch.empty(layer.lora_A.shape).uniform_(-bound, bound, generator=generator)
         with torch.no_grad():
             layer.lora_A.copy_(drawn)
@@ -143,6 +167,8 @@ def adapt(decoder: Decoder, student: StudentSection, seed: int) -> Decoder:
         for name, parameter in list(module.named_parameters(recurse=False)):
             delattr(module, name)
             module.register_buffer(name, parameter.detach(), persistent=False)
+    for module in decoder.modules():
+        module._non_persistent_buffers_set.update(module._buffers)
     return decoder
 
 
@@ -188,9 +214,9 @@ def write_adapter(
 
 
 def base_rows(decoder: Decoder) -> list[float]:
-    """Return the first number of each adapted matrix, as bf16: they tell another base apart."""
-    found = [one.weight for one in decoder.modules() if isinstance(one, LoraLinear)]
-    return [round(float(one[0, 0].bfloat16()), 9) for one in found]
+    """Return the first number of each adapted matrix: they tell another base apart."""
+    found = [one for one in decoder.modules() if isinstance(one, LoraLinear)]
+    return [float(one.weight_rows(ROWS)[0, 0]) for one in found]
 
 
 def adapter_folder(source: object) -> Path | None:
@@ -264,11 +290,17 @@ def merge(decoder: Decoder, folder: Path, about: Mapping[str, Any]) -> Decoder:
         wanted = {"lora_A": (rank, weight_OI.shape[1]), "lora_B": (weight_OI.shape[0], rank)}
         if shapes != wanted:
             raise WeightsError.expected("adapter", f"{folder}, {path}", str(wanted), str(shapes))
-        rows.append(round(float(weight_OI[0, 0].bfloat16()), 9))
+        rows.append(float(weight_OI[0, 0]))
         delta_OI = pair["lora_B"].to(weight_OI.device) @ pair["lora_A"].to(weight_OI.device)
         weight_OI.copy_(weight_OI.float() + scale * delta_OI)
     known = about.get("base_rows")
-    if isinstance(known, list) and known != rows:
+    if isinstance(known, list) and not (
+        len(known) == len(rows)
+        and all(
+            math.isclose(one, other, rel_tol=_SAME, abs_tol=1e-6)
+            for one, other in zip(known, rows, strict=True)
+        )
+    ):
         raise WeightsError.expected(
             "adapter",
             folder,

@@ -305,6 +305,32 @@ def load_packed_decoder(
         return decoder
 
 
+def load_block_base(
+    source: str | Path | WeightFile, dtype: torch.dtype, device: str | torch.device
+) -> Decoder:
+    """Load a decoder whose layers' matrices stay in quantised blocks, with embedding and head as floats: the loss needs
+    the head's. Raises `WeightsError`."""
+    decoder = load_packed_decoder(source, dtype, device)
+    embed, head = decoder.embed, decoder.head
+    if isinstance(embed, PackedEmbedding):
+        dense = nn.Embedding(1, 1, device="meta")
+        dense.weight = nn.Parameter(_floats(embed.packed, dtype), requires_grad=False)
+        decoder.embed = dense  # type: ignore[assignment]
+    if decoder.config.tie_word_embeddings:
+        decoder.head = None
+    elif isinstance(head, PackedLinear):
+        linear = nn.Linear(1, 1, bias=False, device="meta")
+        linear.weight = nn.Parameter(_floats(head.packed, dtype), requires_grad=False)
+        decoder.head = linear
+    return decoder
+
+
+def _floats(weight: PackedMatrix, dtype: torch.dtype) -> Tensor:
+    found = torch.empty(weight.rows, weight.columns, dtype=dtype, device=weight.data.device)
+    dequantize_rows(weight, found, 0, weight.rows)
+    return found
+
+
 def _replace(decoder: Decoder, path: str, weight: PackedMatrix, scratch: Scratch) -> None:
     """Replace the dense layer at `path` with the one that computes with `weight`."""
     reserve(scratch, weight, whole=path not in ("embed", "head"))

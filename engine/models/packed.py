@@ -103,6 +103,9 @@ def stored_tensor(decoder: Decoder, name: str) -> Tensor | PackedMatrix:
     if name == "head.weight" and decoder.head is None:
         path = "embed"
     owner = decoder.get_submodule(path)
+    # The base of an adapter may be in blocks.
+    blocks = getattr(owner, "blocks", None)
+    owner = blocks if isinstance(blocks, PackedLinear) else owner
     if leaf == "weight" and isinstance(owner, PackedLinear | PackedEmbedding):
         return owner.packed
     tensor = getattr(owner, leaf)

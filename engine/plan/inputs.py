@@ -54,6 +54,8 @@ class Inputs:
     teacher_size: PackedSize | None
     """Sizes of the teacher when its block-quantised weights stay quantised; None without a teacher."""
     student: ModelConfig
+    student_blocks: PackedSize | None
+    """Sizes of a student whose adapters are trained and whose matrices stay in quantised blocks; else None."""
     tokenizer: Tokenizer
     tokenizers: Mapping[str, Tokenizer | None]
     """All tokenizers by their owner; None for a model that brings none."""
@@ -288,9 +290,9 @@ def check_inputs(spec: RunSpec, run: Path | None = None) -> Inputs:
         _model(spec.teacher.path, spec.model) if spec.teacher.path else (None, None)
     )
     if spec.student.path:
-        student, _ = _model(spec.student.path, spec.model)
+        student, student_size = _model(spec.student.path, spec.model)
     else:
-        student = read_config(Path(spec.student.config), spec.model)
+        student, student_size = read_config(Path(spec.student.config), spec.model), None
     if teacher is not None:
         _check_widths(spec, teacher, student)
         if spec.student.path:
@@ -326,12 +328,21 @@ def check_inputs(spec: RunSpec, run: Path | None = None) -> Inputs:
         teacher=teacher,
         teacher_size=teacher_size,
         student=student,
+        student_blocks=_blocks(spec, student_size),
         tokenizer=tokenizer,
         tokenizers=tokenizers,
         models=models,
         template=template,
         notes=notes,
     )
+
+
+def _blocks(spec: RunSpec, size: PackedSize | None) -> PackedSize | None:
+    """Return the sizes of a student in blocks, if its adapters are trained on them."""
+    section = spec.student
+    if section.adapter == "none" or section.adapter_base == "floats" or size is None:
+        return None
+    return size if size.matrices else None
 
 
 def check_room(spec: RunSpec, student: ModelConfig, run: Path) -> None:

@@ -149,6 +149,7 @@ def choose_compile(
     steps: int,
     tokens_per_step: int,
     layer_weights: int,
+    student_in_blocks: bool = False,
 ) -> Decision:
     """Decide whether the student's layers are compiled.
 
@@ -156,6 +157,18 @@ def choose_compile(
     whether torch.compile can generate code for the device here. Raises BadInput for `on` when it cannot.
     """
     saved_s = steps * tokens_per_step * layer_weights * SAVED_S_PER_TOKEN_AND_WEIGHT
+    if student_in_blocks:
+        return _compile(
+            "student.compile",
+            wanted,
+            device=device,
+            native=config.native,
+            lacks="frozen weights as floats",
+            hint="--set student.adapter_base=floats",
+            pays=False,
+            sums="",
+            why_lacks="the frozen weights of the student stay in quantised blocks",
+        )
     return _compile(
         "student.compile",
         wanted,
@@ -209,6 +222,7 @@ def _compile(
     hint: str,
     pays: bool,
     sums: str,
+    why_lacks: str = "torch.compile finds no compiler for this device (Triton on a GPU, g++ on a CPU)",
 ) -> Decision:
     """`lacks` is the missing requirement, or None."""
     why_not = None
@@ -217,7 +231,7 @@ def _compile(
         why_not = OF_TRANSFORMERS
         refused = {"on": ("a model of a native family", why_not, hint)}
     elif lacks is not None:
-        why_not = "torch.compile finds no compiler for this device (Triton on a GPU, g++ on a CPU)"
+        why_not = why_lacks
         refused = {"on": (lacks, why_not, hint)}
     elif device != "cuda":
         why_not = "on a CPU the products are most of the time, and they stay as they are"

@@ -75,7 +75,7 @@ from engine.loss.chunks import (
 from engine.machine.reading import Reading
 from engine.models.adapter import trained_parameters
 from engine.models.config import ModelConfig, count_parameters
-from engine.models.packed_size import SCRATCH_LIMIT_BYTES
+from engine.models.packed_size import SCRATCH_LIMIT_BYTES, PackedSize
 from engine.models.transformers_config import TransformersConfig
 from engine.plan.activations import Forward
 from engine.plan.cost import linear_sizes, linear_weights, query_width, shared_width
@@ -242,6 +242,8 @@ class MemoryPlan:
     """
     kept_layers: int = 0
     """With student.checkpointing: how many of the student's last layers keep their activations all the same."""
+    student_blocks: PackedSize | None = None
+    """Sizes of a student with adapters whose frozen matrices stay in blocks."""
     store: Identity | None = None
     """The identity of the store that the backend `cached` would read."""
 
@@ -249,6 +251,16 @@ class MemoryPlan:
     def adapted(self) -> bool:
         """Whether only adapters of the student are trained."""
         return self.spec.student.adapter != "none"
+
+    @property
+    def frozen_bytes(self) -> int:
+        """Bytes of the frozen weights of a student with adapters; 0 without."""
+        if not self.adapted:
+            return 0
+        if (size := self.student_blocks) is None:
+            return self.each * count_parameters(self.student)
+        layers = sum(size.layer_bytes(self.each))
+        return layers + self.each * _tables(self.student) + size.scratch_bytes(self.each)
 
     @property
     def fused_loss(self) -> bool:
@@ -503,7 +515,7 @@ def _stored_items(plan: MemoryPlan, config: ModelConfig, stored: Identity) -> It
 
 def _student_items(plan: MemoryPlan) -> Iterator[BudgetItem]:
     parameters = trained_parameters(plan.student, plan.spec.student)
-    base = plan.each * count_parameters(plan.student) if plan.adapted else 0
+    base = plan.frozen_bytes
     layers = plan.student.num_hidden_layers
     count, tokens = format_count(parameters), plan.tokens
     of_all = f", shared by {plan.ranks} GPUs" if plan.ranks > 1 else ""

@@ -151,6 +151,11 @@ class RunFacts:
         return has_compiler(self.compute.device.type)
 
     @property
+    def student_in_blocks(self) -> bool:
+        """Whether the layers of a student with adapters stay in quantised blocks."""
+        return self.inputs.student_blocks is not None
+
+    @property
     def student(self) -> ModelConfig:
         return self.inputs.student
 
@@ -291,6 +296,7 @@ def plan_memory(facts: RunFacts) -> MemoryPlan:
         teacher_packed_bytes=packed.weight_bytes(each) if packed else None,
         teacher_packed_layers=packed.layer_bytes(each) if packed else (),
         shares_heads=(facts.capability or (0, 0))[0] == 9,
+        student_blocks=facts.inputs.student_blocks,
         store=facts.store.identity if facts.store else None,
     )
     plan, decisions = fit(whole, stored=facts.stored)

@@ -201,6 +201,13 @@ class StudentSection:
         "Divide adapter_alpha by the root of the rank instead of the rank.",
         changes_results=True,
     )
+    adapter_base: str = setting(
+        "auto",
+        "How the frozen weights under adapters are held: in the quantised blocks of their file where it has some "
+        "(auto), or as floats.",
+        allowed=("auto", "floats"),
+        changes_results=True,
+    )
     adapter_targets: str = setting(
         "all",
         "Matrices of the layers that get adapters: all, attention, or names such as q_proj,v_proj.",

@@ -362,7 +362,17 @@ class StepAudit(StepObserver):
         if isinstance(student, TransformersDecoder):
             buffers = dict(student.named_buffers())
             return SameModule(student, {**buffers, **weights}, device)
-        shape, weight = shape_of(student.config), _weight(weights, device)
+        layers = {
+            f"{path}.weight": module
+            for path, module in student.named_modules()
+            if isinstance(module, LoraLinear)
+        }
+        biases = {
+            name.removesuffix("weight") + "bias": layer.blocks.bias
+            for name, layer in layers.items()
+            if layer.blocks is not None and layer.blocks.bias is not None
+        }
+        shape, weight = shape_of(student.config), _weight({**biases, **weights}, device)
         adapters = {
             f"{path}.weight": reference.LowRank(
                 weights[f"{path}.lora_A"], weights[f"{path}.lora_B"], module.scale
@@ -372,7 +382,13 @@ class StepAudit(StepObserver):
         }
         if not adapters:
             return reference.PlainDecoder(shape, weight)
-        plain = reference.PlainDecoder(shape, reference.merged(weight, adapters))
+
+        def frozen(name: str, rows_N: Tensor | None = None) -> Tensor:
+            if (layer := layers.get(name)) is None or layer.blocks is None:
+                return weight(name, rows_N)
+            return layer.weight_rows(layer.blocks.packed.rows)
+
+        plain = reference.PlainDecoder(shape, reference.merged(frozen, adapters))
         return reference.AdaptedDecoder(plain, adapters)
 
     def _wanted(self, step: int, passes: Sequence[_SeenPass]) -> Wanted:

@@ -36,7 +36,7 @@ from engine.models.config import ModelConfig, count_parameters
 from engine.models.decoder import Decoder, Tensors
 from engine.models.frozen import join
 from engine.models.head import Head
-from engine.models.load import load_decoder, new_decoder
+from engine.models.load import load_block_base, load_decoder, new_decoder
 from engine.models.transformers_decoder import TransformersDecoder
 from engine.plan.memory import written_rows
 from engine.plan.run_plan import Plan, Stored, batches_of
@@ -199,7 +199,12 @@ class Builder:
         spec, device = self.spec, self.device
         if spec.student.adapter != "none":
             dtype = torch_dtype(spec.student.precision)
-            base = load_decoder(Path(spec.student.path), dtype, device, spec.model)
+            blocks = self.plan.inputs.student_blocks is not None
+            base = (
+                load_block_base(spec.student.path, dtype, device)
+                if blocks
+                else load_decoder(Path(spec.student.path), dtype, device, spec.model)
+            )
             if not base.config.native:
                 raise BadInput.expected(
                     "student.adapter",

@@ -197,3 +197,38 @@ def test_a_base_that_is_the_teacher_is_refused(kit: Kit, tmp_path: Path) -> None
 def test_a_replay_trains_the_same_adapters(adapted: RunFolder, trainer_here: None) -> None:
     done = engine_here("verify", adapted.path, "--all")
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.fixture(scope="module")
+def in_blocks(kit: Kit, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A base in Q8_0 blocks, whose rows are 32 numbers."""
+    folder = tmp_path_factory.mktemp("blocks")
+    save_decoder(
+        new_decoder(read_config(kit.student), seed=3),
+        folder / "model",
+        torch.float32,
+        extra_files=[kit.teacher / "tokenizer.json"],
+    )
+    done = engine_here("convert", folder / "model", folder / "base.gguf", "--quant", "q8_0")
+    assert done.returncode == 0, done.stderr
+    return folder / "base.gguf"
+
+
+def test_adapters_of_a_base_in_blocks_are_those_of_the_same_base_as_floats(
+    kit: Kit, in_blocks: Path, tmp_path: Path
+) -> None:
+    how = LORA | {"student__path": str(in_blocks), "checkpoint__every": 0}
+    run, code = carried_out(kit, tmp_path / "blocks", **how)
+    assert code == 0
+    judged = of(run, Judged)
+    assert not [one for one in judged if one.level == "fail"]
+    assert {"step_student", "step_gradients"} <= {one.id for one in judged if one.level == "pass"}
+    floats, code = carried_out(kit, tmp_path / "floats", **how, student__adapter_base="floats")
+    assert code == 0
+    pairs = zip(of(run, StepDone), of(floats, StepDone), strict=True)
+    for one, other in pairs:
+        assert one.loss == pytest.approx(other.loss, rel=1e-4)
+    tokens_BT = torch.arange(24)[None] % 200
+    with torch.no_grad():
+        both = [load_decoder(each.student).logits(tokens_BT) for each in (run, floats)]
+    assert torch.allclose(*both, atol=1e-2)

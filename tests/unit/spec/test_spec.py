@@ -203,7 +203,7 @@ def test_list_of_settings_is_frozen() -> None:
         "student.path", "student.config", "student.precision", "student.compile", "student.graphs", "student.attention",
         "student.checkpointing", "student.reshard",
         "student.adapter", "student.adapter_rank", "student.adapter_alpha", "student.adapter_rslora",
-        "student.adapter_targets", "student.save_as",
+        "student.adapter_base", "student.adapter_targets", "student.save_as",
         "vocab.align",
         "data.corpus", "data.tokenizer", "data.seq_len", "data.heldout_fraction",
         "data.include_tests", "data.max_bytes", "data.packing", "data.columns", "data.turns", "data.skip_at_most",
@@ -228,7 +228,8 @@ def test_list_of_settings_is_frozen() -> None:
 
 
 CHANGES_RESULTS = """
-    student.adapter student.adapter_rank student.adapter_alpha student.adapter_rslora student.adapter_targets
+    student.adapter student.adapter_rank student.adapter_alpha student.adapter_rslora student.adapter_base
+    student.adapter_targets
     teacher.path student.path student.config
     data.corpus data.tokenizer data.seq_len data.heldout_fraction data.include_tests data.max_bytes
     data.packing data.columns data.turns

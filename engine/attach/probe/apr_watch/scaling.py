@@ -159,8 +159,8 @@ class Scaling:
         if abs(math.prod(found[0]) * window - 1) > _EQUAL:
             return []
         text = (
-            f"step {number} of {name}, the last of an epoch, sums the gradients of {passes} losses, and each is divided "
-            f"by {window} as in a whole window"
+            f"step {number} of {name}, the last of an epoch, sums the gradients of {passes} losses, and each is "
+            f"divided by {window} as in a whole window"
         )
         return [("accumulated_mean", FACT, text, {"passes": passes, "divided_by": window})]
 
