@@ -12,14 +12,15 @@ from apr_watch.ranks import Compared, Others, Record, judge, write
 
 NAMES = ["0.weight", "0.bias"]
 
-def record(step, values, layout="a", batches=()):
-    return Record(0, step, layout, [f"{crc32(repr(v).encode()):08x}" for v in values], list(values), list(batches))
+def record(step, values, layout="a", batches=(), tokens=()):
+    digests = [f"{crc32(repr(v).encode()):08x}" for v in values]
+    return Record(0, step, layout, digests, list(values), list(batches), list(tokens))
 
 def layout(*wrappers, unknown=()):
     return Of(why="", name="AdamW", names=NAMES, wrappers=list(wrappers), unknown=set(unknown))
 
 def ddp(**about):
-    return Of(**dict(has_hook=False, is_local=False, was_called=True) | about)
+    return Of(**dict(has_hook=False, is_local=False, was_called=True, ranks=[0, 1]) | about)
 
 def said(layout, mine, other, began=((0.0, 0.0), (0.0, 0.0)), **more):
     first = {rank: record(1, values) for rank, values in enumerate(began)}
@@ -65,6 +66,24 @@ print(of_data([["i", ""]] * 2, [["i", ""]] * 2), of_data(one, one, began=((0.0, 
         "['suspicion'] ['pass'] [] []",
         "[] ['pass']",
         "[] []",
+    ]
+
+
+def test_labels_that_each_rank_counts_alone_are_named_and_those_of_all_ranks_pass() -> None:
+    code = """
+def of_tokens(divisor, *others, wrapper=ddp(), counts=((20, 40), (60, 80))):
+    mine, other = ([[1 / by, 1 / by, n, n] for n in each] for each, by in zip(counts, (divisor, *others)))
+    found = said(layout(wrapper, wrapper), (1.0, 2.0), record(2, (1.0, 2.0), tokens=other), tokens=mine)
+    return [degree for id, degree in found if id == "token_weights"]
+
+print(of_tokens(60, 140), of_tokens(100, 100), of_tokens(200, 200))
+print(of_tokens(60, 140, counts=((60,), (140,))), of_tokens(60, 140, wrapper=ddp(has_hook=True)))
+print(of_tokens(100, 100, wrapper=ddp(ranks=[0, 1, 2])), of_tokens(60, 62, counts=((20, 40), (21, 41))))
+"""
+    assert probed(MADE + code).splitlines() == [
+        "['suspicion'] ['pass'] ['suspicion']",
+        "['fact'] []",
+        "['pass'] []",
     ]
 
 

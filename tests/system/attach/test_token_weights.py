@@ -11,6 +11,7 @@ from engine.log.events import PASS, SUSPICION
 from tests.support.attached import run_twice, run_watched
 from tests.system.attach.test_frameworks import HF
 from tests.system.attach.test_identities import SETUP, Found, degrees, of_script, outcomes
+from tests.system.attach.test_ranks import TORCHRUN
 
 SCRIPT = """
 from torch.nn import functional as F
@@ -263,6 +264,56 @@ def test_the_loss_of_a_trainer_weighs_tokens_alike_and_a_mean_of_ones_own_does_n
     assert degrees(found["Trainer"], "token_weights") == [PASS]
     (line,) = [line for line in found["Means"] if line["id"] == "token_weights"]
     assert line["level"] == SUSPICION and OWN in line["text"]
+
+
+RANKS = """
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F
+
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+
+def fit(divisor):
+    torch.manual_seed(3)
+    net = nn.parallel.DistributedDataParallel(nn.Sequential(nn.Embedding(13, 8), nn.Linear(8, 13)))
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
+    for step in range(3):
+        lengths = [5 + 9 * rank + step, 20 + 30 * rank]
+        count = torch.tensor(float(sum(lengths)))
+        total = count.clone()
+        dist.all_reduce(total)
+        for length in lengths:
+            tokens = torch.randint(13, (1, length + 1))
+            loss = F.cross_entropy(net(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten(), reduction="sum")
+            (loss / divisor(float(count), float(total))).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return net
+
+for name, divisor in dict(own=lambda own, total: own, twice=lambda own, total: total,
+                          all=lambda own, total: total / 2).items():
+    if rank == 0:
+        say(name=name)
+    fit(divisor)
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.soak
+def test_labels_of_one_rank_alone_and_averages_of_averages_are_suspected(tmp_path: Path) -> None:
+    found = outcomes(run_watched(tmp_path, RANKS, *TORCHRUN))
+    texts = {
+        name: [
+            line["text"]
+            for line in lines
+            if line["level"] == SUSPICION and line["id"] == "token_weights"
+        ]
+        for name, lines in found.items()
+    }
+    assert "each rank divides by its own 25 and 64 labelled tokens" in texts["own"][0]
+    assert "divided by the 89 labelled tokens of all ranks" in texts["twice"][0]
+    assert texts["all"] == [] and PASS in degrees(found["all"], "token_weights")
 
 
 @pytest.mark.soak

@@ -238,8 +238,10 @@ class Identities:
         self._in_progress.append(id(optimizer))
         self._threads.add(get_ident())
         watched.seen = None
+        tokens = self._token_weights.take()
         if len(self._threads) == 1:
-            self.ranks.step_begins(optimizer, watched.steps, _is_sampled(watched.steps))
+            each = None if tokens is None else tokens[0]
+            self.ranks.step_begins(optimizer, watched.steps, _is_sampled(watched.steps), each)
         lines = self._scaling.step(optimizer, watched.steps)
         if rank_and_world(self._torch)[0]:
             return
@@ -285,7 +287,7 @@ class Identities:
             watched.between = None
             if not watched.seen.is_late:
                 watched.seen.add_losses(self._losses)
-            watched.seen.add_token_weights(self._token_weights.take(), watched.token_weights)
+            watched.seen.add_token_weights(tokens, watched.token_weights)
 
     def step_ends(self, optimizer: Any) -> None:
         watched = self._watched.get(optimizer)

@@ -1,4 +1,4 @@
-"""Check that the ranks of a training hold the same weights and read different data.
+"""Check that the ranks of a training hold the same weights, read different data and weigh labelled tokens the same.
 
 At sampled steps each rank appends a record to its own file in the training's folder: a hash of some elements of each
 parameter, and a hash of each batch trained on so far. Rank 0 reads the records of the ranks on its host and compares.
@@ -26,6 +26,7 @@ from .data import print_of
 from .folders import rank_and_world
 from .modes import Noticed
 from .parameters import FACT, FAIL, NAMED, PASS, SUSPICION, UNKNOWN, Line, Modules
+from .token_weights import across_ranks
 from .updates import is_plain
 from .values import is_capturing
 
@@ -60,6 +61,8 @@ class Record(NamedTuple):
     """Sum with alternating signs of the sampled elements of each parameter: measures how far two ranks differ."""
     batches: list[list[str]]
     """Hash of the sampler's indices and hash of the content of each trained batch; empty where they are not known."""
+    tokens: list[list[float]]
+    """Weights and counts of labelled tokens of each backward pass; empty where they are not known."""
 
 
 def to_line(record: Record) -> bytes:
@@ -319,7 +322,13 @@ class Snapshot:
     """Weights of one optimizer on this rank, copied before one of its steps."""
 
     def __init__(
-        self, torch: Any, optimizer: int, step: int, layout: Layout, batches: list[list[str]]
+        self,
+        torch: Any,
+        optimizer: int,
+        step: int,
+        layout: Layout,
+        batches: list[list[str]],
+        tokens: Any,
     ) -> None:
         self._torch, self._optimizer, self._step = torch, optimizer, step
         self.layout, self._batches = layout, list(batches)
@@ -336,6 +345,8 @@ class Snapshot:
             numbers = torch.cat([part for _, part in parts])
             counts = [part.numel() for _, part in parts]
             self._sizes.append((numbers, [place for place, _ in parts], counts))
+        if tokens is not None:
+            self._sizes.append((tokens, [], []))
         self._events = []
         for device in self._devices():
             event = torch.cuda.Event()
@@ -372,7 +383,11 @@ class Snapshot:
         """Return the record; call only after `has_passed`."""
         count = len(self.layout.parameters)
         digests, sums = ["0" * _HEX] * count, [0.0] * count
+        tokens: list[list[float]] = []
         for numbers, places, counts in self._sizes:
+            if not places:
+                tokens = numbers.tolist()
+                continue
             data = bytes(numbers.view(self._torch.uint8).tolist())
             values, width = numbers.double().tolist(), numbers.element_size()
             begin = 0
@@ -382,7 +397,8 @@ class Snapshot:
                 sums[place] = sum(values[begin:end:2]) - sum(values[begin + 1 : end : 2])
                 begin = end
         self._sizes, self._events, self._copied = [], [], None
-        return Record(self._optimizer, self._step, self.layout.hash, digests, sums, self._batches)
+        hashes = self.layout.hash, digests
+        return Record(self._optimizer, self._step, *hashes, sums, self._batches, tokens)
 
 
 def _sampled(parameter: Any) -> Any:
@@ -424,7 +440,7 @@ def judge(found: Compared) -> list[Line]:
         lines += _judge_wrapped(found, wrapped)
     if unwrapped and mine.step > 1:
         lines += _judge_unwrapped(found, unwrapped)
-    return lines + _judge_data(found)
+    return lines + _judge_data(found) + _judge_tokens(found)
 
 
 def _differing(found: Compared, places: list[int]) -> tuple[list[int], list[int]]:
@@ -543,6 +559,17 @@ def _judge_data(found: Compared) -> list[Line]:
     return [(DATA, SUSPICION, text, numbers)]
 
 
+def _judge_tokens(found: Compared) -> list[Line]:
+    """Return the verdict on the weights of tokens of ranks whose gradients one DistributedDataParallel averages."""
+    wrappers = found.layout.wrappers
+    ranks = {0: found.mine.tokens, **{rank: one.tokens for rank, one in found.others.items()}}
+    if not all(one is not None and not one.has_hook and not one.is_local for one in wrappers):
+        return []
+    if not all(ranks.values()) or wrappers[0] is None:
+        return []
+    return across_ranks(found.layout.name, found.mine.step, ranks, len(wrappers[0].ranks))
+
+
 def _are_same(mine: list[list[str]], other: list[list[str]]) -> bool | None:
     """Return whether two ranks read the same batches; None where that cannot be decided."""
     pairs = list(zip(mine, other, strict=True))
@@ -647,7 +674,7 @@ class Ranks:
 
     # Weights.
 
-    def step_begins(self, optimizer: Any, step: int, is_sampled: bool) -> None:
+    def step_begins(self, optimizer: Any, step: int, is_sampled: bool, tokens: Any) -> None:
         if rank_and_world(self._torch)[1] < 2 or is_capturing(self._torch):
             return
         number, layout = self._layouts.get(optimizer, (self._count, None))
@@ -670,7 +697,9 @@ class Ranks:
         for wrapper in layout.each_wrapper():
             wrapper.update()
         with self._torch.no_grad():
-            self._new_snapshots.append(Snapshot(self._torch, number, step, layout, self._batches))
+            self._new_snapshots.append(
+                Snapshot(self._torch, number, step, layout, self._batches, tokens)
+            )
 
     # Between ranks.
 

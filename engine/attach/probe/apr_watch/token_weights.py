@@ -1,4 +1,4 @@
-"""Check that a labelled token weighs the same in every batch whose gradients a step sums.
+"""Check that a labelled token weighs the same in every batch whose gradients a step sums, or averages over ranks.
 
 Its weight is the derivative of the step's objective by its negative log-likelihood. Autograd hands that to the node of
 the likelihoods, whatever library divides or multiplies the loss; a hook keeps it during the backward passes of sampled
@@ -14,7 +14,7 @@ from typing import Any
 
 from .graph import below, near, saved
 from .losses import targets_of
-from .parameters import PASS, SUSPICION, Line
+from .parameters import FACT, PASS, SUSPICION, Line
 from .values import is_capturing
 
 _MAX_LOSSES = 16
@@ -129,13 +129,13 @@ class TokenWeights:
             self._open = None
 
     def take(self) -> tuple[Any, bool] | None:
-        """Return before a step the numbers of its passes on the device, (passes, 4), and whether each pass surely has
-        a batch of its own; None where they cannot be compared."""
+        """Return before a step the numbers of its passes on the device, (passes, 4) as of `_Hooked.numbers`, and
+        whether each pass surely has a batch of its own; None where they cannot be compared."""
         passes, self._passes = self._passes, []
         batches, self._batches = self._batches, 0
         iterators, self._iterators = len(self._iterators), weakref.WeakSet()
         numbers = [one.numbers for one in passes]
-        if len(passes) < 2 or any(one is None for one in numbers):
+        if not passes or any(one is None for one in numbers):
             return None
         if len({one.device for one in numbers}) > 1 or any(one.is_by_row for one in passes):
             return None
@@ -159,9 +159,8 @@ class Judged:
         self, optimizer: str, step: int, passes: list[list[float]], is_own: bool
     ) -> list[Line]:
         """Return the verdict on a step; `passes` and `is_own` are those of `TokenWeights.take`."""
-        weights = [(lowest + highest) / 2 for lowest, highest, _, _ in passes]
-        counts = [count for _, _, count, _ in passes]
-        if not all(counts) or not all(_are_equal([one[0], one[1]]) for one in passes):
+        weights, counts = _weights(passes), [count for _, _, count, _ in passes]
+        if len(passes) < 2 or not weights:
             return []
         numbers = {"passes": len(passes), "least": min(counts), "most": max(counts)}
         if _are_equal(weights):
@@ -194,6 +193,51 @@ class Judged:
             f"of pass {least + 1}: each loss is {what} its own {of[most]:.0f} and {of[least]:.0f} {kind}"
         )
         return [("token_weights", SUSPICION, text, {**numbers, "times": times})]
+
+
+def across_ranks(
+    optimizer: str, step: int, ranks: dict[int, list[list[float]]], world: int
+) -> list[Line]:
+    """Return the verdict on a step of replicas whose gradients are averaged: `ranks` has the passes of each, perhaps
+    not of all `world`."""
+    weights = {rank: _weights(passes) for rank, passes in ranks.items()}
+    counts = {rank: sum(one[2] for one in passes) for rank, passes in ranks.items()}
+    if not all(each and _are_equal(each) for each in weights.values()):
+        return []
+    most, least = min(counts, key=counts.__getitem__), max(counts, key=counts.__getitem__)
+    if counts[least] < (1 + _APART) * counts[most]:
+        return []
+    numbers = {"ranks": len(ranks), "least": counts[most], "most": counts[least]}
+    first = [each[0] for each in weights.values()]
+    if _are_equal(first):
+        labels = sum(counts.values())
+        if len(ranks) == world and _are_equal([first[0] * labels, 1.0]):
+            text = (
+                f"the loss of step {step} of {optimizer} is divided by the {labels:.0f} labelled tokens of all ranks, "
+                f"and the average over {world} ranks divides it again: the gradients are {world} times too small"
+            )
+            return [("token_weights", SUSPICION, text, numbers)]
+        text = (
+            f"a labelled token weighs the same on {len(ranks)} ranks in step {step} of {optimizer}"
+        )
+        return [("token_weights", PASS, text, numbers)]
+    if not _are_equal([w * n for w, n in zip(first, counts.values(), strict=True)]):
+        return []
+    text = (
+        f"a labelled token of rank {most} weighs {counts[least] / counts[most]:.3g} times one of rank {least} in "
+        f"step {step} of {optimizer}: each rank divides by its own {counts[most]:.0f} and {counts[least]:.0f} labelled "
+        f"tokens"
+    )
+    # A mean of one batch is commonly averaged over ranks so; who counts the labels of a step means those of all ranks.
+    counted = any(len({one[2] for one in passes}) > 1 for passes in ranks.values())
+    return [("token_weights", SUSPICION if counted else FACT, text, numbers)]
+
+
+def _weights(passes: list[list[float]]) -> list[float]:
+    """Return the weight of a token in each pass; nothing where a pass has several, or no labels."""
+    if not all(count and _are_equal([lowest, highest]) for lowest, highest, count, _ in passes):
+        return []
+    return [(lowest + highest) / 2 for lowest, highest, _, _ in passes]
 
 
 def _are_equal(numbers: list[float]) -> bool:
