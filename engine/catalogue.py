@@ -583,11 +583,11 @@ IDENTITIES: tuple[About, ...] = (
     ),
     _identity(
         id="token_weights",
-        wrong="labelled tokens of one step weigh differently",
+        wrong="labels of one step weigh differently",
         group="gradient",
         level=SUSPICION,
-        question="Where a step sums gradients of several batches, or averages those of ranks, does a labelled token of "
-        "each weigh the same?",
+        question="Where a step sums gradients of several batches, or averages those of ranks, does a label of each "
+        "weigh the same?",
         means="Each loss is the mean over its own labels: where their counts differ, tokens of a batch with few labels "
         "count more, and the objective depends on how batches are cut.",
         remedy="count the labels of all batches of a step first, after the shift and without ignored ones, and divide "

@@ -311,8 +311,8 @@ def test_labels_of_one_rank_alone_and_averages_of_averages_are_suspected(tmp_pat
         ]
         for name, lines in found.items()
     }
-    assert "each rank divides by its own 25 and 64 labelled tokens" in texts["own"][0]
-    assert "divided by the 89 labelled tokens of all ranks" in texts["twice"][0]
+    assert "each rank divides by its own 25 and 64 labels" in texts["own"][0]
+    assert "divided by the 89 labels of all ranks" in texts["twice"][0]
     assert texts["all"] == [] and PASS in degrees(found["all"], "token_weights")
 
 
@@ -355,7 +355,7 @@ def test_tokens_that_weigh_differently_are_suspected_with_their_counts(
 def test_each_weight_is_that_of_the_counts(weights: Found) -> None:
     (line,) = [line for line in weights["means_of_means"] if line["id"] == "token_weights"]
     assert line["numbers"]["times"] == pytest.approx(56 / 10)
-    assert "of pass 2: each loss is the mean over its own 10 and 56 labelled tokens" in line["text"]
+    assert "of pass 2: each loss is the mean over its own 10 and 56 labels" in line["text"]
 
 
 def test_tokens_that_weigh_alike_pass_and_no_other_loss_is_judged(weights: Found) -> None:

@@ -34,6 +34,8 @@ _SHAPES = frozenset(
     for number in (0, 1, 2)
 )
 """Nodes that keep the values: they reshape, copy or select."""
+CROSS_ENTROPIES = ("NllLossBackward0", "NllLoss2DBackward0")
+POINTWISE = ("MseLossBackward0", "L1LossBackward0", "SmoothL1LossBackward0", "HuberLossBackward0")
 _PARTS = ("SliceBackward0", "IndexBackward0", "IndexSelectBackward0", "MaskedSelectBackward0")
 
 
@@ -65,6 +67,13 @@ def saved(node: Any, name: str) -> Any:
     if raw is None or getattr(raw, "unpack_hook", raw) is not None:
         return None
     return getattr(node, f"_saved_{name}")
+
+
+def labels_of(node: Any) -> tuple[Any, int]:
+    """Return the labels of a cross entropy, None where they cannot be read, and the ignored label."""
+    ignored = int(node._saved_ignore_index)
+    # Kept without a sign.
+    return saved(node, "target"), ignored - (1 << 64) * (ignored >= 1 << 63)
 
 
 def places(node: Any) -> tuple[Any, int, int] | None:

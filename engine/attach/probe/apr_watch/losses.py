@@ -12,7 +12,7 @@ from typing import Any
 
 from .coverage import Coverage, Tokenizers
 from .distillation import Divergence, divergence_at
-from .graph import near, places, saved, source, weight
+from .graph import CROSS_ENTROPIES, labels_of, near, places, saved, source, weight
 from .parameters import FACT, PASS, SUSPICION, Line
 
 _IDS = 8
@@ -264,9 +264,8 @@ def _add_rows(losses: list[Loss]) -> None:
 def targets_of(node: Any) -> tuple[Any, int | None]:
     """Return the labels of a node that selects one log probability each, and the ignored label; None if it is none."""
     kind = type(node).__name__
-    if kind in ("NllLossBackward0", "NllLoss2DBackward0"):
-        ignored = int(node._saved_ignore_index)
-        return saved(node, "target"), ignored - (1 << 64) * (ignored >= 1 << 63)
+    if kind in CROSS_ENTROPIES:
+        return labels_of(node)
     if kind in _FUSED:
         kept = node._raw_saved_tensors
         if any(getattr(one, "unpack_hook", one) is not None for one in kept):
@@ -289,7 +288,7 @@ def targets_of(node: Any) -> tuple[Any, int | None]:
 
 def _whole(node: Any, way: list[Any]) -> int:
     """Return the vocabulary size if the tensor of the backward pass is this cross entropy as a mean; else 0."""
-    is_mean = type(node).__name__ in ("NllLossBackward0", "NllLoss2DBackward0")
+    is_mean = type(node).__name__ in CROSS_ENTROPIES
     if way or not is_mean or node._saved_reduction != 1:
         return 0
     log_softmax = source(node)[0]

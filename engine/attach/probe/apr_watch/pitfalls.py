@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from .graph import near, saved, source
+from .graph import CROSS_ENTROPIES, POINTWISE, labels_of, near, saved, source
 from .parameters import PASS, SUSPICION, Line
 
 _LEAST = 8
@@ -19,7 +19,6 @@ _BOUNDED = {
     "TanhBackward0": "a tanh, so all are between -1 and 1",
     "SoftmaxBackward0": "a softmax, so all are between 0 and 1",
 }
-_POINTWISE = ("MseLossBackward0", "L1LossBackward0", "SmoothL1LossBackward0", "HuberLossBackward0")
 _PLAIN = {
     f"{name}Backward0"
     for name in (
@@ -28,7 +27,6 @@ _PLAIN = {
     )
 }
 """Nodes that are pointwise, reduce or reshape."""
-_CROSS_ENTROPIES = ("NllLossBackward0", "NllLoss2DBackward0")
 _BINARY = "BinaryCrossEntropyWithLogitsBackward0"
 
 
@@ -64,23 +62,22 @@ class Pitfalls:
         """Lowest label, highest label and number of labels of a cross entropy, on the device."""
         for node, way in near(tensors):
             kind = type(node).__name__
-            if kind in _CROSS_ENTROPIES:
+            if kind in CROSS_ENTROPIES:
                 self._cross_entropy(torch, node)
             elif kind == _BINARY:
                 self._bounded(node)
-            elif kind in _POINTWISE or (kind == "SubBackward0" and _is_pointwise(way)):
+            elif kind in POINTWISE or (kind == "SubBackward0" and _is_pointwise(way)):
                 self._pairs(node, kind)
 
     def _cross_entropy(self, torch: Any, node: Any) -> None:
         log_softmax = source(node)[0]
         if type(log_softmax).__name__ == "LogSoftmaxBackward0":
             self._bounded(log_softmax)
-        targets = saved(node, "target")
+        targets, ignored = labels_of(node)
         if self.labels is None and targets is not None and targets.numel():
-            ignored = int(node._saved_ignore_index)
             # Labels may be bytes, which cannot hold the limits below.
             targets = targets.long()
-            known = targets != ignored - (1 << 64) * (ignored >= 1 << 63)
+            known = targets != ignored
             lowest = torch.where(known, targets, 1 << 40).min()
             highest = torch.where(known, targets, -1).max()
             self.labels = torch.stack([lowest, highest, known.sum()])
@@ -101,7 +98,7 @@ class Pitfalls:
 
     def _pairs(self, node: Any, kind: str) -> None:
         """Find a difference of shape (N, N) between N trained predictions and N targets."""
-        shape = _shape(saved(node, "self")) if kind in _POINTWISE else _shape_after(node, 0)
+        shape = _shape(saved(node, "self")) if kind in POINTWISE else _shape_after(node, 0)
         if shape is None or len(shape) != 2 or shape[0] != shape[1] or shape[0] < 2:
             return
         inputs = [one for one in node.next_functions if one[0] is not None]

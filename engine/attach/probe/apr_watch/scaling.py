@@ -10,7 +10,7 @@ import math
 import weakref
 from typing import Any
 
-from .graph import near, scalar
+from .graph import CROSS_ENTROPIES, POINTWISE, near, scalar
 from .parameters import FACT, PASS, SUSPICION, Line
 
 _IN_A_ROW = 2
@@ -22,12 +22,8 @@ _EQUAL = 1e-6
 _SCALED_BY_HAND = 16.0
 """Smallest factor of a loss that counts as a loss scale."""
 _MEANS = (
-    "NllLossBackward0",
-    "NllLoss2DBackward0",
-    "MseLossBackward0",
-    "L1LossBackward0",
-    "SmoothL1LossBackward0",
-    "HuberLossBackward0",
+    *CROSS_ENTROPIES,
+    *POINTWISE,
     "BinaryCrossEntropyBackward0",
     "BinaryCrossEntropyWithLogitsBackward0",
 )

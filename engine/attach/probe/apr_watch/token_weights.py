@@ -1,9 +1,9 @@
-"""Check that a labelled token weighs the same in every batch whose gradients a step sums, or averages over ranks.
+"""Check that a label weighs the same in every batch whose gradients a step sums, or averages over ranks.
 
-Its weight is the derivative of the step's objective by its negative log-likelihood. Autograd hands that to the node of
-the likelihoods, whatever library divides or multiplies the loss; a hook keeps it during the backward passes of sampled
-steps. Not judged are class weights, losses that weigh tokens differently within a batch, and backward passes of
-different losses.
+Its weight is the derivative of the step's objective by the label's negative log-likelihood. Autograd hands that to the
+node of the likelihoods, whatever library divides or multiplies the loss; a hook keeps it during the backward passes of
+sampled steps. Not judged are class weights, losses that weigh labels differently within a batch, and backward passes
+of different losses.
 """
 
 from __future__ import annotations
@@ -48,12 +48,11 @@ class _Hooked:
         torch, gradient, targets = self._torch, self._gradient, self._targets
         if type(gradient) is not torch.Tensor or gradient.numel() not in (1, targets.numel()):
             return None
-        known = targets.reshape(-1) == targets.reshape(-1)
-        if self._ignored is not None:
-            known = targets.reshape(-1) != self._ignored
-        gradients = gradient.detach().reshape(-1).double().expand(known.shape)
+        gradients = gradient.detach().reshape(-1).double().expand(targets.numel())
         # A factor of 0 masks a position.
-        known = known & (gradients != 0)
+        known = gradients != 0
+        if self._ignored is not None:
+            known = known & (targets.reshape(-1) != self._ignored)
         count = known.sum()
         lowest = gradients.where(known, float("inf")).amin()
         highest = gradients.where(known, -float("inf")).amax()
@@ -167,8 +166,8 @@ class Judged:
             if max(counts) > min(counts):
                 self._in_a_row = 0
             text = (
-                f"a labelled token weighs the same in each of the {len(passes)} backward passes of step {step} of "
-                f"{optimizer}, of {min(counts):.0f} to {max(counts):.0f} labelled tokens"
+                f"a label weighs the same in each of the {len(passes)} backward passes of step {step} of "
+                f"{optimizer}, of {min(counts):.0f} to {max(counts):.0f} labels"
             )
             return [("token_weights", PASS, text, numbers)]
         positions = [position for _, _, _, position in passes]
@@ -187,9 +186,9 @@ class Judged:
             return []
         times = weights[most] / weights[least]
         what = "the mean over" if by_labels else "divided by"
-        kind = "labelled tokens" if by_labels else "positions, with a label or without"
+        kind = "labels" if by_labels else "positions, with a label or without"
         text = (
-            f"a labelled token of backward pass {most + 1} of step {step} of {optimizer} weighs {times:.3g} times one "
+            f"a label of backward pass {most + 1} of step {step} of {optimizer} weighs {times:.3g} times one "
             f"of pass {least + 1}: each loss is {what} its own {of[most]:.0f} and {of[least]:.0f} {kind}"
         )
         return [("token_weights", SUSPICION, text, {**numbers, "times": times})]
@@ -213,20 +212,17 @@ def across_ranks(
         labels = sum(counts.values())
         if len(ranks) == world and _are_equal([first[0] * labels, 1.0]):
             text = (
-                f"the loss of step {step} of {optimizer} is divided by the {labels:.0f} labelled tokens of all ranks, "
+                f"the loss of step {step} of {optimizer} is divided by the {labels:.0f} labels of all ranks, "
                 f"and the average over {world} ranks divides it again: the gradients are {world} times too small"
             )
             return [("token_weights", SUSPICION, text, numbers)]
-        text = (
-            f"a labelled token weighs the same on {len(ranks)} ranks in step {step} of {optimizer}"
-        )
+        text = f"a label weighs the same on {len(ranks)} ranks in step {step} of {optimizer}"
         return [("token_weights", PASS, text, numbers)]
     if not _are_equal([w * n for w, n in zip(first, counts.values(), strict=True)]):
         return []
     text = (
-        f"a labelled token of rank {most} weighs {counts[least] / counts[most]:.3g} times one of rank {least} in "
-        f"step {step} of {optimizer}: each rank divides by its own {counts[most]:.0f} and {counts[least]:.0f} labelled "
-        f"tokens"
+        f"a label of rank {most} weighs {counts[least] / counts[most]:.3g} times one of rank {least} in "
+        f"step {step} of {optimizer}: each rank divides by its own {counts[most]:.0f} and {counts[least]:.0f} labels"
     )
     # A mean of one batch is commonly averaged over ranks so; who counts the labels of a step means those of all ranks.
     counted = any(len({one[2] for one in passes}) > 1 for passes in ranks.values())
