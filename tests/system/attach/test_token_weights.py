@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from engine.log.events import PASS, SUSPICION
-from tests.support.attached import run_twice, run_watched
+from tests.support.attached import run_twice, run_watched, watched_once
 from tests.system.attach.test_frameworks import HF
-from tests.system.attach.test_identities import SETUP, Found, degrees, of_script, outcomes
+from tests.system.attach.test_identities import SETUP, Found, degrees, outcomes
 from tests.system.attach.test_ranks import TORCHRUN
 
 SCRIPT = """
@@ -107,6 +107,11 @@ def divided_by_ignored_labels_too():
         return summed / labels[:, 1:].numel() / window
     texts = [text for short, long in zip(TEXTS[1::8] * 4, TEXTS[2::8] * 4) for text in (short, short[:3], long, long)]
     return train(loss, window=2, loader=batches(texts=texts))
+
+def labels_counted_before_the_shift():
+    def loss(net, tokens, labels, labelled, window):
+        return cross_entropy(net, tokens, labels, reduction="sum") / (labels != -100).sum() / window
+    return train(loss)
 
 # Tokens weigh alike.
 
@@ -222,7 +227,8 @@ def a_short_last_batch():
     return classifier
 
 tell(means_of_means, means_of_single_texts, a_module_that_divides_by_its_own_mask, means_of_batches_cut_by_hand,
-     divided_by_ignored_labels_too, divided_by_the_labels_of_the_step, masked_and_divided_by_the_labels_of_the_step,
+     divided_by_ignored_labels_too, labels_counted_before_the_shift,
+     divided_by_the_labels_of_the_step, masked_and_divided_by_the_labels_of_the_step,
      equal_counts, scaled_and_in_chunks, no_accumulation, means_of_rows, losses_of_rows, weights_of_classes,
      a_curriculum, importance_of_tokens, a_policy_gradient, two_tasks_of_one_model, a_mixture_of_two_corpora,
      two_losses_of_a_batch, a_short_last_batch)
@@ -321,9 +327,9 @@ def test_none_of_them_is_changed_by_being_watched(tmp_path: Path) -> None:
     run_twice(tmp_path, SETUP + SCRIPT)
 
 
-@pytest.fixture
-def weights(loop_programs: Found) -> Found:
-    return of_script(loop_programs, SCRIPT)
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory: pytest.TempPathFactory) -> Found:
+    return outcomes(watched_once(tmp_path_factory, "token_weights", SETUP + SCRIPT, twice=False))
 
 
 OWN = "each loss is the mean over its own"
@@ -332,6 +338,7 @@ WRONG = {
     "means_of_single_texts": OWN,
     "a_module_that_divides_by_its_own_mask": OWN,
     "means_of_batches_cut_by_hand": OWN,
+    "labels_counted_before_the_shift": "divided by its own 10 and 56 labels and 2 more",
     "divided_by_ignored_labels_too": "each loss is divided by its own 8 and 58 positions",
 }
 ALIKE = (

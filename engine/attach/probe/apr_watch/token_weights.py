@@ -173,9 +173,10 @@ class Judged:
         positions = [position for _, _, _, position in passes]
         by_labels = _are_equal([w * n for w, n in zip(weights, counts, strict=True)])
         by_positions = _are_equal([w * n for w, n in zip(weights, positions, strict=True)])
-        if not by_labels and not by_positions:
+        extra = 0 if by_labels or by_positions else _more_counted(weights, counts)
+        if not by_labels and not by_positions and not extra:
             return []
-        of = counts if by_labels else positions
+        of = positions if by_positions and not by_labels else counts
         most, least = of.index(min(of)), of.index(max(of))
         if of[least] < (1 + _APART) * of[most]:
             return []
@@ -187,6 +188,8 @@ class Judged:
         times = weights[most] / weights[least]
         what = "the mean over" if by_labels else "divided by"
         kind = "labels" if by_labels else "positions, with a label or without"
+        if extra:
+            kind = f"labels and {extra} more, as if counted before the shift"
         text = (
             f"a label of backward pass {most + 1} of step {step} of {optimizer} weighs {times:.3g} times one "
             f"of pass {least + 1}: each loss is {what} its own {of[most]:.0f} and {of[least]:.0f} {kind}"
@@ -227,6 +230,17 @@ def across_ranks(
     # A mean of one batch is commonly averaged over ranks so; who counts the labels of a step means those of all ranks.
     counted = any(len({one[2] for one in passes}) > 1 for passes in ranks.values())
     return [("token_weights", SUSPICION if counted else FACT, text, numbers)]
+
+
+def _more_counted(weights: list[float], counts: list[float]) -> int:
+    """Return the number of labels that each divisor counts too many, if it is one for all passes of which at least
+    three have different counts; 0 where there is none."""
+    (few, heavy), *_, (many, light) = sorted(zip(counts, weights, strict=True))
+    if len(set(counts)) < 3 or heavy == light:
+        return 0
+    extra = round((light * many - heavy * few) / (heavy - light))
+    fitted = [w * (n + extra) for w, n in zip(weights, counts, strict=True)]
+    return extra if 0 < extra < many and _are_equal(fitted) else 0
 
 
 def _weights(passes: list[list[float]]) -> list[float]:
