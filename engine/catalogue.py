@@ -483,7 +483,7 @@ IDENTITIES: tuple[About, ...] = (
         level=FAIL,
         question="Has each tensor with a gradient changed after 16 steps, counted in sampled elements?",
         means="What does not move is not trained: the optimizer holds other tensors than the model uses, no gradient "
-        "reaches it, or each update is rounded away.",
+        "reaches it, each update is rounded away, or the learning rate of its group is 0.",
         remedy="create the optimizer from model.parameters() after the model has been moved, wrapped or sharded; keep "
         "weights in fp32 under torch.autocast where 16 bits round the updates away",
         transformers="let the Trainer create the optimizer, in create_optimizer; load the model with "
@@ -676,7 +676,8 @@ IDENTITIES: tuple[About, ...] = (
         wrong="rows of a batch mix in the model",
         group="loss",
         level=SUSPICION,
-        question="Are outputs swapped where two rows of the input are?",
+        question="Does another second row leave the outputs of the first as they are, and are outputs swapped where "
+        "two rows of the input are?",
         means="A row's output is computed from other rows, and a label meets the output of another row.",
         remedy="look for a view or reshape where a transpose is meant, and for a softmax or norm over the rows; unless "
         "you intended this",

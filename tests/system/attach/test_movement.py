@@ -88,6 +88,12 @@ def a_group_at_a_rate_of_0():
     return run(lambda net: AdamW([{"params": net.body.parameters(), "lr": 0.0},
                                   {"params": [*net.norm.parameters(), *net.head.parameters()]}]))
 
+def a_group_that_begins_at_a_rate_of_0():
+    def after(net, optimizer, step):
+        optimizer.param_groups[0]["lr"] = 1e-3 if step > 8 else 0.0
+    return run(lambda net: AdamW([{"params": net.body.parameters(), "lr": 0.0}, {"params": net.head.parameters()}]),
+               after=after)
+
 def a_search_for_a_rate():
     def after(net, optimizer, step):
         optimizer.param_groups[0]["lr"] *= 1.3
@@ -122,7 +128,8 @@ def a_loss_that_is_nan_at_times():
 
 tell(a_norm_in_16_bit, a_norm_in_16_bit_at_a_large_rate, an_optimizer_that_does_nothing, rewards_that_are_all_equal,
      an_optimizer_of_a_copy, frozen_with_its_momentum,
-     frozen_without_a_gradient, an_average_inside_the_model, a_group_at_a_rate_of_0, a_search_for_a_rate,
+     frozen_without_a_gradient, an_average_inside_the_model, a_group_at_a_rate_of_0,
+     a_group_that_begins_at_a_rate_of_0, a_search_for_a_rate,
      weights_by_hand, a_bias_before_a_batch_norm, nan_weights, a_loss_that_is_nan_at_times)
 """
 EXPECTED = {
@@ -137,7 +144,10 @@ EXPECTED = {
     ],
     "frozen_without_a_gradient": [("weights_move", PASS, "4 tensors")],
     "an_average_inside_the_model": [("weights_move", PASS, "6 tensors")],
-    "a_group_at_a_rate_of_0": [("weights_move", PASS, "4 tensors")],
+    "a_group_at_a_rate_of_0": [
+        ("weights_move", SUSPICION, "2 tensors of AdamW have gradients", "learning rate 0")
+    ],
+    "a_group_that_begins_at_a_rate_of_0": [("weights_move", PASS, "4 tensors")],
     "a_search_for_a_rate": [],
     "weights_by_hand": [],
     "a_bias_before_a_batch_norm": [("weights_move", PASS, "")],

@@ -194,6 +194,75 @@ def similarities_of_all_rows_with_all():
 def time_first():
     return batches(nn.Sequential(nn.GRU(8, 8)), lambda net, x: net(x.transpose(0, 1))[0])
 
+class Shares(nn.Module):
+    # A softmax over rows in the place of classes.
+    def __init__(self, dim):
+        super().__init__()
+        self.of, self.dim = nn.Linear(48, 8), dim
+
+    def forward(self, x):
+        return self.of(x.flatten(1)).softmax(self.dim)
+
+class Quantised(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.of = nn.Linear(48, 8)
+
+    def forward(self, x):
+        scale = x.abs().max() / 127
+        return self.of((x / scale).round().flatten(1) * scale)
+
+class Negatives(Similar):
+    def forward(self, x):
+        made = F.normalize(self.of(x.flatten(1)), dim=-1)
+        return made @ torch.cat([made, made.roll(1, 1)]).T
+
+def as_long_as_wide(net, make):
+    x = torch.randn(32, 8, 8, generator=torch.Generator().manual_seed(2))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    for batch in torch.utils.data.DataLoader(x, batch_size=8):
+        optimizer.zero_grad()
+        make(net, batch).square().mean().backward()
+        optimizer.step()
+    return net
+
+def a_softmax_over_rows():
+    return batches(Shares(0), lambda net, x: net(x))
+
+def a_softmax_over_classes():
+    return batches(Shares(1), lambda net, x: net(x))
+
+def rows_that_share_a_scale():
+    return batches(Quantised(), lambda net, x: net(x))
+
+def two_kinds_of_negatives():
+    return batches(Negatives(), lambda net, x: net(x))
+
+def a_view_of_as_many_rows_as_positions():
+    return as_long_as_wide(nn.Sequential(Mixes()), lambda net, x: net(x))
+
+def time_first_of_as_many_rows():
+    return as_long_as_wide(nn.Sequential(nn.GRU(8, 8)), lambda net, x: net(x.transpose(0, 1))[0])
+
+def pooled(pool):
+    class Pools(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed, self.head = nn.Embedding(V, 16, padding_idx=0), nn.Linear(16, 3)
+
+        def forward(self, tokens, mask):
+            return self.head(pool(torch.tanh(self.embed(tokens) + 1), mask[..., None]))
+
+    mask = (torch.arange(T)[None] < torch.tensor([12, 9, 7, 5])[:, None]).long()
+    tokens = (text[:, :-1] % (V - 1) + 1) * mask
+    return fit(Pools(), lambda net: F.cross_entropy(net(tokens, mask), tokens[:, 0] % 3))
+
+def a_mean_of_padding_too():
+    return pooled(lambda x, mask: x.mean(1))
+
+def a_mean_without_padding():
+    return pooled(lambda x, mask: (x * mask).sum(1) / mask.sum(1))
+
 class Drops(nn.Module):
     def __init__(self, always):
         super().__init__()
@@ -238,7 +307,10 @@ for function in (attention, attention_to_all, a_convolution, a_convolution_that_
                  attention_by_keywords, a_model_that_is_never_called, a_classifier, padding_is_masked,
                  padding_is_not_masked, documents_of_their_own, documents_that_see_each_other,
                  a_view_where_a_transpose_is_meant, a_transpose, similarities_of_all_rows_with_all, time_first,
-                 dropout_that_never_ends, dropout_in_training, a_model_that_draws_and_counts, a_hook_of_the_script):
+                 a_softmax_over_rows, a_softmax_over_classes, rows_that_share_a_scale, two_kinds_of_negatives,
+                 a_view_of_as_many_rows_as_positions, time_first_of_as_many_rows, a_mean_of_padding_too,
+                 a_mean_without_padding, dropout_that_never_ends, dropout_in_training,
+                 a_model_that_draws_and_counts, a_hook_of_the_script):
     print(json.dumps({"name": function.__name__}))
     save(function())
 """
@@ -298,6 +370,12 @@ def a_teacher_that_drops():
 def a_divergence_of_two_logarithms():
     return taught(loss=lambda s, t: F.kl_div(s, t, reduction="batchmean"))
 
+def a_divergence_of_logits():
+    torch.manual_seed(1)
+    student, teacher = Reads(V), Reads(V).requires_grad_(False)
+    return fit(student, lambda net: F.kl_div(
+        F.log_softmax(net(input_ids=text)["logits"], -1), teacher(input_ids=text)["logits"], reduction="batchmean"))
+
 def a_reverse_divergence():
     return taught(loss=lambda s, t: F.kl_div(t, s.exp(), reduction="batchmean"))
 
@@ -310,7 +388,7 @@ def a_teacher_cut_at_its_beginning():
 
 for function in (a_teacher, a_teacher_without_the_last_position, a_teacher_one_position_ahead,
                  a_teacher_one_position_behind, a_teacher_that_drops, a_divergence_of_two_logarithms,
-                 a_reverse_divergence, a_teacher_cut_at_its_beginning):
+                 a_divergence_of_logits, a_reverse_divergence, a_teacher_cut_at_its_beginning):
     print(json.dumps({"name": function.__name__}))
     save(function())
 """
@@ -326,7 +404,7 @@ EXPECTED = {
     "a_model_that_is_never_called": {"questions": (UNKNOWN, "no call of the model was seen")},
     "a_classifier": {"eval_is_random": (PASS, "the same outputs")},
     # What is trained to fill gaps may see what comes after them.
-    "padding_is_masked": {"padding_seen": (PASS, "change no other logits"), "causality": None},
+    "padding_is_masked": {"padding_seen": (PASS, "change no other outputs"), "causality": None},
     "padding_is_not_masked": {
         "padding_seen": (SUSPICION, "at padded positions change"),
         "causality": None,
@@ -340,6 +418,14 @@ EXPECTED = {
     "a_transpose": {"rows_mixed": (PASS, "")},
     "similarities_of_all_rows_with_all": {"rows_mixed": (PASS, "")},
     "time_first": {"rows_mixed": None},
+    "a_softmax_over_rows": {"rows_mixed": (SUSPICION, "another second row")},
+    "a_softmax_over_classes": {"rows_mixed": (PASS, "")},
+    "rows_that_share_a_scale": {"rows_mixed": (PASS, "")},
+    "two_kinds_of_negatives": {"rows_mixed": (PASS, "")},
+    "a_view_of_as_many_rows_as_positions": {"rows_mixed": (SUSPICION, "two rows swapped")},
+    "time_first_of_as_many_rows": {"rows_mixed": None},
+    "a_mean_of_padding_too": {"padding_seen": (SUSPICION, "at padded positions change")},
+    "a_mean_without_padding": {"padding_seen": (PASS, "")},
     "dropout_that_never_ends": {"eval_is_random": (SUSPICION, "dropout is still active")},
     "dropout_in_training": {"eval_is_random": (PASS, "")},
     "a_model_that_draws_and_counts": {
@@ -352,6 +438,7 @@ EXPECTED = {
     "a_teacher_one_position_behind": {"teacher_alignment": (SUSPICION, "1 position before")},
     "a_teacher_that_drops": {"teacher_mode": (SUSPICION, "it is random")},
     "a_divergence_of_two_logarithms": {"divergence_arguments": (SUSPICION, "gets logarithms")},
+    "a_divergence_of_logits": {"divergence_arguments": (SUSPICION, "gets negative numbers")},
     "a_reverse_divergence": {"distillation": (FACT, "reverse divergence")},
     "a_teacher_cut_at_its_beginning": {"teacher_alignment": (SUSPICION, "id i + 4 of the teacher")},
     "a_hook_of_the_script": {"questions": (UNKNOWN, "a forward hook of the script")},

@@ -70,7 +70,7 @@ class Divergence:
     def _compare(self, teacher: Any, student: Any) -> Any:
         """Return on the device: the deviation of the sum of p from 1, the divergence in nats, the share of positions
         with the same best token, the largest difference in log probability of likely tokens, and 1 where the teacher's
-        tensor are probabilities in the place of their logarithms or the other way round."""
+        tensor are probabilities in the place of their logarithms or the other way round, 2 where they are neither."""
         torch, flat = self._torch, (-1, self.vocabulary)
         positions = max(1, min(_MAX_POSITIONS, _MAX_ELEMENTS // self.vocabulary))
         stride = max(1, self._positions // positions)
@@ -88,7 +88,9 @@ class Divergence:
         # Probabilities where their logarithms are expected, or the other way round.
         swapped_RV = teacher_RV.exp() if self._is_forward else teacher_RV
         is_right = (swapped_RV >= 0).all() & ((swapped_RV.sum(1) - 1).abs().max() <= _SUMS_TO_1)
-        return torch.stack([off, divergence, alike, apart, is_right.double()])
+        # No probability is negative, and no logarithm of one positive.
+        is_neither = (p_RV < 0).any() if self._is_forward else (teacher_RV > _SUMS_TO_1).any()
+        return torch.stack([off, divergence, alike, apart, is_right + 2.0 * is_neither])
 
     def lines(self, counts: list[float], others: list[float], step: int) -> list[Line]:
         """Return the verdicts at a step of its optimizer; `others` are the weights of cross entropies in the loss."""
@@ -99,6 +101,8 @@ class Divergence:
                 return []
             kinds = ("logarithms of probabilities", "probabilities")
             found, wanted = kinds if self._is_forward else reversed(kinds)
+            if is_other == 2:
+                found = "negative numbers" if self._is_forward else "positive numbers"
             text = f"the divergence gets {found} of the teacher where it expects {wanted}"
             return [("divergence_arguments", SUSPICION, text, {})]
         numbers = {"divergence": divergence, "agreement": alike, "temperature": self.temperature}

@@ -41,6 +41,8 @@ class Moved(NamedTuple):
     """Whether each tensor of each vector is frozen: it requires no gradient."""
     at_work: list[list[bool]]
     """Whether each tensor is trained at a learning rate above 0 that no longer rises."""
+    at_rest: list[list[bool]]
+    """Whether each tensor has had the learning rate 0 at every step, while others had more."""
     is_asked: bool
     """Whether the verdict on NaN is wanted in any case."""
 
@@ -69,6 +71,7 @@ class Movement:
         """Elements that have had a gradient above what rounding explains."""
         self._has_gradients = False
         self._rates = Rates()
+        self._highest = [0.0] * len(optimizer.param_groups)
         self._frozen_steps = 0
         self.is_settled = False
         """Whether it is known that weights move, or another verdict says why they do not."""
@@ -113,6 +116,9 @@ class Movement:
         rates = [group.get("lr") for group in optimizer.param_groups]
         known = [rate if type(rate) in (int, float) else 0.0 for rate in rates]
         settled = self._rates.add(max(known, default=0.0))
+        # A tensor is no number of the host.
+        likely = [rate if type(rate) in (int, float) else 1.0 for rate in rates]
+        self._highest = list(map(max, likely, self._highest + [0.0] * len(likely)))
         is_open = not self.is_settled and (number in (1, _ANY) or number >= _EACH)
         if not (self._before or is_open or is_asked):
             return None
@@ -122,6 +128,7 @@ class Movement:
             return None
         frozen = [[not rows.of().requires_grad for rows, _ in g] for g in self._rows.values()]  # type: ignore[union-attr]
         work = [[settled and known[at] > 0 for _, at in group] for group in self._rows.values()]
+        rest = [[settled and not self._highest[at] for _, at in g] for g in self._rows.values()]
         for at, (weights, slopes) in enumerate(zip(now, gradients, strict=True)):
             # A smaller one may be rounding alone, as that of a bias before a batch norm.
             size = slopes.abs()
@@ -136,14 +143,14 @@ class Movement:
                 # Neither a backward pass nor the script wrote these gradients since the previous sampled step.
                 stale = (slopes == 0) | (slopes == previous[at])
                 tensors[f"frozen {at}"] = (weights != self._before[at]) & stale
-        return Moved(number, frozen, work, is_asked)
+        return Moved(number, frozen, work, rest, is_asked)
 
     # Once the device has passed the step.
 
     def lines(self, name: str, step: Moved, tensors: dict[str, Any]) -> list[Line]:
         """Return the verdicts on a step of an optimizer."""
         trained: list[Any] = []
-        moved, still, wrong, driven = [], [], [], []
+        moved, still, wrong, driven, resting = [], [], [], [], []
         numbers = 0
         for at, group in enumerate(self._rows.values()):
             counts = [rows.count for rows, _ in group]
@@ -152,14 +159,15 @@ class Movement:
                 tensors.pop(f"{what} {at}", none).split(counts)
                 for what in ("pushed", "moved", "nan", "frozen")
             ]
-            for (rows, _), frozen, works, pushed, moves, nan, drives in zip(
-                group, step.frozen[at], step.at_work[at], *columns, strict=True
+            for (rows, _), frozen, works, rests, pushed, moves, nan, drives in zip(
+                group, step.frozen[at], step.at_work[at], step.at_rest[at], *columns, strict=True
             ):
                 if frozen:
                     driven += [rows] * bool(drives.any())
                     continue
                 numbers += rows.count
                 wrong += [rows] * bool(nan.any())
+                resting += [rows] * bool(rests and pushed.any() and not moves.any())
                 if works:
                     trained.append(rows)
                     moved += [rows] * bool(moves.any())
@@ -172,10 +180,20 @@ class Movement:
                 f"that was left: {self._named(driven)}"
             )
             lines.append(("frozen_weights", SUSPICION, text, {"tensors": len(driven)}))
-        return lines if wrong else [*lines, *self._moves(name, step.number, trained, moved, still)]
+        return (
+            lines
+            if wrong
+            else [*lines, *self._moves(name, step.number, trained, moved, still, resting)]
+        )
 
     def _moves(
-        self, name: str, number: int, trained: list[Any], moved: list[Any], still: list[Any]
+        self,
+        name: str,
+        number: int,
+        trained: list[Any],
+        moved: list[Any],
+        still: list[Any],
+        resting: list[Any],
     ) -> list[Line]:
         if self.is_settled or not trained or number < _ANY:
             return []
@@ -191,6 +209,12 @@ class Movement:
         if number < _EACH:
             return []
         self.is_settled = True
+        if resting and not still:
+            text = (
+                f"{len(resting)} tensors of {name} have gradients and had the learning rate 0 in all {number} steps: "
+                f"{self._named(resting)}"
+            )
+            return [("weights_move", SUSPICION, text, {**about, "resting": len(resting)})]
         if not still:
             text = (
                 f"sampled elements of {len(moved)} tensors of {name} have changed in {number} steps"

@@ -2,8 +2,9 @@
 
     the same call           a model in eval mode, or an untrained one, should draw nothing at random
     rows swapped            outputs are swapped, too
-    a later token changed   earlier outputs of a model that is trained on next tokens stay the same
-    padding changed         outputs elsewhere stay the same
+    another second row      outputs of the first row stay nearly the same
+    a later token changed   earlier outputs at labels of a model that is trained on next tokens stay the same
+    padding changed         outputs elsewhere stay the same: its embeddings, as a model may find padding by its id
     a document changed      outputs of the other documents of a packed row stay the same
 
 One call of the model in the script's step is kept, two rows of it at most, and repeated after the step (`Untouched`:
@@ -21,7 +22,7 @@ from __future__ import annotations
 import sys
 import time
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from .distillation import Divergence
@@ -40,6 +41,9 @@ _MAX_SECONDS, _MAX_SHARE = 5.0, 0.02
 _ROUNDINGS = {False: (16.0, 1000.0), True: (1.0, 8.0)}
 """Change of an output in units of the last place of the largest one: up to the first it is rounding, above the second
 it is a change. Without and with 16-bit arithmetic; one that stays the same mostly does so to the bit."""
+_MIXED = 0.1
+"""Change of a row's outputs by another row, relative to them, that is more than a scale which rows share (quantised
+activations)."""
 _SAME_ROW, _OTHER_ROW = 0.02, 0.05
 """Distance of probabilities (total variation): maximum between a row of the loss and the teacher's output that it was
 computed from, and how much further its other outputs must be."""
@@ -146,16 +150,23 @@ class _Call:
         return any(one.shape == row.shape and bool((one.to(row) == row).all()) for one in parts)
 
     def swapped(self) -> tuple[Any, Any]:
-        def swap(value: Any) -> Any:
+        return self._with(lambda rows: rows.flip(0))
+
+    def repeated(self) -> tuple[Any, Any]:
+        """Return the arguments with the first row in the place of the second."""
+        return self._with(lambda rows: rows[[0, 0]])
+
+    def _with(self, change: Callable[[Any], Any]) -> tuple[Any, Any]:
+        def of(value: Any) -> Any:
             if isinstance(value, self._torch.Tensor):
-                return value.flip(0) if value.dim() and value.shape[0] == 2 else value
+                return change(value) if value.dim() and value.shape[0] == 2 else value
             if type(value) is dict:
-                return {name: swap(one) for name, one in value.items()}
+                return {name: of(one) for name, one in value.items()}
             if type(value) in (list, tuple):
-                return type(value)(map(swap, value))
+                return type(value)(map(of, value))
             return value
 
-        return swap(self.args), swap(self.kwargs)
+        return of(self.args), of(self.kwargs)
 
     def tokens(self, like: Any = None) -> tuple[int | str, Any] | None:
         """Return where the call has rows of tokens, and these: those of `like` where there are several. None where it
@@ -174,6 +185,29 @@ class _Call:
             equal = {at: one for at, one in found.items() if torch.equal(one, like[: len(one)])}
             found = equal or (found if len(found) == 1 else {})
         return next(iter(found.items()), None)
+
+    def padding(self, tokens_BT: Any) -> Any:
+        """Return which tokens are padding, (B, T), by a mask among the arguments: its name tells what it marks, or the
+        one token under one of its values, at the ends of rows."""
+        torch = self._torch
+        for name, marks in _MASKS.items():
+            if _is_like(mask := self.kwargs.get(name), tokens_BT):
+                return mask.bool() if marks else ~mask.bool()
+        for mask in [*self.args, *self.kwargs.values()]:
+            if not _is_like(mask, tokens_BT) or mask is tokens_BT:
+                continue
+            for marked_BT in (mask == 0, mask == 1):
+                changes_B = (marked_BT[:, 1:] != marked_BT[:, :-1]).sum(1)
+                if (
+                    marked_BT.any()
+                    and bool(((mask == 0) | (mask == 1)).all())
+                    and int(changes_B.max()) <= 1
+                    and len(tokens_BT[marked_BT].unique())
+                    == 1
+                    < len(tokens_BT[~marked_BT].unique())
+                ):
+                    return marked_BT
+        return torch.zeros_like(tokens_BT, dtype=torch.bool)
 
 
 class Budget:
@@ -341,21 +375,45 @@ class Questions:
     def _swap(
         self, call: _Call, base: list[Any], limit: list[tuple[float, float]], name: str
     ) -> list[Line]:
-        other = call.run(*call.swapped(), Untouched(self._torch, call.model))
+        torch = self._torch
+        alone: dict[int, bool] = {}  # whether an output may be of its row alone
+        other = call.run(*call.swapped(), Untouched(torch, call.model))
         for at, (one, two) in enumerate(zip(base, other, strict=True)):
             if not one.dim() or one.shape[0] != 2 or one.shape != two.shape:
                 continue
             swapped = [two.flip(0)]
-            if one.dim() > 1 and one.shape[1] == 2:  # similarities of all rows with all rows
-                swapped.append(two.flip(0, 1))
-            apart = min(float((one - each).abs().max()) for each in swapped)
+            if one.dim() > 1 and not one.shape[1] % 2:
+                # Similarities of all rows with all, with those of several kinds side by side.
+                columns = torch.arange(one.shape[1], device=one.device)
+                swapped += [two.flip(0)[:, columns ^ 1], two.flip(0).roll(one.shape[1] // 2, 1)]
+            changes = [float((one - each).abs().max()) for each in swapped]
+            apart = min(changes)
+            alone[at] = changes[0] <= limit[at][0]
             if apart > limit[at][1]:
                 text = f"two rows swapped in the input of {name} change its outputs by {apart:.3g}, the swap apart"
                 return [("rows_mixed", SUSPICION, text, {"apart": apart})]
             if apart > limit[at][0]:
                 return []
-        if any(one.dim() and one.shape[0] == 2 for one in base):
-            return [("rows_mixed", PASS, "two rows swapped give the same outputs, swapped", {})]
+        if not any(one.dim() and one.shape[0] == 2 for one in base):
+            return []
+        return self._repeat(call, base, alone, name) or [
+            ("rows_mixed", PASS, "two rows swapped give the same outputs, swapped", {})
+        ]
+
+    def _repeat(
+        self, call: _Call, base: list[Any], alone: dict[int, bool], name: str
+    ) -> list[Line]:
+        """Change the second row: a softmax or a mean over rows treats them alike, and mixes them."""
+        if any(getattr(one, "track_running_stats", True) is False for one in call.model.modules()):
+            return []  # a norm by the statistics of the batch
+        other = call.run(*call.repeated(), Untouched(self._torch, call.model))
+        for at, (one, two) in enumerate(zip(base, other, strict=True)):
+            if not alone.get(at) or one.shape != two.shape:
+                continue
+            apart, scale = float((one[0] - two[0]).abs().max()), float(one[0].abs().max())
+            if apart > max(_MIXED * scale, call.limits(one)[1]):
+                text = f"another second row in the input of {name} changes its outputs for the first, by {apart:.3g}"
+                return [("rows_mixed", SUSPICION, text, {"apart": apart})]
         return []
 
     def _ask_decoder(
@@ -363,24 +421,15 @@ class Questions:
     ) -> list[Line]:
         torch = self._torch
         found = call.tokens()
-        logits_BTV = None if found is None else _of_tokens(base, found[1])
-        if found is None or logits_BTV is None:
+        if found is None:
             return []
         tokens_BT = found[1]
-        lines = self._ask_causality(call, logits_BTV, losses)
-        masks = [(name, call.kwargs.get(name)) for name in _MASKS]
-        padding_BT = torch.zeros_like(tokens_BT, dtype=torch.bool)
-        for name, mask in masks:
-            if _is_like(mask, tokens_BT):
-                padding_BT = mask.bool() if _MASKS[name] else ~mask.bool()
-        if padding_BT.any() and not padding_BT.all():
-            apart, _, limits = self._change(call, found, logits_BTV, padding_BT, ~padding_BT)
-            if apart > limits[1]:
-                text = f"other tokens at padded positions change the logits of the others, by up to {apart:.3g}"
-                lines.append(("padding_seen", SUSPICION, text, {"apart": apart}))
-            elif apart <= limits[0]:
-                text = "other tokens at padded positions change no other logits"
-                lines.append(("padding_seen", PASS, text, {}))
+        padding_BT = call.padding(tokens_BT)
+        lines = self._ask_padding(call, base, tokens_BT, padding_BT)
+        logits_BTV = _of_tokens(base, tokens_BT)
+        if logits_BTV is None:
+            return lines
+        lines += self._ask_causality(call, logits_BTV, losses)
         positions_BT = call.kwargs.get("position_ids")
         if not _is_like(positions_BT, tokens_BT):
             return lines
@@ -403,6 +452,57 @@ class Questions:
                 text = "the documents of a packed row do not see each other"
                 lines.append(("documents_mixed", PASS, text, {}))
         return lines
+
+    def _ask_padding(
+        self, call: _Call, base: list[Any], tokens_BT: Any, padding_BT: Any
+    ) -> list[Line]:
+        """Change the embeddings of padding: a model may find padding by its id, which stays."""
+        torch = self._torch
+        # Outputs for tokens, or for rows, as of a classifier.
+        like = [at for at, one in enumerate(base) if one.shape[:2] == tokens_BT.shape]
+        rows = [
+            at
+            for at, one in enumerate(base)
+            if one.shape[:1] == tokens_BT.shape[:1] and one.dim() <= 2
+        ]
+        at = next(iter([*like, *rows]), None)
+        if at is None or not padding_BT.any() or padding_BT.all():
+            return []
+        changed = []
+
+        def replace(_module: Any, given: Any, made: Any) -> Any:
+            if not (given and _is_like(given[0], tokens_BT) and torch.equal(given[0], tokens_BT)):
+                return None
+            changed.append(True)
+            first_B1 = (~padding_BT).long().argmax(1, keepdim=True)[..., None]
+            return torch.where(
+                padding_BT[..., None], made.take_along_dim(first_B1, 1).roll(1, 2), made
+            )
+
+        kinds = torch.nn.Embedding
+        hooks = [
+            one.register_forward_hook(replace)
+            for one in call.model.modules()
+            if isinstance(one, kinds)
+        ]
+        try:
+            other = call.run(call.args, call.kwargs, Untouched(torch, call.model))
+        finally:
+            for hook in hooks:
+                hook.remove()
+        if not changed:
+            return []
+        apart = (other[at] - base[at]).abs()
+        if at in like:
+            apart = apart[~padding_BT]
+        most, limits = float(apart.max()), call.limits(base[at])
+        if most > limits[1]:
+            text = f"other embeddings at padded positions change the outputs of the others, by up to {most:.3g}"
+            return [("padding_seen", SUSPICION, text, {"apart": most})]
+        if most <= limits[0]:
+            text = "other embeddings at padded positions change no other outputs"
+            return [("padding_seen", PASS, text, {})]
+        return []
 
     def _ask_causality(
         self, call: _Call, logits_BTV: Any, losses: list[Loss | Divergence]
