@@ -53,8 +53,7 @@ class Divergence:
         self.temperature = _temperature(softmax)
         self.start = _start(softmax)
         """First position of the student's logits in the divergence; None where some were selected otherwise."""
-        self.sample = self._begin(teacher)
-        """The teacher's probabilities at the first positions, (R, V)."""
+        self._first = teacher.detach().reshape(-1, self.vocabulary)[:_ALIGNED].clone()
         self._weight = weight(way)
         self._is_mean_of_all = any(
             type(node).__name__ == "MeanBackward0"
@@ -63,8 +62,9 @@ class Divergence:
         )
         self.counts = self._compare(teacher, saved(softmax, "result"))
 
-    def _begin(self, teacher: Any) -> Any:
-        first_RV = teacher.detach().reshape(-1, self.vocabulary)[:_ALIGNED].double()
+    def sample(self) -> Any:
+        """Return the teacher's probabilities at the first positions, (R, V). Waits for the device."""
+        first_RV = self._first.double()
         return first_RV if self._is_forward and bool((first_RV >= 0).all()) else first_RV.exp()
 
     def _compare(self, teacher: Any, student: Any) -> Any:

@@ -325,10 +325,14 @@ class Questions:
                 else [("questions", UNKNOWN, f"not asked: {why}", {})]
             )
         self._has_asked = True
-        begin_s, lines, asked = time.monotonic(), [], 0
+        begin_s, lines = time.monotonic(), []
+        cuda = self._torch.cuda
+        # The answers are waited for, also where the script looks for places that wait.
+        debug = cuda.get_sync_debug_mode() if cuda.is_initialized() else 0
+        if debug:
+            cuda.set_sync_debug_mode(0)
         for at, call in calls.items():
             try:
-                asked += 1
                 if at in self._teachers:
                     lines += self._ask_teacher(call, calls, losses)
                 else:
@@ -336,6 +340,8 @@ class Questions:
             except Exception as error:  # noqa: BLE001  a model may refuse a repeated call
                 text = f"the second call of the model failed: {type(error).__name__}: {error}"
                 lines.append(("questions", UNKNOWN, text, {}))
+        if debug:
+            cuda.set_sync_debug_mode(debug)
         taken_s = time.monotonic() - begin_s
         self._spent_s += taken_s
         self._budget.seconds -= taken_s
@@ -590,15 +596,9 @@ class Questions:
 
     def _align(self, divergence: Divergence, call: _Call, length: int) -> list[Line]:
         """Compare the teacher's probabilities in a loss with the teacher's output for the same tokens."""
-        sample_RV, start, rows = divergence.sample, divergence.start, call.output
+        sample_RV, start, rows = divergence.sample(), divergence.start, call.output
         width, odd = divmod(divergence.positions, call.rows)
-        if (
-            sample_RV is None
-            or start is None
-            or rows is None
-            or odd
-            or not length - 4 < width <= length
-        ):
+        if start is None or rows is None or odd or not length - 4 < width <= length:
             return []
         ids, known = sample_RV.shape[1], min(rows.shape[1], length)
         cut, place_R = rows.shape[2] - ids, self._torch.arange(min(len(sample_RV), width)) + start

@@ -51,6 +51,21 @@ class Untouched:
         ]
         self._generators = _Generators(torch, [each for _, each in self._attributes])
         self._stack = contextlib.ExitStack()
+        try:
+            self._enter()
+        except BaseException:
+            self._stack.close()
+            self._put_modes_back()
+            self._generators.restore()
+            raise
+        return self
+
+    def _put_modes_back(self) -> None:
+        for module, mode in self._modes:
+            module.training = mode
+
+    def _enter(self) -> None:
+        torch = self._torch
         self._stack.enter_context(torch.no_grad())
         # Do not load the compiler just for this.
         if "torch._dynamo" in sys.modules and hasattr(torch.compiler, "set_stance"):
@@ -68,15 +83,13 @@ class Untouched:
             torch.manual_seed(self._seed)
         self._writes = _watch_writes(torch, self.draws)
         self._stack.enter_context(self._writes)
-        return self
 
     def __exit__(self, *raised: Any) -> None:
         self._stack.close()
         with self._torch.no_grad():
             for storage, kept in self._writes.kept.values():
                 storage.copy_(kept)
-        for module, mode in self._modes:
-            module.training = mode
+        self._put_modes_back()
         self.has_changed = bool(self._writes.kept)
         for now, before in self._contents:
             if len(now) != len(before) or not _is_same(now, before):
