@@ -152,14 +152,6 @@ def _is_share(weight: float, others: list[float]) -> bool:
     return any(abs(weight + other - 1) < 1e-6 for other in (0.0, *others))
 
 
-def teachers_in_training(models: list[str]) -> list[Line]:
-    """Return the verdict on class names of untrained models with active dropout (`models`)."""
-    if not models:
-        return []
-    text = f"{', '.join(models)}: dropout is active in an untrained model, and the loss is a divergence from a teacher"
-    return [("teacher_mode", SUSPICION, text, {"models": len(models)})]
-
-
 def _start(softmax: Any) -> int | None:
     """Return the first position of the logits below a softmax; None where rows or positions were selected."""
     _, parts = source(softmax)

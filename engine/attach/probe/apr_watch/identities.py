@@ -29,7 +29,7 @@ from typing import Any
 from . import schedule
 from .coverage import Tokenizers
 from .data import Passes
-from .distillation import Divergence, teachers_in_training
+from .distillation import Divergence
 from .folders import rank_and_world
 from .gradients import Chain, Windows
 from .held_out import HeldOut
@@ -381,10 +381,6 @@ class Identities:
     def _check_parameters(self, optimizer: Any, watched: _Watched, seen: Seen) -> None:
         seen.extra_lines += watched.modes.look(optimizer, self._search)
         seen.add_pitfalls(self._pitfalls, watched.classes)
-        vocabularies = {one.vocabulary for one in self._losses if isinstance(one, Divergence)}
-        if watched.steps == 1 and vocabularies:
-            models = self._search.others_in_training(self._held(), vocabularies)
-            seen.extra_lines += teachers_in_training(models)
         # With sharding, the forward pass uses other tensors than the optimizer.
         if rank_and_world(self._torch)[1] > 1 or len(self._threads) > 1:
             return

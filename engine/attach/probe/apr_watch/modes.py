@@ -160,42 +160,6 @@ class Search:
         known = {id(_outermost(one, parents)) for one in living}
         return {id(_outermost(one, parents)) for one in modules if _parameters(one)} <= known
 
-    def others_in_training(self, trained: Iterable[Any], vocabularies: set[int]) -> list[str]:
-        """Return the class names of models that no optimizer trains and whose dropout is active: outermost modules, and
-        inner ones with an output matrix over a vocabulary, which a frozen layer does not have."""
-        if self._left <= 0:
-            return []
-        modules, parents = self._all()
-        held = {id(one) for one in trained}
-        untrained: dict[int, bool] = {}
-        found: dict[int, str] = {}
-        for one in modules:
-            if _kind(self._torch, one) != _DROPOUT or not _is_training(one):
-                continue
-            model = None
-            for around in _with_ancestors(one, parents):
-                if id(around) not in untrained:
-                    untrained[id(around)] = not any(id(p) in held for p in around.parameters())
-                if not untrained[id(around)]:
-                    break
-                if not isinstance(around, (self._torch.nn.ModuleList, self._torch.nn.ModuleDict)):
-                    model = around
-            else:
-                around = None
-            if model is None or next(model.parameters(), None) is None:
-                continue
-            if around is None or self._gives_logits(model, vocabularies):
-                found[id(model)] = type(model).__name__
-        return list(found.values())
-
-    def _gives_logits(self, model: Any, vocabularies: set[int]) -> bool:
-        return any(
-            one.dim() == 2 and one.shape[0] in vocabularies
-            for module in model.modules()
-            if not isinstance(module, self._torch.nn.Embedding)
-            for one in _parameters(module)
-        )
-
     def _all(self) -> tuple[list[Any], dict[int, Any]]:
         """Return all modules of the process, and the parent of each by the child's id."""
         self._left -= 1

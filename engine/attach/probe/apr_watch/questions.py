@@ -224,7 +224,8 @@ class Questions:
         self._torch, self._budget = torch, budget
         self._hooks: list[Any] = []
         self._calls: dict[int, _Call] = {}
-        self._teachers: set[int] = set()
+        self._teachers: dict[int, int] = {}
+        """The outermost module of each module inside a teacher, by their ids."""
         self._why = ""
         self._has_asked = self._is_put_back = False
         self._spent_s, self._begun_s = 0.0, time.monotonic()
@@ -242,16 +243,17 @@ class Questions:
         if self._why:
             return
         self._why = "no call of the model was seen"
-        self._teachers = set(map(id, teachers))
+        self._teachers = {}
         for top in [*models, *teachers[:_MAX_TEACHERS]]:
-            inside = [
-                one for one in top.modules() if one is top or next(one.children(), None) is not None
-            ]
-            for module in inside if id(top) not in self._teachers else [top]:
+            for module in top.modules():
+                # Any may be called, as the first of a list of models, but one that is a single operation.
+                if module is not top and next(module.children(), None) is None:
+                    continue
                 hook = module.register_forward_pre_hook(self._called, with_kwargs=True)
                 self._hooks.append(hook)
-            if id(top) in self._teachers:
-                self._hooks.append(top.register_forward_hook(self._returned))
+                if any(top is one for one in teachers):
+                    self._teachers[id(module)] = id(top)
+                    self._hooks.append(module.register_forward_hook(self._returned))
 
     def _why_not(self, models: list[Any], world: int) -> str:
         if not models:
@@ -286,13 +288,10 @@ class Questions:
     def _called(self, module: Any, args: Any, kwargs: Any) -> None:
         # An exception here would reach the script.
         try:
-            is_teacher = id(module) in self._teachers
-            if any(
-                id(module) == at or (not is_teacher and at not in self._teachers)
-                for at in self._calls
-            ):
+            top = self._teachers.get(id(module))
+            if any(self._teachers.get(at) == top for at in self._calls):
                 return
-            if is_teacher or self._torch.is_grad_enabled():
+            if top is not None or self._torch.is_grad_enabled():
                 self._calls[id(module)] = _Call(self._torch, module, args, kwargs)
         except _Unasked as error:
             self._why = str(error)
