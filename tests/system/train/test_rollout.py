@@ -132,6 +132,29 @@ def test_a_run_that_resumes_writes_what_an_unbroken_one_writes(kit: Kit, tmp_pat
     assert texts[0] == texts[1] and losses[0] == losses[1]
 
 
+def test_a_run_that_ends_while_it_writes_resumes_to_the_same_bytes(
+    kit: Kit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    how = {**WRITES, "rollout__share": 1.0, "checkpoint__every": 1}
+    whole, _ = carried_out(kit, tmp_path / "whole", **how)
+    generate, calls = Generator.generate, []
+
+    def ends(self: Generator, *given: Any, **keys: Any) -> Any:
+        calls.append(1)
+        for count, one in enumerate(generate(self, *given, **keys)):
+            if len(calls) == 3 and count == 5:
+                raise RuntimeError("the process ends here")
+            yield one
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Generator, "generate", ends)
+        parts, code = carried_out(kit, tmp_path / "parts", **how)
+    assert code != 0
+    assert resumed_here(parts.path).returncode == 0
+    for name in ("student/model.safetensors", "rows/written-0.bin", "rows/0.bin"):
+        assert (parts.path / name).read_bytes() == (whole.path / name).read_bytes(), name
+
+
 @pytest.mark.parametrize("beta", [0.0, 0.5, 1.0])
 def test_the_loss_and_its_gradient_are_those_of_trl(beta: float) -> None:
     """TRL 1.16's `generalized_jsd_loss` at temperature 1 with labels, written out: beta weighs the teacher."""
