@@ -63,6 +63,18 @@ def test_an_on_policy_spec_trains_on_what_its_student_writes(kit: Kit, here: Pat
     assert '"kind":"wrote"' in run.events.read_text()
 
 
+def test_an_adapter_spec_trains_a_frozen_student(kit: Kit, here: Path) -> None:
+    refused = engine_here("init", *flags(kit), "--adapter")
+    assert refused.returncode == 65 and "expected a trained student" in refused.stderr
+    student = make_student(here / "student", json.loads(kit.student.read_text()), kit)
+    done = engine_here("init", *flags(kit, student=student, name="first"), "--adapter")
+    assert done.returncode == 0, done.stderr
+    sets = ("train.steps=2", "train.rows=2", "eval.rows=2", "data.seq_len=32")
+    run, code = carry_out(Path("first.toml"), here / "run", *sets, "compute.device=cpu")
+    assert code == 0
+    assert (run.student / "adapter_model.safetensors").is_file()
+
+
 @pytest.mark.parametrize("kind", ["conversations", "texts", "pairs"])
 def test_conversations_are_packed_whole_and_texts_as_a_stream(here: Path, kind: str) -> None:
     demo = Path(engine.__file__).parent / "demo"
