@@ -22,10 +22,11 @@ from torch import Tensor, nn
 from engine.checks.checkpoint import same_bits
 from engine.checks.context import Context
 from engine.errors import EngineError, WeightsError
+from engine.formats.adapter import ADAPTER_FILE
 from engine.formats.open import open_weights
 from engine.formats.safetensors import dtype_code
 from engine.formats.weights import WeightFile
-from engine.models.adapter import ADAPTER_FILE, adapter_tensors, is_adapted
+from engine.models.adapter import adapter_tensors, is_adapted
 from engine.models.config import ModelConfig
 from engine.models.decoder import Decoder
 from engine.models.load import load_decoder, sources

@@ -45,13 +45,13 @@ from engine.errors import UsageError, WeightsError
 from engine.export.hf_folder import TEMPLATE_FILE, TOKENIZER_CONFIG_FILE, write_folder
 from engine.export.mixture import QUANTS, tensor_types
 from engine.files import read_text
+from engine.formats.adapter import is_adapter
 from engine.formats.apr_write import write_apr
 from engine.formats.gguf_write import write_gguf
 from engine.formats.open import open_weights
 from engine.formats.tokenizer import FILE_NAME
 from engine.formats.weights import WeightFile, read_json_object
 from engine.model_families import ROPE_DIVISORS
-from engine.models.adapter import adapter_folder
 from engine.models.config import ModelConfig
 from engine.models.load import (
     load_decoder,
@@ -175,7 +175,7 @@ def convert(
         raise WeightsError.expected(
             "target", target, "a path where nothing is yet", "something", hint="choose another name"
         )
-    if (folder := adapter_folder(source)) is not None:
+    if is_adapter(folder := source):
         with tempfile.TemporaryDirectory(prefix=".merged-", dir=target.absolute().parent) as parent:
             merged = Path(parent) / "model"
             extras = [

@@ -43,6 +43,7 @@ from engine.export.required_evidence import (
     refuse_missing,
 )
 from engine.files import open_regular, read_json_object, read_text
+from engine.formats.adapter import is_adapter
 from engine.formats.writing import fsync_folder
 from engine.log.folder import RunFolder
 from engine.models.config import count_parameters
@@ -104,6 +105,14 @@ def publish(
 ) -> Published:
     """Publish a run. Raises `BadInput` for contradictions and missing evidence, `VerificationFailed`,
     `DiskFull`."""
+    if is_adapter(run.student):
+        raise BadInput.expected(
+            "publish",
+            run.student,
+            "a student with weights of its own",
+            "an adapter",
+            hint="peft loads the folder as it is; engine convert merges it into its base",
+        )
     say("reading the evidence of the run")
     proof = examine(run, wanted.evaluations)
     verifying = f"; engine verify {shlex.quote(str(run.path))}"

@@ -17,6 +17,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
+from engine.formats.adapter import AdapterFolder, base_of, is_adapter, read_adapter
 from engine.formats.apr import AprFile
 from engine.formats.gguf import PART, open_gguf
 from engine.formats.kinds import START_BYTES, Kind, kind_of, other_kind
@@ -46,7 +47,10 @@ def open_weights(
     """
     path = Path(path)
     try:
-        if os.path.isdir(path):
+        if is_adapter(path):
+            about = read_adapter(path)
+            weights: WeightFile = AdapterFolder(path, about, open_weights(base_of(path, about)))
+        elif os.path.isdir(path):
             found = _in_folder(path)
             weights = (
                 open_index(found) if found.name == INDEX_FILE else _open_file(found, apr_dtypes)

@@ -23,9 +23,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from engine import limits
 from engine.errors import BadInput, WeightsError
-from engine.files import read_json_object
+from engine.formats.adapter import ADAPTER_CONFIG, ADAPTER_FILE
 from engine.formats.open import open_weights
 from engine.formats.safetensors import write_safetensors
 from engine.kernels.linear import ROWS, frozen_product
@@ -38,7 +37,6 @@ from engine.spec.sections import StudentSection
 
 # Shapes: N rows of x, I inputs, O outputs, R rank
 
-ADAPTER_CONFIG, ADAPTER_FILE = "adapter_config.json", "adapter_model.safetensors"
 TARGETS = {
     "attention": ("attention.q", "attention.k", "attention.v", "attention.o"),
     "mlp": ("mlp.gate", "mlp.up", "mlp.down"),
@@ -217,53 +215,6 @@ def base_rows(decoder: Decoder) -> list[float]:
     """Return the first number of each adapted matrix: they tell another base apart."""
     found = [one for one in decoder.modules() if isinstance(one, LoraLinear)]
     return [float(one.weight_rows(ROWS)[0, 0]) for one in found]
-
-
-def adapter_folder(source: object) -> Path | None:
-    """Return the folder of an adapter; None for anything else."""
-    if isinstance(source, str | Path) and (Path(source) / ADAPTER_CONFIG).is_file():
-        return Path(source)
-    return None
-
-
-def read_adapter(folder: Path) -> dict[str, Any]:
-    """Return the content of an adapter's configuration. Raises WeightsError for one that is not LoRA, or that says what
-    is not covered."""
-    about = read_json_object(
-        folder / ADAPTER_CONFIG, "adapter", limits.MODEL_CONFIG, error=WeightsError
-    )
-    where = folder / ADAPTER_CONFIG
-    rank, alpha = about.get("r"), about.get("lora_alpha")
-    if about.get("peft_type") != "LORA" or not isinstance(rank, int) or rank < 1:
-        found = f"peft_type {about.get('peft_type')} with r = {rank}"
-        raise WeightsError.expected("adapter", where, "LORA with a rank of at least 1", found)
-    if not isinstance(alpha, int | float):
-        raise WeightsError.expected("adapter", where, "a number as lora_alpha", repr(alpha))
-    odd = [
-        name
-        for name in ("use_dora", "fan_in_fan_out", "modules_to_save", "rank_pattern")
-        if about.get(name)
-    ]
-    odd += ["alpha_pattern"] if about.get("alpha_pattern") else []
-    odd += ["bias"] if about.get("bias", "none") != "none" else []
-    if odd:
-        raise WeightsError.expected("adapter", where, "plain LoRA", ", ".join(odd))
-    return about
-
-
-def base_of(folder: Path, about: Mapping[str, Any]) -> Path:
-    """Return the path of an adapter's base, absolute or from the adapter's folder. Raises WeightsError."""
-    name = str(about.get("base_model_name_or_path") or "")
-    for path in (Path(name), folder / name):
-        if name and path.exists():
-            return path
-    raise WeightsError.expected(
-        "adapter",
-        folder / ADAPTER_CONFIG,
-        "the path of the base in base_model_name_or_path",
-        repr(name),
-        hint="put the base there, or change the path",
-    )
 
 
 @torch.no_grad()

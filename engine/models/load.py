@@ -44,20 +44,14 @@ import torch
 from torch import Tensor, nn
 
 from engine.errors import InternalError, WeightsError
+from engine.formats.adapter import AdapterFolder
 from engine.formats.open import opened
 from engine.formats.safetensors import SINGLE_FILE, write_safetensors
 from engine.formats.weights import WeightFile
 from engine.formats.writing import fsync_folder, unwritable
 from engine.kernels.dequantize import dequantize_rows, has_triton
 from engine.kernels.linear import Scratch
-from engine.models.adapter import (
-    adapter_folder,
-    base_of,
-    is_adapted,
-    merge,
-    read_adapter,
-    write_adapter,
-)
+from engine.models.adapter import is_adapted, merge, write_adapter
 from engine.models.config import CONFIG_FILE, ModelConfig
 from engine.models.decoder import Decoder
 from engine.models.frozen import hold
@@ -141,11 +135,10 @@ def load_decoder(
 
     Raises `WeightsError`.
     """
-    if (folder := adapter_folder(source)) is not None:
-        about = read_adapter(folder)
-        decoder = load_decoder(base_of(folder, about), torch.float32, device, how)
-        return merge(decoder, folder, about).to(dtype)
     with opened(source) as weights:
+        if isinstance(weights, AdapterFolder):
+            decoder = load_decoder(weights.base, torch.float32, device, how)
+            return merge(decoder, weights.path, weights.about).to(dtype)
         config = config_of(weights, how)
         if isinstance(config, TransformersConfig):
             return load_transformers_decoder(config, weights.folder, dtype, device)

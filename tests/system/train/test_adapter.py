@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from engine.errors import SpecError, WeightsError
+from engine.formats.adapter import ADAPTER_CONFIG, ADAPTER_FILE
 from engine.formats.open import open_weights
 from engine.log.events import Evaluated, Judged, RunFinished, StepDone
 from engine.log.folder import RunFolder
 from engine.log.read import LogReader
-from engine.models.adapter import ADAPTER_CONFIG, ADAPTER_FILE
 from engine.models.decoder import Decoder
 from engine.models.load import load_decoder, new_decoder, save_decoder
 from engine.models.names import hf_names
