@@ -116,7 +116,7 @@ class _Call:
         with context, self._torch.autocast(**self._autocast, cache_enabled=False):
             given = self.model(*args, **kwargs)
             found = _tensors(self._torch, _parts(given))
-            return [one.double() for one in found if one.is_floating_point()]
+            return [one for one in found if one.is_floating_point()]
 
     @property
     def model(self) -> Any:
@@ -132,7 +132,7 @@ class _Call:
 
     def limits(self, output: Any) -> tuple[float, float]:
         """Return the largest change of an output that is rounding, and the largest that may be."""
-        scale = float(output.abs().max()) if output.numel() else 0.0
+        scale = max(map(abs, map(float, output.aminmax()))) if output.numel() else 0.0
         return self._limits[0] * scale, self._limits[1] * scale
 
     def changed(self, at: int | str, value: Any) -> tuple[Any, Any]:
@@ -360,6 +360,9 @@ class Questions:
         self._is_put_back = first.has_changed or second.has_changed
         if not base:
             return [("questions", UNKNOWN, f"{name} gives no tensor of floats", {})]
+        if not _fits(torch, base):
+            text = f"two rows of {name} take more memory than the script has had free"
+            return [("questions", UNKNOWN, text, {})]
         if any(not one.isfinite().all() for one in base):
             return [("questions", UNKNOWN, f"{name} gives NaN or infinite outputs", {})]
         limit = [call.limits(one) for one in base]
@@ -386,12 +389,12 @@ class Questions:
         for at, (one, two) in enumerate(zip(base, other, strict=True)):
             if not one.dim() or one.shape[0] != 2 or one.shape != two.shape:
                 continue
-            swapped = [two.flip(0)]
-            if one.dim() > 1 and not one.shape[1] % 2:
+            swapped = [(two[1], two[0])]
+            if one.dim() == 2 and not one.shape[1] % 2:
                 # Similarities of all rows with all, with those of several kinds side by side.
                 columns = torch.arange(one.shape[1], device=one.device)
                 swapped += [two.flip(0)[:, columns ^ 1], two.flip(0).roll(one.shape[1] // 2, 1)]
-            changes = [float((one - each).abs().max()) for each in swapped]
+            changes = [_distance(one, each) for each in swapped]
             apart = min(changes)
             alone[at] = changes[0] <= limit[at][0]
             if apart > limit[at][1]:
@@ -415,7 +418,7 @@ class Questions:
         for at, (one, two) in enumerate(zip(base, other, strict=True)):
             if not alone.get(at) or one.shape != two.shape:
                 continue
-            apart, scale = float((one[0] - two[0]).abs().max()), float(one[0].abs().max())
+            apart, scale = _distance(one[:1], two[:1]), max(map(abs, map(float, one[0].aminmax())))
             if apart > max(_MIXED * scale, call.limits(one)[1]):
                 text = f"another second row in the input of {name} changes its outputs for the first, by {apart:.3g}"
                 return [("rows_mixed", SUSPICION, text, {"apart": apart})]
@@ -497,7 +500,7 @@ class Questions:
                 hook.remove()
         if not changed:
             return []
-        apart = (other[at] - base[at]).abs()
+        apart = _by_position(torch, other[at], base[at])
         if at in like:
             apart = apart[~padding_BT]
         most, limits = float(apart.max()), call.limits(base[at])
@@ -560,7 +563,7 @@ class Questions:
         limits = call.limits(logits_BTV)
         if after is None:
             return 0.0, 0.0, limits
-        apart_BT = (after - logits_BTV).abs().amax(-1)
+        apart_BT = _by_position(self._torch, after, logits_BTV)
         kept_BT = kept.expand_as(apart_BT)
         inside, outside = apart_BT[kept_BT], apart_BT[~kept_BT]
         return (
@@ -647,9 +650,49 @@ _LIBRARIES = (
 
 def _is_apart(one: list[Any], two: list[Any], limits: list[tuple[float, float]]) -> bool:
     return any(
-        a.shape == b.shape and a.numel() and float((a - b).abs().max()) > limit[1]
+        a.shape == b.shape and a.numel() and _distance(a, b) > limit[1]
         for a, b, limit in zip(one, two, limits, strict=False)
     )
+
+
+_AT_ONCE = 128
+"""Positions whose outputs are compared at a time: those of a large vocabulary are gigabytes."""
+
+
+def _distance(one: Any, two: Any) -> float:
+    """Return the largest difference of two sequences of rows, or of two numbers."""
+    if getattr(one, "dim", lambda: 1)() == 0:
+        one, two = [one], [two]
+    pieces = (
+        (p, q)
+        for a, b in zip(one, two, strict=True)
+        for p, q in (
+            zip(a.split(_AT_ONCE), b.split(_AT_ONCE), strict=True) if a.dim() else [(a, b)]
+        )
+    )
+    return max((float((p.double() - q.double()).abs().max()) for p, q in pieces), default=0.0)
+
+
+def _by_position(torch: Any, one: Any, two: Any) -> Any:
+    """Return the largest difference at each position, (B, T); of outputs without a last dimension, each difference."""
+    if one.dim() < 3:
+        return (one.double() - two.double()).abs()
+    rows = [
+        [
+            (p.double() - q.double()).abs().amax(-1)
+            for p, q in zip(a.split(_AT_ONCE), b.split(_AT_ONCE), strict=True)
+        ]
+        for a, b in zip(one, two, strict=True)
+    ]
+    return torch.stack([torch.cat(one) for one in rows])
+
+
+def _fits(torch: Any, outputs: list[Any]) -> bool:
+    """Return whether two more of these outputs fit into what the script has freed of a GPU's memory."""
+    if not any(one.is_cuda for one in outputs):
+        return True
+    free = torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated()
+    return bool(2 * sum(one.numel() * one.element_size() for one in outputs) <= free)
 
 
 def _is_like(one: Any, tokens_BT: Any) -> bool:
