@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -23,25 +22,20 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from engine.errors import BadInput, WeightsError
+from engine.errors import WeightsError
 from engine.formats.adapter import ADAPTER_CONFIG, ADAPTER_FILE
 from engine.formats.open import open_weights
 from engine.formats.safetensors import write_safetensors
 from engine.kernels.linear import ROWS, frozen_product
-from engine.models.config import ModelConfig, count_parameters
+from engine.models.adapter_targets import targets_of
 from engine.models.decoder import Decoder
-from engine.models.names import expected_tensors, hf_names
+from engine.models.names import hf_names
 from engine.models.packed import PackedLinear
 from engine.quant.planes import dequantize_rows_reference
 from engine.spec.sections import StudentSection
 
 # Shapes: N rows of x, I inputs, O outputs, R rank
 
-TARGETS = {
-    "attention": ("attention.q", "attention.k", "attention.v", "attention.o"),
-    "mlp": ("mlp.gate", "mlp.up", "mlp.down"),
-}
-"""Names of a layer's matrices by group; `all` are those of both."""
 _PREFIX = "base_model.model."
 _SAME = 0.01
 """Largest relative difference of numbers of one base in two formats of floats."""
@@ -93,56 +87,6 @@ def is_adapted(decoder: nn.Module) -> bool:
 
 def scale_of(rank: int, alpha: float, rslora: bool) -> float:
     return alpha / (math.sqrt(rank) if rslora else rank)
-
-
-def targets_of(config: ModelConfig, targets: str) -> dict[str, str]:
-    """Return our name -> Hugging Face name of each module that gets an adapter.
-
-    `targets` is `all`, `attention`, or Hugging Face names such as `q_proj,v_proj`. Raises BadInput for a name that no
-    layer has, and for a matrix that is only part of one in the files (q, k and v of Phi-3), which peft cannot adapt
-    alone.
-    """
-    names = hf_names(config)
-    shared = Counter(names.values())
-    found = {}
-    wanted = {one.strip() for one in targets.split(",")}
-    groups = {"all": (*TARGETS["attention"], *TARGETS["mlp"]), "attention": TARGETS["attention"]}
-    chosen = {one for name in wanted for one in groups.get(name, ())}
-    known = set()
-    for ours, theirs in names.items():
-        module, hf_module = ours.removesuffix(".weight"), theirs.removesuffix(".weight")
-        inside = module.split(".", 2)[-1] if module.startswith("layers.") else ""
-        if not ours.endswith(".weight") or inside not in groups["all"]:
-            continue
-        last = hf_module.rpartition(".")[2]
-        known.add(last)
-        if inside not in chosen and last not in wanted:
-            continue
-        if shared[theirs] > 1:
-            raise BadInput.expected(
-                "student.adapter_targets",
-                targets,
-                "matrices that are tensors of their own",
-                f"{last}, which holds several",
-            )
-        found[module] = hf_module
-    if unknown := sorted(wanted - known - groups.keys()):
-        raise BadInput.expected(
-            "student.adapter_targets",
-            targets,
-            f"all, attention, or some of {', '.join(sorted(known))}",
-            ", ".join(unknown),
-        )
-    return found
-
-
-def trained_parameters(config: ModelConfig, student: StudentSection) -> int:
-    """Return how many numbers of a student are trained: those of its adapters, or all. Raises BadInput."""
-    if student.adapter == "none":
-        return count_parameters(config)
-    shapes = expected_tensors(config)
-    targets = targets_of(config, student.adapter_targets).values()
-    return student.adapter_rank * sum(sum(shapes[f"{name}.weight"]) for name in targets)
 
 
 def adapt(decoder: Decoder, student: StudentSection, seed: int) -> Decoder:

@@ -28,7 +28,7 @@ from engine.formats.open import open_weights
 from engine.formats.tokenizer import FILE_NAME as TOKENIZER_FILE
 from engine.formats.tokenizer import Tokenizer, open_tokenizer
 from engine.log.folder import RunFolder
-from engine.models.adapter import trained_parameters
+from engine.models.adapter_targets import trained_parameters
 from engine.models.config import ModelConfig
 from engine.models.names import check_fits
 from engine.models.packed_size import PackedSize, packed_size, without_blocks
@@ -54,12 +54,12 @@ class Inputs:
     teacher_size: PackedSize | None
     """Sizes of the teacher when its block-quantised weights stay quantised; None without a teacher."""
     student: ModelConfig
-    student_blocks: PackedSize | None
-    """Sizes of a student whose adapters are trained and whose matrices stay in quantised blocks; else None."""
     tokenizer: Tokenizer
     tokenizers: Mapping[str, Tokenizer | None]
     """All tokenizers by their owner; None for a model that brings none."""
     notes: tuple[str, ...]
+    student_blocks: PackedSize | None = None
+    """Sizes of a student whose adapters are trained and whose matrices stay in quantised blocks; else None."""
     """What could not be checked, or is unusual but not refused; one line each."""
     models: tuple[str, ...] = ()
     """The models that are read from the hub's cache, with their commits; one line each."""

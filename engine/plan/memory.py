@@ -73,7 +73,7 @@ from engine.loss.chunks import (
     logits_buffers,
 )
 from engine.machine.reading import Reading
-from engine.models.adapter import trained_parameters
+from engine.models.adapter_targets import trained_parameters
 from engine.models.config import ModelConfig, count_parameters
 from engine.models.packed_size import SCRATCH_LIMIT_BYTES, PackedSize
 from engine.models.transformers_config import TransformersConfig

@@ -202,10 +202,10 @@ class StudentSection:
         changes_results=True,
     )
     adapter_base: str = setting(
-        "auto",
+        "blocks",
         "How the frozen weights under adapters are held: in the quantised blocks of their file where it has some "
-        "(auto), or as floats.",
-        allowed=("auto", "floats"),
+        "(blocks), or as floats.",
+        allowed=("blocks", "floats"),
         changes_results=True,
     )
     adapter_targets: str = setting(

@@ -244,10 +244,11 @@ class Student(Scenario):
         (self.run.student / "config.json").write_text("{}")
 
     def act(self) -> None:
+        from engine.spec.sections import StudentSection
         from engine.train.finish import save_student
 
         try:
-            saved = save_student(self.run, self.student, self.inputs, "fp32")
+            saved = save_student(self.run, self.student, self.inputs, StudentSection())
             self.log.write(saved)
             self.done.append(saved.sha256)
         finally:

@@ -289,7 +289,7 @@ def test_every_surface_lists_all_identities_with_what_is_wrong_first_and_what_to
 
     page, tail = tmp_path / "run.html", engine_here("tail", run.path).stdout
     assert engine_here("report", run.path, "--out", page).returncode == 0
-    *_, pane = texts_of(run.path, (160, 60), "7", "z")
+    *_, pane = texts_of(run.path, (160, 120), "7", "z")
     for shown in (tail, page.read_text(), pane):
         assert "x CONTRADICTION kept_gradients: nothing zeroed them (step 2)" in shown
         assert "+ pass update: 9 numbers are the textbook" in shown

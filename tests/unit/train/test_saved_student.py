@@ -17,6 +17,7 @@ from engine.log.folder import RunFolder
 from engine.models.config import ModelConfig
 from engine.models.decoder import Decoder
 from engine.models.load import new_decoder
+from engine.spec.sections import StudentSection
 from engine.train.finish import save_student
 from tests.support.kit import Kit, tiny_config
 
@@ -34,7 +35,7 @@ def saved(student: Decoder, kit: Kit, folder: Path, save_as: str) -> RunFolder:
         tokenizer=open_tokenizer(kit.teacher),
         template=ChatTemplate(texts=TEMPLATES, special_tokens={}, where="here"),
     )
-    save_student(run, student, inputs, save_as)
+    save_student(run, student, inputs, StudentSection(save_as=save_as))
     return run
 
 
