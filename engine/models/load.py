@@ -360,10 +360,10 @@ def save_decoder(
     folder: str | Path,
     dtype: torch.dtype,
     extra_files: Iterable[str | Path] = (),
-    student: StudentSection | None = None,
+    section: StudentSection | None = None,
 ) -> None:
     """Write `config.json` and `model.safetensors` in `dtype`, and copies of `extra_files`; of a decoder with adapters
-    these alone, with the settings `student`.
+    these alone, with the settings `section`.
 
     `folder` must not exist yet, and appears only when all of it is on disk. Raises `WeightsError`
     and `DiskFull`.
@@ -379,8 +379,8 @@ def save_decoder(
     with new_folder(folder) as partial:
         if isinstance(decoder, TransformersDecoder):
             save_transformers_decoder(decoder, partial, dtype)
-        elif student is not None and is_adapted(decoder):
-            write_adapter(decoder, partial, dtype, student)
+        elif section is not None and is_adapted(decoder):
+            write_adapter(decoder, partial, dtype, section)
         else:
             _write_native(decoder, partial, dtype)
         for extra in extras:

@@ -59,7 +59,7 @@ def save_student(
     files = [tokenizer]
     if inputs.template is not None:
         files += _template_files(folder, inputs.template)
-    save_decoder(student, folder.student, dtype, extra_files=files, student=section)
+    save_decoder(student, folder.student, dtype, extra_files=files, section=section)
     size = sum(file.stat().st_size for file in folder.student.iterdir())
     return StudentSaved(path=str(folder.student), size_bytes=size, sha256=sha256.result())
 

@@ -49,7 +49,8 @@ def test_every_number_of_a_spec_has_two_ends() -> None:
 
 
 NUMBERS = [o.key for o in options() if o.type_name in ("int", "float")]
-AT_ONCE = limits.SPEC_PROBLEMS.most
+# A file without models has some problems of its own.
+AT_ONCE = limits.SPEC_PROBLEMS.most - 4
 
 
 @pytest.mark.parametrize(
