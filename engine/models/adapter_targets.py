@@ -1,4 +1,4 @@
-"""Which matrices of a decoder get low-rank adapters, and how many numbers these have: without torch, for plans."""
+"""Choose the matrices of a decoder that get low-rank adapters, and count their numbers: without torch, for plans."""
 
 from __future__ import annotations
 
