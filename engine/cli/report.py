@@ -20,6 +20,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--out", type=Path, metavar="FILE", help="the file to write (report-NAME.html)"
     )
+    parser.add_argument(
+        "--home", action="store_true", help="keep the paths of home folders, which are ~ otherwise"
+    )
     parser.add_argument("--force", action="store_true", help="replace a file that exists")
 
 
@@ -28,7 +31,7 @@ def run(arguments: argparse.Namespace) -> int:
     from engine.log.folder import write_whole
     from engine.report.page import report
 
-    text = report(arguments.source)
+    text = report(arguments.source, with_home=arguments.home)
     out = arguments.out or Path(f"report-{arguments.source.resolve().name}.html")
     if out.exists() and not arguments.force:
         raise BadInput.expected(

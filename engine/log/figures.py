@@ -238,8 +238,12 @@ def figures_of(view: RunView) -> list[Figure]:
         )
     losses = [Curve(name=name, table=steps, column=name) for name in LOSSES]
     found.append(Figure(id="training", title="training loss, nats", curves=tuple(losses)))
-    pace = Curve(name="step", table=steps, column="step_s")
-    found.append(Figure(id="pace", title="step time", unit="s", curves=(pace,)))
+    pace = (("step", "step_s"), ("data", "data_s"), ("teacher (host)", "teacher_s"))
+    found += [
+        _of_steps("pace", "step time, and its wait for data", steps, pace, unit="s"),
+        _of_steps("rate", "learning rate", steps, (("lr", "lr"),)),
+        _of_steps("norm", "gradient norm", steps, (("norm", "grad_norm"),)),
+    ]
     by_device: dict[str, list[Lane]] = {}
     for lane in lanes_of(view):
         by_device.setdefault(lane.of, []).append(lane)
@@ -265,6 +269,15 @@ def figures_of(view: RunView) -> list[Figure]:
         )
     )
     return found
+
+
+def _of_steps(
+    id: str, title: str, steps: Table, columns: Sequence[tuple[str, str]], *, unit: str = ""
+) -> Figure:
+    """Return a chart of the columns of steps that have a value, by name and column; of the first where none has."""
+    curves = [Curve(name=name, table=steps, column=column) for name, column in columns]
+    found = [curve for curve in curves if _was_read(steps, curve.column)] or curves[:1]
+    return Figure(id=id, title=title, unit=unit, curves=tuple(found))
 
 
 def _memory_curves(view: RunView) -> tuple[Curve, ...]:

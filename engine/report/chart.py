@@ -16,16 +16,17 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from engine.flips.pair import Pair
 from engine.flips.plan import Plan
 from engine.log.axis import Axis
 from engine.log.downsample import Row, points
-from engine.log.figures import Curve, figures_of
+from engine.log.figures import Curve, Figure, figures_of
 from engine.log.sparkline import value_range
 from engine.log.table import Column
 from engine.log.view import RunView
-from engine.terminal import as_html
+from engine.terminal import as_html, printable
 from engine.units import format_bytes
 
 WIDTH, HEIGHT = 620, 190
@@ -38,18 +39,22 @@ _NAMED = 12
 """Letters of a name at the end of its line."""
 _SWATCH = 8
 """Width of the piece of line before a name: the colours of lines are too weak for text, which is in ink."""
+PAGE_ROWS = 20_000
+"""Number of intervals of all series of a page together, which keeps a page with many GPUs below 5 MB."""
+MARKS = 200
+"""The newest alerts and compiles of a chart in a browser."""
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#C46A9C", "#B58900", "#3D97CC")
-"""Of lines: those of Okabe and Ito, with 3:1 to light and to dark ground (`workbench.plot.series`)."""
+"""Colours of lines: those of Okabe and Ito, with 3:1 to light and to dark ground (`workbench.plot.series`)."""
 FAINT = "#888888"
-"""Of ticks, frame and levels, with 3:1 to both."""
+"""Colour of ticks, frame and levels, with 3:1 to both grounds."""
 PAINTS = {
     "ground": ("#ffffff", "#111111"),
     "ink": ("#333333", "#dddddd"),
     "odd": ("#c00000", "#ff6b6b"),
 }
-"""What differs on a light and on a dark page; text has 4.5:1 to the ground. `odd` marks non-finite values."""
+"""Colours on a light and on a dark page; text has 4.5:1 to the ground. `odd` marks non-finite values."""
 # `svg:root` is a chart that is a document of its own; inline, the root is that of the page.
-_STYLE = (
+STYLE = (
     "svg:root{color-scheme:light dark}[data-jp-theme-light=false] .apr-chart{color-scheme:dark}"
     + "".join(
         f".apr-chart .{name}{{fill:{light};fill:light-dark({light},{dark})}}"
@@ -109,6 +114,45 @@ def run_figures(view: RunView, *, limit: int = LIMIT) -> list[str]:
     return charts
 
 
+def described(figure: Figure, begin_unix_s: float) -> dict[str, Any]:
+    """Return a chart as chart.js draws it: the names of its series, and its static parts."""
+    return {
+        "id": figure.id,
+        "title": figure.title,
+        "unit": figure.unit,
+        "points": figure.points,
+        "series": [[series_key(figure, curve), curve.name] for curve in figure.curves],
+        "levels": [[name, y] for name, y in figure.levels],
+        "marks": [
+            [round(mark.unix_s - begin_unix_s, 3), mark.sign, printable(mark.text)]
+            for mark in figure.marks[-MARKS:]
+        ],
+    }
+
+
+def series_key(figure: Figure, curve: Curve) -> str:
+    """Return the name of a series, which is unique in a page."""
+    return f"{figure.id}.{curve.name}"
+
+
+def browser_charts(view: RunView) -> dict[str, Any]:
+    """Return the charts of a run for chart.js: each series as seconds since the run began and values, None for a
+    value that is not finite; `step` has the step at each of its seconds."""
+    figures, begin = figures_of(view), view.first_unix_s or 0.0
+    curves = {"step": Curve(name="step", table=view.steps, column="step")}
+    curves |= {series_key(figure, one): one for figure in figures for one in figure.curves}
+    series = {}
+    for key, curve in curves.items():
+        times = curve.table.column(curve.times) - begin
+        rows = points(times, curve.table.column(curve.column), min(LIMIT, PAGE_ROWS // len(curves)))
+        values = (None if y is None else curve.drawn(y) for _, y in rows)
+        series[key] = [
+            [round(x, 3) for x, _ in rows],
+            [float(f"{y:.6g}") if y is not None and math.isfinite(y) else None for y in values],
+        ]
+    return {"charts": [described(figure, begin) for figure in figures], "series": series}
+
+
 def flip_figure(plan: Plan, pairs: Sequence[Pair]) -> str:
     """B over A of each comparable pair, between the edges of the margin."""
     known = [(p.number, d) for p in pairs if (d := p.difference) is not None]
@@ -139,7 +183,7 @@ def line_chart(
 ) -> str:
     """Draw `series` over one x axis as SVG.
 
-    `unit` is `bytes`, `%` for an axis from 0 to 100, or a word behind the numbers of the y axis. `levels` are names
+    `unit` is `bytes`, `%` for an axis from 0 to 100, or a unit after the numbers of the y axis. `levels` are names
     and y of dashed lines, `signs` x, a character and what it means; `ends` are those of the x axis, where they are
     not those of the series.
     """
@@ -163,7 +207,7 @@ def line_chart(
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{HEIGHT}" '
         f'viewBox="0 0 {WIDTH} {HEIGHT}" role="img" class="apr-chart" font-family="monospace" font-size="11">',
         f"<title>{as_html(title)}</title>",
-        f"<style>{_STYLE}</style>",
+        f"<style>{STYLE}</style>",
         f'<rect width="{WIDTH}" height="{HEIGHT}" class="ground"/>',
         _text(_LEFT, 14, title),
         f'<rect x="{_LEFT}" y="{_TOP}" width="{inner_w}" height="{inner_h}" fill="none" stroke="{FAINT}"/>',

@@ -1,14 +1,23 @@
 """A run, a flip or a finding as one HTML file, which is what `engine report` writes.
 
-The file holds text, tables and SVG, and no script, font or external link, so it opens offline and can be
-mailed. The figures are the same as in the notebook. Text from people and logs is escaped. The page depends on
-the folder alone: once a run has ended, the same folder gives the same bytes.
+The file needs nothing else, so it opens offline and can be mailed. Its one script draws the charts of a run; without
+it, and in print, they are SVG. A policy in the page allows this script and these styles alone, by their hashes, and no
+request. Text from people and logs is escaped. The page depends on the folder alone: once a run has ended, the same
+folder gives the same bytes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import base64
+import hashlib
+import importlib.resources
+import json
+import re
+import shlex
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from engine.errors import BadInput, RunLogError
 from engine.findings.bundle import Bundle, is_bundle
@@ -19,6 +28,7 @@ from engine.findings.text import lines
 from engine.flips.flip_folder import is_flip, read_pairs, read_plan_of, read_verdict
 from engine.flips.judge import interval_of
 from engine.flips.text import pair_heading, pair_line, plan_lines, verdict_lines
+from engine.log.events import FAIL
 from engine.log.folder import RunFolder, WatchedCommand, is_run, read_command
 from engine.log.follow import Follower
 from engine.log.identities import identity_lines
@@ -28,8 +38,9 @@ from engine.log.text import (
     alert_lines,
     check_lines,
     command_lines,
-    decision_lines,
+    commit_text,
     device_lines,
+    error_lines,
     has_samples,
     kernel_lines,
     result_lines,
@@ -37,71 +48,252 @@ from engine.log.text import (
     speed_lines,
     status_text,
 )
-from engine.report.chart import PAINTS, flip_figure, run_figures
+from engine.log.view import RunView
+from engine.receipts.receipt import effective_of
+from engine.report.chart import STYLE as CHART_STYLE
+from engine.report.chart import browser_charts, flip_figure, run_figures
+from engine.spec.sections import options
 from engine.terminal import as_html
-from engine.watch.verdict_line import run_verdict_lines
+from engine.units import format_bytes, format_count, format_seconds
+from engine.watch.verdict_line import run_verdict_lines, verdict_of
 
-_STYLE = (
-    ":root{color-scheme:light dark}"
-    "body{font-family:sans-serif;max-width:70em;margin:2em auto;padding:0 1em;color:#222;background:#fff}"
-    "pre{white-space:pre-wrap;background:#f5f5f5;padding:.6em;overflow-x:auto}"
-    "svg{max-width:100%;height:auto}"
-    ".figures{display:grid;grid-template-columns:repeat(auto-fit,minmax(28em,1fr));gap:.6em 1em}"
-    "h1{font-size:1.3em}h2{font-size:1.05em;margin:1.2em 0 .3em}"
-    f"@media(prefers-color-scheme:dark){{body{{color:{PAINTS['ink'][1]};background:{PAINTS['ground'][1]}}}"
-    "pre{background:#222}}"
+OPEN_LINES = 12
+"""Most lines of samples that are shown unfolded."""
+_HOME = re.compile(r"(?<![\w.~-])/(?:home/[^/\s\"'<>&]+|Users/[^/\s\"'<>&]+|root)(?![\w.-])")
+"""A home folder in a path: of Linux, of macOS, and of root."""
+
+
+def _file(name: str) -> str:
+    return (importlib.resources.files("engine.report") / name).read_text(encoding="utf-8")
+
+
+STYLE, SCRIPT = _file("page.css"), _file("chart.js") + _file("page.js")
+"""Style and script of every page, and of the pages that a server sends."""
+
+
+def _hash_of(text: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+
+
+POLICY = (
+    f"default-src 'none'; script-src {_hash_of(SCRIPT)}; "
+    f"style-src {_hash_of(STYLE)} {_hash_of(CHART_STYLE)}; style-src-attr 'unsafe-inline'; base-uri 'none'"
 )
+"""Content security policy of a page."""
 
 
-def report(path: Path) -> str:
-    """Return the HTML page of a run folder, a flip folder or a bundle.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Content:
+    """The content of a page."""
+
+    title: str
+    body: str
+    """HTML below the title."""
+    series: dict[str, Any] | None = None
+    """The charts of a run for the script (`browser_charts`)."""
+
+
+def report(path: Path, *, with_home: bool = False) -> str:
+    """Return the HTML page of a run folder, a flip folder or a bundle; home folders are written as ~ unless
+    `with_home`.
 
     Raises BadInput for anything else, and RunLogError for a flip that cannot be read. When the log of a run
     breaks off, the page says so.
     """
+    found = content_of(path)
+    body = page_body(found)
+    return _page(found.title, body if with_home else without_home(body))
+
+
+def content_of(path: Path) -> Content:
+    """Return what the page of a run, a flip or a finding shows. Raises as `report`."""
     if is_bundle(path):
-        return _finding_page(Bundle(path))
+        return _finding_content(Bundle(path))
     if is_flip(path):
-        return _flip_page(path)
+        return Content(title=f"flip {path.resolve().name}", body="\n".join(_flip_parts(path)))
     if is_run(path):
-        return _run_page(RunFolder(path))
+        return _run_content(RunFolder(path))
     found = "another folder" if path.is_dir() else "a file" if path.exists() else "nothing there"
     raise BadInput.expected("report", path, "a run, a flip or a finding", found)
 
 
-def _run_page(run: RunFolder) -> str:
+def without_home(html: str) -> str:
+    """Return a text with ~ for each home folder."""
+    return _HOME.sub("~", html)
+
+
+def page_body(content: Content) -> str:
+    """Return the title and the content as HTML, with the data of its charts."""
+    body = f"<h1>{as_html(content.title)}</h1>\n{content.body}\n"
+    if content.series is None:
+        return body
+    # The end tag of a script inside its data would end it.
+    data = json.dumps(content.series, separators=(",", ":")).replace("<", r"\u003c")
+    return f'{body}<script type="application/json" id="series">{data}</script>\n'
+
+
+def _run_content(run: RunFolder) -> Content:
     follower, broken = Follower(run), ""
     try:
         follower.read_all()
     except RunLogError as fault:
         broken = str(fault)
-    view = follower.view
-    alerts = [line for alert in view.alerts.values() for line in alert_lines(alert)]
+    view, state = follower.view, follower.state
     command = _command_of(run)
-    decisions = [line for decision in view.decisions for line in decision_lines(decision)]
-    verdict = run_verdict_lines(view, follower.state, run.name)
-    parts = [_lines([*verdict, status_text(view, follower.alive), *([broken] if broken else [])])]
-    parts += [
+    verdict, *below = run_verdict_lines(view, state, run.name)
+    level = verdict_of(view, state).level
+    status = "\n".join([*below, status_text(view, follower.alive), *([broken] if broken else [])])
+    alerts = [line for alert in view.alerts.values() for line in alert_lines(alert)]
+    charts = browser_charts(view)
+    figures = "".join(
+        f'<figure data-chart="{as_html(chart["id"])}"><div class="still">{svg}</div></figure>\n'
+        for chart, svg in zip(charts["charts"], run_figures(view), strict=True)
+    )
+    receipt = _receipt_of(run)
+    parts = [
+        f'<div class="verdict {level}"><b>{as_html(verdict)}</b>{as_html(status)}</div>',
+        _facts(_identity(view, command, receipt)),
+        f'<h2>Figures</h2>\n<div class="figures">\n{figures}</div>',
         _section(
             "Result",
             result_lines(view) or [OTHERS_RESULT if command else "no held-out loss was measured"],
         ),
         *[_section("Speed", speed_lines(view))] * bool(speed_lines(view)),
-        *[_section("Samples of text", sample_lines(view))] * has_samples(view),
-        _section("Active alerts", alerts or ["none"]),
-        f'<h2>Figures</h2>\n<div class="figures">{"".join(run_figures(view))}</div>',
-        _section("Identities", identity_lines(view))
-        if command
-        else _section("First-minute checks", check_lines(view)),
-        _section("Command", command_lines(view, command))
-        if command
-        else _section("Decisions", decisions or ["none was logged"]),
-        _section(
-            "Kernels", [OTHERS_KERNELS] if command and not view.compiles else kernel_lines(view)
-        ),
-        _section("Device, newest readings", device_lines(view)),
+        *_samples(view),
+        *[_section("Active alerts", alerts)] * bool(alerts),
     ]
-    return _page(f"run {run.name}", parts)
+    if command:
+        lines = identity_lines(view)
+        parts += [
+            _folded("Identities", _lines(lines)),
+            _section("Command", command_lines(view, command)),
+        ]
+    else:
+        parts += [_checks(view), *_settings(run, view)]
+    kernels = [OTHERS_KERNELS] if command and not view.compiles else kernel_lines(view)
+    parts += [
+        _folded("Kernels", _lines(kernels)),
+        _folded("Device, newest readings", _lines(device_lines(view))),
+        *_files(run, view, receipt),
+    ]
+    if not command:
+        parts.append(_section("Run it again", [_command_line(run)]))
+    return Content(title=f"run {run.name}", body="\n".join(parts), series=charts)
+
+
+def _receipt_of(run: RunFolder) -> dict[str, Any]:
+    """Return the receipt of a run; empty where there is none, or none that can be read."""
+    try:
+        return run.read_receipt() or {}
+    except RunLogError:
+        return {}
+
+
+def _identity(
+    view: RunView, command: WatchedCommand | None, receipt: Mapping[str, Any]
+) -> Iterator[tuple[str, str]]:
+    """Yield what ran: steps, time, models, device and versions, each where it is on record."""
+    if len(view.steps):
+        yield (
+            "steps",
+            f"{view.last_step:,}" + (f" of {view.total_steps:,}" if view.total_steps else ""),
+        )
+    if view.first_unix_s is not None and view.last_unix_s is not None:
+        yield "time", format_seconds(max(0.0, view.last_unix_s - view.first_unix_s))
+    for role, model in view.models.items():
+        yield (
+            role,
+            f"{format_count(model.parameters)} parameters, {model.precision}, sha256 {model.sha256[:12]}",
+        )
+    one = view.started or view.watched
+    if one is not None:
+        yield "device", one.device
+        yield "torch", one.torch
+        yield "python", one.python
+    if view.started is not None:
+        yield "engine", view.started.engine
+    tool = receipt.get("tool")
+    commit = (
+        commit_text(command) if command else tool.get("commit") if isinstance(tool, dict) else ""
+    )
+    if commit:
+        yield "commit", str(commit)[:60]
+
+
+def _samples(view: RunView) -> Iterator[str]:
+    """Yield what the models wrote, folded where it is long."""
+    if has_samples(view):
+        found = sample_lines(view)
+        yield _folded("Samples of text", _lines(found), is_open=len(found) <= OPEN_LINES)
+
+
+def _checks(view: RunView) -> str:
+    """Return the checks: one line that unfolds, unfolded where one failed."""
+    counts, *found = check_lines(view)
+    is_open = any(one.level == FAIL for one in view.checks.values()) or bool(
+        error_lines(view.errors)
+    )
+    return _folded(f"Checks: {counts}", _lines(found or ["none"]), is_open=is_open)
+
+
+def _settings(run: RunFolder, view: RunView) -> Iterator[str]:
+    """Yield the settings that are not at their default, then all of them and the decisions, folded."""
+    spec = effective_of(run).get("spec")
+    tables = spec.items() if isinstance(spec, dict) else ()
+    values = {
+        f"{section}.{name}": value
+        for section, table in tables
+        if isinstance(table, dict)
+        for name, value in table.items()
+    }
+    became = {one.knob: one.choice for one in view.decisions}
+    defaults = {option.key: option.default for option in options()}
+
+    def row(key: str) -> tuple[str, ...]:
+        value = "" if key not in values else str(values[key])
+        return key, value, became.get(key, "") if became.get(key, "") != value else ""
+
+    changed = [key for key in values if key in defaults and values[key] != defaults[key]]
+    if changed:
+        table = _table(("setting", "value", "chosen"), map(row, changed))
+        yield f"<h2>Settings that differ from their defaults</h2>\n{table}"
+    if values:
+        yield _folded("All settings", _table(("setting", "value", "chosen"), map(row, values)))
+    decisions = [(one.knob, one.choice, one.reason) for one in view.decisions]
+    if decisions:
+        yield _folded(
+            f"Decisions: {len(decisions)}", _table(("setting", "chosen", "because"), decisions)
+        )
+
+
+def _files(run: RunFolder, view: RunView, receipt: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the files of the run and of what it read, by their hashes."""
+    rows = [(f"{role}: {one.source}", "", one.sha256) for role, one in view.models.items()]
+    if view.data is not None:
+        rows += [
+            ("training tokens", format_count(view.data.train_tokens), view.data.train_sha256),
+            ("held-out tokens", format_count(view.data.heldout_tokens), view.data.heldout_sha256),
+        ]
+    for kind, folder in (("student_files", f"{run.student.name}/"), ("files", ""), ("logs", "")):
+        found = receipt.get(kind)
+        for name, one in found.items() if isinstance(found, dict) else ():
+            if isinstance(one, dict) and isinstance(one.get("bytes"), int):
+                rows.append((f"{folder}{name}", format_bytes(one["bytes"]), str(one.get("sha256"))))
+    if rows:
+        yield _folded(f"Files: {len(rows)}", _table(("file", "size", "sha256"), rows))
+
+
+def _command_line(run: RunFolder) -> str:
+    """Return the command that starts the run again with its settings."""
+    sets = effective_of(run).get("sets") or []
+    return shlex.join(
+        [
+            "engine",
+            "distill",
+            f"{run.name}/{run.spec.name}",
+            *(w for s in sets for w in ("--set", s)),
+        ]
+    )
 
 
 def _command_of(run: RunFolder) -> WatchedCommand | None:
@@ -109,10 +301,6 @@ def _command_of(run: RunFolder) -> WatchedCommand | None:
         return read_command(run)
     except RunLogError:
         return None
-
-
-def _flip_page(path: Path) -> str:
-    return _page(f"flip {path.resolve().name}", _flip_parts(path))
 
 
 def _flip_parts(path: Path) -> list[str]:
@@ -132,7 +320,7 @@ def _flip_parts(path: Path) -> list[str]:
     ]
 
 
-def _finding_page(bundle: Bundle) -> str:
+def _finding_content(bundle: Bundle) -> Content:
     checked = check_bundle(bundle)
     finding = bundle.read()
     is_older = isinstance(finding, Older)
@@ -150,16 +338,35 @@ def _finding_page(bundle: Bundle) -> str:
                     f"<h2>{test.id}: {as_html(test.reason)}</h2>",
                     *_flip_parts(bundle.flip_of(test.id)),
                 ]
-    return _page(finding.title, parts)
+    return Content(title=finding.title, body="\n".join(parts))
 
 
-def _page(title: str, parts: Sequence[str]) -> str:
-    name = as_html(title)
-    body = "\n".join(parts)
+def _page(title: str, body: str) -> str:
     return (
-        f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><title>{name}</title>'
-        f"<style>{_STYLE}</style></head>\n<body><h1>{name}</h1>\n{body}\n</body></html>\n"
+        f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">\n'
+        f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">\n'
+        f'<meta name="viewport" content="width=device-width, initial-scale=1"><title>{as_html(title)}</title>\n'
+        f"<style>{STYLE}</style></head>\n<body>{body}<script>{SCRIPT}</script></body></html>\n"
     )
+
+
+def _facts(rows: Iterable[tuple[str, str]]) -> str:
+    cells = "".join(
+        f"<div><dt>{as_html(name)}</dt><dd>{as_html(text)}</dd></div>" for name, text in rows
+    )
+    return f'<dl class="facts">{cells}</dl>'
+
+
+def _folded(title: str, body: str, *, is_open: bool = False) -> str:
+    return f"<details{' open' * is_open}><summary>{as_html(title)}</summary>\n{body}</details>"
+
+
+def _table(heading: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    def line(cells: Iterable[str], tag: str) -> str:
+        return f"<tr>{''.join(f'<{tag}>{as_html(cell)}</{tag}>' for cell in cells)}</tr>"
+
+    body = "\n".join(line(row, "td") for row in rows)
+    return f"<table>\n{line(heading, 'th')}\n{body}\n</table>"
 
 
 def _section(title: str, lines: Iterable[str]) -> str:

@@ -44,6 +44,7 @@ ALLOWED: dict[str, str] = {
             "engine/watch/stacks.py",
             "workbench/doctor_rows.py",
             "workbench/engine_commands.py",
+            "engine/report/page.py",
             "workbench/notebook/live.py",
         ),
         OWN,

@@ -46,15 +46,15 @@ PREVIEWS_AFTER = 3
 STILL_LIMIT = 100
 
 
-def script(name: str) -> str:
-    """Return the content of a page file of this package: a widget that is given a path is never freed."""
-    return (importlib.resources.files("workbench.notebook") / name).read_text(encoding="utf-8")
+def script(name: str, package: str = "workbench.notebook") -> str:
+    """Return the content of a page file: a widget that is given a path is never freed."""
+    return (importlib.resources.files(package) / name).read_text(encoding="utf-8")
 
 
 class RunPlot(anywidget.AnyWidget):
     """The page's half of Live. Its only synced state is `key`; rows are sent as messages."""
 
-    _esm = script("chart.js") + script("live.js")
+    _esm = script("chart.js", "engine.report") + script("live.js")
     _css = script("live.css")
     key = traitlets.Unicode().tag(sync=True)
 

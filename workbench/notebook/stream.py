@@ -24,6 +24,7 @@ from typing import Any
 
 from engine.log.downsample import Row, points
 from engine.log.figures import Curve, Figure, figures_of
+from engine.report.chart import described, series_key
 from engine.terminal import printable
 from engine.watch.verdict_line import verdict_of
 from workbench.feed import Snapshot
@@ -31,8 +32,6 @@ from workbench.panes import page_panes
 
 HISTORY, LIVE = 256, 24
 PANE_CHARACTERS = 6000
-MARKS = 200
-"""The newest alerts and compiles that are sent."""
 PANES = page_panes()
 
 
@@ -99,7 +98,7 @@ class Stream:
             if self._begin_unix_s is None:
                 self._begin_unix_s = snapshot.view.first_unix_s
             figures = figures_of(snapshot.view)
-            charts = [self._chart(figure) for figure in figures]
+            charts = [described(figure, self._begin_unix_s or 0.0) for figure in figures]
             if charts != self._charts:
                 self._charts = charts
                 yield Message(content={"kind": "charts", "charts": charts})
@@ -127,26 +126,12 @@ class Stream:
         self._words |= changed
         return changed
 
-    def _chart(self, figure: Figure) -> dict[str, Any]:
-        """Return a chart as the page gets it: the names of its series, and its static parts."""
-        begin = self._begin_unix_s or 0.0
-        return {
-            "id": figure.id,
-            "title": figure.title,
-            "unit": figure.unit,
-            "points": figure.points,
-            "series": [[_key(figure, curve), curve.name] for curve in figure.curves],
-            "levels": [[name, y] for name, y in figure.levels],
-            "marks": [
-                [round(mark.unix_s - begin, 3), mark.sign, printable(mark.text)]
-                for mark in figure.marks[-MARKS:]
-            ],
-        }
-
     def _rows(self, snapshot: Snapshot, figures: Sequence[Figure]) -> _Batch:
         batch, steps = _Batch(), snapshot.view.steps
         curves = {"step": Curve(name="step", table=steps, column="step")}
-        curves |= {_key(figure, curve): curve for figure in figures for curve in figure.curves}
+        curves |= {
+            series_key(figure, curve): curve for figure in figures for curve in figure.curves
+        }
         for key, curve in curves.items():
             self._curve(batch, key, curve)
         return batch
@@ -169,11 +154,6 @@ class Stream:
         rows = points(xs, ys, LIVE if sent.rows else self._history)
         batch.add(key, tuple((x, y if y is None else curve.drawn(y)) for x, y in rows))
         sent.rows = len(table)
-
-
-def _key(figure: Figure, curve: Curve) -> str:
-    """Return the name of a series, which is its own in a page."""
-    return f"{figure.id}.{curve.name}"
 
 
 def _cut(text: str) -> str:

@@ -16,7 +16,7 @@ from engine.flips.surroundings import Surroundings
 from engine.log.events import Wrote
 from engine.log.write import encode
 from engine.report.chart import flip_figure
-from engine.report.page import report
+from engine.report.page import POLICY, SCRIPT, report
 from tests.support.findings import asked, carry_out, hanging_run
 from tests.support.flip_pairs import plan, timed
 from tests.support.paths import ROOT
@@ -55,7 +55,10 @@ def whole(text: str) -> Page:
     """The page, once it is known to stand alone."""
     page = Page(text)
     assert page.open == [] and page.loads == []
-    assert "script" not in page.tags and "url(" not in text and "@import" not in text
+    assert "url(" not in text and "@import" not in text
+    scripts = re.findall(r"<script>(.*?)</script>", text, re.DOTALL)
+    assert scripts == [SCRIPT] and page.tags.count("script") == 1 + ('id="series"' in text)
+    assert f'content="{POLICY}"' in text and "default-src 'none'" in POLICY
     return page
 
 
@@ -63,7 +66,7 @@ def test_a_run_is_one_file_with_its_figures(tmp_path: Path) -> None:
     run = completed(tmp_path / "run", total=4000, nan=(2000,))
     text = report(run.path)
     page = whole(text)
-    assert page.tags.count("svg") == 5 and len(text) < 150_000
+    assert page.tags.count("svg") == 7 and len(text) < 400_000
     assert "COMPLETED | step 4000/4000" in text and "held-out loss of the student" in text
     assert "teacher.backend" in text and "×" in text
     assert report(run.path) == text

@@ -129,7 +129,7 @@ def test_the_committed_run_of_a_big_gpu_is_read_anywhere(
     assert "teacher.backend = quantized" in words and "21.9 GiB predicted, 21.95 GiB" in words
     assert "33,255 tokens/s, 74% of the limit" in words and "backward" in words
     assert "tensor_util_pct" in words and "within: COMPLETED | step 60/60" in words
-    assert drawn(stills(notebook)[0]).count("<svg") == 5
+    assert drawn(stills(notebook)[0]).count("<svg") == 7
 
 
 @pytest.mark.soak

@@ -1,15 +1,16 @@
-// Charts of one run: the rows they hold, and how they are drawn. The kernel says which charts there are.
+// Charts of one run: the rows they hold, and how they are drawn. Python says which charts there are.
 //
 // Each series is a bounded buffer of buckets, the lowest and highest of `stride` rows: when it is full, neighbours
 // are merged, so a spike of one step in a million stays and memory does not grow. A value that is not finite
 // breaks the line and is marked with a cross. Rows stand at their seconds; over steps, each is placed by the
 // series `step`, so that all charts have one axis. Lines are solid and have their names at their ends; dashes are
-// levels. In the page this text is followed by that of live.js, as one module.
+// levels. This text is followed by that of page.js in a report, and by that of live.js in a notebook.
 
 const CAPACITY = 2048;
 // Of Okabe and Ito, made to stand out on light and on dark ground.
 const COLOURS = ["#0072B2", "#D55E00", "#009E73", "#C46A9C", "#B58900", "#3D97CC"];
 const BOX = { left: 70, top: 22, right: 128, bottom: 20 };
+const NO_NAMES = 14;
 const ROW = 13;
 
 class Series {
@@ -130,14 +131,15 @@ function clock(seconds) {
   return h ? `${h}h${String(m).padStart(2, "0")}m` : m ? `${m}m${String(s).padStart(2, "0")}s` : `${s} s`;
 }
 
-// The lowest and highest y of a chart.
-function spanOf(chart, drawn, all) {
+// The lowest and highest y of the part of a chart that its axis shows.
+function spanOf(chart, drawn, all, axis) {
   if (chart.unit === "%") return [0, 100];
   let [low, high] = [Infinity, -Infinity];
   for (const [key] of drawn) {
     const s = all.get(key);
     for (let i = 0; i < s.length; i += 1) {
-      if (s.low[i] <= s.high[i]) {
+      const at = axis.of(s.x[i]);
+      if (s.low[i] <= s.high[i] && at >= axis.x0 && at <= axis.x1) {
         low = Math.min(low, s.low[i]);
         high = Math.max(high, s.high[i]);
       }
@@ -148,7 +150,8 @@ function spanOf(chart, drawn, all) {
   return low === high ? [Math.min(0, low), high > 0 ? high : low + 1] : [low, high];
 }
 
-// `chosen` is a shaded window, `pointed` the seconds under the pointer, or null.
+// `chosen` is a shaded window, `pointed` the seconds under the pointer, or null. A chart with `hidden` keys leaves these
+// series out; it has a legend of its own, so no names are written beside the lines.
 function drawChart(canvas, chart, all, axis, chosen, pointed) {
   const ratio = window.devicePixelRatio || 1;
   const width = canvas.clientWidth;
@@ -159,7 +162,8 @@ function drawChart(canvas, chart, all, axis, chosen, pointed) {
   const pen = canvas.getContext("2d");
   pen.scale(ratio, ratio);
   const ink = getComputedStyle(canvas).color;
-  const box = { left: BOX.left, top: BOX.top, right: width - BOX.right, bottom: height - BOX.bottom };
+  const right = chart.hidden ? NO_NAMES : BOX.right;
+  const box = { left: BOX.left, top: BOX.top, right: width - right, bottom: height - BOX.bottom };
   pen.font = "11px monospace";
   pen.fillStyle = ink;
   pen.strokeStyle = ink;
@@ -177,12 +181,12 @@ function drawChart(canvas, chart, all, axis, chosen, pointed) {
   };
   faint(() => pen.strokeRect(box.left, box.top, box.right - box.left, box.bottom - box.top));
   canvas.range = null;
-  const drawn = chart.series.filter(([key]) => all.get(key) && all.get(key).length);
+  const drawn = chart.series.filter(([key]) => all.get(key) && all.get(key).length && !chart.hidden?.has(key));
   if (!drawn.length) {
     pen.fillText("nothing was measured", box.left + 8, box.top + 18);
     return;
   }
-  const [y0, y1] = spanOf(chart, drawn, all);
+  const [y0, y1] = spanOf(chart, drawn, all, axis);
   canvas.range = { x0: axis.x0, x1: axis.x1, left: box.left, right: box.right };
   const px = (seconds) => box.left + ((box.right - box.left) * (axis.of(seconds) - axis.x0)) / (axis.x1 - axis.x0);
   const py = (y) => box.bottom - ((box.bottom - box.top) * (y - y0)) / (y1 - y0);
@@ -212,9 +216,13 @@ function drawChart(canvas, chart, all, axis, chosen, pointed) {
   pen.setLineDash([6, 4]);
   for (const { y } of names) faint(() => rule(box.left, y, box.right, y));
   pen.setLineDash([]);
-  drawn.forEach(([key, name], number) => {
+  pen.save();
+  pen.beginPath();
+  pen.rect(box.left, box.top, box.right - box.left, box.bottom - box.top);
+  pen.clip();
+  for (const [key, name] of drawn) {
     const s = all.get(key);
-    const colour = COLOURS[number % COLOURS.length];
+    const colour = colourOf(chart, key);
     pen.strokeStyle = colour;
     pen.fillStyle = colour;
     pen.lineWidth = 1.4;
@@ -241,23 +249,34 @@ function drawChart(canvas, chart, all, axis, chosen, pointed) {
     const value = s.at(pointed === null ? Infinity : pointed);
     const y = value === null ? box.bottom : py(Math.min(Math.max(value, y0), y1));
     names.push({ y, text: `${name} ${short(value, chart.unit)}`, colour });
-  });
+  }
   pen.fillStyle = ink;
   pen.strokeStyle = ink;
   pen.lineWidth = 1;
   let last = -Infinity;
   for (const [seconds, sign] of chart.marks) {
     const x = px(seconds);
-    if (x - last < 8) continue;
+    if (x - last < 8 || x < box.left) continue;
     last = x;
     pen.fillText(sign, x - 3, box.top + 10);
   }
+  pen.restore();
   if (pointed !== null) {
     pen.setLineDash([2, 2]);
     faint(() => rule(px(pointed), box.top, px(pointed), box.bottom));
     pen.setLineDash([]);
   }
-  drawNames(pen, names, box);
+  if (!chart.hidden) drawNames(pen, names, box);
+  else {
+    pen.textAlign = "right";
+    for (const { y, text } of names.slice(0, chart.levels.length)) {
+      pen.fillText(text, box.right - 4, y < box.top + 14 ? y + 12 : y - 4);
+    }
+  }
+}
+
+function colourOf(chart, key) {
+  return COLOURS[chart.series.findIndex(([one]) => one === key) % COLOURS.length];
 }
 
 // Write each name right of the end of its line, moved where another one is; those without room are counted.
