@@ -32,6 +32,7 @@ from engine.cli import (
     generate,
     init,
     interchange,
+    mcp,
     prepare,
     publish,
     report,
@@ -110,6 +111,7 @@ GROUPS: dict[str, tuple[Command, ...]] = {
         Command(
             "export", interchange.EXPORT_HELP, interchange.add_export_arguments, interchange.export
         ),
+        Command("mcp", mcp.HELP, mcp.add_arguments, mcp.run),
         Command("why", why.HELP, why.add_arguments, why.run),
         Command("evidence", evidence.HELP, evidence.add_arguments, evidence.run),
     ),

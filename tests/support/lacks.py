@@ -32,6 +32,7 @@ LACKS = {
     "JupyterLab": "pip install -e .[dev]",
     "pyarrow and zstandard": "pip install -e .[data]",
     "TensorBoard and W&B": "pip install -e .[import]",
+    "the MCP SDK": "pip install -e .[agent]",
     "the gguf package": "pip install -e .[gguf]",
     "TRL": "make frameworks",
     "Lightning": "make frameworks",
@@ -46,6 +47,7 @@ LACKS = {
 _MODULES = {
     "JupyterLab": ("anywidget", "comm", "ipywidgets", "nbclient", "nbformat", "plotly"),
     "pyarrow and zstandard": ("pyarrow", "zstandard"),
+    "the MCP SDK": ("anyio", "mcp", "mcp_types"),
     "TensorBoard and W&B": ("tensorboard", "wandb"),
     "the gguf package": ("gguf",),
 }

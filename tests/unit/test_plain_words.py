@@ -35,6 +35,7 @@ WORDS = re.compile(
 CLEAN = frozenset(
     {
         "engine",
+        "engine/agent",
         "engine/attach",
         "engine/audit",
         "engine/checks",

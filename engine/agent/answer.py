@@ -1,0 +1,77 @@
+"""Answers for agents: one JSON object each, no longer than asked for, in which text out of runs is marked as data.
+
+    {"id": "3f9a1c2b7d10", "rows": [{"step": 40, "untrusted_text": {"name": "kd-1"}}], "next_cursor": 20}
+
+Outside `untrusted_text` are only numbers, ids that the server made and words that the engine has a table of. So a name,
+a note, a sample or an exception that tells its reader what to do is nowhere but in that field.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from engine.catalogue import BY_ID
+from engine.cli.runs import plain
+from engine.log.events import ALERT, CHECK, IDENTITY, LEVELS, NUMBER
+from engine.log.view import GOING_ON
+from engine.spec import KEYS
+from engine.terminal import clipped
+from engine.watch.exit_cause import ExitState
+from engine.watch.verdict_line import NO_FAULT, SIGNS
+
+UNTRUSTED = "untrusted_text"
+DEFAULT_BYTES, LEAST_BYTES, MOST_BYTES = 4000, 1000, 200_000
+_ROOM = 40
+"""Bytes of `next_cursor`."""
+_WORDS = frozenset(
+    {
+        *(ALERT, CHECK, IDENTITY, NUMBER, "nan", "+inf", "-inf"),
+        *(id for rows in BY_ID.values() for id in rows),
+        *(*LEVELS, *KEYS, *GOING_ON, *NO_FAULT),
+        *(word.lower() for word in (*SIGNS, *ExitState)),
+    }
+)
+_ID = re.compile(r"[0-9a-f]{12}")
+
+
+def page(head: Mapping[str, Any], rows: Sequence[Any], cursor: int, max_bytes: int) -> str:
+    """Return `head` and as many of the rows from `cursor` as fit; `next_cursor` is there where rows are left. A row
+    that is a function is called for its fields. A first row that does not fit alone is cut."""
+    text = json.dumps(marked(head) | {"rows": []})[:-2]
+    left = min(max(max_bytes, LEAST_BYTES), MOST_BYTES) - len(text) - _ROOM
+    texts: list[str] = []
+    for row in rows[cursor:]:
+        # ASCII, so that characters that cannot be seen are.
+        one = json.dumps(marked(row() if callable(row) else row), allow_nan=False)
+        if len(one) >= left:
+            if texts:
+                break
+            # Escaping doubles a character at most.
+            one = json.dumps({UNTRUSTED: clipped(one, left // 2 - _ROOM), "is_cut": True})
+        texts.append(one)
+        left -= len(one) + 1
+    after = cursor + len(texts)
+    more = f', "next_cursor": {after}' if after < len(rows) else ""
+    return f"{text}{','.join(texts)}]{more}}}"
+
+
+def marked(value: Any) -> Any:
+    """Put what may be text of a run below `untrusted_text`; fields without a value are left out."""
+    value = plain(value)
+    if not isinstance(value, dict):
+        return value if _is_own(value) else {UNTRUSTED: value}
+    told = {name: one for name, one in value.items() if one not in ("", None, [], {})}
+    own = {name: one for name, one in told.items() if _is_own(one)}
+    text = {name: one for name, one in told.items() if name not in own}
+    return own | ({UNTRUSTED: text} if text else {})
+
+
+def _is_own(value: Any) -> bool:
+    if isinstance(value, list):
+        return all(map(_is_own, value))
+    if isinstance(value, str):
+        return value in _WORDS or _ID.fullmatch(value) is not None
+    return not isinstance(value, dict)
