@@ -199,6 +199,11 @@ def user_state(what: str) -> Path:
     return _of_user("XDG_STATE_HOME", ".local/state") / what
 
 
+def user_config(what: str) -> Path:
+    """Return a file of the user's configuration."""
+    return _of_user("XDG_CONFIG_HOME", ".config") / what
+
+
 def _of_user(variable: str, usual: str) -> Path:
     base = Path(os.environ.get(variable, ""))
     # A relative one is invalid and ignored, as XDG specifies.

@@ -58,6 +58,12 @@ def cache_folder(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 
 @pytest.fixture(autouse=True, scope="session")
+def config_folder(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Nobody's receivers hear of the runs of tests."""
+    os.environ["XDG_CONFIG_HOME"] = str(tmp_path_factory.mktemp("config"))
+
+
+@pytest.fixture(autouse=True, scope="session")
 def one_parser() -> Iterator[None]:
     """Commands that are run in this process share a parser: making it, of all commands and options, takes
     longer than most of them."""

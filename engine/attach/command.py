@@ -35,6 +35,7 @@ from typing import IO, Any
 from engine import child
 from engine.errors import BadInput, EngineError, RunLogError
 from engine.log.folder import COMMAND, RunFolder, create_run
+from engine.notify.receivers import ALL, NOTIFY_VARIABLE
 from engine.redact import Redactor
 from engine.signals import dismiss_guard
 from engine.terminal import put, say
@@ -124,6 +125,7 @@ def run_command(
     changed: Mapping[str, str] = MappingProxyType({}),
     keep_output: bool = False,
     report: bool = False,
+    notify: str = ALL,
 ) -> int:
     """Run a command to its end; return its exit code, or minus the number of the signal that ended it.
 
@@ -134,6 +136,7 @@ def run_command(
     changed      settings that the probe changes in it
     keep_output  write its output to the run folder
     report       print problems on stderr while it runs, each once
+    notify       who gets messages (`choose_receivers`)
 
     Raises BadInput if it cannot be started.
     """
@@ -144,7 +147,12 @@ def run_command(
     for number in FROM_TERMINAL:
         # A handler, not SIG_IGN, which the command would inherit.
         signal.signal(number, lambda number, _frame: early.append(number))
-    supervisor = _start_supervisor(run, report_fd=sys.stderr.fileno() if report else None)
+    # Not an argument, which everybody can read, and not in the environment of the command.
+    supervisor = _start_supervisor(
+        run,
+        report_fd=sys.stderr.fileno() if report else None,
+        variables={NOTIFY_VARIABLE: notify},
+    )
     environment = {**os.environ, **variables, RUN_VARIABLE: str(run.path)}
     probed = os.pathsep.join(filter(None, (str(PROBE), environment.get("PYTHONPATH"))))
     environment["PYTHONPATH"] = probed
@@ -266,7 +274,11 @@ def _is_stopped(pid: int) -> bool:
 
 
 def _start_supervisor(
-    run: RunFolder, stdin: IO[str] | int = subprocess.PIPE, *, report_fd: int | None = None
+    run: RunFolder,
+    stdin: IO[str] | int = subprocess.PIPE,
+    *,
+    report_fd: int | None = None,
+    variables: Mapping[str, str] = MappingProxyType({}),
 ) -> subprocess.Popen[str] | None:
     # Duplicate it: the supervisor's stderr goes to the run folder.
     if report_fd is not None:
@@ -280,7 +292,7 @@ def _start_supervisor(
                 stdout=output,
                 stderr=output,
                 text=True,
-                env=child.environment(),
+                env={**child.environment(), **variables},
                 start_new_session=True,
                 pass_fds=[] if report_fd is None else [report_fd],
             )

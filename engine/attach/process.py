@@ -37,6 +37,7 @@ from engine.machine.reading import Reading
 from engine.machine.surroundings import LET_ATTACH, find_command, is_run_variable, may_attach
 from engine.redact import is_secret_name
 from engine.signals import dismiss_guard
+from engine.watch.notices import notices_of
 from engine.watch.observe import RunObserver
 
 PROC = Path("/proc")
@@ -146,8 +147,9 @@ def hold(found: Stranger) -> int:
     return held
 
 
-def watch_process(run: RunFolder, found: Stranger, held: int) -> None:
-    """Watch the process of pidfd `held` until it has ended, or until SIGINT, SIGTERM or SIGHUP ends the watching."""
+def watch_process(run: RunFolder, found: Stranger, held: int, notify: str) -> None:
+    """Watch the process of pidfd `held` until it has ended, or until SIGINT, SIGTERM or SIGHUP ends the watching;
+    `notify` says who gets messages."""
     dismiss_guard()
     asked = os.eventfd(0)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -167,8 +169,16 @@ def watch_process(run: RunFolder, found: Stranger, held: int) -> None:
             strangers=found.trainers,
         )
         observer.begin()
+        observer.notices = notices_of(
+            run,
+            notify,
+            observer.write_watch,
+            terminal=2 if os.isatty(2) else None,
+            urls=True,
+        )
         if _wait(observer, held, asked):
             _record_end(observer, held)
+            observer.close_notices()
         else:
             text = "the watching was ended; the process continues"
             observer.write_watch(Note(level="info", text=text))

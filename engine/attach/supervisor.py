@@ -29,8 +29,11 @@ from engine.log.folder import RunFolder, is_run, open_run, read_command
 from engine.log.text import event_text
 from engine.log.view import RunView
 from engine.log.write import LogWriter
+from engine.notify.message import EVENTS, STALLED, WORSE
+from engine.notify.receivers import ALL, NOTIFY_VARIABLE
 from engine.terminal import say
 from engine.watch.exit_cause import Certainty, ExitState
+from engine.watch.notices import notices_of
 from engine.watch.observe import RunObserver
 from engine.watch.stacks import FOLDER
 from engine.watch.verdict_line import SUSPECT, WRONG, run_verdict_lines, verdict_of
@@ -65,9 +68,9 @@ class _Launcher:
 class _Training:
     """One run folder of the command, and its observer."""
 
-    def __init__(self, run: RunFolder, pid: int, command: RunFolder) -> None:
+    def __init__(self, run: RunFolder, pid: int, command: RunFolder, terminal: int | None) -> None:
         """Begin to observe. `pid`: the command, or the process that created the folder of a later training; `command`:
-        the run folder of the command, to which all processes write their stacks."""
+        the run folder of the command, to which all processes write their stacks; `terminal`: its descriptor."""
         self.run, self.is_command = run, run == command
         self._watch = LogWriter(run.watch, writer="supervisor")
         self._device = LogWriter(run.device, writer="sampler")
@@ -83,9 +86,20 @@ class _Training:
             process=partial(training_process, command, pid),
         )
         self.observer.begin()
+        # The end of a later training is not that of the command.
+        events = ",".join(EVENTS if self.is_command else (WORSE, STALLED))
+        self.observer.notices = notices_of(
+            run,
+            os.environ.get(NOTIFY_VARIABLE, ALL),
+            self.observer.write_watch,
+            events=events,
+            terminal=terminal,
+            urls=True,
+        )
         self._seen_over = self.is_recorded = False
 
     def close(self) -> None:
+        self.observer.close_notices()
         self._watch.close()
         self._device.close()
 
@@ -173,7 +187,8 @@ class _Trainings:
         about = read_command(run)
         self._reporter = _Reporter(run, report_fd)
         self.started_own_watch = about is not None and about.pid is not None
-        self.command = _Training(run, pid, run)
+        self._terminal = report_fd if report_fd is not None and os.isatty(report_fd) else None
+        self.command = _Training(run, pid, run, self._terminal)
         self._later: list[_Training] = []
         self._number = 2
 
@@ -194,7 +209,7 @@ class _Trainings:
         while os.path.lexists(path := later_run(run, self._number).path):
             about = read_command(RunFolder(path)) if is_run(path) else None
             if about is not None and about.part_of == run.name and about.pid:
-                self._later.append(_Training(RunFolder(path), about.pid, run))
+                self._later.append(_Training(RunFolder(path), about.pid, run, self._terminal))
             elif about is None and not is_run(later_run(run, self._number + 1).path):
                 return  # it is being created
             self._number += 1

@@ -138,6 +138,7 @@ class _Asked:
 
 
 def _asked(arguments: argparse.Namespace) -> _Asked:
+    from engine.notify.receivers import choose_receivers
     from engine.plan.inputs import check_inputs
     from engine.spec import load_spec
     from engine.spec.environment import sets_from_environment
@@ -156,6 +157,7 @@ def _asked(arguments: argparse.Namespace) -> _Asked:
             f"run folder: {path} — expected a new folder, found one that exists",
             hint="choose another with --out, or continue it with --resume",
         )
+    choose_receivers(spec.notify.to, os.environ)
     return _Asked(spec=spec, text=text, sets=sets, inputs=check_inputs(spec, path), path=path)
 
 

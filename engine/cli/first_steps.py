@@ -153,7 +153,7 @@ def _shortened(spec: RunSpec, folder: Path, text_bytes: int | None) -> RunSpec:
     asked = spec.has_teacher and spec.checks.enabled and ASKED not in skipped_ids(spec.checks.skip)
     checks = ChecksSection(enabled=asked, skip=skip, on_fail="report", every=-1)
     return dataclasses.replace(
-        spec,
+        spec.unheard,
         run=dataclasses.replace(spec.run, name="run", out=str(folder)),
         data=data,
         train=dataclasses.replace(spec.train, stop_after=STEPS),

@@ -33,6 +33,7 @@ from engine.cli import (
     init,
     interchange,
     mcp,
+    notify,
     prepare,
     publish,
     report,
@@ -112,6 +113,7 @@ GROUPS: dict[str, tuple[Command, ...]] = {
             "export", interchange.EXPORT_HELP, interchange.add_export_arguments, interchange.export
         ),
         Command("mcp", mcp.HELP, mcp.add_arguments, mcp.run),
+        Command("notify", notify.HELP, notify.add_arguments, notify.run),
         Command("why", why.HELP, why.add_arguments, why.run),
         Command("evidence", evidence.HELP, evidence.add_arguments, evidence.run),
     ),

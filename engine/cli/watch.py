@@ -14,6 +14,7 @@ ended. Its steps and its loss are unknown.
 from __future__ import annotations
 
 import argparse
+import os
 
 from engine import limits
 from engine.cli.arguments import (
@@ -64,6 +65,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_repeated(parser, "--set", "NAME=VALUE", what)
     what = "what the command prints goes to stderr.txt of the run folder, not to the terminal"
     add_flag(parser, "--keep-output", what)
+    what = "send messages to this URL, $VARIABLE or receiver of notify.toml, or to none (all of notify.toml)"
+    add_repeated(parser, "--notify", "RECEIVER", what)
     add_flag(
         parser,
         "--quiet",
@@ -86,6 +89,7 @@ def run(arguments: argparse.Namespace) -> int:
         )
     variables = dict(read_variable("--env", text) for text in arguments.env)
     changed = read_script_settings(arguments.set)
+    notify = _notify(arguments)
     folder = new_run(command, arguments.runs, arguments.name, arguments.env, changed=changed)
     code = run_command(
         command,
@@ -97,11 +101,21 @@ def run(arguments: argparse.Namespace) -> int:
         changed=changed,
         keep_output=arguments.keep_output,
         report=not arguments.quiet,
+        notify=notify,
     )
     if not arguments.quiet:
         for line in summary_lines(folder):
             say(line)
     return end_as(code)
+
+
+def _notify(arguments: argparse.Namespace) -> str:
+    """Return who gets messages. Raises BadInput where one of them cannot."""
+    from engine.notify.receivers import ALL, NOTIFY_VARIABLE, choose_receivers
+
+    wanted = ",".join(arguments.notify) or os.environ.get(NOTIFY_VARIABLE, ALL)
+    choose_receivers(wanted, os.environ, urls=True)
+    return wanted
 
 
 def _watch_pid(arguments: argparse.Namespace) -> int:
@@ -119,6 +133,7 @@ def _watch_pid(arguments: argparse.Namespace) -> int:
         )
     found = find_process(arguments.pid)
     held = hold(found)
+    notify = _notify(arguments)
     folder = new_run(
         found.arguments,
         arguments.runs,
@@ -130,7 +145,7 @@ def _watch_pid(arguments: argparse.Namespace) -> int:
     say(
         f"watching process {found.pid}; Ctrl-C ends the watching alone; apr-workbench {folder.path}"
     )
-    watch_process(folder, found, held)
+    watch_process(folder, found, held, notify)
     if not arguments.quiet:
         for line in summary_lines(folder):
             say(line)

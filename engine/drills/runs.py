@@ -94,7 +94,8 @@ def start(
     environment = {name: value for name, value in child.environment().items() if name != TRAINER}
     if plant:
         environment[TRAINER] = f"engine.drills.plant {plant} --"
-    command = child.command("engine", "distill", *arguments, "--detach")
+    unheard = [] if "--resume" in arguments else ["--set", "notify.to=none"]
+    command = child.command("engine", "distill", *arguments, *unheard, "--detach")
     if group is not None:
         # The shell moves itself, so that whatever it starts is created inside the group.
         enter = 'echo $$ > "$0" && exec "$@"'

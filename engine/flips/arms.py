@@ -455,7 +455,7 @@ def shown_by(plan: Plan, run: RunFolder, state: str) -> tuple[bool | None, str]:
 
 
 def _start_spec(plan: Plan, b: bool, pair: int, folder: Path) -> Launched:
-    spec = plan.arm(b, folder.parent, folder.name, pair)
+    spec = plan.arm(b, folder.parent, folder.name, pair).unheard
     return launch(create_run(folder, spec_to_toml(spec), _effective(spec, plan)))
 
 

@@ -130,7 +130,16 @@ def start(
     slow_by: float,
 ) -> Launched:
     """Start the command below `engine watch` in a session of its own, with the run folder `folder`."""
-    options = ["--quiet", "--keep-output", "--runs", str(folder.parent), "--name", folder.name]
+    options = [
+        "--quiet",
+        "--keep-output",
+        "--notify",
+        "none",
+        "--runs",
+        str(folder.parent),
+        "--name",
+        folder.name,
+    ]
     options += ["--steps", str(steps), "--slow-by", str(slow_by)]
     options += [f"--env={name}={text}" for name, text in arm.variables.items()]
     options += [f"--set={name}={text}" for name, text in arm.changed.items()]

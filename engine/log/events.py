@@ -770,6 +770,16 @@ class StopForwarded(Event, frozen=True, kw_only=True, tag="stop_forwarded"):
     signal: str
 
 
+class Notified(Event, frozen=True, kw_only=True, tag="notified"):
+    """A message about the run was sent: `ended`, `stalled`, `worse SUSPECT` or `worse WRONG`."""
+
+    message: str
+    sent: list[str] = []
+    """Names of the receivers that took it."""
+    failed: dict[str, str] = {}
+    """Reason of each that did not, after its scheme and host or its program."""
+
+
 Known: TypeAlias = (
     LogOpened
     | RunStarted
@@ -806,6 +816,7 @@ Known: TypeAlias = (
     | TrainerExited
     | LauncherGone
     | StopForwarded
+    | Notified
     | StackDump
 )
 AnyEvent: TypeAlias = Known | Unrecognised

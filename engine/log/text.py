@@ -40,6 +40,7 @@ from engine.log.events import (
     MemoryPlanned,
     ModelReady,
     Note,
+    Notified,
     Phase,
     ProcessFound,
     ReceiptWritten,
@@ -249,6 +250,9 @@ def _event_text(event: AnyEvent) -> str:
             return f"launcher is gone ({event.how}); the run continues in the background"
         case StopForwarded():
             return f"{event.signal} forwarded to the trainer"
+        case Notified():
+            to = [*event.sent, *(f"not {name} ({why})" for name, why in event.failed.items())]
+            return f"message {event.message}: {', '.join(to)}"
         case StackDump():
             return f"stacks of the trainer in {event.path}: {event.summary}"
         case HostSample() | GpuSample():

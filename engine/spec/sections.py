@@ -620,6 +620,19 @@ class WatchSection:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class NotifySection:
+    to: str = setting(
+        "all",
+        "Who gets a message about the run: all receivers of notify.toml, names of some, $VARIABLE for one whose URL is "
+        "in the environment, separated by commas, or none.",
+    )
+    on: str = setting(
+        "ended,worse,stalled",
+        "When: the run ended, its verdict line got worse, it stalls; separated by commas.",
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ChecksSection:
     enabled: bool = setting(
         True, "Check in the first minute that the run does what its spec says; costs are shown."
@@ -714,6 +727,7 @@ class RunSpec:
     kernels: KernelsSection = dataclasses.field(default_factory=KernelsSection)
     checks: ChecksSection = dataclasses.field(default_factory=ChecksSection)
     watch: WatchSection = dataclasses.field(default_factory=WatchSection)
+    notify: NotifySection = dataclasses.field(default_factory=NotifySection)
     gate: GateSection = dataclasses.field(default_factory=GateSection)
 
     def value(self, key: str) -> Any:
@@ -744,6 +758,11 @@ class RunSpec:
         return settings_sha256(self.to_dict())
 
     @property
+    def unheard(self) -> RunSpec:
+        """Return the spec of a run that a command makes for itself, without messages about it."""
+        return self.with_values({"notify.to": "none"})
+
+    @property
     def taught(self) -> bool:
         """Whether the objective uses the teacher."""
         return self.has_teacher and (self.loss.alpha < 1 or self.rollout.share > 0)
@@ -754,10 +773,11 @@ class RunSpec:
 
 
 def settings_sha256(settings: Mapping[str, Any]) -> str:
-    """Hash settings in the form of `to_dict`, without the sections `run` (where the run is kept) and `gate`
-    (what its result must reach). For stored settings it equals the hash at the time they were stored,
-    whatever settings have been added since."""
-    kept = {name: section for name, section in settings.items() if name not in ("run", "gate")}
+    """Hash settings in the form of `to_dict`, without the sections `run` (where the run is kept), `gate`
+    (what its result must reach) and `notify` (who hears of it). For stored settings it equals the hash at the time
+    they were stored, whatever settings have been added since."""
+    apart = ("run", "gate", "notify")
+    kept = {name: section for name, section in settings.items() if name not in apart}
     return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()
 
 

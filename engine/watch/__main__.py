@@ -1,4 +1,4 @@
-"""`python -m engine.watch RUN [--resume] [--allow-fallback] [--allow-restart]`: the supervisor process
+"""`python -m engine.watch RUN [--resume] [--allow-fallback] [--allow-restart] [--terminal FD]`: the supervisor process
 of one run; started by `engine.watch.start_and_stop`.
 """
 
@@ -20,6 +20,7 @@ def main() -> int:
     parser.add_argument("--resume", action="store_true")
     parser.add_argument("--allow-fallback", action="store_true")
     parser.add_argument("--allow-restart", action="store_true")
+    parser.add_argument("--terminal", type=int)
     arguments = parser.parse_args()
     try:
         flags = [
@@ -27,7 +28,7 @@ def main() -> int:
             for name in ("resume", "allow-fallback", "allow-restart")
             if vars(arguments)[name.replace("-", "_")]
         ]
-        return supervise(open_run(arguments.run), flags)
+        return supervise(open_run(arguments.run), flags, arguments.terminal)
     except EngineError as error:
         say(error)
         return error.exit_code

@@ -33,6 +33,7 @@ from engine.watch.exit_cause import (
     memory_words,
 )
 from engine.watch.machine_guard import ClockWatch, MemoryGuard, Warned
+from engine.watch.notices import Notices
 from engine.watch.watcher import Watcher
 
 TICK_S = 1.0
@@ -68,6 +69,7 @@ class RunObserver:
             run, pid, self.write_watch, stop, process=process, strangers=strangers
         )
         self._process, self._strangers = process, strangers
+        self.notices: Notices | None = None
 
     def begin(self) -> None:
         """Read what is known of the machine, and get ready to sample it."""
@@ -95,6 +97,8 @@ class RunObserver:
             self._next_sample_s = max(self._next_sample_s + self._sampler.tick_s, time.monotonic())
             self._sample()
         self.watcher.tick()
+        if self.notices is not None:
+            self.notices.tick(self.watcher.follower)
         self._segments.tick()
         found = self._look_at_machine()
         # Missed ticks (a suspended machine) are skipped, not made up for.
@@ -157,6 +161,11 @@ class RunObserver:
             exit_ = replace(exit_, sentence=f"{lost_rank.sentence}: {exit_.sentence}")
         rank = None if lost_rank is None else lost_rank.rank
         self._write_exit(returncode, exit_, unreadable if killed else None, rank)
+
+    def close_notices(self) -> None:
+        """Send that the run ended. Call it when everything about the end is in the log."""
+        if self.notices is not None:
+            self.notices.close(self.watcher.follower)
 
     def record_unseen_exit(self) -> None:
         """Write how the process ended where its exit status is not known."""

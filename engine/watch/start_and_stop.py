@@ -86,16 +86,24 @@ def launch(
     command += ["--resume"] if resume else []
     command += ["--allow-fallback"] if allow_fallback else []
     command += ["--allow-restart"] if allow_restart else []
+    # A copy for notifications on the desktop: the supervisor's own stderr is a file.
+    terminal = [os.dup(2)] if os.isatty(2) else []
+    command += [f"--terminal={number}" for number in terminal]
     begun_unix_s = time.time()
-    with _open_output(run.stderr) as output:
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=output,
-            stderr=output,
-            start_new_session=True,
-            env=with_bytecode(child.environment()),
-        )
+    try:
+        with _open_output(run.stderr) as output:
+            process = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=output,
+                stderr=output,
+                pass_fds=terminal,
+                start_new_session=True,
+                env=with_bytecode(child.environment()),
+            )
+    finally:
+        for number in terminal:
+            os.close(number)
     try:
         _wait_for_supervisor(run, process)
     except KeyboardInterrupt:

@@ -55,6 +55,7 @@ from engine.watch.exit_cause import (
     exception_name,
 )
 from engine.watch.machine_guard import Warned
+from engine.watch.notices import notices_of
 from engine.watch.observe import RunObserver
 
 TRAINER = "APR_WORKBENCH_TRAINER"
@@ -64,9 +65,9 @@ _LAST_BYTES = 1 << 20
 LAUNCHER_BYTES = {b"d": "detached", b"h": "hangup"}
 
 
-def supervise(run: RunFolder, flags: list[str]) -> int:
+def supervise(run: RunFolder, flags: list[str], terminal: int | None = None) -> int:
     """Run the trainer of `run` to its end with the trainer's own `flags`; returns its exit code, or 128 + n when
-    signal n ended it."""
+    signal n ended it. `terminal` is the descriptor of the terminal that the run was started in."""
     with (
         LogWriter(run.watch, writer="supervisor") as watch,
         LogWriter(run.device, writer="sampler") as device,
@@ -74,12 +75,15 @@ def supervise(run: RunFolder, flags: list[str]) -> int:
         cut = repair(run.events)
         if cut is not None:
             watch.write(Note(level="warning", text=cut))
-        return _Supervisor(run, watch, device).run_trainer(flags)
+        return _Supervisor(run, watch, device, terminal).run_trainer(flags)
 
 
 class _Supervisor:
-    def __init__(self, run: RunFolder, watch: LogWriter, device: LogWriter) -> None:
+    def __init__(
+        self, run: RunFolder, watch: LogWriter, device: LogWriter, terminal: int | None
+    ) -> None:
         self.run, self.watch, self.device = run, watch, device
+        self.terminal = terminal
         self.selector = selectors.DefaultSelector()
         self.signals: list[int] = []
         self.stop_signal: str | None = None
@@ -103,13 +107,14 @@ class _Supervisor:
             # forwards it.
             signal.signal(number, lambda n, _frame: self.signals.append(n))
         forget_held(self.run)
+        settings = _spec(self.run)
         trainer, keep_alive = _start_trainer(self.run, flags)
         self.observer = RunObserver(
             self.run,
             trainer.pid,
             self.watch,
             self.device,
-            sample_seconds=_spec(self.run).watch.sample_seconds,
+            sample_seconds=settings.watch.sample_seconds,
             stop=lambda why, now: self._stop(trainer, why, "watch.on_stall", now=now),
         )
         self.watch.write(TrainerStarted(trainer_pid=trainer.pid, supervisor_pid=os.getpid()))
@@ -117,6 +122,13 @@ class _Supervisor:
             text = f"the trainer is `python -m {os.environ[TRAINER]}` ({TRAINER}), not engine.train"
             self.observer.write_watch(Note(level="warning", text=text))
         self.selector.register(os.pidfd_open(trainer.pid), selectors.EVENT_READ, "trainer")
+        self.observer.notices = notices_of(
+            self.run,
+            settings.notify.to,
+            self.observer.write_watch,
+            events=settings.notify.on,
+            terminal=self.terminal,
+        )
 
         self._watch_until_exit(trainer, wake_read)
         returncode = trainer.wait()
@@ -143,6 +155,7 @@ class _Supervisor:
             reason=finished.reason if finished is not None and finished.state == "failed" else "",
             lost_rank=lost,
         )
+        self.observer.close_notices()
         if self.ended_early is not None:
             return 128 + self.ended_early
         return returncode if returncode >= 0 else 128 - returncode

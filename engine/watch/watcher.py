@@ -79,7 +79,7 @@ class Watcher:
         self._wall, self._monotonic = wall, monotonic
         self.settings, self._earlier = read_settings(run), earlier_settings(run)
         self.alerts = ActiveAlerts()
-        self._follower = Follower(run)
+        self.follower = Follower(run)
         self._works = True
         self._next_look_s = 0.0
         self._strangers = strangers
@@ -98,7 +98,7 @@ class Watcher:
 
     @property
     def view(self) -> RunView:
-        return self._follower.view
+        return self.follower.view
 
     def tick(self) -> None:
         """Read new lines, and evaluate the rules when it is time. Cheap when there is nothing to do; never
@@ -107,12 +107,12 @@ class Watcher:
             return
         now_s = self._monotonic()
         try:
-            self._follower.poll(CHUNK_BYTES)
+            self.follower.poll(CHUNK_BYTES)
         except RunLogError as broken:
             self._works = False
             self._write(Note(level="warning", text=f"the run is watched no further: {broken}"))
             return
-        self._follower.view = trimmed(self.view)
+        self.follower.view = trimmed(self.view)
         if self.capturing:
             self._finish_captures(now_s)
         elif now_s >= self._next_stacks_s:
@@ -127,7 +127,7 @@ class Watcher:
         """Judge the run by its last line, which it may have written after the last look. A run that did not record its
         end is left to who diagnoses it."""
         with contextlib.suppress(RunLogError):
-            self._follower.read_all()
+            self.follower.read_all()
         if self._works and (self.view.finished or self.view.script_ended) is not None:
             self._judge(self._case(), without=STALLS)
 

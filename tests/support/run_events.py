@@ -26,6 +26,7 @@ from engine.log.events import (
     LauncherGone,
     LogOpened,
     Note,
+    Notified,
     Phase,
     RunFinished,
     RunStarted,
@@ -219,6 +220,7 @@ def _trainer_session(draw: st.DrawFn, session: int, last: int) -> tuple[list[Eve
                                 DecisionMade(knob="a.b", choice="c", reason="d"),
                                 StopRequested(reason="SIGTERM", step=number),
                                 StopForwarded(signal="SIGTERM"),
+                                Notified(message="ended", sent=["a"], failed={"b": "c"}),
                             ]
                         )
                     ),

@@ -46,6 +46,7 @@ CLEAN = frozenset(
         "engine/generation",
         "engine/loss",
         "engine/machine",
+        "engine/notify",
         "engine/receipts",
         "engine/report",
         "engine/teachers",

@@ -157,13 +157,15 @@ def test_every_setting_is_documented_and_frozen() -> None:
         RunSpec().train.steps = 3  # type: ignore[misc]
 
 
-def test_hash_ignores_where_the_run_is_kept_and_its_gates_and_nothing_else() -> None:
+def test_hash_ignores_where_the_run_is_kept_its_gates_and_who_hears_of_it_and_nothing_else() -> (
+    None
+):
     base = build_spec(NO_TEACHER, check_paths=False)
     moved = build_spec({**NO_TEACHER, "run": {"out": "/elsewhere", "name": "x"}}, check_paths=False)
     assert base.sha256 == moved.sha256
     for option in options():
         section, name = option.key.split(".")
-        if section in ("run", "gate"):
+        if section in ("run", "gate", "notify"):
             continue
         value = getattr(getattr(base, section), name)
         other = (
@@ -222,6 +224,7 @@ def test_list_of_settings_is_frozen() -> None:
         "memory.allocator", "memory.budget", "memory.limit_gib", "kernels.prewarm",
         "checks.enabled", "checks.skip", "checks.on_fail", "checks.every", "checks.record",
         "watch.stall_seconds", "watch.on_stall", "watch.on_thrash", "watch.sample_seconds",
+        "notify.to", "notify.on",
         "gate.smoke_steps", "gate.teacher_reference", "gate.teacher_kl", "gate.cache_cosine", "gate.cache_rows",
         "gate.heldout_loss", "gate.heldout_share", "gate.pass_at_1",
     ]  # fmt: skip
@@ -252,7 +255,7 @@ KEEPS_RESULTS = """
     eval.every eval.sample_tokens checkpoint.every checkpoint.keep_last checkpoint.at_end checkpoint.sharded
     compute.device compute.collective_timeout_s compute.threads compute.thread_wait compute.slow_by
     compute.deterministic memory.allocator memory.budget memory.limit_gib kernels.prewarm
-    watch.stall_seconds watch.on_stall watch.on_thrash watch.sample_seconds
+    watch.stall_seconds watch.on_stall watch.on_thrash watch.sample_seconds notify.to notify.on
     checks.enabled checks.skip checks.on_fail checks.every checks.record
     gate.smoke_steps gate.teacher_reference gate.teacher_kl gate.cache_cosine gate.cache_rows
     gate.heldout_loss gate.heldout_share gate.pass_at_1

@@ -1,0 +1,77 @@
+"""List the receivers of messages about runs, or send them a test message.
+
+    engine notify                       those of notify.toml, without secrets
+    engine notify --test                a message to each of them
+    engine notify --test phone          to one; also $VARIABLE, or a URL
+
+Exit 0 where every receiver took the test message, 1 where one did not; 65 for a notify.toml that cannot be used.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import socket
+from typing import TYPE_CHECKING
+
+from engine.cli.arguments import add_flag, add_json
+from engine.errors import EXIT_FAIL, BadInput
+from engine.terminal import aligned, put, put_json, say
+
+if TYPE_CHECKING:
+    from engine.notify.receivers import Receiver
+    from engine.notify.send import Outcome
+
+HELP = "list who gets messages about runs, or send a test message"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    what = "names in notify.toml, $VARIABLE or URL (all of notify.toml)"
+    parser.add_argument("receivers", nargs="*", metavar="RECEIVER", help=what)
+    add_flag(parser, "--test", "send a test message, and report what came back")
+    add_json(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    from engine.notify.receivers import ALL, choose_receivers, config_file
+
+    wanted = ",".join(arguments.receivers) or ALL
+    found = choose_receivers(wanted, os.environ, urls=True)
+    if not found and arguments.test:
+        raise BadInput.expected("receivers", config_file(), "one to send to", "none")
+    rows: list[dict[str, object]] = [{"name": one.name, "where": one.where} for one in found]
+    if arguments.test:
+        for row, outcome in zip(rows, _send(found), strict=True):
+            row |= {"sent": outcome.sent, "answer": outcome.text}
+    if arguments.json:
+        put_json({"file": str(config_file()), "receivers": rows})
+    elif rows:
+        for line in aligned([[_cell(value) for value in row.values()] for row in rows]):
+            put(line)
+    else:
+        say(f"no receivers in {config_file()}")
+    return 0 if all(row.get("sent", True) for row in rows) else EXIT_FAIL
+
+
+def _send(receivers: list[Receiver]) -> list[Outcome]:
+    from engine.notify.message import TEST, Message
+    from engine.notify.send import Delivery
+
+    host = socket.gethostname()
+    message = Message(
+        event=TEST,
+        run="engine notify",
+        host=host,
+        step=None,
+        level="UNKNOWN",
+        verdict=f"a test message of engine notify on {host}; no run is concerned",
+        do="",
+        folder="",
+        look="engine runs",
+    )
+    terminal = 2 if os.isatty(2) else None
+    return Delivery(message, receivers, terminal=terminal).wait()
+
+
+def _cell(value: object) -> str:
+    return {True: "sent", False: "not sent"}[value] if isinstance(value, bool) else str(value)

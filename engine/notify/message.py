@@ -1,0 +1,87 @@
+"""A message about a run, and its body in the format of each service."""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from engine.terminal import clipped, printable
+
+ENDED, WORSE, STALLED, TEST = "ended", "worse", "stalled", "test"
+EVENTS = (ENDED, WORSE, STALLED)
+_TITLES = {
+    ENDED: "the run ended",
+    WORSE: "the verdict got worse",
+    STALLED: "the run stalled",
+    TEST: "a test message",
+}
+_LONGEST = 1500
+"""Characters of one text: the services refuse or cut longer messages (Discord: 2,000)."""
+_URGENT = ("WRONG", "ENDED")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Message:
+    event: str
+    run: str
+    host: str
+    step: int | None
+    level: str
+    """Level of the verdict, as `HEALTHY`."""
+    verdict: str
+    """The verdict line."""
+    do: str
+    """Action to take; empty for none."""
+    folder: str
+    look: str
+    """The command that shows the run."""
+
+    @property
+    def title(self) -> str:
+        return _line(f"{self.run} on {self.host}: {_TITLES[self.event]}")
+
+    @property
+    def text(self) -> str:
+        at = [] if self.step is None else [f"step {self.step:,}"]
+        do = [f"do: {self.do}"] if self.do else []
+        return "\n".join(_line(one) for one in [self.verdict, *do, *at, f"look: {self.look}"])
+
+    def as_dict(self) -> dict[str, Any]:
+        fields = {
+            name: _line(value) if isinstance(value, str) else value
+            for name, value in dataclasses.asdict(self).items()
+        }
+        return fields | {"title": self.title, "text": self.text}
+
+
+def _line(text: str) -> str:
+    return clipped(printable(text).replace("\n", " "), _LONGEST)
+
+
+def body_of(format: str, message: dict[str, Any]) -> tuple[bytes, dict[str, str]]:
+    """Return the body and the headers of a POST, from `Message.as_dict`."""
+    title, text = message["title"], message["text"]
+    both = clipped(f"{title}\n{text}", _LONGEST)
+    if format == "ntfy":
+        # A header has ASCII only; a long body would become an attachment.
+        coded = base64.b64encode(title.encode()).decode()
+        urgent = message["event"] != TEST and message["level"] in _URGENT
+        headers = {"Title": f"=?UTF-8?B?{coded}?=", "Priority": "4" if urgent else "3"}
+        return clipped(text, _LONGEST).encode(), headers | {"Content-Type": "text/plain"}
+    body: dict[str, Any] = message
+    if format == "slack":
+        # Names of channels and people stand between < and >.
+        safe = both.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+        body = {"text": safe}
+    elif format == "discord":
+        body = {"content": both, "allowed_mentions": {"parse": []}}
+    return json.dumps(body).encode(), {"Content-Type": "application/json"}
+
+
+def escape_of(message: dict[str, Any]) -> bytes:
+    """Return the sequences that make a terminal show a notification on the desktop: OSC 9 and OSC 777."""
+    title, line = message["title"].replace(";", ","), message["verdict"]
+    return f"\x1b]9;{title}: {line}\x07\x1b]777;notify;{title};{line}\x07".encode()
