@@ -18,6 +18,7 @@ from engine.bytecode import keep_bytecode
 from engine.cli import (
     bench,
     checks,
+    completion,
     contracts,
     data,
     diagnose,
@@ -167,6 +168,7 @@ GROUPS: dict[str, tuple[Command, ...]] = {
             bench.run,
         ),
         Command("contracts", contracts.HELP, contracts.add_arguments, contracts.run),
+        Command("completion", completion.HELP, completion.add_arguments, completion.run),
     ),
 }
 """What people need most comes first; experts find theirs at the end."""
@@ -216,6 +218,7 @@ def build_parser() -> argparse.ArgumentParser:
         formatter_class=_Grouped,
     )
     parser.other_names = OTHER_NAMES
+    parser.set_defaults(root=parser)
     parser.add_argument("--version", action="version", version=f"engine {VERSION}")
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)

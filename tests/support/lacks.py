@@ -33,6 +33,8 @@ LACKS = {
     "pyarrow and zstandard": "pip install -e .[data]",
     "TensorBoard and W&B": "pip install -e .[import]",
     "the MCP SDK": "pip install -e .[agent]",
+    "zsh": "apt-get install zsh",
+    "fish": "apt-get install fish",
     "the gguf package": "pip install -e .[gguf]",
     "TRL": "make frameworks",
     "Lightning": "make frameworks",
