@@ -174,7 +174,12 @@ class Tools:
 
     def list_flips(self) -> Answer:
         """List flips, newest first: what was tested, the verdict, its reason and numbers."""
-        return {}, _json_of("flips", "--json", "--", str(self.flips))
+        found = _json_of("flips", "--json", "--", str(self.flips))
+        for one in found:
+            # A row for each run, which its folder has.
+            one.pop("raw_runs", None)
+        # Inside a field, because names in the file of a verdict may be anything.
+        return {}, [{"flip": one} for one in found]
 
     def read_finding(
         self, name: Annotated[str, Field(description="empty: list all")] = ""

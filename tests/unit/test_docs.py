@@ -22,6 +22,7 @@ def test_a_page_made_from_the_code_is_what_the_code_says(name: str) -> None:
 @pytest.mark.parametrize(
     "page",
     [
+        ROOT / "AGENTS.md",
         ROOT / "README.md",
         ROOT / "ARCHITECTURE.md",
         ROOT / "SECURITY.md",

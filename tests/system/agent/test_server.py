@@ -117,6 +117,11 @@ def folder(whole: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     run = broken(root / "runs" / ORDER)
     change_notes(run, add=["odd"], note=ORDER)
     corrupt(root / "runs" / "unreadable")
+    flip = root / "flips" / "20260101-threads"
+    flip.mkdir(parents=True)
+    (flip / "pairs.jsonl").touch()
+    verdict = {"verdict": "FASTER", "sentence": ORDER, ORDER: 1, "raw_runs": ["x" * 5000]}
+    (flip / "verdict.json").write_text(json.dumps(verdict))
     outside = broken(root / "outside")
     (root / "runs" / "linked").symlink_to(outside.path)
     inside = root / "runs" / "partly"
@@ -220,6 +225,11 @@ def test_a_diagnosis_is_that_of_the_command_with_the_verdict_first(
     assert any("checks" in row.get("untrusted_text", {}) for row in found)
 
 
+def test_the_verdict_of_a_flip_is_read(told: Told) -> None:
+    (row,) = rows(told, "list_flips")
+    assert row["untrusted_text"]["flip"]["verdict"] == "FASTER"
+
+
 def texts_outside(value: Any) -> Iterator[str]:
     """Yield every text of an answer that is not marked as data."""
     if isinstance(value, dict):
@@ -264,7 +274,7 @@ def test_each_flag_adds_its_tool_which_refuses_what_cannot_be(folder: Path) -> N
     assert "expected one that is going on" in stops.texts[1]
     (acting,) = [tool for tool in stops.tools if not tool.annotations.read_only_hint]
     assert acting.name == "stop_run"
-    assert not (folder / "flips").exists()
+    assert len([*(folder / "flips").iterdir()]) == 1
 
 
 @pytest.mark.parametrize(
