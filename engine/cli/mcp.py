@@ -30,8 +30,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from importlib.util import find_spec
-
     from engine import limits
     from engine.errors import BadInput
     from engine.files import read_text
@@ -40,9 +38,11 @@ def run(arguments: argparse.Namespace) -> int:
         path = Path(__file__).parents[1] / "agent" / "SKILL.md"
         put(read_text(path, "skill", limits.RUN_FILE), end="")
         return 0
-    if find_spec("mcp") is None:
-        raise BadInput("engine mcp needs the SDK: pip install 'apr-workbench[agent]'")
-    from engine.agent.server import make_server
+    try:
+        from engine.agent.server import make_server
+    except ModuleNotFoundError as error:
+        needs = f"engine mcp needs the SDK of the protocol, {error}"
+        raise BadInput(needs, hint="pip install 'apr-workbench[agent]'") from None
 
     folders = arguments.folders or [Path("runs")]
     may = {"may_flip": arguments.allow_flips, "may_stop": arguments.allow_stop}

@@ -366,7 +366,9 @@ def test_only_the_protocol_is_on_standard_output(folder: Path) -> None:
 
 
 def test_without_the_sdk_the_command_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    monkeypatch.delitem(sys.modules, "engine.agent.server")
+    for name in ("mcp.server", "mcp.server.mcpserver"):
+        monkeypatch.setitem(sys.modules, name, None)
     done = engine_here("mcp")
     assert done.returncode == 65
     assert "pip install 'apr-workbench[agent]'" in done.stderr and not done.stdout
