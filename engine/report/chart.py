@@ -24,7 +24,7 @@ from engine.log.axis import Axis
 from engine.log.downsample import Row, points
 from engine.log.figures import Curve, Figure, figures_of
 from engine.log.sparkline import value_range
-from engine.log.table import Column
+from engine.log.table import Column, numbers
 from engine.log.view import RunView
 from engine.terminal import as_html, printable
 from engine.units import format_bytes
@@ -143,8 +143,11 @@ def browser_charts(view: RunView) -> dict[str, Any]:
     curves |= {series_key(figure, one): one for figure in figures for one in figure.curves}
     series = {}
     for key, curve in curves.items():
-        times = curve.table.column(curve.times) - begin
-        rows = points(times, curve.table.column(curve.column), min(LIMIT, PAGE_ROWS // len(curves)))
+        rows = points(
+            numbers(curve.table.column(curve.times)) - begin,
+            curve.table.column(curve.column),
+            min(LIMIT, PAGE_ROWS // len(curves)),
+        )
         values = (None if y is None else curve.drawn(y) for _, y in rows)
         series[key] = [
             [round(x, 3) for x, _ in rows],
