@@ -27,7 +27,8 @@ from engine.log.view import RunView
 from engine.receipts.receipt import effective_of
 from engine.spec.sections import options
 from engine.units import format_bytes, format_count, format_seconds, format_value
-from workbench.feed import READ_BUDGET_S, RunFeed, Snapshot
+from engine.watch.runs_feed import READ_BUDGET_S
+from workbench.feed import RunFeed, Snapshot
 from workbench.groups import Samples, samples_of
 from workbench.paths import path_text, stamps
 from workbench.traces import GAP, Trace

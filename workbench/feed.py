@@ -1,4 +1,4 @@
-"""Frozen snapshots of one run for its screen. (`runs_feed` makes one row for each of many runs.)
+"""Frozen snapshots of one run for its screen. (`engine.watch.runs_feed` makes one row for each of many runs.)
 
 A feed is polled from one thread and returns values that never change afterwards, so that a screen in another
 thread can draw them without locks. Whatever iterates over a long column (pace, time left) is computed here,
@@ -20,16 +20,14 @@ from engine.log.follow import Follower
 from engine.log.read import Liveness
 from engine.log.text import has_ended, status_text
 from engine.log.view import RunView
+from engine.watch.runs_feed import READ_BUDGET_S, READING, UNREADABLE, not_read
 from workbench.log_pages import Log, LogBook
 from workbench.paths import stamps
 
-READ_BUDGET_S = 0.5
 LONGEST = 4
 """Largest multiple of the budget for one poll of a long log: drawing a part of it costs reading time."""
 FIRST_BUDGET_S = 0.1
 """Budget of the first poll: the screen shows something at once, however long the log is."""
-UNREADABLE = "unreadable"
-READING = "reading"
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,10 +96,6 @@ class Snapshot:
             self.view.last_step,
             is_command=self.command is not None,
         )
-
-
-def not_read(run: RunFolder, problem: OSError) -> str:
-    return f"run folder: {run.path} — expected to read it, found {problem.strerror}"
 
 
 def _check_exists(run: RunFolder) -> None:

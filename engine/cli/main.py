@@ -39,6 +39,7 @@ from engine.cli import (
     publish,
     report,
     runs,
+    serve,
     spec,
     verify,
     watch,
@@ -87,6 +88,7 @@ GROUPS: dict[str, tuple[Command, ...]] = {
         Command("flip", flip.HELP, flip.add_arguments, flip.run),
         Command("stop", "ask a run to save and stop", runs.add_stop_arguments, runs.stop_run),
         Command("report", report.HELP, report.add_arguments, report.run),
+        Command("serve", serve.HELP, serve.add_arguments, serve.run),
         Command(
             "doctor",
             "report what this machine can do, and what cannot be measured on it",
@@ -191,6 +193,7 @@ OTHER_NAMES = {
     **dict.fromkeys(("benchmark",), "bench"),
     **dict.fromkeys(("cache", "precompute"), "prepare"),
     **dict.fromkeys(("upload", "push"), "publish"),
+    **dict.fromkeys(("server", "web", "browser", "dashboard"), "serve"),
 }
 """Words that users of other tools try first, and our command for each."""
 EPILOG = (

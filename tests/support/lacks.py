@@ -32,6 +32,7 @@ LACKS = {
     "JupyterLab": "pip install -e .[dev]",
     "pyarrow and zstandard": "pip install -e .[data]",
     "TensorBoard and W&B": "pip install -e .[import]",
+    "Starlette and uvicorn": "pip install -e .[serve]",
     "the MCP SDK": "pip install -e .[agent]",
     "zsh": "apt-get install zsh",
     "fish": "apt-get install fish",
@@ -49,6 +50,7 @@ LACKS = {
 _MODULES = {
     "JupyterLab": ("anywidget", "comm", "ipywidgets", "nbclient", "nbformat", "plotly"),
     "pyarrow and zstandard": ("pyarrow", "zstandard"),
+    "Starlette and uvicorn": ("starlette", "uvicorn"),
     "the MCP SDK": ("anyio", "mcp", "mcp_types"),
     "TensorBoard and W&B": ("tensorboard", "wandb"),
     "the gguf package": ("gguf",),

@@ -24,12 +24,12 @@ from engine.log.events import (
 )
 from engine.log.folder import RunFolder, create_run
 from engine.log.write import LogWriter
+from engine.watch.runs_feed import RunsFeed
 from tests.support.judged import alert_event, check_event, identity_event, is_alert, number_event
 from tests.support.run_events import example_of
 from tests.support.run_folders import Scene, completed, empty, killed, resumed, running, vanished
 from tests.support.screens import texts_of
 from workbench.notebook.live import Live
-from workbench.runs_feed import RunsFeed
 
 LIMIT_S = 60.0
 

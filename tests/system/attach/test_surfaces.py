@@ -33,13 +33,13 @@ from engine.log.folder import RunFolder, create_run
 from engine.log.observed import observation, observations
 from engine.log.text import OTHERS_KERNELS, OTHERS_RESULT, UNSEEN_COMMAND
 from engine.log.write import LogWriter
+from engine.watch.runs_feed import RunsFeed
 from tests.support.judged import identity_event
 from tests.support.running import engine_here
 from tests.support.screens import on_screen, press, settle, shows, text_of, texts_of, words_of
 from workbench.feed import RunFeed
 from workbench.notebook import Live
 from workbench.panes import page_panes
-from workbench.runs_feed import RunsFeed
 from workbench.tui.screens.flip import FlipScreen
 
 LIMIT_S = 120.0

@@ -11,6 +11,7 @@ import pytest
 
 from engine.log.folder import RunFolder
 from engine.log.follow import Follower
+from engine.watch.runs_feed import RunRow, RunsFeed
 from tests.support.judged import alert_event
 from tests.support.perf import many, within
 from tests.support.run_folders import (
@@ -28,7 +29,6 @@ from tests.support.run_folders import (
 from workbench import feed as feed_module
 from workbench.feed import RunFeed
 from workbench.panes import alert_words
-from workbench.runs_feed import RunRow, RunsFeed
 
 NOW_UNIX_S = START_UNIX_S + 3600.0
 UNHURRIED_S = 60.0

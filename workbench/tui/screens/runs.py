@@ -17,10 +17,10 @@ from engine.log.filters import Filter, parse_filter
 from engine.log.folder import RunFolder
 from engine.log.notes import change_notes
 from engine.units import format_count, format_value
+from engine.watch.runs_feed import RunRow, RunsFeed, RunsSnapshot
 from workbench.feed import Target
 from workbench.paths import path_text
 from workbench.plot.series import SERIES, series_style
-from workbench.runs_feed import RunRow, RunsFeed, RunsSnapshot
 from workbench.tui.context import Context
 from workbench.tui.layout import is_low
 from workbench.tui.names import shortened

@@ -16,8 +16,8 @@ from textual.theme import Theme
 from engine.log.filters import number_of, setting_text
 from engine.log.sparkline import sparkline
 from engine.units import format_count, format_seconds, format_value
+from engine.watch.runs_feed import CURVE_POINTS, RunRow
 from workbench.plot.series import series_style
-from workbench.runs_feed import CURVE_POINTS, RunRow
 from workbench.tui.names import cut_at_end, shortened, told_apart
 from workbench.tui.printable import drawable
 from workbench.tui.widgets.cell_table import CellTable

@@ -9,12 +9,12 @@ import pytest
 from textual.pilot import Pilot
 
 from engine.log.events import RunFinished, TrainerExited
+from engine.watch.runs_feed import RunRow
 from tests.support.every_screen import on_every_screen, some_runs
 from tests.support.run_folders import killed, running
 from tests.support.screens import on_screen, press, resize, settle, text_of, words_of
 from workbench.listing import Listing, Row
 from workbench.panes import PANES
-from workbench.runs_feed import RunRow
 from workbench.tui.screens.browse import BrowseScreen
 from workbench.tui.screens.run import RunScreen
 from workbench.tui.widgets.row_list import RowList, lines_of

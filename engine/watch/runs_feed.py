@@ -35,8 +35,10 @@ from engine.log.text import (
 )
 from engine.log.view import RunView
 from engine.watch.verdict_line import RunVerdict, verdict_of
-from workbench.feed import READ_BUDGET_S, READING, UNREADABLE, not_read
 
+READ_BUDGET_S = 0.5
+UNREADABLE = "unreadable"
+READING = "reading"
 LOGS = ("events.jsonl", "device.jsonl", "watch.jsonl")
 LOOKS = 200
 FIRST_SHARE = 0.2
@@ -195,12 +197,16 @@ def _runs_in(
 
 
 def find_all(folder: Path, known: Mapping[str, _Found]) -> list[_Found]:
-    """Return every run that `folder` stands for: itself, or those in it and one level below. Empty when there is
+    """Return every run of `folder`: itself, or those in it and one level below. Empty when there is
     no such folder."""
     if is_run(folder):
         run = RunFolder(folder)
         return [_Found(run, run.name, _made_ns(str(folder)) or 0)]
     return _runs_in(str(folder), known) if folder.is_dir() else []
+
+
+def not_read(run: RunFolder, problem: OSError) -> str:
+    return f"run folder: {run.path} — expected to read it, found {problem.strerror}"
 
 
 class RunsFeed:
@@ -212,8 +218,11 @@ class RunsFeed:
         *,
         wall: Callable[[], float] = time.time,
         budget_s: float = READ_BUDGET_S,
+        accepts: Callable[[Path], bool] = lambda _: True,
     ) -> None:
+        """`accepts` is asked about a run each time before it is read; one that is not accepted has no row."""
         self.folders = tuple(folders)
+        self._accepts = accepts
         self._wall, self._budget_s = wall, budget_s
         self._followers: dict[str, Follower] = {}
         self._ended: dict[str, _Ended] = {}
@@ -275,7 +284,8 @@ class RunsFeed:
                     # Resolving walks the whole path, and a run does not move while it is listed.
                     key = self._real.get(path) or os.path.realpath(path)
                     self._real[path] = key
-                    runs.setdefault(key, found)
+                    if (key in self._ended and key not in due) or self._accepts(path):
+                        runs.setdefault(key, found)
             except OSError as problem:
                 problems.append(f"{folder} — expected to list it, found {problem.strerror}")
         return runs, "; ".join(problems) or None
@@ -378,7 +388,7 @@ def _row_of(
         settings=settings,
         teacher=model_name(settings.get("teacher.path")),
         student=model_name(settings.get("student.path")),
-        # The place of the fault is told with the run; a column has room for what is wrong.
+        # A row names the run already; a column has room for what is wrong.
         verdict=verdict.line if known else one_line((error or "").rpartition(" — ")[2]),
         level=verdict.level if known else "",
         curve=curve_of(view.steps),

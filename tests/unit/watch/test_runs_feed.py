@@ -12,6 +12,8 @@ import pytest
 from engine.log.folder import RunFolder
 from engine.log.follow import Follower
 from engine.log.notes import NAME, change_notes
+from engine.watch import runs_feed
+from engine.watch.runs_feed import RunRow, RunsFeed
 from tests.support.judged import alert_end, alert_event
 from tests.support.run_folders import (
     START_UNIX_S,
@@ -22,8 +24,6 @@ from tests.support.run_folders import (
     loss_at,
     running,
 )
-from workbench import runs_feed
-from workbench.runs_feed import RunRow, RunsFeed
 
 NOW_UNIX_S = START_UNIX_S + 3600
 UNHURRIED_S = 60.0

@@ -1,0 +1,142 @@
+"""The server: its routes, and the socket on 127.0.0.1 that it listens on."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import socket
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import FileResponse, HTMLResponse, PlainTextResponse, Response
+from starlette.routing import Route
+from starlette.types import ASGIApp
+
+from engine.errors import BadInput
+from engine.report import page as report
+from engine.serve.access import Guard
+from engine.serve.folders import Folders
+from engine.serve.pages import document, error_state, list_page, report_page
+from engine.serve.topics import MOST_READERS, MOST_TOPICS, Reader, Topic
+
+PORT = 8765
+STALLED_MS = 30_000
+"""Milliseconds after which a client that takes nothing is cut off."""
+SEND_BYTES = 64 << 10
+_HERE = Path(__file__).parent
+
+
+class _Site:
+    """The pages of some folders, by their paths in URLs."""
+
+    def __init__(self, given: Sequence[Path]) -> None:
+        self._folders = Folders(given)
+        self._topics: dict[str, Topic] = {}
+        self._pool = ThreadPoolExecutor(2, "pages")
+
+    def topic(self, page: str) -> Topic | None:
+        """Return what is shown at `/` or at `/page/KEY`; None when there is nothing."""
+        if page not in self._topics:
+            path = None
+            if page != "/" and (path := self._folders.find(page.removeprefix("/page/"))) is None:
+                return None
+            render = list_page(self._folders) if path is None else report_page(self._folders, path)
+            for idle in [
+                key for key, one in self._topics.items() if key != "/" and not one.readers
+            ]:
+                if len(self._topics) >= MOST_TOPICS:
+                    del self._topics[idle]
+            self._topics[page] = Topic(render, self._pool)
+        return self._topics[page]
+
+    async def show(self, request: Request) -> HTMLResponse:
+        page = request.url.path
+        topic = self.topic(page)
+        wanted = request.query_params.get("filter", "")[:1000]
+        missing = error_state("Expected a run, a flip or a finding, found nothing there.", 404)
+        state = missing if topic is None else await topic.refresh()
+        return HTMLResponse(document(state, wanted, page if topic else "/"), state.status)
+
+    async def follow(self, request: Request) -> ASGIApp:
+        readers = sum(one.readers for one in self._topics.values())
+        if readers >= MOST_READERS:
+            return PlainTextResponse(f"{MOST_READERS} pages are open already.\n", 503)
+        topic = self.topic(request.query_params.get("page", "/"))
+        return PlainTextResponse("", 404) if topic is None else Reader(topic)
+
+
+def build_app(given: Sequence[Path], token: str, port: int) -> ASGIApp:
+    """Return the application for some folders. Raises BadInput when one is not there."""
+    site = _Site(given)
+
+    of_report = {"/report.js": report.SCRIPT, "/report.css": report.STYLE}
+
+    async def file(request: Request) -> Response:
+        path = request.url.path
+        if path not in of_report:
+            return FileResponse(_HERE / path.lstrip("/"))
+        kind = "text/javascript" if path.endswith(".js") else "text/css"
+        return Response(of_report[path], media_type=kind)
+
+    routes = [
+        Route("/", site.show),
+        Route("/page/{key}", site.show),
+        Route("/events", site.follow),
+        *(Route(path, file) for path in (*of_report, "/page.js", "/page.css")),
+    ]
+    pages = Starlette(routes=routes)
+    pages.router.redirect_slashes = False
+    return Guard(pages, token, port)
+
+
+def listen(port: int | None) -> tuple[socket.socket, str]:
+    """Return a socket on 127.0.0.1, and a sentence when it is not on PORT because that is taken. Raises BadInput when
+    a named port is."""
+    heard = socket.socket()
+    heard.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    # Accepted sockets inherit both. The kernel would buffer megabytes for a client that reads nothing, for ever.
+    heard.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BYTES)
+    heard.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, STALLED_MS)
+    said = ""
+    try:
+        heard.bind(("127.0.0.1", PORT if port is None else port))
+    except OSError as error:
+        if port is not None or error.errno != errno.EADDRINUSE:
+            heard.close()
+            found = error.strerror or str(error)
+            raise BadInput.expected(
+                "serve", f"port {PORT if port is None else port}", "one that is free", found
+            ) from None
+        heard.bind(("127.0.0.1", 0))
+        said = f"port {PORT} is taken; another is used"
+    heard.listen()
+    return heard, said
+
+
+class _Server(uvicorn.Server):
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        # Signals end a command as `engine.signals` says; uvicorn would wait for pages that are open.
+        yield
+
+
+def server_of(app: ASGIApp) -> uvicorn.Server:
+    """Return the server of an application; `run([socket])` answers requests until a signal ends the command."""
+    config = uvicorn.Config(
+        app,
+        loop="asyncio",
+        http="h11",
+        ws="none",
+        lifespan="off",
+        access_log=False,
+        log_config=None,
+        log_level="critical",
+        server_header=False,
+        proxy_headers=False,
+        limit_concurrency=4 * MOST_READERS,
+    )
+    return _Server(config)

@@ -1,0 +1,107 @@
+"""Find what the given folders hold. What lies outside them is never read, whichever link leads there.
+
+A page is asked for by a key, the hash of its folder's path: a request cannot spell a path.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from engine.errors import BadInput
+from engine.findings.bundle import is_bundle
+from engine.flips.flip_folder import is_flip
+from engine.log.folder import is_run
+from engine.watch.runs_feed import find_all
+
+MOST_FILES = 20_000
+"""Most files of a run, a flip or a finding that has a page."""
+NOT_READ = frozenset({"checkpoints", "student"})
+"""Folders of a run that no page reads: a model may be a link into a cache."""
+
+
+class Folders:
+    """The folders that are served."""
+
+    def __init__(self, given: Sequence[Path]) -> None:
+        for path in given:
+            if not path.is_dir():
+                found = "something else" if os.path.lexists(path) else "nothing there"
+                raise BadInput.expected("serve", path, "a folder of runs, or one run", found)
+        self.given = tuple(given)
+        self._roots = tuple(os.path.realpath(path) for path in given)
+        self._by_key: dict[str, Path] = {}
+
+    def find(self, key: str) -> Path | None:
+        """Return the folder of a run, a flip or a finding by its key."""
+        path = self._by_key.get(key)
+        if path is None or not path.is_dir():
+            found = [one.run.path for folder in self.given for one in find_all(folder, {})]
+            self._by_key = {key_of(one): one for one in [*found, *self.flips_and_findings()]}
+            path = self._by_key.get(key)
+        return path
+
+    def flips_and_findings(self) -> Iterator[Path]:
+        """Yield the flips and findings in the folders and one level below, as runs are found."""
+        for folder in self.given:
+            yield from _flips_and_findings(folder, 2)
+
+    def holds(self, path: str | Path) -> bool:
+        """Return whether a path lies in one of the folders once its links are followed."""
+        real = os.path.realpath(path)
+        return any(os.path.commonpath([real, root]) == root for root in self._roots)
+
+    def stamp(self, folder: Path) -> frozenset[tuple[str, int, int]]:
+        """Return what differs once a file in a run, a flip or a finding has changed. Raises BadInput when a link in it
+        leads out of the folders, or when it has more files than MOST_FILES."""
+        found: set[tuple[str, int, int]] = set()
+        waiting = [str(folder)]
+        self._must_hold(waiting[0])
+        while waiting:
+            with contextlib.suppress(FileNotFoundError), os.scandir(waiting.pop()) as entries:
+                for entry in entries:
+                    if entry.name in NOT_READ:
+                        continue
+                    if entry.is_symlink():
+                        self._must_hold(entry.path)
+                    elif entry.is_dir():
+                        waiting.append(entry.path)
+                    with contextlib.suppress(FileNotFoundError):
+                        is_at = entry.stat()
+                        found.add((entry.path, is_at.st_mtime_ns, is_at.st_size))
+            if len(found) > MOST_FILES:
+                expected = f"at most {MOST_FILES:,} files"
+                raise BadInput.expected("serve", folder, expected, "more")
+        return frozenset(found)
+
+    def accepts(self, folder: Path) -> bool:
+        """Return whether all of a folder lies in the folders that are served."""
+        try:
+            self.stamp(folder)
+        except (BadInput, OSError):
+            return False
+        return True
+
+    def _must_hold(self, path: str) -> None:
+        if not self.holds(path):
+            raise BadInput.expected(
+                "serve", path, "no link out of the folders that are served", "one"
+            )
+
+
+def key_of(path: Path) -> str:
+    """Return the key of a folder, the same after a restart."""
+    return hashlib.blake2b(os.fsencode(os.path.realpath(path)), digest_size=8).hexdigest()
+
+
+def _flips_and_findings(folder: Path, levels: int) -> Iterator[Path]:
+    if is_flip(folder) or is_bundle(folder):
+        yield folder
+    elif levels and not is_run(folder):
+        with contextlib.suppress(OSError):
+            for path in sorted(folder.iterdir(), reverse=True):
+                if not path.name.startswith(".") and path.is_dir():
+                    yield from _flips_and_findings(path, levels - 1)

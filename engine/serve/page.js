@@ -1,0 +1,98 @@
+"use strict";
+// Keeps an open page as the server has it: swaps what has changed, and gives the charts of a report their new rows.
+const main = document.querySelector("main");
+const light = document.getElementById("live");
+const box = document.getElementById("filter");
+let have = main.dataset.version;
+let source, timer, rows;
+const charts = new Map();
+const nameOf = (folded) => folded.firstElementChild.textContent.split(":")[0];
+const isFigures = (node) => node.className === "figures";
+
+// The report's script keeps its rows to itself; what it draws is what it has.
+if (document.getElementById("series")) {
+  const draw = window.drawChart;
+  window.drawChart = (canvas, chart, all, ...more) => {
+    rows = all;
+    charts.set(chart.id, chart);
+    return draw(canvas, chart, all, ...more);
+  };
+}
+
+function feed(data) {
+  const shape = (some) => JSON.stringify([...some].map(({ id, series }) => [id, series]));
+  if (!rows || shape(data.charts) !== shape(charts.values())) return location.reload();
+  for (const chart of data.charts) Object.assign(charts.get(chart.id), chart);
+  for (const [key, [xs, ys]] of Object.entries(data.series)) {
+    rows.set(key, new Series());
+    xs.forEach((x, i) => rows.get(key).push(x, ys[i] ?? NaN));
+  }
+  // Draws, and ends no drag: none has begun where no button is held.
+  if (!held) main.querySelector("canvas").dispatchEvent(new PointerEvent("pointerup"));
+}
+
+let held = false;
+addEventListener("pointerdown", () => { held = true; }, true);
+addEventListener("pointerup", (event) => { held = held && !event.isTrusted; }, true);
+
+// Changes `now` into `next` where they differ, so that what is read, scrolled or unfolded stays as it is.
+function morph(now, next) {
+  if (now.isEqualNode(next) || (rows && isFigures(now))) return;
+  const [old, fresh] = [now, next].map((node) => [...node.childNodes].filter((one) => one.className !== "bar"));
+  if (!old.length || !now.cloneNode(false).isEqualNode(next.cloneNode(false))) return now.replaceWith(next);
+  if (old.length === fresh.length) return old.forEach((one, at) => morph(one, fresh[at]));
+  const [at, to] = [old, fresh].map((nodes) => nodes.findIndex(isFigures));
+  if (at < 0 || to < 0) return now.replaceChildren(...fresh);
+  morph(old[at], fresh[to]);
+  old.forEach((one, place) => place === at || one.remove());
+  now.prepend(...fresh.slice(0, to));
+  now.append(...fresh.slice(to + 1));
+}
+
+function apply({ parts, order, version }) {
+  have = version;
+  for (const [id, text] of Object.entries(parts)) {
+    const made = document.createElement("template");
+    made.innerHTML = text;
+    const now = document.getElementById(id), next = made.content.firstElementChild;
+    const data = next.querySelector("#series");
+    if (data) feed(JSON.parse(data.textContent));
+    if (!now) main.append(next);
+    else {
+      const before = new Map([...now.querySelectorAll("details")].map((one) => [nameOf(one), one.open]));
+      for (const one of next.querySelectorAll("details")) one.open = before.get(nameOf(one)) ?? one.open;
+      morph(now, next);
+    }
+  }
+  if (!order) return;
+  const kept = new Set(order);
+  for (const one of [...main.children]) if (!kept.has(one.id)) one.remove();
+  order.forEach((id, at) => {
+    const one = document.getElementById(id);
+    if (main.children[at] !== one) main.insertBefore(one, main.children[at]);
+  });
+}
+
+function listen() {
+  clearTimeout(timer);
+  if (source) source.close();
+  if (document.hidden) return;
+  source = new EventSource("/events?" + new URLSearchParams({ page: main.dataset.page, filter: box ? box.value : "", have }));
+  source.onopen = () => { light.value = "● live"; };
+  source.onmessage = (event) => apply(JSON.parse(event.data));
+  source.onerror = () => {
+    light.value = "○ not connected";
+    if (source.readyState === EventSource.CLOSED) timer = setTimeout(listen, 2000);
+  };
+}
+
+if (box) box.addEventListener("input", () => {
+  clearTimeout(timer);
+  timer = setTimeout(() => {
+    history.replaceState(null, "", box.value ? "?" + new URLSearchParams({ filter: box.value }) : "/");
+    have = "";
+    listen();
+  }, 200);
+});
+document.addEventListener("visibilitychange", listen);
+requestAnimationFrame(() => requestAnimationFrame(listen));
