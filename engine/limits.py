@@ -46,7 +46,6 @@ RUN_FILE = Limit(
 )
 NOTES_FILE = Limit(what="the tags and the note of a run", most=64 * KIB, unit="bytes")
 NOTIFY_FILE = Limit(what="the receivers of messages: notify.toml", most=32 * KIB, unit="bytes")
-RECEIVERS = Limit(what="receivers in notify.toml", most=16, unit="sections")
 TOKEN_FILE = Limit(what="the token of `engine serve`", most=1024, unit="bytes")
 TAGS = Limit(what="tags of a run", most=16, unit="words")
 TAG = Limit(what="a tag of a run", most=32, unit="characters")

@@ -37,7 +37,6 @@ from engine.machine.reading import Reading
 from engine.machine.surroundings import LET_ATTACH, find_command, is_run_variable, may_attach
 from engine.redact import is_secret_name
 from engine.signals import dismiss_guard
-from engine.watch.notices import notices_of
 from engine.watch.observe import RunObserver
 
 PROC = Path("/proc")
@@ -169,13 +168,7 @@ def watch_process(run: RunFolder, found: Stranger, held: int, notify: str) -> No
             strangers=found.trainers,
         )
         observer.begin()
-        observer.notices = notices_of(
-            run,
-            notify,
-            observer.write_watch,
-            terminal=2 if os.isatty(2) else None,
-            urls=True,
-        )
+        observer.notify(notify, 2 if os.isatty(2) else None)
         if _wait(observer, held, asked):
             _record_end(observer, held)
             observer.close_notices()

@@ -29,11 +29,9 @@ from engine.log.folder import RunFolder, is_run, open_run, read_command
 from engine.log.text import event_text
 from engine.log.view import RunView
 from engine.log.write import LogWriter
-from engine.notify.message import EVENTS, STALLED, WORSE
 from engine.notify.receivers import ALL, NOTIFY_VARIABLE
 from engine.terminal import say
 from engine.watch.exit_cause import Certainty, ExitState
-from engine.watch.notices import notices_of
 from engine.watch.observe import RunObserver
 from engine.watch.stacks import FOLDER
 from engine.watch.verdict_line import SUSPECT, WRONG, run_verdict_lines, verdict_of
@@ -86,20 +84,12 @@ class _Training:
             process=partial(training_process, command, pid),
         )
         self.observer.begin()
-        # The end of a later training is not that of the command.
-        events = ",".join(EVENTS if self.is_command else (WORSE, STALLED))
-        self.observer.notices = notices_of(
-            run,
-            os.environ.get(NOTIFY_VARIABLE, ALL),
-            self.observer.write_watch,
-            events=events,
-            terminal=terminal,
-            urls=True,
-        )
+        self.observer.notify(os.environ.get(NOTIFY_VARIABLE, ALL), terminal)
         self._seen_over = self.is_recorded = False
 
     def close(self) -> None:
-        self.observer.close_notices()
+        # The end of a later training is not that of the command.
+        self.observer.close_notices(ended=self.is_command)
         self._watch.close()
         self._device.close()
 

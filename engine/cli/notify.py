@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from engine.cli.arguments import add_flag, add_json
 from engine.errors import EXIT_FAIL, BadInput
-from engine.terminal import aligned, put, put_json, say
+from engine.terminal import put, put_json
 
 if TYPE_CHECKING:
     from engine.notify.receivers import Receiver
@@ -35,21 +35,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     from engine.notify.receivers import ALL, choose_receivers, config_file
 
-    wanted = ",".join(arguments.receivers) or ALL
-    found = choose_receivers(wanted, os.environ, urls=True)
-    if not found and arguments.test:
-        raise BadInput.expected("receivers", config_file(), "one to send to", "none")
+    found = choose_receivers(",".join(arguments.receivers) or ALL, os.environ)
+    if not found:
+        raise BadInput.expected("receivers", config_file(), "some", "none")
     rows: list[dict[str, object]] = [{"name": one.name, "where": one.where} for one in found]
     if arguments.test:
         for row, outcome in zip(rows, _send(found), strict=True):
             row |= {"sent": outcome.sent, "answer": outcome.text}
     if arguments.json:
-        put_json({"file": str(config_file()), "receivers": rows})
-    elif rows:
-        for line in aligned([[_cell(value) for value in row.values()] for row in rows]):
-            put(line)
+        put_json({"receivers": rows})
     else:
-        say(f"no receivers in {config_file()}")
+        for row in rows:
+            said = f": {row['answer']}" if arguments.test else ""
+            put(f"{row['name']}: {row['where']}{said}")
     return 0 if all(row.get("sent", True) for row in rows) else EXIT_FAIL
 
 
@@ -71,7 +69,3 @@ def _send(receivers: list[Receiver]) -> list[Outcome]:
     )
     terminal = 2 if os.isatty(2) else None
     return Delivery(message, receivers, terminal=terminal).wait()
-
-
-def _cell(value: object) -> str:
-    return {True: "sent", False: "not sent"}[value] if isinstance(value, bool) else str(value)

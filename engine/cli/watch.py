@@ -114,7 +114,7 @@ def _notify(arguments: argparse.Namespace) -> str:
     from engine.notify.receivers import ALL, NOTIFY_VARIABLE, choose_receivers
 
     wanted = ",".join(arguments.notify) or os.environ.get(NOTIFY_VARIABLE, ALL)
-    choose_receivers(wanted, os.environ, urls=True)
+    choose_receivers(wanted, os.environ)
     return wanted
 
 

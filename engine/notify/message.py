@@ -11,7 +11,6 @@ from typing import Any
 from engine.terminal import clipped, printable
 
 ENDED, WORSE, STALLED, TEST = "ended", "worse", "stalled", "test"
-EVENTS = (ENDED, WORSE, STALLED)
 _TITLES = {
     ENDED: "the run ended",
     WORSE: "the verdict got worse",
@@ -20,7 +19,6 @@ _TITLES = {
 }
 _LONGEST = 1500
 """Characters of one text: the services refuse or cut longer messages (Discord: 2,000)."""
-_URGENT = ("WRONG", "ENDED")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,9 +66,8 @@ def body_of(format: str, message: dict[str, Any]) -> tuple[bytes, dict[str, str]
     if format == "ntfy":
         # A header has ASCII only; a long body would become an attachment.
         coded = base64.b64encode(title.encode()).decode()
-        urgent = message["event"] != TEST and message["level"] in _URGENT
-        headers = {"Title": f"=?UTF-8?B?{coded}?=", "Priority": "4" if urgent else "3"}
-        return clipped(text, _LONGEST).encode(), headers | {"Content-Type": "text/plain"}
+        headers = {"Title": f"=?UTF-8?B?{coded}?=", "Content-Type": "text/plain"}
+        return clipped(text, _LONGEST).encode(), headers
     body: dict[str, Any] = message
     if format == "slack":
         # Names of channels and people stand between < and >.

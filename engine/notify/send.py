@@ -24,8 +24,6 @@ from typing import Any, NamedTuple
 from urllib.parse import unquote, urlsplit
 
 from engine import child
-from engine.errors import BadInput
-from engine.files import parse_json
 from engine.notify.message import Message, body_of, escape_of
 from engine.notify.receivers import Receiver
 
@@ -33,7 +31,6 @@ LIMIT_S = 4.0
 """Seconds that all receivers of a message have together, the start of the child included."""
 ANSWER_BYTES = 4096
 """Bytes of an answer that are read."""
-_RESULT_BYTES = 64 << 10
 
 
 class Outcome(NamedTuple):
@@ -52,18 +49,13 @@ class Delivery:
         self.outcomes: list[Outcome] | None = None
         """Outcome at each receiver; None while they are open."""
         self._by_s = time.monotonic() + LIMIT_S
-        work = {
-            "message": message.as_dict(),
-            "receivers": [dataclasses.asdict(one) for one in receivers],
-            "terminal": terminal,
-        }
-        self._results = os.memfd_create("results")
         # Unlike a pipe, a memory file never makes its writer wait.
-        order = os.memfd_create("message")
-        try:
-            with open(order, "wb", closefd=False) as file:
-                file.write(json.dumps(work).encode())
-            os.lseek(order, 0, os.SEEK_SET)
+        self._results = open(os.memfd_create("results"), "w+")  # noqa: SIM115 - closed by poll
+        with open(os.memfd_create("message"), "w+") as order:
+            json.dump(
+                [message.as_dict(), list(map(dataclasses.asdict, receivers)), terminal], order
+            )
+            order.seek(0)
             self._child = subprocess.Popen(
                 child.command("engine.notify.send"),
                 stdin=order,
@@ -73,11 +65,6 @@ class Delivery:
                 env=child.environment(),
                 start_new_session=True,
             )
-        except BaseException:
-            os.close(self._results)
-            raise
-        finally:
-            os.close(order)
 
     def poll(self) -> list[Outcome] | None:
         """Return the outcomes where they are known; never waits."""
@@ -90,23 +77,23 @@ class Delivery:
             with contextlib.suppress(OSError):
                 os.killpg(self._child.pid, signal.SIGKILL)
             self._child.wait()
-        lines = os.pread(self._results, _RESULT_BYTES, 0).splitlines()
-        os.close(self._results)
-        found: dict[int, tuple[bool, str]] = {}
-        for line in lines:
-            with contextlib.suppress(BadInput):
-                number, sent, text = parse_json(line, "result", "of a receiver")
-                found[number] = (sent, text)
+        found: dict[str, tuple[bool, str]] = {}
+        with self._results as results:
+            results.seek(0)
+            for line in results:
+                number, sent, text = line.rstrip("\n").split(" ", 2)
+                found[number] = (sent == "sent", text)
         late = (False, f"no answer within {LIMIT_S:g} s")
-        self.outcomes = [Outcome(one, *found.get(n, late)) for n, one in enumerate(self._receivers)]
+        self.outcomes = [
+            Outcome(one, *found.get(str(n), late)) for n, one in enumerate(self._receivers)
+        ]
         return self.outcomes
 
     def wait(self) -> list[Outcome]:
         """Return the outcomes; takes LIMIT_S at most."""
-        while (found := self.poll()) is None:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._child.wait(max(0.0, self._by_s - time.monotonic()))
-        return found
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._child.wait(max(0.0, self._by_s - time.monotonic()))
+        return self.poll() or []
 
 
 def _send(receiver: Receiver, message: dict[str, Any], terminal: int | None) -> tuple[bool, str]:
@@ -127,7 +114,7 @@ def _post(receiver: Receiver, message: dict[str, Any]) -> tuple[bool, str]:
     # Imported here: the process that watches a run needs neither HTTP nor TLS.
     from http.client import HTTPException
     from urllib import request
-    from urllib.error import HTTPError, URLError
+    from urllib.error import HTTPError
 
     class Refuse(request.HTTPRedirectHandler):
         def redirect_request(self, *_: Any) -> None:
@@ -148,13 +135,10 @@ def _post(receiver: Receiver, message: dict[str, Any]) -> tuple[bool, str]:
     except HTTPError as error:
         moved = ", a redirection, which is not followed" if 300 <= error.code < 400 else ""
         return False, f"HTTP {error.code}{moved}"
-    except URLError as error:
-        reason = error.reason
-        text = reason.strerror if isinstance(reason, OSError) else None
-        return False, text or type(reason).__name__
     except (OSError, HTTPException, ValueError) as error:
         # The text of some of these errors repeats the URL.
-        return False, f"the connection failed: {type(error).__name__}"
+        reason = getattr(error, "reason", error)
+        return False, getattr(reason, "strerror", None) or type(reason).__name__
 
 
 def _run(receiver: Receiver, message: dict[str, Any]) -> tuple[bool, str]:
@@ -179,23 +163,14 @@ def _run(receiver: Receiver, message: dict[str, Any]) -> tuple[bool, str]:
 def main() -> None:
     # Where the process that kills it is gone.
     signal.setitimer(signal.ITIMER_REAL, LIMIT_S + 1)
-    work = json.load(sys.stdin)
-    lock = threading.Lock()
+    message, receivers, terminal = json.load(sys.stdin)
 
-    def serve(number: int, fields: dict[str, Any]) -> None:
-        receiver = Receiver(**{**fields, "command": tuple(fields["command"])})
-        sent, text = _send(receiver, work["message"], work["terminal"])
-        with lock:
-            os.write(1, f"{json.dumps([number, sent, text])}\n".encode())
+    def serve(number: int, receiver: Receiver) -> None:
+        sent, text = _send(receiver, message, terminal)
+        os.write(1, f"{number} {'sent' if sent else 'failed'} {text}\n".encode())
 
-    threads = [
-        threading.Thread(target=serve, args=(number, fields))
-        for number, fields in enumerate(work["receivers"])
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    for number, fields in enumerate(receivers):
+        threading.Thread(target=serve, args=(number, Receiver(**fields))).start()
 
 
 if __name__ == "__main__":

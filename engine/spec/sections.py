@@ -623,12 +623,8 @@ class WatchSection:
 class NotifySection:
     to: str = setting(
         "all",
-        "Who gets a message about the run: all receivers of notify.toml, names of some, $VARIABLE for one whose URL is "
-        "in the environment, separated by commas, or none.",
-    )
-    on: str = setting(
-        "ended,worse,stalled",
-        "When: the run ended, its verdict line got worse, it stalls; separated by commas.",
+        "Who gets a message when the run ends, its verdict gets worse or it stalls: all receivers of notify.toml, "
+        "names of some, $VARIABLE for one whose URL is in the environment, separated by commas, or none.",
     )
 
 

@@ -10,20 +10,19 @@ who did not, so a resumed run does not repeat one.
 
 from __future__ import annotations
 
-import os
 import socket
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
-from engine.errors import BadInput, RunLogError
+from engine.errors import RunLogError
 from engine.log.events import ALERT, Event, Note, Notified
 from engine.log.folder import RunFolder
 from engine.log.follow import Follower
 from engine.log.read import LogReader
 from engine.log.view import RunView
-from engine.notify.message import ENDED, EVENTS, STALLED, WORSE, Message
-from engine.notify.receivers import Receiver, choose_receivers
+from engine.notify.message import ENDED, STALLED, WORSE, Message
+from engine.notify.receivers import Receiver
 from engine.notify.send import Delivery
 from engine.redact import Redactor
 from engine.watch.verdict_line import SUSPECT, WRONG, RunVerdict, verdict_of
@@ -39,20 +38,16 @@ class Notices:
         run: RunFolder,
         receivers: Sequence[Receiver],
         write: Callable[[Event], None],
-        *,
-        events: Sequence[str] = EVENTS,
         terminal: int | None = None,
     ) -> None:
         self._run, self._receivers, self._write = run, receivers, write
-        self._events, self._terminal = events, terminal
+        self._terminal = terminal
         self._open: list[tuple[str, Delivery]] = []
         self._next_s = 0.0
-        self._sent = _sent_before(run) if receivers else set()
+        self._sent = _sent_before(run)
         """Keys of the messages of this run: `stalled`, or `worse WRONG`."""
 
     def tick(self, follower: Follower) -> None:
-        if not self._receivers:
-            return
         self._collect()
         now_s = time.monotonic()
         if now_s < self._next_s or follower.share_read < READ:
@@ -65,20 +60,19 @@ class Notices:
         if found.level in (SUSPECT, WRONG) and found.id not in {f"{ALERT} {s}" for s in STALLS}:
             self._tell(WORSE, f"{WORSE} {found.level}", follower.view, found)
 
-    def close(self, follower: Follower) -> None:
+    def close(self, follower: Follower, *, ended: bool = True) -> None:
         """Send that the run ended, as its log says now, and wait for what is being sent."""
-        if not self._receivers:
-            return
-        with suppress(RunLogError):
-            follower.read_all()
-        found = verdict_of(follower.view, follower.state, self._run.path.absolute())
-        self._tell(ENDED, ENDED, follower.view, found)
+        if ended:
+            with suppress(RunLogError):
+                follower.read_all()
+            found = verdict_of(follower.view, follower.state, self._run.path.absolute())
+            self._tell(ENDED, ENDED, follower.view, found)
         for key, delivery in self._open:
             delivery.wait()
             self._record(key, delivery)
 
     def _tell(self, event: str, key: str, view: RunView, found: RunVerdict) -> None:
-        if event not in self._events or key in self._sent:
+        if key in self._sent:
             return
         self._sent.add(key)
         path = self._run.path.absolute()
@@ -120,25 +114,6 @@ class Notices:
                 },
             )
         )
-
-
-def notices_of(
-    run: RunFolder,
-    wanted: str,
-    write: Callable[[Event], None],
-    *,
-    events: str = ",".join(EVENTS),
-    terminal: int | None = None,
-    urls: bool = False,
-) -> Notices:
-    """Return the notices of a run to the receivers `wanted`; to none, with a note, where they cannot be found."""
-    receivers: list[Receiver] = []
-    try:
-        receivers = choose_receivers(wanted, os.environ, urls=urls)
-    except BadInput as error:
-        write(Note(level="warning", text=f"no messages are sent: {error.message}"))
-    chosen = [word.strip() for word in events.split(",")]
-    return Notices(run, receivers, write, events=chosen, terminal=terminal)
 
 
 def _sent_before(run: RunFolder) -> set[str]:

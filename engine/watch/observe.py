@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 import signal
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import TYPE_CHECKING
 
-from engine.errors import DiskFull, RunLogError
+from engine.errors import BadInput, DiskFull, RunLogError
 from engine.log.beats import Beat, LostRank
 from engine.log.events import Event, FactsRead, GpuSample, HostSample, Note, TrainerExited
 from engine.log.folder import RunFolder
@@ -33,8 +35,10 @@ from engine.watch.exit_cause import (
     memory_words,
 )
 from engine.watch.machine_guard import ClockWatch, MemoryGuard, Warned
-from engine.watch.notices import Notices
 from engine.watch.watcher import Watcher
+
+if TYPE_CHECKING:
+    from engine.watch.notices import Notices
 
 TICK_S = 1.0
 
@@ -162,10 +166,25 @@ class RunObserver:
         rank = None if lost_rank is None else lost_rank.rank
         self._write_exit(returncode, exit_, unreadable if killed else None, rank)
 
-    def close_notices(self) -> None:
+    def notify(self, wanted: str, terminal: int | None) -> None:
+        """Send messages to the receivers `wanted` from now on; none, with a note, where they cannot be found."""
+        # Imported here: the trainer's start must not wait for what few runs need.
+        from engine.notify.receivers import choose_receivers
+
+        try:
+            receivers = choose_receivers(wanted, os.environ)
+        except BadInput as error:
+            self.write_watch(Note(level="warning", text=f"no messages are sent: {error.message}"))
+            return
+        if receivers:
+            from engine.watch.notices import Notices
+
+            self.notices = Notices(self.run, receivers, self.write_watch, terminal)
+
+    def close_notices(self, *, ended: bool = True) -> None:
         """Send that the run ended. Call it when everything about the end is in the log."""
         if self.notices is not None:
-            self.notices.close(self.watcher.follower)
+            self.notices.close(self.watcher.follower, ended=ended)
 
     def record_unseen_exit(self) -> None:
         """Write how the process ended where its exit status is not known."""

@@ -55,7 +55,6 @@ from engine.watch.exit_cause import (
     exception_name,
 )
 from engine.watch.machine_guard import Warned
-from engine.watch.notices import notices_of
 from engine.watch.observe import RunObserver
 
 TRAINER = "APR_WORKBENCH_TRAINER"
@@ -122,13 +121,7 @@ class _Supervisor:
             text = f"the trainer is `python -m {os.environ[TRAINER]}` ({TRAINER}), not engine.train"
             self.observer.write_watch(Note(level="warning", text=text))
         self.selector.register(os.pidfd_open(trainer.pid), selectors.EVENT_READ, "trainer")
-        self.observer.notices = notices_of(
-            self.run,
-            settings.notify.to,
-            self.observer.write_watch,
-            events=settings.notify.on,
-            terminal=self.terminal,
-        )
+        self.observer.notify(settings.notify.to, self.terminal)
 
         self._watch_until_exit(trainer, wake_read)
         returncode = trainer.wait()
