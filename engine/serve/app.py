@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
-import errno
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import uvicorn
@@ -21,7 +20,7 @@ from engine.report import page as report
 from engine.serve.access import Guard
 from engine.serve.folders import Folders
 from engine.serve.pages import document, error_state, list_page, report_page
-from engine.serve.topics import MOST_READERS, MOST_TOPICS, Reader, Topic
+from engine.serve.topics import MOST_READERS, MOST_TOPICS, Topic, follow
 
 PORT = 8765
 STALLED_MS = 30_000
@@ -37,6 +36,9 @@ class _Site:
         self._folders = Folders(given)
         self._topics: dict[str, Topic] = {}
         self._pool = ThreadPoolExecutor(2, "pages")
+        self._list = list_page(self._folders)
+        # Before the URL is open, a thousand runs can be read.
+        self._pool.submit(self._list)
 
     def topic(self, page: str) -> Topic | None:
         """Return what is shown at `/` or at `/page/KEY`; None when there is nothing."""
@@ -44,7 +46,7 @@ class _Site:
             path = None
             if page != "/" and (path := self._folders.find(page.removeprefix("/page/"))) is None:
                 return None
-            render = list_page(self._folders) if path is None else report_page(self._folders, path)
+            render = self._list if path is None else report_page(self._folders, path)
             for idle in [
                 key for key, one in self._topics.items() if key != "/" and not one.readers
             ]:
@@ -66,7 +68,7 @@ class _Site:
         if readers >= MOST_READERS:
             return PlainTextResponse(f"{MOST_READERS} pages are open already.\n", 503)
         topic = self.topic(request.query_params.get("page", "/"))
-        return PlainTextResponse("", 404) if topic is None else Reader(topic)
+        return PlainTextResponse("", 404) if topic is None else partial(follow, topic)
 
 
 def build_app(given: Sequence[Path], token: str, port: int) -> ASGIApp:
@@ -105,23 +107,14 @@ def listen(port: int | None) -> tuple[socket.socket, str]:
     try:
         heard.bind(("127.0.0.1", PORT if port is None else port))
     except OSError as error:
-        if port is not None or error.errno != errno.EADDRINUSE:
+        if port is not None:
             heard.close()
             found = error.strerror or str(error)
-            raise BadInput.expected(
-                "serve", f"port {PORT if port is None else port}", "one that is free", found
-            ) from None
+            raise BadInput.expected("serve", f"port {port}", "one that is free", found) from None
         heard.bind(("127.0.0.1", 0))
         said = f"port {PORT} is taken; another is used"
     heard.listen()
     return heard, said
-
-
-class _Server(uvicorn.Server):
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        # Signals end a command as `engine.signals` says; uvicorn would wait for pages that are open.
-        yield
 
 
 def server_of(app: ASGIApp) -> uvicorn.Server:
@@ -138,5 +131,7 @@ def server_of(app: ASGIApp) -> uvicorn.Server:
         server_header=False,
         proxy_headers=False,
         limit_concurrency=4 * MOST_READERS,
+        # Pages are open for hours.
+        timeout_graceful_shutdown=0,
     )
-    return _Server(config)
+    return uvicorn.Server(config)

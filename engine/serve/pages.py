@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import threading
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -11,22 +13,22 @@ from engine.findings.bundle import Bundle, is_bundle
 from engine.findings.text import state_words
 from engine.flips.flip_folder import read_verdict
 from engine.flips.text import verdict_line
-from engine.log.filters import parse_filter
+from engine.log.filters import Filter, parse_filter
 from engine.log.folder import RunFolder, is_run
 from engine.log.sparkline import sparkline
 from engine.log.text import one_line
 from engine.report.page import content_of, page_body, without_home
 from engine.serve.folders import Folders, key_of
-from engine.serve.topics import Parts, State, version_of
+from engine.serve.topics import EVERY_S, Parts, State, version_of
 from engine.terminal import as_html
 from engine.units import format_value
-from engine.watch.runs_feed import RunRow, RunsFeed
-from engine.watch.verdict_line import HEALTHY, SIGNS, SUSPECT, UNDECIDED, WRONG
+from engine.watch.runs_feed import READING, RunRow, RunsFeed, RunsSnapshot
+from engine.watch.verdict_line import HEALTHY, SIGNS, SUSPECT, UNDECIDED
 
-LEVELS = (WRONG, SUSPECT, UNDECIDED, HEALTHY)
-"""Levels of what is live, worst first; an end without a verdict comes with what is wrong."""
-FIRST_S = 1.5
-"""Seconds that the first list may take; what is not read by then follows."""
+PLACES = {SUSPECT: 1, UNDECIDED: 2, HEALTHY: 3}
+"""Places of the levels in the list; what is wrong, has ended by a fault or cannot be read comes first."""
+READ_S = 1.7
+"""Seconds of reading before a list is shown; what is not read by then follows."""
 
 
 def document(state: State, wanted: str, page: str) -> str:
@@ -89,17 +91,18 @@ def report_page(folders: Folders, path: Path) -> Callable[[], State]:
 
 def list_page(folders: Folders) -> Callable[[], State]:
     """Return what renders the list: live runs first, the worst first of them."""
-    feed = RunsFeed(folders.given, accepts=folders.accepts)
+    # A request that waits for the first reading, which begins with the server, shows what that has found.
+    lock, read_s = threading.Lock(), -math.inf
+    feed = RunsFeed(folders.given, budget_s=READ_S, first_share=1, accepts=folders.accepts)
+    snapshot: RunsSnapshot
     others: dict[Path, tuple[object, str]] = {}
-    first = True
 
     def render() -> State:
-        nonlocal first
-        until_s = time.monotonic() + FIRST_S
-        snapshot = feed.poll()
-        while first and snapshot.behind and time.monotonic() < until_s:
-            snapshot = feed.poll()
-        first = False
+        nonlocal snapshot, read_s
+        with lock:
+            if time.monotonic() > read_s + EVERY_S / 2:
+                snapshot = feed.poll()
+                read_s = time.monotonic()
         rows = sorted(snapshot.rows, key=_place)
         drawn = {f"part-{key_of(row.path)}": (row, _run_row(row)) for row in rows}
         listed = {path: _listed(folders, path, others) for path in folders.flips_and_findings()}
@@ -107,16 +110,17 @@ def list_page(folders: Folders) -> Callable[[], State]:
 
         def parts(wanted: str) -> Parts:
             said = snapshot.error or ""
-            shown = {id: text for id, (_, text) in drawn.items()}
-            if wanted:
-                try:
-                    names = {name for row in rows for name in row.settings}
-                    terms = parse_filter(wanted, names)
-                    shown = {
-                        id: text for id, (row, text) in drawn.items() if terms.matches(row.subject)
-                    }
-                except BadInput as error:
-                    said = error.message
+            fits = Filter()
+            try:
+                names = {name for row in rows for name in row.settings} if wanted else ()
+                fits = parse_filter(wanted, names)
+            except BadInput as error:
+                said = error.message
+            shown = {
+                id: text
+                for id, (row, text) in drawn.items()
+                if not fits.terms or fits.matches(row.subject)
+            }
             live = sum(row.alive for row in rows)
             head = f"{len(shown):,} of {len(rows):,} runs, {live} live"
             lines = f'<h1>{head}</h1><p class="said">{as_html(said)}</p>'
@@ -130,18 +134,13 @@ def list_page(folders: Folders) -> Callable[[], State]:
 
 
 def _place(row: RunRow) -> tuple[bool, int, float]:
-    level = LEVELS.index(row.level) if row.level in LEVELS else 0
-    return not row.alive, level, row.age_s or 0.0
+    place = 4 if row.state == READING else PLACES.get(row.level, 0)
+    return not row.alive, place, row.age_s or 0.0
 
 
 def _run_row(row: RunRow) -> str:
     total = f"/{row.total_steps:,}" if row.total_steps else ""
     loss = "" if row.loss is None else f"loss {format_value(row.loss)}"
-    began = (
-        ""
-        if row.age_s is None
-        else time.strftime("%Y-%m-%d", time.localtime(time.time() - row.age_s))
-    )
     tags = "".join(f"<i>{as_html(tag)}</i>" for tag in row.tags)
     note = f"<q>{as_html(row.note)}</q>" if row.note else ""
     cells = (
@@ -150,7 +149,6 @@ def _run_row(row: RunRow) -> str:
         ("step", f"step {row.last_step:,}{total}"),
         ("loss", as_html(loss)),
         ("curve", sparkline(row.curve)),
-        ("began", began),
     )
     return _row(row.path, row.level, row.verdict, cells, live=row.alive)
 

@@ -85,40 +85,34 @@ class Topic:
         return self._keeper
 
 
-class Reader:
-    """An open page: an answer that sends what has changed as Server-Sent Events, until it is closed."""
-
-    def __init__(self, topic: Topic) -> None:
-        self._topic = topic
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        query = Request(scope).query_params
-        wanted, have = query.get("filter", ""), query.get("have")
-        topic = self._topic
-        gone = asyncio.create_task(_closed(receive))
-        topic.readers += 1
-        try:
-            keeper = topic.keep()
-            headers = [(b"content-type", b"text/event-stream")]
-            await send({"type": "http.response.start", "status": 200, "headers": headers})
-            text = "retry: 1000\n\n"
-            sent: dict[str, int] = {}
-            while not (gone.done() or keeper.done()):
-                changed = topic.changed
-                parts = (await topic.refresh()).parts(wanted)
-                if have == (version := version_of(parts)):
-                    sent = {id: hash(part) for id, part in parts.items()}
-                have = None
-                text += _news(sent, parts, version)
-                body = (text or ": still here\n\n").encode()
-                await send({"type": "http.response.body", "body": body, "more_body": True})
-                text = ""
-                await asyncio.wait(
-                    {gone, keeper, changed}, timeout=PING_S, return_when=asyncio.FIRST_COMPLETED
-                )
-        finally:
-            topic.readers -= 1
-            gone.cancel()
+async def follow(topic: Topic, scope: Scope, receive: Receive, send: Send) -> None:
+    """Answer an open page with what changes, as Server-Sent Events, until it is closed."""
+    query = Request(scope).query_params
+    wanted, have = query.get("filter", ""), query.get("have")
+    gone = asyncio.create_task(_closed(receive))
+    topic.readers += 1
+    try:
+        keeper = topic.keep()
+        headers = [(b"content-type", b"text/event-stream")]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        text = "retry: 1000\n\n"
+        sent: dict[str, int] = {}
+        while not (gone.done() or keeper.done()):
+            changed = topic.changed
+            parts = (await topic.refresh()).parts(wanted)
+            if have == (version := version_of(parts)):
+                sent = {id: hash(part) for id, part in parts.items()}
+            have = None
+            text += _news(sent, parts, version)
+            body = (text or ": still here\n\n").encode()
+            await send({"type": "http.response.body", "body": body, "more_body": True})
+            text = ""
+            await asyncio.wait(
+                {gone, keeper, changed}, timeout=PING_S, return_when=asyncio.FIRST_COMPLETED
+            )
+    finally:
+        topic.readers -= 1
+        gone.cancel()
 
 
 def _news(sent: dict[str, int], parts: Parts, version: str) -> str:

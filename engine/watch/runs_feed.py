@@ -42,7 +42,7 @@ READING = "reading"
 LOGS = ("events.jsonl", "device.jsonl", "watch.jsonl")
 LOOKS = 200
 FIRST_SHARE = 0.2
-"""Share of the time budget that the first poll may use, 0 to 1, so that the screen soon shows something."""
+"""Usual share of the time budget for the first poll, 0 to 1, so that the screen soon shows something."""
 CURVE_POINTS = 12
 ALERTS_SHOWN = 6
 """Most alerts of a run that are shown in full in a list."""
@@ -218,9 +218,11 @@ class RunsFeed:
         *,
         wall: Callable[[], float] = time.time,
         budget_s: float = READ_BUDGET_S,
+        first_share: float = FIRST_SHARE,
         accepts: Callable[[Path], bool] = lambda _: True,
     ) -> None:
-        """`accepts` is asked about a run each time before it is read; one that is not accepted has no row."""
+        """`first_share` is the share of the time budget that the first poll may use. `accepts` is asked about a run
+        each time before it is read; one that is not accepted has no row."""
         self.folders = tuple(folders)
         self._accepts = accepts
         self._wall, self._budget_s = wall, budget_s
@@ -230,7 +232,7 @@ class RunsFeed:
         self._asked: deque[str] = deque()
         self._real: dict[Path, str] = {}
         self._turn = 0
-        self._share = FIRST_SHARE
+        self._share = first_share
 
     def poll(self) -> RunsSnapshot:
         """Return a row for each run, in the order of the folders and newest first in each."""

@@ -13,6 +13,8 @@ from email.message import Message
 from pathlib import Path
 from typing import Any
 
+import numpy  # noqa: F401 - a server that reads logs would import it while a test uses it
+
 from engine.serve.app import build_app, listen, server_of
 
 TOKEN = "a-token-of-these-tests-0123456789"

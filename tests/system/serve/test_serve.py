@@ -19,6 +19,7 @@ from engine.log.notes import change_notes
 from engine.serve import topics
 from engine.serve.access import read_token
 from engine.serve.app import listen
+from tests.support.findings import asked, flip, hanging_run
 from tests.support.judged import alert_event
 from tests.support.paths import ROOT
 from tests.support.run_folders import Scene, completed, corrupt, evaluated, killed, running
@@ -150,15 +151,15 @@ PATHS = [
 @pytest.mark.parametrize("path", PATHS, ids=range(len(PATHS)))
 def test_no_path_leads_outside(served: Served, path: str) -> None:
     assert len(PATHS) == 40
-    for asked in (
+    for url in (
         f"/{path}",
         f"/page/{path}",
         f"/events?page={path}",
         f"/events?page=/page/{path}",
     ):
-        answer = served.ask(asked)
+        answer = served.ask(url)
         text = answer.text
-        assert answer.status in (400, 404) and SECRET not in text and "root:" not in text, asked
+        assert answer.status in (400, 404) and SECRET not in text and "root:" not in text, url
 
 
 def test_no_link_leads_outside(tmp_path: Path) -> None:
@@ -171,18 +172,28 @@ def test_no_link_leads_outside(tmp_path: Path) -> None:
     inner = completed(runs / "file")
     inner.events.unlink()
     os.symlink(away.events, inner.events)
-    os.symlink(runs / "near", runs / "again")
     with serving([runs]) as served:
         page = served.text("/")
-        assert re.findall(r'class="name">([\w/]+)<', page) == ["near"] or "again" in page
-        assert "1 of 1 runs" in page
-        (runs / "near" / "spec.toml").unlink()
-        own = served.page_of("near") or served.page_of("again")
-        assert "HEALTHY" in served.text(own)
-        os.symlink(tmp_path / "secret", runs / "near" / "spec.toml")
-        served.text("/")
+        assert re.findall(r'class="name">([^<]+)<', page) == ["near"]
+        near = served.page_of("near")
+        assert "HEALTHY" in served.text(near)
+    (runs / "near" / "spec.toml").unlink()
+    os.symlink(away.spec, runs / "near" / "spec.toml")
     with serving([runs]) as served:
-        assert "no link out of the folders" in served.text(own)
+        assert "0 of 0 runs" in served.text("/")
+        assert "expected no link out of the folders that are served" in served.text(near)
+
+
+def test_flips_and_findings_are_rows_with_pages_of_their_own(tmp_path: Path) -> None:
+    flip(tmp_path / "flips" / "threads")
+    bundle = asked(hanging_run(tmp_path / "runs" / "hang"))
+    with serving([tmp_path / "runs", tmp_path / "flips", tmp_path / "evidence"]) as served:
+        # The run itself, and what the finding keeps of it.
+        assert "2 of 2 runs" in served.text("/")
+        page = served.text(served.page_of("threads"))
+        assert "<h1>flip threads</h1>" in page and "Plan, registered" in page and "<svg" in page
+        page = served.text(served.page_of(bundle.path.name))
+        assert "Causes and tests" in page and "compute.threads" in page
 
 
 SCRIPTS = [

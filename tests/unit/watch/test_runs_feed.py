@@ -92,6 +92,16 @@ def test_an_ended_run_whose_log_grows_is_read_again(tmp_path: Path) -> None:
     assert (row.state, row.last_step) == ("running", 40)
 
 
+def test_a_run_that_is_not_accepted_has_no_row_and_is_not_read(
+    tmp_path: Path, reads: list[str]
+) -> None:
+    completed(tmp_path / "a")
+    completed(tmp_path / "b")
+    feed = RunsFeed([tmp_path], budget_s=UNHURRIED_S, accepts=lambda path: path.name == "a")
+    assert [row.name for row in feed.poll().rows] == ["a"]
+    assert set(reads) == {"a"}
+
+
 def test_age_goes_on_without_reading(tmp_path: Path) -> None:
     completed(tmp_path / "run")
     now = [NOW_UNIX_S]
