@@ -36,6 +36,8 @@ from engine.spec.sections import StudentSection
 
 # Shapes: N rows of x, I inputs, O outputs, R rank
 
+BASE_ROWS = "base_rows"
+"""Key of the metadata of an adapter file: the first number of each adapted matrix of the base, as JSON."""
 _PREFIX = "base_model.model."
 _SAME = 0.01
 """Largest relative difference of numbers of one base in two formats of floats."""
@@ -148,11 +150,12 @@ def write_adapter(
         "init_lora_weights": True,
         "inference_mode": True,
         "modules_to_save": None,
-        "base_rows": base_rows(decoder),
     }
     text = json.dumps(about, indent=2, sort_keys=True)
     (folder / ADAPTER_CONFIG).write_text(text + "\n")
-    write_safetensors(folder / ADAPTER_FILE, adapter_tensors(decoder, dtype), {"format": "pt"})
+    # Not in the configuration, in which peft warns of a key that it does not know.
+    metadata = {"format": "pt", BASE_ROWS: json.dumps(base_rows(decoder))}
+    write_safetensors(folder / ADAPTER_FILE, adapter_tensors(decoder, dtype), metadata)
 
 
 def base_rows(decoder: Decoder) -> list[float]:
@@ -170,6 +173,7 @@ def merge(decoder: Decoder, folder: Path, about: Mapping[str, Any]) -> Decoder:
     scale = scale_of(rank, float(about["lora_alpha"]), bool(about.get("use_rslora")))
     rows = []
     with open_weights(folder / ADAPTER_FILE) as weights:
+        known = _rows_in(weights.metadata.get(BASE_ROWS, "null"))
         pairs: dict[str, dict[str, Tensor]] = {}
         for name in weights.tensors:
             path, _, part = name.removeprefix(_PREFIX).removesuffix(".weight").rpartition(".")
@@ -188,8 +192,7 @@ def merge(decoder: Decoder, folder: Path, about: Mapping[str, Any]) -> Decoder:
         rows.append(float(weight_OI[0, 0]))
         delta_OI = pair["lora_B"].to(weight_OI.device) @ pair["lora_A"].to(weight_OI.device)
         weight_OI.copy_(weight_OI.float() + scale * delta_OI)
-    known = about.get("base_rows")
-    if isinstance(known, list) and not (
+    if known is not None and not (
         len(known) == len(rows)
         and all(
             math.isclose(one, other, rel_tol=_SAME, abs_tol=1e-6)
@@ -201,6 +204,16 @@ def merge(decoder: Decoder, folder: Path, about: Mapping[str, Any]) -> Decoder:
             folder,
             "the base that it was trained on",
             f"another one at {about.get('base_model_name_or_path')}",
-            hint=f"remove base_rows from {ADAPTER_CONFIG} to merge it all the same",
+            hint="give it the base that it was trained on",
         )
     return decoder
+
+
+def _rows_in(text: str) -> list[float] | None:
+    """Return the numbers of the base in an adapter's metadata; None where another program wrote it."""
+    try:
+        found = json.loads(text)
+    except ValueError:
+        return None
+    is_known = isinstance(found, list) and all(type(one) is float for one in found)
+    return found if is_known else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +92,37 @@ def test_merged_it_gives_the_logits_that_the_adapted_student_gave(
     with torch.no_grad():
         again = load_decoder(tmp_path / "merged").logits(tokens_BT)
         assert torch.allclose(again, merged.logits(tokens_BT), atol=1e-5)
+
+
+# Of peft's own use of transformers; a key of the configuration that peft does not know must not warn.
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
+def test_peft_loads_it_with_the_same_logits_and_merges_it_to_the_same(
+    adapted: RunFolder, base: Path
+) -> None:
+    peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
+    tokens_BT = torch.arange(24)[None] % 200
+    theirs = peft.PeftModel.from_pretrained(
+        transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32),
+        adapted.student,
+    ).eval()
+    with torch.no_grad():
+        wanted = load_decoder(adapted.student).logits(tokens_BT)
+        assert torch.allclose(theirs(input_ids=tokens_BT).logits, wanted, atol=1e-4)
+        merged = theirs.merge_and_unload()(input_ids=tokens_BT).logits
+        assert torch.allclose(merged, wanted, atol=1e-4)
+
+
+def test_an_adapter_is_not_merged_into_a_base_of_other_weights(
+    kit: Kit, adapted: RunFolder, tmp_path: Path
+) -> None:
+    folder = tmp_path / "adapter"
+    shutil.copytree(adapted.student, folder)
+    save_decoder(new_decoder(read_config(kit.student), seed=4), folder / "other", torch.float32)
+    about = json.loads((folder / ADAPTER_CONFIG).read_text())
+    about["base_model_name_or_path"] = "other"
+    (folder / ADAPTER_CONFIG).write_text(json.dumps(about))
+    with pytest.raises(WeightsError, match="expected the base that it was trained on"):
+        load_decoder(folder)
 
 
 def _with_adapter(decoder: Decoder, run: RunFolder) -> Decoder:
