@@ -143,6 +143,8 @@ function begin() {
   });
   new ResizeObserver(soon).observe(document.querySelector(".figures"));
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", soon);
+  // For a page that gets new rows while it is open.
+  window.openCharts = { all, charts, draw: soon };
   soon();
 }
 

@@ -4,40 +4,25 @@ const main = document.querySelector("main");
 const light = document.getElementById("live");
 const box = document.getElementById("filter");
 let have = main.dataset.version;
-let source, timer, rows;
-const charts = new Map();
+let source, timer;
 const nameOf = (folded) => folded.firstElementChild.textContent.split(":")[0];
 const isFigures = (node) => node.className === "figures";
 
-// The report's script keeps its rows to itself; what it draws is what it has.
-if (document.getElementById("series")) {
-  const draw = window.drawChart;
-  window.drawChart = (canvas, chart, all, ...more) => {
-    rows = all;
-    charts.set(chart.id, chart);
-    return draw(canvas, chart, all, ...more);
-  };
-}
-
 function feed(data) {
-  const shape = (some) => JSON.stringify([...some].map(({ id, series }) => [id, series]));
-  if (!rows || shape(data.charts) !== shape(charts.values())) return location.reload();
-  for (const chart of data.charts) Object.assign(charts.get(chart.id), chart);
+  const shape = (some) => JSON.stringify(some.map(({ id, series }) => [id, series]));
+  const open = window.openCharts;
+  if (!open || shape(data.charts) !== shape(open.charts)) return location.reload();
+  data.charts.forEach((chart, at) => Object.assign(open.charts[at], chart));
   for (const [key, [xs, ys]] of Object.entries(data.series)) {
-    rows.set(key, new Series());
-    xs.forEach((x, i) => rows.get(key).push(x, ys[i] ?? NaN));
+    open.all.set(key, new Series());
+    xs.forEach((x, i) => open.all.get(key).push(x, ys[i] ?? NaN));
   }
-  // Draws, and ends no drag: none has begun where no button is held.
-  if (!held) main.querySelector("canvas").dispatchEvent(new PointerEvent("pointerup"));
+  open.draw();
 }
-
-let held = false;
-addEventListener("pointerdown", () => { held = true; }, true);
-addEventListener("pointerup", (event) => { held = held && !event.isTrusted; }, true);
 
 // Changes `now` into `next` where they differ, so that what is read, scrolled or unfolded stays as it is.
 function morph(now, next) {
-  if (now.isEqualNode(next) || (rows && isFigures(now))) return;
+  if (now.isEqualNode(next) || (window.openCharts && isFigures(now))) return;
   const [old, fresh] = [now, next].map((node) => [...node.childNodes].filter((one) => one.className !== "bar"));
   if (!old.length || !now.cloneNode(false).isEqualNode(next.cloneNode(false))) return now.replaceWith(next);
   if (old.length === fresh.length) return old.forEach((one, at) => morph(one, fresh[at]));
