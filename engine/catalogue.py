@@ -387,7 +387,11 @@ ALERTS: tuple[About, ...] = (
         "heldout_below_training", SUSPICION, "Are held-out and training loss the same quantity?"
     ),
     _alert("logged_memory_grows", SUSPICION, "Does the memory in a log grow to its end?"),
-    _alert("slow_steps_recur", SUSPICION, "Is one step in so many slow?"),
+    _alert(
+        "slow_steps_recur",
+        SUSPICION,
+        "Is one step in so many slow, or were steps slow for a while?",
+    ),
     _alert("gap_in_time", SUSPICION, "Is there a gap in the times of a log?"),
     _alert("gradient_zero", FAIL, "Is there a gradient at all?"),
     _alert("gradient_exploding", FAIL, "Does the gradient explode?"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 
@@ -28,9 +28,10 @@ loss        train_epoch_loss train_loss_epoch batch_loss train_batch_loss lm_los
 held_out    held_out_loss heldout_loss eval_loss loss_eval val_loss loss_val valid_loss validation_loss
 held_out    loss_validation loss_valid dev_loss test_loss loss_test validation_epoch_loss val_loss_epoch
 held_out    loss_val_loss loss_validation_loss loss_test_loss
-lr          learning_rate train_lr train_learning_rate lr_adamw lr_adam lr_sgd
+lr          learning_rate current_lr train_lr train_learning_rate lr_adamw lr_adam lr_sgd
 grad_norm   train_grad_norm gradient_norm gradnorm global_grad_norm total_norm
-step_s      step_time step_time_s train_step_time time_per_step seconds_per_step iter_time
+step_s      step_time step_time_s train_step_time time_per_step seconds_per_step iter_time iteration_time step_duration
+data_s      data_time data_time_s data_loading_time data_load_time dataloader_time loader_time data_wait_time
 tokens      tokens_per_step step_tokens batch_tokens tokens_in_step
 ce          ce_loss cross_entropy train_ce train_ce_loss loss_ce task_loss
 kd          kd_loss distill_loss distillation_loss train_kd_loss loss_kd
@@ -40,6 +41,8 @@ for _ours, *_theirs in map(str.split, _TABLE.strip().splitlines()):
     NAMES.setdefault(_ours, []).extend(_theirs)
 """In lower case, with `_` for every other sign; our own names need no row. Tokens are those of one step: names of
 running sums are not here."""
+TIMES = frozenset({"step_s", "data_s"})
+"""Values whose names may have a word before them: `perf/step_time`, `profile/data_time`."""
 STEP = ("global_step", "train_global_step", "trainer_global_step", "step", "iteration", "iter")
 """Of a row. W&B's own `_step` counts calls, so a step of the script's comes first."""
 TIME = ("unix_s", "wall_time", "timestamp")
@@ -72,9 +75,18 @@ def our_names(series: Mapping[str, Series], given: Mapping[str, str]) -> dict[st
     found = {ours: theirs for ours, theirs in given.items() if ours in OURS}
     for ours in OURS:
         also = [plain(ours), *NAMES.get(ours, [])]
-        free = [name for name in series if name not in given.values() and plain(name) in also]
-        if ours not in found and free:
-            found[ours] = max(
-                free, key=lambda name: (len(series[name].steps), -also.index(plain(name)))
-            )
+        places = {
+            name: also.index(known)
+            for name in series
+            if name not in given.values() and (known := _known(name, also, ours in TIMES))
+        }
+        if ours not in found and places:
+            found[ours] = max(places, key=lambda name: (len(series[name].steps), -places[name]))
     return {ours: found[ours] for ours in OURS if ours in found}
+
+
+def _known(name: str, among: Sequence[str], after_a_word: bool) -> str:
+    """Return the name of the table that a name has, perhaps after its first word; empty if there is none."""
+    whole = plain(name)
+    shorter = whole.partition("_")[2] if after_a_word else ""
+    return next((one for one in (whole, shorter) if one in among), "")

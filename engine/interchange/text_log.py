@@ -5,6 +5,8 @@
     Epoch 0: 10%|# | 10/100 [..., train_loss=0.5]         Lightning, tqdm
     Step 1 | loss:1.2 lr:2e-05                            torchtune
     step:  1  loss:  8.1  grad_norm:  1.2                 torchtitan
+    --> STEP: 5/90 -- GLOBAL_STEP: 5                      Coqui: values of this step follow, a line each
+         | > loss: 0.5  (0.5)
 
 A line has values if it has a loss, or a step and a value. Every other line is counted, and none is guessed. Where lines
 have no step, the steps are those of the progress bar drawn after each, or else the lines are counted.
@@ -39,6 +41,8 @@ _PAIR = re.compile(
     re.IGNORECASE,
 )
 _POSITION = re.compile(r"(?<![\w./:-])(\d+)/(\d+)(?![\d/.:])")
+_COQUI = re.compile(rf"^\| > (avg_)?(\w+): ({_NUMBER})(?:\s|$)", re.IGNORECASE)
+_COQUI_STEP = re.compile(r"^--> .*-- STEP: (\d+)/(\d+) -- GLOBAL_STEP: (\d+)")
 _TORCHTUNE = re.compile(r"^(\d+)\|(\d+)\|Loss: ")
 _BAR = re.compile(r"\d+%\|.*\| *(\d+)/(\d+) \[")
 _ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
@@ -171,7 +175,7 @@ class _Lines:
         if not text:
             return
         if "\x1b" in text:
-            text = _ANSI.sub("", text)
+            text = _ANSI.sub("", text).strip()
         bar = _BAR.search(text) if "%|" in text else None
         if (
             self.waits_for_bar
@@ -181,6 +185,13 @@ class _Lines:
             if len(self.bar_steps) < _BARS_MOST:
                 self.bar_steps.append(int(bar[1]))
             self.waits_for_bar = False
+        if (header := _COQUI_STEP.match(text)) is not None:
+            self.step, self.is_stepped, self.others = int(header[3]), True, self.others + 1
+            self.read_time(text)
+            return
+        if (pair := _COQUI.match(text)) is not None:
+            self.take_coqui(pair, number)
+            return
         lower = text.lower()
         if any(hint in lower for hint in _HINTS) and self.take_values(text, number, bar):
             self.with_values += 1
@@ -245,12 +256,27 @@ class _Lines:
             step, of = int(place[1]), place[2]
         if not has_loss and (step is None or bar is not None):
             return False
+        self.read_time(text)
+        self.record(values, self.place(step, of, epoch, is_train), number)
+        return True
+
+    def take_coqui(self, pair: re.Match[str], number: int) -> None:
+        """Take the value of a line of a block, at the step above it; means of an evaluation are held-out."""
+        name = f"val_{pair[2]}" if pair[1] else pair[2]
+        self.with_values += 1
+        self.first = self.first or f"line {number:,}: {pair[0][:_SHOWN]!r}"
+        self.record({name: float(pair[3].replace(",", ""))}, self.step or 0, number)
+        self.skip = 0
+
+    def read_time(self, text: str) -> None:
         if (said := _TIME.search(text, 0, 64)) is not None:
             with contextlib.suppress(ValueError):
                 self.unix_s = datetime.fromisoformat(
                     said[0].replace(",", ".") + "+00:00"
                 ).timestamp()
-        at = self.place(step, of, epoch, is_train)
+
+    def record(self, values: Mapping[str, float], at: int, number: int) -> None:
+        """Record the values of a line at a step."""
         unix_s = self.recorded.begin_unix_s if self.unix_s is None else self.unix_s
         where, every = _Line(self.recorded.path, number), 1 << 30
         for name, value in values.items():
@@ -264,7 +290,6 @@ class _Lines:
                 self.recorded.add(name, at, unix_s, value, where)
                 every = min(every, series.every - series.seen % series.every)
         self.skip, self.last_names = every - 1, tuple(values)
-        return True
 
     def known(self, name: str, key: str) -> tuple[str | None, str]:
         """Return the name and the kind of a value: the words before it, if a sign follows them or they are known."""

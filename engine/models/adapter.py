@@ -22,7 +22,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from engine.errors import WeightsError
+from engine.errors import BadInput, WeightsError
+from engine.files import parse_json
 from engine.formats.adapter import ADAPTER_CONFIG, ADAPTER_FILE
 from engine.formats.open import open_weights
 from engine.formats.safetensors import write_safetensors
@@ -212,8 +213,8 @@ def merge(decoder: Decoder, folder: Path, about: Mapping[str, Any]) -> Decoder:
 def _rows_in(text: str) -> list[float] | None:
     """Return the numbers of the base in an adapter's metadata; None where another program wrote it."""
     try:
-        found = json.loads(text)
-    except ValueError:
+        found = parse_json(text, ADAPTER_FILE, "adapter")
+    except BadInput:
         return None
     is_known = isinstance(found, list) and all(type(one) is float for one in found)
     return found if is_known else None

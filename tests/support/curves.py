@@ -127,6 +127,20 @@ def faults() -> dict[str, Fault]:
         "slow_steps": Fault(
             drawn(learns, step_s=lambda s: 4.0 if s % 10 == 0 else 0.4), "slow_steps_recur", 10, 10
         ),
+        "slow_for_a_while": Fault(
+            drawn(learns, step_s=lambda s: 5.0 if 200 <= s < 300 else 0.4),
+            *("slow_steps_recur", 200, 0),
+        ),
+        "explodes_and_spikes": Fault(
+            drawn(
+                lambda s, n: (
+                    1.3
+                    if s == 1
+                    else (25 * math.exp(-((s - 2) % 280) / 60) + 8) * math.exp(n.gauss(0, 0.15))
+                )
+            ),
+            *("loss_rose_for_good", 2, 20),
+        ),
         "slows_down": Fault(
             drawn(learns, step_s=lambda s: 0.4 if s < 300 else 1.0), "step_time_drift", 300, 120
         ),

@@ -155,6 +155,24 @@ def plain(points: Points, path: Path) -> Path:
     return _written(path / "plain.txt", "\n".join(lines) + "\n")
 
 
+def coqui(points: Points, path: Path) -> Path:
+    lines, last = [], points[-1].step
+    for p in points:
+        when = stamp(p.unix_s).partition(",")[0]
+        at = f"STEP: {p.step % 100}/{last} -- GLOBAL_STEP: {p.step}"
+        lines += [f"\x1b[1m   --> TIME: {when} -- {at}\x1b[0m"]
+        lines += [f"     | > loss: {p.loss}  ({p.loss})", f"     | > current_lr: {p.lr} "]
+        lines += [
+            f"     | > step_time: {p.step_s}  ({p.step_s})",
+            "     | > loader_time: 0.005",
+            "",
+        ]
+        if p.held_out is not None:
+            lines += ["  \x1b[1m--> EVAL PERFORMANCE\x1b[0m"]
+            lines += [f"     | > avg_loss:\x1b[92m {p.held_out} \x1b[0m(-0.1)", ""]
+    return _written(path / "trainer_0_log.txt", "\n".join(lines) + "\n")
+
+
 def trainer_state(points: Points, path: Path) -> Path:
     history: list[dict[str, float]] = []
     for p in points:
@@ -308,6 +326,7 @@ KINDS: dict[str, Callable[[Points, Path], Path]] = {
             torchtitan,
             torchtune,
             plain,
+            coqui,
         ),
         *(trainer_state, json_lines, table, parquet, mlflow_files, mlflow_database, tensorboard),
     )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from engine.units import format_seconds
@@ -222,10 +223,19 @@ def logged_memory_grows(case: Case) -> Symptom | None:
     return None
 
 
+def _stretches(
+    pairs: Sequence[tuple[float, float]], over_s: float
+) -> Iterator[list[tuple[float, float]]]:
+    """Yield the stretches of neighbouring steps that took longer than `over_s`; of each, seconds and step."""
+    for is_slow, group in itertools.groupby(pairs, lambda pair: pair[0] > over_s):
+        if is_slow:
+            yield list(group)
+
+
 @rule(
     reads=("step_s",),
-    threshold=f"{SLOW_LEAST} steps or more of {SLOW_TIMES:g} times the median, {SLOW_REGULAR:.0%} at one distance, "
-    f"take {SLOW_SHARE:.0%} of the time, and no evaluation explains them",
+    threshold=f"{SLOW_LEAST} steps or more of {SLOW_TIMES:g} times the median take {SLOW_SHARE:.0%} of the time: "
+    f"{SLOW_REGULAR:.0%} at one distance, and no evaluation explains them, or half in a stretch that ended",
 )
 def slow_steps_recur(case: Case) -> Symptom | None:
     pairs = case.pairs("step_s", "step", rows := _whole(case))[1:]
@@ -240,11 +250,30 @@ def slow_steps_recur(case: Case) -> Symptom | None:
         return None
     gaps = Counter(right - left for (_, left), (_, right) in itertools.pairwise(slow))
     period, count = gaps.most_common(1)[0]
+    took = median([seconds for seconds, _ in slow])
+    if period <= case.view.steps.spacing("step_s", "step"):
+        # Neighbours in the log, whatever its interval is; a stretch that lasts to the end is a drift.
+        stretch = max(_stretches(pairs, SLOW_TIMES * usual), key=len)
+        if 2 * len(stretch) < len(slow) or stretch[-1] == pairs[-1]:
+            return None
+        begin, end = int(stretch[0][1]), int(stretch[-1][1])
+        return Symptom(
+            f"a step took {format_seconds(took)} from step {begin:,} to {end:,}, the others {format_seconds(usual)}",
+            [
+                (
+                    "seconds lost",
+                    lost,
+                    f"of {sum(seconds for seconds, _ in pairs):.0f} that were logged",
+                )
+            ],
+            replace(case.span(rows), first_step=begin, last_step=end),
+            meaning="the machine was shared, throttled or swapped for a while, or the data was slow",
+            no_flip="look for what else ran on the machine at that time",
+        )
     evaluated = {e.step for e in case.view.evals}
     explained = sum(bool({step - 1, step, step + 1} & evaluated) for _, step in slow)
     if count < SLOW_REGULAR * (len(slow) - 1) or 2 * explained >= len(slow):
         return None
-    took = median([seconds for seconds, _ in slow])
     return Symptom(
         f"every {period} steps one takes {format_seconds(took)}, the others {format_seconds(usual)}",
         [

@@ -58,6 +58,8 @@ RISE_LUCK = 2.0
 """Robust sigmas by which the first loss may be below its level."""
 RISE_RETURNS = 0.25
 """Share of the rise by which a loss that is coming back fell between the last two windows."""
+RISE_FAR = 3.0
+"""Ratio of the lowest loss after an explosion to the first one, with which its scatter does not matter."""
 ALPHA_STEPS = 50
 ALPHA_NEAR = 0.02
 ALPHA_CE_NEAR = 0.05
@@ -279,6 +281,9 @@ def _rose_at_once(losses: list[float], first: float, newest: list[float]) -> boo
     )
     # `first` may be one lucky batch.
     at_once = reached - first - RISE_LUCK * min(spread, first)
+    # It exploded, and what it has been since then, with all its later spikes, is far above the start.
+    if max(losses[:RISE_WITHIN]) > now and min(rest) >= RISE_FAR * first:
+        return True
     return (
         min(now, reached) >= max(RISE_TIMES * first, scatter)
         and at_once >= RISE_SLOWS * (after - reached)

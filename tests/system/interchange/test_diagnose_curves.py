@@ -37,6 +37,7 @@ def test_a_fault_is_named_with_the_step_at_which_it_begins(name: str, tmp_path: 
     # Each in a kind of log that has what the fault shows itself in.
     kinds = {
         "slow_steps": ["nanogpt"],
+        "slow_for_a_while": ["nanogpt", "coqui"],
         "slows_down": ["nanogpt"],
         "stalls": ["table", "torchtitan", "mlflow_files"],
     }

@@ -86,6 +86,16 @@ def test_a_line_that_is_not_read_is_counted_and_shown(tmp_path: Path) -> None:
     assert "loss, as loss: 300 values, steps 1 to 300" in said
 
 
+def test_times_are_known_by_their_last_words(tmp_path: Path) -> None:
+    lines = [
+        f"step {at} train/loss={2 - at / 300:.4f} perf/data_time=0.9 perf/step_time=1.0"
+        for at in range(100)
+    ]
+    (tmp_path / "train.log").write_text("\n".join(lines) + "\n")
+    code, found = diagnosed(tmp_path / "train.log")
+    assert code == 2 and found["verdict"]["id"] == "alert data_wait", found["verdict"]
+
+
 def test_steps_are_those_of_the_bar_or_are_said_to_be_counted(tmp_path: Path) -> None:
     tens = [point._replace(step=10 * point.step) for point in falling(50)]
     path = transformers_text(tens, tmp_path)
