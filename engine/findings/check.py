@@ -42,8 +42,6 @@ from engine.log.observed import LOGS, lines_of, observations, run_id
 from engine.sealing import digest, now_utc
 from engine.verdict import Level, Verdict
 
-PAIRS_OF_BEFORE = 3
-"""Number of pairs of a test of an earlier version, whose observation has no `sign`."""
 _BROKEN = (EngineError, OSError, ValueError, KeyError, TypeError, AttributeError)
 
 
@@ -259,11 +257,10 @@ def _plan_faults(
         yield f"its plan changes {' and '.join(map(str, plan.changes)) or 'nothing'}"
     number = 1 + [one.id for one in finding.tests].index(test.id)
     is_new = bool(finding.observed.sign)
-    least = pairs_to_confirm(plan.attempt) if is_new else PAIRS_OF_BEFORE
-    few = plan.pairs_min < least or plan.steps < finding.observed.step or plan.alpha > ALPHA
+    few = plan.pairs_min < pairs_to_confirm(plan.attempt) or plan.steps < finding.observed.step
     # What speaks against a cause counts however it was asked for.
     confirms = test.verdict in (ENDS_IT, ENDS_IT_HERE)
-    if few or (confirms and is_new and plan.attempt < number):
+    if few or plan.alpha > ALPHA or (confirms and is_new and plan.attempt < number):
         yield "its plan asks for fewer pairs or steps, or allows more chance, than a test has"
     if not cause.at <= test.at <= header["at"]:
         yield "the cause and the test were not registered before its flip"

@@ -92,12 +92,8 @@ class Outcome:
     """The choice of every decision, by its setting."""
     facts: dict[str, Any] = field(default_factory=dict)
     """Facts that the run logged about itself, by the names in `pair.FACTS`."""
-    kernels: dict[str, int] | None = None
-    """Launches of each kernel; None when the run did not count them."""
     slowed: float | None = None
     """Fraction of the measured time in which heat or a power brake held the clocks down."""
-    readings: int = 0
-    """Number of host samples during the run."""
     late_compiles: int = 0
     """Kernels compiled after the warm-up, which a step had to wait for."""
     alerts: list[str] = field(default_factory=list)
@@ -166,16 +162,11 @@ def sum_up(
         value=value,
         no_value=no_value,
         metrics=metrics,
-        losses=[
-            x if x is not None and math.isfinite(x) else None
-            for x in view.steps.values("loss", 0, plan.warm_up_steps)
-        ],
-        teacher_loss=_finite(teacher.loss) if teacher is not None else None,
+        losses=[_finite(loss) for loss in view.steps.values("loss", 0, plan.warm_up_steps)],
+        teacher_loss=None if teacher is None else _finite(teacher.loss),
         choices={decision.knob: decision.choice for decision in view.decisions},
         facts=_facts(view),
-        kernels=_launches(view),
         slowed=_mean(_first_gpu(view), "slowed", window),
-        readings=len(view.hosts),
         late_compiles=sum(event.after_warm_up for event in view.compiles),
         alerts=sorted(view.alerts),
         gpu_used_before_bytes=(view.facts or {}).get("gpu0_memory_used_bytes"),
@@ -314,12 +305,6 @@ def _finite(value: float | None) -> float | None:
     return value if value is not None and math.isfinite(value) else None
 
 
-def _launches(view: RunView) -> dict[str, int] | None:
-    if view.kernel_counts is None:
-        return None
-    return {name: hits + misses for name, (hits, misses) in view.kernel_counts.by_kernel.items()}
-
-
 def _facts(view: RunView) -> dict[str, Any]:
     """The facts of `pair.FACTS` that the run has logged by now; a run that hangs has logged few."""
     started, data, watched = view.started, view.data, view.watched
@@ -431,8 +416,6 @@ def run_arm(
     outcome = dataclasses.replace(
         outcome, state=state, reason=reason, value=None, no_value=reason, shown=found
     )
-    if not plan.attempt:
-        return outcome
     trace = trace_of_arm(plan, outcome.arm, launched.run)
     return dataclasses.replace(outcome, trace=trace, code=code)
 

@@ -47,20 +47,14 @@ def fixes_of(view: RunView, command: WatchedCommand) -> list[Fix]:
                 wrong.setdefault(one.id, one)
     found = []
     for id, seen in wrong.items():
-        make = _FIXES.get(id)
-        edit = None if make is None else _made(make, seen, view, Path(command.folder))
-        if edit is not None:
-            found.append(Fix(f"{IDENTITY} {id}", edit.assignment, edit.change, seen.text))
+        if id in _FIXES and (edit := _made(_FIXES[id], seen, view, Path(command.folder))):
+            found.append(Fix(f"{IDENTITY} {id}", *edit, seen.text))
     return found
 
 
-class _Edit(NamedTuple):
-    assignment: str
-    change: str
-
-
-def _made(make: _Make, seen: Judged, view: RunView, folder: Path) -> _Edit | None:
-    """Return what `make` proposes, in the first file of the training in which it finds one place."""
+def _made(make: _Make, seen: Judged, view: RunView, folder: Path) -> tuple[str, str] | None:
+    """Return the assignment and the effect of what `make` proposes, in the first file of the training in which it finds
+    one place."""
     assert view.watched is not None, "the run is of a script"
     places, names = view.watched.places, view.watched.names
     for name in dict.fromkeys(place.rpartition(":")[0] for place in places.values()):
@@ -71,21 +65,23 @@ def _made(make: _Make, seen: Judged, view: RunView, folder: Path) -> _Edit | Non
         }
         try:
             script = _Script(read_text(folder / name, "script", SCRIPT), lines, names)
-            edited = make(script, seen)
-            if edited is None:
+            if (edited := make(script, seen)) is None:
                 continue
             number, text, change = edited
-            changed = [*script.lines[: number - 1], text, *script.lines[number:]]
-            ast.parse("\n".join(changed))
+            before = script.lines[number - 1]
+            ast.parse("\n".join([*script.lines[: number - 1], text, *script.lines[number:]]))
         except (BadInput, SyntaxError, ValueError, RecursionError):
             continue
-        if text.strip() and text != script.lines[number - 1]:
-            return _Edit(f"{name}:{number}={text.strip()}", change)
+        if text.strip() and text != before:
+            return f"{name}:{number}={text.strip()}", change
     return None
 
 
-_Edited: TypeAlias = tuple[int, str, str]
-"""Number of a line, its new text, and the effect."""
+class _Edited(NamedTuple):
+    number: int
+    """Number of the line."""
+    text: str
+    change: str
 
 
 @dataclass(frozen=True)
@@ -104,44 +100,32 @@ class _Script:
     def tree(self) -> ast.Module:
         return ast.parse(self.text)
 
-    def statement(self, line: int | None) -> ast.stmt | None:
-        """Return the innermost statement on a line."""
+    def innermost(
+        self, kinds: tuple[type[ast.stmt], ...], line: int, within: ast.AST | None = None
+    ) -> ast.stmt | None:
+        """Return the innermost statement of some kinds on or around a line."""
         found = [
             one
-            for one in ast.walk(self.tree)
-            if isinstance(one, ast.stmt)
-            and line is not None
-            and one.lineno <= line <= (one.end_lineno or 0)
+            for one in ast.walk(within or self.tree)
+            if isinstance(one, kinds) and one.lineno <= line <= (one.end_lineno or 0)
         ]
         return max(found, key=lambda one: (one.lineno, one.col_offset), default=None)
 
     def simple(self, line: int | None) -> ast.stmt | None:
         """Return the statement on a line if it has none inside it."""
-        found = self.statement(line)
+        found = self.innermost((ast.stmt,), line or 0)
         return None if hasattr(found, "body") else found
 
     def function(self, line: int) -> ast.AST:
         """Return the innermost function around a line, or the module."""
-        found = [
-            one
-            for one in ast.walk(self.tree)
-            if isinstance(one, (ast.FunctionDef, ast.AsyncFunctionDef))
-            and one.lineno <= line <= (one.end_lineno or 0)
-        ]
-        return max(found, key=lambda one: one.lineno, default=self.tree)
+        return self.innermost((ast.FunctionDef, ast.AsyncFunctionDef), line) or self.tree
 
     def loop_begins(self) -> ast.stmt | None:
         """Return the first statement, without any inside it, of the loop around the backward pass; without a loop that
         of its function."""
         line = self.places.get("backward", 0)
         around = self.function(line)
-        loops = [
-            one
-            for one in ast.walk(around)
-            if isinstance(one, (ast.For, ast.While)) and one.lineno < line <= (one.end_lineno or 0)
-        ]
-        block = max(loops, key=lambda one: one.lineno, default=around)
-        body = getattr(block, "body", [])
+        body = getattr(self.innermost((ast.For, ast.While), line, around) or around, "body", [])
         while body:
             first = body[0]
             if isinstance(first, ast.With):
@@ -172,25 +156,26 @@ class _Script:
 
     # Edits.
 
-    def replaced(self, node: ast.expr | ast.stmt, by: str) -> tuple[int, str] | None:
+    def replaced(self, node: _Node, by: str, change: str) -> _Edited | None:
         """Put a text in the place of a node that is on one line."""
         if node.lineno != node.end_lineno:
             return None
-        return self._spliced(node.lineno, node.col_offset, node.end_col_offset or 0, by)
+        return self._spliced(node.lineno, node.col_offset, node.end_col_offset or 0, by, change)
 
-    def before(self, node: ast.expr | ast.stmt, text: str) -> tuple[int, str]:
-        return self._spliced(node.lineno, node.col_offset, node.col_offset, text)
+    def before(self, node: _Node, text: str, change: str) -> _Edited:
+        return self._spliced(node.lineno, node.col_offset, node.col_offset, text, change)
 
-    def after(self, node: ast.expr | ast.stmt, text: str) -> tuple[int, str]:
+    def after(self, node: _Node, text: str, change: str) -> _Edited:
         end = node.end_col_offset or 0
-        return self._spliced(node.end_lineno or node.lineno, end, end, text)
+        return self._spliced(node.end_lineno or node.lineno, end, end, text, change)
 
-    def _spliced(self, number: int, begin: int, end: int, text: str) -> tuple[int, str]:
+    def _spliced(self, number: int, begin: int, end: int, text: str, change: str) -> _Edited:
         # Columns count bytes.
         line = self.lines[number - 1].encode()
-        return number, (line[:begin] + text.encode() + line[end:]).decode()
+        return _Edited(number, (line[:begin] + text.encode() + line[end:]).decode(), change)
 
 
+_Node: TypeAlias = ast.expr | ast.stmt
 _Make: TypeAlias = Callable[[_Script, Judged], _Edited | None]
 
 
@@ -201,10 +186,6 @@ def _name(node: ast.expr) -> str:
 
 def _only(found: list[ast.Call]) -> ast.Call | None:
     return found[0] if len(found) == 1 else None
-
-
-def _with(edit: tuple[int, str] | None, change: str) -> _Edited | None:
-    return None if edit is None else (*edit, change)
 
 
 def _step(script: _Script) -> tuple[ast.stmt, str] | None:
@@ -222,9 +203,7 @@ def _zero_gradients(script: _Script, seen: Judged) -> _Edited | None:
     step = _step(script)
     if step is None:
         return None
-    return _with(
-        script.after(step[0], f"; {step[1]}.zero_grad()"), "zero the gradients after each step"
-    )
+    return script.after(step[0], f"; {step[1]}.zero_grad()", "zero the gradients after each step")
 
 
 def _keep_gradients(script: _Script, seen: Judged) -> _Edited | None:
@@ -239,7 +218,7 @@ def _keep_gradients(script: _Script, seen: Judged) -> _Edited | None:
     one = _only(between)
     if one is None:
         return None
-    return _with(script.replaced(one, "pass"), "keep the gradients until the optimizer steps")
+    return script.replaced(one, "pass", "keep the gradients until the optimizer steps")
 
 
 def _set_mode(name: str, mode: str, change: str, script: _Script, seen: Judged) -> _Edited | None:
@@ -250,7 +229,7 @@ def _set_mode(name: str, mode: str, change: str, script: _Script, seen: Judged) 
     # The name is one of the function that steps.
     if script.function(step) is not script.function(backward):
         return None
-    return _with(script.before(first, f"{model}.{mode}(); "), change)
+    return script.before(first, f"{model}.{mode}(); ", change)
 
 
 def _schedule(script: _Script, seen: Judged) -> _Edited | None:
@@ -266,7 +245,7 @@ def _schedule(script: _Script, seen: Judged) -> _Edited | None:
     statement = script.simple(extra.lineno)
     if not isinstance(statement, ast.Expr) or statement.value is not extra:
         return None
-    return _with(script.replaced(extra, "pass"), f"step {schedule} once for each step")
+    return script.replaced(extra, "pass", f"step {schedule} once for each step")
 
 
 def _divide_loss(script: _Script, seen: Judged) -> _Edited | None:
@@ -275,7 +254,7 @@ def _divide_loss(script: _Script, seen: Judged) -> _Edited | None:
     if found is None or not passes or "nothing divides them" not in seen.text:
         return None
     loss = f"({script.source(found[1])} / {passes:g})"
-    return _with(script.replaced(found[1], loss), f"divide each loss by {passes:g}")
+    return script.replaced(found[1], loss, f"divide each loss by {passes:g}")
 
 
 def _clip_before(script: _Script, seen: Judged) -> _Edited | None:
@@ -285,14 +264,14 @@ def _clip_before(script: _Script, seen: Judged) -> _Edited | None:
         return None
     statement, optimizer = step
     if "unscaled" not in seen.text:
-        return _with(
-            script.before(statement, f"{script.source(clip)}; "), "clip before the optimizer steps"
+        return script.before(
+            statement, f"{script.source(clip)}; ", "clip before the optimizer steps"
         )
     own, scaler = script.simple(clip.lineno), script.method("step", statement)
     if own is None or scaler is None or not scaler[0].args:
         return None
     unscale = f"{script.source(scaler[1])}.unscale_({optimizer}); "
-    return _with(script.before(own, unscale), "unscale the gradients before they are clipped")
+    return script.before(own, unscale, "unscale the gradients before they are clipped")
 
 
 def _shift_labels(script: _Script, seen: Judged) -> _Edited | None:
@@ -309,8 +288,8 @@ def _shift_labels(script: _Script, seen: Judged) -> _Edited | None:
     for part, cut in ((predictions, "[:, :-1]"), (labels, "[:, 1:]")):
         text = text.replace(script.source(part), f"{script.source(part)}{cut}", 1)
     # A slice is not contiguous, which `view` asks for.
-    edit = script.replaced(call, text.replace(".view(", ".reshape("))
-    return _with(edit, "compare each prediction with the next token")
+    text = text.replace(".view(", ".reshape(")
+    return script.replaced(call, text, "compare each prediction with the next token")
 
 
 def _receiver(node: ast.expr, *methods: str) -> ast.expr | None:
@@ -332,7 +311,7 @@ def _times_squared(script: _Script, seen: Judged) -> _Edited | None:
     if call is None or not temperature:
         return None
     by = f"{temperature:g} ** 2"
-    return _with(script.after(call, f" * {by}"), f"multiply the divergence by T^2 = {by}")
+    return script.after(call, f" * {by}", f"multiply the divergence by T^2 = {by}")
 
 
 def _unwrapped(
@@ -347,12 +326,12 @@ def _unwrapped(
             of = call.func.value
         if of is None:
             return None
-        return _with(script.replaced(call, script.source(of)), what)
+        return script.replaced(call, script.source(of), what)
     module = _only(script.calls(*functions.values())) if not calls else None
     if module is None or not isinstance(module.func, ast.Attribute):
         return None
     identity = f"{script.source(module.func.value)}.Identity()"
-    return _with(script.replaced(module, identity), what)
+    return script.replaced(module, identity, what)
 
 
 def _is_library(node: ast.expr) -> bool:
@@ -367,7 +346,7 @@ def _all_parameters(script: _Script, seen: Judged) -> _Edited | None:
     for one in ast.walk(found):
         if isinstance(one, ast.Call) and one.args and one.lineno == script.places["optimizer"]:
             text = f"{model}.parameters()"
-            return _with(script.replaced(one.args[0], text), f"give the optimizer all of {model}")
+            return script.replaced(one.args[0], text, f"give the optimizer all of {model}")
     return None
 
 

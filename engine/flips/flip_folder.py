@@ -23,16 +23,17 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from engine import limits
 from engine.errors import BadInput, RunLogError, write_error
 from engine.files import parse_json, read_bytes, read_json, read_text
-from engine.flips.arms import Outcome
 from engine.flips.pair import PROOFS, Pair
 from engine.flips.plan import Plan, read_plan
 from engine.flips.surroundings import Surroundings
 from engine.log.folder import new_folder, write_whole
 from engine.log.write import sync_folder, write_fully
-from engine.verdict import Level, Verdict
+from engine.verdict import Level
 
 
 class FlipFolder:
@@ -205,10 +206,9 @@ def _pair_fields(pair: Pair) -> dict[str, Any]:
 
 
 def _read_pair(fields: dict[str, Any]) -> Pair:
-    said = {name: fields["proofs"][name] for name in PROOFS}
-    proofs = {name: p and Verdict(Level[p["level"]], p["reason"]) for name, p in said.items()}
-    sides = {arm: Outcome(**fields[arm]) for arm in ("a", "b")}
-    return Pair(**(fields | sides | {"proofs": proofs}))
+    for proof in filter(None, map(fields["proofs"].__getitem__, PROOFS)):
+        proof["level"] = Level[proof["level"]]
+    return msgspec.convert(fields, Pair)
 
 
 def _open_locked(log: Path, *, create: bool) -> int:

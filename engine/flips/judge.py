@@ -130,8 +130,6 @@ def _judge_shown(plan: Plan, pairs: Sequence[Pair], ended: str) -> Judgement | N
     A alone shows it count: `pairs_to_confirm` of them in a row confirm, or `shown_to_confirm` where A shows it in some
     runs only. Pairs whose runs are copies of each other to the bit are one; if all are, it is so for this seed alone.
     """
-    if not plan.attempt:
-        return _judge_as_before(plan, pairs, ended)
     counted, spoilt = [], []
     for pair in pairs:
         if pair.b.shown:
@@ -145,7 +143,9 @@ def _judge_shown(plan: Plan, pairs: Sequence[Pair], ended: str) -> Judgement | N
     if len(spoilt) >= UNTESTABLE:
         return Judgement(UNTESTED, "; ".join(spoilt))
     shown = [pair for pair in counted if pair.a.shown]
-    distinct = len({(pair.a.trace, pair.b.trace) for pair in shown})
+    # Plans of earlier versions have no attempt, and their runs no trace.
+    traces = {(pair.a.trace, pair.b.trace) for pair in shown}
+    distinct = len(traces if plan.attempt else shown)
     always = len(shown) == len(counted)
     text = f"A shows it in {len(shown)} of {count_of(len(counted))}, B in none"
     needed = pairs_to_confirm(plan.attempt) if always else shown_to_confirm(plan.attempt)
@@ -183,27 +183,6 @@ def _spoils(plan: Plan, pair: Pair) -> str:
             "would tell (--steps)"
         )
     return ""
-
-
-def _judge_as_before(plan: Plan, pairs: Sequence[Pair], ended: str) -> Judgement | None:
-    """Judge a plan of an earlier version by the rules that it was made under."""
-    counted = [
-        p for p in pairs if not any(o.ended_from_outside and not o.shown for o in (p.a, p.b))
-    ]
-    for pair in counted:
-        if pair.b.shown:
-            return Judgement(KEEPS_IT, f"B shows it too, in pair {pair.number}: {pair.b.reason}")
-        if pair.b.shown is None:
-            text = f"B is unknown in pair {pair.number}: {pair.b.in_words()}"
-            return Judgement(INVALID, text)
-    shown = sum(pair.a.shown is True for pair in counted)
-    text = f"A shows it in {shown} of {count_of(len(counted))}, B in none"
-    if shown >= plan.pairs_min and (shown == len(counted) or sign_bound(shown) <= plan.alpha):
-        return Judgement(ENDS_IT, text)
-    if not shown and (ended or len(counted) >= plan.pairs_min):
-        why = f": {counted[-1].a.reason}" if counted else ""
-        return Judgement(NOT_SEEN, f"no run of A shows it either{why}")
-    return Judgement(INCONCLUSIVE, f"{text}; {ended}") if ended else None
 
 
 def interval_of(plan: Plan, pairs: Sequence[Pair]) -> Interval | None:

@@ -1,8 +1,7 @@
 """A pair of runs, one of each arm, and what must hold before their times may be compared, proved from the logs and not
 from the request (`proofs`):
 
-    flipped    the settings on disk differ in exactly the planned ones; each arm's decisions follow its
-               settings; where kernels are counted, the arms did not run the same ones
+    flipped    the settings on disk differ in exactly the planned ones; each arm's decisions follow its settings
     equal      device, precision, rows, tokens and models are the same in both, except what the changed
                setting is meant to change: nothing fell back silently
     parity     first losses and the teacher's held-out loss agree; applies only to settings that must not
@@ -108,8 +107,6 @@ beyond it is worthless; the number is a judgement, not a law."""
 NO_CLOCKS = "no reading of the clocks fell into the measured steps of both arms"
 REDACTED = "[redacted: "
 """Prefix that replaces a secret in a run folder."""
-BACKEND = "teacher.backend"
-QUANTIZED = "quantized"
 
 
 def proofs(plan: Plan, a: Outcome, b: Outcome, flip: Path) -> dict[str, Verdict | None]:
@@ -197,9 +194,6 @@ def flipped(plan: Plan, a: Outcome, b: Outcome, flip: Path) -> Verdict:
     """Prove that the arms differ in the planned settings and in no other."""
     verdicts = [settings_differ(plan, a, b, flip)]
     verdicts += [_decided(change, a, b) for change in plan.changes]
-    if BACKEND in plan.keys:
-        verdicts.append(_other_kernels(a, b))
-    verdicts += [_other_readings(change, a, b) for change in plan.changes if change.key == SAMPLING]
     return lowest(verdicts)
 
 
@@ -251,29 +245,6 @@ def _decided(change: Change, a: Outcome, b: Outcome) -> Verdict:
     if choices[0] == choices[1]:
         return Verdict(Level.FAIL, f"NotFlipped: {key} came to {choices[0]} in both arms")
     return Verdict(Level.PASS, f"{key} was {choices[0]} in A and {choices[1]} in B")
-
-
-def _other_kernels(a: Outcome, b: Outcome) -> Verdict:
-    """Prove that different kernels ran, when a block-quantised teacher is involved and kernels are counted."""
-    if QUANTIZED not in (a.choices.get(BACKEND), b.choices.get(BACKEND)):
-        return Verdict(Level.PASS, "no teacher in blocks is involved")
-    ran = [{name for name, count in (o.kernels or {}).items() if count} for o in (a, b)]
-    if not ran[0] and not ran[1]:
-        return Verdict(Level.UNKNOWN, "a teacher in blocks is involved and no kernels were counted")
-    if ran[0] == ran[1]:
-        text = f"NotFlipped: both arms ran the same kernels: {', '.join(sorted(ran[0]))}"
-        return Verdict(Level.FAIL, text)
-    only = [", ".join(sorted(ran[i] - ran[1 - i])) or "none" for i in (0, 1)]
-    return Verdict(Level.PASS, f"kernels of A alone: {only[0]}; of B alone: {only[1]}")
-
-
-def _other_readings(change: Change, a: Outcome, b: Outcome) -> Verdict:
-    """Prove that the arm with the shorter sampling interval has more readings of the machine."""
-    text = f"{a.readings} readings of the machine in A, {b.readings} in B"
-    often, seldom = (a, b) if 0 < change.a < (change.b or math.inf) else (b, a)
-    if often.readings <= seldom.readings:
-        return Verdict(Level.FAIL, f"NotFlipped: {text}")
-    return Verdict(Level.PASS, text)
 
 
 def equal(plan: Plan, a: Outcome, b: Outcome) -> Verdict:

@@ -99,8 +99,6 @@ OF_BURSTS = f"mean step time, of {4 * BURSTS} steps or more the median of the me
 SHOWN = "shown"
 """Metric of a flip that tests whether a setting ends something observed."""
 OLDER: dict[str, Any] = {
-    "level": 0.95,
-    "prior_weight": 10.0,
     "command": None,
     "observed": None,
     "attempt": 0,
@@ -167,9 +165,9 @@ class Plan:
     """Settings of arm A; none where the arms are a command."""
     source: str
     """Spec file or run folder that A comes from, or the line of the command."""
-    level: float = OLDER["level"]
+    level: float = LEVEL
     """Level of the deciding interval."""
-    prior_weight: float = OLDER["prior_weight"]
+    prior_weight: float = PRIOR_WEIGHT
     """Prior weight g of that interval."""
     command: Command | None = OLDER["command"]
     """Command of the arms; None for a spec."""
@@ -444,7 +442,7 @@ def _register(
 ) -> Plan:
     """Make the plan of these changes. A run may take half the budget, so that one pair always fits, up to
     RUN_LIMIT_S."""
-    plan = Plan(changes=changes, level=LEVEL, prior_weight=PRIOR_WEIGHT, **fields)
+    plan = Plan(changes=changes, **fields)
     _check_numbers(plan)
     what = " and ".join(map(str, changes)) or "nothing"
     usual = f"{what} changes {plan.metric} by more than {100 * plan.margin:g} %"

@@ -23,6 +23,7 @@ from engine.flips.fixes import fixes_of
 from engine.flips.watched import options_for, options_of
 from engine.log.events import FAIL, Judged
 from engine.log.folder import WatchedCommand
+from engine.log.observed import STALLS
 from engine.log.view import RunView
 from engine.spec import KEYS
 from engine.watch.rules.pace import DATA_SHARE, MORE_WORKERS
@@ -125,7 +126,6 @@ def _of_decisions(view: RunView) -> Iterator[Proposal]:
 
 # Watched scripts.
 
-STALLS = ("stalled", "stalled_at_start")
 GPU, RANKS, COMPILES, LOADER = "gpu", "ranks", "compiles", "loader"
 WORKERS = ("--num-workers", "--workers", "--n-workers", "--num-data-workers", "--loader-workers")
 

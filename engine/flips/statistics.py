@@ -177,13 +177,13 @@ def diagnose(
         found["autocorrelation"] = f"neighbouring pairs correlate by {correlation:+.2f}"
     ba = [d for d, first in zip(differences, b_first, strict=True) if first]
     ab = [d for d, first in zip(differences, b_first, strict=True) if not first]
-    order, p = _two_sample_t(ab, ba)
+    order, p = _slope_t(differences, b_first) if min(len(ab), len(ba)) > 1 else (0.0, 1.0)
     if p < DIAGNOSIS_P_LIMIT:
         gap = math.expm1(statistics.fmean(ba) - statistics.fmean(ab))
         found["order"] = (
             f"pairs that began with B differ from the others by {gap:+.1%} (t = {order:.1f}, p = {p:.3f})"
         )
-    trend = _trend_p(differences, times_s) if n >= _ENOUGH_FOR_DIAGNOSIS else 1.0
+    _, trend = _slope_t(differences, times_s) if n >= _ENOUGH_FOR_DIAGNOSIS else (0.0, 1.0)
     if trend < DIAGNOSIS_P_LIMIT:
         found["trend"] = f"the difference drifts with time (p = {trend:.3f})"
     return found
@@ -255,31 +255,17 @@ def _lag_one(values: Sequence[float]) -> float:
     return sum(a * b for a, b in pairwise(centred)) / power if power else 0.0
 
 
-def _two_sample_t(left: Sequence[float], right: Sequence[float]) -> tuple[float, float]:
-    """Student's t with pooled variance, and its two-sided p; (0, 1) with fewer than two values on either
-    side."""
-    if len(left) < 2 or len(right) < 2:
+def _slope_t(values: Sequence[float], over: Sequence[float]) -> tuple[float, float]:
+    """Return Student's t of the slope of `values`, and its two-sided p; (0, 1) without a slope. Over 0 and 1 it is the
+    t of two samples with pooled variance."""
+    if len(set(over)) < 2 or len(set(values)) < 2:
         return 0.0, 1.0
-    degrees = len(left) + len(right) - 2
-    pooled = (
-        statistics.variance(left) * (len(left) - 1) + statistics.variance(right) * (len(right) - 1)
-    ) / degrees
-    error = math.sqrt(pooled * (1 / len(left) + 1 / len(right)))
-    gap = statistics.fmean(right) - statistics.fmean(left)
-    if error == 0:
-        return (0.0, 1.0) if gap == 0 else (math.copysign(math.inf, gap), 0.0)
-    return gap / error, 2 * t_tail(abs(gap / error), degrees)
-
-
-def _trend_p(values: Sequence[float], times: Sequence[float]) -> float:
-    """Two-sided p of the slope of `values` over `times`."""
-    if len(set(times)) < 2 or len(set(values)) < 2:
-        return 1.0
-    r = statistics.correlation(times, values)
-    degrees = len(values) - 2
-    if abs(r) >= 1:
-        return 0.0
-    return 2 * t_tail(abs(r) * math.sqrt(degrees / (1 - r * r)), degrees)
+    correlation, degrees = statistics.correlation(over, values), len(values) - 2
+    # Rounding can take a perfect correlation past 1.
+    if abs(correlation) >= 1:
+        return math.copysign(math.inf, correlation), 0.0
+    slope = correlation * math.sqrt(degrees / (1 - correlation**2))
+    return slope, 2 * t_tail(abs(slope), degrees)
 
 
 def t_tail(t: float, degrees: int) -> float:

@@ -66,8 +66,7 @@ class Answer(NamedTuple):
 class Meaning(NamedTuple):
     level: Level
     """PASS when the flip decided, FAIL when the arms compute different things, otherwise UNKNOWN."""
-    says: Answer | Callable[[Fields], Answer]
-    """With the names of PARTS and CONTROLS in braces."""
+    says: Callable[[Fields], Answer]
     requires: tuple[str, ...] = ()
     """The CONTROLS that a measured verdict needs; none for a verdict that measures nothing."""
     is_in_logs: bool = False
@@ -76,22 +75,7 @@ class Meaning(NamedTuple):
 
 def answer(fields: Fields) -> Answer:
     """Put a verdict into words. Raises KeyError, TypeError or ValueError for fields of no verdict."""
-    says = VERDICTS[fields["verdict"]].says
-    said = says if isinstance(says, Answer) else says(fields)
-    parts = _Parts(fields)
-    return Answer(*(text.format_map(parts) for text in said))
-
-
-class _Parts(dict[str, str]):
-    """The parts of sentences, each made when a sentence has it."""
-
-    def __init__(self, fields: Fields) -> None:
-        self.fields = fields
-
-    def __missing__(self, name: str) -> str:
-        if name in CONTROLS:
-            return str(self.fields["controls"][name]["reason"])
-        return PARTS[name](self.fields)
+    return VERDICTS[fields["verdict"]].says(fields)
 
 
 def busy_with(fields: Fields) -> float:
@@ -117,8 +101,10 @@ def affordable(fields: Fields) -> int | None:
 
 def _different(fields: Fields) -> Answer:
     """Say which setting to use, and what is missing before the number may be quoted."""
-    sentence = "{b} {does}: {effect}, more than the margin of {margin}"
-    action = "{set}" if fields["verdict"] == FASTER else "{keep}"
+    metric, is_less = METRICS[fields["metric"]], fields["verdict"] == FASTER
+    does = metric.less if is_less else metric.more
+    sentence = f"{_b(fields)} {does}: {_effect(fields)}, more than the margin of {_margin(fields)}"
+    action = _use(fields, b=is_less)
     controls = {name: fields["controls"][name] for name in ("AA", "positive")}
     for name, control in controls.items():
         if control["level"] == "fail":
@@ -145,17 +131,15 @@ def _did_not_complete(fields: Fields) -> Answer:
     pairs, took = censored["pairs"], censored["bound_ln_b_over_a"]
     states = ", ".join(str(state).replace("_", " ") for state in censored["states"])
     all_pairs = "the only pair" if pairs == 1 else f"any of {pairs} pairs"
-    failed, finished, use = (
-        ("{arm_b}", "{arm_a}", "{keep}")
-        if censored["arm"] == "B"
-        else ("{arm_a}", "{arm_b}", "{set}")
-    )
+    failed_b = censored["arm"] == "B"
+    failed, finished = _arm(fields, b=failed_b), _arm(fields, b=not failed_b)
     sentence = f"{failed} did not finish in {all_pairs} ({states}) and {finished} did"
     if took is not None:
         sentence += f", so it takes at least {math.exp(abs(took)):.1f} times as long"
     elif censored["p"] > ALPHA:
         more, options = _more_pairs(fields, math.ceil(-math.log2(ALPHA)))
         return Answer(sentence, f"{more}: so few failures may be chance", options)
+    use = _use(fields, b=not failed_b)
     return Answer(sentence, f"{use}, and read the log of {censored['arm']}")
 
 
@@ -163,13 +147,13 @@ def _inconclusive(fields: Fields) -> Answer:
     seen, is_open = "no pair could be compared", None in fields["interval"]
     if fields["effect"] is not None:
         rest = f" after {count_of(fields['n_pairs'])}, too few to tell"
-        seen = "{effect}" + (rest if is_open else ", margin {margin}")
+        seen = _effect(fields) + (rest if is_open else f", margin {_margin(fields)}")
     if fields["diagnostics"]["left_out"]:
         seen += "; runs were ended from outside"
     if fields["interrupted"]:
         return Answer(f"not decided yet, it was interrupted: {seen}", "continue it")
     if fields["metric"] == SHOWN:
-        return Answer("not decided: {reason}", "run it again with a larger --budget")
+        return Answer(f"not decided: {fields['reason']}", "run it again with a larger --budget")
     pairs, others = affordable(fields), busy_with(fields)
     if is_open:
         pairs = max(PAIRS_MIN, pairs or 0)
@@ -209,20 +193,22 @@ def _other_margin(fields: Fields) -> tuple[str, str]:
 
 def _invalid(fields: Fields) -> Answer:
     controls = fields["controls"]
+    reason = fields["reason"]
     if controls["manipulation"]["level"] == "fail":
-        action = "read in the log of B why the setting had no effect"
-        return Answer("the setting was not tested: {manipulation}", action)
+        sentence = f"the setting was not tested: {controls['manipulation']['reason']}"
+        return Answer(sentence, "read in the log of B why the setting had no effect")
     if controls["equal"]["level"] == "fail":
-        sentence = "more than the setting differs between the arms: {equal}"
+        sentence = f"more than the setting differs between the arms: {controls['equal']['reason']}"
         return Answer(sentence, "remove that difference and run it again")
-    if fields["diagnostics"]["findings"]:
+    if findings := fields["diagnostics"]["findings"]:
         action = "close the other programs" if busy_with(fields) else "let the machine become idle"
-        return Answer("the pairs disturb each other: {findings}", f"{action} and run it again")
+        sentence = f"the pairs disturb each other: {'; '.join(findings.values())}"
+        return Answer(sentence, f"{action} and run it again")
     if fields["metric"] == SHOWN:
-        return Answer("not tested: {reason}", "read the log of B")
+        return Answer(f"not tested: {reason}", "read the log of B")
     failed = [run for run in fields["raw_runs"] if run["state"] != "completed"]
     if not failed:
-        return Answer("nothing was measured: {reason}", "choose another --metric")
+        return Answer(f"nothing was measured: {reason}", "choose another --metric")
     states, arms = {run["state"] for run in failed}, sorted({run["arm"] for run in failed})
     if states == {ENDED_EARLY}:
         return Answer(
@@ -252,43 +238,59 @@ VERDICTS = {
     SLOWER: Meaning(Level.PASS, _different, _ALL),
     EQUIVALENT: Meaning(
         Level.PASS,
-        Answer(
-            "{b} makes no difference that matters: {effect}, within the margin of {margin}",
-            "{keep} and look for another cause",
+        lambda fields: Answer(
+            f"{_b(fields)} makes no difference that matters: {_effect(fields)}, within the margin of {_margin(fields)}",
+            f"{_use(fields, b=False)} and look for another cause",
         ),
         _ALL,
     ),
     DID_NOT_COMPLETE["A"]: Meaning(Level.PASS, _did_not_complete, _FLIPPED, is_in_logs=True),
     DID_NOT_COMPLETE["B"]: Meaning(Level.PASS, _did_not_complete, _FLIPPED, is_in_logs=True),
-    ENDS_IT: Meaning(Level.PASS, Answer("{b} ends it: {reason}", "{set}"), _FLIPPED),
+    ENDS_IT: Meaning(
+        Level.PASS,
+        lambda fields: Answer(
+            f"{_b(fields)} ends it: {fields['reason']}",
+            _use(fields, b=True),
+        ),
+        _FLIPPED,
+    ),
     ENDS_IT_HERE: Meaning(
         Level.PASS,
-        Answer("{b} ends it for this seed: {reason}", "let the script take a seed, {set}"),
+        lambda fields: Answer(
+            f"{_b(fields)} ends it for this seed: {fields['reason']}",
+            f"let the script take a seed, {_use(fields, b=True)}",
+        ),
         _FLIPPED,
     ),
     UNTESTED: Meaning(
         Level.UNKNOWN,
-        Answer("could not be tested: {reason}", "mend the change, or the run, and test it again"),
+        lambda fields: Answer(
+            f"could not be tested: {fields['reason']}",
+            "mend the change, or the run, and test it again",
+        ),
         is_in_logs=True,
     ),
     KEEPS_IT: Meaning(
         Level.PASS,
-        Answer("{b} does not end it: {reason}", "{keep} and look for another cause"),
+        lambda fields: Answer(
+            f"{_b(fields)} does not end it: {fields['reason']}",
+            f"{_use(fields, b=False)} and look for another cause",
+        ),
         _FLIPPED,
     ),
     NOT_SEEN: Meaning(
         Level.UNKNOWN,
-        Answer(
-            "not tested: {reason}",
+        lambda fields: Answer(
+            f"not tested: {fields['reason']}",
             "run it with more --steps or a longer --budget, as the run that showed it",
         ),
     ),
     INCONCLUSIVE: Meaning(Level.UNKNOWN, _inconclusive),
     PARITY_FAIL: Meaning(
         Level.FAIL,
-        Answer(
-            "not comparable, the arms compute different things: {parity}",
-            "{keep}, and compare the logs where the losses part",
+        lambda fields: Answer(
+            f"not comparable, the arms compute different things: {fields['controls']['parity']['reason']}",
+            f"{_use(fields, b=False)}, and compare the logs where the losses part",
         ),
         is_in_logs=True,
     ),
@@ -339,11 +341,6 @@ def _use(fields: Fields, *, b: bool) -> str:
     return f"{'set' if b else 'keep'} {', '.join(settings)}"
 
 
-def _does(fields: Fields) -> str:
-    metric = METRICS[fields["metric"]]
-    return metric.less if fields["verdict"] == FASTER else metric.more
-
-
 def _interval(fields: Fields) -> Interval:
     low, high = fields["interval"]
     return Interval(
@@ -380,6 +377,10 @@ def _verdict_of(ends: list[float], digits: int, margin: float) -> str | None:
     return decide(Interval(mean=mean, low=low, high=high, pairs=0, deviation=0.0), margin)
 
 
+def _margin(fields: Fields) -> str:
+    return _percent(fields["margin"])
+
+
 def _percent(share: float) -> str:
     return f"{100 * share:.2g} %"
 
@@ -396,17 +397,3 @@ def _more_pairs(fields: Fields, pairs: int) -> tuple[str, str]:
     budget = max(5, math.ceil(1.25 * minutes))
     lasting = f" (about {minutes} min)" if minutes else ""
     return f"run {pairs} pairs{lasting}", f"--pairs {pairs} --budget {budget}m"
-
-
-PARTS: dict[str, Callable[[Fields], str]] = {
-    "b": _b,
-    "arm_a": lambda fields: _arm(fields, b=False),
-    "arm_b": lambda fields: _arm(fields, b=True),
-    "keep": lambda fields: _use(fields, b=False),
-    "set": lambda fields: _use(fields, b=True),
-    "does": _does,
-    "effect": _effect,
-    "margin": lambda fields: _percent(fields["margin"]),
-    "reason": lambda fields: str(fields["reason"]),
-    "findings": lambda fields: "; ".join(fields["diagnostics"]["findings"].values()),
-}

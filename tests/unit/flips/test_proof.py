@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,8 +14,6 @@ from tests.support.flip_pairs import FACTS, outcome, plan, write_arms
 
 THREADS = Change(key="compute.threads", a=2, b=1)
 WAIT = Change(key="compute.thread_wait", a="auto", b="passive")
-BLOCKS = Change(key="teacher.backend", a="quantized", b="dequantized")
-BACKEND = {"teacher.backend": "quantized"}
 
 
 def test_settings_that_differ_as_planned_and_decisions_that_followed_them_are_proof(
@@ -66,31 +63,6 @@ def test_an_arm_that_never_came_to_decide_is_not_proved(tmp_path: Path) -> None:
     write_arms(tmp_path, made)
     early = outcome("B", None, state="over the limit", choices={})
     assert flipped(made, outcome("A"), early, tmp_path).level == Level.UNKNOWN
-
-
-@pytest.mark.parametrize(
-    ("kernels_b", "level"),
-    [
-        ({"dequantize": 9, "update": 3}, Level.FAIL),
-        ({"dequantize": 0, "update": 3}, Level.PASS),
-    ],
-)
-def test_a_marker_that_says_flipped_over_the_same_kernels_is_a_lie(
-    tmp_path: Path, kernels_b: dict[str, int], level: Level
-) -> None:
-    made = plan(BLOCKS)
-    write_arms(tmp_path, made)
-    a = outcome("A", choices={BLOCKS.key: "quantized"}, kernels={"dequantize": 9, "update": 3})
-    b = outcome("B", choices={BLOCKS.key: "dequantized"}, kernels=kernels_b)
-    assert flipped(made, a, b, tmp_path).level == level
-
-
-def test_a_teacher_in_blocks_without_counted_kernels_is_not_proved(tmp_path: Path) -> None:
-    made = plan(BLOCKS)
-    write_arms(tmp_path, made)
-    a = outcome("A", choices={BLOCKS.key: "quantized"})
-    b = outcome("B", choices={BLOCKS.key: "dequantized"})
-    assert flipped(made, a, b, tmp_path).level == Level.UNKNOWN
 
 
 @pytest.mark.parametrize("fact", [name for name in FACT_NAMES])
@@ -165,19 +137,10 @@ def test_an_arm_that_ended_early_has_fewer_steps_to_compare_and_no_other_ones() 
     assert equal(plan(THREADS), outcome("A"), other).level == Level.FAIL
 
 
-def test_a_run_that_was_read_as_often_as_the_other_was_not_flipped(tmp_path: Path) -> None:
-    change = Change(key="watch.sample_seconds", a=1.0, b=0.0)
-    made = plan(change)
-    write_arms(tmp_path, made)
-    a = outcome("A", facts=FACTS | {"device": "cuda"}, slowed=0.0, readings=30)
-    b = outcome("B", facts=FACTS | {"device": "cuda"}, readings=0)
-    assert flipped(made, a, b, tmp_path).level == Level.PASS
+def test_clocks_that_are_not_read_on_purpose_are_no_doubt() -> None:
+    made = plan(Change(key="watch.sample_seconds", a=1.0, b=0.0))
+    a, b = (outcome(arm, facts=FACTS | {"device": "cuda"}) for arm in "AB")
     assert equal(made, a, b).level == Level.PASS
-    same = replace(b, readings=30)
-    said = flipped(made, a, same, tmp_path)
-    assert said.level == Level.FAIL and "30 readings of the machine in A, 30 in B" in said.reason
-    back = plan(Change(key=change.key, a=0.0, b=1.0))
-    assert flipped(back, a, b, tmp_path).level == Level.FAIL
 
 
 def test_more_gpus_have_more_rows_and_have_not_fallen_back() -> None:
