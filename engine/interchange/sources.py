@@ -20,7 +20,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, BinaryIO, TypeAlias
 
 from engine import limits
 from engine.errors import BadInput
@@ -434,6 +434,7 @@ _TABLE = "table"
 _EMPTY = ("", "null", "none", "na", "n/a")
 Row: TypeAlias = tuple[int, dict[str, Any]]
 """The number of a line, and its cells by the names of their columns."""
+_TORN = "the last line is cut off and was left out: its writer was killed, or is still writing"
 
 
 def read_table(recorded: Recorded, given: Mapping[str, str]) -> None:
@@ -471,6 +472,10 @@ def _csv_rows(recorded: Recorded) -> Iterator[Row]:
             reader = csv.reader(file, delimiter=separator, strict=True)
             for cells in reader:
                 line = reader.line_num + 1
+                is_short = cells and len(cells) < len(header) and line > 2
+                if is_short and next(reader, None) is None and _is_torn(raw):
+                    recorded.warnings.append(_TORN)
+                    return
                 if cells and len(cells) != len(header):
                     expected = f"{len(header)} cells"
                     recorded.broken(_TABLE, f"{path} line {line}", expected, str(len(cells)))
@@ -479,6 +484,14 @@ def _csv_rows(recorded: Recorded) -> Iterator[Row]:
                     yield line, dict(zip(header, cells, strict=True))
         except (csv.Error, UnicodeDecodeError) as error:
             recorded.broken(_TABLE, f"{path} line {line + 1}", "a row of text", str(error)[:80])
+
+
+def _is_torn(raw: BinaryIO) -> bool:
+    """Return whether a file that has been read to its end ends within a line."""
+    if raw.read(1):
+        return False
+    raw.seek(-1, os.SEEK_END)
+    return raw.read(1) not in b"\r\n"
 
 
 def _json_rows(recorded: Recorded) -> Iterator[Row]:
@@ -490,6 +503,9 @@ def _json_rows(recorded: Recorded) -> Iterator[Row]:
                 row = parse_json(line, number, _TABLE)
             except BadInput:
                 row = None
+            if not isinstance(row, dict) and number > 1 and not line.endswith(b"\n"):
+                recorded.warnings.append(_TORN)
+                return
             if not isinstance(row, dict):
                 where = f"{recorded.path} line {number}"
                 recorded.broken(_TABLE, where, "a JSON object", f"{line[:_SHOWN]!r}")

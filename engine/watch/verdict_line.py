@@ -41,6 +41,8 @@ OF_THE_MACHINE = (
     "unaccounted",
 )
 """Alerts that other work on the machine can explain."""
+FEWEST_IMPORTED = 10
+"""Fewest logged steps of an imported run whose silence is a verdict."""
 MOST_ALERTS = 200
 """Most alerts that are considered; there are fewer rules than that."""
 SAYS_THE_SAME = "identity_fails"
@@ -167,7 +169,12 @@ def verdict_of(view: RunView, state: str, path: object = "RUN") -> RunVerdict:
     if view.process is not None:
         text = "its steps and its loss are not seen from outside"
     elif has_ended(state):
-        text = "it ended before anything could be judged"
+        few = len(view.steps) if view.imported is not None else 0
+        text = (
+            f"{few} logged steps are too few to judge"
+            if few
+            else "it ended before anything could be judged"
+        )
     else:
         phase = "starting" if view.phase is None else event_text(view.phase)
         text = f"{phase}, no step yet"
@@ -345,7 +352,12 @@ def _what_was_judged(view: RunView) -> str:
         parts.append(f"{unknown} could not be judged")
     if passed and (stages := len(view.audited_steps)):
         parts.append(f"{stages} step{'s' * (stages > 1)} audited")
-    if not passed and len(view.steps) and ("watch" in view.clocks or view.imported is not None):
+    fewest = FEWEST_IMPORTED if view.imported is not None else 1
+    if (
+        not passed
+        and len(view.steps) >= fewest
+        and ("watch" in view.clocks or view.imported is not None)
+    ):
         of = ", of which only the logged numbers could be judged" if view.imported else ""
         parts.append(f"no alert in {view.last_step:,} steps{of}")
     return ", ".join(parts) if passed or (parts and len(view.steps)) else ""

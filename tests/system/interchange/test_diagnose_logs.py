@@ -188,6 +188,18 @@ def test_standard_input_is_read_as_a_text(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.parametrize("kind", ["json_lines", "table"])
+def test_a_last_line_that_is_cut_off_is_left_out_and_mentioned(kind: str, tmp_path: Path) -> None:
+    path = KINDS[kind](falling(), tmp_path)
+    whole = path.read_bytes().rstrip(b"\r\n")
+    path.write_bytes(whole[: whole.rfind(b"\n") + 8])
+    code, found = diagnosed(path)
+    assert code == 0 and "in 299 steps" in found["verdict"]["line"]
+    assert "the last line is cut off" in engine_here("diagnose", path, "--series").stdout
+    path.write_bytes(path.read_bytes() + b"\n" + whole[-30:])
+    assert engine_here("diagnose", path).returncode == 65
+
+
 HOSTILE = {
     "bytes.log": bytes(range(256)) * 20,
     "empty.csv": b"",

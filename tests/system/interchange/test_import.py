@@ -366,7 +366,7 @@ BROKEN: list[tuple[str, str, Callable[[bytes], bytes], str]] = [
     ("wandb", "run-a.wandb", lambda data: b"step,loss\n1,2\n", "b'step,lo' at its begin"),
     ("wandb", "run-a.wandb", lambda data: data[:7], "no number"),
     ("csv", "a.csv", lambda data: b"", "an empty file"),
-    ("csv", "a.csv", lambda data: b"step,loss\n1,2\n3", "found 1"),
+    ("csv", "a.csv", lambda data: b"step,loss\n1,2\n3\n4,5\n", "found 1"),
     ("csv", "a.csv", lambda data: b"loss,loss\n1,2\n", "found 'loss,loss"),
     ("csv", "a.csv", lambda data: b'"loss\n1', "unexpected end of data"),
     ("csv", "a.jsonl", lambda data: b'{"loss": 1, "step": 1e300}', "found 1e+300 of loss"),
