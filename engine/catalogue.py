@@ -372,6 +372,7 @@ ALERTS: tuple[About, ...] = (
     _alert("non_finite", FAIL, "Was a loss, gradient or weight NaN or infinite?"),
     _alert("loss_not_below_guessing", FAIL, "Is the student worse than guessing?"),
     _alert("loss_stays_at_guessing", SUSPICION, "Has the loss left the level of guessing?"),
+    _alert("loss_is_constant", SUSPICION, "Does the loss depend on what is read and trained?"),
     _alert("loss_rose_for_good", SUSPICION, "Did the loss come back from a rise at the start?"),
     _alert("teacher_off_text", SUSPICION, "Does the teacher know the text that it is asked about?"),
     _alert("loss_at_alpha_ln_v", FAIL, "Is the loss that of a uniform student?"),

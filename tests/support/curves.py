@@ -100,6 +100,9 @@ def faults() -> dict[str, Fault]:
         "guesses": Fault(
             drawn(lambda s, n: math.log(50257) + n.gauss(0, 0.01)), "loss_flat_at_guessing", 1, 0
         ),
+        "reference_is_the_policy": Fault(
+            drawn(lambda s, n: 0.6931471824645996), "loss_is_constant", 1, 0
+        ),
         "rate_ends_early": Fault(
             drawn(learns, lr=lambda s: max(0.0, 1e-3 * (1 - s / 300))), "rate_is_dead", 300, 1
         ),
@@ -220,6 +223,8 @@ def healthy() -> dict[str, list[Point]]:
         "one_cycle": drawn(
             learns, lr=lambda s: 1e-3 * (s / 200 if s < 200 else max(1e-5, 1 - (s - 200) / 400))
         ),
+        "full_batch_converged": drawn(lambda s, n: 0.3 + 2 * math.exp(-s / 5)),
+        "losses_of_grpo": drawn(lambda s, n: 0.0),
         "short": drawn(learns, count=25),
         "starts_low": drawn(lambda s, n: 0.9 + n.gauss(0, 0.03) + 0.2 * math.exp(-s / 20)),
     }

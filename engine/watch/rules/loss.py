@@ -38,6 +38,8 @@ STAYS_NEAR = 0.03
 """Relative distance below ln V within which a loss counts as near it."""
 STAYS_VOCABULARY = 32
 """Smallest number of classes that is judged; with fewer, a loss near ln V may be the best possible."""
+CONSTANT_STEPS, CONSTANT, ZERO_LOSS = 50, 2e-6, 1e-5
+"""Fewest losses; share of the first by which rounding lets them differ; size of a loss that counts as 0."""
 RISE_FROM, RISE_ROWS = 100, 30
 """Steps since the start, and steps that are logged, from which a rise is not the transient of a warm-up."""
 RISE_FIRST, RISE_NEWEST = 5, 50
@@ -192,6 +194,28 @@ def loss_stays_at_guessing(case: Case) -> Symptom | None:
         case.span(rows),
         meaning="nothing is learnt: a learning rate far too large or too small, or labels that no input explains",
         **case.lower_rate(100),
+    )
+
+
+@rule(
+    reads=("loss",),
+    threshold=f"each loss of the run, {CONSTANT_STEPS} or more, is the same within {CONSTANT:g} of it, and not 0",
+)
+def loss_is_constant(case: Case) -> Symptom | None:
+    rows = case.steps(len(case.view.steps), at_least=CONSTANT_STEPS, session=False)
+    # A loss of 0 may be meant, as that of GRPO is.
+    first = case.column("loss", rows[:1])[0]
+    if abs(first) < ZERO_LOSS:
+        raise CannotJudge("the first loss is 0")
+    if any(abs(loss - first) > CONSTANT * abs(first) for loss in case.column("loss", rows)):
+        return None
+    return Symptom(
+        f"the loss has been {first:.6g} in each of {len(rows)} steps",
+        [("loss", first, "expected to differ from batch to batch")],
+        case.span(rows),
+        meaning="nothing that is trained or read reaches the loss: one model on both sides, as a reference that is the "
+        "policy itself (ln 2 in DPO), an output that is saturated or cut off, or one batch for ever",
+        no_flip="compare the two sides of the loss, and the outputs of two different batches",
     )
 
 
