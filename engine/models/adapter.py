@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,14 @@ from torch.nn import functional as F
 
 from engine.errors import BadInput, WeightsError
 from engine.files import parse_json
-from engine.formats.adapter import ADAPTER_CONFIG, ADAPTER_FILE
+from engine.formats.adapter import (
+    ADAPTER_CONFIG,
+    ADAPTER_FILE,
+    AdapterFolder,
+    base_of,
+    is_adapter,
+    read_adapter,
+)
 from engine.formats.open import open_weights
 from engine.formats.safetensors import write_safetensors
 from engine.kernels.linear import ROWS, frozen_product
@@ -92,9 +99,14 @@ def scale_of(rank: int, alpha: float, rslora: bool) -> float:
     return alpha / (math.sqrt(rank) if rslora else rank)
 
 
-def adapt(decoder: Decoder, student: StudentSection, seed: int) -> Decoder:
-    """Freeze a decoder in place and give it adapters. A is drawn as peft draws it, by `seed`. Raises BadInput."""
+def adapt(
+    decoder: Decoder, student: StudentSection, seed: int, start: AdapterFolder | None = None
+) -> Decoder:
+    """Freeze a decoder in place and give it adapters: those of `start`, or new ones, of which A is drawn by `seed` as
+    peft draws it. Raises BadInput, also for a start that has other settings, and WeightsError."""
     targets = targets_of(decoder.config, student.adapter_targets)
+    if start is not None:
+        _check_settings(student, start)
     scale = scale_of(student.adapter_rank, student.adapter_alpha, student.adapter_rslora)
     generator = torch.Generator().manual_seed(seed)
     for name in targets:
@@ -114,22 +126,57 @@ def adapt(decoder: Decoder, student: StudentSection, seed: int) -> Decoder:
             module.register_buffer(name, parameter.detach(), persistent=False)
     for module in decoder.modules():
         module._non_persistent_buffers_set.update(module._buffers)
+    if start is not None:
+        _take(decoder, start)
     return decoder
+
+
+def _check_settings(student: StudentSection, start: AdapterFolder) -> None:
+    for name, given, key in (
+        ("adapter_rank", student.adapter_rank, "r"),
+        ("adapter_alpha", student.adapter_alpha, "lora_alpha"),
+        ("adapter_rslora", student.adapter_rslora, "use_rslora"),
+    ):
+        if given != start.about.get(key, False):
+            raise BadInput.expected(
+                f"student.{name}",
+                start.path,
+                f"{start.about.get(key, False)}, as the adapter has that is gone on from",
+                str(given),
+            )
+
+
+@torch.no_grad()
+def _take(decoder: Decoder, start: AdapterFolder) -> None:
+    """Take the matrices of an adapter over. Raises WeightsError where it adapts other matrices."""
+    names = {name: parameter for name, parameter, _ in _named(decoder)}
+    with open_weights(start.path / ADAPTER_FILE) as weights:
+        if odd := sorted(names.keys() ^ weights.tensors.keys()):
+            found = f"{odd[0]} in one of them alone"
+            expected = "the matrices of student.adapter_targets"
+            raise WeightsError.expected("adapter", start.path, expected, found)
+        for name, parameter in names.items():
+            tensor = weights.get(name)
+            if not isinstance(tensor, Tensor) or tensor.shape != parameter.shape:
+                raise WeightsError.expected(
+                    "adapter", f"{start.path}, {name}", str(tuple(parameter.shape)), "another shape"
+                )
+            parameter.copy_(tensor)
+
+
+def _named(decoder: Decoder) -> Iterator[tuple[str, Tensor, LoraLinear]]:
+    """Yield the matrices of the adapters with the names that peft gives them, and their layers."""
+    names = hf_names(decoder.config)
+    for path, module in decoder.named_modules():
+        if isinstance(module, LoraLinear):
+            of = f"{_PREFIX}{names[f'{path}.weight'].removesuffix('.weight')}"
+            yield f"{of}.lora_A.weight", module.lora_A, module
+            yield f"{of}.lora_B.weight", module.lora_B, module
 
 
 def adapter_tensors(decoder: Decoder, dtype: torch.dtype) -> dict[str, Tensor]:
     """Return the adapters in `dtype` by the names that peft gives them."""
-    names = hf_names(decoder.config)
-    return {
-        f"{_PREFIX}{names[f'{path}.weight'].removesuffix('.weight')}.{part}.weight": getattr(
-            module, part
-        )
-        .detach()
-        .to(dtype)
-        for path, module in decoder.named_modules()
-        if isinstance(module, LoraLinear)
-        for part in ("lora_A", "lora_B")
-    }
+    return {name: one.detach().to(dtype) for name, one, _ in _named(decoder)}
 
 
 def write_adapter(
@@ -140,7 +187,7 @@ def write_adapter(
     about: dict[str, Any] = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": student.path,
+        "base_model_name_or_path": _base_of(student),
         "r": student.adapter_rank,
         "lora_alpha": student.adapter_alpha,
         "use_rslora": student.adapter_rslora,
@@ -157,6 +204,12 @@ def write_adapter(
     # Not in the configuration, in which peft warns of a key that it does not know.
     metadata = {"format": "pt", BASE_ROWS: json.dumps(base_rows(decoder))}
     write_safetensors(folder / ADAPTER_FILE, adapter_tensors(decoder, dtype), metadata)
+
+
+def _base_of(student: StudentSection) -> str:
+    """Return the path of the base: the student's, or that of the adapter which it goes on from."""
+    folder = Path(student.path)
+    return str(base_of(folder, read_adapter(folder))) if is_adapter(folder) else student.path
 
 
 def base_rows(decoder: Decoder) -> list[float]:

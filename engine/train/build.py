@@ -26,6 +26,7 @@ import torch
 from engine.catalogue import skipped_ids
 from engine.data.batches import Batch
 from engine.errors import BadInput
+from engine.formats.adapter import AdapterFolder
 from engine.formats.open import open_weights
 from engine.formats.safetensors import tensors_sha256
 from engine.log.beats import BeatWriter
@@ -199,12 +200,14 @@ class Builder:
         spec, device = self.spec, self.device
         if spec.student.adapter != "none":
             dtype = torch_dtype(spec.student.precision)
-            blocks = self.plan.inputs.student_blocks is not None
-            base = (
-                load_block_base(spec.student.path, dtype, device)
-                if blocks
-                else load_decoder(Path(spec.student.path), dtype, device, spec.model)
-            )
+            with open_weights(spec.student.path) as weights:
+                start = weights if isinstance(weights, AdapterFolder) else None
+                source = weights if start is None else start.base
+                base = (
+                    load_block_base(source, dtype, device)
+                    if self.plan.inputs.student_blocks is not None
+                    else load_decoder(source, dtype, device, spec.model)
+                )
             if not base.config.native:
                 raise BadInput.expected(
                     "student.adapter",
@@ -212,7 +215,7 @@ class Builder:
                     "a model that the native decoder runs",
                     "one that transformers runs",
                 )
-            return adapt(base, spec.student, spec.train.seed)
+            return adapt(base, spec.student, spec.train.seed, start)
         if spec.student.path:
             return load_decoder(Path(spec.student.path), torch.float32, device, spec.model)
         return new_decoder(self.plan.inputs.student, seed=spec.train.seed).to(device)

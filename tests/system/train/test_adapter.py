@@ -112,6 +112,21 @@ def test_peft_loads_it_with_the_same_logits_and_merges_it_to_the_same(
         assert torch.allclose(merged, wanted, atol=1e-4)
 
 
+def test_a_run_goes_on_from_an_adapter(
+    kit: Kit, base: Path, adapted: RunFolder, tmp_path: Path
+) -> None:
+    how = LORA | {"student__path": str(adapted.student), "train__steps": 2, "checkpoint__every": 0}
+    run, code = carried_out(kit, tmp_path / "runs", **how)
+    assert code == 0
+    began = {one.subject: one.loss for one in of(run, Evaluated) if not one.saved}
+    ended = next(one.loss for one in of(adapted, Evaluated) if one.saved)
+    assert began["untrained"] == pytest.approx(ended, abs=1e-5)
+    about = json.loads((run.student / ADAPTER_CONFIG).read_text())
+    assert Path(about["base_model_name_or_path"]) == base
+    _, code = carried_out(kit, tmp_path / "other", **how | {"student__adapter_rank": 8})
+    assert code == 65
+
+
 def test_an_adapter_is_not_merged_into_a_base_of_other_weights(
     kit: Kit, adapted: RunFolder, tmp_path: Path
 ) -> None:
