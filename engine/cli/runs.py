@@ -42,6 +42,11 @@ def add_runs_arguments(parser: argparse.ArgumentParser) -> None:
         default="",
         help="only runs for which all terms hold: a word, /regex/, state:WORD, tag:WORD, lr>0.001",
     )
+    parser.add_argument(
+        "--metrics",
+        action="store_true",
+        help="print them in the OpenMetrics format, for the textfile collector of node_exporter",
+    )
     add_json(parser, "print one JSON list")
 
 
@@ -50,6 +55,7 @@ def list_runs(arguments: argparse.Namespace) -> int:
 
     engine runs                                  the runs in ./runs
     engine runs DIR --json                       as one JSON list
+    engine runs --metrics                        for Prometheus; `engine serve` answers them at /metrics
     engine runs --filter 'lr>0.001 state:failed' the runs for which all terms hold; a setting by its short
                                                  name or as section.key, compared by > < >= <= = !=
     """
@@ -60,6 +66,8 @@ def list_runs(arguments: argparse.Namespace) -> int:
     from engine.log.text import status_text
     from engine.watch.verdict_line import verdict_of
 
+    if arguments.metrics:
+        return _print_metrics(arguments.folder, arguments.filter)
     found = find_runs(arguments.folder)
     settings = {run.path: settings_of(run) for run in found} if arguments.filter else {}
     wanted = parse_filter(arguments.filter, {key for one in settings.values() for key in one})
@@ -101,6 +109,19 @@ def list_runs(arguments: argparse.Namespace) -> int:
     for folder, _, text in rows:
         notes = " ".join(f"[{tag}]" for tag in _notes_of(folder).tags)
         put(f"{folder.name:{width}}  {text}{' ' if notes else ''}{notes}")
+    return 0
+
+
+def _print_metrics(folder: Path, terms: str) -> int:
+    from engine.log.filters import parse_filter
+    from engine.watch.metrics import metrics_text
+    from engine.watch.runs_feed import RunsFeed
+
+    snapshot = RunsFeed((folder,), budget_s=math.inf, first_share=1).poll()
+    names = {name for row in snapshot.rows for name in row.settings}
+    wanted = parse_filter(terms, names)
+    rows = [row for row in snapshot.rows if not wanted.terms or wanted.matches(row.subject)]
+    put(metrics_text(rows), end="", exact=True)
     return 0
 
 

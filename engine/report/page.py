@@ -346,7 +346,7 @@ def _page(title: str, body: str) -> str:
         f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">\n'
         f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">\n'
         f'<meta name="viewport" content="width=device-width, initial-scale=1"><title>{as_html(title)}</title>\n'
-        f"<style>{STYLE}</style></head>\n<body>{body}<script>{SCRIPT}</script></body></html>\n"
+        f"<style>{STYLE}</style></head>\n<body><main>{body}</main><script>{SCRIPT}</script></body></html>\n"
     )
 
 

@@ -95,6 +95,9 @@ class Guard:
             return PlainTextResponse(text, 403)
         if origin is not None and origin != f"http://{host}":
             return PlainTextResponse("Expected no other origin.\n", 403)
+        bearer = request.headers.get("authorization", "").partition("Bearer ")[2]
+        if self._is_token(bearer):
+            return None
         given = request.query_params.get("token")
         if not self._is_token(request.cookies.get(self._cookie) if given is None else given):
             text = "Expected the token: open the URL that `engine serve` printed.\n"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -19,8 +20,10 @@ from engine.errors import BadInput
 from engine.report import page as report
 from engine.serve.access import Guard
 from engine.serve.folders import Folders
-from engine.serve.pages import document, error_state, list_page, report_page
+from engine.serve.pages import document, error_state, list_page, report_page, runs_of
 from engine.serve.topics import MOST_READERS, MOST_TOPICS, Topic, follow
+from engine.watch.metrics import CONTENT_TYPE, metrics_text
+from engine.watch.runs_feed import READING
 
 PORT = 8765
 STALLED_MS = 30_000
@@ -36,7 +39,8 @@ class _Site:
         self._folders = Folders(given)
         self._topics: dict[str, Topic] = {}
         self._pool = ThreadPoolExecutor(2, "pages")
-        self._list = list_page(self._folders)
+        self._runs = runs_of(self._folders)
+        self._list = list_page(self._folders, self._runs)
         # Before the URL is open, a thousand runs can be read.
         self._pool.submit(self._list)
 
@@ -63,6 +67,11 @@ class _Site:
         state = missing if topic is None else await topic.refresh()
         return HTMLResponse(document(state, wanted, page if topic else "/"), state.status)
 
+    async def metrics(self, request: Request) -> Response:
+        found = await asyncio.get_running_loop().run_in_executor(self._pool, self._runs)
+        rows = [row for row in found.rows if row.state != READING]
+        return Response(metrics_text(rows), media_type=CONTENT_TYPE)
+
     async def follow(self, request: Request) -> ASGIApp:
         readers = sum(one.readers for one in self._topics.values())
         if readers >= MOST_READERS:
@@ -88,6 +97,7 @@ def build_app(given: Sequence[Path], token: str, port: int) -> ASGIApp:
         Route("/", site.show),
         Route("/page/{key}", site.show),
         Route("/events", site.follow),
+        Route("/metrics", site.metrics),
         *(Route(path, file) for path in (*of_report, "/page.js", "/page.css")),
     ]
     pages = Starlette(routes=routes)

@@ -89,20 +89,30 @@ def report_page(folders: Folders, path: Path) -> Callable[[], State]:
 # The list
 
 
-def list_page(folders: Folders) -> Callable[[], State]:
-    """Return what renders the list: live runs first, the worst first of them."""
+def runs_of(folders: Folders) -> Callable[[], RunsSnapshot]:
+    """Return what reads the runs; within EVERY_S / 2 it returns what it has."""
     # A request that waits for the first reading, which begins with the server, shows what that has found.
     lock, read_s = threading.Lock(), -math.inf
     feed = RunsFeed(folders.given, budget_s=READ_S, first_share=1, accepts=folders.accepts)
     snapshot: RunsSnapshot
-    others: dict[Path, tuple[object, str]] = {}
 
-    def render() -> State:
+    def read() -> RunsSnapshot:
         nonlocal snapshot, read_s
         with lock:
             if time.monotonic() > read_s + EVERY_S / 2:
                 snapshot = feed.poll()
                 read_s = time.monotonic()
+            return snapshot
+
+    return read
+
+
+def list_page(folders: Folders, read: Callable[[], RunsSnapshot]) -> Callable[[], State]:
+    """Return what renders the list: live runs first, the worst first of them."""
+    others: dict[Path, tuple[object, str]] = {}
+
+    def render() -> State:
+        snapshot = read()
         rows = sorted(snapshot.rows, key=_place)
         drawn = {f"part-{key_of(row.path)}": (row, _run_row(row)) for row in rows}
         listed = {path: _listed(folders, path, others) for path in folders.flips_and_findings()}

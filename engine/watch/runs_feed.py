@@ -18,6 +18,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from engine.errors import RunLogError
+from engine.log.events import GpuSample
 from engine.log.filters import Subject
 from engine.log.folder import RunFolder, is_run, settings_of
 from engine.log.follow import Follower
@@ -81,6 +82,8 @@ class RunRow:
     """Level of the verdict; empty if there is none."""
     curve: tuple[float | None, ...] = ()
     """The loss in at most CURVE_POINTS equal parts of the run; None where a part has a value that is not finite."""
+    gpus: tuple[GpuSample, ...] = ()
+    """Newest readings of each GPU, while a process of the run exists."""
     tags: tuple[str, ...] = ()
     note: str = ""
     words: tuple[str, ...] = ()
@@ -372,6 +375,7 @@ def _row_of(
     settings = {} if beside is None else beside.settings
     notes = Notes() if beside is None else beside.notes
     known = state not in (UNREADABLE, READING)
+    is_alive = alive is not None and (alive.trainer or alive.supervisor)
     return RunRow(
         path=found.run.path,
         name=found.name,
@@ -384,7 +388,7 @@ def _row_of(
         age_s=age_s,
         error=error,
         left_s=None if has_ended(state) or state == UNREADABLE else view.eta_s(),
-        alive=alive is not None and (alive.trainer or alive.supervisor),
+        alive=is_alive,
         # `error` sorts before `warning`, so alphabetical order puts the worst first.
         alerts=tuple(sorted(alerts)),
         settings=settings,
@@ -394,6 +398,7 @@ def _row_of(
         verdict=verdict.line if known else one_line((error or "").rpartition(" — ")[2]),
         level=verdict.level if known else "",
         curve=curve_of(view.steps),
+        gpus=tuple(view.gpus.values()) if is_alive else (),
         tags=notes.tags,
         note=notes.text,
         words=_words_of(view, alive, verdict) if known and alive is not None else (),

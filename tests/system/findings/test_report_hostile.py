@@ -32,7 +32,21 @@ HOSTILE = (
 )
 TAGS = {
     *("html", "head", "meta", "title", "style", "body", "h1", "h2", "pre", "div", "s"),
-    *("script", "b", "figure", "details", "summary", "table", "tr", "th", "td", "dl", "dt", "dd"),
+    *(
+        "script",
+        "main",
+        "b",
+        "figure",
+        "details",
+        "summary",
+        "table",
+        "tr",
+        "th",
+        "td",
+        "dl",
+        "dt",
+        "dd",
+    ),
     *("svg", "rect", "text", "line", "polyline", "polygon"),
 }
 
