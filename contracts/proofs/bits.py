@@ -6,7 +6,8 @@ from __future__ import annotations
 
 import torch
 
-from engine.contracts.proving import PROVED, REFUTED, Proved, unsatisfiable
+from contracts.proofs.methods import unsatisfiable
+from engine.contracts.proving import PROVED, REFUTED, Proved
 from engine.quant.blocks import BLOCK_TYPES
 from engine.quant.reference import _six_bits, _twelve_bytes, pack, unpack
 

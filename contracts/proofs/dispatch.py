@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 from dataclasses import replace
 
-from engine.contracts.proving import Proved, enumerated
+from contracts.proofs.methods import enumerated
+from engine.contracts.proving import Proved
 from engine.errors import BadInput
 from engine.machine.allocator import choose_allocator
 from engine.machine.cuda_facts import NO, YES

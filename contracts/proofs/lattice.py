@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 
-from engine.contracts.proving import Proved, enumerated
+from contracts.proofs.methods import enumerated
+from engine.contracts.proving import Proved
 from engine.contracts.status import Answer, Rank, meet
 
 

@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from engine.contracts.proving import Proved, unsatisfiable
+from contracts.proofs.methods import unsatisfiable
+from engine.contracts.proving import Proved
 from engine.loss.reference import reference_loss
 
 IDS = 4

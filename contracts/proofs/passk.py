@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 import math
 
-from engine.contracts.proving import Proved, enumerated
+from contracts.proofs.methods import enumerated
+from engine.contracts.proving import Proved
 from engine.evaluate.passk import pass_at_k
 
 MOST = 9

@@ -7,7 +7,8 @@ from __future__ import annotations
 import itertools
 import math
 
-from engine.contracts.proving import Proved, unsatisfiable
+from contracts.proofs.methods import unsatisfiable
+from engine.contracts.proving import Proved
 from engine.flips.statistics import Interval, decide
 
 ENDS = tuple(x / 20 for x in range(-6, 7))

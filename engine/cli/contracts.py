@@ -68,7 +68,7 @@ def _validate(a: argparse.Namespace) -> int:
     loaded = checked_contracts(a.files, Path())
     problems = sorted(problem for one in loaded for problem in one.problems)
     if a.rules == "pv":
-        problems = [p for p in problems if p.rule in PV]
+        problems = [p for p in problems if p.rule.startswith(PV)]
     warnings = sum(problem.severity == WARNING for problem in problems)
     errors = len(problems) - warnings
     if a.format == "json":

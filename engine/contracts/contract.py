@@ -18,7 +18,7 @@ import msgspec
 from engine.contracts.problems import ERROR, Problem
 from engine.contracts.rules import check_own, check_upstream
 from engine.contracts.schema import CONTRACT, DIALECT, Walk
-from engine.contracts.source import Marker, Sources, split_node
+from engine.contracts.source import Sources, split_node
 from engine.contracts.yaml_tree import Unreadable, parse_tree, read_raw
 from engine.errors import BadInput
 
@@ -230,29 +230,18 @@ def _check_markers(loaded: Sequence[Loaded], sources: Sources, *, whole: bool) -
     contracts = {name: one.contract for name, one in by_name.items()}
     for marker in sources.markers:
         contract = contracts.get(marker.contract)
+        # Where no file has that name, the problem is attached to the first one.
+        one, words = by_name.get(marker.contract, loaded[0]), ""
         if contract is not None:
             bound = {sources.place_of(reference) for reference in contract.binds}
             if (marker.file, marker.name) not in bound:
-                words = "stands over code that the contract does not bind"
-                _tell(by_name[marker.contract], marker, words, sources.root)
+                words = "is above code that the contract does not bind"
         elif whole and marker.contract not in contracts:
-            # No file has that name, so the problem is attached to the first one.
-            _tell(loaded[0], marker, "names a contract that is not there", sources.root)
-
-
-def _tell(one: Loaded, marker: Marker, words: str, root: Path) -> None:
-    file = marker.file.relative_to(root) if marker.file.is_relative_to(root) else marker.file
-    one.walk.problems.append(
-        Problem(
-            file=str(file),
-            line=marker.line,
-            column=1,
-            rule="W-BIND",
-            severity=ERROR,
-            path=marker.contract,
-            text=f"`# contract: {marker.contract}` {words}",
-        )
-    )
+            words = "names a contract that is not there"
+        if words:
+            text = f"`# contract: {marker.contract}` {words}"
+            file, place = sources.name_of(marker.file), (marker.line, 1)
+            one.walk.add("W-BIND", (marker.contract,), text, place=place, file=file)
 
 
 def contract_files(paths: Sequence[Path], root: Path = Path()) -> list[Path]:

@@ -95,12 +95,9 @@ def code_hash(contract: Contract, sources: Sources) -> str:
     """One hash of all code that a contract's receipts are bound to."""
     digest = hashlib.sha256()
     for file in code_files(contract, sources):
-        name = (
-            str(file.relative_to(sources.root)) if file.is_relative_to(sources.root) else str(file)
-        )
         text = sources.text(file)
         content = "absent" if text is None else hashlib.sha256(text.encode()).hexdigest()
-        digest.update(f"{name}\0{content}\n".encode())
+        digest.update(f"{sources.name_of(file)}\0{content}\n".encode())
     return digest.hexdigest()
 
 

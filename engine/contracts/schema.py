@@ -200,15 +200,23 @@ class Walk:
         self.broken: set[Path] = set()
         """Values whose form was wrong; no further problems are reported for them."""
 
-    def add(self, rule: str, path: Path, text: str, place: tuple[int, int] | None = None) -> None:
-        """Add a problem at a value, or at the nearest enclosing value that exists."""
+    def add(
+        self,
+        rule: str,
+        path: Path,
+        text: str,
+        *,
+        place: tuple[int, int] | None = None,
+        file: str = "",
+    ) -> None:
+        """Add a problem at a value, or at the nearest enclosing value that exists; or at a place of another file."""
         known = path
         while known and known not in self.marks:
             known = known[:-1]
         line, column = place or self.marks.get(known, (1, 1))
         self.problems.append(
             Problem(
-                file=self.file,
+                file=file or self.file,
                 line=line,
                 column=column,
                 rule=rule,

@@ -50,6 +50,10 @@ class Sources:
         base = self.root.joinpath(*module.split("."))
         return base / "__init__.py" if base.is_dir() else base.with_suffix(".py")
 
+    def name_of(self, file: Path) -> str:
+        """Return the path of a file in the project; of one elsewhere its whole path."""
+        return str(file.relative_to(self.root) if file.is_relative_to(self.root) else file)
+
     def text(self, file: Path) -> str | None:
         if file not in self._texts:
             try:

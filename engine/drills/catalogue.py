@@ -1,7 +1,7 @@
 """Every drill: an incident, the short run in which it happens, and what must name it. No torch.
 
 A drill starts a run with the public command. Wrong files are made before it (`engine.drills.inputs`); for what
-happens to a process, the supervisor starts the trainer through `engine.drills.plant`. Some need neither: a plan that
+happens to a process, the supervisor starts the trainer through `engine.drills.planting`. Some need neither: a plan that
 cannot fit is a setting, and a kill comes from outside.
 """
 

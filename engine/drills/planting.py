@@ -3,6 +3,12 @@ engine while a context lasts: a read that does not come back, a slow disk, a loc
 that is never given back, a cache with another file.
 
 The function that plants a drill has its id as name. Those that hang begin at step AFTER, except `load_hangs`.
+
+    python -m engine.drills.planting DRILL -- ARGUMENTS
+
+is the trainer of a run with what a drill plants: apart from the function that it replaces the ordinary one, with the
+arguments of `python -m engine.train`. A supervisor starts it when APR_WORKBENCH_TRAINER names it, and records that in
+the log of the run.
 """
 
 from __future__ import annotations
@@ -10,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import sys
 import tempfile
 import threading
 import time
@@ -25,6 +32,7 @@ from engine.log.events import StepDone
 from engine.log.write import LogWriter
 from engine.teachers.frozen import FrozenDecoder
 from engine.train import trainer
+from engine.train.__main__ import main as train
 
 if TYPE_CHECKING:
     from engine.kernels.compiler import Variant
@@ -213,3 +221,14 @@ def _lay_over(victim: Any, other: Any) -> None:
         if file.name.startswith("__grp__"):
             content = content.replace(str(there).encode(), str(here).encode())
         (here / file.name).write_bytes(content)
+
+
+def main() -> int:
+    drill, _, *arguments = sys.argv[1:]
+    sys.argv = [sys.argv[0], *arguments]
+    with plant(drill):
+        return train()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -93,7 +93,7 @@ def start(
     Raises InternalError when the command refuses."""
     environment = {name: value for name, value in child.environment().items() if name != TRAINER}
     if plant:
-        environment[TRAINER] = f"engine.drills.plant {plant} --"
+        environment[TRAINER] = f"engine.drills.planting {plant} --"
     unheard = [] if "--resume" in arguments else ["--set", "notify.to=none"]
     command = child.command("engine", "distill", *arguments, *unheard, "--detach")
     if group is not None:

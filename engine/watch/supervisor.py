@@ -59,7 +59,7 @@ from engine.watch.observe import RunObserver
 
 TRAINER = "APR_WORKBENCH_TRAINER"
 """Environment variable with the module and arguments to start in place of `engine.train`, with the same
-arguments after them: drills do (`engine.drills.plant`). The watch log records it."""
+arguments after them: drills do (`engine.drills.planting`). The watch log records it."""
 _LAST_BYTES = 1 << 20
 LAUNCHER_BYTES = {b"d": "detached", b"h": "hangup"}
 

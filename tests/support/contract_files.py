@@ -126,15 +126,15 @@ def test_errors(broken):
     pass
 """
 
-PROOFS = """from engine.contracts.proving import Proved, enumerated
+PROOFS = """from engine.contracts.proving import PROVED, REFUTED, Proved
 
 
 def holds():
-    return enumerated(range(10), lambda x: None)
+    return Proved(result=PROVED, cases=10, detail="all of 10 cases")
 
 
 def fails():
-    return enumerated(range(10), lambda x: "odd" if x % 2 else None)
+    return Proved(result=REFUTED, cases=2, detail="1: odd")
 
 
 def gives_up():
@@ -142,7 +142,7 @@ def gives_up():
 
 
 def nothing():
-    return enumerated((), lambda x: None)
+    return Proved(result=PROVED, cases=0, detail="all of 0 cases")
 
 
 def breaks():

@@ -63,8 +63,8 @@ def add_tests_and_bugs(contract: dict[str, Any]) -> None:
     elsewhere = copy.deepcopy({**unseen, "id": "B-UNLOADED"})
     elsewhere["edit"] = {
         "module": "contracts.proofs.some",
-        "replace": "range(10), lambda x: None",
-        "with": "0",
+        "replace": "all of 10 cases",
+        "with": "none",
     }
     contract["qa_gate"]["planted"] += [unseen, elsewhere]
     for name in ("fails", "gives_up", "nothing", "breaks", "absent"):

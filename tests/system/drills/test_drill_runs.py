@@ -38,7 +38,7 @@ def test_incidents_are_named_through_the_command(tmp_path: Path) -> None:
     assert 1.0 < stalled["after_s"] < 240.0 and stalled["steps"] >= planting.AFTER - 2
     # The run says itself that its trainer was not the usual one.
     watch = (out / "loader_stalls" / "watch.jsonl").read_text()
-    assert "engine.drills.plant loader_stalls --" in watch and "APR_WORKBENCH_TRAINER" in watch
+    assert "engine.drills.planting loader_stalls --" in watch and "APR_WORKBENCH_TRAINER" in watch
     assert "2 PASS" in (out / "drills.txt").read_text()
     again = engine_here("drill", "loader_stalls", "--out", out)
     assert again.returncode == 65 and "one that exists" in again.stderr
