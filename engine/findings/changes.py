@@ -3,17 +3,22 @@ shell and a screen can work on the same finding. Errors are the engine's own."""
 
 from __future__ import annotations
 
+import dataclasses
+import getpass
 import os
+import platform
+import re
 import secrets
 from collections.abc import Iterable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+from msgspec.structs import replace
 
 from engine.errors import BadInput, RunLogError
-from engine.findings import finding as records
-from engine.findings.bundle import LOG, Bundle, copy_flip, copy_run, path_of, slug_of
+from engine.findings.bundle import LOG, Blobs, Bundle, copy_flip, copy_run, path_of, slug_of
 from engine.findings.check import check_bundle, faults_of_test
-from engine.findings.finding import Cause, Finding, Parent, Test
+from engine.findings.finding import CannotClose, Cause, Closed, Finding, Note, Parent, Test
 from engine.flips.ending import ending_plan
 from engine.flips.flip_folder import read_pairs, read_verdict
 from engine.flips.plan import Change, Plan
@@ -22,6 +27,7 @@ from engine.flips.verdicts import ENDS_IT, ENDS_IT_HERE, INVALID
 from engine.log.folder import RunFolder, read_command, settings_of
 from engine.log.follow import Follower
 from engine.log.observed import Observed, observation, run_id
+from engine.redact import Redactor
 from engine.sealing import now_utc
 
 
@@ -42,16 +48,60 @@ def begin(
     why_of: Bundle | None = None,
 ) -> Bundle:
     """Create a finding in `folder` about what `run` showed: `alert ID`, `check ID`, `identity ID` or `exit`; without a
-    name about what proves most. Raises BadInput."""
+    name about what proves most. Raises BadInput; also for an observation of another run than those that had the cause
+    of `why_of`."""
     observed = observation(run, name)
     slug = slug or slug_of(f"{run.name} {observed.id}")
+    if not re.fullmatch(r"[a-z0-9][a-z0-9-]{0,63}", slug):
+        raise BadInput.expected("finding", slug, "a name of a-z, 0-9 and -", repr(slug))
     source = os.path.relpath(run.path, path_of(folder, slug, now_utc()))
     parent = None if why_of is None else parent_of(why_of)
-    made = records.new_finding(slug, observed, source, parent)
+    if parent is not None and observed.run_id not in parent.runs:
+        expected = f"a run that had {parent.cause} of {parent.finding}"
+        raise BadInput.expected("observation", observed.run, expected, "another run")
+    made = Finding(
+        slug=slug,
+        host=platform.node(),
+        source=_cleaned(source),
+        observed=dataclasses.replace(
+            observed, run=_cleaned(observed.run), text=_cleaned(observed.text)
+        ),
+        parent=parent,
+        **_signed(),
+    )
     for one in suspects:
         change = _change_of(run.path, observed, one.assignment)
-        made = records.add_cause(made, one.assignment, change, one.why)
+        made = _with_cause(made, one.assignment, change, one.why)
     return Bundle.create(folder, made, copy_run(run))
+
+
+def _with_cause(finding: Finding, assignment: str, change: Change, why: str) -> Finding:
+    """Add a possible cause. Raises BadInput for one that it has."""
+    assignment = _clean(assignment, "change")
+    if any(cause.change == change for cause in finding.causes):
+        raise BadInput.expected("cause", finding.slug, "a new one", f"{change}, which it has")
+    id_ = f"c{len(finding.causes) + 1}"
+    cause = Cause(id=id_, assignment=assignment, change=change, why=_cleaned(why), **_signed())
+    return replace(finding, closed=None, causes=(*finding.causes, cause))
+
+
+def _signed() -> dict[str, Any]:
+    try:
+        user = getpass.getuser()
+    except (KeyError, OSError):
+        user = "unknown"
+    return {"author": user, "at": now_utc()}
+
+
+def _cleaned(text: str) -> str:
+    """Return a user's text for storage: without secrets, as valid UTF-8."""
+    return Redactor().text(text.encode("utf-8", "backslashreplace").decode()).text.strip()
+
+
+def _clean(text: str, what: str) -> str:
+    if kept := _cleaned(text):
+        return kept
+    raise BadInput.expected(what, "of the finding", "some words", "none")
 
 
 def parent_of(bundle: Bundle) -> Parent:
@@ -77,7 +127,7 @@ def suspect(bundle: Bundle, assignment: str, why: str = "") -> Finding:
     """Add a possible cause. Raises BadInput for what is no change of the observed run."""
     finding = bundle.load()
     change = _change_of(_source(bundle, finding), finding.observed, assignment)
-    return bundle.change(lambda f: records.add_cause(f, assignment, change, why))
+    return bundle.change(lambda now: _with_cause(now, assignment, change, why))
 
 
 def _source(bundle: Bundle, finding: Finding) -> Path:
@@ -114,11 +164,21 @@ def plan_test(
 
 
 def register(bundle: Bundle, cause: Cause, plan: Plan, flip: Path) -> Test:
-    """Register a test, before the flip in `flip` is begun. Raises BadInput for one that is there already."""
+    """Register a test, before the flip in `flip` is begun. Raises BadInput for one that is there already, and for a
+    plan of something else."""
     if os.path.lexists(flip):
         raise BadInput.expected("flip folder", flip, "a new one", "something")
-    where = os.path.relpath(flip.absolute(), bundle.path.resolve())
-    return bundle.change(lambda f: records.add_test(f, cause, plan, where)).tests[-1]
+    where = _cleaned(os.path.relpath(flip.absolute(), bundle.path.resolve()))
+
+    def with_test(finding: Finding) -> Finding:
+        if plan.observed != finding.observed:
+            expected = f"one that asks about {finding.observed.name} of {finding.observed.run}"
+            raise BadInput.expected("plan", finding.slug, expected, "another one")
+        id_ = f"t{len(finding.tests) + 1}"
+        test = Test(id=id_, cause=cause.id, plan_sha256=plan.sha256, flip=where, **_signed())
+        return replace(finding, closed=None, tests=(*finding.tests, test))
+
+    return bundle.change(with_test).tests[-1]
 
 
 def pending(bundle: Bundle) -> tuple[Test, Path] | None:
@@ -138,37 +198,78 @@ def record(bundle: Bundle, test: Test) -> Finding:
     if verdict is None or verdict["interrupted"]:
         raise BadInput.expected("flip", flip, "a verdict", "none: it has not ended")
     word, reason = verdict["verdict"], verdict["reason"]
-    finding = bundle.load()
-    told = records.with_verdict(finding, test, word, reason)
-    done = next(one for one in told.tests if one.id == test.id)
-    if faults := faults_of_test(finding, done, bundle.observed, flip):
+    ended = replace(test, verdict=word)
+    if faults := faults_of_test(bundle.load(), ended, bundle.observed, flip):
         word, reason = INVALID, f"does not verify: {faults[0]}"
-    copied = {} if faults else copy_flip(flip, test.id)
-    return bundle.change(lambda f: records.with_verdict(f, test, word, reason), copied)
+    return _end_test(bundle, test, word, reason, {} if faults else copy_flip(flip, test.id))
 
 
 def spend(bundle: Bundle, test: Test) -> Finding:
     """Record a test that was interrupted. It counts for nothing, and as an attempt: who may end a test when a run does
     not please him could otherwise confirm anything. Raises BadInput."""
     reason = "interrupted: its runs count for nothing, and the next test takes more pairs"
-    return bundle.change(lambda f: records.with_verdict(f, test, INVALID, reason))
+    return _end_test(bundle, test, INVALID, reason, {})
+
+
+def _end_test(bundle: Bundle, test: Test, verdict: str, reason: str, copied: Blobs) -> Finding:
+    ended = {"verdict": verdict, "reason": _cleaned(reason)}
+    return bundle.change(
+        lambda now: replace(
+            now, tests=tuple(replace(t, **ended) if t.id == test.id else t for t in now.tests)
+        ),
+        copied,
+    )
 
 
 def withdraw(bundle: Bundle, cause: str, why: str) -> Finding:
-    """Mark a cause as no longer suspected. Raises BadInput."""
-    return bundle.change(lambda f: records.withdraw(f, f.cause(cause), why))
+    """Mark a cause as no longer suspected; its tests still count as attempts. Raises BadInput."""
+
+    def without(finding: Finding) -> Finding:
+        left = finding.cause(cause)
+        done = replace(left, withdrawn=_clean(why, "reason"))
+        causes = tuple(done if one is left else one for one in finding.causes)
+        return replace(finding, closed=None, causes=causes)
+
+    return bundle.change(without)
 
 
 def note(bundle: Bundle, text: str) -> Finding:
     """Keep a person's words; they support nothing."""
-    return bundle.change(lambda f: records.add_note(f, text))
+    kept = Note(text=_clean(text, "note"), **_signed())
+    return bundle.change(lambda now: replace(now, notes=(*now.notes, kept)))
 
 
 def close(bundle: Bundle, unresolved: str = "") -> Finding:
     """Close with the confirmed cause, or as unresolved with a reason. Raises CannotClose, and BadInput for a finding
     that does not verify."""
     _must_be_sound(bundle)
-    return bundle.change(lambda f: records.close(f, unresolved))
+
+    def closed(finding: Finding) -> Finding:
+        if not unresolved and not finding.confirmed:
+            levels = ", ".join(f"{one.id} {finding.level_of(one)}" for one in finding.causes)
+            raise CannotClose(
+                f"finding: {finding.slug} — expected a cause that a test confirms, found {levels or 'none'}",
+                hint="`engine why test` runs the next experiment; --unresolved REASON closes without one",
+            )
+        done = Closed(
+            outcome="unresolved" if unresolved else "root-cause",
+            text=_clean(unresolved or _root_cause(finding), "reason"),
+            **_signed(),
+        )
+        return replace(finding, closed=done)
+
+    return bundle.change(closed)
+
+
+def _root_cause(finding: Finding) -> str:
+    """Return what the tests confirm, in one sentence."""
+    confirmed = [
+        f"{cause.assignment} ends it ({test.id}: {test.reason})"
+        for cause in finding.confirmed
+        for test in finding.tests
+        if test.cause == cause.id and test.verdict in (ENDS_IT, ENDS_IT_HERE)
+    ]
+    return f"{finding.observed.name} of {finding.observed.run}: {'; '.join(confirmed)}"
 
 
 def export(bundle: Bundle, to: Path | None = None) -> Bundle:

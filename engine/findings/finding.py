@@ -16,24 +16,19 @@ next to the folder records the seal too.
 
 from __future__ import annotations
 
-import dataclasses
-import getpass
 import json
-import platform
-import re
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Literal, TypeAlias
 
 import msgspec
 from msgspec import Meta
 from msgspec.structs import replace
 
 from engine.errors import EXIT_FAIL, BadInput, EngineError
-from engine.flips.plan import Change, Plan
+from engine.flips.plan import Change
 from engine.flips.verdicts import ENDS_IT, ENDS_IT_HERE, INVALID, KEEPS_IT, UNTESTED
 from engine.log.observed import Observed, observed_fields
 from engine.log.text import one_line
-from engine.redact import Redactor
-from engine.sealing import canonical, digest, now_utc
+from engine.sealing import canonical, digest
 
 SCHEMA = "apr-workbench/finding/2"
 Sha: TypeAlias = Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
@@ -182,114 +177,6 @@ class CannotClose(EngineError):
     """No test confirms a cause."""
 
     exit_code = EXIT_FAIL
-
-
-# What a finding becomes
-
-
-def new_finding(slug: str, observed: Observed, source: str, parent: Parent | None) -> Finding:
-    """Create a finding. Raises BadInput for a name that is no slug, and for an observation of another run than those
-    that had the parent's cause."""
-    if not re.fullmatch(r"[a-z0-9][a-z0-9-]{0,63}", slug):
-        raise BadInput.expected("finding", slug, "a name of a-z, 0-9 and -", repr(slug))
-    if parent is not None and observed.run_id not in parent.runs:
-        expected = f"a run that had {parent.cause} of {parent.finding}"
-        raise BadInput.expected("observation", observed.run, expected, "another run")
-    observed = dataclasses.replace(
-        observed, run=_cleaned(observed.run), text=_cleaned(observed.text)
-    )
-    return Finding(
-        slug=slug,
-        host=platform.node(),
-        source=_cleaned(source),
-        observed=observed,
-        parent=parent,
-        **_signed(),
-    )
-
-
-def add_cause(finding: Finding, assignment: str, change: Change, why: str = "") -> Finding:
-    """Add a possible cause. Raises BadInput for one that it has."""
-    assignment = _clean(assignment, "change")
-    if any(cause.change == change for cause in finding.causes):
-        raise BadInput.expected("cause", finding.slug, "a new one", f"{change}, which it has")
-    id_ = f"c{len(finding.causes) + 1}"
-    cause = Cause(id=id_, assignment=assignment, change=change, why=_cleaned(why), **_signed())
-    return replace(finding, closed=None, causes=(*finding.causes, cause))
-
-
-def withdraw(finding: Finding, cause: Cause, why: str) -> Finding:
-    """Mark a cause as no longer suspected; its tests still count as attempts. Raises BadInput."""
-    done = replace(cause, withdrawn=_clean(why, "reason"))
-    causes = tuple(done if one.id == cause.id else one for one in finding.causes)
-    return replace(finding, closed=None, causes=causes)
-
-
-def add_test(finding: Finding, cause: Cause, plan: Plan, flip: str) -> Finding:
-    """Register a test before it runs. Raises BadInput for a plan of something else."""
-    if plan.observed != finding.observed:
-        expected = f"one that asks about {finding.observed.name} of {finding.observed.run}"
-        raise BadInput.expected("plan", finding.slug, expected, "another one")
-    id_ = f"t{len(finding.tests) + 1}"
-    test = Test(id=id_, cause=cause.id, plan_sha256=plan.sha256, flip=_cleaned(flip), **_signed())
-    return replace(finding, closed=None, tests=(*finding.tests, test))
-
-
-def add_note(finding: Finding, text: str) -> Finding:
-    note = Note(text=_clean(text, "note"), **_signed())
-    return replace(finding, notes=(*finding.notes, note))
-
-
-def with_verdict(finding: Finding, test: Test, verdict: str, reason: str) -> Finding:
-    done = replace(test, verdict=verdict, reason=_cleaned(reason))
-    tests = tuple(done if one.id == test.id else one for one in finding.tests)
-    return replace(finding, tests=tests)
-
-
-def close(finding: Finding, unresolved: str = "") -> Finding:
-    """Close with the confirmed cause, or as unresolved with a reason. Raises CannotClose."""
-    if not unresolved and not finding.confirmed:
-        levels = ", ".join(f"{one.id} {finding.level_of(one)}" for one in finding.causes)
-        raise CannotClose(
-            f"finding: {finding.slug} — expected a cause that a test confirms, found {levels or 'none'}",
-            hint="`engine why test` runs the next experiment; --unresolved REASON closes without one",
-        )
-    closed = Closed(
-        outcome="unresolved" if unresolved else "root-cause",
-        text=_clean(unresolved or in_words(finding), "reason"),
-        **_signed(),
-    )
-    return replace(finding, closed=closed)
-
-
-def in_words(finding: Finding) -> str:
-    """Return what the tests confirm, in one sentence."""
-    confirmed = [
-        f"{cause.assignment} ends it ({test.id}: {test.reason})"
-        for cause in finding.confirmed
-        for test in finding.tests
-        if test.cause == cause.id and test.verdict in (ENDS_IT, ENDS_IT_HERE)
-    ]
-    return f"{finding.observed.name} of {finding.observed.run}: {'; '.join(confirmed)}"
-
-
-def _signed() -> dict[str, Any]:
-    try:
-        user = getpass.getuser()
-    except (KeyError, OSError):
-        user = "unknown"
-    return {"author": user, "at": now_utc()}
-
-
-def _cleaned(text: str) -> str:
-    """Return a user's text for storage: without secrets, as valid UTF-8."""
-    return Redactor().text(text.encode("utf-8", "backslashreplace").decode()).text.strip()
-
-
-def _clean(text: str, what: str) -> str:
-    if kept := _cleaned(text):
-        return kept
-    raise BadInput.expected(what, "of the finding", "some words", "none")
 
 
 # finding.json as bytes

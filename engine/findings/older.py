@@ -5,10 +5,9 @@ Nothing in them is an experiment that named its observation beforehand, so by to
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
-
-import msgspec
 
 from engine.errors import BadInput
 from engine.files import parse_json
@@ -17,42 +16,6 @@ from engine.sealing import canonical, digest
 
 SCHEMA = "apr-workbench/finding/1"
 LEVEL = "open: of an earlier version, which tested no cause by today's rules; read-only"
-
-
-class _Artifact(msgspec.Struct):
-    sha256: str
-    name: str
-    kept: bool = True
-
-    @property
-    def path(self) -> str:
-        _, dot, suffix = self.name.rpartition(".")
-        plain = suffix.isalnum() and suffix.isascii() and len(suffix) <= 8
-        return f"artifacts/{self.sha256}{f'.{suffix.lower()}' if dot and plain else ''}"
-
-
-class _Evidence(msgspec.Struct):
-    id: str
-    says: str
-    locator: dict[str, Any]
-
-
-class _Node(msgspec.Struct):
-    id: str
-    claim: str
-    kind: str
-    status: str
-    why_of: tuple[str, ...] = ()
-    evidence: tuple[_Evidence, ...] = ()
-
-
-class _Finding(msgspec.Struct):
-    title: str
-    nodes: tuple[_Node, ...]
-    artifacts: tuple[_Artifact, ...] = ()
-    derived: dict[str, str] = {}
-    closed: dict[str, str] | None = None
-    seal: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,24 +30,37 @@ class Older:
 
 def read_older(raw: bytes, where: object) -> Older | None:
     """Decode a finding of the first version; None for any other bytes. Raises BadInput for one that was changed."""
-    try:
-        tree = parse_json(raw, where, "finding")
-        if not isinstance(tree, dict) or tree.get("schema") != SCHEMA:
-            return None
-        found = msgspec.convert(tree, _Finding)
-    except (BadInput, msgspec.ValidationError) as error:
-        if SCHEMA.encode() not in raw:
-            return None
-        raise BadInput.expected("finding", where, f"a finding ({SCHEMA})", str(error)) from None
-    if canonical(tree) != raw or digest(canonical({**tree, "seal": ""})) != found.seal:
+    if SCHEMA.encode() not in raw:
+        return None
+    tree = parse_json(raw, where, "finding")
+    if not isinstance(tree, dict) or tree.get("schema") != SCHEMA:
+        return None
+    if canonical(tree) != raw or digest(canonical({**tree, "seal": ""})) != tree.get("seal"):
         raise BadInput.expected("finding", where, "the content that was sealed", "other content")
-    closed = found.closed or {}
+    try:
+        kept = [one for one in tree.get("artifacts", ()) if one.get("kept", True)]
+        files = {_path_of(one): one["sha256"] for one in kept} | tree.get("derived", {})
+        return Older(tree["title"], tuple(_lines(tree)), files, tree["seal"])
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise BadInput.expected("finding", where, f"a finding ({SCHEMA})", repr(error)) from None
+
+
+def _path_of(artifact: dict[str, Any]) -> str:
+    _, dot, suffix = artifact["name"].rpartition(".")
+    plain = suffix.isalnum() and suffix.isascii() and len(suffix) <= 8
+    return f"artifacts/{artifact['sha256']}{f'.{suffix.lower()}' if dot and plain else ''}"
+
+
+def _lines(finding: dict[str, Any]) -> Iterator[str]:
+    closed = finding.get("closed")
     end = f"was closed as {closed.get('outcome')}: {closed.get('text')}" if closed else "open"
-    lines = [f"{one_line(found.title)}  [{LEVEL}]", f"  {one_line(end)}"]
-    for node in found.nodes:
-        of = f", why of {', '.join(node.why_of)}" if node.why_of else ""
-        kinds = ", ".join(f"{one.says} by {one.locator.get('type')}" for one in node.evidence)
-        claim = f"{node.id}  {node.kind}, recorded as {node.status}{of}: {node.claim}"
-        lines += [f"  {one_line(claim)}", *([f"      {one_line(kinds)}"] if kinds else ())]
-    files = {one.path: one.sha256 for one in found.artifacts if one.kept} | found.derived
-    return Older(found.title, tuple(lines), files, found.seal)
+    yield f"{one_line(finding['title'])}  [{LEVEL}]"
+    yield f"  {one_line(end)}"
+    for node in finding["nodes"]:
+        above = node.get("why_of")
+        why = f", why of {', '.join(above)}" if above else ""
+        claim = f"{node['id']}  {node['kind']}, recorded as {node['status']}{why}: {node['claim']}"
+        yield f"  {one_line(claim)}"
+        if evidence := node.get("evidence"):
+            kinds = ", ".join(f"{one['says']} by {one['locator'].get('type')}" for one in evidence)
+            yield f"      {one_line(kinds)}"

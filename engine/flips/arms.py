@@ -26,7 +26,7 @@ from engine import limits
 from engine.errors import BadInput, RunLogError, write_error
 from engine.files import open_plain
 from engine.flips import command
-from engine.flips.plan import BURSTS, Kind, Plan
+from engine.flips.plan import BURSTS, Plan
 from engine.flips.script_folder import (
     code_of,
     copy_folder,
@@ -42,7 +42,7 @@ from engine.log.observed import is_shown, shown, trace_of
 from engine.log.text import has_ended, one_line
 from engine.log.view import RunView, Table
 from engine.signals import descendants, end
-from engine.spec import RunSpec, spec_to_toml
+from engine.spec import spec_to_toml
 from engine.version import VERSION
 from engine.watch.machine_guard import SUSPENDED
 from engine.watch.start_and_stop import Launched, launch
@@ -82,7 +82,7 @@ class Outcome:
     no_value: str = ""
     """Reason why `value` is None."""
     shown: bool | None = None
-    """Whether its logs show what the flip asks about; None where they do not tell, or nothing is asked."""
+    """Whether its logs show what the flip asks about; None where they do not say, or nothing is asked."""
     metrics: dict[str, float] = field(default_factory=dict)
     losses: list[float | None] = field(default_factory=list)
     """Losses of the first steps; None for one that is NaN or infinite."""
@@ -124,28 +124,18 @@ class Outcome:
 
 
 def sum_up(
-    plan: Plan,
-    arm: str,
-    run: str,
-    view: RunView,
-    state: str,
-    seconds: float,
-    *,
-    over: bool,
-    left: RunFolder | None = None,
+    plan: Plan, arm: str, run: RunFolder, view: RunView, state: str, seconds: float, *, over: bool
 ) -> Outcome:
     """Summarise a run whose processes have ended. `state` is the view's state; `over` means that the run was
-    ended because it exceeded the plan's limit; `left` is its folder, where a command leaves what its logs lack."""
+    ended because it exceeded the plan's limit."""
     state, reason = _ending(plan, view, state, over=over)
     metrics = metrics_of(view, plan.warm_up_steps)
-    if left is not None and (held := read_held(left)) is not None and held.source == ALLOCATOR:
-        metrics.setdefault("peak_memory_bytes", held.peak_bytes)
-    if (
-        left is not None
-        and state not in ("completed", OVER_THE_LIMIT)
-        and (last := _last_line(left))
-    ):
-        reason = f"{reason.rstrip('.')}; its last line: {last}"
+    if plan.command is not None:
+        # A command leaves in its folder what its logs lack.
+        if (held := read_held(run)) is not None and held.source == ALLOCATOR:
+            metrics.setdefault("peak_memory_bytes", held.peak_bytes)
+        if state not in ("completed", OVER_THE_LIMIT) and (last := _last_line(run)):
+            reason = f"{reason.rstrip('.')}; its last line: {last}"
     value = metrics.get(plan.metric) if state == "completed" else None
     no_value = ""
     if value is None:
@@ -154,7 +144,7 @@ def sum_up(
     window = _window(view, plan.warm_up_steps)
     return Outcome(
         arm=arm,
-        run=run,
+        run=f"{run.path.parent.name}/{run.name}",
         state=state,
         reason=reason,
         steps=view.last_step,
@@ -305,37 +295,42 @@ def _finite(value: float | None) -> float | None:
     return value if value is not None and math.isfinite(value) else None
 
 
+_OF_START = {
+    "device": "device",
+    "rows per step": "rows_per_step",
+    "seq_len": "seq_len",
+    "trainable parameters": "trainable_parameters",
+    "engine": "engine",
+    "torch": "torch",
+}
+_OF_DATA = {"training tokens": "train_sha256", "held-out tokens": "heldout_sha256"}
+_OF_STUDENT = {"student precision": "precision"}
+_OF_TEACHER = {"teacher precision": "precision", "teacher": "sha256"}
+_OF_SCRIPT = {
+    "device": "device",
+    "optimizer": "optimizer",
+    "trainable parameters": "parameters",
+    "ranks": "world",
+    "torch": "torch",
+}
+
+
 def _facts(view: RunView) -> dict[str, Any]:
     """The facts of `pair.FACTS` that the run has logged by now; a run that hangs has logged few."""
-    started, data, watched = view.started, view.data, view.watched
-    student, teacher = view.models.get("student"), view.models.get("teacher")
-    found: dict[str, Any] = {}
-    if started is not None:
-        found |= {
-            "device": started.device,
-            "rows per step": started.rows_per_step,
-            "seq_len": started.seq_len,
-            "trainable parameters": started.trainable_parameters,
-            "engine": started.engine,
-            "torch": started.torch,
-        }
-    if data is not None:
-        found["training tokens"] = data.train_sha256
-        found["held-out tokens"] = data.heldout_sha256
-    if student is not None:
-        found["student precision"] = student.precision
-    if teacher is not None:
-        found["teacher precision"] = teacher.precision
-        found["teacher"] = teacher.sha256
-    if watched is not None:
-        found |= {
-            "device": watched.device,
-            "optimizer": watched.optimizer,
-            "trainable parameters": watched.parameters,
-            "ranks": watched.world,
-            "torch": watched.torch,
-            "rows per step": view.steps.values("rows", 0, _STEPS_COMPARED),
-        }
+    found = {
+        name: getattr(event, field)
+        for event, fields in (
+            (view.started, _OF_START),
+            (view.data, _OF_DATA),
+            (view.models.get("student"), _OF_STUDENT),
+            (view.models.get("teacher"), _OF_TEACHER),
+            (view.watched, _OF_SCRIPT),
+        )
+        if event is not None
+        for name, field in fields.items()
+    }
+    if view.watched is not None:
+        found["rows per step"] = view.steps.values("rows", 0, _STEPS_COMPARED)
     if len(view.steps):
         found["tokens per step"] = view.steps.values("tokens", 0, _STEPS_COMPARED)
     return found
@@ -360,7 +355,8 @@ def run_arm(
     Stopped is raised.
     """
     begun_s = time.monotonic()
-    launched = _STARTS[plan.kind](plan, b, pair, folder)
+    start = _start_spec if plan.command is None else _start_command
+    launched = start(plan, b, pair, folder)
     code = read_code(code_folder(folder))
     follower = Follower(launched.run)
     over = answered = False
@@ -402,22 +398,26 @@ def run_arm(
     outcome = sum_up(
         plan,
         "B" if b else "A",
-        f"{folder.parent.name}/{folder.name}",
+        launched.run,
         follower.view,
         state,
         time.monotonic() - begun_s,
         over=over,
-        left=launched.run if plan.kind == "command" else None,
     )
     if plan.observed is None:
         return outcome
     found, reason = shown_by(plan, launched.run, outcome.state)
     state = ANSWERED if answered and found is not None else outcome.state
-    outcome = dataclasses.replace(
-        outcome, state=state, reason=reason, value=None, no_value=reason, shown=found
+    return dataclasses.replace(
+        outcome,
+        state=state,
+        reason=reason,
+        value=None,
+        no_value=reason,
+        shown=found,
+        trace=trace_of_arm(plan, outcome.arm, launched.run),
+        code=code,
     )
-    trace = trace_of_arm(plan, outcome.arm, launched.run)
-    return dataclasses.replace(outcome, trace=trace, code=code)
 
 
 def trace_of_arm(plan: Plan, arm: str, run: RunFolder) -> str:
@@ -439,7 +439,15 @@ def shown_by(plan: Plan, run: RunFolder, state: str) -> tuple[bool | None, str]:
 
 def _start_spec(plan: Plan, b: bool, pair: int, folder: Path) -> Launched:
     spec = plan.arm(b, folder.parent, folder.name, pair).unheard
-    return launch(create_run(folder, spec_to_toml(spec), _effective(spec, plan)))
+    effective = {
+        "engine": VERSION,
+        "spec_file": plan.source,
+        "sets": [],
+        "flip_sha256": plan.sha256,
+        "spec": spec.to_dict(),
+        "spec_sha256": spec.sha256,
+    }
+    return launch(create_run(folder, spec_to_toml(spec), effective))
 
 
 def _start_command(plan: Plan, b: bool, pair: int, folder: Path) -> Launched:
@@ -466,13 +474,6 @@ def _start_command(plan: Plan, b: bool, pair: int, folder: Path) -> Launched:
     return command.start(folder, arm, where, steps=steps, slow_by=slow_by)
 
 
-_STARTS: dict[Kind, Callable[[Plan, bool, int, Path], Launched]] = {
-    "spec": _start_spec,
-    "command": _start_command,
-}
-"""Functions that start a run of an arm: from the plan, whether it is B, the number of the pair, and the run folder."""
-
-
 def out_of(folder: Path) -> Path:
     """Return the folder for the output of a command whose run folder is `folder`."""
     return folder.parent.parent / "out" / folder.name
@@ -481,17 +482,6 @@ def out_of(folder: Path) -> Path:
 def code_folder(folder: Path) -> Path:
     """Return the folder of the script's files kept for the run `folder` of an arm."""
     return folder.parent.parent / "code" / folder.name
-
-
-def _effective(spec: RunSpec, plan: Plan) -> dict[str, Any]:
-    return {
-        "engine": VERSION,
-        "spec_file": plan.source,
-        "sets": [],
-        "flip_sha256": plan.sha256,
-        "spec": spec.to_dict(),
-        "spec_sha256": spec.sha256,
-    }
 
 
 def _settled(follower: Follower) -> str:

@@ -95,12 +95,16 @@ class Command:
                 shlex.split(own) if word == WORDS else [word.replace(WORDS, own)] for word in words
             ]
             words = tuple(word for part in split for word in part)
-        lines = {name: text or "" for name, text in settings.items() if LINE.fullmatch(name)}
-        given = {n: text for n, text in settings.items() if text is not None and n not in lines}
+        lines: dict[str, str] = {}
+        of_script: dict[str, str] = {}
+        variables = dict(TRACKERS)
+        for name, text in settings.items():
+            if LINE.fullmatch(name):
+                lines[name] = text or ""
+            elif text is not None:
+                (of_script if name in SCRIPT_SETTINGS else variables)[name] = text
         if lines:
-            given[LINE_VARIABLE] = "; ".join(f"{name}={text}" for name, text in lines.items())
-        of_script = {name: text for name, text in given.items() if name in SCRIPT_SETTINGS}
-        variables = {**TRACKERS, **{n: text for n, text in given.items() if n not in of_script}}
+            variables[LINE_VARIABLE] = "; ".join(f"{name}={text}" for name, text in lines.items())
         made = [_replaced(word, places) for word in words]
         if self.copied:
             inside = re.compile(rf"(^|=){re.escape(self.folder)}(?=/|$)")
@@ -121,26 +125,17 @@ def _replaced(text: str, places: Mapping[str, str]) -> str:
     return text
 
 
-def start(
-    folder: Path,
-    arm: Arm,
-    where: Path,
-    *,
-    steps: int,
-    slow_by: float,
-) -> Launched:
+def start(folder: Path, arm: Arm, where: Path, *, steps: int, slow_by: float) -> Launched:
     """Start the command below `engine watch` in a session of its own, with the run folder `folder`."""
     options = [
         "--quiet",
         "--keep-output",
-        "--notify",
-        "none",
-        "--runs",
-        str(folder.parent),
-        "--name",
-        folder.name,
+        "--notify=none",
+        f"--runs={folder.parent}",
+        f"--name={folder.name}",
+        f"--steps={steps}",
+        f"--slow-by={slow_by}",
     ]
-    options += ["--steps", str(steps), "--slow-by", str(slow_by)]
     options += [f"--env={name}={text}" for name, text in arm.variables.items()]
     options += [f"--set={name}={text}" for name, text in arm.changed.items()]
     begun_unix_s = time.time()

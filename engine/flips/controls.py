@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -83,11 +82,9 @@ def remember(control: Control) -> None:
     line = json.dumps(dataclasses.asdict(control), allow_nan=False).encode() + b"\n"
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        fd = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
-        try:
-            os.write(fd, line)
-        finally:
-            os.close(fd)
+        # One write, so that lines of other flips are not torn.
+        with file.open("ab", buffering=0) as lines:
+            lines.write(line)
     except OSError as error:
         raise write_error("controls", file, "to add a line", error) from error
 

@@ -299,19 +299,17 @@ def conclude(
     cost_s: float,
 ) -> dict[str, Any]:
     """Return the content of verdict.json. Ratios are B over A; an open end of the interval is None."""
-    proofs = proofs_of(flip.pairs)
     # Whether an arm shows an observation needs no control of the precision of a measurement.
     held: dict[str, Verdict | None] = {} if plan.observed is not None else {**controls}
-    held |= {
-        "manipulation": proofs["flipped"],
-        "equal": proofs["equal"],
-        "parity": proofs["parity"],
-    }
+    counted = [p for p in flip.pairs if p.complete] or flip.pairs
+    for proof, name in PROOFS.items():
+        asked = [verdict for p in counted if (verdict := p.proofs[proof]) is not None]
+        held[name] = lowest(asked) if asked or not counted else None
     outcomes = outcomes_of(flip.pairs)
     changed = [edited] if (edited := flip.edited()) else []
     if flip.began_with != surroundings:
         changed.append("it went on with another machine, device or engine than it began with")
-    missing = _why_no_measurement(plan, judgement, held) + _foreign(outcomes)
+    missing = _why_no_measurement(plan, judgement, held, outcomes)
     interval, needed = judgement.interval, None
     if interval is not None and judgement.verdict == INCONCLUSIVE:
         needed = pairs_needed(interval, plan.margin)
@@ -369,16 +367,6 @@ def conclude(
     }
 
 
-def proofs_of(pairs: Sequence[Pair]) -> dict[str, Verdict | None]:
-    """The lowest verdict of each proof over all pairs that count; None for a proof that does not apply."""
-    counted = [p for p in pairs if p.complete] or list(pairs)
-    found: dict[str, Verdict | None] = {}
-    for name in PROOFS:
-        asked = [proof for p in counted if (proof := p.proofs[name]) is not None]
-        found[name] = lowest(asked) if asked or not counted else None
-    return found
-
-
 def guards_of(plan: Plan, pairs: Sequence[Pair]) -> dict[str, dict[str, Any]]:
     """The other metrics: B over A, and whether they differ, corrected for testing all of them at once."""
     ratios: dict[str, list[float]] = {}
@@ -402,28 +390,26 @@ def guards_of(plan: Plan, pairs: Sequence[Pair]) -> dict[str, dict[str, Any]]:
 
 
 def _why_no_measurement(
-    plan: Plan, judgement: Judgement, held: Mapping[str, Verdict | None]
+    plan: Plan,
+    judgement: Judgement,
+    held: Mapping[str, Verdict | None],
+    outcomes: Sequence[Outcome],
 ) -> list[str]:
-    required = VERDICTS[judgement.verdict].requires
-    if not required:
-        return [f"{judgement.verdict} measures nothing"]
-    censored = judgement.censored
-    found = []
-    if censored and censored["p"] > plan.alpha:
+    required, censored = VERDICTS[judgement.verdict].requires, judgement.censored
+    found = [] if required else [f"{judgement.verdict} measures nothing"]
+    if required and censored and censored["p"] > plan.alpha:
         found.append(f"{count_of(censored['pairs'])} alone, which chance may do")
-    return found + [
+    found += [
         f"{CONTROLS[name]}: {proved.reason}"
         for name, proved in held.items()
         if name in required and proved is not None and proved.level != Level.PASS
     ]
-
-
-def _foreign(outcomes: Sequence[Outcome]) -> list[str]:
-    """Other users of the GPU, as far as the logs show them."""
-    held = max((outcome.gpu_used_before_bytes or 0.0 for outcome in outcomes), default=0.0)
-    if held <= FOREIGN_BYTES:
-        return []
-    return [f"others on the GPU: {format_bytes(held)} of it were in use before a run began"]
+    # Other users of the GPU, as far as the logs show them.
+    others = max((outcome.gpu_used_before_bytes or 0.0 for outcome in outcomes), default=0.0)
+    if others > FOREIGN_BYTES:
+        text = f"{format_bytes(others)} of it were in use before a run began"
+        found.append(f"others on the GPU: {text}")
+    return found
 
 
 def _diagnostics(

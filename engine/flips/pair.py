@@ -35,7 +35,8 @@ from engine.log.work import work_left_out
 from engine.spec import CHANGE_RESULTS
 from engine.verdict import Level, Verdict, lowest
 
-PROOFS = ("flipped", "equal", "parity")
+PROOFS = {"flipped": "manipulation", "equal": "equal", "parity": "parity"}
+"""Proofs about a pair, each with its name among the controls of a verdict."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,7 +122,7 @@ def proofs(plan: Plan, a: Outcome, b: Outcome, flip: Path) -> dict[str, Verdict 
         verdicts += [_changed(c, b) for c in plan.changes if c.key in SCRIPT_SETTINGS]
         return {
             "flipped": lowest(verdicts),
-            "equal": _same_training(a, b),
+            "equal": equal(plan, a, b),
             "parity": None,
         }
     return {
@@ -173,21 +174,6 @@ def _changed(change: Change, b: Outcome) -> Verdict:
         return Verdict(Level.UNKNOWN, f"arm B did not come to {text}")
     why = "the script has that itself, or nothing that it could change"
     return Verdict(Level.FAIL, f"NotFlipped: {text} changed nothing in arm B: {why}")
-
-
-def _same_training(a: Outcome, b: Outcome) -> Verdict:
-    """Whether both arms trained the same in the same way, as far as their probes saw it. What differs may be meant."""
-    if (disturbed := _disturbed(a, b)) is not None:
-        return disturbed
-    for name in a.facts.keys() & b.facts.keys():
-        if _differ(a.facts[name], b.facts[name]):
-            text = f"{name}: {_brief(a.facts[name])} in A, {_brief(b.facts[name])} in B, which may be meant"
-            return Verdict(Level.UNKNOWN, text)
-    if not a.facts or not b.facts:
-        return Verdict(Level.UNKNOWN, "no training was seen in both arms")
-    if a.facts["device"] != CPU and None in (a.slowed, b.slowed):
-        return Verdict(Level.UNKNOWN, NO_CLOCKS)
-    return Verdict(Level.PASS, f"the same in both arms: {', '.join(a.facts)}")
 
 
 def flipped(plan: Plan, a: Outcome, b: Outcome, flip: Path) -> Verdict:
@@ -248,28 +234,27 @@ def _decided(change: Change, a: Outcome, b: Outcome) -> Verdict:
 
 
 def equal(plan: Plan, a: Outcome, b: Outcome) -> Verdict:
-    """Prove that nothing else differs: no device, precision, batch or model fell back."""
-    for name, may_change in FACTS.items():
-        if any(matches(key, may_change) for key in plan.keys):
-            continue
-        if name in a.facts and name in b.facts and _differ(a.facts[name], b.facts[name]):
-            text = f"{name} is {_brief(a.facts[name])} in A and {_brief(b.facts[name])} in B"
-            return Verdict(Level.FAIL, f"SilentFallback: {text}")
+    """Prove that nothing else differs: no device, precision, batch or model fell back. What a script does otherwise may
+    be meant."""
     if (disturbed := _disturbed(a, b)) is not None:
         return disturbed
-    missing = [name for name in FACTS if name not in a.facts or name not in b.facts]
+    both = [name for name in a.facts if name in b.facts]
+    for name in both:
+        may_change = any(matches(key, FACTS.get(name, ())) for key in plan.keys)
+        if not may_change and _differ(a.facts[name], b.facts[name]):
+            text = f"{name} is {_brief(a.facts[name])} in A and {_brief(b.facts[name])} in B"
+            if plan.command is not None:
+                return Verdict(Level.UNKNOWN, f"{text}, which may be meant")
+            return Verdict(Level.FAIL, f"SilentFallback: {text}")
+    known = {*a.facts, *b.facts}
     # A run without a teacher lacks the teacher's facts in both arms.
-    missing = [
-        name for name in missing if name in a.facts or name in b.facts or "teacher" not in name
-    ]
+    expected = ["device"] if plan.command is not None else FACTS
+    missing = [n for n in expected if n not in both and (n in known or "teacher" not in n)]
     if missing:
         return Verdict(Level.UNKNOWN, f"not in both logs: {', '.join(missing)}")
-    if SAMPLING in plan.keys:
-        text = "device, precision, rows, tokens and models are the same; clocks are read as planned"
-        return Verdict(Level.PASS, text)
-    if a.facts["device"] != CPU and None in (a.slowed, b.slowed):
+    if SAMPLING not in plan.keys and a.facts["device"] != CPU and None in (a.slowed, b.slowed):
         return Verdict(Level.UNKNOWN, NO_CLOCKS)
-    return Verdict(Level.PASS, "device, precision, rows, tokens and models are the same")
+    return Verdict(Level.PASS, f"the same in both arms: {', '.join(both)}")
 
 
 def _disturbed(a: Outcome, b: Outcome) -> Verdict | None:

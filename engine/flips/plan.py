@@ -98,12 +98,6 @@ batches in bursts."""
 OF_BURSTS = f"mean step time, of {4 * BURSTS} steps or more the median of the means of {BURSTS} in a row, seconds"
 SHOWN = "shown"
 """Metric of a flip that tests whether a setting ends something observed."""
-OLDER: dict[str, Any] = {
-    "command": None,
-    "observed": None,
-    "attempt": 0,
-}
-"""Values of fields that older plans do not contain."""
 Kind: TypeAlias = Literal["spec", "command"]
 """Kind of an arm: the engine's own run of a spec, or a watched command."""
 _NAME = 40
@@ -169,12 +163,12 @@ class Plan:
     """Level of the deciding interval."""
     prior_weight: float = PRIOR_WEIGHT
     """Prior weight g of that interval."""
-    command: Command | None = OLDER["command"]
+    command: Command | None = None
     """Command of the arms; None for a spec."""
-    attempt: int = OLDER["attempt"]
+    attempt: int = 0
     """Number of this test among all of its finding, from 1: the later, the more pairs it takes
     (`statistics.pairs_to_confirm`). 0 in plans of earlier versions, which any three pairs of runs decide."""
-    observed: Observed | None = OLDER["observed"]
+    observed: Observed | None = None
     """Observation that B must end; None for a flip that measures a metric."""
 
     @property
@@ -223,12 +217,10 @@ class Plan:
 
     def to_json(self) -> str:
         fields = dataclasses.asdict(self)
-        for name, value in OLDER.items():
-            if fields[name] == value:
-                # Left out as in the older file, so that the plan's hash stays the same.
+        for name in ("command", "observed", "attempt"):
+            if not fields[name]:
+                # Left out as in older files, so that the hash of their plans stays the same.
                 del fields[name]
-        if self.command is not None and not self.command.copied:
-            del fields["command"]["copied"]
         if self.observed is not None:
             fields["observed"] = observed_fields(self.observed)
         return json.dumps(fields, indent=2, sort_keys=True, allow_nan=False)

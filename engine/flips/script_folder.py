@@ -92,20 +92,6 @@ def line_of(folder: Path, name: str) -> str:
     return lines[number - 1].rstrip("\r\n")
 
 
-def write_line(folder: Path, name: str, text: str) -> None:
-    """Replace the text of a line, keeping its indentation. Raises BadInput, OSError."""
-    file, number, lines = _lines_of(folder, name)
-    lines[number - 1] = _line(lines[number - 1], text)
-    file.write_text("".join(lines), encoding="utf-8", newline="")
-
-
-def _line(line: str, text: str) -> str:
-    """Return a line with a new text, keeping its indentation and its line end."""
-    old = line.rstrip("\r\n")
-    indent = "" if text[:1].isspace() else old[: len(old) - len(old.lstrip())]
-    return f"{indent if text else ''}{text}{line[len(old) :]}"
-
-
 def _lines_of(folder: Path, name: str) -> tuple[Path, int, list[str]]:
     path, _, number = name.rpartition(":")
     file = folder / path
@@ -115,13 +101,27 @@ def _lines_of(folder: Path, name: str) -> tuple[Path, int, list[str]]:
     return file, int(number), text.splitlines(keepends=True)
 
 
+def _with_line(folder: Path, name: str, text: str) -> tuple[Path, str, str]:
+    """Return a file, its text, and its text with another line, which keeps its indentation and its line end."""
+    file, number, lines = _lines_of(folder, name)
+    before, line = "".join(lines), lines[number - 1]
+    old = line.rstrip("\r\n")
+    indent = "" if not text or text[0].isspace() else old[: len(old) - len(old.lstrip())]
+    lines[number - 1] = f"{indent}{text}{line[len(old) :]}"
+    return file, before, "".join(lines)
+
+
+def write_line(folder: Path, name: str, text: str) -> None:
+    """Replace the text of a line, keeping its indentation. Raises BadInput, OSError."""
+    file, _, after = _with_line(folder, name, text)
+    file.write_text(after, encoding="utf-8", newline="")
+
+
 def same_code(folder: Path, name: str, text: str) -> bool:
     """Whether another text of a line leaves the syntax tree of its file as it is. Raises BadInput, OSError."""
-    _, number, lines = _lines_of(folder, name)
-    changed = [*lines]
-    changed[number - 1] = _line(lines[number - 1], text)
+    _, before, after = _with_line(folder, name, text)
     try:
-        return ast.dump(ast.parse("".join(lines))) == ast.dump(ast.parse("".join(changed)))
+        return ast.dump(ast.parse(before)) == ast.dump(ast.parse(after))
     except (SyntaxError, ValueError, RecursionError):
         return False
 

@@ -119,43 +119,42 @@ class Resources:
     """Seconds of one run of an arm, estimated from the source; None when the source does not tell."""
     run_source: str
     peak_bytes: float | None
-    disk_bytes: int
     disk_free_bytes: int
     memory_available_bytes: float | None
-    surroundings: Surroundings
+    device_name: str
 
 
 def find_resources(plan: Plan, folder: Path, surroundings: Surroundings) -> Resources:
     """Estimate the resources that the flip needs; reads the source's logs."""
     run_s, peak, source = None, None, f"the source is a {plan.kind}, not a run"
     if is_run(path := Path(plan.source)):
-        run_s, peak, source = _from_run(path, plan)
+        try:
+            view = Follower(RunFolder(path)).read_all()
+        except RunLogError as error:
+            source = f"the log of the source cannot be read: {error.message}"
+        else:
+            peak = view.memory_plan.predicted_bytes if view.memory_plan is not None else None
+            source = f"{path.name} has made too few steps to tell"
+            if (known := time_of_run(view, plan.warm_up_steps)) is not None:
+                start_s, step_s = known
+                run_s = start_s + plan.steps * step_s
+                source = (
+                    f"{path.name}: start {format_seconds(start_s)}, step {format_seconds(step_s)}"
+                )
     above = next(p for p in (folder.absolute(), *folder.absolute().parents) if p.exists())
     available = Host().memory().available_bytes.number if surroundings.device == CPU else None
     return Resources(
         run_s=run_s,
         run_source=source,
         peak_bytes=peak,
-        disk_bytes=2 * plan.pairs_max * RUN_BYTES,
         disk_free_bytes=shutil.disk_usage(above).free,
         memory_available_bytes=available,
-        surroundings=surroundings,
+        device_name=surroundings.device_name,
     )
 
 
-def _from_run(path: Path, plan: Plan) -> tuple[float | None, float | None, str]:
-    follower = Follower(RunFolder(path))
-    try:
-        view = follower.read_all()
-    except RunLogError as error:
-        return None, None, f"the log of the source cannot be read: {error.message}"
-    peak = view.memory_plan.predicted_bytes if view.memory_plan is not None else None
-    known = time_of_run(view, plan.warm_up_steps)
-    if known is None:
-        return None, peak, f"{path.name} has made too few steps to tell"
-    start_s, step_s = known
-    text = f"{path.name}: start {format_seconds(start_s)}, step {format_seconds(step_s)}"
-    return start_s + plan.steps * step_s, peak, text
+def _disk_bytes(plan: Plan) -> int:
+    return 2 * plan.pairs_max * RUN_BYTES
 
 
 def time_of_run(view: RunView, warm_up_steps: int) -> tuple[float, float] | None:
@@ -170,9 +169,8 @@ def time_of_run(view: RunView, warm_up_steps: int) -> tuple[float, float] | None
 def with_room(plan: Plan, resources: Resources) -> Plan:
     """Raise the plan's run limit to three times the expected duration of a run, as far as the budget allows.
     A run that is merely slow to load must not count as a hang."""
-    wanted_s = SLACK * (resources.run_s or 0.0)
-    limit_s = min(max(plan.run_limit_s, wanted_s), plan.budget_s / 2)
-    return dataclasses.replace(plan, run_limit_s=max(plan.run_limit_s, limit_s))
+    wanted_s = min(SLACK * (resources.run_s or 0.0), plan.budget_s / 2)
+    return dataclasses.replace(plan, run_limit_s=max(plan.run_limit_s, wanted_s))
 
 
 def check_resources(plan: Plan, resources: Resources) -> None:
@@ -181,17 +179,11 @@ def check_resources(plan: Plan, resources: Resources) -> None:
     Memory is not checked here: each arm checks its own before it uploads anything, and an arm that does not
     fit is an outcome of the flip.
     """
-    needed = resources.disk_bytes + RESERVE_BYTES
-    if resources.disk_free_bytes < needed:
-        raise DiskFull.expected(
-            "disk",
-            "of the flip folder",
-            format_bytes(needed),
-            format_bytes(resources.disk_free_bytes),
-        )
-    if resources.run_s is None:
-        return
-    if 2 * resources.run_s > plan.budget_s:
+    needed, free = _disk_bytes(plan) + RESERVE_BYTES, resources.disk_free_bytes
+    if free < needed:
+        where = "of the flip folder"
+        raise DiskFull.expected("disk", where, format_bytes(needed), format_bytes(free))
+    if resources.run_s is not None and 2 * resources.run_s > plan.budget_s:
         raise BadInput.expected(
             "budget",
             format_seconds(plan.budget_s),
@@ -222,9 +214,9 @@ def resource_lines(plan: Plan, resources: Resources, controls: int) -> list[str]
     if resources.memory_available_bytes is not None:
         memory += f", {format_bytes(resources.memory_available_bytes)} available"
     return [
-        f"device: {resources.surroundings.device_name}, kept from other experiments",
+        f"device: {resources.device_name}, kept from other experiments",
         f"time: {time_text}",
         f"limits: {text}",
         f"memory of one run: {memory}{'; each arm checks its own' if plan.kind == 'spec' else ''}",
-        f"disk: {format_bytes(resources.disk_bytes)} at most of {format_bytes(resources.disk_free_bytes)} free",
+        f"disk: {format_bytes(_disk_bytes(plan))} at most of {format_bytes(resources.disk_free_bytes)} free",
     ]

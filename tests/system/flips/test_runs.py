@@ -123,7 +123,7 @@ def hung(kit: Kit, tmp_path_factory: pytest.TempPathFactory) -> Hung:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_STATE_HOME", str(place / "state"))
-        patch.setattr(arms, "STOP_GRACE_S", 0.3)
+        patch.setattr(arms, "STOP_GRACE_S", 1.5)
         patch.setattr(arms, "time", SimpleNamespace(monotonic=now, sleep=time.sleep))
         verdict = run_flip(plan, place / "flip", Watching(on_arm=freeze_b), use_controls="run")
     return Hung(place / "flip", verdict, stopped[0])
@@ -144,7 +144,7 @@ def test_an_arm_that_answers_nothing_is_killed_at_the_limit_and_keeps_its_log(hu
 def test_a_step_that_never_ends_is_stopped_when_the_flip_is(
     kit: Kit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(arms, "STOP_GRACE_S", 0.3)
+    monkeypatch.setattr(arms, "STOP_GRACE_S", 1.5)
     plan = small_plan(kit, tmp_path, "train.accumulation=1000000")
     seen: list[RunView] = []
     with pytest.raises(Stopped):

@@ -609,7 +609,9 @@ def test_a_pair_in_which_the_machine_slept_proves_nothing(tmp_path: Path) -> Non
     scene.watch(Note(level="warning", text=f"{SUSPENDED} 300 s; durations do not count it"))
     scene.steps(11, 20)
     view = Follower(scene.close().run).read_all()
-    slept = sum_up(plan(), "B", "arms/01-b", view, "completed", 10.0, over=False)
+    slept = sum_up(
+        plan(), "B", RunFolder(tmp_path / "arms" / "01-b"), view, "completed", 10.0, over=False
+    )
     assert slept.suspended
     said = equal(plan(), outcome("A"), outcome("B", suspended=True))
     assert said.level == Level.FAIL and "slept in B" in said.reason

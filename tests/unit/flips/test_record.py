@@ -228,10 +228,9 @@ def known(run_s: float | None, free: int = 1 << 40) -> surroundings.Resources:
         run_s=run_s,
         run_source="kd-1",
         peak_bytes=2.0**30,
-        disk_bytes=1 << 25,
         disk_free_bytes=free,
         memory_available_bytes=2.0**33,
-        surroundings=HERE,
+        device_name=HERE.device_name,
     )
 
 

@@ -105,7 +105,6 @@ def test_a_large_folder_with_an_output_option_is_not_copied(tmp_path: Path) -> N
         os.truncate(file.fileno(), 1 << 30)
     made = plan(run, {"X": "1"})
     assert made.command is not None and not made.command.copied
-    assert "copied" not in json.loads(made.to_json())["command"]
 
 
 @pytest.mark.parametrize(
