@@ -181,8 +181,11 @@ frameworks: .venv/.frameworks
 	$(PYTEST) -v --timeout=900 tests/system/attach/test_frameworks.py tests/system/attach/test_ranks.py \
 		tests/system/data/test_chat_masks_trl.py $(ARGS)
 
+# Two, of which no file is in both: for looking, without torch, and the rest.
 wheel: .venv/.dev
-	$(BIN)/python -m build --wheel
+	rm -rf build/lib build/whole
+	$(BIN)/python -m build --wheel --outdir build/whole
+	$(BIN)/python wheels/split.py build/whole/*.whl dist
 
 .venv/bin/python:
 	@test -n "$(PYTHON)" || { echo "make: expected Python 3.11 or newer with venv, found none (Debian: apt-get install python3-venv)" >&2; exit 1; }

@@ -7,18 +7,26 @@ import sys
 
 def engine() -> int:
     """Run `engine`; return its exit code."""
-    _ours_first()
-    from engine.cli.main import main
-
-    return main()
+    return _run("engine", "engine.cli.main")
 
 
 def workbench() -> int:
     """Run `apr-workbench`; return its exit code."""
-    _ours_first()
-    from workbench.cli import main
+    return _run("apr-workbench", "workbench.cli")
 
-    return main()
+
+def _run(name: str, module: str) -> int:
+    _ours_first()
+    from importlib import import_module
+
+    try:
+        main = import_module(module).main
+    except ModuleNotFoundError as error:
+        # A part of the installation is missing, such as after an upgrade of half of it.
+        from engine.crash import explain
+
+        return explain(name, error)
+    return int(main())
 
 
 def _ours_first() -> None:

@@ -32,10 +32,12 @@ from engine.errors import (
     DiskFull,
     EngineError,
     InternalError,
+    missing_engine,
+    missing_module,
 )
 from engine.signals import Stopped
 from engine.terminal import clipped, printable, say
-from engine.version import VERSION
+from engine.version import VERSION, has_engine
 
 KEPT = 20
 REPORT_CHARACTERS = 64_000
@@ -48,6 +50,7 @@ _OF_A_FILE = frozenset(
     }
 )
 """System errors that concern a file and not our code."""
+_OF_THE_ENGINE = frozenset({"engine", "torch", "safetensors", "tokenizers"})
 
 
 def run_command(name: str, command: Callable[[], int], *, debug: bool = False) -> int:
@@ -94,6 +97,12 @@ def as_engine_error(error: BaseException) -> EngineError | None:
         return BadInput.expected(
             "memory", "of this process", "enough for its input", "none left", hint=None
         )
+    if isinstance(error, ModuleNotFoundError) and error.name:
+        package = error.name.partition(".")[0]
+        if package in _OF_THE_ENGINE and not has_engine():
+            return missing_engine()
+        if package in ("engine", "workbench"):
+            return missing_module(error.name)
     if not isinstance(error, OSError) or error.errno not in _OF_A_FILE:
         return None
     if error.errno in NO_ROOM:

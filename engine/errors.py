@@ -25,6 +25,8 @@ import errno
 from collections.abc import Iterable
 from typing import Self
 
+from engine.version import VERSION
+
 EXIT_PASS = 0
 EXIT_FAIL = 1
 EXIT_UNKNOWN = 2
@@ -112,6 +114,20 @@ def write_error(
     if error.errno in NO_ROOM:
         return DiskFull.expected(what, where, expected, found, hint=when_full)
     return RunLogError.expected(what, where, expected, found)
+
+
+def missing_engine() -> BadInput:
+    """Return the error of what needs the engine, where only `apr-workbench-view` is installed."""
+    found = "apr-workbench-view, which only looks at runs"
+    return BadInput(f"expected the engine, found {found}", hint="pip install apr-workbench")
+
+
+def missing_module(name: str) -> BadInput:
+    """Return the error of an installation that lacks a module: removing one distribution, or a version of it, removes
+    what has come to the same place with the other one since."""
+    both = f"apr-workbench-view=={VERSION} apr-workbench=={VERSION}"
+    hint = f"pip install --force-reinstall --no-deps {both}"
+    return BadInput(f"installation: expected the module {name}, found none", hint=hint)
 
 
 class TrainingFailed(EngineError):

@@ -20,7 +20,7 @@ from pathlib import Path
 from engine import child
 from engine.bytecode import keep_bytecode
 from engine.crash import run_command
-from engine.errors import EXIT_TERMINATED, InternalError, UsageError
+from engine.errors import EXIT_TERMINATED, InternalError, UsageError, missing_engine
 from engine.log.folder import RunFolder, is_run, open_run
 from engine.log.text import result_lines
 from engine.terminal import ArgumentParser, put, say
@@ -206,7 +206,7 @@ def demo_spec(name: str = "demo") -> Path:
 
     path = Path(str(importlib.resources.files("engine.demo") / f"{name}.toml"))
     if not path.is_file():
-        raise InternalError(f"demo: {path} — expected the packaged spec, found nothing there")
+        raise missing_engine()
     return path
 
 

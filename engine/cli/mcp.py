@@ -33,6 +33,7 @@ def run(arguments: argparse.Namespace) -> int:
     from engine import limits
     from engine.errors import BadInput
     from engine.files import read_text
+    from engine.version import install_extra
 
     if arguments.skill:
         path = Path(__file__).parents[1] / "agent" / "SKILL.md"
@@ -42,7 +43,7 @@ def run(arguments: argparse.Namespace) -> int:
         from engine.agent.server import make_server
     except ModuleNotFoundError as error:
         needs = f"engine mcp needs the SDK of the protocol, {error}"
-        raise BadInput(needs, hint="pip install 'apr-workbench[agent]'") from None
+        raise BadInput(needs, hint=install_extra("agent")) from None
 
     folders = arguments.folders or [Path("runs")]
     may = {"may_flip": arguments.allow_flips, "may_stop": arguments.allow_stop}

@@ -50,7 +50,7 @@ _ON_HUB = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]*/)?[A-Za-z0-9][A-Za-z0-9._-]*"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    from engine.export.mixture import QUANTS, TYPES_OF
+    from engine.quant.blocks import QUANTS, TYPES_OF
 
     def quants(format_: str) -> list[str]:
         return [name for name, kind in QUANTS.items() if kind in TYPES_OF[format_]]

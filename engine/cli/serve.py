@@ -36,12 +36,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     from engine.errors import BadInput, UsageError
     from engine.files import user_state
+    from engine.version import install_extra
 
     try:
         from engine.serve.access import read_token
         from engine.serve.app import build_app, listen, server_of
     except ModuleNotFoundError as error:
-        hint = "pip install 'apr-workbench[serve]'"
+        hint = install_extra("serve")
         name = (error.name or "").partition(".")[0]
         if name not in ("starlette", "uvicorn"):
             raise

@@ -61,7 +61,7 @@ def inspect(arguments: argparse.Namespace) -> int:
 
 
 def add_convert_arguments(parser: argparse.ArgumentParser) -> None:
-    from engine.export.mixture import QUANTS, TYPES_OF
+    from engine.quant.blocks import QUANTS, TYPES_OF
 
     add_path(parser, "source", "SRC", "weight file, model folder, or ORG/NAME of the hub")
     add_path(parser, "target", "DST", "what to write; must not exist")

@@ -43,7 +43,7 @@ from torch import Tensor
 from engine import limits
 from engine.errors import UsageError, WeightsError
 from engine.export.hf_folder import TEMPLATE_FILE, TOKENIZER_CONFIG_FILE, write_folder
-from engine.export.mixture import QUANTS, tensor_types
+from engine.export.mixture import tensor_types
 from engine.files import read_text
 from engine.formats.adapter import is_adapter
 from engine.formats.apr_write import write_apr
@@ -72,7 +72,7 @@ from engine.models.names import (
 )
 from engine.models.read_config import NATIVE, config_of
 from engine.models.rope import divisors
-from engine.quant.blocks import BlockType
+from engine.quant.blocks import QUANTS, BlockType
 from engine.quant.quantize import quantize
 from engine.quant.reference import FLOATS
 from engine.quant.tensor import QuantTensor

@@ -25,16 +25,8 @@ from __future__ import annotations
 from engine.errors import UsageError
 from engine.models.config import ModelConfig
 from engine.models.names import expected_tensors, hf_names
-from engine.quant.blocks import BLOCK_TYPES, BlockType, fallback
+from engine.quant.blocks import BLOCK_TYPES, QUANTS, TYPES_OF, BlockType, fallback
 
-# quant -> the type of its matrices.
-QUANTS = {"q4_k_m": "Q4_K", "q6_k": "Q6_K", "q8_0": "Q8_0", "bf16": "BF16", "f32": "F32"}
-# format -> the types that its files can hold.
-TYPES_OF = {
-    "safetensors": tuple(name for name, kind in BLOCK_TYPES.items() if kind.float_dtype),
-    "gguf": tuple(BLOCK_TYPES),
-    "apr": tuple(name for name, kind in BLOCK_TYPES.items() if kind.in_apr),
-}
 # Replacements for types that .apr does not have.
 _INSTEAD_IN_APR = {"Q5_K": "Q6_K"}
 _SHARED_V_LAYERS = 80

@@ -34,7 +34,6 @@ from engine.export.convert import Converted, Progress, convert
 from engine.export.hf_folder import complete_folder
 from engine.export.licence import bases_of, inherited, licence_files
 from engine.export.manifest import check_manifest, read_manifest, write_manifest
-from engine.export.mixture import QUANTS
 from engine.export.published import Verification, verify
 from engine.export.required_evidence import (
     Proof,
@@ -48,6 +47,7 @@ from engine.formats.writing import fsync_folder
 from engine.log.folder import RunFolder
 from engine.models.config import count_parameters
 from engine.models.read_config import read_config
+from engine.quant.blocks import QUANTS
 from engine.signals import partial_output
 from engine.units import format_bytes
 from engine.verdict import Level

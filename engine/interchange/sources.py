@@ -27,6 +27,7 @@ from engine.errors import BadInput
 from engine.files import open_regular, parse_json, read_json_object, read_text
 from engine.interchange.names import STEP, TIME, find
 from engine.interchange.series import Series
+from engine.version import install_extra
 
 _SHOWN = 40
 
@@ -604,5 +605,5 @@ def _unix_s(value: object) -> float | None:
 
 def missing(package: str, purpose: str, extra: str = "import") -> BadInput:
     """Return the error of a package that is not installed."""
-    hint = f"pip install 'apr-workbench[{extra}]'"
+    hint = install_extra(extra)
     return BadInput.expected("library", package, purpose, "that it is not installed", hint=hint)

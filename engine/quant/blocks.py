@@ -445,6 +445,14 @@ WRITTEN: tuple[str, ...] = tuple(row.name for row in _ROWS if row.largest is not
 """The types that values are quantised or cast to; the others are only read."""
 NOISE_FLOORS: dict[str, Floor] = dict(row.mixture for row in _ROWS if row.mixture is not None)
 """By the name in `engine convert --quant`."""
+QUANTS = {"q4_k_m": "Q4_K", "q6_k": "Q6_K", "q8_0": "Q8_0", "bf16": "BF16", "f32": "F32"}
+"""Type of the matrices, for each name in `engine convert --quant`."""
+TYPES_OF = {
+    "safetensors": tuple(name for name, kind in BLOCK_TYPES.items() if kind.float_dtype),
+    "gguf": tuple(BLOCK_TYPES),
+    "apr": tuple(name for name, kind in BLOCK_TYPES.items() if kind.in_apr),
+}
+"""Types that a file can hold, for each format."""
 
 
 GGML_NAMES = {row.ggml_id: row.name for row in _ROWS} | {

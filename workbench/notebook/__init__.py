@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import importlib.util
 
+from engine.version import install_extra
+
 _MISSING = [n for n in ("anywidget", "ipywidgets") if importlib.util.find_spec(n) is None]
 if _MISSING:
     raise ImportError(
         f"workbench.notebook — expected {' and '.join(_MISSING)}, found none: "
-        "pip install 'apr-workbench[notebook]'"
+        f"{install_extra('notebook')}"
     )
 
 from workbench.notebook.compare import Compare  # noqa: E402

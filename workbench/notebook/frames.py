@@ -11,6 +11,7 @@ from engine.errors import UsageError
 from engine.log.folder import open_run
 from engine.log.table import Table
 from engine.log.view import RunView
+from engine.version import install_extra
 from workbench.feed import RunFeed
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ def frame_of(view: RunView, what: str = "steps") -> pandas.DataFrame:
     try:
         import pandas
     except ImportError as missing:
-        hint = "pip install 'apr-workbench[notebook]'"
+        hint = install_extra("notebook")
         raise UsageError("frame: expected pandas, found none", hint=hint) from missing
 
     if what == "steps":
