@@ -43,14 +43,13 @@ class Pass:
         self.before = before
         self.length = length_of(iterator)
         self.feeds = self.has_ended = False
-        self.batches = self.taken = self.repeated = 0
-        """Number of yielded batches, of yielded indices, and of indices yielded before."""
+        self.batches = self.taken = 0
+        """Number of yielded batches and of yielded indices."""
         self.cut = 0
         """Number of consecutive passes, including this one, that were left before their end."""
         self.has_indices = True
         self._asked: list[int] = []
         self._sizes: deque[int] = deque()
-        self._seen: Counter[int] = Counter()
         self._is_compared = self._is_counted = False
         self._shuffles, self._repeats, self._sampler = _promise(iterator)
         self._print: Any = None
@@ -69,18 +68,17 @@ class Pass:
         self.batches += 1
         if not self.has_indices or not self._sizes:
             return []
-        begin, self.taken = self.taken, self.taken + self._sizes.popleft()
-        new = self._asked[begin : self.taken]
-        self._seen.update(new)
-        self.repeated = self.taken - len(self._seen)
+        self.taken += self._sizes.popleft()
         is_last = self.batches == self.length
         return self._order() if is_last or self.taken >= _ORDER else []
 
     def end(self) -> list[Line]:
         """End the pass: there is no further batch, or the next pass has begun."""
-        lines = [*self._order(), *self._count()] if self.feeds else []
+        if not self.feeds:
+            return []
+        lines = [*self._order(), *self._count()]
         # The next pass is compared with the first indices.
-        self._asked, self._seen = self.order(), Counter()
+        self._asked = self.order()
         return lines
 
     def order(self) -> list[int]:
@@ -108,15 +106,17 @@ class Pass:
         if self._is_counted or self.taken < _LEAST:
             return []
         self._is_counted = True
-        numbers = {"samples": self.taken, "repeated": self.repeated}
-        if self.repeated <= max(1, _TWICE * self.taken):
-            text = f"an epoch has {self.taken} samples, {self.repeated or 'none'} repeated"
+        seen = Counter(self._asked[: self.taken])
+        repeated = self.taken - len(seen)
+        numbers = {"samples": self.taken, "repeated": repeated}
+        if repeated <= max(1, _TWICE * self.taken):
+            text = f"an epoch has {self.taken} samples, {repeated or 'none'} repeated"
             return [("repeated_samples", PASS, text, numbers)]
-        text = f"{self.repeated} of {self.taken} samples of an epoch repeat an earlier one of that epoch"
+        text = f"{repeated} of {self.taken} samples of an epoch repeat an earlier one of that epoch"
         if self._repeats:
             return [("repeated_samples", FACT, f"{text}, as {self._sampler} is meant to", numbers)]
-        (times, most), *_ = Counter(self._seen.values()).most_common(1)
-        if len(self._seen) - most <= max(1, _TWICE * len(self._seen)):
+        (times, most), *_ = Counter(seen.values()).most_common(1)
+        if len(seen) - most <= max(1, _TWICE * len(seen)):
             # Several completions of each prompt, as in GRPO.
             text = f"{text}: each {times} times, by {self._sampler}"
             return [("repeated_samples", FACT, text, numbers)]

@@ -41,14 +41,10 @@ class DeviceClock:
     def mark(self, phase: str) -> None:
         """Record the end or interruption of a phase."""
         cuda = self._torch.cuda
-        self._is_at_mark = (
-            cuda.is_initialized()
-            and len(self._marks) < _MAX_MARKS
-            and not is_capturing(self._torch)
-        )
-        if not self._is_at_mark:
-            self._is_whole = False
+        if not cuda.is_initialized() or len(self._marks) >= _MAX_MARKS or is_capturing(self._torch):
+            self._is_at_mark = self._is_whole = False
             return
+        self._is_at_mark = True
         stream = cuda.current_stream()
         if self._stream is not None and stream != self._stream:
             # The time between events of two streams is no phase.

@@ -34,6 +34,18 @@ def rank_and_world(torch: Any) -> tuple[int, int]:
     return int(rank) if rank.isdecimal() else 0, int(world) if world.isdecimal() else 1
 
 
+class Position:
+    """Rank of this process and number of ranks. To ask torch takes some microseconds, so they are read again only where
+    a script may have joined a process group since: at a new optimizer or pass over data, and before a first step."""
+
+    def __init__(self, torch: Any) -> None:
+        self._torch = torch
+        self.read()
+
+    def read(self) -> None:
+        self.rank, self.world = rank_and_world(self._torch)
+
+
 def claim(run: str, training: int, world: int) -> str:
     """Return the folder of a training of this process; create it for a later training. Raises OSError."""
     # Ranks share their parent, the launcher; a restart by torchrun begins another training.

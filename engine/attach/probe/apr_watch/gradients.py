@@ -205,7 +205,7 @@ class Windows:
     @property
     def _usual(self) -> int:
         """Number of passes of a window; 0 where that is not known."""
-        ((usual, times),) = self._counts.most_common(1) or [(0, 0)]
+        usual, times = max(self._counts.items(), key=lambda one: one[1], default=(0, 0))
         return usual if times >= _SETTLED and 2 * times >= self._steps else 0
 
     def step(self, torch: Any, optimizer: Any, number: int) -> list[Line]:
@@ -261,16 +261,21 @@ class Windows:
         return [_cut(text, left, usual)]
 
     def _choose(self, torch: Any, optimizer: Any) -> None:
+        few = [ref() for ref in self._few]
+        if few and all(one is not None and _is_readable(torch, one.grad) for one in few):
+            return
         found: list[Any] = []
         for group in optimizer.param_groups:
             for one in group["params"]:
                 if len(found) < _FEW and is_plain(torch, one) and one.grad is not None:
                     found.append(one)
-        if not found or any(
-            type(one.grad) is not torch.Tensor or one.grad.is_inference() for one in found
-        ):
+        if not found or not all(_is_readable(torch, one.grad) for one in found):
             self.leave()
         self._few = [weakref.ref(one) for one in found]
+
+
+def _is_readable(torch: Any, gradient: Any) -> bool:
+    return type(gradient) is torch.Tensor and not gradient.is_inference()
 
 
 def _cut(text: str, passes: int, usual: int) -> Line:

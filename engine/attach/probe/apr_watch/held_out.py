@@ -126,25 +126,20 @@ class HeldOut:
 
 def _hashes(torch: Any, batch: Any) -> list[int]:
     """Return hashes of the rows of a batch on the host, without rows of one repeated number."""
-    found = [
-        one
-        for one in parts_of(torch, batch)
-        if type(one) is torch.Tensor
-        and one.is_cpu
-        and one.layout == torch.strided
-        and one.dim() > 1
-        and one.numel()
-        and not one.is_quantized
-        and not one.is_complex()
-    ]
-    if not found:
+    found = [one for one in parts_of(torch, batch) if type(one) is torch.Tensor and one.dim() > 1]
+    rows = max(found, key=lambda one: one.numel(), default=None)
+    if rows is None or not rows.is_cpu or rows.layout != torch.strided or not rows.numel():
         return []
-    rows = max(found, key=lambda one: one.numel()).detach().flatten(1)
-    rows = rows[:, :: -(-rows.shape[1] // _ELEMENTS)].contiguous()
-    if rows.shape[1] * rows.element_size() < _MIN_BYTES:
+    if rows.requires_grad or rows.is_quantized or rows.is_complex():
         return []
-    varied = (rows != rows[:, :1]).any(1).tolist()
-    texts = rows.view(torch.uint8).numpy()
-    return [
-        hash(text.tobytes()) for text, is_varied in zip(texts, varied, strict=True) if is_varied
-    ]
+    # numpy lacks some dtypes of torch.
+    lacks = rows.dtype.is_floating_point and rows.dtype not in (torch.float32, torch.float64)
+    array = (rows.contiguous().view(torch.uint8) if lacks else rows).numpy().reshape(len(rows), -1)
+    array = array[:, :: -(-array.shape[1] // _ELEMENTS)]
+    size, count = array.itemsize, array.shape[1]
+    if count * size < _MIN_BYTES:
+        return []
+    # One copy: a call to numpy takes as long as several rows.
+    data, width = array.tobytes(), count * size
+    texts = [data[at : at + width] for at in range(0, len(data), width)]
+    return [hash(text) for text in texts if text != text[:size] * count]

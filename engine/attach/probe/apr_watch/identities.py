@@ -22,15 +22,15 @@ from __future__ import annotations
 import os
 import sys
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from threading import get_ident
 from typing import Any
 
 from . import schedule
 from .coverage import Tokenizers
-from .data import Passes
+from .data import Passes, parts_of
 from .distillation import Divergence
-from .folders import rank_and_world
+from .folders import Position
 from .gradients import Chain, Windows
 from .held_out import HeldOut
 from .losses import Loss, losses_of
@@ -57,8 +57,8 @@ _DECODED_STEPS = 2
 class Identities:
     """Checks of one process, called at each batch, backward pass and optimizer step by the thread that does it."""
 
-    def __init__(self, torch: Any) -> None:
-        self._torch = torch
+    def __init__(self, torch: Any, position: Position) -> None:
+        self._torch, self._position = torch, position
         self._watched: weakref.WeakKeyDictionary[Any, _Watched] = weakref.WeakKeyDictionary()
         self._made: weakref.WeakSet[Any] = weakref.WeakSet()
         self._threads: set[int] = set()
@@ -80,7 +80,7 @@ class Identities:
         self._search = Search(torch)
         self._evaluations = Evaluations(torch, self._search)
         self._passes = Passes(torch)
-        self.ranks = Ranks(torch)
+        self.ranks = Ranks(torch, position)
         self._held_out = HeldOut(torch, self._is_evaluating)
         self._scaling = Scaling(torch)
         self._token_weights = TokenWeights(torch)
@@ -122,28 +122,31 @@ class Identities:
     def samples_asked_for(self, iterator: Any, index: Any) -> None:
         """Record the sampler's indices of a batch, which may be yielded later."""
         self.ranks.samples_asked_for(iterator, index)
-        if not rank_and_world(self._torch)[0]:
+        if not self._position.rank:
             self._notice(self._passes.asked(iterator, index))
 
     def no_batch(self, iterator: Any) -> None:
         self._notice(self._passes.ended(iterator))
         self._held_out.no_batch(iterator)
         lines = self._scaling.data_ended()
-        if not rank_and_world(self._torch)[0]:
+        if not self._position.rank:
             self._notice(lines)
         for windows in self._windows():
             windows.data_ended()
 
-    def batch_fetched(self, iterator: Any, batch: Any) -> None:
+    def batch_fetched(self, iterator: Any, batch: Any, rows: int | None) -> None:
         self.ranks.batch_fetched(iterator, batch)
         self._notice(self._passes.fetched(iterator, batch, bool(self._due)))
-        acting = [one for watched in self._watched.values() for one in watched.modes.acting]
+        acting = (one for watched in self._watched.values() for one in watched.modes.acting)
         self._evaluations.fetched(iterator, acting)
         self._scaling.batch_fetched()
-        self._token_weights.batch_fetched(iterator)
+        if self._due:
+            self._token_weights.batch_fetched(iterator)
         if self._questions is not None:
-            self._rows = _rows_of(self._torch, batch, bool(self._due))
-        if not rank_and_world(self._torch)[0]:
+            self._rows = None if rows is None else Rows(rows, None)
+            if self._due:
+                self._rows = _rows_of(self._torch, batch)
+        if not self._position.rank:
             self._held_out.fetched(iterator, batch)
 
     def loss_was_not_finite(self) -> None:
@@ -159,7 +162,7 @@ class Identities:
     def clipped(self, most: Any) -> None:
         """Record clipping to a norm of `most`."""
         lines = self._scaling.clipped(most)
-        if not rank_and_world(self._torch)[0]:
+        if not self._position.rank:
             self._notice(lines)
 
     def _notice(self, lines: list[Line]) -> None:
@@ -190,8 +193,9 @@ class Identities:
             windows.backward_begins()
 
     def backward_ends(self) -> None:
-        with self._torch.no_grad():
-            self._token_weights.backward_ends()
+        if self._due:
+            with self._torch.no_grad():
+                self._token_weights.backward_ends()
         self._check_gradients(Chain.backward_ends)
         for windows in self._windows():
             windows.backward_ends()
@@ -238,12 +242,12 @@ class Identities:
         self._in_progress.append(id(optimizer))
         self._threads.add(get_ident())
         watched.seen = None
-        tokens = self._token_weights.take()
+        tokens = self._token_weights.take() if self._due else None
         if len(self._threads) == 1:
             each = None if tokens is None else tokens[0]
             self.ranks.step_begins(optimizer, watched.steps, _is_sampled(watched.steps), each)
         lines = self._scaling.step(optimizer, watched.steps)
-        if rank_and_world(self._torch)[0]:
+        if self._position.rank:
             return
         self._notice(lines)
         if watched.held.has_caught_up() and not any(
@@ -263,7 +267,7 @@ class Identities:
         is_alone = len(self._watched) == 1
         self._notice(
             self._schedules.look(optimizer, watched.steps, watched.scheduled, is_alone)
-            if rank_and_world(self._torch)[1] == 1
+            if self._position.world == 1
             # Accelerate calls a scheduler once for each rank.
             else []
         )
@@ -319,7 +323,8 @@ class Identities:
             self._ask(optimizer, watched, self._questions)
         self._reached.step_ends()
         self._losses, self._pitfalls = [], []
-        self._token_weights.take()
+        if self._due:
+            self._token_weights.take()
         watched.since = self._reached.steps
         if _is_sampled(watched.steps + 1):
             self._due.add(optimizer)
@@ -328,7 +333,7 @@ class Identities:
 
     def _ask(self, optimizer: Any, watched: _Watched, budget: Budget) -> None:
         """Ask the models after a step, and keep their calls in the step before it."""
-        rank, world = rank_and_world(self._torch)
+        rank, world = self._position.rank, self._position.world
         if rank or len(self._threads) > 1 or is_capturing(self._torch):
             return
         if watched.questions is None:
@@ -382,7 +387,7 @@ class Identities:
         seen.extra_lines += watched.modes.look(optimizer, self._search)
         seen.add_pitfalls(self._pitfalls, watched.classes)
         # With sharding, the forward pass uses other tensors than the optimizer.
-        if rank_and_world(self._torch)[1] > 1 or len(self._threads) > 1:
+        if self._position.world > 1 or len(self._threads) > 1:
             return
         reached, are_all = self._reached.since(watched.since)
         seen.extra_lines += watched.held.look(
@@ -405,17 +410,15 @@ class Identities:
         return seen
 
 
-def _rows_of(torch: Any, batch: Any, is_due: bool) -> Rows | None:
-    """Return the rows of the first tensor in a batch, and a copy of the first one if that is due."""
+def _rows_of(torch: Any, batch: Any) -> Rows | None:
+    """Return the rows of the first tensor in a batch, with a copy of the first one."""
     if isinstance(batch, torch.Tensor):
         if not batch.dim():
             return None
-        first = batch[0].detach().clone() if is_due and batch.dim() > 1 and len(batch) else None
+        first = batch[0].detach().clone() if batch.dim() > 1 and len(batch) else None
         return Rows(int(batch.shape[0]), first)
-    parts = batch.values() if isinstance(batch, Mapping) else batch
-    if not isinstance(batch, (Mapping, list, tuple)):
-        return None
-    return next((rows for one in parts if (rows := _rows_of(torch, one, is_due)) is not None), None)
+    parts = parts_of(torch, batch)
+    return next((rows for one in parts if (rows := _rows_of(torch, one)) is not None), None)
 
 
 def _is_sampled(step: int) -> bool:

@@ -24,11 +24,12 @@ class HeldMemory:
         self._next_s = 0.0
 
     def look(self, folder: str, step: int, device: Any, now: bool = False) -> None:
-        counters = getattr(self._torch.cuda, "memory_stats_as_nested_dict", None)
-        time_s = time.monotonic()
-        if device.type != "cuda" or counters is None or not (now or time_s >= self._next_s):
+        if device.type != "cuda" or not (now or time.monotonic() >= self._next_s):
             return
-        self._next_s = time_s + SPACING_S
+        counters = getattr(self._torch.cuda, "memory_stats_as_nested_dict", None)
+        if counters is None:
+            return
+        self._next_s = time.monotonic() + SPACING_S
         counts = counters(device)
         held, kept = (
             counts.get(f"{what}_bytes", {}).get("all") for what in ("allocated", "reserved")

@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from .parameters import FACT, NAMED, PASS, SUSPICION, Line, Modules
+from .parameters import FACT, NAMED, PASS, SUSPICION, WITHDRAWN, Line, Modules
 from .values import is_capturing
 
 _MAX_SEARCHES = 32
@@ -268,7 +268,7 @@ class Evaluations:
         """Record the begin of a backward pass or of a step."""
         self._feeds, self._in_a_row, self._before = True, 0, None
 
-    def fetched(self, iterator: Any, acting: list[_Acting]) -> None:
+    def fetched(self, iterator: Any, acting: Iterable[_Acting]) -> None:
         """Record a yielded batch; `acting` are the mode-dependent modules of all trained models."""
         first = getattr(iterator, "_num_yielded", None) == 1
         if first or self._pass is None or self._pass() is not iterator:
@@ -374,3 +374,7 @@ class Noticed:
 
     def lines(self) -> list[Line]:
         return self._lines
+
+    def is_in(self, logged: set[tuple[str, str]]) -> bool:
+        """Return whether a log has these verdicts already, by identity and level."""
+        return all(line[:2] in logged and WITHDRAWN not in line[3] for line in self._lines)

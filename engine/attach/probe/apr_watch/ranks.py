@@ -23,7 +23,7 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from .data import print_of
-from .folders import rank_and_world
+from .folders import Position, rank_and_world
 from .modes import Noticed
 from .parameters import FACT, FAIL, NAMED, PASS, SUSPICION, UNKNOWN, Line, Modules
 from .token_weights import across_ranks
@@ -604,8 +604,8 @@ def _named_ranks(ranks: list[int]) -> str:
 class Ranks:
     """Comparison of this rank with the others, driven by its batches, backward passes and steps; idle with one rank."""
 
-    def __init__(self, torch: Any) -> None:
-        self._torch = torch
+    def __init__(self, torch: Any, position: Position) -> None:
+        self._torch, self._position = torch, position
         self._wrappers: Wrappers | None = None
         self._searches_left = _MAX_SEARCHES
         self._layouts: weakref.WeakKeyDictionary[Any, tuple[int, Layout]] = (
@@ -638,7 +638,7 @@ class Ranks:
     # Data.
 
     def samples_asked_for(self, iterator: Any, index: Any) -> None:
-        if len(self._batches) >= _MAX_BATCHES or rank_and_world(self._torch)[1] < 2:
+        if len(self._batches) >= _MAX_BATCHES or self._position.world < 2:
             return
         began, asked = self._sampled_indices.get(iterator, (0, deque()))
         # Persistent workers keep the iterator of the previous epoch.
@@ -658,7 +658,7 @@ class Ranks:
         self._latest_batch = [index, "" if content is None else _digest(b"".join(content))]
 
     def backward_begins(self) -> None:
-        if rank_and_world(self._torch)[1] < 2 or is_capturing(self._torch):
+        if self._position.world < 2 or is_capturing(self._torch):
             return
         if self._latest_batch is not None and len(self._batches) < _MAX_BATCHES:
             self._batches.append(self._latest_batch)
@@ -675,7 +675,7 @@ class Ranks:
     # Weights.
 
     def step_begins(self, optimizer: Any, step: int, is_sampled: bool, tokens: Any) -> None:
-        if rank_and_world(self._torch)[1] < 2 or is_capturing(self._torch):
+        if self._position.world < 2 or is_capturing(self._torch):
             return
         number, layout = self._layouts.get(optimizer, (self._count, None))
         if layout is not None:

@@ -18,8 +18,9 @@ from types import FrameType
 from typing import Any, NamedTuple
 
 from .compiles import Compiles
+from .data import parts_of
 from .device_clock import DeviceClock, Lap
-from .folders import Beat, claim, claim_failed, rank_and_world, record_lost
+from .folders import Beat, Position, claim, claim_failed, record_lost
 from .identities import Identities, framework
 from .memory import HeldMemory
 from .modes import Noticed
@@ -126,13 +127,15 @@ class Batches:
     directly followed one of its batches; batches of an evaluation are not counted. Where a framework reads one batch
     ahead, a batch counts when the next one is requested, as that is when the training gets it."""
 
-    def __init__(self, torch: Any) -> None:
-        self._torch = torch
+    def __init__(self, torch: Any, position: Position) -> None:
+        self._torch, self._position = torch, position
+        self._integers = {torch.int64, torch.int32, torch.int16, torch.uint8, torch.int8}
         self._reads: Any = weakref.WeakKeyDictionary()
         self._latest: Read | None = None
         self._sizes: list[tuple[Read, tuple[int | None, int | None, str]]] = []
 
-    def fetched(self, iterator: Any, batch: Any, caller: FrameType, name: str) -> None:
+    def fetched(self, iterator: Any, batch: Any, caller: FrameType, name: str) -> int | None:
+        """Record a yielded batch; return its rows, None where they are unknown."""
         read = self._reads.get(iterator)
         if read is None:
             read = self._reads[iterator] = Read()
@@ -140,13 +143,14 @@ class Batches:
             read.ahead = None  # of a pass that ended early
         self.asked_for(iterator)
         self._latest = read
-        several = _is_dispatched(caller) and rank_and_world(self._torch)[1] > 1
+        several = self._position.world > 1 and _is_dispatched(caller)
         rows, tokens = (None, None) if several else self._size(batch)
         size = rows, tokens, name
         if _is_read_ahead(caller):
             read.ahead = size
         else:
             self._sizes.append((read, size))
+        return rows
 
     def asked_for(self, iterator: Any) -> None:
         """Record a request for one more batch, whether or not there is one."""
@@ -176,24 +180,14 @@ class Batches:
         return read is not None and read.feeds
 
     def _size(self, batch: Any) -> tuple[int | None, int | None]:
-        torch = self._torch
-        named = batch if isinstance(batch, Mapping) else {}
-        if isinstance(batch, torch.Tensor):
-            found = [batch]
-        elif isinstance(batch, (Mapping, tuple, list)):
-            parts = batch.values() if isinstance(batch, Mapping) else batch
-            found = [part for part in parts if isinstance(part, torch.Tensor)][:1]
-        else:
-            found = []
-        rows = next((int(tensor.shape[0]) for tensor in found if tensor.dim()), None)
-        ids = named.get("input_ids", None)
-        for tensor in (ids, *found):
-            if (
-                isinstance(tensor, torch.Tensor)
-                and tensor.dim() == 2
-                and _is_integer(torch, tensor)
-            ):
-                return rows, int(tensor.shape[0]) * int(tensor.shape[1])
+        tensor_type = self._torch.Tensor
+        parts = parts_of(self._torch, batch)
+        first = next((one for one in parts if isinstance(one, tensor_type)), None)
+        rows = int(first.shape[0]) if first is not None and first.dim() else None
+        ids = batch.get("input_ids") if isinstance(batch, Mapping) else None
+        for one in (ids, first):
+            if isinstance(one, tensor_type) and one.dim() == 2 and one.dtype in self._integers:
+                return rows, one.numel()
         return rows, None
 
 
@@ -227,10 +221,6 @@ def _is_dispatched(caller: FrameType) -> bool:
     return module == "accelerate.data_loader" and caller.f_code.co_name == "_fetch_batches"
 
 
-def _is_integer(torch: Any, tensor: Any) -> bool:
-    return tensor.dtype in (torch.int64, torch.int32, torch.int16, torch.uint8, torch.int8)
-
-
 def _sum(numbers: list[Any]) -> Any:
     """Return the sum; None if the list is empty or holds an unknown number."""
     return None if not numbers or None in numbers else sum(numbers)
@@ -257,7 +247,8 @@ class Steps:
     def __init__(self, torch: Any, run: str) -> None:
         self._torch, self._run = torch, run
         self._left_to_parent: list[Any] = []
-        self._batches = Batches(torch)
+        self._position = Position(torch)
+        self._batches = Batches(torch, self._position)
         self._compiles = Compiles()
         self._memory = HeldMemory(torch)
         self._places = Places(torch)
@@ -276,7 +267,8 @@ class Steps:
         self._thread: int | None = None
         self._early: list[tuple[Values, str, dict[str, Any]]] = []
         self._progress = Progress()
-        self.identities = Identities(self._torch)
+        self._position.read()
+        self.identities = Identities(self._torch, self._position)
         self._waiting: deque[Entry] = deque()
         self._values = Values()
         self._optimizers = 0
@@ -327,11 +319,13 @@ class Steps:
 
     def batch_fetched(self, iterator: Any, batch: Any, caller: FrameType) -> None:
         if "data" not in self._clock.running:
-            self._batches.fetched(iterator, batch, caller, self._work.batch(iterator))
+            rows = self._batches.fetched(iterator, batch, caller, self._work.batch(iterator))
             self._progress.batch_fetched(iterator)
-            self.identities.batch_fetched(iterator, batch)
+            self.identities.batch_fetched(iterator, batch, rows)
 
     def samples_asked_for(self, iterator: Any, index: Any) -> None:
+        if not getattr(iterator, "_num_yielded", 0):
+            self._position.read()
         self.identities.samples_asked_for(iterator, index)
         self._work.asked(iterator, index)
 
@@ -356,6 +350,7 @@ class Steps:
         self._progress.trained_on()
         self._backwards += 1
         if not self._step:
+            self._position.read()
             self._places.backward_begins()
         self._beat_begun()
         losses = self._as_list(tensors)
@@ -413,6 +408,7 @@ class Steps:
 
     def optimizer_made(self, optimizer: Any) -> None:
         self._optimizers += 1
+        self._position.read()
         self.identities.optimizer_made(optimizer)
         self._places.optimizer_made(optimizer)
         if self._trainings.number:
@@ -500,7 +496,7 @@ class Steps:
     def _queue(self, kept: Values, kind: str, fields: dict[str, Any]) -> None:
         if self.log is not None:
             self._waiting.append(Entry(kept, self.log, kind, fields))
-        elif len(self._early) < _EARLY and not rank_and_world(self._torch)[0]:
+        elif len(self._early) < _EARLY and not self._position.rank:
             self._early.append((kept, kind, fields))
 
     def _number(self, value: Any, kept: Values) -> float | Kept | None:
@@ -517,7 +513,7 @@ class Steps:
     def _locate(self) -> str:
         """Find the folder of the training and this process's rank in it."""
         if self._folder is None:
-            self._rank, self._world = rank_and_world(self._torch)
+            self._rank, self._world = self._position.rank, self._position.world
             self._folder = claim(self._run, self._trainings.newest, self._world)
             if self._world > 1:
                 self._beat = Beat(self._folder, self._rank)
@@ -525,14 +521,15 @@ class Steps:
 
     def _beat_begun(self) -> None:
         # Claim the ranks' files before the first step, which one of the ranks may never reach.
-        if self._beat is None and not self._step and rank_and_world(self._torch)[1] > 1:
+        if self._beat is None and not self._step and self._position.world > 1:
             self._locate()
         if self._beat is not None:
             self._beat.begun(self._step)
 
     def _step_ends(self, optimizer: Any) -> None:
         group = optimizer.param_groups[0]
-        device = next((p.device for p in group["params"]), self._torch.device("cpu"))
+        parameters = group["params"]
+        device = parameters[0].device if parameters else self._torch.device("cpu")
         folder = self._locate()
         self._step += 1
         step_s, phases = self._clock.lap()
@@ -584,6 +581,8 @@ class Steps:
         if self.log is None:
             return
         for seen in found:
+            if isinstance(seen, Noticed) and seen.is_in(self._logged_identities):
+                continue
             step = seen.step if isinstance(seen, Noticed) else None
             about = {"step": min(self._step, step or self._step), "framework": framework()}
             entry = Entry(Values(), self.log, "judged", about, None, seen, self._logged_identities)
@@ -708,19 +707,17 @@ def _write(entry: Entry) -> bool:
         _write_verdicts(entry, entry.seen)
         return False
     if entry.lap is not None:
-        fields = {**fields, "phases": entry.lap.seconds}
+        fields["phases"] = entry.lap.seconds
     if entry.kind == "step":
         losses = [as_number(loss) for loss in fields["loss"]]
-        fields = {**fields, "loss": _sum(losses)}
+        fields["loss"] = _sum(losses)
         if "losses" in fields:
             fields["losses"] = losses
-        for name in ("lr", "grad_norm"):
-            fields[name] = as_number(fields[name])
+        fields["lr"], fields["grad_norm"] = as_number(fields["lr"]), as_number(fields["grad_norm"])
     elif entry.kind == "eval":
-        fields = {**fields, "loss": as_number(fields["loss"])}
+        fields["loss"] = as_number(fields["loss"])
     elif entry.kind == "logged":
-        numbers = {name: as_number(value) for name, value in fields["values"].items()}
-        fields = {**fields, "values": numbers}
+        fields["values"] = {name: as_number(value) for name, value in fields["values"].items()}
     entry.log.write(entry.kind, **fields)
     if entry.kind == "script_ended":
         entry.log.close()

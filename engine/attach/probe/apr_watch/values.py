@@ -75,7 +75,7 @@ class Reader:
         if not tensor.is_floating_point() or tensor.layout != torch.strided:
             return None
         if tensor.is_cpu:
-            return float(tensor.detach().item())
+            return float(tensor.item())
         if not tensor.is_cuda or is_capturing(torch):
             return None
         stream = torch.cuda.current_stream(tensor.device)
