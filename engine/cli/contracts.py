@@ -35,6 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     validate = action("validate", "check each file; list every problem at once")
     add_path(validate, "files", "FILES", "files or folders (contracts/)", nargs="*")
     add_choice(validate, "--format", ("text", "json"), "text")
+    add_json(validate, "as --format json")
     rules = "pv: only the rules that upstream's `pv validate` has"
     add_choice(validate, "--rules", ("all", "pv"), "all", rules)
     run_ = action("run", "run tests, proofs and planted bugs, and keep receipts")
@@ -71,7 +72,7 @@ def _validate(a: argparse.Namespace) -> int:
         problems = [p for p in problems if p.rule.startswith(PV)]
     warnings = sum(problem.severity == WARNING for problem in problems)
     errors = len(problems) - warnings
-    if a.format == "json":
+    if a.json or a.format == "json":
         value = {
             "files": len(loaded),
             "errors": errors,

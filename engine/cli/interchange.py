@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from engine.cli.arguments import add_flag, add_path, add_repeated, add_run
-from engine.terminal import put, say
+from engine.cli.arguments import add_flag, add_json, add_path, add_repeated, add_run
+from engine.terminal import put, put_json, say
 
 IMPORT_HELP = "make a run folder of what another tool has logged"
 EXPORT_HELP = "write a run's values for TensorBoard, as CSV or as Parquet"
@@ -23,6 +23,7 @@ def add_import_arguments(parser: argparse.ArgumentParser) -> None:
     what = "NAME (loss, held_out, lr, step, ...) is what the source calls TAG; may be repeated"
     add_repeated(parser, "--map", "NAME=TAG", what)
     add_flag(parser, "--partial", "import what is in front of a fault in a broken file")
+    add_json(parser)
 
 
 def import_(arguments: argparse.Namespace) -> int:
@@ -58,6 +59,10 @@ def import_(arguments: argparse.Namespace) -> int:
         given=given,
         partial=arguments.partial,
     )
+    if arguments.json:
+        said = [{"level": note.level, "text": note.text} for note in notes]
+        put_json({"run": str(run.path), "notes": said})
+        return 0
     for note in notes:
         say(note.text if note.level == "info" else f"{note.level}: {note.text}")
     put(run.path)
@@ -68,6 +73,7 @@ def add_export_arguments(parser: argparse.ArgumentParser) -> None:
     add_run(parser)
     parser.add_argument("--to", choices=tuple(TARGETS), required=True, help="the kind of file")
     add_path(parser, "--out", "PATH", "the new file or folder (NAME.csv, NAME-tensorboard, ...)")
+    add_json(parser)
 
 
 def export(arguments: argparse.Namespace) -> int:
@@ -85,6 +91,9 @@ def export(arguments: argparse.Namespace) -> int:
     run = open_run(arguments.run)
     out = arguments.out or Path(f"{run.name}{TARGETS[arguments.to]}")
     count = export_run(run, arguments.to, out)
+    if arguments.json:
+        put_json({"path": str(out), "values": count})
+        return 0
     say(f"{count:,} values")
     put(out)
     return 0

@@ -10,7 +10,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from engine.terminal import put
+from engine.cli.arguments import add_json
+from engine.terminal import put, put_json
 
 HELP = "write a run, a flip or a finding as one HTML file"
 
@@ -24,6 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--home", action="store_true", help="keep the paths of home folders, which are ~ otherwise"
     )
     parser.add_argument("--force", action="store_true", help="replace a file that exists")
+    add_json(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -42,5 +44,8 @@ def run(arguments: argparse.Namespace) -> int:
             hint="--force replaces it, --out names another",
         )
     write_whole(out, text)
-    put(out)
+    if arguments.json:
+        put_json({"path": str(out)})
+    else:
+        put(out)
     return 0

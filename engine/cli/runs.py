@@ -202,6 +202,7 @@ def tag(arguments: argparse.Namespace) -> int:
 def add_stop_arguments(parser: argparse.ArgumentParser) -> None:
     add_run(parser)
     add_flag(parser, "--now", "kill it without saving")
+    add_json(parser)
 
 
 def stop_run(arguments: argparse.Namespace) -> int:
@@ -213,7 +214,12 @@ def stop_run(arguments: argparse.Namespace) -> int:
     from engine.log.folder import open_run
     from engine.watch.start_and_stop import stop
 
-    say(stop(open_run(arguments.run), now=arguments.now))
+    run = open_run(arguments.run)
+    message = stop(run, now=arguments.now)
+    if arguments.json:
+        put_json({"run": str(run.path), "message": message})
+    else:
+        say(message)
     return 0
 
 

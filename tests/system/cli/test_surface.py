@@ -50,6 +50,23 @@ def parsers(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser
                 yield from parsers(one)
 
 
+SAY_NOTHING_TO_PARSE = {
+    "engine watch": "stdout is that of the script",
+    "engine serve": "the address of the page",
+    "engine mcp": "stdout is the protocol",
+    "engine completion": "a script of a shell",
+}
+
+
+def test_every_command_that_prints_results_prints_them_as_json() -> None:
+    without = {
+        one.prog
+        for one in parsers(build_parser())
+        if one._subparsers is None and "--json" not in one._option_string_actions
+    }
+    assert without == SAY_NOTHING_TO_PARSE.keys()
+
+
 def documented_codes(parser: argparse.ArgumentParser) -> list[int]:
     """The numbers of the sentences that begin with `Exit`."""
     said = " ".join((parser.description or "").split())
@@ -188,6 +205,9 @@ def printed(kit: Kit, tmp_path_factory: pytest.TempPathFactory) -> dict[str, lis
         "gate": ("gate", run, "--only", "heldout,eval"),
         "publish": ("publish", run, folder / "published", "--gguf", "none", "--apr", "none"),
         "publish --verify": ("publish", "--verify", folder / "published"),
+        "report": ("report", run),
+        "export": ("export", run, "--to", "csv", "--out", "values.csv"),
+        "import": ("import", "csv", "values.csv", "--out", "imported"),
     }
     found = {}
     with pytest.MonkeyPatch.context() as patch:
