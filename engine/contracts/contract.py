@@ -123,7 +123,7 @@ def load_file(path: Path) -> Loaded:
         return Loaded(path, walk)
     for double in duplicates:
         text = f"here a second time, first on line {double.first_line}"
-        walk.add("SCHEMA-020", (double.key,), text, place=(double.line, double.column))
+        walk.add("SCHEMA-020", (double.key,), text, place=double.place)
     read = walk.read(tree, CONTRACT)
     if read is not None:
         check_upstream(read, walk)
@@ -157,12 +157,11 @@ def checked_contracts(paths: Sequence[Path], root: Path) -> list[Loaded]:
     """Read the given files (default: all of the project's), check them, and compare them with the project's
     source."""
     loaded = load_all(contract_files(paths, root))
-    # Comments that name other contracts concern none of the given files.
-    ids = [id for one in loaded for id in (one.path.stem, one.contract and one.contract.id) if id]
-    sources = Sources(root, ids if paths else None)
+    sources = Sources(root)
     for one in loaded:
         if (contract := one.contract) is not None and contract.runs:
             check_source(contract, sources, one.walk)
+    # Comments that name other contracts concern none of the given files.
     _check_markers(loaded, sources, whole=not paths)
     return loaded
 

@@ -24,6 +24,7 @@ from engine.contracts.contract import Contract
 from engine.contracts.source import Sources, split_node
 from engine.errors import BadInput
 from engine.files import read_bytes
+from engine.log.folder import write_whole
 from engine.machine.surroundings import installed_versions
 
 SCHEMA = "apr-workbench/contract-receipts/1"
@@ -122,9 +123,7 @@ def write_receipts(folder: Path, contract: str, receipts: list[Receipt]) -> Path
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{contract}.json"
     raw = msgspec.json.encode(Receipts(schema=SCHEMA, contract=contract, receipts=receipts))
-    partial = path.with_suffix(f".{os.getpid()}.partial")
-    partial.write_bytes(msgspec.json.format(raw, indent=1) + b"\n")
-    partial.replace(path)
+    write_whole(path, msgspec.json.format(raw, indent=1) + b"\n", "receipts")
     return path
 
 

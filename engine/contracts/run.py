@@ -9,7 +9,6 @@ Nothing here decides a verdict: receipts hold what was counted.
 
 from __future__ import annotations
 
-import functools
 import importlib.util
 import json
 import os
@@ -25,7 +24,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from engine.contracts import measured as kinds
 from engine.contracts import plant
@@ -61,75 +60,69 @@ class Runner:
     def _run_one(self, contract: Contract) -> None:
         begin = time.perf_counter()
         # Receipts carry the code's hash at the start: code that changes meanwhile makes them stale.
-        receipt = functools.partial(
-            _receipt,
-            contract_sha256=contract.sha256,
-            code_sha256=code_hash(contract, Sources(self.root)),
-            tools=tools(),
-            host=host(),
-        )
-        receipts = list(self._checks(contract, receipt))
+        code_sha256 = code_hash(contract, Sources(self.root))
+        receipts = [
+            Receipt(
+                check=check.id,
+                kind=check.kind,
+                contract_sha256=contract.sha256,
+                code_sha256=code_sha256,
+                tools=tools(),
+                argv=check.ran.argv,
+                rc=check.ran.rc,
+                counts=check.counts,
+                result=check.result,
+                detail=without_machine(check.detail, Path.cwd()),
+                duration_s=round(check.ran.duration_s, 3),
+                host=host(),
+                unix_s=round(time.time(), 3),
+            )
+            for check in self._checks(contract)
+        ]
         write_receipts(self.folder, contract.id, receipts)
         self.tell(f"{contract.id}: {len(receipts)} checks in {time.perf_counter() - begin:.1f} s")
 
-    def _checks(self, contract: Contract, receipt: Callable[..., Receipt]) -> Iterator[Receipt]:
+    def _checks(self, contract: Contract) -> Iterator[_Checked]:
         # The file was read without an error: a contract with errors is not run.
         read = Ran(argv=["validate"], rc=0)
-        yield receipt(kinds.VALID, kinds.VALID, read, {"problems": {"errors": 0}})
+        yield _Checked(kinds.VALID, kinds.VALID, read, {"problems": {"errors": 0}})
         if tests := _tests_of(contract.active):
             self.tell(f"{contract.id}: {len(tests)} tests")
             tested = run_tests(tests, self.root, TESTS_LIMIT_S)
             for id_, counts in tested.counts.items():
                 detail = tested.details[id_]
-                yield receipt(kinds.TEST, id_, tested.ran, {id_: counts}, detail=detail)
+                yield _Checked(kinds.TEST, id_, tested.ran, {id_: counts}, detail=detail)
         for falsifier in contract.active:
             if falsifier.test.startswith(("bench:", "flip:")):
                 self.tell(f"{contract.id}: {falsifier.id}")
                 ran = run_command(falsifier, self.root, COMMAND_LIMIT_S)
-                yield receipt(kinds.COMMAND, falsifier.id, ran, {}, detail=ran.tail)
+                yield _Checked(kinds.COMMAND, falsifier.id, ran, {}, detail=ran.tail)
         for proof in contract.proofs:
             self.tell(f"{contract.id}: proof {proof.id}")
             ran, said = run_proof(proof, self.root)
-            asked = {"cases": {"all": said["cases"]}}
-            result, detail = said["result"], said["detail"]
-            yield receipt(kinds.PROOF, proof.id, ran, asked, result=result, detail=detail)
-        by_id = {falsifier.id: falsifier for falsifier in contract.active}
+            cases = {"cases": {"all": said["cases"]}}
+            yield _Checked(kinds.PROOF, proof.id, ran, cases, said["result"], said["detail"])
         for planted in contract.planted:
             self.tell(f"{contract.id}: planted bug {planted.id}")
-            tests = _tests_of([by_id[id_] for id_ in planted.turns_red if id_ in by_id])
-            if not tests:
-                continue  # commands of the engine take no planted bugs
-            tested = run_tests(tests, self.root, TESTS_LIMIT_S, planted)
-            result, detail = "not loaded", tested.trouble
-            if tested.was_planted:
-                result, detail = kinds.WAS_PLANTED, next(iter(tested.details.values()), "")
-            yield receipt(
-                kinds.PLANTED, planted.id, tested.ran, tested.counts, result=result, detail=detail
-            )
+            # Commands of the engine take no planted bugs.
+            asked = [one for one in contract.active if one.id in planted.turns_red]
+            if tests := _tests_of(asked):
+                tested = run_tests(tests, self.root, TESTS_LIMIT_S, planted)
+                result, detail = "not loaded", tested.trouble
+                if tested.was_planted:
+                    result, detail = kinds.WAS_PLANTED, next(iter(tested.details.values()), "")
+                yield _Checked(kinds.PLANTED, planted.id, tested.ran, tested.counts, result, detail)
 
 
-def _receipt(
-    kind: str,
-    check: str,
-    ran: Ran,
-    counts: dict[str, dict[str, int]],
-    *,
-    result: str = "",
-    detail: str = "",
-    **bound_to: Any,
-) -> Receipt:
-    return Receipt(
-        check=check,
-        kind=kind,
-        argv=ran.argv,
-        rc=ran.rc,
-        counts=counts,
-        result=result,
-        detail=without_machine(detail, Path.cwd()),
-        duration_s=round(ran.duration_s, 3),
-        unix_s=round(time.time(), 3),
-        **bound_to,
-    )
+class _Checked(NamedTuple):
+    """A check that ran, for its receipt."""
+
+    kind: str
+    id: str
+    ran: Ran
+    counts: dict[str, dict[str, int]]
+    result: str = ""
+    detail: str = ""
 
 
 def _tests_of(falsifiers: Sequence[Falsifier]) -> list[Falsifier]:
@@ -277,8 +270,7 @@ def _plant(planted: Planted, folder: Path) -> dict[str, str]:
 def run_command(falsifier: Falsifier, root: Path, limit_s: float) -> Ran:
     """Run `bench:...` or `flip:...` as that command of the engine; its exit status is the result."""
     command, _, arguments = falsifier.test.partition(":")
-    program = "import sys; from engine.cli.main import main; raise SystemExit(main(sys.argv[1:]))"
-    return start(["-c", program, command, *shlex.split(arguments)], root, limit_s, {})
+    return start(["-m", "engine", command, *shlex.split(arguments)], root, limit_s, {})
 
 
 def run_proof(proof: Proof, root: Path) -> tuple[Ran, dict[str, Any]]:

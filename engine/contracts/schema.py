@@ -330,21 +330,21 @@ def _form(value: Any) -> type:
     return list if isinstance(value, list) else object
 
 
+_FORMS: dict[object, str] = {
+    list: "a list",
+    dict: "a mapping",
+    bool: "true or false",
+    float: "a number",
+}
+
+
 def _told(shape: Shape) -> str:
-    match shape:
-        case tuple():
-            return " or ".join(_told(one) for one in shape)
-        case list():
-            return "a list"
-        case AtLeast():
-            return "a whole number"
-        case Block() | Named():
-            return "a mapping"
-        case _ if shape is bool:
-            return "true or false"
-        case _ if shape is float:
-            return "a number"
-    return "text"
+    if isinstance(shape, tuple):
+        return " or ".join(map(_told, shape))
+    if isinstance(shape, AtLeast):
+        return "an integer"
+    form = _form(shape)
+    return _FORMS.get(shape if form is object else form, "text")
 
 
 def _found(value: Any) -> str:

@@ -14,7 +14,6 @@ import functools
 import io
 import re
 import tokenize
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,14 +33,10 @@ class Marker:
 
 
 class Sources:
-    """Files of one project, each parsed once; `markers` holds at least those of `contracts`, or all."""
+    """Files of one project, each parsed once."""
 
-    def __init__(self, root: Path, contracts: Iterable[str] | None = None) -> None:
+    def __init__(self, root: Path) -> None:
         self.root = root
-        self._mark = "# contract: "
-        if contracts is not None:
-            names = "|".join(map(re.escape, contracts))
-            self._mark += rf"(?:[^\n]*, )?(?:{names})(?:,|\s*$)"
         self._names: dict[Path, dict[str, int]] = {}
         self._texts: dict[Path, str | None] = {}
 
@@ -84,12 +79,11 @@ class Sources:
         """The contract comments in the packages of the project: the folders of its root that have an
         `__init__.py`."""
         out = []
-        # A file without one is not worth its tokens.
-        holds = re.compile(self._mark, re.MULTILINE).search
         for package in sorted(file.parent for file in self.root.glob("*/__init__.py")):
             for file in sorted(package.rglob("*.py")):
                 text = self.text(file)
-                if text is None or not holds(text):
+                # A file without one is not worth its tokens.
+                if text is None or "# contract: " not in text:
                     continue
                 starts = {line: name for name, line in self.names(file).items()}
                 for number, comment in _comments(text):

@@ -118,16 +118,15 @@ def answer_of(receipt: Receipt, contract: Contract, code_sha256: str) -> Answer:
         return Answer(Rank.WITNESS_STALE, "the contract has changed since")
     if receipt.code_sha256 != code_sha256:
         return Answer(Rank.WITNESS_STALE, "code or tests have changed since")
-    planted = {bug.id: bug for bug in contract.planted}.get(receipt.check)
     if receipt.kind == VALID:
         errors = receipt.counts.get("problems", {}).get("errors", -1)
         return Answer(Rank.PASS if errors == 0 else Rank.FAIL, f"{errors} error(s)")
-    if (
-        said_by := {TEST: _tested, COMMAND: _commanded, PROOF: _proven}.get(receipt.kind)
-    ) is not None:
-        return said_by(receipt)
-    if receipt.kind == PLANTED and planted is not None:
-        return _caught(receipt, planted.turns_red)
+    for bug in contract.planted:
+        if receipt.kind == PLANTED and bug.id == receipt.check:
+            return _caught(receipt, bug.turns_red)
+    judges = {TEST: _tested, COMMAND: _commanded, PROOF: _proven}
+    if (judge := judges.get(receipt.kind)) is not None:
+        return judge(receipt)
     return Answer(Rank.NO_CHECKABLE, f"a receipt of a kind that is not known: {receipt.kind}")
 
 
@@ -198,6 +197,8 @@ class Check:
     """valid, test, proof or planted."""
     says: str
     """The prediction, the harness with its bound, or the bug."""
+    more: tuple[str, ...]
+    """What is run, and what a failure means."""
     answer: Answer
     age_s: float | None
     """Seconds since it ran; None when it never did."""
@@ -278,16 +279,34 @@ def _status(one: Loaded, sources: Sources, folder: Path, now_s: float) -> Status
 def _checks(
     contract: Contract, found: dict[str, Receipt], code_sha256: str, now_s: float
 ) -> Iterable[Check]:
-    for id_, kind, says in (
+    for id_, kind, says, *more in (
         (VALID, VALID, "the file has no errors"),
-        *((f.id, TEST, f.prediction) for f in contract.active),
-        *((p.id, PROOF, f"{p.engine} {p.harness}, {p.bound}") for p in contract.proofs),
-        *((p.id, PLANTED, p.what) for p in contract.planted),
+        *(
+            (
+                one.id,
+                TEST,
+                one.prediction,
+                one.test,
+                f"if it fails: {one.if_fails}",
+                *([f"not as published: {one.differs}"] if one.differs else ()),
+            )
+            for one in contract.active
+        ),
+        *((one.id, PROOF, f"{one.engine} {one.harness}, {one.bound}") for one in contract.proofs),
+        *(
+            (
+                bug.id,
+                PLANTED,
+                bug.what,
+                f"in {bug.module}; must turn red: {', '.join(bug.turns_red)}",
+            )
+            for bug in contract.planted
+        ),
     ):
         answer, age_s = Answer(Rank.NOT_RUN, "no receipt; `engine contracts run`"), None
         if (receipt := found.get(id_)) is not None:
             answer, age_s = answer_of(receipt, contract, code_sha256), now_s - receipt.unix_s
-        yield Check(id=id_, kind=kind, says=says, answer=answer, age_s=age_s)
+        yield Check(id=id_, kind=kind, says=says, more=tuple(more), answer=answer, age_s=age_s)
 
 
 def _overall(contract: Contract, checks: Sequence[Check]) -> Answer:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from engine.contracts.contract import Contract
-from engine.contracts.status import Check, Rank, Status
+from engine.contracts.status import Rank, Status
 from engine.log.text import one_line
 from engine.units import format_seconds
 from engine.verdict import Level
@@ -41,23 +41,15 @@ def contract_lines(status: Status) -> Iterator[str]:
             yield f"  {text}; `engine contracts run {status.id}`"
         yield f"  bound: {', '.join(contract.binds) or 'nothing'}"
     yield from _claims(contract)
-    tests = {falsifier.id: falsifier for falsifier in contract.falsifiers}
-    planted = {bug.id: bug for bug in contract.planted}
     for kind, title in (("test", "falsifiers"), ("proof", "proofs"), ("planted", "planted bugs")):
         checks = [check for check in status.checks if check.kind == kind]
         if checks:
             yield title
         for check in checks:
-            yield from _check(check)
-            if kind == "test":
-                falsifier = tests[check.id]
-                yield f"      {falsifier.test}"
-                yield f"      if it fails: {one_line(falsifier.if_fails)}"
-                if falsifier.differs:
-                    yield f"      not as published: {one_line(falsifier.differs)}"
-            elif kind == "planted":
-                bug = planted[check.id]
-                yield f"      in {bug.module}; must turn red: {', '.join(bug.turns_red)}"
+            answer = check.answer
+            age = "never run" if check.age_s is None else f"{_age(check.age_s)} ago"
+            yield f"  {SIGNS[answer.level]} {check.id}: {answer.level.name.lower()}, {age}; {one_line(answer.text)}"
+            yield from (f"      {one_line(text)}" for text in (check.says, *check.more))
 
 
 def _claims(contract: Contract) -> Iterator[str]:
@@ -70,13 +62,6 @@ def _claims(contract: Contract) -> Iterator[str]:
     if contract.demoted_by:
         yield f"  all of it, by {contract.demoted_by}"
     yield from (f"  {id_}: {one_line(text)} (by {by})" for id_, text, by in contract.demoted)
-
-
-def _check(check: Check) -> Iterator[str]:
-    answer = check.answer
-    age = "never run" if check.age_s is None else f"{_age(check.age_s)} ago"
-    yield f"  {SIGNS[answer.level]} {check.id}: {answer.level.name.lower()}, {age}; {one_line(answer.text)}"
-    yield f"      {one_line(check.says)}"
 
 
 def _age(age_s: float) -> str:

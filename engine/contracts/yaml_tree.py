@@ -18,7 +18,7 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 
@@ -61,11 +61,9 @@ class Unreadable(Exception):
         self.text, self.line, self.column = text, line, column
 
 
-@dataclass(frozen=True, slots=True)
-class Duplicate:
+class Duplicate(NamedTuple):
     key: str
-    line: int
-    column: int
+    place: tuple[int, int]
     first_line: int
 
 
@@ -162,7 +160,7 @@ class _Builder:
                 raise _unreadable(key, "expected a word as key, found none")
             place, name = _place_of(key), key.value
             if name in found:
-                self.duplicates.append(Duplicate(name, *place, found[name].key_line))
+                self.duplicates.append(Duplicate(name, place, found[name].key_line))
             event = self.next_event()
             _refuse_references(event)
             node = self.node(event, depth + 1)

@@ -15,7 +15,6 @@ import importlib.util
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from engine.drills.catalogue import Drill, Need
 from engine.drills.naming import ALERT, EXIT, Naming, named_as, names_of
@@ -31,7 +30,6 @@ from engine.drills.runs import (
 )
 from engine.errors import EngineError
 from engine.log.folder import RunFolder
-from engine.log.view import RunView
 from engine.machine.cuda_driver import ask_in_child
 from engine.machine.kill_counters import read_kill_counters
 from engine.verdict import Level, Verdict
@@ -68,17 +66,12 @@ def carry_out(drill: Drill, folder: Path, *, device: str = "cpu") -> Drilled:
     begun_s = time.monotonic()
     run = Attended(RunFolder(folder / drill.id))
     device = "cuda" if "gpu" in drill.needs else device
-    sets = {"compute.device": device, **drill.sets}
     inputs = folder / f"{drill.id}-inputs"
-    if drill.altered:
-        sets = copy_inputs(inputs) | sets
-        sets = {
-            key: value.replace("INPUTS", str(inputs)) if isinstance(value, str) else value
-            for key, value in sets.items()
-        }
+    sets = copy_inputs(inputs) if drill.altered else {}
+    sets |= {"compute.device": device, **drill.sets}
     if drill.stored:
         sets["teacher.cache"] = str(folder / f"{drill.id}-store")
-    spec = write_spec(folder / f"{drill.id}.toml", sets)
+    spec = write_spec(folder / f"{drill.id}.toml", sets, inputs)
     try:
         if drill.stored:
             store_outputs(spec)
@@ -88,10 +81,8 @@ def carry_out(drill: Drill, folder: Path, *, device: str = "cpu") -> Drilled:
             finally:
                 run.end()
     except (EngineError, OSError) as error:
-        text = _plain(str(error), folder)
-        return Drilled(
-            drill=drill, verdict=Verdict(Level.FAIL, text), cost_s=time.monotonic() - begun_s
-        )
+        failed = Verdict(Level.FAIL, _plain(str(error), folder))
+        return Drilled(drill=drill, verdict=failed, cost_s=time.monotonic() - begun_s)
     return judged(drill, run, effect_unix_s, folder, time.monotonic() - begun_s)
 
 
@@ -136,14 +127,16 @@ def judged(
     said = [naming for naming in names_of(view) if naming.unix_s < run.ended_unix_s]
     named = named_as(said, drill.expected)
     others = tuple(dict.fromkeys(n.name for n in said if n is not named))
-    expected = " or ".join(one.name for one in drill.expected)
-    common: dict[str, Any] = {"drill": drill, "others": others, "cost_s": cost_s}
-    common["state"] = run.follower.state
+    state = run.follower.state
     if named is None:
+        expected = " or ".join(one.name for one in drill.expected)
         heard = ", ".join(others) or "nothing was said"
-        text = f"expected {expected}, found {heard}; the run: {run.follower.state}"
-        return Drilled(verdict=Verdict(Level.FAIL, text), **common)
-    first_unix_s = _first_effect(view)
+        text = f"expected {expected}, found {heard}; the run: {state}"
+        failed = Verdict(Level.FAIL, text)
+        return Drilled(drill=drill, verdict=failed, others=others, state=state, cost_s=cost_s)
+    rows = range(view.session_row, len(view.steps))
+    done_unix_s = [view.steps.value("unix_s", row) for row in rows]
+    first_unix_s = next(iter(done_unix_s), None)
     if named.kind == ALERT:
         effect_unix_s = named.since_unix_s
     elif named.kind == EXIT:
@@ -152,23 +145,16 @@ def judged(
         effect_unix_s = first_unix_s
     started_unix_s = view.trainer_started_unix_s or named.unix_s
     return Drilled(
+        drill=drill,
         verdict=Verdict(Level.PASS, _plain(named.text, folder)),
+        others=others,
+        state=state,
+        cost_s=cost_s,
         named=named,
         after_s=None if effect_unix_s is None else max(0.0, named.unix_s - effect_unix_s),
         after_start_s=named.unix_s - started_unix_s,
-        steps=sum(
-            (t or 0.0) <= named.unix_s
-            for t in view.steps.values("unix_s", view.session_row, len(view.steps))
-        ),
-        **common,
+        steps=sum((unix_s or 0.0) <= named.unix_s for unix_s in done_unix_s),
     )
-
-
-def _first_effect(view: RunView) -> float | None:
-    """When the first step of the session was done."""
-    steps = view.steps
-    rows = range(view.session_row, len(steps))
-    return next((steps.value("unix_s", r) for r in rows), None)
 
 
 def _plain(text: str, folder: Path) -> str:
@@ -179,7 +165,7 @@ def _plain(text: str, folder: Path) -> str:
 
 def why_not(drill: Drill) -> str:
     """Say why a drill cannot be carried out here; empty when it can."""
-    return next((why for need in drill.needs if (why := _missing(need))), "")
+    return next(filter(None, map(_missing, drill.needs)), "")
 
 
 def _missing(need: Need) -> str:

@@ -18,39 +18,31 @@ QUIET_EXITS = frozenset({"COMPLETED", "TERMINATED", "INTERRUPTED", "FAILED", "BA
 """Exit states that were requested, or that the run's own log explains."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Naming:
-    """One name that the workbench gave."""
-
+@dataclass(frozen=True)
+class Name:
     kind: str
     id: str
     """The id of the check or alert, the state of an exit, or what was refused."""
-    text: str
+    text: str = ""
+    flip: str = ""
+
+    @property
+    def name(self) -> str:
+        return f"{self.kind} {self.id}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Naming(Name):
+    """One name that the workbench gave."""
+
     unix_s: float
     since_unix_s: float | None = None
     """For an alert: when the reported condition began."""
-    flip: str = ""
     certainty: str = ""
 
-    @property
-    def name(self) -> str:
-        return f"{self.kind} {self.id}"
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Expected:
-    """An accepted name."""
-
-    kind: str
-    id: str
-    text: str = ""
-    """Text that it must contain beside its name."""
-    flip: str = ""
-    """The flip that it must suggest."""
-
-    @property
-    def name(self) -> str:
-        return f"{self.kind} {self.id}"
+class Expected(Name):
+    """An accepted name: the text that it must contain, and the flip that it must suggest."""
 
     def is_met_by(self, said: Naming) -> bool:
         return (
@@ -74,29 +66,19 @@ def names_of(view: RunView) -> list[Naming]:
 def _names(event: object, unix_s: float) -> Iterator[Naming]:
     match event:
         case Judged(by="check", level="fail"):
-            yield Naming(kind=CHECK, id=event.id, text=one_line(event.text), unix_s=unix_s)
+            yield Naming(CHECK, event.id, one_line(event.text), unix_s=unix_s)
         case Judged(raises_alert=True):
-            text = one_line(f"{event.text}; {event.meaning}")
+            text, since_unix_s = one_line(f"{event.text}; {event.meaning}"), event.from_unix_s
             yield Naming(
-                kind=ALERT,
-                id=event.id,
-                text=text,
-                unix_s=unix_s,
-                since_unix_s=event.from_unix_s,
-                flip=event.flip,
+                ALERT, event.id, text, event.flip, unix_s=unix_s, since_unix_s=since_unix_s
             )
         case RunFinished(state="failed") if not event.reason.startswith("check "):
             first, colon, _ = event.reason.partition(":")
             what = first.split()[0] if colon and first else "run"
-            yield Naming(kind=REFUSAL, id=what, text=one_line(event.reason), unix_s=unix_s)
+            yield Naming(REFUSAL, what, one_line(event.reason), unix_s=unix_s)
         case TrainerExited() if event.state not in QUIET_EXITS:
-            yield Naming(
-                kind=EXIT,
-                id=event.state,
-                text=one_line(event.sentence),
-                unix_s=unix_s,
-                certainty=event.certainty,
-            )
+            said, sure = one_line(event.sentence), event.certainty
+            yield Naming(EXIT, event.state, said, unix_s=unix_s, certainty=sure)
         case _:
             return
 

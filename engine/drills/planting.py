@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import os
 import sys
 import tempfile
@@ -27,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from engine.data.batches import Batch, Batches
+from engine.data.batches import Batches
 from engine.log.events import StepDone
 from engine.log.write import LogWriter
 from engine.teachers.frozen import FrozenDecoder
@@ -62,62 +63,53 @@ def replaced(owner: Any, name: str, make: Callable[[Any], Any]) -> Iterator[None
         setattr(owner, name, before)
 
 
-# A loader, a disk
+def _before(owner: Any, name: str, act: Callable[..., object]) -> AbstractContextManager[None]:
+    """Call `act` with the arguments of `owner.name` before each call of it."""
 
-
-def _before_batch(act: Callable[[Batches, int], object]) -> AbstractContextManager[None]:
-    """Call `act` with the position in the data before each batch is gathered."""
-
-    def make(take: Callable[..., Batch]) -> Callable[..., Batch]:
-        def spoilt(self: Batches, position: int, rows: int) -> Batch:
-            act(self, position)
-            return take(self, position, rows)
+    def make(call: Callable[..., Any]) -> Callable[..., Any]:
+        def spoilt(*given: Any, **named: Any) -> Any:
+            act(*given, **named)
+            return call(*given, **named)
 
         return spoilt
 
-    return replaced(Batches, "take", make)
+    return replaced(owner, name, make)
+
+
+# A loader, a disk
 
 
 def loader_stalls() -> AbstractContextManager[None]:
     """A loader that reads from a worker that hangs: its pipe stays open and empty."""
     # The write end stays open, or the read would return at once.
     read_end, _write_end = os.pipe()
-    return _before_batch(
-        lambda batches, position: (
-            os.read(read_end, 1) if position >= AFTER * batches.rows_per_batch else None
-        )
-    )
+
+    def read(batches: Batches, position: int, rows: int) -> None:
+        if position >= AFTER * batches.rows_per_batch:
+            os.read(read_end, 1)
+
+    return _before(Batches, "take", read)
 
 
 def rows_slow_ahead() -> AbstractContextManager[None]:
     """Every batch but the first is fetched ahead, behind the backward pass of the step before."""
-    return _before_batch(lambda _, position: time.sleep(WAIT_S) if position else None)
+    return _before(
+        Batches, "take", lambda _, position, rows: time.sleep(WAIT_S) if position else None
+    )
 
 
 def load_hangs() -> AbstractContextManager[None]:
     """Weights on a file system that no longer responds: the read does not return."""
     read_end, _write_end = os.pipe()
-
-    def make(build: Callable[..., None]) -> Callable[..., None]:
-        def spoilt(self: FrozenDecoder, *given: Any, **named: Any) -> None:
-            os.read(read_end, 1)
-            build(self, *given, **named)
-
-        return spoilt
-
-    return replaced(FrozenDecoder, "__init__", make)
+    return _before(FrozenDecoder, "__init__", lambda *_, **named: os.read(read_end, 1))
 
 
 def log_slow() -> AbstractContextManager[None]:
-    def make(write: Callable[..., Any]) -> Callable[..., Any]:
-        def spoilt(self: LogWriter, event: Any) -> Any:
-            if isinstance(event, StepDone):
-                time.sleep(WAIT_S)
-            return write(self, event)
+    def wait(_: LogWriter, event: Any) -> None:
+        if isinstance(event, StepDone):
+            time.sleep(WAIT_S)
 
-        return spoilt
-
-    return replaced(LogWriter, "write", make)
+    return _before(LogWriter, "write", wait)
 
 
 # A lock, a kernel, memory
@@ -156,16 +148,12 @@ def _at_update(act: Callable[[int], object]) -> AbstractContextManager[None]:
 
     def make(build: Callable[..., torch.optim.AdamW]) -> Callable[..., torch.optim.AdamW]:
         def spoilt(*arguments: Any) -> torch.optim.AdamW:
-            optimizer = build(*arguments)
-            real, done = optimizer.step, 0
+            optimizer, steps = build(*arguments), itertools.count(1)
 
-            def step(*given: Any) -> Any:
-                nonlocal done
-                done += 1
-                act(done)
-                return real(*given)
+            def before(*_: Any) -> None:
+                act(next(steps))
 
-            optimizer.step = step  # type: ignore[assignment, method-assign]
+            optimizer.register_step_pre_hook(before)
             return optimizer
 
         return spoilt

@@ -12,7 +12,6 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -63,12 +62,13 @@ def copy_inputs(folder: Path) -> dict[str, Any]:
     return {"teacher.path": str(teacher), "data.tokenizer": str(teacher / "tokenizer.json")}
 
 
-def write_spec(path: Path, sets: Mapping[str, Any]) -> Path:
-    """Write a spec of the common settings, overridden by `sets`."""
+def write_spec(path: Path, sets: Mapping[str, Any], inputs: Path = Path()) -> Path:
+    """Write a spec of the common settings, overridden by `sets`, in which INPUTS stands for the folder `inputs`."""
     sections: dict[str, list[str]] = {}
     for key, value in {**COMMON, **sets}.items():
         section, name = key.split(".")
-        value = str(MODELS.get(value, value)) if isinstance(value, str) else value
+        if isinstance(value, str):
+            value = str(MODELS.get(value, value)).replace("INPUTS", str(inputs))
         sections.setdefault(section, []).append(f"{name} = {json.dumps(value)}")
     path.write_text(
         "\n".join(f"[{section}]\n" + "\n".join(lines) for section, lines in sections.items()) + "\n"
@@ -79,11 +79,13 @@ def write_spec(path: Path, sets: Mapping[str, Any]) -> Path:
 def store_outputs(spec: Path) -> None:
     """Run `engine prepare` for the steps of `spec`, without an incident. Raises InternalError when it fails."""
     command = child.command("engine", "prepare", str(spec))
-    done = subprocess.run(command, capture_output=True, text=True, env=child.environment())
+    _run(command, child.environment(), f"{spec} — expected teacher outputs that can be stored")
+
+
+def _run(command: list[str], environment: Mapping[str, str], expected: str) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
     if done.returncode:
-        raise InternalError(
-            f"drill: {spec} — expected teacher outputs that can be stored, found {done.stderr.strip()[-800:]}"
-        )
+        raise InternalError(f"drill: {expected}, found {done.stderr.strip()[-800:]}")
 
 
 def start(
@@ -100,26 +102,18 @@ def start(
         # The shell moves itself, so that whatever it starts is created inside the group.
         enter = 'echo $$ > "$0" && exec "$@"'
         command = ["sh", "-c", enter, str(group / "cgroup.procs"), *command]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
-    if done.returncode:
-        raise InternalError(
-            f"drill: {run.path} — expected a run that begins, found {done.stderr.strip()[-800:]}"
-        )
+    _run(command, environment, f"{run.path} — expected a run that begins")
 
 
-@dataclass(slots=True)
 class Attended:
     """A run that is followed."""
 
-    run: RunFolder
-    follower: Follower = field(init=False)
-    died_unix_s: float | None = None
-    """When its trainer was first seen to be gone."""
-    ended_unix_s: float = math.inf
-    """When we killed what was left of it; later names are about us and not about the incident."""
-
-    def __post_init__(self) -> None:
-        self.follower = Follower(self.run)
+    def __init__(self, run: RunFolder) -> None:
+        self.run, self.follower = run, Follower(run)
+        self.died_unix_s: float | None = None
+        """When its trainer was first seen to be gone."""
+        self.ended_unix_s = math.inf
+        """When the drill killed what was left of it; later names are about that and not about the incident."""
 
     @property
     def view(self) -> RunView:

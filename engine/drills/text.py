@@ -8,15 +8,15 @@ from typing import Any
 
 from engine.drills.carry import Drilled
 from engine.drills.healthy import Healthy
-from engine.terminal import aligned
+from engine.terminal import aligned, clipped
 from engine.units import format_seconds
 from engine.verdict import Level, lowest
 
 HEAD = ("verdict", "drill", "must be named by", "was named by", "after", "happened")
-EVIDENCE_LETTERS = 200
+EVIDENCE_LETTERS = 180
 
 
-def when(drilled: Drilled) -> str:
+def _when(drilled: Drilled) -> str:
     """How soon the incident was named."""
     if drilled.named is None:
         return "-"
@@ -29,7 +29,7 @@ def table(results: Sequence[Drilled]) -> list[str]:
     """One line for each drill under a heading, aligned; then why some did not pass; the counts of the
     verdicts last."""
     why = [
-        f"{one.verdict.level.name} {one.drill.id}: {_short(one.verdict.reason)}"
+        f"{one.verdict.level.name} {one.drill.id}: {clipped(one.verdict.reason, EVIDENCE_LETTERS)}"
         for one in results
         if one.verdict.level is not Level.PASS
     ]
@@ -44,7 +44,7 @@ def _row(drilled: Drilled) -> tuple[str, ...]:
         drill.id,
         " or ".join(expected.id for expected in drill.expected),
         drilled.named.name if drilled.named is not None else "-",
-        when(drilled),
+        _when(drilled),
         drill.happened,
     )
 
@@ -62,13 +62,9 @@ def lines_of(drilled: Drilled) -> list[str]:
     lines = [f"{drilled.verdict.level.name:7}  {drill.id}: {drill.what}"]
     if drilled.named is not None:
         begun = format_seconds(drilled.after_start_s)
-        after = "before step 1" if drilled.after_s is None else f"{when(drilled)} after its effect"
+        after = "before step 1" if drilled.after_s is None else f"{_when(drilled)} after its effect"
         lines.append(f"         {drilled.named.name}, {after}, {begun} after the start")
-    return [*lines, f"         {_short(drilled.verdict.reason)}"]
-
-
-def _short(reason: str) -> str:
-    return reason if len(reason) <= EVIDENCE_LETTERS else reason[: EVIDENCE_LETTERS - 1] + "…"
+    return [*lines, f"         {clipped(drilled.verdict.reason, EVIDENCE_LETTERS)}"]
 
 
 def as_json(drilled: Drilled) -> dict[str, Any]:

@@ -165,7 +165,7 @@ def test_a_quoted_value_is_text() -> None:
 
 def test_every_key_twice_is_told_with_both_places() -> None:
     tree, duplicates = parse_tree(b"a: 1\nb:\n  c: 2\n  c: 3\n  d: {e: 1, e: 2}\na: 4\n")
-    assert [(d.key, d.line, d.column, d.first_line) for d in duplicates] == [
+    assert [(d.key, *d.place, d.first_line) for d in duplicates] == [
         ("c", 4, 3, 3),
         ("e", 5, 13, 5),
         ("a", 6, 1, 1),
