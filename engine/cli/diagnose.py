@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import sys
+import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,7 +15,7 @@ from engine.cli.arguments import add_flag, add_json, add_path
 from engine.cli.checks import errors_json
 from engine.cli.runs import plain
 from engine.errors import EXIT_FAIL, EXIT_PASS, BadInput, RunLogError, UsageError
-from engine.terminal import put, put_json
+from engine.terminal import put, put_json, say
 
 if TYPE_CHECKING:
     from engine.interchange.baseline import Change
@@ -23,6 +25,8 @@ if TYPE_CHECKING:
     from engine.watch.replay import Diagnosis
     from engine.watch.verdict_line import RunVerdict
 
+FOLLOW_S = 1.0
+"""Seconds between two looks at a log that is followed."""
 _SHOWN = 20
 """Most files that are named of those that are no log."""
 
@@ -40,6 +44,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=("wrong", "suspect"),
         help="for CI: exit code 1 for a verdict as bad as that or worse, else 0",
     )
+    add_flag(
+        parser, "--follow", "print the verdict whenever it changes, until Ctrl-C or a run's end"
+    )
     add_json(parser)
     add_flag(parser, "--list", "list the rules")
 
@@ -55,6 +62,7 @@ def run(arguments: argparse.Namespace) -> int:
     engine diagnose PATH --series how each name and line was read
     engine diagnose NEW --baseline OLD     which curves, rates, times and settings differ beyond their noise
     engine diagnose PATH --fail-on suspect exit code 1 where something is suspected or wrong, else 0
+    engine diagnose PATH --follow the verdict of a log that grows, whenever it changes
     engine diagnose PATH --all    also the rules that saw nothing, and those that could not judge, with reasons
     engine diagnose PATH --json   one JSON value
     engine diagnose --list        every rule: its question, what it reads, when it raises an alert
@@ -71,6 +79,8 @@ def run(arguments: argparse.Namespace) -> int:
         return EXIT_PASS
     from engine.log.folder import is_run
 
+    if arguments.follow:
+        return _follow(arguments)
     if (os.path.lexists(arguments.path) and not is_run(arguments.path)) or str(
         arguments.path
     ) == "-":
@@ -250,6 +260,51 @@ def as_json(path: str, found: Any) -> dict[str, Any]:
         "unjudged": found.unjudged,
         "fault": found.fault,
     }
+
+
+def _follow(arguments: argparse.Namespace) -> int:
+    """Judge one log or run each time it grows, and print a verdict that differs from the one before."""
+    from engine.interchange.kinds import find_logs
+    from engine.log.text import clock_text, has_ended
+
+    path, stamp, shown, said = arguments.path, None, None, ""
+    while True:
+        logs = find_logs(path)
+        if len(logs) != 1:
+            raise BadInput.expected("diagnose --follow", path, "one log or run", f"{len(logs)}")
+        now = _stamp(path)
+        if now != stamp:
+            stamp = now
+            try:
+                found, _ = _judged(logs[0])
+            except BadInput as error:  # nothing to judge so far, or a line that is half written
+                waits = f"waiting: {error.message}"
+                if shown is None and waits != said:
+                    say(said := waits)
+                time.sleep(FOLLOW_S)
+                continue
+            state, verdict = _verdict(found, logs[0], str(path))
+            if (verdict.level, verdict.id, verdict.since) != shown:
+                shown = verdict.level, verdict.id, verdict.since
+                if arguments.json:
+                    put_json(plain(verdict.as_dict()), flush=True)
+                else:
+                    do = f"; do: {verdict.action}" * bool(verdict.action)
+                    put(f"{clock_text(time.time())}  {verdict.signed()}{do}", flush=True)
+            if logs[0].read is None and has_ended(state):
+                return _exit_code(verdict.exit_code, verdict.level, arguments.fail_on)
+        time.sleep(FOLLOW_S)
+
+
+def _stamp(path: Path) -> list[tuple[int, int]]:
+    """Return what differs once a file at or in a path has grown."""
+    files = sorted(path.rglob("*")) if path.is_dir() else [path]
+    found = []
+    for file in files:
+        with contextlib.suppress(OSError):
+            about = file.stat()
+            found.append((about.st_size, about.st_mtime_ns))
+    return found
 
 
 def diagnose_logs(arguments: argparse.Namespace) -> int:
