@@ -7,14 +7,12 @@ of the loader, 0 where the host fetched ahead.
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 from .values import is_capturing
 
 _MAX_MARKS = 1024
 """Maximum number of boundaries of a step; the phases of a step with more are unknown."""
-_EXIT_WAIT_S = 0.5
 
 
 class Lap:
@@ -87,10 +85,3 @@ class DeviceClock:
             self._free.append(lap.begin)
         self._free += [event for event, _ in lap.marks[:-1]]
         return True
-
-    def wait_for(self, laps: list[Lap]) -> None:
-        """Wait for the GPU up to _EXIT_WAIT_S at the end of the process."""
-        deadline = time.monotonic() + _EXIT_WAIT_S
-        for lap in laps:
-            while not self.has_passed(lap) and time.monotonic() < deadline:
-                time.sleep(0.001)

@@ -60,7 +60,7 @@ class Divergence:
             and node._saved_self_sym_numel == teacher.numel() > self._positions
             for node in way
         )
-        self.counts = self._compare(teacher, saved(softmax, "result"))
+        self.numbers = self._compare(teacher, saved(softmax, "result"))
 
     def sample(self) -> Any:
         """Return the teacher's probabilities at the first positions, (R, V). Waits for the device."""

@@ -17,7 +17,7 @@ from typing import Any
 
 from .outside import rows_of
 from .parameters import FAIL, PASS, SUSPICION, Line
-from .updates import Rows, fits, is_plain
+from .updates import Rows, Seen, fits, is_plain
 
 _ELEMENTS = 1 << 14
 _MAX_PASSES = 16
@@ -72,8 +72,16 @@ class Chain:
         else:
             self._adds.append((self._last != self._before).any())
 
-    def end(self) -> Any:
-        """Return before the next step whether the chain holds, as a bool or a tensor; None where it is unknown."""
+    def end(self, seen: Seen) -> None:
+        """Find before the next step whether the chain holds, if that can be known."""
+        holds = self._holds_on()
+        if holds is False:
+            seen.later(lambda _: self._lines(seen.name, seen.number, False), {})
+        elif holds is not None:
+            seen.later(lambda one: self._lines(seen.name, seen.number, bool(one[0])), {0: holds})
+
+    def _holds_on(self) -> Any:
+        """Return whether the chain holds, as False or a tensor; None where it is unknown."""
         if not self.is_open:
             return False if self._is_broken else None
         self.is_open = False
@@ -121,8 +129,7 @@ class Chain:
         with self._torch.no_grad():
             return self._torch.cat(pieces)
 
-    def lines(self, optimizer: str, step: int, holds: bool) -> list[Line]:
-        """Return the verdict on an optimizer's step `step`; `holds`: whether the chain into it held."""
+    def _lines(self, optimizer: str, step: int, holds: bool) -> list[Line]:
         self._steps = self._steps + 1 if holds else 0
         if self._steps >= 2:
             text = (

@@ -16,40 +16,7 @@ from collections.abc import Callable
 from types import CodeType, FrameType, FunctionType
 from typing import Any
 
-from . import (
-    compiles,
-    coverage,
-    data,
-    device_clock,
-    distillation,
-    folders,
-    gradients,
-    graph,
-    held_out,
-    identities,
-    losses,
-    memory,
-    modes,
-    movement,
-    outside,
-    parameters,
-    pitfalls,
-    places,
-    progress,
-    questions,
-    ranks,
-    scaling,
-    schedule,
-    settings,
-    step,
-    textbook,
-    trainings,
-    untouched,
-    updates,
-    values,
-    work,
-    writer,
-)
+from . import settings
 from .progress import left_of_lightning, left_of_trainer
 from .step import Steps
 from .writer import NotTheWriter
@@ -74,20 +41,20 @@ class Hooks:
             return  # an older torch without global step hooks
         clip_grad = sys.modules.get("torch.nn.utils.clip_grad")
         loaders = sys.modules.get("torch.utils.data.dataloader")
-        self._on = True
+        steps, self._on = self._steps, True
         try:
             self._hook_optimizers(optimizers)
             self._replace(self._torch.Tensor, "backward", self._wrap_backward)
             self._replace(self._torch.autograd, "backward", self._wrap_backward)
-            self._replace(clip_grad, "clip_grad_norm_", self._wrap_clipping)
+            self._replace(clip_grad, "clip_grad_norm_", self._after(steps.clipped))
             clipping = getattr(clip_grad, "clip_grad_norm_", None)
             self._replace(self._torch.nn.utils, "clip_grad_norm_", lambda original: clipping)
             iterators = getattr(loaders, "_BaseDataLoaderIter", None)
             self._replace(iterators, "__next__", self._wrap_next)
-            self._replace(iterators, "_next_index", self._wrap_next_index)
+            self._replace(iterators, "_next_index", self._after(steps.samples_asked_for))
             scaler = getattr(sys.modules.get("torch.amp.grad_scaler"), "GradScaler", None)
-            self._replace(scaler, "scale", self._wrap_scale)
-            self._replace(scaler, "update", self._wrap_update)
+            self._replace(scaler, "scale", self._after(steps.scaled))
+            self._replace(scaler, "update", self._after(steps.scaler_updated))
             _leave_alone_when_compiling(self._torch)
         except BaseException:
             self._on = False
@@ -169,27 +136,10 @@ class Hooks:
                     # End as the script itself would: its finally blocks and exit handlers run, its exit code is 0.
                     sys.exit(0)
 
-        def wrap_init(original: Any) -> Any:
-            @functools.wraps(original)
-            def __init__(optimizer: Any, *args: Any, **kwargs: Any) -> None:
-                original(optimizer, *args, **kwargs)
-                if not is_compiling() and self._is_on():
-                    self._guarded(self._steps.optimizer_made, optimizer)
-
-            return __init__
-
-        def wrap_schedule(original: Any) -> Any:
-            @functools.wraps(original)
-            def __init__(schedule: Any, *args: Any, **kwargs: Any) -> None:
-                original(schedule, *args, **kwargs)
-                if self._is_on():
-                    self._guarded(self._steps.identities.schedule_made, schedule)
-
-            return __init__
-
-        self._replace(optimizers.Optimizer, "__init__", wrap_init)
+        self._replace(optimizers.Optimizer, "__init__", self._after(self._steps.optimizer_made))
         schedules = sys.modules.get("torch.optim.lr_scheduler")
-        self._replace(getattr(schedules, "LRScheduler", None), "__init__", wrap_schedule)
+        schedule_made = self._after(self._steps.schedule_made)
+        self._replace(getattr(schedules, "LRScheduler", None), "__init__", schedule_made)
         self._undo += [
             optimizers.register_optimizer_step_pre_hook(before_step).remove,
             optimizers.register_optimizer_step_post_hook(after_step).remove,
@@ -213,33 +163,37 @@ class Hooks:
     def _hook_frameworks(self) -> None:
         """Hook the frameworks imported by the first step: they may know the total number of steps."""
         trainer = getattr(sys.modules.get("transformers.trainer_callback"), "CallbackHandler", None)
-        self._replace(trainer, "on_step_begin", self._wrap_trainers_step)
+        self._replace(trainer, "on_step_begin", self._after(self._begun_by_trainer))
         for name in ("lightning.pytorch", "pytorch_lightning"):
             calls = sys.modules.get(f"{name}.trainer.call")
-            self._replace(calls, "_call_callback_hooks", self._wrap_lightnings_hooks)
+            self._replace(calls, "_call_callback_hooks", self._after(self._called_by_lightning))
 
-    def _wrap_trainers_step(self, original: Any) -> Any:
-        steps = self._steps
+    def _begun_by_trainer(
+        self, _: Any, handler: Any, args: Any, state: Any, *more: Any, **others: Any
+    ) -> None:
+        self._steps.planned(left_of_trainer(state))
 
-        @functools.wraps(original)
-        def on_step_begin(handler: Any, *args: Any, **kwargs: Any) -> Any:
-            if self._is_on():
-                state = args[1] if len(args) > 1 else kwargs.get("state")
-                self._guarded(lambda: steps.planned(left_of_trainer(state)))
-            return original(handler, *args, **kwargs)
+    def _called_by_lightning(
+        self, _: Any, trainer: Any, hook_name: str, *more: Any, **others: Any
+    ) -> None:
+        if hook_name == "on_train_batch_start":
+            self._steps.planned(left_of_lightning(trainer))
 
-        return on_step_begin
+    def _after(self, then: Callable[..., None]) -> Callable[[Any], Any]:
+        """Return what wraps a function so that `then` is called with its result and its arguments."""
+        is_compiling = self._is_compiling
 
-    def _wrap_lightnings_hooks(self, original: Any) -> Any:
-        steps = self._steps
+        def wrap(original: Any) -> Any:
+            @functools.wraps(original)
+            def wrapper(*args: Any, **kwargs: Any) -> Any:
+                result = original(*args, **kwargs)
+                if not is_compiling() and self._is_on():
+                    self._guarded(then, result, *args, **kwargs)
+                return result
 
-        @functools.wraps(original)
-        def _call_callback_hooks(trainer: Any, hook_name: str, *args: Any, **kwargs: Any) -> Any:
-            if hook_name == "on_train_batch_start" and self._is_on():
-                self._guarded(lambda: steps.planned(left_of_lightning(trainer)))
-            return original(trainer, hook_name, *args, **kwargs)
+            return wrapper
 
-        return _call_callback_hooks
+        return wrap
 
     def _wrap_backward(self, original: Any) -> Any:
         is_compiling, steps = self._is_compiling, self._steps
@@ -260,44 +214,6 @@ class Hooks:
             return result
 
         return backward
-
-    def _wrap_clipping(self, original: Any) -> Any:
-        is_compiling, steps = self._is_compiling, self._steps
-
-        @functools.wraps(original)
-        def clip_grad_norm_(*args: Any, **kwargs: Any) -> Any:
-            norm = original(*args, **kwargs)
-            if not is_compiling() and self._is_on():
-                most = args[1] if len(args) > 1 else kwargs.get("max_norm")
-                kind = args[2] if len(args) > 2 else kwargs.get("norm_type", 2.0)
-                self._guarded(steps.clipped, norm if kind == 2 else None, most)
-            return norm
-
-        return clip_grad_norm_
-
-    def _wrap_scale(self, original: Any) -> Any:
-        is_compiling, steps = self._is_compiling, self._steps
-
-        @functools.wraps(original)
-        def scale(scaler: Any, outputs: Any) -> Any:
-            products = original(scaler, outputs)
-            if not is_compiling() and self._is_on():
-                self._guarded(steps.scaled, scaler, outputs, products)
-            return products
-
-        return scale
-
-    def _wrap_update(self, original: Any) -> Any:
-        is_compiling, steps = self._is_compiling, self._steps
-
-        @functools.wraps(original)
-        def update(*args: Any, **kwargs: Any) -> Any:
-            result = original(*args, **kwargs)
-            if not is_compiling() and self._is_on():
-                self._guarded(steps.scaler_updated)
-            return result
-
-        return update
 
     def _wrap_next(self, original: Any) -> Any:
         is_compiling, steps = self._is_compiling, self._steps
@@ -321,29 +237,17 @@ class Hooks:
 
         return __next__
 
-    def _wrap_next_index(self, original: Any) -> Any:
-        is_compiling, steps = self._is_compiling, self._steps
-
-        @functools.wraps(original)
-        def _next_index(iterator: Any) -> Any:
-            index = original(iterator)
-            if not is_compiling() and self._is_on():
-                self._guarded(steps.samples_asked_for, iterator, index)
-            return index
-
-        return _next_index
-
     def _is_on(self) -> bool:
         if not self._on and self._undo:
             self.remove()
         return self._on
 
-    def _guarded(self, function: Callable[..., Any], *arguments: Any) -> Any:
+    def _guarded(self, function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
         """Call a function of the probe. If it raises, remove the probe, leave the script alone and return None."""
         if not self._on:
             return None
         try:
-            return function(*arguments)
+            return function(*arguments, **named)
         except NotTheWriter:
             self._on = False
         except Exception as error:
@@ -414,41 +318,9 @@ def _leave_alone_when_compiling(torch: Any) -> None:
         return
     for code in _codes(Hooks, _is_below):
         leave_alone(code, code.co_name == "_guarded")
-    for module in (
-        compiles,
-        coverage,
-        data,
-        device_clock,
-        distillation,
-        folders,
-        gradients,
-        graph,
-        held_out,
-        identities,
-        losses,
-        memory,
-        modes,
-        movement,
-        outside,
-        parameters,
-        pitfalls,
-        places,
-        progress,
-        questions,
-        ranks,
-        scaling,
-        schedule,
-        settings,
-        step,
-        textbook,
-        trainings,
-        untouched,
-        updates,
-        values,
-        work,
-        writer,
-    ):
-        for code in _codes(*vars(module).values()):
+    modules = [one for name, one in sys.modules.items() if name.startswith(f"{__package__}.")]
+    for module in modules:
+        for code in _codes(*vars(module).values()) if module.__name__ != __name__ else ():
             leave_alone(code, True)
 
 

@@ -33,7 +33,7 @@ from .distillation import Divergence
 from .folders import Position
 from .gradients import Chain, Windows
 from .held_out import HeldOut
-from .losses import Loss, losses_of
+from .losses import Loss, look, losses_of
 from .modes import Evaluations, Modes, Noticed, Search
 from .movement import Movement
 from .outside import Between
@@ -272,26 +272,26 @@ class Identities:
             else []
         )
         with self._torch.no_grad():
-            watched.seen = Seen(
+            seen = watched.seen = Seen(
                 self._torch, optimizer, watched.steps, watched.rates, self._threads, has_closure
             )
-            watched.seen.is_extra = not _is_sampled(watched.steps)
+            seen.is_extra = not _is_sampled(watched.steps)
             if watched.steps == 1:
                 watched.movement = Movement(self._torch, optimizer)
             elif watched.movement is not None:
                 watched.movement.step_begins()
-            if watched.seen.is_extra:
+            if seen.is_extra:
                 return
-            if not watched.seen.is_late:
-                self._check_parameters(optimizer, watched, watched.seen)
+            if not seen.is_late:
+                self._check_parameters(optimizer, watched, seen)
             # A closure runs its backward passes during the step.
             if not has_closure:
-                self._end_chain(watched.chain, watched.seen)
-            self._end_between(watched.seen, watched.between)
-            watched.between = None
-            if not watched.seen.is_late:
-                watched.seen.add_losses(self._losses)
-            watched.seen.add_token_weights(tokens, watched.token_weights)
+                watched.chain.end(seen)
+            if watched.between is not None:
+                watched.between.end(seen)
+                watched.between = None
+            if tokens is not None:
+                watched.token_weights.look(seen, *tokens)
 
     def step_ends(self, optimizer: Any) -> None:
         watched = self._watched.get(optimizer)
@@ -304,12 +304,11 @@ class Identities:
             seen, watched.seen = watched.seen, None
             with self._torch.no_grad():
                 if seen.has_closure:
-                    self._end_chain(watched.chain, seen)
+                    watched.chain.end(seen)
                 if seen.is_late and not seen.is_extra:
                     self._check_parameters(optimizer, watched, seen)
-                    seen.add_losses(self._losses)
                 if watched.movement is not None:
-                    seen.add_movement(watched.movement, optimizer, watched.steps == watched.asked)
+                    watched.movement.step_ends(optimizer, seen, watched.steps == watched.asked)
                 seen.end(optimizer)
             self.seen.append(seen)
             if _is_sampled(watched.steps + 1):
@@ -362,13 +361,6 @@ class Identities:
         """Compare the ended step with other ranks of the training in this folder."""
         self.seen += self.ranks.step_ends(folder, rank, world)
 
-    def _end_chain(self, chain: Chain, seen: Seen) -> None:
-        holds = chain.end()
-        if holds is not None:
-            seen.chain = chain
-        if isinstance(holds, self._torch.Tensor):
-            seen.tensors["chain"] = holds
-
     def _begin_between(self, optimizer: Any, watched: _Watched) -> None:
         # An outer optimizer that steps this one may write the weights too.
         if self._in_progress:
@@ -378,14 +370,13 @@ class Identities:
         own = [one for group in groups for one in group["params"] if id(one) not in others]
         watched.between = Between(self._torch, own)
 
-    def _end_between(self, seen: Seen, between: Between | None) -> None:
-        changed = None if between is None else between.end()
-        if changed is not None:
-            seen.between, seen.tensors["between"] = between, changed
-
     def _check_parameters(self, optimizer: Any, watched: _Watched, seen: Seen) -> None:
         seen.extra_lines += watched.modes.look(optimizer, self._search)
-        seen.add_pitfalls(self._pitfalls, watched.classes)
+        seen.extra_lines += [line for one in self._pitfalls for line in one.lines]
+        labels = [one.labels for one in self._pitfalls if one.labels is not None]
+        if labels:
+            seen.later(lambda one: watched.classes.add(*one[0].tolist()), {0: labels[0]})
+        look(seen, self._losses)
         # With sharding, the forward pass uses other tensors than the optimizer.
         if self._position.world > 1 or len(self._threads) > 1:
             return

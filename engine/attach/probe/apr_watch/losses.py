@@ -14,6 +14,7 @@ from .coverage import Coverage, Tokenizers
 from .distillation import Divergence, divergence_at
 from .graph import CROSS_ENTROPIES, labels_of, near, places, saved, source, weight
 from .parameters import FACT, PASS, SUSPICION, Line
+from .updates import Seen
 
 _IDS = 8
 """Maximum number of embeddings whose ids are compared with the labels."""
@@ -53,7 +54,8 @@ class Loss:
         self.rows: tuple[int, int] | None = None
         """Number of rows in the loss, and of all rows of tokens."""
         self._text = text
-        self._covers: list[Coverage | None] = []
+        self.covers: list[Coverage | None] = []
+        """Label coverage of each of `ids`."""
         self._known: list[Any] = []
         found, self._ids = [], []
         if self._put_back(self._look_below(node)):
@@ -63,12 +65,10 @@ class Loss:
                     found.append(compared)
                     self._ids.append(one)
         self._targets = self._text = None
-        self.covers: list[Coverage | None] = self._covers
-        """Label coverage of each of `ids`."""
-        self.counts: Any = torch.stack(found).double() if found else None
+        self.numbers: Any = torch.stack(found).double() if found else None
         """Counts on the device for each of `ids`: labels, rows with a label, and for each shift the labels that match
         and that could match."""
-        self._compared = self.counts
+        self._compared = self.numbers
 
     def tokens_before(self) -> tuple[Any, Any] | None:
         """Return the tokens of which the labels are the next ones, (B, T), and which positions of the first two rows
@@ -158,7 +158,7 @@ class Loss:
         if self._text is not None and width > 1:
             labels = (targets_BW, known_BW, self._start)
             cover = Coverage(self._torch, tokens_BT, *labels, self._text)
-        self._covers.append(cover)
+        self.covers.append(cover)
         return self._torch.stack(found)
 
     def lines(self, counts: list[list[float]], covers: list[list[int] | None]) -> list[Line]:
@@ -219,9 +219,29 @@ def _fits(counts: list[float]) -> list[float]:
     return [fitting / could if could else 0.0 for fitting, could in pairs]
 
 
-def combined(found: list[list[Line]]) -> list[Line]:
-    """Return the verdicts of all losses of a step, one for each identity and level. If one loss predicts the next
-    tokens, others may predict later ones (multi-token prediction)."""
+def look(seen: Seen, losses: list[Loss | Divergence]) -> None:
+    """Judge the losses of a sampled step."""
+    found: dict[Any, Any] = {}
+    for at, loss in enumerate(losses):
+        covers = loss.covers if isinstance(loss, Loss) else []
+        for of, one in enumerate([loss, *covers]):
+            if one is not None and one.numbers is not None:
+                found[at, of], one.numbers = one.numbers, None
+    seen.later(lambda tensors: _judge(losses, seen.number, tensors), found)
+
+
+def _judge(losses: list[Loss | Divergence], step: int, tensors: dict[Any, Any]) -> list[Line]:
+    """Return the verdicts, one for each identity and level. If one loss predicts the next tokens, others may predict
+    later ones (multi-token prediction). `tensors`: numbers of each loss, and of each of its covers."""
+    numbers = {at: one.tolist() for at, one in tensors.items()}
+    weights = [loss.weight for loss in losses if isinstance(loss, Loss)]
+    found: list[list[Line]] = []
+    for at, loss in enumerate(losses):
+        if isinstance(loss, Loss):
+            covers = [numbers.get((at, 1 + of)) for of in range(len(loss.covers))]
+            found.append(loss.lines(numbers.get((at, 0), []), covers))
+        elif (at, 0) in numbers:
+            found.append(loss.lines(numbers[at, 0], weights, step))
     lines: dict[tuple[str, str], Line] = {}
     for line in (line for lines in found for line in lines):
         lines.setdefault(line[:2], line)

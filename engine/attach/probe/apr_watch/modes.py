@@ -369,9 +369,6 @@ class Noticed:
     def has_passed(self) -> bool:
         return True
 
-    def wait(self, deadline: float) -> bool:
-        return True
-
     def lines(self) -> list[Line]:
         return self._lines
 

@@ -10,7 +10,7 @@ import weakref
 from typing import Any, NamedTuple
 
 from .parameters import FAIL, PASS, SUSPICION, Line, Modules, named
-from .updates import Rates, Rows
+from .updates import Rates, Rows, Seen
 
 _ELEMENTS, _MIN_ELEMENTS = 1 << 14, 4
 _MAX_TENSORS = 4096
@@ -104,15 +104,10 @@ class Movement:
         has_frozen = not all(one is not None and one.requires_grad for one in held)
         self._before = self._read("data") if has_frozen else []
 
-    def step_ends(
-        self,
-        optimizer: Any,
-        number: int,
-        tensors: dict[str, Any],
-        is_hooked: bool,
-        is_asked: bool,
-    ) -> Moved | None:
-        """Put what moved into `tensors`, on the device. `is_hooked`: whether lines of the script ran in the step."""
+    def step_ends(self, optimizer: Any, seen: Seen, is_asked: bool) -> None:
+        """Compare the weights after a sampled step, on the device. `is_asked`: whether the verdict on NaN is wanted in
+        any case."""
+        number, tensors = seen.number, dict[str, Any]()
         rates = [group.get("lr") for group in optimizer.param_groups]
         known = [rate if type(rate) in (int, float) else 0.0 for rate in rates]
         settled = self._rates.add(max(known, default=0.0))
@@ -121,11 +116,11 @@ class Movement:
         self._highest = list(map(max, likely, self._highest + [0.0] * len(likely)))
         is_open = not self.is_settled and (number in (1, _ANY) or number >= _EACH)
         if not (self._before or is_open or is_asked):
-            return None
+            return
         now, gradients = self._read("data"), self._read("grad")
         previous, self._gradients = self._gradients, gradients
         if not (self._first and now and gradients):
-            return None
+            return
         frozen = [[not rows.of().requires_grad for rows, _ in g] for g in self._rows.values()]  # type: ignore[union-attr]
         work = [[settled and known[at] > 0 for _, at in group] for group in self._rows.values()]
         rest = [[settled and not self._highest[at] for _, at in g] for g in self._rows.values()]
@@ -139,16 +134,18 @@ class Movement:
             self._moved[at] = self._moved[at] | (weights != self._first[at])
             tensors[f"moved {at}"] = self._moved[at]
             tensors[f"nan {at}"] = weights.isnan()
-            if self._before and any(frozen[at]) and previous and not is_hooked:
+            if self._before and any(frozen[at]) and previous and not seen.runs_script:
                 # Neither a backward pass nor the script wrote these gradients since the previous sampled step.
                 stale = (slopes == 0) | (slopes == previous[at])
                 tensors[f"frozen {at}"] = (weights != self._before[at]) & stale
-        return Moved(number, frozen, work, rest, is_asked)
+        moved = Moved(number, frozen, work, rest, is_asked)
+        seen.later(lambda one: self._lines(seen, moved, one), tensors)
 
     # Once the device has passed the step.
 
-    def lines(self, name: str, step: Moved, tensors: dict[str, Any]) -> list[Line]:
-        """Return the verdicts on a step of an optimizer."""
+    def _lines(self, seen: Seen, step: Moved, tensors: dict[str, Any]) -> list[Line]:
+        # Another verdict says why weights stay.
+        self.is_settled |= seen.has_failed
         trained: list[Any] = []
         moved, still, wrong, driven, resting = [], [], [], [], []
         numbers = 0
@@ -172,6 +169,7 @@ class Movement:
                     trained.append(rows)
                     moved += [rows] * bool(moves.any())
                     still += [rows] * bool(pushed.any() and not (pushed & moves).any())
+        name = seen.name
         lines = self._finite(name, wrong, numbers, step.is_asked)
         self._frozen_steps = self._frozen_steps + 1 if driven else 0
         if self._frozen_steps >= _IN_A_ROW:

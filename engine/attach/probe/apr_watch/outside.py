@@ -10,7 +10,7 @@ from collections import Counter
 from typing import Any
 
 from .parameters import PASS, SUSPICION, Line, Modules, named
-from .updates import Rows, is_plain
+from .updates import Rows, Seen, is_plain
 
 _ELEMENTS = 1 << 14
 _TOLERANCE_ULP = 8.0
@@ -37,16 +37,17 @@ class Between:
         self._rows = rows_of(torch, parameters, _ELEMENTS)
         self._last = self._weights()
 
-    def end(self) -> Any:
-        """Return before the next step which elements changed, (N,); None where that is unknown."""
+    def end(self, seen: Seen) -> None:
+        """Find before the next step which elements changed, if that can be known."""
         last, self._last = self._last, None
         now = None if last is None else self._weights()
         if now is None:
-            return None
+            return
         # A perturbation that is added and removed again (sharpness-aware minimisation) leaves rounding errors.
         size = last.abs().clamp_min(last.abs().mean())
         rounding = _TOLERANCE_ULP * self._torch.finfo(last.dtype).eps
-        return ~((now - last).abs() <= rounding * size) & ~(now.isnan() & last.isnan())
+        changed = ~((now - last).abs() <= rounding * size) & ~(now.isnan() & last.isnan())
+        seen.later(lambda one: self._lines(seen.name, seen.number, one[0]), {0: changed})
 
     def _weights(self) -> Any:
         weights = [rows.of() for rows in self._rows]
@@ -55,8 +56,7 @@ class Between:
         pairs = zip(self._rows, weights, strict=True)
         return self._torch.cat([rows.of_tensor(one) for rows, one in pairs])
 
-    def lines(self, optimizer: str, step: int, changed: Any) -> list[Line]:
-        """Return the verdict on the time before step `step`, once `changed` is on the host."""
+    def _lines(self, optimizer: str, step: int, changed: Any) -> list[Line]:
         numbers, written = changed.numel(), int(changed.sum())
         if not written:
             text = f"{numbers} weights of {optimizer} did not change between steps {step - 1} and {step}"

@@ -144,18 +144,6 @@ class Modules:
             path.append(name)
         return module, ".".join(reversed(path))
 
-    def around(self, parameter: Any) -> list[Any]:
-        """Return the modules that hold a parameter, from the innermost to the outermost."""
-        if id(parameter) not in self._holders:
-            return []
-        chain = [self._holders[id(parameter)][0]]
-        while id(chain[-1]) in self._parents:
-            parent = self._parents[id(chain[-1])][0]
-            if any(one is parent for one in chain):
-                break
-            chain.append(parent)
-        return chain
-
     def name(self, parameter: Any) -> str:
         """Return the parameter's name; empty where no module holds it."""
         return self._path(parameter)[1]

@@ -9,12 +9,10 @@ Weights are read before a step, not after it: a script may average them in betwe
 
 from __future__ import annotations
 
-import binascii
 import gc
 import hashlib
 import json
 import os
-import struct
 import sys
 import time
 import weakref
@@ -28,7 +26,7 @@ from .modes import Noticed
 from .parameters import FACT, FAIL, NAMED, PASS, SUSPICION, UNKNOWN, Line, Modules
 from .token_weights import across_ranks
 from .updates import is_plain
-from .values import is_capturing
+from .values import EXIT_WAIT_S, Arrival, is_capturing
 
 DRIFT, DATA = "rank_drift", "rank_data"
 _MAX_PARAMETERS, _ELEMENTS = 512, 64
@@ -44,7 +42,6 @@ _MAX_BYTES = 1 << 22
 _READ_EVERY_S = 0.2
 _ROUNDING = 1e-3
 """Difference between ranks, relative to the distance from the first weights, that summation order may explain."""
-_EXIT_WAIT_S = 2.0
 
 
 class Record(NamedTuple):
@@ -65,20 +62,6 @@ class Record(NamedTuple):
     """Weights and counts of labelled tokens of each backward pass; empty where they are not known."""
 
 
-def to_line(record: Record) -> bytes:
-    packed = binascii.b2a_base64(struct.pack(f"<{len(record.sums)}d", *record.sums), newline=False)
-    fields = {**record._asdict(), "digests": "".join(record.digests), "sums": packed.decode()}
-    return json.dumps(fields).encode() + b"\n"
-
-
-def from_line(line: bytes) -> Record:
-    fields = json.loads(line)
-    digests, packed = fields["digests"], binascii.a2b_base64(fields["sums"])
-    fields["digests"] = [digests[at : at + _HEX] for at in range(0, len(digests), _HEX)]
-    fields["sums"] = list(struct.unpack(f"<{len(packed) // 8}d", packed))
-    return Record(**fields)
-
-
 _HEX = 8
 
 
@@ -88,15 +71,12 @@ def _digest(data: bytes) -> str:
 
 def write(folder: str, rank: int, records: Iterable[Record]) -> None:
     """Append records to the file of a rank, each with one system call."""
-    os.makedirs(os.path.join(folder, "ranks"), exist_ok=True)
-    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
-    fd = os.open(_path(folder, rank), flags, 0o644)
-    try:
+    path = _path(folder, rank)
+    os.makedirs(os.path.dirname(path), exist_ok=True)
+    with open(path, "ab", buffering=0) as file:
         for record in records:
-            if os.fstat(fd).st_size < _MAX_BYTES:
-                os.write(fd, to_line(record))
-    finally:
-        os.close(fd)
+            if file.tell() < _MAX_BYTES:
+                file.write(json.dumps(record).encode() + b"\n")
 
 
 def _path(folder: str, rank: int) -> str:
@@ -113,20 +93,18 @@ class Others:
 
     def read(self, ranks: Iterable[int]) -> None:
         for rank in ranks:
+            begin = self._read.get(rank, 0)
             try:
-                fd = os.open(_path(self._folder, rank), os.O_RDONLY | os.O_CLOEXEC)
+                with open(_path(self._folder, rank), "rb") as file:
+                    file.seek(begin)
+                    found = file.read(_MAX_BYTES)
             except OSError:
                 continue
-            try:
-                begin = self._read.get(rank, 0)
-                found = os.pread(fd, _MAX_BYTES, begin)
-            finally:
-                os.close(fd)
             # The last line may still be incomplete: read it next time.
             whole = found[: found.rfind(b"\n") + 1]
             self._read[rank] = begin + len(whole)
             for line in whole.splitlines():
-                record = from_line(line)
+                record = Record(*json.loads(line))
                 self._records.setdefault(rank, {})[record.optimizer, record.step] = record
 
     def has_records(self, rank: int) -> bool:
@@ -332,73 +310,38 @@ class Snapshot:
     ) -> None:
         self._torch, self._optimizer, self._step = torch, optimizer, step
         self.layout, self._batches = layout, list(batches)
-        self._sizes: list[tuple[Any, list[int], list[int]]] = []
-        """Sampled elements of each device and dtype, with the indices and element counts of their parameters."""
-        self._copied: list[Any] | None = None
         found: dict[Any, list[tuple[int, Any]]] = {}
         for place, reference in enumerate(layout.parameters):
             parameter = reference()
             if parameter is not None:
                 key = parameter.device, parameter.dtype
                 found.setdefault(key, []).append((place, _sampled(parameter)))
-        for parts in found.values():
-            numbers = torch.cat([part for _, part in parts])
-            counts = [part.numel() for _, part in parts]
-            self._sizes.append((numbers, [place for place, _ in parts], counts))
+        self._sizes = {
+            at: [(place, part.numel()) for place, part in parts] for at, parts in found.items()
+        }
+        """Indices and element counts of the parameters of each device and dtype."""
+        self._tensors = {at: torch.cat([part for _, part in parts]) for at, parts in found.items()}
         if tokens is not None:
-            self._sizes.append((tokens, [], []))
-        self._events = []
-        for device in self._devices():
-            event = torch.cuda.Event()
-            event.record(torch.cuda.current_stream(device))
-            self._events.append(event)
-
-    def _devices(self) -> set[Any]:
-        return {numbers.device for numbers, _, _ in self._sizes if not numbers.is_cpu}
-
-    def has_passed(self) -> bool:
-        """Return whether the elements are on the host. Never waits for the training's stream."""
-        if not all(event.query() for event in self._events):
-            return False
-        if self._copied is None:
-            self._copied = [self._copy_to_host(device) for device in self._devices()]
-        return all(event.query() for event, _ in self._copied)
-
-    def _copy_to_host(self, device: Any) -> tuple[Any, list[Any]]:
-        torch = self._torch
-        stream, event = torch.cuda.Stream(device), torch.cuda.Event()
-        held = []
-        with torch.cuda.stream(stream):
-            for at, (numbers, *about) in enumerate(self._sizes):
-                if numbers.device == device:
-                    # Not pinned: the first pinned allocation synchronises.
-                    host = torch.empty(numbers.shape, dtype=numbers.dtype, device="cpu")
-                    self._sizes[at] = host.copy_(numbers, non_blocking=True), *about
-                    held.append(numbers)
-            event.record(stream)
-        # Keep the source tensors alive until the copy is done: their memory belongs to the training's stream.
-        return event, held
+            self._tensors["tokens"] = tokens
+        self.have_come = Arrival(torch, [self._tensors]).have_come
 
     def record(self) -> Record:
-        """Return the record; call only after `has_passed`."""
+        """Return the record; call only when its tensors `have_come` to the host."""
         count = len(self.layout.parameters)
         digests, sums = ["0" * _HEX] * count, [0.0] * count
-        tokens: list[list[float]] = []
-        for numbers, places, counts in self._sizes:
-            if not places:
-                tokens = numbers.tolist()
-                continue
+        tokens = self._tensors.pop("tokens", None)
+        for at, numbers in self._tensors.items():
             data = bytes(numbers.view(self._torch.uint8).tolist())
             values, width = numbers.double().tolist(), numbers.element_size()
             begin = 0
-            for place, size in zip(places, counts, strict=True):
+            for place, size in self._sizes[at]:
                 end = begin + size
                 digests[place] = _digest(data[begin * width : end * width])
                 sums[place] = sum(values[begin:end:2]) - sum(values[begin + 1 : end : 2])
                 begin = end
-        self._sizes, self._events, self._copied = [], [], None
+        each = [] if tokens is None else tokens.tolist()
         hashes = self.layout.hash, digests
-        return Record(self._optimizer, self._step, *hashes, sums, self._batches, tokens)
+        return Record(self._optimizer, self._step, *hashes, sums, self._batches, each)
 
 
 def _sampled(parameter: Any) -> Any:
@@ -437,9 +380,9 @@ def judge(found: Compared) -> list[Line]:
     wrapped = [at for at, one in enumerate(layout.wrappers) if one is not None]
     unwrapped = [at for at, one in enumerate(layout.wrappers) if one is None]
     if wrapped:
-        lines += _judge_wrapped(found, wrapped)
+        lines += _judge_weights(found, wrapped, True)
     if unwrapped and mine.step > 1:
-        lines += _judge_unwrapped(found, unwrapped)
+        lines += _judge_weights(found, unwrapped, False)
     return lines + _judge_data(found) + _judge_tokens(found)
 
 
@@ -464,65 +407,57 @@ def _relative_difference(found: Compared, places: list[int]) -> float | None:
     return share if share is not None and share == share else None
 
 
-def _judge_wrapped(found: Compared, places: list[int]) -> list[Line]:
+def _judge_weights(found: Compared, places: list[int], is_wrapped: bool) -> list[Line]:
+    """Return the verdict on parameters, all inside a DistributedDataParallel or none."""
     layout, step = found.layout, found.mine.step
     apart, ranks = _differing(found, places)
     numbers: dict[str, Any] = {"parameters": len(places), "different": len(apart)}
-    everyone = _named_ranks([0, *found.others])
+    everyone, some = _named_ranks([0, *found.others]), _named_ranks([0, *ranks])
     if not apart:
-        if step == 1:
-            return []
         text = f"{everyone} begin step {step} with the same weights: {len(places)} parameters of {layout.name}"
-        return [(DRIFT, PASS, text, numbers)]
-    share = numbers["apart"] = _relative_difference(found, apart)
-    text = (
-        f"{_named(layout, apart)}: {_count_of(apart, places)} under DistributedDataParallel differ between "
-        f"{_named_ranks([0, *ranks])} before step {step}"
-    )
-    if share is not None and share < _ROUNDING:
-        return [
-            (DRIFT, FACT, f"{text}, by {share:.1g} of their change so far, as by rounding", numbers)
-        ]
-    wrappers = {id(one): one for at in apart if (one := layout.wrappers[at]) is not None}.values()
-    if any(one.has_hook for one in wrappers):
-        text += ": a communication hook of the script decides how gradients are averaged"
-        return [(DRIFT, UNKNOWN, text, numbers)]
-    if any(one.is_local for one in wrappers):
-        text += ": all backward passes of a step ran inside no_sync(), as in Local SGD"
-        return [(DRIFT, SUSPICION, text, numbers)]
-    if layout.unknown.issuperset(apart):
-        text += ": they were added to the module after it was wrapped"
-    elif step == 1:
-        text += ": they were changed after the module was wrapped"
-    elif not any(one.was_called for one in wrappers):
-        text += ": no training step calls its forward, so no gradient is averaged"
-    return [(DRIFT, FAIL, text, numbers)]
-
-
-def _judge_unwrapped(found: Compared, places: list[int]) -> list[Line]:
-    """Return the verdicts on parameters that no DistributedDataParallel keeps equal."""
-    layout, mine = found.layout, found.mine
-    apart, ranks = _differing(found, places)
-    numbers: dict[str, Any] = {"parameters": len(places), "different": len(apart)}
-    everyone = _named_ranks([0, *found.others])
-    if not apart:
-        text = f"{everyone} begin step {mine.step} with the same weights: {len(places)} parameters of {layout.name}"
-        return [(DRIFT, PASS, text, numbers)]
-    equal = _began_equal(found, places)
-    if equal is None:
+        return [(DRIFT, PASS, text, numbers)] if step > 1 else []
+    equal = None if is_wrapped else _began_equal(found, places)
+    if not is_wrapped and equal is None:
         return []
-    which = f"{_named(layout, apart)}: {_count_of(apart, places)} of {layout.name}"
-    if not equal:
-        text = f"{which} differ between {_named_ranks([0, *ranks])}, and some did before the first step: "
-        return [(DRIFT, FACT, text + "different models, or parts of one", numbers)]
+    text = f"{_named(layout, apart)}: {len(apart)} of {len(places)} parameters "
+    if is_wrapped:
+        text += f"under DistributedDataParallel differ between {some} before step {step}"
+    elif equal:
+        text += f"of {layout.name} were equal on {everyone} before the first step, and differ before step {step}"
+    else:
+        text += f"of {layout.name} differ between {some}, and some did before the first step: different models, or "
+        return [(DRIFT, FACT, f"{text}parts of one", numbers)]
     share = numbers["apart"] = _relative_difference(found, apart)
-    text = f"{which} were equal on {everyone} before the first step, and differ before step {mine.step}"
     if share is not None and share < _ROUNDING:
-        return [
-            (DRIFT, FACT, f"{text}, by {share:.1g} of their change so far, as by rounding", numbers)
-        ]
-    text += ": no DistributedDataParallel wraps them, and nothing else averages their gradients"
-    return [(DRIFT, SUSPICION, text, numbers)]
+        text += f", by {share:.1g} of their change so far, as by rounding"
+        return [(DRIFT, FACT, text, numbers)]
+    level, why = _why_apart(layout, apart, step)
+    return [(DRIFT, level, text + why, numbers)]
+
+
+def _why_apart(layout: Layout, apart: list[int], step: int) -> tuple[str, str]:
+    """Return the level of parameters that differ, and the reason."""
+    wrappers = {id(one): one for at in apart if (one := layout.wrappers[at]) is not None}.values()
+    if not wrappers:
+        why = ": no DistributedDataParallel wraps them, and nothing else averages their gradients"
+        return SUSPICION, why
+    if any(one.has_hook for one in wrappers):
+        return (
+            UNKNOWN,
+            ": a communication hook of the script decides how gradients are averaged",
+        )
+    if any(one.is_local for one in wrappers):
+        return (
+            SUSPICION,
+            ": all backward passes of a step ran inside no_sync(), as in Local SGD",
+        )
+    if layout.unknown.issuperset(apart):
+        return FAIL, ": they were added to the module after it was wrapped"
+    if step == 1:
+        return FAIL, ": they were changed after the module was wrapped"
+    if not any(one.was_called for one in wrappers):
+        return FAIL, ": no training step calls its forward, so no gradient is averaged"
+    return FAIL, ""
 
 
 def _began_equal(found: Compared, places: Iterable[int]) -> bool | None:
@@ -585,10 +520,6 @@ def _are_same(mine: list[list[str]], other: list[list[str]]) -> bool | None:
 def _named(layout: Layout, places: list[int]) -> str:
     names = [layout.names[at] for at in places[:NAMED]]
     return ", ".join(names) + ", ..." * (len(places) > NAMED)
-
-
-def _count_of(apart: list[int], places: list[int]) -> str:
-    return f"{len(apart)} of {len(places)} parameters"
 
 
 def _named_ranks(ranks: list[int]) -> str:
@@ -714,12 +645,12 @@ class Ranks:
     def training_ends(
         self, folder: str | None, rank: int, world: int, at_exit: bool
     ) -> list[Noticed]:
-        """Return the verdicts on the records that have arrived; at exit, wait up to _EXIT_WAIT_S for a GPU."""
+        """Return the verdicts on the records that have arrived; at exit, wait up to EXIT_WAIT_S for a GPU."""
         found: list[Noticed] = []
         if folder is not None and world > 1:
-            deadline = time.monotonic() + _EXIT_WAIT_S * at_exit
+            deadline = time.monotonic() + EXIT_WAIT_S * at_exit
             while time.monotonic() < deadline and not all(
-                one.has_passed() for one in self._snapshots
+                one.have_come() for one in self._snapshots
             ):
                 time.sleep(0.001)
             found = self._exchange(folder, rank, world, is_last=True)
@@ -730,7 +661,7 @@ class Ranks:
     def _exchange(self, folder: str, rank: int, world: int, is_last: bool) -> list[Noticed]:
         ready: list[tuple[Layout, Record]] = []
         with self._torch.no_grad():
-            while self._snapshots and self._snapshots[0].has_passed():
+            while self._snapshots and self._snapshots[0].have_come():
                 snapshot = self._snapshots.popleft()
                 ready.append((snapshot.layout, snapshot.record()))
         if rank:

@@ -28,8 +28,8 @@ from .parameters import SUSPICION, WITHDRAWN
 from .places import Places
 from .progress import Progress
 from .trainings import Trainings
-from .updates import Seen, wait_for
-from .values import Kept, Reader, Values, as_number, is_capturing
+from .updates import Seen
+from .values import EXIT_WAIT_S, Kept, Reader, Values, as_number, is_capturing
 from .work import Work
 from .writer import Log
 
@@ -323,7 +323,8 @@ class Steps:
             self._progress.batch_fetched(iterator)
             self.identities.batch_fetched(iterator, batch, rows)
 
-    def samples_asked_for(self, iterator: Any, index: Any) -> None:
+    def samples_asked_for(self, index: Any, iterator: Any) -> None:
+        """Record what the sampler of a loader gave."""
         if not getattr(iterator, "_num_yielded", 0):
             self._position.read()
         self.identities.samples_asked_for(iterator, index)
@@ -381,7 +382,7 @@ class Steps:
         self.identities.backward_ends()
         self._losses.append(None)
 
-    def scaled(self, scaler: Any, outputs: Any, products: Any) -> None:
+    def scaled(self, products: Any, scaler: Any, outputs: Any) -> None:
         """Record that a gradient scaler multiplied losses; the loss of the step is the unscaled one."""
         if isinstance(products, (self._torch.Tensor, list, tuple)) and products is not outputs:
             self.identities.scaled(scaler)
@@ -389,16 +390,24 @@ class Steps:
             for tensor, product in pairs:
                 self._scaled[id(product)] = weakref.ref(product), self._keep(tensor)
 
-    def scaler_updated(self) -> None:
+    def scaler_updated(self, *_: Any, **others: Any) -> None:
         """End an iteration: the losses belong to no step if the scaler skipped it for an infinite gradient."""
         self._forget_losses()
 
-    def clipped(self, norm: Any, most: Any) -> None:
-        """Record clipping to a norm of `most`; `norm` is the norm before it, None if not the 2-norm."""
-        if norm is not None:
+    def clipped(
+        self,
+        norm: Any,
+        parameters: Any,
+        max_norm: Any,
+        norm_type: Any = 2.0,
+        *_: Any,
+        **others: Any,
+    ) -> None:
+        """Record the norm of gradients that were clipped to `max_norm`."""
+        if norm_type == 2:
             self._norm = self._keep(norm)
         # A tensor may be on a GPU: reading it would wait.
-        self.identities.clipped(None if isinstance(most, self._torch.Tensor) else most)
+        self.identities.clipped(None if isinstance(max_norm, self._torch.Tensor) else max_norm)
 
     def planned(self, left: int | None) -> None:
         """Record how many steps are left by a framework's own plan; None where it has none."""
@@ -406,13 +415,16 @@ class Steps:
 
     # Optimizer.
 
-    def optimizer_made(self, optimizer: Any) -> None:
+    def optimizer_made(self, _: None, optimizer: Any, *args: Any, **others: Any) -> None:
         self._optimizers += 1
         self._position.read()
         self.identities.optimizer_made(optimizer)
         self._places.optimizer_made(optimizer)
         if self._trainings.number:
             self._trainings.optimizer_made(optimizer, self._clock.mark())
+
+    def schedule_made(self, _: None, schedule: Any, *args: Any, **others: Any) -> None:
+        self.identities.schedule_made(schedule)
 
     def optimizer_begins(self) -> None:
         self._take_thread()
@@ -631,9 +643,9 @@ class Steps:
         self._early = []
         return self.log
 
-    def _write_ready(self) -> None:
-        """Write the lines whose values are known, in order."""
-        self._reader.read(entry.values for entry in self._waiting)
+    def _write_ready(self, *, now: bool = False) -> None:
+        """Write the lines whose values are known, in order. `now`: copy values of a GPU to the host at once."""
+        self._reader.read((entry.values for entry in self._waiting), now=now)
         while self._waiting and not self._waiting[0].values.kept:
             lap = self._waiting[0].lap
             if lap is not None and not self._device_clock.has_passed(lap):
@@ -667,11 +679,11 @@ class Steps:
             self._write_identities()
             if ended["how"] == "returned":
                 self._queue_verdicts(self.identities.end())
-            if self._waiting:
-                self._reader.wait_for([entry.values for entry in self._waiting])
-                laps = [entry.lap for entry in self._waiting if entry.lap is not None]
-                self._device_clock.wait_for(laps)
-                wait_for([entry.seen for entry in self._waiting if entry.seen is not None])
+            deadline = time.monotonic() + EXIT_WAIT_S
+            while self._waiting and time.monotonic() < deadline:
+                self._write_ready(now=True)
+                if self._waiting:
+                    time.sleep(0.001)
         finally:
             while self._waiting:
                 _write(self._waiting.popleft())

@@ -15,6 +15,7 @@ from typing import Any
 from .graph import below, near, saved
 from .losses import targets_of
 from .parameters import FACT, PASS, SUSPICION, Line
+from .updates import Seen
 from .values import is_capturing
 
 _MAX_LOSSES = 16
@@ -154,10 +155,15 @@ class Judged:
         self._in_a_row = 0
         self._heaviest: set[int] = set()
 
-    def lines(
+    def look(self, seen: Seen, numbers: Any, is_own: bool) -> None:
+        """Judge a sampled step; `numbers` and `is_own` are those of `TokenWeights.take`."""
+        seen.later(
+            lambda one: self._lines(seen.name, seen.number, one[0].tolist(), is_own), {0: numbers}
+        )
+
+    def _lines(
         self, optimizer: str, step: int, passes: list[list[float]], is_own: bool
     ) -> list[Line]:
-        """Return the verdict on a step; `passes` and `is_own` are those of `TokenWeights.take`."""
         weights, counts = _weights(passes), [count for _, _, count, _ in passes]
         if len(passes) < 2 or not weights:
             return []

@@ -8,22 +8,13 @@ from __future__ import annotations
 
 import math
 import statistics
-import time
 import weakref
+from collections.abc import Callable
 from typing import Any
 
-from .distillation import Divergence
-from .losses import Loss, combined
 from .parameters import FACT, FAIL, PASS, SUSPICION, UNKNOWN, Line, Modules, named
 from .textbook import Rule, judge, rule_of
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from .gradients import Chain
-    from .movement import Moved, Movement
-    from .outside import Between
-    from .pitfalls import Classes, Pitfalls
-    from .token_weights import Judged
+from .values import Arrival
 
 _ELEMENTS = 1 << 15
 """Approximate number of elements copied per step: some milliseconds in float64, in which a GPU may idle."""
@@ -35,7 +26,6 @@ _MAX_UNCHANGED = 0.5
 """Share of 16-bit weights left unchanged by an update, from which it is reported as a mistake."""
 _LARGE_STEP = 0.1
 """Size of a step relative to the weights, from which it is reported; in healthy training about 0.001."""
-_EXIT_WAIT_S = 2.0
 
 
 class Rates:
@@ -126,28 +116,20 @@ class Seen:
         has_closure: bool,
     ) -> None:
         """Copy the old values. `number` counts the optimizer's steps; `threads` is the live set of stepping threads."""
-        self._torch, self._optimizer = torch, type(optimizer).__name__
-        self._number, self._rates, self._threads = number, rates, threads
+        self._torch, self.name = torch, type(optimizer).__name__
+        self.number, self._rates, self._threads = number, rates, threads
         self.has_closure, self.is_extra = has_closure, False
         """Extra: sampled only because a loss was not finite, to look for NaN in the weights."""
         self.extra_lines: list[Line] = []
         """Further verdicts on this step."""
-        self.chain: Chain | None = None
-        self.between: Between | None = None
-        self._movement: tuple[Movement, Moved] | None = None
-        self._classes: Classes | None = None
-        self._token_weights: tuple[Judged, bool] | None = None
-        self._losses: list[Loss | Divergence] = []
-        self.tensors: dict[str, Any] = {}
-        """Results on the device: `chain`, whether this step's gradients still contain those of the previous one;
-        `loss i` and `cover i j`, the counts of each loss; `labels`; `token weights` of each backward pass; `between`,
-        which weights changed between steps."""
+        self._later: list[tuple[Callable[[dict[Any, Any]], list[Line]], dict[Any, Any]]] = []
+        self.has_failed = False
+        """Whether a verdict so far is a contradiction."""
         self._why = ""
         """Reason why the update cannot be judged; empty if it can."""
         self._batches: list[_Batch] = []
         self._left_out = 0
-        self._events: list[Any] = []
-        self._copied: list[Any] | None = None
+        self._arrival: Arrival | None = None
         self._lines: list[Line] | None = None
         # A closure, a hook of the script or a fused scaler sets gradients during the step: copy them at its end.
         self.is_late = (
@@ -157,6 +139,7 @@ class Seen:
         )
         self._is_hooked = bool(getattr(optimizer, "_optimizer_step_post_hooks", None))
         """Whether hooks of the script run between the step and the copy of its results."""
+        self.runs_script = has_closure or self._is_hooked
         self._rules: list[Any] = [
             rule_of(torch, optimizer, group) for group in optimizer.param_groups
         ]
@@ -201,7 +184,7 @@ class Seen:
                 batch = batches.setdefault(
                     tuple(key), _Batch(rule, None if count is None else count + 1)
                 )
-                batch.parts.append(Rows(parameter, at, place, most, self._number))
+                batch.parts.append(Rows(parameter, at, place, most, self.number))
         self._batches = list(batches.values())
 
     def _copy(self, optimizer: Any, when: str) -> None:
@@ -251,16 +234,8 @@ class Seen:
         """Copy the new values after the step."""
         if not self._why:
             self._end(optimizer)
-        torch = self._torch
-        for device in self._devices():
-            event = torch.cuda.Event()
-            event.record(torch.cuda.current_stream(device))
-            self._events.append(event)
-
-    def _devices(self) -> set[Any]:
-        """Return the GPUs that hold results."""
-        held = [self.tensors, *(batch.tensors for batch in self._batches)]
-        return {one.device for tensors in held for one in tensors.values() if not one.is_cpu}
+        tables = [table for _, table in self._later]
+        self._arrival = Arrival(self._torch, [*tables, *(one.tensors for one in self._batches)])
 
     def _end(self, optimizer: Any) -> None:
         rules = [rule_of(self._torch, optimizer, group) for group in optimizer.param_groups]
@@ -274,136 +249,28 @@ class Seen:
             self._copy_gradients()
         self._copy(optimizer, "new ")
 
+    def later(self, judge: Callable[[dict[Any, Any]], list[Line]], tensors: dict[Any, Any]) -> None:
+        """Have these tensors judged once they are on the host, unless several threads step optimizers."""
+        self._later.append((judge, tensors))
+
     # Once the device has passed the step.
 
     def has_passed(self) -> bool:
-        """Return whether the verdicts are known. Never waits for the training's stream."""
-        if not all(event.query() for event in self._events):
-            return False
-        if self._copied is None:
-            self._copied = [self._copy_to_host(device) for device in self._devices()]
-        return all(event.query() for event, _ in self._copied)
-
-    def _copy_to_host(self, device: Any) -> tuple[Any, list[Any]]:
-        torch = self._torch
-        stream, event = torch.cuda.Stream(device), torch.cuda.Event()
-        held = []
-        with torch.no_grad(), torch.cuda.stream(stream):
-            for tensors in (self.tensors, *(batch.tensors for batch in self._batches)):
-                for name, tensor in tensors.items():
-                    if tensor.device == device:
-                        # Not pinned: the first pinned allocation synchronises.
-                        host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
-                        tensors[name] = host.copy_(tensor, non_blocking=True)
-                        held.append(tensor)
-            event.record(stream)
-        # Keep the source tensors alive until the copy is done: their memory belongs to the training's stream.
-        return event, held
+        """Return whether the verdicts are known."""
+        return self._arrival is not None and self._arrival.have_come()
 
     def lines(self) -> list[Line]:
         """Return the verdicts; call only after `has_passed`."""
-        if self._lines is None and self.is_extra:
-            self._lines = self._judge_movement([])
-        elif self._lines is None:
+        if self._lines is None:
+            self._lines = []
             with self._torch.no_grad():
-                self._lines = [
-                    *self._judge_update(),
-                    *self._judge_gradients(),
-                    *self._judge_losses(),
-                    *self._judge_labels(),
-                    *self._judge_token_weights(),
-                    *self.extra_lines,
-                ]
-                changed = self.tensors.get("between")
-                if self.between is not None and changed is not None and len(self._threads) == 1:
-                    self._lines += self.between.lines(self._optimizer, self._number, changed)
-                self._lines += self._judge_movement(self._lines)
-            self._batches, self._events, self._copied, self._losses = [], [], None, []
+                if not self.is_extra:
+                    self._lines += [*self._judge_update(), *self.extra_lines]
+                for judge, tensors in self._later if len(self._threads) == 1 else ():
+                    self.has_failed = any(level == FAIL for _, level, _, _ in self._lines)
+                    self._lines += judge(tensors)
+            self._batches, self._later, self._arrival = [], [], None
         return self._lines
-
-    def add_losses(self, losses: list[Loss | Divergence]) -> None:
-        self._losses = losses
-        for at, loss in enumerate(losses):
-            if loss.counts is not None:
-                self.tensors[f"loss {at}"] = loss.counts
-                loss.counts = None
-            for of, cover in enumerate(loss.covers if isinstance(loss, Loss) else ()):
-                if cover is not None:
-                    self.tensors[f"cover {at} {of}"] = cover.numbers
-                    cover.numbers = None
-
-    def add_pitfalls(self, pitfalls: list[Pitfalls], classes: Classes) -> None:
-        self._classes = classes
-        found: dict[tuple[str, str], Line] = {}
-        for one in pitfalls:
-            for line in one.lines:
-                found.setdefault(line[:2], line)
-        self.extra_lines += found.values()
-        labels = [one.labels for one in pitfalls if one.labels is not None]
-        if labels:
-            self.tensors["labels"] = labels[0]
-
-    def add_token_weights(self, found: tuple[Any, bool] | None, judged: Judged) -> None:
-        if found is not None:
-            self.tensors["token weights"], is_own = found
-            self._token_weights = judged, is_own
-
-    def add_movement(self, movement: Movement, optimizer: Any, is_asked: bool) -> None:
-        is_hooked = self.has_closure or self._is_hooked
-        moved = movement.step_ends(optimizer, self._number, self.tensors, is_hooked, is_asked)
-        if moved is not None:
-            self._movement = movement, moved
-
-    def _judge_movement(self, lines: list[Line]) -> list[Line]:
-        if self._movement is None or len(self._threads) > 1:
-            return []
-        movement, moved = self._movement
-        # Another verdict says why weights stay.
-        movement.is_settled |= any(level == FAIL for _, level, _, _ in lines)
-        return movement.lines(self._optimizer, moved, self.tensors)
-
-    def _judge_labels(self) -> list[Line]:
-        labels = self.tensors.get("labels")
-        if labels is None or self._classes is None or len(self._threads) > 1:
-            return []
-        return self._classes.add(*labels.tolist())
-
-    def _judge_token_weights(self) -> list[Line]:
-        if self._token_weights is None or len(self._threads) > 1:
-            return []
-        judged, is_own = self._token_weights
-        passes = self.tensors["token weights"].tolist()
-        return judged.lines(self._optimizer, self._number, passes, is_own)
-
-    def _judge_losses(self) -> list[Line]:
-        if not self._losses or len(self._threads) > 1:
-            return []
-        weights = [loss.weight for loss in self._losses if isinstance(loss, Loss)]
-        found = []
-        for at, loss in enumerate(self._losses):
-            counts = self.tensors.get(f"loss {at}")
-            numbers = [] if counts is None else counts.tolist()
-            if isinstance(loss, Loss):
-                covers = [self.tensors.get(f"cover {at} {of}") for of in range(len(loss.covers))]
-                texts = [None if one is None else one.tolist() for one in covers]
-                found.append(loss.lines(numbers, texts))
-            elif numbers:
-                found.append(loss.lines(numbers, weights, self._number))
-        return combined(found)
-
-    def _judge_gradients(self) -> list[Line]:
-        if self.chain is None or len(self._threads) > 1:
-            return []
-        holds = bool(self.tensors.get("chain", False))
-        return self.chain.lines(self._optimizer, self._number, holds)
-
-    def wait(self, deadline: float) -> bool:
-        """Wait for the GPU until `deadline`; return whether the verdicts are known. Called at exit only."""
-        while not self.has_passed():
-            if time.monotonic() > deadline:
-                return False
-            time.sleep(0.001)
-        return True
 
     def _judge_update(self) -> list[Line]:
         if len(self._threads) > 1:
@@ -424,7 +291,7 @@ class Seen:
         if not found.wrong:
             text = (
                 f"{found.numbers} elements of {found.parameters} parameters match the textbook update of "
-                f"{self._optimizer}"
+                f"{self.name}"
             )
             if self._left_out:
                 text += f"; {self._left_out} other parameters could not be compared"
@@ -491,7 +358,7 @@ class Seen:
                 before, after, expected, slope = (float(t[here][worst]) for t in numbers)
                 wrong = int((off[here] > 1).sum())
                 text = (
-                    f"{self._optimizer} changed {before:.9g} to {after:.9g} with the gradient {slope:.4g}, where its "
+                    f"{self.name} changed {before:.9g} to {after:.9g} with the gradient {slope:.4g}, where its "
                     f"textbook update gives {expected:.9g}; {wrong} of {part.count} elements differ"
                 )
                 into.wrong.append((part.of(), part.label, text))
@@ -552,13 +419,6 @@ class _Found:
 
 def _size(values: Any) -> float:
     return float(values.double().square().mean().sqrt())
-
-
-def wait_for(seen: list[Any]) -> None:
-    """Wait for sampled steps at the end of the process, up to _EXIT_WAIT_S in all."""
-    deadline = time.monotonic() + _EXIT_WAIT_S
-    for one in seen:
-        one.wait(deadline)
 
 
 def _of_parts(torch: Any, batch: _Batch) -> Any:

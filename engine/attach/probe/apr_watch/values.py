@@ -17,8 +17,8 @@ _SLOTS = 512
 _STEPS_TOGETHER, _READ_EVERY_S = 8, 0.25
 """Number of steps, or seconds, per copy to the host: a copy costs the host as much as a line."""
 _QUERIES = 50
-_EXIT_WAIT_S = 2.0
-"""Maximum time that the end of a process waits for values, in seconds: a GPU that hangs must not block it."""
+EXIT_WAIT_S = 2.0
+"""Maximum time that the end of a process waits for a GPU, in seconds: one that hangs must not block it."""
 
 
 class Slots:
@@ -132,13 +132,41 @@ class Reader:
         self._read_s = time.monotonic()
         return True
 
-    def wait_for(self, steps: list[Values]) -> None:
-        """Wait for the GPU up to _EXIT_WAIT_S at the end of the process."""
-        deadline = time.monotonic() + _EXIT_WAIT_S
-        while any(values.kept for values in steps) and time.monotonic() < deadline:
-            self.read(steps, now=True)
-            if any(values.kept for values in steps):
-                time.sleep(0.001)
+
+class Arrival:
+    """Way of tensors to the host, once their devices have passed the operations launched so far. Nothing waits."""
+
+    def __init__(self, torch: Any, tables: list[dict[Any, Any]]) -> None:
+        """`tables` hold the tensors, and their copies on the host once they `have_come`."""
+        self._torch, self._tables = torch, tables
+        devices = {one.device for table in tables for one in table.values() if not one.is_cpu}
+        self._events = {device: torch.cuda.Event() for device in devices}
+        for device, event in self._events.items():
+            event.record(torch.cuda.current_stream(device))
+        self._copied: list[tuple[Any, list[Any]]] | None = None
+
+    def have_come(self) -> bool:
+        if not all(event.query() for event in self._events.values()):
+            return False
+        if self._copied is None:
+            self._copied = [self._copy(device) for device in self._events]
+        return all(event.query() for event, _ in self._copied)
+
+    def _copy(self, device: Any) -> tuple[Any, list[Any]]:
+        torch = self._torch
+        stream, event = torch.cuda.Stream(device), torch.cuda.Event()
+        held = []
+        with torch.no_grad(), torch.cuda.stream(stream):
+            for table in self._tables:
+                for name, tensor in table.items():
+                    if tensor.device == device:
+                        # Not pinned: the first pinned allocation synchronises.
+                        host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+                        table[name] = host.copy_(tensor, non_blocking=True)
+                        held.append(tensor)
+            event.record(stream)
+        # Keep the source tensors alive until the copy is done: their memory belongs to the training's stream.
+        return event, held
 
 
 def as_number(value: float | Kept | None) -> float | None:
