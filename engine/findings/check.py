@@ -27,12 +27,12 @@ from engine.findings.bundle import FINDING, LOG, Bundle, logged_seal
 from engine.findings.finding import Cause, Finding, Test
 from engine.findings.older import LEVEL, Older
 from engine.flips.arms import Outcome, code_folder, shown_by, trace_of_arm
-from engine.flips.command import LINE, LINE_VARIABLE
+from engine.flips.command import LINE, LINE_VARIABLE, WORDS
 from engine.flips.ending import as_it_was
-from engine.flips.flip_folder import read_header, read_pairs, read_plan_of
+from engine.flips.flip_folder import read_plan_of, read_record
 from engine.flips.judge import judge
-from engine.flips.pair import Pair, same_work, settings_differ
-from engine.flips.plan import Plan
+from engine.flips.pair import Pair, same_work
+from engine.flips.plan import EXTERNAL, Plan
 from engine.flips.script_folder import read_code
 from engine.flips.statistics import ALPHA, pairs_to_confirm
 from engine.flips.verdicts import ENDS_IT, ENDS_IT_HERE, INVALID
@@ -221,13 +221,13 @@ def faults_of_test(finding: Finding, test: Test, observed: RunFolder, flip: Path
     cause, file = finding.cause(test.cause), finding.files.get(f"tests/{test.id}/plan.json")
     is_whole = file is None or not file.redacted
     try:
-        plan, pairs = read_plan_of(flip), read_pairs(flip)
+        plan, (header, pairs) = read_plan_of(flip), read_record(flip)
         found = (
             []
             if test.verdict == INVALID
             else [
-                *_plan_faults(observed, finding, test, cause, plan, read_header(flip), is_whole),
-                *_pair_faults(finding, test, plan, pairs, flip),
+                *_plan_faults(observed, finding, test, cause, plan, header, is_whole),
+                *_pair_faults(finding, test, plan, pairs, header["at"], flip),
             ]
         )
     except _BROKEN as error:
@@ -275,9 +275,9 @@ def _plan_faults(
 
 
 def _pair_faults(
-    finding: Finding, test: Test, plan: Plan, pairs: Sequence[Pair], folder: Path
+    finding: Finding, test: Test, plan: Plan, pairs: Sequence[Pair], begun: str, folder: Path
 ) -> Iterator[str]:
-    order, begun = plan.order(), read_header(folder)["at"]
+    order = plan.order()
     if plan.attempt:
         named = {Path(outcome.run).name for pair in pairs for outcome in (pair.a, pair.b)}
         extra = {path.name for path in (folder / "arms").glob("*")} - named
@@ -310,20 +310,29 @@ def _pair_faults(
 
 def _not_flipped(plan: Plan, pair: Pair, folder: Path) -> str:
     """Return why the two runs of a pair do not differ only in the change; empty if they do."""
-    if plan.command is None:
-        proof = settings_differ(plan, pair.a, pair.b, folder)
-        return "" if proof.level is Level.PASS else proof.reason
-    a, b = (_started_with(folder, outcome) for outcome in (pair.a, pair.b))
+    a, b = (_started_with(plan, folder, outcome) for outcome in (pair.a, pair.b))
     (change,) = plan.changes
     differ = {name for name in a.keys() | b.keys() if a.get(name) != b.get(name)}
     key = LINE_VARIABLE if LINE.fullmatch(change.key) else change.key
-    return "" if differ == {key} else f"its arms differ in {', '.join(sorted(differ)) or 'nothing'}"
+    if differ != {key}:
+        return f"its arms differ in {', '.join(sorted(differ)) or 'nothing'}"
+    if plan.command is None and (a[key], b[key]) != (change.a, change.b):
+        return f"its arms have {key} {a[key]} and {b[key]}"
+    return ""
 
 
-def _started_with(folder: Path, outcome: Outcome) -> dict[str, str]:
-    """Return words, variables and settings of a command's run, by name, without the run's own name."""
+def _started_with(plan: Plan, folder: Path, outcome: Outcome) -> dict[str, Any]:
+    """Return the settings of a run, or words, variables and settings of a command's run without the run's own name."""
     run = RunFolder(folder / outcome.run)
-    start = run.read_effective()[COMMAND]
+    effective = run.read_effective()
+    if plan.command is None:
+        return {
+            f"{section}.{key}": value
+            for section, settings in effective["spec"].items()
+            if section not in EXTERNAL
+            for key, value in settings.items()
+        }
+    start = effective[COMMAND]
     given = dict(text.split("=", 1) for text in start.get("environment", ())) | start.get("set", {})
-    found = {"{}": "\0".join(start["arguments"]), **given}
+    found = {WORDS: "\0".join(start["arguments"]), **given}
     return {name: text.replace(run.name, "") for name, text in found.items()}

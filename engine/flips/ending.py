@@ -50,9 +50,6 @@ def ending_plan(
     else:
         plan = make_plan(path, [assignment], **how)
         plan = dataclasses.replace(plan, spec=as_it_was(path))
-    if len(plan.changes) != 1:
-        found = " and ".join(map(str, plan.changes)) or "none"
-        raise BadInput.expected("change", "of the flip", "one, to name a cause", found)
     (change,) = plan.changes
     section = change.key.partition(".")[0]
     # What is evaluated less is observed less; a stall is seen without any evaluation.

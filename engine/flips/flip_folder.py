@@ -144,15 +144,15 @@ def read_plan_of(path: Path) -> Plan:
 
 def read_pairs(path: Path) -> list[Pair]:
     """Read the pairs of a flip, also while it is running. Raises RunLogError."""
-    with _expecting(path, "a header and pairs"):
-        return _read(path / "pairs.jsonl")[1]
+    return read_record(path)[1]
 
 
-def read_header(path: Path) -> dict[str, Any]:
-    """Read the first line of a flip's pairs: the hash of its plan, when it was registered, the machine. Raises
-    RunLogError."""
+def read_record(path: Path) -> tuple[dict[str, Any], list[Pair]]:
+    """Read the pairs of a flip, and what is before them: the hash of its plan, when it was registered, the machine.
+    Raises RunLogError."""
     with _expecting(path, "a header and pairs"):
-        return _read(path / "pairs.jsonl")[0]
+        header, pairs, _ = _read(path / "pairs.jsonl")
+    return header, pairs
 
 
 def is_flip(path: Path) -> bool:
@@ -161,12 +161,13 @@ def is_flip(path: Path) -> bool:
 
 def find_flips(folder: Path) -> list[Path]:
     """The flips directly in `folder`, or `folder` itself, newest first; flips of controls are not included."""
-    if (folder / "pairs.jsonl").is_file():
+    if is_flip(folder):
         return [folder]
     if not folder.is_dir():
         return []
-    found = [p for p in folder.iterdir() if (p / "pairs.jsonl").is_file()]
-    return sorted(found, key=lambda p: (_made_ns(p), p.name), reverse=True)
+    return sorted(
+        filter(is_flip, folder.iterdir()), key=lambda p: (_made_ns(p), p.name), reverse=True
+    )
 
 
 def _made_ns(path: Path) -> int:

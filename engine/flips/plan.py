@@ -458,7 +458,6 @@ def _check_numbers(plan: Plan) -> None:
         ),
         ("pairs", 0 < plan.pairs_max <= PAIRS_LIMIT, f"1 to {PAIRS_LIMIT}", plan.pairs_max),
         ("budget", plan.budget_s > 0, "some seconds", f"{plan.budget_s:g}"),
-        ("order seed", plan.order_seed >= 0, "a number of at least 0", plan.order_seed),
     ):
         if not good:
             raise BadInput.expected(what, "of the flip", expected, str(found))

@@ -242,8 +242,6 @@ def holm(p_values: Mapping[str, float], *, alpha: float = ALPHA) -> set[str]:
 
 
 def _moments(differences: Sequence[float]) -> tuple[float, float]:
-    if not differences or not all(map(math.isfinite, differences)):
-        raise ValueError(f"pairs: expected finite log-ratios, found {list(differences)}")
     deviation = statistics.stdev(differences) if len(differences) > 1 else 0.0
     return statistics.fmean(differences), deviation
 

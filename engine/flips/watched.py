@@ -21,7 +21,6 @@ from typing import Any, NamedTuple
 
 from engine.errors import BadInput
 from engine.flips.command import LINE, OUT, WORDS
-from engine.flips.pair import REDACTED
 from engine.flips.plan import (
     BUDGET_S,
     PAIRS_MIN,
@@ -51,6 +50,8 @@ OUTPUTS = frozenset(
 MEASURED_S, LONGEST_S = 5.0, 120.0
 """Minimum duration of an arm's measured steps, and maximum duration of an arm, in seconds."""
 MOST_STEPS = 200
+REDACTED = "[redacted: "
+"""Beginning of what replaces a secret in a run folder."""
 
 
 def watched_plan(path: Path, b: Mapping[str, str | None], **how: Any) -> Plan:

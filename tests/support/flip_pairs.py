@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from engine.flips.arms import Outcome
@@ -109,15 +107,3 @@ def timed(differences: list[float], b_first: list[bool] | None = None) -> list[P
         pair(i + 1, outcome("A", 1.0), outcome("B", math.exp(d)), b_first=first[i])
         for i, d in enumerate(differences)
     ]
-
-
-def write_arms(folder: Path, a: Plan, **changes_of_b: Any) -> None:
-    """Write the effective.json of both arms of the first pair; B may have more settings changed than planned."""
-    for b in (False, True):
-        run = folder / "arms" / f"01-{'b' if b else 'a'}"
-        run.mkdir(parents=True)
-        tree = a.arm(b, run.parent, run.name).to_dict()
-        for key, value in changes_of_b.items() if b else ():
-            section, name = key.split("__")
-            tree[section][name] = value
-        (run / "effective.json").write_text(json.dumps({"spec": tree}))

@@ -81,7 +81,7 @@ def test_an_arm_killed_from_outside_is_said_and_the_flip_goes_on(kit: Kit, tmp_p
         a_s, b_s = begun[f"0{number}-a"], begun[f"0{number}-b"]
         assert a_s is not None and b_s is not None and (b_s < a_s) == b_first
     assert second.proofs["flipped"] is not None
-    assert second.proofs["flipped"].reason == "the arms' settings differ in compute.threads alone"
+    assert second.proofs["flipped"].reason == "the arms differ in compute.threads: 1 -> 2 alone"
     assert (second.a.choices["compute.threads"], second.b.choices["compute.threads"]) == ("1", "2")
     parity = second.proofs["parity"]
     assert parity is not None and parity.exit_code == 0 and len(second.a.losses) == 3

@@ -2,67 +2,42 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from engine.flips.pair import FACTS as FACT_NAMES
 from engine.flips.pair import equal, flipped, parity
 from engine.flips.plan import Change
 from engine.verdict import Level
-from tests.support.flip_pairs import FACTS, outcome, plan, write_arms
+from tests.support.flip_pairs import FACTS, outcome, plan
 
 THREADS = Change(key="compute.threads", a=2, b=1)
 WAIT = Change(key="compute.thread_wait", a="auto", b="passive")
 
 
-def test_settings_that_differ_as_planned_and_decisions_that_followed_them_are_proof(
-    tmp_path: Path,
-) -> None:
+def test_settings_that_differ_as_planned_and_decisions_that_followed_them_are_proof() -> None:
     made = plan(THREADS)
-    write_arms(tmp_path, made)
-    assert flipped(made, outcome("A"), outcome("B"), tmp_path).level == Level.PASS
+    assert flipped(made, outcome("A"), outcome("B")).level == Level.PASS
 
 
-def test_a_second_setting_that_differs_is_found_on_disk(tmp_path: Path) -> None:
+def test_an_arm_that_decided_otherwise_than_it_was_told_was_not_flipped() -> None:
     made = plan(THREADS)
-    write_arms(tmp_path, made, train__rows=3)
-    said = flipped(made, outcome("A"), outcome("B"), tmp_path)
-    assert said.level == Level.FAIL
-    assert said.reason == (
-        "NotFlipped: the arms' settings differ in compute.threads (2, 1) and train.rows (8, 3), "
-        "not in compute.threads (2, 1)"
-    )
-
-
-def test_a_setting_that_did_not_reach_b_is_found_on_disk(tmp_path: Path) -> None:
-    made = plan(THREADS)
-    write_arms(tmp_path, made, compute__threads=2)
-    assert "differ in nothing" in flipped(made, outcome("A"), outcome("B"), tmp_path).reason
-
-
-def test_an_arm_that_decided_otherwise_than_it_was_told_was_not_flipped(tmp_path: Path) -> None:
-    made = plan(THREADS)
-    write_arms(tmp_path, made)
     liar = outcome("B", choices={"compute.threads": "2"})
-    said = flipped(made, outcome("A"), liar, tmp_path)
+    said = flipped(made, outcome("A"), liar)
     assert said.level == Level.FAIL
     assert said.reason == "NotFlipped: compute.threads is 2 in arm B, asked for was 1"
 
 
-def test_auto_that_comes_to_the_value_of_the_other_arm_was_not_flipped(tmp_path: Path) -> None:
+def test_auto_that_comes_to_the_value_of_the_other_arm_was_not_flipped() -> None:
     made = plan(WAIT)
-    write_arms(tmp_path, made)
     a, b = (outcome(arm, choices={WAIT.key: "passive"}) for arm in "AB")
-    said = flipped(made, a, b, tmp_path)
+    said = flipped(made, a, b)
     assert said.reason == "NotFlipped: compute.thread_wait came to passive in both arms"
 
 
-def test_an_arm_that_never_came_to_decide_is_not_proved(tmp_path: Path) -> None:
+def test_an_arm_that_never_came_to_decide_is_not_proved() -> None:
     made = plan(THREADS)
-    write_arms(tmp_path, made)
     early = outcome("B", None, state="over the limit", choices={})
-    assert flipped(made, outcome("A"), early, tmp_path).level == Level.UNKNOWN
+    assert flipped(made, outcome("A"), early).level == Level.UNKNOWN
 
 
 @pytest.mark.parametrize("fact", [name for name in FACT_NAMES])

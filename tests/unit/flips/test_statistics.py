@@ -86,10 +86,9 @@ def test_pairs_needed_falls_as_the_effect_grows() -> None:
     assert near is not None and far is not None and far < near
 
 
-def test_values_that_are_no_times_are_refused() -> None:
-    for bad in ([], [math.nan], [math.inf]):
-        with pytest.raises(ValueError, match="finite"):
-            anytime_interval(bad)
+def test_without_a_pair_there_is_no_interval() -> None:
+    with pytest.raises(ValueError, match="at least one"):
+        anytime_interval([])
 
 
 @pytest.mark.parametrize(("values", "p"), [([0.1] * 6, 2 / 64), ([0.1] * 4, 2 / 16), ([0.0], 1.0)])
