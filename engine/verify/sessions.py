@@ -28,7 +28,7 @@ from engine.log.folder import RunFolder
 from engine.log.observed import lines_of
 from engine.spec.sections import settings_sha256
 
-NO_STEP_SECTIONS = ("run", "eval", "checkpoint", "checks", "gate", "watch")
+NO_STEP_SECTIONS = ("run", "eval", "checkpoint", "checks", "gate", "notify", "watch")
 """Sections of the settings that change no step."""
 
 

@@ -911,7 +911,7 @@ def test_the_supervisor_keeps_the_columns_of_its_run(tmp_path: Path) -> None:
         LogWriter(run.watch, writer="supervisor") as watch,
         LogWriter(run.device, writer="sampler") as device,
     ):
-        supervisor = _Supervisor(run, watch, device)
+        supervisor = _Supervisor(run, watch, device, None)
         exit_fd = os.pidfd_open(trainer.pid)
         supervisor.selector.register(exit_fd, selectors.EVENT_READ, "trainer")
         supervisor.observer = RunObserver(

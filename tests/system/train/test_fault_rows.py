@@ -566,7 +566,7 @@ def test_the_supervisor_does_what_the_guard_finds_and_says_why(
         LogWriter(run.watch, writer="supervisor") as watch,
         LogWriter(run.device, writer="sampler") as device,
     ):
-        supervisor = _Supervisor(run, watch, device)
+        supervisor = _Supervisor(run, watch, device, None)
         guard = MemoryGuard(proc(tmp_path, 500_000, 65.0), monotonic=lambda: now[0])
         settings = SimpleNamespace(watch=SimpleNamespace(on_thrash=asked))
         observer: Any = SimpleNamespace(
