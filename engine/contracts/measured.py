@@ -1,7 +1,7 @@
 """Receipts: what running a contract measured, each bound to that contract and to the code it tests.
 
 A receipt holds no verdict. It records what was run with which arguments, under which versions, how it ended
-and what it counted. `status.answer_of` computes the verdict anew each time, so a level cannot be written into
+and what it counted. `status.answer_of` computes the verdict each time, so a level cannot be written into
 a receipt by hand. Two hashes bind it: that of the contract's file, and that of the code: the modules that the
 contract binds and plants bugs in, its tests, and its proofs, with the helpers that they import. When one of
 them has changed since, the result is Unknown(WitnessStale), whatever was counted.

@@ -40,7 +40,7 @@ _TAIL = 400
 _NOT_INHERITED = ("APR_", "PYTEST_", "MANAGED_MEMORY", "PYTHONPATH")
 """Prefixes of variables that a shell, or a test that runs this, may have set."""
 _MADE = r"(?:pytest-of-[\w.-]*(?:/pytest-\d*)?/?|apr-contract-\w*/?|tmp[a-z0-9_]{8}(?![\w.-])/?)?"
-"""What pytest, tempfile and a run of a contract create in the folder of temporary files. A text that was cut
+"""Names that pytest, tempfile and a run of a contract give in the folder of temporary files. A text that was cut
 may end within it."""
 
 
@@ -130,7 +130,7 @@ def _tests_of(falsifiers: Sequence[Falsifier]) -> list[Falsifier]:
 
 
 def without_machine(text: str, root: Path) -> str:
-    """Remove paths of this machine from a text. The project becomes `.`, and `TMP/` stands for the folder of
+    """Remove paths of this machine from a text. The project becomes `.`, and `TMP/` is the folder of
     temporary files with what pytest or tempfile created there, whose names differ in each run."""
     folders = {"/tmp", tempfile.gettempdir(), os.path.realpath(tempfile.gettempdir())}
     text = text.replace(str(root), ".")

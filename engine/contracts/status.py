@@ -198,7 +198,7 @@ class Check:
     says: str
     """The prediction, the harness with its bound, or the bug."""
     more: tuple[str, ...]
-    """What is run, and what a failure means."""
+    """Lines about it: the test and the meaning of its failure, or the place of the bug."""
     answer: Answer
     age_s: float | None
     """Seconds since it ran; None when it never did."""

@@ -130,7 +130,7 @@ def judged(
     state = run.follower.state
     if named is None:
         expected = " or ".join(one.name for one in drill.expected)
-        heard = ", ".join(others) or "nothing was said"
+        heard = ", ".join(others) or "nothing"
         text = f"expected {expected}, found {heard}; the run: {state}"
         failed = Verdict(Level.FAIL, text)
         return Drilled(drill=drill, verdict=failed, others=others, state=state, cost_s=cost_s)

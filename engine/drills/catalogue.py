@@ -31,7 +31,7 @@ class Drill:
     altered: bool = False
     """Whether `engine.drills.inputs` alters files: after a store is filled, or a first session has stopped."""
     act: Act = "none"
-    """What is done from outside: the trainer is killed, or the run is one that was stopped and is resumed."""
+    """Act from outside: the trainer is killed, or a run that was stopped is resumed."""
     sets: Mapping[str, Any] = field(default_factory=dict)
     """Settings of the run in addition to the common ones."""
     needs: tuple[Need, ...] = ()
@@ -76,7 +76,7 @@ DRILLS: tuple[Drill, ...] = (
     ),
     Drill(
         id="swapped_tokenizer",
-        what="the tokenizer beside the teacher is another one of as many tokens",
+        what="the tokenizer in the teacher's folder is another one of as many tokens",
         happened="trl #4562, unsloth-zoo PR #965: equal width is not sufficient",
         expected=(Expected(CHECK, "teacher_knows_text"),),
         altered=True,
@@ -135,7 +135,7 @@ DRILLS: tuple[Drill, ...] = (
     Drill(
         id="rows_slow_ahead",
         what="the rows of the next step are gathered slowly, while its batch is fetched ahead",
-        happened="loaders that keep up only as long as nobody looks: the wait was in no step's time",
+        happened="loaders that are too slow, whose wait was in no step's time",
         expected=(Expected(ALERT, "data_wait", text="waiting for data"),),
         planted=True,
         sets=_PACE,

@@ -65,7 +65,7 @@ def healthy_run(seed: int, folder: Path, *, device: str, resumes: int = 0) -> He
     if state != "completed":
         spoke.append(f"the run: {state}")
     levels = {id: check.level for id, check in view.checks.items()}
-    text = ", ".join(dict.fromkeys(spoke)) or "nothing was said"
+    text = ", ".join(dict.fromkeys(spoke)) or "no alarm"
     return Healthy(
         seed=seed,
         verdict=Verdict(Level.FAIL if spoke else Level.PASS, text),

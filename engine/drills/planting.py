@@ -1,4 +1,4 @@
-"""What happens to a training process from outside of the workbench's own code, planted by replacing one function of the
+"""Incidents of a training process that begin outside of the engine's code, planted by replacing one function of the
 engine while a context lasts: a read that does not come back, a slow disk, a lock, a kernel that does not end, memory
 that is never given back, a cache with another file.
 
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 AFTER = 6
 LEAK_BYTES = 64 << 20
 WAIT_CYCLES = 1 << 38
-"""Two minutes of an H200: the kernel ends even if nobody ends its process."""
+"""Two minutes of an H200, so that the kernel ends by itself."""
 WAIT_S = 0.75
 """Seconds of each step, of which the short run of a drill has some tenths of its own."""
 
@@ -92,7 +92,7 @@ def loader_stalls() -> AbstractContextManager[None]:
 
 
 def rows_slow_ahead() -> AbstractContextManager[None]:
-    """Every batch but the first is fetched ahead, behind the backward pass of the step before."""
+    """Every batch but the first is fetched ahead, during the backward pass of the step before."""
     return _before(
         Batches, "take", lambda _, position, rows: time.sleep(WAIT_S) if position else None
     )

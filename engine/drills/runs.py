@@ -63,7 +63,7 @@ def copy_inputs(folder: Path) -> dict[str, Any]:
 
 
 def write_spec(path: Path, sets: Mapping[str, Any], inputs: Path = Path()) -> Path:
-    """Write a spec of the common settings, overridden by `sets`, in which INPUTS stands for the folder `inputs`."""
+    """Write a spec of the common settings, overridden by `sets`, in which INPUTS is replaced by the folder `inputs`."""
     sections: dict[str, list[str]] = {}
     for key, value in {**COMMON, **sets}.items():
         section, name = key.split(".")

@@ -17,7 +17,7 @@ EVIDENCE_LETTERS = 180
 
 
 def _when(drilled: Drilled) -> str:
-    """How soon the incident was named."""
+    """Return the delay after which the incident was named."""
     if drilled.named is None:
         return "-"
     if drilled.after_s is None:

@@ -212,13 +212,13 @@ def spend(bundle: Bundle, test: Test) -> Finding:
 
 
 def _end_test(bundle: Bundle, test: Test, verdict: str, reason: str, copied: Blobs) -> Finding:
-    ended = {"verdict": verdict, "reason": _cleaned(reason)}
-    return bundle.change(
-        lambda now: replace(
-            now, tests=tuple(replace(t, **ended) if t.id == test.id else t for t in now.tests)
-        ),
-        copied,
-    )
+    ended = replace(test, verdict=verdict, reason=_cleaned(reason))
+
+    def with_verdict(finding: Finding) -> Finding:
+        tests = tuple(ended if one.id == test.id else one for one in finding.tests)
+        return replace(finding, tests=tests)
+
+    return bundle.change(with_verdict, copied)
 
 
 def withdraw(bundle: Bundle, cause: str, why: str) -> Finding:

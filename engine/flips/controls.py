@@ -35,8 +35,6 @@ EXPECTED = {SAME: EQUIVALENT, SLOW: FASTER}
 UNDECIDED = "too few pairs to tell"
 """Words for a control whose pairs ran out."""
 AGE_S = 24 * 3600.0
-TIMED = ("step_s",)
-"""Metrics that waiting lengthens by a known fraction."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,8 +70,8 @@ class Control:
 
 
 def kinds_of(plan: Plan) -> tuple[str, ...]:
-    """The kinds of control that exist for a plan's metric."""
-    return (SAME, SLOW) if plan.metric in TIMED else (SAME,)
+    """The kinds of control that exist for a plan's metric: waiting lengthens only a time by a known fraction."""
+    return (SAME, SLOW) if plan.metric == "step_s" else (SAME,)
 
 
 def remember(control: Control) -> None:

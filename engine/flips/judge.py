@@ -341,7 +341,23 @@ def conclude(
             for o in ((pair.b, pair.a) if pair.b_first else (pair.a, pair.b))
         ],
         "censored": judgement.censored,
-        "diagnostics": _diagnostics(flip.pairs, judgement, outcomes),
+        "diagnostics": {
+            name: {one.run: value for one in outcomes if (value := getattr(one, name))}
+            for name in ("late_compiles", "slowed", "alerts")
+        }
+        | {
+            "findings": judgement.findings,
+            "deviation": interval.deviation if interval else None,
+            "left_out": [
+                f"pair {pair.number}: {one.arm} {one.in_words()}"
+                for pair in flip.pairs
+                for one in (pair.a, pair.b)
+                if one.ended_from_outside
+            ],
+            "neighbour_load": {
+                one.run: one.neighbour_load for one in outcomes if one.neighbour_load is not None
+            },
+        },
         # By the names in CONTROLS.
         "controls": {
             name: _NOT_ASKED
@@ -410,28 +426,6 @@ def _why_no_measurement(
         text = f"{format_bytes(others)} of it were in use before a run began"
         found.append(f"others on the GPU: {text}")
     return found
-
-
-def _diagnostics(
-    pairs: Sequence[Pair], judgement: Judgement, outcomes: Sequence[Outcome]
-) -> dict[str, Any]:
-    odd = {
-        name: {outcome.run: value for outcome in outcomes if (value := getattr(outcome, name))}
-        for name in ("late_compiles", "slowed", "alerts")
-    }
-    return odd | {
-        "findings": judgement.findings,
-        "deviation": None if judgement.interval is None else judgement.interval.deviation,
-        "left_out": [
-            f"pair {pair.number}: {o.arm} {o.in_words()}"
-            for pair in pairs
-            for o in (pair.a, pair.b)
-            if o.ended_from_outside
-        ],
-        "neighbour_load": {
-            o.run: o.neighbour_load for o in outcomes if o.neighbour_load is not None
-        },
-    }
 
 
 def _commands(plan: Plan, flip: FlipFolder, fields: Mapping[str, Any], options: str) -> list[str]:

@@ -189,7 +189,9 @@ def equal(plan: Plan, a: Outcome, b: Outcome) -> Verdict:
     known = {*a.facts, *b.facts}
     # A run without a teacher lacks the teacher's facts in both arms.
     expected = ["device"] if plan.command is not None else FACTS
-    missing = [n for n in expected if n not in both and (n in known or "teacher" not in n)]
+    missing = [
+        name for name in expected if name not in both and (name in known or "teacher" not in name)
+    ]
     if missing:
         return Verdict(Level.UNKNOWN, f"not in both logs: {', '.join(missing)}")
     if SAMPLING not in plan.keys and a.facts["device"] != CPU and None in (a.slowed, b.slowed):
@@ -221,13 +223,12 @@ def parity(plan: Plan, a: Outcome, b: Outcome) -> Verdict | None:
     """Prove that both arms computed the same; None when the setting may change what is computed."""
     if not asks_parity(plan.keys):
         return None
-    worst, where, compared = 0.0, "", 0
-    for what, left, right in _losses(a, b):
-        compared += 1
-        if (left is None) != (right is None):
-            text = f"{what} is finite in one arm alone"
-            return Verdict(Level.FAIL, text)
+    worst, where = 0.0, ""
+    losses = list(_losses(a, b))
+    for what, left, right in losses:
         if left is None or right is None:
+            if left != right:
+                return Verdict(Level.FAIL, f"{what} is finite in one arm alone")
             continue
         gap = abs(left - right) / max(abs(left), abs(right), 1e-30)
         if gap > plan.parity:
@@ -235,7 +236,7 @@ def parity(plan: Plan, a: Outcome, b: Outcome) -> Verdict | None:
             return Verdict(Level.FAIL, f"{text} where {plan.parity:.2%} is allowed")
         if gap >= worst:
             worst, where = gap, what
-    if not compared:
+    if not losses:
         return Verdict(Level.UNKNOWN, "the arms have no losses to compare")
     if worst == 0:
         return Verdict(Level.PASS, "losses are the same to the last digit")

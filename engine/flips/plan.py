@@ -27,7 +27,7 @@ import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 from engine.decision import as_choice, is_choice_of_the_engine
 from engine.errors import BadInput, SpecError, UsageError
@@ -98,8 +98,6 @@ batches in bursts."""
 OF_BURSTS = f"mean step time, of {4 * BURSTS} steps or more the median of the means of {BURSTS} in a row, seconds"
 SHOWN = "shown"
 """Metric of a flip that tests whether a setting ends something observed."""
-Kind: TypeAlias = Literal["spec", "command"]
-"""Kind of an arm: the engine's own run of a spec, or a watched command."""
 _NAME = 40
 """Maximum length of a change in the name of the flip's folder, in characters."""
 SEED_BY = "APR_WATCH_SEED_BY"
@@ -172,7 +170,8 @@ class Plan:
     """Observation that B must end; None for a flip that measures a metric."""
 
     @property
-    def kind(self) -> Kind:
+    def kind(self) -> str:
+        """Kind of an arm: `spec` for a run of the engine, `command` for a watched one."""
         return "spec" if self.command is None else "command"
 
     @property

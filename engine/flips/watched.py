@@ -38,15 +38,14 @@ from engine.log.follow import Follower
 from engine.units import format_bytes
 
 OUTPUTS = frozenset(
-    f"--{name}".replace("_", between)
-    for name in (
-        *("output_dir", "output", "out", "out_dir", "outdir", "save_dir", "save_path"),
-        *("logging_dir", "log_dir", "logdir", "checkpoint_dir", "ckpt_dir", "run_dir"),
-        *("default_root_dir", "results_dir", "exp_dir", "work_dir", "project_dir"),
+    (
+        *("--output-dir", "--output", "--out", "--out-dir", "--outdir", "--save-dir"),
+        *("--save-path", "--logging-dir", "--log-dir", "--logdir", "--checkpoint-dir"),
+        *("--ckpt-dir", "--run-dir", "--default-root-dir", "--results-dir", "--exp-dir"),
+        *("--work-dir", "--project-dir"),
     )
-    for between in "_-"
 )
-"""Options that name an output folder of a script."""
+"""Options that name an output folder of a script, with `-` for `_`."""
 MEASURED_S, LONGEST_S = 5.0, 120.0
 """Minimum duration of an arm's measured steps, and maximum duration of an arm, in seconds."""
 MOST_STEPS = 200
@@ -228,7 +227,7 @@ def _into_out(words: Sequence[str]) -> tuple[tuple[str, ...], int]:
     for at in _options(words):
         name, equals, _ = words[at].partition("=")
         value, end = _value_of(words, at)
-        if name not in OUTPUTS or not value or OUT in value:
+        if option_of(name) not in OUTPUTS or not value or OUT in value:
             continue
         inside = f"{OUT}/{Path(value).name}" if Path(value).name else OUT
         found[at:end] = [f"{name}={inside}"] if equals else [name, inside]

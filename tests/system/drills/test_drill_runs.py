@@ -49,7 +49,7 @@ def test_a_drill_without_its_incident_fails(tmp_path: Path) -> None:
     done = carry_out(sound, tmp_path)
     assert done.verdict.level == Level.FAIL and done.named is None
     assert done.verdict.reason == (
-        "expected check weights_alive, found nothing was said; the run: completed"
+        "expected check weights_alive, found nothing; the run: completed"
     )
 
 
@@ -87,7 +87,7 @@ def drilled(one: Drill, folder: Path, *, device: str) -> Drilled:
         return Drilled(drill=one, verdict=verdict, named=NAMED, after_start_s=2.5, state="failed")
     if one.id == "cuda_wait":
         return Drilled(drill=one, verdict=Verdict(Level.UNKNOWN, "no CUDA GPU: none"))
-    verdict = Verdict(Level.FAIL, "expected alert stalled, found nothing was said " + "x" * 300)
+    verdict = Verdict(Level.FAIL, "expected alert stalled, found nothing " + "x" * 300)
     return Drilled(drill=one, verdict=verdict, state="completed", steps=60)
 
 
