@@ -11,12 +11,13 @@ for existence and version, without reading their values.
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections import Counter
 from typing import Any
 
 from .outside import rows_of
-from .parameters import FAIL, PASS, SUSPICION, Line
+from .parameters import FAIL, PASS, SUSPICION, Line, held_by
 from .updates import Rows, Seen, fits, is_plain
 
 _ELEMENTS = 1 << 14
@@ -44,8 +45,7 @@ class Chain:
 
     def begin(self, optimizer: Any) -> None:
         """Start the chain after a step."""
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        self._rows = rows_of(self._torch, parameters, _ELEMENTS)
+        self._rows = rows_of(self._torch, held_by(optimizer), _ELEMENTS)
         self._holds, self._adds, self._passes = [], [], 0
         self._last = self._gradients()
         self.is_open = self._last is not None
@@ -271,11 +271,8 @@ class Windows:
         few = [ref() for ref in self._few]
         if few and all(one is not None and _is_readable(torch, one.grad) for one in few):
             return
-        found: list[Any] = []
-        for group in optimizer.param_groups:
-            for one in group["params"]:
-                if len(found) < _FEW and is_plain(torch, one) and one.grad is not None:
-                    found.append(one)
+        given = (one for one in held_by(optimizer) if one.grad is not None)
+        found = list(itertools.islice((one for one in given if is_plain(torch, one)), _FEW))
         if not found or not all(_is_readable(torch, one.grad) for one in found):
             self.leave()
         self._few = [weakref.ref(one) for one in found]

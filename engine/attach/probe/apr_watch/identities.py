@@ -37,7 +37,7 @@ from .losses import Loss, look, losses_of
 from .modes import Evaluations, Modes, Noticed, Search
 from .movement import Movement
 from .outside import Between
-from .parameters import PASS, WITHDRAWN, Held, Line, Reached
+from .parameters import PASS, WITHDRAWN, Held, Line, Reached, held_by
 from .pitfalls import Classes, Pitfalls
 from .questions import ASKED_STEPS, Budget, Questions, Rows
 from .ranks import Ranks
@@ -72,8 +72,6 @@ class Identities:
         """Optimizers whose next step is sampled."""
         self._losses: list[Loss | Divergence] = []
         """Losses of the backward passes since the previous step."""
-        self._chains: list[Chain] = []
-        """Open chains."""
         self._open_windows: list[Windows] = []
         self._stepped: list[_Watched] = []
         """Optimizers that stepped since the last backward pass began."""
@@ -82,9 +80,9 @@ class Identities:
         self._passes = Passes(torch)
         self.ranks = Ranks(torch, position)
         self._held_out = HeldOut(torch, self._is_evaluating)
-        self._scaling = Scaling(torch)
+        self.scaling = Scaling(torch)
         self._token_weights = TokenWeights(torch)
-        self._schedules = schedule.Schedules(torch)
+        self.schedules = schedule.Schedules(torch)
         self._tokenizers = Tokenizers()
         self._questions = None if "none" in os.environ.get(_ASKED, "") else Budget()
         self._rows: Rows | None = None
@@ -104,10 +102,7 @@ class Identities:
         self._notice(self._held_out.forget())
         self._passes.forget()
         self.ranks.optimizer_made()
-        self._scaling.optimizer_made()
-
-    def schedule_made(self, made: Any) -> None:
-        self._schedules.made(made)
+        self.scaling.optimizer_made()
 
     def batch_asked_for(self, iterator: Any) -> None:
         """Record a request to a data loader for its next batch."""
@@ -128,7 +123,7 @@ class Identities:
     def no_batch(self, iterator: Any) -> None:
         self._notice(self._passes.ended(iterator))
         self._held_out.no_batch(iterator)
-        lines = self._scaling.data_ended()
+        lines = self.scaling.data_ended()
         if not self._position.rank:
             self._notice(lines)
         for windows in self._windows():
@@ -139,7 +134,7 @@ class Identities:
         self._notice(self._passes.fetched(iterator, batch, bool(self._due)))
         acting = (one for watched in self._watched.values() for one in watched.modes.acting)
         self._evaluations.fetched(iterator, acting)
-        self._scaling.batch_fetched()
+        self.scaling.batch_fetched()
         if self._due:
             self._token_weights.batch_fetched(iterator)
         if self._questions is not None:
@@ -156,12 +151,9 @@ class Identities:
             for watched in self._watched.values():
                 watched.asked = watched.steps + 1
 
-    def scaled(self, scaler: Any) -> None:
-        self._scaling.scaled(scaler)
-
     def clipped(self, most: Any) -> None:
         """Record clipping to a norm of `most`."""
-        lines = self._scaling.clipped(most)
+        lines = self.scaling.clipped(most)
         if not self._position.rank:
             self._notice(lines)
 
@@ -174,7 +166,7 @@ class Identities:
         self._passes.trained_on()
         self._notice(self._held_out.trained_on())
         self.ranks.backward_begins()
-        self._scaling.backward_begins(tensors, bool(self._due))
+        self.scaling.backward_begins(tensors, bool(self._due))
         if self._due:
             self._token_weights.backward_begins(tensors)
             embeddings = self._reached.look(tensors)
@@ -216,16 +208,11 @@ class Identities:
         return [one for one in self._open_windows if one.is_open]
 
     def _check_gradients(self, look: Callable[[Chain], None]) -> None:
-        if not self._chains:
-            return
+        chains = [one.chain for one in self._watched.values() if one.chain.is_open]
         # Kernels launched during a graph capture would become part of it.
-        if is_capturing(self._torch):
-            for chain in self._chains:
-                chain.leave()
-        else:
-            for chain in self._chains:
-                look(chain)
-        self._chains = [chain for chain in self._chains if chain.is_open]
+        leaves = bool(chains) and is_capturing(self._torch)
+        for chain in chains:
+            (Chain.leave if leaves else look)(chain)
 
     def step_begins(self, optimizer: Any, arguments: tuple[Any, ...]) -> None:
         """Check before a step; `arguments` are those of `step()`, perhaps a closure."""
@@ -246,7 +233,7 @@ class Identities:
         if len(self._threads) == 1:
             each = None if tokens is None else tokens[0]
             self.ranks.step_begins(optimizer, watched.steps, _is_sampled(watched.steps), each)
-        lines = self._scaling.step(optimizer, watched.steps)
+        lines = self.scaling.step(optimizer, watched.steps)
         if self._position.rank:
             return
         self._notice(lines)
@@ -266,7 +253,7 @@ class Identities:
             return
         is_alone = len(self._watched) == 1
         self._notice(
-            self._schedules.look(optimizer, watched.steps, watched.scheduled, is_alone)
+            self.schedules.look(optimizer, watched.steps, watched.scheduled, is_alone)
             if self._position.world == 1
             # Accelerate calls a scheduler once for each rank.
             else []
@@ -315,8 +302,6 @@ class Identities:
                 with self._torch.no_grad():
                     watched.chain.begin(optimizer)
                     self._begin_between(optimizer, watched)
-                self._chains = [one for one in self._chains if one is not watched.chain]
-                self._chains += [watched.chain] * watched.chain.is_open
         is_asked = watched.steps in ASKED_STEPS or watched.steps + 1 in ASKED_STEPS
         if is_asked and self._questions is not None and not self._in_progress:
             self._ask(optimizer, watched, self._questions)
@@ -340,14 +325,13 @@ class Identities:
         if watched.steps in ASKED_STEPS:
             self._notice(watched.questions.ask(self._losses, self._rows))
         if watched.steps + 1 in ASKED_STEPS:
-            trained = [one for group in optimizer.param_groups for one in group["params"]]
             # Only a divergence shows that another model is a teacher.
             if any(isinstance(one, Divergence) for one in self._losses):
                 watched.teachers = [
                     weakref.ref(one) for one in self._search.untrained(self._held())
                 ]
             teachers = [one for ref in watched.teachers if (one := ref()) is not None]
-            watched.questions.begin(self._search.tops(trained), teachers, world)
+            watched.questions.begin(self._search.tops(held_by(optimizer)), teachers, world)
 
     def _check_windows(self, optimizer: Any, watched: _Watched, has_closure: bool) -> None:
         windows = watched.windows
@@ -357,17 +341,12 @@ class Identities:
         if windows.is_open:
             self._notice(windows.step(self._torch, optimizer, watched.steps))
 
-    def compare_ranks(self, folder: str | None, rank: int, world: int) -> None:
-        """Compare the ended step with other ranks of the training in this folder."""
-        self.seen += self.ranks.step_ends(folder, rank, world)
-
     def _begin_between(self, optimizer: Any, watched: _Watched) -> None:
         # An outer optimizer that steps this one may write the weights too.
         if self._in_progress:
             return
-        groups = optimizer.param_groups
-        others = {id(one) for one in self._held(but=groups)}
-        own = [one for group in groups for one in group["params"] if id(one) not in others]
+        others = {id(one) for one in self._held(but=optimizer)}
+        own = [one for one in held_by(optimizer) if id(one) not in others]
         watched.between = Between(self._torch, own)
 
     def _check_parameters(self, optimizer: Any, watched: _Watched, seen: Seen) -> None:
@@ -386,14 +365,10 @@ class Identities:
         )
 
     def _held(self, but: Any = None) -> list[Any]:
-        """Return the parameters of all optimizers except those with the groups `but`."""
-        return [
-            one
-            for made in self._made
-            if made.param_groups is not but
-            for group in made.param_groups
-            for one in group["params"]
-        ]
+        """Return the parameters of all optimizers except those with the groups of `but`."""
+        groups = getattr(but, "param_groups", None)
+        others = (made for made in self._made if made.param_groups is not groups)
+        return [one for made in others for one in held_by(made)]
 
     def take(self) -> list[Seen | Noticed]:
         """Return the steps sampled since the last call, in the order of their ends."""

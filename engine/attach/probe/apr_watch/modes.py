@@ -7,12 +7,22 @@ random numbers drawn while a batch was processed.
 
 from __future__ import annotations
 
-import gc
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
-from .parameters import FACT, NAMED, PASS, SUSPICION, WITHDRAWN, Line, Modules
+from .parameters import (
+    FACT,
+    PASS,
+    SUSPICION,
+    WITHDRAWN,
+    Line,
+    Modules,
+    children_of,
+    held_by,
+    listed,
+    parameters_of,
+)
 from .values import is_capturing
 
 _MAX_SEARCHES = 32
@@ -78,20 +88,17 @@ class Search:
 
     def untrained(self, trained: Iterable[Any]) -> list[Any]:
         """Return the outermost modules with parameters none of which is trained, if they give logits."""
-        if self._left <= 0:
-            return []
-        held = {id(one) for one in trained}
-        modules, parents = self._all()
+        held, modules = {id(one) for one in trained}, self._all()
         is_free = {
             id(one): not any(id(p) in held for p in one.parameters())
-            for one in modules
+            for one in modules.every
             if next(one.parameters(), None) is not None
         }
         return [
             one
-            for one in modules
+            for one in modules.every
             if is_free.get(id(one))
-            and not is_free.get(id(parents.get(id(one))))
+            and not is_free.get(id(modules.parent(one)))
             and any(p.dim() == 2 for p in one.parameters())
             and next(one.children(), None) is not None
         ]
@@ -99,37 +106,33 @@ class Search:
     def _tops_of(self, parameters: list[Any]) -> dict[int, Any]:
         """Return the outermost modules that hold these parameters, by id."""
         known = [self._known.get(id(p)) for p in parameters]
-        # A search remembers all parameters of a model: there may be one optimizer for each of them.
         if any(one is None or one[0]() is not p for one, p in zip(known, parameters, strict=True)):
-            if self._left <= 0:
-                return {}
-            self._left -= 1
-            modules = Modules(self._torch, parameters)
-            found = [top for p in parameters if (top := modules.top(p)) is not None]
-            for top in {id(top): top for top in found}.values():
-                self._remember(top, weakref.ref(top), set())
+            modules = self._all()
+            found = {id(modules.path(p)[0]) for p in parameters}
+            # Remember all parameters of a model: there may be one optimizer for each of them.
+            for module in modules.every:
+                top = modules.path(module)[0]
+                for _, one in parameters_of(module) if id(top) in found else ():
+                    self._known[id(one)] = weakref.ref(one), weakref.ref(top)
             known = [self._known.get(id(p)) for p in parameters]
         tops = [one[1]() for one in known if one is not None]
         return {id(top): top for top in tops if top is not None}
 
-    def _remember(self, module: Any, top: Any, passed: set[int]) -> None:
-        passed.add(id(module))
-        for parameter in _parameters(module):
-            self._known[id(parameter)] = weakref.ref(parameter), top
-        for _, child in _children(module):
-            if id(child) not in passed:
-                self._remember(child, top, passed)
+    def _all(self) -> Modules:
+        """Return all modules of the process; none if there were too many searches."""
+        self._left -= 1
+        return Modules(self._torch, self._left >= 0)
 
     def _holds_any(self, module: Any) -> bool:
         """Return whether a module or one inside it has one of the trained parameters."""
         if id(module) not in self._holds:
             self._holds[id(module)] = False
-            inside = [self._holds_any(one) for _, one in _children(module)]
+            inside = [self._holds_any(one) for _, one in children_of(module)]
             self._holds[id(module)] = self._has_own(module) or any(inside)
         return self._holds[id(module)]
 
     def _has_own(self, module: Any) -> bool:
-        return any(id(one) in self._trained for one in _parameters(module))
+        return any(id(one) in self._trained for _, one in parameters_of(module))
 
     def _collect(
         self,
@@ -142,58 +145,22 @@ class Search:
         """Collect mode-dependent modules and holders. `is_near`: the parent has trained parameters. Dropout inside a
         frozen part does not count, nor does a batch norm with frozen weights."""
         kind = _kind(self._torch, module)
-        if kind is not None and (self._has_own(module) if _parameters(module) else is_near):
+        if kind is not None and (self._has_own(module) if parameters_of(module) else is_near):
             acting.setdefault(id(module), _Acting(module, path, kind))
         elif kind is None and self._has_own(module):
             holders.setdefault(id(module), module)
-        for name, child in _children(module):
+        for name, child in children_of(module):
             if id(child) not in acting and id(child) not in holders:
                 below = f"{path}.{name}" if path else name
                 self._collect(child, below, self._holds_any(module), acting, holders)
 
     def is_alone(self, acting: list[_Acting]) -> bool:
         """Return whether the model of these modules is the only one in the process."""
-        if self._left <= 0:
-            return False
-        modules, parents = self._all()
+        modules = self._all()
         living = [module for one in acting if (module := one.of()) is not None]
-        known = {id(_outermost(one, parents)) for one in living}
-        return {id(_outermost(one, parents)) for one in modules if _parameters(one)} <= known
-
-    def _all(self) -> tuple[list[Any], dict[int, Any]]:
-        """Return all modules of the process, and the parent of each by the child's id."""
-        self._left -= 1
-        module_type = self._torch.nn.Module
-        modules = [one for one in gc.get_objects() if issubclass(type(one), module_type)]
-        parents: dict[int, Any] = {}
-        for one in modules:
-            for _, child in _children(one):
-                parents.setdefault(id(child), one)
-        return modules, parents
-
-
-def _with_ancestors(module: Any, parents: dict[int, Any]) -> Iterator[Any]:
-    """Yield the module and its ancestors."""
-    passed = set()
-    while module is not None and id(module) not in passed:
-        yield module
-        passed.add(id(module))
-        module = parents.get(id(module))
-
-
-def _outermost(module: Any, parents: dict[int, Any]) -> Any:
-    *_, last = _with_ancestors(module, parents)
-    return last
-
-
-def _parameters(module: Any) -> list[Any]:
-    return [one for one in (vars(module).get("_parameters") or {}).values() if one is not None]
-
-
-def _children(module: Any) -> list[tuple[str, Any]]:
-    return [
-        (name, one) for name, one in (vars(module).get("_modules") or {}).items() if one is not None
-    ]
+        known = {id(modules.path(one)[0]) for one in living}
+        every = {id(modules.path(one)[0]) for one in modules.every if parameters_of(one)}
+        return bool(every) and every <= known
 
 
 class Modes:
@@ -207,12 +174,7 @@ class Modes:
     def look(self, optimizer: Any, search: Search) -> list[Line]:
         """Return the verdict at a step, while its gradients exist."""
         if self._acting is None:
-            trained = [
-                one
-                for group in optimizer.param_groups
-                for one in group["params"]
-                if one.grad is not None
-            ]
+            trained = [one for one in held_by(optimizer) if one.grad is not None]
             if not trained:
                 return []
             self._acting, self._holders = search.find(trained)
@@ -355,8 +317,7 @@ def _counted(acting: list[_Acting]) -> str:
 
 
 def _named(acting: list[_Acting]) -> str:
-    names = [one.path or "the module itself" for one in acting[:NAMED]]
-    return ", ".join(names) + ", ..." * (len(acting) > NAMED)
+    return listed([one.path or "the module itself" for one in acting])
 
 
 class Noticed:

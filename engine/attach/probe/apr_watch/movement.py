@@ -7,10 +7,10 @@ learning rate no longer rises. Only the local part of a sharded tensor is read.
 from __future__ import annotations
 
 import weakref
-from typing import Any, NamedTuple
+from typing import Any
 
 from .parameters import FAIL, PASS, SUSPICION, Line, Modules, named
-from .updates import Rates, Rows, Seen
+from .updates import Rates, Rows, Seen, is_readable
 
 _ELEMENTS, _MIN_ELEMENTS = 1 << 14, 4
 _MAX_TENSORS = 4096
@@ -23,28 +23,7 @@ _IN_A_ROW = 2
 def _local(torch: Any, tensor: Any) -> Any:
     """Return the local part of a tensor; None where it cannot be read as a plain one."""
     local = getattr(tensor, "_local_tensor", tensor)
-    is_plain = (
-        type(local) in (torch.nn.Parameter, torch.Tensor)
-        and local.layout == torch.strided
-        and local.dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-        and local.device.type in ("cpu", "cuda")
-        and local.numel() > 0
-    )
-    return local.detach() if is_plain else None
-
-
-class Moved(NamedTuple):
-    """Facts of a sampled step that the host knows."""
-
-    number: int
-    frozen: list[list[bool]]
-    """Whether each tensor of each vector is frozen: it requires no gradient."""
-    at_work: list[list[bool]]
-    """Whether each tensor is trained at a learning rate above 0 that no longer rises."""
-    at_rest: list[list[bool]]
-    """Whether each tensor has had the learning rate 0 at every step, while others had more."""
-    is_asked: bool
-    """Whether the verdict on NaN is wanted in any case."""
+    return local.detach() if is_readable(torch, local) else None
 
 
 class Movement:
@@ -121,9 +100,17 @@ class Movement:
         previous, self._gradients = self._gradients, gradients
         if not (self._first and now and gradients):
             return
-        frozen = [[not rows.of().requires_grad for rows, _ in g] for g in self._rows.values()]  # type: ignore[union-attr]
-        work = [[settled and known[at] > 0 for _, at in group] for group in self._rows.values()]
-        rest = [[settled and not self._highest[at] for _, at in g] for g in self._rows.values()]
+        state = [
+            [
+                (
+                    not rows.of().requires_grad,  # type: ignore[union-attr]
+                    settled and known[at] > 0,
+                    settled and not self._highest[at],
+                )
+                for rows, at in group
+            ]
+            for group in self._rows.values()
+        ]
         for at, (weights, slopes) in enumerate(zip(now, gradients, strict=True)):
             # A smaller one may be rounding alone, as that of a bias before a batch norm.
             size = slopes.abs()
@@ -134,16 +121,23 @@ class Movement:
             self._moved[at] = self._moved[at] | (weights != self._first[at])
             tensors[f"moved {at}"] = self._moved[at]
             tensors[f"nan {at}"] = weights.isnan()
-            if self._before and any(frozen[at]) and previous and not seen.runs_script:
+            if self._before and previous and not seen.runs_script:
                 # Neither a backward pass nor the script wrote these gradients since the previous sampled step.
                 stale = (slopes == 0) | (slopes == previous[at])
                 tensors[f"frozen {at}"] = (weights != self._before[at]) & stale
-        moved = Moved(number, frozen, work, rest, is_asked)
-        seen.later(lambda one: self._lines(seen, moved, one), tensors)
+        seen.later(lambda one: self._lines(seen, state, is_asked, one), tensors)
 
     # Once the device has passed the step.
 
-    def _lines(self, seen: Seen, step: Moved, tensors: dict[str, Any]) -> list[Line]:
+    def _lines(
+        self,
+        seen: Seen,
+        state: list[list[tuple[bool, bool, bool]]],
+        is_asked: bool,
+        tensors: dict[str, Any],
+    ) -> list[Line]:
+        """Return the verdicts. `state`: whether each tensor is frozen (requires no gradient), trained at a learning
+        rate above 0 that no longer rises, and had the learning rate 0 at every step while others had more."""
         # Another verdict says why weights stay.
         self.is_settled |= seen.has_failed
         trained: list[Any] = []
@@ -156,8 +150,8 @@ class Movement:
                 tensors.pop(f"{what} {at}", none).split(counts)
                 for what in ("pushed", "moved", "nan", "frozen")
             ]
-            for (rows, _), frozen, works, rests, pushed, moves, nan, drives in zip(
-                group, step.frozen[at], step.at_work[at], step.at_rest[at], *columns, strict=True
+            for (rows, _), (frozen, works, rests), pushed, moves, nan, drives in zip(
+                group, state[at], *columns, strict=True
             ):
                 if frozen:
                     driven += [rows] * bool(drives.any())
@@ -170,7 +164,7 @@ class Movement:
                     moved += [rows] * bool(moves.any())
                     still += [rows] * bool(pushed.any() and not (pushed & moves).any())
         name = seen.name
-        lines = self._finite(name, wrong, numbers, step.is_asked)
+        lines = self._finite(name, wrong, numbers, is_asked)
         self._frozen_steps = self._frozen_steps + 1 if driven else 0
         if self._frozen_steps >= _IN_A_ROW:
             text = (
@@ -181,7 +175,7 @@ class Movement:
         return (
             lines
             if wrong
-            else [*lines, *self._moves(name, step.number, trained, moved, still, resting)]
+            else [*lines, *self._moves(name, seen.number, trained, moved, still, resting)]
         )
 
     def _moves(
@@ -235,7 +229,4 @@ class Movement:
         )
 
     def _named(self, found: list[Any]) -> str:
-        pairs = [(one.of(), one.label) for one in found if one.of() is not None]
-        parameters = [parameter for parameter, _ in pairs]
-        labels = {id(parameter): label for parameter, label in pairs}
-        return named(Modules(self._torch, parameters), parameters, labels)
+        return named(Modules(self._torch), [(one.of(), one.label) for one in found])

@@ -61,14 +61,9 @@ class Between:
         if not written:
             text = f"{numbers} weights of {optimizer} did not change between steps {step - 1} and {step}"
             return [("outside_writes", PASS, text, {"numbers": numbers})]
-        counts = [int(one.sum()) for one in changed.split([rows.count for rows in self._rows])]
-        found = [
-            one
-            for rows, count in zip(self._rows, counts, strict=True)
-            if count and (one := rows.of()) is not None
-        ]
-        labels = {id(one): rows.label for rows in self._rows if (one := rows.of()) is not None}
-        name = named(Modules(self._torch, found), found, labels)
+        parts = changed.split([rows.count for rows in self._rows])
+        found = [rows for rows, one in zip(self._rows, parts, strict=True) if one.any()]
+        name = named(Modules(self._torch), [(rows.of(), rows.label) for rows in found])
         text = (
             f"between steps {step - 1} and {step} of {optimizer} something else wrote its weights: {written} of "
             f"{numbers} elements changed, in {name}"

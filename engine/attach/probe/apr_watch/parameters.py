@@ -110,58 +110,76 @@ class Reached:
         return found, self._in_part < step
 
 
+def labelled(optimizer: Any) -> list[tuple[Any, str]]:
+    """Return the parameters of an optimizer with labels."""
+    return [
+        (one, f"group {at}, parameter {place}")
+        for at, group in enumerate(optimizer.param_groups)
+        for place, one in enumerate(group["params"])
+    ]
+
+
+def held_by(optimizer: Any) -> list[Any]:
+    return [one for group in optimizer.param_groups for one in group["params"]]
+
+
 class Modules:
     """Modules of the process, found by a search of all its objects, which takes as long as a garbage collection."""
 
-    def __init__(self, torch: Any, parameters: Iterable[Any]) -> None:
-        wanted = {id(parameter) for parameter in parameters}
-        module_type = torch.nn.Module
+    def __init__(self, torch: Any, are_wanted: bool = True) -> None:
+        module_type, every = torch.nn.Module, gc.get_objects() if are_wanted else []
+        # Not isinstance: it would call code of the script's proxy objects.
+        self.every = [one for one in every if issubclass(type(one), module_type)]
         self._holders: dict[int, tuple[Any, str]] = {}
-        self._parents: dict[int, tuple[Any, str]] = {}
-        for one in gc.get_objects():
-            # Not isinstance: it would call code of the script's proxy objects.
-            if not issubclass(type(one), module_type):
-                continue
-            inside = vars(one)
-            for name, parameter in (inside.get("_parameters") or {}).items():
-                if id(parameter) in wanted:
-                    self._holders.setdefault(id(parameter), (one, name))
-            for name, child in (inside.get("_modules") or {}).items():
-                self._parents.setdefault(id(child), (one, name))
+        """Holder and name of each parameter and each module, by its id."""
+        for one in self.every:
+            for name, part in [*parameters_of(one), *children_of(one)]:
+                self._holders.setdefault(id(part), (one, name))
 
-    def _path(self, parameter: Any) -> tuple[Any, str]:
-        """Return the outermost module that holds a parameter, and its name there."""
-        if id(parameter) not in self._holders:
-            return None, ""
-        module, name = self._holders[id(parameter)]
-        path, passed = [name], {id(module)}
-        while id(module) in self._parents:
-            parent, name = self._parents[id(module)]
-            if id(parent) in passed:
+    def parent(self, one: Any) -> Any:
+        return self._holders.get(id(one), (None, ""))[0]
+
+    def path(self, one: Any) -> tuple[Any, str]:
+        """Return the outermost module that holds a parameter or a module, and its name there."""
+        names: list[str] = []
+        passed = {id(one)}
+        while id(one) in self._holders:
+            holder, name = self._holders[id(one)]
+            if id(holder) in passed:
                 break
-            module = parent
-            passed.add(id(module))
-            path.append(name)
-        return module, ".".join(reversed(path))
+            one = holder
+            passed.add(id(one))
+            names.insert(0, name)
+        return one, ".".join(names)
 
     def name(self, parameter: Any) -> str:
         """Return the parameter's name; empty where no module holds it."""
-        return self._path(parameter)[1]
-
-    def top(self, parameter: Any) -> Any:
-        """Return the outermost module that holds a parameter; None where none does."""
-        return self._path(parameter)[0]
+        return self.path(parameter)[1]
 
     def root(self, parameter: Any) -> int | None:
-        """Return the id of the outermost module."""
-        top = self.top(parameter)
-        return None if top is None else id(top)
+        """Return the id of the outermost module that holds a parameter; None where none does."""
+        top, name = self.path(parameter)
+        return id(top) if name else None
 
 
-def named(modules: Modules, parameters: list[Any], labels: dict[int, str]) -> str:
-    """Return the names of the first parameters; `labels` name those that no module holds."""
-    names = [modules.name(one) or labels.get(id(one), "a parameter") for one in parameters[:NAMED]]
-    return ", ".join(names) + ", ..." * (len(parameters) > NAMED)
+def parameters_of(module: Any) -> list[tuple[str, Any]]:
+    """Return the parameters of a module itself with their names, without calling code of the script."""
+    found = (vars(module).get("_parameters") or {}).items()
+    return [(name, one) for name, one in found if one is not None]
+
+
+def children_of(module: Any) -> list[tuple[str, Any]]:
+    found = (vars(module).get("_modules") or {}).items()
+    return [(name, one) for name, one in found if one is not None]
+
+
+def listed(names: list[str]) -> str:
+    return ", ".join(names[:NAMED]) + ", ..." * (len(names) > NAMED)
+
+
+def named(modules: Modules, found: Iterable[tuple[Any, str]]) -> str:
+    """Return the names of the first parameters, each given with a label for the case that no module holds it."""
+    return listed([modules.name(one) or label for one, label in found])
 
 
 class Held:
@@ -189,12 +207,7 @@ class Held:
         the parameters of all optimizers."""
         self._sampled_steps += 1
         name = type(optimizer).__name__
-        mine = [
-            (one, f"group {at}, parameter {place}")
-            for at, group in enumerate(optimizer.param_groups)
-            for place, one in enumerate(group["params"])
-            if one.requires_grad
-        ]
+        mine = [(one, label) for one, label in labelled(optimizer) if one.requires_grad]
         labels = {id(one): label for one, label in mine}
         without = {id(one): one for one, _ in mine if one.grad is None}
         self._got = self._got or len(without) < len(mine)
@@ -213,7 +226,7 @@ class Held:
             return [("lost_gradients", FAIL, text, numbers)]
         if self._sampled_steps < 3:
             return []
-        if not mine and not any(p.grad is not None for p in _held_by(optimizer)):
+        if not mine and not any(p.grad is not None for p in held_by(optimizer)):
             text = f"no parameter of {name} requires a gradient: its steps train nothing"
             return [("no_gradient", SUSPICION, text, {"parameters": 0})]
         idle = [one for one, _ in mine if id(one) in self._without]
@@ -260,7 +273,11 @@ class Held:
     ) -> list[Line]:
         """Judge parameters of the optimizer without gradients (`idle`) and those with gradients in no optimizer
         (`loose`)."""
-        modules = Modules(torch, [*idle, *reached.values()])
+        modules = Modules(torch)
+
+        def names(found: list[Any]) -> str:
+            return named(modules, [(one, labels.get(id(one), "a parameter")) for one in found])
+
         loose = sorted(filter(modules.name, loose), key=modules.name)
         trained = {modules.root(one) for one in reached.values()}
         # Stale: held by no module, or by one of which no parameter was reached.
@@ -269,15 +286,15 @@ class Held:
         if stale and loose and (_hold_all(loose, stale) or _replaced(modules, stale)):
             text = (
                 f"{name} holds {len(stale)} parameters that no backward pass reaches "
-                f"({named(modules, stale, labels)}), and {len(loose)} that get gradients are in no optimizer "
-                f"({named(modules, loose, labels)})"
+                f"({names(stale)}), and {len(loose)} that get gradients are in no optimizer "
+                f"({names(loose)})"
             )
             return [("stale_parameters", FAIL, text, numbers)]
         found: list[Line] = []
         if idle:
             text = (
                 f"{len(idle)} of {len(labels)} parameters of {name} had no gradient at any of {self._sampled_steps} "
-                f"sampled steps: {named(modules, idle, labels)}"
+                f"sampled steps: {names(idle)}"
             )
             checkpoint = sys.modules.get("torch.utils.checkpoint")
             if _WARNED in str(getattr(checkpoint, _REGISTRY, "")):
@@ -285,16 +302,9 @@ class Held:
             found.append(("no_gradient", SUSPICION, text, numbers))
         # A script that sets gradients itself (master weights) trains copies: the originals are in no optimizer.
         if loose and not are_given:
-            text = (
-                f"{len(loose)} parameters get gradients and are in no optimizer: "
-                f"{named(modules, loose, labels)}"
-            )
+            text = f"{len(loose)} parameters get gradients and are in no optimizer: {names(loose)}"
             found.append(("unowned_parameters", SUSPICION, text, numbers))
         return found
-
-
-def _held_by(optimizer: Any) -> list[Any]:
-    return [one for group in optimizer.param_groups for one in group["params"]]
 
 
 def _hold_all(loose: list[Any], stale: list[Any]) -> bool:

@@ -13,6 +13,8 @@ from collections.abc import Iterator
 from types import CodeType, FrameType
 from typing import Any
 
+from .parameters import held_by
+
 _OPTIMIZERS = 8
 """Optimizers of which the line that makes them is kept."""
 _CO_OPTIMIZED = 1
@@ -75,7 +77,7 @@ class Places:
 
     def _names(self, frame: FrameType, optimizer: Any) -> dict[str, str]:
         """Return what the script calls its model, a model that is not trained, and its schedule."""
-        held = {id(one) for group in optimizer.param_groups for one in group["params"]}
+        held = set(map(id, held_by(optimizer)))
         groups = optimizer.param_groups
         module_type = self._torch.nn.Module
         schedules = sys.modules.get("torch.optim.lr_scheduler")

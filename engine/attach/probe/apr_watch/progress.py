@@ -1,49 +1,25 @@
-"""Measure the progress of the training: the steps left by a framework's plan, else the batch of the current epoch."""
+"""Steps left of a training, by a framework's plan."""
 
 from __future__ import annotations
 
 import math
-import weakref
 from typing import Any
 
-from .data import length_of
 
-
-class Progress:
-    """Known progress of the training, for the lines of its steps."""
+class Plan:
+    """Number of steps of a training, where a framework knows it."""
 
     def __init__(self) -> None:
-        self._total_steps: int | None = None
-        self._iterator: Any = None
-        self._batches: int | None = None
-        self._fetched: dict[str, int] = {}
-        self._trained_on: dict[str, int] = {}
-
-    def of_step(self) -> dict[str, int]:
-        total = {} if self._total_steps is None else {"total_steps": self._total_steps}
-        return {**total, **self._trained_on}
+        self.total_steps: int | None = None
 
     def planned(self, step: int, left: int | None) -> None:
         """Record that a framework will do `left` steps after step `step`; None if unknown."""
-        self._total_steps = None if left is None or left < 0 else step + left
+        self.total_steps = None if left is None or left < 0 else step + left
 
     def begin(self, done: int) -> None:
         """Begin a training after `done` steps of the previous one; the planned steps count from here."""
-        left = None if self._total_steps is None else self._total_steps - done
-        self._total_steps = left if left is not None and left > 0 else None
-
-    def batch_fetched(self, iterator: Any) -> None:
-        """Record a yielded batch."""
-        if self._iterator is None or self._iterator() is not iterator:
-            self._iterator = weakref.ref(iterator)
-            self._batches = length_of(iterator)
-        at = getattr(iterator, "_num_yielded", None)
-        known = isinstance(at, int) and self._batches is not None and at <= self._batches
-        self._fetched = {"batch": at, "batches": self._batches} if known else {}  # type: ignore[dict-item]
-
-    def trained_on(self) -> None:
-        """Record the begin of a backward pass: the last batch belongs to the training."""
-        self._trained_on = self._fetched
+        left = None if self.total_steps is None else self.total_steps - done
+        self.total_steps = left if left is not None and left > 0 else None
 
 
 def left_of_trainer(state: Any) -> int | None:

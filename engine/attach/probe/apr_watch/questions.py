@@ -78,7 +78,7 @@ class _Call:
         self.rows = int(first.shape[0])
         self._is_square = first.dim() > 1 and first.shape[1] == self.rows
         self._bytes = 0
-        self.args, self.kwargs = self._kept(args), self._kept(kwargs)
+        self.args, self.kwargs = _mapped(args, self._kept), _mapped(kwargs, self._kept)
         self._modes = [one.training for one in model.modules()]
         kind = first.device.type
         try:
@@ -105,10 +105,6 @@ class _Call:
             return value.detach().clone()
         if isinstance(value, (*_ATOMS, torch.dtype, torch.device)):
             return value
-        if type(value) is dict:
-            return {name: self._kept(one) for name, one in value.items()}
-        if type(value) in (list, tuple):
-            return type(value)(self._kept(one) for one in value)
         raise _Unasked(f"its call has an argument of type {type(value).__name__}")
 
     def run(self, args: Any, kwargs: Any, context: Untouched) -> list[Any]:
@@ -132,7 +128,7 @@ class _Call:
 
     def limits(self, output: Any) -> tuple[float, float]:
         """Return the largest change of an output that is rounding, and the largest that may be."""
-        scale = max(map(abs, map(float, output.aminmax()))) if output.numel() else 0.0
+        scale = _largest(output)
         return self._limits[0] * scale, self._limits[1] * scale
 
     def changed(self, at: int | str, value: Any) -> tuple[Any, Any]:
@@ -158,15 +154,10 @@ class _Call:
 
     def _with(self, change: Callable[[Any], Any]) -> tuple[Any, Any]:
         def of(value: Any) -> Any:
-            if isinstance(value, self._torch.Tensor):
-                return change(value) if value.dim() and value.shape[0] == 2 else value
-            if type(value) is dict:
-                return {name: of(one) for name, one in value.items()}
-            if type(value) in (list, tuple):
-                return type(value)(map(of, value))
-            return value
+            is_rows = isinstance(value, self._torch.Tensor) and value.shape[:1] == (2,)
+            return change(value) if is_rows else value
 
-        return of(self.args), of(self.kwargs)
+        return _mapped(self.args, of), _mapped(self.kwargs, of)
 
     def tokens(self, like: Any = None) -> tuple[int | str, Any] | None:
         """Return where the call has rows of tokens, and these: those of `like` where there are several. None where it
@@ -336,6 +327,8 @@ class Questions:
                     lines += self._ask_teacher(call, calls, losses)
                 else:
                     lines += self._ask_model(call, losses, data_rows)
+            except _Unasked as error:
+                lines.append(("questions", UNKNOWN, str(error), {}))
             except Exception as error:  # noqa: BLE001  a model may refuse a repeated call
                 text = f"the second call of the model failed: {type(error).__name__}: {error}"
                 lines.append(("questions", UNKNOWN, text, {}))
@@ -359,14 +352,13 @@ class Questions:
         again = call.run(call.args, call.kwargs, second)
         self._is_put_back = first.has_changed or second.has_changed
         if not base:
-            return [("questions", UNKNOWN, f"{name} gives no tensor of floats", {})]
+            raise _Unasked(f"{name} gives no tensor of floats")
         if not _fits(torch, base):
-            text = f"two rows of {name} take more memory than the script has had free"
-            return [("questions", UNKNOWN, text, {})]
+            raise _Unasked(f"two rows of {name} take more memory than the script has had free")
         if any(not one.isfinite().all() for one in base):
-            return [("questions", UNKNOWN, f"{name} gives NaN or infinite outputs", {})]
+            raise _Unasked(f"{name} gives NaN or infinite outputs")
         limit = [call.limits(one) for one in base]
-        if _is_apart(base, again, limit):
+        if _is_apart(torch, base, again, limit):
             if "dropout" in first.draws:
                 text = f"{name} in eval mode gives other outputs for the same input: dropout is still active"
                 return [("eval_is_random", SUSPICION, text, {})]
@@ -389,12 +381,12 @@ class Questions:
         for at, (one, two) in enumerate(zip(base, other, strict=True)):
             if not one.dim() or one.shape[0] != 2 or one.shape != two.shape:
                 continue
-            swapped = [(two[1], two[0])]
+            swapped = [two.flip(0)]
             if one.dim() == 2 and not one.shape[1] % 2:
                 # Similarities of all rows with all, with those of several kinds side by side.
                 columns = torch.arange(one.shape[1], device=one.device)
                 swapped += [two.flip(0)[:, columns ^ 1], two.flip(0).roll(one.shape[1] // 2, 1)]
-            changes = [_distance(one, each) for each in swapped]
+            changes = [_distance(torch, one, each) for each in swapped]
             apart = min(changes)
             alone[at] = changes[0] <= limit[at][0]
             if apart > limit[at][1]:
@@ -418,8 +410,8 @@ class Questions:
         for at, (one, two) in enumerate(zip(base, other, strict=True)):
             if not alone.get(at) or one.shape != two.shape:
                 continue
-            apart, scale = _distance(one[:1], two[:1]), max(map(abs, map(float, one[0].aminmax())))
-            if apart > max(_MIXED * scale, call.limits(one)[1]):
+            apart = _distance(self._torch, one[:1], two[:1])
+            if apart > max(_MIXED * _largest(one[0]), call.limits(one)[1]):
                 text = f"another second row in the input of {name} changes its outputs for the first, by {apart:.3g}"
                 return [("rows_mixed", SUSPICION, text, {"apart": apart})]
         return []
@@ -450,15 +442,12 @@ class Questions:
             apart, _, limits = self._change(
                 call, found, logits_BTV, is_first_BT & ~padding_BT, kept_BT
             )
-            if apart > limits[1]:
-                text = (
-                    "other tokens in the first document of a packed row change the logits of those after it, by up to "
-                    f"{apart:.3g}: position_ids begin again, but attention goes across"
-                )
-                lines.append(("documents_mixed", SUSPICION, text, {"apart": apart}))
-            elif apart <= limits[0]:
-                text = "the documents of a packed row do not see each other"
-                lines.append(("documents_mixed", PASS, text, {}))
+            wrong = (
+                "other tokens in the first document of a packed row change the logits of those after it, by up to "
+                f"{apart:.3g}: position_ids begin again, but attention goes across"
+            )
+            right = "the documents of a packed row do not see each other"
+            lines += _verdict("documents_mixed", apart, limits, wrong, right)
         return lines
 
     def _ask_padding(
@@ -503,14 +492,10 @@ class Questions:
         apart = _by_position(torch, other[at], base[at])
         if at in like:
             apart = apart[~padding_BT]
-        most, limits = float(apart.max()), call.limits(base[at])
-        if most > limits[1]:
-            text = f"other embeddings at padded positions change the outputs of the others, by up to {most:.3g}"
-            return [("padding_seen", SUSPICION, text, {"apart": most})]
-        if most <= limits[0]:
-            text = "other embeddings at padded positions change no other outputs"
-            return [("padding_seen", PASS, text, {})]
-        return []
+        most = float(apart.max())
+        wrong = f"other embeddings at padded positions change the outputs of the others, by up to {most:.3g}"
+        right = "other embeddings at padded positions change no other outputs"
+        return _verdict("padding_seen", most, call.limits(base[at]), wrong, right)
 
     def _ask_causality(
         self, call: _Call, logits_BTV: Any, losses: list[Loss | Divergence]
@@ -590,7 +575,7 @@ class Questions:
         one, two = (call.run(call.args, call.kwargs, context) for context in contexts)
         if not one or not all(each.isfinite().all() for each in one):
             return lines
-        if _is_apart(one, two, [call.limits(each) for each in one]):
+        if _is_apart(torch, one, two, [call.limits(each) for each in one]):
             text = f"{name}, which no optimizer trains, gives other outputs for the same input: it is random"
             return [*lines, ("teacher_mode", SUSPICION, text, {})]
         text = f"{name}, which no optimizer trains, gives the same outputs for the same input"
@@ -648,9 +633,20 @@ _LIBRARIES = (
 """Packages whose forward hooks may run once more."""
 
 
-def _is_apart(one: list[Any], two: list[Any], limits: list[tuple[float, float]]) -> bool:
+def _verdict(
+    id: str, apart: float, limits: tuple[float, float], wrong: str, right: str
+) -> list[Line]:
+    """Return the verdict on outputs that should stay: a change between the limits is unknown."""
+    if apart > limits[1]:
+        return [(id, SUSPICION, wrong, {"apart": apart})]
+    return [(id, PASS, right, {})] if apart <= limits[0] else []
+
+
+def _is_apart(
+    torch: Any, one: list[Any], two: list[Any], limits: list[tuple[float, float]]
+) -> bool:
     return any(
-        a.shape == b.shape and a.numel() and _distance(a, b) > limit[1]
+        a.shape == b.shape and _distance(torch, a, b) > limit[1]
         for a, b, limit in zip(one, two, limits, strict=False)
     )
 
@@ -659,18 +655,13 @@ _AT_ONCE = 128
 """Positions whose outputs are compared at a time: those of a large vocabulary are gigabytes."""
 
 
-def _distance(one: Any, two: Any) -> float:
-    """Return the largest difference of two sequences of rows, or of two numbers."""
-    if getattr(one, "dim", lambda: 1)() == 0:
-        one, two = [one], [two]
-    pieces = (
-        (p, q)
-        for a, b in zip(one, two, strict=True)
-        for p, q in (
-            zip(a.split(_AT_ONCE), b.split(_AT_ONCE), strict=True) if a.dim() else [(a, b)]
-        )
-    )
-    return max((float((p.double() - q.double()).abs().max()) for p, q in pieces), default=0.0)
+def _distance(torch: Any, one: Any, two: Any) -> float:
+    """Return the largest difference of two tensors."""
+    return float(_by_position(torch, one, two).max()) if one.numel() else 0.0
+
+
+def _largest(output: Any) -> float:
+    return max(map(abs, map(float, output.aminmax()))) if output.numel() else 0.0
 
 
 def _by_position(torch: Any, one: Any, two: Any) -> Any:
@@ -712,6 +703,15 @@ def _parts(given: Any) -> Any:
     if hasattr(given, "logits"):
         return [given.logits]
     return [_parts(one) for one in given] if isinstance(given, (list, tuple)) else given
+
+
+def _mapped(value: Any, change: Callable[[Any], Any]) -> Any:
+    """Return a call's argument with each part of it changed."""
+    if type(value) is dict:
+        return {name: _mapped(one, change) for name, one in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_mapped(one, change) for one in value)
+    return change(value)
 
 
 def _tensors(torch: Any, value: Any) -> list[Any]:

@@ -9,7 +9,6 @@ Weights are read before a step, not after it: a script may average them in betwe
 
 from __future__ import annotations
 
-import gc
 import hashlib
 import json
 import os
@@ -23,7 +22,20 @@ from typing import Any, NamedTuple
 from .data import print_of
 from .folders import Position, rank_and_world
 from .modes import Noticed
-from .parameters import FACT, FAIL, NAMED, PASS, SUSPICION, UNKNOWN, Line, Modules
+from .parameters import (
+    FACT,
+    FAIL,
+    PASS,
+    SUSPICION,
+    UNKNOWN,
+    Line,
+    Modules,
+    children_of,
+    held_by,
+    labelled,
+    listed,
+    parameters_of,
+)
 from .token_weights import across_ranks
 from .updates import is_plain
 from .values import EXIT_WAIT_S, Arrival, is_capturing
@@ -171,6 +183,8 @@ class _Place(NamedTuple):
     wrapper: Wrapper
     is_known: bool
     """Whether the wrapper averages its gradients."""
+    is_ignored: bool
+    """Whether the script has it left out by name."""
 
 
 class Wrappers:
@@ -180,19 +194,13 @@ class Wrappers:
         fsdp = sys.modules.get("torch.distributed.fsdp.fully_sharded_data_parallel")
         sharding = getattr(fsdp, "FullyShardedDataParallel", ())
         replicating = torch.nn.parallel.DistributedDataParallel
-        module_type = torch.nn.Module
         self.replicated: list[Wrapper] = []
         self._inside: dict[int, tuple[weakref.ref[Any], _Place]] = {}
-        self._ignored: dict[int, weakref.ref[Any]] = {}
-        """Parameters in the list that a DistributedDataParallel ignores."""
         self.sharded: set[int] = set()
-        for one in gc.get_objects():
-            kind = type(one)
-            if not issubclass(kind, module_type):
-                continue
-            if sharding and issubclass(kind, sharding):
+        for one in Modules(torch).every:
+            if sharding and issubclass(type(one), sharding):
                 self.sharded |= {id(parameter) for _, parameter in _parameters(one)}
-            elif issubclass(kind, replicating):
+            elif issubclass(type(one), replicating):
                 self._add(Wrapper(torch, one), vars(one))
 
     def _add(self, wrapper: Wrapper, inside: dict[str, Any]) -> None:
@@ -201,19 +209,13 @@ class Wrappers:
         known = {id(one) for one in inside.get("_module_parameters") or ()}
         ignored = inside.get("parameters_to_ignore") or ()
         for name, parameter in _parameters(module) if module is not None else ():
-            if name in ignored or f".{name}" in ignored:
-                self._ignored[id(parameter)] = weakref.ref(parameter)
-                continue
-            place = _Place(name, wrapper, id(parameter) in known or not known)
+            is_ignored = name in ignored or f".{name}" in ignored
+            place = _Place(name, wrapper, id(parameter) in known or not known, is_ignored)
             self._inside.setdefault(id(parameter), (weakref.ref(parameter), place))
 
     def place_of(self, parameter: Any) -> _Place | None:
         found = self._inside.get(id(parameter))
         return found[1] if found is not None and found[0]() is parameter else None
-
-    def ignores(self, parameter: Any) -> bool:
-        found = self._ignored.get(id(parameter))
-        return found is not None and found() is parameter
 
 
 def _parameters(module: Any, path: str = "") -> list[tuple[str, Any]]:
@@ -225,12 +227,8 @@ def _parameters(module: Any, path: str = "") -> list[tuple[str, Any]]:
         if id(module) in passed:
             continue
         passed.add(id(module))
-        for name, one in (vars(module).get("_parameters") or {}).items():
-            if one is not None:
-                found.append((path + name, one))
-        for name, child in (vars(module).get("_modules") or {}).items():
-            if child is not None:
-                left.append((f"{path}{name}.", child))
+        found += [(path + name, one) for name, one in parameters_of(module)]
+        left += [(f"{path}{name}.", child) for name, child in children_of(module)]
     return found
 
 
@@ -238,16 +236,13 @@ class Layout:
     """Parameters of an optimizer that are compared."""
 
     def __init__(self, torch: Any, optimizer: Any, wrappers: Wrappers) -> None:
-        everything = [
-            (f"group {at}, parameter {place}", one)
-            for at, group in enumerate(optimizer.param_groups)
-            for place, one in enumerate(group["params"])
-        ]
-        self.ids = [id(one) for _, one in everything]
+        everything = labelled(optimizer)
+        self.ids = [id(one) for one, _ in everything]
         self.name = type(optimizer).__name__
         self.why = ""
         """Reason why they are not compared; empty where they are."""
-        kinds = {type(one).__name__ for _, one in everything if _is_of_another_type(torch, one)}
+        plain = (torch.nn.Parameter, torch.Tensor)
+        kinds = {type(one).__name__ for one, _ in everything if type(one) not in plain}
         if any(at in wrappers.sharded for at in self.ids):
             kinds.add("FullyShardedDataParallel")
         if kinds:
@@ -255,31 +250,30 @@ class Layout:
         count, most = len(everything), min(len(everything), _MAX_PARAMETERS)
         # Evenly spread, not every second one: those may all be weights and no biases.
         chosen = [everything[at * count // most] for at in range(most)]
-        chosen = [
-            (label, one)
-            for label, one in chosen
-            if not self.why and is_plain(torch, one) and not wrappers.ignores(one)
-        ]
-        if not chosen and not self.why:
+        found = [(one, label, wrappers.place_of(one)) for one, label in chosen]
+        found = [
+            (one, label, inside)
+            for one, label, inside in found
+            if is_plain(torch, one) and (inside is None or not inside.is_ignored)
+        ] * (not self.why)
+        if not found and not self.why:
             self.why = f"{self.name} holds no parameter that can be compared on this rank"
-        loose = [one for _, one in chosen if wrappers.place_of(one) is None]
-        modules = Modules(torch, loose) if loose else None
-        self.parameters = [weakref.ref(one) for _, one in chosen]
-        self.names: list[str] = []
-        self.wrappers: list[Wrapper | None] = []
-        self.unknown: set[int] = set()
+        modules = Modules(torch, any(inside is None for _, _, inside in found))
+        self.parameters = [weakref.ref(one) for one, _, _ in found]
+        self.names = [
+            modules.name(one) or label if inside is None else inside.name
+            for one, label, inside in found
+        ]
+        self.wrappers = [None if inside is None else inside.wrapper for _, _, inside in found]
+        self.unknown = {
+            at
+            for at, (*_, inside) in enumerate(found)
+            if inside is not None and not inside.is_known
+        }
         """Indices of parameters inside a wrapped module that the wrapper does not average."""
-        for place, (label, one) in enumerate(chosen):
-            inside = wrappers.place_of(one)
-            self.wrappers.append(None if inside is None else inside.wrapper)
-            if inside is not None:
-                self.names.append(inside.name)
-                self.unknown |= set() if inside.is_known else {place}
-            else:
-                self.names.append((modules and modules.name(one)) or label)
         about = [
             f"{name} {tuple(one.shape)} {one.dtype}"
-            for name, (_, one) in zip(self.names, chosen, strict=True)
+            for name, (one, *_) in zip(self.names, found, strict=True)
         ]
         self.hash = _digest("\n".join(about).encode())
 
@@ -289,11 +283,7 @@ class Layout:
     def is_of(self, optimizer: Any) -> bool:
         if any(one() is None for one in self.parameters):
             return False
-        return self.ids == [id(one) for group in optimizer.param_groups for one in group["params"]]
-
-
-def _is_of_another_type(torch: Any, parameter: Any) -> bool:
-    return type(parameter) not in (torch.nn.Parameter, torch.Tensor)
+        return self.ids == list(map(id, held_by(optimizer)))
 
 
 class Snapshot:
@@ -419,7 +409,9 @@ def _judge_weights(found: Compared, places: list[int], is_wrapped: bool) -> list
     equal = None if is_wrapped else _began_equal(found, places)
     if not is_wrapped and equal is None:
         return []
-    text = f"{_named(layout, apart)}: {len(apart)} of {len(places)} parameters "
+    text = (
+        f"{listed([layout.names[at] for at in apart])}: {len(apart)} of {len(places)} parameters "
+    )
     if is_wrapped:
         text += f"under DistributedDataParallel differ between {some} before step {step}"
     elif equal:
@@ -515,11 +507,6 @@ def _are_same(mine: list[list[str]], other: list[list[str]]) -> bool | None:
     # Equal indices prove nothing where each rank indexes its own shard; equal samples may differ by augmentation.
     has_indices = all(a[0] for a, _ in pairs)
     return None if has_indices or not all(a[1] and b[1] for a, b in pairs) else False
-
-
-def _named(layout: Layout, places: list[int]) -> str:
-    names = [layout.names[at] for at in places[:NAMED]]
-    return ", ".join(names) + ", ..." * (len(places) > NAMED)
 
 
 def _named_ranks(ranks: list[int]) -> str:

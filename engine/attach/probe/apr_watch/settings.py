@@ -85,10 +85,11 @@ def apply(torch: Any, log_event: LogEvent) -> None:
     loaders = sys.modules.get("torch.utils.data.dataloader")
     if of_loader and loaders is not None:
         _change_loaders(loaders.DataLoader, of_loader, changes)
-    for name, change in _SWITCHES.items():
+    for name, (what, read, change) in _SWITCHES.items():
         if name in wanted:
-            before, now = change(torch, wanted[name])
-            changes.made(name, wanted[name], _TORCH[name], before, now)
+            before = read(torch)
+            change(torch, wanted[name])
+            changes.made(name, wanted[name], what, before, read(torch))
 
 
 class Changes:
@@ -151,50 +152,48 @@ def _text(value: Any) -> str:
     return {True: "on", False: "off"}[value] if isinstance(value, bool) else str(value)
 
 
-def _attend_with(torch: Any, kernel: str) -> tuple[str, str]:
-    """Enable one kernel, and `math` as the fallback; return the enabled kernels before and after."""
+def _kernels(torch: Any) -> list[str]:
+    return [name for name in ATTENTION if hasattr(torch.backends.cuda, f"enable_{name}_sdp")]
+
+
+def _enabled_kernels(torch: Any) -> str:
     cuda = torch.backends.cuda
-    wanted = {_KERNELS.get(kernel, kernel), "math"}
-    there = [name for name in ATTENTION if hasattr(cuda, f"enable_{name}_sdp")]
-
-    def enabled() -> str:
-        return "+".join(name for name in there if getattr(cuda, f"{name}_sdp_enabled")())
-
-    before = enabled()
-    for name in there:
-        getattr(cuda, f"enable_{name}_sdp")(name in wanted)
-    return before, enabled()
+    return "+".join(name for name in _kernels(torch) if getattr(cuda, f"{name}_sdp_enabled")())
 
 
-def _matmul_precision(torch: Any, value: str) -> tuple[str, str]:
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision(value)
-    return before, torch.get_float32_matmul_precision()
+def _attend_with(torch: Any, kernel: str) -> None:
+    """Enable one kernel, and `math` as the fallback."""
+    for name in _kernels(torch):
+        wanted = name in (_KERNELS.get(kernel, kernel), "math")
+        getattr(torch.backends.cuda, f"enable_{name}_sdp")(wanted)
 
 
-def _cudnn_benchmark(torch: Any, value: str) -> tuple[bool, bool]:
-    before = torch.backends.cudnn.benchmark
-    torch.backends.cudnn.benchmark = value == "on"
-    return before, torch.backends.cudnn.benchmark
-
-
-def _deterministic(torch: Any, value: str) -> tuple[bool, bool]:
-    before = torch.are_deterministic_algorithms_enabled()
+def _be_deterministic(torch: Any, value: str) -> None:
     # cuBLAS reads this when its first handle is made; without it some matmuls are not deterministic.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(value == "on", warn_only=True)
-    return before, torch.are_deterministic_algorithms_enabled()
 
 
-_SWITCHES: dict[str, Callable[[Any, str], tuple[Any, Any]]] = {
-    "attention.backend": _attend_with,
-    "matmul.precision": _matmul_precision,
-    "cudnn.benchmark": _cudnn_benchmark,
-    "torch.deterministic": _deterministic,
+_SWITCHES: dict[str, tuple[str, Callable[[Any], Any], Callable[[Any, str], None]]] = {
+    "attention.backend": (
+        "the kernels of scaled_dot_product_attention",
+        _enabled_kernels,
+        _attend_with,
+    ),
+    "matmul.precision": (
+        "torch's float32 matmul precision",
+        lambda torch: torch.get_float32_matmul_precision(),
+        lambda torch, value: torch.set_float32_matmul_precision(value),
+    ),
+    "cudnn.benchmark": (
+        "torch.backends.cudnn.benchmark",
+        lambda torch: torch.backends.cudnn.benchmark,
+        lambda torch, value: setattr(torch.backends.cudnn, "benchmark", value == "on"),
+    ),
+    "torch.deterministic": (
+        "torch's deterministic algorithms",
+        lambda torch: torch.are_deterministic_algorithms_enabled(),
+        _be_deterministic,
+    ),
 }
-_TORCH = {
-    "attention.backend": "the kernels of scaled_dot_product_attention",
-    "matmul.precision": "torch's float32 matmul precision",
-    "cudnn.benchmark": "torch.backends.cudnn.benchmark",
-    "torch.deterministic": "torch's deterministic algorithms",
-}
+"""What each switch of torch is, how it is read, and how it is set."""

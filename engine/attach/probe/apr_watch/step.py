@@ -18,15 +18,15 @@ from types import FrameType
 from typing import Any, NamedTuple
 
 from .compiles import Compiles
-from .data import parts_of
+from .data import length_of, parts_of
 from .device_clock import DeviceClock, Lap
 from .folders import Beat, Position, claim, claim_failed, record_lost
 from .identities import Identities, framework
 from .memory import HeldMemory
 from .modes import Noticed
-from .parameters import SUSPICION, WITHDRAWN
+from .parameters import SUSPICION, WITHDRAWN, held_by
 from .places import Places
-from .progress import Progress
+from .progress import Plan
 from .trainings import Trainings
 from .updates import Seen
 from .values import EXIT_WAIT_S, Kept, Reader, Values, as_number, is_capturing
@@ -116,8 +116,9 @@ class Clock:
 class Read:
     """One pass over a data loader, or several by the same workers."""
 
-    def __init__(self) -> None:
+    def __init__(self, iterator: Any) -> None:
         self.feeds = False
+        self.length = length_of(iterator)
         self.ahead: tuple[int | None, int | None, str] | None = None
         """Rows, tokens and name of a batch that was read ahead."""
 
@@ -132,15 +133,21 @@ class Batches:
         self._integers = {torch.int64, torch.int32, torch.int16, torch.uint8, torch.int8}
         self._reads: Any = weakref.WeakKeyDictionary()
         self._latest: Read | None = None
+        self._place: dict[str, int | None] = {}
+        self.place: dict[str, int | None] = {}
+        """Number of the newest batch that was trained on, and of all batches of its pass, where they are known."""
         self._sizes: list[tuple[Read, tuple[int | None, int | None, str]]] = []
 
     def fetched(self, iterator: Any, batch: Any, caller: FrameType, name: str) -> int | None:
         """Record a yielded batch; return its rows, None where they are unknown."""
         read = self._reads.get(iterator)
         if read is None:
-            read = self._reads[iterator] = Read()
-        if getattr(iterator, "_num_yielded", None) == 1:
+            read = self._reads[iterator] = Read(iterator)
+        at = getattr(iterator, "_num_yielded", None)
+        if at == 1:
             read.ahead = None  # of a pass that ended early
+        is_known = isinstance(at, int) and read.length is not None and at <= read.length
+        self._place = {"batch": at, "batches": read.length} if is_known else {}
         self.asked_for(iterator)
         self._latest = read
         several = self._position.world > 1 and _is_dispatched(caller)
@@ -161,6 +168,7 @@ class Batches:
 
     def trained_on(self) -> None:
         """Record the begin of a backward pass."""
+        self.place = self._place
         if self._latest is not None:
             self._latest.feeds = True
 
@@ -248,7 +256,6 @@ class Steps:
         self._torch, self._run = torch, run
         self._left_to_parent: list[Any] = []
         self._position = Position(torch)
-        self._batches = Batches(torch, self._position)
         self._compiles = Compiles()
         self._memory = HeldMemory(torch)
         self._places = Places(torch)
@@ -266,8 +273,9 @@ class Steps:
         self._clock = Clock(self._mark_device)
         self._thread: int | None = None
         self._early: list[tuple[Values, str, dict[str, Any]]] = []
-        self._progress = Progress()
+        self._plan = Plan()
         self._position.read()
+        self._batches = Batches(self._torch, self._position)
         self.identities = Identities(self._torch, self._position)
         self._waiting: deque[Entry] = deque()
         self._values = Values()
@@ -320,7 +328,6 @@ class Steps:
     def batch_fetched(self, iterator: Any, batch: Any, caller: FrameType) -> None:
         if "data" not in self._clock.running:
             rows = self._batches.fetched(iterator, batch, caller, self._work.batch(iterator))
-            self._progress.batch_fetched(iterator)
             self.identities.batch_fetched(iterator, batch, rows)
 
     def samples_asked_for(self, index: Any, iterator: Any) -> None:
@@ -348,7 +355,6 @@ class Steps:
         self._take_thread()
         self._clock.enter("backward")
         self._batches.trained_on()
-        self._progress.trained_on()
         self._backwards += 1
         if not self._step:
             self._position.read()
@@ -385,7 +391,7 @@ class Steps:
     def scaled(self, products: Any, scaler: Any, outputs: Any) -> None:
         """Record that a gradient scaler multiplied losses; the loss of the step is the unscaled one."""
         if isinstance(products, (self._torch.Tensor, list, tuple)) and products is not outputs:
-            self.identities.scaled(scaler)
+            self.identities.scaling.scaled(scaler)
             pairs = zip(self._as_list(outputs), self._as_list(products), strict=True)
             for tensor, product in pairs:
                 self._scaled[id(product)] = weakref.ref(product), self._keep(tensor)
@@ -411,7 +417,7 @@ class Steps:
 
     def planned(self, left: int | None) -> None:
         """Record how many steps are left by a framework's own plan; None where it has none."""
-        self._progress.planned(self._step, left)
+        self._plan.planned(self._step, left)
 
     # Optimizer.
 
@@ -424,7 +430,7 @@ class Steps:
             self._trainings.optimizer_made(optimizer, self._clock.mark())
 
     def schedule_made(self, _: None, schedule: Any, *args: Any, **others: Any) -> None:
-        self.identities.schedule_made(schedule)
+        self.identities.schedules.made(schedule)
 
     def optimizer_begins(self) -> None:
         self._take_thread()
@@ -443,13 +449,14 @@ class Steps:
             self._begin_training(optimizer)
         if self._trainings.are_led_by(optimizer):
             self._step_ends(optimizer)
-        self.identities.compare_ranks(self._folder, self._rank, self._world)
+        ranks = self.identities.ranks
+        self.identities.seen += ranks.step_ends(self._folder, self._rank, self._world)
         self._write_identities()
         self._forget_losses()
 
     def _begin_training(self, optimizer: Any) -> None:
         if self._trainings.number > 1:
-            self._progress.begin(self._step)
+            self._plan.begin(self._step)
             self.end_training(optimizer)
             mark = self._trainings.mark_of(optimizer)
             if mark is not None:
@@ -572,7 +579,7 @@ class Steps:
             "phases": phases,
             "backwards": self._backwards,
             **self._parts(optimizer),
-            **self._progress.of_step(),
+            **self._batches.place,
         }
         on_host = device.type == "cpu"
         self._waiting.append(Entry(self._values, log, "step", step, None if on_host else lap))
@@ -606,8 +613,11 @@ class Steps:
         self._queue_verdicts(ranks.training_ends(self._folder, self._rank, self._world, at_exit))
 
     def _parts(self, optimizer: Any) -> dict[str, Any]:
-        """Return each loss where there are several, and each group's learning rate where they differ."""
+        """Return the planned steps if they are known, each loss where there are several, and each group's learning
+        rate where they differ."""
         parts: dict[str, Any] = {}
+        if self._plan.total_steps is not None:
+            parts["total_steps"] = self._plan.total_steps
         if 1 < len(self._losses) <= _PARTS:
             parts["losses"] = list(self._losses)
         groups = optimizer.param_groups
@@ -630,9 +640,7 @@ class Steps:
             device=str(device),
             rank=self._rank,
             world=self._world,
-            parameters=sum(
-                p.numel() for g in optimizer.param_groups for p in g["params"] if p.requires_grad
-            ),
+            parameters=sum(one.numel() for one in held_by(optimizer) if one.requires_grad),
             optimizer=type(optimizer).__name__,
             groups=[_about_group(group) for group in optimizer.param_groups[:_PARTS]],
             **self._places.of_step(optimizer),

@@ -73,13 +73,16 @@ class Rows:
 
 def is_plain(torch: Any, parameter: Any) -> bool:
     """Return whether a parameter is an ordinary local tensor: neither a shard nor shared with another process."""
+    return is_readable(torch, parameter) and not (parameter.is_cpu and parameter.is_shared())
+
+
+def is_readable(torch: Any, tensor: Any) -> bool:
     return (
-        type(parameter) in (torch.nn.Parameter, torch.Tensor)
-        and parameter.layout == torch.strided
-        and parameter.dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-        and parameter.device.type in ("cpu", "cuda")
-        and parameter.numel() > 0
-        and not (parameter.is_cpu and parameter.is_shared())
+        type(tensor) in (torch.nn.Parameter, torch.Tensor)
+        and tensor.layout == torch.strided
+        and tensor.dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+        and tensor.device.type in ("cpu", "cuda")
+        and tensor.numel() > 0
     )
 
 
@@ -300,18 +303,16 @@ class Seen:
             text = "the closure may have changed weights during the step"
             return [("update", UNKNOWN, text, about)]
         about["wrong"] = len(found.wrong)
-        parameters = [parameter for parameter, _, _ in found.wrong]
-        labels = {id(parameter): label for parameter, label, _ in found.wrong}
-        modules = Modules(self._torch, parameters)
-        text = f"{named(modules, parameters[:1], labels)}: {found.wrong[0][2]}"
+        modules, pairs = Modules(self._torch), [(one, label) for one, label, _ in found.wrong]
+        text = f"{named(modules, pairs[:1])}: {found.wrong[0][2]}"
         if self._is_hooked:
             why = "a hook of the script writes the weights at the end of the step"
             return [
                 ("update", UNKNOWN, why, about),
                 ("outside_writes", SUSPICION, f"{why}; {text}", about),
             ]
-        if len(parameters) > 1:
-            text += f"; also {named(modules, parameters[1:], labels)}"
+        if len(pairs) > 1:
+            text += f"; also {named(modules, pairs[1:])}"
         return [("update", FAIL, text, about)]
 
     def _compare(self, batch: _Batch, into: _Found) -> None:
