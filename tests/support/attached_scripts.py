@@ -517,7 +517,7 @@ for name in ("data_begins", "data_ends", "batch_fetched", "backward_begins", "ba
 say(**with_fault(Steps, "no_batch", fail, 1))
 say(**with_fault(apr_watch.values.Reader, "keep", fail, 4))
 for owner, name in ((apr_watch.compiles.Compiles, "since_last"), (apr_watch.memory.HeldMemory, "look"),
-                    (apr_watch.progress.Progress, "batch_fetched"), (apr_watch.progress.Progress, "of_step")):
+                    (apr_watch.step.Batches, "fetched"), (apr_watch.step.Batches, "lap")):
     say(**with_fault(owner, name, fail, 2))
 for at in (1, 4):
     for name in ("step_begins", "step_ends"):

@@ -132,9 +132,10 @@ def _hashes(torch: Any, batch: Any) -> list[int]:
         return []
     if rows.requires_grad or rows.is_quantized or rows.is_complex():
         return []
-    # numpy lacks some dtypes of torch.
-    lacks = rows.dtype.is_floating_point and rows.dtype not in (torch.float32, torch.float64)
-    array = (rows.contiguous().view(torch.uint8) if lacks else rows).numpy().reshape(len(rows), -1)
+    if rows.dtype.is_floating_point and rows.dtype not in (torch.float32, torch.float64):
+        # numpy lacks some dtypes of torch.
+        rows = rows.view(torch.int16 if rows.element_size() == 2 else torch.uint8)
+    array = rows.numpy().reshape(len(rows), -1)
     array = array[:, :: -(-array.shape[1] // _ELEMENTS)]
     size, count = array.itemsize, array.shape[1]
     if count * size < _MIN_BYTES:
