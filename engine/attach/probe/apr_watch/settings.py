@@ -196,4 +196,4 @@ _SWITCHES: dict[str, tuple[str, Callable[[Any], Any], Callable[[Any, str], None]
         _be_deterministic,
     ),
 }
-"""What each switch of torch is, how it is read, and how it is set."""
+"""Description, getter and setter of each switch of torch."""
