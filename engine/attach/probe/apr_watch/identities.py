@@ -208,7 +208,9 @@ class Identities:
         return [one for one in self._open_windows if one.is_open]
 
     def _check_gradients(self, look: Callable[[Chain], None]) -> None:
-        chains = [one.chain for one in self._watched.values() if one.chain.is_open]
+        # A chain is open only before a sampled step.
+        every = self._watched.values() if self._due else ()
+        chains = [one.chain for one in every if one.chain.is_open]
         # Kernels launched during a graph capture would become part of it.
         leaves = bool(chains) and is_capturing(self._torch)
         for chain in chains:
