@@ -3,27 +3,17 @@
 from __future__ import annotations
 
 import re
-import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from engine.report.page import report
-from tests.support.lacks import needs
+from tests.support import chromium
+from tests.support.chromium import needs_chromium, sync_api
 from tests.support.run_folders import completed
 
-CHROMIUM = shutil.which("chromium")
-sync_api = pytest.importorskip("playwright.sync_api")
-pytestmark = needs("Chromium", CHROMIUM)
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[sync_api.Browser]:
-    with sync_api.sync_playwright() as playwright:
-        chromium = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield chromium
-        chromium.close()
+pytestmark = needs_chromium
+browser = chromium.browser
 
 
 @pytest.fixture(scope="module")

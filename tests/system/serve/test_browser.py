@@ -3,28 +3,16 @@
 from __future__ import annotations
 
 import os
-import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-
+from tests.support import chromium
+from tests.support.chromium import needs_chromium, sync_api
 from tests.support.judged import alert_event
-from tests.support.lacks import needs
 from tests.support.run_folders import completed, killed, running
 from tests.support.served import TOKEN, serving
 
-sync_api = pytest.importorskip("playwright.sync_api")
-CHROMIUM = shutil.which("chromium")
-pytestmark = needs("Chromium", CHROMIUM)
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[sync_api.Browser]:
-    with sync_api.sync_playwright() as playwright:
-        chromium = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield chromium
-        chromium.close()
+pytestmark = needs_chromium
+browser = chromium.browser
 
 
 def test_open_pages_follow_a_run_through_a_restart_of_the_server(
