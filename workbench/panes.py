@@ -44,24 +44,26 @@ from workbench.paths import with_short_paths
 def device_words(snapshot: Snapshot) -> list[str]:
     """Return the newest readings, and the phases of the newest step."""
     ledger = ledger_line(snapshot.view)
-    return [*machine_words(snapshot), *([ledger] if ledger else [])]
+    return [*machine_words(snapshot, PAGE_WIDTH, False), *([ledger] if ledger else [])]
 
 
-def machine_words(snapshot: Snapshot) -> list[str]:
+def machine_words(snapshot: Snapshot, width: int, ascii_only: bool) -> list[str]:
     """Return the newest readings, with their age when they are not current; of a run that has ended those over the
     whole run."""
     view = snapshot.view
-    if snapshot.has_ended and (lines := run_device_lines(view)):
+    if snapshot.has_ended and (lines := run_device_lines(view, width, ascii_only=ascii_only)):
         return ["over the whole run:", *lines]
     newest = [view.hosts.last("unix_s"), *(t.last("unix_s") for t in view.gpu_tables.values())]
     times = [unix_s for unix_s in newest if unix_s is not None]
-    lines = device_lines(view)
+    lines = device_lines(view, width, ascii_only=ascii_only)
     if times and snapshot.now_unix_s - max(times) > 10:
         age = format_seconds(max(0.0, snapshot.now_unix_s - max(times)))
         lines.append(f"read {age} ago, at {clock_text(max(times))}")
     return lines
 
 
+PAGE_WIDTH = 100
+"""Width of the notebook's page in characters."""
 RECENT = 200
 """Number of the session's newest steps from which the pace is taken."""
 
@@ -320,6 +322,12 @@ Tokens per second and the time of a step, then the phases of the newest step by 
 time of each. `idle` is time in which the device had no work. The bound compares the arithmetic of
 the run with the matrix rate in the datasheet.
 """
+DEVICE_HELP = """# GPUs and host
+
+A row for each GPU: utilisation, memory of the trainer with its descendants and of other processes, power and its
+limit, temperature and clock; a `!` marks a clock that heat or a power brake holds down. Below are the reasons of low
+clocks and the processes, once for all GPUs that have the same. Once the run has ended, the numbers are of all of it.
+"""
 DATA_HELP = """# Data
 
 What the run trains on: documents, tokens, what has labels, and what was left out and why. The digests are of the
@@ -355,7 +363,8 @@ PANES: tuple[Pane, ...] = (
     Pane(
         id="device",
         title="device and host",
-        words=machine_words,
+        fitted=machine_words,
+        help=DEVICE_HELP,
         when="always",
         page=6,
         page_words=device_words,

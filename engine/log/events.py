@@ -668,7 +668,9 @@ class GpuSample(Event, frozen=True, kw_only=True, tag="gpu"):
     gpu_mem_used_bytes: Number | None = None
     gpu_mem_total_bytes: Number | None = None
     family_gpu_mem_bytes: Number | None = None
-    """Part used by the watched process and its descendants; read only if it is watched from outside."""
+    """Part used by the trainer and its descendants."""
+    gpu_processes: str | None = None
+    """Processes that use the GPU for CUDA: `PID BYTES NAME`, separated by `;` (`engine.log.gpus`)."""
     gpu_power_w: Number | None = None
     gpu_power_limit_w: Number | None = None
     gpu_energy_j: Number | None = None

@@ -62,6 +62,7 @@ from engine.log.events import (
     Wrote,
 )
 from engine.log.folder import WatchedCommand
+from engine.log.gpus import gpu_lines
 from engine.log.read import Liveness
 from engine.log.table import Table
 from engine.log.view import GOING_ON, ErrorNote, LogLine, RunView
@@ -411,29 +412,15 @@ def sample_text(sample: HostSample | GpuSample) -> str:
 # Readings: GPU, host, and the trainer's own account of its memory.
 
 
-def device_lines(view: RunView) -> list[str]:
-    """Render GPU and host readings, each as a value or the reason why it is missing."""
-    lines = []
-    for index, gpu in sorted(view.gpus.items()):
-        cell = _cells(view, gpu, f"gpu{index}.")
-        used, total = cell("gpu_mem_used_bytes"), cell("gpu_mem_total_bytes")
-        # Shown with the utilisation, which counts any running kernel, however small.
-        tensor = "" if gpu.tensor_util_pct is None else f", tensor cores {cell('tensor_util_pct')}"
-        limit = "" if gpu.gpu_power_limit_w is None else f" of {cell('gpu_power_limit_w')}"
-        holds = gpu.clock_event_reasons not in (None, "", "none")
-        held = f", held by {gpu.clock_event_reasons}" if holds else ""
-        lines += [
-            f"GPU {index}  util {cell('gpu_util_pct')}{tensor}",
-            f"       power {cell('gpu_power_w')}{limit}  {cell('gpu_temperature_c')}"
-            f"  sm clock {cell('sm_clock_mhz')}{one_line(held)}",
-            f"       mem {used} / {total} (all processes, NVML)",
-        ]
-        counters = [
-            f"{words} {cell(name)}"
-            for words, name in _COUNTERS.items()
-            if getattr(gpu, name) is not None
-        ]
-        lines += [f"       {'  '.join(counters)}"] if counters else []
+def device_lines(view: RunView, width: int = 100, *, ascii_only: bool = False) -> list[str]:
+    """Render GPU and host readings, each as a value or as unknown, with the reason."""
+    found = [*gpu_lines(view, width, ascii_only=ascii_only), *host_lines(view)]
+    return found or ["no reading yet"]
+
+
+def host_lines(view: RunView) -> list[str]:
+    """Render the trainer's own account of its memory, and the readings of the host; why no GPU is read."""
+    lines: list[str] = []
     if view.memory_peak is not None and view.memory_peak.measured_bytes is not None:
         lines.append(
             f"       job {format_bytes(view.memory_peak.measured_bytes)} at its peak by step "
@@ -450,8 +437,7 @@ def device_lines(view: RunView) -> list[str]:
             f"host   available {free} / {total}{_pool(view)}  load {cell('load1')}",
             f"       trainer rss {cell('trainer_rss_bytes')}  cpu {cell('trainer_cpu_pct')}",
         ]
-    lines += [] if view.gpus else of_trainer
-    return lines or ["no reading yet"]
+    return lines + ([] if view.gpus else of_trainer)
 
 
 def _no_gpu(view: RunView) -> list[str]:
@@ -463,28 +449,15 @@ def _no_gpu(view: RunView) -> list[str]:
     ]
 
 
-def run_device_lines(view: RunView) -> list[str]:
+def run_device_lines(view: RunView, width: int = 100, *, ascii_only: bool = False) -> list[str]:
     """Render what was read of GPUs and host over the whole run: typical values and extremes."""
-    lines = []
-    for index, table in sorted(view.gpu_tables.items()):
-        counters = [
-            f"{words} {found}"
-            for words, name in {**_COUNTERS, "tensor cores": "tensor_util_pct"}.items()
-            if (found := over_run(table, name, "median"))
-        ]
-        lines += _joined(
-            f"GPU {index}  util",
-            over_run(table, "gpu_util_pct", "median"),
-            "",
-            *counters,
-            "(medians)",
-        )
-        power = [over_run(table, "gpu_power_w", which) for which in ("median", "highest")]
-        hottest = over_run(table, "gpu_temperature_c", "highest")
-        hot = f"  {hottest} peak" if hottest else ""
-        lines += _joined("       power", power[0], f"(median), {power[1]} peak{hot}")
-        used = over_run(table, "gpu_mem_used_bytes", "highest")
-        lines += _joined("       mem", used, "peak (all processes, NVML)")
+    found = [*gpu_lines(view, width, ascii_only=ascii_only, whole_run=True), *run_host_lines(view)]
+    return [*_no_gpu(view), *found] if found else []
+
+
+def run_host_lines(view: RunView) -> list[str]:
+    """Render what was read of the host over the whole run."""
+    lines: list[str] = []
     if view.memory_peak is not None and view.memory_peak.measured_bytes is not None:
         peak = view.memory_peak
         lines.append(f"job    {format_bytes(peak.measured_bytes)} at its peak ({peak.source})")
@@ -494,7 +467,7 @@ def run_device_lines(view: RunView) -> list[str]:
     rss = over_run(hosts, "trainer_rss_bytes", "highest")
     cpu = over_run(hosts, "trainer_cpu_pct", "median")
     lines += _joined("       trainer rss", rss, "peak", f" cpu {cpu} (median)" if cpu else "")
-    return [*_no_gpu(view), *lines] if lines else []
+    return lines
 
 
 def _joined(before: str, found: str, *after: str) -> list[str]:
@@ -531,15 +504,6 @@ def _pool(view: RunView) -> str:
     """Return a note that host and GPU share their memory, where they do."""
     unified = (view.facts or {}).get("cuda0_integrated") == "yes"
     return " (host pool, shared with the GPU)" if unified else ""
-
-
-# Counters for what the utilisation hides. Only some GPUs have them; `engine doctor` explains why others do
-# not.
-_COUNTERS = {
-    "SM busy": "sm_util_pct",
-    "occupancy": "sm_occupancy_pct",
-    "DRAM": "dram_util_pct",
-}
 
 
 _UNITS: dict[str, Callable[[float], str]] = {

@@ -63,6 +63,17 @@ def read_family(pid: int, proc: Path = Path("/proc")) -> FamilyReadings:
     )
 
 
+def program_name(pid: int, proc: Path) -> str:
+    """Return the file name of a process's program; `?` where it has ended."""
+    try:
+        with (proc / str(pid) / "cmdline").open("rb") as file:
+            words = file.read(4096)
+    except OSError:
+        return "?"
+    name = words.partition(b"\0")[0].rpartition(b"/")[2].decode("ascii", "replace")
+    return "".join(c if c.isprintable() and c != ";" else "?" for c in name)[:40] or "?"
+
+
 def members(pid: int, proc: Path) -> list[int]:
     """Return `pid` and its descendants. Raises OSError when `pid` does not exist, or the kernel has no such lists."""
     found: list[int] = []

@@ -77,14 +77,16 @@ class Sampler:
         slow_every: int = 10,
         own_memory: Callable[[], Mapping[str, Reading]] = dict,
         family: int | None = None,
+        launched: int | None = None,
     ) -> None:
         """`nvml` is the result of `open_nvml()`; `clock` is a monotonic clock in seconds; `own_memory` returns
         the trainer's own account of its memory under the field names of a host sample. `family` is the process
-        whose descendants are counted and asked for in NVML's process list, where it is not the trainer."""
+        whose descendants are counted, where it is not the trainer; `launched` is the one whose descendants' GPU memory
+        is counted, where the trainer is one of several ranks."""
         self._pid_of_trainer = pid_of_trainer
         self._nvml = nvml
         self._host = host or Host()
-        self._family = family
+        self._family, self._launched = family, launched
         self._clock = clock
         self._slow_every, self._own_memory = slow_every, own_memory
         self.tick_s = tick_s
@@ -143,7 +145,7 @@ class Sampler:
 
     def _gpu_sample(self, nvml: Nvml, index: int) -> Sample:
         if self._tick % self._slow_every == 0:
-            self._slow[index] = nvml.slow(index) | self._process_memory(nvml, index)
+            self._slow[index] = nvml.slow(index) | self._processes(nvml, index)
         readings = nvml.fast(index) | self._slow[index]
         return Sample(
             kind="gpu",
@@ -151,14 +153,16 @@ class Sampler:
             absent=self._changed_reasons(f"gpu{index}", readings),
         )
 
-    def _process_memory(self, nvml: Nvml, index: int) -> dict[str, Reading]:
-        if self._family is None:
-            return {}
+    def _processes(self, nvml: Nvml, index: int) -> dict[str, Reading]:
+        pid = self._launched or self._family or self._pid_of_trainer()
+        own = absent("no trainer is running", "pid of the trainer")
+        pids: list[int] = []
         try:
-            found = nvml.process_memory(index, members(self._family, self._host.proc))
+            pids = [] if pid is None else members(pid, self._host.proc)
         except OSError as error:
-            found = absent(f"not readable: {error.strerror}", f"{self._host.proc}/{self._family}")
-        return {"family_gpu_mem_bytes": found}
+            own = absent(f"not readable: {error.strerror}", f"{self._host.proc}/{pid}")
+        found, listed = nvml.processes(index, pids, self._host.proc)
+        return {"family_gpu_mem_bytes": found if pids else own, "gpu_processes": listed}
 
     def _changed_reasons(self, subject: str, readings: Mapping[str, Reading]) -> dict[str, str]:
         changed: dict[str, str] = {}

@@ -31,6 +31,7 @@ from engine.flips.text import pair_heading, pair_line, plan_lines, verdict_lines
 from engine.log.events import FAIL
 from engine.log.folder import RunFolder, WatchedCommand, is_run, read_command
 from engine.log.follow import Follower
+from engine.log.gpus import UNKNOWN, Cell, gpu_table
 from engine.log.identities import identity_lines
 from engine.log.text import (
     OTHERS_KERNELS,
@@ -39,9 +40,10 @@ from engine.log.text import (
     check_lines,
     command_lines,
     commit_text,
-    device_lines,
     error_lines,
+    has_ended,
     has_samples,
+    host_lines,
     kernel_lines,
     result_lines,
     sample_lines,
@@ -154,6 +156,7 @@ def _run_content(run: RunFolder) -> Content:
         f'<div class="verdict {level}"><b>{as_html(verdict)}</b>{as_html(status)}</div>',
         _facts(_identity(view, command, receipt)),
         f'<h2>Figures</h2>\n<div class="figures">\n{figures}</div>',
+        *_gpus(view, whole_run=has_ended(state)),
         _section(
             "Result",
             result_lines(view) or [OTHERS_RESULT if command else "no held-out loss was measured"],
@@ -173,12 +176,36 @@ def _run_content(run: RunFolder) -> Content:
     kernels = [OTHERS_KERNELS] if command and not view.compiles else kernel_lines(view)
     parts += [
         _folded("Kernels", _lines(kernels)),
-        _folded("Device, newest readings", _lines(device_lines(view))),
+        _folded("Host, newest readings", _lines(host_lines(view) or ["no reading yet"])),
         *_files(run, view, receipt),
     ]
     if not command:
         parts.append(_section("Run it again", [_command_line(run)]))
     return Content(title=f"run {run.name}", body="\n".join(parts), series=charts)
+
+
+def _gpus(view: RunView, *, whole_run: bool) -> Iterator[str]:
+    """Yield the table of GPUs: their newest readings, or those over the whole run."""
+    table = gpu_table(view, whole_run=whole_run)
+    if not table.rows:
+        return
+    shown = [at for at, column in enumerate(table.columns) if not column.is_note]
+    heading = "".join(f"<th>{as_html(table.columns[at].title)}</th>" for at in shown)
+    rows = "\n".join(
+        f"<tr>{''.join(_gpu_cell(row[at]) for at in shown)}</tr>" for row in table.rows
+    )
+    notes = "".join(f"<div>{as_html(note)}</div>" for note in table.notes)
+    yield f"<h2>GPUs{', over the whole run' * whole_run}</h2>"
+    yield f'<table class="gpus" tabindex="0">\n<tr>{heading}</tr>\n{rows}\n</table>\n<div class="about">{notes}</div>'
+
+
+def _gpu_cell(cell: Cell) -> str:
+    bar = ""
+    if cell.shares:
+        parts = "".join(f'<b style="width:{share:.1%}"></b>' for share in cell.shares)
+        bar = f'<b class="meter">{parts}</b>'
+    name = "bad" if cell.is_bad else "unknown" if cell.text == UNKNOWN else ""
+    return f'<td class="{name}">{bar}{as_html(cell.text)}</td>'
 
 
 def _receipt_of(run: RunFolder) -> dict[str, Any]:
@@ -366,7 +393,7 @@ def _table(heading: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
         return f"<tr>{''.join(f'<{tag}>{as_html(cell)}</{tag}>' for cell in cells)}</tr>"
 
     body = "\n".join(line(row, "td") for row in rows)
-    return f"<table>\n{line(heading, 'th')}\n{body}\n</table>"
+    return f'<table tabindex="0">\n{line(heading, "th")}\n{body}\n</table>'
 
 
 def _section(title: str, lines: Iterable[str]) -> str:

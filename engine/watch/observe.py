@@ -87,6 +87,7 @@ class RunObserver:
             tick_s=self._sample_seconds,
             own_memory=partial(held_readings, self.run),
             family=None if self._strangers is None else self.pid,
+            launched=self.pid,
         )
         # Imported here because it imports numpy, which the trainer's start must not wait for.
         from engine.log.columns import SegmentWriter

@@ -95,7 +95,9 @@ def accepted(row: Any) -> bool:
 
 
 def hostile_rows(text: str) -> dict[str, list[Any]]:
-    gpu = GpuSample(index=0, clock_event_reasons="x", absent={"gpu_power_w": "x"})
+    gpu = GpuSample(
+        index=0, gpu_processes="x", clock_event_reasons="x", absent={"gpu_power_w": "x"}
+    )
     host = HostSample(load1=1.0, memory_held_bytes=1, memory_source="x", absent={"load1": "x"})
     logs: dict[str, list[Any]] = {"events": [], "device": [], "watch": []}
     for log, first in (

@@ -530,10 +530,16 @@ def test_a_real_gpu_gives_every_fast_reading() -> None:
 def test_the_memory_of_a_process_and_its_children_is_theirs_alone_or_unknown(
     tmp_path: Path,
 ) -> None:
-    nvml = opened(Machine(H200))
-    assert nvml.process_memory(0, {41, 42}).value == 3 * GIB
-    assert "does not say how much" in (nvml.process_memory(0, {41, 43}).absent or "")
+    nvml, ours = opened(Machine(H200)), tmp_path / "proc"
+    (ours / "41").mkdir(parents=True)
+    (ours / "41/cmdline").write_bytes(b"/usr/bin/python3.12\0train.py\0")
+    own, listed = nvml.processes(0, {41, 42}, ours)
+    assert own.value == 3 * GIB
+    assert str(listed.value).startswith(f"41 {2 * GIB} python3.12;42 ")
+    assert str(listed.value).endswith("43 - ?")
+    assert "does not say how much" in (nvml.processes(0, {41, 43}, ours)[0].absent or "")
     # Elsewhere than in the first namespace of the kernel, NVML's numbers are of other processes.
-    assert "by the host's ids" in (nvml.process_memory(0, {7}, tmp_path).absent or "")
+    for reading in nvml.processes(0, {7}, tmp_path):
+        assert "by the host's ids" in (reading.absent or "")
     refused = opened(Machine(H200 | {"nvmlDeviceGetComputeRunningProcesses": NOT_SUPPORTED}))
-    assert refused.process_memory(0, {41}).absent
+    assert all(reading.absent for reading in refused.processes(0, {41}, ours))

@@ -33,7 +33,7 @@ class TextPane(VerticalScroll, can_focus=True):
     """Draws the lines that are made for its width."""
 
     DEFAULT_CSS = """
-    TextPane { scrollbar-size-vertical: 1; }
+    TextPane { scrollbar-size-vertical: 1; scrollbar-gutter: stable; }
     TextPane.-fixed > Static { min-height: 100%; }
     """
 

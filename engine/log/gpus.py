@@ -1,0 +1,412 @@
+"""GPUs at a glance: the one table that the device pane, the notebook, the report and the live page draw.
+
+A column is a row of `COLUMNS`: its title, and the function that makes its cell from the readings of one GPU. A reading
+that is missing makes a cell that says so, never a 0; the reason is a line below the table. The rows are the newest
+readings, or typical values and peaks over the whole run.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from engine.log.events import SLOWED, GpuSample
+from engine.log.table import Table
+from engine.log.view import RunView
+from engine.units import format_bytes, format_value
+
+UNKNOWN = "unknown"
+GIB = 2**30
+_NUMBER = re.compile(r"[0-9]{1,15}")
+_REASONS = {
+    "gpu_idle": "idle",
+    "sw_power_cap": "at the power limit",
+    "hw_slowdown": "slowed down by heat or power",
+    "sw_thermal_slowdown": "slowed down by heat",
+    "hw_thermal_slowdown": "slowed down by heat",
+    "hw_power_brake": "slowed down by the power supply",
+}
+"""Meaning of NVML's reasons for low clocks; others are shown by name."""
+_BAR_MOST, _BAR_LEAST = 12, 4
+"""Cells of a bar."""
+
+
+class Process(NamedTuple):
+    """A process on a GPU."""
+
+    pid: int
+    bytes: int | None
+    name: str
+
+
+def read_processes(text: str) -> list[Process]:
+    """Return the processes in the field `gpu_processes` of a sample; what does not have its form is left out."""
+    found = []
+    for one in text.split(";"):
+        pid, _, rest = one.partition(" ")
+        size, _, name = rest.partition(" ")
+        if _NUMBER.fullmatch(pid) and name:
+            found.append(Process(int(pid), int(size) if _NUMBER.fullmatch(size) else None, name))
+    return found
+
+
+class Cell(NamedTuple):
+    text: str
+    shares: tuple[float, ...] = ()
+    """Shares of the bar, 0 to 1; in that of the memory first the trainer's, then that of other processes."""
+    is_bad: bool = False
+
+
+_MISSING = Cell(UNKNOWN)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Gpu:
+    """The readings of one GPU."""
+
+    view: RunView
+    index: int
+    whole_run: bool
+
+    @property
+    def sample(self) -> GpuSample | None:
+        return self.view.gpus.get(self.index)
+
+    @property
+    def table(self) -> Table | None:
+        return self.view.gpu_tables.get(self.index)
+
+    def read(self, name: str, over: Literal["median", "highest"] = "median") -> float | None:
+        """Return a reading; over the whole run its median or peak, where it is kept for that."""
+        if self.whole_run and self.table is not None and name in self.table.columns:
+            return _over(self.table, name, over)
+        found: float | None = getattr(self.sample, name, None)
+        return found
+
+    def own_bytes(self) -> tuple[float | None, bool]:
+        """Return the memory of the trainer with its descendants, and whether it is without what CUDA itself takes."""
+        own = self.read("family_gpu_mem_bytes", "highest")
+        # The allocator reports one process, and not which of several GPUs it uses.
+        if own is not None or len(self.view.gpu_tables) > 1:
+            return own, False
+        if self.whole_run:
+            return _over(self.view.hosts, "memory_reserved_bytes", "highest"), True
+        return getattr(self.view.host, "memory_reserved_bytes", None), True
+
+    def others_bytes(self) -> tuple[float | None, bool]:
+        """Return the memory of other processes, and whether it is an upper bound."""
+        if self.whole_run and self.table is not None:
+            columns = (
+                self.table.values(name) for name in ("gpu_mem_used_bytes", "family_gpu_mem_bytes")
+            )
+            found = [
+                a - b for a, b in zip(*columns, strict=True) if a is not None and b is not None
+            ]
+            return max(found, default=None), False
+        (own, is_bound), used = self.own_bytes(), self.read("gpu_mem_used_bytes")
+        return (None if own is None or used is None else max(0.0, used - own)), is_bound
+
+
+def _over(table: Table, name: str, over: Literal["median", "highest"]) -> float | None:
+    known = sorted(y for y in table.values(name) if y is not None and math.isfinite(y))
+    if not known:
+        return None
+    return known[len(known) // 2 if over == "median" else -1]
+
+
+def _number(value: float) -> str:
+    return f"{value:.0f}" if math.isfinite(value) else format_value(value)
+
+
+def _gib(count: float) -> str:
+    if not math.isfinite(count):
+        return format_value(count)
+    return f"{count / GIB:.1f}" if abs(count) < 99.95 * GIB else f"{count / GIB:.0f}"
+
+
+def _share(part: float, whole: float | None) -> tuple[float, ...]:
+    if not whole or not math.isfinite(part) or not math.isfinite(whole):
+        return ()
+    return (min(1.0, max(0.0, part / whole)),)
+
+
+def _plain(name: str, over: Literal["median", "highest"] = "median") -> Callable[[_Gpu], Cell]:
+    """Return the function for a column of one number."""
+
+    def cell(gpu: _Gpu) -> Cell:
+        value = gpu.read(name, over)
+        if value is None:
+            return _MISSING
+        return Cell(_number(value), _share(value, 100.0) if name == "gpu_util_pct" else ())
+
+    return cell
+
+
+def _of_limit(
+    name: str, limit: str, text: Callable[[float], str], over: Literal["median", "highest"]
+) -> Callable[[_Gpu], Cell]:
+    """Return the function for a column of a number and its limit."""
+
+    def cell(gpu: _Gpu) -> Cell:
+        value, most = gpu.read(name, over), gpu.read(limit)
+        if value is None:
+            return _MISSING
+        shares = _share(value, most)
+        own, _ = gpu.own_bytes()
+        if shares and name == "gpu_mem_used_bytes" and own is not None and math.isfinite(own):
+            of_own = min(shares[0], max(0.0, own / most)) if most else 0.0
+            shares = (of_own, shares[0] - of_own)
+        return Cell(text(value) if most is None else f"{text(value)}/{text(most)}", shares)
+
+    return cell
+
+
+def _own(gpu: _Gpu) -> Cell:
+    own, _ = gpu.own_bytes()
+    return _MISSING if own is None else Cell(_gib(own))
+
+
+def _others(gpu: _Gpu) -> Cell:
+    others, is_bound = gpu.others_bytes()
+    return _MISSING if others is None else Cell(f"{'<=' * is_bound}{_gib(others)}")
+
+
+def _clock(gpu: _Gpu) -> Cell:
+    value = gpu.read("sm_clock_mhz")
+    if value is None:
+        return _MISSING
+    is_bad = _slowed_share(gpu) > 0
+    return Cell(f"{_number(value)}{'!' * is_bad}", is_bad=is_bad)
+
+
+def _slowed_share(gpu: _Gpu) -> float:
+    """Return the share of the readings in which heat or a power brake held the clocks down."""
+    if not gpu.whole_run:
+        return (gpu.sample.slowed or 0.0) if gpu.sample is not None else 0.0
+    known = [] if gpu.table is None else [y for y in gpu.table.values("slowed") if y is not None]
+    return sum(known) / len(known) if known else 0.0
+
+
+def _low_clocks(gpu: _Gpu) -> Cell:
+    if gpu.whole_run:
+        if gpu.table is None or _over(gpu.table, "slowed", "median") is None:
+            return _MISSING
+        share = _slowed_share(gpu)
+        return Cell(
+            f"heat or power, in {share:.0%} of the readings" if share else "", (), share > 0
+        )
+    words = None if gpu.sample is None else gpu.sample.clock_event_reasons
+    if words is None:
+        return _MISSING
+    named = [f"{_REASONS[w]} ({w})" if w in _REASONS else w for w in words.split(",")]
+    text = "" if words in ("", "none") else ", ".join(named)
+    return Cell(text, (), not SLOWED.isdisjoint(words.split(",")))
+
+
+def _processes(gpu: _Gpu) -> Cell:
+    text = None if gpu.whole_run or gpu.sample is None else gpu.sample.gpu_processes
+    if text is None:
+        return _MISSING
+    ranks = {clock.clock.pid: rank for rank, clock in gpu.view.ranks_now.items()}
+    if ranks and "events" in gpu.view.clocks:
+        ranks[gpu.view.clocks["events"].pid] = 0
+    return Cell(
+        ", ".join(
+            f"{one.name} {one.pid}"
+            + (f" (rank {ranks[one.pid]})" if one.pid in ranks else "")
+            + (f" {format_bytes(one.bytes)}" if one.bytes is not None else "")
+            for one in read_processes(text)
+        )
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Column:
+    title: str
+    cell: Callable[[_Gpu], Cell]
+    reading: str = ""
+    """The field of a sample whose reason is shown where the cell is unknown."""
+    has_bar: bool = False
+    is_note: bool = False
+    """Whether it is a line below the table, for all GPUs that have it in common."""
+    is_optional: bool = False
+    """Whether it is left out where no GPU has it: few GPUs have performance counters."""
+    keep: int = 0
+    """Columns with the lowest number are left out first where a terminal is narrow."""
+
+
+COLUMNS = (
+    Column(title="GPU", cell=lambda gpu: Cell(str(gpu.index)), keep=99),
+    Column(
+        title="util %", cell=_plain("gpu_util_pct"), reading="gpu_util_pct", has_bar=True, keep=98
+    ),
+    Column(
+        title="memory GiB",
+        cell=_of_limit("gpu_mem_used_bytes", "gpu_mem_total_bytes", _gib, "highest"),
+        reading="gpu_mem_used_bytes",
+        has_bar=True,
+        keep=97,
+    ),
+    Column(title="trainer", cell=_own, reading="family_gpu_mem_bytes", keep=50),
+    Column(title="others", cell=_others, keep=50),
+    Column(
+        title="power W",
+        cell=_of_limit("gpu_power_w", "gpu_power_limit_w", _number, "median"),
+        reading="gpu_power_w",
+        has_bar=True,
+        keep=70,
+    ),
+    Column(
+        title="temp C",
+        cell=_plain("gpu_temperature_c", "highest"),
+        reading="gpu_temperature_c",
+        keep=60,
+    ),
+    Column(title="SM MHz", cell=_clock, reading="sm_clock_mhz", keep=65),
+    Column(title="SM busy %", cell=_plain("sm_util_pct"), is_optional=True, keep=20),
+    Column(title="tensor %", cell=_plain("tensor_util_pct"), is_optional=True, keep=30),
+    Column(title="DRAM %", cell=_plain("dram_util_pct"), is_optional=True, keep=10),
+    Column(title="occupancy %", cell=_plain("sm_occupancy_pct"), is_optional=True, keep=5),
+    Column(title="low clocks", cell=_low_clocks, reading="clock_event_reasons", is_note=True),
+    Column(
+        title="processes", cell=_processes, reading="gpu_processes", is_note=True, is_optional=True
+    ),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuTable:
+    columns: tuple[Column, ...]
+    rows: tuple[tuple[Cell, ...], ...]
+    """A cell for each column, of each GPU."""
+    whole_run: bool
+    reasons: tuple[str, ...]
+    """Lines about cells that are unknown, where the reason is known."""
+
+    @property
+    def notes(self) -> list[str]:
+        """Lines below the table, each once for all GPUs that have it in common."""
+        found = []
+        for at, column in enumerate(self.columns):
+            same: dict[str, list[str]] = {}
+            for row in self.rows if column.is_note else ():
+                if row[at].text not in ("", UNKNOWN):
+                    same.setdefault(" ".join(row[at].text.split()), []).append(row[0].text)
+            found += [f"GPU {', '.join(of)}: {column.title}: {text}" for text, of in same.items()]
+        is_split = any(len(cell.shares) > 1 for row in self.rows for cell in row)
+        return [
+            *found,
+            *self.reasons,
+            *["bar of the memory: the trainer's, then that of other processes"] * is_split,
+            *["over the whole run: medians, and peaks of memory and temperature"] * self.whole_run,
+        ]
+
+
+def gpu_table(view: RunView, *, whole_run: bool = False) -> GpuTable:
+    """Return the table of a run's GPUs; without rows where none was read."""
+    indices = sorted(view.gpu_tables if whole_run else view.gpus)
+    gpus = [_Gpu(view=view, index=index, whole_run=whole_run) for index in indices]
+    by_column = {column: [column.cell(gpu) for gpu in gpus] for column in COLUMNS}
+    shown = {
+        column: cells
+        for column, cells in by_column.items()
+        if not column.is_optional or any(cell.text != UNKNOWN for cell in cells)
+    }
+    unknown: dict[tuple[int, str], list[str]] = {}
+    for column, cells in shown.items():
+        for gpu, cell in zip(gpus, cells, strict=True):
+            reason = view.absent.get(f"gpu{gpu.index}.{column.reading}")
+            if cell.text == UNKNOWN and reason:
+                key = gpu.index, " ".join(reason.split())
+                unknown.setdefault(key, []).append(column.title)
+    reasons: dict[str, list[str]] = {}
+    for (index, reason), titles in unknown.items():
+        reasons.setdefault(f"{', '.join(titles)} {UNKNOWN}: {reason}", []).append(str(index))
+    return GpuTable(
+        columns=tuple(shown),
+        rows=tuple(zip(*shown.values(), strict=True)),
+        whole_run=whole_run,
+        reasons=tuple(f"GPU {', '.join(of)}: {words}" for words, of in reasons.items()),
+    )
+
+
+# Text
+
+
+def gpu_lines(
+    view: RunView, width: int = 100, *, ascii_only: bool = False, whole_run: bool = False
+) -> list[str]:
+    """Return the table as text for a width in cells, then the notes."""
+    table = gpu_table(view, whole_run=whole_run)
+    if not table.rows:
+        return []
+    columns = [
+        (column, [row[at] for row in table.rows])
+        for at, column in enumerate(table.columns)
+        if not column.is_note
+    ]
+    columns = _fitting(columns, width)
+    widths = [_width(one) - 2 for one in columns]
+    bars = _bar_widths(columns, width - sum(widths) - 2 * (len(widths) - 1))
+    lines = ["  ".join(_heading(columns, widths, bars)).rstrip()]
+    for number in range(len(table.rows)):
+        parts = []
+        for (_, cells), wide, bar in zip(columns, widths, bars, strict=True):
+            cell = cells[number]
+            drawn = f"{_bar(cell, bar, ascii_only)} " if bar else ""
+            parts.append(f"{drawn}{cell.text:>{wide}}")
+        lines.append("  ".join(parts))
+    return [*lines, *(f"     {note}" for note in table.notes)]
+
+
+_Columns = list[tuple[Column, list[Cell]]]
+
+
+def _fitting(columns: _Columns, width: int) -> _Columns:
+    """Return the columns that fit a width: performance counters give way to bars, and bars to the other columns."""
+
+    def fits(bar: int) -> bool:
+        return sum(map(_width, columns)) + bar * sum(c.has_bar for c, _ in columns) <= width + 2
+
+    for is_optional, bar in ((True, _BAR_LEAST + 1), (False, 0)):
+        left = [one for one in columns if one[0].is_optional or not is_optional]
+        for dropped in sorted(left, key=lambda one: one[0].keep):
+            if fits(bar) or len(columns) == 2:
+                break
+            columns.remove(dropped)
+    return columns
+
+
+def _width(column: tuple[Column, list[Cell]]) -> int:
+    """Return the width of a column without its bar, with the gap after it."""
+    return max(len(column[0].title), *(len(cell.text) for cell in column[1])) + 2
+
+
+def _bar_widths(columns: _Columns, spare: int) -> list[int]:
+    """Return the width of each column's bar; 0 where it has none, or where it does not fit."""
+    wanted = sum(column.has_bar for column, _ in columns)
+    while wanted and spare // wanted - 1 < _BAR_LEAST:
+        wanted -= 1
+    each = min(_BAR_MOST, spare // wanted - 1) if wanted else 0
+    with_bar = [column for column, _ in columns if column.has_bar][:wanted]
+    return [each if column in with_bar else 0 for column, _ in columns]
+
+
+def _heading(columns: _Columns, widths: list[int], bars: list[int]) -> Iterator[str]:
+    for (column, _), wide, bar in zip(columns, widths, bars, strict=True):
+        yield f"{column.title:>{wide + (bar + 1 if bar else 0)}}"
+
+
+def _bar(cell: Cell, width: int, ascii_only: bool) -> str:
+    """Return a bar; an unknown share has none, so that it does not look like 0."""
+    signs = "#+." if ascii_only else "█▒░"
+    if not cell.shares:
+        return " " * width
+    ends = [round(sum(cell.shares[: at + 1]) * width) for at in range(len(cell.shares))]
+    drawn = "".join(
+        sign * (end - begin) for sign, begin, end in zip(signs, [0, *ends], ends, strict=False)
+    )
+    return drawn + signs[2] * (width - len(drawn))
