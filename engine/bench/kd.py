@@ -45,7 +45,6 @@ from engine.plan.cost import flops_per_token
 from engine.plan.device import has_compiler
 from engine.plan.knobs import choose_attention, choose_loss_kernel
 from engine.spec import LossSection, TrainSection
-from engine.teachers.compiled import compile_layers, warm_up
 from engine.teachers.frozen import DequantizedTeacher, QuantizedTeacher
 from engine.teachers.protocol import Teacher
 from engine.teachers.truncating import TruncatingTeacher
@@ -167,9 +166,6 @@ def own_steps(
         return decision.choice == "packed"
 
     frozen.decoder.packed = packed("teacher.attention", frozen.decoder.config)
-    if cuda and has_compiler("cuda") and frozen.decoder.config.native:
-        compile_layers(frozen.decoder, shape.seq_len, single=shape.rows == 1)
-        warm_up(teacher, frozen.decoder, batches.batch_at(0), shape.rows, precision)
     kernel = choose_loss_kernel(
         "auto",
         device=device.type,

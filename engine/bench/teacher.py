@@ -1,25 +1,25 @@
 """A whole teacher: hidden states of a batch of packed documents, in every form that a run may use.
 
-    arm                    weights                     layers
-    dequantized            dense bf16                  eager
-    dequantized compiled   the same                    compiled, q|k|v and gate|up joined
-    fp8 compiled           fp8                         compiled
-    quantized              quantised blocks            eager
-    quantized compiled     the same                    compiled around the matmuls
+    arm             weights             between the matmuls
+    torch           dense bf16          torch's operations
+    dequantized     the same            our kernels, q|k|v and gate|up joined
+    quantized       quantised blocks    our kernels
+    fp8             fp8                 our kernels
 
 All are the same decoder of the same blocks on the same tokens. So the report also shows how far each arm's
-hidden states are from those of eager dense layers. With random weights that distance says little about a
+hidden states are from those of the arm `torch`. With random weights that distance says little about a
 trained teacher; the error of fp8 is measured where it is used (`engine.teachers.fp8`).
 
 The bound of every arm is that of the dense arm: matmuls at the bf16 rate. The rate of fp8 alone is given
-beside the table. Memory is what the allocator holds after loading and at the peak of a forward pass. On a CPU
-the layers are eager, and fp8 is left out because its matmuls there are a slow oracle.
+beside the table. Memory is what the allocator holds after loading and at the peak of a forward pass. A CPU has
+none of the kernels, and fp8 is left out there because its matmuls are a slow oracle.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -32,13 +32,14 @@ from engine.models.attention import remember
 from engine.models.config import ModelConfig
 from engine.models.decoder import Decoder
 from engine.models.fp8 import DTYPE, load_fp8_decoder, product
-from engine.models.frozen import freeze
+from engine.models.frozen import freeze, use_kernels
 from engine.models.load import load_decoder, load_packed_decoder
 from engine.models.packed_size import packed_size
-from engine.teachers.compiled import CompiledForward, compile_layers
 
 DOCUMENTS = 3
 """Documents in each row."""
+BASE = "torch"
+"""The arm that others are compared with."""
 
 SHAPES = {
     "qwen2.5-0.5b": dict(
@@ -82,14 +83,13 @@ def bench_teacher(
     seq_len: int,
     rounds: int = 5,
 ) -> Measured:
-    """Measure every arm on `rows` x `seq_len` random tokens; `ratio` is the speed relative to eager dense
-    layers. Also returned are
+    """Measure every arm on `rows` x `seq_len` random tokens; `ratio` is the speed relative to `torch`. Also returned
+    are
 
         packed_bytes      the file's block-quantised tensors, with the remaining floats as bf16
         resident_bytes    what the allocator holds after loading; None on a CPU
         peak_bytes        at the peak of a forward pass, including what other arms hold; None on a CPU
-        relative_rms      distance of each arm's hidden states from those of eager dense layers, relative to
-                          their norm
+        relative_rms      distance of each arm's hidden states from those of `torch`, relative to their norm
         first_s           seconds of the first forward pass, including compilation
         fp8_flop_per_s    the rate of one large fp8 matmul in the same run
     """
@@ -105,11 +105,13 @@ def bench_teacher(
     place_T = torch.arange(seq_len, device=device)
     documents_BT = (place_T * DOCUMENTS // seq_len).expand(rows, -1).contiguous()
     makes: dict[str, Callable[..., Decoder]] = {
+        BASE: load_decoder,
         "dequantized": load_decoder,
         "quantized": load_packed_decoder,
     }
     if cuda:
         makes = {**makes, "fp8": load_fp8_decoder}
+        remember(documents_BT, documents_BT.cpu().numpy())
     arms: dict[str, Callable[[], Tensor]] = {}
     linears = 0
     for name, make in makes.items():
@@ -119,17 +121,13 @@ def bench_teacher(
         decoder = freeze(make(weights, dtype, device))
         after = _held(device)
         resident[name] = None if before is None or after is None else after - before
-        if name == "dequantized":
+        decoder.packed = cuda
+        if name == BASE:
             linears = sum(b.numel() for b in decoder.layers.buffers() if b.ndim == 2)
-        if cuda:
-            decoder.packed = True
-            compile_layers(decoder, seq_len)
-            remember(documents_BT, documents_BT.cpu().numpy())
-            arms[f"{name} compiled"] = _forward(decoder, tokens_BT, documents_BT, True)
-        # Eager fp8 rounds activations in many small kernels, which no run would use.
-        if name != "fp8":
-            arms[name] = _forward(decoder, tokens_BT, documents_BT, False)
-    wanted_BTE = arms["dequantized"]().float()
+        else:
+            use_kernels(decoder)
+        arms[name] = partial(_forward, decoder, tokens_BT, documents_BT)
+    wanted_BTE = arms[BASE]().float()
     for name, arm in arms.items():
         if cuda:
             torch.cuda.reset_peak_memory_stats(device)
@@ -142,7 +140,7 @@ def bench_teacher(
     times = time_arms(arms, device, rounds=rounds)
     found = []
     for name in sorted(times):
-        row_bytes = packed_bytes if "quantized" in name.split() else linears * dtype.itemsize
+        sizes = {"quantized": packed_bytes, "fp8": linears}
         found.append(
             BenchRow.of(
                 name,
@@ -150,8 +148,8 @@ def bench_teacher(
                 shape=f"{linears / 1e9:.2f}G linear weights",
                 rows=rows * seq_len,
                 flop=2.0 * linears * rows * seq_len,
-                bytes=linears if name.startswith("fp8") else row_bytes,
-                base=times["dequantized"],
+                bytes=sizes.get(name, linears * dtype.itemsize),
+                base=times[BASE],
             )
         )
     return found, {
@@ -164,18 +162,9 @@ def bench_teacher(
     }
 
 
-def _forward(
-    decoder: Decoder, tokens_BT: Tensor, documents_BT: Tensor, compiled: bool
-) -> Callable[[], Tensor]:
-    run = decoder.run_layer
-
-    @torch.inference_mode()
-    def forward() -> Tensor:
-        if isinstance(run, CompiledForward):
-            run.enabled = compiled
-        return decoder.hidden(tokens_BT, documents_BT)
-
-    return forward
+@torch.inference_mode()
+def _forward(decoder: Decoder, tokens_BT: Tensor, documents_BT: Tensor) -> Tensor:
+    return decoder.hidden(tokens_BT, documents_BT)
 
 
 def _fp8_rate(device: torch.device) -> float | None:

@@ -1,7 +1,7 @@
 """Measure this machine's kernels against its roofline: all arms in one run, interleaved.
 
 engine bench linear             a stack of linear layers: bf16 and quantised, by number of rows
-engine bench teacher            a whole teacher: dense, block-quantised and fp8, compiled and eager
+engine bench teacher            a whole teacher: dense, block-quantised and fp8, beside torch's operations
 engine bench decode             one decode step of 1, 8 and 64 sequences, dense and quantised
 engine bench loss               the loss head: ours, plain PyTorch, and the matmuls alone
 engine bench kd                 whole distillation steps, with a dense and a block-quantised teacher

@@ -25,9 +25,9 @@ from torch.nn import functional as F
 
 from engine.generation.pages import PagedCache
 from engine.generation.size import PAGE, pages_for
-from engine.kernels.dequantize import has_triton
-from engine.models.attention import LEAST_CAPABILITY, Packing, attend_packed
+from engine.models.attention import Packing, attend_packed
 from engine.models.decoder import Decoder, LayerCache
+from engine.models.frozen import has_kernels
 from engine.models.head import logits_of
 from engine.models.packed import head_of
 from engine.models.transformers_decoder import TransformersDecoder
@@ -78,16 +78,6 @@ def device_of(decoder: Decoder) -> torch.device:
     return weight.device
 
 
-def has_kernels(decoder: Decoder) -> bool:
-    """Whether attention of this decoder reads the cache by our kernel."""
-    device = device_of(decoder)
-    return (
-        device.type == "cuda"
-        and has_triton()
-        and torch.cuda.get_device_capability(device) >= LEAST_CAPABILITY
-    )
-
-
 class NativeForward:
     """Our decoder on a paged cache."""
 
@@ -95,7 +85,7 @@ class NativeForward:
         self._decoder, self._cache = decoder, cache
         self._device = cache.table_BS.device
         slots = len(cache.table_BS)
-        self._kernels = has_kernels(decoder)
+        self._kernels = has_kernels(device_of(decoder))
         self._packs = self._kernels and cache.pages_L2PKTE.dtype != torch.float32
         self._pack = min(PACK_MOST, max(PACK_LEAST, PACK_PER_SLOT * slots))
         self._prompts = min(slots, PROMPTS_OF_A_PACK)

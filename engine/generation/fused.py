@@ -20,13 +20,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from engine.generation.forward import NativeForward, has_kernels
+from engine.generation.forward import NativeForward, device_of
 from engine.generation.pages import PagedCache
 from engine.generation.size import PAGE
-from engine.kernels import decode_layer, paged_attention
+from engine.kernels import layer_parts, paged_attention
 from engine.models.config import ModelConfig
 from engine.models.decoder import Attention, Decoder, FeedForward, Layer, RMSNorm, frequencies
-from engine.models.frozen import JoinedLinear, hold
+from engine.models.frozen import JoinedLinear, has_kernels, hold
 from engine.models.head import DenseHead, logits_of
 
 # Shapes: B slots, D model width, V vocabulary, N columns of joined matmuls, K key/value heads, E width of a head
@@ -37,7 +37,7 @@ DTYPES = (torch.bfloat16, torch.float16)
 def coverage(decoder: Decoder, dtype: torch.dtype | None = None) -> str | None:
     """Return why a step of this decoder, in `dtype`, cannot be run in few kernels, or None if it can."""
     config, dtype = decoder.config, dtype or decoder.dtype
-    if not has_kernels(decoder):
+    if not has_kernels(device_of(decoder)):
         return "the model is not on a GPU with Triton"
     if dtype not in DTYPES:
         return f"the model computes in {str(dtype).removeprefix('torch.')}"
@@ -59,6 +59,8 @@ def why_not(config: ModelConfig) -> str | None:
         return "its norms multiply with 1 + w, or its embeddings are scaled"
     if config.qk_norm and config.kind.qk_norm_whole:
         return "its q and k are normalised as a whole"
+    if config.intermediate_size % 8:
+        return "its feed-forward width is not a multiple of 8"
     if config.long_rope is not None:
         return "its RoPE has other factors in long sequences"
     return None
@@ -204,7 +206,7 @@ class FusedForward(NativeForward):
             assert isinstance(layer, Layer)
             attention = layer.attention
             norm = weights.attention_norm
-            decode_layer.add_norm(y_BD, kept_BD, norm.weight, norm.eps, x_BD)
+            layer_parts.add_norm(y_BD, kept_BD, norm.weight, norm.eps, x_BD)
             qkv_BN = weights.qkv(x_BD)
             norms, eps = None, 0.0
             if attention.q_norm is not None and attention.k_norm is not None:
@@ -220,10 +222,11 @@ class FusedForward(NativeForward):
             )
             y_BD = weights.o(y_BHE.flatten(1))
             norm = weights.mlp_norm
-            decode_layer.add_norm(y_BD, kept_BD, norm.weight, norm.eps, x_BD)
+            layer_parts.add_norm(y_BD, kept_BD, norm.weight, norm.eps, x_BD)
             both_BN = weights.gate_up(x_BD)
-            open_BN = both_BN.new_empty(len(both_BN), both_BN.shape[1] // 2)
-            decode_layer.gate(both_BN, config.kind.activation, open_BN)
+            gate_BN, up_BN = both_BN.chunk(2, dim=1)
+            open_BN = both_BN.new_empty(gate_BN.shape)
+            layer_parts.gate(gate_BN, up_BN, config.kind.activation, open_BN)
             y_BD = weights.down(open_BN)
-        decode_layer.add_norm(y_BD, kept_BD, decoder.norm.weight, decoder.norm.eps, x_BD)
+        layer_parts.add_norm(y_BD, kept_BD, decoder.norm.weight, decoder.norm.eps, x_BD)
         return logits_of(x_BD, DenseHead(self.weights.head_VD), config.vocab_size)

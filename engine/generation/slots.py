@@ -27,12 +27,12 @@ from engine.generation.forward import (
     Start,
     TransformersForward,
     device_of,
-    has_kernels,
 )
 from engine.generation.pages import PagedCache
 from engine.generation.sampling import Sampling, choose, truncate, uniform
 from engine.generation.size import PAGE, pages_for
 from engine.models.decoder import Decoder
+from engine.models.frozen import has_kernels
 from engine.models.transformers_decoder import TransformersDecoder
 
 # Shapes: B slots, N slots that begin, V vocabulary, E ends of text
@@ -79,7 +79,7 @@ def choose_cuda_graph(decoder: Decoder, setting: str = "auto") -> Decision:
         why_not = "transformers runs the layers"
     elif device_of(decoder).type == "cpu":
         why_not = "the model is on the CPU"
-    elif not has_kernels(decoder):
+    elif not has_kernels(device_of(decoder)):
         why_not = "there is no Triton, or the GPU's capability is below 8.0"
     if why_not is not None:
         return Decision(
@@ -123,7 +123,7 @@ class Slots:
         self._casts = self._dtype != decoder.dtype
         self._forward = self._forward_of(decoder, slots, capacity, pages)
         self._on_gpu = device.type == "cuda"
-        self._kernels = not isinstance(decoder, TransformersDecoder) and has_kernels(decoder)
+        self._kernels = not isinstance(decoder, TransformersDecoder) and has_kernels(device)
 
         def of(dtype: torch.dtype, value: int = 0) -> Tensor:
             return torch.full((slots,), value, dtype=dtype, device=device)
@@ -180,7 +180,7 @@ class Slots:
             dtype=self._dtype,
             device=self._device,
         )
-        if has_kernels(decoder):
+        if has_kernels(self._device):
             from engine.generation.fused import FusedForward, coverage  # which needs triton
 
             if coverage(decoder, self._dtype) is None:

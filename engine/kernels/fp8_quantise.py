@@ -1,5 +1,5 @@
-"""silu(gate) * up and its quantisation to fp8 by rows, in one pass: the input of a feed-forward
-layer's second matmul when that runs in fp8 (`engine.models.fp8`).
+"""Quantises rows to fp8 in one pass: the inputs of matmuls in fp8 (`engine.models.fp8`), of a feed-forward layer's
+second matmul together with silu(gate) * up.
 
 The maximum of a row is known only after the whole row was read, and a row of a 7B model has 18944
 elements. A kernel that first finds the maximum and then reads the row again would read the inputs
@@ -46,10 +46,12 @@ WIDTHS = (4864, 18944)
 
 
 @triton.jit
-def _gated(joined_ptr, start, columns, COLUMNS: tl.constexpr):
-    """Return silu(gate) * up in fp32; 0 beyond the row."""
+def _values(joined_ptr, start, columns, COLUMNS: tl.constexpr, GATED: tl.constexpr):
+    """Return the row, or silu(gate) * up of it, in fp32; 0 beyond the row."""
     there = columns < COLUMNS
     gate = tl.load(joined_ptr + start + columns, mask=there, other=0).to(tl.float32)
+    if not GATED:
+        return gate
     up = tl.load(joined_ptr + start + COLUMNS + columns, mask=there, other=0).to(tl.float32)
     return gate * up / (1.0 + tl.exp(-gate))
 
@@ -64,22 +66,23 @@ def _store_codes(codes_ptr, start, columns, values, inverse, COLUMNS: tl.constex
 
 
 @triton.jit
-def _gated_to_fp8(
-    joined_ptr,  # *    (M, 2 F): gate, up
+def _to_fp8(
+    joined_ptr,  # *    (M, F), or (M, 2 F): gate, up
     codes_ptr,  # *u8   (M, F); *fp32 gets the values before rounding
     scale_ptr,  # *fp32 (M)
     COLUMNS: tl.constexpr,
     MAIN: tl.constexpr,
     REST: tl.constexpr,
+    GATED: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    source, target = row * (2 * COLUMNS), row * COLUMNS
+    source, target = row * (2 * COLUMNS if GATED else COLUMNS), row * COLUMNS
     main = tl.arange(0, MAIN)
-    values = _gated(joined_ptr, source, main, COLUMNS)
+    values = _values(joined_ptr, source, main, COLUMNS, GATED)
     largest = tl.max(tl.abs(values), axis=0)
     if REST > 0:
         rest = MAIN + tl.arange(0, REST)
-        more = _gated(joined_ptr, source, rest, COLUMNS)
+        more = _values(joined_ptr, source, rest, COLUMNS, GATED)
         largest = tl.maximum(largest, tl.max(tl.abs(more), axis=0))
     scale = tl.maximum(largest * (1.0 / 448.0), 1e-12)
     tl.store(scale_ptr + row, scale)
@@ -90,18 +93,21 @@ def _gated_to_fp8(
 
 
 @cache
-def variant(columns: int, dtype: torch.dtype, codes: torch.dtype = torch.uint8) -> Variant:
-    """Return the kernel for rows of `columns` elements after gating, with gate and up in `dtype`."""
+def variant(
+    columns: int, dtype: torch.dtype, codes: torch.dtype = torch.uint8, gated: bool = True
+) -> Variant:
+    """Return the kernel for rows of `columns` elements in `dtype`, or of as many after gating."""
     main = 1 << (columns.bit_length() - 1)
     rest = 0 if columns == main else triton.next_power_of_2(columns - main)
     warps = 16 if columns > WIDE else 8
     return compiled_as(
-        *(_gated_to_fp8, dtype, codes, "*fp32"),
+        *(_to_fp8, dtype, codes, "*fp32"),
         warps=warps,
         stages=1,
         COLUMNS=columns,
         MAIN=main,
         REST=rest,
+        GATED=gated,
     )
 
 
@@ -117,23 +123,24 @@ def takes(columns: int) -> bool:
     return columns % 16 == 0 and columns <= LARGEST_ROW
 
 
-def gated_to_fp8(joined_MG: Tensor, codes: torch.dtype = torch.uint8) -> tuple[Tensor, Tensor]:
-    """Quantise silu(gate) * up, with gate and up concatenated in (M, 2 F) contiguous, and return
-    codes as bytes (M, F) and scales (M, 1).
+def to_fp8(
+    x_MK: Tensor, *, gated: bool = False, codes: torch.dtype = torch.uint8
+) -> tuple[Tensor, Tensor]:
+    """Quantise the rows of x (M, F), or silu(gate) * up with gate and up concatenated in x (M, 2 F), and return codes
+    as bytes (M, F) and scales (M, 1). x is contiguous.
 
     With `codes=torch.float32`, return the values before rounding to codes (Triton's interpreter
     rounds to fp8 wrongly). Raises InternalError for other layouts and for unsupported row lengths
     (`takes`).
     """
-    rows, columns = joined_MG.shape[0], joined_MG.shape[1] // 2
-    if not joined_MG.is_contiguous() or joined_MG.shape[1] % 2 or not takes(columns):
+    rows, columns = x_MK.shape[0], x_MK.shape[1] // (1 + gated)
+    if not x_MK.is_contiguous() or x_MK.shape[1] % (1 + gated) or not takes(columns):
         raise InternalError(
-            f"gated rows in fp8: expected contiguous rows of twice a multiple of 16, at most "
-            f"{LARGEST_ROW}, found {tuple(joined_MG.shape)} with strides {joined_MG.stride()}"
+            f"rows to fp8: expected contiguous rows of a multiple of 16 values, at most {LARGEST_ROW}, found "
+            f"{tuple(x_MK.shape)} with strides {x_MK.stride()}{', gate and up' if gated else ''}"
         )
-    codes_MF = torch.empty(rows, columns, dtype=codes, device=joined_MG.device)
-    scale_M1 = torch.empty(rows, 1, dtype=torch.float32, device=joined_MG.device)
+    codes_MF = torch.empty(rows, columns, dtype=codes, device=x_MK.device)
+    scale_M1 = torch.empty(rows, 1, dtype=torch.float32, device=x_MK.device)
     if rows:
-        kernel = variant(columns, joined_MG.dtype, codes)
-        launch(kernel, (rows,), joined_MG, codes_MF, scale_M1)
+        launch(variant(columns, x_MK.dtype, codes, gated), (rows,), x_MK, codes_MF, scale_M1)
     return codes_MF, scale_M1

@@ -72,7 +72,7 @@ def configure_layers(
     """Apply the chosen compilation, attention and checkpointing to the decoder. With checkpointing, the last
     `kept_layers` keep their activations all the same: the backward pass frees theirs before it recomputes any.
     """
-    decoder.packed, decoder.compiled = packed, compiled is not None
+    decoder.packed = packed
     if isinstance(decoder, TransformersDecoder):
         decoder.checkpoint_layers(checkpointing, kept_layers)
         return

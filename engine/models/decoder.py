@@ -157,6 +157,9 @@ def rotate(x_BTHE: Tensor, cos_XT1R: Tensor, sin_XT1R: Tensor) -> Tensor:
     return torch.cat(parts, dim=-1)
 
 
+Rotate: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
 def attend(
     q_BTHE: Tensor,
     k_BTKE: Tensor,
@@ -202,6 +205,8 @@ class Attention(nn.Module):
     def __init__(self, config: ModelConfig, index: int, make_linear: MakeLinear) -> None:
         super().__init__()
         self.head_dim = config.head_dim
+        self.rotate: Rotate | None = None
+        """Rotates in one kernel, in a frozen decoder (`engine.models.frozen`)."""
         self.rotates = index not in config.layers_without_rope
         self.window = config.sliding_window if config.has_window(index) else None
         self.scale: float | None = None
@@ -234,8 +239,9 @@ class Attention(nn.Module):
         if self.q_norm is not None and self.k_norm is not None and not self.norms_whole:
             q_BTHE, k_BTKE = self.q_norm(q_BTHE), self.k_norm(k_BTKE)
         if self.rotates:
-            q_BTHE = rotate(q_BTHE, attention_inputs.cos_XT1R, attention_inputs.sin_XT1R)
-            k_BTKE = rotate(k_BTKE, attention_inputs.cos_XT1R, attention_inputs.sin_XT1R)
+            turn = self.rotate or rotate
+            q_BTHE = turn(q_BTHE, attention_inputs.cos_XT1R, attention_inputs.sin_XT1R)
+            k_BTKE = turn(k_BTKE, attention_inputs.cos_XT1R, attention_inputs.sin_XT1R)
         if attention_inputs.cache is not None:
             y_BTHE = attention_inputs.cache.attend(
                 q_BTHE, k_BTKE, v_BTKE, scale=self.scale, window=self.window
@@ -255,15 +261,20 @@ class FeedForward(nn.Module):
     def __init__(self, config: ModelConfig, make_linear: MakeLinear) -> None:
         super().__init__()
         self.activation = ACTIVATIONS[config.kind.activation]
+        self.open: Callable[[Tensor, Tensor], Tensor] | None = None
+        """Returns activation(gate) * up in one kernel, in a frozen decoder (`engine.models.frozen`)."""
         self.gate = make_linear(config.hidden_size, config.intermediate_size, False)
         self.up = make_linear(config.hidden_size, config.intermediate_size, False)
         self.down = make_linear(config.intermediate_size, config.hidden_size, False)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         gate_BTF, up_BTF = project(x_BTD, (self.gate, self.up))
+        if self.open is not None:
+            y_BTD: Tensor = self.down(self.open(gate_BTF, up_BTF))
+            return y_BTD
         open_BTF = self.activation(gate_BTF)
         del gate_BTF  # without autograd, its memory is free for the multiplication
-        y_BTD: Tensor = self.down(open_BTF * up_BTF)
+        y_BTD = self.down(open_BTF * up_BTF)
         return y_BTD
 
 
@@ -344,9 +355,6 @@ class Decoder(nn.Module):
     A new instance has whatever weights torch gives to fresh layers: use `new_decoder` or
     `load_decoder`, or call `init_weights`.
     """
-
-    compiled = False
-    """Whether its layers run compiled."""
 
     def __init__(self, config: ModelConfig, make_linear: MakeLinear = dense_linear) -> None:
         super().__init__()

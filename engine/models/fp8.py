@@ -36,7 +36,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -45,12 +45,15 @@ from torch.nn import functional as F
 from engine.errors import BadInput, InternalError
 from engine.formats.open import opened
 from engine.formats.weights import WeightFile
-from engine.kernels.dequantize import has_triton
 from engine.models.config import ModelConfig
 from engine.models.decoder import Decoder, FeedForward
+from engine.models.frozen import has_kernels
 from engine.models.load import Loaded, layer_wise_decoder_of
 from engine.models.names import TOGETHER
 from engine.models.read_config import config_of
+
+if TYPE_CHECKING:
+    from engine.kernels.compiler import Variant
 
 # Shapes: M rows of activations, K columns, N rows of a weight, F feed-forward width, G = 2 F
 
@@ -58,8 +61,6 @@ DTYPE = torch.float8_e4m3fn
 LARGEST = 448.0
 SMALLEST_SCALE = 1e-12
 """Scale of an all-zero row, whose codes are zeros whatever the scale."""
-# Evaluated at import, because torch.compile cannot trace a search for modules.
-_HAS_KERNEL = has_triton()
 LARGEST_ROW = 32768
 """Copy of the limit in `engine.kernels.fp8_quantise`, for machines without Triton; a test checks
 that they are equal.
@@ -121,27 +122,31 @@ def gated_rows_reference(joined_MG: Tensor) -> tuple[Tensor, Tensor]:
     return quantise_rows(F.silu(gate_MF) * up_MF)
 
 
-@torch.library.custom_op("apr::gated_to_fp8", mutates_args=(), device_types="cuda")
-def _gated_to_fp8(joined_MG: Tensor) -> tuple[Tensor, Tensor]:
-    from engine.kernels.fp8_quantise import gated_to_fp8
+def to_codes(x_MK: Tensor, *, gated: bool = False) -> tuple[Tensor, Tensor]:
+    """Return what `quantise_rows` returns, or `gated_rows_reference`; in one pass if there is a kernel for it."""
+    fits = x_MK.shape[1] // (1 + gated) <= LARGEST_ROW
+    if fits and has_kernels(x_MK.device):
+        from engine.kernels.fp8_quantise import to_fp8
 
-    return gated_to_fp8(joined_MG)
-
-
-@_gated_to_fp8.register_fake
-def _(joined_MG: Tensor) -> tuple[Tensor, Tensor]:
-    rows, columns = joined_MG.shape[0], joined_MG.shape[1] // 2
-    codes_MF = joined_MG.new_empty(rows, columns, dtype=torch.uint8)
-    return codes_MF, joined_MG.new_empty(rows, 1, dtype=torch.float32)
-
-
-def gated_rows(joined_MG: Tensor) -> tuple[Tensor, Tensor]:
-    """As `gated_rows_reference`, in one pass if there is a kernel for it."""
-    fits = joined_MG.shape[1] // 2 <= LARGEST_ROW
-    if fits and joined_MG.device.type == "cuda" and _HAS_KERNEL:
-        codes_MF, scale_M1 = _gated_to_fp8(joined_MG)
+        codes_MF, scale_M1 = to_fp8(x_MK.contiguous(), gated=gated)
         return codes_MF.view(DTYPE), scale_M1
-    return gated_rows_reference(joined_MG)
+    return gated_rows_reference(x_MK) if gated else quantise_rows(x_MK)
+
+
+def kernels_of(decoder: nn.Module) -> list[Variant]:
+    """Return every kernel that the layers of a decoder in fp8 launch."""
+    layers = [each for each in decoder.modules() if isinstance(each, Fp8Linear)]
+    if not layers or not has_kernels(layers[0].codes.device):
+        return []
+    from engine.kernels.fp8_quantise import takes, variant
+
+    gated = {id(each.down) for each in decoder.modules() if isinstance(each, Fp8FeedForward)}
+    wanted = {(each.codes.shape[1], id(each) in gated) for each in layers}
+    return [
+        variant(columns, torch.bfloat16, gated=is_gated)
+        for columns, is_gated in sorted(wanted)
+        if takes(columns)
+    ]
 
 
 class Fp8Linear(nn.Module):
@@ -212,13 +217,13 @@ class Fp8FeedForward(nn.Module):
     def forward(self, x_BTD: Tensor) -> Tensor:
         gate, down = self.gate, self.down
         joined_BTG = _multiply(x_BTD, gate.joined_codes, gate.joined_scale, None)
-        codes_MF, scale_M1 = gated_rows(joined_BTG.flatten(0, -2))
+        codes_MF, scale_M1 = to_codes(joined_BTG.flatten(0, -2), gated=True)
         y_MD = product(codes_MF, scale_M1, down.codes.view(DTYPE), down.scale, None, x_BTD.dtype)
         return y_MD.view(x_BTD.shape)
 
 
 def _multiply(x: Tensor, codes_NK: Tensor, scale_N: Tensor, bias_N: Tensor | None) -> Tensor:
-    codes_MK, scale_M1 = quantise_rows(x.reshape(-1, x.shape[-1]))
+    codes_MK, scale_M1 = to_codes(x.reshape(-1, x.shape[-1]))
     out_MN = product(codes_MK, scale_M1, codes_NK.view(DTYPE), scale_N, bias_N, x.dtype)
     return out_MN.view(*x.shape[:-1], out_MN.shape[-1])
 

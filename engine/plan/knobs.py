@@ -16,9 +16,7 @@ choice.
 The savings behind the choices were measured. Compiling a student of Qwen2.5-0.5B's shape, 8 x 1024
 tokens, on one H200: forward and backward take 47 ms compiled and 63 ms eager, both packed. The difference
 is memory traffic, which grows with tokens and weights, so the saving is scaled by their product; a slower
-GPU saves more. For a teacher of Qwen2.5-7B's shape in bf16 the times are 178.1 ms eager and 156.6 ms
-compiled; that saving is scaled by tokens, layers and the columns of a layer (model and feed-forward
-width).
+GPU saves more.
 """
 
 from __future__ import annotations
@@ -52,9 +50,6 @@ KERNEL_CAPABILITY = (8, 0)
 COMPILE_S = 15.0
 """Seconds to compile one layer, forward and backward, with cold caches, and to compare it: 8 s on 16 cores."""
 SAVED_S_PER_TOKEN_AND_WEIGHT = 15.3e-3 / 8192 / 358e6
-TEACHER_COMPILE_S = 10.0
-"""Seconds for one layer, forward only, and the comparison: 3 to 5 s on the machine of an H200."""
-SAVED_S_PER_TOKEN_AND_COLUMN = 21.5e-3 / 8192 / (28 * (3584 + 18944))
 SAVED_S_PER_LAYER = 2.2e-3 / 24
 """Seconds a step and layer, whatever the tokens: gaps between some 70 compiled kernels, on one H200."""
 PREFETCH_GAIN = "0.5 % of a step (7B teacher, 0.5B student, 8 x 1024 tokens on an H200)"
@@ -157,88 +152,29 @@ def choose_compile(
     whether torch.compile can generate code for the device here. Raises BadInput for `on` when it cannot.
     """
     saved_s = steps * tokens_per_step * layer_weights * SAVED_S_PER_TOKEN_AND_WEIGHT
+    sums = (
+        f"{format_count(steps)} steps of {format_count(tokens_per_step)} tokens save about "
+        f"{format_seconds(saved_s)}, compiling costs about {format_seconds(COMPILE_S)}"
+    )
+    lacks = why_not = None
+    hint = "--set student.compile=off"
     if student_in_blocks:
-        return _compile(
-            "student.compile",
-            wanted,
-            device=device,
-            native=config.native,
-            lacks="frozen weights as floats",
-            hint="--set student.adapter_base=floats",
-            pays=False,
-            sums="",
-            why_lacks="the frozen weights of the student stay in quantised blocks",
+        lacks, why_not = (
+            "frozen weights as floats",
+            "the frozen weights of the student stay in quantised blocks",
         )
-    return _compile(
-        "student.compile",
-        wanted,
-        device=device,
-        native=config.native,
-        lacks=None if has_compiler else "a run that can be compiled",
-        hint="--set student.compile=off",
-        pays=saved_s >= COMPILE_S,
-        sums=_compile_sums(steps, tokens_per_step, saved_s, COMPILE_S),
-    )
-
-
-def choose_teacher_compile(
-    wanted: str,
-    *,
-    config: ModelConfig,
-    device: str,
-    precision: str,
-    has_compiler: bool,
-    steps: int,
-    tokens_per_step: int,
-) -> Decision:
-    """Decide whether the teacher's layers are compiled, otherwise as `choose_compile`.
-
-    Raises BadInput for `on` when they cannot be.
-    """
-    columns = config.num_hidden_layers * (config.hidden_size + config.intermediate_size)
-    saved_s = steps * tokens_per_step * columns * SAVED_S_PER_TOKEN_AND_COLUMN
-    sums = _compile_sums(steps, tokens_per_step, saved_s, TEACHER_COMPILE_S)
-    if precision == "fp8":
-        sums = "as written, rounding activations to 8 bits takes longer than it saves"
-    return _compile(
-        "teacher.compile",
-        wanted,
-        device=device,
-        native=config.native,
-        lacks=None if has_compiler else "a compiler",
-        hint="`--set teacher.compile=off` needs none",
-        pays=precision == "fp8" or saved_s >= TEACHER_COMPILE_S,
-        sums=sums,
-    )
-
-
-def _compile(
-    knob: str,
-    wanted: str,
-    *,
-    native: bool,
-    device: str,
-    lacks: str | None,
-    hint: str,
-    pays: bool,
-    sums: str,
-    why_lacks: str = "torch.compile finds no compiler for this device (Triton on a GPU, g++ on a CPU)",
-) -> Decision:
-    """`lacks` is the missing requirement, or None."""
-    why_not = None
-    refused = {}
-    if not native:
-        why_not = OF_TRANSFORMERS
-        refused = {"on": ("a model of a native family", why_not, hint)}
-    elif lacks is not None:
-        why_not = why_lacks
-        refused = {"on": (lacks, why_not, hint)}
+        hint = "--set student.adapter_base=floats"
+    elif not config.native:
+        lacks, why_not = "a model of a native family", OF_TRANSFORMERS
+    elif not has_compiler:
+        lacks = "a run that can be compiled"
+        why_not = "torch.compile finds no compiler for this device (Triton on a GPU, g++ on a CPU)"
     elif device != "cuda":
         why_not = "on a CPU the products are most of the time, and they stay as they are"
-    elif not pays:
+    elif saved_s < COMPILE_S:
         why_not = sums
     return decide(
-        knob,
+        "student.compile",
         wanted,
         "off" if why_not else "on",
         why_not or sums,
@@ -246,14 +182,7 @@ def _compile(
             "off": why_not or "more kernels and more memory traffic",
             "on": why_not or sums,
         },
-        refused=refused,
-    )
-
-
-def _compile_sums(steps: int, tokens: int, saved_s: float, costs_s: float) -> str:
-    return (
-        f"{format_count(steps)} steps of {format_count(tokens)} tokens save about "
-        f"{format_seconds(saved_s)}, compiling costs about {format_seconds(costs_s)}"
+        refused={"on": (lacks, why_not, hint)} if lacks and why_not else {},
     )
 
 
@@ -406,6 +335,21 @@ def choose_update(
     anywhere = "torch's own runs anywhere"
     return _fused_or(
         "train.update", wanted, lacks, fused, {"torch": torchs}, anywhere, "set by hand"
+    )
+
+
+def choose_layer_kernels(
+    wanted: str, *, device: str, capability: Capability, has_triton: bool
+) -> Decision:
+    """Choose what computes the parts of a layer between its matmuls. Raises BadInput for `fused` when it cannot run."""
+    return _fused_or(
+        "kernels.layers",
+        wanted,
+        _lacks_for_kernels(device, capability, has_triton),
+        "each value between two matmuls is read and written once",
+        {"torch": "torch's passes over each value"},
+        "torch's own runs anywhere",
+        "set by hand",
     )
 
 
@@ -593,10 +537,10 @@ _KNOBS = (
     Knob("compute.thread_wait", choose_thread_wait),
     Knob("teacher.precision", choose_teacher_precision),
     Knob("loss.kernel", choose_loss_kernel),
+    Knob("kernels.layers", choose_layer_kernels),
     Knob("student.compile", choose_compile, _OF_STUDENT),
     Knob("student.attention", partial(choose_attention, "student.attention"), _OF_STUDENT),
     Knob("teacher.attention", partial(choose_attention, "teacher.attention"), _OF_TEACHER),
-    Knob("teacher.compile", choose_teacher_compile, _OF_TEACHER),
     Knob("teacher.prefetch", choose_prefetch),
     Knob("teacher.shard", choose_teacher_shard),
     Knob("teacher.backend", choose_backend, _OF_TEACHER),

@@ -257,22 +257,22 @@ def without_place(facts: RunFacts) -> dict[str, str]:
             "teacher.shard": "off",
         }
     if facts.teacher is None or facts.store is not None:
-        found |= {"teacher.compile": "off", "teacher.prefetch": "off"}
+        found["teacher.prefetch"] = "off"
     return found
 
 
 def choose_layer_execution(facts: RunFacts) -> None:
-    """Decide whether layers are compiled and attention is packed.
+    """Decide what runs between matmuls, whether the student's layers are compiled, and whether attention is packed.
 
-    With stored teacher outputs, the teacher is neither compiled nor prefetched.
+    With stored teacher outputs, the teacher is not prefetched.
     """
+    facts.take("kernels.layers")
     facts.take("student.compile")
     facts.take("student.attention")
     if facts.teacher is None:
         return
     facts.take("teacher.attention")
     if facts.store is None:
-        facts.take("teacher.compile")
         facts.take("teacher.prefetch")
 
 

@@ -52,6 +52,10 @@ GONE = {
         "a training step has too many rows for the fused kernel, so the weights of a quantized teacher are always "
         "dequantized before a matmul",
     ),
+    "teacher.compile": Gone(
+        ("auto", "on", "off"),
+        "every teacher on a GPU has our kernels between its matmuls, as fast as compiled layers (kernels.layers)",
+    ),
 }
 """Settings that specs, runs and checkpoints of earlier versions may have."""
 

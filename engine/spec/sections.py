@@ -89,12 +89,6 @@ class TeacherSection:
         "fp8 is bf16 with FP8 matmuls, which is checked on held-out rows.",
         allowed=("auto", "fp32", "tf32", "bf16", "fp8"),
     )
-    compile: str = setting(
-        "auto",
-        "Whether the teacher's layers are compiled (torch.compile) before the first step. auto is on where "
-        "the run is long enough that it pays.",
-        allowed=SWITCH,
-    )
     prefetch: str = setting(
         "auto",
         "Whether the teacher starts on the next batch during the optimizer step. auto is off: it "
@@ -588,6 +582,12 @@ class KernelsSection:
     prewarm: bool = setting(
         True,
         "Compile every kernel of the run before its first step, so that no step waits for a compiler.",
+    )
+    layers: str = setting(
+        "auto",
+        "What computes what is between the matmuls of the teacher's layers: our kernels (fused) or torch's operations "
+        "(torch). auto is fused on a GPU that runs our kernels.",
+        allowed=("auto", "fused", "torch"),
     )
 
 

@@ -16,7 +16,7 @@ from engine.errors import InternalError
 from engine.formats.open import open_weights
 from engine.models.decoder import Decoder
 from engine.models.fp8 import load_fp8_decoder
-from engine.models.frozen import join_layer
+from engine.models.frozen import has_kernels, join_layer
 from engine.models.load import layer_wise_decoder_of, load_decoder, load_packed_decoder
 from engine.models.read_config import AUTO
 from engine.spec.sections import ModelSection
@@ -52,7 +52,7 @@ def build_teacher(
     student_vocab: int,
     probe: Batch | None = None,
     shards: ShardedLayers | None = None,
-    joined: bool = False,
+    kernels: str = "fused",
     how: ModelSection = AUTO,
 ) -> BuiltTeacher:
     """Load the teacher in `path` and cut its vocabulary to the student's.
@@ -60,29 +60,28 @@ def build_teacher(
     An fp8 teacher is measured while it is loaded, on rows of `probe`, which it requires.
 
     `backend` is the result of `choose_backend`: `dequantized` or `quantized`. With `shards`,
-    every rank keeps only its part of each layer; `joined` fuses the projections of dense layers that
-    will be compiled before they are sharded.
+    every rank keeps only its part of each layer; `kernels` is the result of `choose_layer_kernels`.
 
     Raises `WeightsError`, and `BadInput` for a student with a larger vocabulary than the teacher.
     """
     dtype = DTYPES[precision]
     frozen: FrozenDecoder
-    loaded = None if shards is None else partial(_share, shards, joined)
+    loaded = None if shards is None else partial(_share, shards, kernels)
     if precision == "fp8":
         if probe is None:
             raise InternalError("fp8 teacher: expected rows to measure it on, found none")
         watcher = RoundingProbe(probe, device)
         decoder = load_fp8_decoder(path, dtype, device, watcher=watcher, loaded=loaded)
-        frozen = Fp8Teacher(decoder, watcher.result(decoder))
+        frozen = Fp8Teacher(decoder, watcher.result(decoder), kernels)
     elif backend == "quantized":
         decoder = load_packed_decoder(path, dtype=dtype, device=device, loaded=loaded)
-        frozen = QuantizedTeacher(decoder, precision)
+        frozen = QuantizedTeacher(decoder, precision, kernels)
     elif loaded is not None:
         with open_weights(Path(path)) as weights:
             decoder = layer_wise_decoder_of(weights, dtype, device, loaded)
-        frozen = DequantizedTeacher(decoder, precision)
+        frozen = DequantizedTeacher(decoder, precision, kernels)
     else:
-        frozen = DequantizedTeacher(load_decoder(path, dtype, device, how), precision)
+        frozen = DequantizedTeacher(load_decoder(path, dtype, device, how), precision, kernels)
     if shards is not None:
         shards.install(frozen.decoder)
     teacher: Teacher = frozen
@@ -91,7 +90,7 @@ def build_teacher(
     return BuiltTeacher(teacher, frozen.decoder)
 
 
-def _share(shards: ShardedLayers, joined: bool, _decoder: Decoder, layer: nn.Module) -> None:
-    if joined:
+def _share(shards: ShardedLayers, kernels: str, decoder: Decoder, layer: nn.Module) -> None:
+    if kernels == "fused" and has_kernels(decoder.norm.weight.device):
         join_layer(layer)
     shards.take(layer)

@@ -58,10 +58,10 @@ class Rounding:
 class Fp8Teacher(FrozenDecoder):
     """A decoder with layers in fp8, as `load_fp8_decoder` builds it."""
 
-    def __init__(self, decoder: Decoder, rounding: Rounding) -> None:
+    def __init__(self, decoder: Decoder, rounding: Rounding, kernels: str = "fused") -> None:
         if not any(isinstance(part, Fp8Linear) for part in decoder.modules()):
             raise InternalError("fp8 teacher: expected layers in 8-bit floats, found none")
-        super().__init__(decoder, "fp8")
+        super().__init__(decoder, "fp8", kernels)
         self.rounding = rounding
 
 

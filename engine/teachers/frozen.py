@@ -24,7 +24,7 @@ from torch import Tensor
 
 from engine.errors import InternalError
 from engine.models.decoder import Decoder
-from engine.models.frozen import freeze
+from engine.models.frozen import freeze, use_kernels
 from engine.models.head import Head
 from engine.models.packed import PackedEmbedding, PackedLinear, head_of
 
@@ -32,10 +32,12 @@ from engine.models.packed import PackedEmbedding, PackedLinear, head_of
 
 
 class FrozenDecoder:
-    """A `Teacher` that freezes and runs one decoder."""
+    """A `Teacher` that freezes and runs one decoder; `kernels` as in `kernels.layers`."""
 
-    def __init__(self, decoder: Decoder, precision: str = "fp32") -> None:
+    def __init__(self, decoder: Decoder, precision: str = "fp32", kernels: str = "fused") -> None:
         self.decoder = freeze(decoder)
+        if kernels == "fused":
+            use_kernels(decoder)
         self.precision = precision
 
     @property
@@ -67,10 +69,10 @@ class QuantizedTeacher(FrozenDecoder):
     full-size dequantised copy of the model is ever made.
     """
 
-    def __init__(self, decoder: Decoder, precision: str = "fp32") -> None:
+    def __init__(self, decoder: Decoder, precision: str = "fp32", kernels: str = "fused") -> None:
         if not any(isinstance(part, PackedLinear | PackedEmbedding) for part in decoder.modules()):
             raise InternalError("quantized teacher: expected weights in blocks, found none")
-        super().__init__(decoder, precision)
+        super().__init__(decoder, precision, kernels)
 
 
 @contextlib.contextmanager

@@ -3,9 +3,9 @@
     teacher -> student -> kernels of the loss and the update -> trainer
 
 The log identifies models by the hashes of their tensors in memory. The teacher is built first, because a
-student that is the same model is refused by comparing the two. The teacher's kernels and layers are
-compiled here, so that no step waits for a compilation (`engine.train.compiles`). The student's layers are
-compiled later, after a resume has restored its weights.
+student that is the same model is refused by comparing the two. The teacher's kernels are compiled here, so
+that no step waits for a compilation (`engine.train.compiles`). The student's layers are compiled later,
+after a resume has restored its weights.
 
 A teacher may be read from stored outputs. What a run otherwise learns from the loaded teacher then comes
 from the store's manifest: the hash of its weights, vouched for by the files they came from; the
@@ -35,7 +35,6 @@ from engine.log.view import RunView
 from engine.models.adapter import adapt
 from engine.models.config import ModelConfig, count_parameters
 from engine.models.decoder import Decoder, Tensors
-from engine.models.frozen import join
 from engine.models.head import Head
 from engine.models.load import load_block_base, load_decoder, new_decoder
 from engine.models.transformers_decoder import TransformersDecoder
@@ -112,7 +111,7 @@ class Builder:
         from the same file.
         """
         spec, log = self.spec.teacher, self.log
-        backend, precision, compiled = spec.backend, spec.precision, spec.compile == "on"
+        backend, precision = spec.backend, spec.precision
         if backend == "none":
             return LoadedTeacher()
         if (store := self.plan.store) is not None:
@@ -122,9 +121,6 @@ class Builder:
         log(Phase(name="loading the teacher", detail=spec.path))
         teacher, decoder = self._build(backend, precision)
         self._warm_up_teacher(decoder)
-        if compiled:
-            # Joining the tensors later would change them while they are hashed.
-            join(decoder)
         ready = partial(to_events.model, "teacher", spec.path, decoder.config, precision)
         sha256 = self._hashed(decoder, ready, beside=spec.shard == "off")
         if isinstance(teacher, TruncatingTeacher):
@@ -135,11 +131,6 @@ class Builder:
                 temperature=self.spec.loss.temperature,
             )
             log(to_events.vocabulary_cut(teacher.inner.vocab_size, teacher.vocab_size, dropped))
-        if compiled:
-            log(Phase(name="compiling the teacher's layers"))
-            self.compiles.compile_teacher(
-                teacher, decoder, self.data.heldout[0], self.spec.train.rows, precision, log
-            )
         if spec.prefetch == "on":
             teacher = PrefetchingTeacher(teacher, self.device)
 
@@ -407,7 +398,7 @@ class Builder:
             student_vocab=self.plan.inputs.student.vocab_size,
             probe=self.data.heldout[0],
             shards=shards,
-            joined=self.spec.teacher.compile == "on",
+            kernels=self.spec.kernels.layers,
             how=self.spec.model,
         )
         built.decoder.packed = self.spec.teacher.attention == "packed"

@@ -16,14 +16,14 @@ from typing import Any
 
 import torch
 
-from engine.data.batches import Batch
 from engine.kernels.compile_record import CompileRecord
 from engine.kernels.inductor import CompileWatch, import_compiler
-from engine.log.events import Compiled, KernelCounts, Note, Phase
+from engine.log.events import Compiled, KernelCounts, Phase
+from engine.models import fp8
 from engine.models.decoder import Decoder
+from engine.models.frozen import kernels_of
 from engine.plan.run_plan import Plan
 from engine.runtime.device import torch_dtype
-from engine.teachers.protocol import Teacher
 from engine.train.beside import Beside
 from engine.train.to_events import Log
 
@@ -56,11 +56,11 @@ class Compiles:
             return
         from engine.kernels.prewarm import prewarm_variants, types_of, warm_up
 
-        types = types_of(decoder)
-        if not types:
-            return
         floats = {b.dtype for b in decoder.buffers() if b.is_floating_point()}
-        variants = prewarm_variants(types, floats)
+        variants = [*prewarm_variants(types_of(decoder), floats), *kernels_of(decoder)]
+        variants += fp8.kernels_of(decoder)
+        if not variants:
+            return
         log(Phase(name="compiling kernels", detail=f"{len(variants)} before the first step"))
         warm_up(variants)
         self.done(log)
@@ -102,27 +102,6 @@ class Compiles:
 
         log(Phase(name="compiling the update", detail="norm, clipping and AdamW"))
         warm_up(VARIANTS)
-        self.done(log)
-
-    def compile_teacher(
-        self, teacher: Teacher, decoder: Decoder, batch: Batch, rows: int, precision: str, log: Log
-    ) -> None:
-        """Compile the layers of `decoder`, on which `teacher` runs, for training and evaluation batches.
-
-        Training batches have `rows` rows; rows have the length of those of `batch`. Raises TrainingFailed
-        when the compiled output differs from the eager layers' by more than rounding.
-        """
-        from engine.teachers.compiled import compile_layers, warm_up
-
-        self.compiler_imported()
-        compile_layers(decoder, batch.tokens_BT.shape[1], single=rows == 1)
-        for count in sorted({rows, max(rows, 2)}):
-            found = warm_up(teacher, decoder, batch, count, precision)
-            text = (
-                f"the output of the teacher's compiled layers for {count} rows differs from the eager layers' by "
-                f"{found.relative_rms:.2g} (relative), expected up to {found.allowed:.2g}"
-            )
-            log(Note(level="info", text=text))
         self.done(log)
 
     def seal(self, log: Log) -> None:

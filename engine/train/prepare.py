@@ -307,6 +307,7 @@ def _load_teacher(
         device=compute.device,
         student_vocab=job.inputs.student.vocab_size,
         probe=job.heldout[0],
+        kernels=facts.spec.kernels.layers,
         how=spec.model,
     )
     built.decoder.packed = teacher.attention == "packed"
@@ -324,11 +325,6 @@ def _load_teacher(
     log(model)
     compiles = Compiles()
     compiles.warm_up(built.decoder, compute.device, log)
-    if teacher.compile == "on":
-        say("compiling the teacher's layers")
-        compiles.compile_teacher(
-            built.teacher, built.decoder, job.heldout[0], spec.train.rows, precision, log
-        )
     return built, dataclasses.replace(job.plan.identity, backend=backend, teacher_sha256=sha256)
 
 

@@ -240,7 +240,7 @@ class _Job:
             if ranks.first:
                 self.folder.write_resolved(spec.to_dict())
             compiled = spec.student.compile == "on"
-            if compiled or spec.teacher.compile == "on":
+            if compiled:
                 self.compiles.import_compiler()
             builder = Builder(
                 plan=plan,

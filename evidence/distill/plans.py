@@ -71,7 +71,7 @@ def carry_out(folder: Path, number: int, case: dict[str, object]) -> dict[str, o
         "train.steps": STEPS, "train.rows": case["rows"], "train.accumulation": case["accumulation"],
         "data.seq_len": case["seq_len"], "student.config": student(folder, str(case["student"])),
         "student.precision": case["precision"], "memory.limit_gib": case["limit_gib"],
-        "student.compile": case["compile"], "teacher.compile": case["compile"],
+        "student.compile": case["compile"],
         "checks.on_fail": "report", "eval.rows": 4,
     }  # fmt: skip
     sets = [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]

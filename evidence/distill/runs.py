@@ -5,6 +5,7 @@ Writes a Q4_K_M GGUF of Qwen2.5-7B's shapes (152064 ids, random blocks, 4.7 GB) 
 fresh students of Qwen2.5-0.5B's shape (151936 ids) from it, each run a process of its own, started as a
 user would. What a random teacher teaches is noise; what it costs is not.
 
+    typed       what a user gets without a setting              8 x 1024 tokens a step
     exact       bf16 weights, every product in bf16, full-vocabulary KL        8 x 1024 tokens a step
     quantized   the same from weights that stay in their blocks
     within      the same with memory.limit_gib=24, and whatever is chosen then
@@ -61,6 +62,7 @@ at_end = {at_end}
 on_fail = "report"  # random weights know nothing of any text, and the check that says so would stop the run
 """
 SETS = {
+    "typed": [],
     "exact": ["teacher.backend=dequantized"],
     "quantized": ["teacher.backend=quantized"],
     "within": ["memory.limit_gib=24"],

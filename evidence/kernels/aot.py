@@ -30,10 +30,10 @@ from engine.errors import InternalError
 from engine.kernels import (
     adamw,
     choose,
-    decode_layer,
     dequantize_triton,
     fp8_quantise,
     kd_loss,
+    layer_parts,
     paged_attention,
     sparse_loss,
 )
@@ -94,14 +94,18 @@ def _generation_variants() -> tuple[Variant, ...]:
                 qkv = empty(rows, (heads + 2 * shared) * width)
                 pages = empty(9, shared, 64, width)
                 here = (pages, pages, empty(rows, 12, dtype=i32), position)
+                queries = qkv[:, : heads * width].unflatten(1, (heads, width))
+                layer_parts.turn(queries, empty(4, width // 2), empty(4, width // 2))
                 both = (empty(width), empty(width)) if norms else None
                 paged_attention.place(qkv, both, 1e-6, empty(768, 2, width // 2), *here)
                 paged_attention.attend(qkv, *here, empty(rows, heads, width))
             for width, inner in ((896, 4864), (4096, 12288)):
                 kept = empty(rows, width)
-                decode_layer.add_norm(None, kept, empty(width), 1e-6, kept)
-                decode_layer.add_norm(kept, kept, empty(width), 1e-6, kept)
-                decode_layer.gate(empty(rows, 2 * inner), "silu", empty(rows, inner))
+                layer_parts.add_norm(None, kept, empty(width), 1e-6, kept)
+                layer_parts.add_norm(kept, kept, empty(width), 1e-6, kept)
+                gate, up = empty(rows, 2 * inner).chunk(2, dim=1)
+                layer_parts.gate(gate, up, "silu", empty(rows, inner))
+                layer_parts.gate(gate, up, "silu", gate)
             state = choose.SlotState(
                 *(empty(rows, dtype=i64), position, position, position),
                 *(empty(rows, dtype=i64), position, empty(rows, dtype=f32)),

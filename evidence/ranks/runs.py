@@ -38,7 +38,6 @@ distill_runs = importlib.util.module_from_spec(found)
 found.loader.exec_module(distill_runs)
 
 SETS = (
-    "teacher.compile=on",
     "student.compile=on",
     "checks.enabled=false",
     "data.max_bytes=4000000",

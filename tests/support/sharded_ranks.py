@@ -21,6 +21,7 @@ from engine.models.decoder import Tensors
 from engine.models.packed import tensor_names
 from engine.models.packed_size import packed_size
 from engine.runtime.ranks import Ranks, join, leave, ranks_here
+from engine.teachers import build as build_module
 from engine.teachers.build import BuiltTeacher, build_teacher
 from engine.teachers.same_model import value_digest
 from engine.teachers.sharded import ShardedLayers
@@ -43,6 +44,8 @@ def path_of(folder: Path, kind: str) -> Path:
 
 
 def build(folder: Path, kind: str, shards: ShardedLayers | None = None) -> BuiltTeacher:
+    # Layers with the same input are joined where kernels run.
+    build_module.has_kernels = lambda _device: kind == "joined"
     return build_teacher(
         path_of(folder, kind),
         backend="quantized" if kind == "blocks" else "dequantized",
@@ -51,7 +54,6 @@ def build(folder: Path, kind: str, shards: ShardedLayers | None = None) -> Built
         student_vocab=99,
         probe=PROBE,
         shards=shards,
-        joined=kind == "joined",
     )
 
 

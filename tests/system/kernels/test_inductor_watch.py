@@ -14,8 +14,7 @@ import pytest
 
 from tests.support.paths import ROOT
 
-# Two real compilations and what they import take fifteen seconds; compilations in a trainer's own process are
-# counted in `teachers/test_compiled`.
+# Two real compilations and what they import take fifteen seconds.
 pytestmark = pytest.mark.soak
 
 PROGRAM = """

@@ -19,12 +19,12 @@ from engine.models.fp8 import (
     Fp8Together,
     dequantise_rows,
     fp8_linear,
-    gated_rows,
     load_fp8_decoder,
     product,
     quantise_rows,
     refuse_sides,
     round_layer,
+    to_codes,
 )
 from engine.models.frozen import freeze
 from engine.models.load import load_decoder, save_decoder
@@ -106,7 +106,7 @@ def test_the_feed_forward_layer_is_its_three_products() -> None:
     gate, up = mlp.gate(x_BTD), mlp.up(x_BTD)
     wanted_BTD = mlp.down(torch.nn.functional.silu(gate) * up)
     assert torch.allclose(mlp(x_BTD), wanted_BTD, rtol=1e-5, atol=1e-5)
-    codes, scale = gated_rows(torch.cat([gate, up], -1).flatten(0, 1))
+    codes, scale = to_codes(torch.cat([gate, up], -1).flatten(0, 1), gated=True)
     assert codes.shape == (10, 512) and scale.shape == (10, 1)
 
 
@@ -205,7 +205,7 @@ def test_the_kernel_of_the_feed_forward_layer_writes_the_codes_of_the_plain_form
     for columns in (48, 4864, 18944):
         joined_MG = (3 * torch.randn(65, 2 * columns, device="cuda")).bfloat16()
         joined_MG[3] = 0
-        codes, scale = gated_rows(joined_MG)
+        codes, scale = to_codes(joined_MG, gated=True)
         wanted, wanted_scale = gated_rows_reference(joined_MG)
         assert torch.allclose(scale, wanted_scale, rtol=1e-6, atol=0)
         far = (codes.float() - wanted.float()).abs() > 0
@@ -213,5 +213,8 @@ def test_the_kernel_of_the_feed_forward_layer_writes_the_codes_of_the_plain_form
         assert not codes[3].float().any()
         # The reductions of a GPU skip NaN; the interpreter's do not.
         joined_MG[5, 7], joined_MG[6, columns + 9] = torch.nan, torch.inf
-        codes, scale = gated_rows(joined_MG)
+        codes, scale = to_codes(joined_MG, gated=True)
         assert (codes.float() * scale).sum(1).isnan().nonzero().flatten().tolist() == [5, 6]
+        codes, scale = to_codes(joined_MG[8:])
+        wanted, wanted_scale = quantise_rows(joined_MG[8:])
+        assert torch.equal(codes.float(), wanted.float()) and torch.equal(scale, wanted_scale)

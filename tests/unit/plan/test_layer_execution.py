@@ -23,11 +23,11 @@ from tests.support.packed_models import make_config
 PLAIN = {
     "student.compile": "off",
     "student.attention": "masked",
-    "teacher.compile": "off",
+    "kernels.layers": "torch",
     "teacher.attention": "masked",
     "teacher.prefetch": "off",
 }
-ON = ("on", "packed")
+ON = ("on", "packed", "fused")
 
 
 def layer_execution(
@@ -42,7 +42,7 @@ def layer_execution(
     }
     for name, value in settings.items():
         section, key = name.split(".")
-        spec[section][key] = value
+        spec.setdefault(section, {})[key] = value
     inputs = Inputs(
         teacher=make_config(),
         teacher_size=None,
@@ -80,7 +80,7 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ("student.compile", "on"),
         ("student.attention", "packed"),
-        ("teacher.compile", "on"),
+        ("kernels.layers", "fused"),
         ("teacher.attention", "packed"),
         ("teacher.prefetch", "on"),
     ],
@@ -94,10 +94,8 @@ def test_a_setting_turns_on_what_it_names_and_nothing_else(
     assert layer_execution(tmp_path / "on", PLAIN | {setting: value}) == {setting}
 
 
-def test_of_a_teacher_whose_answers_are_stored_nothing_is_compiled_or_begun_ahead(
-    tmp_path: Path,
-) -> None:
-    wanted = PLAIN | {"teacher.compile": "on", "teacher.prefetch": "on"}
+def test_of_a_teacher_whose_answers_are_stored_nothing_is_begun_ahead(tmp_path: Path) -> None:
+    wanted = PLAIN | {"teacher.prefetch": "on"}
     found = layer_execution(tmp_path, wanted, store=object())
     assert found == set()
 

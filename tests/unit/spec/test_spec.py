@@ -200,7 +200,7 @@ def test_list_of_settings_is_frozen() -> None:
         "run.name", "run.out",
         "model.engine", "model.remote_code",
         "teacher.path", "teacher.backend", "teacher.precision",
-        "teacher.compile", "teacher.prefetch", "teacher.shard",
+        "teacher.prefetch", "teacher.shard",
         "teacher.cache", "teacher.cache_miss", "teacher.attention", "teacher.allow_identical",
         "student.path", "student.config", "student.precision", "student.compile", "student.graphs", "student.attention",
         "student.checkpointing", "student.reshard",
@@ -221,7 +221,7 @@ def test_list_of_settings_is_frozen() -> None:
         "compute.device", "compute.gpus", "compute.collective_timeout_s", "compute.threads",
         "compute.thread_wait", "compute.slow_by",
         "compute.deterministic",
-        "memory.allocator", "memory.budget", "memory.limit_gib", "kernels.prewarm",
+        "memory.allocator", "memory.budget", "memory.limit_gib", "kernels.prewarm", "kernels.layers",
         "checks.enabled", "checks.skip", "checks.on_fail", "checks.every", "checks.record",
         "watch.stall_seconds", "watch.on_stall", "watch.on_thrash", "watch.sample_seconds",
         "notify.to",
@@ -247,14 +247,14 @@ CHANGES_RESULTS = """
 """Of compute.gpus: train.rows is per GPU, so a step has more rows. Of eval.rows: the held-out loss is of them."""
 KEEPS_RESULTS = """
     run.name run.out model.engine model.remote_code data.skip_at_most
-    teacher.backend teacher.precision teacher.compile teacher.prefetch teacher.shard
+    teacher.backend teacher.precision teacher.prefetch teacher.shard
     teacher.cache teacher.cache_miss teacher.attention teacher.allow_identical
     student.precision student.compile student.graphs student.attention student.checkpointing
     student.reshard student.save_as
     vocab.align loss.kernel loss.chunk_rows train.stop_after train.update
     eval.every eval.sample_tokens checkpoint.every checkpoint.keep_last checkpoint.at_end checkpoint.sharded
     compute.device compute.collective_timeout_s compute.threads compute.thread_wait compute.slow_by
-    compute.deterministic memory.allocator memory.budget memory.limit_gib kernels.prewarm
+    compute.deterministic memory.allocator memory.budget memory.limit_gib kernels.prewarm kernels.layers
     watch.stall_seconds watch.on_stall watch.on_thrash watch.sample_seconds notify.to
     checks.enabled checks.skip checks.on_fail checks.every checks.record
     gate.smoke_steps gate.teacher_reference gate.teacher_kl gate.cache_cosine gate.cache_rows

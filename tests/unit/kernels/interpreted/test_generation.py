@@ -16,7 +16,7 @@ from engine.generation.sampling import choose as reference
 from engine.generation.size import PAGE, pages_for
 from engine.kernels import paged_attention
 from engine.kernels.choose import IDS, SlotState, choose
-from engine.kernels.decode_layer import BLOCK, add_norm, gate
+from engine.kernels.layer_parts import BLOCK, add_norm, gate
 from engine.model_families import FAMILIES
 from engine.models.decoder import ACTIVATIONS, Decoder, RMSNorm
 from tests.support.families import CHANGES
@@ -94,12 +94,12 @@ def test_a_sum_and_its_norm_are_those_of_the_decoder(columns: int, kept: torch.d
 
 
 @pytest.mark.parametrize("activation", list(ACTIVATIONS))
-@pytest.mark.parametrize("columns", [7, BLOCK + 3])
+@pytest.mark.parametrize("columns", [8, BLOCK + 4])
 def test_a_gate_is_that_of_the_decoder(activation: str, columns: int) -> None:
     generator = torch.Generator().manual_seed(columns)
     both_BN = torch.randn(3, 2 * columns, generator=generator)
     out_BD = torch.empty(3, columns)
-    gate(both_BN, activation, out_BD)
+    gate(*both_BN.chunk(2, dim=1), activation, out_BD)
     wanted_BD = ACTIVATIONS[activation](both_BN[:, :columns]) * both_BN[:, columns:]
     torch.testing.assert_close(out_BD, wanted_BD, rtol=1e-5, atol=1e-6)
 

@@ -1,0 +1,59 @@
+"""On a GPU, a teacher's layers run in warmed kernels and differ from the layers as written by rounding."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from engine.kernels.registry import REGISTRY
+from engine.models import fp8
+from engine.models.attention import remember
+from engine.models.decoder import Decoder
+from engine.models.frozen import freeze
+from engine.models.load import load_packed_decoder
+from engine.teachers.frozen import FrozenDecoder
+from engine.train.compiles import Compiles
+from tests.support.packed_models import lively, make_config, random_tokens, write
+
+pytestmark = pytest.mark.gpu
+
+
+def on_gpu(kind: str, folder: Path) -> Decoder:
+    config = make_config(num_hidden_layers=3)
+    if kind == "blocks":
+        path = write(folder / "m.gguf", lively(config), "Q4_K")
+        return load_packed_decoder(path, torch.bfloat16, "cuda")
+    decoder = freeze(lively(config).to("cuda", torch.bfloat16))
+    if kind == "fp8":
+        for layer in decoder.layers:
+            fp8.round_layer(layer)
+    return decoder
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("kind", ["dense", "blocks", "fp8"])
+def test_on_a_gpu_every_kernel_of_a_teacher_is_warmed_and_rounds_as_its_layers_do(
+    kind: str, packed: bool, tmp_path: Path
+) -> None:
+    decoder = on_gpu(kind, tmp_path)
+    decoder.packed = packed
+    tokens_BT = random_tokens(8, 128).cuda()
+    documents_BT = torch.zeros_like(tokens_BT)
+    documents_BT[:, 40:] = 1
+    remember(documents_BT, documents_BT.cpu().numpy())
+    with torch.inference_mode():
+        wanted_BTD = decoder.hidden(tokens_BT, documents_BT).float()
+    teacher = FrozenDecoder(decoder, "fp8" if kind == "fp8" else "bf16")
+    Compiles().warm_up(decoder, torch.device("cuda"), lambda _event: None)
+    warmed = REGISTRY.requested()
+    found_BTD = teacher.hidden(tokens_BT, documents_BT).float()
+    with REGISTRY.noting() as launched:
+        teacher.hidden(tokens_BT, documents_BT)
+    assert launched and set(launched) <= warmed and REGISTRY.requested() == warmed
+    # Each of 6 branches is rounded to 8 bits, and in fp8 a value between two codes goes either way.
+    limit = 0.1 if kind == "fp8" else 2**-7
+    assert (found_BTD - wanted_BTD).norm() <= limit * wanted_BTD.norm()

@@ -1,0 +1,100 @@
+"""A frozen decoder whose layers run in kernels has the hidden states of the decoder as written."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from engine.kernels import layer_parts
+from engine.kernels.registry import REGISTRY
+from engine.model_families import FAMILIES
+from engine.models import frozen
+from engine.models.decoder import rotate
+from engine.models.frozen import JoinedLinear, freeze, join, kernels_of, use_kernels
+from engine.models.load import load_packed_decoder
+from engine.teachers.frozen import FrozenDecoder
+from tests.support.families import CHANGES
+from tests.support.packed_models import lively, make_config, random_tokens, write
+
+LENGTH = 20
+
+
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels run here, in the interpreter."""
+    monkeypatch.setattr(frozen, "has_kernels", lambda _device: True)
+
+
+def batch(rows: int, length: int = LENGTH) -> tuple[Tensor, Tensor]:
+    tokens_BT = random_tokens(rows, length)
+    documents_BT = torch.zeros_like(tokens_BT)
+    documents_BT[:, length // 3 :] = 1
+    return tokens_BT, documents_BT
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("documents", [True, False])
+@pytest.mark.parametrize("family", list(FAMILIES))
+def test_kernels_compute_what_the_layers_of_every_family_compute(
+    family: str, documents: bool
+) -> None:
+    config = make_config(family, **CHANGES[family])
+    plain, found = (freeze(lively(config)) for _ in range(2))
+    use_kernels(found)
+    tokens_BT, documents_BT = batch(3)
+    given = documents_BT if documents else None
+    before = REGISTRY.requested()
+    with torch.inference_mode():
+        found_BTD, wanted_BTD = found.hidden(tokens_BT, given), plain.hidden(tokens_BT, given)
+    torch.testing.assert_close(found_BTD, wanted_BTD, rtol=1e-4, atol=1e-4)
+    assert REGISTRY.requested() - before <= set(kernels_of(found))
+    assert any(each.function is layer_parts._gate for each in REGISTRY.requested())
+
+
+@pytest.mark.usefixtures("kernels")
+def test_a_frozen_decoder_in_blocks_runs_its_layers_in_kernels(tmp_path: Path) -> None:
+    path = write(tmp_path / "m.gguf", lively(make_config()), "Q4_K")
+    plain = freeze(load_packed_decoder(path))
+    teacher = FrozenDecoder(load_packed_decoder(path))
+    with torch.inference_mode():
+        wanted_BTD = plain.hidden(*batch(2))
+    torch.testing.assert_close(teacher.hidden(*batch(2)), wanted_BTD, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("positions", [5, 10])
+def test_heads_are_rotated_in_place_and_what_lies_beside_them_is_not_touched(
+    positions: int,
+) -> None:
+    """Queries and keys lie side by side in one tensor; only the first 2 R numbers of a head are rotated."""
+    generator = torch.Generator().manual_seed(positions)
+    joined_BTN = torch.randn(2, 5, 7 * 16, generator=generator)
+    x_BTHE = torch.unflatten(joined_BTN[..., 16:64], -1, (3, 16))
+    angle_XT1R = torch.randn(positions // 5, 5, 1, 6, generator=generator)
+    cos, sin = angle_XT1R.cos(), angle_XT1R.sin()
+    before_BTN = joined_BTN.clone()
+    wanted_BTHE = rotate(x_BTHE, cos, sin)
+    layer_parts.turn(x_BTHE.flatten(0, 1), cos.view(-1, 6), sin.view(-1, 6))
+    torch.testing.assert_close(x_BTHE, wanted_BTHE)
+    assert torch.equal(joined_BTN[..., :16], before_BTN[..., :16])
+    assert torch.equal(joined_BTN[..., 64:], before_BTN[..., 64:])
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama"])
+def test_joining_dense_layers_moves_no_value_and_no_name(family: str) -> None:
+    config = make_config(family)
+    before, joined = freeze(lively(config)), join(freeze(lively(config)))
+    assert {n for n, _ in joined.named_buffers()} == {n for n, _ in before.named_buffers()}
+    for name, buffer in before.named_buffers():
+        assert torch.equal(joined.get_buffer(name), buffer), name
+    with torch.no_grad():
+        wanted_BTD = before.hidden(random_tokens(2, 20))
+        assert torch.allclose(joined.hidden(random_tokens(2, 20)), wanted_BTD, atol=1e-5)
+    first = joined.layers[0].mlp.gate
+    assert isinstance(first, JoinedLinear)
+    up = joined.layers[0].mlp.up.weight
+    assert up.untyped_storage().data_ptr() == first.weight_NK.untyped_storage().data_ptr()
