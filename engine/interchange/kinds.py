@@ -118,6 +118,8 @@ def _below(folder: Path) -> Iterator[Log]:
             folders.clear()
             yield Log(place, "mlflow", read_mlflow)
             continue
+        if any(file.endswith(".wandb") for file in files):
+            folders.clear()  # W&B's own log, and the libraries that were installed
         # Of a trainer's checkpoints the newest has the log of all.
         checkpoints = sorted((one for one in folders if one.startswith("checkpoint-")), key=_number)
         dropped = {*checkpoints[:-1], *(checkpoints if "trainer_state.json" in files else ())}

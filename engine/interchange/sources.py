@@ -11,12 +11,13 @@ import contextlib
 import csv
 import hashlib
 import io
+import itertools
 import math
 import os
 import sqlite3
 import struct
 import zlib
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -535,12 +536,14 @@ def _parquet_rows(recorded: Recorded) -> Iterator[Row]:
 def _take_rows(
     recorded: Recorded, rows: Iterable[Row], given: Mapping[str, str], names: Collection[str] = ()
 ) -> None:
-    """Take the numbers of rows. Their step is in the column that is given or one of STEP, else it is the number of the
-    row; their time is in the one that is given or one of TIME, else it is the time of the file. Both are looked for
-    among `names`, by default those of the first row."""
+    """Take the numbers of rows. Their step is in the column that is given or one of STEP, or that of epochs where the
+    first rows are of one each, else it is the number of the row; their time is in the column that is given or one of
+    TIME, else it is the time of the file. They are looked for among `names`, by default those of the first row."""
     path, file_unix_s = recorded.path, recorded.path.stat().st_mtime
     step_name = time_name = None
-    for number, (line, row) in enumerate(rows, 1):
+    rows = iter(rows)
+    begin = [*itertools.islice(rows, 2)]
+    for number, (line, row) in enumerate(itertools.chain(begin, rows), 1):
         where = f"{path} line {line}"
         if number == 1:
             names = names or row.keys()
@@ -548,7 +551,7 @@ def _take_rows(
                 if given[ours] not in names:
                     found = ", ".join(list(names)[:8])
                     raise BadInput.expected("--map", f"{ours}={given[ours]}", "a column", found)
-            step_name = given.get("step") or find(STEP, names)
+            step_name = given.get("step") or find(STEP, names) or _epochs([row for _, row in begin])
             time_name = given.get("time") or find(TIME, names)
             recorded.is_timed = time_name is not None
         step = number if step_name is None else _whole(row.get(step_name))
@@ -566,6 +569,14 @@ def _take_rows(
                     continue
                 if found_number is not None:
                     recorded.add(name, step, unix_s, found_number, where)
+
+
+def _epochs(begin: Sequence[Mapping[str, Any]]) -> str | None:
+    """Return the name of the column of epochs of a log whose first rows are of one each."""
+    name = find(("epoch",), begin[0]) or ""
+    epochs = [_whole(row.get(name)) for row in begin]
+    is_each = len(epochs) == 2 and None not in epochs and epochs[1] == (epochs[0] or 0) + 1
+    return name if is_each else None
 
 
 def _flat(row: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -2,9 +2,8 @@
 
     python -m evidence.interchange.beside --rivals FOLDER_OF_THEIR_COMMANDS --out evidence/interchange/beside.json
 
-The curves are those of this repository's tests (`tests/support/curves.py`), so its own row is no measurement of how
-well it does on logs that it has not seen. Each is written as a kind of log that has the numbers in which its fault
-shows itself, in turn. `said` is a finding of the level warning or worse; `step` is within what the tests allow.
+The logs are those of `by_libraries.py`, as the libraries have written them. `said` is a finding of the level warning or
+worse; with its step it is at most WITHIN steps from where the fault began. A log that a tool does not read is counted.
 """
 
 from __future__ import annotations
@@ -12,35 +11,27 @@ from __future__ import annotations
 import argparse
 import json
 import subprocess
+import tarfile
 import tempfile
-from collections import Counter
-from collections.abc import Sequence
-from itertools import cycle
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from engine.interchange.importing import diagnose_recorded
 from engine.interchange.kinds import find_logs
 from engine.interchange.sources import Recorded
 from engine.watch.verdict_line import HEALTHY, UNDECIDED, verdict_of
-from tests.support.curves import faults, healthy
-from tests.support.foreign_logs import KINDS
 
-ALL = ("table", "trainer_state", "json_lines", "parquet", "lightning_csv", "mlflow_files")
-OF = {
-    "slow_steps": ("nanogpt",),
-    "slow_for_a_while": ("nanogpt",),
-    "slows_down": ("nanogpt",),
-    "stalls": ("table", "torchtitan", "mlflow_files"),
-    "overfits": ("table", "trainer_state", "json_lines", "mlflow_files", "nanogpt"),
-    "leaks": ("table", "trainer_state", "json_lines", "mlflow_files", "nanogpt"),
-}
-"""Kinds of log that have what a fault shows itself in, where not every kind has it."""
-Said = list[tuple[str, float | None]]
+LOGS = Path(__file__).with_name("by_libraries.tar.xz")
+WITHIN = 12
+Said: TypeAlias = list[tuple[str, float | None]]
 """Findings of the level warning or worse: name and step."""
+Ask: TypeAlias = Callable[[Path], Said | None]
+"""Returns what a tool says of the log at a path; None if it reads none there."""
 
 
-def ours(path: Path) -> Said:
+def ours(path: Path) -> Said | None:
     (log,) = find_logs(path)
     assert log.read is not None
     recorded = Recorded(path=log.path)
@@ -48,23 +39,30 @@ def ours(path: Path) -> Said:
     found = diagnose_recorded(recorded, log.source, {}).found
     assert found.view.finished is not None
     verdict = verdict_of(found.judged_view, found.view.finished.state)
-    return [] if verdict.level in (HEALTHY, UNDECIDED) else [(verdict.id, verdict.since)]
+    return (
+        []
+        if verdict.level in (HEALTHY, UNDECIDED)
+        else [(verdict.id or verdict.level, verdict.since)]
+    )
 
 
-def trainproof(command: Path, path: Path) -> Said:
-    found = _json(command, "doctor", "--json", path)
+def trainproof(command: Path, path: Path) -> Said | None:
+    reports = _json(command, "doctor", "--json", path).get("reports", ())
+    found = [one for report in reports for one in report["findings"]]
+    if not reports or any(one["id"] == "TP-NO-LOSS" for one in found):
+        return None
     return [
-        (one["id"], _number(one.get("step")))
-        for report in found.get("reports", ())
-        for one in report["findings"]
-        if one["level"] in ("WARN", "FAIL")
+        (one["id"], _number(one.get("step"))) for one in found if one["level"] in ("WARN", "FAIL")
     ]
 
 
-def runmedic(command: Path, path: Path) -> Said:
+def runmedic(command: Path, path: Path) -> Said | None:
+    runs = _json(command, "diagnose", "--json", path)
+    if not runs or not any(run["roles"] for run in runs):
+        return None
     return [
         (one["check"], _number(one.get("step")))
-        for run in _json(command, "diagnose", "--json", path)
+        for run in runs
         for one in run.get("findings", ())
         if one["severity"] in ("critical", "warning")
     ]
@@ -84,6 +82,12 @@ def _number(value: object) -> float | None:
     return float(value) if isinstance(value, int | float) else None
 
 
+def said_of(ask: Ask, path: Path) -> Said | None:
+    """Return what a tool says of a folder, or of the file in it if it does not read the folder."""
+    places = [path, *(log.path for log in find_logs(path))]
+    return next((said for place in places if (said := ask(place)) is not None), None)
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
@@ -91,50 +95,45 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--out", type=Path)
     given = parser.parse_args(arguments)
-    tools: dict[str, Any] = {"engine diagnose": ours}
+    tools: dict[str, Ask] = {"engine diagnose": ours}
     versions = {}
-    for name, ask in (("trainproof", trainproof), ("runmedic", runmedic)):
+    for name, rival in (("trainproof", trainproof), ("runmedic", runmedic)):
         if given.rivals is not None:
             command = given.rivals / name
-            tools[name] = lambda path, ask=ask, command=command: ask(command, path)
+            tools[name] = partial(rival, command)
             told = subprocess.run(
                 [command, "--version"], capture_output=True, text=True, check=True
             )
             versions[name] = told.stdout.split()[-1]
-    kinds = cycle(ALL)
     rows: list[dict[str, Any]] = []
-    with tempfile.TemporaryDirectory() as folder:
-        made = [(name, one.points, one) for name, one in faults().items()]
-        for at, (name, points, fault) in enumerate(
-            [*made, *((name, points, None) for name, points in healthy().items())]
-        ):
-            of = OF.get(name, ALL)
-            kind = next(one for one in kinds if one in of or len(of) < len(ALL))
-            kind = kind if kind in of else of[at % len(of)]
-            path = KINDS[kind](points, Path(folder) / name)
-            row: dict[str, Any] = {"log": name, "kind": kind, "fault": fault is not None}
-            for tool, ask in tools.items():
-                said = ask(path)
-                row[tool] = said
-                if fault is not None:
-                    row[f"{tool}, step"] = any(
-                        step is not None and abs(step - fault.step) <= fault.within
-                        for _, step in said
-                    )
-            rows.append(row)
-    total = Counter("fault" if row["fault"] else "healthy" for row in rows)
-    print(f"{total['fault']} logs with one fault, {total['healthy']} healthy ones; {versions}")
-    summary = {}
-    for tool in tools:
-        summary[tool] = {
-            "of a fault": sum(bool(row[tool]) for row in rows if row["fault"]),
-            "with its step": sum(row[f"{tool}, step"] for row in rows if row["fault"]),
-            "of healthy ones": sum(bool(row[tool]) for row in rows if not row["fault"]),
+    with tempfile.TemporaryDirectory() as folder, tarfile.open(LOGS) as archive:
+        archive.extractall(folder, filter="data")
+        index = json.loads((Path(folder) / "index.json").read_text())
+        for log in index["logs"]:
+            said = {tool: said_of(ask, Path(folder) / log["log"]) for tool, ask in tools.items()}
+            rows.append(log | said)
+    faulty, sound = (
+        [row for row in rows if bool(row["fault"]) is is_faulty] for is_faulty in (True, False)
+    )
+    summary = {
+        tool: {
+            "of a fault": sum(bool(row[tool]) for row in faulty),
+            "with its step": sum(_is_near(row[tool], row["step"]) for row in faulty),
+            "of healthy ones": sum(bool(row[tool]) for row in sound),
+            "not read": sum(row[tool] is None for row in rows),
         }
-        print(f"{tool:16} {summary[tool]}")
+        for tool in tools
+    }
+    print(f"{len(faulty)} logs with one fault, {len(sound)} healthy ones; {versions}")
+    for tool, counts in summary.items():
+        print(f"{tool:16} {counts}")
     if given.out is not None:
-        found = {"versions": versions, "logs": dict(total), "summary": summary, "rows": rows}
+        found = {"versions": index["versions"] | versions, "summary": summary, "rows": rows}
         given.out.write_text(json.dumps(found, indent=1) + "\n")
+
+
+def _is_near(said: Said | None, step: int) -> bool:
+    return any(one is not None and abs(one - step) <= WITHIN for _, one in said or ())
 
 
 if __name__ == "__main__":

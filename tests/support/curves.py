@@ -226,6 +226,7 @@ def healthy() -> dict[str, list[Point]]:
         "full_batch_converged": drawn(lambda s, n: 0.3 + 2 * math.exp(-s / 5)),
         "losses_of_grpo": drawn(lambda s, n: 0.0),
         "short": drawn(learns, count=25),
+        "bad_batch_at_the_start": drawn(lambda s, n: 60.0 if s == 2 else 2.31 + n.gauss(0, 0.05)),
         "starts_low": drawn(lambda s, n: 0.9 + n.gauss(0, 0.03) + 0.2 * math.exp(-s / 20)),
     }
 

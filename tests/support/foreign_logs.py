@@ -1,8 +1,7 @@
-"""Logs of other tools, to the byte as their sources write them: TensorBoard and W&B write their own."""
+"""Logs of other tools, to the byte as their sources write them."""
 
 from __future__ import annotations
 
-import csv
 import json
 import math
 import sqlite3
@@ -109,20 +108,6 @@ def lightning_bar(points: Points, path: Path, batches: int = 100) -> Path:
     return _written(path / "lightning.log", "".join(parts) + "\n`Trainer.fit` stopped\n")
 
 
-def lightning_csv(points: Points, path: Path) -> Path:
-    """Rows as CSVLogger writes them: a row of its own for a validation, empty cells for the rest."""
-    folder = path / "lightning_logs" / "version_0"
-    folder.mkdir(parents=True)
-    with (folder / "metrics.csv").open("w", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(["epoch", "lr-AdamW", "step", "train_loss", "val_loss"])
-        for p in points:
-            writer.writerow([0, p.lr, p.step, p.loss, ""])
-            if p.held_out is not None:
-                writer.writerow([0, "", p.step, "", p.held_out])
-    return folder / "metrics.csv"
-
-
 def torchtitan(points: Points, path: Path) -> Path:
     red, green, orange, reset = "\033[31m", "\033[32m", "\033[38;2;180;60;0m", "\033[39m"
     lines = [f"[titan] {stamp(BEGAN_S)} - root - INFO - Starting job: debug training"]
@@ -137,15 +122,6 @@ def torchtitan(points: Points, path: Path) -> Path:
                 f"{begin}validate step: {p.step:2}  {green}loss: {p.held_out:7.4f}  memory:  1.04GiB(1.09%)"
             )
     return _written(path / "torchtitan.log", "\n".join(lines) + "\n")
-
-
-def torchtune(points: Points, path: Path) -> Path:
-    """A file of DiskLogger."""
-    lines = [
-        f"Step {p.step} | loss:{p.loss} lr:{p.lr} tokens_per_second_per_gpu:2100.5 grad_norm:{p.grad_norm} "
-        for p in points
-    ]
-    return _written(path / "log_1750000000.txt", "\n".join(lines) + "\n")
 
 
 def plain(points: Points, path: Path) -> Path:
@@ -226,24 +202,6 @@ def table(points: Points, path: Path) -> Path:
     )
 
 
-def parquet(points: Points, path: Path) -> Path:
-    import pyarrow
-    import pyarrow.parquet
-
-    columns = {
-        "step": [p.step for p in points],
-        "loss": [p.loss for p in points],
-        "lr": [p.lr for p in points],
-    }
-    columns |= {
-        "grad_norm": [p.grad_norm for p in points],
-        "val_loss": [p.held_out for p in points],
-    }
-    path.mkdir(parents=True, exist_ok=True)
-    pyarrow.parquet.write_table(pyarrow.table(columns), path / "history.parquet")
-    return path / "history.parquet"
-
-
 def _metrics(p: Point) -> list[tuple[str, float]]:
     named = {"train_loss": p.loss, "lr": p.lr, "grad_norm": p.grad_norm, "val_loss": p.held_out}
     return [(name, value) for name, value in named.items() if value is not None]
@@ -295,25 +253,6 @@ def mlflow_database(points: Points, path: Path, runs: Sequence[str] = ("a" * 32,
     return path / "mlflow.db"
 
 
-def tensorboard(points: Points, path: Path) -> Path:
-    from tensorboard.compat.proto.event_pb2 import Event
-    from tensorboard.compat.proto.summary_pb2 import Summary
-    from tensorboard.summary.writer.event_file_writer import EventFileWriter
-
-    writer = EventFileWriter(str(path / "tb"))
-    for p in points:
-        named = {
-            "train/loss": p.loss,
-            "train/lr": p.lr,
-            "train/grad_norm": p.grad_norm,
-            "eval/loss": p.held_out,
-        }
-        values = [Summary.Value(tag=n, simple_value=v) for n, v in named.items() if v is not None]
-        writer.add_event(Event(step=p.step, wall_time=p.unix_s, summary=Summary(value=values)))
-    writer.close()
-    return path / "tb"
-
-
 KINDS: dict[str, Callable[[Points, Path], Path]] = {
     each.__name__: each
     for each in (
@@ -322,13 +261,17 @@ KINDS: dict[str, Callable[[Points, Path], Path]] = {
             transformers_text,
             axolotl,
             lightning_bar,
-            lightning_csv,
             torchtitan,
-            torchtune,
             plain,
             coqui,
         ),
-        *(trainer_state, json_lines, table, parquet, mlflow_files, mlflow_database, tensorboard),
+        *(
+            trainer_state,
+            json_lines,
+            table,
+            mlflow_files,
+            mlflow_database,
+        ),
     )
 }
 

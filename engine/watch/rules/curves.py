@@ -50,6 +50,9 @@ BELOW, BELOW_NATS, BELOW_EVALS = 1 / 3, 0.3, 3
 GROWS, GROWS_POINTS, GROWS_EVENLY = 0.15, 20, 0.5
 """Growth of memory, as a share; its fewest readings; the least quarter of it, as a share of the mean quarter."""
 SLOW_TIMES, SLOW_LEAST, SLOW_SHARE, SLOW_REGULAR = 3.0, 5, 0.15, 0.8
+SLOW_PART = 0.25
+"""Least time that a slow step loses, as a share of what those lose that lose the most: a step of a few milliseconds is
+often some milliseconds late."""
 GAP_S, GAP_TIMES, GAP_OTHERS = 300.0, 30.0, 3.0
 """Shortest gap in seconds; its ratio to the median time of a step, and to the second longest gap."""
 
@@ -223,6 +226,14 @@ def logged_memory_grows(case: Case) -> Symptom | None:
     return None
 
 
+def _half_lost(losses: list[float]) -> float:
+    """Return the loss at which half of all that is lost is reached, from the largest one on; 0 for none."""
+    total = sum(losses)
+    ordered = sorted(losses, reverse=True)
+    sums = itertools.accumulate(ordered)
+    return next((one for one, upto in zip(ordered, sums, strict=True) if 2 * upto >= total), 0.0)
+
+
 def _stretches(
     pairs: Sequence[tuple[float, float]], over_s: float
 ) -> Iterator[list[tuple[float, float]]]:
@@ -241,6 +252,8 @@ def slow_steps_recur(case: Case) -> Symptom | None:
     pairs = case.pairs("step_s", "step", rows := _whole(case))[1:]
     usual = median([seconds for seconds, _ in pairs])
     slow = [(seconds, int(step)) for seconds, step in pairs if seconds > SLOW_TIMES * usual]
+    least_s = usual + SLOW_PART * _half_lost([seconds - usual for seconds, _ in slow])
+    slow = [one for one in slow if one[0] >= least_s]
     lost = sum(seconds - usual for seconds, _ in slow)
     if (
         len(slow) < SLOW_LEAST

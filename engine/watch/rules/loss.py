@@ -62,6 +62,11 @@ RISE_RETURNS = 0.25
 """Share of the rise by which a loss that is coming back fell between the last two windows."""
 RISE_FAR = 3.0
 """Ratio of the lowest loss after an explosion to the first one, with which its scatter does not matter."""
+RISE_EXPLODES, RISE_EXPLODES_ROWS = 10.0, 3
+"""Ratio of the losses of an explosion to the first one and to those of the end; their number in the first RISE_WITHIN,
+so that one bad batch is none. After it a loss that is not below the first one has learnt nothing."""
+DESTROYED = "the first updates destroyed what the weights had: most often a learning rate that is far too large"
+"""Meaning of a loss that rose at once."""
 ALPHA_STEPS = 50
 ALPHA_NEAR = 0.02
 ALPHA_CE_NEAR = 0.05
@@ -224,7 +229,8 @@ def loss_is_constant(case: Case) -> Symptom | None:
     threshold=f"median loss of the newest {RISE_NEWEST} steps {RISE_TIMES:g} times that of the first {RISE_FIRST}, or "
     f"of the first and {RISE_SIGMAS:g} robust sigmas above it, with hardly a step below; where it is not known to be a "
     f"cross entropy {RISE_SIGMAS_UNKNOWN:g} sigmas above it since the first "
-    f"{RISE_WITHIN} logged steps; from step {RISE_FROM} and {RISE_ROWS} logged steps on",
+    f"{RISE_WITHIN} logged steps; or not below the first, with {RISE_EXPLODES_ROWS} of the first {RISE_WITHIN} over "
+    f"{RISE_EXPLODES:g} times both; from step {RISE_FROM} and {RISE_ROWS} logged steps on",
 )
 def loss_rose_for_good(case: Case) -> Symptom | None:
     everything = case.steps(len(case.view.steps), at_least=RISE_ROWS, session=False)
@@ -240,6 +246,18 @@ def loss_rose_for_good(case: Case) -> Symptom | None:
     newest, start = case.column("loss", rows), case.column("loss", everything[:RISE_FIRST])
     now, lowest = median(newest), sorted(newest)[len(newest) // RISE_BELOW]
     level, one = median(start), start[0]
+    if (
+        exploded := _exploded(case.pairs("loss", "step", everything[:RISE_WITHIN]), now)
+    ) is not None:
+        peak, step = exploded
+        return Symptom(
+            f"the loss rose from {one:.3g} to {peak:.4g} and is {now:.3g} after {case.view.last_step} steps: "
+            "not below its start",
+            [(f"loss, median of the newest {len(newest)}", now, f"expected less than {one:.4g}")],
+            replace(case.span(everything), first_step=step),
+            meaning=DESTROYED,
+            **case.lower_rate(100),
+        )
     if now < RISE_TIMES * min(level, one):
         return None
     if is_known:
@@ -267,9 +285,19 @@ def loss_rose_for_good(case: Case) -> Symptom | None:
             ("loss, the lowest but outliers", lowest, f"{first:.4g} at the start"),
         ],
         _since(case, "loss", rows, first, RISE_WITHIN),
-        meaning="the first updates destroyed what the weights had: most often a learning rate that is far too large",
+        meaning=DESTROYED,
         **case.lower_rate(100),
     )
+
+
+def _exploded(losses: Sequence[tuple[float, float]], now: float) -> tuple[float, int] | None:
+    """Return the peak of an explosion in the first steps, and its first step; None if the loss is `now` below the first
+    one, or there was none."""
+    first = losses[0][0]
+    high = [(loss, step) for loss, step in losses if loss >= RISE_EXPLODES * max(first, now)]
+    if not 0 < first <= now or len(high) < RISE_EXPLODES_ROWS:
+        return None
+    return max(high)[0], int(high[0][1])
 
 
 def _since(case: Case, name: str, rows: range, limit: float, window: int) -> Span:
