@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from array import array
 from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
@@ -22,11 +22,11 @@ from typing import Any
 
 from engine.log.downsample import bucket_at, buckets, equal_widths
 from engine.log.folder import RunFolder, WatchedCommand
-from engine.log.text import alert_lines, commit_text
+from engine.log.text import alert_lines
 from engine.log.view import RunView
 from engine.receipts.receipt import effective_of
-from engine.spec.sections import options
-from engine.units import format_bytes, format_count, format_seconds, format_value
+from engine.report.compared import METRICS, Difference, Metric, all_settings, differing
+from engine.units import format_count, format_seconds
 from engine.watch.runs_feed import READ_BUDGET_S
 from workbench.feed import RunFeed, Snapshot
 from workbench.groups import Samples, samples_of
@@ -36,36 +36,6 @@ from workbench.traces import GAP, Trace
 AXES = ("step", "tokens", "time")
 UNTIMED_S = 60.0
 """A longer pause between two steps (longer than an evaluation or a checkpoint) breaks the line."""
-NOT_SETTINGS = frozenset({"run.name", "run.out"})
-
-
-@dataclass(frozen=True, slots=True)
-class Metric:
-    """A value logged at each step, or at each evaluation."""
-
-    name: str
-    column: str
-    """Column of the table of steps; empty for the held-out loss."""
-    text: Callable[[float | None], str] = format_value
-    unit: str = ""
-
-    @property
-    def title(self) -> str:
-        """The name with the unit, for a figure whose numbers have none."""
-        return f"{self.name}, {self.unit}" if self.unit else self.name
-
-
-METRICS = (
-    Metric("loss", "loss", unit="nats"),
-    Metric("held-out", "", unit="nats"),
-    Metric("step time", "step_s", format_seconds, "s"),
-    Metric("tokens/s", "tokens_per_s", format_count),
-    Metric("grad norm", "grad_norm"),
-    Metric("lr", "lr"),
-    Metric("kd", "kd", unit="nats"),
-    Metric("ce", "ce", unit="nats"),
-)
-"""Metrics in the order in which they are shown, the most common first."""
 
 
 def axis_text(axis: str, x: float) -> str:
@@ -90,6 +60,19 @@ class Compared:
     @property
     def view(self) -> RunView:
         return self.snapshot.view
+
+    @property
+    def state(self) -> str:
+        return self.snapshot.state
+
+    @property
+    def command(self) -> WatchedCommand | None:
+        return self.snapshot.command
+
+    @property
+    def total_tokens(self) -> float | None:
+        count = len(self.view.steps)
+        return self.tokens[count - 1] if count else None
 
     def _xs(self, axis: str) -> tuple[array[float], float]:
         """Return the x of each step, and the origin to subtract."""
@@ -214,10 +197,7 @@ class _Followed:
             slot=self.slot,
             snapshot=snapshot,
             tokens=self._tokens,
-            settings={
-                **effective_settings(self._effective(), snapshot.view),
-                **(_command_settings(snapshot.command, snapshot.view) if snapshot.command else {}),
-            },
+            settings=all_settings(self._effective(), snapshot.view, snapshot.command),
         )
 
     def _effective(self) -> dict[str, Any]:
@@ -265,88 +245,12 @@ class CompareFeed:
         return comparison
 
 
-def effective_settings(effective: Mapping[str, Any], view: RunView) -> dict[str, str]:
-    """Return every setting of a run as text, with what `auto` resolved to, and the weights, device and versions
-    that ran."""
-    spec = effective.get("spec")
-    found: dict[str, str] = {}
-    for section, values in (spec if isinstance(spec, dict) else {}).items():
-        if isinstance(values, dict):
-            found |= {f"{section}.{name}": str(value) for name, value in values.items()}
-    for decision in view.decisions:
-        asked = found.get(decision.knob)
-        if asked is not None and asked != decision.choice:
-            found[decision.knob] = f"{asked}: {decision.choice}"
-    for role, model in view.models.items():
-        found[f"{role} weights"] = f"{model.sha256[:12]} {model.precision}"
-    if view.started is not None:
-        for name in ("device", "engine", "torch", "python"):
-            found[name] = str(getattr(view.started, name))
-    return {key: value for key, value in found.items() if key not in NOT_SETTINGS}
-
-
-def _command_settings(command: WatchedCommand, view: RunView) -> dict[str, str]:
-    """Return what is known of a watched script; its settings are unknown."""
-    found = {
-        "command.line": command.line,
-        "command.folder": command.folder,
-        "command.commit": commit_text(command) or "unknown",
-    }
-    if (one := view.watched) is not None:
-        found |= {
-            "optimizer": f"{one.optimizer} of {format_count(one.parameters)} parameters",
-            "device": one.device,
-            "torch": one.torch,
-            "python": one.python,
-        }
-    return found
-
-
 # Texts.
-
-ABSENT = "-"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Difference:
-    """A setting that differs between runs."""
-
-    key: str
-    values: tuple[tuple[tuple[int, ...], str], ...]
-    """Each distinct value with the indices of the runs that have it, in the order of the runs."""
-
-
-FIRST = ("train.lr", "loss.alpha", "loss.temperature", "train.rows", "train.steps")
-"""The settings that are changed most often, above all others."""
-OPTIONS = {option.key: option for option in options()}
-
-
-def _place(key: str) -> tuple[int, int]:
-    """Return the sort key of a setting among those that differ: numbers that change what is learnt, other numbers,
-    choices, then paths, texts and what is known from the log; within each by `FIRST`."""
-    option = OPTIONS.get(key)
-    if option is None:
-        kind = 3
-    elif option.type_name in ("int", "float"):
-        kind = 0 if option.changes_results else 1
-    else:
-        kind = 2 if option.allowed or option.type_name == "bool" else 3
-    return kind, FIRST.index(key) if key in FIRST else len(FIRST)
 
 
 def differences(runs: Sequence[Compared], here: Path | None = None) -> list[Difference]:
-    """Return the settings that differ, numbers first; paths as they are seen from `here`, by default the current
-    folder. A run whose settings cannot be read is left out of the comparison."""
-    known = [place for place, run in enumerate(runs) if _is_known(run)]
-    found = []
-    for key in dict.fromkeys(key for place in known for key in runs[place].settings):
-        values: dict[str, list[int]] = {}
-        for place in known:
-            values.setdefault(runs[place].settings.get(key, ABSENT), []).append(place)
-        if len(values) > 1:
-            grouped = tuple((tuple(at), path_text(value, here)) for value, at in values.items())
-            found.append(Difference(key=key, values=grouped))
-    return sorted(found, key=lambda one: _place(one.key))
+    """Return the settings that differ; paths as they are seen from `here`, by default the current folder."""
+    return differing(runs, lambda value: path_text(value, here))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -374,60 +278,6 @@ def groups_by(runs: Sequence[Compared], found: Sequence[Difference], key: str) -
     grouped = {at for places, _ in values for at in places}
     alone = [run for at, run in enumerate(runs) if at not in grouped]
     return (*groups, *(Group(value="not on record", runs=(run,)) for run in alone))
-
-
-def _is_known(run: Compared) -> bool:
-    """Whether its settings are recorded (`section.name`), not only the models and device from its log."""
-    return any("." in key for key in run.settings)
-
-
-def settings_note(runs: Sequence[Compared], letters: Sequence[str]) -> str:
-    """Return the note below the settings that differ; empty where none is needed."""
-    unknown = [x for run, x in zip(runs, letters, strict=True) if not _is_known(run)]
-    if unknown:
-        return f"{', '.join(unknown)}: no settings on record, so not compared"
-    return "" if differences(runs) else "every setting is the same in all of them"
-
-
-def results_table(runs: Sequence[Compared]) -> list[list[str]]:
-    """Return a row for each result: its name, and its value in each run."""
-    columns = [_results(run) for run in runs]
-    return [[name, *(column[name] for column in columns)] for name in columns[0]] if columns else []
-
-
-def _results(run: Compared) -> dict[str, str]:
-    view = run.view
-    steps = view.steps
-    student = [e.loss for e in view.evals if e.subject == "student"]
-    finite = [loss for loss in student if loss is not None and math.isfinite(loss)]
-    teacher = view.eval_of("teacher")
-    seconds = None
-    if view.first_unix_s is not None and view.last_unix_s is not None:
-        seconds = max(0.0, view.last_unix_s - view.first_unix_s)
-    peak = view.memory_peak
-
-    def shown(value: float | None, text: Callable[[float | None], str] = format_value) -> str:
-        return ABSENT if value is None else text(value)
-
-    return {
-        "state": run.snapshot.state,
-        "step": f"{view.last_step}/{ABSENT if view.total_steps is None else view.total_steps}",
-        "loss": shown(steps.last("loss")),
-        "held-out": shown(student[-1] if student else None),
-        "best held-out": shown(min(finite, default=None)),
-        "teacher's": shown(teacher.loss if teacher else None),
-        "tokens/s": shown(view.tokens_per_second(), format_count),
-        # A script that is not ours may not say how many tokens its steps have.
-        "tokens": shown(
-            None if steps.last("tokens") is None else run.tokens[len(steps) - 1], format_count
-        ),
-        "wall time": shown(seconds, format_seconds),
-        "peak memory": shown(getattr(peak, "measured_bytes", None), format_bytes),
-        # A probe logs the values themselves, and no event of its own for those that are not finite.
-        "not finite": ABSENT if run.snapshot.command else str(len(view.non_finite)),
-        "alerts": str(len(view.alerts)),
-        "sessions": str(view.sessions),
-    }
 
 
 def alerts_words(runs: Sequence[Compared], letters: Sequence[str]) -> list[str]:

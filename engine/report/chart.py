@@ -22,10 +22,11 @@ from engine.flips.pair import Pair
 from engine.flips.plan import Plan
 from engine.log.axis import Axis
 from engine.log.downsample import Row, points
-from engine.log.figures import Curve, Figure, figures_of
+from engine.log.figures import Curve, Figure, figures_of, held_out
 from engine.log.sparkline import value_range
 from engine.log.table import Column, numbers
 from engine.log.view import RunView
+from engine.report.compared import METRICS
 from engine.terminal import as_html, printable
 from engine.units import format_bytes
 
@@ -156,6 +157,53 @@ def browser_charts(view: RunView) -> dict[str, Any]:
     return {"charts": [described(figure, begin) for figure in figures], "series": series}
 
 
+def compared_charts(
+    names: Sequence[str], views: Sequence[RunView]
+) -> tuple[dict[str, Any], list[str]]:
+    """Return the charts of runs that are compared, a line for each run over its steps: for chart.js, and as SVG."""
+    charts, stills = [], []
+    high = max((view.steps.last("step") or 0.0 for view in views), default=0.0)
+    series: dict[str, list[list[float | None]]] = {"step": [[0.0, max(high, 1.0)]] * 2}
+    for metric in METRICS:
+        rows = [_rows_of(view, metric.column) for view in views]
+        if not any(rows):
+            continue
+        points_only = not metric.column
+        lines = []
+        for name, found in zip(names, rows, strict=True):
+            key = f"{metric.name}.{name}"
+            lines.append([key, name])
+            series[key] = [
+                [x for x, _ in found],
+                [
+                    float(f"{y:.6g}") if y is not None and math.isfinite(y) else None
+                    for _, y in found
+                ],
+            ]
+        unit = metric.unit if metric.unit == "s" else ""
+        title = metric.title if not unit else metric.name
+        chart = {"id": metric.name, "title": title, "unit": unit, "points": points_only}
+        charts.append({**chart, "series": lines, "levels": [], "marks": []})
+        drawn = [
+            Series(name=name, rows=found, points=points_only)
+            for name, found in zip(names, rows, strict=True)
+        ]
+        stills.append(
+            line_chart(title, drawn, x_name="step", unit=unit, ends=(0.0, max(high, 1.0)))
+        )
+    return {"axis": "step", "charts": charts, "series": series}, stills
+
+
+def _rows_of(view: RunView, column: str) -> tuple[Row, ...]:
+    """Return the rows of a column over steps; of the held-out loss without one. Empty where it has no value."""
+    if not column:
+        return tuple(held_out(view))
+    span = view.steps.range(column)
+    if span.low is None and not span.non_finite:
+        return ()
+    return points(view.steps.column("step"), view.steps.column(column), LIMIT)
+
+
 def flip_figure(plan: Plan, pairs: Sequence[Pair]) -> str:
     """B over A of each comparable pair, between the edges of the margin."""
     known = [(p.number, d) for p in pairs if (d := p.difference) is not None]
@@ -239,7 +287,10 @@ def line_chart(
     for name, y in levels:
         parts.append(_rule(_LEFT, y_of(y), _LEFT + inner_w, y_of(y), dash="6 4"))
         names.append((y_of(y), name, ""))
-    for number, one in enumerate(drawn):
+    # As in chart.js, a line without rows keeps its colour: of runs compared, each has the same in all charts.
+    for number, one in enumerate(series):
+        if not one.rows:
+            continue
         colour = COLOURS[number % len(COLOURS)]
         at = None
         for piece in _pieces(one.rows):

@@ -3,7 +3,8 @@
 // Without this script, and in print, the page shows the same charts as SVG.
 
 function begin() {
-  const { charts, series } = JSON.parse(document.getElementById("series").textContent);
+  // Runs that are compared have no time in common: their rows stand at their steps.
+  const { charts, series, axis: only } = JSON.parse(document.getElementById("series").textContent);
   const all = new Map();
   for (const [key, [xs, ys]] of Object.entries(series)) {
     const rows = new Series();
@@ -20,7 +21,7 @@ function begin() {
   const over = make("button", "");
   const whole = make("button", "", "whole run");
   const reading = make("span", "reading");
-  bar.append(over, whole, reading);
+  bar.append(...(only ? [] : [over]), whole, reading);
   const panels = charts.map((chart) => {
     const figure = document.querySelector(`figure[data-chart="${CSS.escape(chart.id)}"]`);
     const canvas = document.createElement("canvas");
@@ -65,12 +66,12 @@ function begin() {
       for (const [key, value] of buttons) value.textContent = short(all.get(key).at(pointed ?? Infinity), chart.unit);
     }
     const steps = all.get("step");
-    const step = pointed !== null && steps.length ? `step ${Math.round(steps.at(pointed) ?? 0)}, ` : "";
+    const step = pointed !== null && steps.length ? `step ${Math.round(axis.x === "step" ? axis.of(pointed) : steps.at(pointed) ?? 0)}` : "";
     const near = (axis.x1 - axis.x0) / 100;
     const here = pointed === null ? [] : charts.flatMap((chart) => chart.marks)
       .filter(([x]) => Math.abs(axis.of(x) - axis.of(pointed)) <= near).map(([, , text]) => text);
     reading.textContent = pointed === null ? "newest values; point at a chart to read it, drag to zoom"
-      : [`${step}${clock(pointed)} after the start`, ...new Set(here)].join("; ");
+      : only ? step : [`${step && `${step}, `}${clock(pointed)} after the start`, ...new Set(here)].join("; ");
   }
   function soon() {
     if (!waiting) waiting = requestAnimationFrame(draw);

@@ -1,4 +1,4 @@
-"""A run, a flip or a finding as one HTML file, which is what `engine report` writes.
+"""A run, several runs compared, a flip or a finding as one HTML file, which is what `engine report` writes.
 
 The file needs nothing else, so it opens offline and can be mailed. Its one script draws the charts of a run; without
 it, and in print, they are SVG. A policy in the page allows this script and these styles alone, by their hashes, and no
@@ -53,12 +53,16 @@ from engine.log.text import (
 from engine.log.view import RunView
 from engine.receipts.receipt import effective_of
 from engine.report.chart import STYLE as CHART_STYLE
-from engine.report.chart import browser_charts, flip_figure, run_figures
+from engine.report.chart import browser_charts, compared_charts, flip_figure, run_figures
+from engine.report.compared import all_settings, differing, results_table, settings_note
 from engine.spec.sections import options
 from engine.terminal import as_html
 from engine.units import format_bytes, format_count, format_seconds
 from engine.watch.verdict_line import run_verdict_lines, verdict_of
 
+LETTERS = "ABCDEF"
+MOST_COMPARED = len(LETTERS)
+"""Most runs that are compared: charts have so many colours."""
 OPEN_LINES = 12
 """Most lines of samples that are shown unfolded."""
 _HOME = re.compile(r"(?<![\w.~-])/(?:home/[^/\s\"'<>&]+|Users/[^/\s\"'<>&]+|root)(?![\w.-])")
@@ -95,20 +99,23 @@ class Content:
     """The charts of a run for the script (`browser_charts`)."""
 
 
-def report(path: Path, *, with_home: bool = False) -> str:
-    """Return the HTML page of a run folder, a flip folder or a bundle; home folders are written as ~ unless
-    `with_home`.
+def report(*paths: Path, with_home: bool = False) -> str:
+    """Return the HTML page of a run folder, a flip folder or a bundle, or of several runs compared; home folders are
+    written as ~ unless `with_home`.
 
     Raises BadInput for anything else, and RunLogError for a flip that cannot be read. When the log of a run
     breaks off, the page says so.
     """
-    found = content_of(path)
+    found = content_of(*paths)
     body = page_body(found)
     return _page(found.title, body if with_home else without_home(body))
 
 
-def content_of(path: Path) -> Content:
-    """Return what the page of a run, a flip or a finding shows. Raises as `report`."""
+def content_of(path: Path, *others: Path, links: Sequence[str] = ()) -> Content:
+    """Return what the page of a run, a flip or a finding shows; of several runs, with `links` to their own pages, how
+    they compare. Raises as `report`."""
+    if others:
+        return _compared_content([path, *others], links)
     if is_bundle(path):
         return _finding_content(Bundle(path))
     if is_flip(path):
@@ -134,28 +141,59 @@ def page_body(content: Content) -> str:
     return f'{body}<script type="application/json" id="series">{data}</script>\n'
 
 
-def _run_content(run: RunFolder) -> Content:
-    follower, broken = Follower(run), ""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Read:
+    """A run as its logs have it."""
+
+    run: RunFolder
+    view: RunView
+    state: str
+    status: str
+    """Its status in one line, and why its log breaks off."""
+    command: WatchedCommand | None
+
+    @property
+    def settings(self) -> Mapping[str, str]:
+        return all_settings(effective_of(self.run), self.view, self.command)
+
+    @property
+    def total_tokens(self) -> float | None:
+        return sum(n or 0.0 for n in self.view.steps.values("tokens"))
+
+    def verdict(self, heading: str = "") -> str:
+        """Return the box with the verdict, below a heading."""
+        verdict, *below = run_verdict_lines(self.view, self.state, self.run.name)
+        level = verdict_of(self.view, self.state).level
+        lines = as_html("\n".join([*below, self.status]))
+        return f'<div class="verdict {level}">{heading}<b>{as_html(verdict)}</b>{lines}</div>'
+
+
+def _read(run: RunFolder) -> _Read:
+    follower, broken = Follower(run), []
     try:
         follower.read_all()
     except RunLogError as fault:
-        broken = str(fault)
-    view, state = follower.view, follower.state
-    command = _command_of(run)
-    verdict, *below = run_verdict_lines(view, state, run.name)
-    level = verdict_of(view, state).level
-    status = "\n".join([*below, status_text(view, follower.alive), *([broken] if broken else [])])
+        broken = [str(fault)]
+    status = "\n".join([status_text(follower.view, follower.alive), *broken])
+    return _Read(
+        run=run,
+        view=follower.view,
+        state=follower.state,
+        status=status,
+        command=_command_of(run),
+    )
+
+
+def _run_content(run: RunFolder) -> Content:
+    read = _read(run)
+    view, state, command = read.view, read.state, read.command
     alerts = [line for alert in view.alerts.values() for line in alert_lines(alert)]
     charts = browser_charts(view)
-    figures = "".join(
-        f'<figure data-chart="{as_html(chart["id"])}"><div class="still">{svg}</div></figure>\n'
-        for chart, svg in zip(charts["charts"], run_figures(view), strict=True)
-    )
     receipt = _receipt_of(run)
     parts = [
-        f'<div class="verdict {level}"><b>{as_html(verdict)}</b>{as_html(status)}</div>',
+        read.verdict(),
         _facts(_identity(view, command, receipt)),
-        f'<h2>Figures</h2>\n<div class="figures">\n{figures}</div>',
+        _figures(charts, run_figures(view)),
         *_gpus(view, whole_run=has_ended(state)),
         _section(
             "Result",
@@ -182,6 +220,50 @@ def _run_content(run: RunFolder) -> Content:
     if not command:
         parts.append(_section("Run it again", [_command_line(run)]))
     return Content(title=f"run {run.name}", body="\n".join(parts), series=charts)
+
+
+def _figures(charts: Mapping[str, Any], stills: Iterable[str]) -> str:
+    figures = "".join(
+        f'<figure data-chart="{as_html(chart["id"])}"><div class="still">{svg}</div></figure>\n'
+        for chart, svg in zip(charts["charts"], stills, strict=True)
+    )
+    return f'<h2>Figures</h2>\n<div class="figures">\n{figures}</div>'
+
+
+def _compared_content(paths: Sequence[Path], links: Sequence[str]) -> Content:
+    if len(paths) > MOST_COMPARED:
+        raise BadInput.expected(
+            "report", f"{len(paths)} folders", f"at most {MOST_COMPARED} runs", "more"
+        )
+    for path in paths:
+        if not is_run(path):
+            found = "another folder" if path.is_dir() else "nothing there"
+            raise BadInput.expected("report", path, "a run, to be compared with others", found)
+    runs = [_read(RunFolder(path)) for path in paths]
+    letters = LETTERS[: len(runs)]
+    names = [f"{letter} {one.run.name}" for letter, one in zip(letters, runs, strict=True)]
+    charts, stills = compared_charts(names, [one.view for one in runs])
+    boxes = []
+    for at, (name, one) in enumerate(zip(names, runs, strict=True)):
+        heading = f'<a href="{as_html(links[at])}">{as_html(name)}</a>' if links else as_html(name)
+        boxes.append(one.verdict(f"<div>{heading}</div>"))
+    changed = [
+        (
+            one.key,
+            *(next((text for of, text in one.values if at in of), "") for at in range(len(runs))),
+        )
+        for one in differing(runs)
+    ]
+    note = settings_note(runs, letters)
+    parts = [
+        f'<div class="verdicts">{"".join(boxes)}</div>',
+        _figures(charts, stills),
+        f"<h2>Results</h2>\n{_table(('', *names), results_table(runs))}",
+        "<h2>Settings that differ</h2>",
+        *([_table(("setting", *names), changed)] if changed else []),
+        *([_lines([note])] if note else []),
+    ]
+    return Content(title=f"compare {', '.join(names)}", body="\n".join(parts), series=charts)
 
 
 def _gpus(view: RunView, *, whole_run: bool) -> Iterator[str]:

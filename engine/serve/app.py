@@ -20,12 +20,16 @@ from engine.errors import BadInput
 from engine.report import page as report
 from engine.serve.access import Guard
 from engine.serve.folders import Folders
-from engine.serve.pages import document, error_state, list_page, report_page, runs_of
+from engine.serve.pages import COMPARE, document, error_state, list_page, report_page, runs_of
 from engine.serve.topics import MOST_READERS, MOST_TOPICS, Topic, follow
 from engine.watch.metrics import CONTENT_TYPE, metrics_text
 from engine.watch.runs_feed import READING
 
 PORT = 8765
+MISSING = (
+    f"Expected a run, a flip or a finding, or two to {report.MOST_COMPARED} runs to compare; "
+    "found nothing there."
+)
 STALLED_MS = 30_000
 """Milliseconds after which a client that takes nothing is cut off."""
 SEND_BYTES = 64 << 10
@@ -45,12 +49,20 @@ class _Site:
         self._pool.submit(self._list)
 
     def topic(self, page: str) -> Topic | None:
-        """Return what is shown at `/` or at `/page/KEY`; None when there is nothing."""
+        """Return what is shown at `/`, at `/page/KEY` or at `/compare?runs=KEY,KEY`; None when there is nothing."""
         if page not in self._topics:
-            path = None
-            if page != "/" and (path := self._folders.find(page.removeprefix("/page/"))) is None:
-                return None
-            render = self._list if path is None else report_page(self._folders, path)
+            render = self._list
+            if page != "/":
+                keys = page.removeprefix("/page/").removeprefix(f"{COMPARE}?runs=").split(",")
+                if len(keys) > report.MOST_COMPARED:
+                    return None
+                found = []
+                for key in keys:
+                    # A key that is not known costs a walk through the folders: the first one ends it.
+                    if (path := self._folders.find(key)) is None:
+                        return None
+                    found.append(path)
+                render = report_page(self._folders, found)
             for idle in [
                 key for key, one in self._topics.items() if key != "/" and not one.readers
             ]:
@@ -61,9 +73,13 @@ class _Site:
 
     async def show(self, request: Request) -> HTMLResponse:
         page = request.url.path
+        if page == COMPARE:
+            # A form gives each run a field of its own.
+            keys = [key for text in request.query_params.getlist("runs") for key in text.split(",")]
+            page = f"{COMPARE}?runs={','.join(dict.fromkeys(keys))}"
         topic = self.topic(page)
         wanted = request.query_params.get("filter", "")[:1000]
-        missing = error_state("Expected a run, a flip or a finding, found nothing there.", 404)
+        missing = error_state(MISSING, 404)
         state = missing if topic is None else await topic.refresh()
         return HTMLResponse(document(state, wanted, page if topic else "/"), state.status)
 
@@ -96,6 +112,7 @@ def build_app(given: Sequence[Path], token: str, port: int) -> ASGIApp:
     routes = [
         Route("/", site.show),
         Route("/page/{key}", site.show),
+        Route(COMPARE, site.show),
         Route("/events", site.follow),
         Route("/metrics", site.metrics),
         *(Route(path, file) for path in (*of_report, "/page.js", "/page.css")),

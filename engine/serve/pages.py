@@ -1,11 +1,12 @@
-"""The pages: the list of what the folders hold, and each run, flip and finding as `engine report` shows it."""
+"""The pages: the list of what the folders hold, and each run, comparison, flip and finding as `engine report` shows
+it."""
 
 from __future__ import annotations
 
 import math
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from engine.errors import BadInput, EngineError
@@ -27,6 +28,8 @@ from engine.watch.verdict_line import HEALTHY, SIGNS, SUSPECT, UNDECIDED
 
 PLACES = {SUSPECT: 1, UNDECIDED: 2, HEALTHY: 3}
 """Places of the levels in the list; what is wrong, has ended by a fault or cannot be read comes first."""
+COMPARE = "/compare"
+"""Path of the pages that compare runs: `?runs=KEY,KEY`."""
 READ_S = 1.7
 """Seconds of reading before a list is shown; what is not read by then follows."""
 
@@ -37,6 +40,7 @@ def document(state: State, wanted: str, page: str) -> str:
     box = (
         f'<form><input id="filter" name="filter" value="{as_html(wanted)}" aria-label="filter" '
         'placeholder="filter: a word, state:failed, tag:good, lr&gt;0.001"></form>'
+        f'<form id="compare" action="{COMPARE}"><button>compare the ticked runs</button></form>'
         if page == "/"
         else '<a href="/">all runs</a>'
     )
@@ -61,11 +65,13 @@ def _article(title: str, body: str, status: int = 200) -> State:
     return State(title=title, parts=lambda _: {"part-page": part}, status=status)
 
 
-# A run, a flip, a finding
+# A run, several runs, a flip, a finding
 
 
-def report_page(folders: Folders, path: Path) -> Callable[[], State]:
-    """Return what renders the page of a folder; it returns the same state until a file of it changes."""
+def report_page(folders: Folders, paths: Sequence[Path]) -> Callable[[], State]:
+    """Return what renders the page of a folder, or of several runs compared; it returns the same state until a file of
+    them changes."""
+    links = [f"/page/{key_of(path)}" for path in paths]
     stamp: object = None
     state = error_state("")
 
@@ -73,9 +79,12 @@ def report_page(folders: Folders, path: Path) -> Callable[[], State]:
         nonlocal stamp, state
         now: object
         try:
-            now = (folders.stamp(path), RunFolder(path).liveness() if is_run(path) else None)
+            now = [
+                (folders.stamp(path), RunFolder(path).liveness() if is_run(path) else None)
+                for path in paths
+            ]
             if now != stamp:
-                found = content_of(path)
+                found = content_of(*paths, links=links)
                 state = _article(found.title, without_home(page_body(found)))
         except (EngineError, OSError) as error:
             if (now := str(error)) != stamp:
@@ -160,7 +169,7 @@ def _run_row(row: RunRow) -> str:
         ("loss", as_html(loss)),
         ("curve", sparkline(row.curve)),
     )
-    return _row(row.path, row.level, row.verdict, cells, live=row.alive)
+    return _row(row.path, row.level, row.verdict, cells, live=row.alive, is_run=True)
 
 
 def _listed(folders: Folders, path: Path, known: dict[Path, tuple[object, str]]) -> str:
@@ -188,11 +197,26 @@ def _listed(folders: Folders, path: Path, known: dict[Path, tuple[object, str]])
 
 
 def _row(
-    path: Path, level: str, verdict: str, cells: Iterable[tuple[str, str]], *, live: bool = False
+    path: Path,
+    level: str,
+    verdict: str,
+    cells: Iterable[tuple[str, str]],
+    *,
+    live: bool = False,
+    is_run: bool = False,
 ) -> str:
     key = key_of(path)
-    drawn = "".join(f'<span class="{name}">{text}</span>' for name, text in cells)
+    # The row names it: no text of a run is in an attribute.
+    tick = (
+        f'<input type="checkbox" form="compare" name="runs" value="{key}" aria-labelledby="name-{key}">'
+        if is_run
+        else ""
+    )
+    ids = {"name": f' id="name-{key}"'}
+    drawn = "".join(
+        f'<span class="{name}"{ids.get(name, "")}>{text}</span>' for name, text in cells
+    )
     return (
-        f'<a class="row {level}{" live" * live}" id="part-{key}" href="/page/{key}">'
-        f'<b>{SIGNS.get(level, "")}</b>{drawn}<b class="says">{as_html(verdict)}</b></a>'
+        f'<div class="item" id="part-{key}">{tick}<a class="row {level}{" live" * live}" href="/page/{key}">'
+        f'<b>{SIGNS.get(level, "")}</b>{drawn}<b class="says">{as_html(verdict)}</b></a></div>'
     )

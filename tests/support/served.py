@@ -84,8 +84,8 @@ class Served:
 
     def page_of(self, name: str) -> str:
         """Return the path of the page of a run, by its row in the list."""
-        row = self.text("/").partition(f'<span class="name">{name}<')[0]
-        return row.rpartition('href="')[2].partition('"')[0]
+        row = self.text("/").partition(f'">{name}<')[0]
+        return "/page/" + row.rpartition(' id="name-')[2]
 
 
 @contextmanager

@@ -16,11 +16,11 @@ from engine.errors import UsageError
 from engine.log.downsample import Row, points
 from engine.log.folder import open_run
 from engine.report.chart import COLOURS, LIMIT, Series, line_chart
+from engine.report.compared import Metric
 from engine.terminal import as_html, printable
 from workbench.compared import (
     Compared,
     CompareFeed,
-    Metric,
     differences,
     groupings,
     groups_by,

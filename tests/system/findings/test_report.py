@@ -93,6 +93,27 @@ def test_the_line_is_broken_where_a_loss_was_not_a_number(tmp_path: Path) -> Non
     assert lines((30,)) == lines(()) + 1
 
 
+def test_runs_are_compared_in_one_file(tmp_path: Path) -> None:
+    runs = [completed(tmp_path / name / "kd", total=40).path for name in ("a", "b")]
+    for run, rate in zip(runs, (0.1, 0.2), strict=True):
+        effective = json.loads((run / "effective.json").read_text())
+        effective["spec"] = {"train": {"lr": rate, "rows": 8}}
+        (run / "effective.json").write_text(json.dumps(effective))
+    broken = corrupt(tmp_path / "broken").path
+    text = report(*runs, broken)
+    page = whole(text)
+    assert "<h1>compare A kd, B kd, C broken</h1>" in text and page.tags.count("svg") == 8
+    assert re.findall(r"<td>train.(\w+)</td><td>(.*?)</td><td>(.*?)</td>", text) == [
+        ("lr", "0.1", "0.2")
+    ]
+    assert "expected line number 20" in text and "C: no settings on record" in text
+    assert report(*runs, broken) == text
+    assert "every setting is the same in all of them" in report(runs[0], runs[0])
+    for others, found in (((tmp_path,), "another folder"), (runs * 3, "more")):
+        with pytest.raises(BadInput, match=found):
+            report(runs[0], *others)
+
+
 @pytest.mark.parametrize("make", [killed, corrupt, lambda path: running(path).close().run])
 def test_a_run_that_did_not_end_well_has_a_page_too(make, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     text = report(make(tmp_path / "run").path)

@@ -81,3 +81,40 @@ def test_open_pages_follow_a_run_through_a_restart_of_the_server(
         live.get_by_text("step 20/60").wait_for()
     context.close()
     scene.close()
+
+
+def test_runs_that_are_ticked_are_compared_on_a_page_that_follows_them(
+    browser: sync_api.Browser, tmp_path: Path
+) -> None:
+    completed(tmp_path / "runs" / "whole")
+    scene = running(tmp_path / "runs" / "live", done=10)
+    context = browser.new_context(viewport={"width": 1000, "height": 900})
+    page = context.new_page()
+    said: list[str] = []
+    context.on("console", lambda message: said.append(message.text))
+    context.on("weberror", lambda error: said.append(str(error.error)))
+    with serving([tmp_path / "runs"]) as served:
+        page.goto(f"http://127.0.0.1:{served.port}/?token={TOKEN}")
+        page.get_by_text("● live").wait_for()
+        for name in ("live", "whole"):
+            page.get_by_role("checkbox", name=name).check()
+        scene.steps(11, 12)
+        page.get_by_text("step 12/60").wait_for()
+        page.get_by_role("button", name="compare").click()
+        page.get_by_role("heading", name="compare A live, B whole").wait_for()
+        page.get_by_text("● live").wait_for()
+        assert page.locator("canvas").count() > 3
+        assert page.locator(".bar button").count() == 1, "runs have no time in common"
+        scene.steps(13, 14)
+        page.get_by_text("step 14/60").wait_for()
+        page.locator("canvas").first.focus()
+        page.keyboard.press("ArrowRight")
+        sync_api.expect(page.locator(".reading")).to_have_text("step 31")
+        assert page.evaluate("openCharts.all.get('loss.A live').length") == 14
+        assert said == []
+        if shots := os.environ.get("APR_SCREENSHOTS"):
+            page.screenshot(path=Path(shots) / "serve-compare.png")
+        page.get_by_role("link", name="B whole").click()
+        page.get_by_role("heading", name="run whole").wait_for()
+    context.close()
+    scene.close()

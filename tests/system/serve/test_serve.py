@@ -53,7 +53,9 @@ def test_the_token_becomes_a_cookie_and_leaves_the_url(served: Served) -> None:
     assert served.ask("/").status == 200
 
 
-@pytest.mark.parametrize("path", ["/", "/page.js", "/page.css", "/events?page=/", "/page/x", "/x"])
+@pytest.mark.parametrize(
+    "path", ["/", "/page.js", "/page.css", "/events?page=/", "/page/x", "/x", "/compare?runs=x"]
+)
 def test_nothing_is_answered_without_the_token(served: Served, path: str) -> None:
     for headers in ({}, {"Cookie": f"apr-serve-{served.port}=wrong"}, {"Cookie": f"x={TOKEN}"}):
         answer = served.ask(path, headers=headers)
@@ -104,7 +106,7 @@ def test_each_answer_has_the_headers_that_restrict_it(served: Served) -> None:
 
 def test_the_list_has_each_run_with_its_verdict(served: Served) -> None:
     page = served.text("/")
-    rows = dict(re.findall(r'<span class="name">(\w+)<.*?class="says">(.*?)<', page))
+    rows = dict(re.findall(r'class="name"[^>]*>(\w+)<.*?class="says">(.*?)<', page))
     assert rows["whole"].startswith("HEALTHY: completed 60 steps")
     assert rows["shot"] == "ENDED at step 30: killed by SIGKILL, sender not known"
     assert "expected line number 20" in rows["broken"]
@@ -122,6 +124,23 @@ def test_the_page_of_a_run_is_that_of_its_report(served: Served, tmp_path: Path)
     assert "HEALTHY: completed 60 steps" in page and page.count("<svg") > 3
     assert "<h1>run whole</h1>" in page
     assert "a line was lost" in served.text(served.page_of("broken"))
+
+
+def test_runs_are_compared_as_in_a_report(served: Served) -> None:
+    key = {name: served.page_of(name).removeprefix("/page/") for name in ("whole", "shot")}
+    address = f"/compare?runs={key['whole']},{key['shot']}"
+    page = served.text(address)
+    assert "<h1>compare A whole, B shot</h1>" in page and f'data-page="{address}"' in page
+    assert (
+        page.count('class="verdict ') == 2 and f'<a href="/page/{key["shot"]}">B shot</a>' in page
+    )
+    # Each run is a field of the form in the list.
+    form = served.text(f"/compare?runs={key['whole']}&runs={key['shot']}&runs={key['shot']}")
+    assert form == page
+    assert served.text("/").count('type="checkbox"') == 3
+    for many in ("", f"{key['whole']},", ",".join([key["whole"], *map(str, range(6))])):
+        answer = served.ask(f"/compare?runs={many}")
+        assert answer.status == 404 and "two to 6 runs to compare" in answer.text
 
 
 PATHS = [
@@ -156,6 +175,8 @@ def test_no_path_leads_outside(served: Served, path: str) -> None:
         f"/page/{path}",
         f"/events?page={path}",
         f"/events?page=/page/{path}",
+        f"/compare?runs={path}",
+        f"/events?page=/compare?runs={path}",
     ):
         answer = served.ask(url)
         text = answer.text
@@ -174,7 +195,7 @@ def test_no_link_leads_outside(tmp_path: Path) -> None:
     os.symlink(away.events, inner.events)
     with serving([runs]) as served:
         page = served.text("/")
-        assert re.findall(r'class="name">([^<]+)<', page) == ["near"]
+        assert re.findall(r'class="name"[^>]*>([^<]+)<', page) == ["near"]
         near = served.page_of("near")
         assert "HEALTHY" in served.text(near)
     (runs / "near" / "spec.toml").unlink()
@@ -242,7 +263,7 @@ TAGS = {
     *("html", "head", "meta", "title", "style", "body", "h1", "h2", "pre", "div", "s", "main"),
     *("dl", "dt", "dd", "details", "summary", "table", "tr", "td", "th", "figure", "title"),
     *("svg", "rect", "text", "line", "polyline", "polygon", "nav", "form", "input", "output"),
-    *("link", "script", "article", "header", "p", "a", "b", "i", "q", "span"),
+    *("link", "script", "article", "header", "p", "a", "b", "i", "q", "span", "button"),
 }
 """Tags that pages have."""
 SCRIPT_TAGS = {
@@ -281,7 +302,12 @@ def test_no_text_of_a_run_is_markup(hostile: tuple[Served, Path], number: int) -
     own = answer.text
     with served.following(path) as sent:
         pushed = next(sent)["parts"]["part-page"]
-    for text in (page, own, pushed):
+    (other,) = re.findall(r'href="/page/(\w+)"', served.text(f"/?filter={(number + 1) % 40:02}-"))
+    both = f"/compare?runs={path.removeprefix('/page/')},{other}"
+    compared = served.text(both)
+    with served.following(both) as sent:
+        pushed_both = next(sent)["parts"]["part-page"]
+    for text in (page, own, pushed, compared, pushed_both):
         assert set(re.findall(r"</?([a-zA-Z][a-z0-9]*)", text)) <= TAGS
         scripts = Counter(re.findall("<script[^>]*>", text))
         assert set(scripts) <= SCRIPT_TAGS and set(scripts.values()) <= {1}
@@ -290,6 +316,7 @@ def test_no_text_of_a_run_is_markup(hostile: tuple[Served, Path], number: int) -
     assert answer.headers["Content-Security-Policy"].startswith(
         "default-src 'none'; script-src 'self'"
     )
+    assert compared.count("alert(1)") + compared.count("x.example") + compared.count("&lt;") > 3
     assert own.count("alert(1)") + own.count("x.example") + own.count("&lt;") > 3
 
 

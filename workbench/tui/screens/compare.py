@@ -16,21 +16,18 @@ from textual.events import DescendantFocus, Resize
 from textual.widgets import Static
 
 from engine.log.folder import RunFolder
+from engine.report.compared import Difference, Metric, results_table, settings_note
 from workbench.compared import (
     AXES,
     Compared,
     CompareFeed,
     Comparison,
-    Difference,
     Group,
-    Metric,
     alerts_words,
     axis_text,
     differences,
     groupings,
     groups_by,
-    results_table,
-    settings_note,
 )
 from workbench.groups import band_words, spread_of
 from workbench.plot.canvas import ASCII, UNICODE, Span

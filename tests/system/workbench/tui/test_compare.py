@@ -12,20 +12,17 @@ from textual.pilot import Pilot
 
 from engine.log.downsample import Bucket
 from engine.log.folder import RunFolder
+from engine.report.compared import METRICS, Metric, results_table, settings_note
 from tests.support.run_folders import completed, corrupt, evaluated, killed, resumed, running, torn
 from tests.support.running import engine_here
 from tests.support.screens import on_screen, poll, press, resize, shows, text_of, words_of
 from workbench.compared import (
     AXES,
-    METRICS,
     Compared,
     CompareFeed,
-    Metric,
     differences,
     groupings,
     groups_by,
-    results_table,
-    settings_note,
 )
 from workbench.paths import path_text, with_short_paths
 from workbench.plot.canvas import plain
