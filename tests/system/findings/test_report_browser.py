@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from engine.log.events import GpuSample
 from engine.report.page import report
 from tests.support import chromium
 from tests.support.chromium import needs_chromium, sync_api
-from tests.support.run_folders import completed
+from tests.support.run_folders import completed, running
 
 pytestmark = needs_chromium
 browser = chromium.browser
@@ -38,6 +39,39 @@ def test_a_page_fits_its_window_and_breaks_no_rule_of_its_policy(
     assert said == []
     assert page.evaluate("document.documentElement.scrollWidth") <= width
     assert page.locator("canvas").count() == 7 and not page.locator("svg").first.is_visible()
+    page.close()
+
+
+@pytest.mark.parametrize("width", [390, 1600])
+def test_the_table_of_gpus_and_a_comparison_fit_their_window(
+    browser: sync_api.Browser, width: int, tmp_path: Path
+) -> None:
+    scene = running(tmp_path / "run")
+    used = {"gpu_mem_used_bytes": 60.0, "gpu_mem_total_bytes": 80.0, "family_gpu_mem_bytes": 20.0}
+    scene.device(*(GpuSample(index=at, gpu_util_pct=50.0, **used) for at in range(8))).close()
+    page = browser.new_page(viewport={"width": width, "height": 900})
+    said: list[str] = []
+    page.on("console", lambda message: said.append(message.text))
+    file = tmp_path / "page.html"
+    file.write_text(report(scene.run.path))
+    page.goto(file.as_uri())
+    assert page.locator(".gpus tr").count() == 9
+    widths = (
+        page.locator(".gpus tr")
+        .nth(8)
+        .locator(".meter")
+        .evaluate_all(
+            "bars => bars.map(bar => [...bar.children].map(part => part.offsetWidth / bar.clientWidth))"
+        )
+    )
+    for found, expected in zip(widths, [[0.5], [0.25, 0.5]], strict=True):
+        assert found == pytest.approx(expected, abs=0.02)
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+    file.write_text(report(scene.run.path, completed(tmp_path / "other").path))
+    page.goto(file.as_uri())
+    page.locator("canvas").first.wait_for()
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+    assert said == [] and not page.locator("svg").first.is_visible()
     page.close()
 
 
