@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import json
+import math
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -61,7 +62,9 @@ def noted(path: Path) -> RunFolder:
     return scene.events(Note(level="error", text="the corpus has shrunk")).close()
 
 
-def script(*seen: Event, state: str = "COMPLETED", code: int = 0) -> Callable[[Path], RunFolder]:
+def script(
+    *seen: Event, state: str = "COMPLETED", code: int = 0, signal: str | None = None
+) -> Callable[[Path], RunFolder]:
     """A watched script of three steps."""
 
     def make(path: Path) -> RunFolder:
@@ -77,7 +80,7 @@ def script(*seen: Event, state: str = "COMPLETED", code: int = 0) -> Callable[[P
                 log.write(event)
             log.write(
                 example_of(
-                    TrainerExited, state=state, returncode=code, signal=None, sentence="It ended."
+                    TrainerExited, state=state, returncode=code, signal=signal, sentence="It ended."
                 )
             )
         return run
@@ -107,16 +110,26 @@ def ended(state: str, code: int, signal: str | None = None) -> Callable[[Path], 
     return make
 
 
-def table(has_nans: bool, lr: float = 0.001, rising: float = 0.0) -> Callable[[Path], RunFolder]:
-    """A table of 60 steps of another tool."""
+def falling(n: int) -> float:
+    """Return the loss of step `n` of a healthy table of 60 steps."""
+    return 4 - n / 60 + n % 3 / 100
+
+
+def table(
+    loss: Callable[[int], float] = falling,
+    *,
+    lr: float = 0.001,
+    heldout: Callable[[int], float] | None = None,
+) -> Callable[[Path], RunFolder]:
+    """A table of 60 steps of another tool, with a held-out loss at every fifth of them."""
 
     def make(path: Path) -> RunFolder:
-        rows = [
-            f"{n},{'nan' if has_nans and 30 <= n < 40 else 4 - n / 60 + n % 3 / 100 + rising / n},{lr}"
-            for n in range(1, 61)
-        ]
+        rows = ["step,loss,lr,val_loss"]
+        for n in range(1, 61):
+            held = heldout(n) if heldout is not None and n % 5 == 0 else ""
+            rows.append(f"{n},{loss(n)},{lr},{held}")
         source = path.parent / f"{path.name}.csv"
-        source.write_text("\n".join(["step,loss,lr", *rows]) + "\n")
+        source.write_text("\n".join(rows) + "\n")
         assert main(["import", "csv", str(source), "--out", str(path.parent)]) == 0
         return RunFolder(path)
 
@@ -156,8 +169,23 @@ FOLDERS: dict[str, tuple[Callable[[Path], RunFolder], str]] = {
     "mode": (script(HELD, MODE), "SUSPECT since step 3: the model is trained in eval mode"),
     "shifted": (script(HELD, SHIFT), "SUSPECT since step 1: labels are not the tokens that follow"),
     "recovered": (script(HELD, BAD), "SUSPECT since step 2: loss was nan at step 2"),
-    "table": (table(False), "HEALTHY: no alert in 60 steps, of which only the logged numbers"),
-    "nans": (table(True), "SUSPECT since step 30: loss was nan in steps 30 to 39, and is finite"),
+    "table": (table(), "HEALTHY: no alert in 60 steps, of which only the logged numbers"),
+    "nans": (
+        table(lambda n: math.nan if 30 <= n < 40 else falling(n)),
+        "SUSPECT since step 30: loss was nan in steps 30 to 39, and is finite",
+    ),
+    "overfitted": (
+        table(heldout=lambda n: 4.2 - n / 60 if n <= 30 else 3.7 + (n - 30) / 20),
+        "SUSPECT since step 30: held-out loss has been above its best (3.700 at step 30)",
+    ),
+    "guessing": (
+        table(lambda n: math.log(50304) + n % 3 / 100),
+        "SUSPECT since step 1: the loss stays at 10.84: guessing among 50,304 tokens",
+    ),
+    "diverged": (
+        table(lambda n: falling(3 * n) if n <= 30 else 3.9 + n % 3 / 100),
+        "WRONG since step 33: the loss diverged from 2.55 to 3.91",
+    ),
     "resumed": (resumed, "HEALTHY: completed 60 steps"),
     "stopped": (finished("stopped"), "HEALTHY: stopped at step 30, as it was asked to"),
     "large": (script(HELD, LARGE), "HEALTHY: completed 3 steps; 2 identities passed"),
@@ -165,10 +193,18 @@ FOLDERS: dict[str, tuple[Callable[[Path], RunFolder], str]] = {
         script(HELD, state="INTERRUPTED", code=130),
         "HEALTHY: interrupted at step 3, as it was asked to; 1 identity passed",
     ),
-    "warm": (table(False, lr=0.1, rising=0.1), "HEALTHY: no alert in 60 steps"),
+    "warm": (table(lambda n: falling(n) + 0.1 / n, lr=0.1), "HEALTHY: no alert in 60 steps"),
     "outside": (
         ended("KILLED_EXTERNAL", -9, "SIGKILL"),
         "ENDED at step 30: killed from outside, not for lack of memory",
+    ),
+    "script-outside": (
+        script(HELD, state="KILLED_EXTERNAL", code=-9, signal="SIGKILL"),
+        "ENDED at step 3: killed from outside, not for lack of memory",
+    ),
+    "script-memory": (
+        script(HELD, KEPT, state="OOM_GLOBAL", code=-9, signal="SIGKILL"),
+        "WRONG since step 2: gradients are not zeroed between steps; ended at step 3, out of memory",
     ),
     "disk": (ended("DISK_FULL", 1), "ENDED at step 30: the disk is full"),
     "memory": (
@@ -205,7 +241,19 @@ FOLDERS: dict[str, tuple[Callable[[Path], RunFolder], str]] = {
 }
 
 
-SCRIPTS = ("held", "kept", "mode", "shifted", "recovered", "raised", "large", "ctrl-c", "rate")
+SCRIPTS = (
+    "script-outside",
+    "script-memory",
+    "held",
+    "kept",
+    "mode",
+    "shifted",
+    "recovered",
+    "raised",
+    "large",
+    "ctrl-c",
+    "rate",
+)
 """Those of a watched script."""
 
 
