@@ -68,7 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         add_repeated(parser, f"--env-{arm}", "NAME=VALUE", what)
     for name, metavar, default, what in (
         ("--hypothesis", "TEXT", "", "what is to be tested"),
-        ("--budget", "TIME", None, "of all pairs, as 90s or 5m (5m, or what a watched run needs)"),
+        ("--budget", "TIME", None, "of all pairs, as 90s or 5m (5m, or what the run needs)"),
         ("--margin", "SHARE", "5%", "what is too small to matter (5%%)"),
         ("--metric", "M", None, "step_s, peak_memory_bytes, energy_per_token_j, final_loss"),
     ):
@@ -115,7 +115,13 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         plan = _plan(arguments)
         folder = arguments.out or Path("flips") / f"{time.strftime('%Y%m%d-%H%M%S')}-{plan.name}"
-        plan = show_plan(plan, folder, arguments.controls, dry_run=arguments.dry_run)
+        plan = show_plan(
+            plan,
+            folder,
+            arguments.controls,
+            dry_run=arguments.dry_run,
+            own_budget=arguments.budget is not None,
+        )
         if arguments.dry_run:
             if arguments.json:
                 put(plan.to_json())
@@ -267,13 +273,15 @@ def _watched(source: list[str]) -> Path | None:
     return path if is_watched else None
 
 
-def show_plan(plan: Plan, folder: Path, use_controls: str = "skip", *, dry_run: bool) -> Plan:
+def show_plan(
+    plan: Plan, folder: Path, use_controls: str = "skip", *, dry_run: bool, own_budget: bool = True
+) -> Plan:
     """Show the plan and its cost before anything starts, and refuse what cannot fit. Returns the plan with a
     time limit that suits its source."""
     from engine.flips import controls, surroundings, text
 
     found = surroundings.find_resources(plan, folder, surroundings.find_surroundings(plan))
-    plan = surroundings.with_room(plan, found)
+    plan = surroundings.with_room(plan, found, own_budget=own_budget)
     first = len(controls.kinds_of(plan)) if use_controls == "run" else 0
     for line in [*text.plan_lines(plan), *surroundings.resource_lines(plan, found, first)]:
         say(line)

@@ -53,6 +53,8 @@ PREFETCHED = 2
 MARGIN = 0.05
 BUDGET_S = 300.0
 RUN_LIMIT_S = 300.0
+LONGEST_S = 3 * 3600
+"""Maximum time of pairs that is proposed, in seconds."""
 PARITY = 0.02
 
 

@@ -16,6 +16,7 @@ import contextlib
 import dataclasses
 import fcntl
 import hashlib
+import math
 import os
 import re
 import shutil
@@ -26,7 +27,7 @@ from pathlib import Path
 from engine.errors import BadInput, DiskFull, RunLogError
 from engine.files import user_state
 from engine.flips.arms import metrics_of
-from engine.flips.plan import Plan
+from engine.flips.plan import LONGEST_S, Plan
 from engine.log.folder import RunFolder, is_run
 from engine.log.follow import Follower
 from engine.log.view import RunView
@@ -166,9 +167,19 @@ def time_of_run(view: RunView, warm_up_steps: int) -> tuple[float, float] | None
     return first - begun, step_s
 
 
-def with_room(plan: Plan, resources: Resources) -> Plan:
+def _estimated_pairs(plan: Plan) -> int:
+    """Return the number of pairs that the estimate of the time goes up to."""
+    return min(2 * plan.pairs_min, plan.pairs_max)
+
+
+def with_room(plan: Plan, resources: Resources, *, own_budget: bool = True) -> Plan:
     """Raise the plan's run limit to three times the expected duration of a run, as far as the budget allows.
-    A run that is merely slow to load must not count as a hang."""
+    A run that is merely slow to load must not count as a hang. Without a budget of the user's own, raise it first to
+    what the pairs of the estimate take, and a quarter more, if that is at most LONGEST_S."""
+    if not own_budget and resources.run_s is not None:
+        pairs_s = 60.0 * math.ceil(1.25 * 2 * resources.run_s * _estimated_pairs(plan) / 60)
+        if plan.budget_s < pairs_s <= LONGEST_S:
+            plan = dataclasses.replace(plan, budget_s=pairs_s)
     wanted_s = min(SLACK * (resources.run_s or 0.0), plan.budget_s / 2)
     return dataclasses.replace(plan, run_limit_s=max(plan.run_limit_s, wanted_s))
 
@@ -198,7 +209,7 @@ def resource_lines(plan: Plan, resources: Resources, controls: int) -> list[str]
     time_text = f"not known before the first pair ({resources.run_source})"
     if resources.run_s is not None:
         pair_s = 2 * resources.run_s
-        low, high = pair_s * plan.pairs_min, pair_s * min(2 * plan.pairs_min, plan.pairs_max)
+        low, high = pair_s * min(plan.pairs_min, plan.pairs_max), pair_s * _estimated_pairs(plan)
         time_text = f"about {format_seconds(pair_s)} a pair ({resources.run_source}), "
         time_text += (
             f"{format_seconds(low)} to {format_seconds(high)} for {plan.pairs_min} pairs and more"

@@ -15,7 +15,7 @@ from engine.flips.arms import ENDED_EARLY, NO_STEPS, OVER_THE_LIMIT
 from engine.flips.command import WORDS
 from engine.flips.controls import UNDECIDED
 from engine.flips.pair import count_of
-from engine.flips.plan import METRICS, PAIRS_LIMIT, PAIRS_MIN, SHOWN
+from engine.flips.plan import LONGEST_S, METRICS, PAIRS_LIMIT, PAIRS_MAX, PAIRS_MIN, SHOWN
 from engine.flips.script_settings import OWN, SCRIPT_SETTINGS, by_hand
 from engine.flips.statistics import (
     ALPHA,
@@ -45,8 +45,6 @@ CONTROLS = {
 """Requirements of measured verdicts, in words: controls, and proofs about the pairs."""
 BUSY = 0.5
 """Mean number of other processes that ran or waited for a CPU, above which the machine counts as busy."""
-LONGEST_S = 3 * 3600
-"""Maximum time of further pairs that is proposed, in seconds."""
 LARGEST_MARGIN = 0.5
 """Largest margin that is proposed, as a share; a larger one would prove little about a setting."""
 ON_THE_MARGIN = 0.25
@@ -81,11 +79,15 @@ def answer(fields: Fields) -> Answer:
 def busy_with(fields: Fields) -> float:
     """Return the number of other processes that wanted the CPUs, in the busiest run; 0 on a GPU, on an idle machine,
     and for metrics that load cannot change."""
-    if fields["metric"] in METRICS and not METRICS[fields["metric"]].varies_with_load:
+    if not _varies_with_load(fields):
         return 0.0
     loads = fields["diagnostics"]["neighbour_load"].values()
     most = max(loads, default=0.0)
     return most if fields["host"]["device"] == CPU and most > BUSY else 0.0
+
+
+def _varies_with_load(fields: Fields) -> bool:
+    return fields["metric"] not in METRICS or METRICS[fields["metric"]].varies_with_load
 
 
 def affordable(fields: Fields) -> int | None:
@@ -113,11 +115,11 @@ def _different(fields: Fields) -> Answer:
             return Answer(sentence, f"do not rely on it: {why}; {again}")
         if UNDECIDED in control["reason"]:
             why = f"the {CONTROLS[name]} had {UNDECIDED}"
-            return Answer(
-                sentence,
-                f"do not rely on it yet: {why}; run it with more --pairs",
-                "--controls run",
-            )
+            # A reason begins `too few pairs to tell after 2 pairs`.
+            ran = int(control["reason"].partition(" after ")[2].split()[0])
+            more, options = _more_pairs(fields, min(PAIRS_LIMIT, max(PAIRS_MAX, 2 * ran)))
+            action = f"do not rely on it yet: {why}; {more} with both controls"
+            return Answer(sentence, action, f"{options} --controls run")
     if fields["class"] == "exploratory":
         return Answer(sentence, f"{action}; run it again before you quote the number")
     if any(c["level"] == "unknown" and "no positive" not in c["reason"] for c in controls.values()):
@@ -202,6 +204,8 @@ def _invalid(fields: Fields) -> Answer:
         return Answer(sentence, "remove that difference and run it again")
     if findings := fields["diagnostics"]["findings"]:
         action = "close the other programs" if busy_with(fields) else "let the machine become idle"
+        if not _varies_with_load(fields):
+            action = "raise --pairs"
         sentence = f"the pairs disturb each other: {'; '.join(findings.values())}"
         return Answer(sentence, f"{action} and run it again")
     if fields["metric"] == SHOWN:

@@ -134,8 +134,10 @@ def test_a_control_that_ran_out_of_pairs_has_not_failed(tmp_path: Path) -> None:
     assert undecided.reason.startswith("too few pairs to tell after 2 pairs, B/A 1.080")
     said = answer(fields_of(tmp_path, timed(FASTER), controls=PASSED | {"AA": undecided}))
     assert said.action == (
-        "do not rely on it yet: the control A against A had too few pairs to tell; run it with more --pairs"
+        "do not rely on it yet: the control A against A had too few pairs to tell; "
+        "run 16 pairs (about 6 min) with both controls"
     )
+    assert said.options == "--pairs 16 --budget 8m --controls run"
     assert replace(control, verdict="B_SLOWER").answer().level == Level.FAIL
 
 
@@ -305,6 +307,9 @@ def test_pairs_that_depend_on_their_order_are_run_again(tmp_path: Path) -> None:
     said = answer(fields_of(tmp_path, pairs, plan(pairs_min=8)))
     assert said.sentence.startswith("the pairs disturb each other: pairs that began with B differ")
     assert said.action == "let the machine become idle and run it again"
+    loss = plan(pairs_min=8, metric="final_loss")
+    said = answer(fields_of(tmp_path / "loss", loaded(pairs, 4.2), loss))
+    assert said.action == "raise --pairs and run it again"
 
 
 def test_an_arm_that_fails_now_and_then_is_no_fair_comparison(tmp_path: Path) -> None:

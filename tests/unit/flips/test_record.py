@@ -254,6 +254,18 @@ def test_a_run_that_is_slow_to_load_is_not_taken_for_a_hang() -> None:
         assert surroundings.with_room(plan(run_limit_s=300.0), quick).run_limit_s == 300.0
 
 
+def test_the_budget_covers_the_pairs_that_the_estimate_names() -> None:
+    short = plan(budget_s=300.0)
+    made = surroundings.with_room(short, known(60.0), own_budget=False)
+    said = "\n".join(surroundings.resource_lines(made, known(60.0), 0))
+    assert "8m00s to 16m00s for 4 pairs and more" in said and "at most 20m00s" in said
+    pairs = [replace(p, seconds=130.0) for p in timed([0.1] * 8)]
+    assert [why_no_more(made, pairs[:n]) for n in range(8)] == [""] * 8
+    # The user's own budget stays, and so does that of pairs which nobody would wait for.
+    assert surroundings.with_room(short, known(60.0)).budget_s == 300.0
+    assert surroundings.with_room(short, known(2e3), own_budget=False).budget_s == 300.0
+
+
 def test_the_resource_plan_names_time_memory_and_device() -> None:
     said = "\n".join(surroundings.resource_lines(plan(), known(30.0), 2))
     assert "about 1m00s a pair (kd-1), 4m00s to 8m00s" in said
