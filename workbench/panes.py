@@ -98,6 +98,8 @@ def _pace_lines(view: RunView) -> list[str]:
     if not times and view.process is not None:
         return ["unknown: a process that is watched from outside does not report its steps"]
     if not times:
+        if view.imported is not None:
+            return ["the imported log has no times of steps"]
         return ["no step of this session timed yet"]
     typical = f"{format_seconds(times[len(times) // 2])} a step"
     around = f"{format_seconds(times[0])} to {format_seconds(times[-1])} in the last {len(times)}"
@@ -107,7 +109,7 @@ def _pace_lines(view: RunView) -> list[str]:
 
 def _step_bars(view: RunView, width: int, ascii_only: bool) -> list[str]:
     if not 0 < sum(view.phases.values()) < math.inf:
-        return ["no phases of a step measured yet"]
+        return [] if view.imported is not None else ["no phases of a step measured yet"]
     names = [name for name in (*STEP_PHASES, IDLE) if name in view.phases]
     if len(names) < len(view.phases):
         # The phases of a watched script are its own, and come in their order.

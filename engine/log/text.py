@@ -415,7 +415,8 @@ def sample_text(sample: HostSample | GpuSample) -> str:
 def device_lines(view: RunView, width: int = 100, *, ascii_only: bool = False) -> list[str]:
     """Render GPU and host readings, each as a value or as unknown, with the reason."""
     found = [*gpu_lines(view, width, ascii_only=ascii_only), *host_lines(view)]
-    return found or ["no reading yet"]
+    none = "no reading yet" if view.imported is None else "the imported log has no readings"
+    return found or [none]
 
 
 def host_lines(view: RunView) -> list[str]:

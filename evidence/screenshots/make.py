@@ -1,8 +1,14 @@
 """Real screens of real runs, as SVG: `.venv/bin/python evidence/screenshots/make.py RUNS RUN WATCHED ON_GPU`.
 
+`make.py RUNS` alone saves the six screens of VERDICTS, 120 columns by 40 rows. In each a new reader finds how the run
+is, why, and what to do next, in the first two lines. RUNS has a run of the demo that is training (`healthy`) and one
+whose trainer was ended by `kill -9` (`ended`); two scripts of tests/support/fixable_scripts.py that were watched, with
+`kept_gradients` (`wrong`) and with `training_mode` (`suspect`); and a table of steps whose held-out loss rises again,
+imported (`imported`).
+
 Opens the workbench on what is there, without a terminal, and saves what it draws: the list of runs
 in the folder RUNS; the run folder RUN at two sizes, in a light theme and in two for the colour-blind;
-WATCHED, a run of `make demo-watch`, at three sizes; a flip of RUN before it starts; help and palette;
+WATCHED, a run of `make demo-watch`, at two sizes; a flip of RUN before it starts; help and palette;
 each of the screens that can be opened from everywhere (contracts, drills, findings, doctor), and the newest
 finding, as they are in the folder where this is started.
 `live.svg`, the picture of README, is a replay of ON_GPU, on an H100: `engine distill engine/demo/demo.toml --set
@@ -24,6 +30,9 @@ from workbench.tui.screens.run import RunScreen
 HERE = Path(__file__).absolute().parent
 TOGETHER = 3
 """How many runs are compared."""
+WIDE = (120, 40)
+VERDICTS = ("healthy", "wrong", "suspect", "ended", "imported")
+"""Runs of which there is a screen each; the sixth is the list of them."""
 
 
 async def save(
@@ -55,18 +64,23 @@ async def save(
         (HERE / name).write_text(app.export_screenshot(title="apr-workbench"))
 
 
+async def verdicts(runs: Path) -> None:
+    """Save a run of each level, and the list with the cursor on the run that was killed."""
+    for name in VERDICTS:
+        await save(runs / name, WIDE, f"verdict-{name}.svg")
+    await save(runs, WIDE, "verdict-list.svg", "1", "ctrl+home")
+
+
 async def main(runs: Path, run: Path, watched: Path, on_gpu: Path) -> None:
-    wide = (120, 40)
+    wide = WIDE
     # From the first step on by five times ten columns, then the samples of text.
     replay = ("home", *["greater_than_sign"] * 5, "p", "f11")
     await save(on_gpu, (150, 54), "live.svg", *replay)
-    await save(run, wide, "run.svg")
     await save(run, (80, 24), "run-80x24.svg")
     await save(run, (200, 60), "run-200x60.svg")
     await save(run, wide, "run-light.svg", theme="light")
     await save(run, wide, "run-colourblind.svg", theme="colourblind-dark")
     await save(run, wide, "run-colourblind-light.svg", theme="colourblind-light")
-    await save(runs, (120, 20), "runs.svg")
     await save(runs, (80, 24), "runs-80x24.svg")
     await save(runs, (200, 60), "runs-200x60.svg")
     await save(runs, wide, "compare.svg", *["space"] * TOGETHER, "c")
@@ -74,7 +88,6 @@ async def main(runs: Path, run: Path, watched: Path, on_gpu: Path) -> None:
     await save(run, wide, "flip.svg", "F")
     await save(run, wide, "help.svg", "question_mark")
     await save(run, wide, "palette.svg", "ctrl+p")
-    await save(watched, wide, "watch.svg")
     await save(watched, (80, 24), "watch-80x24.svg")
     await save(watched, (200, 60), "watch-200x60.svg")
     for place in PLACES:
@@ -84,4 +97,5 @@ async def main(runs: Path, run: Path, watched: Path, on_gpu: Path) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(main(*(Path(path).absolute() for path in sys.argv[1:5])))
+    paths = [Path(path).absolute() for path in sys.argv[1:5]]
+    asyncio.run(verdicts(*paths) if len(paths) == 1 else main(*paths))

@@ -367,7 +367,9 @@ class RunScreen(PollingScreen):
         if action == "speed":
             return self._replay is not None
         if action in ("flip", "why"):
-            return not self.context.read_only and self._snapshot is not None
+            # A log of another tool has no command that could be started again.
+            live = self._snapshot
+            return not self.context.read_only and live is not None and live.view.imported is None
         if action == "batch":
             return self.shown is not None and has_rows(self.shown)
         if action == "replay":

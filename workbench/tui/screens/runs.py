@@ -260,6 +260,7 @@ class RunsScreen(PollingScreen):
     @on(DataTable.HeaderSelected)
     def sort_by_header(self, event: DataTable.HeaderSelected) -> None:
         self.query_one(RunsTable).sort_by(str(event.column_key.value))
+        self.describe()
 
     @on(DataTable.RowSelected)
     def open_row(self) -> None:
@@ -272,9 +273,11 @@ class RunsScreen(PollingScreen):
 
     def action_sort(self, place: int) -> None:
         self.query_one(RunsTable).sort_by_place(place)
+        self.describe()
 
     def action_sort_beside(self, offset: int) -> None:
         self.query_one(RunsTable).sort_beside(offset)
+        self.describe()
 
     # Marks.
 
@@ -440,6 +443,7 @@ def detail_lines(row: RunRow) -> list[str]:
         lines.append(", ".join(words))
     if row.verdict and row.error is None:
         lines.append(row.verdict)
+        lines += [text for text in row.words if text.startswith("do: ")][:1]
     lines += tag_lines(row)
     lines += [f"{severity}: {name}" for severity, name in row.alerts[:3]]
     if row.error is not None:

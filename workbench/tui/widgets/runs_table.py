@@ -21,19 +21,21 @@ from workbench.plot.series import series_style
 from workbench.tui.names import cut_at_end, shortened, told_apart
 from workbench.tui.printable import drawable
 from workbench.tui.widgets.cell_table import CellTable
-from workbench.tui.widgets.status_line import LEVEL_ROLES, bar_text
+from workbench.tui.widgets.status_line import LEVEL_ROLES, bar_text, state_role
 
 ABSENT = "-"
 ROOMY = 100
 """Width in cells from which columns are two cells apart and names keep more cells."""
 NAME_CELLS = (16, 24)
 """Cells below which a name is not cut, on a narrow and on a wide terminal."""
+VERDICT_CELLS = 64
+"""Cells of a verdict below which columns after the settings that differ give way: its cause is in them."""
 BAR_CELLS = 8
 SETTING_CELLS = 16
 SETTINGS_SHOWN = 12
 """Most settings that differ which have a column."""
-NAMED = frozenset({"run.name", "run.out", "teacher.path", "student.path"})
-"""Settings that are shown as the name of the run or of a model."""
+NAMED = frozenset({"run.name", "run.out", "teacher.path", "student.path", "train.steps"})
+"""Settings that other columns show: the name of the run or of a model, and the number of steps."""
 
 
 def _maybe(write: Callable[[float], str], value: float | None) -> str:
@@ -140,7 +142,7 @@ AFTER = (
         name="alerts",
         text=alerts_text,
         value=_worst,
-        rank=10,
+        rank=70,
         largest_first=True,
         optional=False,
     ),
@@ -396,6 +398,10 @@ class RunsTable(CellTable):
         for column in sorted(self._columns, key=lambda c: MODEL if c.name in differ else c.rank):
             if column.name not in wanted:
                 continue
+            if column.rank > SETTING and VERDICT in widths:
+                more = max(0, min(room, min(wanted[VERDICT], VERDICT_CELLS) - widths[VERDICT]))
+                widths[VERDICT] += more
+                room -= more
             least = name_least if column is NAME else column.least
             cells = min(wanted[column.name], least or wanted[column.name])
             if not column.rank or cells + self._before_text(column) <= room:
@@ -428,8 +434,11 @@ class RunsTable(CellTable):
         row = self._by_key[key]
         slot = self.marked.get(row.path)
         styles = ["" if slot is None else f"bold {series_style(slot).colour}"]
-        colour = self._colours.get(row.level, "")
-        styles += [colour if column.name == VERDICT else "" for column in self._shown[1:]]
+        colours = {
+            VERDICT: self._colours.get(row.level, ""),
+            STATE.name: self._colours.get(state_role(row.state), ""),
+        }
+        styles += [colours.get(column.name, "") for column in self._shown[1:]]
         return [
             Text(text, style, justify="right" if column.right else "left", no_wrap=True)
             for text, style, column in zip(texts, styles, self._shown, strict=True)
@@ -439,9 +448,8 @@ class RunsTable(CellTable):
         if not self.size.width:
             return
         theme = self.app.theme_variables
-        self._colours = {
-            level: theme.get(f"text-{role}", "") for level, role in LEVEL_ROLES.items()
-        }
+        roles = {role: role for role in ("primary", *LEVEL_ROLES.values())} | LEVEL_ROLES
+        self._colours = {name: theme.get(f"text-{role}", "") for name, role in roles.items()}
         by_name = {column.name: column for column in self._columns}
         column = by_name.get(self.sorted_by) or by_name[AGE]
         rows = in_order(self.rows_shown, column, backwards=self.backwards)

@@ -11,11 +11,12 @@ from textual.reactive import reactive
 from textual.widgets import Static
 
 from engine.log.folder import WatchedCommand
-from engine.log.text import one_line
+from engine.log.text import has_ended, one_line
 from engine.units import format_seconds
 from engine.watch.verdict_line import (
     ENDED,
     HEALTHY,
+    NO_FAULT,
     SUSPECT,
     UNDECIDED,
     WRONG,
@@ -23,7 +24,7 @@ from engine.watch.verdict_line import (
     verdict_of,
 )
 from workbench.feed import Snapshot
-from workbench.tui.layout import is_low
+from workbench.tui.layout import is_low, is_tiny
 from workbench.tui.names import cut_at_end, shortened
 
 WIDE, NARROW = 100, 60
@@ -48,7 +49,9 @@ def heading(snapshot: Snapshot, width: int, *, ascii_only: bool) -> tuple[str, l
         share = bar_text(view.last_step, view.total_steps, cells, ascii_only=ascii_only)
     if view.first_unix_s is not None and width >= NARROW:
         until = view.last_unix_s if snapshot.has_ended else snapshot.now_unix_s
-        parts.append(f"{format_seconds(max(0.0, (until or 0.0) - view.first_unix_s))} elapsed")
+        elapsed_s = (until or 0.0) - view.first_unix_s
+        # An imported log without times has none.
+        parts += [f"{format_seconds(elapsed_s)} elapsed"] if elapsed_s > 0 else []
     if view.sessions > 1:
         parts.append(f"session {view.sessions}")
     if view.non_finite:
@@ -102,6 +105,19 @@ def with_command(top: str, command: WatchedCommand | None, width: int) -> str:
     return f"{top}  {one_line(shortened(command.short, room))}{commit}"
 
 
+def what_to_press(found: RunVerdict, snapshot: Snapshot) -> str:
+    """Return the next action of a verdict with the keys of the screen in the place of commands."""
+    if snapshot.view.imported is not None:
+        return one_line(found.action)
+    resume = f"engine distill --resume {snapshot.run.path}"
+    todo = found.action.replace(resume, "press R to resume it")
+    if todo.startswith("test it: "):
+        todo = f"press F to test {todo.removeprefix('test it: ')}"
+    elif found.id.startswith("identity "):
+        todo = f"press F to test the change: {todo}"
+    return one_line(todo)
+
+
 class StatusLine(Static):
     """Draws the status of a snapshot."""
 
@@ -125,14 +141,20 @@ class StatusLine(Static):
 
     on_resize = watch_paused = watch_replay = watch_snapshot
 
-    def _verdict(self, found: RunVerdict, width: int) -> Content:
-        """Return the verdict in the colour of its level, with what to do where both have space in one row."""
+    def _verdict(self, found: RunVerdict, snapshot: Snapshot, width: int) -> list[Content]:
+        """Return the verdict in the colour of its level, and what to do in the same row, or below it on a screen
+        that is not low."""
         line = found.signed(ascii_only=self._ascii_only)
-        todo = f"  do: {one_line(found.action)}" if found.action else ""
-        if len(line) + len(todo) > width:
-            todo = ""
         style = f"bold $text-{LEVEL_ROLES[found.level]}"
-        return Content.assemble((cut_at_end(line, VERDICT_ROWS * width), style), todo)
+        verdict = Content.styled(cut_at_end(line, VERDICT_ROWS * width), style)
+        todo = one_line(found.action) if self._read_only else what_to_press(found, snapshot)
+        if not todo:
+            return [verdict]
+        if len(line) + len(todo) + 6 <= width:
+            return [Content.assemble(verdict, "  ", ("do:", "bold"), f" {todo}")]
+        if is_low(*self.app.size) or is_tiny(*self.app.size):
+            return [verdict]
+        return [verdict, Content.assemble("  ", ("do:", "bold"), f" {cut_at_end(todo, width - 6)}")]
 
     def _write(self) -> None:
         snapshot = self.snapshot
@@ -158,9 +180,12 @@ class StatusLine(Static):
             top = "  ".join([name, *before, *([share] if share else []), *flags, *after])
             top = with_command(top, snapshot.command, width - 2)
             below = snapshot.status
-        lines = [_bold_to(top, "  ", "bold"), _bold_to(below, " | ", "bold reverse")]
+        lines = [
+            _bold_to(top, "  ", "bold"),
+            _bold_to(below, " | ", f"bold reverse $text-{state_role(snapshot.state)}"),
+        ]
         if found is not None and (not low or found.level != HEALTHY):
-            lines.insert(0, self._verdict(found, max(1, width - 2)))
+            lines = [*self._verdict(found, snapshot, max(1, width - 2)), *lines]
         if snapshot.error is not None:
             lines += [Content(line) for line in snapshot.error.splitlines()]
         # A layout redraws the whole screen, so it is requested only when the row count changes.
@@ -179,6 +204,15 @@ LEVEL_ROLES = {
     UNDECIDED: "muted",
 }
 """The role of each level's colour in a theme."""
+
+
+def state_role(state: str) -> str:
+    """Return the role of the colour of a run's state: running, ended without a fault, unknown, or with a fault."""
+    if state in ("imported", "unwatched"):
+        return "muted"
+    if not has_ended(state):
+        return "primary"
+    return "success" if state in NO_FAULT else "error"
 
 
 def _bold_to(line: str, end: str, style: str) -> Content:

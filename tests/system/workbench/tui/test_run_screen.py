@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from textual.pilot import Pilot
 
+from engine.cli.main import main
 from engine.log.folder import RunFolder
 from tests.support.run_folders import (
     Scene,
@@ -69,6 +70,25 @@ def test_a_running_run_tells_step_loss_and_pace_at_every_size(tmp_path: Path) ->
 
     on_screen([scene.run.path], SIZES[0], script)
     scene.close()
+
+
+def test_the_next_action_is_beside_the_verdict_or_below_it(tmp_path: Path) -> None:
+    for size in ((120, 40), (80, 24)):
+        (text,) = texts_of(killed(tmp_path / f"kd{size[0]}").path, size)
+        assert text.startswith(
+            "■ ENDED at step 30: killed by SIGKILL, sender not known do: engine diagnose"
+        )
+
+
+def test_the_key_of_the_next_action_stands_in_the_place_of_its_command(tmp_path: Path) -> None:
+    (text,) = texts_of(vanished(tmp_path / "kd").path, (120, 40))
+    assert "do: press R to resume it" in text
+    run = tmp_path / "log.csv"
+    run.write_text("step,loss\n" + "".join(f"{n},{4 - n / 60}\n" for n in range(1, 61)))
+    assert main(["import", "csv", str(run), "--out", str(tmp_path)]) == 0
+    (text,) = texts_of(tmp_path / "log", (120, 40))
+    for words in ("elapsed", "F flip", "no reading yet"):
+        assert words not in text
 
 
 def test_a_small_screen_has_the_status_line_alone(tmp_path: Path) -> None:

@@ -188,7 +188,7 @@ def test_alerts_are_told_in_words(tmp_path: Path) -> None:
     scene.watch(alert_event(id="not_finite", level="fail", text="the loss is NaN"))
     (text,) = texts_of(tmp_path, (80, 24))
     scene.close()
-    for words in ("error 2", "error: not_finite", "warning: data_wait", "! 1 with alerts"):
+    for words in ("(and 1 more)", "error: not_finite", "warning: data_wait", "! 1 with alerts"):
         assert words in text
 
 
@@ -363,6 +363,18 @@ def test_settings_that_differ_are_columns_with_the_numeric_ones_first(swept: Pat
     on_screen([swept], (120, 40), script)
 
 
+def test_a_verdict_is_read_whole_before_less_important_columns_are_shown(swept: Path) -> None:
+    async def script(pilot: Pilot[None]) -> None:
+        assert "ENDED at step 30: killed by SIGKILL, sender not known" in text_of(pilot)
+        # Another order puts another run under a cursor that was not moved.
+        await press(pilot, "1")
+        assert f"{swept / 'alpha'} step" in words_of(pilot)
+        await press(pilot, "1", "ctrl+home", "down")
+        assert "do: engine diagnose" in words_of(pilot)
+
+    on_screen([swept], (140, 40), script)
+
+
 def test_a_failure_is_told_in_the_row_of_the_run(swept: Path) -> None:
     async def script(pilot: Pilot[None]) -> None:
         row = next(line for line in text_of(pilot).splitlines() if "beta" in line)
@@ -374,9 +386,9 @@ def test_a_failure_is_told_in_the_row_of_the_run(swept: Path) -> None:
 def test_columns_give_way_before_a_description_shrinks_to_a_stump(swept: Path) -> None:
     async def script(pilot: Pilot[None]) -> None:
         titles = heading_of(pilot)
-        assert {"name", "state", "loss", "lr", "alerts"} <= set(titles)
+        assert {"name", "state", "loss", "lr", "verdict"} <= set(titles)
         row = next(line for line in text_of(pilot).splitlines() if "beta" in line)
-        assert "reason" not in titles or "killed by SIGKILL" in row
+        assert "ENDED at step 30:" in row
 
     for width in (80, 90, 100, 110, 130, 150):
         on_screen([swept], (width, 24), script)
@@ -462,7 +474,7 @@ def test_every_column_can_be_sorted_by_with_two_keys(swept: Path) -> None:
         for _ in heading_of(pilot):
             seen.add(table.sorted_by)
             await press(pilot, "greater_than_sign")
-        assert {"name", "loss", "train.lr", "loss.kernel", "verdict", "age"} <= seen
+        assert {"name", "loss", "train.lr", "loss.kernel", "verdict", "held-out"} <= seen
         await press(pilot, "1", "less_than_sign", "greater_than_sign")
         assert table.sorted_by == "name"
 
