@@ -111,7 +111,7 @@ STAGES: tuple[About, ...] = (
         wrong="the student computes another model than its weights give",
         question="Are the student's hidden states in the step those of a plain forward pass with its weights?",
         means="The forward pass that trains is not the model that is saved.",
-        remedy="Flip student.compile or student.precision to see which part it is.",
+        remedy="Flip kernels.layers or student.precision to see which part it is.",
     ),
     _stage(
         id="step_loss_parts",
@@ -134,7 +134,7 @@ STAGES: tuple[About, ...] = (
         means="The run descends another objective than the one it logs: rows or passes are left out or weighted "
         "wrongly.",
         remedy="The numbers say where the difference begins: at the hidden states, in the loss, else in the "
-        "tensor named. Flip loss.kernel, student.compile, student.checkpointing or student.graphs.",
+        "tensor named. Flip loss.kernel, kernels.layers, student.checkpointing or student.graphs.",
     ),
     _stage(
         id="step_clipping",
@@ -301,7 +301,7 @@ CHECKS: tuple[About, ...] = (
         question="Was every kernel compiled before the steps that are timed?",
         means="A step waited for a compiler; a key may change with every step.",
         remedy="`engine tail RUN` names the kernel and what changed: kernels.prewarm=true compiles it before, or "
-        "student.compile=off does without.",
+        "kernels.layers=torch does without it in layers.",
         when=When.ALWAYS,
         stops=False,
     ),

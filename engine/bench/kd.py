@@ -38,18 +38,18 @@ from engine.data.batches import Batches
 from engine.data.tokens import TokenStream, starts_of
 from engine.kernels.dequantize import has_triton
 from engine.log.events import nan_if_absent
+from engine.models.activation_checkpointing import configure_layers
 from engine.models.config import ModelConfig
 from engine.models.decoder import Decoder
+from engine.models.fused import use_kernels
 from engine.models.load import load_decoder, load_packed_decoder, new_decoder
 from engine.plan.cost import flops_per_token
-from engine.plan.device import has_compiler
 from engine.plan.knobs import choose_attention, choose_loss_kernel
 from engine.spec import LossSection, TrainSection
 from engine.teachers.frozen import DequantizedTeacher, QuantizedTeacher
 from engine.teachers.protocol import Teacher
 from engine.teachers.truncating import TruncatingTeacher
 from engine.terminal import aligned
-from engine.train.compile_student import compile_student
 from engine.train.trainer import Trainer
 from engine.units import format_bytes, format_count
 
@@ -148,7 +148,7 @@ def own_steps(
     frozen: DequantizedTeacher | QuantizedTeacher,
     student: Decoder,
 ) -> Iterator[float]:
-    """The steps of this engine's trainer, compiled on a GPU, with the settings that a run chooses by itself."""
+    """The steps of this engine's trainer, with the settings that a run chooses by itself."""
     cuda, precision = device.type == "cuda", precision_on(device)
     capability = torch.cuda.get_device_capability(device) if cuda else None
     batches = batches_of(shape)
@@ -191,13 +191,10 @@ def own_steps(
         device=device,
         precision=precision,
     )
-    compile_student(
-        trainer,
-        length=shape.seq_len,
-        compiled=cuda and has_compiler("cuda") and student.config.native,
-        packed=packed("student.attention", student.config),
-        checkpointing=False,
+    configure_layers(
+        student, packed=packed("student.attention", student.config), checkpointing=False
     )
+    use_kernels(student, frozen=False)
     # The host does not run ahead of the device: each step's time ends when its work does.
     return (nan_if_absent(step.loss) for step in trainer.steps())
 

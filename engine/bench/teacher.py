@@ -32,7 +32,8 @@ from engine.models.attention import remember
 from engine.models.config import ModelConfig
 from engine.models.decoder import Decoder
 from engine.models.fp8 import DTYPE, load_fp8_decoder, product
-from engine.models.frozen import freeze, use_kernels
+from engine.models.frozen import freeze, join
+from engine.models.fused import use_kernels
 from engine.models.load import load_decoder, load_packed_decoder
 from engine.models.packed_size import packed_size
 
@@ -124,8 +125,9 @@ def bench_teacher(
         decoder.packed = cuda
         if name == BASE:
             linears = sum(b.numel() for b in decoder.layers.buffers() if b.ndim == 2)
-        else:
-            use_kernels(decoder)
+        elif cuda:
+            join(decoder)
+            use_kernels(decoder, frozen=True)
         arms[name] = partial(_forward, decoder, tokens_BT, documents_BT)
     wanted_BTE = arms[BASE]().float()
     for name, arm in arms.items():

@@ -27,7 +27,7 @@ from engine.generation.pages import PagedCache
 from engine.generation.size import PAGE, pages_for
 from engine.models.attention import Packing, attend_packed
 from engine.models.decoder import Decoder, LayerCache
-from engine.models.frozen import has_kernels
+from engine.models.fused import has_kernels
 from engine.models.head import logits_of
 from engine.models.packed import head_of
 from engine.models.transformers_decoder import TransformersDecoder
@@ -173,8 +173,7 @@ class NativeForward:
         rows = torch.tensor([tokens, position, length, pages], device=self._device)
         tokens_1T, position_1T, length_1T, page_1T = (each[None] for each in rows)
         starts_S = torch.tensor(ends, dtype=torch.int32, device=self._device)
-        longest_L = torch.empty(total, dtype=torch.bool)
-        packing = Packing(starts_S, longest_L)
+        packing = Packing(starts_S, total)
         caches: list[LayerCache] = [
             _PackedLayer(*self._cache.layer(index), page_1T, position_1T % PAGE, packing)
             for index in range(len(self._decoder.layers))

@@ -26,7 +26,8 @@ from engine.generation.size import PAGE
 from engine.kernels import layer_parts, paged_attention
 from engine.models.config import ModelConfig
 from engine.models.decoder import Attention, Decoder, FeedForward, Layer, RMSNorm, frequencies
-from engine.models.frozen import JoinedLinear, has_kernels, hold
+from engine.models.frozen import JoinedLinear, hold
+from engine.models.fused import has_kernels
 from engine.models.head import DenseHead, logits_of
 
 # Shapes: B slots, D model width, V vocabulary, N columns of joined matmuls, K key/value heads, E width of a head
@@ -206,7 +207,7 @@ class FusedForward(NativeForward):
             assert isinstance(layer, Layer)
             attention = layer.attention
             norm = weights.attention_norm
-            layer_parts.add_norm(y_BD, kept_BD, norm.weight, norm.eps, x_BD)
+            layer_parts.add_norm(y_BD, kept_BD, norm.weight, norm.eps, kept_BD, x_BD)
             qkv_BN = weights.qkv(x_BD)
             norms, eps = None, 0.0
             if attention.q_norm is not None and attention.k_norm is not None:
@@ -222,11 +223,11 @@ class FusedForward(NativeForward):
             )
             y_BD = weights.o(y_BHE.flatten(1))
             norm = weights.mlp_norm
-            layer_parts.add_norm(y_BD, kept_BD, norm.weight, norm.eps, x_BD)
+            layer_parts.add_norm(y_BD, kept_BD, norm.weight, norm.eps, kept_BD, x_BD)
             both_BN = weights.gate_up(x_BD)
             gate_BN, up_BN = both_BN.chunk(2, dim=1)
             open_BN = both_BN.new_empty(gate_BN.shape)
             layer_parts.gate(gate_BN, up_BN, config.kind.activation, open_BN)
             y_BD = weights.down(open_BN)
-        layer_parts.add_norm(y_BD, kept_BD, decoder.norm.weight, decoder.norm.eps, x_BD)
+        layer_parts.add_norm(y_BD, kept_BD, decoder.norm.weight, decoder.norm.eps, kept_BD, x_BD)
         return logits_of(x_BD, DenseHead(self.weights.head_VD), config.vocab_size)

@@ -32,7 +32,7 @@ from engine.generation.pages import PagedCache
 from engine.generation.sampling import Sampling, choose, truncate, uniform
 from engine.generation.size import PAGE, pages_for
 from engine.models.decoder import Decoder
-from engine.models.frozen import has_kernels
+from engine.models.fused import has_kernels
 from engine.models.transformers_decoder import TransformersDecoder
 
 # Shapes: B slots, N slots that begin, V vocabulary, E ends of text

@@ -1,4 +1,4 @@
-"""What the run log records about a compilation, by Triton or by Inductor.
+"""What the run log records about a compilation.
 
     CompileRecord   one compilation: kernel, duration, disk cache hit, before or after warm-up
     KernelCounts    one kernel in a summary
@@ -12,23 +12,20 @@ For a compilation after warm-up, the record names the difference from what was w
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompileRecord:
     """One miss in the in-memory cache: a kernel was compiled, or loaded from a cache on disk."""
 
-    source: Literal["triton", "inductor"]
     kernel: str
-    """Name of the kernel, or of the Python function that torch.compile compiled."""
     key: str
     """Everything that the kernel was compiled for, as text."""
     digest: str
-    """The key as 16 hex digits; for torch.compile its own compilation id, such as `0/1`."""
+    """The key as 16 hex digits."""
     seconds: float
-    disk_hit: bool | None
-    """Whether it came from a cache on disk; None if the compiler did not report it."""
+    disk_hit: bool
+    """Whether it came from a cache on disk."""
     after_warm_up: bool
     differs: tuple[tuple[str, str, str], ...] = ()
     """For a compilation after warm-up, the differences from the most similar warmed one, each as

@@ -1,8 +1,8 @@
-"""The parts of a decoder layer between its matmuls, without gradients.
+"""The parts of a decoder layer between its matmuls, and their gradients.
 
-    add_norm    kept += y, and out = RMS norm of kept
+    add_norm    kept = x + y, and out = RMS norm of kept
     gate        out = activation(gate) * up
-    turn        rotates queries or keys by their positions, in place
+    turn        rotates queries or keys by their positions
 
 One kernel each, where torch launches several: each value is read and written once, and in a step of a small
 model the launches would take most of the time. They round where the decoder's own operations round.
@@ -11,6 +11,7 @@ model the launches would take most of the time. They round where the decoder's o
 from __future__ import annotations
 
 from functools import cache
+from typing import Any
 
 import torch
 import triton
@@ -27,32 +28,86 @@ from engine.kernels.registry import compiled_as, launch
 BLOCK = 1024
 PLACES = 16
 """Heads of a program of `turn`."""
+PARTS = 528
+"""Programs of `add_norm_backward`, each of which sums the weight's gradient over its rows: four for each of 132
+multiprocessors."""
+HELD = 4096
+"""Values that a program of `add_norm_backward` holds of each of its tensors."""
 
 
 @triton.jit
 def _add_norm(
-    y_ptr,  # (B, D), added unless not ADD
-    kept_ptr,  # (B, D), read and written
+    y_ptr,  # (B, D), added if ADD
+    x_ptr,  # (B, D)
     weight_ptr,  # (D)
-    out_ptr,  # (B, D), written
+    kept_ptr,  # (B, D), the sum; may be x
+    out_ptr,  # (B, D), its norm
+    over_ptr,  # *fp32 (B), 1 / RMS, if TRAINED
     eps,
     D: tl.constexpr,
     DP: tl.constexpr,
     ADD: tl.constexpr,
+    TRAINED: tl.constexpr,
 ):
     KEPT: tl.constexpr = kept_ptr.dtype.element_ty
     row = tl.program_id(0).to(tl.int64)
     d_D = tl.arange(0, DP)
     there_D = d_D < D
-    x_D = tl.load(kept_ptr + row * D + d_D, mask=there_D, other=0).to(tl.float32)
+    x_D = tl.load(x_ptr + row * D + d_D, mask=there_D, other=0).to(tl.float32)
     if ADD:
         x_D += tl.load(y_ptr + row * D + d_D, mask=there_D, other=0).to(tl.float32)
         x_D = x_D.to(KEPT).to(tl.float32)
         tl.store(kept_ptr + row * D + d_D, x_D.to(KEPT), mask=there_D)
     over = tl.rsqrt(tl.sum(x_D * x_D, axis=0) / D + eps)
+    if TRAINED:
+        tl.store(over_ptr + row, over)
     weight_D = tl.load(weight_ptr + d_D, mask=there_D, other=0).to(tl.float32)
     out_D = (x_D * over * weight_D).to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + row * D + d_D, out_D, mask=there_D)
+
+
+@triton.jit
+def _add_norm_backward(
+    dout_ptr,  # (B, D)
+    dkept_ptr,  # (B, D), added if PASSED
+    kept_ptr,  # (B, D)
+    weight_ptr,  # (D)
+    over_ptr,  # *fp32 (B)
+    dx_ptr,  # (B, D), written
+    dy_ptr,  # (B, D), written if ADD
+    dweight_ptr,  # *fp32 (programs, D), written if WEIGHT
+    rows,
+    D: tl.constexpr,
+    DP: tl.constexpr,
+    ROWS: tl.constexpr,
+    PASSED: tl.constexpr,
+    ADD: tl.constexpr,
+    WEIGHT: tl.constexpr,
+):
+    """With u = x / RMS and g = w dout:  dx = (g - u mean(g u)) / RMS,  dw = sum over rows of u dout."""
+    d_1D = tl.arange(0, DP)[None, :]
+    weight_1D = tl.load(weight_ptr + d_1D, mask=d_1D < D, other=0).to(tl.float32)
+    dweight_RD = tl.zeros([ROWS, DP], tl.float32)
+    for first in range(tl.program_id(0) * ROWS, rows, tl.num_programs(0) * ROWS):
+        row_R1 = first + tl.arange(0, ROWS)[:, None]
+        there_RD = (row_R1 < rows) & (d_1D < D)
+        at_RD = row_R1.to(tl.int64) * D + d_1D
+        over_R1 = tl.load(over_ptr + row_R1, mask=row_R1 < rows, other=0)
+        unit_RD = tl.load(kept_ptr + at_RD, mask=there_RD, other=0).to(tl.float32) * over_R1
+        dout_RD = tl.load(dout_ptr + at_RD, mask=there_RD, other=0).to(tl.float32)
+        if WEIGHT:
+            dweight_RD += dout_RD * unit_RD
+        g_RD = dout_RD * weight_1D
+        dx_RD = over_R1 * (g_RD - unit_RD * (tl.sum(g_RD * unit_RD, axis=1) / D)[:, None])
+        if PASSED:
+            dx_RD += tl.load(dkept_ptr + at_RD, mask=there_RD, other=0).to(tl.float32)
+        tl.store(dx_ptr + at_RD, dx_RD.to(dx_ptr.dtype.element_ty), mask=there_RD)
+        if ADD:
+            tl.store(dy_ptr + at_RD, dx_RD.to(dy_ptr.dtype.element_ty), mask=there_RD)
+    if WEIGHT:
+        d_D = tl.arange(0, DP)
+        part_D = tl.sum(dweight_RD, axis=0)
+        tl.store(dweight_ptr + tl.program_id(0) * D + d_D, part_D, mask=d_D < D)
 
 
 @triton.jit
@@ -82,17 +137,53 @@ def _gate(
 
 
 @triton.jit
+def _gate_backward(
+    gate_ptr,  # (B, D)
+    up_ptr,
+    dout_ptr,
+    dgate_ptr,  # (B, D), written
+    dup_ptr,
+    D: tl.constexpr,
+    SIZE: tl.constexpr,
+    GELU: tl.constexpr,
+):
+    DTYPE: tl.constexpr = dup_ptr.dtype.element_ty
+    d_D = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
+    there_D = d_D < D
+    at_D = tl.program_id(1).to(tl.int64) * D + d_D
+    gate_D = tl.load(gate_ptr + at_D, mask=there_D, other=0).to(tl.float32)
+    up_D = tl.load(up_ptr + at_D, mask=there_D, other=0).to(tl.float32)
+    dout_D = tl.load(dout_ptr + at_D, mask=there_D, other=0).to(tl.float32)
+    if GELU:
+        square_D = gate_D * gate_D
+        share_D = tl.sigmoid(1.5957691216057308 * (gate_D + 0.044715 * square_D * gate_D))
+        inner_D = 1.5957691216057308 * (gate_D + 0.134145 * square_D * gate_D)
+    else:
+        share_D = tl.sigmoid(gate_D)
+        inner_D = gate_D
+    # The derivative of x s(f(x)) is s + s (1 - s) x f'(x).
+    slope_D = share_D + share_D * (1 - share_D) * inner_D
+    open_D = (gate_D * share_D).to(DTYPE).to(tl.float32)
+    tl.store(dup_ptr + at_D, (dout_D * open_D).to(DTYPE), mask=there_D)
+    dopen_D = (dout_D * up_D).to(DTYPE).to(tl.float32)
+    tl.store(dgate_ptr + at_D, (dopen_D * slope_D).to(DTYPE), mask=there_D)
+
+
+@triton.jit
 def _turn(
-    x_ptr,  # (B, H, E), read and written
+    x_ptr,  # (B, H, E)
+    out_ptr,  # (B, H, E); may be x
     cos_ptr,  # (P, R), the position of a row is row % P
     sin_ptr,
     positions,
-    ROW: tl.constexpr,  # from a row to the next
+    ROW: tl.constexpr,  # from a row of x to the next
+    OUT: tl.constexpr,
     H: tl.constexpr,
     E: tl.constexpr,
     R: tl.constexpr,
     RP: tl.constexpr,
     HEADS: tl.constexpr,
+    BACK: tl.constexpr,
 ):
     DTYPE: tl.constexpr = x_ptr.dtype.element_ty
     row = tl.program_id(0)
@@ -102,52 +193,91 @@ def _turn(
     angle_R = (row % positions) * R + r_R
     cos_1R = tl.load(cos_ptr + angle_R, mask=r_R < R, other=0).to(tl.float32)[None, :]
     sin_1R = tl.load(sin_ptr + angle_R, mask=r_R < R, other=0).to(tl.float32)[None, :]
-    left_ptr = x_ptr + row.to(tl.int64) * ROW + (h_H * E)[:, None] + r_R[None, :]
-    left_HR = tl.load(left_ptr, mask=there_HR, other=0).to(tl.float32)
-    right_HR = tl.load(left_ptr + R, mask=there_HR, other=0).to(tl.float32)
+    if BACK:
+        sin_1R = -sin_1R
+    at_HR = (h_H * E)[:, None] + r_R[None, :]
+    x_ptr += row.to(tl.int64) * ROW
+    out_ptr += row.to(tl.int64) * OUT
+    left_HR = tl.load(x_ptr + at_HR, mask=there_HR, other=0).to(tl.float32)
+    right_HR = tl.load(x_ptr + at_HR + R, mask=there_HR, other=0).to(tl.float32)
     a_HR = (left_HR * cos_1R).to(DTYPE).to(tl.float32)
     b_HR = (right_HR * sin_1R).to(DTYPE).to(tl.float32)
-    tl.store(left_ptr, (a_HR - b_HR).to(DTYPE), mask=there_HR)
+    tl.store(out_ptr + at_HR, (a_HR - b_HR).to(DTYPE), mask=there_HR)
     a_HR = (right_HR * cos_1R).to(DTYPE).to(tl.float32)
     b_HR = (left_HR * sin_1R).to(DTYPE).to(tl.float32)
-    tl.store(left_ptr + R, (a_HR + b_HR).to(DTYPE), mask=there_HR)
+    tl.store(out_ptr + at_HR + R, (a_HR + b_HR).to(DTYPE), mask=there_HR)
 
 
 def add_norm(
-    y_BD: Tensor | None, kept_BD: Tensor, weight_D: Tensor, eps: float, out_BD: Tensor
+    y_BD: Tensor | None,
+    x_BD: Tensor,
+    weight_D: Tensor,
+    eps: float,
+    kept_BD: Tensor,
+    out_BD: Tensor,
+    over_B: Tensor | None = None,
 ) -> None:
-    """Add `y_BD` to `kept_BD`, and write the RMS norm of the sum into `out_BD`."""
-    rows, columns = kept_BD.shape
-    pointers = (kept_BD if y_BD is None else y_BD, kept_BD, weight_D, out_BD)
+    """Write `x_BD` + `y_BD` into `kept_BD`, which may be `x_BD`, and the RMS norm of the sum into `out_BD`.
+
+    `over_B` (fp32) gets 1 / RMS, for `add_norm_backward`.
+    """
+    rows, columns = x_BD.shape
+    y_BD, over = x_BD if y_BD is None else y_BD, kept_BD if over_B is None else over_B
+    pointers = (y_BD, x_BD, weight_D, kept_BD, out_BD, over)
     padded = triton.next_power_of_2(columns)
-    variant = compiled_as(
+    variant = _variant(
         _add_norm,
-        *(each.dtype for each in pointers),
-        "fp32",
-        warps=4 if padded <= 2048 else 8,
-        stages=1,
+        (*(each.dtype for each in pointers), "fp32"),
+        4 if padded <= 2048 else 8,
+        True,
         D=columns,
         DP=padded,
-        ADD=y_BD is not None,
+        ADD=y_BD is not x_BD,
+        TRAINED=over_B is not None,
     )
     launch(variant, (rows,), *pointers, eps)
 
 
-@cache
-def gate_variant(
-    columns: int, row: int, out_row: int, dtype: torch.dtype, activation: str
-) -> Variant:
-    """Return the kernel of `gate` for `columns` columns, with `row` elements from a row of its inputs to the next."""
-    return compiled_as(
-        *(_gate, dtype, dtype, dtype),
-        warps=4,
-        stages=1,
-        D=columns,
-        IN=row,
-        OUT=out_row,
-        SIZE=BLOCK,
-        GELU=activation != "silu",
+def add_norm_backward(
+    dout_BD: Tensor,
+    dkept_BD: Tensor | None,
+    kept_BD: Tensor,
+    weight_D: Tensor,
+    over_B: Tensor,
+    dx_BD: Tensor,
+    dy_BD: Tensor | None,
+    dweight_PD: Tensor | None,
+) -> None:
+    """Write the gradients of `add_norm`: `dx_BD`, the same in another dtype as `dy_BD`, and that of the weight as
+    `PARTS` summands.
+    """
+    rows, columns = kept_BD.shape
+    pointers = (
+        *(dout_BD, dout_BD if dkept_BD is None else dkept_BD, kept_BD, weight_D, over_B),
+        *(dx_BD, dx_BD if dy_BD is None else dy_BD, over_B if dweight_PD is None else dweight_PD),
     )
+    padded = triton.next_power_of_2(columns)
+    variant = _variant(
+        _add_norm_backward,
+        (*(each.dtype for each in pointers), "i32"),
+        8,
+        True,
+        D=columns,
+        DP=padded,
+        ROWS=max(1, HELD // padded),
+        PASSED=dkept_BD is not None,
+        ADD=dy_BD is not None,
+        WEIGHT=dweight_PD is not None,
+    )
+    launch(variant, (PARTS,), *pointers, rows)
+
+
+@cache
+def _variant(
+    function: Any, types: tuple[Any, ...], warps: int, fusion: bool, **constants: int
+) -> Variant:
+    """Return a variant; a step launches each some hundred times."""
+    return compiled_as(function, *types, warps=warps, stages=1, fp_fusion=fusion, **constants)
 
 
 def gate(gate_BD: Tensor, up_BD: Tensor, activation: str, out_BD: Tensor) -> None:
@@ -155,36 +285,64 @@ def gate(gate_BD: Tensor, up_BD: Tensor, activation: str, out_BD: Tensor) -> Non
     up equally far apart.
     """
     rows, columns = out_BD.shape
-    variant = gate_variant(columns, gate_BD.stride(0), out_BD.stride(0), out_BD.dtype, activation)
+    variant = _variant(
+        _gate,
+        (gate_BD.dtype, up_BD.dtype, out_BD.dtype),
+        4,
+        True,
+        D=columns,
+        IN=gate_BD.stride(0),
+        OUT=out_BD.stride(0),
+        SIZE=BLOCK,
+        GELU=activation != "silu",
+    )
     launch(variant, (triton.cdiv(columns, BLOCK), rows), gate_BD, up_BD, out_BD)
 
 
-@cache
-def turn_variant(row: int, heads: int, width: int, pairs: int, dtype: torch.dtype) -> Variant:
-    """Return the kernel of `turn` for `heads` heads of `width` elements, of which 2 `pairs` are rotated, with `row`
-    elements from a row to the next.
-    """
-    return compiled_as(
-        *(_turn, dtype, dtype, dtype, "i32"),
-        warps=4,
-        stages=1,
-        fp_fusion=False,  # a fused multiply-add would not round the product
-        ROW=row,
-        H=heads,
-        E=width,
-        R=pairs,
-        RP=triton.next_power_of_2(pairs),
-        HEADS=min(PLACES, triton.next_power_of_2(heads)),
+def gate_backward(
+    gate_BD: Tensor, up_BD: Tensor, dout_BD: Tensor, activation: str
+) -> tuple[Tensor, Tensor]:
+    """Return the gradients of gate and up; all are contiguous."""
+    rows, columns = gate_BD.shape
+    found = torch.empty_like(gate_BD), torch.empty_like(up_BD)
+    pointers = (gate_BD, up_BD, dout_BD, *found)
+    variant = _variant(
+        _gate_backward,
+        tuple(each.dtype for each in pointers),
+        4,
+        True,
+        D=columns,
+        SIZE=BLOCK,
+        GELU=activation != "silu",
     )
+    launch(variant, (triton.cdiv(columns, BLOCK), rows), *pointers)
+    return found
 
 
-def turn(x_BHE: Tensor, cos_PR: Tensor, sin_PR: Tensor) -> None:
-    """Rotate each pair (x[i], x[i + R]) of a head by the angle of its row's position, in place.
+def turn(
+    x_BHE: Tensor, cos_PR: Tensor, sin_PR: Tensor, out_BHE: Tensor, *, back: bool = False
+) -> None:
+    """Rotate each pair (x[i], x[i + R]) of a head by the angle of its row's position, or `back`, into `out_BHE`, which
+    may be `x_BHE` and else has the numbers that are not rotated.
 
     Row b has position b % P. The heads of a row are contiguous, and so are cosines and sines.
     """
     rows, heads, width = x_BHE.shape
     positions, pairs = cos_PR.shape
-    variant = turn_variant(x_BHE.stride(0), heads, width, pairs, x_BHE.dtype)
-    programs = triton.cdiv(heads, min(PLACES, triton.next_power_of_2(heads)))
-    launch(variant, (rows, programs), x_BHE, cos_PR, sin_PR, positions)
+    block = min(PLACES, triton.next_power_of_2(heads))
+    pointers = (x_BHE, out_BHE, cos_PR, sin_PR)
+    variant = _variant(
+        _turn,
+        (*(each.dtype for each in pointers), "i32"),
+        4,
+        False,  # a fused multiply-add would not round the product
+        ROW=x_BHE.stride(0),
+        OUT=out_BHE.stride(0),
+        H=heads,
+        E=width,
+        R=pairs,
+        RP=triton.next_power_of_2(pairs),
+        HEADS=block,
+        BACK=back,
+    )
+    launch(variant, (rows, triton.cdiv(heads, block)), *pointers, positions)

@@ -229,7 +229,6 @@ class KernelRegistry:
             self._seconds[key.kernel] += seconds
             self._records.append(
                 CompileRecord(
-                    source="triton",
                     kernel=key.kernel,
                     key=str(key),
                     digest=key.digest,

@@ -1,16 +1,14 @@
 """Activation checkpointing, and which function runs the layers of a student.
 
-    decoder.run_layer = run_layer                  eager: the reference
-                        CompiledLayers(rows, T)    compiled (`engine.train.compile_student`)
-                        checkpointed(run)          either of them, keeping only the layer's input
+    decoder.run_layer = run_layer            the reference
+                        checkpointed(run)    keeping only the layer's input
 
 Checkpointing. The backward pass runs each layer's forward a second time, which adds a third to the
 student's arithmetic, and only the input of each layer is kept between the passes.
 
 A layer sharded by FSDP2 has hooks that gather its weights before its forward pass and
-reduce-scatter its gradients in the backward pass. The compiled or checkpointed function then
-replaces the layer's own `forward`, inside the hooks: the compiler sees no collective, and
-recomputation gathers nothing again.
+reduce-scatter its gradients in the backward pass. The checkpointed function then replaces the layer's own
+`forward`, inside the hooks: recomputation gathers nothing again.
 """
 
 from __future__ import annotations
@@ -64,12 +62,11 @@ def _some(layers: nn.ModuleList, run: RunLayer, run_others: RunLayer) -> RunLaye
 def configure_layers(
     decoder: Decoder,
     *,
-    compiled: RunLayer | None,
     packed: bool,
     checkpointing: bool,
     kept_layers: int = 0,
 ) -> None:
-    """Apply the chosen compilation, attention and checkpointing to the decoder. With checkpointing, the last
+    """Apply the chosen attention and checkpointing to the decoder. With checkpointing, the last
     `kept_layers` keep their activations all the same: the backward pass frees theirs before it recomputes any.
     """
     decoder.packed = packed
@@ -77,8 +74,7 @@ def configure_layers(
         decoder.checkpoint_layers(checkpointing, kept_layers)
         return
     sharded = any(is_fsdp(layer) for layer in decoder.layers)
-    eager: RunLayer = without_hooks if sharded else run_layer
-    run = eager if compiled is None else compiled
+    run: RunLayer = without_hooks if sharded else run_layer
     if checkpointing:
         run = _some(decoder.layers[: len(decoder.layers) - kept_layers], checkpointed(run), run)
     decoder.run_layer = run_layer if sharded else run

@@ -12,9 +12,7 @@ boundaries as `cu_seqlens`). The work is that of the documents: many short ones 
 long one.
 
 `longest` is at least the length of every document. It determines how many blocks the kernel
-launches, not what it computes. It is passed as the length of an empty tensor instead of an integer:
-an integer would be a constant of a compiled graph, and a batch with another longest document would
-trigger a recompilation.
+launches, not what it computes.
 
 The host knows the boundaries, because it packed the rows; reading them back from a GPU would
 synchronise. So the code that makes a batch records them with `remember`. Without that they are read
@@ -28,7 +26,6 @@ their row: a document that returns after another one counts as a new document.
 
 from __future__ import annotations
 
-import sys
 from typing import NamedTuple
 
 import numpy as np
@@ -51,8 +48,8 @@ class Packing(NamedTuple):
 
     starts_S: Tensor
     """int32 of S + 1: the first token of each document in the flattened batch, and the end."""
-    longest_L: Tensor
-    """An empty tensor in host memory; only its length L is used."""
+    longest: int
+    """At least the length of every document."""
 
 
 _KNOWN: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
@@ -103,14 +100,7 @@ def starts_on_host(documents_BT: Tensor) -> list[int]:
 
 def _packing(starts_S: Tensor, longest: int) -> Packing:
     longest = -(-longest // LENGTH_STEP) * LENGTH_STEP
-    packing = Packing(starts_S, torch.empty(longest, dtype=torch.bool))
-    # Sizes that a compiled graph must keep dynamic. torch._dynamo is not imported just for this, and while another
-    # thread still imports it nothing is compiled.
-    mark = getattr(sys.modules.get("torch._dynamo"), "mark_dynamic", None)
-    if mark is not None:
-        for tensor in packing:
-            mark(tensor, 0)
-    return packing
+    return Packing(starts_S, longest)
 
 
 def starts_of(documents_BT: NDArray[np.int64]) -> NDArray[np.int32]:
@@ -156,7 +146,7 @@ def attend_packed(
 
     Scores are multiplied by `scale`, or 1/sqrt(E); a token attends to at most `window` tokens, itself included.
     """
-    starts_S, longest = packing.starts_S, packing.longest_L.shape[0]
+    starts_S, longest = packing
     y_NHE: Tensor = torch.ops.aten._flash_attention_forward(
         q_BTHE.flatten(0, 1),
         k_BTKE.flatten(0, 1),

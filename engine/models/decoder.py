@@ -95,10 +95,8 @@ class AttentionInputs(NamedTuple):
     window is part of it; packed attention has its own (`Attention.window`).
     """
     starts_S: Tensor | None = None
-    longest_L: Tensor | None = None
-    """With `starts_S`, a `Packing` if attention is packed; separate tensors, because torch.compile
-    handles those.
-    """
+    longest: int | None = None
+    """With `starts_S`, a `Packing` if attention is packed."""
     cache: LayerCache | None = None
     """The KV cache of one layer, in generation; replaced for each layer."""
 
@@ -206,7 +204,7 @@ class Attention(nn.Module):
         super().__init__()
         self.head_dim = config.head_dim
         self.rotate: Rotate | None = None
-        """Rotates in one kernel, in a frozen decoder (`engine.models.frozen`)."""
+        """Rotates in one kernel (`engine.models.fused`)."""
         self.rotates = index not in config.layers_without_rope
         self.window = config.sliding_window if config.has_window(index) else None
         self.scale: float | None = None
@@ -246,8 +244,8 @@ class Attention(nn.Module):
             y_BTHE = attention_inputs.cache.attend(
                 q_BTHE, k_BTKE, v_BTKE, scale=self.scale, window=self.window
             )
-        elif attention_inputs.starts_S is not None and attention_inputs.longest_L is not None:
-            packing = Packing(attention_inputs.starts_S, attention_inputs.longest_L)
+        elif attention_inputs.starts_S is not None and attention_inputs.longest is not None:
+            packing = Packing(attention_inputs.starts_S, attention_inputs.longest)
             y_BTHE = attend_packed(
                 q_BTHE, k_BTKE, v_BTKE, packing, scale=self.scale, window=self.window
             )
@@ -262,7 +260,7 @@ class FeedForward(nn.Module):
         super().__init__()
         self.activation = ACTIVATIONS[config.kind.activation]
         self.open: Callable[[Tensor, Tensor], Tensor] | None = None
-        """Returns activation(gate) * up in one kernel, in a frozen decoder (`engine.models.frozen`)."""
+        """Returns activation(gate) * up in one kernel (`engine.models.fused`)."""
         self.gate = make_linear(config.hidden_size, config.intermediate_size, False)
         self.up = make_linear(config.hidden_size, config.intermediate_size, False)
         self.down = make_linear(config.intermediate_size, config.hidden_size, False)
@@ -276,6 +274,10 @@ class FeedForward(nn.Module):
         del gate_BTF  # without autograd, its memory is free for the multiplication
         y_BTD = self.down(open_BTF * up_BTF)
         return y_BTD
+
+
+Normed: TypeAlias = Callable[[Tensor | None, Tensor, RMSNorm, torch.dtype], tuple[Tensor, Tensor]]
+"""Returns the sum of two tensors, or the second alone, and its norm in a dtype."""
 
 
 def _norm(config: ModelConfig, width: int) -> RMSNorm:
@@ -297,11 +299,20 @@ class Layer(nn.Module):
         self.mlp_norm = norm(front)
         self.mlp = FeedForward(config, make_linear)
         self.mlp_out_norm = norm(behind)
+        self.normed: Normed | None = None
+        """Adds and normalises in one kernel (`engine.models.fused`)."""
 
     def forward(self, x_BTD: Tensor, attention_inputs: AttentionInputs) -> Tensor:
         # The cast is a no-op except under autocast, where each linear would otherwise cast its
         # input and save its own copy for the backward pass: three for q, k, v and two for gate, up.
         dtype = product_dtype(x_BTD)
+        if self.normed is not None:
+            assert self.attention_norm is not None and self.mlp_norm is not None
+            x_BTD, y_BTD = self.normed(None, x_BTD, self.attention_norm, dtype)
+            y_BTD = self.attention(y_BTD, attention_inputs)
+            x_BTD, y_BTD = self.normed(y_BTD, x_BTD, self.mlp_norm, dtype)
+            out_BTD: Tensor = x_BTD + self.mlp(y_BTD)
+            return out_BTD
         y_BTD = _normed(self.attention_norm, x_BTD).to(dtype)
         x_BTD = x_BTD + _normed(self.attention_out_norm, self.attention(y_BTD, attention_inputs))
         y_BTD = _normed(self.mlp_norm, x_BTD).to(dtype)

@@ -47,7 +47,7 @@ from engine.formats.open import opened
 from engine.formats.weights import WeightFile
 from engine.models.config import ModelConfig
 from engine.models.decoder import Decoder, FeedForward
-from engine.models.frozen import has_kernels
+from engine.models.fused import has_kernels
 from engine.models.load import Loaded, layer_wise_decoder_of
 from engine.models.names import TOGETHER
 from engine.models.read_config import config_of

@@ -8,34 +8,20 @@ optimizer. A buffer is not a parameter, and `requires_grad_()` on the module doe
 v of a 7B model have 512 each), and each matmul reads its input again. The joined matrix exists
 once: the layers hold views of its rows, under their own names, so that code that reads weights sees
 the same model.
-
-**Kernels** between the matmuls: a frozen layer needs no intermediate values for gradients, so on a GPU with
-Triton what torch computes in several kernels runs in one (`engine.kernels.layer_parts`), which rounds where they do.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from engine.kernels.dequantize import has_triton
-from engine.models.attention import LEAST_CAPABILITY
-from engine.models.decoder import ACTIVATIONS, Attention, Decoder, FeedForward, rotate
+from engine.models.decoder import Decoder
 from engine.models.names import TOGETHER
 
-if TYPE_CHECKING:
-    from engine.kernels.compiler import Variant
-
-# Shapes: N rows of all joined weights, K columns, B rows, T tokens, H heads, E width of a head, R pairs of it that RoPE
-# rotates, X = B with documents and 1 without, F feed-forward width
-
-ALIGNMENT_BYTES = 16
-"""Alignment of a tensor that a kernel takes."""
+# Shapes: N rows of all joined weights, K columns
 
 
 def freeze(decoder: Decoder) -> Decoder:
@@ -109,69 +95,3 @@ def join_layer(layer: nn.Module) -> None:
         parts = [layer.get_submodule(name) for name in group]
         if all(type(part) is nn.Linear for part in parts):
             layer.set_submodule(group[0], JoinedLinear(parts))
-
-
-def has_kernels(device: torch.device) -> bool:
-    """Whether our kernels run on `device`."""
-    if device.type != "cuda" or not has_triton():
-        return False
-    return torch.cuda.get_device_capability(device) >= LEAST_CAPABILITY
-
-
-def use_kernels(decoder: Decoder) -> None:
-    """Join the layers of a frozen decoder and run what is between their matmuls in our kernels, in place, where its
-    device has them.
-    """
-    if not has_kernels(decoder.norm.weight.device):
-        return
-    join(decoder)
-    for layer in decoder.layers:
-        attention, mlp = layer.attention, layer.mlp
-        if isinstance(attention, Attention):
-            attention.rotate = rotate_in_place
-        if isinstance(mlp, FeedForward):
-            mlp.open = partial(gate_in_place, decoder.config.kind.activation)
-
-
-def kernels_of(decoder: Decoder) -> list[Variant]:
-    """Return every kernel that `use_kernels` has the layers launch, whether or not their matmuls are joined."""
-    if not has_kernels(decoder.norm.weight.device):
-        return []
-    from engine.kernels.layer_parts import gate_variant, turn_variant
-
-    config, dtype = decoder.config, decoder.dtype
-    heads, shared, width = (
-        *(config.num_attention_heads, config.num_key_value_heads),
-        config.head_dim,
-    )
-    found = [
-        turn_variant(row * width, count, width, config.rotary_dim // 2, dtype)
-        for count in (heads, shared)
-        for row in (count, heads + 2 * shared)
-    ]
-    inner = config.intermediate_size
-    return found + [
-        gate_variant(inner, row, row, dtype, config.kind.activation) for row in (inner, 2 * inner)
-    ]
-
-
-def rotate_in_place(x_BTHE: Tensor, cos_XT1R: Tensor, sin_XT1R: Tensor) -> Tensor:
-    """Compute what `engine.models.decoder.rotate` computes, and overwrite its input."""
-    if x_BTHE.data_ptr() % ALIGNMENT_BYTES:
-        return rotate(x_BTHE, cos_XT1R, sin_XT1R)
-    from engine.kernels.layer_parts import turn
-
-    pairs = cos_XT1R.shape[-1]
-    turn(x_BTHE.flatten(0, 1), cos_XT1R.view(-1, pairs), sin_XT1R.view(-1, pairs))
-    return x_BTHE
-
-
-def gate_in_place(activation: str, gate_BTF: Tensor, up_BTF: Tensor) -> Tensor:
-    """Return activation(gate) * up in the memory of `gate_BTF`."""
-    if up_BTF.data_ptr() % ALIGNMENT_BYTES:
-        return ACTIVATIONS[activation](gate_BTF).mul_(up_BTF)
-    from engine.kernels.layer_parts import gate
-
-    gate_MF = gate_BTF.flatten(0, -2)
-    gate(gate_MF, up_BTF.flatten(0, -2), activation, gate_MF)
-    return gate_BTF

@@ -24,9 +24,8 @@ A CPU has no fused norm: it also keeps the normalised values, 4 bytes each, and 
 and k norms. The CUDA kernel that does not share heads stores its logsumexp in blocks of 32 tokens, and
 needs the rows of the mask in multiples of 8: otherwise each layer keeps a padded mask of its own.
 
-Packed attention has no mask, and its kernel shares heads. A compiled layer recomputes cheap values: it
-keeps its input in the residual's dtype, the output of o in the matmuls' dtype in place of a second
-residual, and three parts of the feed-forward: gate, up and silu(gate) * up. With checkpointing only each
+Packed attention has no mask, and its kernel shares heads. A layer in our kernels keeps three parts of the
+feed-forward: gate, up and silu(gate) * up. With checkpointing only each
 layer's input is kept, plus, in the backward pass, what one layer keeps.
 
 Covered: `engine.models.decoder` with documents given, on CUDA and CPU; a test compares the sum with what
@@ -59,7 +58,8 @@ class Forward:
     shares_heads: bool
     """Whether attention accepts fewer key/value heads than query heads without copying them."""
     packed: bool = False
-    compiled: bool = False
+    fused: bool = False
+    """Whether what is between matmuls runs in our kernels, with gradients."""
     checkpointing: bool = False
     kept_layers: int = 0
     """With `checkpointing`: how many of the last layers keep all that they compute."""
@@ -106,8 +106,7 @@ class Forward:
             rows = 2 if c.kind.qk_norm_whole else heads
             head_norms = each * (query + shared) + 4 * rows
         layers = c.num_hidden_layers * self.tokens
-        second = p * c.hidden_size + 4 if self.compiled else norms
-        both = norms + second if c.kind.norms_in_front else 0
+        both = 2 * norms if c.kind.norms_in_front else 0
         if c.kind.norms_behind:
             both += 2 * (each * c.hidden_size + 4)
         return {
@@ -116,7 +115,7 @@ class Forward:
             "q, k, v": layers * p * (query + keys),
             "attention output": layers * p * query + self._logsumexp(),
             "head norms": layers * head_norms,
-            "feed-forward": layers * (3 if self.compiled else 4) * p * c.intermediate_size,
+            "feed-forward": layers * (3 if self.fused else 4) * p * c.intermediate_size,
             "positions": self.tokens * (self._kinds * p * c.rotary_dim + 8),
             "masks": self._masks(),
             "weights as the products read them": self.cast_weights(),

@@ -7,9 +7,7 @@ compared with that reading.
 
 from __future__ import annotations
 
-import importlib.util
 import os
-import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -89,12 +87,6 @@ def set_up_device(
         memory=memory,
         available=limited(_available(device, facts), limit_bytes, on_gpu=device.type == "cuda"),
     )
-
-
-def has_compiler(device: str) -> bool:
-    """Whether torch.compile can generate code for `device` here: a C compiler, and Triton for a GPU."""
-    c_compiler = any(shutil.which(name) for name in ("gcc", "cc", "clang", "g++"))
-    return c_compiler and (device == "cpu" or importlib.util.find_spec("triton") is not None)
 
 
 def _available(device: torch.device, facts: DeviceFacts) -> Reading:

@@ -1,6 +1,6 @@
 """Every setting that a run can choose automatically: one row each, with its chooser.
 
-    KNOBS["student.compile"].decide(facts)      a Decision: the choice, its reason, what was rejected and why
+    KNOBS["train.update"].decide(facts)      a Decision: the choice, its reason, what was rejected and why
 
 A chooser is a pure function, `choose(wanted, *, fact, fact, ...)`. The names of its keyword arguments are
 the facts it depends on; they are looked up as attributes of an object that describes the run
@@ -12,11 +12,6 @@ kernel in `engine.teachers.backend`.
 
 To add one, add the setting to its section, a chooser and a row here, and the code that acts on the
 choice.
-
-The savings behind the choices were measured. Compiling a student of Qwen2.5-0.5B's shape, 8 x 1024
-tokens, on one H200: forward and backward take 47 ms compiled and 63 ms eager, both packed. The difference
-is memory traffic, which grows with tokens and weights, so the saving is scaled by their product; a slower
-GPU saves more.
 """
 
 from __future__ import annotations
@@ -40,23 +35,17 @@ from engine.teachers.backend import choose_backend, choose_teacher_precision
 from engine.units import (
     format_bytes,
     format_capability,
-    format_count,
     format_need,
     format_seconds,
 )
 
 KERNEL_CAPABILITY = (8, 0)
 """The lowest compute capability that our kernels compile for."""
-COMPILE_S = 15.0
-"""Seconds to compile one layer, forward and backward, with cold caches, and to compare it: 8 s on 16 cores."""
-SAVED_S_PER_TOKEN_AND_WEIGHT = 15.3e-3 / 8192 / 358e6
 SAVED_S_PER_LAYER = 2.2e-3 / 24
-"""Seconds a step and layer, whatever the tokens: gaps between some 70 compiled kernels, on one H200."""
+"""Seconds a step and layer, whatever the tokens: gaps between its kernels, on one H200."""
 PREFETCH_GAIN = "0.5 % of a step (7B teacher, 0.5B student, 8 x 1024 tokens on an H200)"
 OF_TRANSFORMERS = "transformers runs the layers"
-ONLY_NATIVE = (
-    "packed attention, compiled or captured layers, weights in blocks or 8 bits, and several GPUs"
-)
+ONLY_NATIVE = "packed attention, captured layers, weights in blocks or 8 bits, and several GPUs"
 SHARDED_FROM_BYTES = 16 * 2**30
 """Size of a checkpoint, at 12 bytes a parameter; below it, gathering on the first rank takes only seconds."""
 
@@ -133,57 +122,6 @@ def choose_engine(wanted: str, *, student: ModelConfig, teacher: ModelConfig | N
 
 
 # How layers run
-
-
-def choose_compile(
-    wanted: str,
-    *,
-    config: ModelConfig,
-    device: str,
-    has_compiler: bool,
-    steps: int,
-    tokens_per_step: int,
-    layer_weights: int,
-    student_in_blocks: bool = False,
-) -> Decision:
-    """Decide whether the student's layers are compiled.
-
-    `steps` are those of the whole run, so that a resumed run decides the same; `has_compiler` says
-    whether torch.compile can generate code for the device here. Raises BadInput for `on` when it cannot.
-    """
-    saved_s = steps * tokens_per_step * layer_weights * SAVED_S_PER_TOKEN_AND_WEIGHT
-    sums = (
-        f"{format_count(steps)} steps of {format_count(tokens_per_step)} tokens save about "
-        f"{format_seconds(saved_s)}, compiling costs about {format_seconds(COMPILE_S)}"
-    )
-    lacks = why_not = None
-    hint = "--set student.compile=off"
-    if student_in_blocks:
-        lacks, why_not = (
-            "frozen weights as floats",
-            "the frozen weights of the student stay in quantised blocks",
-        )
-        hint = "--set student.adapter_base=floats"
-    elif not config.native:
-        lacks, why_not = "a model of a native family", OF_TRANSFORMERS
-    elif not has_compiler:
-        lacks = "a run that can be compiled"
-        why_not = "torch.compile finds no compiler for this device (Triton on a GPU, g++ on a CPU)"
-    elif device != "cuda":
-        why_not = "on a CPU the products are most of the time, and they stay as they are"
-    elif saved_s < COMPILE_S:
-        why_not = sums
-    return decide(
-        "student.compile",
-        wanted,
-        "off" if why_not else "on",
-        why_not or sums,
-        against={
-            "off": why_not or "more kernels and more memory traffic",
-            "on": why_not or sums,
-        },
-        refused={"on": (lacks, why_not, hint)} if lacks and why_not else {},
-    )
 
 
 def choose_graphs(
@@ -538,7 +476,6 @@ _KNOBS = (
     Knob("teacher.precision", choose_teacher_precision),
     Knob("loss.kernel", choose_loss_kernel),
     Knob("kernels.layers", choose_layer_kernels),
-    Knob("student.compile", choose_compile, _OF_STUDENT),
     Knob("student.attention", partial(choose_attention, "student.attention"), _OF_STUDENT),
     Knob("teacher.attention", partial(choose_attention, "teacher.attention"), _OF_TEACHER),
     Knob("teacher.prefetch", choose_prefetch),

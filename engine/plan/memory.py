@@ -336,7 +336,7 @@ class MemoryPlan:
         return replace(
             forward,
             packed=self.spec.student.attention == "packed" and self.each == 2,
-            compiled=self.spec.student.compile == "on",
+            fused=self.spec.kernels.layers == "fused" and self.student.native,
             checkpointing=self.checkpointing,
             kept_layers=self.kept_layers,
         )

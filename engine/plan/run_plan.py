@@ -25,7 +25,7 @@ from engine.decision import Decision
 from engine.kernels.dequantize import has_triton
 from engine.models.config import ModelConfig, count_parameters
 from engine.plan.cost import linear_weights
-from engine.plan.device import ComputeDevice, has_compiler
+from engine.plan.device import ComputeDevice
 from engine.plan.fit_in_memory import fit
 from engine.plan.inputs import Inputs
 from engine.plan.knobs import KNOBS
@@ -147,10 +147,6 @@ class RunFacts:
         return has_triton()
 
     @property
-    def has_compiler(self) -> bool:
-        return has_compiler(self.compute.device.type)
-
-    @property
     def student_in_blocks(self) -> bool:
         """Whether the layers of a student with adapters stay in quantised blocks."""
         return self.inputs.student_blocks is not None
@@ -262,12 +258,11 @@ def without_place(facts: RunFacts) -> dict[str, str]:
 
 
 def choose_layer_execution(facts: RunFacts) -> None:
-    """Decide what runs between matmuls, whether the student's layers are compiled, and whether attention is packed.
+    """Decide what runs between matmuls, and whether attention is packed.
 
     With stored teacher outputs, the teacher is not prefetched.
     """
     facts.take("kernels.layers")
-    facts.take("student.compile")
     facts.take("student.attention")
     if facts.teacher is None:
         return

@@ -52,9 +52,12 @@ GONE = {
         "a training step has too many rows for the fused kernel, so the weights of a quantized teacher are always "
         "dequantized before a matmul",
     ),
-    "teacher.compile": Gone(
-        ("auto", "on", "off"),
-        "every teacher on a GPU has our kernels between its matmuls, as fast as compiled layers (kernels.layers)",
+    **dict.fromkeys(
+        ("teacher.compile", "student.compile"),
+        Gone(
+            ("auto", "on", "off"),
+            "layers on a GPU have our kernels between their matmuls, as fast as compiled ones (kernels.layers)",
+        ),
     ),
 }
 """Settings that specs, runs and checkpoints of earlier versions may have."""

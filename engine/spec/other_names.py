@@ -45,7 +45,6 @@ _OURS: dict[str, str] = {
     "checkpoint.every": "save_steps save_every save_interval checkpoint_interval",
     "checkpoint.keep_last": "save_total_limit keep_last_n_checkpoints",
     "student.checkpointing": "gradient_checkpointing activation_checkpointing recompute",
-    "student.compile": "torch_compile",
     "student.precision": "bf16 fp16 dtype torch_dtype mixed_precision",
     "compute.gpus": "num_gpus n_gpus devices nproc_per_node world_size",
     "run.out": "output_dir out_dir save_dir",

@@ -143,12 +143,6 @@ class StudentSection:
         "Arithmetic of the student; its master weights are always fp32.",
         allowed=("auto", "fp32", "bf16"),
     )
-    compile: str = setting(
-        "auto",
-        "Whether the student's layers are compiled (torch.compile) before the first step. auto is on where "
-        "the run is long enough that it pays.",
-        allowed=SWITCH,
-    )
     graphs: str = setting(
         "auto",
         "Whether the student's layers are launched as CUDA graphs instead of kernel by kernel. auto is off: it "
@@ -585,7 +579,7 @@ class KernelsSection:
     )
     layers: str = setting(
         "auto",
-        "What computes what is between the matmuls of the teacher's layers: our kernels (fused) or torch's operations "
+        "What computes what is between the matmuls of layers: our kernels (fused) or torch's operations "
         "(torch). auto is fused on a GPU that runs our kernels.",
         allowed=("auto", "fused", "torch"),
     )

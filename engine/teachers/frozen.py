@@ -24,7 +24,8 @@ from torch import Tensor
 
 from engine.errors import InternalError
 from engine.models.decoder import Decoder
-from engine.models.frozen import freeze, use_kernels
+from engine.models.frozen import freeze, join
+from engine.models.fused import has_kernels, use_kernels
 from engine.models.head import Head
 from engine.models.packed import PackedEmbedding, PackedLinear, head_of
 
@@ -36,8 +37,9 @@ class FrozenDecoder:
 
     def __init__(self, decoder: Decoder, precision: str = "fp32", kernels: str = "fused") -> None:
         self.decoder = freeze(decoder)
-        if kernels == "fused":
-            use_kernels(decoder)
+        if kernels == "fused" and decoder.config.native and has_kernels(decoder.norm.weight.device):
+            join(decoder)
+            use_kernels(decoder, frozen=True)
         self.precision = precision
 
     @property

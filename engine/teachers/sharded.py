@@ -13,7 +13,7 @@ is even, it is already gathered when the next batch begins.
 
 The gather moves raw bytes, so it works alike for floats, quantised blocks and fp8 codes, and
 block-quantised weights cost a third of the traffic of floats. A layer's modules hold views into its
-buffer at fixed addresses, so compiled layers, joined matrices and block planes work as in an
+buffer at fixed addresses, so joined matrices and block planes work as in an
 unsharded teacher, and the output is bit-identical to its output. FSDP2 shards parameters, of which
 a frozen teacher has none.
 

@@ -4,8 +4,7 @@
 
 The log identifies models by the hashes of their tensors in memory. The teacher is built first, because a
 student that is the same model is refused by comparing the two. The teacher's kernels are compiled here, so
-that no step waits for a compilation (`engine.train.compiles`). The student's layers are compiled later,
-after a resume has restored its weights.
+that no step waits for a compilation (`engine.train.compiles`).
 
 A teacher may be read from stored outputs. What a run otherwise learns from the loaded teacher then comes
 from the store's manifest: the hash of its weights, vouched for by the files they came from; the
@@ -35,6 +34,7 @@ from engine.log.view import RunView
 from engine.models.adapter import adapt
 from engine.models.config import ModelConfig, count_parameters
 from engine.models.decoder import Decoder, Tensors
+from engine.models.fused import use_kernels
 from engine.models.head import Head
 from engine.models.load import load_block_base, load_decoder, new_decoder
 from engine.models.transformers_decoder import TransformersDecoder
@@ -171,6 +171,10 @@ class Builder:
             self.log(Phase(name="making the student", detail=detail))
         drawn, sha256 = (None, None) if fresh is None else fresh.result()
         student = self.untrained() if drawn is None else drawn.to(self.device)
+        if self.spec.kernels.layers == "fused":
+            use_kernels(student, frozen=False)
+            if self.spec.kernels.prewarm:
+                self.compiles.warm_up_student(student, torch_dtype(spec.precision), self.log)
         look_at(student, "student", self.spec.data.seq_len, self.log)
         source, precision = (
             spec.path or f"fresh weights of {spec.config}",

@@ -5,8 +5,7 @@ every kernel that the models will launch is compiled first (`engine.kernels.prew
 then sealed. A later compilation is logged as late, together with what distinguishes it from the warmed
 ones.
 
-Our Triton kernels are counted, and Inductor's caches when something used torch.compile. Every method
-logs what it compiles.
+Every method logs what it compiles.
 """
 
 from __future__ import annotations
@@ -17,14 +16,12 @@ from typing import Any
 import torch
 
 from engine.kernels.compile_record import CompileRecord
-from engine.kernels.inductor import CompileWatch, import_compiler
 from engine.log.events import Compiled, KernelCounts, Phase
 from engine.models import fp8
 from engine.models.decoder import Decoder
-from engine.models.frozen import kernels_of
+from engine.models.fused import kernels_of
 from engine.plan.run_plan import Plan
 from engine.runtime.device import torch_dtype
-from engine.train.beside import Beside
 from engine.train.to_events import Log
 
 
@@ -32,19 +29,8 @@ class Compiles:
     """The compilations of one session, from its beginning."""
 
     def __init__(self) -> None:
-        self.watch = CompileWatch()
         self.late: list[str] = []
         """Keys of the compilations after warm-up, each of which delayed a step."""
-        self._importing: Beside[None] | None = None
-
-    def import_compiler(self) -> None:
-        """Import torch's compiler in a thread, until the first compilation waits for it."""
-        self._importing = Beside(import_compiler, "import of torch's compiler")
-
-    def compiler_imported(self) -> None:
-        """Wait for the import where one was started: two threads that import the same modules can get partial ones."""
-        if self._importing is not None:
-            self._importing.result()
 
     def warm_up(self, decoder: Decoder, device: torch.device, log: Log) -> None:
         """Compile every kernel of ours that `decoder` launches."""
@@ -57,12 +43,23 @@ class Compiles:
         from engine.kernels.prewarm import prewarm_variants, types_of, warm_up
 
         floats = {b.dtype for b in decoder.buffers() if b.is_floating_point()}
-        variants = [*prewarm_variants(types_of(decoder), floats), *kernels_of(decoder)]
+        variants = [
+            *prewarm_variants(types_of(decoder), floats),
+            *kernels_of(decoder, decoder.dtype, frozen=True),
+        ]
         variants += fp8.kernels_of(decoder)
         if not variants:
             return
         log(Phase(name="compiling kernels", detail=f"{len(variants)} before the first step"))
         warm_up(variants)
+        self.done(log)
+
+    def warm_up_student(self, decoder: Decoder, dtype: torch.dtype, log: Log) -> None:
+        """Compile the kernels that the layers of a student launch for activations in `dtype`."""
+        from engine.kernels.prewarm import warm_up
+
+        log(Phase(name="compiling the kernels of the student's layers"))
+        warm_up(kernels_of(decoder, dtype, frozen=False))
         self.done(log)
 
     def warm_up_loss(self, plan: Plan, log: Log) -> None:
@@ -107,16 +104,13 @@ class Compiles:
     def seal(self, log: Log) -> None:
         """End the warm-up: a later compilation is logged as one that delayed a step."""
         self.done(log)
-        self.watch.seal()
         if (registry := _registry()) is not None:
             registry.seal()
 
     def done(self, log: Log) -> None:
         """Log what was compiled since the last call."""
-        records = list(self.watch.drain())
-        if (registry := _registry()) is not None:
-            records += registry.drain()
-        for found in records:
+        registry = _registry()
+        for found in () if registry is None else registry.drain():
             log(_event(found))
             if found.after_warm_up:
                 self.late.append(found.key)
@@ -129,12 +123,6 @@ class Compiles:
             for counts in registry.summary():
                 by_kernel[counts.kernel] = (counts.hits, counts.misses)
                 disk_hits += counts.disk_hits
-        inductor = self.watch.counts()
-        if inductor.graphs:
-            # Calls of a graph that is already in memory are not counted; a graph found on disk is a cache
-            # hit.
-            by_kernel["torch.compile graphs"] = (0, inductor.graphs)
-            disk_hits += inductor.disk_hits or 0
         if not by_kernel:
             return
         counts = KernelCounts(
@@ -158,7 +146,7 @@ def _event(found: CompileRecord) -> Compiled:
     if found.after_warm_up and not differs and found.reason is not None:
         differs = [found.reason]
     return Compiled(
-        compiler=found.source,
+        compiler="triton",
         kernel=found.kernel,
         key=found.key,
         digest=found.digest,

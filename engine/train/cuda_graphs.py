@@ -17,7 +17,7 @@ next power of two that holds it.
 autograd sees one function from embedded tokens to hidden states. Its backward pass sets `.grad` itself:
 the gradients lie in the graph's memory, and copying them would cost what the graph saves. So they are
 valid only until the next backward pass, and gradients cannot be accumulated. The oracle is eager launches
-(`engine.train.compile_student` compares both before the first step).
+(`engine.train.capture_student` compares both before the first step).
 
 A capture can fail in the middle of a run, when a batch needs a larger capacity than the GPU has memory
 for. It is made before anything of the step depends on it: it writes to its own tensors, accumulates no
@@ -228,7 +228,7 @@ class _Captured:
             attention_inputs.sin_XT1R.clone(),
             None,
             torch.zeros(room + 1, dtype=torch.int32, device=device),
-            torch.empty(longest, dtype=torch.bool),
+            longest,
         )
         self.copy_inputs(attention_inputs)
 

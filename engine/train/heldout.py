@@ -10,7 +10,6 @@ What a model makes of one fixed prompt of that text (`continued`) shows what a l
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Callable, Sequence
 
 import torch
@@ -100,22 +99,18 @@ def continued(
 
     Passes over the whole row replace every token by the most likely one until none changes: the k-th is right after
     k passes at the latest, and a text that repeats itself, or a good guess, takes few (Santilli et al., "Accelerating
-    Transformer Inference for Translation via Parallel Decoding", 2023). Draws nothing at random. What was compiled for
-    the rows of training is not used, so nothing is compiled for this one.
+    Transformer Inference for Translation via Parallel Decoding", 2023). Draws nothing at random.
     """
     # Another model's guess may have ids that this one lacks.
     begun = [*prompt, *(min(one, head.vocab_size - 1) for one in guess)]
     tokens_BT = torch.tensor([begun], device=device)
     documents_BT = torch.zeros_like(tokens_BT)
-    # A process that has not loaded the compiler has compiled nothing, and loading it takes seconds.
-    has_compiler = "torch._dynamo" in sys.modules
-    with torch.compiler.set_stance("force_eager") if has_compiler else contextlib.nullcontext():
-        for _ in range(len(guess) + 1):
-            with autocast():
-                hidden_ND = hidden(tokens_BT, documents_BT)[0, len(prompt) - 1 : -1]
-            found_N = logits_of(hidden_ND, head, head.vocab_size).argmax(1)
-            if torch.equal(found_N, tokens_BT[0, len(prompt) :]):
-                break
-            tokens_BT[0, len(prompt) :] = found_N
+    for _ in range(len(guess) + 1):
+        with autocast():
+            hidden_ND = hidden(tokens_BT, documents_BT)[0, len(prompt) - 1 : -1]
+        found_N = logits_of(hidden_ND, head, head.vocab_size).argmax(1)
+        if torch.equal(found_N, tokens_BT[0, len(prompt) :]):
+            break
+        tokens_BT[0, len(prompt) :] = found_N
     found: list[int] = tokens_BT[0, len(prompt) :].tolist()
     return found

@@ -338,7 +338,6 @@ class TrainingLoop:
             with trainer.host.of(EVALUATING):
                 self.after_first_step()
             self.log(Phase(name=TRAINING))
-        # Whatever torch compiles lazily has been compiled by now.
         self.compiles.seal(self.log)
 
     def _context(self, trainer: Trainer) -> Context:

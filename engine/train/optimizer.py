@@ -61,8 +61,7 @@ def _plain(owner: type[torch.optim.Optimizer], name: str) -> Any:
 class Uncompiled(torch.optim.Optimizer):
     """torch's optimizer without the wrappers that exclude its methods from torch.compile.
 
-    Those wrappers import torch's compiler, which takes more than a second. Here only layers and losses
-    are compiled, never an update.
+    Those wrappers import torch's compiler, which takes more than a second. Nothing here is compiled by it.
     """
 
     add_param_group = _plain(torch.optim.Optimizer, "add_param_group")

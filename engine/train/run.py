@@ -53,9 +53,9 @@ from engine.terminal import say
 from engine.train import to_events
 from engine.train.beside import Beside, ModelHash
 from engine.train.build import Builder, holds_heldout, recall_heldout
+from engine.train.capture_student import configure_student, go_on_without_graphs
 from engine.train.checkpoint.continuing import versions_changed
 from engine.train.checkpoint.keeper import Keeper
-from engine.train.compile_student import configure_student, go_on_without_graphs
 from engine.train.compiles import Compiles
 from engine.train.data import Data, prepare_data
 from engine.train.finish import Outcome, save_student, write_receipt
@@ -239,9 +239,6 @@ class _Job:
             spec = self.spec = plan.spec
             if ranks.first:
                 self.folder.write_resolved(spec.to_dict())
-            compiled = spec.student.compile == "on"
-            if compiled:
-                self.compiles.import_compiler()
             builder = Builder(
                 plan=plan,
                 data=data,
@@ -279,8 +276,7 @@ class _Job:
             and taught.sha256 is not None
         ):
             taught.sha256()  # refuses another teacher than the run's
-        # A compiler sees sharded layers as different ones, so those are compiled after sharding.
-        self._put_to_run(trainer, plan, compiled=compiled and not ranks.many)
+        self._put_to_run(trainer, plan)
         begun = self._begun(trainer, plan, resumed_from)
         log(begun)
         if changed := versions_changed(self.before, begun):
@@ -292,7 +288,7 @@ class _Job:
             trainer = self._shard(trainer, builder, taught.decoder)
             loop.look_at(trainer)
             # After this, nothing references the unsharded state that every rank had.
-            self._put_to_run(trainer, plan, compiled=compiled)
+            self._put_to_run(trainer, plan)
         with compute.memory.use():  # AdamW allocates its moments in the first step
             ended_early = loop.train(trainer)
         if taught.sha256 is not None and self.stop.reason is None:
@@ -319,15 +315,13 @@ class _Job:
             state="completed", reason="every step done", exit_code=0, step=trainer.step
         )
 
-    def _put_to_run(self, trainer: Trainer, plan: Plan, *, compiled: bool) -> None:
+    def _put_to_run(self, trainer: Trainer, plan: Plan) -> None:
         def given_up(why: str) -> None:
             go_on_without_graphs(trainer.step + 1, why, self.log)
 
         configure_student(
             trainer,
-            compiles=self.compiles,
             plan=plan,
-            compiled=compiled,
             graphs_given_up=given_up,
             log=self.log,
         )

@@ -1,8 +1,8 @@
 """Do memory plans hold? Runs of random shape on one GPU: each that is accepted takes 20 steps within its limit, and
 each that is refused is refused before a weight is uploaded: `python evidence/distill/plans.py FOLDER [--cases 0-11]`.
 
-Cases are drawn from a seed: rows, length, accumulation, the student's size and precision, the limit, and whether layers
-are compiled. The teacher is a random Q4_K_M file of Qwen2.5-7B's shapes. One JSON line a case:
+Cases are drawn from a seed: rows, length, accumulation, the student's size and precision, the limit, and what runs
+between the matmuls of layers. The teacher is a random Q4_K_M file of Qwen2.5-7B's shapes. One JSON line a case:
 
     predicted_gib, allocated_gib   of the plan, and torch's own peak
     process_gib                    the most that the driver saw in use on the device, less what was in use before:
@@ -43,7 +43,7 @@ def drawn(count: int) -> list[dict[str, object]]:
             "student": rng.choice(list(STUDENTS)),
             "precision": rng.choice(["bf16", "bf16", "fp32"]),
             "limit_gib": round(rng.uniform(12, 64), 1),
-            "compile": rng.choice(["off", "off", "on"]),
+            "layers": rng.choice(["torch", "torch", "fused"]),
         }
         for _ in range(count)
     ]
@@ -70,8 +70,7 @@ def carry_out(folder: Path, number: int, case: dict[str, object]) -> dict[str, o
     settings = {
         "train.steps": STEPS, "train.rows": case["rows"], "train.accumulation": case["accumulation"],
         "data.seq_len": case["seq_len"], "student.config": student(folder, str(case["student"])),
-        "student.precision": case["precision"], "memory.limit_gib": case["limit_gib"],
-        "student.compile": case["compile"],
+        "kernels.layers": case["layers"], "student.precision": case["precision"], "memory.limit_gib": case["limit_gib"],
         "checks.on_fail": "report", "eval.rows": 4,
     }  # fmt: skip
     sets = [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]

@@ -13,7 +13,7 @@ user would. What a random teacher teaches is noise; what it costs is not.
     cached      the teacher's hidden states out of `engine prepare`, exact KL
     bar         500 steps of 32 x 256 tokens from process start to saved student
 
-Each arm may have settings of its own after a colon: `exact:student.compile=off+loss.kernel=eager`.
+Each arm may have settings of its own after a colon: `exact:kernels.layers=torch+loss.kernel=eager`.
 """
 
 import argparse

@@ -81,7 +81,7 @@ def all_variants(arch: int) -> tuple[Variant, ...]:
 
 
 def _generation_variants() -> tuple[Variant, ...]:
-    """Return what a decode step of Qwen2.5-0.5B and of Qwen3-8B launches, recorded from meta tensors."""
+    """Return what a decode step and the layers of Qwen2.5-0.5B and of Qwen3-8B launch, recorded from meta tensors."""
 
     def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
@@ -95,17 +95,26 @@ def _generation_variants() -> tuple[Variant, ...]:
                 pages = empty(9, shared, 64, width)
                 here = (pages, pages, empty(rows, 12, dtype=i32), position)
                 queries = qkv[:, : heads * width].unflatten(1, (heads, width))
-                layer_parts.turn(queries, empty(4, width // 2), empty(4, width // 2))
+                layer_parts.turn(queries, empty(4, width // 2), empty(4, width // 2), queries)
+                layer_parts.turn(
+                    queries, empty(4, width // 2), empty(4, width // 2), queries, back=True
+                )
                 both = (empty(width), empty(width)) if norms else None
                 paged_attention.place(qkv, both, 1e-6, empty(768, 2, width // 2), *here)
                 paged_attention.attend(qkv, *here, empty(rows, heads, width))
             for width, inner in ((896, 4864), (4096, 12288)):
                 kept = empty(rows, width)
-                layer_parts.add_norm(None, kept, empty(width), 1e-6, kept)
-                layer_parts.add_norm(kept, kept, empty(width), 1e-6, kept)
+                layer_parts.add_norm(None, kept, empty(width), 1e-6, kept, kept)
+                layer_parts.add_norm(empty(rows, width), kept, empty(width), 1e-6, kept, kept)
                 gate, up = empty(rows, 2 * inner).chunk(2, dim=1)
                 layer_parts.gate(gate, up, "silu", empty(rows, inner))
                 layer_parts.gate(gate, up, "silu", gate)
+                layer_parts.gate_backward(empty(rows, inner), empty(rows, inner), gate, "silu")
+                over, wide = empty(rows, dtype=f32), empty(rows, width, dtype=f32)
+                weight = empty(width, dtype=f32)
+                layer_parts.add_norm(kept, wide, weight, 1e-6, wide, kept, over)
+                parts = empty(layer_parts.PARTS, width, dtype=f32)
+                layer_parts.add_norm_backward(kept, wide, wide, weight, over, wide, kept, parts)
             state = choose.SlotState(
                 *(empty(rows, dtype=i64), position, position, position),
                 *(empty(rows, dtype=i64), position, empty(rows, dtype=f32)),

@@ -38,7 +38,6 @@ distill_runs = importlib.util.module_from_spec(found)
 found.loader.exec_module(distill_runs)
 
 SETS = (
-    "student.compile=on",
     "checks.enabled=false",
     "data.max_bytes=4000000",
     "eval.rows=4",

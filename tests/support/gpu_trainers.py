@@ -35,5 +35,5 @@ def gpu_trainer(
         device=device,
         precision="bf16",
     )
-    configure_layers(trainer.student, compiled=None, packed=packed, checkpointing=False)
+    configure_layers(trainer.student, packed=packed, checkpointing=False)
     return trainer

@@ -43,7 +43,7 @@ def _run(kit: Kit, folder: Path, *, gpus: int, rows: int, **changes: object) -> 
 
 
 def test_two_gpus_lose_as_one_does_and_both_are_sampled(kit: Kit, tmp_path: Path) -> None:
-    sharded = dict(checkpoint__sharded="on", checkpoint__every=3, student__compile="on")
+    sharded = dict(checkpoint__sharded="on", checkpoint__every=3)
     two = _run(kit, tmp_path / "two", gpus=2, rows=2, teacher__shard="on", **sharded)
     one = _run(kit, tmp_path / "one", gpus=1, rows=4, checkpoint__every=3)
     for name in ("loss", "ce", "kd", "grad_norm"):

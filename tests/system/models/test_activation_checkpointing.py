@@ -44,9 +44,7 @@ def test_the_last_layers_may_keep_what_they_compute() -> None:
     _, gradients = gradients_of(decoder)
     kept = []
     for layers in (0, 2, 4):
-        configure_layers(
-            decoder, compiled=None, packed=False, checkpointing=True, kept_layers=layers
-        )
+        configure_layers(decoder, packed=False, checkpointing=True, kept_layers=layers)
         _, again_gradients = gradients_of(decoder)
         assert all(torch.equal(again_gradients[n], g) for n, g in gradients.items())
         kept.append(kept_bytes(decoder))

@@ -73,7 +73,7 @@ def test_the_run_says_what_runs_the_models_and_what_is_lost(run: RunFolder) -> N
     assert "packed attention" in found["model.engine"].reason
     assert found["teacher.logits"].choice == "of the model"
     assert found["student.logits"].choice == "head(hidden)"
-    assert found["student.compile"].choice == "off"
+    assert found["student.graphs"].choice == "off"
 
 
 def test_the_audit_says_that_the_architecture_is_not_proved_and_judges_the_rest(

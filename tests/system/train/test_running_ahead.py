@@ -282,7 +282,7 @@ def test_between_two_steps_nothing_waits_for_the_device(packed: bool) -> None:
         device=device,
         precision="bf16",
     )
-    configure_layers(trainer.student, compiled=None, packed=packed, checkpointing=False)
+    configure_layers(trainer.student, packed=packed, checkpointing=False)
     steps = run_ahead(trainer, lambda step: step > 2)
     losses = [next(steps).loss for _ in range(3)]
     try:

@@ -52,18 +52,16 @@ def test_a_run_folder_is_as_good_a_source_as_its_spec(spec: Path, tmp_path: Path
 def test_what_the_run_chose_by_itself_is_not_compared_with_itself(
     spec: Path, tmp_path: Path
 ) -> None:
-    settings, text = load_spec(spec, ["student.compile=auto"])
+    settings, text = load_spec(spec, ["student.graphs=auto"])
     run = create_run(tmp_path / "run", text, {"spec": settings.to_dict()})
-    assert make_plan(run.path, ["student.compile=off"], order_seed=3).changes, "nothing is logged"
-    chosen = DecisionMade(knob="student.compile", choice="off", reason="it does not pay")
+    assert make_plan(run.path, ["student.graphs=off"], order_seed=3).changes, "nothing is logged"
+    chosen = DecisionMade(knob="student.graphs", choice="off", reason="it does not pay")
     with LogWriter(run.events, writer="trainer") as log:
         log.write(chosen)
     with pytest.raises(BadInput, match="the run chose off by itself: it does not pay"):
-        make_plan(run.path, ["student.compile=off"], order_seed=3)
-    assert make_plan(run.path, ["student.compile=on"], order_seed=3).changes
-    assert make_plan(
-        spec, ["student.compile=off"], order_seed=3, base_sets=["student.compile=auto"]
-    )
+        make_plan(run.path, ["student.graphs=off"], order_seed=3)
+    assert make_plan(run.path, ["student.graphs=on"], order_seed=3).changes
+    assert make_plan(spec, ["student.graphs=off"], order_seed=3, base_sets=["student.graphs=auto"])
 
 
 @pytest.mark.parametrize("text", ["{}", "[]", "{", '{"spec": 3}'])

@@ -9,7 +9,7 @@ import pytest
 from engine.errors import BadInput
 from engine.log.filters import Subject, parse_filter
 
-NAMES = ("train.lr", "train.rows", "eval.rows", "loss.kernel", "student.compile", "data.seq_len")
+NAMES = ("train.lr", "train.rows", "eval.rows", "loss.kernel", "student.graphs", "data.seq_len")
 RUN = Subject(
     state="failed",
     tags=("baseline", "Good"),
@@ -18,7 +18,7 @@ RUN = Subject(
         "train.rows": 8,
         "eval.rows": 64,
         "loss.kernel": "eager",
-        "student.compile": True,
+        "student.graphs": True,
         "loss": 2.5,
         "step": 60,
     },
@@ -42,7 +42,7 @@ RUN = Subject(
         ("kernel!=EAGER", False),
         ("kernel!=fused", True),
         ("kernel<3", False),
-        ("compile=true", True),
+        ("graphs=true", True),
         ("seq_len!=512", False),
         ("loss<3 step=60", True),
         ("state:FAILED", True),

@@ -58,7 +58,7 @@ def test_asking_the_device_gives_what_the_host_says(ids_BT: NDArray[np.int64]) -
     assert packing_of(remembered).starts_S.dtype == packing_of(asked).starts_S.dtype == torch.int32
     longest = int(np.diff(starts_of(ids_BT)).max())
     for packing in (packing_of(asked), packing_of(remembered)):
-        assert longest <= len(packing.longest_L) < longest + attention.LENGTH_STEP + ids_BT.shape[1]
+        assert longest <= packing.longest < longest + attention.LENGTH_STEP + ids_BT.shape[1]
 
 
 def test_what_is_remembered_ends_with_the_tensor() -> None:

@@ -43,7 +43,7 @@ class Known:
 def test_a_row_is_all_that_a_new_choice_needs() -> None:
     def choose(wanted: str, *, hue: str, size: int) -> Decision:
         return decide(
-            "student.compile",
+            "student.graphs",
             wanted,
             "on" if hue == "red" and size > 1 else "off",
             {"on": f"it is {hue}", "off": "it is pale"},
@@ -51,11 +51,11 @@ def test_a_row_is_all_that_a_new_choice_needs() -> None:
             refused={"on": ("a colour", hue, "paint it")} if hue == "none" else None,
         )
 
-    knob = Knob("student.compile", choose, (("hue", "colour"),))
+    knob = Knob("student.graphs", choose, (("hue", "colour"),))
     assert knob.facts == {"hue", "size"}
     found = knob.decide(Known(RunSpec(), "red"), size=2)
     assert (found.choice, found.reason, found.overridden) == ("on", "it is red", False)
-    assert found.rejected == (("off", "too slow"),) and found.override.endswith("compile=off")
+    assert found.rejected == (("off", "too slow"),) and found.override.endswith("graphs=off")
     assert found.impossible == ()
     assert knob.decide(Known(RunSpec(), "none"), size=2).impossible == ("on",)
 

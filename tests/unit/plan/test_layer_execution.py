@@ -21,7 +21,6 @@ from engine.train.to_events import write
 from tests.support.packed_models import make_config
 
 PLAIN = {
-    "student.compile": "off",
     "student.attention": "masked",
     "kernels.layers": "torch",
     "teacher.attention": "masked",
@@ -72,13 +71,12 @@ def layer_execution(
 @pytest.fixture(autouse=True)
 def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: (9, 0))
-    monkeypatch.setattr("engine.plan.run_plan.has_compiler", lambda _device: True)
+    monkeypatch.setattr("engine.plan.run_plan.has_triton", lambda: True)
 
 
 @pytest.mark.parametrize(
     ("setting", "value"),
     [
-        ("student.compile", "on"),
         ("student.attention", "packed"),
         ("kernels.layers", "fused"),
         ("teacher.attention", "packed"),

@@ -1,4 +1,4 @@
-"""Compiled or not, packed or masked, activations recomputed or kept: the choice, and the arithmetic in its reason."""
+"""Packed or masked, activations recomputed or kept: the choice, and the arithmetic in its reason."""
 
 from __future__ import annotations
 
@@ -9,46 +9,10 @@ import pytest
 from engine.bench.teacher import config_named
 from engine.decision import Decision
 from engine.errors import BadInput
-from engine.plan.cost import linear_weights
-from engine.plan.knobs import choose_attention, choose_checkpointing, choose_compile
+from engine.plan.knobs import choose_attention, choose_checkpointing
 from tests.support.budgets import config
 
 SHAPE = config_named("qwen2.5-0.5b")
-
-
-def compiled(wanted: str = "auto", **changes: Any) -> Decision:
-    facts: dict[str, Any] = dict(
-        config=SHAPE,
-        device="cuda",
-        has_compiler=True,
-        steps=5000,
-        tokens_per_step=8192,
-        layer_weights=linear_weights(SHAPE),
-    )
-    return choose_compile(wanted, **(facts | changes))
-
-
-def test_compiling_is_chosen_where_it_pays_and_the_sums_are_shown() -> None:
-    long, short = compiled(), compiled(steps=300)
-    assert long.choice == "on" and short.choice == "off"
-    assert long.reason == (
-        "5.0k steps of 8.2k tokens save about 1m16s, compiling costs about 15.0 s"
-    )
-    assert short.rejected[0] == ("on", short.reason)
-    assert compiled(steps=982).choice == "on" and compiled(steps=979).choice == "off"
-
-
-def test_compiling_is_not_chosen_where_it_cannot_be_or_gains_nothing() -> None:
-    for changes, word in (
-        (dict(device="cpu"), "CPU"),
-        (dict(has_compiler=False), "compiler"),
-    ):
-        decision = compiled(**changes)
-        assert decision.choice == "off" and word in decision.reason
-    assert compiled("on", device="cpu").choice == "on"
-    assert compiled("on", steps=1).overridden and compiled("off").choice == "off"
-    with pytest.raises(BadInput, match=r"student\.compile"):
-        compiled("on", has_compiler=False)
 
 
 def attention(wanted: str = "auto", **changes: Any) -> Decision:

@@ -17,7 +17,7 @@ def budget(gpus: int, **changes: object) -> MemoryBudget:
         spec_of(compute__gpus=gpus, **RUN),
         **(
             BODY
-            | dict(student__precision="bf16", student__compile="on", student__attention="packed")
+            | dict(student__precision="bf16", student__attention="packed", kernels__layers="fused")
             | changes
         ),
     )

@@ -202,7 +202,7 @@ def test_list_of_settings_is_frozen() -> None:
         "teacher.path", "teacher.backend", "teacher.precision",
         "teacher.prefetch", "teacher.shard",
         "teacher.cache", "teacher.cache_miss", "teacher.attention", "teacher.allow_identical",
-        "student.path", "student.config", "student.precision", "student.compile", "student.graphs", "student.attention",
+        "student.path", "student.config", "student.precision", "student.graphs", "student.attention",
         "student.checkpointing", "student.reshard",
         "student.adapter", "student.adapter_rank", "student.adapter_alpha", "student.adapter_rslora",
         "student.adapter_base", "student.adapter_targets", "student.save_as",
@@ -249,7 +249,7 @@ KEEPS_RESULTS = """
     run.name run.out model.engine model.remote_code data.skip_at_most
     teacher.backend teacher.precision teacher.prefetch teacher.shard
     teacher.cache teacher.cache_miss teacher.attention teacher.allow_identical
-    student.precision student.compile student.graphs student.attention student.checkpointing
+    student.precision student.graphs student.attention student.checkpointing
     student.reshard student.save_as
     vocab.align loss.kernel loss.chunk_rows train.stop_after train.update
     eval.every eval.sample_tokens checkpoint.every checkpoint.keep_last checkpoint.at_end checkpoint.sharded

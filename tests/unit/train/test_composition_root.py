@@ -53,5 +53,5 @@ def test_what_is_logged_is_in_the_log_before_the_work_goes_on(tmp_path: Path) ->
         for name in ("reading", "loading"):
             log(Phase(name=name))
             assert Follower(run).read_all().phase.name == name
-        log(Decision(knob="student.compile", choice="off", reason="it is short"))
+        log(Decision(knob="student.graphs", choice="off", reason="it is short"))
         assert len(Follower(run).read_all().decisions) == 1

@@ -27,7 +27,7 @@ from engine.models.config import ModelConfig
 from engine.models.decoder import Decoder
 from engine.plan.knobs import choose_graphs
 from engine.train import cuda_graphs
-from engine.train.compile_student import capture_student, go_on_without_graphs
+from engine.train.capture_student import capture_student, go_on_without_graphs
 from engine.train.cuda_graphs import LEAST_ROOM, Graphs, NotCaptured, _capture
 from engine.train.to_events import write
 from engine.train.trainer import Trainer
@@ -323,7 +323,7 @@ def test_memory_that_runs_out_under_a_capture_leaves_a_run_that_goes_on(update: 
 ASKS = """
 import torch
 from tests.support.gpu_trainers import gpu_trainer
-from engine.train.compile_student import capture_student
+from engine.train.capture_student import capture_student
 from engine.errors import TrainingFailed
 
 class Asks(torch.nn.Module):

@@ -87,7 +87,7 @@ def test_a_sum_and_its_norm_are_those_of_the_decoder(columns: int, kept: torch.d
     norm.weight.copy_(torch.randn(columns, generator=generator))
     sum_BD = kept_BD + y_BD
     out_BD = torch.empty_like(y_BD)
-    add_norm(y_BD, kept_BD, norm.weight, norm.eps, out_BD)
+    add_norm(y_BD, kept_BD, norm.weight, norm.eps, kept_BD, out_BD)
     # The interpreter cuts bits off where a GPU rounds.
     torch.testing.assert_close(kept_BD, sum_BD, rtol=2**-7, atol=1e-6)
     torch.testing.assert_close(out_BD, norm(sum_BD).bfloat16(), rtol=2**-6, atol=1e-6)

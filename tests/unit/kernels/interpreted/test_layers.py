@@ -1,4 +1,4 @@
-"""A frozen decoder whose layers run in kernels has the hidden states of the decoder as written."""
+"""A decoder whose layers run in kernels has the hidden states and the gradients of the decoder as written."""
 
 from __future__ import annotations
 
@@ -13,10 +13,13 @@ pytest.importorskip("triton")
 from engine.kernels import layer_parts
 from engine.kernels.registry import REGISTRY
 from engine.model_families import FAMILIES
-from engine.models import frozen
+from engine.models import fused
+from engine.models.activation_checkpointing import configure_layers
 from engine.models.decoder import rotate
-from engine.models.frozen import JoinedLinear, freeze, join, kernels_of, use_kernels
+from engine.models.frozen import JoinedLinear, freeze, join
+from engine.models.fused import kernels_of, use_kernels
 from engine.models.load import load_packed_decoder
+from engine.teachers import frozen as teachers_frozen
 from engine.teachers.frozen import FrozenDecoder
 from tests.support.families import CHANGES
 from tests.support.packed_models import lively, make_config, random_tokens, write
@@ -27,7 +30,8 @@ LENGTH = 20
 @pytest.fixture
 def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels run here, in the interpreter."""
-    monkeypatch.setattr(frozen, "has_kernels", lambda _device: True)
+    monkeypatch.setattr(fused, "has_kernels", lambda _device: True)
+    monkeypatch.setattr(teachers_frozen, "has_kernels", lambda _device: True)
 
 
 def batch(rows: int, length: int = LENGTH) -> tuple[Tensor, Tensor]:
@@ -45,15 +49,55 @@ def test_kernels_compute_what_the_layers_of_every_family_compute(
 ) -> None:
     config = make_config(family, **CHANGES[family])
     plain, found = (freeze(lively(config)) for _ in range(2))
-    use_kernels(found)
+    use_kernels(join(found), frozen=True)
     tokens_BT, documents_BT = batch(3)
     given = documents_BT if documents else None
     before = REGISTRY.requested()
     with torch.inference_mode():
         found_BTD, wanted_BTD = found.hidden(tokens_BT, given), plain.hidden(tokens_BT, given)
     torch.testing.assert_close(found_BTD, wanted_BTD, rtol=1e-4, atol=1e-4)
-    assert REGISTRY.requested() - before <= set(kernels_of(found))
+    assert REGISTRY.requested() - before <= set(kernels_of(found, torch.float32, frozen=True))
     assert any(each.function is layer_parts._gate for each in REGISTRY.requested())
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("family", list(FAMILIES))
+def test_kernels_of_a_student_have_the_gradients_of_its_layers(family: str) -> None:
+    config = make_config(family, **CHANGES[family])
+    plain, found = (lively(config) for _ in range(2))
+    use_kernels(found, frozen=False)
+    upstream_BTD = torch.randn(
+        3, LENGTH, config.hidden_size, generator=torch.Generator().manual_seed(1)
+    )
+    before = REGISTRY.requested()
+    for decoder in (plain, found):
+        torch.autograd.backward(decoder.hidden(*batch(3)), upstream_BTD)
+    for (name, wanted), (_, gradient) in zip(
+        plain.named_parameters(), found.named_parameters(), strict=True
+    ):
+        if wanted.grad is None:
+            assert gradient.grad is None, name
+            continue
+        torch.testing.assert_close(gradient.grad, wanted.grad, rtol=2e-4, atol=2e-4, msg=name)
+    assert REGISTRY.requested() - before <= set(kernels_of(found, torch.float32, frozen=False))
+
+
+@pytest.mark.usefixtures("kernels")
+def test_frozen_norms_and_recomputed_layers_have_the_same_gradients() -> None:
+    """As with adapters: no gradient for the weights of norms, and layers that run twice."""
+    plain, found = (lively(make_config()) for _ in range(2))
+    use_kernels(found, frozen=False)
+    for decoder in (plain, found):
+        for name, weight in decoder.named_parameters():
+            weight.requires_grad = "norm" not in name and "embed" not in name
+        configure_layers(decoder, packed=False, checkpointing=decoder is found)
+        torch.autograd.backward(decoder.hidden(*batch(2)).square().mean())
+    for (name, wanted), (_, gradient) in zip(
+        plain.named_parameters(), found.named_parameters(), strict=True
+    ):
+        assert (gradient.grad is None) == (wanted.grad is None), name
+        if wanted.grad is not None:
+            torch.testing.assert_close(gradient.grad, wanted.grad, rtol=2e-4, atol=2e-6)
 
 
 @pytest.mark.usefixtures("kernels")
@@ -78,7 +122,8 @@ def test_heads_are_rotated_in_place_and_what_lies_beside_them_is_not_touched(
     cos, sin = angle_XT1R.cos(), angle_XT1R.sin()
     before_BTN = joined_BTN.clone()
     wanted_BTHE = rotate(x_BTHE, cos, sin)
-    layer_parts.turn(x_BTHE.flatten(0, 1), cos.view(-1, 6), sin.view(-1, 6))
+    x_MHE = x_BTHE.flatten(0, 1)
+    layer_parts.turn(x_MHE, cos.view(-1, 6), sin.view(-1, 6), x_MHE)
     torch.testing.assert_close(x_BTHE, wanted_BTHE)
     assert torch.equal(joined_BTN[..., :16], before_BTN[..., :16])
     assert torch.equal(joined_BTN[..., 64:], before_BTN[..., 64:])

@@ -1,4 +1,4 @@
-"""On a GPU, a teacher's layers run in warmed kernels and differ from the layers as written by rounding."""
+"""On a GPU, layers run in warmed kernels and differ from the layers as written by rounding."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ pytest.importorskip("triton")
 
 from engine.kernels.registry import REGISTRY
 from engine.models import fp8
+from engine.models.activation_checkpointing import configure_layers
 from engine.models.attention import remember
 from engine.models.decoder import Decoder
 from engine.models.frozen import freeze
+from engine.models.fused import use_kernels
 from engine.models.load import load_packed_decoder
 from engine.teachers.frozen import FrozenDecoder
 from engine.train.compiles import Compiles
@@ -57,3 +59,39 @@ def test_on_a_gpu_every_kernel_of_a_teacher_is_warmed_and_rounds_as_its_layers_d
     # Each of 6 branches is rounded to 8 bits, and in fp8 a value between two codes goes either way.
     limit = 0.1 if kind == "fp8" else 2**-7
     assert (found_BTD - wanted_BTD).norm() <= limit * wanted_BTD.norm()
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama"])
+def test_gradients_of_a_student_are_no_farther_from_fp32_than_those_of_its_layers_as_written(
+    family: str, packed: bool, checkpointing: bool
+) -> None:
+    config = make_config(family, num_hidden_layers=3)
+    tokens_BT = random_tokens(8, 128).cuda()
+    documents_BT = torch.zeros_like(tokens_BT)
+    documents_BT[:, 40:] = 1
+    remember(documents_BT, documents_BT.cpu().numpy())
+    upstream_BTD = torch.randn(8, 128, config.hidden_size, device="cuda")
+    found: list[list[torch.Tensor]] = []
+    for arm in ("fp32", "torch", "kernels"):
+        decoder = lively(config).cuda()
+        configure_layers(decoder, packed=packed, checkpointing=checkpointing)
+        if arm == "kernels":
+            use_kernels(decoder, frozen=False)
+            Compiles().warm_up_student(decoder, torch.bfloat16, lambda _event: None)
+        warmed = REGISTRY.requested()
+        with torch.autocast("cuda", dtype=torch.bfloat16, enabled=arm != "fp32"):
+            hidden_BTD = decoder.hidden(tokens_BT, documents_BT)
+        torch.autograd.backward(hidden_BTD, upstream_BTD.to(hidden_BTD.dtype))
+        assert REGISTRY.requested() == warmed, "every kernel was compiled before"
+        found.append(
+            [hidden_BTD.detach(), *(p.grad for p in decoder.parameters() if p.grad is not None)]
+        )
+    exact, torchs, kernels = found
+    assert len(exact) == len(torchs) == len(kernels)
+    far = [
+        sum(float((a.float() - b).square().sum()) for a, b in zip(arm, exact, strict=True)) ** 0.5
+        for arm in (torchs, kernels)
+    ]
+    assert 0 < far[1] <= 1.1 * far[0]

@@ -1,48 +1,36 @@
-"""Compile or capture the student as configured, and prove its layers equal to the eager ones.
+"""Capture the student's layers as CUDA graphs where configured, and prove them equal to launched ones.
 
-A compiler is a second implementation of the forward and the backward pass. So before the first step the
-eager and the compiled layers both process the first batch of the run, and their outputs are compared: the
-hidden states, and the gradient of every weight under one random upstream gradient. This is also the
-warm-up, after which no step compiles.
+Before the first step the launched and the captured layers both process the first batch of the run, and their
+outputs are compared: the hidden states, and the gradient of every weight under one random upstream gradient.
 
-The operations between matmuls (norms, RoPE, silu(gate) * up, residuals, casts of the weights) become a few
-kernels. The layer is compiled instead of the model: all layers have the same code and structure, so the
-compiler runs once, for seconds, and the modules, their names and their weights stay unchanged. A
-compilation is specific to shapes, and the one that matters is that of a training batch. So only a batch of
-exactly that shape, with gradients, runs compiled; evaluations, checks and everything else run the eager
-layers. Document boundaries are dynamic in the compiled graph.
-
-Both round to bf16, in different places, and therefore differ by some percent; a wrong term makes a far
-larger difference. Some gradients are almost zero compared with the others (the one of the bias of k is exactly
-zero in theory, because softmax is invariant to it) and consist of rounding errors. Their distance is
-measured relative to the whole gradient.
+Some gradients are almost zero compared with the others (the one of the bias of k is exactly zero in theory,
+because softmax is invariant to it) and consist of rounding errors. Their distance is measured relative to the
+whole gradient.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from engine.errors import TrainingFailed
 from engine.log.events import Note, Phase
-from engine.models.activation_checkpointing import configure_layers, without_hooks
+from engine.models.activation_checkpointing import configure_layers
 from engine.models.attention import remember
-from engine.models.decoder import AttentionInputs
 from engine.plan.knobs import give_up_graphs
 from engine.plan.run_plan import Plan
 from engine.runtime.ranks import own_part
-from engine.train.compiles import Compiles
 from engine.train.cuda_graphs import Graphs
 from engine.train.to_events import Log
 from engine.train.trainer import Trainer
 
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.15}
 """Largest relative distance, by the dtype of the matmuls. With fresh weights, bf16 hidden states differ
-from fp32 ones by 2 % and bf16 gradients by 3 %, compiled or not.
+from fp32 ones by 2 % and bf16 gradients by 3 %.
 """
 SMALL = 1e-2
 """A tensor whose norm is below this share of the whole gradient's has its distance measured against that
@@ -55,7 +43,7 @@ _Answers: TypeAlias = tuple[Tensor, list[Tensor]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Agreement:
-    """Relative distance between the compiled and the eager layers."""
+    """Relative distance between the captured and the launched layers."""
 
     hidden: float
     gradient: float
@@ -69,62 +57,22 @@ class Agreement:
         )
 
 
-class CompiledLayers:
-    """Runs layers compiled, for training batches of `rows` rows of `length` tokens."""
-
-    def __init__(self, rows: int, length: int, backend: str = "inductor") -> None:
-        self.shape = (rows, length)
-
-        def student_layer(
-            layer: nn.Module, x_BTD: Tensor, attention_inputs: AttentionInputs
-        ) -> Tensor:
-            return without_hooks(layer, x_BTD, attention_inputs)
-
-        # A graph break would silently leave part of the layer uncompiled.
-        self._compiled: Any = torch.compile(
-            student_layer, dynamic=False, fullgraph=True, backend=backend
-        )
-
-    def __call__(
-        self, layer: nn.Module, x_BTD: Tensor, attention_inputs: AttentionInputs
-    ) -> Tensor:
-        if x_BTD.shape[:2] != self.shape or not torch.is_grad_enabled():
-            return without_hooks(layer, x_BTD, attention_inputs)
-        out_BTD: Tensor = self._compiled(layer, x_BTD, attention_inputs)
-        return out_BTD
-
-
 def configure_student(
-    trainer: Trainer,
-    *,
-    compiles: Compiles,
-    plan: Plan,
-    compiled: bool,
-    graphs_given_up: Callable[[str], None],
-    log: Log,
+    trainer: Trainer, *, plan: Plan, graphs_given_up: Callable[[str], None], log: Log
 ) -> None:
-    """Compile or capture the student's layers as planned.
+    """Set how the student's layers run, and capture them as planned.
 
-    Logs the distance of their output from the eager layers'. `compiled` says whether they are compiled
-    now. `graphs_given_up` is called with the reason when layers that were to be captured are not, now or
-    in a later step. Raises TrainingFailed when the distance is more than rounding.
+    Logs the distance of captured layers from launched ones. `graphs_given_up` is called with the reason when layers
+    that were to be captured are not, now or in a later step. Raises TrainingFailed when the distance is more than
+    rounding.
     """
     student, length = plan.spec.student, plan.spec.data.seq_len
-    if compiled:
-        log(Phase(name="compiling the student's layers"))
-        compiles.compiler_imported()
-    agreement = compile_student(
-        trainer,
-        length=length,
-        compiled=compiled,
+    configure_layers(
+        trainer.student,
         packed=student.attention == "packed",
         checkpointing=student.checkpointing == "on",
         kept_layers=plan.kept_layers,
     )
-    compiles.done(log)
-    if agreement is not None:
-        text = f"compiled layers differ from eager layers by rounding only: {agreement}"
-        log(Note(level="info", text=text))
     if student.graphs == "on":
         log(Phase(name="capturing the student's layers"))
         captured = capture_student(trainer, length=length, given_up=graphs_given_up)
@@ -139,51 +87,6 @@ def go_on_without_graphs(step: int, why: str, log: Log) -> None:
     log(given_up)
     text = f"{given_up.knob}: {given_up.reason}: {given_up.rejected[0][1]}"
     log(Note(level="warning", text=text))
-
-
-def compile_student(
-    trainer: Trainer,
-    *,
-    length: int,
-    compiled: bool,
-    packed: bool,
-    checkpointing: bool,
-    kept_layers: int = 0,
-    backend: str = "inductor",
-) -> Agreement | None:
-    """Set how the student's layers run, compile them if configured, and return their distance from eager.
-
-    Returns None for layers that are not compiled. Weights, gradients and random number generators stay as
-    they were. Raises TrainingFailed when the distance is more than rounding.
-    """
-    student = trainer.student
-    if not compiled:
-        configure_layers(
-            student,
-            compiled=None,
-            packed=packed,
-            checkpointing=checkpointing,
-            kept_layers=kept_layers,
-        )
-        return None
-    # Eager layers keep more activations. With recomputation they need no more memory than the steps will.
-    configure_layers(student, compiled=None, packed=packed, checkpointing=True)
-    written = _answers(trainer)
-    layers = CompiledLayers(trainer.train.rows, length, backend)
-    configure_layers(
-        student,
-        compiled=layers,
-        packed=packed,
-        checkpointing=checkpointing,
-        kept_layers=kept_layers,
-    )
-    return _agreement(
-        trainer,
-        _answers(trainer),
-        written,
-        "student.compile: the compiled layers' output differs from the eager layers'",
-        hint="--set student.compile=off trains with eager layers",
-    )
 
 
 def capture_student(

@@ -1,0 +1,79 @@
+"""Dense layers that are trained in fewer passes than torch's: y_i = x W_i^T + b_i, with x in 16 bits and W in fp32.
+
+    dx    = sum_i dy_i W_i      summed in the matmuls, in fp32, and rounded after each
+    dW_i  = dy_i^T x            in fp32, as the tensor cores sum it
+
+Under autocast torch rounds each dW to 16 bits, and a pass of its own makes it fp32 again; each dx is written, and
+another pass adds it. The forward pass is the same to the bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from engine.models.decoder import product_dtype
+
+# Shapes: M rows of all dimensions but the last, K columns, N rows of a weight
+
+
+class _Products(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, *weights_and_biases: Tensor | None) -> tuple[Tensor, ...]:
+        pairs = list(zip(weights_and_biases[::2], weights_and_biases[1::2], strict=True))
+        weights = [weight.to(x.dtype) for weight, _ in pairs if weight is not None]
+        biases = [None if bias is None else bias.to(x.dtype) for _, bias in pairs]
+        ctx.save_for_backward(x, *weights)
+        ctx.dtypes = [each if each is None else each.dtype for each in weights_and_biases]
+        return tuple(F.linear(x, *pair) for pair in zip(weights, biases, strict=True))
+
+    @staticmethod
+    def backward(ctx: Any, *dy: Tensor) -> Any:
+        x, *weights = ctx.saved_tensors
+        x_MK, dx_MK = x.reshape(-1, x.shape[-1]), None
+        found: list[Tensor | None] = []
+        for place, (weight_NK, dy_i) in enumerate(zip(weights, dy, strict=True)):
+            dy_MN = dy_i.reshape(-1, dy_i.shape[-1])
+            wanted, dtype = ctx.needs_input_grad[1 + 2 * place :], ctx.dtypes[2 * place]
+            if ctx.needs_input_grad[0]:
+                dx_MK = dy_MN @ weight_NK if dx_MK is None else dx_MK.addmm_(dy_MN, weight_NK)
+            found.append(_product(dy_MN.t(), x_MK, dtype) if wanted[0] else None)
+            found.append(dy_MN.sum(0, dtype=ctx.dtypes[2 * place + 1]) if wanted[1] else None)
+        return None if dx_MK is None else dx_MK.view(x.shape), *found
+
+
+def _product(left_NM: Tensor, right_MK: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the matmul in `dtype`, which the operands may not have."""
+    if left_NM.dtype == dtype or not left_NM.is_cuda:
+        return (left_NM @ right_MK).to(dtype)
+    return torch.mm(left_NM, right_MK, out_dtype=dtype)
+
+
+class TrainedLinear(nn.Linear):
+    """An `nn.Linear` whose class was replaced (`train_in_few_passes`)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.together(x, ())[0]
+
+    def together(self, x: Tensor, others: Sequence[nn.Module]) -> Sequence[Tensor]:
+        """Return this layer's output and those of `others`, which have the same input."""
+        tensors: list[Tensor | None] = []
+        for layer in (self, *others):
+            if not isinstance(layer, TrainedLinear):
+                return [self(x), *(other(x) for other in others)]
+            tensors += [layer.weight, layer.bias]
+        x = x.to(product_dtype(x))
+        with torch.autocast(x.device.type, enabled=False):
+            found: tuple[Tensor, ...] = _Products.apply(x, *tensors)  # type: ignore[no-untyped-call]
+        return found
+
+
+def train_in_few_passes(layer: nn.Module) -> None:
+    """Train the dense layers inside of `layer` so; others, as those of adapters, stay as they are."""
+    for module in layer.modules():
+        if type(module) is nn.Linear:
+            module.__class__ = TrainedLinear
