@@ -7,6 +7,7 @@ printed as Markdown. Nothing here imports torch, so the pages are made anywhere.
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -168,6 +169,43 @@ def drills() -> str:
     return text + table(("drill", "incident", "named by"), rows)
 
 
+def json_answers() -> str:
+    from engine.cli.answers import ANSWERS, schema_of
+
+    record = json.loads((DOCS.parent / "tests/system/cli/surface.json").read_text())["json"]
+    text = (
+        "# JSON\n\nEvery command that prints results prints them with `--json` as one line on standard output. "
+        "Messages for people are on standard error, and the exit code says the same with and without it.\n\n"
+        "- Every object begins with `schema`, such as `apr-workbench/run-1`; its fields follow at the same level.\n"
+        "- An answer that is a list, such as that of `engine runs`, has it in each entry; a stream, of "
+        "`engine tail --follow` or `engine diagnose --follow`, in each line.\n"
+        "- The number grows when a field is removed, or changes its type or meaning. A new field leaves it as it is: "
+        "read the fields that you know.\n"
+        "- NaN and infinity, which JSON does not have, are the texts `nan`, `+inf` and `-inf`. Anything not known is "
+        "`null`.\n\n"
+        "The tables below are recorded from answers of a small run on a CPU, and a test compares them. `a[].b` is the "
+        "field `b` of each entry of the list `a`. Where a type is `null`, `list` or `object` alone, the recorded "
+        "answer had no value, or its contents depend on the machine, the model or the rule.\n\n"
+    )
+    text += table(
+        ("schema", "printed with `--json` by", "what it is"),
+        [
+            (f"`{schema_of(name)}`", commands_of(one.commands), one.what)
+            for name, one in ANSWERS.items()
+        ],
+    )
+    for name in ANSWERS:
+        if (fields := record.get(schema_of(name))) is not None:
+            text += f"\n## {schema_of(name)}\n\n" + table(
+                ("field", "type"), [(f"`{path}`", types) for path, types in fields.items()]
+            )
+    return text
+
+
+def commands_of(commands: str) -> str:
+    return ", ".join(f"`engine {one}`" for one in commands.split(", "))
+
+
 def limits() -> str:
     from engine.limits import markdown
 
@@ -179,6 +217,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "reference/judged.md": judged,
     "reference/commands.md": commands,
     "reference/drills.md": drills,
+    "reference/json.md": json_answers,
     "limits.md": limits,
 }
 

@@ -22,8 +22,6 @@ from __future__ import annotations
 import argparse
 import difflib
 import html
-import json
-import math
 import os
 import shutil
 import sys
@@ -33,7 +31,6 @@ from typing import Any, NoReturn, TextIO
 
 from engine import limits
 from engine.errors import UsageError
-from engine.units import format_value
 
 REDRAWN_EVERY_S = 0.1
 _SHOWN = 40
@@ -93,15 +90,6 @@ def put_marked(parts: Sequence[tuple[str, bool]]) -> None:
         for shown, marked in ((printable(part), marked) for part, marked in parts)
     )
     _write(sys.stdout, text + "\n", flush=False)
-
-
-def put_json(value: object, *, flush: bool = False, **options: Any) -> None:
-    """Write one JSON value to stdout. NaN and infinity, which JSON does not have, are written by name."""
-    try:
-        text = json.dumps(value, allow_nan=False, **options)
-    except ValueError:
-        text = json.dumps(_named(value), allow_nan=False, **options)
-    put(text, exact=True, flush=flush)
 
 
 def say(*texts: object, end: str = "\n") -> None:
@@ -213,15 +201,6 @@ def columns_of(stream: TextIO, fallback: int = 80) -> int:
     except (OSError, ValueError):
         columns = 0
     return columns or shutil.get_terminal_size((fallback, 24)).columns
-
-
-def _named(value: Any) -> Any:
-    """Return `value` with every non-finite number replaced by its name."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return format_value(value)
-    if isinstance(value, dict):
-        return {key: _named(inner) for key, inner in value.items()}
-    return [_named(inner) for inner in value] if isinstance(value, list | tuple) else value
 
 
 def _escape(char: str) -> str:

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from engine.catalogue import BY_ID
-from engine.cli.runs import plain
+from engine.cli.answers import plain
 from engine.log.events import ALERT, CHECK, IDENTITY, LEVELS, NUMBER
 from engine.log.view import GOING_ON
 from engine.spec import KEYS

@@ -23,7 +23,7 @@ from pydantic import Field
 
 from engine import child
 from engine.agent.answer import DEFAULT_BYTES, LEAST_BYTES, MOST_BYTES, UNTRUSTED, page
-from engine.cli.runs import plain
+from engine.cli.answers import plain
 from engine.crash import as_engine_error
 from engine.errors import EXIT_UNKNOWN, BadInput, RunLogError
 from engine.files import parse_json
@@ -158,6 +158,7 @@ class Tools:
     ) -> Answer:
         """Judge a run, or the log of any training tool: the verdict first, then the evidence."""
         found = _json_of("diagnose", "--json", "--", path)
+        del found["schema"]
         return {}, sorted(_parts(found), key=lambda part: "verdict" not in part)
 
     def propose_flip(
@@ -178,6 +179,7 @@ class Tools:
         for one in found:
             # A row for each run, which its folder has.
             one.pop("raw_runs", None)
+            del one["schema"]
         # Inside a field, because names in the file of a verdict may be anything.
         return {}, [{"flip": one} for one in found]
 

@@ -18,6 +18,7 @@ import platform
 from typing import Any
 
 from engine import limits
+from engine.cli.answers import put_json
 from engine.cli.arguments import (
     add_choice,
     add_json,
@@ -27,7 +28,7 @@ from engine.cli.arguments import (
     real,
 )
 from engine.errors import EXIT_FAIL, EXIT_PASS, BadInput
-from engine.terminal import put, put_json, say
+from engine.terminal import put, say
 
 LINEAR_ROWS = (1, 16, 64, 2048, 8192, 16384)
 
@@ -118,7 +119,7 @@ def run(arguments: argparse.Namespace) -> int:
         arguments.out.write_text(json.dumps(result, indent=1, allow_nan=False) + "\n")
     code = EXIT_FAIL if any(row.get("state") == "failed" for row in rows) else EXIT_PASS
     if arguments.json:
-        put_json(result)
+        put_json("bench", result)
         return code
     put("\n".join(lines))
     copy, matmul = roof.bytes / 1e12, roof.flops / 1e12

@@ -9,14 +9,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from engine.cli.answers import put_json
 from engine.cli.arguments import (
     add_flag,
     add_json,
     add_run,
 )
-from engine.cli.runs import plain
 from engine.errors import RunLogError, UsageError
-from engine.terminal import put, put_json
+from engine.terminal import put
 
 if TYPE_CHECKING:
     from engine.catalogue import About
@@ -59,7 +59,8 @@ def _list_checks(as_json: bool) -> int:
     if as_json:
         keys = ("id", "question", "means", "remedy", "stops")
         put_json(
-            [{key: getattr(one, key) for key in keys} | {"when": one.when.value} for one in CHECKS]
+            "check",
+            [{key: getattr(one, key) for key in keys} | {"when": one.when.value} for one in CHECKS],
         )
         return 0
     for about in CHECKS:
@@ -101,9 +102,9 @@ def _answers(path: Path, as_json: bool) -> int:
         rows = [
             {
                 "id": id,
-                "level": verdict.level.name.lower(),
+                "level": verdict.level,
                 "reason": verdict.reason,
-                "numbers": {} if check is None else plain(check.numbers),
+                "numbers": {} if check is None else check.numbers,
                 "cost_s": None if check is None else check.cost_s,
                 "step": None if check is None else check.step,
                 "rank": rank,
@@ -111,14 +112,15 @@ def _answers(path: Path, as_json: bool) -> int:
             for id, about, rank, check, verdict in answers
         ]
         put_json(
+            "checks",
             {
-                "run": str(path),
-                "level": overall.level.name.lower(),
-                "audited_steps": list(view.audited_steps),
+                "run": path,
+                "level": overall.level,
+                "audited_steps": view.audited_steps,
                 "checks": rows,
                 "errors": errors_json(view.errors),
                 "ended_by_rank": None if view.ended_by_rank is None else view.ended_by_rank.reason,
-            }
+            },
         )
         return overall.exit_code
     width = max(len(id) for id, *_ in answers)
@@ -166,7 +168,7 @@ def _identities(path: Path, view: RunView, as_json: bool) -> int:
                 "id": one.id,
                 "level": one.level,
                 "text": one.text,
-                "numbers": {} if one.seen is None else plain(one.seen.numbers),
+                "numbers": {} if one.seen is None else one.seen.numbers,
                 "step": None if one.seen is None else one.seen.step,
                 "means": one.means,
                 "remedy": one.remedy,
@@ -174,8 +176,7 @@ def _identities(path: Path, view: RunView, as_json: bool) -> int:
             for one in found
         ]
         errors = errors_json(view.errors)
-        level_name = level.name.lower()
-        put_json({"run": str(path), "level": level_name, "identities": rows, "errors": errors})
+        put_json("identities", {"run": path, "level": level, "identities": rows, "errors": errors})
     else:
         for line in identity_lines(view):
             indent = " " * (len(line) - len(line.lstrip()) + 2)

@@ -13,15 +13,15 @@ one fails, 2 something is unknown: skipped, stale, not run, or its tool is not i
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import textwrap
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engine import limits
+from engine.cli.answers import put_json
 from engine.cli.arguments import actions_of, add_choice, add_json, add_number, add_path
-from engine.terminal import put, put_json, say
+from engine.terminal import put, say
 
 if TYPE_CHECKING:
     from engine.contracts.status import Status
@@ -77,9 +77,9 @@ def _validate(a: argparse.Namespace) -> int:
             "files": len(loaded),
             "errors": errors,
             "warnings": warnings,
-            "problems": [dataclasses.asdict(problem) for problem in problems],
+            "problems": problems,
         }
-        put_json(value, ensure_ascii=False)
+        put_json("contract-problems", value)
     else:
         for problem in problems:
             put(problem)
@@ -127,11 +127,8 @@ def _print(statuses: Sequence[Status], *, as_json: bool) -> int:
 
     overall = meet_all(status.answer for status in statuses if status.counts)
     if as_json:
-        value = {
-            "level": overall.level.name.lower(),
-            "contracts": [_as_json(status) for status in statuses],
-        }
-        put_json(value, ensure_ascii=False)
+        rows = [_as_json(status) for status in statuses]
+        put_json("contracts", {"level": overall.level, "contracts": rows})
         return overall.verdict.exit_code
     width = max((len(status.id) for status in statuses), default=0)
     for status in statuses:
@@ -158,10 +155,10 @@ def _as_json(status: Status) -> dict[str, Any]:
     contract = status.contract
     return {
         "id": status.id,
-        "path": str(status.path),
-        "level": status.answer.level.name.lower(),
+        "path": status.path,
+        "level": status.answer.level,
         "reason": str(status.answer),
-        "reached": status.reached.name.lower(),
+        "reached": status.reached,
         "age_s": status.age_s,
         "description": contract.description if contract else None,
         "equations": dict(contract.equations) if contract else {},
@@ -170,7 +167,7 @@ def _as_json(status: Status) -> dict[str, Any]:
             {"id": id_, "property": property_, "by": by}
             for id_, property_, by in (contract.demoted if contract else ())
         ],
-        "problems": list(status.problems),
+        "problems": status.problems,
         "checks": [
             {
                 "id": check.id,
@@ -191,7 +188,7 @@ def _list(a: argparse.Namespace) -> int:
 
     statuses = overview(receipts=a.receipts)
     if a.json:
-        put_json([_as_json(status) for status in statuses], ensure_ascii=False)
+        put_json("contract", [_as_json(status) for status in statuses])
         return 0
     for status in statuses:
         put(summary(status))
@@ -208,7 +205,7 @@ def _show(a: argparse.Namespace) -> int:
     _expect(a.id, statuses)
     status = statuses[a.id]
     if a.json:
-        put_json(_as_json(status), ensure_ascii=False)
+        put_json("contract", _as_json(status))
         return 0
     for line in contract_lines(status):
         put(_wrapped(line))

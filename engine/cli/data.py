@@ -20,9 +20,10 @@ import os
 from typing import TYPE_CHECKING
 
 from engine import limits
+from engine.cli.answers import put_json
 from engine.cli.arguments import add_flag, add_json, add_number, add_path, add_set
 from engine.errors import EXIT_FAIL, UsageError
-from engine.terminal import StatusLine, put, put_json, put_marked
+from engine.terminal import StatusLine, put, put_marked
 from engine.units import format_bytes
 
 if TYPE_CHECKING:
@@ -104,7 +105,7 @@ def _show_data(
         asked = measure_first_steps(spec, measure_data(spec, inputs))
     code = EXIT_FAIL if asked is not None and (asked.failed or asked.teacher_fails) else 0
     if arguments.json:
-        put_json(dataclasses.asdict(found) | {"first_steps": asked and asked.to_dict()})
+        put_json("data", dataclasses.asdict(found) | {"first_steps": asked and asked.to_dict()})
         return code
     for line in found.lines():
         put(line)
@@ -137,7 +138,7 @@ def _show_step(
     found = rows_of_step(RunFolder(arguments.subject), spec, inputs, arguments.step, progress)
     status.clear()
     if arguments.json:
-        put_json(found.as_dict())
+        put_json("step", found.as_dict())
         return 0
     for line in found.lines():
         put(line)

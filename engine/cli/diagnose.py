@@ -11,11 +11,11 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from engine.cli.answers import plain, put_json
 from engine.cli.arguments import add_flag, add_json, add_path
 from engine.cli.checks import errors_json
-from engine.cli.runs import plain
 from engine.errors import EXIT_FAIL, EXIT_PASS, BadInput, RunLogError, UsageError
-from engine.terminal import put, put_json, say
+from engine.terminal import put, say
 
 if TYPE_CHECKING:
     from engine.interchange.baseline import Change
@@ -96,8 +96,8 @@ def run(arguments: argparse.Namespace) -> int:
     verdict = verdict_of(found.judged_view, state, folder.path)
     changes = _changes(found.view, settings_of(folder), arguments.baseline)
     if arguments.json:
-        told = {"verdict": plain(verdict.as_dict()), **_changes_json(changes)}
-        put_json(as_json(str(folder.path), found) | told)
+        told = {"verdict": verdict.as_dict(), **_changes_json(changes)}
+        put_json("diagnosis", as_json(str(folder.path), found) | told)
     else:
         for line in diagnosis_lines(found, state, folder.name, folder.path, arguments.all):
             put(line)
@@ -139,7 +139,7 @@ def _changes(
 
 
 def _changes_json(changes: list[Change] | None) -> dict[str, Any]:
-    return {} if changes is None else {"compared": [plain(one._asdict()) for one in changes]}
+    return {} if changes is None else {"compared": [one._asdict() for one in changes]}
 
 
 def _put_changes(changes: list[Change] | None, baseline: Path | None) -> None:
@@ -176,7 +176,7 @@ def _list_rules(*, as_json: bool) -> None:
             }
             for rule in RULES
         ]
-        put_json(rows)
+        put_json("rule", rows)
         return
     for rule in RULES:
         put(f"{rule.id}: {rule.about.question}")
@@ -287,7 +287,7 @@ def _follow(arguments: argparse.Namespace) -> int:
             if (verdict.level, verdict.id, verdict.since) != shown:
                 shown = verdict.level, verdict.id, verdict.since
                 if arguments.json:
-                    put_json(plain(verdict.as_dict()), flush=True)
+                    put_json("verdict", verdict.as_dict(), flush=True)
                 else:
                     do = f"; do: {verdict.action}" * bool(verdict.action)
                     put(f"{clock_text(time.time())}  {verdict.signed()}{do}", flush=True)
@@ -383,8 +383,8 @@ def _one(
     code = _exit_code(code, verdict.level, arguments.fail_on, changes)
     if arguments.json:
         notes = [note.text for note in read.notes] if read else []
-        told = {"verdict": plain(verdict.as_dict()), "read": notes, **_changes_json(changes)}
-        put_json(as_json(name, found) | told)
+        told = {"verdict": verdict.as_dict(), "read": notes, **_changes_json(changes)}
+        put_json("diagnosis", as_json(name, found) | told)
         return code
     for line in diagnosis_lines(found, state, name, name, arguments.all):
         put(line)
@@ -429,7 +429,7 @@ def _many(logs: list[Log], arguments: argparse.Namespace) -> int:
         found = f"{len(not_logs)} files that have none" if not_logs else "none"
         raise BadInput.expected("diagnose", arguments.path, expected, found)
     if arguments.json:
-        put_json(_many_json(rows, unread, not_logs))
+        put_json("diagnoses", _many_json(rows, unread, not_logs))
     else:
         width = max((len(log.name) for log, _ in rows), default=0)
         for log, verdict in rows:
@@ -453,9 +453,7 @@ def _many_json(
     rows: list[tuple[Log, RunVerdict]], unread: list[tuple[Log, str]], not_logs: list[Log]
 ) -> dict[str, Any]:
     return {
-        "logs": [
-            {"path": log.name, "kind": log.source, "verdict": plain(v.as_dict())} for log, v in rows
-        ],
+        "logs": [{"path": log.name, "kind": log.source, "verdict": v.as_dict()} for log, v in rows],
         "not_read": [{"path": log.name, "why": why} for log, why in unread],
         "no_values": [log.name for log in not_logs],
     }

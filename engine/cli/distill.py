@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engine import limits
+from engine.cli.answers import put_json
 from engine.cli.arguments import (
     add_flag,
     add_json,
@@ -36,7 +37,7 @@ from engine.cli.arguments import (
     add_set,
 )
 from engine.errors import EXIT_FAIL, EXIT_UNKNOWN, BadInput, UsageError
-from engine.terminal import put, put_json, say
+from engine.terminal import put, say
 
 if TYPE_CHECKING:
     from engine.log.folder import RunFolder
@@ -209,7 +210,7 @@ def _check(arguments: argparse.Namespace) -> int:
             if steps.teacher_fails:
                 code = EXIT_FAIL
     if arguments.json:
-        put_json(found)
+        put_json("distill-check", found)
     return code
 
 
@@ -370,7 +371,7 @@ def _project(run: RunFolder, code: int, *, as_json: bool) -> int:
     found = project(Follower(run).read_all(), spec)
     if as_json:
         fields = dataclasses.asdict(found) | {"total_s": found.total_s, "missing": found.missing}
-        put_json(fields | {"run": str(run.path), "exit_code": code})
+        put_json("projection", fields | {"run": run.path, "exit_code": code})
     else:
         for line in projection_lines(found):
             put(line)

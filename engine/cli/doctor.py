@@ -22,8 +22,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from engine.cli.answers import put_json
 from engine.cli.arguments import add_json
-from engine.terminal import columns_of, put, put_json, say
+from engine.terminal import columns_of, put, say
 
 if TYPE_CHECKING:
     from engine.machine.doctor import Diagnosis
@@ -43,7 +44,7 @@ def run(arguments: argparse.Namespace) -> int:
     wanted = dict(one.split("=", 1) for one in sets_from_environment(os.environ))
     diagnosis = _examine(wanted.get("memory.allocator", "auto"))
     if arguments.json:
-        put_json(diagnosis.as_json())
+        put_json("doctor", diagnosis.as_json())
     else:
         # A pipe has no width: then COLUMNS, or 100.
         width = min(max(columns_of(sys.stdout, 100), NARROWEST), WIDEST)

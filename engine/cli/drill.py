@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engine import limits
+from engine.cli.answers import put_json
 from engine.cli.arguments import (
     add_choice,
     add_flag,
@@ -34,7 +35,7 @@ from engine.cli.arguments import (
 )
 from engine.errors import BadInput, UsageError
 from engine.signals import scratch_folder
-from engine.terminal import put, put_json, say
+from engine.terminal import put, say
 
 if TYPE_CHECKING:
     from engine.drills.catalogue import Drill
@@ -99,10 +100,10 @@ def _list(drills: tuple[Drill, ...], *, as_json: bool) -> int:
         fields = ("id", "what", "happened")
         rows = [
             {name: getattr(one, name) for name in fields}
-            | {"must_be_named_by": [e.name for e in one.expected], "needs": list(one.needs)}
+            | {"must_be_named_by": [e.name for e in one.expected], "needs": one.needs}
             for one in drills
         ]
-        put_json(rows)
+        put_json("drill", rows)
         return 0
     for one in drills:
         needs = f"  (needs: {', '.join(one.needs)})" if one.needs else ""
@@ -178,6 +179,6 @@ def _report(
         (folder / f"{name}.json").write_text(json.dumps(value, indent=1) + "\n")
         (folder / f"{name}.txt").write_text("\n".join(lines) + "\n")
     if arguments.json:
-        put_json(value)
+        put_json(name, value)
     elif arguments.all:
         put("\n".join(lines))

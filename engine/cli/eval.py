@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from engine import limits
+from engine.cli.answers import put_json
 from engine.cli.arguments import (
     add_json,
     add_model,
@@ -44,7 +45,7 @@ from engine.cli.eval_text import (
 )
 from engine.cli.generate import graph_decision, open_asked, sampling_of
 from engine.errors import EXIT_PASS, EXIT_UNKNOWN, NoAnswer, UsageError
-from engine.terminal import put, put_json, say
+from engine.terminal import put, say
 
 if TYPE_CHECKING:
     from engine.evaluate.problems import Problems
@@ -132,11 +133,11 @@ def _perplexity(arguments: argparse.Namespace) -> int:
     except NoAnswer as error:
         if arguments.json:
             about = {"model": str(model.path), "data_sha256": data_sha256}
-            put_json(no_answer_json("ppl", error, about))
+            put_json("perplexity", no_answer_json("ppl", error, about))
         raise
     if arguments.json:
         models = perplexity_json(model, against)
-        put_json({**models, **figures_json(found), "data_sha256": data_sha256})
+        put_json("perplexity", {**models, **figures_json(found), "data_sha256": data_sha256})
     else:
         put("\n".join(perplexity_lines(found, against)))
     return EXIT_PASS
@@ -168,7 +169,7 @@ def _problems(arguments: argparse.Namespace) -> int:
     except NoAnswer as error:
         if arguments.json:
             about = {"model": str(arguments.model.resolve()), "data_sha256": problems.sha256}
-            put_json(no_answer_json(problems.benchmark, error, about))
+            put_json("problems", no_answer_json(problems.benchmark, error, about))
         raise
 
 
@@ -206,7 +207,7 @@ def _evaluate(
         compared = compare(lines, latest(judged, other.lines))
         unlike = _unlike(mine.about, other.about)
     if arguments.json:
-        put_json(report_json(found, mine.about, lines, compared, unlike))
+        put_json("problems", report_json(found, mine.about, lines, compared, unlike))
     else:
         put("\n".join(report_lines(found, mine.about, lines, compared, unlike)))
         put(path)

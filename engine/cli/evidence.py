@@ -15,8 +15,9 @@ import os
 from pathlib import Path
 from typing import Any
 
+from engine.cli.answers import put_json
 from engine.cli.arguments import actions_of, add_json, add_path, add_run
-from engine.terminal import put, put_json, say
+from engine.terminal import put, say
 
 HELP = "list findings, read receipts"
 
@@ -53,7 +54,7 @@ def _list(a: argparse.Namespace) -> int:
             row = {"error": error.message}
         rows.append({"folder": str(bundle.path)} | row)
     if a.json:
-        put_json(rows)
+        put_json("evidence", rows)
         return 0
     if not rows:
         say(f"no findings in {folder}; begin one with `engine why new`")
@@ -90,11 +91,10 @@ def _receipt(a: argparse.Namespace) -> int:
     verdict = lowest(checks.values())
     left = not_compared(folder, receipt) if is_receipt else []
     if a.json:
-        said = {n: {"level": v.level.name.lower(), "reason": v.reason} for n, v in checks.items()}
-        level = verdict.level.name.lower()
         put_json(
-            {"receipt": receipt, "is_receipt": is_receipt, "level": level, "checks": said}
-            | {"not_looked_at": left}
+            "receipt",
+            {"receipt": receipt, "is_receipt": is_receipt, "level": verdict.level}
+            | {"checks": checks, "not_looked_at": left},
         )
         return verdict.exit_code
     for line in receipt_lines(receipt):

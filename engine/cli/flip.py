@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engine import limits
+from engine.cli.answers import put_json
 from engine.cli.arguments import (
     add_choice,
     add_flag,
@@ -39,7 +40,7 @@ from engine.cli.arguments import (
     read_variable,
 )
 from engine.errors import UsageError
-from engine.terminal import ArgumentParser, put, put_json, say
+from engine.terminal import ArgumentParser, put, say
 
 if TYPE_CHECKING:
     from engine.flips.plan import Plan
@@ -124,7 +125,7 @@ def run(arguments: argparse.Namespace) -> int:
         )
         if arguments.dry_run:
             if arguments.json:
-                put(plan.to_json())
+                put_json("plan", plan.fields())
             return 0
         with Progress(plan).watching() as watching:
             fields = run_flip(plan, folder, watching, **how)
@@ -143,7 +144,7 @@ def _propose(arguments: argparse.Namespace) -> int:
     view = Follower(run).read_all()
     found = proposals(view, settings_of(run), read_command(run))
     if arguments.json:
-        put_json([proposal_fields(one) for one in found])
+        put_json("proposal", [proposal_fields(one) for one in found])
         return 0
     for line in proposal_lines(found, arguments.source[0]):
         put(line)
@@ -298,7 +299,7 @@ def _report(fields: Mapping[str, Any], folder: Path, *, as_json: bool) -> int:
     from engine.verdict import Verdict
 
     if as_json:
-        put_json({**fields, "folder": str(folder.absolute())})
+        put_json("flip", {**fields, "folder": folder.absolute()})
     else:
         for line in verdict_lines(fields, characters=characters(sys.stdout)):
             put(line)

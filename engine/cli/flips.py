@@ -12,8 +12,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from engine.cli.answers import put_json
 from engine.cli.arguments import add_json, add_path
-from engine.terminal import put, put_json, say
+from engine.terminal import put, say
 
 HELP = "list flips and their verdicts"
 
@@ -39,10 +40,7 @@ def run(arguments: argparse.Namespace) -> int:
             rows.append((path, None, error.message))
     if arguments.json:
         put_json(
-            [
-                {"flip": str(path), **fields} if fields else {"flip": str(path), "error": why}
-                for path, fields, why in rows
-            ]
+            "flip", [{"flip": path, **(fields or {"error": why})} for path, fields, why in rows]
         )
         return 0
     if not rows:

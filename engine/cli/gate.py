@@ -24,6 +24,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from engine.cli.answers import put_json
 from engine.cli.arguments import (
     add_json,
     add_path,
@@ -31,7 +32,7 @@ from engine.cli.arguments import (
     prepare_threads,
 )
 from engine.errors import UsageError
-from engine.terminal import put, put_json, say
+from engine.terminal import put, say
 
 if TYPE_CHECKING:
     from engine.export.gate.gate import Subject
@@ -69,12 +70,11 @@ def run(arguments: argparse.Namespace) -> int:
         if not arguments.json:
             put(f"{gate.level:7} {gate.id:8} {gate.reason}", flush=True)
     verdict = verdict_of(gates)
-    level = verdict.level.name.lower()
     if arguments.json:
         found = [gate.as_dict() for gate in gates]
-        put_json({"level": level, "subject": str(arguments.subject), "gates": found})
+        put_json("gate", {"level": verdict.level, "subject": arguments.subject, "gates": found})
     else:
-        say(f"gates: {level}")
+        say(f"gates: {verdict.level.name.lower()}")
     return verdict.exit_code
 
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from engine import limits
+from engine.cli.answers import put_json
 from engine.cli.arguments import (
     add_json,
     add_model,
@@ -29,7 +30,7 @@ from engine.cli.arguments import (
 )
 from engine.errors import BadInput, UsageError
 from engine.files import read_text
-from engine.terminal import put, put_json, say
+from engine.terminal import put, say
 
 if TYPE_CHECKING:
     from engine.evaluate.model import Model
@@ -76,14 +77,14 @@ def run(arguments: argparse.Namespace) -> int:
     elapsed_s = time.monotonic() - start_s
     if arguments.json:
         record = {
-            "model": str(model.path),
+            "model": model.path,
             "prompt": prompt,
             "text": text,
             "tokens": tokens,
             "ended": ended,
             "elapsed_s": elapsed_s,
         }
-        put_json(record)
+        put_json("generate", record)
         return 0
     put()
     say(f"{tokens} tokens, {tokens / elapsed_s:.1f} a second; ended by {ended}")

@@ -21,10 +21,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from engine.cli.answers import put_json
 from engine.cli.arguments import add_flag, add_json
 from engine.errors import BadInput, CorpusError, UsageError
 from engine.spec.hub_cache import local_path
-from engine.terminal import ask, can_ask, put, put_json, say
+from engine.terminal import ask, can_ask, put, say
 
 if TYPE_CHECKING:
     from engine.models.config import ModelConfig
@@ -134,15 +135,16 @@ def run(arguments: argparse.Namespace) -> int:
     tokenizer = inputs.tokenizer
     if arguments.json:
         put_json(
+            "init",
             {
-                "path": str(path.absolute()),
+                "path": path.absolute(),
                 "teacher": teacher.to_dict(),
                 "student": student.to_dict(),
-                "tokenizer": {"path": str(tokenizer.path), "vocabulary": tokenizer.vocab_size},
+                "tokenizer": {"path": tokenizer.path, "vocabulary": tokenizer.vocab_size},
                 "data": {"path": data} | dataclasses.asdict(size),
-                "models": list(inputs.models),
-                "notes": list(inputs.notes),
-            }
+                "models": inputs.models,
+                "notes": inputs.notes,
+            },
         )
         return 0
     for line in (

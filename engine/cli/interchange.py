@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from engine.cli.answers import put_json
 from engine.cli.arguments import add_flag, add_json, add_path, add_repeated, add_run
-from engine.terminal import put, put_json, say
+from engine.terminal import put, say
 
 IMPORT_HELP = "make a run folder of what another tool has logged"
 EXPORT_HELP = "write a run's values for TensorBoard, as CSV or as Parquet"
@@ -61,7 +62,7 @@ def import_(arguments: argparse.Namespace) -> int:
     )
     if arguments.json:
         said = [{"level": note.level, "text": note.text} for note in notes]
-        put_json({"run": str(run.path), "notes": said})
+        put_json("import", {"run": run.path, "notes": said})
         return 0
     for note in notes:
         say(note.text if note.level == "info" else f"{note.level}: {note.text}")
@@ -92,7 +93,7 @@ def export(arguments: argparse.Namespace) -> int:
     out = arguments.out or Path(f"{run.name}{TARGETS[arguments.to]}")
     count = export_run(run, arguments.to, out)
     if arguments.json:
-        put_json({"path": str(out), "values": count})
+        put_json("export", {"path": out, "values": count})
         return 0
     say(f"{count:,} values")
     put(out)

@@ -14,9 +14,10 @@ import os
 import socket
 from typing import TYPE_CHECKING
 
+from engine.cli.answers import put_json
 from engine.cli.arguments import add_flag, add_json
 from engine.errors import EXIT_FAIL, BadInput
-from engine.terminal import put, put_json
+from engine.terminal import put
 
 if TYPE_CHECKING:
     from engine.notify.receivers import Receiver
@@ -43,7 +44,7 @@ def run(arguments: argparse.Namespace) -> int:
         for row, outcome in zip(rows, _send(found), strict=True):
             row |= {"sent": outcome.sent, "answer": outcome.text}
     if arguments.json:
-        put_json({"receivers": rows})
+        put_json("notify", {"receivers": rows})
     else:
         for row in rows:
             said = f": {row['answer']}" if arguments.test else ""

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from engine import limits
+from engine.cli.answers import put_json
 from engine.cli.arguments import (
     add_choice,
     add_flag,
@@ -31,7 +32,7 @@ from engine.cli.arguments import (
     prepare_threads,
 )
 from engine.errors import UsageError
-from engine.terminal import StatusLine, put, put_json, say
+from engine.terminal import StatusLine, put, say
 
 if TYPE_CHECKING:
     from engine.spec import RunSpec
@@ -93,7 +94,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.dry_run:
         job.plan.refuse_if_too_big(wanted.out)
         if arguments.json:
-            put_json({"out": str(wanted.out), **job.plan.as_dict()})
+            put_json("prepare-plan", {"out": wanted.out, **job.plan.as_dict()})
         return 0
     stop = StopRequest()
     # There is no supervisor here, so a hang-up ends the command instead of leaving it to run unseen.
@@ -162,7 +163,7 @@ def _report(job: Job, done: Prepared, stop_code: int, *, as_json: bool) -> int:
         say(f"to train with it: --set teacher.cache={out}")
     if as_json:
         result = {
-            "out": str(out),
+            "out": out,
             **done.plan.as_dict(),
             "rows_done": done.rows,
             "rows_left": left,
@@ -172,7 +173,7 @@ def _report(job: Job, done: Prepared, stop_code: int, *, as_json: bool) -> int:
             "stopped": done.stopped,
             "exit_code": code,
         }
-        put_json(result)
+        put_json("prepare", result)
     else:
         put(out)
     return code

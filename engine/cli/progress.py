@@ -10,6 +10,7 @@ import os
 import signal
 import time
 
+from engine.cli.answers import put_json
 from engine.errors import EXIT_FAIL
 from engine.log.events import AnyEvent, Judged, Phase, kind_of
 from engine.log.follow import Follower
@@ -25,7 +26,7 @@ from engine.log.text import (
 )
 from engine.log.view import RunView
 from engine.signals import ENDING, hand_over
-from engine.terminal import StatusLine, put, put_json, say
+from engine.terminal import StatusLine, put, say
 from engine.train.checkpoint.continuing import past_checks, resume_command, was_stopped_by_checks
 from engine.watch.start_and_stop import Launched
 from engine.watch.verdict_line import SUSPECT, WRONG, run_verdict_lines, verdict_of
@@ -127,12 +128,12 @@ def _report(launched: Launched, follower: Follower, *, as_json: bool, results: b
         pace = {
             "tokens_per_second": view.tokens_per_second(),
             "share_of_peak": share_of_peak(view),
-            "phases_s": dict(view.phases),
-            "host_s": dict(view.host_s),
+            "phases_s": view.phases,
+            "host_s": view.host_s,
             "start": start_parts(view),
         }
-        ending = {"state": state, "exit_code": code, "run": str(launched.run.path)}
-        put_json({**receipt, **pace, **ending})
+        ending = {"state": state, "exit_code": code, "run": launched.run.path}
+        put_json("distill", {**receipt, **pace, **ending})
     for line in run_verdict_lines(view, state, launched.run.path):
         say(line)
     say(status_text(view, follower.alive))

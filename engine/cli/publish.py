@@ -27,8 +27,9 @@ from __future__ import annotations
 import argparse
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from engine.cli.answers import put_json
 from engine.cli.arguments import (
     add_flag,
     add_json,
@@ -38,7 +39,7 @@ from engine.cli.arguments import (
 )
 from engine.cli.weights import Reporter
 from engine.errors import EXIT_PASS, UsageError
-from engine.terminal import put, put_json, say
+from engine.terminal import put, say
 
 if TYPE_CHECKING:
     from engine.export.publish import Published
@@ -124,14 +125,15 @@ def _publish(arguments: argparse.Namespace, name: str) -> int:
     if arguments.json:
         found = None if done.verification is None else done.verification.as_dict()
         put_json(
+            "publish",
             {
-                "folder": str(done.folder),
+                "folder": done.folder,
                 "bytes": done.bytes,
                 "was_there": done.was_there,
                 "missing": [one.what for one in done.proof.missing],
                 "weights_sha256": done.proof.weights_sha256,
                 "verification": found,
-            }
+            },
         )
         return EXIT_PASS
     for line in _summary(done):
@@ -156,8 +158,7 @@ def _verify(arguments: argparse.Namespace) -> int:
 
     found = verify(arguments.verify, say)
     if arguments.json:
-        record: dict[str, Any] = {"folder": str(arguments.verify), **found.as_dict()}
-        put_json(record)
+        put_json("publish-verify", {"folder": arguments.verify, **found.as_dict()})
     else:
         put("\n".join(_lines(found)))
         say(f"{found.prompt!r} goes on with {found.text[:200]!r}")

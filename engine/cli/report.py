@@ -11,8 +11,9 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from engine.cli.answers import put_json
 from engine.cli.arguments import add_json
-from engine.terminal import put, put_json
+from engine.terminal import put
 
 HELP = "write a run, a comparison, a flip or a finding as one HTML file"
 
@@ -53,7 +54,7 @@ def run(arguments: argparse.Namespace) -> int:
         )
     write_whole(out, text)
     if arguments.json:
-        put_json({"path": str(out)})
+        put_json("report", {"path": out})
     else:
         put(out)
     return 0

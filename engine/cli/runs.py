@@ -5,21 +5,25 @@ from __future__ import annotations
 import argparse
 import contextlib
 import math
+import re
 import sys
 import time
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engine import limits
+from engine.cli.answers import plain, put_json
 from engine.cli.arguments import (
     add_flag,
     add_json,
     add_path,
     add_repeated,
     add_run,
+    real,
     whole,
 )
-from engine.terminal import clipped, put, put_json, say
+from engine.terminal import clipped, put, say
 
 if TYPE_CHECKING:
     from engine.log.filters import Subject
@@ -42,12 +46,31 @@ def add_runs_arguments(parser: argparse.ArgumentParser) -> None:
         default="",
         help="only runs for which all terms hold: a word, /regex/, state:WORD, tag:WORD, lr>0.001",
     )
-    parser.add_argument(
+    either = parser.add_mutually_exclusive_group()
+    either.add_argument(
         "--metrics",
         action="store_true",
         help="print them in the OpenMetrics format, for the textfile collector of node_exporter",
     )
+    either.add_argument(
+        "--since",
+        type=_since,
+        default=0.0,
+        metavar="WHEN",
+        help="only runs that have logged since: 30m, 2h or 7d ago, a date as 2026-01-31T08:00, or seconds of Unix time",
+    )
     add_json(parser, "print one JSON list")
+
+
+def _since(text: str) -> float:
+    """Return the Unix time that is meant by an age, a date or a Unix time."""
+    if age := re.fullmatch(r"(\d{1,6})([smhd])", text):
+        return time.time() - int(age[1]) * {"s": 1, "m": 60, "h": 3600, "d": 86400}[age[2]]
+    with contextlib.suppress(ValueError, OverflowError, argparse.ArgumentTypeError):
+        return datetime.fromisoformat(text).timestamp() if "-" in text else real(1e12)(text)
+    raise argparse.ArgumentTypeError(
+        f"expected 30m, 2h, 7d, a date or seconds of Unix time, found {clipped(text, 40)!r}"
+    )
 
 
 def list_runs(arguments: argparse.Namespace) -> int:
@@ -55,20 +78,21 @@ def list_runs(arguments: argparse.Namespace) -> int:
 
     engine runs                                  the runs in ./runs
     engine runs DIR --json                       as one JSON list
+    engine runs --json --since 10m               what has changed in the last ten minutes
     engine runs --metrics                        for Prometheus; `engine serve` answers them at /metrics
     engine runs --filter 'lr>0.001 state:failed' the runs for which all terms hold; a setting by its short
                                                  name or as section.key, compared by > < >= <= = !=
     """
     from engine.errors import RunLogError
     from engine.log.filters import parse_filter
-    from engine.log.folder import find_runs, settings_of
+    from engine.log.folder import find_runs, last_change, settings_of
     from engine.log.follow import Follower
     from engine.log.text import status_text
     from engine.watch.verdict_line import verdict_of
 
     if arguments.metrics:
         return _print_metrics(arguments.folder, arguments.filter)
-    found = find_runs(arguments.folder)
+    found = [run for run in find_runs(arguments.folder) if last_change(run) >= arguments.since]
     settings = {run.path: settings_of(run) for run in found} if arguments.filter else {}
     wanted = parse_filter(arguments.filter, {key for one in settings.values() for key in one})
     rows: list[tuple[RunFolder, Follower | None, str]] = []
@@ -91,12 +115,11 @@ def list_runs(arguments: argparse.Namespace) -> int:
         ]
     if arguments.json:
         put_json(
+            "run",
             [
-                as_json(follower)
-                if follower
-                else {"run": str(run.path), "error": text, **_noted(run)}
+                as_json(follower) if follower else {"run": run.path, "error": text, **_noted(run)}
                 for run, follower, text in rows
-            ]
+            ],
         )
         return 0
     if found and not rows:
@@ -192,7 +215,7 @@ def tag(arguments: argparse.Namespace) -> int:
     else:
         notes = read_notes(run)
     if arguments.json:
-        put_json({"run": str(run.path), **_noted(run)})
+        put_json("tag", {"run": run.path, **_noted(run)})
         return 0
     put(f"tags  {' '.join(notes.tags) or 'none'}")
     put(f"note  {notes.text or 'none'}")
@@ -217,7 +240,7 @@ def stop_run(arguments: argparse.Namespace) -> int:
     run = open_run(arguments.run)
     message = stop(run, now=arguments.now)
     if arguments.json:
-        put_json({"run": str(run.path), "message": message})
+        put_json("stop", {"run": run.path, "message": message})
     else:
         say(message)
     return 0
@@ -263,7 +286,7 @@ def tail(arguments: argparse.Namespace) -> int:
     except RunLogError as error:
         fault = error  # what can be read is printed first
     if arguments.json:
-        put_json(as_json(follower, fault), flush=True)
+        put_json("run", as_json(follower, fault), flush=True)
     else:
         _print_all(follower, arguments.lines)
     follower.new_lines()
@@ -275,11 +298,11 @@ def tail(arguments: argparse.Namespace) -> int:
             fault = error
         for entry in follower.new_lines():
             if arguments.json:
-                put_json(line_as_json(entry), flush=True)
+                put_json("log-line", line_as_json(entry), flush=True)
             else:
                 put(f"  {line_text(entry)}", flush=True)
     if arguments.follow and arguments.json:
-        put_json(as_json(follower, fault))
+        put_json("run", as_json(follower, fault))
     elif arguments.follow and fault is None:
         for line in run_verdict_lines(follower.view, follower.state, follower.run.path):
             put(line)
@@ -342,29 +365,12 @@ def _what_it_does(run: RunFolder, view: Any) -> dict[str, list[str]]:
     return {"decisions": [line for d in view.decisions for line in decision_lines(d)]}
 
 
-def plain(value: Any) -> Any:
-    """Return a log value for JSON: events as objects, non-finite numbers by name, long texts truncated."""
-    import msgspec
-
-    from engine.log.events import name_of_non_finite
-
-    if isinstance(value, msgspec.Struct):
-        return plain(msgspec.structs.asdict(value))
-    if isinstance(value, float) and not math.isfinite(value):
-        return name_of_non_finite(value)
-    if isinstance(value, str):
-        return clipped(value, limits.LOG_TEXT.most)
-    if isinstance(value, dict):
-        return {plain(k): plain(v) for k, v in value.items()}
-    return [plain(v) for v in value] if isinstance(value, list | tuple) else value
-
-
 def line_as_json(line: Any) -> dict[str, Any]:
     """Return a log line as one JSON value."""
     from engine.log.events import kind_of
 
     fields = {"log": line.source, "unix_s": line.unix_s, **plain(line.event)}
-    return fields | {"kind": plain(kind_of(line.event))}
+    return fields | {"kind": kind_of(line.event)}
 
 
 def as_json(follower: Any, fault: Any = None) -> dict[str, Any]:
@@ -375,44 +381,40 @@ def as_json(follower: Any, fault: Any = None) -> dict[str, Any]:
     view = follower.view
     last = len(view.steps) - 1
     return {
-        "run": str(follower.run.path),
+        "run": follower.run.path,
         "fault": None if fault is None else fault.message,
         "state": follower.state,
-        "verdict": plain(verdict_of(view, follower.state, follower.run.path).as_dict()),
+        "verdict": verdict_of(view, follower.state, follower.run.path).as_dict(),
         **_noted(follower.run),
         "step": view.last_step,
         "total_steps": view.total_steps,
         "batch_of_pass": view.batch,
-        **plain(
-            {
-                "last": {name: view.steps.value(name, last) for name in view.steps.columns}
-                if last >= 0
-                else None,
-                "tokens_per_second": view.tokens_per_second(),
-                "share_of_peak": share_of_peak(view),
-                "phases_s": dict(view.phases),
-                "host_s": dict(view.host_s),
-                "start": start_parts(view),
-                "eta_s": view.eta_s(),
-                "started": view.started,
-                "phase": view.phase,
-                "data": view.data,
-                "models": dict(view.models),
-                "decisions": view.decisions,
-                "evals": view.evals,
-                "checkpoints": view.checkpoints,
-                "non_finite": view.non_finite,
-                "notes": view.notes,
-                "alerts": list(view.alerts.values()),
-                "alert_count": view.alert_count,
-                "stack_dump": view.stack_dump,
-                "student": view.student,
-                "finished": view.finished,
-                "exit": view.exit,
-                "host": view.host,
-                "gpus": [view.gpus[i] for i in sorted(view.gpus)],
-                "absent": view.absent,
-                "facts": view.facts,
-            }
-        ),
+        "last": {name: view.steps.value(name, last) for name in view.steps.columns}
+        if last >= 0
+        else None,
+        "tokens_per_second": view.tokens_per_second(),
+        "share_of_peak": share_of_peak(view),
+        "phases_s": view.phases,
+        "host_s": view.host_s,
+        "start": start_parts(view),
+        "eta_s": view.eta_s(),
+        "started": view.started,
+        "phase": view.phase,
+        "data": view.data,
+        "models": view.models,
+        "decisions": view.decisions,
+        "evals": view.evals,
+        "checkpoints": view.checkpoints,
+        "non_finite": view.non_finite,
+        "notes": view.notes,
+        "alerts": list(view.alerts.values()),
+        "alert_count": view.alert_count,
+        "stack_dump": view.stack_dump,
+        "student": view.student,
+        "finished": view.finished,
+        "exit": view.exit,
+        "host": view.host,
+        "gpus": [view.gpus[i] for i in sorted(view.gpus)],
+        "absent": view.absent,
+        "facts": view.facts,
     }

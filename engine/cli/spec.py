@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 
+from engine.cli.answers import put_json
 from engine.cli.arguments import (
     add_json,
     add_path,
@@ -24,8 +25,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    import json
-
     from engine.spec import RunSpec, build_spec, load_spec, spec_to_toml
 
     if arguments.file is not None:
@@ -34,8 +33,8 @@ def run(arguments: argparse.Namespace) -> int:
         spec = build_spec({}, sets=arguments.set)
     else:
         spec = RunSpec()
-    put(
-        json.dumps(spec.to_dict(), indent=2) if arguments.json else spec_to_toml(spec),
-        end="\n" if arguments.json else "",
-    )
+    if arguments.json:
+        put_json("spec", spec.to_dict())
+    else:
+        put(spec_to_toml(spec), end="")
     return 0

@@ -31,12 +31,12 @@ Exit codes: 0 the replay gives the record, 1 something differs (it is named), 2 
 from __future__ import annotations
 
 import argparse
-import dataclasses
 from typing import TYPE_CHECKING, Any
 
 from engine import limits
+from engine.cli.answers import put_json
 from engine.cli.arguments import add_flag, add_json, add_number, add_path, add_run
-from engine.terminal import put, put_json, say
+from engine.terminal import put, say
 
 if TYPE_CHECKING:
     from engine.log.folder import RunFolder
@@ -77,7 +77,7 @@ def run(arguments: argparse.Namespace) -> int:
     if log is not None:
         _keep(folder, log, found)
     if arguments.json:
-        put_json(_fields(arguments, found))
+        put_json("verify", _fields(arguments, found))
         return verdict.exit_code
     width = max(map(len, found.lines), default=0)
     for name, one in found.lines.items():
@@ -109,21 +109,18 @@ def _keep(folder: RunFolder, log: Log, found: Verified) -> None:
 
 
 def _fields(arguments: argparse.Namespace, found: Verified) -> dict[str, Any]:
-    from engine.cli.runs import plain
-
     rows = [
-        {"name": name, "level": one.level.name.lower(), "reason": one.reason}
+        {"name": name, "level": one.level, "reason": one.reason}
         for name, one in found.lines.items()
     ]
-    first = None if found.difference is None else dataclasses.asdict(found.difference)
     return {
-        "run": str(arguments.run),
-        "level": found.verdict.level.name.lower(),
+        "run": arguments.run,
+        "level": found.verdict.level,
         "reason": found.verdict.reason,
         "steps": found.steps,
         "rounding": found.rounding or None,
-        "first_difference": None if first is None else plain(first),
+        "first_difference": found.difference,
         "compared": rows,
         "not_compared": found.not_compared,
-        "replay": None if found.kept is None else str(found.kept),
+        "replay": found.kept,
     }

@@ -6,6 +6,7 @@ import argparse
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
+from engine.cli.answers import put_json
 from engine.cli.arguments import (
     add_choice,
     add_flag,
@@ -15,7 +16,7 @@ from engine.cli.arguments import (
     prepare_threads,
 )
 from engine.errors import EXIT_FAIL, EXIT_PASS, UsageError
-from engine.terminal import StatusLine, put, put_json, say
+from engine.terminal import StatusLine, put, say
 
 if TYPE_CHECKING:
     from engine.export.convert import Converted, Progress
@@ -52,7 +53,7 @@ def inspect(arguments: argparse.Namespace) -> int:
             problems = check_values(weights)
     texts = [problem.text for problem in problems]
     if arguments.json:
-        put_json(found | ({"value_problems": texts} if arguments.values else {}))
+        put_json("weights", found | ({"value_problems": texts} if arguments.values else {}))
     else:
         put("\n".join(description_lines(found)))
         if arguments.values:
@@ -129,8 +130,7 @@ def convert(arguments: argparse.Namespace) -> int:
     if not done.tokenizer:
         say(f"warning: {done.target} has no tokenizer")
     if arguments.json:
-        paths = {"source": str(done.source), "target": str(done.target)}
-        put_json(asdict(done) | paths | {"bits_per_weight": done.bits_per_weight})
+        put_json("convert", asdict(done) | {"bits_per_weight": done.bits_per_weight})
         return 0
     say(_summary(done))
     put(done.target)
@@ -150,7 +150,7 @@ def _unpickle(arguments: argparse.Namespace) -> int:
     done = unpickle(arguments.source, arguments.target, line.show)
     line.clear()
     if arguments.json:
-        put_json(asdict(done) | {"target": str(done.target)})
+        put_json("unpickle", asdict(done))
         return EXIT_PASS
     say(f"{done.tensors} tensors, {format_bytes(done.bytes)}")
     put(done.target)

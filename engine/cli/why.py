@@ -37,8 +37,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engine import limits
+from engine.cli.answers import put_json
 from engine.cli.arguments import actions_of, add_flag, add_json, add_number, add_path, add_run
-from engine.terminal import put, put_json, say
+from engine.terminal import put, say
 
 if TYPE_CHECKING:
     from engine.findings.bundle import Bundle
@@ -148,7 +149,7 @@ def _say(bundle: Bundle, finding: Finding, said: str, a: argparse.Namespace) -> 
     from engine.findings.text import next_words
 
     if a.json:
-        put_json(_fields(bundle, finding))
+        put_json("finding", _fields(bundle, finding))
         return 0
     put(said)
     if following := next_words(finding):
@@ -160,7 +161,7 @@ def _fields(bundle: Bundle, finding: Finding) -> dict[str, Any]:
     import msgspec
 
     levels = {cause.id: finding.level_of(cause) for cause in finding.causes}
-    told = {"folder": str(bundle.path), "title": finding.title, "levels": levels}
+    told = {"folder": bundle.path, "title": finding.title, "levels": levels}
     return told | {"finding": msgspec.to_builtins(finding)}
 
 
@@ -175,7 +176,8 @@ def _show(bundle: Bundle, a: argparse.Namespace) -> int:
         say(f"changed: {fault}")
     told = lines(finding, checked.broken)
     if a.json:
-        put_json(_fields(bundle, finding) if isinstance(finding, Finding) else {"lines": told})
+        fields = _fields(bundle, finding) if isinstance(finding, Finding) else {"lines": told}
+        put_json("finding", fields)
     else:
         put("\n".join(told))
     return 0
@@ -210,7 +212,7 @@ def _check_all(a: argparse.Namespace) -> int:
 def _print_checked(checked: Sequence[Checked], *, as_json: bool) -> None:
     """Print the result of checking findings: their faults and notes."""
     if as_json:
-        put_json([one.as_fields() for one in checked])
+        put_json("finding-check", [one.as_fields() for one in checked])
         return
     for one in checked:
         verdict = one.verdict
@@ -249,7 +251,7 @@ def _test(bundle: Bundle, a: argparse.Namespace) -> int:
         plan = show_plan(plan, flip, dry_run=a.dry_run)
         if a.dry_run:
             if a.json:
-                put(plan.to_json())
+                put_json("plan", plan.fields())
             return 0
         test = changes.register(bundle, cause, plan, flip)
         with Progress(plan).watching() as watching:

@@ -76,13 +76,13 @@ class Checked:
         return not self.faults and not self.unread
 
     def as_fields(self) -> dict[str, Any]:
-        """Return the fields for JSON."""
+        """Return the fields that `engine why check --json` prints."""
         return {
-            "folder": str(self.bundle.path),
-            "level": self.verdict.level.name.lower(),
+            "folder": self.bundle.path,
+            "level": self.verdict.level,
             "reason": self.verdict.reason,
             "seal": None if self.finding is None else self.finding.seal,
-            "faults": list(map(dataclasses.asdict, self.faults)),
+            "faults": self.faults,
             "notes": self.notes,
         }
 

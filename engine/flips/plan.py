@@ -216,7 +216,7 @@ class Plan:
             re.sub(r"[^\w+]+", "-", name).strip("-")[:_NAME] or "words" for name in names
         )
 
-    def to_json(self) -> str:
+    def fields(self) -> dict[str, Any]:
         fields = dataclasses.asdict(self)
         for name in ("command", "observed", "attempt"):
             if not fields[name]:
@@ -224,7 +224,10 @@ class Plan:
                 del fields[name]
         if self.observed is not None:
             fields["observed"] = observed_fields(self.observed)
-        return json.dumps(fields, indent=2, sort_keys=True, allow_nan=False)
+        return fields
+
+    def to_json(self) -> str:
+        return json.dumps(self.fields(), indent=2, sort_keys=True, allow_nan=False)
 
     def order(self) -> list[bool]:
         """Return for each pair whether B runs first.

@@ -264,6 +264,15 @@ def find_runs(folder: Path) -> list[RunFolder]:
     return [run for _, _, run in made]
 
 
+def last_change(run: RunFolder) -> float:
+    """Return the Unix time at which a run last logged, or its tags or its note were changed; 0 if it is gone."""
+    changed = [0.0]
+    for path in (run.effective, run.path / "notes.json", *run.logs().values()):
+        with contextlib.suppress(OSError):
+            changed.append(path.stat().st_mtime)
+    return max(changed)
+
+
 def write_whole(path: Path, text: str | bytes, what: str = "write") -> None:
     """Write a small file atomically: it is either complete or absent. Temporary name, fsync, rename, folder
     fsync.

@@ -14,8 +14,9 @@ import sys
 import pytest
 
 from engine import terminal
+from engine.cli.answers import put_json
 from engine.limits import PRINTED_LINE
-from engine.terminal import aligned, clipped, printable, put, put_json
+from engine.terminal import aligned, clipped, printable, put
 from tests.support.paths import ROOT
 
 GUESTS = {"engine/evaluate/guest_judge.py", "engine/evaluate/guest_program.py"}
@@ -100,9 +101,10 @@ def test_a_character_that_the_stream_cannot_encode_is_written_as_its_escape() ->
 
 
 def test_json_names_what_is_not_finite(capsys: pytest.CaptureFixture[str]) -> None:
-    put_json({"loss": [float("nan"), float("-inf"), 1.5], "text": "\x1b"})
+    put_json("bench", {"loss": [float("nan"), float("-inf"), 1.5], "text": "\x1b"})
     line = capsys.readouterr().out
-    assert json.loads(line) == {"loss": ["NaN", "-inf", 1.5], "text": "\x1b"}
+    found = {"loss": ["nan", "-inf", 1.5], "text": "\x1b"}
+    assert json.loads(line) == {"schema": "apr-workbench/bench-1"} | found
     assert line.rstrip("\n").isprintable()
 
 

@@ -147,7 +147,9 @@ def test_the_inputs_alone_are_checked_without_torch_or_another_process(
         [sys.executable, "-c", program, *words], capture_output=True, text=True, env=environment()
     )
     assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout).keys() == {"spec_sha256", "spec", "data", "engines", "notes"}
+    assert json.loads(done.stdout).keys() == {
+        *("schema", "spec_sha256", "spec", "data", "engines", "notes")
+    }
     assert nothing_is_left(scratch)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -41,6 +42,23 @@ def test_the_list_has_the_runs_for_which_all_terms_hold(
     assert [Path(run["run"]).name for run in json.loads(done.stdout)] == names
 
 
+def test_since_leaves_out_runs_that_have_not_logged_since(folder: Path) -> None:
+    for path in (folder / "slow").rglob("*"):
+        os.utime(path, (1e9, 1e9))
+    for when, names in (
+        ("1h", ["fast"]),
+        ("1000000000", ["fast", "slow"]),
+        ("1000000001", ["fast"]),
+        ("2001-09-08", ["fast", "slow"]),
+        ("2001-09-11T00:00Z", ["fast"]),
+    ):
+        done = engine_here("runs", folder, "--json", "--since", when)
+        assert [Path(run["run"]).name for run in json.loads(done.stdout)] == names, when
+    done = engine_here("runs", folder, "--since", "yesterday")
+    assert done.returncode == 64
+    assert "expected 30m, 2h, 7d, a date or seconds of Unix time, found 'yesterday'" in done.stderr
+
+
 def test_a_bad_term_is_refused_in_words(folder: Path) -> None:
     done = engine_here("runs", folder, "--filter", "lr>fast")
     assert done.returncode == 65
@@ -52,6 +70,7 @@ def test_tags_and_the_note_of_a_run_are_set_listed_and_filtered_by(folder: Path)
     done = engine_here("tag", run, "good", "base", "--note", "keep this", "--json")
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == {
+        "schema": "apr-workbench/tag-1",
         "run": str(run),
         "tags": ["good", "base"],
         "note": "keep this",

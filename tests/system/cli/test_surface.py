@@ -15,12 +15,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from engine.cli.answers import ANSWERS, schema_of
 from engine.cli.main import EPILOG, build_parser
 from engine.export import published
 from engine.export.peers import Absent
+from engine.log.folder import RunFolder
+from tests.support.findings import asked, flip, hanging_run
 from tests.support.finished_runs import finish, train_here
 from tests.support.kit import Kit
+from tests.support.paths import ROOT
 from tests.support.running import engine_here
 
 RECORD = Path(__file__).with_name("surface.json")
@@ -38,7 +43,7 @@ VARYING = {
     "numbers",
     "unjudged",
 }
-VARYING |= {"dtypes", "tensors"}
+VARYING |= {"dtypes", "tensors", "device_facts", "tool"}
 """Keys whose contents are those of a machine, a model, a spec, a check or a rule, each with tests of its own."""
 
 
@@ -117,16 +122,37 @@ def surface() -> dict[str, Any]:
     return found
 
 
-def key_paths(value: Any, path: str = "") -> set[str]:
-    if isinstance(value, list):
-        return {one for entry in value for one in key_paths(entry, f"{path}[]")} or {f"{path}[]"}
-    if not isinstance(value, dict):
-        return {path}
-    found: set[str] = set()
-    for key, one in value.items():
-        inside = f"{path}.{key}" if path else key
-        found |= {inside} if key in VARYING else key_paths(one, inside)
-    return found or {path}
+def types_of(value: Any, path: str = "") -> dict[str, set[str]]:
+    """The types of the values at each path of keys; an empty list or object is a value."""
+    inside: list[tuple[str, Any]] = []
+    if path.rpartition(".")[2] not in VARYING:
+        if isinstance(value, list):
+            inside = [(f"{path}[]", one) for one in value]
+        # Keys that are no identifiers are names of files, packages and the like.
+        elif isinstance(value, dict) and all(map(str.isidentifier, value)):
+            inside = [(f"{path}.{key}".lstrip("."), one) for key, one in value.items()]
+    if not inside:
+        return {path: {TYPES[type(value)]}}
+    found: dict[str, set[str]] = {}
+    for name, one in inside:
+        for at, types in types_of(one, name).items():
+            found.setdefault(at, set()).update(types)
+    return found
+
+
+TYPES = {
+    **{dict: "object", list: "list", str: "text", int: "integer", float: "number"},
+    **{bool: "true or false", type(None): "null"},
+}
+
+
+def agree(found: set[str], recorded: set[str]) -> bool:
+    """Whether types found in one answer are those recorded: what is absent may be null or empty in either."""
+    nothing, numbers = {"null", "list", "object"}, {"integer", "number"}
+    known = recorded - nothing
+    return not known or all(
+        one in known or one in nothing or (one in numbers and known & numbers) for one in found
+    )
 
 
 def written(value: Any, depth: int = 0) -> str:
@@ -176,50 +202,127 @@ def asked_once(patch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="module")
-def printed(kit: Kit, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
-    """The keys of every command whose --json can be had of one finished run without a supervisor."""
+def printed(kit: Kit, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, str]]:
+    """The fields and types of each kind of object that commands print of a finished run without a supervisor."""
     folder = tmp_path_factory.mktemp("surface")
     run = finish(kit, folder).path
-    spec = folder / "spec.toml"
-    commands: dict[str, tuple[object, ...]] = {
-        "spec": ("spec",),
-        "distill --check": ("distill", spec, "--check", "--out", folder / "new"),
-        "init": (
+    spec, work, flips = folder / "spec.toml", folder / "work", folder / "flips"
+    flip(flips / "one")
+    old = folder / "old"
+    old.mkdir()
+    (old / "config.json").write_text("{}")
+    torch.save({"weight": torch.ones(2, 3)}, old / "pytorch_model.bin")
+    hanging = hanging_run(folder / "hanging").path
+    asked(RunFolder(hanging), folder=folder / "evidence")
+    commands: tuple[tuple[object, ...], ...] = (
+        ("spec",),
+        ("distill", spec, "--check", "--out", folder / "new"),
+        ("distill", spec, "--out", folder / "second"),
+        ("distill", spec, "--smoke", 4, "--out", folder / "third"),
+        (
             *("init", "--teacher", kit.teacher, "--student", kit.student),
             *("--data", kit.corpus, "--name", "first"),
         ),
-        "prepare --dry-run": ("prepare", spec, "--out", folder / "store", "--dry-run"),
-        "prepare": ("prepare", spec, "--out", folder / "store"),
-        "tail": ("tail", run),
-        "runs": ("runs", folder),
-        "diagnose": ("diagnose", run),
-        "checks": ("checks", run),
-        "checks --list": ("checks", "--list"),
-        "verify": ("verify", run, "--steps", "1"),
-        "drill --list": ("drill", "--list"),
-        "flips": ("flips", folder),
-        "inspect": ("inspect", run / "student", "--tensors", "--values"),
-        "convert": ("convert", run / "student", folder / "student.gguf", "--quant", "q8_0"),
-        "generate": ("generate", run, "--prompt", "def ", "--max-tokens", "2"),
-        "eval ppl": ("eval", "ppl", run, "--data", kit.corpus, "--against", kit.teacher),
-        "gate": ("gate", run, "--only", "heldout,eval"),
-        "publish": ("publish", run, folder / "published", "--gguf", "none", "--apr", "none"),
-        "publish --verify": ("publish", "--verify", folder / "published"),
-        "report": ("report", run),
-        "export": ("export", run, "--to", "csv", "--out", "values.csv"),
-        "import": ("import", "csv", "values.csv", "--out", "imported"),
-    }
-    found = {}
+        ("prepare", spec, "--out", folder / "store", "--dry-run"),
+        ("prepare", spec, "--out", folder / "store"),
+        ("data", spec),
+        ("data", run, "--step", "1"),
+        ("tag", run, "good", "--note", "kept"),
+        ("tail", run),
+        ("tail", "-f", run),
+        ("runs", folder, "--since", "2000-01-01"),
+        ("diagnose", run),
+        ("diagnose", hanging),
+        ("diagnose", folder),
+        ("diagnose", "--follow", run),
+        ("diagnose", "--list"),
+        ("checks", run),
+        ("checks", hanging),
+        ("checks", "--list"),
+        ("verify", run, "--steps", "1"),
+        ("drill", "--list"),
+        ("flip", spec, "--set", "train.rows=8", "--dry-run"),
+        ("flip", run, "--propose"),
+        ("flips", flips),
+        ("why", "show", "--evidence", folder / "evidence"),
+        ("why", "check", "--evidence", folder / "evidence"),
+        ("evidence", "list", folder / "evidence"),
+        ("evidence", "receipt", run),
+        ("inspect", run / "student", "--tensors", "--values"),
+        ("convert", run / "student", folder / "student.gguf", "--quant", "q8_0"),
+        ("convert", "--from-pickle", old, folder / "new-weights"),
+        ("generate", run, "--prompt", "def ", "--max-tokens", "2"),
+        ("eval", "ppl", run, "--data", kit.corpus, "--against", kit.teacher),
+        ("gate", run, "--only", "heldout,eval"),
+        ("publish", run, folder / "published", "--gguf", "none", "--apr", "none"),
+        ("publish", "--verify", folder / "published"),
+        ("report", run),
+        ("export", run, "--to", "csv", "--out", "values.csv"),
+        ("import", "csv", "values.csv", "--out", "imported"),
+        ("contracts", "validate"),
+        (
+            *("bench", "kd", "--shape", "tiny", "--device", "cpu"),
+            *("--rows", 1, "--seq-len", 16, "--steps", 1),
+        ),
+    )
+    work.mkdir()
+    found: dict[str, dict[str, set[str]]] = {}
     with pytest.MonkeyPatch.context() as patch:
         asked_once(patch)
         train_here(patch)
-        patch.chdir(folder)  # `init` writes into the working folder
-        for name, words in commands.items():
+        patch.chdir(work)  # `init` writes into the working folder
+        (work / "contracts").symlink_to(ROOT / "contracts")
+        for words in commands:
             done = engine_here(*words, "--json")
-            assert done.returncode in (0, 1, 2), f"{name}: {done.stderr}"
-            found[name] = sorted(key_paths(json.loads(done.stdout)))
-    return found
+            assert done.returncode in (0, 1, 2), f"{words}: {done.stderr}"
+            for line in done.stdout.splitlines():
+                answer = json.loads(line)
+                for one in answer if isinstance(answer, list) else [answer]:
+                    fields = found.setdefault(one.pop("schema"), {})
+                    for path, types in types_of(one).items():
+                        fields.setdefault(path, set()).update(types)
+    return {
+        schema: {path: ", ".join(sorted(types)) for path, types in fields.items()}
+        for schema, fields in found.items()
+    }
 
 
-def test_the_keys_of_json_are_those_recorded(printed: dict[str, list[str]]) -> None:
-    held("json", printed)
+NOT_RECORDED = {
+    "doctor": "differs from machine to machine",
+    "drills": "takes minutes",
+    "healthy": "takes minutes",
+    "identities": "needs a watched script",
+    "log-line": "needs a run that goes on",
+    "notify": "needs a receiver",
+    "problems": "needs a sandbox",
+    "stop": "needs a run that goes on",
+    "contract": "of checks that this machine has not run",
+    "contracts": "of checks that this machine has not run",
+}
+
+
+def test_the_fields_of_json_are_those_recorded(printed: dict[str, dict[str, str]]) -> None:
+    assert set(printed) | set(map(schema_of, NOT_RECORDED)) == set(map(schema_of, ANSWERS))
+    record: dict[str, dict[str, str]] = json.loads(RECORD.read_text())["json"]
+    for schema in printed.keys() & record.keys():
+        gone = record[schema].keys() - printed[schema].keys()
+        assert not gone, f"{schema}: fields are gone; raise its version in engine/cli/answers.py"
+        for path in printed[schema].keys() & record[schema].keys():
+            types = [set(one[schema][path].split(", ")) for one in (printed, record)]
+            assert agree(*types), f"{schema}: {path} is {types[0]}, recorded as {types[1]}"
+    if os.environ.get("RECORD_SURFACE"):
+        held("json", printed)
+    assert {one: fields.keys() for one, fields in printed.items()} == {
+        one: fields.keys() for one, fields in json.loads(RECORD.read_text())["json"].items()
+    }
+
+
+def test_each_answer_is_of_commands_that_there_are() -> None:
+    leaves = {one.prog: one for one in parsers(build_parser()) if one._subparsers is None}
+    printing = set()
+    for answer in ANSWERS.values():
+        for line in answer.commands.split(", "):
+            words, _, option = f"engine {line}".partition(" --")
+            assert not option or f"--{option}" in leaves[words]._option_string_actions, line
+            printing.add(words)
+    assert printing == leaves.keys() - SAY_NOTHING_TO_PARSE.keys()
