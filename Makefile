@@ -185,7 +185,7 @@ frameworks: .venv/.frameworks
 wheel: .venv/.dev
 	rm -rf build/lib build/whole
 	$(BIN)/python -m build --wheel --outdir build/whole
-	$(BIN)/python wheels/split.py build/whole/*.whl dist
+	$(BIN)/python -m wheels.split build/whole/*.whl dist
 
 .venv/bin/python:
 	@test -n "$(PYTHON)" || { echo "make: expected Python 3.11 or newer with venv, found none (Debian: apt-get install python3-venv)" >&2; exit 1; }

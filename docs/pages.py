@@ -140,7 +140,20 @@ def command(parser: argparse.ArgumentParser, name: str, level: int) -> str:
     text = f"\n{'#' * level} {name}\n\n"
     if parser.description:
         text += f"```text\n{parser.description.strip()}\n```\n"
-    rows: list[tuple[object, ...]] = []
+    if rows := arguments_of(parser):
+        text += "\n" + table(("argument", "meaning"), [(in_code(one), what) for one, what in rows])
+    for word, one in subcommands(parser):
+        text += command(one, f"{name} {word}", level + 1)
+    return text
+
+
+def in_code(names: str) -> str:
+    return ", ".join(f"`{name}`" for name in names.split(", "))
+
+
+def arguments_of(parser: argparse.ArgumentParser) -> list[tuple[str, str]]:
+    """Its arguments and options, each with its meaning."""
+    rows = []
     for action in parser._actions:
         if isinstance(action, argparse._HelpAction | argparse._SubParsersAction):
             continue
@@ -149,13 +162,9 @@ def command(parser: argparse.ArgumentParser, name: str, level: int) -> str:
             word = " ".join(word)
         if action.choices is not None and action.metavar is None:
             word = "{" + ",".join(map(str, action.choices)) + "}"
-        names = ", ".join(f"`{f'{option} {word}'.strip()}`" for option in action.option_strings)
-        rows.append((names or f"`{word}`", (action.help or "") % vars(action)))
-    if rows:
-        text += "\n" + table(("argument", "meaning"), rows)
-    for word, one in subcommands(parser):
-        text += command(one, f"{name} {word}", level + 1)
-    return text
+        names = ", ".join(f"{option} {word}".strip() for option in action.option_strings)
+        rows.append((names or word, (action.help or "") % vars(action)))
+    return rows
 
 
 def drills() -> str:

@@ -3,13 +3,14 @@
     apr-workbench-view   what shows, judges and serves runs: all that the commands reach without torch
     apr-workbench        the engine; it needs the other one, of the same version
 
-    python wheels/split.py WHOLE.whl FOLDER
+    python -m wheels.split WHOLE.whl FOLDER
 
 The line between them is computed from the imports. A module is the engine's if it imports one of `ENGINE_PACKAGES`, or
 a module of the engine, anywhere in it; but not for what a function of `DOORS` imports: such a function is told when the
 engine is missing. Of the others, the viewer has those that the installed commands import or name.
 
 Each distribution has the dependencies that its modules import, and the extras of which its modules import something.
+The viewer has the commands, and their man pages.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
 from packaging.requirements import Requirement
+
+from wheels.man import pages
 
 WHOLE, VIEW = "apr-workbench", "apr-workbench-view"
 SUMMARY = "Look at training runs in a terminal, a notebook or a browser, and diagnose them, without torch."
@@ -227,6 +230,9 @@ def split_wheel(whole: Path, folder: Path) -> tuple[Path, Path]:
                         contents[path.replace(info_folder, own, 1)] = archive.read(path)
                 elif split.has(path) == is_view:
                     contents[path] = archive.read(path)
+            if is_view:
+                data = own.replace(".dist-info", ".data/data/share/man/man1")
+                contents |= {f"{data}/{page}": text.encode() for page, text in pages().items()}
             _write(target, contents, f"{own}/RECORD")
             made.append(target)
     return made[0], made[1]

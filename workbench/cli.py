@@ -87,7 +87,7 @@ def _screen_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--version", action="version", version=f"apr-workbench {VERSION}")
 
 
-def _watch_parser() -> argparse.ArgumentParser:
+def watch_parser() -> argparse.ArgumentParser:
     parser = ArgumentParser(
         prog="apr-workbench",
         description=WATCH_HELP,
@@ -104,7 +104,7 @@ def _watch_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _demo_parser() -> argparse.ArgumentParser:
+def demo_parser() -> argparse.ArgumentParser:
     parser = ArgumentParser(
         prog="apr-workbench demo",
         description=DEMO_HELP,
@@ -143,9 +143,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         keep_bytecode()
     arguments = list(sys.argv[1:] if argv is None else argv)
     if arguments[:1] == ["demo"]:
-        options, show = _demo_parser().parse_args(arguments[1:]), _demo
+        options, show = demo_parser().parse_args(arguments[1:]), _demo
     else:
-        options, show = _watch_parser().parse_args(arguments), _watch
+        options, show = watch_parser().parse_args(arguments), _watch
     return run_command(
         "apr-workbench", lambda: _list_themes() if options.list_themes else show(options)
     )

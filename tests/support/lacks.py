@@ -36,6 +36,7 @@ LACKS = {
     "the MCP SDK": "pip install -e .[agent]",
     "zsh": "apt-get install zsh",
     "fish": "apt-get install fish",
+    "man": "apt-get install man-db",
     "the gguf package": "pip install -e .[gguf]",
     "TRL": "make frameworks",
     "Lightning": "make frameworks",

@@ -112,6 +112,8 @@ def test_each_file_that_the_program_reads_is_in_one_of_the_wheels(
     assert {"engine/demo/chats.jsonl", "engine/demo/chat/teacher.gguf"} <= rest
     assert {"apr_workbench.py", "engine/report/chart.js", "engine/agent/SKILL.md"} <= view
     assert not {name for name in view | rest if name.startswith(("tests/", "evidence/"))}
+    manuals = f"apr_workbench_view-{VERSION}.data/data/share/man/man1"
+    assert {f"{manuals}/engine-tail.1", f"{manuals}/apr-workbench.1"} <= view
 
 
 def test_the_rest_needs_the_viewer_and_the_viewer_nothing_of_torch(
@@ -367,7 +369,12 @@ def test_the_distributions_come_and_go_in_any_order(
 
     def lacks(*wheels: Path) -> set[str]:
         wanted = set().union(*map(names_in, wheels))
-        return {name for name in wanted if not (packages / name).exists()}
+        return {name for name in wanted if not place(name).exists()}
+
+    def place(name: str) -> Path:
+        """Return where pip puts a file: a man page beside the folder of the commands."""
+        _, is_data, page = name.partition(".data/data/")
+        return tmp_path / "venv" / page if is_data else packages / name
 
     change("install", rest)
     change("install", view)
