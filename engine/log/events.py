@@ -90,6 +90,8 @@ class LogOpened(Event, frozen=True, kw_only=True, tag="log_opened"):
     boot_id: str
     pid: Pid
     writer: str
+    host: str = ""
+    """Name of the machine; empty in logs of earlier versions."""
     torn_bytes_dropped: Count = 0
     """Bytes of an unfinished last line, left by a killed writer and removed on reopening."""
 

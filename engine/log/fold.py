@@ -221,7 +221,9 @@ class _Changes:
         ranks = dict(self.get("ranks"))
         for event in batch.others:
             if isinstance(event, LogOpened):
-                clock = Clock(unix_s=event.unix_s, pid=event.pid, boot_id=event.boot_id)
+                clock = Clock(
+                    unix_s=event.unix_s, pid=event.pid, boot_id=event.boot_id, host=event.host
+                )
                 ranks[rank] = RankReport(clock=clock)
                 continue
             # Without an opening the log is broken from its beginning.
@@ -277,7 +279,11 @@ class _Changes:
     def open_session(self, event: LogOpened) -> None:
         session = self.clock.session + 1 if self.clock else 1
         self.clock = Clock(
-            unix_s=event.unix_s, pid=event.pid, session=session, boot_id=event.boot_id
+            unix_s=event.unix_s,
+            pid=event.pid,
+            session=session,
+            boot_id=event.boot_id,
+            host=event.host,
         )
         self.changes["clocks"] = {**self.get("clocks"), self.source: self.clock}
         if self.source == "events":

@@ -17,6 +17,7 @@ import os
 import re
 import shlex
 import shutil
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from operator import itemgetter
@@ -128,7 +129,16 @@ class RunFolder:
             trainer=writer_is_alive(self.events),
             supervisor=writer_is_alive(self.watch),
             boot_id=read_boot_id(),
+            host=os.uname().nodename,
+            silent_s=self._silent_s(),
         )
+
+    def _silent_s(self) -> float:
+        written = [0.0]
+        for log in (self.events, self.watch, self.device):
+            with contextlib.suppress(OSError):
+                written.append(log.stat().st_mtime)
+        return abs(time.time() - max(written))
 
     def read_receipt(self) -> dict[str, Any] | None:
         """Read the receipt; None when the run has not written one. Raises RunLogError for an invalid one."""

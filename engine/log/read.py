@@ -432,6 +432,10 @@ class Liveness:
     supervisor: bool
     boot_id: str = ""
     """The kernel's boot id; empty when it was not read."""
+    host: str = ""
+    """Name of this machine; empty when it was not read."""
+    silent_s: float = math.inf
+    """Seconds since a log of the run was written."""
 
 
 def events_of(log: Path) -> Iterator[AnyEvent]:

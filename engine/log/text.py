@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
@@ -65,7 +66,7 @@ from engine.log.folder import WatchedCommand
 from engine.log.gpus import gpu_lines
 from engine.log.read import Liveness
 from engine.log.table import Table
-from engine.log.view import GOING_ON, ErrorNote, LogLine, RunView
+from engine.log.view import GOING_ON, SILENT_S, ErrorNote, LogLine, RunView
 from engine.terminal import clipped
 from engine.units import NOT_MEASURED, format_bytes, format_count, format_seconds, format_value
 
@@ -629,10 +630,16 @@ def seen_text(seen: Judged) -> str:
 
 def host_lost_text(view: RunView) -> str:
     """Describe what is known of a run whose end neither it nor its supervisor could record."""
+    host = view.host_elsewhere(os.uname().nodename)
     words = (
         "the machine stopped or restarted while it ran (its boot id is not this one's; a run copied from "
         "another machine looks the same)"
     )
+    if host:
+        words = (
+            f"it ran on {host}, and nothing was written for {SILENT_S:g} s: that machine stopped, or the run was "
+            "copied"
+        )
     if (view.facts or {}).get("cuda0_integrated") == "yes":
         words += (
             "; where GPU and host share memory, it may have run out of memory; that is not proved"

@@ -71,6 +71,11 @@ LineKey: TypeAlias = tuple[float, Source, int]
 """Time, log and number of a line: a total order that does not depend on who read the lines when."""
 
 
+SILENT_S = 120.0
+"""Seconds without a written line after which a run on another machine counts as lost. Its sampler writes every few
+seconds, and a mounted folder may show a file as it was a minute ago.
+"""
+
 IMPORTS, FIRST_STEP = "Python and torch", "the first step"
 """Names of the parts of a start that are not phases in the log."""
 
@@ -84,6 +89,7 @@ class Clock:
     session: int = 1
     """1 for the first opening of the log, and one more for each resume."""
     boot_id: str = ""
+    host: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -358,19 +364,25 @@ class RunView:
         the word of the exit record (killed, crashed, ...), host_lost or vanished.
 
         The run's own record comes first, then its parent's. `vanished` is a dead run whose end nobody
-        recorded; `host_lost` is one that began in another boot. A resumed run is starting again until it has
-        done a step. Of a process that ran already, `unwatched` says that nobody watches it any more: it may go on.
+        recorded; `host_lost` is one that began in another boot, or on another machine that has written nothing for
+        SILENT_S. A resumed run is starting again until it has done a step. Of a process that ran already,
+        `unwatched` says that nobody watches it any more: it may go on.
         """
         if self.finished is not None:
             return _word_of_an_end(self.finished.state)
         if self.exit is not None:
             return _word_of_an_end(self.exit.state.lower())
-        if not alive.trainer and not alive.supervisor:
+        elsewhere = self.host_elsewhere(alive.host) != ""
+        if (
+            not alive.trainer
+            and not alive.supervisor
+            and not (elsewhere and alive.silent_s < SILENT_S)
+        ):
             if not self.clocks:
                 return "not started"
             if self.ended_by_rank is not None:
                 return "failed"
-            if self._began_in_another_boot(alive):
+            if elsewhere or self._began_in_another_boot(alive):
                 return "host_lost"
             return "vanished" if self.process is None else "unwatched"
         if self.process is not None:
@@ -378,6 +390,12 @@ class RunView:
         if self.stop_requested is not None:
             return "stopping"
         return "running" if len(self.steps) > self.session_row else "starting"
+
+    def host_elsewhere(self, here: str) -> str:
+        """Return the name of the machine that the run's newest session is on; empty if that is this one, or unknown."""
+        known = [clock for clock in self.clocks.values() if clock.host]
+        host = max(known, key=lambda clock: clock.unix_s).host if known else ""
+        return host if here and host != here else ""
 
     def _began_in_another_boot(self, alive: Liveness) -> bool:
         newest = max(self.clocks.values(), key=lambda clock: clock.unix_s)

@@ -130,6 +130,7 @@ class LogWriter:
                     boot_id=read_boot_id(),
                     pid=os.getpid(),
                     writer=writer,
+                    host=os.uname().nodename,
                     torn_bytes_dropped=torn,
                 )
             )

@@ -31,7 +31,7 @@ from engine.log.events import LauncherGone, Note, StepDone
 from engine.log.folder import RunFolder, create_run
 from engine.log.follow import Follower
 from engine.log.read import BrokenLog, LogReader
-from engine.log.view import RunView
+from engine.log.view import SILENT_S, RunView
 from engine.log.write import LogWriter, repair
 from engine.machine.host import Host
 from engine.machine.kill_counters import read_kill_counters
@@ -101,6 +101,26 @@ def test_a_run_that_ended_with_its_machine_is_host_lost_and_says_how_to_go_on(
     assert "HOST_LOST | step 30/60" in said.stdout and "stopped or restarted" in said.stdout
     assert "--resume" in said.stdout and "memory" not in said.stdout
     assert "ended: host_lost: the machine stopped" in engine_here("diagnose", run.path).stdout
+
+
+def test_a_run_on_another_machine_goes_on_while_it_writes_and_is_lost_when_it_does_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its processes and the lock of its log cannot be seen through a mounted folder."""
+    here = os.uname()
+    there = os.uname_result((here.sysname, "gpu-7", here.release, here.version, here.machine))
+    with monkeypatch.context() as patched:
+        patched.setattr(write_module.os, "uname", lambda: there)
+        run = lost(tmp_path / "kd", monkeypatch)
+    follower = Follower(run)
+    follower.read_all()
+    assert follower.state == "running"
+    for log in (run.events, run.watch, run.device):
+        if log.exists():
+            os.utime(log, (0, time.time() - 2 * SILENT_S))
+    follower.read_all()
+    assert follower.state == "host_lost"
+    assert "it ran on gpu-7, and nothing was written for" in engine_here("tail", run.path).stdout
 
 
 def test_on_unified_memory_a_lost_machine_may_have_run_out_of_it(

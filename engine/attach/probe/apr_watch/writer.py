@@ -49,6 +49,7 @@ class Log:
             boot_id=_boot_id(),
             pid=os.getpid(),
             writer="probe",
+            host=os.uname().nodename,
             torn_bytes_dropped=0,
         )
 
