@@ -14,7 +14,7 @@ Very many rows are downsampled (`engine.log.downsample`). Not covered: logarithm
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -151,10 +151,20 @@ def browser_charts(view: RunView) -> dict[str, Any]:
         )
         values = (None if y is None else curve.drawn(y) for _, y in rows)
         series[key] = [
-            [round(x, 3) for x, _ in rows],
+            _apart(x for x, _ in rows),
             [float(f"{y:.6g}") if y is not None and math.isfinite(y) else None for y in values],
         ]
     return {"charts": [described(figure, begin) for figure in figures], "series": series}
+
+
+def _apart(seconds: Iterable[float]) -> list[float]:
+    """Return seconds to the millisecond, each later than the one before: chart.js finds a row's step by its second, and
+    two steps may be logged in one instant."""
+    found: list[float] = []
+    for one in seconds:
+        at = round(one, 3)
+        found.append(max(at, round(found[-1] + 0.001, 3)) if found else at)
+    return found
 
 
 def compared_charts(

@@ -8,8 +8,10 @@ from xml.etree import ElementTree
 
 import pytest
 
-from engine.report.chart import COLOURS, FAINT, PAINTS, Series, line_chart
+from engine.log.view import RunView
+from engine.report.chart import COLOURS, FAINT, PAINTS, Series, browser_charts, line_chart
 from tests.support.contrast import as_seen_without, contrast
+from tests.support.run_events import fold_events, numbered, opened, step
 from workbench.plot.series import SERIES
 
 INF = float("inf")
@@ -76,3 +78,11 @@ def test_what_knows_no_light_dark_gets_the_light_colour() -> None:
     for name, (light, dark) in PAINTS.items():
         assert f".{name}{{fill:{light};fill:light-dark({light},{dark})}}" in DRAWN
     assert "var(" not in DRAWN
+
+
+def test_steps_logged_in_one_instant_stand_at_seconds_of_their_own() -> None:
+    """A chart over steps finds the step of a value by its second."""
+    view = fold_events(RunView(), "events", numbered([opened(0.0), step(1), step(2), step(3)], 0.0))
+    series = browser_charts(view)["series"]
+    assert series["step"][1] == [1.0, 2.0, 3.0]
+    assert series["training.loss"][0] == series["step"][0] == sorted(set(series["step"][0]))
