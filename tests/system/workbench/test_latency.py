@@ -1,4 +1,5 @@
-"""How soon the screen answers a key on a busy machine: from the key to the end of the frame, on a pseudo-terminal.
+"""How soon the screen answers a key on an idle and on a busy machine: from the key to the end of the frame, on a
+pseudo-terminal.
 
 `APR_MEASURE_TIMES=1 python -m pytest -s tests/system/workbench/test_latency.py` prints what it measured.
 """
@@ -26,9 +27,11 @@ BUSY = 4
 """Busy processes beside the screen, at its priority and each in a session of its own, as in other terminals."""
 LIMIT_S = 0.1
 """Until the last frame that the median key causes; what takes longer is felt as a delay."""
-LIMIT_95_S = 0.2
-"""At the 95th percentile: zooming a pane, opening help, and a filter lay the screen out anew, which takes 30 to 90 ms
-of processor time, of which this screen gets two fifths of a core: 140 to 170 ms."""
+IDLE_LIMIT_95_S = 0.1
+"""At the 95th percentile where nothing else runs."""
+BUSY_LIMIT_95_S = 0.2
+"""At the 95th percentile beside BUSY processes: zooming a pane, opening help, and a filter lay the screen out anew,
+which takes 30 to 90 ms of processor time, of which this screen gets two fifths of a core: 140 to 170 ms."""
 TRIES = 3
 """What else goes on can only make one slower."""
 UP, DOWN, RIGHT, LEFT = "\x1b[A", "\x1b[B", "\x1b[C", "\x1b[D"
@@ -85,39 +88,53 @@ def busy(count: int) -> Iterator[None]:
             process.wait()
 
 
-def answers(path: Path, shown: Sequence[str], keys: Sequence[str]) -> Answers:
+def answers(path: Path, shown: Sequence[str], keys: Sequence[str], others: int) -> Answers:
     """Press keys one after the other on the screen of a path, once all that is `shown` is there."""
     terminal = Terminal(str(path), columns=200, rows=60)
     terminal.read_until(ASKS_FOR_FRAMES)
     terminal.press(HAS_FRAMES)
     terminal.read_until(*shown)
     terminal.read_for(2.0)
-    with busy(many(BUSY, 0)):
+    with busy(many(others, 0)):
         frames = [terminal.frames_after(key) for key in keys]
     terminal.press("\x03")
     assert terminal.wait() == 0
     return Answers([ends[0] for ends in frames], [ends[-1] for ends in frames])
 
 
-def assert_soon(path: Path, shown: Sequence[str], keys: Sequence[str]) -> None:
+def assert_soon(
+    path: Path, shown: Sequence[str], keys: Sequence[str], others: int, limit_95_s: float
+) -> None:
     usual, slow = math.inf, math.inf
     for _ in range(many(TRIES, 1)):
-        found = answers(path, shown, keys[: many(len(keys), 20)])
+        found = answers(path, shown, keys[: many(len(keys), 20)], others)
         print(f"\n{found}")
         usual, slow = min(usual, median(found.last)), min(slow, percentile(found.last))
-        if (usual < LIMIT_S and slow < LIMIT_95_S) or not measuring():
+        if (usual < LIMIT_S and slow < limit_95_s) or not measuring():
             break
     within(usual, LIMIT_S)
-    within(slow, LIMIT_95_S)
+    within(slow, limit_95_s)
 
 
-def test_the_screen_of_a_run_answers_the_usual_key_within_100_ms(tmp_path: Path) -> None:
+MACHINES = pytest.mark.parametrize(
+    ("others", "limit_95_s"), [(0, IDLE_LIMIT_95_S), (BUSY, BUSY_LIMIT_95_S)], ids=["idle", "busy"]
+)
+
+
+@MACHINES
+def test_the_screen_of_a_run_answers_the_usual_key_within_100_ms(
+    tmp_path: Path, others: int, limit_95_s: float
+) -> None:
     write_long_run(tmp_path / "long", steps=5000)
-    assert_soon(tmp_path / "long", ("COMPLETED", "all steps done"), ON_A_RUN)
+    shown = ("COMPLETED", "all steps done")
+    assert_soon(tmp_path / "long", shown, ON_A_RUN, others, limit_95_s)
 
 
-def test_the_list_of_runs_answers_the_usual_key_within_100_ms(tmp_path: Path) -> None:
+@MACHINES
+def test_the_list_of_runs_answers_the_usual_key_within_100_ms(
+    tmp_path: Path, others: int, limit_95_s: float
+) -> None:
     write_long_run(tmp_path / "long", steps=5000)
     for number in range(30):
         (completed if number % 3 else killed)(tmp_path / f"kd-{number:02d}")
-    assert_soon(tmp_path, ("31 runs", "kd-29"), IN_THE_LIST)
+    assert_soon(tmp_path, ("31 runs", "kd-29"), IN_THE_LIST, others, limit_95_s)
