@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
 
@@ -43,7 +43,6 @@ KERNEL_CAPABILITY = (8, 0)
 """The lowest compute capability that our kernels compile for."""
 SAVED_S_PER_LAYER = 2.2e-3 / 24
 """Seconds a step and layer, whatever the tokens: gaps between its kernels, on one H200."""
-PREFETCH_GAIN = "0.5 % of a step (7B teacher, 0.5B student, 8 x 1024 tokens on an H200)"
 OF_TRANSFORMERS = "transformers runs the layers"
 ONLY_NATIVE = "packed attention, captured layers, weights in blocks or 8 bits, and several GPUs"
 SHARDED_FROM_BYTES = 16 * 2**30
@@ -230,19 +229,6 @@ def choose_attention(
         },
         refused=refused,
     )
-
-
-def choose_prefetch(wanted: str, *, device: str) -> Decision:
-    """Decide whether the teacher starts on the next batch while the optimizer steps."""
-    if device != "cuda":
-        why_not = "a CPU has one queue of work: nothing would run beside anything"
-    else:
-        why_not = f"measured gain: {PREFETCH_GAIN}; its temporaries serve nothing else"
-    found = decide(
-        "teacher.prefetch", wanted, "off", why_not, against={"off": why_not, "on": why_not}
-    )
-    # It may be asked for on a CPU, and changes nothing there.
-    return found if device == "cuda" else replace(found, impossible=("on",))
 
 
 # Which kernels
@@ -478,7 +464,6 @@ _KNOBS = (
     Knob("kernels.layers", choose_layer_kernels),
     Knob("student.attention", partial(choose_attention, "student.attention"), _OF_STUDENT),
     Knob("teacher.attention", partial(choose_attention, "teacher.attention"), _OF_TEACHER),
-    Knob("teacher.prefetch", choose_prefetch),
     Knob("teacher.shard", choose_teacher_shard),
     Knob("teacher.backend", choose_backend, _OF_TEACHER),
     Knob("student.checkpointing", choose_checkpointing),

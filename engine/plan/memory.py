@@ -286,11 +286,6 @@ class MemoryPlan:
         return self.spec.teacher.shard == "on"
 
     @property
-    def prefetches(self) -> bool:
-        """Whether the teacher starts on the next batch early, on a stream of its own."""
-        return self.spec.teacher.prefetch == "on"
-
-    @property
     def stored(self) -> Identity | None:
         """The identity of the stored teacher outputs when the run reads them."""
         return self.store if self.spec.teacher.backend == "cached" else None
@@ -434,19 +429,9 @@ def _teacher_items(plan: MemoryPlan) -> Iterator[BudgetItem]:
     yield BudgetItem(
         "teacher temporaries",
         forward.passing(),
-        f"the widest moment of a layer, {format_count(plan.tokens)} tokens"
-        + (", on a stream of its own" if plan.prefetches else ""),
-        phases=MEMORY_PHASES[1:] if plan.prefetches else (_TEACHER,),
-        # Memory that one stream has freed is not given to another.
-        lasting=plan.prefetches,
+        f"the widest moment of a layer, {format_count(plan.tokens)} tokens",
+        phases=(_TEACHER,),
     )
-    if plan.prefetches:
-        yield BudgetItem(
-            "prefetched hidden states",
-            each * plan.tokens * config.hidden_size,
-            "of the next batch, beside those of this one",
-            phases=(_LAST, _EVALUATION, _AUDIT),
-        )
     yield BudgetItem(
         "teacher hidden states",
         each * plan.tokens * config.hidden_size,

@@ -252,23 +252,15 @@ def without_place(facts: RunFacts) -> dict[str, str]:
             "teacher.attention": "masked",
             "teacher.shard": "off",
         }
-    if facts.teacher is None or facts.store is not None:
-        found["teacher.prefetch"] = "off"
     return found
 
 
 def choose_layer_execution(facts: RunFacts) -> None:
-    """Decide what runs between matmuls, and whether attention is packed.
-
-    With stored teacher outputs, the teacher is not prefetched.
-    """
+    """Decide what runs between matmuls, and whether attention is packed."""
     facts.take("kernels.layers")
     facts.take("student.attention")
-    if facts.teacher is None:
-        return
-    facts.take("teacher.attention")
-    if facts.store is None:
-        facts.take("teacher.prefetch")
+    if facts.teacher is not None:
+        facts.take("teacher.attention")
 
 
 def plan_memory(facts: RunFacts) -> MemoryPlan:

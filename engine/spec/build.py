@@ -47,6 +47,10 @@ class Gone(NamedTuple):
 
 
 GONE = {
+    "teacher.prefetch": Gone(
+        ("auto", "on", "off"),
+        "starting on the next batch beside the optimizer gained 0.5 % of a step",
+    ),
     "teacher.kernel": Gone(
         ("auto", "by_shape", "dequantize"),
         "a training step has too many rows for the fused kernel, so the weights of a quantized teacher are always "

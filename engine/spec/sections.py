@@ -89,12 +89,6 @@ class TeacherSection:
         "fp8 is bf16 with FP8 matmuls, which is checked on held-out rows.",
         allowed=("auto", "fp32", "tf32", "bf16", "fp8"),
     )
-    prefetch: str = setting(
-        "auto",
-        "Whether the teacher starts on the next batch during the optimizer step. auto is off: it "
-        "gains half a percent of a step.",
-        allowed=SWITCH,
-    )
     shard: str = setting(
         "auto",
         "With several GPUs: whether each keeps its share of the teacher's layers and gathers a layer when it computes "

@@ -44,7 +44,6 @@ from engine.runtime.device import torch_dtype
 from engine.runtime.ranks import Ranks
 from engine.spec import RunSpec
 from engine.teachers.build import DTYPES, BuiltTeacher, build_teacher
-from engine.teachers.prefetching import PrefetchingTeacher
 from engine.teachers.protocol import Teacher
 from engine.teachers.same_model import check_not_identical
 from engine.teachers.sharded import ShardedLayers
@@ -131,8 +130,6 @@ class Builder:
                 temperature=self.spec.loss.temperature,
             )
             log(to_events.vocabulary_cut(teacher.inner.vocab_size, teacher.vocab_size, dropped))
-        if spec.prefetch == "on":
-            teacher = PrefetchingTeacher(teacher, self.device)
 
         def checked_sha256() -> str:
             check_same_teacher(before, digest := sha256(), spec.path, backend, precision)

@@ -17,7 +17,7 @@ of the step launched last. Ranks may differ in how far they launch ahead: each r
 the same order.
 
 The next batch is fetched once the backward pass of the current one has been launched. A teacher that
-supports it (`prefetch`) starts on that batch before the optimizer runs.
+supports it (`prefetch`) starts to read that batch before the optimizer runs.
 
 Invariants: the rows in the logged loss are exactly the rows of the update; `lr` is read back from the
 optimizer; `position` counts the rows of steps that were begun, and not those of a batch that was only

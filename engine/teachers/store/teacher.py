@@ -18,7 +18,7 @@ the device, which synchronises: that is correct but slow, and meant only for che
 On a GPU rows are copied on a separate stream: they are requested while the previous step still
 computes, and are on the device when they are needed.
 
-This is the outermost wrapper. It prefetches by itself, so it needs no `PrefetchingTeacher`.
+This is the outermost wrapper.
 
 Several threads read rows into host memory ahead of use. At 100k tokens per second, hidden states of
 7 KB per token are 0.7 GB/s to read, verify and copy. So the rows of a batch are read as soon as the
@@ -61,7 +61,6 @@ from engine.models.read_config import AUTO, config_of
 from engine.quant.planes import PackedMatrix, pack
 from engine.quant.tensor import QuantTensor
 from engine.spec.sections import ModelSection
-from engine.teachers.prefetching import DeviceBatch
 from engine.teachers.protocol import NoHiddenStates, Teacher
 from engine.teachers.store.folder import ShardDamaged, Store
 from engine.teachers.store.keys import HIDDEN
@@ -155,6 +154,19 @@ class Reader:
         # Buffers of other sizes belong to an evaluation or to the last batch of an epoch.
         self._free = [free for free in self._free if free[0].numel() == size]
         return torch.empty(size, dtype=torch.uint8, pin_memory=self._device.type == "cuda")
+
+
+class DeviceBatch:
+    """Two tensors on the device, recognised later by object identity, not by content."""
+
+    def __init__(self, tokens_BT: Tensor, documents_BT: Tensor) -> None:
+        self._tensors = tokens_BT, documents_BT
+        self._versions = _versions(tokens_BT, documents_BT)
+
+    def is_of(self, tokens_BT: Tensor, documents_BT: Tensor) -> bool:
+        """Whether these are the same tensor objects, unmodified since."""
+        same = tokens_BT is self._tensors[0] and documents_BT is self._tensors[1]
+        return same and _versions(tokens_BT, documents_BT) == self._versions
 
 
 @dataclass(frozen=True, slots=True)
@@ -398,3 +410,9 @@ def load_head(
         values = as_floats(source, dtype, device)
         refuse_non_finite(weights.path, non_finite(name, source, values))
     return DenseHead(values)
+
+
+def _versions(tokens_BT: Tensor, documents_BT: Tensor) -> tuple[int, int]:
+    """Return the write count (version) of each tensor; inference tensors have none and count as 0."""
+    found = [0 if t.is_inference() else t._version for t in (tokens_BT, documents_BT)]
+    return found[0], found[1]

@@ -315,7 +315,7 @@ SETTINGS = [
     "student.save_as=bf16",
     "student.precision=bf16 student.save_as=bf16 train.accumulation=2",
     "teacher.precision=bf16",
-    "teacher.prefetch=on train.accumulation=2",
+    "train.accumulation=2",
     "teacher.attention=masked student.attention=masked",
     "data.packing=documents",
     "data.packing=off",

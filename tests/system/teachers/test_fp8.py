@@ -34,7 +34,6 @@ from engine.teachers.fp8 import (
     compare,
     rounding_of,
 )
-from engine.teachers.prefetching import PrefetchingTeacher
 from engine.teachers.truncating import TruncatingTeacher
 from engine.verdict import Answer
 from tests.support.packed_models import lively, make_batch, make_config
@@ -115,8 +114,7 @@ def answer(rounding: Rounding | None, precision: str = "fp8") -> Answer:
     spec = dataclasses.replace(spec, teacher=dataclasses.replace(spec.teacher, precision=precision))
     teacher = None
     if rounding is not None:
-        inner = TruncatingTeacher(Fp8Teacher(fp8_decoder(), rounding), 99)
-        teacher = PrefetchingTeacher(inner, CPU)
+        teacher = TruncatingTeacher(Fp8Teacher(fp8_decoder(), rounding), 99)
         assert rounding_of(teacher) is rounding
     fields = {f.name: None for f in dataclasses.fields(Context)}
     return teacher_fp8_within_noise_floor(

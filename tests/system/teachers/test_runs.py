@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -32,18 +31,3 @@ def test_a_run_with_its_teacher_in_one_file_is_the_same_run(
         receipts.append(json.loads(ran.stdout))
     for key in ("model_sha256", "heldout_loss_nats", "train_sha256"):
         assert receipts[0][key] == receipts[1][key], key
-
-
-def test_a_run_with_prefetching_is_the_run_without(kit: Kit, tmp_path: Path) -> None:
-    runs: list[list[Any]] = []
-    for wanted in ("off", "on"):
-        folder = tmp_path / wanted
-        folder.mkdir()
-        changes = {"teacher__prefetch": wanted, "train__steps": 4, "train__accumulation": 2}
-        changes |= {"checks__enabled": False, "eval__every": 0, "checkpoint__at_end": False}
-        ran = engine("distill", kit.spec(folder, **changes), "--out", folder / "run")
-        assert ran.returncode == 0, ran.stderr
-        lines = (folder / "run" / "events.jsonl").read_text().splitlines()
-        records = [json.loads(line) for line in lines]
-        runs.append([(r["loss"], r["kd"], r["grad_norm"]) for r in records if r["kind"] == "step"])
-    assert runs[0] == runs[1] and len(runs[0]) == 4

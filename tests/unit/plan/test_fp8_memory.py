@@ -1,4 +1,4 @@
-"""What a teacher in 8-bit floats, and one that is prefetched, need: predicted as torch holds them."""
+"""What a teacher in 8-bit floats needs: predicted as torch holds them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from engine.machine.reading import measured
 from engine.models.fp8 import round_layer
 from engine.models.frozen import freeze
-from engine.plan.memory import MEMORY_PHASES, BudgetItem, MemoryBudget
+from engine.plan.memory import BudgetItem, MemoryBudget
 from engine.spec import spec_from_dict
 from tests.support.budgets import planned
 from tests.support.packed_models import lively, make_config
@@ -67,16 +67,3 @@ def test_a_teacher_that_does_not_fit_in_fp8_is_not_told_to_keep_its_blocks() -> 
     found = budget(measured(1, "a test"), teacher_packed_bytes=1000)
     settings = [setting for knob in found.savings for setting in knob.settings]
     assert settings and not any(setting.startswith("teacher.") for setting in settings)
-
-
-def test_prefetching_keeps_another_batch_and_the_temporaries_of_its_stream() -> None:
-    without, ahead = budget(), budget(teacher__prefetch="on")
-    temporaries = item(ahead, "teacher temporaries")
-    assert temporaries.phases == MEMORY_PHASES[1:] and temporaries.lasting
-    assert temporaries.bytes == item(without, "teacher temporaries").bytes
-    kept = item(ahead, "prefetched hidden states")
-    assert kept.bytes == item(ahead, "teacher hidden states").bytes == 2 * 4 * 64 * 256
-    assert ahead.bytes_in("evaluation") - without.bytes_in("evaluation") == (
-        kept.bytes + temporaries.bytes
-    )
-    assert ahead.bytes_in("teacher forward") == without.bytes_in("teacher forward")

@@ -24,7 +24,6 @@ PLAIN = {
     "student.attention": "masked",
     "kernels.layers": "torch",
     "teacher.attention": "masked",
-    "teacher.prefetch": "off",
 }
 ON = ("on", "packed", "fused")
 
@@ -80,7 +79,6 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
         ("student.attention", "packed"),
         ("kernels.layers", "fused"),
         ("teacher.attention", "packed"),
-        ("teacher.prefetch", "on"),
     ],
 )
 def test_a_setting_turns_on_what_it_names_and_nothing_else(
@@ -90,12 +88,6 @@ def test_a_setting_turns_on_what_it_names_and_nothing_else(
     (tmp_path / "on").mkdir()
     assert layer_execution(tmp_path / "off", PLAIN) == set()
     assert layer_execution(tmp_path / "on", PLAIN | {setting: value}) == {setting}
-
-
-def test_of_a_teacher_whose_answers_are_stored_nothing_is_begun_ahead(tmp_path: Path) -> None:
-    wanted = PLAIN | {"teacher.prefetch": "on"}
-    found = layer_execution(tmp_path, wanted, store=object())
-    assert found == set()
 
 
 def test_a_teacher_in_8_bits_attends_in_bf16(tmp_path: Path) -> None:

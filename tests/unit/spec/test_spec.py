@@ -200,7 +200,7 @@ def test_list_of_settings_is_frozen() -> None:
         "run.name", "run.out",
         "model.engine", "model.remote_code",
         "teacher.path", "teacher.backend", "teacher.precision",
-        "teacher.prefetch", "teacher.shard",
+        "teacher.shard",
         "teacher.cache", "teacher.cache_miss", "teacher.attention", "teacher.allow_identical",
         "student.path", "student.config", "student.precision", "student.graphs", "student.attention",
         "student.checkpointing", "student.reshard",
@@ -247,7 +247,7 @@ CHANGES_RESULTS = """
 """Of compute.gpus: train.rows is per GPU, so a step has more rows. Of eval.rows: the held-out loss is of them."""
 KEEPS_RESULTS = """
     run.name run.out model.engine model.remote_code data.skip_at_most
-    teacher.backend teacher.precision teacher.prefetch teacher.shard
+    teacher.backend teacher.precision teacher.shard
     teacher.cache teacher.cache_miss teacher.attention teacher.allow_identical
     student.precision student.graphs student.attention student.checkpointing
     student.reshard student.save_as
