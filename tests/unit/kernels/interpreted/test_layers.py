@@ -10,7 +10,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from engine.kernels import layer_parts
+from engine.kernels import layer_functions, layer_parts
 from engine.kernels.registry import REGISTRY
 from engine.model_families import FAMILIES
 from engine.models import fused
@@ -24,14 +24,17 @@ from engine.teachers.frozen import FrozenDecoder
 from tests.support.families import CHANGES
 from tests.support.packed_models import lively, make_config, random_tokens, write
 
-LENGTH = 20
+LENGTH = 12
 
 
 @pytest.fixture
 def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kernels run here, in the interpreter."""
+    """Kernels run here, in the interpreter, and gradients of norms in few programs that loop over their rows."""
     monkeypatch.setattr(fused, "has_kernels", lambda _device: True)
     monkeypatch.setattr(teachers_frozen, "has_kernels", lambda _device: True)
+    for module in (layer_functions, layer_parts):
+        monkeypatch.setattr(module, "PARTS", 4)
+    monkeypatch.setattr(layer_parts, "HELD", 1024)
 
 
 def batch(rows: int, length: int = LENGTH) -> tuple[Tensor, Tensor]:
@@ -50,7 +53,7 @@ def test_kernels_compute_what_the_layers_of_every_family_compute(
     config = make_config(family, **CHANGES[family])
     plain, found = (freeze(lively(config)) for _ in range(2))
     use_kernels(join(found), frozen=True)
-    tokens_BT, documents_BT = batch(3)
+    tokens_BT, documents_BT = batch(2)
     given = documents_BT if documents else None
     before = REGISTRY.requested()
     with torch.inference_mode():
@@ -67,11 +70,11 @@ def test_kernels_of_a_student_have_the_gradients_of_its_layers(family: str) -> N
     plain, found = (lively(config) for _ in range(2))
     use_kernels(found, frozen=False)
     upstream_BTD = torch.randn(
-        3, LENGTH, config.hidden_size, generator=torch.Generator().manual_seed(1)
+        2, LENGTH, config.hidden_size, generator=torch.Generator().manual_seed(1)
     )
     before = REGISTRY.requested()
     for decoder in (plain, found):
-        torch.autograd.backward(decoder.hidden(*batch(3)), upstream_BTD)
+        torch.autograd.backward(decoder.hidden(*batch(2)), upstream_BTD)
     for (name, wanted), (_, gradient) in zip(
         plain.named_parameters(), found.named_parameters(), strict=True
     ):
