@@ -803,6 +803,25 @@ IDENTITIES: tuple[About, ...] = (
         remedy="F.kl_div(student_log_probabilities, teacher_probabilities), or log_target=True with logarithms of both",
     ),
     _identity(
+        id="divergence_axis",
+        wrong="a divergence has a softmax over positions",
+        group="loss",
+        level=SUSPICION,
+        question="Is the softmax of a divergence over the classes?",
+        means="Each class is shared out over the positions of a row: no position has a distribution, and the student "
+        "learns none.",
+        remedy="take log_softmax and softmax with dim=-1",
+    ),
+    _identity(
+        id="divergence_temperature",
+        wrong="teacher and student have other temperatures in a divergence",
+        group="loss",
+        level=SUSPICION,
+        question="Have teacher and student the same temperature in a divergence?",
+        means="A student with the teacher's logits would not have divergence 0: it learns a flatter or sharper model.",
+        remedy="divide both logits by the same temperature, unless you intended this",
+    ),
+    _identity(
         id="temperature_squared",
         wrong="the divergence is not multiplied by the square of its temperature",
         group="loss",
@@ -813,13 +832,14 @@ IDENTITIES: tuple[About, ...] = (
     ),
     _identity(
         id="divergence_mean",
-        wrong="the divergence is averaged over the vocabulary",
+        wrong="the divergence is no mean over positions",
         group="loss",
         level=SUSPICION,
-        question="Is the divergence summed over the vocabulary before a mean is taken?",
-        means="It is as many times too small as there are tokens.",
+        question="Is the divergence summed over the vocabulary, and a mean over positions?",
+        means="It is as many times too small as there are tokens in the vocabulary, or too large as there are "
+        "positions in a row.",
         remedy='give kl_div reduction="batchmean" and logits of shape (positions, vocabulary), or sum over the last '
-        "axis",
+        "axis and take the mean",
     ),
     _identity(
         id="broadcast_loss",

@@ -49,7 +49,7 @@ class Gone(NamedTuple):
 GONE = {
     "teacher.prefetch": Gone(
         ("auto", "on", "off"),
-        "starting on the next batch beside the optimizer gained 0.5 % of a step",
+        "starting on the next batch during the optimizer step gained 0.5 % of a step",
     ),
     "teacher.kernel": Gone(
         ("auto", "by_shape", "dequantize"),

@@ -268,6 +268,29 @@ def mean_of_all_by_hand(net, rows):
     z, t = both(net, rows)
     return (t.softmax(-1) * (t.log_softmax(-1) - z.log_softmax(-1))).mean()
 
+def over_positions(net, rows):
+    z, t = both(net, rows)
+    return F.kl_div(F.log_softmax(z / tau, 1), F.softmax(t / tau, 1), reduction="batchmean") * tau * tau
+
+def teacher_over_positions(net, rows):
+    z, t = both(net, rows)
+    return (F.softmax(t, 1) * (F.log_softmax(t, 1) - z.log_softmax(-1))).sum(-1).mean()
+
+def classes_in_the_middle(net, rows):
+    # As convolutions have them: (rows, classes, positions).
+    z, t = (one.transpose(1, 2) for one in both(net, rows))
+    return F.kl_div(z.log_softmax(1), t.softmax(1), reduction="none").sum(1).mean()
+
+def mean_of_rows(net, rows):
+    z, t = both(net, rows)
+    kl = F.kl_div(z.log_softmax(-1), t.softmax(-1), reduction="batchmean")
+    return alpha * ce(z, rows) + (1 - alpha) * kl
+
+def mean_of_rows_alone(net, rows):
+    # Without another loss, the weight is one of the learning rate.
+    z, t = both(net, rows)
+    return F.kl_div(z.log_softmax(-1), t.softmax(-1), reduction="batchmean")
+
 def itself(net, rows):
     z = net(rows[:, :-1])
     return F.kl_div(z.log_softmax(-1), z.detach().softmax(-1), reduction="batchmean")
@@ -484,7 +507,12 @@ def test_a_teacher_in_eval_mode_is_nothing_wrong(found: Found) -> None:
 
 
 def test_smoothed_labels_and_unknown_places_are_nothing_wrong(found: Found) -> None:
-    for name in ("smoothed_classes", "some_of_the_labelled_places"):
+    for name in (
+        "smoothed_classes",
+        "some_of_the_labelled_places",
+        "classes_in_the_middle",
+        "mean_of_rows_alone",
+    ):
         assert not [one for one in found[name] if one["level"] == SUSPICION]
 
 
@@ -493,7 +521,10 @@ def test_smoothed_labels_and_unknown_places_are_nothing_wrong(found: Found) -> N
     [
         ("squared_forgotten", "temperature_squared", "T^2 = 4"),
         ("squared_forgotten_by_hand", "temperature_squared", "T^2 = 4"),
+        ("over_positions", "divergence_axis", "over 13 positions, not over the 23 classes"),
+        ("teacher_over_positions", "divergence_axis", "sum to 1 over the positions"),
         ("mean_of_all", "divergence_mean", "23 times too small"),
+        ("mean_of_rows", "divergence_mean", "it has 13 times its weight"),
         ("mean_of_all_by_hand", "divergence_mean", "23 times too small"),
         ("itself", "teacher_is_student", "the same probabilities"),
         ("itself_by_hand", "teacher_is_student", "the same probabilities"),

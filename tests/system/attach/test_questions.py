@@ -386,7 +386,29 @@ def a_teacher_cut_at_its_beginning():
         F.log_softmax(net(input_ids=text)["logits"], -1),
         F.softmax(teacher(input_ids=text)["logits"][..., -V:], -1), reduction="batchmean"))
 
-for function in (a_teacher, a_teacher_without_the_last_position, a_teacher_one_position_ahead,
+def cooled(logits, tau):
+    return logits if tau == 1 else logits / tau
+
+def at_temperatures(student_tau, teacher_tau):
+    torch.manual_seed(1)
+    student, teacher = Reads(V), Reads(V).requires_grad_(False)
+    return fit(student, lambda net: 4 * F.kl_div(
+        F.log_softmax(cooled(net(input_ids=text)["logits"], student_tau), -1).flatten(0, 1),
+        F.softmax(cooled(teacher(input_ids=text)["logits"], teacher_tau), -1).flatten(0, 1),
+        reduction="batchmean"))
+
+def a_teacher_without_the_temperature():
+    return at_temperatures(2.0, 1.0)
+
+def a_teacher_that_is_sharpened():
+    return at_temperatures(1.0, 0.5)
+
+def a_student_without_the_temperature():
+    return at_temperatures(1.0, 3.0)
+
+for function in (a_teacher_without_the_temperature, a_teacher_that_is_sharpened,
+                 a_student_without_the_temperature, a_teacher,
+                 a_teacher_without_the_last_position, a_teacher_one_position_ahead,
                  a_teacher_one_position_behind, a_teacher_that_drops, a_divergence_of_two_logarithms,
                  a_divergence_of_logits, a_reverse_divergence, a_teacher_cut_at_its_beginning):
     print(json.dumps({"name": function.__name__}))
@@ -441,6 +463,13 @@ EXPECTED = {
     "a_divergence_of_logits": {"divergence_arguments": (SUSPICION, "gets negative numbers")},
     "a_reverse_divergence": {"distillation": (FACT, "reverse divergence")},
     "a_teacher_cut_at_its_beginning": {"teacher_alignment": (SUSPICION, "id i + 4 of the teacher")},
+    "a_teacher_without_the_temperature": {
+        "divergence_temperature": (SUSPICION, "at temperature 1, the student's at 2")
+    },
+    "a_student_without_the_temperature": {
+        "divergence_temperature": (SUSPICION, "at temperature 3, the student's at 1")
+    },
+    "a_teacher_that_is_sharpened": {"divergence_temperature": None},
     "a_hook_of_the_script": {"questions": (UNKNOWN, "a forward hook of the script")},
 }
 

@@ -13,9 +13,10 @@ the divergence is then T^2 too small unless something multiplies it.
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
-from .graph import saved, scalar, source, weight
+from .graph import first, saved, scalar, source, weight
 from .parameters import FACT, PASS, SUSPICION, Line
 
 _MAX_POSITIONS, _MAX_ELEMENTS = 64, 1 << 20
@@ -50,7 +51,9 @@ class Divergence:
         self._is_difference = bool(way) and type(way[0]).__name__ == "SubBackward0"
         self.vocabulary = teacher.shape[-1]
         self.positions = self._positions = teacher.numel() // self.vocabulary
-        self.temperature = _temperature(softmax)
+        found = _temperature(softmax)
+        self.temperature = found or 1.0
+        self.knows_temperature = found is not None
         self.start = _start(softmax)
         """First position of the student's logits in the divergence; None where some were selected otherwise."""
         self._first = teacher.detach().reshape(-1, self.vocabulary)[:_ALIGNED].clone()
@@ -60,6 +63,7 @@ class Divergence:
             and node._saved_self_sym_numel == teacher.numel() > self._positions
             for node in way
         )
+        self._rows = _rows_of_batchmean(teacher, way)
         self.numbers = self._compare(teacher, saved(softmax, "result"))
 
     def sample(self) -> Any:
@@ -69,8 +73,9 @@ class Divergence:
 
     def _compare(self, teacher: Any, student: Any) -> Any:
         """Return on the device: the deviation of the sum of p from 1, the divergence in nats, the share of positions
-        with the same best token, the largest difference in log probability of likely tokens, and 1 where the teacher's
-        tensor are probabilities in the place of their logarithms or the other way round, 2 where they are neither."""
+        with the same best token, the largest difference in log probability of likely tokens, 1 where the teacher's
+        tensor are probabilities in the place of their logarithms or the other way round, 2 where they are neither, and
+        the deviation of the sum of p over the positions from 1."""
         torch, flat = self._torch, (-1, self.vocabulary)
         positions = max(1, min(_MAX_POSITIONS, _MAX_ELEMENTS // self.vocabulary))
         stride = max(1, self._positions // positions)
@@ -90,11 +95,25 @@ class Divergence:
         is_right = (swapped_RV >= 0).all() & ((swapped_RV.sum(1) - 1).abs().max() <= _SUMS_TO_1)
         # No probability is negative, and no logarithm of one positive.
         is_neither = (p_RV < 0).any() if self._is_forward else (teacher_RV > _SUMS_TO_1).any()
-        return torch.stack([off, divergence, alike, apart, is_right + 2.0 * is_neither])
+        # The other axis that a softmax may have been taken over by mistake.
+        off_positions = off
+        if teacher.dim() == 3 and teacher.shape[1] > 1:
+            columns = teacher.detach()[:1, :, : 4 * positions].double()
+            columns = columns if self._is_forward else columns.exp()
+            off_positions = (columns.sum(1) - 1).abs().max()
+        return torch.stack(
+            [off, divergence, alike, apart, is_right + 2.0 * is_neither, off_positions]
+        )
 
     def lines(self, counts: list[float], others: list[float], step: int) -> list[Line]:
         """Return the verdicts at a step of its optimizer; `others` are the weights of cross entropies in the loss."""
-        off, divergence, alike, apart, is_other = counts
+        off, divergence, alike, apart, is_other, off_positions = counts
+        if off > _SUMS_TO_1 >= off_positions:
+            text = (
+                "the teacher's probabilities in the divergence sum to 1 over the positions, the student's over the "
+                f"{self.vocabulary} classes"
+            )
+            return [("divergence_axis", SUSPICION, text, {})]
         # Soft labels (smoothing, mixup) are no teacher's.
         if not off <= _SUMS_TO_1:
             if not (is_other and self._is_difference):
@@ -127,6 +146,13 @@ class Divergence:
                 f"vocabulary: {self.vocabulary} times too small"
             )
             lines.append(("divergence_mean", SUSPICION, text, {"vocabulary": self.vocabulary}))
+        elif self._rows and others:
+            width = self._positions // self._rows
+            text = (
+                f"the divergence is summed over the {width} positions of a row and divided by {self._rows} rows alone: "
+                f"relative to the cross entropy it has {width} times its weight"
+            )
+            lines.append(("divergence_mean", SUSPICION, text, {"positions": width}))
         elif self.temperature != 1.0:
             lines += self._scaling(others)
         return lines
@@ -152,6 +178,17 @@ def _is_share(weight: float, others: list[float]) -> bool:
     return any(abs(weight + other - 1) < 1e-6 for other in (0.0, *others))
 
 
+def _rows_of_batchmean(teacher: Any, way: list[Any]) -> int:
+    """Return the number of rows by which a sum over positions and vocabulary is divided, as `batchmean` does; 0 where
+    it is not, or where a row is one position."""
+    rows = teacher.shape[0]
+    for one, after in pairwise(way):
+        if type(one).__name__ == "SumBackward0" and type(after).__name__.startswith("DivBackward"):
+            is_mean = scalar(after) == rows and teacher.numel() > rows * teacher.shape[-1]
+            return rows if is_mean else 0
+    return 0
+
+
 def _start(softmax: Any) -> int | None:
     """Return the first position of the logits below a softmax; None where rows or positions were selected."""
     _, parts = source(softmax)
@@ -160,14 +197,53 @@ def _start(softmax: Any) -> int | None:
     return sum(int(one._saved_start or 0) for one in parts if one._saved_dim == 1)
 
 
-def _temperature(softmax: Any) -> float:
-    """Return the number that divides the logits before a softmax; 1 where none is found."""
+class SoftmaxOverPositions(Divergence):
+    """A divergence whose trained softmax is over another axis than the classes that its matmul gives."""
+
+    def __init__(self, torch: Any, size: int, classes: int) -> None:
+        self._sizes, self.start, self.numbers = (size, classes), None, torch.zeros(1)
+
+    def sample(self) -> Any:
+        return None
+
+    def lines(self, counts: list[float], others: list[float], step: int) -> list[Line]:
+        """Return the verdict."""
+        text = "the softmax in the divergence is over {} positions, not over the {} classes".format(
+            *self._sizes
+        )
+        return [("divergence_axis", SUSPICION, text, {})]
+
+
+def _gives_classes_last(softmax: Any) -> bool:
+    """Return whether the last axis of the input of a softmax is that of the outputs of a matmul."""
+    at = first(softmax)
+    while at is not None:
+        kind = type(at).__name__.removesuffix("0").removesuffix("Backward")
+        if kind in ("Addmm", "Mm", "Linear"):
+            return True
+        if kind not in (
+            "View",
+            "UnsafeView",
+            "ReshapeAlias",
+            "Clone",
+            "ToCopy",
+            "Slice",
+            "Div",
+            "Mul",
+        ):
+            return False
+        at = first(at)
+    return False
+
+
+def _temperature(softmax: Any) -> float | None:
+    """Return the number that divides the logits before a softmax, 1 where nothing does; None where it is unknown."""
     node, _ = source(softmax)
     if node is None or not type(node).__name__.startswith(("DivBackward", "MulBackward")):
         return 1.0
     number = scalar(node)
-    if not number:
-        return 1.0
+    if number in (0.0, 1.0):  # 1 also where it is on a GPU, or no number
+        return None
     return number if type(node).__name__.startswith("Div") else 1.0 / number
 
 
@@ -185,7 +261,11 @@ def divergence_at(torch: Any, node: Any, way: list[Any]) -> Divergence | None:
     result = saved(softmax, "result")
     if result is None or result.numel() != factors[0].numel():
         return None
-    if int(softmax._saved_dim) not in (result.dim() - 1, (1 << 64) - 1):
+    axis = int(softmax._saved_dim)
+    axis -= (1 << 64) * (axis >= 1 << 63)
+    if axis % result.dim() != result.dim() - 1:
+        if axis % result.dim() and _gives_classes_last(softmax):
+            return SoftmaxOverPositions(torch, result.shape[axis], result.shape[-1])
         return None
     if result.device != factors[0].device or result.shape[-1] != factors[0].shape[-1]:
         return None

@@ -99,15 +99,16 @@ def places(node: Any) -> tuple[Any, int, int] | None:
 def source(node: Any) -> tuple[Any, list[Any]]:
     """Return the node that computed the input of `node`, and the nodes in between that select a part of it."""
     parts = []
-    node = _first(node)
+    node = first(node)
     while node is not None and type(node).__name__ in _SHAPES:
         if type(node).__name__ in _PARTS:
             parts.append(node)
-        node = _first(node)
+        node = first(node)
     return node, parts
 
 
-def _first(node: Any) -> Any:
+def first(node: Any) -> Any:
+    """Return the node of the first input that has one."""
     return next((after for after, _ in node.next_functions if after is not None), None)
 
 

@@ -602,6 +602,11 @@ class Questions:
         if not apart:
             return []
         best = min(apart, key=lambda at: apart[at])
+        if apart[best] > _SAME_ROW and divergence.knows_temperature:
+            known_R = place_R < known
+            at = place_R[known_R].to(rows.device)
+            p_RV = sample_RV[: len(place_R)][known_R.to(sample_RV.device)]
+            return _other_temperature(divergence, rows[0, at][:, :ids].double(), p_RV)
         others = [each for at, each in apart.items() if at != best]
         if apart[best] > _SAME_ROW or min(others, default=1.0) < apart[best] + _OTHER_ROW:
             return []
@@ -619,6 +624,30 @@ class Questions:
             return [("teacher_alignment", SUSPICION, text, numbers)]
         text = "positions and ids of the teacher are those of the student"
         return [("teacher_alignment", PASS, text, numbers)]
+
+
+def _other_temperature(divergence: Divergence, logits_RV: Any, p_RV: Any) -> list[Line]:
+    """Return the verdict on a teacher whose probabilities are those of its logits at another temperature: ln p is then
+    a line over the logits, with the slope 1 / T. Below 1 a teacher is sharpened on purpose."""
+    p_RV = p_RV.to(logits_RV.device)
+    if not len(p_RV):
+        return []
+    # Of the likely half of the mass: the logarithm of a small 16-bit number has few digits.
+    two_R2 = p_RV.topk(2).indices
+    slope_R = p_RV.gather(1, two_R2).log().diff(dim=1) / logits_RV.gather(1, two_R2).diff(dim=1)
+    temperature = 1 / float(slope_R.nan_to_num(0.0, 0.0, 0.0).median() or 1.0)
+    wanted = divergence.temperature
+    q_RV = (logits_RV / temperature).softmax(-1)
+    apart = float((q_RV - p_RV).abs().sum(1).mean()) / 2
+    ratio = temperature / wanted
+    if not (apart <= _SAME_ROW and min(temperature, wanted) > 0.99 and abs(ratio - 1) > _OTHER_ROW):
+        return []
+    text = (
+        f"the teacher's probabilities in the divergence are at temperature {temperature:.3g}, the student's at "
+        f"{wanted:g}"
+    )
+    numbers = {"teacher": temperature, "student": wanted}
+    return [("divergence_temperature", SUSPICION, text, numbers)]
 
 
 _LIBRARIES = (
