@@ -47,6 +47,10 @@ SLOWER_LEAST_S = 0.05
 """Shortest step that is judged, in seconds: other processes make shorter ones vary by as much."""
 DRIFT_WARM_UP, DRIFT_STEPS = 20, 50
 DRIFT_RATIO = 1.5
+DRIFT_LEAST_S = 30.0
+"""Least seconds of slow steps where the machine's load is read: a mean over a minute, it does not show at once that
+another job takes the CPU.
+"""
 LEAST_STEP_S = 0.005
 """Shortest step that is judged, in seconds: shorter ones vary with the operating system's scheduling."""
 
@@ -345,6 +349,11 @@ def step_time_drift(case: Case) -> Symptom | None:
     now = min(median(case.column("step_s", half)) for half in halves)
     if before < LEAST_STEP_S or now < DRIFT_RATIO * before:
         return None
+    slow_s = sum(case.column("step_s", rows))
+    if len(case.view.hosts) and slow_s < DRIFT_LEAST_S:
+        raise CannotJudge(
+            f"its steps are slower for {format_seconds(slow_s)} only, expected {DRIFT_LEAST_S:g} s or more"
+        )
     case.must_have_had_the_cpu(rows)
     return Symptom(
         f"a step takes {format_seconds(now)}; at the beginning it took {format_seconds(before)}",
