@@ -40,6 +40,7 @@ from engine.flips.watched import arms_of
 from engine.log.folder import COMMAND, RunFolder, read_command
 from engine.log.observed import LOGS, lines_of, observations, run_id
 from engine.sealing import digest, now_utc
+from engine.spec import spec_from_dict
 from engine.verdict import Level, Verdict
 
 _BROKEN = (EngineError, OSError, ValueError, KeyError, TypeError, AttributeError)
@@ -191,7 +192,9 @@ def _observation_faults(bundle: Bundle, finding: Finding) -> Iterator[Fault]:
         return
     same = [one for one in said if (one.log, one.seq) == (seen.log, seen.seq)]
     if is_whole:
-        same = [one for one in same if dataclasses.replace(one, run=seen.run) == seen]
+        # An observation of an earlier version has no sign.
+        sign = {} if seen.sign else {"sign": ""}
+        same = [one for one in same if dataclasses.replace(one, run=seen.run, **sign) == seen]
     if not same:
         yield Fault("observed", f"its logs do not say {seen.name} as the finding does")
 
@@ -265,7 +268,8 @@ def _plan_faults(
     if not cause.at <= test.at <= header["at"]:
         yield "the cause and the test were not registered before its flip"
     if plan.command is None:
-        if dict(plan.spec) != as_it_was(observed.path):
+        # Both as they are read today: an earlier version had other settings.
+        if spec_from_dict(dict(plan.spec)).to_dict() != as_it_was(observed.path):
             yield "its arm A has other settings than the observed run"
         return
     command = read_command(observed)

@@ -314,3 +314,9 @@ def test_what_people_write_is_no_markup(bundle: Bundle) -> None:
 def test_every_value_of_a_finding_is_as_it_was_read(bundle: Bundle) -> None:
     finding = bundle.load()
     assert msgspec.json.decode(to_bytes(finding), type=Finding) == finding
+
+
+def test_a_finding_kept_by_an_earlier_version_verifies_under_its_own_rules() -> None:
+    """Observations had no sign then, and settings were others."""
+    found = check_bundle(Bundle(ROOT / "evidence" / "2026-11-27-hang-at-step-zero"))
+    assert found.verdict.level is Level.PASS, found.verdict.reason
