@@ -193,8 +193,11 @@ def _observation_faults(bundle: Bundle, finding: Finding) -> Iterator[Fault]:
     same = [one for one in said if (one.log, one.seq) == (seen.log, seen.seq)]
     if is_whole:
         # An observation of an earlier version has no sign.
-        sign = {} if seen.sign else {"sign": ""}
-        same = [one for one in same if dataclasses.replace(one, run=seen.run, **sign) == seen]
+        same = [
+            one
+            for one in same
+            if dataclasses.replace(one, run=seen.run, sign=one.sign if seen.sign else "") == seen
+        ]
     if not same:
         yield Fault("observed", f"its logs do not say {seen.name} as the finding does")
 
