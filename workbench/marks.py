@@ -18,6 +18,7 @@ from typing import Literal
 from engine.errors import EngineError
 from engine.flips.flip_folder import find_flips, read_plan_of, read_verdict
 from engine.log.events import PASS, AnyEvent, Compiled, Judged, RunStarted
+from engine.log.figures import first_seen
 from engine.log.folder import RunFolder
 from engine.log.text import alert_lines, clock_text, event_text
 from engine.log.view import RunView
@@ -127,7 +128,10 @@ def happenings(view: RunView, flips: Sequence[FlipSeen] = ()) -> tuple[Happening
     for line, row in zip(timed, rows, strict=True):
         event, unix_s, step = line.event, line.unix_s, step_of(row)
         if isinstance(event, Judged):
-            found.append(Happening(kind="alert", step=step, unix_s=unix_s, alert=event))
+            began, began_s = first_seen(view, line)
+            found.append(
+                Happening(kind="alert", step=float(began or step), unix_s=began_s, alert=event)
+            )
         elif isinstance(event, Compiled):
             kind: Kind = "late compile" if event.after_warm_up else "compile"
             words = (

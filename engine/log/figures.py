@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 from engine.log.events import Compiled, Judged
 from engine.log.table import Table
-from engine.log.view import RunView
+from engine.log.view import LogLine, RunView
 
 LOSSES = ("loss", "ce", "kd")
 OF_STUDENT = ("untrained", "student")
@@ -294,13 +294,23 @@ def _memory_curves(view: RunView) -> tuple[Curve, ...]:
     return (*found, Curve(name="own RSS", table=hosts, column="trainer_rss_bytes"))
 
 
+def first_seen(view: RunView, line: LogLine) -> tuple[int, float]:
+    """Return the step at which something began that was judged later, and when that was; step 0 where it is of no step,
+    with the time at which it was logged."""
+    event, steps = line.event, view.steps
+    step = (event.first_step or event.step) if isinstance(event, Judged) else 0
+    row = min(steps.find("step", step), len(steps) - 1) if step else -1
+    at = steps.value("clock_s", row) if row >= 0 else None
+    return (0, line.unix_s) if at is None else (step, at)
+
+
 def marks_of(view: RunView) -> tuple[Mark, ...]:
     """Return the alerts and compiles of a run."""
     found = []
     for line in view.marks:
         event = line.event
         if isinstance(event, Judged) and event.raises_alert:
-            found.append(Mark(unix_s=line.unix_s, sign="!", text=f"alert {event.id}"))
+            found.append(Mark(unix_s=first_seen(view, line)[1], sign="!", text=f"alert {event.id}"))
         elif isinstance(event, Compiled):
             late = " while a step waited" if event.after_warm_up else ""
             sign = "C" if late else "c"

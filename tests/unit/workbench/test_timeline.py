@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.log.events import Compiled
+from engine.log.figures import marks_of
 from engine.log.follow import Follower
 from engine.log.table import Table
 from engine.units import format_seconds
@@ -275,6 +276,19 @@ def test_each_thing_that_stands_out_is_a_mark_at_its_step(tmp_path: Path) -> Non
     assert "to 26" in words["nan"]
     assert "test it: --set a.b=1" in words["alert"], "an alert that is over is still a mark"
     assert "B_FASTER" in words["flip"]
+
+
+def test_what_was_judged_late_is_a_mark_where_it_began(tmp_path: Path) -> None:
+    """As of a log that is imported, whose judgements are all made at its end."""
+    scene = Scene(tmp_path / "run").open().begin(60).steps(1, 40)
+    scene.watch(
+        alert_event(id="overfits", level="suspicion", text="overfits", step=40, first_step=25)
+    )
+    view = Follower(scene.close().run).read_all()
+    (mark,) = happenings(view)
+    assert (mark.kind, mark.step) == ("alert", 25.0)
+    (drawn,) = marks_of(view)
+    assert drawn.unix_s == mark.unix_s == view.steps.value("clock_s", 24)
 
 
 def test_a_resume_is_a_mark_and_drops_those_of_the_steps_it_replaced(tmp_path: Path) -> None:
