@@ -30,6 +30,8 @@ from workbench.tui.names import cut_at_end, shortened
 WIDE, NARROW = 100, 60
 VERDICT_ROWS = 3
 """Most rows of a verdict on a narrow terminal."""
+TODO_ROWS = 2
+"""Most rows of what to do, below a verdict of one row."""
 
 
 def bar_text(done: int, total: int, cells: int, *, ascii_only: bool) -> str:
@@ -154,7 +156,9 @@ class StatusLine(Static):
             return [Content.assemble(verdict, "  ", ("do:", "bold"), f" {todo}")]
         if is_low(*self.app.size) or is_tiny(*self.app.size):
             return [verdict]
-        return [verdict, Content.assemble("  ", ("do:", "bold"), f" {cut_at_end(todo, width - 6)}")]
+        rows = TODO_ROWS if len(line) <= width else 1
+        cut = cut_at_end(todo, rows * width - 6)
+        return [verdict, Content.assemble("  ", ("do:", "bold"), f" {cut}")]
 
     def _write(self) -> None:
         snapshot = self.snapshot
