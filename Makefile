@@ -48,14 +48,13 @@ test: .venv/.dev
 	@$(MAKE) --no-print-directory -j 2 suite interpreted
 	@cat build/skipped.txt
 
-# Without bytecode each of hundreds of processes compiles the engine anew, and each worker the tests.
 PYTEST = env -u PYTHONDONTWRITEBYTECODE $(IN_MEMORY) $(BIN)/python -m pytest
 SUITE = $(PYTEST) -q -n 2 -m "not soak and not fuzz" --ignore $(INTERPRETED)
 suite: .venv/.dev
 	$(SUITE) --dist worksteal --known-skips $(SKIPS) --say-skips build/skipped.txt $(ARGS)
 
 interpreted: .venv/.dev
-	TRITON_INTERPRET=1 nice -n 5 $(BIN)/python -m pytest -q -m "not soak" $(INTERPRETED)
+	TRITON_INTERPRET=1 nice -n 5 $(PYTEST) -q -m "not soak" $(INTERPRETED)
 
 # The tests that start no process, in about a minute.
 unit: .venv/.dev

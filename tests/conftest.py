@@ -39,6 +39,12 @@ settings.load_profile("suite")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
+# Without bytecode each of hundreds of processes compiles torch and the engine anew, and each worker the tests:
+# seconds at each start.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
+
+
 @pytest.fixture(autouse=True, scope="session")
 def state_folder(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Reports of internal errors that tests provoke stay out of the home of whoever runs them."""

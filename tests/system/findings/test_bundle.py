@@ -226,8 +226,9 @@ def test_a_script_that_a_variable_breaks_is_explained_by_real_runs(
 ) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     monkeypatch.chdir(tmp_path)
-    check = "if os.environ['MODE'] != 'good':\n    raise ValueError('no such mode')\n"
-    script = BEGIN + check + SLEEPING
+    # Before torch is imported, so that it ends at once.
+    check = "import os\nif os.environ['MODE'] != 'good':\n    raise ValueError('no such mode')\n"
+    script = check + BEGIN + SLEEPING
     line = script.splitlines().index("    raise ValueError('no such mode')") + 1
     (tmp_path / "train.py").write_text(script)
     before = (tmp_path / "train.py").read_bytes()
