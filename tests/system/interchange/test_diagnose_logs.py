@@ -227,7 +227,7 @@ HOSTILE = {
     "torn.parquet": b"PAR1" + bytes(64),
     "no.db": b"SQLite format 3\0" + bytes(200),
     "trainer_state.json": b'{"log_history": 7}',
-    "longer.log": b"loss " * 500_000,
+    "longer.log": b"loss " * 220_000,
     "huge.log": b"step 99999999999999999999999 loss=0.5\n",
 }
 

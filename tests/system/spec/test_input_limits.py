@@ -215,7 +215,7 @@ def config_refused(folder: Path, text: str, capsys: pytest.CaptureFixture[str]) 
         {"bos_token_id": 10**4000},
         {"rope_theta": 10**4000},
         {
-            "num_hidden_layers": 4096,
+            "num_hidden_layers": 64,
             "hidden_size": 1 << 18,
             "intermediate_size": 1 << 20,
             "vocab_size": 1 << 24,
