@@ -43,7 +43,7 @@ VARYING = {
     "numbers",
     "unjudged",
 }
-VARYING |= {"dtypes", "tensors", "device_facts", "tool"}
+VARYING |= {"dtypes", "tensors", "device_facts", "tool", "variables"}
 """Keys whose contents are those of a machine, a model, a spec, a check or a rule, each with tests of its own."""
 
 
