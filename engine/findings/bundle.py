@@ -153,17 +153,15 @@ class Bundle:
 
     def save(self, finding: Finding, blobs: Blobs) -> Finding:
         """Write a finding with its new files, and return it sealed, as written. Raises DiskFull or RunLogError."""
-        files = {name: file for name, file in finding.files.items() if name != README}
-        finding = sealed(
-            replace(finding, files=files | {n: blob.file for n, blob in blobs.items()})
-        )
+        files = finding.files | {name: blob.file for name, blob in blobs.items()}
+        files.pop(README, None)
+        text = readme(finding).encode()
+        files[README] = File(sha256=digest(text), size=len(text))
+        done = sealed(replace(finding, files=files))
         for name, blob in blobs.items():
             if blob.data is not None:
                 self._write(name, blob.data)
-        text = readme(finding).encode()
         self._write(README, text)
-        with_readme = finding.files | {README: File(sha256=digest(text), size=len(text))}
-        done = sealed(replace(finding, files=with_readme))
         self._write(FINDING, to_bytes(done))
         return done
 

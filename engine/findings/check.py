@@ -24,19 +24,18 @@ from engine import limits
 from engine.errors import BadInput, EngineError
 from engine.files import read_bytes
 from engine.findings.bundle import FINDING, LOG, Bundle, logged_seal
-from engine.findings.finding import Cause, Finding, Test
+from engine.findings.finding import Finding, Test
 from engine.findings.older import LEVEL, Older
-from engine.flips.arms import Outcome, code_folder, shown_by, trace_of_arm
+from engine.flips.arms import Outcome, seen_in
 from engine.flips.command import LINE, LINE_VARIABLE, WORDS
 from engine.flips.ending import as_it_was
 from engine.flips.flip_folder import read_plan_of, read_record
 from engine.flips.judge import judge
 from engine.flips.pair import Pair, same_work
 from engine.flips.plan import EXTERNAL, Plan
-from engine.flips.script_folder import read_code
 from engine.flips.statistics import ALPHA, pairs_to_confirm
 from engine.flips.verdicts import ENDS_IT, ENDS_IT_HERE, INVALID
-from engine.flips.watched import arms_of
+from engine.flips.watched import arms_of, given_to
 from engine.log.folder import COMMAND, RunFolder, read_command
 from engine.log.observed import LOGS, lines_of, observations, run_id
 from engine.sealing import digest, now_utc
@@ -224,18 +223,14 @@ def _closing_faults(bundle: Bundle, finding: Finding) -> Iterator[Fault]:
 def faults_of_test(finding: Finding, test: Test, observed: RunFolder, flip: Path) -> list[str]:
     """Return why the flip in `flip` does not support the test's verdict; `observed` is the run that the finding is
     about, or its copy. An INVALID verdict is only recomputed from its pairs."""
-    cause, file = finding.cause(test.cause), finding.files.get(f"tests/{test.id}/plan.json")
-    is_whole = file is None or not file.redacted
     try:
         plan, (header, pairs) = read_plan_of(flip), read_record(flip)
-        found = (
-            []
-            if test.verdict == INVALID
-            else [
-                *_plan_faults(observed, finding, test, cause, plan, header, is_whole),
+        found = []
+        if test.verdict != INVALID:
+            found = [
+                *_plan_faults(finding, test, observed, plan, header),
                 *_pair_faults(finding, test, plan, pairs, header["at"], flip),
             ]
-        )
     except _BROKEN as error:
         return [f"its flip cannot be read: {error}"]
     if not found:
@@ -247,26 +242,23 @@ def faults_of_test(finding: Finding, test: Test, observed: RunFolder, flip: Path
 
 
 def _plan_faults(
-    observed: RunFolder,
-    finding: Finding,
-    test: Test,
-    cause: Cause,
-    plan: Plan,
-    header: dict[str, Any],
-    is_whole: bool,
+    finding: Finding, test: Test, observed: RunFolder, plan: Plan, header: dict[str, Any]
 ) -> Iterator[str]:
-    if header["plan_sha256"] != test.plan_sha256 or (is_whole and plan.sha256 != test.plan_sha256):
+    cause, file = finding.cause(test.cause), finding.files.get(f"tests/{test.id}/plan.json")
+    hashes = {header["plan_sha256"]}
+    if file is None or not file.redacted:
+        hashes.add(plan.sha256)
+    if hashes != {test.plan_sha256}:
         yield "its flip is of another plan than the one that was registered"
     if plan.observed != finding.observed:
         yield "its plan asks about another observation"
     if plan.changes != (cause.change,):
         yield f"its plan changes {' and '.join(map(str, plan.changes)) or 'nothing'}"
     number = 1 + [one.id for one in finding.tests].index(test.id)
-    is_new = bool(finding.observed.sign)
     few = plan.pairs_min < pairs_to_confirm(plan.attempt) or plan.steps < finding.observed.step
     # What speaks against a cause counts however it was asked for.
-    confirms = test.verdict in (ENDS_IT, ENDS_IT_HERE)
-    if few or plan.alpha > ALPHA or (confirms and is_new and plan.attempt < number):
+    confirms = test.verdict in (ENDS_IT, ENDS_IT_HERE) and finding.observed.sign
+    if few or plan.alpha > ALPHA or (confirms and plan.attempt < number):
         yield "its plan asks for fewer pairs or steps, or allows more chance, than a test has"
     if not cause.at <= test.at <= header["at"]:
         yield "the cause and the test were not registered before its flip"
@@ -286,7 +278,7 @@ def _pair_faults(
 ) -> Iterator[str]:
     order = plan.order()
     if plan.attempt:
-        named = {Path(outcome.run).name for pair in pairs for outcome in (pair.a, pair.b)}
+        named = {Path(outcome.run).name for pair in pairs for outcome in pair.arms}
         extra = {path.name for path in (folder / "arms").glob("*")} - named
         if extra or any("." in name for name in named):
             yield "a run was repeated after an interruption, or is in no pair"
@@ -298,7 +290,7 @@ def _pair_faults(
             yield f"pair {number}: {why}"
         if same_work(plan, pair.a, pair.b, folder) != pair.proofs["equal"]:
             yield f"pair {number}: its logs do not say that B did the work of A"
-        for outcome in (pair.a, pair.b):
+        for outcome in pair.arms:
             run = RunFolder(folder / outcome.run)
             if (name := run_id(run)) in ids:
                 yield f"{outcome.run} is the same run as another one of the test"
@@ -308,10 +300,11 @@ def _pair_faults(
                 yield f"{outcome.run} began before the flip"
             if run.read_effective().get("flip_sha256", test.plan_sha256) != test.plan_sha256:
                 yield f"{outcome.run} is of another flip"
-            trace = trace_of_arm(plan, outcome.arm, run) if plan.attempt else outcome.trace
-            if (shown_by(plan, run, outcome.state)[0], trace) != (outcome.shown, outcome.trace):
+            seen = seen_in(plan, outcome.arm, run, outcome.state)
+            differ = {name for name in seen if seen[name] != getattr(outcome, name)}
+            if differ & {"shown", "trace"}:
                 yield f"{outcome.run}: its logs do not agree with the pair"
-            if plan.attempt and read_code(code_folder(run.path)) != outcome.code:
+            if "code" in differ:
                 yield f"{outcome.run}: the list of its script's files differs from the recorded one"
 
 
@@ -340,6 +333,5 @@ def _started_with(plan: Plan, folder: Path, outcome: Outcome) -> dict[str, Any]:
             for key, value in settings.items()
         }
     start = effective[COMMAND]
-    given = dict(text.split("=", 1) for text in start.get("environment", ())) | start.get("set", {})
-    found = {WORDS: "\0".join(start["arguments"]), **given}
+    found = {WORDS: "\0".join(start["arguments"]), **given_to(start)}
     return {name: text.replace(run.name, "") for name, text in found.items()}

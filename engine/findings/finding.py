@@ -35,9 +35,6 @@ Sha: TypeAlias = Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
 Id: TypeAlias = Annotated[str, Meta(pattern="^[a-z0-9][a-z0-9-]{0,63}$")]
 Utc: TypeAlias = Annotated[str, Meta(pattern="^[0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9:]{8}Z$")]
 Text: TypeAlias = Annotated[str, Meta(min_length=1)]
-CONFIRMED, FOR_ONE_SEED = "confirmed", "confirmed for this seed alone"
-REFUTED, NOT_REFUTED, UNTESTABLE = "refuted", "not refuted", "could not be tested"
-OPEN, WITHDRAWN = "open", "withdrawn"
 Level: TypeAlias = Literal[
     "confirmed",
     "confirmed for this seed alone",
@@ -159,8 +156,7 @@ class Finding(Signed, frozen=True, kw_only=True):
 
     @property
     def confirmed(self) -> tuple[Cause, ...]:
-        levels = (CONFIRMED, FOR_ONE_SEED)
-        return tuple(cause for cause in self.causes if self.level_of(cause) in levels)
+        return tuple(cause for cause in self.causes if self.level_of(cause).startswith("confirmed"))
 
     @property
     def next_cause(self) -> Cause | None:
@@ -168,7 +164,7 @@ class Finding(Signed, frozen=True, kw_only=True):
         if self.confirmed:
             return None
         tested = {test.cause for test in self.tests if test.verdict}
-        done = (REFUTED, WITHDRAWN)
+        done = ("refuted", "withdrawn")
         left = [cause for cause in self.causes if self.level_of(cause) not in done]
         return min(left, key=lambda cause: cause.id in tested, default=None)
 

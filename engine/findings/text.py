@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from engine.findings.finding import UNTESTABLE, Cause, Finding, Test
+from engine.findings.finding import Cause, Finding, Test
 from engine.findings.older import LEVEL, Older
 from engine.log.text import one_line
 
@@ -36,8 +36,7 @@ def next_words(finding: Finding) -> str:
     cause = finding.next_cause
     if cause is None:
         return "name a possible cause: a change that would end it"
-    level = finding.level_of(cause)
-    if level == UNTESTABLE:
+    if finding.level_of(cause) == "could not be tested":
         return (
             f"mend {cause.assignment}: name the mended change as a cause, and withdraw {cause.id}"
         )

@@ -357,7 +357,6 @@ def run_arm(
     begun_s = time.monotonic()
     start = _start_spec if plan.command is None else _start_command
     launched = start(plan, b, pair, folder)
-    code = read_code(code_folder(folder))
     follower = Follower(launched.run)
     over = answered = False
     try:
@@ -404,37 +403,29 @@ def run_arm(
         time.monotonic() - begun_s,
         over=over,
     )
+    seen = seen_in(plan, outcome.arm, launched.run, outcome.state)
+    if answered and seen["shown"] is not None:
+        seen["state"] = ANSWERED
+    return dataclasses.replace(outcome, **seen)
+
+
+def seen_in(plan: Plan, arm: str, run: RunFolder, state: str) -> dict[str, Any]:
+    """Return what the run of an arm that ended in `state` shows of what the plan asks, as fields of its outcome; none
+    where it asks nothing."""
     if plan.observed is None:
-        return outcome
-    found, reason = shown_by(plan, launched.run, outcome.state)
-    state = ANSWERED if answered and found is not None else outcome.state
-    return dataclasses.replace(
-        outcome,
-        state=state,
-        reason=reason,
-        value=None,
-        no_value=reason,
-        shown=found,
-        trace=trace_of_arm(plan, outcome.arm, launched.run),
-        code=code,
-    )
-
-
-def trace_of_arm(plan: Plan, arm: str, run: RunFolder) -> str:
-    """Return the hash of what a run of an arm computed, over the steps that every run of that arm makes."""
-    assert plan.observed is not None, "the flip asks about an observation"
-    return trace_of(run, plan.steps if arm == "B" else plan.observed.step)
-
-
-def shown_by(plan: Plan, run: RunFolder, state: str) -> tuple[bool | None, str]:
-    """Whether the run of an arm that ended in `state` shows what the plan asks about, with the reason."""
-    assert plan.observed is not None, "the flip asks about an observation"
-    if state == OVER_THE_LIMIT and plan.observed.kind == "exit":
-        return None, f"it was ended after {plan.run_limit_s:.0f} s"
+        return {}
     try:
-        return shown(plan.observed, run, steps=plan.steps)
+        found, reason = shown(plan.observed, run, steps=plan.steps)
     except RunLogError as error:
-        return None, error.message
+        found, reason = None, error.message
+    if state == OVER_THE_LIMIT and plan.observed.kind == "exit":
+        found, reason = None, f"it was ended after {plan.run_limit_s:.0f} s"
+    seen = {"shown": found, "reason": reason, "value": None, "no_value": reason}
+    if plan.attempt:
+        # Every run of an arm makes these steps.
+        seen["trace"] = trace_of(run, plan.steps if arm == "B" else plan.observed.step)
+        seen["code"] = read_code(code_folder(run.path))
+    return seen
 
 
 def _start_spec(plan: Plan, b: bool, pair: int, folder: Path) -> Launched:

@@ -48,6 +48,15 @@ LINE_VARIABLE = "APR_FLIP_LINE"
 """Environment variable: line that the run was started with, for its log."""
 
 
+def option_for(key: str, arm: str = "b") -> str:
+    """Return the option of `engine flip` that changes words, a line, a variable or a setting of an arm."""
+    if key == WORDS:
+        return f"--{arm}"
+    if LINE.fullmatch(key):
+        return "--line"
+    return f"--env-{arm}" if re.fullmatch(r"[A-Za-z_]\w*", key) else "--set"
+
+
 class Arm(NamedTuple):
     """Arguments, environment, settings and lines of an arm's run."""
 

@@ -52,7 +52,6 @@ class Control:
     """Standard deviation of ln(y_B / y_A) between pairs."""
     pairs: int
     folder: str
-    plan_sha256: str
     spec: Mapping[str, Mapping[str, Any]]
 
     def answer(self) -> Verdict:

@@ -205,7 +205,6 @@ class _Experiment:
                     deviation=interval.deviation if interval else None,
                     pairs=interval.pairs if interval else 0,
                     folder=str(flip.path),
-                    plan_sha256=plan.sha256,
                     spec=self.plan.subject,
                 )
             )

@@ -166,17 +166,17 @@ def _judge_shown(plan: Plan, pairs: Sequence[Pair], ended: str) -> Judgement | N
 
 def _spoils(plan: Plan, pair: Pair) -> str:
     """Return why a pair counts for nothing; empty where it tells."""
-    for one in (pair.a, pair.b):
+    for one in pair.arms:
         if one.shown is None:
             return f"{one.arm}: {one.reason}"
         if one.ended_from_outside and not one.shown:
             return f"{one.arm} was ended from outside: {one.reason}"
-    a, b = (one.facts.get("trainable parameters") for one in (pair.a, pair.b))
+    a, b = (one.facts.get("trainable parameters") for one in pair.arms)
     if a and b and a > b:
         return f"B trains {b:,} parameters, A {a:,}"
     # Half a batch comes to the same row in twice the steps: without a count of rows the first loss tells.
-    assert plan.observed is not None, "the pair asks about an observation"
-    uncounted = plan.observed.kind == "exit" and plan.observed.step and not plan.observed.rows
+    seen = plan.observed
+    uncounted = seen and seen.kind == "exit" and seen.step and not seen.rows
     if uncounted and pair.b.state == ANSWERED and pair.a.losses[:1] != pair.b.losses[:1]:
         return (
             "B has another loss than A in step 1, and the rows of a step are not known: only a run to its own end "
@@ -209,7 +209,7 @@ def _is_exact(plan: Plan, pairs: Sequence[Pair]) -> bool:
 
 
 def outcomes_of(pairs: Sequence[Pair]) -> list[Outcome]:
-    return [outcome for pair in pairs for outcome in (pair.a, pair.b)]
+    return [outcome for pair in pairs for outcome in pair.arms]
 
 
 def _did_not_complete(
@@ -338,7 +338,7 @@ def conclude(
             {"pair": pair.number}
             | {name: getattr(o, name) for name in ("arm", "run", "state", "value", "seconds")}
             for pair in flip.pairs
-            for o in ((pair.b, pair.a) if pair.b_first else (pair.a, pair.b))
+            for o in (reversed(pair.arms) if pair.b_first else pair.arms)
         ],
         "censored": judgement.censored,
         "diagnostics": {
@@ -351,7 +351,7 @@ def conclude(
             "left_out": [
                 f"pair {pair.number}: {one.arm} {one.in_words()}"
                 for pair in flip.pairs
-                for one in (pair.a, pair.b)
+                for one in pair.arms
                 if one.ended_from_outside
             ],
             "neighbour_load": {

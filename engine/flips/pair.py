@@ -19,10 +19,9 @@ row, in the plan of an older engine, falls under the stricter rule.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from engine.decision import as_choice, is_choice_of_the_engine
 from engine.flips.arms import Outcome
@@ -50,6 +49,10 @@ class Pair:
     b: Outcome
     proofs: Mapping[str, Verdict | None]
     """Verdicts by the names in PROOFS; None for a proof that does not apply."""
+
+    @property
+    def arms(self) -> tuple[Outcome, Outcome]:
+        return self.a, self.b
 
     @property
     def complete(self) -> bool:
@@ -182,7 +185,7 @@ def equal(plan: Plan, a: Outcome, b: Outcome) -> Verdict:
     for name in both:
         may_change = any(matches(key, FACTS.get(name, ())) for key in plan.keys)
         if not may_change and _differ(a.facts[name], b.facts[name]):
-            text = f"{name} is {_brief(a.facts[name])} in A and {_brief(b.facts[name])} in B"
+            text = f"{name} is {a.facts[name]!s:.40} in A and {b.facts[name]!s:.40} in B"
             if plan.command is not None:
                 return Verdict(Level.UNKNOWN, f"{text}, which may be meant")
             return Verdict(Level.FAIL, f"SilentFallback: {text}")
@@ -224,7 +227,10 @@ def parity(plan: Plan, a: Outcome, b: Outcome) -> Verdict | None:
     if not asks_parity(plan.keys):
         return None
     worst, where = 0.0, ""
-    losses = list(_losses(a, b))
+    steps = enumerate(zip(a.losses, b.losses, strict=False), start=1)
+    losses = [(f"the loss of step {step}", *pair) for step, pair in steps]
+    if a.teacher_loss is not None and b.teacher_loss is not None:
+        losses.append(("the teacher's held-out loss", a.teacher_loss, b.teacher_loss))
     for what, left, right in losses:
         if left is None or right is None:
             if left != right:
@@ -241,14 +247,3 @@ def parity(plan: Plan, a: Outcome, b: Outcome) -> Verdict | None:
     if worst == 0:
         return Verdict(Level.PASS, "losses are the same to the last digit")
     return Verdict(Level.PASS, f"losses agree to {worst:.2g} of themselves ({where})")
-
-
-def _losses(a: Outcome, b: Outcome) -> Iterator[tuple[str, float | None, float | None]]:
-    for step, (left, right) in enumerate(zip(a.losses, b.losses, strict=False), start=1):
-        yield f"the loss of step {step}", left, right
-    if a.teacher_loss is not None and b.teacher_loss is not None:
-        yield "the teacher's held-out loss", a.teacher_loss, b.teacher_loss
-
-
-def _brief(value: Any) -> str:
-    return f"{value}"[:40]

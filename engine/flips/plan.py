@@ -32,7 +32,7 @@ from typing import Any, NamedTuple
 from engine.decision import as_choice, is_choice_of_the_engine
 from engine.errors import BadInput, SpecError, UsageError
 from engine.files import parse_json
-from engine.flips.command import LINE, NOTHING, SEED, WORDS, Arm, Command
+from engine.flips.command import NOTHING, SEED, WORDS, Arm, Command, option_for
 from engine.flips.script_settings import OWN, SCRIPT_SETTINGS
 from engine.flips.statistics import ALPHA, LEVEL, PRIOR_WEIGHT
 from engine.log.folder import RunFolder, is_run, must_have_settings
@@ -246,16 +246,10 @@ class Plan:
             return f"engine flip {self.source}{sets}{options}"
         arms, is_of_run = "", self.source != self.command.line
         for change in self.changes:
-            of_words, of_b = change.key == WORDS, {}
-            if LINE.fullmatch(change.key):
-                of_b = {"--line": change.b}
-            elif change.key in SCRIPT_SETTINGS:
-                of_b = {"--set": change.b}
-            option = "--" if of_words else "--env-"
-            of_a = {} if is_of_run else {f"{option}a": change.a}
-            for name, value in (of_b or of_a | {f"{option}b": change.b}).items():
+            given = {} if is_of_run else {option_for(change.key, "a"): change.a}
+            for name, value in (given | {option_for(change.key): change.b}).items():
                 if value is not None:
-                    text = value if of_words else f"{change.key}={value}"
+                    text = value if change.key == WORDS else f"{change.key}={value}"
                     arms += f" {name} {shlex.quote(text)}"
         if is_of_run:
             return f"engine flip {shlex.quote(self.source)}{arms}{options}"

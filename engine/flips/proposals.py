@@ -104,10 +104,13 @@ def why_impossible(one: Proposal, view: RunView, settings: Mapping[str, Any]) ->
     return ""
 
 
+def _active(view: RunView) -> list[Judged]:
+    """Return the active alerts: errors before warnings; newest first among equals."""
+    return sorted(view.alerts.values(), key=lambda a: (a.level != FAIL, -a.to_unix_s))
+
+
 def _of_alerts(view: RunView) -> Iterator[Proposal]:
-    # Errors before warnings; newest first among equals.
-    alerts = sorted(view.alerts.values(), key=lambda a: (a.level != FAIL, -a.to_unix_s))
-    for alert in alerts:
+    for alert in _active(view):
         if alert.flip.startswith(_SET):
             yield of_alert(alert)
 
@@ -236,8 +239,7 @@ _MISSING = {
 
 
 def _of_script(view: RunView, command: WatchedCommand) -> tuple[Proposal, ...]:
-    # Errors before warnings; newest first among equals.
-    active = sorted(view.alerts.values(), key=lambda a: (a.level != FAIL, -a.to_unix_s))
+    active = _active(view)
     share = _waiting(view)
     found: list[tuple[bool, int, Proposal]] = []
     for idea in IDEAS:

@@ -47,6 +47,8 @@ errors in 1 %."""
 DIAGNOSIS_P_LIMIT = 0.01
 """For the tests on order and trend. The limit is on p and not on t, because with two pairs of either order t
 exceeds 3 by chance in one experiment of ten."""
+MARGINS = (*(n / 1000 for n in range(1, 10)), *(n / 100 for n in range(1, 51)))
+"""Margins that are proposed, as shares; a difference larger than the last would prove little about a setting."""
 EXACT_SIGNS = 20
 SAMPLED_SIGNINGS = 20_000
 _ENOUGH_FOR_DIAGNOSIS = 6
@@ -117,32 +119,12 @@ def pairs_needed(interval: Interval, margin: float, *, factor: float = 3.0) -> i
     return max(interval.pairs + 1, math.ceil((interval.deviation * factor / gap) ** 2))
 
 
-def margin_of_equality(interval: Interval) -> float | None:
-    """The smallest margin in whole percent (below one percent: with one digit) at which the interval would
-    be EQUIVALENT. None while it is open."""
-    edge = math.expm1(max(abs(interval.low), abs(interval.high)))
-    if not math.isfinite(edge):
-        return None
-    unit = _unit(edge)
-    # Strictly inside: an end on the margin decides nothing.
-    return round((math.floor(edge / unit) + 1) * unit, 6)
-
-
-def margin_of_a_difference(interval: Interval) -> float | None:
-    """The largest margin, rounded down as above, at which the interval would be B_FASTER or B_SLOWER. None where
-    it holds 0 or comes nearer to it than a thousandth."""
-    if interval.low <= 0 <= interval.high:
-        return None
-    edge = math.expm1(min(abs(interval.low), abs(interval.high)))
-    if edge < 0.001:
-        return None
-    unit = _unit(edge)
-    margin = round((math.ceil(edge / unit) - 1) * unit, 6)
-    return margin or round(0.9 * unit, 6)
-
-
-def _unit(edge: float) -> float:
-    return min(0.01, 10.0 ** math.floor(math.log10(max(edge, 1e-5))))
+def other_margin(interval: Interval) -> float:
+    """Return the largest of MARGINS at which the interval shows a difference, else the smallest at which it shows none;
+    0 where none decides."""
+    words = {margin: decide(interval, margin) for margin in MARGINS}
+    differ = [margin for margin, word in words.items() if word in (FASTER, SLOWER)]
+    return max(differ, default=next(filter(words.get, MARGINS), 0.0))
 
 
 def pairs_to_confirm(attempt: int) -> int:

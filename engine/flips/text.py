@@ -88,13 +88,13 @@ def pair_heading(plan: Plan) -> str:
 def pair_line(plan: Plan, pair: Pair, interval: Interval | None) -> str:
     """Format one line of the table of pairs."""
     ratio = "-" if pair.difference is None else f"{math.exp(pair.difference):.3f}"
-    values = [value_text(plan.metric, o) for o in (pair.a, pair.b)]
+    values = [value_text(plan.metric, o) for o in pair.arms]
     order = "B A" if pair.b_first else "A B"
     so_far = "-" if interval is None else interval_text(interval)
     line = f"{pair.number:>4}  {order:5}  {values[0]:>12}  {values[1]:>12}"
     if plan.observed is None:
         line += f"  {ratio:>7}  {so_far}"
-    odd = [f"{o.arm} {o.in_words()}" for o in (pair.a, pair.b) if not o.completed]
+    odd = [f"{o.arm} {o.in_words()}" for o in pair.arms if not o.completed]
     return "\n".join([line, *(f"      {text}" for text in odd)])
 
 

@@ -24,8 +24,7 @@ from engine.flips.statistics import (
     SLOWER,
     Interval,
     decide,
-    margin_of_a_difference,
-    margin_of_equality,
+    other_margin,
 )
 from engine.flips.statistics import INCONCLUSIVE as INCONCLUSIVE
 from engine.flips.surroundings import CPU
@@ -45,8 +44,6 @@ CONTROLS = {
 """Requirements of measured verdicts, in words: controls, and proofs about the pairs."""
 BUSY = 0.5
 """Mean number of other processes that ran or waited for a CPU, above which the machine counts as busy."""
-LARGEST_MARGIN = 0.5
-"""Largest margin that is proposed, as a share; a larger one would prove little about a setting."""
 ON_THE_MARGIN = 0.25
 """Distance of an effect from the margin, as a share of it, below which it needs many pairs because it is so close."""
 
@@ -183,14 +180,12 @@ def _why_undecidable(fields: Fields) -> str:
 
 def _other_margin(fields: Fields) -> tuple[str, str]:
     """The margin at which the present pairs would decide, as an action and as an option."""
-    interval = _interval(fields)
-    for word, margin, why in (
-        ("lower", margin_of_a_difference(interval), " if so little matters"),
-        ("raise", margin_of_equality(interval), ""),
-    ):
-        if margin is not None and margin <= LARGEST_MARGIN:
-            return f"{word} the margin to {_percent(margin)}{why}", f"--margin {100 * margin:g}%"
-    return "", ""
+    if not (margin := other_margin(_interval(fields))):
+        return "", ""
+    change = f"raise the margin to {_percent(margin)}"
+    if margin < fields["margin"]:
+        change = f"lower the margin to {_percent(margin)} if so little matters"
+    return change, f"--margin {100 * margin:g}%"
 
 
 def _invalid(fields: Fields) -> Answer:

@@ -13,14 +13,13 @@ from __future__ import annotations
 
 import math
 import os
-import re
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from engine.errors import BadInput
-from engine.flips.command import LINE, OUT, WORDS
+from engine.flips.command import LINE, OUT, WORDS, option_for
 from engine.flips.plan import (
     BUDGET_S,
     PAIRS_MIN,
@@ -107,8 +106,8 @@ def arms_of(run: RunFolder, b: Mapping[str, str | None]) -> Arms:
     command = read_command(run)
     assert command is not None, "the run is of a command that was watched"
     recorded = run.read_effective()[COMMAND]
-    given = dict(text.split("=", 1) for text in recorded.get("environment", ()))
-    a: dict[str, str | None] = {**given, **recorded.get("set", {})}
+    given = given_to(recorded)
+    a: dict[str, str | None] = {**given}
     words, changed = command.arguments, dict(b)
     if not words or any(REDACTED in text for text in (*words, *given.values())):
         found = "one with a secret, which is not kept" if words else "none"
@@ -120,25 +119,27 @@ def arms_of(run: RunFolder, b: Mapping[str, str | None]) -> Arms:
     return Arms(words, a, changed, outputs)
 
 
+def given_to(start: Mapping[str, Any]) -> dict[str, str]:
+    """Return the variables and settings with which a command was started."""
+    given = dict(text.split("=", 1) for text in start.get("environment", ()))
+    return {**given, **start.get("set", {})}
+
+
 def options_for(assignment: str) -> list[str]:
     """Return the options of `engine flip` for a difference of B: words begin with a dash, a setting has a dot in its
     name, an environment variable has none."""
     if assignment.startswith("-"):
         return ["--b", assignment]
-    if LINE.fullmatch(assignment.partition("=")[0]):
-        return ["--line", assignment]
-    return ["--env-b" if re.match(r"[A-Za-z_]\w*=", assignment) else "--set", assignment]
+    return [option_for(assignment.partition("=")[0]), assignment]
 
 
 def difference(assignment: str) -> dict[str, str | None]:
     """Return B's difference, for `watched_plan`. Raises UsageError."""
     option, text = options_for(assignment)
-    if option == "--b":
-        return {WORDS: text}
-    if option in ("--env-b", "--line"):
-        name, _, value = text.partition("=")
-        return {name: value}
-    return {**read_script_settings([text])}
+    if option == "--set":
+        return {**read_script_settings([text])}
+    name, _, value = (WORDS, "", text) if option == "--b" else text.partition("=")
+    return {name: value}
 
 
 def _refused(path: Path, expected: str, found: str, hint: str | None = None) -> BadInput:
@@ -167,69 +168,67 @@ def lasting(run: RunFolder, is_of_loaders: bool) -> tuple[int, float]:
 # Words.
 
 
-def option_of(word: str) -> str:
-    """Return the name of an option with `-` for `_`; empty for a word that is none."""
-    name = word.partition("=")[0]
-    return name.replace("_", "-") if name.startswith("--") else ""
+class _Part(NamedTuple):
+    """An option of a command with its value, or another word."""
+
+    words: list[str]
+    name: str = ""
+    """Name of the option with `-` for `_`."""
+    spelt: str = ""
+    value: str = ""
+
+
+def _split(words: Sequence[str]) -> list[_Part]:
+    found = [_Part([])]
+    for word in words:
+        before = found[-1]
+        if word.startswith("--"):
+            spelt, _, value = word.partition("=")
+            found.append(_Part([word], spelt.replace("_", "-"), spelt, value))
+        elif before.words == [before.spelt]:
+            found[-1] = before._replace(words=[*before.words, word], value=word)
+        else:
+            found.append(_Part([word]))
+    return found
 
 
 def options_of(words: Sequence[str]) -> dict[str, tuple[str, str]]:
     """Return each option of a command as spelt and its value, empty for a flag; by its name with `-` for `_`."""
-    return {
-        option_of(words[at]): (words[at].partition("=")[0], _value_of(words, at)[0])
-        for at in _options(words)
-    }
-
-
-def _options(words: Sequence[str]) -> Iterator[int]:
-    return (i for i, word in enumerate(words) if option_of(word))
-
-
-def _value_of(words: Sequence[str], at: int) -> tuple[str, int]:
-    """Return the value of the option at index `at`, and the index after it."""
-    _, equals, value = words[at].partition("=")
-    if equals:
-        return value, at + 1
-    if at + 1 < len(words) and not words[at + 1].startswith("--"):
-        return words[at + 1], at + 2
-    return "", at + 1
+    return {one.name: (one.spelt, one.value) for one in _split(words) if one.name}
 
 
 def _without_options(words: Sequence[str], other: str) -> tuple[tuple[str, ...], str]:
     """Replace the options that `other` names in a command by `{}`, or append it; return the command and the replaced
     words."""
     try:
-        named = set(filter(None, map(option_of, shlex.split(other))))
+        given = shlex.split(other)
     except ValueError as error:
         raise BadInput.expected("words", repr(other), "words of a shell", str(error)) from error
     if any(WORDS in word for word in words):
         raise BadInput.expected("command", shlex.join(words), f"one without {WORDS}", "one with it")
+    named = options_of(given)
     kept: list[str] = []
     taken: list[str] = []
-    at, has_value = 0, len(shlex.split(other)) > len(named)
-    while at < len(words):
-        end = at + 1
-        if option_of(words[at]) in named:
-            # A flag takes no value: the next word does not belong to it.
-            end = _value_of(words, at)[1] if has_value else end
-            if not taken:
-                kept.append(WORDS)
-            taken += words[at:end]
-        else:
-            kept.append(words[at])
-        at = end
+    for one in _split(words):
+        # A flag takes no value: the next word does not belong to it.
+        most = len(one.words) if len(given) > len(named) else 1
+        end = most if one.name in named else 0
+        if end and not taken:
+            kept.append(WORDS)
+        taken += one.words[:end]
+        kept += one.words[end:]
     return tuple(kept if taken else [*kept, WORDS]), shlex.join(taken)
 
 
 def _into_out(words: Sequence[str]) -> tuple[tuple[str, ...], int]:
     """Replace the values of output options by paths in `{out}`; return the command and the number of replacements."""
-    found, count = list(words), 0
-    for at in _options(words):
-        name, equals, _ = words[at].partition("=")
-        value, end = _value_of(words, at)
-        if option_of(name) not in OUTPUTS or not value or OUT in value:
+    found: list[str] = []
+    count = 0
+    for one in _split(words):
+        if one.name not in OUTPUTS or not one.value or OUT in one.value:
+            found += one.words
             continue
-        inside = f"{OUT}/{Path(value).name}" if Path(value).name else OUT
-        found[at:end] = [f"{name}={inside}"] if equals else [name, inside]
+        inside = f"{OUT}/{Path(one.value).name}" if Path(one.value).name else OUT
+        found += [one.spelt, inside] if len(one.words) > 1 else [f"{one.spelt}={inside}"]
         count += 1
     return tuple(found), count

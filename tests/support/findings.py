@@ -18,7 +18,7 @@ from engine.findings import changes
 from engine.findings.bundle import Bundle
 from engine.findings.changes import Suspect
 from engine.findings.finding import Finding, Test
-from engine.flips.arms import Outcome, shown_by, trace_of_arm
+from engine.flips.arms import Outcome, seen_in
 from engine.flips.flip_folder import create_flip, open_flip
 from engine.flips.judge import conclude, judge
 from engine.flips.pair import Pair
@@ -212,12 +212,10 @@ def an_arm(flip: Path, made: Plan, number: int, arm: str, shown: bool | None) ->
     end: dict[str, Any] = {"cause": "c", "certainty": "proved", "sentence": "it ended"}
     scene.watch(TrainerExited(trainer_pid=7, returncode=code, state=state, signal=None, **end))
     run = scene.close().run
-    found, reason = shown_by(made, run, state)
-    assert found is shown, reason
+    seen = seen_in(made, arm, run, state)
+    assert seen["shown"] is shown, seen["reason"]
     state = state if shown is None else "answered"
-    trace = trace_of_arm(made, arm, run)
-    told: dict[str, Any] = {"state": state, "reason": reason, "shown": found, "trace": trace}
-    return outcome(arm, None, run=name, **told)
+    return outcome(arm, None, run=name, state=state, **(seen | {"no_value": ""}))
 
 
 def carry_out(bundle: Bundle, flip: Path, shows: Shows = ENDS, cause: str = "") -> Finding:

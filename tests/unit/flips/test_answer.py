@@ -19,11 +19,11 @@ from engine.flips.judge import conclude, judge
 from engine.flips.pair import Pair
 from engine.flips.plan import Change, Plan
 from engine.flips.statistics import (
+    MARGINS,
     Interval,
     anytime_interval,
     decide,
-    margin_of_a_difference,
-    margin_of_equality,
+    other_margin,
 )
 from engine.flips.surroundings import Surroundings
 from engine.flips.verdicts import Answer, answer
@@ -126,7 +126,6 @@ def test_a_control_that_ran_out_of_pairs_has_not_failed(tmp_path: Path) -> None:
         deviation=0.09,
         pairs=2,
         folder="controls/same",
-        plan_sha256="",
         spec={},
     )
     undecided = control.answer()
@@ -365,15 +364,14 @@ def test_the_sentence_and_the_action_come_first_and_the_statistics_after(tmp_pat
 @pytest.mark.parametrize("scale", [0.001, 0.1, 1.0])
 def test_the_margins_proposed_decide(shift: float, scale: float) -> None:
     interval = anytime_interval([shift + scale * d for d in NOISY])
-    wide = margin_of_equality(interval)
-    assert wide is not None and decide(interval, wide) == "EQUIVALENT"
-    narrow = margin_of_a_difference(interval)
-    if narrow is not None:
-        assert decide(interval, narrow) == ("B_FASTER" if shift < 0 else "B_SLOWER")
-    elif shift:
-        assert interval.low <= 0 <= interval.high or decide(interval, 0.001) is None
+    margin = other_margin(interval)
+    if margin:
+        differs = "B_FASTER" if shift < 0 else "B_SLOWER"
+        assert decide(interval, margin) in ("EQUIVALENT", differs)
+    else:
+        assert not any(decide(interval, margin) for margin in MARGINS)
 
 
 def test_an_open_interval_has_no_deciding_margin() -> None:
     few = Interval(mean=0.1, low=-math.inf, high=math.inf, pairs=2, deviation=0.1)
-    assert margin_of_equality(few) is None and margin_of_a_difference(few) is None
+    assert other_margin(few) == 0

@@ -289,7 +289,6 @@ def control(kind: str, **fields: Any) -> Control:
         "deviation": 0.01,
         "pairs": 4,
         "folder": "/flips/x",
-        "plan_sha256": "0",
         "spec": json.loads(json.dumps(plan().spec)),
     }
     return Control(**(known | fields))
