@@ -8,6 +8,11 @@
     engine distill kd.toml --smoke 20               20 steps, and what the whole run would take
     engine distill kd.toml --gpus 4                 on four GPUs of this machine, with torchrun
     engine distill kd.toml --detach                 start and return; prints the run folder
+    engine distill kd.toml --gpus 16 --create       make the run folder for several hosts, and then on each of them:
+    engine distill --join runs/big --host 0/2 --meet node0:29400
+
+--join starts this host's trainers and a supervisor that samples it; where the run has a checkpoint, it is continued.
+srun gives --host by itself. APR_WORKBENCH_HOST is the name of this host, for hosts that share one.
 
 The run belongs to a supervisor in its own session: closing the terminal does not end it,
 Ctrl-C asks it to finish its step, save and stop, and a second Ctrl-C ends it at once.
@@ -84,7 +89,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_flag(
         parser,
         "--create",
-        "make the run folder, print its path, start nothing: for torchrun on several machines",
+        "make the run folder, print its path, start nothing: for --join on several hosts",
+    )
+    add_path(parser, "--join", "RUN", "train this host's part of a run that --create has made")
+    parser.add_argument(
+        "--host",
+        metavar="NUMBER/HOSTS",
+        help="with --join: which host this is, from 0 on (default: srun's SLURM_NODEID/SLURM_NNODES)",
+    )
+    parser.add_argument(
+        "--meet",
+        metavar="HOST:PORT",
+        help="with --join: the first host, as the others reach it, and a free port there",
     )
     checks = parser.add_mutually_exclusive_group()
     add_flag(
@@ -97,12 +113,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    if (arguments.spec is None) == (arguments.resume is None):
-        raise UsageError("expected either a spec or --resume RUN", hint="engine distill --help")
+    if [arguments.spec, arguments.resume, arguments.join].count(None) != 2:
+        raise UsageError(
+            "expected one of a spec, --resume RUN and --join RUN", hint="engine distill --help"
+        )
     if arguments.smoke is not None and arguments.detach:
         raise UsageError("--smoke waits for its steps; --detach does not wait")
     if arguments.check or arguments.check_inputs:
         return _check(arguments)
+    if arguments.join is not None:
+        return _join(arguments)
     folder = _resume(arguments) if arguments.resume else _start(arguments)
     if arguments.create:
         put(folder.path)
@@ -124,6 +144,30 @@ def run(arguments: argparse.Namespace) -> int:
         return attend(launched, as_json=arguments.json)
     code = attend(launched, as_json=False, results=False)
     return _project(folder, code, as_json=arguments.json)
+
+
+def _join(arguments: argparse.Namespace) -> int:
+    """Train this host's part of a run over several hosts; the first host follows the run on screen."""
+    from engine.checkpoint_folders import published
+    from engine.cli.progress import attend
+    from engine.log.folder import must_have_settings, open_run
+    from engine.spec import spec_from_dict
+    from engine.watch.hosts import Place
+    from engine.watch.start_and_stop import launch
+
+    folder = open_run(arguments.join.absolute())
+    must_have_settings(folder)
+    by_slurm = "/".join(os.environ.get(name, "") for name in ("SLURM_NODEID", "SLURM_NNODES"))
+    place = Place.parse(f"{arguments.host or by_slurm}@{arguments.meet or '127.0.0.1:0'}")
+    if place.hosts > 1 and arguments.meet is None:
+        raise UsageError("--join: expected --meet HOST:PORT, the same on each host, found none")
+    place.ranks(spec_from_dict(folder.read_effective()["spec"]).compute.gpus)
+    # No host gets past the first step without the others: each finds the same checkpoints.
+    launched = launch(folder, resume=any(published(folder.checkpoints)), place=place)
+    if arguments.detach:
+        launched.leave(b"d")
+        return 0
+    return attend(launched, as_json=arguments.json, results=not launched.run.host)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

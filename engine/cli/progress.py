@@ -18,13 +18,14 @@ from engine.log.text import (
     alert_lines,
     event_text,
     has_ended,
+    host_words,
     result_lines,
     share_of_peak,
     speed_lines,
     start_parts,
     status_text,
 )
-from engine.log.view import RunView
+from engine.log.view import LogLine, RunView
 from engine.signals import ENDING, hand_over
 from engine.terminal import StatusLine, put, say
 from engine.train.checkpoint.continuing import past_checks, resume_command, was_stopped_by_checks
@@ -50,7 +51,7 @@ class _Progress:
         view = follower.view
         for line in follower.new_lines():
             if line.unix_s > self.since_unix_s and not _is_quiet(line.event):
-                self.line.say(*_words(line.event))
+                self.line.say(*_words(line))
         if self.line.redrawn or len(view.steps):
             bar = _bar(view) if self.line.redrawn else ""
             verdict = verdict_of(view, follower.state)
@@ -58,11 +59,11 @@ class _Progress:
             self.line.show(f"{bar}{status_text(view, follower.alive)}{wrong}")
 
 
-def _words(event: AnyEvent) -> list[str]:
+def _words(line: LogLine) -> list[str]:
     """Render an alert in full, anything else on one line."""
-    if isinstance(event, Judged) and event.raises_alert:
-        return alert_lines(event)
-    return [event_text(event)]
+    if isinstance(line.event, Judged) and line.event.raises_alert:
+        return alert_lines(line.event)
+    return [f"{host_words(line)}{event_text(line.event)}"]
 
 
 def _is_quiet(event: AnyEvent) -> bool:
@@ -85,6 +86,8 @@ def attend(launched: Launched, *, as_json: bool, results: bool = True) -> int:
     run continues. Without `results` nothing is written to stdout."""
     follower = Follower(launched.run)
     progress = _Progress(launched.begun_unix_s)
+    # Of several hosts the first one shows the run.
+    show = progress.show if not launched.run.host else lambda _: None
     say(f"run folder: {launched.run.path}")
 
     def pass_on(number: int, _frame: object) -> None:
@@ -101,10 +104,10 @@ def attend(launched: Launched, *, as_json: bool, results: bool = True) -> int:
     signal.signal(signal.SIGHUP, hang_up)
     while launched.process.poll() is None:
         follower.poll()
-        progress.show(follower)
+        show(follower)
         time.sleep(POLL_S)
     _settle(follower)
-    progress.show(follower)
+    show(follower)
     progress.line.clear()
     return _report(launched, follower, as_json=as_json, results=results)
 

@@ -70,7 +70,8 @@ Blobs = Mapping[str, Blob]
 def copy_run(run: RunFolder) -> Blobs:
     """Return the files that a finding keeps of the observed run, by their paths in the finding's folder."""
     stacks = sorted((run.path / "stacks").glob("*"))[-STACKS_COPIED:]
-    paths = [*(run.path / name for name in _OF_RUN), *stacks]
+    hosts = sorted(run.path.glob("watch-*.jsonl"))
+    paths = [*(run.path / name for name in _OF_RUN), *hosts, *stacks]
     return _copies(run.path, paths, OBSERVED)
 
 

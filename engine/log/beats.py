@@ -130,10 +130,14 @@ def read_lost_rank(run: RunFolder) -> LostRank | None:
         raise RunLogError.expected("lost rank", path, "a rank", str(error)) from None
 
 
-def forget(run: RunFolder) -> None:
-    """Remove the beats and the lost-rank record of an earlier session; the ranks' logs are kept."""
-    for path in (*_folder(run).glob("*.beat"), _folder(run) / "lost.json"):
-        path.unlink(missing_ok=True)
+def forget(run: RunFolder, ranks: range, world: int) -> None:
+    """Remove the beats that an earlier session left of this host's `ranks`; the first host also removes those of ranks
+    that are none of `world`, and the lost-rank record. The ranks' logs are kept."""
+    for beat in read_beats(run):
+        if beat.rank in ranks or (0 in ranks and beat.rank >= world):
+            (_folder(run) / f"{beat.rank}.beat").unlink(missing_ok=True)
+    if 0 in ranks:
+        (_folder(run) / "lost.json").unlink(missing_ok=True)
 
 
 def log_of(run: RunFolder, rank: int) -> Path:

@@ -80,6 +80,7 @@ from engine.log.view import (
     RankReport,
     RunView,
     Source,
+    host_of,
     rank_of,
     said,
 )
@@ -129,12 +130,27 @@ def fold(view: RunView, source: Source, batches: Sequence[Batch]) -> RunView:
     """
     if not batches:
         return view
+    if host_of(source):
+        return _fold_host(view, source, batches)
     changes = _Changes(view, source)
     for batch in batches:
         if rank_of(source):
             changes.take_rank(batch)
         else:
             changes.take(batch)
+    return changes.finish()
+
+
+def _fold_host(view: RunView, source: Source, batches: Sequence[Batch]) -> RunView:
+    """Fold a log of a host other than the first into that host's own view; its lines are lines of the run too."""
+    kind, host = source.split(" ", 1)
+    own = _Changes(view.further_hosts.get(host, RunView()), kind)
+    for batch in batches:
+        own.take(batch)
+    changes = _Changes(view, source)
+    changes.lines = [msgspec.structs.replace(line, source=source) for line in own.lines]
+    changes.asides = [msgspec.structs.replace(line, source=source) for line in own.asides]
+    changes.changes["further_hosts"] = {**view.further_hosts, host: own.finish()}
     return changes.finish()
 
 
@@ -321,7 +337,7 @@ class _Changes:
         }
 
     def forget_exit(self) -> None:
-        self.changes |= {"exit": None, "exit_unix_s": None}
+        self.changes |= {"own_exit": None, "exit_unix_s": None}
 
     def show(self, events: Sequence[AnyEvent]) -> None:
         """Make log lines of the newest events, no more than are kept.
@@ -391,7 +407,7 @@ class _Changes:
                 self.changes["trainer_started_unix_s"] = unix_s
                 self.forget_exit()
             case TrainerExited():
-                self.changes |= {"exit": event, "exit_unix_s": unix_s}
+                self.changes |= {"own_exit": event, "exit_unix_s": unix_s}
             case LauncherGone():
                 self.changes["launcher_gone"] = event.how
             case StackDump():

@@ -1,6 +1,7 @@
 """The run folder, which holds everything about a run.
 
 spec.toml       what was requested      events.jsonl device.jsonl watch.jsonl   the logs
+                                        device-HOST.jsonl watch-HOST.jsonl      those of each further host
 effective.json  after defaults          stderr.txt               what the processes printed
 resolved.json   what `auto` became
 receipt.json    at the end              checkpoints/ student/    what was produced
@@ -28,10 +29,11 @@ from engine import limits
 from engine.errors import BadInput, RunLogError, write_error
 from engine.files import read_json_object
 from engine.log.read import Liveness, writer_is_alive
-from engine.log.write import read_boot_id, sync_folder
+from engine.log.write import read_boot_id, read_host, sync_folder
 
 RESERVE_BYTES = 64 << 10
 _RANK_LOG = re.compile(r"([1-9][0-9]{0,5})\.jsonl")
+_HOST_LOG = re.compile(r"(device|watch)-([\w.-]{1,64})\.jsonl", re.ASCII)
 COMMAND = "command"
 """Key of effective.json in the run of a watched script: command, folder and commit instead of settings."""
 
@@ -39,6 +41,12 @@ COMMAND = "command"
 @dataclass(frozen=True, slots=True)
 class RunFolder:
     path: Path
+    host: str = ""
+    """The host whose supervisor and sampler write `watch`, `device` and `stderr`; empty for the first of a run."""
+
+    def _of_host(self, name: str) -> Path:
+        stem, dot, suffix = name.partition(".")
+        return self.path / (f"{stem}-{self.host}{dot}{suffix}" if self.host else name)
 
     @property
     def name(self) -> str:
@@ -67,29 +75,30 @@ class RunFolder:
 
     @property
     def device(self) -> Path:
-        return self.path / "device.jsonl"
+        return self._of_host("device.jsonl")
 
     @property
     def watch(self) -> Path:
-        return self.path / "watch.jsonl"
+        return self._of_host("watch.jsonl")
 
     def rank_log(self, rank: int) -> Path:
         """Return the log of a rank of several: the run's own of the first one."""
         return self.path / "ranks" / f"{rank}.jsonl" if rank else self.events
 
     def logs(self) -> dict[str, Path]:
-        """Return the logs of the run by source: the three that every run has, and `rank 1`, `rank 2`, ... as far as
-        these ranks have written one."""
+        """Return the logs of the run by source: the three that every run has, `device HOST` and `watch HOST` of each
+        further host, and `rank 1`, `rank 2`, ..., as far as they are there."""
         found = {"events": self.events, "device": self.device, "watch": self.watch}
-        names: list[str] = []
-        with contextlib.suppress(OSError):
-            names = os.listdir(self.path / "ranks")
-        ranks = [int(match[1]) for match in map(_RANK_LOG.fullmatch, names) if match is not None]
-        return found | {f"rank {rank}": self.rank_log(rank) for rank in sorted(ranks)}
+        names = [] if self.host else sorted(_names(self.path))
+        for match in filter(None, map(_HOST_LOG.fullmatch, names)):
+            found[f"{match[1]} {match[2]}"] = self.path / match[0]
+        matches = filter(None, map(_RANK_LOG.fullmatch, _names(self.path / "ranks")))
+        ranks = sorted(int(match[1]) for match in matches)
+        return found | {f"rank {rank}": self.rank_log(rank) for rank in ranks}
 
     @property
     def stderr(self) -> Path:
-        return self.path / "stderr.txt"
+        return self._of_host("stderr.txt")
 
     @property
     def checkpoints(self) -> Path:
@@ -126,10 +135,11 @@ class RunFolder:
     def liveness(self) -> Liveness:
         """Return which processes of the run exist now."""
         return Liveness(
-            trainer=writer_is_alive(self.events),
+            # The first rank is on the first host.
+            trainer=not self.host and writer_is_alive(self.events),
             supervisor=writer_is_alive(self.watch),
             boot_id=read_boot_id(),
-            host=os.uname().nodename,
+            host=read_host(),
             silent_s=self._silent_s(),
         )
 
@@ -161,6 +171,13 @@ class RunFolder:
                 "settings", self.effective, "sections under 'spec'", "others"
             )
         return found
+
+
+def _names(folder: Path) -> list[str]:
+    try:
+        return os.listdir(folder)
+    except OSError:
+        return []
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

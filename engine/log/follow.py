@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 import time
+from dataclasses import replace
 from pathlib import Path
 
+from engine.log.beats import read_beats
 from engine.log.columns import BatchReader
 from engine.log.fold import OF_RANKS, fold
 from engine.log.folder import RunFolder
@@ -27,8 +29,8 @@ class Follower:
             source: BatchReader(LogReader(logs[source]), files=files, keep=keep)
             for source in SOURCES
         }
-        self._ranks: dict[Source, RankReader] = {}
-        """Readers of the logs of the other ranks, added as they appear."""
+        self._further: dict[Source, RankReader] = {}
+        """Readers of the logs of the other ranks and hosts, added as they appear."""
         self.view = RunView()
         self.alive = Liveness(trainer=False, supervisor=False)
         self.is_behind = False
@@ -79,23 +81,29 @@ class Follower:
             except BrokenLog as broken:
                 batches, fault = batches_of(broken.before), fault or broken
             self.view = fold(self.view, source, batches)
-        self._poll_ranks(max_bytes)
+        self._poll_further(max_bytes)
         if fault is not None:
             raise fault
         return self.view is not before
 
-    def _poll_ranks(self, max_bytes: int) -> None:
-        """Read what the other ranks have said wrong, which is little of their logs. One that cannot be read further is
-        an error in the view: the log of the run is still read."""
+    def _poll_further(self, max_bytes: int) -> None:
+        """Read the logs of the other hosts, and what the other ranks have said wrong, which is little of their logs.
+        One that cannot be read further is an error in the view: the log of the run is still read."""
+        several = False
         for source, path in self.run.logs().items():
-            if not rank_of(source):
+            if source in SOURCES:
                 continue
-            reader = self._ranks.setdefault(source, RankReader(path))
-            events = [event for event in reader.poll(max_bytes) if type(event) in OF_RANKS]
+            reader = self._further.setdefault(source, RankReader(path))
+            events = reader.poll(max_bytes)
+            if rank_of(source):
+                several = True
+                events = [event for event in events if type(event) in OF_RANKS]
             self.view = fold(self.view, source, batches_of(events))
+        if several and (beats := tuple(read_beats(self.run))) != self.view.beats:
+            self.view = replace(self.view, beats=beats)
 
     def _bytes_read(self) -> int:
-        lines = [*(one.lines for one in self._readers.values()), *self._ranks.values()]
+        lines = [*(one.lines for one in self._readers.values()), *self._further.values()]
         return sum(one.read_bytes for one in lines)
 
     def read_all(self, until_s: float = math.inf) -> RunView:

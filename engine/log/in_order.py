@@ -17,7 +17,7 @@ from typing import NamedTuple
 from engine.log.events import AnyEvent, LogOpened
 from engine.log.folder import RunFolder
 from engine.log.read import BrokenLog, LogReader, RankReader
-from engine.log.view import Source, rank_of
+from engine.log.view import SOURCES, Source
 
 STRIDE = 2048
 """Most lines of one log in a stretch."""
@@ -94,7 +94,7 @@ class InOrder:
 
     def __init__(self, run: RunFolder) -> None:
         self._logs = {
-            source: _Ahead(source, (RankReader if rank_of(source) else LogReader)(path))
+            source: _Ahead(source, (LogReader if source in SOURCES else RankReader)(path))
             for source, path in run.logs().items()
         }
 

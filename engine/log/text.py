@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
@@ -66,7 +65,8 @@ from engine.log.folder import WatchedCommand
 from engine.log.gpus import gpu_lines
 from engine.log.read import Liveness
 from engine.log.table import Table
-from engine.log.view import GOING_ON, SILENT_S, ErrorNote, LogLine, RunView
+from engine.log.view import GOING_ON, SILENT_S, ErrorNote, LogLine, RunView, host_of
+from engine.log.write import read_host
 from engine.terminal import clipped
 from engine.units import NOT_MEASURED, format_bytes, format_count, format_seconds, format_value
 
@@ -558,8 +558,14 @@ def error_lines(errors: Sequence[ErrorNote], path: object = "RUN") -> list[str]:
 
 
 def line_text(line: LogLine) -> str:
-    """Render a log line with its local wall time."""
-    return f"{clock_text(line.unix_s)} {event_text(line.event)}"
+    """Render a log line with its local wall time, and with its host where that is not the first of the run."""
+    return f"{clock_text(line.unix_s)} {host_words(line)}{event_text(line.event)}"
+
+
+def host_words(line: LogLine) -> str:
+    """Return the beginning of a line that a host other than the first has logged."""
+    host = host_of(line.source)
+    return f"{host}: " if host else ""
 
 
 def status_text(view: RunView, alive: Liveness) -> str:
@@ -630,7 +636,7 @@ def seen_text(seen: Judged) -> str:
 
 def host_lost_text(view: RunView) -> str:
     """Describe what is known of a run whose end neither it nor its supervisor could record."""
-    host = view.host_elsewhere(os.uname().nodename)
+    host = view.host_elsewhere(read_host())
     words = (
         "the machine stopped or restarted while it ran (its boot id is not this one's; a run copied from "
         "another machine looks the same)"

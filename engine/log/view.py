@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import msgspec
 
+from engine.log.beats import Beat
 from engine.log.events import (
     FAIL,
     TRAINING,
@@ -52,7 +53,8 @@ from engine.log.table import HOST_FIELDS, STEP_FIELDS
 from engine.log.table import Table as Table
 
 Source: TypeAlias = str
-"""Name of a log: one of SOURCES, or `rank 1`, `rank 2`, ... for the log of a rank other than the first."""
+"""Name of a log: one of SOURCES; `rank 1`, `rank 2`, ... for the log of a rank other than the first; `device HOST` or
+`watch HOST` for those of a host other than the first."""
 SOURCES: tuple[Source, ...] = ("events", "device", "watch")
 
 GOING_ON = ("not started", "starting", "running", "stopping")
@@ -66,6 +68,8 @@ RECORDED_KEPT = 32
 WROTE_KEPT, WROTE_FIRST = 1000, 10
 """Number of `Wrote` events that are kept, the first WROTE_FIRST and the newest."""
 LONGEST_STATE = 32
+HOST_LOST = "HOST_LOST"
+"""State of an exit record: a machine was lost while the run was on it."""
 
 LineKey: TypeAlias = tuple[float, Source, int]
 """Time, log and number of a line: a total order that does not depend on who read the lines when."""
@@ -160,6 +164,10 @@ class RunView:
     """The time of its last line in the previous session; None in the first session."""
     ranks: Mapping[int, RankReport] = field(default_factory=dict)
     """Reports of the ranks other than the first that have opened their logs."""
+    further_hosts: Mapping[str, RunView] = field(default_factory=dict)
+    """Readings of each host other than the first, and the records of its supervisor, by name of the host."""
+    beats: tuple[Beat, ...] = ()
+    """Progress of the ranks when the view was read; empty where one process trains."""
     before: Mapping[str, AnyEvent] = field(default_factory=dict)
     """`said_of_itself` of the previous session."""
     phase: Phase | None = None
@@ -225,7 +233,8 @@ class RunView:
     there is a value."""
     trainer_pid: int | None = None
     trainer_started_unix_s: float | None = None
-    exit: TrainerExited | None = None
+    own_exit: TrainerExited | None = None
+    """End of this session as the supervisor of the first host recorded it."""
     exit_unix_s: float | None = None
     launcher_gone: str | None = None
     alerts: dict[str, Judged] = field(default_factory=dict)
@@ -242,6 +251,29 @@ class RunView:
     stack_dump_unix_s: float | None = None
     lines: tuple[LogLine, ...] = ()
     """The newest LINES_KEPT events of all logs without readings, ordered by time."""
+
+    @property
+    def hosts_now(self) -> dict[str, RunView]:
+        """The further hosts of this session: those whose supervisor began after the end of the session before it."""
+        before = -math.inf if self.before_unix_s is None else self.before_unix_s
+        return {
+            host: one
+            for host, one in sorted(self.further_hosts.items())
+            if "watch" in one.clocks and one.clocks["watch"].unix_s > before
+        }
+
+    def ranks_on(self, host: str) -> list[int]:
+        """Return the ranks of this session whose process is on a host."""
+        clocks = {rank: said.clock for rank, said in self.ranks_now.items()}
+        clocks |= {0: self.clocks["events"]} if "events" in self.clocks else {}
+        return sorted(rank for rank, clock in clocks.items() if clock.host == host)
+
+    @property
+    def exit(self) -> TrainerExited | None:
+        """End of this session as recorded by the supervisor of the first host, or by another that saw that one lost."""
+        ends = [self.own_exit, *(one.own_exit for one in self.hosts_now.values())]
+        lost = (one for one in ends[1:] if one is not None and one.state == HOST_LOST)
+        return ends[0] or next(lost, None)
 
     @property
     def ranks_now(self) -> dict[int, RankReport]:
@@ -322,9 +354,17 @@ class RunView:
         """The end of this session, as the run recorded it. If one rank ended it, the end of that rank: the others
         only lost it."""
         # While its processes exist, the first rank may still record an end.
-        if self.own_finished is None and (self.exit is None or self.failed_rank is None):
+        own, exit_ = self.own_finished, self.exit
+        if own is None and (exit_ is None or self.failed_rank is None):
             return None
-        return self.ended_by_rank or self.own_finished
+        # A rank that fails because a host is lost is no end of the run's own.
+        if (
+            exit_ is not None
+            and exit_.state == HOST_LOST
+            and (own is None or own.state == "failed")
+        ):
+            return None
+        return self.ended_by_rank or own
 
     @property
     def said_of_itself(self) -> dict[str, AnyEvent]:
@@ -455,6 +495,12 @@ class RunView:
         step, unix_s = self.steps.value("step", row), self.steps.value("unix_s", row)
         assert step is not None and unix_s is not None, "every step has a number and a time"
         return step, unix_s
+
+
+def host_of(source: Source) -> str:
+    """Return the host other than the first whose log it is; empty for any other log."""
+    kind, _, host = source.partition(" ")
+    return host if kind in ("device", "watch") else ""
 
 
 def rank_of(source: Source) -> int:

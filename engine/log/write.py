@@ -21,6 +21,7 @@ import contextlib
 import errno
 import fcntl
 import os
+import re
 import threading
 import time
 import weakref
@@ -36,6 +37,8 @@ from engine.limits import LOG_TEXT
 from engine.log.events import Event, LogOpened, is_written, kind_of, name_of_non_finite
 from engine.terminal import clipped
 
+HOST = "APR_WORKBENCH_HOST"
+"""Environment variable with the name of this host, for hosts that share one, as containers of an image may."""
 _ENVELOPE = ("v", "seq", "t_s", "nf")
 
 
@@ -45,6 +48,12 @@ def read_boot_id() -> str:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
         return "unknown"
+
+
+def read_host() -> str:
+    """Return the name of this machine, as HOST gives it where several share one; with no character that a file name
+    cannot have."""
+    return re.sub(r"[^\w.-]", "-", os.environ.get(HOST) or os.uname().nodename, flags=re.ASCII)[:64]
 
 
 # contract: run-log-v1
@@ -130,7 +139,7 @@ class LogWriter:
                     boot_id=read_boot_id(),
                     pid=os.getpid(),
                     writer=writer,
-                    host=os.uname().nodename,
+                    host=read_host(),
                     torn_bytes_dropped=torn,
                 )
             )

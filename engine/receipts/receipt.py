@@ -36,7 +36,7 @@ from engine.log.events import (
 from engine.log.folder import RunFolder
 from engine.log.observed import lines_of
 from engine.log.read import BrokenLog, events_of
-from engine.log.view import RunView
+from engine.log.view import RunView, host_of
 from engine.receipts.context import plain, sessions_of, spec_hash
 from engine.sealing import canonical, digest, now_utc
 from engine.spec import parse_set, read_spec
@@ -138,7 +138,9 @@ def facts_of(run: RunFolder, view: RunView) -> dict[str, Any]:
 
 def logs_of(run: RunFolder) -> tuple[Path, ...]:
     """Return the append-only files of a run."""
-    return run.events, run.device, run.watch, run.stderr
+    hosts = [RunFolder(run.path, host_of(source)) for source in run.logs() if host_of(source)]
+    further = {path: None for one in hosts for path in (one.device, one.watch, one.stderr)}
+    return run.events, run.device, run.watch, run.stderr, *further
 
 
 def facts_sha256(facts: dict[str, Any], names: Sequence[str]) -> dict[str, str]:

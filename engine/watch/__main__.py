@@ -1,5 +1,5 @@
-"""`python -m engine.watch RUN [--resume] [--allow-fallback] [--allow-restart] [--terminal FD]`: the supervisor process
-of one run; started by `engine.watch.start_and_stop`.
+"""`python -m engine.watch RUN [--resume] [--allow-fallback] [--allow-restart] [--terminal FD] [--host PLACE]`: the
+supervisor process of one run on one host; started by `engine.watch.start_and_stop`.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from pathlib import Path
 from engine.errors import EngineError
 from engine.log.folder import open_run
 from engine.terminal import say
+from engine.watch.hosts import Place
 from engine.watch.supervisor import supervise
 
 
@@ -21,6 +22,7 @@ def main() -> int:
     parser.add_argument("--allow-fallback", action="store_true")
     parser.add_argument("--allow-restart", action="store_true")
     parser.add_argument("--terminal", type=int)
+    parser.add_argument("--host", type=Place.parse)
     arguments = parser.parse_args()
     try:
         flags = [
@@ -28,7 +30,7 @@ def main() -> int:
             for name in ("resume", "allow-fallback", "allow-restart")
             if vars(arguments)[name.replace("-", "_")]
         ]
-        return supervise(open_run(arguments.run), flags, arguments.terminal)
+        return supervise(open_run(arguments.run), flags, arguments.terminal, arguments.host)
     except EngineError as error:
         say(error)
         return error.exit_code

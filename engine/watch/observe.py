@@ -28,7 +28,9 @@ from engine.machine.kill_counters import read_kill_counters
 from engine.machine.nvml import open_nvml
 from engine.machine.sampler import Sampler
 from engine.watch.exit_cause import (
+    Certainty,
     ExitAttribution,
+    ExitState,
     attribute_exit,
     attribute_unseen_exit,
     find_kernel_line,
@@ -63,6 +65,8 @@ class RunObserver:
         its stacks. `strangers` returns the processes that train, the first of them first, where `pid` ran already
         and is not told of by anything inside it."""
         self.run, self.pid, self.watch, self.device = run, pid, watch, device
+        self._is_first = not run.host
+        """Whether this is the first host: what concerns the run and not a machine is done there alone."""
         self._begun_s = time.monotonic()
         self.before = read_kill_counters(pid=pid)
         """The kernel's counters that those at the end are compared with."""
@@ -85,7 +89,7 @@ class RunObserver:
             self._trainer_pid,
             nvml=nvml,
             tick_s=self._sample_seconds,
-            own_memory=partial(held_readings, self.run),
+            own_memory=partial(held_readings, self.run) if self._is_first else dict,
             family=None if self._strangers is None else self.pid,
             launched=self.pid,
         )
@@ -101,10 +105,11 @@ class RunObserver:
         if time.monotonic() >= self._next_sample_s:
             self._next_sample_s = max(self._next_sample_s + self._sampler.tick_s, time.monotonic())
             self._sample()
-        self.watcher.tick()
+        if self._is_first:
+            self.watcher.tick()
+            self._segments.tick()
         if self.notices is not None:
             self.notices.tick(self.watcher.follower)
-        self._segments.tick()
         found = self._look_at_machine()
         # Missed ticks (a suspended machine) are skipped, not made up for.
         self._next_tick_s = max(self._next_tick_s + TICK_S, time.monotonic())
@@ -136,11 +141,13 @@ class RunObserver:
         stderr: str = "",
         reason: str = "",
         lost_rank: LostRank | None = None,
+        lost_hosts: str = "",
         is_ours: bool = True,
     ) -> None:
-        """Write how the process ended. `finished` says that it recorded the end of its work itself; `is_ours`, that
-        its exit codes have the meaning of the engine's."""
-        self.watcher.last_look()
+        """Write how the process ended. `finished` says that it recorded the end of its work itself; `lost_hosts`, that
+        it could not go on without other machines; `is_ours`, that its exit codes have the meaning of the engine's."""
+        if self._is_first:
+            self.watcher.last_look()
         after = read_kill_counters(cgroup=self.before.cgroup)
         killed = returncode in (-signal.SIGKILL, 128 + signal.SIGKILL)
         line, unreadable = (
@@ -165,6 +172,14 @@ class RunObserver:
         if lost_rank is not None:
             exit_ = replace(exit_, sentence=f"{lost_rank.sentence}: {exit_.sentence}")
         rank = None if lost_rank is None else lost_rank.rank
+        if lost_hosts:
+            exit_ = replace(
+                exit_,
+                state=ExitState.HOST_LOST,
+                cause=lost_hosts.partition(":")[0],
+                certainty=Certainty.STRONG,
+                sentence=f"{lost_hosts}. {exit_.sentence}",
+            )
         self._write_exit(returncode, exit_, unreadable if killed else None, rank)
 
     def notify(self, wanted: str, terminal: int | None) -> None:

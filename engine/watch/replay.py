@@ -40,7 +40,7 @@ from engine.log.follow import Follower
 from engine.log.in_order import BLOCK_BYTES, InOrder, Line, blocks
 from engine.log.read import BrokenLog, LogReader
 from engine.log.table import batches_of
-from engine.log.view import SOURCES, ErrorNote, Failed, RunView, rank_of, told_once
+from engine.log.view import SOURCES, ErrorNote, Failed, RunView, host_of, rank_of, told_once
 from engine.spec import RunSpec
 from engine.watch.active_alerts import ActiveAlerts
 from engine.watch.rules.pace import median_step_s
@@ -169,6 +169,9 @@ class _Replay:
 
     def take(self, line: Line) -> None:
         event, unix_s = line.event, line.unix_s
+        if host_of(line.source):
+            self.waiting.append(line)
+            return
         if rank_of(line.source):
             # Its steps are those of the first rank.
             if isinstance(event, OF_RANKS):

@@ -17,7 +17,9 @@ from engine.errors import BadInput, InternalError, RunLogError, write_error
 from engine.log.folder import RunFolder, read_command
 from engine.log.follow import Follower
 from engine.log.read import id_of
+from engine.log.write import read_host
 from engine.signals import descendants, end
+from engine.watch.hosts import Place
 
 START_DEADLINE_S = 30.0
 POLL_S = 0.02
@@ -73,10 +75,13 @@ def launch(
     resume: bool = False,
     allow_fallback: bool = False,
     allow_restart: bool = False,
+    place: Place | None = None,
 ) -> Launched:
     """Start the supervisor of `run` in its own session and wait until it holds the run's watch log. With
     `resume` the run continues from its newest checkpoint; `allow_fallback` permits an older one, and
-    `allow_restart` permits step 0 although a checkpoint exists."""
+    `allow_restart` permits step 0 although a checkpoint exists. `place` is this host of several."""
+    if place is not None and place.number:
+        run = RunFolder(run.path, read_host())
     if run.liveness().trainer or run.liveness().supervisor:
         raise RunLogError(
             f"run folder: {run.path} — expected a run that is not going on, found one that is",
@@ -86,6 +91,7 @@ def launch(
     command += ["--resume"] if resume else []
     command += ["--allow-fallback"] if allow_fallback else []
     command += ["--allow-restart"] if allow_restart else []
+    command += [] if place is None else [f"--host={place}"]
     # A copy for notifications on the desktop: the supervisor's own stderr is a file.
     terminal = [os.dup(2)] if os.isatty(2) else []
     command += [f"--terminal={number}" for number in terminal]

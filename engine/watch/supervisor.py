@@ -31,6 +31,7 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from engine import child
@@ -46,7 +47,7 @@ from engine.log.events import (
 from engine.log.folder import RunFolder
 from engine.log.follow import Follower
 from engine.log.held import forget_held
-from engine.log.write import LogWriter, repair
+from engine.log.write import LogWriter, read_host, repair
 from engine.machine.threads import VARIABLE, choose_thread_wait
 from engine.signals import AGAIN_S, GRACE_S, descendants, end
 from engine.spec import RunSpec, spec_from_dict
@@ -54,6 +55,8 @@ from engine.watch import flight_recorder
 from engine.watch.exit_cause import (
     exception_name,
 )
+from engine.watch.hosts import Place
+from engine.watch.hosts import lost_hosts as lost_hosts_of
 from engine.watch.machine_guard import Warned
 from engine.watch.observe import RunObserver
 
@@ -64,23 +67,34 @@ _LAST_BYTES = 1 << 20
 LAUNCHER_BYTES = {b"d": "detached", b"h": "hangup"}
 
 
-def supervise(run: RunFolder, flags: list[str], terminal: int | None = None) -> int:
+def supervise(
+    run: RunFolder, flags: list[str], terminal: int | None = None, place: Place | None = None
+) -> int:
     """Run the trainer of `run` to its end with the trainer's own `flags`; returns its exit code, or 128 + n when
-    signal n ended it. `terminal` is the descriptor of the terminal that the run was started in."""
+    signal n ended it. `terminal` is the descriptor of the terminal that the run was started in; `place` is this host
+    of several, which has its own ranks of the run."""
+    if place is not None and place.number:
+        run = RunFolder(run.path, read_host())
     with (
         LogWriter(run.watch, writer="supervisor") as watch,
         LogWriter(run.device, writer="sampler") as device,
     ):
-        cut = repair(run.events)
+        cut = None if run.host else repair(run.events)
         if cut is not None:
             watch.write(Note(level="warning", text=cut))
-        return _Supervisor(run, watch, device, terminal).run_trainer(flags)
+        return _Supervisor(run, watch, device, terminal, place).run_trainer(flags)
 
 
 class _Supervisor:
     def __init__(
-        self, run: RunFolder, watch: LogWriter, device: LogWriter, terminal: int | None
+        self,
+        run: RunFolder,
+        watch: LogWriter,
+        device: LogWriter,
+        terminal: int | None,
+        place: Place | None,
     ) -> None:
+        self.place = place
         self.run, self.watch, self.device = run, watch, device
         self.terminal = terminal
         self.selector = selectors.DefaultSelector()
@@ -105,9 +119,10 @@ class _Supervisor:
             # A handler may run between any two bytecodes, so it only records the signal; the loop logs and
             # forwards it.
             signal.signal(number, lambda n, _frame: self.signals.append(n))
-        forget_held(self.run)
+        if not self.run.host:
+            forget_held(self.run)
         settings = _spec(self.run)
-        trainer, keep_alive = _start_trainer(self.run, flags)
+        trainer, keep_alive = _start_trainer(self.run, flags, self.place)
         self.observer = RunObserver(
             self.run,
             trainer.pid,
@@ -121,12 +136,15 @@ class _Supervisor:
             text = f"the trainer is `python -m {os.environ[TRAINER]}` ({TRAINER}), not engine.train"
             self.observer.write_watch(Note(level="warning", text=text))
         self.selector.register(os.pidfd_open(trainer.pid), selectors.EVENT_READ, "trainer")
-        self.observer.notify(settings.notify.to, self.terminal)
+        if not self.run.host:
+            self.observer.notify(settings.notify.to, self.terminal)
 
         self._watch_until_exit(trainer, wake_read)
         returncode = trainer.wait()
         end(self.started.values())
         os.close(keep_alive)
+        several = self.place is not None and self.place.hosts > 1 and returncode != 0
+        lost_hosts = lost_hosts_of(self.run) if several and not self.run.host else ""
         # What the trainer's own log says of its end.
         view = Follower(self.run).read_all()
         finished, lost, stderr = view.own_finished, read_lost_rank(self.run), _tail(self.run.stderr)
@@ -139,7 +157,8 @@ class _Supervisor:
                 exception = None
                 words = finished.reason.partition("\n")[0].removeprefix(f"rank {lost.rank}: ")
                 lost = replace(lost, sentence=f"{lost.sentence}, {words}")
-        self.observer.record_exit(
+        record = partial(
+            self.observer.record_exit,
             returncode,
             stop_requested=self.stop_signal,
             finished=finished is not None,
@@ -148,6 +167,9 @@ class _Supervisor:
             reason=finished.reason if finished is not None and finished.state == "failed" else "",
             lost_rank=lost,
         )
+        record(lost_hosts=lost_hosts)
+        if several and self.run.host and (lost_hosts := lost_hosts_of(self.run)):
+            record(lost_hosts=lost_hosts)
         self.observer.close_notices()
         if self.ended_early is not None:
             return 128 + self.ended_early
@@ -258,7 +280,9 @@ def _spec(run: RunFolder) -> RunSpec:
     return spec_from_dict(run.read_effective()["spec"])
 
 
-def _start_trainer(run: RunFolder, flags: list[str]) -> tuple[subprocess.Popen[bytes], int]:
+def _start_trainer(
+    run: RunFolder, flags: list[str], place: Place | None
+) -> tuple[subprocess.Popen[bytes], int]:
     """Start the trainer; return it and our end of its keep-alive pipe."""
     read_end, write_end = os.pipe2(os.O_CLOEXEC)
     spec = _spec(run)
@@ -269,6 +293,7 @@ def _start_trainer(run: RunFolder, flags: list[str]) -> tuple[subprocess.Popen[b
     arguments = [*module[1:], str(run.path), "--keep-alive-fd", str(read_end), *flags]
     command = child.command(module[0], *arguments, options=child.TRACEBACKS)
     command += [] if ranks == 1 else ["--gpus", str(ranks)]
+    command += [] if place is None or ranks == 1 else [f"--host={place}"]
     wait = choose_thread_wait(spec.compute.thread_wait, os.environ).choice
     environment = child.environment() | {VARIABLE: wait}
     if ranks > 1:

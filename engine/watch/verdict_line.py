@@ -275,6 +275,8 @@ def _of_end(view: RunView, state: str, path: str) -> Finding:
     """Return the finding on a run that did not end normally."""
     exit_ = view.exit
     text = _ENDS.get(state, "")
+    if state == "host_lost" and exit_ is not None:
+        text = exit_.cause
     if state in _MEMORY and exit_ is not None and exit_.certainty == "probable":
         text = f"probably {text or exit_.cause}"
     script = view.script_ended

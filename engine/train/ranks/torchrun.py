@@ -1,5 +1,6 @@
-"""`python -m engine.train.ranks.torchrun RUN --gpus N`: run one trainer process on each of N GPUs of this
-machine, under torchrun's agent. A supervisor starts this in place of a single trainer.
+"""`python -m engine.train.ranks.torchrun RUN --gpus N [--host PLACE]`: run one trainer process on each of N GPUs of
+this machine, or on this host's share of them, under torchrun's agent. A supervisor starts this in place of a single
+trainer.
 
     supervisor -> this agent -> N ranks, each `python -m engine.train RUN`
 
@@ -32,13 +33,14 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from engine import child
-from engine.errors import RunLogError
+from engine.errors import EXIT_INTERRUPTED, EXIT_TERMINATED, RunLogError
 from engine.log.beats import (
     Beat,
     LostRank,
     behind,
     forget,
     read_beats,
+    read_lost_rank,
     waited_for,
     write_lost_rank,
 )
@@ -47,6 +49,7 @@ from engine.log.follow import Follower
 from engine.spec import spec_from_dict
 from engine.terminal import say
 from engine.train.stop_request import GRACE_S
+from engine.watch.hosts import Place
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
@@ -65,10 +68,12 @@ def main() -> int:
     )
     parser.add_argument("run", type=Path)
     parser.add_argument("--gpus", type=int, required=True)
+    parser.add_argument("--host", type=Place.parse, default=Place(0, 1, "127.0.0.1:0"))
     parser.add_argument("--keep-alive-fd", type=int)
     arguments, flags = parser.parse_known_args()
     run = open_run(arguments.run)
-    forget(run)
+    ranks = arguments.host.ranks(arguments.gpus)
+    forget(run, ranks, arguments.gpus)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _pass_on)
     if arguments.keep_alive_fd is not None:
@@ -76,16 +81,19 @@ def main() -> int:
             target=_end_with_supervisor, args=(arguments.keep_alive_fd,), daemon=True
         ).start()
     spec = spec_from_dict(run.read_effective()["spec"])
-    hangs = HangWatch(run, spec.compute.collective_timeout_s + LEEWAY_S)
+    hangs = HangWatch(run, spec.compute.collective_timeout_s + LEEWAY_S, ranks)
     hangs.start()
-    return launch(run, arguments.gpus, flags, hangs)
+    return launch(run, arguments.host, ranks, flags, hangs)
 
 
 class HangWatch(threading.Thread):
-    """Kills the ranks that the others have waited `limit_s` for; `sentence` then says so."""
+    """Kills those of this host's `ranks` that the others have waited `limit_s` for; `sentence` then says so."""
 
-    def __init__(self, run: RunFolder, limit_s: float, look_every_s: float = 1.0) -> None:
+    def __init__(
+        self, run: RunFolder, limit_s: float, ranks: range, look_every_s: float = 1.0
+    ) -> None:
         super().__init__(daemon=True, name="hang watch")
+        self.ranks = ranks
         self.run_folder, self.limit_s, self.look_every_s = run, limit_s, look_every_s
         self.sentence: str | None = None
         self.stopped: list[Beat] = []
@@ -102,10 +110,10 @@ class HangWatch(threading.Thread):
             # If this process was itself suspended, it does not know what the ranks did meanwhile.
             absent = now_s - looked_s > self.look_every_s + LEEWAY_S
             looked_s = now_s
-            stopped = _stopped(beats)
+            stopped = _stopped([beat for beat in beats if beat.rank in self.ranks])
             if stopped or beats != before:
                 self.stopped = stopped
-            late = behind(beats) or stopped
+            late = [beat for beat in behind(beats) if beat.rank in self.ranks] or stopped
             if absent or beats != before or not late:
                 before, since_s = beats, now_s
             elif now_s - since_s >= self.limit_s:
@@ -117,8 +125,8 @@ class HangWatch(threading.Thread):
                 return
 
 
-def launch(run: RunFolder, ranks: int, flags: list[str], hangs: HangWatch) -> int:
-    """Run `ranks` trainers to their end and return the exit code of the first that failed.
+def launch(run: RunFolder, place: Place, ranks: range, flags: list[str], hangs: HangWatch) -> int:
+    """Run this host's `ranks` to their end and return the exit code of the first that failed.
 
     The code is 128 + n when signal n ended that rank, and 0 when none failed.
     """
@@ -127,14 +135,17 @@ def launch(run: RunFolder, ranks: int, flags: list[str], hangs: HangWatch) -> in
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+    several = place.hosts > 1
     config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=ranks,
+        min_nodes=place.hosts,
+        max_nodes=place.hosts,
+        nproc_per_node=len(ranks),
         run_id=run.name,
-        rdzv_backend="c10d",
-        rdzv_endpoint="127.0.0.1:0",
-        local_addr="127.0.0.1",
+        # The first rank is on the first host, which has the run's own logs.
+        rdzv_backend="static" if several else "c10d",
+        rdzv_configs={"rank": place.number} if several else {},
+        rdzv_endpoint=place.meet,
+        local_addr=None if several else "127.0.0.1",
         max_restarts=0,
         # SIGTERM and SIGINT, which ask a run to stop, are handled in this module.
         signals_to_handle="SIGQUIT",
@@ -149,15 +160,20 @@ def launch(run: RunFolder, ranks: int, flags: list[str], hangs: HangWatch) -> in
     except ChildFailedError as failed:
         rank = _first_failed(failed.failures, _recorded_ends(run))
         failure = failed.failures[rank]
-        if _asked:
-            codes = {one.exitcode for one in failed.failures.values()}
-            as_asked = {128 + _asked[0], -_asked[0]}
+        codes = {one.exitcode for one in failed.failures.values()}
+        for asked in _asked[:1]:
+            as_asked = {128 + asked, -asked}
             # Nothing is lost: the ranks stopped as requested, or were killed because another one had.
             if codes & as_asked and codes <= as_asked | {-signal.SIGKILL}:
-                return 128 + _asked[0]
+                return 128 + asked
+        # The ranks of another host were asked to stop, and these agreed to.
+        if several and codes in ({EXIT_TERMINATED}, {EXIT_INTERRUPTED}):
+            return codes.pop()
         lost = _who_failed(run, rank, failure.pid, failure.exitcode, hangs.sentence, hangs.stopped)
         say(lost.sentence)
-        write_lost_rank(run, lost)
+        # A rank that another host has lost comes first, unless this one could not record why it ended.
+        if read_lost_rank(run) is None or lost.returncode < 0:
+            write_lost_rank(run, lost)
         code = failure.exitcode
         return code if code >= 0 else 128 - code
     return 0

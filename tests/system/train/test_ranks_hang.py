@@ -49,7 +49,7 @@ def _watched(
     monkeypatch.setattr(torchrun.time, "monotonic", lambda: float(now[0]))
     monkeypatch.setattr(torchrun, "_children", lambda: [*children])
     monkeypatch.setattr(torchrun.os, "kill", lambda pid, number: killed.append(pid))
-    watch = HangWatch(RunFolder(folder), limit_s)
+    watch = HangWatch(RunFolder(folder), limit_s, range(9))
     with contextlib.suppress(_Over):
         watch.run()
     return watch, killed, now[0]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -26,12 +25,11 @@ def test_the_slurm_example_makes_a_run_and_continues_it(kit: Kit, tmp_path: Path
         "srun": 'exec "$@"',
         "scontrol": "echo 127.0.0.1",
         "engine": f'exec {sys.executable} -m engine "$@"',
-        "torchrun": f'exec {sys.executable} -m torch.distributed.run "$@"',
     }
     for name, line in played.items():
         (commands / name).write_text(f"#!/bin/sh\n{line}\n")
         (commands / name).chmod(0o755)
-    slurm = {"NNODES": 1, "GPUS_ON_NODE": 2, "JOB_NODELIST": "one", "JOB_ID": os.getpid()}
+    slurm = {"NNODES": 1, "NODEID": 0, "GPUS_ON_NODE": 2, "JOB_NODELIST": "one"}
     env = environment() | {f"SLURM_{name}": str(value) for name, value in slurm.items()}
     env["PATH"] = f"{commands}:{env['PATH']}"
     spec = kit.spec(tmp_path, train__rows=2, train__steps=6, train__stop_after=3)

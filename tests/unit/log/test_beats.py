@@ -76,6 +76,6 @@ def test_a_new_session_forgets_beats_and_the_lost_rank_but_no_log(tmp_path: Path
     write_lost_rank(run, lost)
     log_of(run, 1).write_text("a line\n")
     assert read_lost_rank(run) == lost and log_of(run, 0) == run.events
-    forget(run)
+    forget(run, range(9), 9)
     assert read_beats(run) == [] and read_lost_rank(run) is None
     assert log_of(run, 1).read_text() == "a line\n"

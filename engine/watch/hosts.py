@@ -1,0 +1,87 @@
+"""The hosts of a run over several machines: which of them this one is, and which one was lost.
+
+Each host has an agent of torchrun for its ranks, and a supervisor of its own that samples the machine. Further hosts
+record how their agent ended at once. The first one waits for these records before it writes its own, the end of the
+run; a further host then waits for that of the first. What a host leaves without a record is lost.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from typing import NamedTuple
+
+from engine.errors import UsageError
+from engine.log.folder import RunFolder
+from engine.log.follow import Follower
+from engine.log.read import writer_is_alive
+from engine.units import format_seconds
+
+POLL_S = 0.1
+WAIT_S = 30.0
+"""Time within which every host records its end once the run has ended on one of them, in seconds."""
+_PLACE = re.compile(r"(\d{1,5})/(\d{1,5})@([^\s@]+:\d{1,5})", re.ASCII)
+
+
+class Place(NamedTuple):
+    """This host among those of a run; as text `1/2@node0:29400`."""
+
+    number: int
+    hosts: int
+    meet: str
+    """Host and port at which the agents meet; the first host listens there."""
+
+    @classmethod
+    def parse(cls, text: str) -> Place:
+        found = _PLACE.fullmatch(text)
+        if found is None or int(found[1]) >= int(found[2]):
+            raise UsageError(
+                f"host: {text} — expected NUMBER/HOSTS@HOST:PORT, the numbers from 0 on",
+                hint="engine distill --join RUN --host 0/2 --meet HOST:29400",
+            )
+        return cls(int(found[1]), int(found[2]), found[3])
+
+    def __str__(self) -> str:
+        return f"{self.number}/{self.hosts}@{self.meet}"
+
+    def ranks(self, world: int) -> range:
+        """Return the ranks on this host. Raises UsageError where the hosts cannot have equally many."""
+        each, left = divmod(world, self.hosts)
+        if left or not each:
+            raise UsageError(
+                f"compute.gpus: {world} — expected as many GPUs on each of {self.hosts} hosts",
+                hint=f"--gpus {max(each, 1) * self.hosts}",
+            )
+        return range(self.number * each, (self.number + 1) * each)
+
+
+def lost_hosts(run: RunFolder) -> str:
+    """Wait until the other hosts have recorded their ends, and describe those that cannot any more; empty for none."""
+    whole = RunFolder(run.path)
+    follower, deadline_s, lost = Follower(whole), time.monotonic() + WAIT_S, {}
+    while True:
+        # Before the log is read: a record is written before the lock is released.
+        free = {path for path in whole.logs().values() if not writer_is_alive(path)}
+        view = follower.read_all()
+        logs = {} if not run.host else {"": (whole.watch, view.clocks.get("watch"), view.own_exit)}
+        for host, one in view.hosts_now.items():
+            if host != run.host:
+                path = RunFolder(run.path, host).watch
+                logs[host] = path, one.clocks["watch"], one.own_exit
+        open_ = {host: one for host, one in logs.items() if one[2] is None and one[1] is not None}
+        is_late = time.monotonic() >= deadline_s
+        for host, (path, clock, _) in open_.items():
+            assert clock is not None
+            silent_s = max(
+                0.0,
+                time.time() - path.with_name(path.name.replace("watch", "device")).stat().st_mtime,
+            )
+            if path in free or (is_late and silent_s >= WAIT_S):
+                ranks = ", ".join(map(str, view.ranks_on(clock.host)))
+                lost[host] = (
+                    f"host {clock.host}{f' with rank {ranks}' if ranks else ''} was lost: its supervisor recorded no "
+                    f"end, and last wrote {format_seconds(silent_s)} ago"
+                )
+        if is_late or not open_.keys() - lost.keys():
+            return "; ".join(lost.values())
+        time.sleep(POLL_S)
