@@ -215,7 +215,7 @@ def an_arm(flip: Path, made: Plan, number: int, arm: str, shown: bool | None) ->
     seen = seen_in(made, arm, run, state)
     assert seen["shown"] is shown, seen["reason"]
     state = state if shown is None else "answered"
-    return outcome(arm, None, run=name, state=state, **(seen | {"no_value": ""}))
+    return outcome(arm, seen.pop("value"), run=name, state=state, **seen)
 
 
 def carry_out(bundle: Bundle, flip: Path, shows: Shows = ENDS, cause: str = "") -> Finding:
