@@ -68,13 +68,13 @@ def log(**values: Any) -> None:
     their names; `prompt` and `sample` are texts, a beginning and the model's continuation. A value that is not one
     number is recorded as unknown. Only rank 0 records. Does nothing if the process is not watched; raises nothing."""
     if _hooks is not None:
-        _hooks.log(values)
+        _hooks.tell("logged", values)
 
 
 def note(text: str, level: str = "info") -> None:
     """Record a sentence; `level` is `info`, `warning` or `error`."""
     if _hooks is not None:
-        _hooks.note(level, text)
+        _hooks.tell("noted", level, text)
 
 
 def is_watching() -> bool:
@@ -101,7 +101,7 @@ class watch:
             start(self._out)
             self._has_started = _begun is not before
         if _hooks is not None and self._optimizer is not None:
-            _hooks.choose(self._optimizer)
+            _hooks.tell("choose", self._optimizer)
         return self
 
     def __exit__(
@@ -113,7 +113,7 @@ class watch:
         if self._has_started:
             stop(error)
         elif _hooks is not None and self._optimizer is not None:
-            _hooks.end()
+            _hooks.tell("end_chosen")
 
 
 def start(out: str = "") -> None:

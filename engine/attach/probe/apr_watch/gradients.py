@@ -16,9 +16,8 @@ import weakref
 from collections import Counter
 from typing import Any
 
-from .outside import rows_of
 from .parameters import FAIL, PASS, SUSPICION, Line, held_by
-from .updates import Rows, Seen, fits, is_plain
+from .updates import Sample, Seen, is_plain, sample_of
 
 _ELEMENTS = 1 << 14
 _MAX_PASSES = 16
@@ -32,7 +31,7 @@ class Chain:
         self._torch = torch
         self.is_open = self._is_broken = False
         """Open: the chain still holds. Broken: it is known that no gradient of the previous step is left."""
-        self._rows: list[Rows] = []
+        self._sample: Sample | None = None
         self._last: Any = None
         self._passes = 0
         self._holds: list[Any] = []
@@ -45,11 +44,11 @@ class Chain:
 
     def begin(self, optimizer: Any) -> None:
         """Start the chain after a step."""
-        self._rows = rows_of(self._torch, held_by(optimizer), _ELEMENTS)
+        self._sample = sample_of(self._torch, held_by(optimizer), _ELEMENTS)
         self._holds, self._adds, self._passes = [], [], 0
         self._last = self._gradients()
         self.is_open = self._last is not None
-        self._is_broken = self._last is None and bool(self._rows)
+        self._is_broken = self._last is None and self._sample is not None
         if self.is_open:
             self._holds.append((self._last != 0).any())
 
@@ -87,7 +86,7 @@ class Chain:
         self.is_open = False
         now = self._gradients()
         if now is None:
-            return False if self._rows else None
+            return None if self._sample is None else False
         if not self._adds:
             return None
         # Clipping and averaging may have multiplied all gradients by one factor.
@@ -104,30 +103,17 @@ class Chain:
 
     def _hold(self, condition: Any) -> None:
         if condition is False or (condition.is_cpu and not condition):
-            self.is_open, self._is_broken = False, bool(self._rows)
+            self.is_open, self._is_broken = False, self._sample is not None
         else:
             self._holds.append(condition)
 
     def _gradients(self) -> Any:
-        """Return sampled elements, (N,); None without gradients, and empty `_rows` if they cannot be read."""
-        found: list[tuple[Rows, Any, Any]] = []
-        for rows in self._rows:
-            parameter: Any = rows.of()
-            gradient = None if parameter is None else parameter.grad
-            if parameter is None or not (
-                gradient is None or fits(self._torch, gradient, parameter)
-            ):
-                self._rows = []
-                return None
-            found.append((rows, parameter, gradient))
-        if all(gradient is None for _, _, gradient in found):
+        """Return sampled elements, (N,); None without gradients, and no sample if they cannot be read."""
+        found = self._sample and self._sample.read("grad")
+        if self._sample is None or found is None:
+            self._sample = None
             return None
-        pieces = [
-            parameter.new_zeros(rows.count) if gradient is None else rows.of_tensor(gradient)
-            for rows, parameter, gradient in found
-        ]
-        with self._torch.no_grad():
-            return self._torch.cat(pieces)
+        return found if self._sample.has_gradients else None
 
     def _lines(self, optimizer: str, step: int, holds: bool) -> list[Line]:
         self._steps = self._steps + 1 if holds else 0

@@ -39,22 +39,26 @@ class Hooks:
         optimizers = sys.modules.get("torch.optim.optimizer")
         if not hasattr(optimizers, "register_optimizer_step_post_hook"):
             return  # an older torch without global step hooks
-        clip_grad = sys.modules.get("torch.nn.utils.clip_grad")
-        loaders = sys.modules.get("torch.utils.data.dataloader")
-        steps, self._on = self._steps, True
+        steps, after, self._on = self._steps, self._after, True
+        clipping = getattr(sys.modules.get("torch.nn.utils.clip_grad"), "clip_grad_norm_", None)
+        clipped = after(steps.clipped)(clipping)
+        iterator = "torch.utils.data.dataloader", "_BaseDataLoaderIter"
+        scaler = "torch.amp.grad_scaler", "GradScaler"
         try:
-            self._hook_optimizers(optimizers)
-            self._replace(self._torch.Tensor, "backward", self._wrap_backward)
-            self._replace(self._torch.autograd, "backward", self._wrap_backward)
-            self._replace(clip_grad, "clip_grad_norm_", self._after(steps.clipped))
-            clipping = getattr(clip_grad, "clip_grad_norm_", None)
-            self._replace(self._torch.nn.utils, "clip_grad_norm_", lambda original: clipping)
-            iterators = getattr(loaders, "_BaseDataLoaderIter", None)
-            self._replace(iterators, "__next__", self._wrap_next)
-            self._replace(iterators, "_next_index", self._after(steps.samples_asked_for))
-            scaler = getattr(sys.modules.get("torch.amp.grad_scaler"), "GradScaler", None)
-            self._replace(scaler, "scale", self._after(steps.scaled))
-            self._replace(scaler, "update", self._after(steps.scaler_updated))
+            for module, owner, name, wrap in (
+                ("torch.optim.optimizer", "Optimizer", "__init__", after(steps.optimizer_made)),
+                ("torch.optim.lr_scheduler", "LRScheduler", "__init__", after(steps.schedule_made)),
+                # `Tensor.backward` calls it.
+                ("torch.autograd", "", "backward", self._wrap_backward),
+                ("torch.nn.utils.clip_grad", "", "clip_grad_norm_", lambda _: clipped),
+                ("torch.nn.utils", "", "clip_grad_norm_", lambda _: clipped),
+                (*iterator, "__next__", self._wrap_next),
+                (*iterator, "_next_index", after(steps.samples_asked_for)),
+                (*scaler, "scale", after(steps.scaled)),
+                (*scaler, "update", after(steps.scaler_updated)),
+            ):
+                self._replace(module, owner, name, wrap)
+            self._hook_steps(optimizers)
             _leave_alone_when_compiling(self._torch)
         except BaseException:
             self._on = False
@@ -68,17 +72,9 @@ class Hooks:
     def are_on(self) -> bool:
         return self._on
 
-    def log(self, values: dict[str, Any]) -> None:
-        self._guarded(self._steps.logged, values)
-
-    def choose(self, optimizer: Any) -> None:
-        self._guarded(self._steps.choose, optimizer)
-
-    def end(self) -> None:
-        self._guarded(self._steps.end_chosen)
-
-    def note(self, level: str, text: str) -> None:
-        self._guarded(self._steps.noted, level, text)
+    def tell(self, what: str, *arguments: Any) -> None:
+        """Call a method of the steps, by its name."""
+        self._guarded(getattr(self._steps, what), *arguments)
 
     def stop(self, error: BaseException | None) -> None:
         """Stop watching the process; `error` is what ended the watched block."""
@@ -91,14 +87,10 @@ class Hooks:
 
     def _change_settings(self) -> None:
         """Apply the settings of an experiment; log what torch refuses and let the script go on."""
-
-        def log_event(kind: str, fields: dict[str, Any]) -> None:
-            self._guarded(self._steps.log_event, kind, fields)
-
         try:
-            settings.apply(self._torch, log_event)
+            settings.apply(self._torch, functools.partial(self.tell, "log_event"))
         except Exception as error:  # noqa: BLE001  the script's own import of torch has succeeded
-            self.note("error", f"--set failed: {type(error).__name__}: {error}")
+            self.tell("noted", "error", f"--set failed: {type(error).__name__}: {error}")
 
     def remove(self) -> None:
         """Restore the originals. A wrapper that the script has wrapped in turn stays and only calls its original."""
@@ -107,7 +99,10 @@ class Hooks:
             while self._undo:
                 self._undo.pop()()
 
-    def _replace(self, owner: Any, name: str, wrap: Callable[[Any], Any]) -> None:
+    def _replace(self, module: str, part: str, name: str, wrap: Callable[[Any], Any]) -> None:
+        """Wrap a function of a module, or of its `part`, where the script has imported it."""
+        owner = sys.modules.get(module)
+        owner = getattr(owner, part, None) if part else owner
         original = getattr(owner, name, None)
         if original is None:
             return
@@ -120,7 +115,7 @@ class Hooks:
 
         self._undo.append(restore)
 
-    def _hook_optimizers(self, optimizers: Any) -> None:
+    def _hook_steps(self, optimizers: Any) -> None:
         is_compiling = self._is_compiling
 
         def before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
@@ -136,10 +131,6 @@ class Hooks:
                     # End as the script itself would: its finally blocks and exit handlers run, its exit code is 0.
                     sys.exit(0)
 
-        self._replace(optimizers.Optimizer, "__init__", self._after(self._steps.optimizer_made))
-        schedules = sys.modules.get("torch.optim.lr_scheduler")
-        schedule_made = self._after(self._steps.schedule_made)
-        self._replace(getattr(schedules, "LRScheduler", None), "__init__", schedule_made)
         self._undo += [
             optimizers.register_optimizer_step_pre_hook(before_step).remove,
             optimizers.register_optimizer_step_post_hook(after_step).remove,
@@ -162,11 +153,11 @@ class Hooks:
 
     def _hook_frameworks(self) -> None:
         """Hook the frameworks imported by the first step: they may know the total number of steps."""
-        trainer = getattr(sys.modules.get("transformers.trainer_callback"), "CallbackHandler", None)
-        self._replace(trainer, "on_step_begin", self._after(self._begun_by_trainer))
+        begun, called = self._after(self._begun_by_trainer), self._after(self._called_by_lightning)
+        handler = "transformers.trainer_callback", "CallbackHandler"
+        self._replace(*handler, "on_step_begin", begun)
         for name in ("lightning.pytorch", "pytorch_lightning"):
-            calls = sys.modules.get(f"{name}.trainer.call")
-            self._replace(calls, "_call_callback_hooks", self._after(self._called_by_lightning))
+            self._replace(f"{name}.trainer.call", "", "_call_callback_hooks", called)
 
     def _begun_by_trainer(
         self, _: Any, handler: Any, args: Any, state: Any, *more: Any, **others: Any

@@ -297,7 +297,7 @@ class Identities:
                 if seen.is_late and not seen.is_extra:
                     self._check_parameters(optimizer, watched, seen)
                 if watched.movement is not None:
-                    watched.movement.step_ends(optimizer, seen, watched.steps == watched.asked)
+                    watched.movement.step_ends(seen, watched.steps == watched.asked)
                 seen.end(optimizer)
             self.seen.append(seen)
             if _is_sampled(watched.steps + 1):

@@ -10,7 +10,7 @@ import weakref
 from typing import Any
 
 from .parameters import FAIL, PASS, SUSPICION, Line, Modules, named
-from .updates import Rates, Rows, Seen, is_readable
+from .updates import Rows, Sample, Seen, local_of
 
 _ELEMENTS, _MIN_ELEMENTS = 1 << 14, 4
 _MAX_TENSORS = 4096
@@ -18,12 +18,6 @@ _ANY, _EACH = 4, 16
 """First steps at which it is judged whether anything moves, and whether each tensor does."""
 _IN_A_ROW = 2
 """Number of consecutive sampled steps that must move frozen weights."""
-
-
-def _local(torch: Any, tensor: Any) -> Any:
-    """Return the local part of a tensor; None where it cannot be read as a plain one."""
-    local = getattr(tensor, "_local_tensor", tensor)
-    return local.detach() if is_readable(torch, local) else None
 
 
 class Movement:
@@ -35,68 +29,49 @@ class Movement:
             (one, local, at, place)
             for at, group in enumerate(optimizer.param_groups)
             for place, one in enumerate(group["params"])
-            if (local := _local(torch, one)) is not None
+            if (local := local_of(torch, one)) is not None
         ][:_MAX_TENSORS]
         each = max(_MIN_ELEMENTS, _ELEMENTS // max(1, len(every)))
-        self._rows: dict[Any, list[tuple[Rows, int]]] = {}
+        found: dict[Any, tuple[list[Rows], Any]] = {}
         for parameter, local, at, place in every:
             rows = Rows(local, at, place, each, 0)
             rows.of = weakref.ref(parameter)
-            self._rows.setdefault((local.device, local.dtype), []).append((rows, at))
+            found.setdefault((local.device, local.dtype), ([], local))[0].append(rows)
+        self._samples = [Sample(torch, *one) for one in found.values()]
         self._first = self._before = self._read("data")
         self._gradients: list[Any] = []
         self._moved = [one != one for one in self._first]
         self._pushed = list(self._moved)
         """Elements that have had a gradient above what rounding explains."""
         self._has_gradients = False
-        self._rates = Rates()
         self._highest = [0.0] * len(optimizer.param_groups)
         self._frozen_steps = 0
         self.is_settled = False
         """Whether it is known that weights move, or another verdict says why they do not."""
 
     def _read(self, part: str) -> list[Any]:
-        """Return the sampled elements of the parameters, or of their gradients with zeros where there is none; an empty
-        list where they cannot be read."""
-        found = []
-        for (device, dtype), group in self._rows.items():
-            pieces = []
-            for rows, _ in group:
-                parameter = rows.of()
-                held = None if parameter is None else _local(self._torch, parameter)
-                if held is None:
-                    return []
-                if part == "grad":
-                    gradient: Any = parameter.grad  # type: ignore[union-attr]
-                    self._has_gradients |= gradient is not None
-                    held = held.new_zeros(()).expand(held.shape) if gradient is None else gradient
-                    held = _local(self._torch, held)
-                if held is None or rows.of_tensor(held).numel() != rows.count:
-                    return []
-                pieces.append(rows.of_tensor(held).to(device, dtype))
-            found.append(self._torch.cat(pieces))
-        return found
+        """Return the elements of each sample (`Sample.read`); an empty list where they cannot be read."""
+        found = [one.read(part) for one in self._samples]
+        return [] if any(one is None for one in found) else found
 
     def step_begins(self) -> None:
         """Copy the weights before a sampled step, if some are frozen."""
-        held = [rows.of() for group in self._rows.values() for rows, _ in group]
+        held = [rows.of() for sample in self._samples for rows in sample.rows]
         has_frozen = not all(one is not None and one.requires_grad for one in held)
         self._before = self._read("data") if has_frozen else []
 
-    def step_ends(self, optimizer: Any, seen: Seen, is_asked: bool) -> None:
+    def step_ends(self, seen: Seen, is_asked: bool) -> None:
         """Compare the weights after a sampled step, on the device. `is_asked`: whether the verdict on NaN is wanted in
         any case."""
         number, tensors = seen.number, dict[str, Any]()
-        rates = [group.get("lr") for group in optimizer.param_groups]
-        known = [rate if type(rate) in (int, float) else 0.0 for rate in rates]
-        settled = self._rates.add(max(known, default=0.0))
         # A tensor is no number of the host.
-        likely = [rate if type(rate) in (int, float) else 1.0 for rate in rates]
+        likely = [1.0 if rate is None else rate for rate in seen.rates]
         self._highest = list(map(max, likely, self._highest + [0.0] * len(likely)))
         is_open = not self.is_settled and (number in (1, _ANY) or number >= _EACH)
         if not (self._before or is_open or is_asked):
             return
         now, gradients = self._read("data"), self._read("grad")
+        self._has_gradients |= any(one.has_gradients for one in self._samples)
         previous, self._gradients = self._gradients, gradients
         if not (self._first and now and gradients):
             return
@@ -104,12 +79,12 @@ class Movement:
             [
                 (
                     not rows.of().requires_grad,  # type: ignore[union-attr]
-                    settled and known[at] > 0,
-                    settled and not self._highest[at],
+                    seen.is_settled and bool(seen.rates[rows.group]),
+                    seen.is_settled and not self._highest[rows.group],
                 )
-                for rows, at in group
+                for rows in sample.rows
             ]
-            for group in self._rows.values()
+            for sample in self._samples
         ]
         for at, (weights, slopes) in enumerate(zip(now, gradients, strict=True)):
             # A smaller one may be rounding alone, as that of a bias before a batch norm.
@@ -143,15 +118,14 @@ class Movement:
         trained: list[Any] = []
         moved, still, wrong, driven, resting = [], [], [], [], []
         numbers = 0
-        for at, group in enumerate(self._rows.values()):
-            counts = [rows.count for rows, _ in group]
-            none = self._torch.zeros(sum(counts), dtype=self._torch.bool, device="cpu")
+        for at, sample in enumerate(self._samples):
+            none = self._torch.zeros(sum(sample.counts), dtype=self._torch.bool, device="cpu")
             columns = [
-                tensors.pop(f"{what} {at}", none).split(counts)
+                tensors.pop(f"{what} {at}", none).split(sample.counts)
                 for what in ("pushed", "moved", "nan", "frozen")
             ]
-            for (rows, _), (frozen, works, rests), pushed, moves, nan, drives in zip(
-                group, state[at], *columns, strict=True
+            for rows, (frozen, works, rests), pushed, moves, nan, drives in zip(
+                sample.rows, state[at], *columns, strict=True
             ):
                 if frozen:
                     driven += [rows] * bool(drives.any())

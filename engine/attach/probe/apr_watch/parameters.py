@@ -11,6 +11,7 @@ import itertools
 import sys
 import time
 import weakref
+from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
@@ -309,12 +310,7 @@ class Held:
 
 def _hold_all(loose: list[Any], stale: list[Any]) -> bool:
     """Return whether each stale parameter has a counterpart of its shape."""
-    shapes = [tuple(one.shape) for one in loose]
-    for one in stale:
-        if tuple(one.shape) not in shapes:
-            return False
-        shapes.remove(tuple(one.shape))
-    return True
+    return not Counter(one.shape for one in stale) - Counter(one.shape for one in loose)
 
 
 def _replaced(modules: Modules, stale: list[Any]) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import statistics
 import weakref
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -55,7 +56,7 @@ class Rows:
     def __init__(self, parameter: Any, group: int, place: int, most: int, number: int) -> None:
         """Choose evenly spaced rows with at most `most` elements in all; they differ with each `number`."""
         self.of = weakref.ref(parameter)
-        self.label = f"group {group}, parameter {place}"
+        self.group, self.label = group, f"group {group}, parameter {place}"
         rows = parameter.shape[0] if parameter.dim() else 1
         stride = -(-rows // max(1, most * rows // parameter.numel()))
         self._rows = slice(number * _ROW_OFFSET % stride, None, stride)
@@ -69,6 +70,50 @@ class Rows:
             return tensor.reshape(1)
         # One row of a large matrix may exceed the limit.
         return tensor[self._rows].reshape(-1)[: self._most]
+
+
+class Sample:
+    """Sampled elements of parameters of one device and dtype."""
+
+    def __init__(self, torch: Any, rows: list[Rows], like: Any) -> None:
+        """`like`: a tensor of the device and dtype."""
+        self._torch, self.rows, self._like = torch, rows, like.detach().new_zeros(0)
+        self.counts = [one.count for one in rows]
+        self.has_gradients = False
+        """Whether there was a gradient when they were read last."""
+
+    def read(self, part: str = "data") -> Any:
+        """Return a copy of the elements, (N,), or of those of their gradients (`grad`), with zeros where there is none;
+        None where one cannot be read. Of a sharded tensor only the local part is read."""
+        pieces = []
+        found = [(rows, getattr(rows.of(), part, rows)) for rows in self.rows]
+        self.has_gradients = any(held is not None for _, held in found)
+        for rows, held in found:
+            local = local_of(
+                self._torch, self._like.new_zeros(rows.count) if held is None else held
+            )
+            pieces.append(local if held is None or local is None else rows.of_tensor(local))
+            if pieces[-1] is None or pieces[-1].numel() != rows.count:
+                return None
+        return self._torch.cat([one.to(self._like) for one in pieces])
+
+
+def sample_of(torch: Any, parameters: list[Any], numbers: int) -> Sample | None:
+    """Sample about `numbers` elements of the plain parameters with the most common device and dtype."""
+    plain = [p for p in parameters if is_plain(torch, p) and p.requires_grad]
+    if not plain:
+        return None
+    counts = Counter((p.device, p.dtype) for p in plain)
+    most = counts.most_common(1)[0][0]
+    plain = [p for p in plain if (p.device, p.dtype) == most]
+    each = max(1, numbers // len(plain))
+    return Sample(torch, [Rows(p, 0, at, each, 0) for at, p in enumerate(plain)], plain[0])
+
+
+def local_of(torch: Any, tensor: Any) -> Any:
+    """Return the local part of a tensor; None where it cannot be read as a plain one."""
+    local = getattr(tensor, "_local_tensor", tensor)
+    return local.detach() if is_readable(torch, local) else None
 
 
 def is_plain(torch: Any, parameter: Any) -> bool:
@@ -134,6 +179,12 @@ class Seen:
         self._left_out = 0
         self._arrival: Arrival | None = None
         self._lines: list[Line] | None = None
+        groups = optimizer.param_groups
+        self.rates = [
+            rate if type(rate := group.get("lr")) in (int, float) else None for group in groups
+        ]
+        """Learning rate of each group; None for a tensor, which may be on a GPU."""
+        self.is_settled = rates.add(max(filter(None, self.rates), default=0.0))
         # A closure, a hook of the script or a fused scaler sets gradients during the step: copy them at its end.
         self.is_late = (
             has_closure
@@ -143,9 +194,7 @@ class Seen:
         self._is_hooked = bool(getattr(optimizer, "_optimizer_step_post_hooks", None))
         """Whether hooks of the script run between the step and the copy of its results."""
         self.runs_script = has_closure or self._is_hooked
-        self._rules: list[Any] = [
-            rule_of(torch, optimizer, group) for group in optimizer.param_groups
-        ]
+        self._rules: list[Any] = [rule_of(torch, optimizer, group) for group in groups]
         if any(isinstance(rule, str) for rule in self._rules):
             self._why = next(rule for rule in self._rules if isinstance(rule, str))
             return
@@ -368,8 +417,7 @@ class Seen:
         """Judge whether most 16-bit weights with a gradient stay unchanged because the update is below their precision.
         Not judged during a warm-up or once the learning rate has fallen by half, where that is normal."""
         rate = max(rule.rate for rule in self._rules)
-        is_at_work = self._rates.add(rate)
-        if not found.moving or not is_at_work:
+        if not found.moving or not self.is_settled:
             return []
         share = found.still / found.moving
         about = {"numbers": found.moving, "still": found.still, "lr": rate}

@@ -90,35 +90,26 @@ def encode(kind: str, fields: dict[str, Any], seq: int, t_s: float) -> bytes:
     # Numbers that may be too large, lone surrogates (a path may hold bytes that are not UTF-8), and long texts.
     if not text or "e+" in text or "\\ud" in text or len(text) > _TEXT:
         non_finite: dict[str, str] = {}
-        text = _as_json(record, "", non_finite)
-        if non_finite:
-            text = f'{text[:-1]},"nf":{json.dumps(non_finite)}}}'
+        record = _plain(record, "", non_finite)
+        text = _encode({**record, "nf": non_finite} if non_finite else record)
     return text.encode() + b"\n"
 
 
-def _as_json(value: Any, path: str, non_finite: dict[str, str]) -> str:
+def _plain(value: Any, path: str, non_finite: dict[str, str]) -> Any:
+    """Return what JSON can represent of a value; `path` is its JSON pointer (RFC 6901) without the first slash."""
     if isinstance(value, float) and not -_MOST <= value <= _MOST:
         non_finite[path] = "nan" if math.isnan(value) else "+inf" if value > 0 else "-inf"
-        return "null"
+        return None
     if value is None or isinstance(value, (float, int)):
-        return _encode(value)
-    if isinstance(value, dict):
+        return value
+    if isinstance(value, (dict, list)):
         under = path and path + "/"
-        parts = [
-            f"{_as_json(name, '', {})}:{_as_json(one, under + _pointed(name), non_finite)}"
-            for name, one in value.items()
-        ]
-        return "{" + ",".join(parts) + "}"
-    if isinstance(value, list):
-        under = path and path + "/"
-        parts = [_as_json(one, f"{under}{at}", non_finite) for at, one in enumerate(value)]
-        return "[" + ",".join(parts) + "]"
-    return _encode(str(value)[:_TEXT].encode("utf-8", "backslashreplace").decode())
-
-
-def _pointed(name: str) -> str:
-    """Return a name escaped as in a JSON pointer (RFC 6901)."""
-    return name.replace("~", "~0").replace("/", "~1") if "~" in name or "/" in name else name
+        found = {}
+        for name, one in value.items() if isinstance(value, dict) else enumerate(value):
+            pointed = str(name).replace("~", "~0").replace("/", "~1")
+            found[_plain(name, "", {})] = _plain(one, under + pointed, non_finite)
+        return found if isinstance(value, dict) else list(found.values())
+    return str(value)[:_TEXT].encode("utf-8", "backslashreplace").decode()
 
 
 def _lock(fd: int) -> None:
