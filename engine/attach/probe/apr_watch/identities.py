@@ -28,7 +28,7 @@ from typing import Any
 
 from . import schedule
 from .coverage import Tokenizers
-from .data import Passes, parts_of
+from .data import Passes
 from .distillation import Divergence
 from .folders import Position
 from .gradients import Chain, Windows
@@ -43,6 +43,7 @@ from .questions import ASKED_STEPS, Budget, Questions, Rows
 from .ranks import Ranks
 from .scaling import Scaling
 from .token_weights import Judged, TokenWeights
+from .untouched import tensors_in
 from .updates import Rates, Seen
 from .values import is_capturing
 
@@ -380,13 +381,11 @@ class Identities:
 
 def _rows_of(torch: Any, batch: Any) -> Rows | None:
     """Return the rows of the first tensor in a batch, with a copy of the first one."""
-    if isinstance(batch, torch.Tensor):
-        if not batch.dim():
-            return None
-        first = batch[0].detach().clone() if batch.dim() > 1 and len(batch) else None
-        return Rows(int(batch.shape[0]), first)
-    parts = parts_of(torch, batch)
-    return next((rows for one in parts if (rows := _rows_of(torch, one)) is not None), None)
+    one = next((one for one in tensors_in(torch, batch) if one.dim()), None)
+    if one is None:
+        return None
+    first = one[0].detach().clone() if one.dim() > 1 and len(one) else None
+    return Rows(int(one.shape[0]), first)
 
 
 def _is_sampled(step: int) -> bool:

@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 from .distillation import Divergence
 from .losses import Loss
 from .parameters import FACT, PASS, SUSPICION, UNKNOWN, Line
-from .untouched import Untouched
+from .untouched import Untouched, tensors_in
 
 ASKED_STEPS = (2, 16)
 """Steps of an optimizer after which its model is asked."""
@@ -72,13 +72,15 @@ class _Call:
     def __init__(self, torch: Any, model: Any, args: Any, kwargs: Any) -> None:
         # Weak: a model that holds its hook would hold itself.
         self._torch, self._model = torch, weakref.ref(model)
-        first = next(iter(_tensors(torch, [args, kwargs])), None)
+        given = {**dict(enumerate(args)), **kwargs}
+        first = next(iter(tensors_in(torch, given)), None)
         if first is None or not first.dim():
             raise _Unasked("its call has no tensor with rows")
         self.rows = int(first.shape[0])
         self._is_square = first.dim() > 1 and first.shape[1] == self.rows
         self._bytes = 0
-        self.args, self.kwargs = _mapped(args, self._kept), _mapped(kwargs, self._kept)
+        self.arguments: Any = _mapped(given, self._kept)
+        """Arguments by place or name."""
         self._modes = [one.training for one in model.modules()]
         kind = first.device.type
         try:
@@ -107,11 +109,16 @@ class _Call:
             return value
         raise _Unasked(f"its call has an argument of type {type(value).__name__}")
 
-    def run(self, args: Any, kwargs: Any, context: Untouched) -> list[Any]:
+    def run(self, arguments: Any = None, context: Untouched | None = None) -> list[Any]:
         """Return the tensors of floats that the model gives, logits first."""
-        with context, self._torch.autocast(**self._autocast, cache_enabled=False):
-            given = self.model(*args, **kwargs)
-            found = _tensors(self._torch, _parts(given))
+        arguments = arguments or self.arguments
+        args = [one for at, one in arguments.items() if isinstance(at, int)]
+        kwargs = {at: one for at, one in arguments.items() if isinstance(at, str)}
+        with (
+            context or Untouched(self._torch, self.model),
+            self._torch.autocast(**self._autocast, cache_enabled=False),
+        ):
+            found = tensors_in(self._torch, _parts(self.model(*args, **kwargs)))
             return [one for one in found if one.is_floating_point()]
 
     @property
@@ -131,42 +138,36 @@ class _Call:
         scale = _largest(output)
         return self._limits[0] * scale, self._limits[1] * scale
 
-    def changed(self, at: int | str, value: Any) -> tuple[Any, Any]:
-        """Return the arguments with another value of one of them."""
-        if isinstance(at, int):
-            return (*self.args[:at], value, *self.args[at + 1 :]), self.kwargs
-        return self.args, {**self.kwargs, at: value}
-
     def has_rows_of(self, data: Rows) -> bool:
         """Return whether the rows of the call are those of the data: time may be its first dimension, and as long."""
         if data.number != self.rows or not self._is_square or data.first is None:
             return data.number == self.rows
-        row = next(iter(_tensors(self._torch, [self.args, self.kwargs])))[0]
+        row = next(iter(tensors_in(self._torch, self.arguments)))[0]
         parts = (data.first[: len(row)], data.first[len(data.first) - len(row) :])
         return any(one.shape == row.shape and bool((one.to(row) == row).all()) for one in parts)
 
-    def swapped(self) -> tuple[Any, Any]:
+    def swapped(self) -> Any:
         return self._with(lambda rows: rows.flip(0))
 
-    def repeated(self) -> tuple[Any, Any]:
+    def repeated(self) -> Any:
         """Return the arguments with the first row in the place of the second."""
         return self._with(lambda rows: rows[[0, 0]])
 
-    def _with(self, change: Callable[[Any], Any]) -> tuple[Any, Any]:
+    def _with(self, change: Callable[[Any], Any]) -> Any:
         def of(value: Any) -> Any:
             is_rows = isinstance(value, self._torch.Tensor) and value.shape[:1] == (2,)
             return change(value) if is_rows else value
 
-        return _mapped(self.args, of), _mapped(self.kwargs, of)
+        return _mapped(self.arguments, of)
 
     def tokens(self, like: Any = None) -> tuple[int | str, Any] | None:
         """Return where the call has rows of tokens, and these: those of `like` where there are several. None where it
         has none."""
         torch = self._torch
-        named = [("input_ids", self.kwargs.get("input_ids")), *enumerate(self.args)]
+        named = ("input_ids", self.arguments.get("input_ids"))
         found = {
             at: one
-            for at, one in [*named, *self.kwargs.items()]
+            for at, one in [named, *self.arguments.items()]
             if isinstance(one, torch.Tensor)
             and one.dim() == 2
             and one.shape[1] > 2
@@ -182,9 +183,9 @@ class _Call:
         one token under one of its values, at the ends of rows."""
         torch = self._torch
         for name, marks in _MASKS.items():
-            if _is_like(mask := self.kwargs.get(name), tokens_BT):
+            if _is_like(mask := self.arguments.get(name), tokens_BT):
                 return mask.bool() if marks else ~mask.bool()
-        for mask in [*self.args, *self.kwargs.values()]:
+        for mask in self.arguments.values():
             if not _is_like(mask, tokens_BT) or mask is tokens_BT:
                 continue
             for marked_BT in (mask == 0, mask == 1):
@@ -293,7 +294,7 @@ class Questions:
         call = self._calls.get(id(module))
         try:
             if call is not None and call.output is None:
-                tables = (one for one in _tensors(self._torch, [_parts(given)]) if one.dim() == 3)
+                tables = (one for one in tensors_in(self._torch, [_parts(given)]) if one.dim() == 3)
                 call.output = next(
                     one[:1, :_OUTPUTS].detach().clone()
                     for one in tables
@@ -347,9 +348,9 @@ class Questions:
     ) -> list[Line]:
         torch, name = self._torch, type(call.model).__name__
         first = Untouched(torch, call.model)
-        base = call.run(call.args, call.kwargs, first)
+        base = call.run(context=first)
         second = Untouched(torch, call.model, seed=1)
-        again = call.run(call.args, call.kwargs, second)
+        again = call.run(context=second)
         self._is_put_back = first.has_changed or second.has_changed
         if not base:
             raise _Unasked(f"{name} gives no tensor of floats")
@@ -377,7 +378,7 @@ class Questions:
     ) -> list[Line]:
         torch = self._torch
         alone: dict[int, bool] = {}  # whether an output may be of its row alone
-        other = call.run(*call.swapped(), Untouched(torch, call.model))
+        other = call.run(call.swapped())
         for at, (one, two) in enumerate(zip(base, other, strict=True)):
             if not one.dim() or one.shape[0] != 2 or one.shape != two.shape:
                 continue
@@ -406,7 +407,7 @@ class Questions:
         """Change the second row: a softmax or a mean over rows treats them alike, and mixes them."""
         if any(getattr(one, "track_running_stats", True) is False for one in call.model.modules()):
             return []  # a norm by the statistics of the batch
-        other = call.run(*call.repeated(), Untouched(self._torch, call.model))
+        other = call.run(call.repeated())
         for at, (one, two) in enumerate(zip(base, other, strict=True)):
             if not alone.get(at) or one.shape != two.shape:
                 continue
@@ -430,7 +431,7 @@ class Questions:
         if logits_BTV is None:
             return lines
         lines += self._ask_causality(call, logits_BTV, losses)
-        positions_BT = call.kwargs.get("position_ids")
+        positions_BT = call.arguments.get("position_ids")
         if not _is_like(positions_BT, tokens_BT):
             return lines
         # A document begins where positions begin again.
@@ -483,7 +484,7 @@ class Questions:
             if isinstance(one, kinds)
         ]
         try:
-            other = call.run(call.args, call.kwargs, Untouched(torch, call.model))
+            other = call.run()
         finally:
             for hook in hooks:
                 hook.remove()
@@ -543,7 +544,7 @@ class Questions:
         other_BT = self._torch.where(
             same_BT & (other_BT == tokens_BT), tokens_BT.amin(1, keepdim=True), other_BT
         )
-        found = call.run(*call.changed(at, other_BT), Untouched(self._torch, call.model))
+        found = call.run({**call.arguments, at: other_BT})
         after = _of_tokens(found, tokens_BT)
         limits = call.limits(logits_BTV)
         if after is None:
@@ -572,7 +573,7 @@ class Questions:
         if divergences and own is not None and same:
             lines += self._align(divergences[0], call, own[1].shape[1])
         contexts = [Untouched(torch, call.model, call.modes, seed) for seed in (1, 2)]
-        one, two = (call.run(call.args, call.kwargs, context) for context in contexts)
+        one, two = (call.run(context=context) for context in contexts)
         if not one or not all(each.isfinite().all() for each in one):
             return lines
         if _is_apart(torch, one, two, [call.limits(each) for each in one]):
@@ -743,20 +744,8 @@ def _mapped(value: Any, change: Callable[[Any], Any]) -> Any:
     return change(value)
 
 
-def _tensors(torch: Any, value: Any) -> list[Any]:
-    if isinstance(value, torch.Tensor):
-        return [value]
-    if isinstance(value, Mapping):
-        value = list(value.values())
-    return (
-        [one for part in value for one in _tensors(torch, part)]
-        if isinstance(value, (list, tuple))
-        else []
-    )
-
-
 def logits_of(torch: Any, given: Any, tokens_BT: Any) -> Any:
     """Return the logits in a model's output for tokens, (B, T, V); None where there are none."""
     return _of_tokens(
-        [one for one in _tensors(torch, [_parts(given)]) if one.is_floating_point()], tokens_BT
+        [one for one in tensors_in(torch, [_parts(given)]) if one.is_floating_point()], tokens_BT
     )

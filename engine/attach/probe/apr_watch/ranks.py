@@ -101,7 +101,7 @@ class Others:
     def __init__(self, folder: str) -> None:
         self._folder = folder
         self._read: dict[int, int] = {}
-        self._records: dict[int, dict[tuple[int, int], Record]] = {}
+        self.records: dict[int, dict[tuple[int, int], Record]] = {}
 
     def read(self, ranks: Iterable[int]) -> None:
         for rank in ranks:
@@ -117,13 +117,10 @@ class Others:
             self._read[rank] = begin + len(whole)
             for line in whole.splitlines():
                 record = Record(*json.loads(line))
-                self._records.setdefault(rank, {})[record.optimizer, record.step] = record
-
-    def has_records(self, rank: int) -> bool:
-        return rank in self._records
+                self.records.setdefault(rank, {})[record.optimizer, record.step] = record
 
     def of(self, rank: int, optimizer: int, step: int) -> Record | None:
-        return self._records.get(rank, {}).get((optimizer, step))
+        return self.records.get(rank, {}).get((optimizer, step))
 
 
 # What is compared.
@@ -177,10 +174,10 @@ def _ranks_of(torch: Any, module: Any) -> list[int]:
 
 
 class _Place(NamedTuple):
-    """Position of a parameter inside a DistributedDataParallel."""
+    """Position of a parameter inside a DistributedDataParallel, or outside of any."""
 
     name: str
-    wrapper: Wrapper
+    wrapper: Wrapper | None
     is_known: bool
     """Whether the wrapper averages its gradients."""
     is_ignored: bool
@@ -250,30 +247,26 @@ class Layout:
         count, most = len(everything), min(len(everything), _MAX_PARAMETERS)
         # Evenly spread, not every second one: those may all be weights and no biases.
         chosen = [everything[at * count // most] for at in range(most)]
-        found = [(one, label, wrappers.place_of(one)) for one, label in chosen]
         found = [
-            (one, label, inside)
-            for one, label, inside in found
-            if is_plain(torch, one) and (inside is None or not inside.is_ignored)
+            (one, wrappers.place_of(one) or _Place(label, None, True, False))
+            for one, label in chosen
+        ]
+        found = [
+            (one, place) for one, place in found if is_plain(torch, one) and not place.is_ignored
         ] * (not self.why)
         if not found and not self.why:
             self.why = f"{self.name} holds no parameter that can be compared on this rank"
-        modules = Modules(torch, any(inside is None for _, _, inside in found))
-        self.parameters = [weakref.ref(one) for one, _, _ in found]
+        modules = Modules(torch, any(place.wrapper is None for _, place in found))
+        self.parameters = [weakref.ref(one) for one, _ in found]
         self.names = [
-            modules.name(one) or label if inside is None else inside.name
-            for one, label, inside in found
+            (not place.wrapper and modules.name(one)) or place.name for one, place in found
         ]
-        self.wrappers = [None if inside is None else inside.wrapper for _, _, inside in found]
-        self.unknown = {
-            at
-            for at, (*_, inside) in enumerate(found)
-            if inside is not None and not inside.is_known
-        }
+        self.wrappers = [place.wrapper for _, place in found]
+        self.unknown = {at for at, (_, place) in enumerate(found) if not place.is_known}
         """Indices of parameters inside a wrapped module that the wrapper does not average."""
         about = [
             f"{name} {tuple(one.shape)} {one.dtype}"
-            for name, (one, *_) in zip(self.names, found, strict=True)
+            for name, (one, _) in zip(self.names, found, strict=True)
         ]
         self.hash = _digest("\n".join(about).encode())
 
@@ -705,7 +698,7 @@ class Ranks:
         missing = [
             r
             for r, one in found.items()
-            if one is None and (not is_old or self._others.has_records(r))
+            if one is None and (not is_old or r in self._others.records)
         ]
         if not arrived or (missing and not is_last):
             return []

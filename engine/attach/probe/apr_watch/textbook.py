@@ -106,49 +106,36 @@ def judge(
     if rule.decay and not rule.decoupled:
         g = g + rule.decay * weight
         size = size + (rule.decay * weight).abs()
-    offs = []
     if rule.kind == "adam":
+        names: tuple[str, ...] = ("exp_avg", "exp_avg_sq")
         beta1, beta2, eps = rule.settings
         adam = book.AdamW(beta1=beta1, beta2=beta2, eps=eps)
-        before = [_or_zero(old.get(name), g) for name in ("exp_avg", "exp_avg_sq")]
-        mean, square = new["exp_avg"].double(), new["exp_avg_sq"].double()
-        expected = book.moments(adam, g, *before)
-        for found, one, scale, name in zip(
-            (mean, square),
-            expected,
-            (before[0].abs() + size, before[1] + size * size),
-            ("exp_avg", "exp_avg_sq"),
-            strict=True,
-        ):
-            offs.append((found - one).abs() / _rounding(torch, new[name], _STATE, scale))
-        step = book.step_of_adamw(
-            adam,
-            weight,
-            mean,
-            square,
-            rate=rule.rate,
-            decay=rule.decay if rule.decoupled else 0.0,
-            count=count,
-        )
+        mean, square = (_or_zero(old.get(name), g) for name in names)
+        expected = book.moments(adam, g, mean, square)
+        scales = [mean.abs() + size, square + size * size]
+        states = [new[name].double() for name in names]
+        decay = rule.decay if rule.decoupled else 0.0
+        step = book.step_of_adamw(adam, weight, *states, rate=rule.rate, decay=decay, count=count)
         if torch.float16 in (new["exp_avg_sq"].dtype, new["weight"].dtype):
-            step = torch.where(square.sqrt() < _FP16_ROOT, torch.nan, step)
+            step = torch.where(states[1].sqrt() < _FP16_ROOT, torch.nan, step)
     else:
         momentum, dampening, nesterov = rule.settings
+        names = ("momentum_buffer",) if momentum else ()
         sgd = book.SGD(momentum=momentum, dampening=dampening, nesterov=bool(nesterov))
-        buffer, previous = None, old.get("momentum_buffer")
-        if momentum:
-            buffer = new["momentum_buffer"].double()
-            one = book.buffer_of_sgd(sgd, g, previous)
-            scale = size if previous is None else size + previous.double().abs()
-            offs.append(
-                (buffer - one).abs() / _rounding(torch, new["momentum_buffer"], _STATE, scale)
-            )
-        step = book.step_of_sgd(sgd, g, buffer, rate=rule.rate)
+        before = [old.get(name) for name in names]
+        expected = [book.buffer_of_sgd(sgd, g, one) for one in before]
+        scales = [size + _or_zero(one, g).abs() for one in before]
+        states = [new[name].double() for name in names]
+        step = book.step_of_sgd(sgd, g, *(states or [None]), rate=rule.rate)
+    offs = [
+        (found - one).abs() / _rounding(torch, new[name], _STATE, scale)
+        for name, found, one, scale in zip(names, states, expected, scales, strict=True)
+    ]
     bound = _rounding(torch, new["weight"], _WEIGHT, weight.abs() + made.abs())
     bound = bound + _rounding(torch, new["weight"], _STEP, step.abs())
     if rule.kind == "sgd":
         # Gradient, decay and buffer may cancel in the step while their rounding errors do not.
-        parts = size if buffer is None else size + buffer.abs()
+        parts = sum((one.abs() for one in states), size)
         bound = bound + _rounding(torch, new["weight"], _STEP, rule.rate * parts)
     if rule.in_float:
         bound = bound + _IN_FLOAT * step.abs()

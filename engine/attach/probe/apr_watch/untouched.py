@@ -14,7 +14,7 @@ import random
 import sys
 import threading
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 _CONTAINERS = (list, dict, set, deque)
@@ -197,14 +197,14 @@ def _watch_writes(torch: Any, draws: set[str]) -> Any:
             if schema.is_mutable:
                 for one in schema.arguments:
                     if one.alias_info is not None and one.alias_info.is_write:
-                        for tensor in _tensors(torch, given.get(one.name)):
+                        for tensor in tensors_in(torch, given.get(one.name)):
                             self._keep(tensor)
             if "dropout" in schema.name or "bernoulli" in schema.name or given.get("dropout_p"):
                 draws.add("dropout")
             found = function(*args, **kwargs)
-            before = {_address(one) for one in _tensors(torch, list(given.values()))}
+            before = {_address(one) for one in tensors_in(torch, given)}
             self._own.update(
-                at for one in _tensors(torch, found) if (at := _address(one)) not in before
+                at for one in tensors_in(torch, found) if (at := _address(one)) not in before
             )
             return found
 
@@ -221,12 +221,15 @@ def _address(tensor: Any) -> int:
     return int(tensor.untyped_storage().data_ptr())
 
 
-def _tensors(torch: Any, value: Any) -> list[Any]:
+def tensors_in(torch: Any, value: Any) -> list[Any]:
+    """Return the tensors in a value: itself, or those in mappings, lists and tuples at any depth."""
     if isinstance(value, torch.Tensor):
         return [value]
-    if isinstance(value, (list, tuple)):
-        return [one for part in value for one in _tensors(torch, part)]
-    return []
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    if not isinstance(value, (list, tuple)):
+        return []
+    return [one for part in value for one in tensors_in(torch, part)]
 
 
 class _Generators:
