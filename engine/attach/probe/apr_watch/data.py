@@ -23,6 +23,8 @@ _TWICE = 0.01
 _CUT = 3
 """Number of consecutive passes left after their first batch, from which it is reported."""
 _LOADERS = 16
+_AHEAD = 4096
+"""Maximum number of batches that a loader asks for ahead."""
 _PARTS = 64
 """Number of indices by which subsets of a data set are distinguished."""
 _ROWS, _WIDTH, _BYTES = 8, 1024, 64
@@ -40,7 +42,8 @@ class Pass:
         self.of = weakref.ref(iterator)
         self.began = id(iterator._sampler_iter)
         self.sampler_id, self.data = id(sampler), data_of(iterator._dataset)
-        self.before = before
+        self.before, self.is_again = before, False
+        """Previous pass over the data, and whether this one has its workers."""
         self.length = length_of(iterator)
         self.feeds = self.has_ended = False
         self.batches = self.taken = 0
@@ -49,26 +52,37 @@ class Pass:
         """Number of consecutive passes, including this one, that were left before their end."""
         self.has_indices = True
         self._asked: list[int] = []
-        self._sizes: deque[int] = deque()
+        self.queue: deque[Any] = deque(maxlen=_AHEAD)
+        """What the sampler gave for batches that have not been yielded."""
+        self.index: Any = None
+        """What it gave for the newest batch."""
+        self.ahead: Any = None
+        """Size of a batch that was read ahead (`step.Batches`)."""
+        self.rows: set[int] = set()
+        """Hashes of rows before a backward pass (`held_out.HeldOut`)."""
+        self.is_evaluated = False
         self._is_compared = self._is_counted = False
         self._shuffles, self._repeats, self._sampler = _promise(iterator)
         self._print: Any = None
         self._equal = self._compared = 0
 
     def ask(self, index: Any) -> None:
-        indices = index if isinstance(index, (list, tuple)) else [index]
-        if not all(type(one) is int for one in indices):
-            self.has_indices = False
-        if self.has_indices and len(self._asked) < _MAX_INDICES:
+        self.queue.append(index)
+        indices = indices_of(index)
+        self.has_indices &= indices is not None
+        if indices is not None and len(self._asked) < _MAX_INDICES:
             self._asked += indices
-            self._sizes.append(len(indices))
+
+    def next_index(self) -> Any:
+        """Return what the sampler gave for the batch that is handed out."""
+        return self.queue.popleft() if self.queue else None
 
     def take(self) -> list[Line]:
-        """Record a yielded batch."""
-        self.batches += 1
-        if not self.has_indices or not self._sizes:
+        """Compare the order of the samples once enough have been yielded."""
+        indices = indices_of(self.index)
+        if not self.has_indices or indices is None:
             return []
-        self.taken += self._sizes.popleft()
+        self.taken = min(self.taken + len(indices), len(self._asked))
         is_last = self.batches == self.length
         return self._order() if is_last or self.taken >= _ORDER else []
 
@@ -172,7 +186,8 @@ class Passes:
         self._passes: weakref.WeakKeyDictionary[Any, Pass] = weakref.WeakKeyDictionary()
         self._newest: list[Pass] = []
         """Newest pass of each loader."""
-        self._latest: Pass | None = None
+        self.latest: Pass | None = None
+        """Pass of the newest batch."""
 
     def forget(self) -> None:
         """Forget all passes: another training, on the same data in the same order, may begin."""
@@ -187,7 +202,9 @@ class Passes:
             if before is not None:
                 lines = before.leave()
                 before.before = None
+            is_again = found is not None
             found = self._passes[iterator] = Pass(iterator, before)
+            found.is_again = is_again
         found.ask(index)
         return lines
 
@@ -201,15 +218,24 @@ class Passes:
                 return one
         return None
 
-    def fetched(self, iterator: Any, batch: Any, is_due: bool) -> list[Line]:
-        """Record a yielded batch; compare it if `is_due`."""
-        found = self._latest = self._passes.get(iterator)
-        if found is None:
-            return []
+    def of(self, iterator: Any) -> Pass | None:
+        return self._passes.get(iterator)
+
+    def yielded(self, iterator: Any) -> Pass:
+        """Record a yielded batch; return its pass."""
+        if iterator not in self._passes:
+            self.asked(iterator, None)  # before the hooks
+        one = self.latest = self._passes[iterator]
+        one.batches += 1
+        one.index = one.next_index()
+        return one
+
+    def fetched(self, one: Pass, batch: Any, is_due: bool) -> list[Line]:
+        """Judge a yielded batch; compare it if `is_due`."""
         if not is_due:
-            found.pause()
-            return found.take()
-        return [*found.take(), *found.compare(self._torch, batch)]
+            one.pause()
+            return one.take()
+        return [*one.take(), *one.compare(self._torch, batch)]
 
     def ended(self, iterator: Any) -> list[Line]:
         found = self._passes.get(iterator)
@@ -220,9 +246,15 @@ class Passes:
 
     def trained_on(self) -> None:
         """Record the begin of a backward pass."""
-        if self._latest is not None and not self._latest.feeds:
-            self._latest.feeds = True
-            self._newest = [*self._newest[1 - _LOADERS :], self._latest]
+        if self.latest is not None and not self.latest.feeds:
+            self.latest.feeds = True
+            self._newest = [*self._newest[1 - _LOADERS :], self.latest]
+
+
+def indices_of(index: Any) -> list[int] | None:
+    """Return the indices that a sampler gave; None where they are no integers."""
+    indices = index if isinstance(index, (list, tuple)) else [index]
+    return list(indices) if set(map(type, indices)) <= {int} else None
 
 
 def data_of(dataset: Any) -> Any:

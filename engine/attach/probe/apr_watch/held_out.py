@@ -8,11 +8,10 @@ augmentation looks like a different sample each time.
 from __future__ import annotations
 
 import time
-import weakref
 from collections.abc import Callable
 from typing import Any
 
-from .data import data_of, parts_of
+from .data import Pass, parts_of
 from .parameters import FACT, PASS, SUSPICION, Line
 
 _MAX_ROWS = 1 << 15
@@ -27,17 +26,6 @@ _MAX_SECONDS = 1.0
 """Time limit for hashing all rows of a process, in seconds."""
 
 
-class _Pass:
-    """One pass over a loader."""
-
-    def __init__(self, iterator: Any) -> None:
-        self.of = weakref.ref(iterator)
-        self.rows: set[int] = set()
-        self.data = data_of(iterator._dataset)
-        self.batches = 0
-        self.feeds = self.has_ended = self.is_evaluated = False
-
-
 class HeldOut:
     """Rows of all data loaders of the process, split by whether a backward pass followed."""
 
@@ -47,8 +35,8 @@ class HeldOut:
         self._trained: set[int] = set()
         self._trained_data: Any = None
         """Key of the data that was trained on last."""
-        self._latest: _Pass | None = None
-        self._evaluations: list[_Pass] = []
+        self._latest: Pass | None = None
+        self._evaluations: list[Pass] = []
         """Passes without a backward pass since the last one."""
 
     def forget(self) -> list[Line]:
@@ -58,16 +46,14 @@ class HeldOut:
         self._trained = set()
         return lines
 
-    def fetched(self, iterator: Any, batch: Any) -> None:
+    def fetched(self, one: Pass, batch: Any) -> None:
         """Record a yielded batch."""
-        first = getattr(iterator, "_num_yielded", None) == 1
-        if self._latest is None or self._latest.of() is not iterator or first:
+        if self._latest is not one:
             self._leave()
-            self._latest = _Pass(iterator)
-        self._latest.batches += 1
+            self._latest = one
         self._look()
         begin_s = time.monotonic()
-        rows = self._latest.rows if not self._latest.feeds else self._trained
+        rows = self._trained if one.feeds else one.rows
         if len(rows) < _MAX_ROWS and self._left_s > 0:
             rows.update(_hashes(self._torch, batch))
             self._left_s -= time.monotonic() - begin_s
@@ -75,10 +61,11 @@ class HeldOut:
     def trained_on(self) -> list[Line]:
         """Record the begin of a backward pass; return the verdict on the evaluations before it."""
         one = self._latest
-        if one is not None and not one.feeds:
-            one.feeds, self._trained_data = True, one.data
-            self._trained |= one.rows
-            one.rows = set()
+        if one is not None:
+            self._trained_data = one.data
+            if one.rows:
+                self._trained |= one.rows
+                one.rows = set()
         return self.judge() if self._evaluations else []
 
     def asked_for(self, iterator: Any) -> None:
@@ -88,7 +75,6 @@ class HeldOut:
 
     def no_batch(self, iterator: Any) -> None:
         if self._latest is not None and self._latest.of() is iterator:
-            self._latest.has_ended = True
             self._leave()
 
     def _look(self) -> None:

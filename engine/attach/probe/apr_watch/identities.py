@@ -28,7 +28,7 @@ from typing import Any
 
 from . import schedule
 from .coverage import Tokenizers
-from .data import Passes
+from .data import Pass, Passes
 from .distillation import Divergence
 from .folders import Position
 from .gradients import Chain, Windows
@@ -78,7 +78,7 @@ class Identities:
         """Optimizers that stepped since the last backward pass began."""
         self._search = Search(torch)
         self._evaluations = Evaluations(torch, self._search)
-        self._passes = Passes(torch)
+        self.passes = Passes(torch)
         self.ranks = Ranks(torch, position)
         self._held_out = HeldOut(torch, self._is_evaluating)
         self.scaling = Scaling(torch)
@@ -101,7 +101,7 @@ class Identities:
         self._made_at = self._reached.steps
         self._not_finite = 0
         self._notice(self._held_out.forget())
-        self._passes.forget()
+        self.passes.forget()
         self.ranks.optimizer_made()
         self.scaling.optimizer_made()
 
@@ -117,33 +117,35 @@ class Identities:
 
     def samples_asked_for(self, iterator: Any, index: Any) -> None:
         """Record the sampler's indices of a batch, which may be yielded later."""
-        self.ranks.samples_asked_for(iterator, index)
+        lines = self.passes.asked(iterator, index)
         if not self._position.rank:
-            self._notice(self._passes.asked(iterator, index))
+            self._notice(lines)
 
     def no_batch(self, iterator: Any) -> None:
-        self._notice(self._passes.ended(iterator))
+        lines = self.passes.ended(iterator)
         self._held_out.no_batch(iterator)
-        lines = self.scaling.data_ended()
+        lines += self.scaling.data_ended()
         if not self._position.rank:
             self._notice(lines)
         for windows in self._windows():
             windows.data_ended()
 
-    def batch_fetched(self, iterator: Any, batch: Any, rows: int | None) -> None:
-        self.ranks.batch_fetched(iterator, batch)
-        self._notice(self._passes.fetched(iterator, batch, bool(self._due)))
+    def batch_fetched(self, one: Pass, batch: Any, rows: int | None) -> None:
+        self.ranks.batch_fetched(one.index, batch)
+        lines = self.passes.fetched(one, batch, bool(self._due))
+        if not self._position.rank:
+            self._notice(lines)
         acting = (one for watched in self._watched.values() for one in watched.modes.acting)
-        self._evaluations.fetched(iterator, acting)
+        self._evaluations.fetched(one, acting)
         self.scaling.batch_fetched()
         if self._due:
-            self._token_weights.batch_fetched(iterator)
+            self._token_weights.batch_fetched(one.of())
         if self._questions is not None:
             self._rows = None if rows is None else Rows(rows, None)
             if self._due:
                 self._rows = _rows_of(self._torch, batch)
         if not self._position.rank:
-            self._held_out.fetched(iterator, batch)
+            self._held_out.fetched(one, batch)
 
     def loss_was_not_finite(self) -> None:
         """Sample the next step of each optimizer, unless several losses in a row were not finite."""
@@ -164,7 +166,7 @@ class Identities:
 
     def backward_begins(self, tensors: list[Any]) -> None:
         self._evaluations.trained_on()
-        self._passes.trained_on()
+        self.passes.trained_on()
         self._notice(self._held_out.trained_on())
         self.ranks.backward_begins()
         self.scaling.backward_begins(tensors, bool(self._due))

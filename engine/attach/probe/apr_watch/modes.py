@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Iterable
 from typing import Any
 
+from .data import Pass
 from .parameters import (
     FACT,
     PASS,
@@ -219,8 +220,7 @@ class Evaluations:
 
     def __init__(self, torch: Any, search: Search) -> None:
         self._torch, self._search = torch, search
-        self._pass: weakref.ref[Any] | None = None
-        self._feeds = False
+        self._pass: Pass | None = None
         self._decided: weakref.ref[Any] | None = None
         """First module of a model that has its verdict."""
         self._in_a_row = 0
@@ -228,30 +228,28 @@ class Evaluations:
 
     def trained_on(self) -> None:
         """Record the begin of a backward pass or of a step."""
-        self._feeds, self._in_a_row, self._before = True, 0, None
+        self._in_a_row, self._before = 0, None
 
-    def fetched(self, iterator: Any, acting: Iterable[_Acting]) -> None:
+    def fetched(self, one: Pass, acting: Iterable[_Acting]) -> None:
         """Record a yielded batch; `acting` are the mode-dependent modules of all trained models."""
-        first = getattr(iterator, "_num_yielded", None) == 1
-        if first or self._pass is None or self._pass() is not iterator:
-            self._pass = weakref.ref(iterator)
-            self._feeds, self._in_a_row = False, 0
+        if one is not self._pass:
+            self._pass, self._in_a_row = one, 0
         self._before = None
-        if self._feeds:
+        if one.feeds:
             return
-        living = [(one, module) for one in acting if (module := one.of()) is not None]
+        living = [(each, module) for each in acting if (module := each.of()) is not None]
         if not living or (self._decided is not None and self._decided() is living[0][1]):
             return
         if any(_is_cumulative(module) for _, module in living):
             return
-        training = [(one, module) for one, module in living if _is_training(module)]
+        training = [(each, module) for each, module in living if _is_training(module)]
         counts = [
-            (one, version)
-            for one, module in training
-            if one.kind == _BATCH_NORM and (version := _version(module)) is not None
+            (each, version)
+            for each, module in training
+            if each.kind == _BATCH_NORM and (version := _version(module)) is not None
         ]
         # All must be in training mode, as parts of a model may be frozen.
-        drops = [one for one, _ in training if one.kind == _DROPOUT]
+        drops = [each for each, _ in training if each.kind == _DROPOUT]
         without_grad = not self._torch.is_grad_enabled() and len(training) == len(living)
         drawn = self._drawn() if drops and without_grad else None
         if counts or drawn is not None:
@@ -259,7 +257,7 @@ class Evaluations:
 
     def asked_for(self, iterator: Any) -> list[Line]:
         """Return the verdict on the previous batch, which was processed when the next one is requested."""
-        if self._before is None or self._pass is None or self._pass() is not iterator:
+        if self._before is None or self._pass is None or self._pass.of() is not iterator:
             return []
         first, counts, drops, drawn = self._before
         self._before = None

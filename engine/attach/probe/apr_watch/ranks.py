@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-from .data import print_of
+from .data import indices_of, print_of
 from .folders import Position, rank_and_world
 from .modes import Noticed
 from .parameters import (
@@ -523,9 +523,6 @@ class Ranks:
             weakref.WeakKeyDictionary()
         )
         self._count = 0
-        self._sampled_indices: weakref.WeakKeyDictionary[Any, tuple[int, deque[str]]] = (
-            weakref.WeakKeyDictionary()
-        )
         self._latest_batch: list[str] | None = None
         self._batches: list[list[str]] = []
         self._new_snapshots: deque[Snapshot] = deque(maxlen=_MAX_PENDING)
@@ -544,29 +541,18 @@ class Ranks:
     def optimizer_made(self) -> None:
         """Forget the batches: another training may begin."""
         self._wrappers, self._latest_batch, self._batches = None, None, []
-        self._sampled_indices.clear()
 
     # Data.
 
-    def samples_asked_for(self, iterator: Any, index: Any) -> None:
-        if len(self._batches) >= _MAX_BATCHES or self._position.world < 2:
+    def batch_fetched(self, index: Any, batch: Any) -> None:
+        """Record a batch, and what the sampler gave for it."""
+        if self._position.world < 2 or len(self._batches) >= _MAX_BATCHES:
             return
-        began, asked = self._sampled_indices.get(iterator, (0, deque()))
-        # Persistent workers keep the iterator of the previous epoch.
-        if began != id(iterator._sampler_iter):
-            asked = deque()
-        self._sampled_indices[iterator] = id(iterator._sampler_iter), asked
-        indices = index if isinstance(index, (list, tuple)) else [index]
-        seen = all(type(one) is int for one in indices)
-        asked.append(_digest(repr(list(indices)).encode()) if seen else "")
-
-    def batch_fetched(self, iterator: Any, batch: Any) -> None:
-        asked = self._sampled_indices.get(iterator)
-        if asked is None or len(self._batches) >= _MAX_BATCHES:
-            return
-        index = asked[1].popleft() if asked[1] else ""
-        content = print_of(self._torch, batch)
-        self._latest_batch = [index, "" if content is None else _digest(b"".join(content))]
+        indices, content = indices_of(index), print_of(self._torch, batch)
+        self._latest_batch = [
+            "" if indices is None else _digest(repr(indices).encode()),
+            "" if content is None else _digest(b"".join(content)),
+        ]
 
     def backward_begins(self) -> None:
         if self._position.world < 2 or is_capturing(self._torch):

@@ -18,7 +18,7 @@ from types import FrameType
 from typing import Any, NamedTuple
 
 from .compiles import Compiles
-from .data import length_of, parts_of
+from .data import Pass, parts_of
 from .device_clock import DeviceClock, Lap
 from .folders import Beat, Position, claim, claim_failed, record_lost
 from .identities import Identities, framework
@@ -113,16 +113,6 @@ class Clock:
         return taken, seconds
 
 
-class Read:
-    """One pass over a data loader, or several by the same workers."""
-
-    def __init__(self, iterator: Any) -> None:
-        self.feeds = False
-        self.length = length_of(iterator)
-        self.ahead: tuple[int | None, int | None, str] | None = None
-        """Rows, tokens and name of a batch that was read ahead."""
-
-
 class Batches:
     """Rows and tokens of the batches trained on. A pass over a loader feeds the training once a backward pass has
     directly followed one of its batches; batches of an evaluation are not counted. Where a framework reads one batch
@@ -131,25 +121,18 @@ class Batches:
     def __init__(self, torch: Any, position: Position) -> None:
         self._torch, self._position = torch, position
         self._integers = {torch.int64, torch.int32, torch.int16, torch.uint8, torch.int8}
-        self._reads: Any = weakref.WeakKeyDictionary()
-        self._latest: Read | None = None
         self._place: dict[str, int | None] = {}
         self.place: dict[str, int | None] = {}
         """Number of the newest batch that was trained on, and of all batches of its pass, where they are known."""
-        self._sizes: list[tuple[Read, tuple[int | None, int | None, str]]] = []
+        self._sizes: list[tuple[Pass, tuple[int | None, int | None, str]]] = []
 
-    def fetched(self, iterator: Any, batch: Any, caller: FrameType, name: str) -> int | None:
-        """Record a yielded batch; return its rows, None where they are unknown."""
-        read = self._reads.get(iterator)
-        if read is None:
-            read = self._reads[iterator] = Read(iterator)
-        at = getattr(iterator, "_num_yielded", None)
-        if at == 1:
-            read.ahead = None  # of a pass that ended early
+    def fetched(
+        self, read: Pass, at: int | None, batch: Any, caller: FrameType, name: str
+    ) -> int | None:
+        """Record the `at`-th batch of a pass; return its rows, None where they are unknown."""
         is_known = isinstance(at, int) and read.length is not None and at <= read.length
         self._place = {"batch": at, "batches": read.length} if is_known else {}
-        self.asked_for(iterator)
-        self._latest = read
+        self.asked_for(read)
         several = self._position.world > 1 and _is_dispatched(caller)
         rows, tokens = (None, None) if several else self._size(batch)
         size = rows, tokens, name
@@ -159,9 +142,8 @@ class Batches:
             self._sizes.append((read, size))
         return rows
 
-    def asked_for(self, iterator: Any) -> None:
+    def asked_for(self, read: Pass | None) -> None:
         """Record a request for one more batch, whether or not there is one."""
-        read = self._reads.get(iterator)
         if read is not None and read.ahead is not None:
             self._sizes.append((read, read.ahead))
             read.ahead = None
@@ -169,8 +151,6 @@ class Batches:
     def trained_on(self) -> None:
         """Record the begin of a backward pass."""
         self.place = self._place
-        if self._latest is not None:
-            self._latest.feeds = True
 
     def lap(self) -> tuple[int | None, int | None, list[str]]:
         """Return rows and tokens since the last step, None where unknown for a batch, and the names of the batches."""
@@ -178,14 +158,6 @@ class Batches:
         self._sizes = []
         rows, tokens = (_sum([size[part] for size in sizes]) for part in (0, 1))
         return rows, tokens, [name for _, _, name in sizes]
-
-    def has_read(self, iterator: Any) -> bool:
-        """Return whether the iterator has yielded a batch, in this pass or an earlier one by the same workers."""
-        return iterator in self._reads
-
-    def feeds(self, iterator: Any) -> bool:
-        read = self._reads.get(iterator)
-        return read is not None and read.feeds
 
     def _size(self, batch: Any) -> tuple[int | None, int | None]:
         tensor_type = self._torch.Tensor
@@ -318,7 +290,9 @@ class Steps:
         self._write_identities()
         self._clock.enter("data")
         has_workers = bool(getattr(iterator, "_num_workers", 0))
-        self._clock.workers_start = has_workers and not self._batches.has_read(iterator)
+        one = self.identities.passes.of(iterator)
+        has_begun = one is not None and (one.batches > 0 or one.is_again)
+        self._clock.workers_start = has_workers and not has_begun
         return True
 
     def data_ends(self) -> None:
@@ -327,23 +301,28 @@ class Steps:
 
     def batch_fetched(self, iterator: Any, batch: Any, caller: FrameType) -> None:
         if "data" not in self._clock.running:
-            rows = self._batches.fetched(iterator, batch, caller, self._work.batch(iterator))
-            self.identities.batch_fetched(iterator, batch, rows)
+            one = self.identities.passes.yielded(iterator)
+            at, name = (
+                getattr(iterator, "_num_yielded", None),
+                self._work.batch(iterator, one.index),
+            )
+            rows = self._batches.fetched(one, at, batch, caller, name)
+            self.identities.batch_fetched(one, batch, rows)
 
     def samples_asked_for(self, index: Any, iterator: Any) -> None:
         """Record what the sampler of a loader gave."""
         if not getattr(iterator, "_num_yielded", 0):
             self._position.read()
         self.identities.samples_asked_for(iterator, index)
-        self._work.asked(iterator, index)
 
     def no_batch(self, iterator: Any, error: BaseException) -> None:
-        self._batches.asked_for(iterator)
+        one = self.identities.passes.of(iterator)
+        self._batches.asked_for(one)
         if isinstance(error, StopIteration):
             self.identities.no_batch(iterator)
             self._write_identities()
-        elif self._batches.feeds(iterator):
-            self._missed = self._work.batch(iterator, fetched=False)
+        elif one is not None and one.feeds:
+            self._missed = self._work.batch(iterator, one.next_index(), fetched=False)
 
     # Backward.
 

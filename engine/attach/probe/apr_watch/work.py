@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
-import weakref
 import zlib
-from collections import deque
 from collections.abc import Iterable
 from types import CodeType, FrameType, TracebackType
 from typing import Any
@@ -18,7 +16,7 @@ from typing import Any
 from .places import Places, visible
 from .settings import SEED_BY
 
-_COUNTERS, _FRAMES, _ASKED = 256, 64, 4096
+_COUNTERS, _FRAMES = 256, 64
 _LARGEST = 1 << 53
 """Bound of a counter: larger integers are hashes."""
 
@@ -29,21 +27,15 @@ class Work:
     def __init__(self, places: Places) -> None:
         self._is_on = SEED_BY in os.environ
         self._places = places
-        self._asked: Any = weakref.WeakKeyDictionary()
         self._is_script: dict[CodeType, bool] = {}
 
-    def asked(self, iterator: Any, index: Any) -> None:
-        if self._is_on:
-            queue = self._asked.setdefault(iterator, deque(maxlen=_ASKED))
-            queue.append(f"{zlib.crc32(repr(index).encode()):08x}")
-
-    def batch(self, iterator: Any, *, fetched: bool = True) -> str:
-        """Return the name of the batch that a loader hands out, or was to hand out; empty in other runs."""
-        queue = self._asked.get(iterator) if self._is_on else None
-        if not queue:
+    def batch(self, iterator: Any, index: Any, *, fetched: bool = True) -> str:
+        """Return the name of the batch that a loader hands out, or was to hand out; empty in other runs. `index`: what
+        its sampler gave."""
+        if not self._is_on:
             return ""
         number = int(getattr(iterator, "_num_yielded", 0)) - fetched
-        return f"{number}:{queue.popleft()}"
+        return f"{number}:{zlib.crc32(repr(index).encode()):08x}"
 
     def done(self, batches: Iterable[str]) -> dict[str, Any] | None:
         """Return what the step that has just been done worked on; None in other runs."""
