@@ -18,8 +18,10 @@ from __future__ import annotations
 import json
 import os
 import struct
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 from engine import limits
 from engine.errors import RunLogError
@@ -94,21 +96,26 @@ def read_beats(run: RunFolder) -> list[Beat]:
     return sorted(beats, key=lambda beat: beat.rank)
 
 
-def behind(beats: list[Beat]) -> list[Beat]:
+def behind(beats: Sequence[Beat]) -> list[Beat]:
     """Return the ranks that the others wait for; empty if all have the same progress."""
     most = max((beat.reached for beat in beats), default=(0, 0))
     return [beat for beat in beats if beat.reached < most]
 
 
-def waited_for(beats: list[Beat]) -> str | None:
-    """Describe which ranks hold up the others; None when none does."""
+def waited_for(
+    beats: Sequence[Beat], hosts: Mapping[int, str] = MappingProxyType({})
+) -> str | None:
+    """Describe which ranks hold up the others, with their hosts where these are given; None when none does."""
     late = behind(beats)
     if not late:
         return None
     # A rank that is late within step N holds up step N + 1.
     most = max(beat.step for beat in beats)
     most += all(beat.step == most for beat in late)
-    names = ", ".join(f"rank {beat.rank} (process {beat.pid})" for beat in late)
+    names = ", ".join(
+        f"rank {beat.rank} ({f'{hosts[beat.rank]}, ' if beat.rank in hosts else ''}process {beat.pid})"
+        for beat in late
+    )
     have = "has" if len(late) == 1 else "have"
     return (
         f"{names} {have} not done step {most}; {len(beats) - len(late)} of {len(beats)} wait for it"

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
+from engine.log.beats import Beat, behind
 from engine.log.events import SLOWED, GpuSample
 from engine.log.table import Table
 from engine.log.view import RunView
@@ -70,6 +71,14 @@ class _Gpu:
     view: RunView
     index: int
     whole_run: bool
+    host: str = ""
+    """Name of its host; empty where the run has one."""
+    ranks: Mapping[int, int] = field(default_factory=dict)
+    """The ranks on its host, by process."""
+
+    @property
+    def label(self) -> str:
+        return f"{self.host} {self.index}".strip()
 
     @property
     def sample(self) -> GpuSample | None:
@@ -210,9 +219,7 @@ def _processes(gpu: _Gpu) -> Cell:
     text = None if gpu.whole_run or gpu.sample is None else gpu.sample.gpu_processes
     if text is None:
         return _MISSING
-    ranks = {clock.clock.pid: rank for rank, clock in gpu.view.ranks_now.items()}
-    if ranks and "events" in gpu.view.clocks:
-        ranks[gpu.view.clocks["events"].pid] = 0
+    ranks = gpu.ranks
     return Cell(
         ", ".join(
             f"{one.name} {one.pid}"
@@ -239,7 +246,7 @@ class Column:
 
 
 COLUMNS = (
-    Column(title="GPU", cell=lambda gpu: Cell(str(gpu.index)), keep=99),
+    Column(title="GPU", cell=lambda gpu: Cell(gpu.label), keep=99),
     Column(
         title="util %", cell=_plain("gpu_util_pct"), reading="gpu_util_pct", has_bar=True, keep=98
     ),
@@ -306,25 +313,43 @@ class GpuTable:
 
 
 def gpu_table(view: RunView, *, whole_run: bool = False) -> GpuTable:
-    """Return the table of a run's GPUs; without rows where none was read."""
-    indices = sorted(view.gpu_tables if whole_run else view.gpus)
-    gpus = [_Gpu(view=view, index=index, whole_run=whole_run) for index in indices]
+    """Return the table of a run's GPUs, of several hosts the one with the slowest rank first; without rows where no GPU
+    was read."""
+    places = {rank: place for place, rank in enumerate(_slowest_first(view))}
+    pids = {rank: said.clock.pid for rank, said in view.ranks_now.items()}
+    if pids and "events" in view.clocks:
+        pids[0] = view.clocks["events"].pid
+    hosts = [(view.rank_hosts.get(0, ""), view), *view.hosts_now.items()]
+    gpus = []
+    for host, one in hosts:
+        ranks = {pids[n]: n for n, on in view.rank_hosts.items() if on == host and n in pids}
+        gpus += [
+            _Gpu(
+                view=one,
+                index=index,
+                whole_run=whole_run,
+                host=host if len(hosts) > 1 else "",
+                ranks=ranks,
+            )
+            for index in sorted(one.gpu_tables if whole_run else one.gpus)
+        ]
+    gpus.sort(key=lambda gpu: min((places.get(n, n) for n in gpu.ranks.values()), default=0))
     by_column = {column: [column.cell(gpu) for gpu in gpus] for column in COLUMNS}
     shown = {
         column: cells
         for column, cells in by_column.items()
         if not column.is_optional or any(cell.text != UNKNOWN for cell in cells)
     }
-    unknown: dict[tuple[int, str], list[str]] = {}
+    unknown: dict[tuple[str, str], list[str]] = {}
     for column, cells in shown.items():
         for gpu, cell in zip(gpus, cells, strict=True):
-            reason = view.absent.get(f"gpu{gpu.index}.{column.reading}")
+            reason = gpu.view.absent.get(f"gpu{gpu.index}.{column.reading}")
             if cell.text == UNKNOWN and reason:
-                key = gpu.index, " ".join(reason.split())
+                key = gpu.label, " ".join(reason.split())
                 unknown.setdefault(key, []).append(column.title)
     reasons: dict[str, list[str]] = {}
-    for (index, reason), titles in unknown.items():
-        reasons.setdefault(f"{', '.join(titles)} {UNKNOWN}: {reason}", []).append(str(index))
+    for (label, reason), titles in unknown.items():
+        reasons.setdefault(f"{', '.join(titles)} {UNKNOWN}: {reason}", []).append(label)
     return GpuTable(
         columns=tuple(shown),
         rows=tuple(zip(*shown.values(), strict=True)),
@@ -333,7 +358,44 @@ def gpu_table(view: RunView, *, whole_run: bool = False) -> GpuTable:
     )
 
 
+def _slowest_first(view: RunView) -> dict[int, Beat]:
+    """Return the beats by rank, those that have come least far first."""
+    return {beat.rank: beat for beat in sorted(view.beats, key=lambda beat: beat.reached)}
+
+
+RANKS = ("rank", "host", "step", "")
+RANKS_SHOWN = 16
+"""Number of slowest ranks that are shown."""
+
+
+def rank_rows(view: RunView) -> list[tuple[str, ...]]:
+    """Return the cells of RANKS for each rank, the slowest first: where it is, and who waits for whom; no rows for a
+    run of one."""
+    rows: list[tuple[str, ...]] = []
+    late, hosts = behind(view.beats), view.rank_hosts
+    names = ", ".join(str(beat.rank) for beat in late[:4]) + ", ..." * (len(late) > 4)
+    waiting = f"waits for rank {names}" if late else ""
+    for beat in _slowest_first(view).values():
+        waits = f"{len(view.beats) - len(late)} wait for it" if beat in late else waiting
+        rows.append((str(beat.rank), hosts.get(beat.rank) or UNKNOWN, str(beat.step), waits))
+    if (more := len(rows) - RANKS_SHOWN) > 0:
+        rows[RANKS_SHOWN:] = [("", "", "", f"{more} more have come as far or further")]
+    return rows
+
+
 # Text
+
+
+def rank_lines(view: RunView) -> list[str]:
+    """Return the ranks as text, the slowest first."""
+    rows = rank_rows(view)
+    if not rows:
+        return []
+    widths = [max(map(len, column)) for column in zip(RANKS, *rows, strict=True)]
+    return [
+        "  ".join(f"{cell:<{wide}}" for cell, wide in zip(row, widths, strict=True)).rstrip()
+        for row in (RANKS, *rows)
+    ]
 
 
 def gpu_lines(

@@ -62,7 +62,7 @@ from engine.log.events import (
     Wrote,
 )
 from engine.log.folder import WatchedCommand
-from engine.log.gpus import gpu_lines
+from engine.log.gpus import gpu_lines, rank_lines
 from engine.log.read import Liveness
 from engine.log.table import Table
 from engine.log.view import GOING_ON, SILENT_S, ErrorNote, LogLine, RunView, host_of
@@ -415,7 +415,9 @@ def sample_text(sample: HostSample | GpuSample) -> str:
 
 def device_lines(view: RunView, width: int = 100, *, ascii_only: bool = False) -> list[str]:
     """Render GPU and host readings, each as a value or as unknown, with the reason."""
-    found = [*gpu_lines(view, width, ascii_only=ascii_only), *host_lines(view)]
+    found = [*gpu_lines(view, width, ascii_only=ascii_only), *rank_lines(view), *host_lines(view)]
+    for host, one in view.hosts_now.items():
+        found += [f"{host}:", *host_lines(one)]
     none = "no reading yet" if view.imported is None else "the imported log has no readings"
     return found or [none]
 
@@ -453,7 +455,10 @@ def _no_gpu(view: RunView) -> list[str]:
 
 def run_device_lines(view: RunView, width: int = 100, *, ascii_only: bool = False) -> list[str]:
     """Render what was read of GPUs and host over the whole run: typical values and extremes."""
-    found = [*gpu_lines(view, width, ascii_only=ascii_only, whole_run=True), *run_host_lines(view)]
+    gpus = gpu_lines(view, width, ascii_only=ascii_only, whole_run=True)
+    found = [*gpus, *rank_lines(view), *run_host_lines(view)]
+    for host, one in view.hosts_now.items():
+        found += [f"{host}:", *run_host_lines(one)]
     return [*_no_gpu(view), *found] if found else []
 
 

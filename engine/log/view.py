@@ -262,11 +262,11 @@ class RunView:
             if "watch" in one.clocks and one.clocks["watch"].unix_s > before
         }
 
-    def ranks_on(self, host: str) -> list[int]:
-        """Return the ranks of this session whose process is on a host."""
-        clocks = {rank: said.clock for rank, said in self.ranks_now.items()}
-        clocks |= {0: self.clocks["events"]} if "events" in self.clocks else {}
-        return sorted(rank for rank, clock in clocks.items() if clock.host == host)
+    @property
+    def rank_hosts(self) -> dict[int, str]:
+        """The host of each rank of this session that has opened its log, by rank."""
+        first = {0: self.clocks["events"].host} if "events" in self.clocks else {}
+        return first | {rank: said.clock.host for rank, said in sorted(self.ranks_now.items())}
 
     @property
     def exit(self) -> TrainerExited | None:

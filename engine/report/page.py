@@ -31,7 +31,7 @@ from engine.flips.text import pair_heading, pair_line, plan_lines, verdict_lines
 from engine.log.events import FAIL
 from engine.log.folder import RunFolder, WatchedCommand, is_run, read_command
 from engine.log.follow import Follower
-from engine.log.gpus import UNKNOWN, Cell, gpu_table
+from engine.log.gpus import RANKS, UNKNOWN, Cell, gpu_table, rank_rows
 from engine.log.identities import identity_lines
 from engine.log.text import (
     OTHERS_KERNELS,
@@ -195,6 +195,7 @@ def _run_content(run: RunFolder) -> Content:
         _facts(_identity(view, command, receipt)),
         _figures(charts, run_figures(view)),
         *_gpus(view, whole_run=has_ended(state)),
+        *["<h2>Ranks, slowest first</h2>", _table(RANKS, rank_rows(view))] * bool(view.beats),
         _section(
             "Result",
             result_lines(view) or [OTHERS_RESULT if command else "no held-out loss was measured"],

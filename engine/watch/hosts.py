@@ -77,7 +77,7 @@ def lost_hosts(run: RunFolder) -> str:
                 time.time() - path.with_name(path.name.replace("watch", "device")).stat().st_mtime,
             )
             if path in free or (is_late and silent_s >= WAIT_S):
-                ranks = ", ".join(map(str, view.ranks_on(clock.host)))
+                ranks = ", ".join(str(n) for n, on in view.rank_hosts.items() if on == clock.host)
                 lost[host] = (
                     f"host {clock.host}{f' with rank {ranks}' if ranks else ''} was lost: its supervisor recorded no "
                     f"end, and last wrote {format_seconds(silent_s)} ago"

@@ -92,7 +92,7 @@ class _Supervisor:
         watch: LogWriter,
         device: LogWriter,
         terminal: int | None,
-        place: Place | None,
+        place: Place | None = None,
     ) -> None:
         self.place = place
         self.run, self.watch, self.device = run, watch, device

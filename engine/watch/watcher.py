@@ -191,11 +191,12 @@ class Watcher:
                     )
                 )
             return
-        beats = read_beats(self.run)
-        # Ranks that wait for another all look alike, so the rank they wait for is captured.
-        pid, file = self._process(self.view, (behind(beats) or beats)[0] if beats else None)
+        beats, hosts = read_beats(self.run), self.view.rank_hosts if self.view.hosts_now else {}
+        # Ranks that wait for another all look alike, so the rank they wait for is captured, if it is on this host.
+        late = [beat for beat in behind(beats) if hosts.get(beat.rank) == hosts.get(0)]
+        pid, file = self._process(self.view, (late or beats)[0] if beats else None)
         if beats:
-            why = f"{why}; {waited_for(beats) or 'all ranks have come equally far'}"
+            why = f"{why}; {waited_for(beats, hosts) or 'all ranks have come equally far'}"
         self._begin(
             Capture(run=self.run.path, pid=pid, dump_file=file, name=f"{pid}-{name}", why=why)
         )
@@ -259,6 +260,8 @@ def trimmed(view: RunView) -> RunView:
         changes["hosts"] = _tail(view.hosts)
     if any(len(table) >= 2 * TAIL_ROWS for table in view.gpu_tables.values()):
         changes["gpu_tables"] = {i: _tail(table) for i, table in view.gpu_tables.items()}
+    if view.further_hosts:
+        changes["further_hosts"] = {host: trimmed(one) for host, one in view.further_hosts.items()}
     return replace(view, **changes) if changes else view
 
 

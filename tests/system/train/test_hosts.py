@@ -11,6 +11,7 @@ import pytest
 from engine.log.folder import RunFolder
 from engine.log.follow import Follower
 from engine.log.write import HOST, read_host
+from engine.report.page import content_of, page_body
 from tests.support.hosts import NAMES, lose_host, start_hosts
 from tests.support.kit import Kit
 from tests.support.running import engine_here
@@ -33,6 +34,8 @@ def test_a_host_that_is_lost_ends_the_run_and_is_named(lost: int, kit: Kit, tmp_
     for command in ("diagnose", "tail"):
         shown = engine_here(command, run).stdout
         assert f"ENDED at step {view.last_step}: {words}" in shown, shown
+    page = page_body(content_of(run))
+    assert words in page and "Ranks, slowest first" in page and NAMES[1 - lost] in page
 
 
 @pytest.mark.soak  # what it reads of two hosts is in tests/unit/log/test_hosts.py
@@ -50,7 +53,7 @@ def test_each_host_samples_its_own_machine_and_both_end_with_the_run(
     other = view.hosts_now[NAMES[1]]
     assert view.clocks["device"].host == NAMES[0] and other.clocks["device"].host == NAMES[1]
     assert len(other.hosts) and other.exit is not None and other.exit.state == "COMPLETED"
-    assert [view.ranks_on(name) for name in NAMES] == [[0], [1]]
+    assert view.rank_hosts == dict(enumerate(NAMES))
     assert engine_here("evidence", "receipt", run.path).returncode == 0
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,9 +10,11 @@ from pathlib import Path
 import pytest
 
 from engine.errors import UsageError
-from engine.log.events import Event, HostSample, Note
+from engine.log.beats import Beat, waited_for
+from engine.log.events import Event, GpuSample, HostSample, Note
 from engine.log.folder import RunFolder
 from engine.log.follow import Follower
+from engine.log.gpus import gpu_lines, rank_lines
 from engine.log.read import Liveness
 from engine.log.text import line_text
 from engine.log.view import RunView, Source
@@ -59,7 +62,7 @@ def test_each_host_has_its_own_readings_in_whatever_order_the_logs_are_read(
     assert view.host is not None and view.host.load1 == 1.0
     other = view.hosts_now["birch"].host
     assert other is not None and other.load1 == 7.0
-    assert [view.ranks_on(host) for host in ("alder", "birch", "cedar")] == [[0], [1], []]
+    assert view.rank_hosts == {0: "alder", 1: "birch"}
     assert view.state(NOBODY) == "failed"
     (note,) = (line_text(line) for line in view.lines if isinstance(line.event, Note))
     assert note.endswith(" birch: info: a note")
@@ -97,6 +100,32 @@ def test_the_logs_of_further_hosts_are_found_by_their_names(tmp_path: Path) -> N
     assert [*run.logs()] == ["events", "device", "watch", "device birch", "watch birch"]
     assert RunFolder(tmp_path, "birch").watch == run.logs()["watch birch"]
     assert [*Follower(run).read_all().hosts_now] == ["birch"]
+
+
+def test_ranks_are_shown_with_their_hosts_and_the_slowest_first() -> None:
+    view = RunView()
+    for one, events in LOGS.items():
+        view = fold_events(view, one, numbered(events))
+    gpus = {"device": 0.0, "device birch": 90.0}
+    for source, busy in gpus.items():
+        sample = GpuSample(index=0, gpu_util_pct=busy)
+        view = fold_events(view, source, numbered([*LOGS[source], sample]))
+    beats = (Beat(rank=0, pid=1, step=5, entered=9), Beat(rank=1, pid=1, step=5, entered=8))
+    view = dataclasses.replace(view, beats=beats)
+    assert [line.split() for line in rank_lines(view)[1:]] == [
+        ["1", "birch", "5", "1", "wait", "for", "it"],
+        ["0", "alder", "5", "waits", "for", "rank", "1"],
+    ]
+    assert [line.split()[:2] for line in gpu_lines(view, 60)[1:3]] == [
+        ["birch", "0"],
+        ["alder", "0"],
+    ]
+    assert waited_for(beats, view.rank_hosts) == (
+        "rank 1 (birch, process 1) has not done step 6; 1 of 2 wait for it"
+    )
+    many = tuple(Beat(rank=rank, pid=1, step=rank) for rank in range(40))
+    lines = rank_lines(dataclasses.replace(view, beats=many))
+    assert len(lines) == 18 and "24 more" in lines[-1] and lines[1].startswith("0 ")
 
 
 def test_a_place_is_read_as_it_is_written_and_has_an_equal_share_of_the_ranks() -> None:

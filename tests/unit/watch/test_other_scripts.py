@@ -150,7 +150,7 @@ def test_advice_to_a_script_speaks_of_the_script() -> None:
     refused: Any = example_of(TrainerExited, sentence="the device allocator refused 2.00 GiB")
     readings = {"gpu_mem_used_bytes": 10 * GIB, "gpu_mem_total_bytes": 100 * GIB}
     watched = case(lambda n: {}, gpu=lambda t_s: readings)
-    over = dataclasses.replace(watched, view=dataclasses.replace(watched.view, exit=refused))
+    over = dataclasses.replace(watched, view=dataclasses.replace(watched.view, own_exit=refused))
     unknown("allocator_ceiling", over, "the settings are the script's own")
 
 
