@@ -42,7 +42,7 @@ PROBE = ("apr_watch", "engine.attach.probe")
 """Modules that run in the processes of watched scripts, and import what these have."""
 ROOTS = ("apr_workbench", "engine.__main__", "workbench", *PROBE)
 """Beginnings of the names of modules where a user's commands start."""
-MODULE_OF = {"nvidia-ml-py": "pynvml", "pyyaml": "yaml"}
+MODULE_OF = {"nvidia-cudnn-frontend": "cudnn", "nvidia-ml-py": "pynvml", "pyyaml": "yaml"}
 """Module of a distribution where it is not its name."""
 
 

@@ -44,7 +44,12 @@ from engine.models.decoder import Decoder
 from engine.models.fused import use_kernels
 from engine.models.load import load_decoder, load_packed_decoder, new_decoder
 from engine.plan.cost import flops_per_token
-from engine.plan.knobs import choose_attention, choose_loss_kernel
+from engine.plan.knobs import (
+    choose_attention,
+    choose_attention_kernel,
+    choose_loss_kernel,
+    choose_update,
+)
 from engine.spec import LossSection, TrainSection
 from engine.teachers.frozen import DequantizedTeacher, QuantizedTeacher
 from engine.teachers.protocol import Teacher
@@ -166,6 +171,10 @@ def own_steps(
         return decision.choice == "packed"
 
     frozen.decoder.packed = packed("teacher.attention", frozen.decoder.config)
+    attention = choose_attention_kernel(
+        "auto", device=device.type, capability=capability, deterministic=False
+    )
+    frozen.decoder.cudnn = attention.choice == "cudnn"
     kernel = choose_loss_kernel(
         "auto",
         device=device.type,
@@ -186,14 +195,24 @@ def own_steps(
             weight_decay=0.01,
             beta2=0.999,
             clip_norm=shape.clip_norm,
+            update=choose_update(
+                "auto",
+                device=device.type,
+                capability=capability,
+                has_triton=has_triton(),
+                ranks=1,
+            ).choice,
         ),
         loss=LossSection(alpha=shape.alpha, temperature=shape.temperature, kernel=kernel),
         device=device,
         precision=precision,
     )
     configure_layers(
-        student, packed=packed("student.attention", student.config), checkpointing=False
+        student,
+        packed=packed("student.attention", student.config),
+        checkpointing=False,
     )
+    student.cudnn = frozen.decoder.cudnn
     use_kernels(student, frozen=False)
     # The host does not run ahead of the device: each step's time ends when its work does.
     return (nan_if_absent(step.loss) for step in trainer.steps())

@@ -14,6 +14,9 @@ long one.
 `longest` is at least the length of every document. It determines how many blocks the kernel
 launches, not what it computes.
 
+Two kernels compute this: torch's flash attention, and cuDNN's (`engine.kernels.cudnn_attention`) where a
+`Packing` has `ragged`.
+
 The host knows the boundaries, because it packed the rows; reading them back from a GPU would
 synchronise. So the code that makes a batch records them with `remember`. Without that they are read
 from the GPU, which is slower and gives the same result. The reference is the masked path of
@@ -34,6 +37,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from engine.kernels import cudnn_attention
+from engine.kernels.cudnn_attention import Ragged
+
 # Shapes: B rows, T tokens, N = B*T, S documents, H query heads, K key/value heads, E width of a head,
 # L a length that is at least that of every document
 
@@ -50,6 +56,8 @@ class Packing(NamedTuple):
     """int32 of S + 1: the first token of each document in the flattened batch, and the end."""
     longest: int
     """At least the length of every document."""
+    ragged: Ragged | None = None
+    """The same documents for cuDNN; None for torch's kernel."""
 
 
 _KNOWN: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
@@ -146,11 +154,15 @@ def attend_packed(
 
     Scores are multiplied by `scale`, or 1/sqrt(E); a token attends to at most `window` tokens, itself included.
     """
-    starts_S, longest = packing
+    starts_S, longest, ragged = packing
+    q_NHE, k_NKE, v_NKE = (each.flatten(0, 1) for each in (q_BTHE, k_BTKE, v_BTKE))
+    if ragged is not None and cudnn_attention.takes(q_NHE, k_NKE):
+        out_NHE = cudnn_attention.attend(q_NHE, k_NKE, v_NKE, ragged, scale=scale, window=window)
+        return out_NHE.view(q_BTHE.shape)
     y_NHE: Tensor = torch.ops.aten._flash_attention_forward(
-        q_BTHE.flatten(0, 1),
-        k_BTKE.flatten(0, 1),
-        v_BTKE.flatten(0, 1),
+        q_NHE,
+        k_NKE,
+        v_NKE,
         starts_S,
         starts_S,
         longest,

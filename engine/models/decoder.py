@@ -49,6 +49,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from engine.errors import InternalError
+from engine.kernels.cudnn_attention import Ragged
 from engine.models.attention import Packing, attend_packed, lengths, packing_of, positions
 from engine.models.config import ModelConfig
 from engine.models.rope import LongRope
@@ -94,9 +95,8 @@ class AttentionInputs(NamedTuple):
     """0 where a token may attend, -inf elsewhere; None if attention is plain causal or packed. A sliding
     window is part of it; packed attention has its own (`Attention.window`).
     """
-    starts_S: Tensor | None = None
-    longest: int | None = None
-    """With `starts_S`, a `Packing` if attention is packed."""
+    packing: Packing | None = None
+    """The documents, if attention is packed."""
     cache: LayerCache | None = None
     """The KV cache of one layer, in generation; replaced for each layer."""
 
@@ -244,10 +244,14 @@ class Attention(nn.Module):
             y_BTHE = attention_inputs.cache.attend(
                 q_BTHE, k_BTKE, v_BTKE, scale=self.scale, window=self.window
             )
-        elif attention_inputs.starts_S is not None and attention_inputs.longest is not None:
-            packing = Packing(attention_inputs.starts_S, attention_inputs.longest)
+        elif attention_inputs.packing is not None:
             y_BTHE = attend_packed(
-                q_BTHE, k_BTKE, v_BTKE, packing, scale=self.scale, window=self.window
+                q_BTHE,
+                k_BTKE,
+                v_BTKE,
+                attention_inputs.packing,
+                scale=self.scale,
+                window=self.window,
             )
         else:
             y_BTHE = attend(q_BTHE, k_BTKE, v_BTKE, attention_inputs.mask_B1TT, self.scale)
@@ -261,6 +265,8 @@ class FeedForward(nn.Module):
         self.activation = ACTIVATIONS[config.kind.activation]
         self.open: Callable[[Tensor, Tensor], Tensor] | None = None
         """Returns activation(gate) * up in one kernel (`engine.models.fused`)."""
+        self.adds = False
+        """Whether the last matmul may add to the residual in place: frozen and dense (`engine.models.fused`)."""
         self.gate = make_linear(config.hidden_size, config.intermediate_size, False)
         self.up = make_linear(config.hidden_size, config.intermediate_size, False)
         self.down = make_linear(config.intermediate_size, config.hidden_size, False)
@@ -274,6 +280,13 @@ class FeedForward(nn.Module):
         del gate_BTF  # without autograd, its memory is free for the multiplication
         y_BTD = self.down(open_BTF * up_BTF)
         return y_BTD
+
+    def add_to(self, x_BTD: Tensor, y_BTD: Tensor) -> Tensor:
+        """Return x + mlp(y) in the memory of x: the sum is rounded once, out of the matmul."""
+        assert self.open is not None and isinstance(self.down.weight, Tensor)
+        open_BTF = self.open(*project(y_BTD, (self.gate, self.up)))
+        x_BTD.flatten(0, 1).addmm_(open_BTF.flatten(0, 1), self.down.weight.t())
+        return x_BTD
 
 
 Normed: TypeAlias = Callable[[Tensor | None, Tensor, RMSNorm, torch.dtype], tuple[Tensor, Tensor]]
@@ -311,6 +324,8 @@ class Layer(nn.Module):
             x_BTD, y_BTD = self.normed(None, x_BTD, self.attention_norm, dtype)
             y_BTD = self.attention(y_BTD, attention_inputs)
             x_BTD, y_BTD = self.normed(y_BTD, x_BTD, self.mlp_norm, dtype)
+            if isinstance(self.mlp, FeedForward) and self.mlp.adds:
+                return self.mlp.add_to(x_BTD, y_BTD)
             out_BTD: Tensor = x_BTD + self.mlp(y_BTD)
             return out_BTD
         y_BTD = _normed(self.attention_norm, x_BTD).to(dtype)
@@ -378,6 +393,8 @@ class Decoder(nn.Module):
         """Whether attention over documents is packed (`engine.models.attention`) instead of masked.
         In fp32 it is always masked.
         """
+        self.cudnn = False
+        """Whether cuDNN computes packed attention (`engine.kernels.cudnn_attention`)."""
         self.shards: Shards | None = None
         """Set if this process holds only a part of each layer, as for a sharded frozen teacher."""
         self.embed = _Embedding(config.vocab_size, config.hidden_size)
@@ -450,7 +467,9 @@ class Decoder(nn.Module):
     def packed_inputs(self, documents_BT: Tensor, dtype: torch.dtype) -> list[AttentionInputs]:
         """Return what `packed_attention_inputs` returns, for each layer."""
         return self._of_layers(
-            lambda windowed: packed_attention_inputs(self.config, documents_BT, dtype, windowed)
+            lambda windowed: packed_attention_inputs(
+                self.config, documents_BT, dtype, windowed, cudnn=self.cudnn
+            )
         )
 
     def _of_layers(self, make: Callable[[bool], AttentionInputs]) -> list[AttentionInputs]:
@@ -462,7 +481,7 @@ class Decoder(nn.Module):
     def run_like(self, other: Decoder) -> None:
         """Compute as a decoder of the same configuration does, to the bit: packed and masked attention round
         differently."""
-        self.packed = other.packed
+        self.packed, self.cudnn = other.packed, other.cudnn
 
     def reach(self, name: str) -> None:
         """Make the weights of the layer that contains the tensor or module `name` readable, for
@@ -581,15 +600,23 @@ def _additive(seen_XTS: Tensor, dtype: torch.dtype) -> Tensor:
 
 @torch.no_grad()
 def packed_attention_inputs(
-    config: ModelConfig, documents_BT: Tensor, dtype: torch.dtype, windowed: bool = True
+    config: ModelConfig,
+    documents_BT: Tensor,
+    dtype: torch.dtype,
+    windowed: bool = True,
+    *,
+    cudnn: bool = False,
 ) -> AttentionInputs:
-    """Return the `AttentionInputs` for packed attention. `windowed` is whether they are those of a layer with a
-    window, if the model has one: its kernel hides what is behind the window, and its RoPE may have another base.
+    """Return the `AttentionInputs` for packed attention, by cuDNN or by torch's kernel. `windowed` is whether they are
+    those of a layer with a window, if the model has one: its kernel hides what is behind the window, and its RoPE may
+    have another base.
     """
     packing = packing_of(documents_BT)
+    if cudnn:
+        packing = packing._replace(ragged=Ragged(packing.starts_S, documents_BT.shape[1]))
     length_BT = 0 if config.long_rope is None else lengths(documents_BT)
     angles = _cos_sin(config, positions(documents_BT), length_BT, dtype, windowed)
-    return AttentionInputs(*angles, None, *packing)
+    return AttentionInputs(*angles, None, packing)
 
 
 def _cos_sin(

@@ -103,15 +103,15 @@ def product(
     if codes_MK.device.type != "cuda":
         out_MN = (codes_MK.float() @ weight_NK.float().t()) * scale_M1 * scale_N
         return (out_MN if bias_N is None else out_MN + bias_N.float()).to(dtype)
-    out_MN = torch._scaled_mm(
+    return torch._scaled_mm(
         codes_MK,
         weight_NK.t(),
         scale_a=scale_M1,
         scale_b=scale_N[None],
+        bias=bias_N,
         out_dtype=dtype,
         use_fast_accum=False,  # fast accumulation keeps fewer bits and is no faster
     )
-    return out_MN if bias_N is None else out_MN + bias_N
 
 
 def gated_rows_reference(joined_MG: Tensor) -> tuple[Tensor, Tensor]:

@@ -15,7 +15,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from engine.kernels.dequantize import has_triton
 from engine.models.attention import LEAST_CAPABILITY
@@ -64,6 +64,7 @@ def use_kernels(decoder: Decoder, *, frozen: bool) -> None:
         layer.attention.rotate = rotated_in_place if frozen else rotated
         if isinstance(layer.mlp, FeedForward):
             layer.mlp.open = partial(gated_in_place if frozen else gated, activation)
+            layer.mlp.adds = frozen and type(layer.mlp.down) is nn.Linear
 
 
 def _norms_fit(config: ModelConfig) -> bool:

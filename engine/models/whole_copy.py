@@ -17,7 +17,7 @@ def empty_copy(decoder: Decoder) -> Decoder:
     with torch.device("meta"):
         copy = Decoder(decoder.config)
     copy.to_empty(device=next(decoder.parameters()).device)
-    copy.packed = decoder.packed
+    copy.packed, copy.cudnn = decoder.packed, decoder.cudnn
     return copy.train(decoder.training)
 
 

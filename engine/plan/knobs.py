@@ -24,6 +24,7 @@ from typing import Any
 
 from engine.decision import SET_BY_USER, Decision, decide
 from engine.divergences import DIVERGENCES, fused_divergences
+from engine.kernels import cudnn_attention
 from engine.machine.allocator import choose_allocator
 from engine.machine.threads import choose_thread_wait
 from engine.models.attention import LEAST_CAPABILITY, MOST_HEAD_DIM
@@ -56,6 +57,7 @@ SETTINGS = {
     "accumulation": "train.accumulation",
     "divergence": "loss.divergence",
     "allocator": "memory.allocator",
+    "deterministic": "compute.deterministic",
 }
 """Facts that are settings, as they are decided by then."""
 
@@ -277,6 +279,40 @@ def choose_layer_kernels(
     )
 
 
+def choose_attention_kernel(
+    wanted: str, *, device: str, capability: Capability, deterministic: bool
+) -> Decision:
+    """Choose what computes packed attention. Raises BadInput for `cudnn` when it cannot run."""
+    lacks = None
+    if device != "cuda" or capability is None:
+        lacks = "a GPU", "a CPU"
+    elif capability < cudnn_attention.LEAST_CAPABILITY:
+        least = format_capability(cudnn_attention.LEAST_CAPABILITY)
+        lacks = f"a GPU of compute capability {least} or later", format_capability(capability)
+    elif not cudnn_attention.is_installed():
+        lacks = "the package nvidia-cudnn-frontend", "none installed"
+    elif deterministic:
+        lacks = "gradients whose last bits may vary", "compute.deterministic"
+    cudnn = "about half the time of torch's kernel"
+    anywhere = "torch's kernel runs on every GPU that packs documents"
+    return _fused_or(
+        *("kernels.attention", wanted, lacks, cudnn, {"flash": "torch's flash attention"}),
+        *(anywhere, "set by hand"),
+        ours="cudnn",
+    )
+
+
+def give_up_cudnn(whose: str, why: str) -> Decision:
+    """Return the decision to compute the attention of one model by torch's kernel, because cuDNN declines it."""
+    return Decision(
+        knob="kernels.attention",
+        choice="flash",
+        reason=f"for the {whose}: torch's kernel computes the same",
+        rejected=(("cudnn", f"cuDNN declines it: {why}"),),
+        impossible=("cudnn",),
+    )
+
+
 def _lacks_for_kernels(
     device: str, capability: Capability, has_triton: bool
 ) -> tuple[str, str] | None:
@@ -297,19 +333,20 @@ def _fused_or(
     plain: dict[str, str],
     anywhere: str,
     unwanted: str,
+    ours: str = "fused",
 ) -> Decision:
-    """Choose between our kernel, described by `fused`, and the one `plain` form, which runs `anywhere`.
+    """Choose between the faster kernel `ours`, described by `fused`, and the one `plain` form, which runs `anywhere`.
 
     `lacks` is what the kernel needs and what is present instead. `unwanted` is the reason against the
     kernel when it could run and the user set the other form.
     """
     (name,) = plain
-    reasons, against, refused = {"fused": fused, **plain}, {"fused": unwanted, **plain}, {}
+    reasons, against, refused = {ours: fused, **plain}, {ours: unwanted, **plain}, {}
     if lacks is not None:
         reasons[name] = anywhere
-        against["fused"] = "needs {}; here is {}".format(*lacks)
-        refused["fused"] = (*lacks, f"`--set {knob}=auto` runs with any")
-    best = "fused" if lacks is None else name
+        against[ours] = "needs {}; here is {}".format(*lacks)
+        refused[ours] = (*lacks, f"`--set {knob}=auto` runs with any")
+    best = ours if lacks is None else name
     return decide(knob, wanted, best, reasons, against=against, refused=refused, explained=True)
 
 
@@ -462,6 +499,7 @@ _KNOBS = (
     Knob("teacher.precision", choose_teacher_precision),
     Knob("loss.kernel", choose_loss_kernel),
     Knob("kernels.layers", choose_layer_kernels),
+    Knob("kernels.attention", choose_attention_kernel),
     Knob("student.attention", partial(choose_attention, "student.attention"), _OF_STUDENT),
     Knob("teacher.attention", partial(choose_attention, "teacher.attention"), _OF_TEACHER),
     Knob("teacher.shard", choose_teacher_shard),

@@ -261,6 +261,7 @@ def choose_layer_execution(facts: RunFacts) -> None:
     facts.take("student.attention")
     if facts.teacher is not None:
         facts.take("teacher.attention")
+    facts.take("kernels.attention")
 
 
 def plan_memory(facts: RunFacts) -> MemoryPlan:

@@ -577,6 +577,12 @@ class KernelsSection:
         "(torch). auto is fused on a GPU that runs our kernels.",
         allowed=("auto", "fused", "torch"),
     )
+    attention: str = setting(
+        "auto",
+        "What computes packed attention: cuDNN, or torch's flash attention. auto is cudnn on a GPU of compute "
+        "capability 9.0 or later, where `nvidia-cudnn-frontend` is installed; flash with compute.deterministic.",
+        allowed=("auto", "cudnn", "flash"),
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

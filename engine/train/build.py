@@ -54,7 +54,7 @@ from engine.teachers.truncating import DroppedMass, TruncatingTeacher
 from engine.train import to_events
 from engine.train.beside import Beside, ModelHash
 from engine.train.checkpoint.continuing import check_same_teacher
-from engine.train.compiles import Compiles
+from engine.train.compiles import Compiles, attention_by_cudnn
 from engine.train.data import Data
 from engine.train.given_rows import GivenRows
 from engine.train.rollout import Rollout, turns_of
@@ -403,6 +403,9 @@ class Builder:
             how=self.spec.model,
         )
         built.decoder.packed = self.spec.teacher.attention == "packed"
+        built.decoder.cudnn = attention_by_cudnn(
+            built.decoder, "teacher", self.spec, self.device, self.log, trained=False
+        )
         look_at(built.decoder, "teacher", self.spec.data.seq_len, self.log)
         return built
 

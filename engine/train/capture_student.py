@@ -24,6 +24,7 @@ from engine.models.attention import remember
 from engine.plan.knobs import give_up_graphs
 from engine.plan.run_plan import Plan
 from engine.runtime.ranks import own_part
+from engine.train.compiles import attention_by_cudnn
 from engine.train.cuda_graphs import Graphs
 from engine.train.to_events import Log
 from engine.train.trainer import Trainer
@@ -72,6 +73,9 @@ def configure_student(
         packed=student.attention == "packed",
         checkpointing=student.checkpointing == "on",
         kept_layers=plan.kept_layers,
+    )
+    trainer.student.cudnn = attention_by_cudnn(
+        trainer.student, "student", plan.spec, trainer.device, log, trained=True
     )
     if student.graphs == "on":
         log(Phase(name="capturing the student's layers"))

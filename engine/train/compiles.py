@@ -15,14 +15,35 @@ from typing import Any
 
 import torch
 
+from engine.kernels import cudnn_attention
 from engine.kernels.compile_record import CompileRecord
 from engine.log.events import Compiled, KernelCounts, Phase
 from engine.models import fp8
 from engine.models.decoder import Decoder
 from engine.models.fused import kernels_of
+from engine.plan.knobs import give_up_cudnn
 from engine.plan.run_plan import Plan
 from engine.runtime.device import torch_dtype
+from engine.spec import RunSpec
 from engine.train.to_events import Log
+
+
+def attention_by_cudnn(
+    decoder: Decoder, whose: str, spec: RunSpec, device: torch.device, log: Log, *, trained: bool
+) -> bool:
+    """Return whether cuDNN computes the packed attention of a decoder, as was decided, and build its graphs. Logs a
+    decision where cuDNN declines.
+    """
+    if spec.kernels.attention != "cudnn" or not decoder.packed:
+        return False
+    log(Phase(name=f"building the {whose}'s attention", detail="cuDNN"))
+    dtype = torch_dtype(spec.student.precision) if trained else decoder.dtype
+    config, batch = decoder.config, (spec.train.rows, spec.data.seq_len)
+    heads = (config.num_attention_heads, config.num_key_value_heads, config.head_dim)
+    why = cudnn_attention.why_not(heads, batch, dtype, device, trained=trained)
+    if why is not None:
+        log(give_up_cudnn(whose, why))
+    return why is None
 
 
 class Compiles:

@@ -43,7 +43,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from engine.errors import InternalError, TrainingFailed
-from engine.models.attention import LENGTH_STEP
+from engine.kernels.cudnn_attention import Ragged
+from engine.models.attention import LENGTH_STEP, Packing
 from engine.models.decoder import AttentionInputs, Decoder, packed_attention_inputs
 
 # Shapes: B rows, T tokens, N = B*T, D student width, S capacity for documents
@@ -97,8 +98,8 @@ class Graphs:
         TrainingFailed when something does.
         """
         attention_inputs = packed_attention_inputs(self._student.config, documents_BT, self._dtype)
-        assert attention_inputs.starts_S is not None
-        documents = len(attention_inputs.starts_S) - 1
+        assert attention_inputs.packing is not None
+        documents = len(attention_inputs.packing.starts_S) - 1
         if self._captured is None or documents > self._room:
             self._room = max(LEAST_ROOM, 1 << (documents - 1).bit_length())
             # The old graph's memory is freed first: both would not always fit.
@@ -227,17 +228,22 @@ class _Captured:
             attention_inputs.cos_XT1R.clone(),
             attention_inputs.sin_XT1R.clone(),
             None,
-            torch.zeros(room + 1, dtype=torch.int32, device=device),
-            longest,
+            Packing(torch.zeros(room + 1, dtype=torch.int32, device=device), longest),
         )
         self.copy_inputs(attention_inputs)
 
         def run() -> Tensor:
+            attention_inputs = self._attention_inputs
+            packing = attention_inputs.packing
+            if student.cudnn and packing is not None:
+                # Within the capture: offsets are computed again at each replay.
+                packing = packing._replace(ragged=Ragged(packing.starts_S, length))
+                attention_inputs = attention_inputs._replace(packing=packing)
             # No autocast cache: casts of weights made outside would be captured with their old values.
             with torch.autocast(device.type, dtype=dtype, cache_enabled=False):
                 x_BTD: Tensor = self._x_BTD
                 for layer in student.layers:
-                    x_BTD = student.run_layer(layer, x_BTD, self._attention_inputs)
+                    x_BTD = student.run_layer(layer, x_BTD, attention_inputs)
                 hidden_BTD: Tensor = student.norm(x_BTD)
             return hidden_BTD
 
@@ -258,8 +264,9 @@ class _Captured:
 
     def copy_inputs(self, attention_inputs: AttentionInputs) -> None:
         """Copy in where the tokens and documents of a batch lie."""
-        starts_S, room_S = attention_inputs.starts_S, self._attention_inputs.starts_S
-        assert starts_S is not None and room_S is not None
+        assert attention_inputs.packing is not None and self._attention_inputs.packing is not None
+        starts_S = attention_inputs.packing.starts_S
+        room_S = self._attention_inputs.packing.starts_S
         self._attention_inputs.cos_XT1R.copy_(attention_inputs.cos_XT1R)
         self._attention_inputs.sin_XT1R.copy_(attention_inputs.sin_XT1R)
         room_S[: len(starts_S)].copy_(starts_S)

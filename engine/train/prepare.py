@@ -66,7 +66,7 @@ from engine.teachers.store.write import (
 from engine.teachers.truncating import TruncatingTeacher
 from engine.train import to_events
 from engine.train.build import look_at
-from engine.train.compiles import Compiles
+from engine.train.compiles import Compiles, attention_by_cudnn
 from engine.train.data import prepare_data
 from engine.train.heldout import heldout_loss
 from engine.train.stop_request import StopRequest
@@ -311,6 +311,9 @@ def _load_teacher(
         how=spec.model,
     )
     built.decoder.packed = teacher.attention == "packed"
+    built.decoder.cudnn = attention_by_cudnn(
+        built.decoder, "teacher", facts.spec, compute.device, log, trained=False
+    )
     decoder = built.decoder
     look_at(decoder, "teacher", spec.data.seq_len, log)
     if job.wanted.form == HIDDEN and isinstance(head_of(decoder), LogitsHead):

@@ -98,7 +98,7 @@ def test_packed_positions_turn_as_masked_ones(
     packed = packed_attention_inputs(shape, documents_BT, torch.float32, windowed)
     assert torch.equal(masked.cos_XT1R, packed.cos_XT1R)
     assert torch.equal(masked.sin_XT1R, packed.sin_XT1R)
-    assert packed.mask_B1TT is None and packed.starts_S is not None
+    assert packed.mask_B1TT is None and packed.packing is not None
 
 
 # On a GPU

@@ -24,12 +24,13 @@ PLAIN = {
     "student.attention": "masked",
     "kernels.layers": "torch",
     "teacher.attention": "masked",
+    "kernels.attention": "flash",
 }
-ON = ("on", "packed", "fused")
+ON = ("on", "packed", "fused", "cudnn")
 
 
 def layer_execution(
-    folder: Path, settings: dict[str, str], *, precision: str = "bf16", store: Any = None
+    folder: Path, settings: dict[str, Any], *, precision: str = "bf16", store: Any = None
 ) -> set[str]:
     """The settings of PLAIN that are on."""
     spec: dict[str, Any] = {
@@ -71,6 +72,7 @@ def layer_execution(
 def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: (9, 0))
     monkeypatch.setattr("engine.plan.run_plan.has_triton", lambda: True)
+    monkeypatch.setattr("engine.kernels.cudnn_attention.is_installed", lambda: True)
 
 
 @pytest.mark.parametrize(
@@ -79,6 +81,7 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
         ("student.attention", "packed"),
         ("kernels.layers", "fused"),
         ("teacher.attention", "packed"),
+        ("kernels.attention", "cudnn"),
     ],
 )
 def test_a_setting_turns_on_what_it_names_and_nothing_else(
@@ -88,6 +91,30 @@ def test_a_setting_turns_on_what_it_names_and_nothing_else(
     (tmp_path / "on").mkdir()
     assert layer_execution(tmp_path / "off", PLAIN) == set()
     assert layer_execution(tmp_path / "on", PLAIN | {setting: value}) == {setting}
+
+
+@pytest.mark.parametrize(
+    ("lacking", "settings", "choice"),
+    [
+        (None, {}, "cudnn"),
+        ("its package", {}, "flash"),
+        ("an older GPU", {}, "flash"),
+        (None, {"compute.deterministic": True}, "flash"),
+    ],
+)
+def test_cudnn_attends_by_itself_where_its_package_and_a_gpu_of_capability_9_are(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    lacking: str | None,
+    settings: dict[str, Any],
+    choice: str,
+) -> None:
+    if lacking == "its package":
+        monkeypatch.setattr("engine.kernels.cudnn_attention.is_installed", lambda: False)
+    if lacking == "an older GPU":
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: (8, 9))
+    found = layer_execution(tmp_path, {"student.attention": "packed", **settings})
+    assert ("kernels.attention" in found) == (choice == "cudnn")
 
 
 def test_a_teacher_in_8_bits_attends_in_bf16(tmp_path: Path) -> None:

@@ -222,6 +222,7 @@ def test_list_of_settings_is_frozen() -> None:
         "compute.thread_wait", "compute.slow_by",
         "compute.deterministic",
         "memory.allocator", "memory.budget", "memory.limit_gib", "kernels.prewarm", "kernels.layers",
+        "kernels.attention",
         "checks.enabled", "checks.skip", "checks.on_fail", "checks.every", "checks.record",
         "watch.stall_seconds", "watch.on_stall", "watch.on_thrash", "watch.sample_seconds",
         "notify.to",
@@ -255,6 +256,7 @@ KEEPS_RESULTS = """
     eval.every eval.sample_tokens checkpoint.every checkpoint.keep_last checkpoint.at_end checkpoint.sharded
     compute.device compute.collective_timeout_s compute.threads compute.thread_wait compute.slow_by
     compute.deterministic memory.allocator memory.budget memory.limit_gib kernels.prewarm kernels.layers
+    kernels.attention
     watch.stall_seconds watch.on_stall watch.on_thrash watch.sample_seconds notify.to
     checks.enabled checks.skip checks.on_fail checks.every checks.record
     gate.smoke_steps gate.teacher_reference gate.teacher_kl gate.cache_cosine gate.cache_rows
