@@ -53,9 +53,9 @@ class Pass:
         self.has_indices = True
         self._asked: list[int] = []
         self.queue: deque[Any] = deque(maxlen=_AHEAD)
-        """What the sampler gave for batches that have not been yielded."""
+        """Indices that the sampler gave for batches that have not been yielded."""
         self.index: Any = None
-        """What it gave for the newest batch."""
+        """Indices of the newest batch."""
         self.ahead: Any = None
         """Size of a batch that was read ahead (`step.Batches`)."""
         self.rows: set[int] = set()

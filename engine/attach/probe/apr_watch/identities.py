@@ -32,6 +32,7 @@ from .data import Pass, Passes
 from .distillation import Divergence
 from .folders import Position
 from .gradients import Chain, Windows
+from .graph import near
 from .held_out import HeldOut
 from .losses import Loss, look, losses_of
 from .modes import Evaluations, Modes, Noticed, Search
@@ -117,24 +118,18 @@ class Identities:
 
     def samples_asked_for(self, iterator: Any, index: Any) -> None:
         """Record the sampler's indices of a batch, which may be yielded later."""
-        lines = self.passes.asked(iterator, index)
-        if not self._position.rank:
-            self._notice(lines)
+        self._notice(self.passes.asked(iterator, index))
 
     def no_batch(self, iterator: Any) -> None:
-        lines = self.passes.ended(iterator)
+        self._notice(self.passes.ended(iterator))
         self._held_out.no_batch(iterator)
-        lines += self.scaling.data_ended()
-        if not self._position.rank:
-            self._notice(lines)
+        self._notice(self.scaling.data_ended())
         for windows in self._windows():
             windows.data_ended()
 
     def batch_fetched(self, one: Pass, batch: Any, rows: int | None) -> None:
         self.ranks.batch_fetched(one.index, batch)
-        lines = self.passes.fetched(one, batch, bool(self._due))
-        if not self._position.rank:
-            self._notice(lines)
+        self._notice(self.passes.fetched(one, batch, bool(self._due)))
         acting = (one for watched in self._watched.values() for one in watched.modes.acting)
         self._evaluations.fetched(one, acting)
         self.scaling.batch_fetched()
@@ -156,29 +151,30 @@ class Identities:
 
     def clipped(self, most: Any) -> None:
         """Record clipping to a norm of `most`."""
-        lines = self.scaling.clipped(most)
-        if not self._position.rank:
-            self._notice(lines)
+        self._notice(self.scaling.clipped(most))
 
     def _notice(self, lines: list[Line]) -> None:
-        if lines:
+        # Only rank 0 has a log.
+        if lines and not self._position.rank:
             self.seen.append(Noticed(lines))
 
     def backward_begins(self, tensors: list[Any]) -> None:
+        """Check a backward pass; the nodes near its tensors are read once, for all checks of a sampled step."""
+        nodes = list(near(tensors)) if self._due else []
         self._evaluations.trained_on()
         self.passes.trained_on()
         self._notice(self._held_out.trained_on())
         self.ranks.backward_begins()
-        self.scaling.backward_begins(tensors, bool(self._due))
+        self.scaling.backward_begins(tensors, nodes)
         if self._due:
-            self._token_weights.backward_begins(tensors)
+            self._token_weights.backward_begins(nodes)
             embeddings = self._reached.look(tensors)
             if embeddings is not None and not is_capturing(self._torch):
                 is_new = self._reached.steps < self._made_at + _DECODED_STEPS
                 text = self._tokenizers if is_new else None
                 with self._torch.no_grad():
-                    self._losses += losses_of(self._torch, tensors, embeddings, text)
-                    self._pitfalls.append(Pitfalls(self._torch, tensors))
+                    self._losses += losses_of(self._torch, nodes, embeddings, text)
+                    self._pitfalls.append(Pitfalls(self._torch, nodes))
         else:
             self._reached.passed_by()
         self._check_gradients(Chain.backward_begins)
@@ -238,10 +234,9 @@ class Identities:
         if len(self._threads) == 1:
             each = None if tokens is None else tokens[0]
             self.ranks.step_begins(optimizer, watched.steps, _is_sampled(watched.steps), each)
-        lines = self.scaling.step(optimizer, watched.steps)
+        self._notice(self.scaling.step(optimizer, watched.steps))
         if self._position.rank:
             return
-        self._notice(lines)
         if watched.held.has_caught_up() and not any(
             one.held.is_suspected for one in self._watched.values()
         ):
@@ -257,12 +252,9 @@ class Identities:
             watched.chain.leave()
             return
         is_alone = len(self._watched) == 1
-        self._notice(
-            self.schedules.look(optimizer, watched.steps, watched.scheduled, is_alone)
-            if self._position.world == 1
-            # Accelerate calls a scheduler once for each rank.
-            else []
-        )
+        # Accelerate calls a scheduler once for each rank.
+        if self._position.world == 1:
+            self._notice(self.schedules.look(optimizer, watched.steps, watched.scheduled, is_alone))
         with self._torch.no_grad():
             seen = watched.seen = Seen(
                 self._torch, optimizer, watched.steps, watched.rates, self._threads, has_closure

@@ -12,7 +12,7 @@ from typing import Any
 
 from .coverage import Coverage, Tokenizers
 from .distillation import Divergence, divergence_at
-from .graph import CROSS_ENTROPIES, labels_of, near, places, saved, source, weight
+from .graph import CROSS_ENTROPIES, labels_of, places, saved, source, weight
 from .parameters import FACT, PASS, SUSPICION, Line
 from .updates import Seen
 
@@ -251,16 +251,16 @@ def _judge(losses: list[Loss | Divergence], step: int, tensors: dict[Any, Any]) 
 
 
 def losses_of(
-    torch: Any, tensors: list[Any], embeddings: list[Any], text: Tokenizers | None = None
+    torch: Any, nodes: list[Any], embeddings: list[Any], text: Tokenizers | None = None
 ) -> list[Loss | Divergence]:
-    """Return the cross entropies and divergences of a backward pass; `embeddings` are its embedding nodes. With `text`,
-    check what the labels cover."""
+    """Return the cross entropies and divergences among the nodes near a backward pass; `embeddings` are its embedding
+    nodes. With `text`, check what the labels cover."""
     ids = [ids for node in embeddings if (ids := saved(node, "indices")) is not None]
     ids = [
         one for one in ids if one.dim() == 2 and one.shape[1] > 1 and not one.is_floating_point()
     ]
     found: list[Loss | Divergence] = []
-    for node, way in near(tensors):
+    for node, way in nodes:
         if targets_of(node)[0] is not None:
             found.append(Loss(torch, node, ids, way, text))
         elif (divergence := divergence_at(torch, node, way)) is not None:

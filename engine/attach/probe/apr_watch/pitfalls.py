@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from .graph import CROSS_ENTROPIES, POINTWISE, labels_of, near, saved, source
+from .graph import CROSS_ENTROPIES, POINTWISE, labels_of, saved, source
 from .parameters import PASS, SUSPICION, Line
 
 _LEAST = 8
@@ -56,11 +56,11 @@ class Classes:
 class Pitfalls:
     """Findings in the nodes of one backward pass."""
 
-    def __init__(self, torch: Any, tensors: list[Any]) -> None:
+    def __init__(self, torch: Any, nodes: list[Any]) -> None:
         self.lines: list[Line] = []
         self.labels: Any = None
         """Lowest label, highest label and number of labels of a cross entropy, on the device."""
-        for node, way in near(tensors):
+        for node, way in nodes:
             kind = type(node).__name__
             if kind in CROSS_ENTROPIES:
                 self._cross_entropy(torch, node)

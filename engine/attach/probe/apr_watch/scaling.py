@@ -10,7 +10,7 @@ import math
 import weakref
 from typing import Any
 
-from .graph import CROSS_ENTROPIES, POINTWISE, near, scalar
+from .graph import CROSS_ENTROPIES, POINTWISE, scalar
 from .parameters import FACT, PASS, SUSPICION, Line
 
 _IN_A_ROW = 2
@@ -83,17 +83,16 @@ class Scaling:
         short, self._short = self._short, []
         return short
 
-    def backward_begins(self, tensors: list[Any], is_due: bool) -> None:
-        """Record a backward pass. If `is_due`, read its graph; of accumulated losses, always read the divisors."""
-        self._just_stepped, self._is_due, self._short = False, is_due, []
-        reads = is_due or self._window is not None
+    def backward_begins(self, tensors: list[Any], nodes: list[Any]) -> None:
+        """Record a backward pass, of a sampled step with the `nodes` near it; of accumulated losses, always read the
+        divisors."""
+        self._just_stepped, self._is_due, self._short = False, bool(nodes), []
+        reads = nodes or self._window is not None
         found, size = _divisions(tensors) if reads else (None, None)
         self._divisions.append(found)
         self._sizes.append(size)
-        if is_due and not self._is_fp16:
-            self._is_fp16 = any(
-                _kept_type(node) is self._torch.float16 for node, _ in near(tensors)
-            )
+        kinds = (_kept_type(node) for node, _ in nodes)
+        self._is_fp16 = self._is_fp16 or any(kind is self._torch.float16 for kind in kinds)
 
     def clipped(self, most: Any) -> list[Line]:
         """Record clipping to a norm of `most`; infinity only measures the norm."""

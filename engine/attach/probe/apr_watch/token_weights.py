@@ -12,7 +12,7 @@ import sys
 import weakref
 from typing import Any
 
-from .graph import below, near, saved
+from .graph import below, saved
 from .losses import targets_of
 from .parameters import FACT, PASS, SUSPICION, Line
 from .updates import Seen
@@ -66,7 +66,7 @@ class _Hooked:
 class Pass:
     """Losses of one backward pass."""
 
-    def __init__(self, torch: Any, tensors: list[Any]) -> None:
+    def __init__(self, torch: Any, nodes: list[Any]) -> None:
         self._torch = torch
         self._hooked: list[_Hooked] = []
         self.numbers: Any = None
@@ -74,7 +74,7 @@ class Pass:
         self.is_by_row = False
         self.heads: set[int] = set()
         """Ids of the parameters next to the losses."""
-        for node, way in near(tensors):
+        for node, way in nodes:
             targets = targets_of(node)[0]
             if targets is None or not targets.numel():
                 continue
@@ -115,12 +115,12 @@ class TokenWeights:
         self._batches += 1
         self._iterators.add(iterator)
 
-    def backward_begins(self, tensors: list[Any]) -> None:
+    def backward_begins(self, nodes: list[Any]) -> None:
         """Hook the losses of a backward pass; none that becomes part of a graph of kernels or of a compiled one."""
         compiled = sys.modules.get("torch._dynamo.compiled_autograd")
         is_eager = not getattr(compiled, "compiled_autograd_enabled", False)
         is_eager = is_eager and not is_capturing(self._torch)
-        self._open = Pass(self._torch, tensors if is_eager else [])
+        self._open = Pass(self._torch, nodes if is_eager else [])
 
     def backward_ends(self) -> None:
         if self._open is not None:
