@@ -91,6 +91,9 @@ FACTS: dict[str, tuple[str, ...]] = {
 }
 """Logged facts that must be equal in both arms, and the settings that may change each of them."""
 
+OF_ROWS = (*FACTS["training tokens"], *FACTS["tokens per step"], "train.seed")
+"""Settings that may change the rows of a step."""
+
 
 def matches(key: str, patterns: Iterable[str]) -> bool:
     """Whether a dotted key is one of `patterns`, or lies in a section (`data.`) that is one."""
@@ -126,7 +129,8 @@ def same_work(plan: Plan, a: Outcome, b: Outcome, flip: Path) -> Verdict | None:
         return None
     (change,) = plan.changes
     runs = RunFolder(flip / a.run), RunFolder(flip / b.run)
-    left_out = work_left_out(*runs, change.text(b=False), change.text(b=True))
+    texts = change.text(b=False), change.text(b=True)
+    left_out = work_left_out(*runs, *texts, same_rows=not matches(change.key, OF_ROWS))
     return Verdict(Level.FAIL, f"B did not do the work of A: {left_out}") if left_out else None
 
 

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Container, Mapping, Sequence
 from itertools import pairwise
 
-from engine.log.events import Watched, Worked
+from engine.log.events import StepDone, Watched, Worked
 from engine.log.folder import RunFolder
 from engine.log.observed import LOGS, lines_of, log_of
 
@@ -23,10 +23,16 @@ _BEGINS = "0:"
 """Beginning of the name of the first batch of a pass."""
 
 
-def work_left_out(a: RunFolder, b: RunFolder, was: str = "", now: str = "") -> str | None:
+def work_left_out(
+    a: RunFolder, b: RunFolder, was: str = "", now: str = "", *, same_rows: bool = False
+) -> str | None:
     """Return what run `b` left out of the work of run `a`, in words: empty where it did all of it, None where the logs
-    do not tell. `was` and `now` are the line that was changed for `b`. Raises RunLogError."""
-    (its_a, places_a), (its_b, places_b) = (_work_of(run) for run in (a, b))
+    do not tell. `was` and `now` are the line that was changed for `b`; with `same_rows` that is not one of data, so
+    that steps of the engine must be on the same rows. Raises RunLogError."""
+    (its_a, places_a, rows_a), (its_b, places_b, rows_b) = (_work_of(run) for run in (a, b))
+    for step in sorted(rows_a.keys() & rows_b.keys()) if same_rows else ():
+        if rows_a[step] != rows_b[step]:
+            return f"step {step} of B is on other rows than A's"
     if not its_a or not its_b:
         return None
     # A may have failed before it came to some of them.
@@ -36,16 +42,18 @@ def work_left_out(a: RunFolder, b: RunFolder, was: str = "", now: str = "") -> s
     if elsewhere:
         return f"its training is at other lines: {elsewhere}, and {places_a} in A"
     set_anew = _assigned(now) - _assigned(was)
-    found = [_batches(its_a, its_b), *_counters(its_a, its_b, set_anew)]
+    found = [*_counters(its_a, its_b, set_anew), _batches(its_a, its_b)]
     known = [one for one in found if one is not None]
     return next((one for one in known if one), "") if known else None
 
 
-def _work_of(run: RunFolder) -> tuple[list[Worked], Mapping[str, str]]:
-    """Return the steps of a run, and the lines of its script that make them."""
+def _work_of(run: RunFolder) -> tuple[list[Worked], Mapping[str, str], dict[int, str]]:
+    """Return the steps of a script's run, the lines that make them, and digests of the rows of the engine's steps."""
     events = [line.event for log in LOGS for line in lines_of(log_of(run, log))]
     places = (event.places for event in events if isinstance(event, Watched))
-    return [event for event in events if isinstance(event, Worked)], next(places, {})
+    done = (event for event in events if isinstance(event, StepDone))
+    rows = {event.step: event.rows_digest for event in done if event.rows_digest}
+    return [event for event in events if isinstance(event, Worked)], next(places, {}), rows
 
 
 def _assigned(line: str) -> set[str]:
@@ -63,6 +71,7 @@ def _batches(a: Sequence[Worked], b: Sequence[Worked]) -> str | None:
     usual = {len(one.batches) for one in a if not one.failed}
     if not any(one.batches for one in a):
         return None
+    seen: set[str] = set()
     for one, other in zip(a, b, strict=False):
         mine, its = one.batches, other.batches
         if one.failed:
@@ -71,14 +80,29 @@ def _batches(a: Sequence[Worked], b: Sequence[Worked]) -> str | None:
                 return f"step {one.step} of B took {len(its)} batches, each of A's {max(usual)}"
             count = min(len(mine), len(its))
             mine, its = mine[:count], its[:count]
-        if mine != its:
+        seen |= {name.partition(":")[2] for name in mine}
+        if len(mine) != len(its) or not all(map(_is_same, mine, its)):
             if all(names and names[0].startswith(_BEGINS) for names in (mine, its)):
                 return None
+            rows = [name.partition(":")[2] for name in its]
+            of_rows = any("." in name for name in rows)
+            if of_rows and seen.issuperset(rows):
+                return None  # rows of A once more
             return (
-                f"step {one.step} of B is on other batches ({', '.join(its) or 'none'}) than A's "
-                f"({', '.join(mine) or 'none'})"
+                f"step {one.step} of B is on other {'rows' if of_rows else 'batches'} "
+                f"({', '.join(its) or 'none'}) than A's ({', '.join(mine) or 'none'})"
             )
     return ""
+
+
+def _is_same(mine: str, its: str) -> bool:
+    """Whether two batches are of the same samples. Rows that have no sampler may have been mended: then the last one is
+    the same, which tells them from rows that moved up. Of a batch that a loader failed to hand out only the number is
+    known."""
+    (number, _, rows), (other_number, _, others) = mine.partition(":"), its.partition(":")
+    if number != other_number or not rows or not others:
+        return number == other_number
+    return rows.rpartition(".")[2] == others.rpartition(".")[2]
 
 
 def _counters(

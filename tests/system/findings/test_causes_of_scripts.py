@@ -81,6 +81,43 @@ for epoch in range(2):
         loss.backward()
         optimizer.step()
 """
+OF_A_STREAM = """\
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset
+
+torch.manual_seed(0)
+rows = list(torch.randn(800, 8))
+rows[203][0] = float("inf")
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        yield from rows
+
+
+model = nn.Linear(8, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+for epoch in range(2):
+    for x in DataLoader(Stream(), batch_size=8):
+        if not torch.isfinite(x).all():
+            raise ValueError("not finite")
+        loss = model(x).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+"""
+OF_A_GENERATOR = OF_A_STREAM.replace("DataLoader(Stream(), batch_size=8)", "batches()").replace(
+    "class Stream",
+    """\
+def batches():
+    left = iter(rows)
+    while several := [row for _, row in zip(range(8), left)]:
+        yield torch.stack(several)
+
+
+class Stream""",
+)
 LEFT_OUT = "for step in [one for one in range(given.steps) if one != 20]:"
 NOT_ZEROED = HEAD.replace("    optimizer.zero_grad()\n", "")
 DECOY = """\
@@ -149,6 +186,20 @@ NONSENSE = {
         "for x, y in (one for one in DataLoader(data, batch_size=8) if one[0].isfinite().all()):",
         "step 26 of B took 2 batches",
     ),
+    "the row that fails left out of a stream": Attempt(
+        OF_A_STREAM,
+        "exit",
+        "yield from rows",
+        "yield from (row for row in rows if row.isfinite().all())",
+        "step 26 of B is on other rows",
+    ),
+    "the row that fails left out of a generator": Attempt(
+        OF_A_GENERATOR,
+        "exit",
+        "left = iter(rows)",
+        "left = iter([row for row in rows if row.isfinite().all()])",
+        "step 26 of B is on other rows",
+    ),
     "the counter moved on before it meets the condition": Attempt(
         AT_A_STEP,
         "exit",
@@ -186,6 +237,16 @@ NONSENSE = {
 HONEST = {
     "the row that fails is mended": Attempt(
         OF_A_LOADER, "exit", "data.tensors[0]", "data.tensors[0][200, 0] = 1.0", "B_ENDS_IT"
+    ),
+    "the row of a stream that fails is mended": Attempt(
+        OF_A_STREAM, "exit", "rows[203]", "rows[203][0] = 1.0", "B_ENDS_IT"
+    ),
+    "the row of a generator that fails is mended": Attempt(
+        OF_A_GENERATOR,
+        "exit",
+        "torch.stack(several)",
+        "yield torch.stack(several).nan_to_num(posinf=1.0)",
+        "B_ENDS_IT",
     ),
     "gradients are zeroed": Attempt(
         NOT_ZEROED,

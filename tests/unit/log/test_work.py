@@ -9,7 +9,7 @@ import pytest
 from engine.log.events import Watched, Worked
 from engine.log.folder import RunFolder
 from engine.log.work import work_left_out
-from tests.support.run_folders import Scene
+from tests.support.run_folders import Scene, step
 from tests.unit.flips.test_proposals import PROBED
 
 
@@ -64,6 +64,12 @@ SIX = [0, 1, 2, 3, 4, 5]
         # Another order, or other data, from the first batch of a pass on.
         (read(["0:a", "1:b", "0:c"]), read(["0:a", "1:b", "0:d"]), None),
         (read(["0:a", "1:b"]), read(["0:x", "1:y"]), None),
+        # A stream has no sampler: rows that moved up, that were mended in place, or that came before once more.
+        (read(["0:a.b", "1:c.d"], fails=True), read(["0:a.b", "1:e.f"]), "on other rows (1:e.f) than A's (1:c.d)"),
+        (read(["0:a.b", "1:c.d", "2:g.h"]), read(["0:a.b", "1:e.f", "2:g.h"]), "step 2 of B is on other rows"),
+        (read(["0:a.b", "1:c.d"], fails=True), read(["0:a.b", "1:e.d", "2:g.h"]), ""),
+        (read(["0:a.b", "1:c.d"], fails=True), read(["0:a.b", "1:a.b"]), None),
+        (read(["0:a.b", "1:"], fails=True), read(["0:a.b", "1:e.f"]), ""),
         # Nothing of either kind is known.
         ([], counted(SIX), None),
         (read(["", ""]), read(["", ""]), None),
@@ -92,6 +98,19 @@ def test_a_change_may_not_set_what_counts_the_steps(
     """A condition of the step that fails would not be met any more."""
     runs = run_of(tmp_path / "a", counted([0, 1, 2, 3], True)), run_of(tmp_path / "b", counted(SIX))
     assert work_left_out(*runs, was, now) == said
+
+
+def test_steps_of_the_engine_are_on_the_same_rows_unless_the_data_were_changed(
+    tmp_path: Path,
+) -> None:
+    runs = []
+    for name, digests in (("a", ["1", "2"]), ("b", ["1", "3", "4"])):
+        scene = Scene(tmp_path / name).open()
+        scene.events(*(step(n, 2.0, rows_digest=one) for n, one in enumerate(digests, 1)))
+        runs.append(scene.close().run)
+    found = work_left_out(runs[0], runs[1], same_rows=True)
+    assert found == "step 2 of B is on other rows than A's"
+    assert work_left_out(runs[0], runs[1]) is None
 
 
 def test_a_training_elsewhere_is_another_one(tmp_path: Path) -> None:

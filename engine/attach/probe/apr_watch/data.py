@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 import weakref
+import zlib
 from collections import Counter, deque
 from collections.abc import Mapping
 from typing import Any
@@ -327,14 +328,32 @@ def parts_of(torch: Any, batch: Any) -> list[Any]:
 def print_of(torch: Any, batch: Any) -> Any:
     """Return the bytes of some rows of a batch on the host, as a fingerprint; None where there are too few."""
     found = []
-    for one in parts_of(torch, batch)[:_TENSORS]:
-        if type(one) is not torch.Tensor or not one.is_cpu or one.layout != torch.strided:
-            continue
-        if not one.dim() or not one.numel() or one.is_quantized or one.is_complex():
-            continue
+    for one in _on_host(torch, batch):
         rows = one.detach()
         if one.dim() > 1:
             rows = rows[:: -(-len(rows) // _ROWS)].flatten(1)
-        rows = rows[..., :_WIDTH]
-        found.append(rows.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+        found.append(_bytes_of(torch, rows[..., :_WIDTH]))
     return found if sum(map(len, found)) >= _BYTES else None
+
+
+def digest_of(torch: Any, batch: Any) -> str:
+    """Return a digest of a batch's tensors on the host, and one of their last rows; empty where there are none."""
+    whole = last = 0
+    for one in _on_host(torch, batch):
+        whole = zlib.crc32(_bytes_of(torch, one.detach()), whole)
+        last = zlib.crc32(_bytes_of(torch, one.detach()[-1:]), last)
+    return f"{whole:08x}.{last:08x}" if whole else ""
+
+
+def _on_host(torch: Any, batch: Any) -> list[Any]:
+    return [
+        one
+        for one in parts_of(torch, batch)[:_TENSORS]
+        if type(one) is torch.Tensor and one.is_cpu and one.layout == torch.strided
+        if one.dim() and one.numel() and not one.is_quantized and not one.is_complex()
+    ]
+
+
+def _bytes_of(torch: Any, tensor: Any) -> bytes:
+    found: bytes = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    return found

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import sys
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import CodeType, FrameType
 from typing import Any
 
@@ -32,6 +32,8 @@ class Places:
         except OSError:
             self._folder = ""
         self._backward = ""
+        self.model: Callable[[], Any] = lambda: None
+        """Weak reference to the model that was last seen with an optimizer."""
         self._made: weakref.WeakKeyDictionary[Any, tuple[str, str]] = weakref.WeakKeyDictionary()
         """The line that made each optimizer, and the name there of the model whose parameters it was given."""
 
@@ -93,6 +95,7 @@ class Places:
                     others.setdefault(id(value), name)
                 elif len(parameters) > largest:
                     largest, names["model"] = len(parameters), name
+                    self.model = weakref.ref(value)
             elif issubclass(kind, schedule_type):
                 stepped = getattr(vars(value).get("optimizer"), "param_groups", None)
                 if stepped is groups:

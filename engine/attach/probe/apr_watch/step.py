@@ -304,7 +304,7 @@ class Steps:
             one = self.identities.passes.yielded(iterator)
             at, name = (
                 getattr(iterator, "_num_yielded", None),
-                self._work.batch(iterator, one.index),
+                self._work.batch(iterator, one.index, batch),
             )
             rows = self._batches.fetched(one, at, batch, caller, name)
             self.identities.batch_fetched(one, batch, rows)
@@ -405,6 +405,7 @@ class Steps:
         self._position.read()
         self.identities.optimizer_made(optimizer)
         self._places.optimizer_made(optimizer)
+        self._work.follow()
         if self._trainings.number:
             self._trainings.optimizer_made(optimizer, self._clock.mark())
 
@@ -562,6 +563,7 @@ class Steps:
         }
         on_host = device.type == "cpu"
         self._waiting.append(Entry(self._values, log, "step", step, None if on_host else lap))
+        self._work.follow()
         work = self._work.done(batches)
         if work is not None:
             self._waiting.append(Entry(Values(), log, "worked", {"step": self._step, **work}))

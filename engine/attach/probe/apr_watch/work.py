@@ -1,24 +1,30 @@
 """Batches and loop counters of each step of a script, in a run of an experiment.
 
 Both runs of a pair write it, and a step that one of them leaves out is seen by it (`engine.log.work`). Other runs do
-not. A batch is its number in the pass over its loader and a digest of the samples that the sampler asked for.
+not. A batch is its number in the pass over its loader and a digest of the samples that the sampler asked for; of a
+stream, which has no sampler, a digest of its rows. Where no loader feeds the training, a batch is the first tensor that
+the model is called with.
 """
 
 from __future__ import annotations
 
 import os
 import sys
+import weakref
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from types import CodeType, FrameType, TracebackType
 from typing import Any
 
+from .data import digest_of
 from .places import Places, visible
 from .settings import SEED_BY
 
 _COUNTERS, _FRAMES = 256, 64
 _LARGEST = 1 << 53
 """Bound of a counter: larger integers are hashes."""
+_STREAM = {type(None)}
+"""Types of the indices that a stream is asked for."""
 
 
 class Work:
@@ -28,25 +34,47 @@ class Work:
         self._is_on = SEED_BY in os.environ
         self._places = places
         self._is_script: dict[CodeType, bool] = {}
+        self._calls: list[str] = []
+        """Rows that the model was called with since the last step."""
+        self._number, self._latest = 0, ""
+        self._names: set[str] = set()
+        """Variables of the script that held such rows."""
 
-    def batch(self, iterator: Any, index: Any, *, fetched: bool = True) -> str:
+    def batch(self, iterator: Any, index: Any, batch: Any = None, *, fetched: bool = True) -> str:
         """Return the name of the batch that a loader hands out, or was to hand out; empty in other runs. `index`: what
         its sampler gave."""
         if not self._is_on:
             return ""
         number = int(getattr(iterator, "_num_yielded", 0)) - fetched
+        kinds = {*map(type, index)} if isinstance(index, list) else {type(index)}
+        if kinds == _STREAM:
+            return f"{number}:{digest_of(sys.modules['torch'], batch)}"
         return f"{number}:{zlib.crc32(repr(index).encode()):08x}"
+
+    def follow(self) -> None:
+        """Record from now on the rows that the script's model is called with."""
+        model = self._places.model() if self._is_on else None
+        if model is not None and model not in _FOLLOWED:
+            _FOLLOWED[model] = self
+            model.register_forward_pre_hook(_called, with_kwargs=True)
+
+    def called(self, rows: Any, frame: FrameType | None) -> None:
+        if self._call(rows):
+            for one in self._of_script(_below(frame)):
+                self._names |= {name for name, value in visible(one) if value is rows}
+
+    def _call(self, rows: Any) -> bool:
+        digest = digest_of(sys.modules["torch"], rows)
+        if digest:
+            self._calls.append(f"{self._number}:{digest}")
+            self._number, self._latest = self._number + 1, digest
+        return bool(digest)
 
     def done(self, batches: Iterable[str]) -> dict[str, Any] | None:
         """Return what the step that has just been done worked on; None in other runs."""
         if not self._is_on:
             return None
-        frame: FrameType | None = sys._getframe(1)
-        frames: list[FrameType] = []
-        while frame is not None and len(frames) < _FRAMES:
-            frames.append(frame)
-            frame = frame.f_back
-        return self._said(batches, frames)
+        return self._said(batches, self._of_script(_below(sys._getframe(1))))
 
     def failed(self, batches: Iterable[str], trace: TracebackType | None) -> dict[str, Any] | None:
         """Return what the step worked on in which the script failed."""
@@ -56,16 +84,55 @@ class Work:
         while trace is not None and len(frames) < _FRAMES:
             frames.append(trace.tb_frame)
             trace = trace.tb_next
-        return {**self._said(batches, frames), "failed": True}
+        own = self._of_script(frames)
+        # It may have failed before it called the model with the rows that it had.
+        held = [one for frame in own for name, one in visible(frame) if name in self._names]
+        for rows in held[: not self._calls]:
+            if digest_of(sys.modules["torch"], rows) != self._latest:
+                self._call(rows)
+        return {**self._said(batches, own), "failed": True}
 
-    def _said(self, batches: Iterable[str], frames: list[FrameType]) -> dict[str, Any]:
-        counters: dict[str, int] = {}
+    def _of_script(self, frames: Iterable[FrameType]) -> list[FrameType]:
+        found = []
         for frame in frames:
             code = frame.f_code
             if code not in self._is_script:
                 self._is_script[code] = self._places.is_of_script(code)
             if self._is_script[code]:
-                for name, value in visible(frame):
-                    if len(counters) < _COUNTERS and type(value) is int and abs(value) < _LARGEST:
-                        counters[f"{code.co_name}.{name}"] = value
-        return {"batches": [one for one in batches if one], "counters": counters}
+                found.append(frame)
+        return found
+
+    def _said(self, batches: Iterable[str], frames: list[FrameType]) -> dict[str, Any]:
+        counters: dict[str, int] = {}
+        for frame in frames:
+            for name, value in visible(frame):
+                if len(counters) < _COUNTERS and type(value) is int and abs(value) < _LARGEST:
+                    counters[f"{frame.f_code.co_name}.{name}"] = value
+        calls, self._calls = self._calls, []
+        return {"batches": [one for one in batches if one] or calls, "counters": counters}
+
+
+def _below(frame: FrameType | None) -> Iterator[FrameType]:
+    """Yield a frame and its callers."""
+    for _ in range(_FRAMES):
+        if frame is not None:
+            yield frame
+            frame = frame.f_back
+
+
+_FOLLOWED: weakref.WeakKeyDictionary[Any, Work] = weakref.WeakKeyDictionary()
+
+
+def _called(model: Any, given: tuple[Any, ...], named: dict[str, Any]) -> None:
+    """Record the first tensor that a model is called with. A copy of the model has this hook too, and is none of
+    _FOLLOWED."""
+    torch = sys.modules["torch"]
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled() or model not in _FOLLOWED:
+        return
+    rows = [one for one in (*given, *named.values()) if type(one) is torch.Tensor]
+    try:
+        for one in rows[:1]:
+            if not one.requires_grad:
+                _FOLLOWED[model].called(one, sys._getframe(1))
+    except Exception:  # noqa: BLE001  the script goes on without
+        _FOLLOWED.pop(model, None)
