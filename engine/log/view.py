@@ -337,6 +337,9 @@ class RunView:
         step = self.last_step if own is None else own.step
         if own is not None and own.state == "completed":
             return None
+        # The first rank could not record why it ended, and the others have lost it.
+        if own is None and exit_ is not None and exit_.rank == 0:
+            return None
         if (rank := self.failed_rank) is not None:
             return msgspec.structs.replace(rank, step=step)
         if exit_ is None or not exit_.rank or not exit_.returncode:

@@ -16,6 +16,8 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from engine.errors import BadInput, DiskFull, RunLogError
 from engine.log.beats import Beat, LostRank
 from engine.log.events import Event, FactsRead, GpuSample, HostSample, Note, TrainerExited
@@ -181,6 +183,13 @@ class RunObserver:
                 sentence=f"{lost_hosts}. {exit_.sentence}",
             )
         self._write_exit(returncode, exit_, unreadable if killed else None, rank)
+
+    def record_exit_of(self, host: str, exit_: TrainerExited) -> None:
+        """Write that the process ended because of a rank on another host, as that one's supervisor recorded it."""
+        self.watcher.last_look()
+        sentence = f"on host {host}: {exit_.sentence}"
+        self.watch.write(msgspec.structs.replace(exit_, trainer_pid=self.pid, sentence=sentence))
+        self.watch.sync()
 
     def notify(self, wanted: str, terminal: int | None) -> None:
         """Send messages to the receivers `wanted` from now on; none, with a note, where they cannot be found."""

@@ -149,6 +149,10 @@ class _Supervisor:
         view = Follower(self.run).read_all()
         finished, lost, stderr = view.own_finished, read_lost_rank(self.run), _tail(self.run.stderr)
         exception = exception_name(stderr)
+        if self.place is not None and self.run.host and lost is not None:
+            # A further host accounts for its own ranks alone.
+            own = self.place.ranks(settings.compute.gpus)
+            lost = lost if lost.rank in own else None
         if lost is not None:
             # What the ranks print is in one file, and the first rank may only have lost this one.
             said = view.ranks_now.get(lost.rank)
@@ -157,17 +161,25 @@ class _Supervisor:
                 exception = None
                 words = finished.reason.partition("\n")[0].removeprefix(f"rank {lost.rank}: ")
                 lost = replace(lost, sentence=f"{lost.sentence}, {words}")
+        at_stop = view.own_finished is not None and view.own_finished.state == "stopped"
+        asked_elsewhere = "of another host" if several and at_stop else None
         record = partial(
             self.observer.record_exit,
             returncode,
-            stop_requested=self.stop_signal,
+            stop_requested=self.stop_signal or asked_elsewhere,
             finished=finished is not None,
             exception=exception,
             stderr=stderr,
             reason=finished.reason if finished is not None and finished.state == "failed" else "",
             lost_rank=lost,
         )
-        record(lost_hosts=lost_hosts)
+        host = view.rank_hosts.get(lost.rank, "") if several and lost is not None else ""
+        elsewhere = view.hosts_now[host].own_exit if host in view.hosts_now else None
+        if elsewhere is not None and not lost_hosts:
+            # What ended that rank was seen there.
+            self.observer.record_exit_of(host, elsewhere)
+        else:
+            record(lost_hosts=lost_hosts)
         if several and self.run.host and (lost_hosts := lost_hosts_of(self.run)):
             record(lost_hosts=lost_hosts)
         self.observer.close_notices()

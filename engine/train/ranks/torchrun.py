@@ -110,7 +110,7 @@ class HangWatch(threading.Thread):
             # If this process was itself suspended, it does not know what the ranks did meanwhile.
             absent = now_s - looked_s > self.look_every_s + LEEWAY_S
             looked_s = now_s
-            stopped = _stopped([beat for beat in beats if beat.rank in self.ranks])
+            stopped = _stopped(beats, self.ranks)
             if stopped or beats != before:
                 self.stopped = stopped
             late = [beat for beat in behind(beats) if beat.rank in self.ranks] or stopped
@@ -231,10 +231,12 @@ def _who_failed(
     return LostRank(rank=rank, pid=pid, returncode=returncode, sentence=sentence)
 
 
-def _stopped(beats: list[Beat]) -> list[Beat]:
-    """Return the ranks that a signal has stopped; none when it stopped all of them, because then none waits."""
+def _stopped(beats: list[Beat], here: range) -> list[Beat]:
+    """Return the ranks here that a signal has stopped; none when it stopped all of them, because then none waits."""
     found = []
     for beat in beats:
+        if beat.rank not in here:
+            continue
         with contextlib.suppress(OSError):
             # The state follows the name, which may contain anything: T is stopped, t is traced.
             state = Path(f"/proc/{beat.pid}/stat").read_text().rpartition(") ")[2][:1]

@@ -4,17 +4,20 @@ CPUs, with torchrun and gloo for real.
 
 from __future__ import annotations
 
+import os
+import signal
 from pathlib import Path
 
 import pytest
 
+from engine.log.beats import read_beats
 from engine.log.folder import RunFolder
 from engine.log.follow import Follower
 from engine.log.write import HOST, read_host
 from engine.report.page import content_of, page_body
 from tests.support.hosts import NAMES, lose_host, start_hosts
 from tests.support.kit import Kit
-from tests.support.running import engine_here
+from tests.support.running import engine_here, wait_for
 
 
 @pytest.mark.parametrize("lost", [pytest.param(0, marks=pytest.mark.soak), 1])
@@ -36,6 +39,21 @@ def test_a_host_that_is_lost_ends_the_run_and_is_named(lost: int, kit: Kit, tmp_
         assert f"ENDED at step {view.last_step}: {words}" in shown, shown
     page = page_body(content_of(run))
     assert words in page and "Ranks, slowest first" in page and NAMES[1 - lost] in page
+
+
+@pytest.mark.soak
+def test_a_rank_that_is_killed_on_another_host_is_named_with_that_host(
+    kit: Kit, tmp_path: Path
+) -> None:
+    hosts = start_hosts(kit, tmp_path, train__steps=5000, eval__every=0)
+    run = tmp_path / "run"
+    wait_for(run, lambda view: view.last_step >= 3)
+    os.kill(read_beats(RunFolder(run))[1].pid, signal.SIGKILL)
+    for host in hosts:
+        host.communicate(timeout=120)
+    exit_ = Follower(RunFolder(run)).read_all().exit
+    assert exit_ is not None and (exit_.rank, exit_.returncode) == (1, 128 + signal.SIGKILL)
+    assert exit_.sentence.startswith(f"on host {NAMES[1]}: rank 1 (process ")
 
 
 @pytest.mark.soak  # what it reads of two hosts is in tests/unit/log/test_hosts.py

@@ -32,6 +32,7 @@ def _watched(
     limit_s: float = 60.0,
     gap_at: int = -1,
     children: tuple[int, ...] = (11, 12),
+    ranks: range = range(9),
 ) -> tuple[HangWatch, list[int], int]:
     """Runs a watch by a clock of its own; at second t each rank has the (pid, step) in `beats(t)`. The
     watch, the pids that were killed, and when it was over."""
@@ -49,7 +50,7 @@ def _watched(
     monkeypatch.setattr(torchrun.time, "monotonic", lambda: float(now[0]))
     monkeypatch.setattr(torchrun, "_children", lambda: [*children])
     monkeypatch.setattr(torchrun.os, "kill", lambda pid, number: killed.append(pid))
-    watch = HangWatch(RunFolder(folder), limit_s, range(9))
+    watch = HangWatch(RunFolder(folder), limit_s, ranks)
     with contextlib.suppress(_Over):
         watch.run()
     return watch, killed, now[0]
@@ -66,6 +67,19 @@ def test_a_rank_that_others_wait_for_is_ended_when_the_limit_is_over(
     assert watch.sentence == (
         "rank 1 (process 12) has not done step 30; 1 of 2 wait for it, for 60 s"
     )
+
+
+def test_a_rank_of_another_host_is_left_to_the_agent_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def beats(second: int) -> list[tuple[int, int]]:
+        # Processes of two hosts may have the same number.
+        return [(12, min(second, 30)), (12, min(second, 29))]
+
+    watch, killed, _ = _watched(tmp_path, monkeypatch, beats, ranks=range(1))
+    assert killed == [] and watch.sentence is None
+    _, killed, over = _watched(tmp_path, monkeypatch, beats, ranks=range(1, 2))
+    assert killed == [12] and over == 30 + 60
 
 
 def test_ranks_that_are_level_or_only_slow_are_left_alone(
