@@ -1,4 +1,4 @@
-"""What the run log records about a compilation.
+"""The run log's record of a compilation.
 
     CompileRecord   one compilation: kernel, duration, disk cache hit, before or after warm-up
     KernelCounts    one kernel in a summary
@@ -32,7 +32,7 @@ class CompileRecord:
     (field, value, warmed value).
     """
     reason: str | None = None
-    """Why it was not warmed, if not because of such a difference."""
+    """Another reason why it was not warmed."""
 
     def lines(self) -> list[str]:
         """Return the record as text, as every user interface prints it."""

@@ -1,4 +1,4 @@
-"""What is compiled, under which key, and how a compiled kernel is verified against it. Needs no GPU.
+"""Compiled kernels: their keys, and the verification of a compiled kernel against its key. Needs no GPU.
 
     Variant                     + target, compiler  ->  KernelKey
     function, argument types,                           the same, with the source as its hash: can be
@@ -25,7 +25,7 @@ part of Triton's hash too, so a folder belongs to one key.
 
 A cache finds bodies by key. If a body compiled with epsilon 1e-5 is stored under the key of 1e-6,
 every lookup, count and warm-up looks right and every result is wrong. So each body has a manifest
-beside it, `manifest-1.json`, with the whole key and a hash of every file. A body from disk is
+next to it, `manifest-1.json`, with the whole key and a hash of every file. A body from disk is
 compared with it before it is used, which takes 2 ms; a mismatch names the fields and files that
 differ.
 

@@ -1,5 +1,5 @@
 """Quantises rows to fp8 in one pass: the inputs of matmuls in fp8 (`engine.models.fp8`), of a feed-forward layer's
-second matmul together with silu(gate) * up.
+second matmul together with silu(gate) * up, and those that follow a norm together with the norm.
 
 The maximum of a row is known only after the whole row was read, and a row of a 7B model has 18944
 elements. A kernel that first finds the maximum and then reads the row again would read the inputs
@@ -92,6 +92,54 @@ def _to_fp8(
         _store_codes(codes_ptr, target, rest, more, inverse, COLUMNS)
 
 
+@triton.jit
+def _norm_to_fp8(
+    y_ptr,  # *    (M, F), added if ADD
+    x_ptr,  # *    (M, F)
+    weight_ptr,  # *    (F)
+    kept_ptr,  # *    (M, F), the sum, if ADD
+    codes_ptr,  # *u8   (M, F); *fp32 gets the values before rounding
+    scale_ptr,  # *fp32 (M)
+    eps,
+    COLUMNS: tl.constexpr,
+    PADDED: tl.constexpr,
+    ADD: tl.constexpr,
+):
+    DTYPE: tl.constexpr = x_ptr.dtype.element_ty
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, PADDED)
+    there = columns < COLUMNS
+    x = tl.load(x_ptr + row * COLUMNS + columns, mask=there, other=0).to(tl.float32)
+    if ADD:
+        x += tl.load(y_ptr + row * COLUMNS + columns, mask=there, other=0).to(tl.float32)
+        x = x.to(DTYPE).to(tl.float32)
+        tl.store(kept_ptr + row * COLUMNS + columns, x.to(DTYPE), mask=there)
+    over = tl.rsqrt(tl.sum(x * x, axis=0) / COLUMNS + eps)
+    weight = tl.load(weight_ptr + columns, mask=there, other=0).to(tl.float32)
+    # Rounded as a norm that is written.
+    values = (x * over * weight).to(DTYPE).to(tl.float32)
+    scale = tl.maximum(tl.max(tl.abs(values), axis=0) * (1.0 / 448.0), 1e-12)
+    tl.store(scale_ptr + row, scale)
+    _store_codes(codes_ptr, row * COLUMNS, columns, values, tl.div_rn(1.0, scale), COLUMNS)
+
+
+@cache
+def norm_variant(
+    columns: int, dtype: torch.dtype, *, add: bool, codes: torch.dtype = torch.uint8
+) -> Variant:
+    """Return the kernel for norms of rows of `columns` elements in `dtype`."""
+    padded = triton.next_power_of_2(columns)
+    return compiled_as(
+        *(_norm_to_fp8, dtype, dtype, dtype, dtype, codes, "*fp32", "fp32"),
+        warps=4 if padded <= 2048 else 8,
+        stages=1,
+        fp_fusion=False,  # which would skip the rounding of values
+        COLUMNS=columns,
+        PADDED=padded,
+        ADD=add,
+    )
+
+
 @cache
 def variant(
     columns: int, dtype: torch.dtype, codes: torch.dtype = torch.uint8, gated: bool = True
@@ -143,4 +191,25 @@ def to_fp8(
     scale_M1 = torch.empty(rows, 1, dtype=torch.float32, device=x_MK.device)
     if rows:
         launch(variant(columns, x_MK.dtype, codes, gated), (rows,), x_MK, codes_MF, scale_M1)
+    return codes_MF, scale_M1
+
+
+def norm_to_fp8(
+    y_MF: Tensor | None,
+    x_MF: Tensor,
+    weight_F: Tensor,
+    eps: float,
+    kept_MF: Tensor,
+    *,
+    codes: torch.dtype = torch.uint8,
+) -> tuple[Tensor, Tensor]:
+    """Write x + y into `kept_MF`, and return the RMS norm of the sum, quantised as `to_fp8` does. Without y it is the
+    norm of x, and nothing is written. All are contiguous and have one dtype.
+    """
+    rows, columns = x_MF.shape
+    codes_MF = torch.empty(rows, columns, dtype=codes, device=x_MF.device)
+    scale_M1 = torch.empty(rows, 1, dtype=torch.float32, device=x_MF.device)
+    pointers = (x_MF if y_MF is None else y_MF, x_MF, weight_F, kept_MF, codes_MF, scale_M1)
+    kernel = norm_variant(columns, x_MF.dtype, add=y_MF is not None, codes=codes)
+    launch(kernel, (rows,), *pointers, eps)
     return codes_MF, scale_M1

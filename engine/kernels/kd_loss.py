@@ -69,7 +69,7 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 """Supported dtypes of dz."""
 
 FAR = 60.0
-"""How far above its m a logit may be without a second sum, times min(T, 1)."""
+"""Distance above its m that a logit may have without a second sum, times min(T, 1)."""
 FIELDS = tl.constexpr(10)
 """Number of fields of a segment in `parts`: m_z, m_t, S_z, S_1, S_t, G, the largest z, the largest t, and of
 KL(q || m) and KL(p || m) in bits.

@@ -95,7 +95,7 @@ class ModelConfig:
     long_rope: LongRope | None = None
     """LongRoPE's factors, in families that support them."""
     sliding_window: int | None = None
-    """How many tokens a token attends to, itself included, in families that have a window; None is all, and
+    """Number of tokens that a token attends to, itself included, in families that have a window; None is all, and
     becomes max_position_embeddings where only some layers have it.
     """
     layers_without_window: tuple[int, ...] = ()
@@ -105,7 +105,7 @@ class ModelConfig:
     rope_theta there.
     """
     rope_factor: float = 1.0
-    """What linear RoPE scaling divides positions by, in families that support it; not in layers with a
+    """Divisor of positions in linear RoPE scaling, in families that support it; not in layers with a
     RoPE base of their own.
     """
     query_pre_attn_scalar: int | None = None
@@ -162,7 +162,7 @@ class ModelConfig:
 
     @property
     def rotary_dim(self) -> int:
-        """How many numbers of a head RoPE rotates, its first ones."""
+        """Count of a head's first numbers, which RoPE rotates."""
         return int(self.head_dim * self.partial_rotary_factor)
 
     def has_window(self, layer: int) -> bool:

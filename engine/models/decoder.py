@@ -16,7 +16,7 @@ each head of q and k before RoPE, with one weight of length E for all heads; Lla
 RoPE frequencies and Phi-3 all of them (`engine.models.rope`); Mistral may have a sliding window; some layers of SmolLM3
 have no RoPE; OLMo 2 normalises what attention and mlp return instead of what they get, and q and k as a
 whole; Phi-3 may rotate only the first numbers of a head; Gemma 3 scales its embeddings, multiplies in norms
-with 1 + w, and has norms in front and behind, and a window and a RoPE base of their own in some layers. o
+with 1 + w, and has norms before and after, and a window and a RoPE base of their own in some layers. o
 never has a bias.
 
 Documents: a row may hold several, one after the other, and `documents_BT` numbers them. A token
@@ -84,7 +84,7 @@ class LayerCache(Protocol):
 
 
 class AttentionInputs(NamedTuple):
-    """What attention takes besides the hidden states: position embeddings (RoPE), and which tokens a token
+    """Inputs of attention other than the hidden states: position embeddings (RoPE), and which tokens a token
     may attend to. Computed once per forward, shared by all layers; where only some layers have a window, by
     those that have it and by those that have none.
     """
@@ -131,7 +131,7 @@ class RMSNorm(nn.Module):
 
     @property
     def factor_D(self) -> Tensor:
-        """What normalised values are multiplied with; in fp32 if it is not the weight itself."""
+        """Factor of normalised values; in fp32 if it is not the weight itself."""
         return self.weight.float() + self.offset if self.offset else self.weight
 
     def forward(self, x_BTD: Tensor) -> Tensor:
@@ -289,8 +289,9 @@ class FeedForward(nn.Module):
         return x_BTD
 
 
-Normed: TypeAlias = Callable[[Tensor | None, Tensor, RMSNorm, torch.dtype], tuple[Tensor, Tensor]]
-"""Returns the sum of two tensors, or the second alone, and its norm in a dtype."""
+Normed: TypeAlias = Callable[[Tensor | None, Tensor, RMSNorm, torch.dtype], tuple[Tensor, Any]]
+"""Returns the sum of two tensors, or the second alone, and its norm in a dtype: a tensor, or what the next layers
+take in the place of one."""
 
 
 def _norm(config: ModelConfig, width: int) -> RMSNorm:
@@ -320,18 +321,30 @@ class Layer(nn.Module):
         # input and save its own copy for the backward pass: three for q, k, v and two for gate, up.
         dtype = product_dtype(x_BTD)
         if self.normed is not None:
-            assert self.attention_norm is not None and self.mlp_norm is not None
-            x_BTD, y_BTD = self.normed(None, x_BTD, self.attention_norm, dtype)
-            y_BTD = self.attention(y_BTD, attention_inputs)
-            x_BTD, y_BTD = self.normed(y_BTD, x_BTD, self.mlp_norm, dtype)
-            if isinstance(self.mlp, FeedForward) and self.mlp.adds:
-                return self.mlp.add_to(x_BTD, y_BTD)
-            out_BTD: Tensor = x_BTD + self.mlp(y_BTD)
-            return out_BTD
+            return _sum(*self.summands(x_BTD, None, attention_inputs))
         y_BTD = _normed(self.attention_norm, x_BTD).to(dtype)
         x_BTD = x_BTD + _normed(self.attention_out_norm, self.attention(y_BTD, attention_inputs))
         y_BTD = _normed(self.mlp_norm, x_BTD).to(dtype)
         return x_BTD + _normed(self.mlp_out_norm, self.mlp(y_BTD))
+
+    def summands(
+        self, x_BTD: Tensor, z_BTD: Tensor | None, attention_inputs: AttentionInputs
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return two tensors whose sum is the layer's output for x + z, where a kernel adds and normalises: the next
+        layer's adds them too. None is zero.
+        """
+        assert self.normed and self.attention_norm is not None and self.mlp_norm is not None
+        dtype = product_dtype(x_BTD)
+        x_BTD, y_BTD = self.normed(z_BTD, x_BTD, self.attention_norm, dtype)
+        y_BTD = self.attention(y_BTD, attention_inputs)
+        x_BTD, y_BTD = self.normed(y_BTD, x_BTD, self.mlp_norm, dtype)
+        if isinstance(self.mlp, FeedForward) and self.mlp.adds:
+            return self.mlp.add_to(x_BTD, y_BTD), None
+        return x_BTD, self.mlp(y_BTD)
+
+
+def _sum(x_BTD: Tensor, z_BTD: Tensor | None) -> Tensor:
+    return x_BTD if z_BTD is None else x_BTD + z_BTD
 
 
 def _normed(norm: RMSNorm | None, x_BTD: Tensor) -> Tensor:
@@ -386,7 +399,7 @@ class Decoder(nn.Module):
         super().__init__()
         self.config = config
         self.run_layer: RunLayer = run_layer
-        """How each layer is run: eagerly, compiled or with activation checkpointing
+        """Function that runs a layer: eagerly or with activation checkpointing
         (`engine.models.activation_checkpointing`).
         """
         self.packed = False
@@ -440,11 +453,17 @@ class Decoder(nn.Module):
             of_layers = self.packed_inputs(documents_BT, dtype)
         else:
             of_layers = self.masked_inputs(tokens_BT, documents_BT, dtype)
+        z_BTD: Tensor | None = None
         for index, layer in enumerate(self.layers):
             if self.shards is not None:
                 self.shards.arrive(index)
-            x_BTD = self.run_layer(layer, x_BTD, of_layers[index])
-        hidden_BTD: Tensor = self.norm(x_BTD)
+            # A layer of another type, as FSDP makes it, has hooks around its forward pass.
+            if self.run_layer is run_layer and type(layer) is Layer and layer.normed is not None:
+                x_BTD, z_BTD = layer.summands(x_BTD, z_BTD, of_layers[index])
+            else:
+                x_BTD = self.run_layer(layer, _sum(x_BTD, z_BTD), of_layers[index])
+                z_BTD = None
+        hidden_BTD: Tensor = self.norm(_sum(x_BTD, z_BTD))
         return hidden_BTD
 
     def scaled(self, embedded_BTD: Tensor) -> Tensor:
@@ -608,7 +627,7 @@ def packed_attention_inputs(
     cudnn: bool = False,
 ) -> AttentionInputs:
     """Return the `AttentionInputs` for packed attention, by cuDNN or by torch's kernel. `windowed` is whether they are
-    those of a layer with a window, if the model has one: its kernel hides what is behind the window, and its RoPE may
+    those of a layer with a window, if the model has one: its kernel hides what is outside the window, and its RoPE may
     have another base.
     """
     packing = packing_of(documents_BT)

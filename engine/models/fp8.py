@@ -21,9 +21,13 @@ multiples of 16, which the tensor cores do not take.
 
 **Loading** (`load_fp8_decoder`) uses the same decoder, built on the meta device. Its tensors arrive
 in the order of the forward pass, as floats of `dtype`. As soon as a layer is complete, its matrices
-are quantised and the floats are freed. So only one layer at a time exists as floats, beside the
-codes (one byte per weight), and a teacher that fits in 8 bits can be loaded. Embedding, head and
+are quantised and the floats are freed. So only one layer at a time exists as floats, together with the
+codes (one byte per weight), and a teacher that fits in 8 bits can be loaded. Embedding and
 norms stay floats.
+
+**The head** (`round_head`), where it is not the embedding, has one scale for all of its weights and one for all
+hidden states, both powers of two: the tensor cores then return fp32 logits, and the values of the codes are exact in
+bf16. The last norm bounds what it returns, |y_i| <= sqrt(D) max |w|, so the scale needs no pass over hidden states.
 
 A watcher is called before and after each layer is quantised. This is how the error of fp8 is
 measured without ever holding the whole model as floats (`engine.teachers.fp8`).
@@ -34,9 +38,11 @@ quantised to fp8, so that the error is measured against the model that the other
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -46,8 +52,9 @@ from engine.errors import BadInput, InternalError
 from engine.formats.open import opened
 from engine.formats.weights import WeightFile
 from engine.models.config import ModelConfig
-from engine.models.decoder import Decoder, FeedForward
+from engine.models.decoder import Decoder, FeedForward, Layer, RMSNorm
 from engine.models.fused import has_kernels
+from engine.models.head import Head, Slices, logits_of, multiply
 from engine.models.load import Loaded, layer_wise_decoder_of
 from engine.models.names import TOGETHER
 from engine.models.read_config import config_of
@@ -67,6 +74,8 @@ that they are equal.
 """
 MULTIPLE = 16
 """Both sides of a weight must be multiples of this."""
+SLICE_ROWS = 16384
+"""Rows of a head whose values are computed at once."""
 
 
 def quantise_rows(x_MK: Tensor) -> tuple[Tensor, Tensor]:
@@ -133,20 +142,59 @@ def to_codes(x_MK: Tensor, *, gated: bool = False) -> tuple[Tensor, Tensor]:
     return gated_rows_reference(x_MK) if gated else quantise_rows(x_MK)
 
 
+class Rounded(NamedTuple):
+    """Quantised rows in the place of the tensor whose shape and dtype they have."""
+
+    codes_MK: Tensor
+    scale_M1: Tensor
+    shape: torch.Size
+    dtype: torch.dtype
+
+
+def normed_codes(
+    y_BTD: Tensor | None, x_BTD: Tensor, norm: RMSNorm, dtype: torch.dtype
+) -> tuple[Tensor, Rounded]:
+    """Return x + y, and its norm as the next matmuls read it."""
+    from engine.kernels.fp8_quantise import norm_to_fp8
+
+    x_MD = x_BTD.flatten(0, 1)
+    y_MD = None if y_BTD is None else y_BTD.flatten(0, 1)
+    kept_MD = x_MD if y_MD is None else torch.empty_like(x_MD)
+    codes_MD, scale_M1 = norm_to_fp8(y_MD, x_MD, norm.weight, norm.eps, kept_MD)
+    return kept_MD.view(x_BTD.shape), Rounded(codes_MD.view(DTYPE), scale_M1, x_BTD.shape, dtype)
+
+
+def round_norms(decoder: Decoder) -> None:
+    """Let norms that run in our kernels (`engine.models.fused`) return what the next matmuls read."""
+    fits = decoder.config.hidden_size <= LARGEST_ROW
+    for layer in decoder.layers:
+        if isinstance(layer, Layer) and layer.normed is not None and fits:
+            layer.normed = normed_codes
+
+
 def kernels_of(decoder: nn.Module) -> list[Variant]:
     """Return every kernel that the layers of a decoder in fp8 launch."""
     layers = [each for each in decoder.modules() if isinstance(each, Fp8Linear)]
     if not layers or not has_kernels(layers[0].codes.device):
         return []
-    from engine.kernels.fp8_quantise import takes, variant
+    from engine.kernels.fp8_quantise import norm_variant, takes, variant
 
+    norms = [
+        norm_variant(each.attention_norm.weight.shape[0], torch.bfloat16, add=add)
+        for each in decoder.modules()
+        if isinstance(each, Layer)
+        and each.normed is normed_codes
+        and each.attention_norm is not None
+        for add in (False, True)
+    ]
     gated = {id(each.down) for each in decoder.modules() if isinstance(each, Fp8FeedForward)}
     wanted = {(each.codes.shape[1], id(each) in gated) for each in layers}
-    return [
+    rows = [
         variant(columns, torch.bfloat16, gated=is_gated)
         for columns, is_gated in sorted(wanted)
         if takes(columns)
     ]
+    return list(dict.fromkeys([*norms, *rows]))
 
 
 class Fp8Linear(nn.Module):
@@ -199,7 +247,7 @@ class Fp8Together(Fp8Linear):
         self.rows = rows
         self.joined_codes, self.joined_scale, self.joined_bias = codes, scale, joined
 
-    def together(self, x: Tensor, others: Sequence[nn.Module]) -> Sequence[Tensor]:
+    def together(self, x: Tensor | Rounded, others: Sequence[nn.Module]) -> Sequence[Tensor]:
         """Return this layer's output and those of `others`."""
         out = _multiply(x, self.joined_codes, self.joined_scale, self.joined_bias)
         return torch.split(out, self.rows, dim=-1)
@@ -214,7 +262,7 @@ class Fp8FeedForward(nn.Module):
         super().__init__()
         self.gate, self.up, self.down = gate, up, down
 
-    def forward(self, x_BTD: Tensor) -> Tensor:
+    def forward(self, x_BTD: Tensor | Rounded) -> Tensor:
         gate, down = self.gate, self.down
         joined_BTG = _multiply(x_BTD, gate.joined_codes, gate.joined_scale, None)
         codes_MF, scale_M1 = to_codes(joined_BTG.flatten(0, -2), gated=True)
@@ -222,8 +270,13 @@ class Fp8FeedForward(nn.Module):
         return y_MD.view(x_BTD.shape)
 
 
-def _multiply(x: Tensor, codes_NK: Tensor, scale_N: Tensor, bias_N: Tensor | None) -> Tensor:
-    codes_MK, scale_M1 = to_codes(x.reshape(-1, x.shape[-1]))
+def _multiply(
+    x: Tensor | Rounded, codes_NK: Tensor, scale_N: Tensor, bias_N: Tensor | None
+) -> Tensor:
+    if isinstance(x, Rounded):
+        codes_MK, scale_M1 = x.codes_MK, x.scale_M1
+    else:
+        codes_MK, scale_M1 = to_codes(x.reshape(-1, x.shape[-1]))
     out_MN = product(codes_MK, scale_M1, codes_NK.view(DTYPE), scale_N, bias_N, x.dtype)
     return out_MN.view(*x.shape[:-1], out_MN.shape[-1])
 
@@ -249,6 +302,109 @@ def round_layer(layer: nn.Module) -> None:
     # Another activation has no kernel of its own: `down` quantises its input itself.
     if mlp.activation is F.silu:
         layer.mlp = Fp8FeedForward(mlp.gate, mlp.up, mlp.down)  # type: ignore[arg-type]
+
+
+class Fp8Output(nn.Module):
+    """An output matrix in fp8, for hidden states of at most `largest`."""
+
+    def __init__(self, weight_VD: Tensor, largest: float) -> None:
+        super().__init__()
+        self.scale = _power_of_two(float(weight_VD.abs().amax()))
+        self.input_scale = _power_of_two(largest)
+        self.codes: Tensor
+        self.register_buffer("codes", _to_codes(weight_VD, self.scale).view(torch.uint8))
+
+    @property
+    def weight(self) -> Tensor:
+        """The dequantised weight (V, D) in bf16; recomputed at each access, for checks."""
+        return _values(self.codes, self.scale, torch.bfloat16)
+
+    def as_head(self) -> Head:
+        return Fp8Head(self)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        logits_NV = logits_of(x_BTD.flatten(0, -2), self.as_head(), len(self.codes))
+        return logits_NV.view(*x_BTD.shape[:-1], -1).to(x_BTD.dtype)
+
+
+class Fp8Head:
+    """The head of an `Fp8Output`."""
+
+    def __init__(self, output: Fp8Output) -> None:
+        self._output = output
+
+    @property
+    def vocab_size(self) -> int:
+        return len(self._output.codes)
+
+    @property
+    def width(self) -> int:
+        return self._output.codes.shape[1]
+
+    def slices(self, columns: int, dtype: torch.dtype, *, first: int = 0) -> Slices:
+        return Fp8Slices(self._output, first, columns, dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class Fp8Slices:
+    output: Fp8Output
+    first: int
+    columns: int
+    dtype: torch.dtype
+
+    def __iter__(self) -> Iterator[tuple[int, Tensor]]:
+        for first in range(self.first, self.columns, SLICE_ROWS):
+            codes_RD = self.output.codes[first : min(first + SLICE_ROWS, self.columns)]
+            yield first, _values(codes_RD, self.output.scale, self.dtype)
+
+    def operand(self, hidden_ND: Tensor) -> Tensor:
+        scale = self.output.input_scale
+        return _values(_to_codes(hidden_ND, scale), scale, hidden_ND.dtype)
+
+    def project(self, out_NV: Tensor, hidden_ND: Tensor, scale: float) -> None:
+        output, codes_VD = self.output, self.output.codes[self.first : self.columns].view(DTYPE)
+        fits = len(codes_VD) % MULTIPLE == 0 and out_NV.is_contiguous()
+        if not out_NV.is_cuda or not fits or out_NV.dtype != torch.float32:
+            read_ND = self.operand(hidden_ND)
+            for first, weight_RD in self:
+                place = first - self.first
+                part_NR = out_NV[:, place : place + len(weight_RD)]
+                multiply(part_NR, read_ND, weight_RD.t(), scale=scale)
+            return
+        torch._scaled_mm(
+            _to_codes(hidden_ND, output.input_scale),
+            codes_VD.t(),
+            scale_a=torch.full((), output.input_scale * scale, device=out_NV.device),
+            scale_b=torch.full((), output.scale, device=out_NV.device),
+            out_dtype=torch.float32,
+            use_fast_accum=False,
+            out=out_NV,
+        )
+
+
+def _power_of_two(largest: float) -> float:
+    """Return the least power of two that scales `largest` to at most half of the largest code."""
+    return 2.0 ** math.ceil(math.log2(max(largest, SMALLEST_SCALE) * 2 / LARGEST))
+
+
+def _to_codes(x: Tensor, scale: float) -> Tensor:
+    return (x * (1 / scale)).to(DTYPE)
+
+
+def _values(codes: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
+    return codes.view(DTYPE).to(dtype) * scale
+
+
+@torch.no_grad()
+def round_head(decoder: Decoder) -> None:
+    """Replace the head of a decoder with an `Fp8Output`, unless it is the embedding or the tensor cores cannot take its
+    sides.
+    """
+    head = decoder.head
+    if not isinstance(head, nn.Linear) or any(side % MULTIPLE for side in head.weight.shape):
+        return
+    largest = math.sqrt(decoder.config.hidden_size) * float(decoder.norm.factor_D.abs().amax())
+    decoder.head = Fp8Output(head.weight, largest)
 
 
 class LayerWatcher(Protocol):

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from typing import Protocol, TypeAlias, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -54,6 +54,19 @@ class Head(Protocol):
     def width(self) -> int: ...
     def slices(self, columns: int, dtype: torch.dtype, *, first: int = 0) -> Slices:
         """Return rows `first` to `columns`, at most `vocab_size`, as `dtype`."""
+        ...
+
+
+@runtime_checkable
+class OwnMatmul(Protocol):
+    """Slices that are multiplied in a way of their own, in 8 bits."""
+
+    def project(self, out_NV: Tensor, hidden_NE: Tensor, scale: float) -> None:
+        """Compute what `project` computes."""
+        ...
+
+    def operand(self, hidden_NE: Tensor) -> Tensor:
+        """Return the hidden states as the matmul reads them: its logits are those of these numbers."""
         ...
 
 
@@ -136,6 +149,9 @@ def project(out_NV: Tensor, hidden_NE: Tensor, slices: Slices, *, scale: float =
     """Compute out = scale * hidden @ head^T, slice by slice; see `multiply` for the dtypes. Without slices the
     hidden states are logits.
     """
+    if isinstance(slices, OwnMatmul):
+        slices.project(out_NV, hidden_NE, scale)
+        return
     if not slices:
         torch.mul(hidden_NE[:, : out_NV.shape[1]].to(out_NV.dtype), scale, out=out_NV)
     for first, weight_RE in slices:

@@ -7,7 +7,7 @@ once loaded, a model does not depend on its files. Quantised blocks are copied t
 dequantised there, so peak memory is the model plus one tensor of the file. NaN and infinity are
 refused: one of them makes every later loss NaN, far from its cause.
 
-Saving writes a new folder beside the target, and renames it when everything is on disk: a model
+Saving writes a new folder next to the target, and renames it when everything is on disk: a model
 folder is complete or absent.
 
 **Three ways to hold the weights.** `load_decoder` gives trainable floats. `layer_wise_decoder_of`
@@ -407,7 +407,7 @@ def _write_native(decoder: Decoder, folder: Path, dtype: torch.dtype) -> None:
 
 @contextmanager
 def new_folder(folder: Path) -> Iterator[Path]:
-    """Yield a partial folder beside `folder` to write to. It is renamed to `folder` when everything
+    """Yield a partial folder next to `folder` to write to. It is renamed to `folder` when everything
     is on disk, and removed on any failure. Raises `WeightsError` and `DiskFull`.
     """
     partial = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}.partial")

@@ -65,7 +65,7 @@ class Part(NamedTuple):
     ours: str
     name: str
     shape: tuple[int, ...]
-    """Of our tensor."""
+    """Name of our tensor."""
     first: int
     """Its first row in the file's tensor."""
 
@@ -117,7 +117,7 @@ def check_fits(
     one that lists every missing, unexpected and misshapen tensor and every
     tensor of an unreadable dtype. A tied model may have a head of the embedding's shape (or an
     empty one in an .apr, as one exporter of tied models writes it), and a Llama outside safetensors
-    may have `ROPE_DIVISORS`. Buffers of RoPE and the parts beside a language model are not read.
+    may have `ROPE_DIVISORS`. Buffers of RoPE and parts other than the language model are not read.
     """
     if importlib.util.find_spec(PACKAGE) is None:
         present = {info.dtype for info in weights.tensors.values()}
@@ -125,7 +125,7 @@ def check_fits(
         if rare:
             raise package_needed(where, rare)
     if isinstance(config, TransformersConfig):
-        # The text model of a checkpoint may be run alone, or with the parts beside it.
+        # The text model of a checkpoint may be run alone, or with its other parts.
         whole = {facts.name: facts.shape for facts in weights.tensors.values()}
         text = {name: facts.shape for name, facts in weights.tensors.items()}
         why = config.misfit(whole) and config.misfit(text)

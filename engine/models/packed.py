@@ -13,7 +13,7 @@ that requires a gradient is refused. Such a model is only used for its outputs.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -61,6 +61,9 @@ class PackedLinear(_Packed):
 
     def forward(self, x: Tensor) -> Tensor:
         return packed_linear(x, self.packed, self.bias, self.scratch)
+
+    def as_head(self) -> Head:
+        return PackedHead(self.packed, self.scratch)
 
     def together(self, x: Tensor, others: Sequence[nn.Module]) -> Sequence[Tensor]:
         """Return this layer's output and those of `others`, which have the same input. It is one
@@ -114,9 +117,10 @@ def stored_tensor(decoder: Decoder, name: str) -> Tensor | PackedMatrix:
 
 
 def head_of(decoder: Decoder) -> Head:
-    """Return the head of a decoder, dense or block-quantised."""
-    if isinstance(decoder.head, PackedLinear):
-        return PackedHead(decoder.head.packed, decoder.head.scratch)
+    """Return the head of a decoder: dense, block-quantised or in 8 bits."""
+    as_head: Callable[[], Head] | None = getattr(decoder.head, "as_head", None)
+    if as_head is not None:
+        return as_head()
     weight_VD = decoder.head_weight
     return LogitsHead(decoder.config.vocab_size) if weight_VD is None else DenseHead(weight_VD)
 

@@ -26,7 +26,7 @@ equal.
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedSize:
-    """What a packed decoder holds on its device."""
+    """Contents of a packed decoder on its device."""
 
     matrices: int
     """Number of matrices that stay in blocks; if 0, there is nothing to pack."""

@@ -35,7 +35,7 @@ class RopeScaling:
     """`rope_scaling` of type llama3; `ModelConfig` checks the numbers."""
 
     factor: float
-    """How many times slower the slow pairs rotate."""
+    """Factor by which the slow pairs rotate slower."""
     low_freq_factor: float
     """Pairs with fewer turns than this within the original length are slow."""
     high_freq_factor: float
@@ -48,14 +48,14 @@ class LongRope:
     """`rope_scaling` of type longrope (Ding et al., 2024); `ModelConfig` checks the numbers."""
 
     short_factor: tuple[float, ...]
-    """What the frequency of each rotated pair is divided by, in documents of up to
+    """Divisor of the frequency of each rotated pair, in documents of up to
     `original_max_position_embeddings` tokens.
     """
     long_factor: tuple[float, ...]
     """The same in longer ones."""
     original_max_position_embeddings: int
     attention_factor: float | None = None
-    """What cosines and sines are multiplied by; None follows from how far the positions were extended."""
+    """Factor of cosines and sines; None follows from how far the positions were extended."""
 
     def angle_factor(self, positions: int) -> float:
         """Return what cosines and sines are multiplied by in a model of `positions` positions."""

@@ -34,7 +34,7 @@ from engine.models.config import SIZES, ModelConfig
 from engine.spec.sections import ModelSection
 
 LOGIT_KEYS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
-"""Keys of config.json that change logits behind the head, where they are neither absent nor 1."""
+"""Keys of config.json that change the head's logits, where they are neither absent nor 1."""
 WARNS = "transformers warns: "
 WARNING_CHARACTERS = 500
 FEED_FORWARD_FACTOR = 4
@@ -53,9 +53,9 @@ class TransformersConfig(ModelConfig):
     """The class that computes it."""
     parameters: int
     names: tuple[str, ...]
-    """Of its parameters in transformers; the names in its files may differ."""
+    """Names of its parameters in transformers; the names in its files may differ."""
     why: str
-    """Why our own decoder does not run it."""
+    """Reason why our own decoder does not run it."""
     scales_logits: bool = False
     """Whether config.json or a bias of the head says that logits are not head(hidden). Whether they are is found out
     on the loaded model; this is for the memory plan."""
@@ -158,7 +158,7 @@ def _token(found: object, vocabulary: int) -> int | None:
 
 
 def hf_config(config: TransformersConfig) -> Any:
-    """Return transformers' own configuration object of a model, anew."""
+    """Return transformers' own configuration object of a model, read again."""
     how = ModelSection(remote_code=bool(config.folder))
     return _hf_config(config.to_hf_dict(), Path(config.folder), how, config.folder)
 
@@ -232,7 +232,7 @@ def _sentence(error: Exception, raw: Mapping[str, object]) -> str:
 
 
 def _holding(raw: Mapping[str, object], value: object, path: str = "") -> Iterator[str]:
-    """Yield the keys of a configuration with a value, those of a nested one behind a dot."""
+    """Yield the keys of a configuration with a value, those of a nested one after a dot."""
     for key, found in raw.items():
         if found == value:
             yield f"{path}{key}"

@@ -7,7 +7,7 @@ the model itself, on a few tokens when it is loaded, and never assumed:
                 states and the head, as from our own decoder. Otherwise (a cap, a scale, a bias: Gemma 2, Cohere,
                 Granite, Phi-2) it gets the logits themselves, and its head is the identity.
     documents   Where a mask and positions keep the documents of a row apart, proved by changing one and comparing the
-                other bit for bit, rows are run as they are. Otherwise each document is run alone, padded behind, where
+                other bit for bit, rows are run as they are. Otherwise each document is run alone, padded at the end, where
                 a causal model cannot see it.
 
 Dropout is never applied: the model stays in evaluation mode, in which a step is a function of weights and rows.
@@ -80,7 +80,7 @@ class TransformersDecoder(Decoder):
             "position_ids" in inspect.signature(model.base_model.forward).parameters
         )
         self.weight_names = tuple(name for name, _ in self.named_parameters())
-        """Of parameters, also once they are frozen."""
+        """Names of parameters, also once they are frozen."""
         self._farthest = math.inf
         self.gives_logits = False
         """Whether `hidden` returns the model's own logits."""
@@ -179,7 +179,7 @@ class TransformersDecoder(Decoder):
         flat_N = tokens_BT.flatten()
         found: list[Tensor | None] = [None] * len(begins)
         for group in _groups(lengths, rows * length):
-            # What stands behind a document has no influence on it.
+            # Tokens after a document have no influence on it.
             longest = lengths[group[0]]
             tokens_GL = flat_N.new_zeros(len(group), longest)
             for place, number in enumerate(group):
@@ -316,15 +316,15 @@ class TransformersDecoder(Decoder):
         if torch.equal(found_BTD[:, :split], changed_BTD[:, :split]):
             return "a changed token changes nothing"
         if not torch.equal(found_BTD[:, split:], changed_BTD[:, split:]):
-            return "a document sees the one in front of it"
+            return "a document sees the one before it"
         alone_BTD = self._run(tokens_BT[:, split:])
         apart = _apart(found_BTD[:, split:], alone_BTD)
         with moved(self.model, torch.finfo(self.dtype).eps):
             by_rounding = _apart(self._run(tokens_BT[:, split:]), alone_BTD)
         if not apart <= max(EXACT, 4 * by_rounding):
-            return f"a document behind another is {apart:.1e} from what it is alone"
+            return f"a document after another is {apart:.1e} from what it is alone"
         if by_rounding > MOST_ROUNDING:
-            return f"rounding moves a document by {by_rounding:.1e}, so that nothing can be told"
+            return f"rounding moves a document by {by_rounding:.1e}, so that nothing can be decided"
         return None
 
 

@@ -461,17 +461,20 @@ def _teacher_weights(plan: MemoryPlan, config: ModelConfig) -> BudgetItem:
 
 
 def _fp8_weights(config: ModelConfig, each: int) -> BudgetItem:
-    """Return the item of an fp8 teacher: in the layers a byte a weight and an fp32 scale a row; the rest
-    unchanged.
+    """Return the item of an fp8 teacher: in layers and head a byte a weight, and in layers an fp32 scale a row; the
+    rest unchanged.
     """
     matrices = linear_weights(config)
+    # As `engine.models.fp8.round_head` has it.
+    if not config.tie_word_embeddings and config.vocab_size % 16 == 0:
+        matrices += config.vocab_size * config.hidden_size
     rest = count_parameters(config) - matrices
     query, shared = query_width(config), shared_width(config)
     rows = query + 2 * shared + 2 * config.hidden_size + 2 * config.intermediate_size
     return BudgetItem(
         "teacher weights",
         matrices + 4 * config.num_hidden_layers * rows + each * rest,
-        f"{format_count(matrices)} x 1 byte in the layers, with a scale a row, "
+        f"{format_count(matrices)} x 1 byte in layers and head, with scales, "
         f"{format_count(rest)} x {each} bytes beside them",
         lasting=True,
     )

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from engine.data.batches import Batch
 from engine.errors import InternalError
 from engine.models.decoder import AttentionInputs, Decoder, product_dtype
-from engine.models.fp8 import Fp8Linear
+from engine.models.fp8 import Fp8Linear, round_head, round_norms
 from engine.models.head import Head, mean_kl
 from engine.models.packed import head_of
 from engine.quant.blocks import NOISE_FLOORS
@@ -62,6 +62,7 @@ class Fp8Teacher(FrozenDecoder):
         if not any(isinstance(part, Fp8Linear) for part in decoder.modules()):
             raise InternalError("fp8 teacher: expected layers in 8-bit floats, found none")
         super().__init__(decoder, "fp8", kernels)
+        round_norms(decoder)
         self.rounding = rounding
 
 
@@ -105,20 +106,22 @@ class RoundingProbe:
 
     @torch.inference_mode()
     def result(self, decoder: Decoder) -> Rounding:
-        """Return the rounding error, once all layers of `decoder` are loaded."""
+        """Round the head too, once all layers of `decoder` are loaded, and return the rounding error."""
+        exact = head_of(decoder)
+        round_head(decoder)
         kept_BT = self.labels_BT >= 0
         exact_NE = decoder.norm(self._exact_BTE)[kept_BT]
         rounded_NE = decoder.norm(self._rounded_BTE)[kept_BT]
-        return compare(exact_NE, rounded_NE, head_of(decoder))
+        return compare(exact_NE, exact, rounded_NE, head_of(decoder))
 
 
 @torch.inference_mode()
-def compare(exact_NE: Tensor, rounded_NE: Tensor, head: Head) -> Rounding:
-    """Compare the last hidden states of two teachers under one head."""
+def compare(exact_NE: Tensor, head: Head, rounded_NE: Tensor, rounded_head: Head) -> Rounding:
+    """Compare the last hidden states of two teachers, each under its head."""
     count = len(exact_NE)
     if count == 0:
         return Rounding(kl=math.nan, agreement=math.nan, relative_rms=math.nan, tokens=0)
-    kl, agreement = mean_kl(exact_NE, head, rounded_NE, head, head.vocab_size)
+    kl, agreement = mean_kl(exact_NE, head, rounded_NE, rounded_head, head.vocab_size)
     gap_NE = (rounded_NE - exact_NE).float()
     return Rounding(
         kl=kl,

@@ -45,7 +45,7 @@ from engine.log.events import CHECKS, StepDone, nan_if_absent
 from engine.models.adapter import LoraLinear, is_adapted
 from engine.models.config import count_parameters
 from engine.models.decoder import Decoder
-from engine.models.head import Head, operand_dtype
+from engine.models.head import Head, OwnMatmul, operand_dtype
 from engine.models.load import as_floats, reader
 from engine.models.packed import tensor_names
 from engine.models.read_config import config_of
@@ -201,7 +201,7 @@ class StepAudit(StepObserver):
             row_ids=micro.batch.row_ids.tolist(),
             written=micro.written,
             hidden_ND=student_hidden_BTD.detach().flatten(0, 1).clone(),
-            teacher_NE=None if teacher.hidden_NE is None else teacher.hidden_NE.detach().clone(),
+            teacher_NE=_as_read(teacher),
             teacher_head=teacher.head,
             targets=None
             if teacher.targets is None
@@ -623,6 +623,15 @@ def _on_host(one: _SeenPass) -> _SeenPass:
             ids_NK=targets.ids_NK.cpu(), log_probs_NK=moved(targets.log_probs_NK)
         ),
     )
+
+
+def _as_read(teacher: TeacherOutput) -> Tensor | None:
+    """Return a copy of the teacher's hidden states as the matmul of its head reads them."""
+    if teacher.hidden_NE is None:
+        return None
+    hidden_NE = teacher.hidden_NE.detach()
+    slices = () if teacher.head is None else teacher.head.slices(1, hidden_NE.dtype)
+    return slices.operand(hidden_NE) if isinstance(slices, OwnMatmul) else hidden_NE.clone()
 
 
 def _head_rows(teacher: _SeenPass) -> reference.HeadRows:

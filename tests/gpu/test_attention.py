@@ -12,7 +12,11 @@ from engine.kernels import cudnn_attention
 from engine.kernels.cudnn_attention import Ragged
 from engine.models.attention import Packing, attend_packed
 
-pytestmark = pytest.mark.gpu
+pytestmark = [
+    pytest.mark.gpu,
+    # The first matmul of the thread of a backward pass.
+    pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS:UserWarning"),
+]
 
 ROWS, LENGTH = 3, 320
 DOCUMENTS = {

@@ -16,7 +16,9 @@ from engine.models.attention import remember
 from engine.models.decoder import Decoder
 from engine.models.frozen import freeze
 from engine.models.fused import use_kernels
+from engine.models.head import OwnMatmul, logits_of
 from engine.models.load import load_packed_decoder
+from engine.models.packed import head_of
 from engine.teachers.frozen import FrozenDecoder
 from engine.train.compiles import Compiles
 from tests.support.packed_models import lively, make_config, random_tokens, write
@@ -50,6 +52,8 @@ def test_on_a_gpu_every_kernel_of_a_teacher_is_warmed_and_rounds_as_its_layers_d
     with torch.inference_mode():
         wanted_BTD = decoder.hidden(tokens_BT, documents_BT).float()
     teacher = FrozenDecoder(decoder, "fp8" if kind == "fp8" else "bf16")
+    if kind == "fp8":
+        fp8.round_norms(decoder)
     Compiles().warm_up(decoder, torch.device("cuda"), lambda _event: None)
     warmed = REGISTRY.requested()
     found_BTD = teacher.hidden(tokens_BT, documents_BT).float()
@@ -59,6 +63,20 @@ def test_on_a_gpu_every_kernel_of_a_teacher_is_warmed_and_rounds_as_its_layers_d
     # Each of 6 branches is rounded to 8 bits, and in fp8 a value between two codes goes either way.
     limit = 0.1 if kind == "fp8" else 2**-7
     assert (found_BTD - wanted_BTD).norm() <= limit * wanted_BTD.norm()
+
+
+def test_logits_of_a_head_in_fp8_are_those_of_its_values_and_of_what_it_reads() -> None:
+    decoder = freeze(lively(make_config(vocab_size=1024)).to("cuda", torch.bfloat16))
+    fp8.round_head(decoder)
+    head, weight_VD = head_of(decoder), decoder.head_weight
+    assert weight_VD is not None
+    hidden_ND = decoder.norm(torch.randn(300, head.width, device="cuda", dtype=torch.bfloat16))
+    for columns in (1024, 500):
+        slices = head.slices(columns, torch.bfloat16)
+        assert isinstance(slices, OwnMatmul)
+        wanted_NV = slices.operand(hidden_ND).double() @ weight_VD[:columns].double().t()
+        found_NV = logits_of(hidden_ND, head, columns)
+        assert torch.allclose(found_NV.double(), wanted_NV, rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])

@@ -95,10 +95,10 @@ def test_what_the_watcher_measures_is_two_models_compared(tmp_path: Path) -> Non
 
 def test_equal_teachers_are_at_no_distance_and_no_tokens_at_none_known() -> None:
     decoder = freeze(lively(make_config()))
-    hidden_NE = torch.randn(700, 256)
-    same = compare(hidden_NE, hidden_NE.clone(), head_of(decoder))
+    hidden_NE, head = torch.randn(700, 256), head_of(decoder)
+    same = compare(hidden_NE, head, hidden_NE.clone(), head)
     assert abs(same.kl) < 1e-6 and same.agreement == 1 and same.relative_rms == 0
-    nothing = compare(hidden_NE[:0], hidden_NE[:0], head_of(decoder))
+    nothing = compare(hidden_NE[:0], head, hidden_NE[:0], head)
     assert math.isnan(nothing.kl) and nothing.tokens == 0
 
 

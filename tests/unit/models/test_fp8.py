@@ -23,11 +23,14 @@ from engine.models.fp8 import (
     product,
     quantise_rows,
     refuse_sides,
+    round_head,
     round_layer,
     to_codes,
 )
 from engine.models.frozen import freeze
+from engine.models.head import OwnMatmul, logits_of, project
 from engine.models.load import load_decoder, save_decoder
+from engine.models.packed import head_of
 from tests.support.packed_models import lively, make_config, random_tokens, write
 
 
@@ -218,3 +221,42 @@ def test_the_kernel_of_the_feed_forward_layer_writes_the_codes_of_the_plain_form
         codes, scale = to_codes(joined_MG[8:])
         wanted, wanted_scale = quantise_rows(joined_MG[8:])
         assert torch.equal(codes.float(), wanted.float()) and torch.equal(scale, wanted_scale)
+
+
+@pytest.mark.parametrize("columns", [96, 75])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_logits_of_a_rounded_head_are_those_of_its_weight_and_of_what_it_reads(
+    dtype: torch.dtype, columns: int
+) -> None:
+    decoder = freeze(lively(make_config(vocab_size=96)).to(dtype))
+    exact = head_of(decoder)
+    round_head(decoder)
+    head, weight_VD = head_of(decoder), decoder.head_weight
+    assert weight_VD is not None and (head.vocab_size, head.width) == tuple(weight_VD.shape)
+    # The largest that the last norm can return.
+    hidden_ND = decoder.norm(torch.randn(9, head.width, dtype=dtype))
+    hidden_ND[0] = 0
+    hidden_ND[1] = decoder.norm(torch.eye(head.width, dtype=dtype)[3])
+    slices = head.slices(columns, dtype)
+    assert isinstance(slices, OwnMatmul)
+    read_ND = slices.operand(hidden_ND)
+    rows = torch.cat([rows_RD for _, rows_RD in slices])
+    assert torch.equal(rows, weight_VD[:columns].to(dtype))
+    found_NV = logits_of(hidden_ND, head, columns)
+    wanted_NV = read_ND.double() @ weight_VD[:columns].double().t()
+    assert found_NV.isfinite().all()
+    assert torch.allclose(found_NV.double(), wanted_NV, rtol=1e-5, atol=1e-5)
+    near = logits_of(hidden_ND, exact, columns)
+    assert float((found_NV - near).norm()) <= float(near.norm()) / 16
+    halved_NV = torch.empty_like(found_NV)
+    halved = head.slices(columns, torch.float32)
+    project(halved_NV, hidden_ND.float(), halved, scale=0.5)
+    assert torch.allclose(halved_NV * 2, found_NV, rtol=1e-6)
+
+
+def test_a_tied_head_and_sides_that_the_tensor_cores_do_not_take_stay_floats() -> None:
+    for config in (make_config(tied=True), make_config(vocab_size=97)):
+        decoder = freeze(lively(config))
+        before = decoder.head
+        round_head(decoder)
+        assert decoder.head is before

@@ -138,7 +138,7 @@ def test_a_model_that_looks_at_the_document_in_front_is_run_one_by_one(tmp_path:
     decoder.model.transformer.forward = forgets_documents
     _, documents = decoder.look("student", LENGTH)
     assert documents.choice == "alone"
-    assert "sees the one in front of it" in documents.reason
+    assert "sees the one before it" in documents.reason
 
 
 def test_dropout_is_off_in_training(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from engine.machine.reading import measured
-from engine.models.fp8 import round_layer
+from engine.models.fp8 import round_head, round_layer
 from engine.models.frozen import freeze
 from engine.plan.memory import BudgetItem, MemoryBudget
 from engine.spec import spec_from_dict
@@ -42,18 +42,19 @@ def item(budget: MemoryBudget, name: str) -> BudgetItem:
 
 
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama"])
+@pytest.mark.parametrize(("family", "ids"), [("qwen2", 96), ("qwen3", 101), ("llama", 112)])
 def test_the_weights_of_a_teacher_in_fp8_are_the_bytes_that_it_holds(
-    family: str, tied: bool
+    family: str, ids: int, tied: bool
 ) -> None:
-    config = make_config(family, tied)
+    config = make_config(family, tied, vocab_size=ids)
     decoder = freeze(lively(config).to(torch.bfloat16))
     for layer in decoder.layers:
         round_layer(layer)
+    round_head(decoder)
     held = {b.data_ptr(): b.numel() * b.element_size() for b in decoder.buffers()}
     found = item(budget(teacher=config), "teacher weights")
     assert found.bytes == sum(held.values()) and found.lasting
-    assert "x 1 byte in the layers" in found.how
+    assert "x 1 byte in layers and head" in found.how
 
 
 def test_fp8_needs_half_of_bf16_in_its_layers_and_the_same_activations() -> None:

@@ -12,7 +12,7 @@ from engine.models.fp8 import LARGEST_ROW, gated_rows_reference, quantise_rows
 pytest.importorskip("triton")
 
 from engine.kernels import fp8_quantise
-from engine.kernels.fp8_quantise import to_fp8, variants
+from engine.kernels.fp8_quantise import norm_to_fp8, to_fp8, variants
 
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
 
@@ -39,6 +39,29 @@ def test_rows_without_a_gate_are_quantised_as_they_are() -> None:
     wanted_scale = quantise_rows(x_MK)[1]
     assert torch.allclose(scale, wanted_scale, rtol=1e-6, atol=0)
     assert torch.allclose(rows * scale, x_MK.float(), rtol=1e-5, atol=1e-12)
+
+
+@pytest.mark.filterwarnings("ignore:All-NaN slice:RuntimeWarning")
+@pytest.mark.parametrize("add", [False, True])
+@pytest.mark.parametrize("columns", [16, 896, 3584])
+def test_norms_are_quantised_as_if_they_had_been_written(columns: int, add: bool) -> None:
+    generator = torch.Generator().manual_seed(columns)
+    # In fp32: the interpreter truncates where a GPU rounds to bf16.
+    y_MK, x_MK = torch.randn(2, 4, columns, generator=generator)
+    weight_K = torch.rand(columns, generator=generator)
+    x_MK[1], y_MK[1] = 0, 0
+    x_MK[2, columns // 2] = float("nan")
+    kept_MK = torch.empty_like(x_MK) if add else x_MK
+    rows, scale = norm_to_fp8(
+        y_MK if add else None, x_MK, weight_K, 1e-6, kept_MK, codes=torch.float32
+    )
+    sum_MK = x_MK + y_MK if add else x_MK
+    assert torch.equal(kept_MK.nan_to_num(7), sum_MK.nan_to_num(7))
+    healthy = [0, 1, 3]
+    wanted = F.rms_norm(sum_MK, (columns,), weight_K, 1e-6)[healthy]
+    assert torch.allclose((rows * scale)[healthy], wanted, rtol=1e-5, atol=1e-12)
+    assert torch.allclose(scale[healthy], quantise_rows(wanted)[1], rtol=1e-5, atol=0)
+    assert rows[2].isnan().all()
 
 
 @pytest.mark.parametrize("place", [0, 47])
