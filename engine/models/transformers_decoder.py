@@ -7,8 +7,8 @@ the model itself, on a few tokens when it is loaded, and never assumed:
                 states and the head, as from our own decoder. Otherwise (a cap, a scale, a bias: Gemma 2, Cohere,
                 Granite, Phi-2) it gets the logits themselves, and its head is the identity.
     documents   Where a mask and positions keep the documents of a row apart, proved by changing one and comparing the
-                other bit for bit, rows are run as they are. Otherwise each document is run alone, padded at the end, where
-                a causal model cannot see it.
+                other bit for bit, rows are run as they are. Otherwise each document is run alone, padded at its end, so
+                that a causal model cannot see it.
 
 Dropout is never applied: the model stays in evaluation mode, in which a step is a function of weights and rows.
 
