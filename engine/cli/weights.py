@@ -76,6 +76,7 @@ def add_convert_arguments(parser: argparse.ArgumentParser) -> None:
         "--format", choices=list(TYPES_OF), help="format of DST, instead of its suffix's"
     )
     add_flag(parser, "--no-tokenizer", "leave the tokenizer out of DST")
+    add_path(parser, "--text", "FILE", "held-out text: also measure what rounding costs, as a KL")
     add_choice(parser, "--device", ("cpu", "cuda"), "cpu", "where to quantize (cpu)")
     add_json(parser, "print the result as one JSON value")
 
@@ -98,6 +99,7 @@ def convert(arguments: argparse.Namespace) -> int:
     engine convert models/qwen qwen.gguf --quant q4_k_m    as llama.cpp would quantize it
     engine convert qwen.gguf qwen.apr --quant q4_k_m       blocks that fit move byte for byte
     engine convert qwen.gguf models/new --quant bf16       a Hugging Face folder
+    engine convert runs/kd/student merged --quant bf16 --text heldout.txt     an adapter, merged into its base
     engine convert --from-pickle models/old models/new     pytorch_model.bin, as safetensors
 
     A pickle can name any function; --from-pickle reads it by torch.load(weights_only=True), which makes tensors and
@@ -115,6 +117,7 @@ def convert(arguments: argparse.Namespace) -> int:
         )
 
     from engine.export.convert import convert as write
+    from engine.export.convert import rounding_of
 
     done = write(
         model_argument(arguments.source),
@@ -129,10 +132,21 @@ def convert(arguments: argparse.Namespace) -> int:
         say(f"warning: {text}")
     if not done.tokenizer:
         say(f"warning: {done.target} has no tokenizer")
+    cost = None
+    if arguments.text is not None:
+        say(f"comparing {done.target} with {done.source} on {arguments.text}")
+        cost = rounding_of(done, arguments.text, arguments.device)
     if arguments.json:
-        put_json("convert", asdict(done) | {"bits_per_weight": done.bits_per_weight})
+        rounding = None if cost is None else asdict(cost)
+        extra = {"bits_per_weight": done.bits_per_weight, "rounding": rounding}
+        put_json("convert", asdict(done) | extra)
         return 0
     say(_summary(done))
+    if cost is not None:
+        say(
+            f"rounding costs a KL of {cost.kl:.2g} nats on {cost.tokens:,} tokens of {cost.text}; "
+            f"{cost.top1_agreement:.1%} keep their most probable token"
+        )
     put(done.target)
     return 0
 
