@@ -506,10 +506,12 @@ def _student_items(plan: MemoryPlan) -> Iterator[BudgetItem]:
     base = plan.frozen_bytes
     layers = plan.student.num_hidden_layers
     count, tokens = format_count(parameters), plan.tokens
-    of_all = f", shared by {plan.ranks} GPUs" if plan.ranks > 1 else ""
+    shared = plan.ranks > 1 and not plan.adapted
+    share = plan.share if shared else int
+    of_all = f", shared by {plan.ranks} GPUs" if shared else ""
     yield BudgetItem(
         "student weights",
-        plan.share(base + 4 * parameters),
+        share(base + 4 * parameters),
         f"{format_bytes(base)} frozen, and adapters, {count} x 4 bytes"
         if base
         else f"{count} x 4 bytes{of_all}",
@@ -517,7 +519,7 @@ def _student_items(plan: MemoryPlan) -> Iterator[BudgetItem]:
     )
     yield BudgetItem(
         "AdamW moments",
-        plan.share(8 * parameters),
+        share(8 * parameters),
         f"{count} x 2 x 4 bytes{of_all}, from the first step on",
         phases=MEMORY_PHASES if evaluates_late(plan.spec) else MEMORY_PHASES[1:],
         lasting=True,
@@ -525,7 +527,7 @@ def _student_items(plan: MemoryPlan) -> Iterator[BudgetItem]:
     accumulated = plan.spec.train.accumulation > 1
     yield BudgetItem(
         "gradients",
-        plan.share(4 * parameters),
+        share(4 * parameters),
         f"{count} x 4 bytes{of_all}, "
         + ("kept between passes" if accumulated else "from the backward pass on"),
         # Where the untrained student is evaluated late, it takes the place of the gradients.
@@ -836,6 +838,15 @@ def _workspace(plan: MemoryPlan, forward: Forward) -> int:
 def _rank_items(plan: MemoryPlan) -> Iterator[BudgetItem]:
     """Yield what sharding adds on a rank; nothing for a run of one process."""
     if plan.ranks == 1:
+        return
+    if plan.adapted:
+        trained = trained_parameters(plan.student, plan.spec.student)
+        yield BudgetItem(
+            "gradients being summed",
+            4 * trained,
+            f"{format_count(trained)} x 4 bytes, of all adapters in one piece",
+            phases=(_LAST,),
+        )
         return
     parameters = count_parameters(plan.student)
     outside = _tables(plan.student)

@@ -235,7 +235,7 @@ def plan_run(
     if spec.memory.budget == "enforce":
         budget.refuse_if_too_big()
     facts.take("train.update")
-    if facts.spec.compute.gpus > 1:
+    if facts.spec.compute.gpus > 1 and facts.spec.student.adapter == "none":
         # Weights and two moments, in fp32.
         facts.take("checkpoint.sharded", whole_bytes=12 * count_parameters(facts.student))
     return Plan(facts.spec, inputs, compute, store, budget, memory.kept_layers)
@@ -246,6 +246,9 @@ def without_place(facts: RunFacts) -> dict[str, str]:
     found: dict[str, str] = {}
     if facts.spec.compute.gpus == 1:
         found |= dict.fromkeys(("teacher.shard", "student.reshard", "checkpoint.sharded"), "off")
+    if facts.spec.student.adapter != "none":
+        # Each GPU has the frozen student and its small adapters whole.
+        found |= dict.fromkeys(("student.reshard", "checkpoint.sharded"), "off")
     if facts.teacher is None:
         found |= {
             "teacher.precision": "fp32",
@@ -295,7 +298,7 @@ def plan_memory(facts: RunFacts) -> MemoryPlan:
             plan, decisions = shared, theirs
     for decision in decisions:
         facts.log(decision)
-    if ranks > 1:
+    if ranks > 1 and not plan.adapted:
         kept = plan.changed({"student.reshard": "off"})
         needed = {"kept_bytes": kept.total_bytes, "given_bytes": plan.total_bytes}
         plan = kept if facts.take("student.reshard", **needed) == "off" else plan

@@ -233,6 +233,17 @@ class _Reducing(_Announced):
         return work
 
 
+@torch.no_grad()
+def sum_gradients(parameters: Sequence[nn.Parameter]) -> None:
+    """Sum the gradients of parameters that each rank has whole over the ranks, in place; one collective."""
+    grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+    flat = torch.cat([grad.flatten() for grad in grads])
+    dist.all_reduce(flat)
+    parts = torch.split(flat, [grad.numel() for grad in grads])
+    for parameter, part in zip(parameters, parts, strict=True):
+        parameter.grad = part.view_as(parameter)
+
+
 def gather_early(model: nn.Module) -> None:
     """Start gathering the parameters that `model` keeps gathered through its backward pass, so that the
     gathering overlaps with kernels launched before its next forward pass. Does nothing when it is not

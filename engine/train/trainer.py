@@ -41,7 +41,7 @@ from engine.loss.objective import LossTerms, distillation_loss
 from engine.models.attention import remember
 from engine.models.decoder import Decoder
 from engine.runtime.device import torch_dtype
-from engine.runtime.ranks import Ranks, gather_early, own_part
+from engine.runtime.ranks import Ranks, gather_early, is_shared, own_part, sum_gradients
 from engine.spec import LossSection, TrainSection
 from engine.teachers.protocol import GivesTargets, KnowsRows, Prefetches, Teacher
 from engine.train.cuda_graphs import Graphs
@@ -92,6 +92,8 @@ class Trainer:
         self.optimizer = build_optimizer(student, train, device)
         self.parameters = [p for p in student.parameters() if p.requires_grad]
         self._fused = train.update == "fused"
+        self._is_replicated = self.ranks.many and not any(map(is_shared, self.parameters))
+        """Whether each rank has all of what is trained: adapters."""
         self.graphs: Graphs | None = None
         """The CUDA graphs of the student's layers; None when the layers run without."""
         self.step = 0
@@ -161,6 +163,8 @@ class Trainer:
                 elif self._fetches_ahead and number < self.train.steps:
                     self._ahead = self._on_device(self._part_at(self.position, self.ranks.rank))
                     self._prefetch(self._ahead)
+        if self._is_replicated:
+            sum_gradients(self.parameters)
         # What an observer does here is no part of the step.
         timer.mark("")
         with self.host.of(OBSERVERS):
@@ -373,9 +377,13 @@ class Trainer:
     def _update(self, micro_batches: Sequence[LossTerms]) -> StepNumbers[Tensor]:
         """Apply one update, unless a number of the step is not finite, and return the step's numbers."""
         grads = [own_part(p.grad) for p in self.parameters if p.grad is not None]
+        norm = total_norm(grads, fused=self._fused)
+        if self._is_replicated:
+            # The squares of all ranks add up to the whole norm's.
+            norm = norm / math.sqrt(self.ranks.world)
         own = StepNumbers.of_rank(
             micro_batches,
-            total_norm(grads, fused=self._fused),
+            norm,
             self.ranks.many and self.stop_asked(),
             self._waited_s,
         )

@@ -51,14 +51,16 @@ def shard_trainer(
     reshard: bool,
     entering: Callable[[], None],
 ) -> Trainer:
-    """Return an equivalent trainer whose student is sharded over the ranks, in place.
+    """Return an equivalent trainer whose student is sharded over the ranks, in place. A student with adapters stays
+    whole on each rank.
 
     Until this call every rank holds the same full student and has done the same work. `build` makes a
     trainer from the sharded student. `reshard` and `entering` are passed to `engine.runtime.ranks.shard`.
     """
     captured = capture_trainer(alone, spec)
     student = alone.student
-    shard(student, student.layers, ranks, alone.device, reshard=reshard, entering=entering)
+    if spec.student.adapter == "none":
+        shard(student, student.layers, ranks, alone.device, reshard=reshard, entering=entering)
     trainer = build(student)
     restore_trainer(captured, trainer)
     return trainer
