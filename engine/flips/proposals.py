@@ -67,7 +67,10 @@ def proposals(
     command: WatchedCommand | None = None,
 ) -> tuple[Proposal, ...]:
     """Return each assignment once, from the first source that names it; what cannot be tested comes last.
-    `settings` are those of the run by dotted key, if they could be read; `command` is that of a watched run."""
+    `settings` are those of the run by dotted key, if they could be read; `command` is that of a watched run. There is
+    none for a run whose command is not on record, as of an imported log: nothing can be started again."""
+    if command is not None and not command.arguments:
+        return ()
     if command is not None:
         return _of_script(view, command)
     found: dict[str, Proposal] = {}
@@ -335,4 +338,5 @@ def proposal_lines(found: Sequence[Proposal], source: str) -> list[str]:
             continue
         line = shlex.join(["engine", "flip", source, *one.options])
         lines += [one.assignment, f"  {one.hypothesis}", f"  {one.source}", f"  test it: {line}"]
-    return lines or ["nothing to propose: no alert names a flip, and no choice has an alternative"]
+    none = "nothing to propose: no alert names a flip, and no choice has an alternative; an imported log has no command to start again"
+    return lines or [none]

@@ -129,3 +129,7 @@ def test_each_idea_can_be_flipped_and_names_alerts_that_there_are() -> None:
         option, text = options_for(idea.assignment)
         if option == "--set":
             read_script_settings([text])
+
+
+def test_nothing_is_proposed_about_a_run_whose_command_is_not_on_record() -> None:
+    assert found(watched(), alert("data_wait"), words=()) == ()
