@@ -339,7 +339,7 @@ def proposal_lines(found: Sequence[Proposal], source: str) -> list[str]:
         line = shlex.join(["engine", "flip", source, *one.options])
         lines += [one.assignment, f"  {one.hypothesis}", f"  {one.source}", f"  test it: {line}"]
     none = (
-        "nothing to propose: no alert names a flip, and no choice has an alternative; an imported log has no command to "
-        "start again"
+        "nothing to propose: no alert names a flip, and no choice has an alternative; an imported log has no command "
+        "to start again"
     )
     return lines or [none]
