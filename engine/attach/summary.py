@@ -39,7 +39,7 @@ from engine.watch.rules.broken_identity import identity_fails
 from engine.watch.rules.pace import DATA_SHARE, MORE_WORKERS
 from engine.watch.rules.rule import median
 from engine.watch.stacks import FOLDER, own_frame
-from engine.watch.verdict_line import verdict_of
+from engine.watch.verdict_line import ENDED, SUSPECT, WRONG, RunVerdict, verdict_of
 from engine.watch.watcher import STALLS
 
 WIDTH = 100
@@ -82,13 +82,25 @@ def summary_lines(run: RunFolder) -> list[str]:
         return [f"watched: {broken}"]
     found = _Summary(run, follower.view, follower.state)
     verdict = verdict_of(follower.view, follower.state, run.path)
+    worst, line = found, verdict.line
+    for later in found.later:
+        other = verdict_of(later.view, later.state, later.path)
+        # A training before it, as of the teacher, must not hide what is wrong with a later one.
+        if other.level in (WRONG, SUSPECT) and _severity(other) > _severity(verdict):
+            worst, verdict, line = later, other, f"{later.run.name}: {other.line}"
     lines = [
-        *_part("verdict", [verdict.line, found.ending()]),
+        *_part("verdict", [line, found.ending()]),
         *_part("why", found.why())[:WHY_LINES],
-        *_part("evidence", found.evidence()),
+        *_part(
+            "evidence", [*(worst.suspicions() if worst is not found else ()), *found.evidence()]
+        ),
     ]
-    next_step = _part("next step", [found.next_step()])
+    next_step = _part("next step", [worst.next_step()])
     return [*lines[: MOST_LINES - len(next_step)], *next_step]
+
+
+def _severity(verdict: RunVerdict) -> int:
+    return {SUSPECT: 1, ENDED: 2, WRONG: 3}.get(verdict.level, 0)
 
 
 def _part(name: str, texts: list[str]) -> list[str]:
@@ -230,20 +242,27 @@ class _Summary:
             return event_text(ended)
         return "the cause is in the command's own output, which is not in the folder"
 
-    def _later(self) -> str:
-        """Return the names of the trainings after the first, each with its own run."""
+    @cached_property
+    def later(self) -> list[_Summary]:
+        """The trainings after the first, each with its own run."""
         later = []
         for run in find_runs(self.run.path.parent):
             # A broken neighbouring folder must not hide the summary.
             with contextlib.suppress(RunLogError):
                 command = read_command(run)
                 if command is not None and command.part_of == self.run.name:
-                    later.append(run.name)
-        if not later:
+                    follower = Follower(run)
+                    follower.read_all()
+                    later.append(_Summary(run, follower.view, follower.state))
+        return sorted(later, key=lambda one: (len(one.run.name), one.run.name))
+
+    def _later(self) -> str:
+        """Return the names of the trainings after the first."""
+        if not self.later:
             return ""
-        names = ", ".join(sorted(later, key=lambda name: (len(name), name))[:LATER])
-        rest = f" and {len(later) - LATER} more" if len(later) > LATER else ""
-        count = f"{len(later)} later training{'s' * (len(later) > 1)}"
+        names = ", ".join(one.run.name for one in self.later[:LATER])
+        rest = f" and {len(self.later) - LATER} more" if len(self.later) > LATER else ""
+        count = f"{len(self.later)} later training{'s' * (len(self.later) > 1)}"
         return f"{count}, each with its own run: {names}{rest}"
 
     @property
@@ -313,6 +332,9 @@ class _Summary:
 
     # Evidence.
 
+    def suspicions(self) -> list[str]:
+        return [seen_text(one) for one in self._with_level(SUSPICION)]
+
     def evidence(self) -> list[str]:
         view = self.view
         lines = []
@@ -333,7 +355,7 @@ class _Summary:
                 f"{one.optimizer} of {format_count(one.parameters)} parameters on {one.device}, torch {one.torch}"
             )
         lines += [f"{one.knob}={one.choice}: {one.reason}" for one in view.decisions]
-        lines += [seen_text(one) for one in self._with_level(SUSPICION)]
+        lines += self.suspicions()
         lines.append(self._identities())
         lines.append(self._memory())
         lines.append(self._later())

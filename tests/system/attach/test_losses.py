@@ -374,7 +374,28 @@ def teacher_inside_in_a_closure():
 def not_shifted_in_a_closure():
     return in_a_closure(lambda holds, rows: not_shifted(holds.net, rows))
 
-for function in (teacher_inside_in_train_mode, teacher_inside_in_a_closure, not_shifted_in_a_closure):
+def teacher_of_an_earlier_stage():
+    global earlier
+    teacher = Dropping()
+    earlier = torch.optim.AdamW(teacher.parameters())
+    ce(teacher(text[:B, :-1]), text[:B]).backward()
+    earlier.step()
+    teacher.requires_grad_(False)
+    say(name="teacher_of_an_earlier_stage")  # a training of its own begins
+    net = Small()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
+    for step in range(3):
+        with torch.no_grad():
+            wanted = teacher(text[:B, :-1])
+        z = net(text[:B, :-1])
+        optimizer.zero_grad()
+        (-(wanted.softmax(-1) * z.log_softmax(-1)).sum(-1).mean()).backward()
+        optimizer.step()
+    return net
+
+for function in (
+    teacher_inside_in_train_mode, teacher_inside_in_a_closure, not_shifted_in_a_closure, teacher_of_an_earlier_stage
+):
     say(name=function.__name__)
     save(function())
 """
@@ -532,6 +553,7 @@ def test_smoothed_labels_and_unknown_places_are_nothing_wrong(found: Found) -> N
         ("teacher_in_train_mode", "teacher_mode", "it is random"),
         ("teacher_in_train_mode_again", "teacher_mode", "it is random"),
         ("teacher_inside_in_train_mode", "teacher_mode", "it is random"),
+        ("teacher_of_an_earlier_stage", "teacher_mode", "it is random"),
     ],
 )
 def test_a_wrong_distillation_is_named(found: Found, name: str, id: str, text: str) -> None:

@@ -329,6 +329,24 @@ def test_what_is_wrong_has_its_fix_as_the_next_step_beside_an_alert(run: RunFold
     assert found["next step"].startswith(f"unless held_out is meant: {remedy}")
 
 
+def test_what_is_wrong_with_a_later_training_is_the_verdict(run: RunFolder) -> None:
+    finished = ended(returncode=0, state="COMPLETED", signal=None)
+    for name, level in (("two", "suspicion"), ("three", "pass")):
+        command = {"arguments": ["sh"], "part_of": run.name}
+        later = create_run(run.path.parent / name, "", {"spec": {}, "command": command})
+        with LogWriter(later.events, writer="probe") as log:
+            log.write(WATCHED)
+            log.write(Phase(name="training"))
+        judged = identity_event("label_shift", level, 1, "shifted twice")
+        write(later, [StepDone(step=1, loss=1.0)], finished, judged)
+    found = write(run, [StepDone(step=1, loss=1.0)], finished)
+    assert found["verdict"].startswith("two: SUSPECT since step 1: labels are not the tokens")
+    assert "run: finished" in found["verdict"]
+    assert found["evidence"].startswith("suspicion label_shift")
+    assert found["next step"].startswith("unless label_shift is meant")
+    assert str(run.path.parent / "two") in found["next step"]
+
+
 def test_a_gpu_says_only_the_seconds_that_the_script_waited(run: RunFolder) -> None:
     steps = [StepDone(step=n, step_s=1.0, data_s=0.62, rows=4, tokens=400) for n in (1, 2, 3)]
     found = write(run, steps, ended(returncode=0, state="COMPLETED", signal=None))

@@ -62,7 +62,8 @@ class Identities:
     def __init__(self, torch: Any, position: Position) -> None:
         self._torch, self._position = torch, position
         self._watched: weakref.WeakKeyDictionary[Any, _Watched] = weakref.WeakKeyDictionary()
-        self._made: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._made: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        """Steps of all optimizers when each one was created."""
         self._threads: set[int] = set()
         """Threads that step optimizers: with several, one may write weights during another's sampled step."""
         self._in_progress: list[int] = []
@@ -97,7 +98,7 @@ class Identities:
         """Sampled steps and findings between them that `take` has not returned yet."""
 
     def optimizer_made(self, optimizer: Any) -> None:
-        self._made.add(optimizer)
+        self._made[optimizer] = self._reached.steps
         self._due.add(optimizer)
         self._made_at = self._reached.steps
         self._not_finite = 0
@@ -222,7 +223,7 @@ class Identities:
             if len(self._watched) >= _MAX_OPTIMIZERS:
                 return
             watched = self._watched[optimizer] = _Watched(self._torch, self._reached.steps)
-            self._made.add(optimizer)
+            self._made.setdefault(optimizer, self._reached.steps)
             # Keep the windows: the optimizer may be freed before the training ends.
             self._open_windows = [one for one in self._open_windows if one.may_change]
             self._open_windows.append(watched.windows)
@@ -324,11 +325,20 @@ class Identities:
         if watched.steps + 1 in ASKED_STEPS:
             # Only a divergence shows that another model is a teacher.
             if any(isinstance(one, Divergence) for one in self._losses):
-                watched.teachers = [
-                    weakref.ref(one) for one in self._search.untrained(self._held())
+                trained = [
+                    p
+                    for one in self._made
+                    if self._trains_beside(one, optimizer)
+                    for p in held_by(one)
                 ]
+                watched.teachers = [weakref.ref(one) for one in self._search.untrained(trained)]
             teachers = [one for ref in watched.teachers if (one := ref()) is not None]
             watched.questions.begin(self._search.tops(held_by(optimizer)), teachers, world)
+
+    def _trains_beside(self, other: Any, optimizer: Any) -> bool:
+        """Return whether an optimizer belongs to the training of another one, not to a stage before it."""
+        watched = self._watched.get(other)
+        return other is optimizer or watched is None or watched.since > self._made[optimizer]
 
     def _check_windows(self, optimizer: Any, watched: _Watched, has_closure: bool) -> None:
         windows = watched.windows
