@@ -25,8 +25,8 @@ class When(Enum):
     """Before a model runs: settings and data."""
     AT_START = "at_start"
     """Before the first step of a session."""
-    GOING_ON = "going_on"
-    """Right before the first step, when nothing else comes between."""
+    BEFORE_RESUMED_STEP = "before_resumed_step"
+    """In a resumed session, right before its first step, after everything else that could change the state."""
     FIRST_STEPS = "first_steps"
     """After one of the first steps, as soon as there is a result."""
     AT_STEP = "at_step"
@@ -100,18 +100,19 @@ STAGES: tuple[About, ...] = (
     ),
     _stage(
         id="step_teacher",
-        wrong="the teacher computes another model than its files hold",
+        wrong="the teacher's outputs are not those of the weights in its files",
         question="Are the teacher's hidden states in the step those of a plain forward pass over its tokens?",
-        means="The teacher computes another model, or sees other tokens, neighbours or positions than it should.",
-        remedy="Flip teacher.backend or teacher.precision to see which part it is; of stored outputs "
+        means="The teacher runs with wrong weights or a wrong forward pass, or sees wrong tokens, neighbouring "
+        "documents or positions.",
+        remedy="Flip teacher.backend or teacher.precision to see which of them causes it. With stored outputs "
         "(teacher.cache), run without them, and `engine prepare` a new store at the temperature of the loss.",
     ),
     _stage(
         id="step_student",
-        wrong="the student computes another model than its weights give",
+        wrong="the student's outputs are not those of its weights",
         question="Are the student's hidden states in the step those of a plain forward pass with its weights?",
         means="The forward pass that trains is not the model that is saved.",
-        remedy="Flip kernels.layers or student.precision to see which part it is.",
+        remedy="Flip kernels.layers or student.precision to see which of them causes it.",
     ),
     _stage(
         id="step_loss_parts",
@@ -140,14 +141,14 @@ STAGES: tuple[About, ...] = (
         id="step_clipping",
         wrong="gradients are clipped by a wrong norm",
         question="Is the logged gradient norm that of the gradients?",
-        means="Gradients are clipped by another norm than theirs, and the chart shows that one.",
-        remedy="Flip train.update: its fused kernel sums the squares otherwise.",
+        means="Gradients are clipped by a wrong norm, and the chart shows that wrong norm.",
+        remedy="Flip train.update: its fused kernel sums the squares in a different way.",
     ),
     _stage(
         id="step_moments",
         wrong="the moments of the optimizer are not AdamW's",
         question="Are the optimizer's moments those that AdamW makes of the clipped gradients?",
-        means="The optimizer sees other gradients than the loss gave, clips them otherwise, or has other betas.",
+        means="The optimizer gets other gradients than those of the loss, clips them differently, or has other betas.",
         remedy="Flip train.update, and compare train.clip_norm, beta1 and beta2 in `resolved.json` with the spec.",
     ),
     _stage(
@@ -202,19 +203,20 @@ CHECKS: tuple[About, ...] = (
         wrong="no end of a text is trained on",
         question="Is any of the special tokens that end a text or a turn a label?",
         means="The student is never taught to stop: what it generates goes on until it is cut off.",
-        remedy="Give the end of each text or answer a label; if padding is the same token, mask by place, not by id.",
+        remedy="Give the end of each text or answer a label; if padding is the same token, mask by position, not id.",
         when=When.BEFORE,
         stops=False,
     ),
     _check(
         id="resume_continues",
         wrong="the resumed run does not go on from its checkpoint",
-        question="Is all that a resumed run goes on from, bit for bit, what its checkpoint's files hold?",
-        means="It goes on as another run: old weights, cold or mixed moments, rows that are met twice. Each rank "
-        "compares its part of tensors and moments, counters, generators, step and row.",
+        question="Is the state that a resumed run continues from, bit for bit, the one in its checkpoint's files?",
+        means="It continues from a different state: old weights, moments that are zero or of other tensors, rows that "
+        "are trained on twice. Each rank compares its shards of tensors and moments, counters, generators, step and "
+        "row.",
         remedy="The reason names what differs. The checkpoint stays as it is: resume again, with the versions of torch "
         "and the engine that wrote it if they have changed.",
-        when=When.GOING_ON,
+        when=When.BEFORE_RESUMED_STEP,
     ),
     _check(
         id="weights_alive",
@@ -307,10 +309,10 @@ CHECKS: tuple[About, ...] = (
     ),
     _check(
         id="checkpoint_reloads",
-        wrong="a checkpoint reads back otherwise than it was written",
+        wrong="a checkpoint, read back, differs from what was written",
         question="Is a checkpoint, read back, byte for byte as it was written, and would a resume take it?",
-        means="The disk gives back something else than was written; the run could not be resumed from there.",
-        remedy="Look at the disk (`dmesg`, `df`), or take another one, and resume: the checkpoint before is kept.",
+        means="The disk returns other bytes than were written; the run could not be resumed from this checkpoint.",
+        remedy="Check the disk (`dmesg`, `df`), or use another one, and resume: the previous checkpoint is kept.",
         when=When.AT_CHECKPOINT,
     ),
     _check(
@@ -329,7 +331,7 @@ ALERTS: tuple[About, ...] = (
     _alert(
         "nobody_works",
         SUSPICION,
-        "Does a process that ran already when it began to be watched do anything at all?",
+        "Does a process that was already running when watching began use the CPU or the GPU at all?",
     ),
     _alert(
         "stalled_at_start", FAIL, "Is the run silent before its first step, and in which phase?"
@@ -383,7 +385,11 @@ ALERTS: tuple[About, ...] = (
     ),
     _alert("loss_diverged", FAIL, "Did the loss of a log rise again after it had fallen?"),
     _alert("loss_flat_at_guessing", SUSPICION, "Is the loss of a log that of guessing all along?"),
-    _alert("rate_is_dead", SUSPICION, "Has a log a learning rate to its end?"),
+    _alert(
+        "rate_is_dead",
+        SUSPICION,
+        "Does the learning rate in a log stay above 0 until near the end?",
+    ),
     _alert(
         "heldout_below_training", SUSPICION, "Are held-out and training loss the same quantity?"
     ),
@@ -527,8 +533,8 @@ IDENTITIES: tuple[About, ...] = (
         group="update",
         level=FACT,
         question="How large is a step compared with the matrices that it moves, if it is at least a tenth of them?",
-        means="The weights are overwritten within a few steps: only a small problem is learnt so. An alert says where "
-        "the loss does not fall either.",
+        means="The weights are overwritten within a few steps, which trains only small problems. If the loss does not "
+        "fall either, there is an alert.",
         remedy="lower the learning rate if the loss does not fall",
     ),
     _identity(
@@ -539,7 +545,8 @@ IDENTITIES: tuple[About, ...] = (
         question="Are the parameters that the optimizer holds those of the model that trains?",
         means="The optimizer steps parameters of another model, or of layers that were replaced, and the new ones stay "
         "as they were made.",
-        remedy="make the optimizer last: after replaced layers, copies, .to(), sharding and wrapping",
+        remedy="create the optimizer after everything that replaces parameters: new layers, copies, .to(), sharding "
+        "and wrapping",
         transformers="give the Trainer the model in its last form, without an optimizer made before",
         lightning="replace layers before configure_optimizers runs, in configure_model or __init__",
     ),
@@ -681,8 +688,8 @@ IDENTITIES: tuple[About, ...] = (
         wrong="rows of a batch mix in the model",
         group="loss",
         level=SUSPICION,
-        question="Does another second row leave the outputs of the first as they are, and are outputs swapped where "
-        "two rows of the input are?",
+        question="If the second row of the input changes, do the outputs of the first stay the same? If two rows of "
+        "the input are swapped, are their outputs swapped?",
         means="A row's output is computed from other rows, and a label meets the output of another row.",
         remedy="look for a view or reshape where a transpose is meant, and for a softmax or norm over the rows; unless "
         "you intended this",
@@ -699,11 +706,11 @@ IDENTITIES: tuple[About, ...] = (
     ),
     _identity(
         id="questions",
-        wrong="the model could not be asked",
+        wrong="the extra forward passes of --ask were not possible",
         group="loss",
         level=FACT,
-        question="Could the model be called once more, to ask it questions?",
-        means="Whether rows, padding, documents and later tokens reach where they should not is not known.",
+        question="Could the model be called again, with changed inputs?",
+        means="Whether rows, padding, documents or later tokens affect outputs that they must not affect is unknown.",
         remedy="nothing",
     ),
     _identity(
@@ -760,7 +767,7 @@ IDENTITIES: tuple[About, ...] = (
         group="loss",
         level=FACT,
         question="Which divergence from a teacher is trained, at which temperature, and how far apart are the two?",
-        means="What is distilled; at the start of a run some nats.",
+        means="This is the objective of the distillation; at the start of a run the divergence is usually some nats.",
         remedy="compare it with the recipe",
     ),
     _identity(
@@ -814,7 +821,7 @@ IDENTITIES: tuple[About, ...] = (
     ),
     _identity(
         id="divergence_temperature",
-        wrong="teacher and student have other temperatures in a divergence",
+        wrong="teacher and student have different temperatures in a divergence",
         group="loss",
         level=SUSPICION,
         question="Have teacher and student the same temperature in a divergence?",
@@ -887,7 +894,7 @@ IDENTITIES: tuple[About, ...] = (
         wrong="the model is evaluated in training mode",
         group="data",
         level=SUSPICION,
-        question="Are they in eval mode while an evaluation runs?",
+        question="Are dropout and batch norm in eval mode while an evaluation runs?",
         means="Each evaluation is of a model with parts dropped out, and the statistics of batch norm move by held-out "
         "data. A model without dropout and batch norm is the same in both modes.",
         remedy="call model.eval() before the evaluation, and model.train() after it",
@@ -940,8 +947,8 @@ IDENTITIES: tuple[About, ...] = (
         level=SUSPICION,
         question="Do batches that follow each other differ?",
         means="The same data is trained on several times in a row.",
-        remedy="of an IterableDataset with several workers give each its part by get_worker_info(); else look at what "
-        "__getitem__ does with its index",
+        remedy="with an IterableDataset and several workers, give each worker its part by get_worker_info(); otherwise "
+        "check what __getitem__ does with its index",
     ),
     _identity(
         id="no_gradient",
@@ -990,7 +997,7 @@ IDENTITIES: tuple[About, ...] = (
         question="Do ranks that train one model read different data?",
         means="They compute the same gradients: as many GPUs as there are do the work of one. It is meant where each "
         "takes its part of a batch later, as with context parallelism.",
-        remedy="give the DataLoader a DistributedSampler; of an IterableDataset let each rank read its part",
+        remedy="give the DataLoader a DistributedSampler; with an IterableDataset, let each rank read its part",
         transformers="leave get_train_dataloader to the Trainer; split a stream with split_dataset_by_node",
         lightning="leave use_distributed_sampler on; split a stream by the rank",
     ),

@@ -34,8 +34,8 @@ from workbench.paths import path_text, stamps
 from workbench.traces import GAP, Trace
 
 AXES = ("step", "tokens", "time")
-UNTIMED_S = 60.0
-"""A longer pause between two steps (longer than an evaluation or a checkpoint) breaks the line."""
+MAX_PAUSE_S = 60.0
+"""Maximum pause between two steps that are joined by a line, in seconds: an evaluation or a checkpoint takes less."""
 
 
 def axis_text(axis: str, x: float) -> str:
@@ -133,7 +133,7 @@ class Compared:
                 for one in found
             ]
         if axis != "tokens":
-            # Whether what lies around an absent entry is joined is decided by its distance alone.
+            # Empty buckets are dropped: only the distance of two neighbours decides whether they are joined.
             found = [one for one in found if one.low is not None or one.non_finite]
         last = steps.last(metric.column)
         return Trace(name=name, buckets=tuple(found), last=last, gap=self._gap(metric, axis))
@@ -158,7 +158,7 @@ class Compared:
         if axis == "step":
             return GAP * max(1.0, steps.spacing(metric.column, "step"))
         longest = steps.range("step_s").high or 0.0
-        return max(UNTIMED_S + 2 * longest, GAP * steps.spacing(metric.column, "clock_s"))
+        return max(MAX_PAUSE_S + 2 * longest, GAP * steps.spacing(metric.column, "clock_s"))
 
     def value_at(self, metric: Metric, axis: str, x: float) -> float | None:
         """Return the newest value at or before x; None before the run's first step, after its last, or where it

@@ -25,7 +25,7 @@ from engine.log.view import RunView
 from engine.units import format_bytes, format_seconds
 
 Kind = Literal["nan", "alert", "restart", "flip", "late compile", "compile", "checkpoint"]
-PRESSING: tuple[Kind, ...] = (
+PRIORITY: tuple[Kind, ...] = (
     "nan",
     "alert",
     "restart",
@@ -40,15 +40,15 @@ LOOK_FOR_FLIPS_S = 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Happening:
-    """One mark."""
+class Mark:
+    """One mark on the time line."""
 
     kind: Kind
     step: float
     """The last step done at the time; fractions are between two steps."""
     unix_s: float
     words: tuple[str, ...] = ()
-    """The title and all details; of an alert none, which is worded when it is asked for: a run may have
+    """The title and all details. Empty for an alert, whose text is formatted only when it is shown: a run may have
     thousands."""
     alert: Judged | None = None
     folder: Path | None = None
@@ -73,7 +73,7 @@ class FlipSeen:
     verdict: str
 
 
-class FlipLook:
+class FlipFinder:
     """Finds the flips of a run, at most once in LOOK_FOR_FLIPS_S."""
 
     def __init__(self, run: RunFolder, flips: Path = FLIPS) -> None:
@@ -109,7 +109,7 @@ class FlipLook:
             return []
 
 
-def happenings(view: RunView, flips: Sequence[FlipSeen] = ()) -> tuple[Happening, ...]:
+def all_marks(view: RunView, flips: Sequence[FlipSeen] = ()) -> tuple[Mark, ...]:
     """Return every mark, ordered by step."""
     steps = view.steps
 
@@ -129,9 +129,7 @@ def happenings(view: RunView, flips: Sequence[FlipSeen] = ()) -> tuple[Happening
         event, unix_s, step = line.event, line.unix_s, step_of(row)
         if isinstance(event, Judged):
             began, began_s = first_seen(view, line)
-            found.append(
-                Happening(kind="alert", step=float(began or step), unix_s=began_s, alert=event)
-            )
+            found.append(Mark(kind="alert", step=float(began or step), unix_s=began_s, alert=event))
         elif isinstance(event, Compiled):
             kind: Kind = "late compile" if event.after_warm_up else "compile"
             words = (
@@ -140,10 +138,10 @@ def happenings(view: RunView, flips: Sequence[FlipSeen] = ()) -> tuple[Happening
                 f"differs in: {', '.join(event.differs) or '-'}",
                 f"at {clock_text(unix_s)}",
             )
-            found.append(Happening(kind=kind, step=step, unix_s=unix_s, words=words))
+            found.append(Mark(kind=kind, step=step, unix_s=unix_s, words=words))
         elif isinstance(event, RunStarted) and event.resumed_from is not None:
             found.append(
-                Happening(
+                Mark(
                     kind="restart",
                     step=float(event.resumed_from),
                     unix_s=unix_s,
@@ -162,7 +160,7 @@ def happenings(view: RunView, flips: Sequence[FlipSeen] = ()) -> tuple[Happening
             f"manifest sha256 {saved.manifest_sha256}",
         )
         found.append(
-            Happening(
+            Mark(
                 kind="checkpoint",
                 step=float(saved.step),
                 unix_s=time_of(saved.step),
@@ -173,7 +171,7 @@ def happenings(view: RunView, flips: Sequence[FlipSeen] = ()) -> tuple[Happening
         title = f"flip {flip.name}: {flip.verdict}"
         lines = (title, f"began at {clock_text(flip.began_unix_s)}", f"folder: {flip.folder}")
         found.append(
-            Happening(
+            Mark(
                 kind="flip",
                 step=step_of(steps.find("clock_s", flip.began_unix_s)),
                 unix_s=flip.began_unix_s,
@@ -181,7 +179,7 @@ def happenings(view: RunView, flips: Sequence[FlipSeen] = ()) -> tuple[Happening
                 folder=flip.folder,
             )
         )
-    found.sort(key=lambda mark: (mark.step, PRESSING.index(mark.kind)))
+    found.sort(key=lambda mark: (mark.step, PRIORITY.index(mark.kind)))
     return tuple(found)
 
 
@@ -200,14 +198,14 @@ def _stretches(faults: Sequence[Judged]) -> list[list[Judged]]:
     return parts
 
 
-def _stretch(part: Sequence[Judged], time_of: Callable[[int], float]) -> Happening:
+def _stretch(part: Sequence[Judged], time_of: Callable[[int], float]) -> Mark:
     first, last = part[0], part[-1]
     fields = sorted({fault.id for fault in part})
     lines = [f"{first.id} is {first.text} at step {first.step}"]
     if last.step > first.step:
         lines[0] += f", and to step {last.step}"
         lines.append(f"not finite at every step to {last.step}: {', '.join(fields)}")
-    return Happening(
+    return Mark(
         kind="nan",
         step=float(first.step),
         unix_s=time_of(first.step),

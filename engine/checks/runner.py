@@ -110,7 +110,7 @@ class Checks:
 
     def before_first_step(self) -> Iterator[Result]:
         """Run the checks of the state that the first step begins with, right before that step."""
-        for about in [one for one in self._open if one.when is When.GOING_ON]:
+        for about in [one for one in self._open if one.when is When.BEFORE_RESUMED_STEP]:
             yield from self._run(about, self._context.step if self._context else 0)
 
     def use(self, context: Context) -> None:

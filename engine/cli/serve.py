@@ -46,16 +46,18 @@ def run(arguments: argparse.Namespace) -> int:
         name = (error.name or "").partition(".")[0]
         if name not in ("starlette", "uvicorn"):
             raise
-        raise BadInput.expected("library", name, "it to serve", "none", hint=hint) from None
+        raise BadInput.expected(
+            "library", name, "it to be installed for `engine serve`", "it is not", hint=hint
+        ) from None
     port: int | None = arguments.port
     if port is not None and port < 0:
         raise UsageError(f"--port: expected 0 to 65535, found {port}")
     token = read_token(arguments.token_file or user_state("serve-token"))
-    heard, said = listen(port)
-    port = heard.getsockname()[1]
+    listener, message = listen(port)
+    port = listener.getsockname()[1]
     app = build_app(arguments.folders or [Path("runs")], token, port)
-    if said:
-        say(said)
+    if message:
+        say(message)
     put(f"http://127.0.0.1:{port}/?token={token}", flush=True)
-    server_of(app).run([heard])
+    server_of(app).run([listener])
     return 0

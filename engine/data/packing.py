@@ -9,8 +9,8 @@ separate document that no other token attends to. A document longer than a row t
 the next one.
 
 `documents` takes the documents WINDOW at a time, longest first, and puts each into the fullest row of the window that
-it fits into (best fit decreasing; Johnson et al., SIAM J. Comput. 3, 1974: at most 11/9 of the fewest rows, and 4 more
-of one length, in a window).
+it fits into (best fit decreasing). A window then takes at most 11/9 of the smallest possible number of rows, plus 4
+(Johnson et al., SIAM J. Comput. 3, 1974).
 """
 
 # Shapes: N tokens of a stream, T tokens of a row

@@ -319,7 +319,7 @@ def _write(
             tensors=tensors,
             tokenizer_json=tokenizer_json,
             chat_template=_chat_template(weights),
-            beside=weights.folder if weights.format == "safetensors" else None,
+            source=weights.folder if weights.format == "safetensors" else None,
         )
         return
     metadata = _about(weights, done.format, origin)

@@ -1,6 +1,6 @@
 """A Hugging Face model folder, written tensor by tensor.
 
-    config.json, tokenizer.json, chat_template.jinja, the other files that the source has beside its
+    config.json, tokenizer.json, chat_template.jinja, the other files that the source has besides its
     weights, and model.safetensors, or shards `model-00001-of-00003.safetensors` with their index
 
 Tensors arrive one at a time, and the size of the model is only known at the end. So a shard is written when
@@ -40,7 +40,7 @@ TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
 GENERATION_FILE = "generation_config.json"
 SHARD_BYTES = 2 << 30
 # Files of the source that are copied unchanged: what transformers reads except weights and configuration.
-BESIDE = (
+COPIED_FILES = (
     GENERATION_FILE,
     TOKENIZER_CONFIG_FILE,
     "special_tokens_map.json",
@@ -58,11 +58,11 @@ def write_folder(
     tensors: Iterable[tuple[str, Tensor | QuantTensor]],
     tokenizer_json: bytes | None,
     chat_template: str | None,
-    beside: Path | None,
+    source: Path | None,
 ) -> None:
     """Write a new folder and return when it is safe on disk.
 
-    `tensors` have Hugging Face names; `beside` is the folder of the source, or None. Raises `WeightsError`,
+    `tensors` have Hugging Face names; `source` is the folder of the source model, or None. Raises `WeightsError`,
     `DiskFull`.
     """
     with new_folder(folder) as partial:
@@ -73,7 +73,7 @@ def write_folder(
             (partial / TOKENIZER_FILE).write_bytes(tokenizer_json)
         if chat_template is not None:
             (partial / TEMPLATE_FILE).write_text(chat_template, encoding="utf-8")
-        _copy_beside(beside, partial, BESIDE)
+        _copy_missing(source, partial, COPIED_FILES)
 
 
 def _write_shards(
@@ -121,7 +121,7 @@ def complete_folder(folder: Path, base: Path | None) -> None:
 
     `base` is the folder of the student's base model, if there was one and it still exists.
     """
-    _copy_beside(base, folder, (*BESIDE, TEMPLATE_FILE))
+    _copy_missing(base, folder, (*COPIED_FILES, TEMPLATE_FILE))
     config = read_config(folder)
     tokenizer = open_tokenizer(folder)
     try:
@@ -148,7 +148,7 @@ def complete_folder(folder: Path, base: Path | None) -> None:
         _write_json(folder / TOKENIZER_CONFIG_FILE, record)
 
 
-def _copy_beside(source: Path | None, folder: Path, names: Iterable[str]) -> None:
+def _copy_missing(source: Path | None, folder: Path, names: Iterable[str]) -> None:
     """Copy those of `names` that the source has and the folder lacks."""
     for name in names:
         if source is not None and (source / name).is_file() and not (folder / name).exists():

@@ -1,4 +1,4 @@
-"""The result of one gate, or of one way to load a model."""
+"""The result of one gate, or of one implementation that loads a model."""
 
 from __future__ import annotations
 
@@ -29,6 +29,7 @@ class Outcome:
 
 
 def answered(id_: str, level: Level, reason: str, **numbers: float) -> Outcome:
+    """Return an outcome with a verdict."""
     floats = {name: float(value) for name, value in numbers.items()}
     return Outcome(id=id_, verdict=Verdict(level, reason), reason=reason, numbers=floats)
 

@@ -2,9 +2,9 @@
 implementations.
 
     files          every file has the size and hash of MANIFEST.json
-    metadata       generation_config.json, the .apr and the GGUF file say of shape, tokens, special tokens, chat
-                   template and ends of a text what the folder says, and the tensors of the GGUF have the types
-                   of the mixture that it names (`engine.export.metadata`); so does tokenizer_config.json
+    metadata       generation_config.json, tokenizer_config.json, the .apr and the GGUF file have the same shape,
+                   tokens, special tokens, chat template and end-of-text tokens as the folder, and the tensors of
+                   the GGUF have the types of the mixture that it names (`engine.export.metadata`)
     engine         this engine on the safetensors: the reference; same tokens with and without a KV cache
     apr            our reader finds exactly the values of the safetensors in the .apr file, bit for bit
     gguf           this engine on the GGUF: within its block type's noise of the reference
@@ -13,15 +13,15 @@ implementations.
     llama gguf     llama.cpp on the shipped GGUF: within its block type's noise of this engine on it
 
 Greedy tokens are compared for 50 steps after each of some prompts, or for as many as the model has positions.
-When two ways first differ at a token where both choices are equally good up to rounding, the result is
+When two implementations first differ at a token where both choices are equally good up to rounding, the result is
 unknown and not a failure. Logits are compared at every position of those texts, in fp32: the largest
 difference relative to the root mean square of all.
 
 The noise of a block type is its published KL (`engine.quant.blocks`). llama.cpp also rounds activations to 8
 bits, so even the same blocks give it other logits.
 
-A way that is not installed is unknown. This engine, transformers and llama.cpp each run in a process of their
-own.
+The result of an implementation that is not installed is unknown. This engine, transformers and
+llama.cpp each run in a separate process.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class Verification:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Asked:
-    """The request that every way gets."""
+    """The request that every implementation gets."""
 
     prompts: list[list[int]]
     steps: int
@@ -116,7 +116,7 @@ class _Asked:
 
 
 def verify(folder: Path, say: Callable[[str], None] = lambda text: None) -> Verification:
-    """Try every way, one after the other; `say` is called with what begins.
+    """Run every comparison, one after the other; `say` is called with the name of each before it begins.
 
     Raises `BadInput` for a folder that is no model, before anything runs.
     """
@@ -173,15 +173,15 @@ def _files(folder: Path) -> Outcome:
 
 def _metadata(folder: Path, native: bool) -> Outcome:
     """Compare the metadata of each file with config.json, tokenizer.json and the chat template."""
-    if wrong := _ends_elsewhere(folder) or _longest_elsewhere(folder):
+    if wrong := _wrong_ends(folder) or _wrong_max_length(folder):
         return answered("metadata", Level.FAIL, wrong)
     files = sorted([*folder.glob("*.apr"), *folder.glob("*.gguf")]) if native else []
     wanted = said(folder) if files else None
     if wanted is None:
-        return unknown("metadata", "no .apr or GGUF file to hold against the folder")
+        return unknown("metadata", "no .apr or GGUF file to compare with the folder")
     compared: list[str] = []
     absent: list[str] = []
-    # The folder says no name and no licence; what its first file says, the others are to say.
+    # The folder has no name and no licence; all files must have those of the first one.
     called: Said = {}
     for path in files:
         try:
@@ -207,17 +207,19 @@ def said_by(path: Path) -> list[tuple[str, Said]]:
     """Return the metadata of a model's file or folder, by its place in it."""
     if path.suffix == ".apr":
         with open_weights(path) as weights:
-            # What no reader could load is refused here too.
+            # A file that no reader could load fails here too.
             neighbours_turn(config_of(weights, NATIVE), "apr", weights.metadata, path)
             return list(said_in_apr(weights.metadata, path))
     found = said(path)
     return [] if found is None else [("its metadata", found)]
 
 
-def _ends_elsewhere(folder: Path) -> str:
-    """Say that generation_config.json does not end a text where the model, or its tokenizer, does; empty when it does.
+def _wrong_ends(folder: Path) -> str:
+    """Return how the end-of-text tokens of generation_config.json contradict config.json or tokenizer.json; empty if
+    they agree.
 
-    It may have further ends: that of a base often has the end of a document beside that of an answer.
+    generation_config.json may have additional ones: that of a base model often has the end of a document and the end of
+    an answer.
     """
     path = folder / GENERATION_FILE
     if not path.is_file():
@@ -234,9 +236,9 @@ def _ends_elsewhere(folder: Path) -> str:
     return f"{GENERATION_FILE} ends a text at {sorted(ends)}, {where} at {sorted(known)}"
 
 
-def _longest_elsewhere(folder: Path) -> str:
-    """Say that tokenizer_config.json gives another length than config.json; empty when it does not, and where the file
-    is of another maker, as that of a base is, who may have meant something else by it."""
+def _wrong_max_length(folder: Path) -> str:
+    """Return how the maximum length in tokenizer_config.json contradicts config.json; empty if they agree. A file that
+    this engine did not write, such as that of a base model, is not checked: its author may mean something else."""
     path = folder / TOKENIZER_CONFIG_FILE
     found = read_json_object(path, "tokenizer", MODEL_CONFIG) if path.is_file() else {}
     ours = {"tokenizer_class", LONGEST, "clean_up_tokenization_spaces", "eos_token", "pad_token"}
@@ -258,7 +260,7 @@ def _reference(answer: Answered | Absent | Crashed, asked: _Asked) -> Outcome:
         whole = logits_TV[len(prompt) - 1 : -1].argmax(-1).tolist()
         at = first_difference(prompt, tokens, whole, logits_TV)
         if at is not None and not at.tie:
-            text = f"with a cache another token than without: {at}"
+            text = f"with a KV cache the model generates another token than without: {at}"
             return answered("engine", Level.FAIL, text)
     text = f"{answer.version}: {len(asked.prompts)} texts of {asked.steps} tokens, finite logits"
     return answered("engine", Level.PASS, text)
@@ -267,7 +269,7 @@ def _reference(answer: Answered | Absent | Crashed, asked: _Asked) -> Outcome:
 def _llama_float(folder: Path, asked: _Asked, reference: Answered) -> Outcome:
     path = asked.scratch / "float.gguf"
     if (why := absent("llama")) is not None:
-        # Check this before an F32 file is made for nothing.
+        # Checked first, so that no F32 file is written for nothing.
         return as_float("llama float", why, reference)
     try:
         convert(folder, path, "f32")

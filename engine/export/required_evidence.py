@@ -86,6 +86,8 @@ HELDOUT = "Held-out documents of the training corpus"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Proof:
+    """The evidence of one run, and what is missing."""
+
     run: RunFolder
     receipt: dict[str, Any] | None
     verdicts: dict[str, Verdict]
@@ -125,7 +127,7 @@ def examine(run: RunFolder, evaluation_files: Sequence[Path] = ()) -> Proof:
         missing.append(Missing(what="a receipt of the run", command=again))
     else:
         verdicts = check_receipt(run, receipt, view)
-        verdicts |= {"student": _is_the_runs(run, receipt, view), ARTEFACT: _was_read_back(view)}
+        verdicts |= {"student": _check_student(run, receipt, view), ARTEFACT: _was_read_back(view)}
         _refuse_contradictions(run, verdicts)
     weights = weights_sha256(run.student)
     evaluations = [read_evaluation(path, weights) for path in evaluation_files]
@@ -144,7 +146,7 @@ def examine(run: RunFolder, evaluation_files: Sequence[Path] = ()) -> Proof:
     stale = outcome is not None and is_stale(run, outcome)
     replay = outcome_text(outcome, stale=stale, last_step=view.last_step)
     if outcome is not None and not stale and outcome.level == "fail":
-        what = f"a run whose replay gives its record ({replay})"
+        what = f"a run whose replay agrees with its log ({replay})"
         missing.append(Missing(what=what, command=f"engine verify {place}"))
     return Proof(
         run=run,
@@ -178,13 +180,13 @@ def _refuse_contradictions(run: RunFolder, verdicts: dict[str, Verdict]) -> None
         raise BadInput.expected(
             "receipt",
             run.receipt,
-            "to fit the run's folder",
-            f"what does not{listed}",
+            "to agree with the files in the run folder",
+            f"differences:{listed}",
             hint="something was changed after the run: restore it, or run again",
         )
 
 
-def _is_the_runs(run: RunFolder, receipt: dict[str, Any], view: RunView) -> Verdict:
+def _check_student(run: RunFolder, receipt: dict[str, Any], view: RunView) -> Verdict:
     """Check the student's tensors against the hash that the run took of them, in the type that it saved them in."""
     files = receipt.get("student_files")
     if not files:
@@ -198,7 +200,7 @@ def _is_the_runs(run: RunFolder, receipt: dict[str, Any], view: RunView) -> Verd
     if expected is None or save_as not in (("fp32", "bf16") if of_files else ("fp32",)):
         text = f"tensors of the student: saved as {save_as} by a version that has no hash of them"
         return Verdict(Level.UNKNOWN, text)
-    # Names are those of the engine that trained it.
+    # The names of parameters depend on model.engine.
     how = ModelSection(**((receipt.get("spec") or {}).get("model") or {}))
     decoder = load_decoder(run.student, torch_dtype(str(save_as)), how=how)
     found = tensors_sha256(dict(decoder.named_parameters()))
@@ -276,7 +278,7 @@ def read_evaluation(path: Path, weights: str) -> Evaluation:
 
 def _perplexity(path: Path, record: dict[str, Any]) -> Evaluation:
     try:
-        _refuse_other_means(record, path)
+        _check_means(record, path)
         metrics = []
         for key, name, subject in (
             ("loss", "loss", "student"),
@@ -308,7 +310,7 @@ def _perplexity(path: Path, record: dict[str, Any]) -> Evaluation:
         ) from None
 
 
-def _refuse_other_means(record: dict[str, Any], path: Path) -> None:
+def _check_means(record: dict[str, Any], path: Path) -> None:
     """Raise BadInput for a record whose means are not those of its documents."""
     documents = record["documents"]
     tokens = sum(one["tokens"] for one in documents)
@@ -338,9 +340,9 @@ def _problems(path: Path) -> Evaluation:
         raise BadInput.expected(
             "evaluation",
             path,
-            "every program to be judged",
-            f"{wanted - found.attempts} of {wanted} that are not",
-            hint="give the same `engine eval` command again: it goes on where it was stopped",
+            "a result for every program",
+            f"{wanted - found.attempts} of {wanted} programs without one",
+            hint="give the same `engine eval` command again: it continues where it was stopped",
         )
     interval = {"low": found.interval.low, "high": found.interval.high}
     left_out = about.get("without") or []
@@ -362,7 +364,7 @@ def _drawn(about: dict[str, Any]) -> str:
     """Describe how the programs were sampled."""
     sampling = about["settings"].get("sampling") or {}
     if "temperature" not in sampling:
-        return "with settings that its file does not say"
+        return "with settings that are not in its file"
     if sampling["temperature"] == 0:
         return "of the likeliest tokens"
     cuts = [f"{name} {sampling[name]:g}" for name in ("top_k", "top_p") if sampling.get(name)]

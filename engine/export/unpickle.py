@@ -78,7 +78,7 @@ def unpickle(
         )
         if template.exists()
         else None,
-        beside=source,
+        source=source,
     )
     return Unpickled(target=target, tensors=len(counted), bytes=sum(counted))
 

@@ -11,8 +11,8 @@
 Copies have the same relative paths as in the run or flip, so every command that reads those reads the copies. Secrets
 are removed before hashing; where that changed a file, its original hash is kept too.
 
-A change holds a lock on the folder and writes finding.json last, each file atomically. So a crash in the middle leaves
-the finding unchanged, with unlisted files; the next change removes those of tests and README.md.
+A change holds a lock on the folder and writes finding.json last, each file atomically. A crash in the middle leaves
+finding.json unchanged, and files that it does not list; the next change removes such files of tests, and README.md.
 """
 
 from __future__ import annotations
@@ -134,8 +134,10 @@ class Bundle:
         """Load the finding. Raises BadInput when it is not exactly as the tool left it, or of an earlier version."""
         found = self.read()
         if isinstance(found, Older):
-            what = "one of an earlier version, which is read-only"
-            raise BadInput.expected("finding", self.path, "one to work on", what)
+            found_text = "one of an earlier version, which is read-only"
+            raise BadInput.expected(
+                "finding", self.path, "a finding that can be changed", found_text
+            )
         return found
 
     def read(self) -> Finding | Older:
@@ -201,8 +203,8 @@ class Bundle:
         return done
 
     def export(self, to: Path | None = None) -> Bundle:
-        """Enter the finding into LOG.md of its evidence folder; with `to`, copy the folder there first. Verify it
-        before. Raises BadInput for a copy that exists."""
+        """Enter the finding into LOG.md of its evidence folder; with `to`, copy the folder there first. The
+        caller verifies it first. Raises BadInput for a copy that exists."""
         finding = self.load()
         bundle = self
         if to is not None and to.resolve() != self.path.parent.resolve():

@@ -137,8 +137,12 @@ def pairs_to_confirm(attempt: int) -> int:
 
 
 def shown_to_confirm(attempt: int) -> int:
-    """Return how many pairs must show it in A, and none in B, where A does not show it in every pair: each such pair
-    comes out so with at most 1/2, so n do with 2^-n. Over all attempts these bounds add up to 0.2 %."""
+    """Return how many pairs must show the observation in A, with no pair that shows it in B, if A does not show it in
+    every pair.
+
+    If the change made no difference, a pair with the observation in one arm alone would have it in A with probability
+    1/2, so n such pairs have it in A with 2^-n. Over all attempts these bounds add up to 0.2 %.
+    """
     return 9 + attempt
 
 

@@ -1,1 +1,2 @@
-"""Runs of other tools as run folders, and runs of ours as files of other tools: `engine import`, `engine export`."""
+"""Import runs of other tools as run folders, and export run folders to the formats of other tools: `engine import`,
+`engine export`."""

@@ -61,7 +61,7 @@ class Recorded:
     notes: list[str] = field(default_factory=list)
     """Notes on how the files were read."""
     crash: str | None = None
-    """Words of its text on what ended it."""
+    """Text of the exception or signal that ended the run, from a text log; None if it has none."""
     most: int | None = None
     """Most values of a name that are kept; None for all."""
     count: int = 0
@@ -104,9 +104,9 @@ class Recorded:
         series.add(step, unix_s, value, self.most)
 
     def broken(self, what: str, where: object, expected: str, found: str) -> None:
-        """Raises BadInput for a fault, unless what is in front of it was asked for."""
+        """Raise BadInput for a fault; with `partial`, add a warning instead, and keep the values before the fault."""
         if not self.partial:
-            hint = "--partial imports what is in front of it"
+            hint = "--partial imports the values before the fault"
             raise BadInput.expected(what, where, expected, found, hint=hint)
         self.warnings.append(f"{where}: read up to the fault: expected {expected}, found {found}")
 
@@ -116,12 +116,12 @@ class Recorded:
 _EVENTS = "event file"
 _NO_NUMBER = (TypeError, ValueError, IndexError)
 PARTS = frozenset({"train", "training", "validation", "val", "valid", "eval", "test", "dev"})
-"""Folders of one run that Keras and others make beside each other."""
+"""Names of sibling folders that Keras and others write for one run."""
 
 
 def read_tensorboard(recorded: Recorded, given: Mapping[str, str]) -> None:
-    """Read the event files of one run: a file, or a folder with those of the folders inside it, whose names are put in
-    front of their values. Raises BadInput."""
+    """Read the event files of one run: one file, or all files in a folder and its sub-folders. The name of a sub-folder
+    becomes a prefix of its values' names. Raises BadInput."""
     try:
         from google.protobuf.message import DecodeError
         from tensorboard.compat.proto import event_pb2
@@ -146,11 +146,11 @@ def read_tensorboard(recorded: Recorded, given: Mapping[str, str]) -> None:
                 _take_event(recorded, event, prefix, scalars, f"{file} record {number + 1}")
             except errors.OutOfRangeError:
                 break
-            # The last ones are of a length that is none, and of tensors that hold no number.
+            # OverflowError and MemoryError come from an impossible length, _NO_NUMBER from a tensor without a number.
             except (errors.OpError, DecodeError, OverflowError, MemoryError, *_NO_NUMBER) as error:
-                said = "one of another kind"
+                said = "a record of another format"
                 if isinstance(error, errors.OpError):
-                    said = f"one that {str(error.message).removeprefix(str(file)).strip()}"
+                    said = f"a record that {str(error.message).removeprefix(str(file)).strip()}"
                 expected = "a whole record of TensorBoard"
                 recorded.broken(_EVENTS, f"{file} record {number + 1}", expected, said)
                 break
@@ -168,7 +168,7 @@ def _event_files(path: Path) -> tuple[Path, list[Path]]:
         raise BadInput.expected(_EVENTS, path, "files named *tfevents* in the folder", found)
     if len(files) > limits.IMPORT_FILES.most:
         raise BadInput.expected(_EVENTS, path, str(limits.IMPORT_FILES), f"{len(files):,}")
-    # Folders beside each other are runs of their own, unless one run has made them.
+    # Sibling folders are separate runs, unless their names are those that one run writes.
     root = Path(os.path.commonpath([file.parent for file in files]))
     folders = sorted({file.parent.relative_to(root) for file in files})
     tops = {folder.parts[0] if folder.parts else "" for folder in folders}
@@ -254,7 +254,7 @@ def read_wandb(recorded: Recorded, given: Mapping[str, str]) -> None:
         recorded.broken(
             _RUN, f"{file} record {number + 1}", "a whole record of W&B", str(error)[:80]
         )
-    # A step of the script's own is one if all rows have it; else it is W&B's count of calls.
+    # The step is a column that the script logs in every row; otherwise it is `_step`, W&B's count of calls.
     shared = [name for name in (rows[0] if rows else ()) if all(name in row for row in rows)]
     _take_rows(recorded, enumerate(rows, 1), given, shared)
     recorded.series.pop("_step", None)
@@ -280,7 +280,7 @@ def _records(path: Path) -> Iterator[bytes]:
     frames are read here. Raises _Broken."""
     with open_regular(path, _RUN) as file:
         if (magic := file.read(len(_MAGIC))) != _MAGIC:
-            raise _Broken(f"{magic!r} at its begin")
+            raise _Broken(f"{magic!r} at its beginning")
         parts: list[bytes] = []
         while True:
             left = _BLOCK - file.tell() % _BLOCK
@@ -290,14 +290,16 @@ def _records(path: Path) -> Iterator[bytes]:
             if not head and not parts:
                 return
             if len(head) < _HEAD.size:
-                raise _Broken("its end in the middle of a record")
+                raise _Broken("the end of the file in the middle of a record")
             checksum, size, kind = _HEAD.unpack(head)
             body = file.read(size)
             if len(body) < size:
-                raise _Broken("its end in the middle of a record")
+                raise _Broken("the end of the file in the middle of a record")
             is_next = kind in ((_MIDDLE, _LAST) if parts else (_FULL, _FIRST))
             if zlib.crc32(body, zlib.crc32(bytes([kind]))) != checksum or not is_next:
-                raise _Broken(f"other bytes at {file.tell() - size - _HEAD.size:,}")
+                raise _Broken(
+                    f"a wrong checksum or order of frames at byte {file.tell() - size - _HEAD.size:,}"
+                )
             parts.append(body)
             if kind in (_FULL, _LAST):
                 yield b"".join(parts)
@@ -337,7 +339,7 @@ _MLFLOW = "MLflow run"
 _STATUS = {"3": 0, "4": 1, "5": 1, "FINISHED": 0, "FAILED": 1, "KILLED": 1}
 """Exit codes by the status of a run: a number in `meta.yaml`, a word in a database."""
 _LARGEST = 1.7976931348623157e308
-"""Value that a database has for infinity."""
+"""Value by which MLflow's database represents infinity."""
 
 
 def read_mlflow(recorded: Recorded, given: Mapping[str, str]) -> None:
@@ -467,7 +469,7 @@ def _csv_rows(recorded: Recorded) -> Iterator[Row]:
                 recorded.broken(
                     _TABLE,
                     f"{path} line 1",
-                    "a name of its own for each column",
+                    "a different name for each column",
                     f"{first[:_SHOWN]!r}",
                 )
                 return
@@ -536,9 +538,14 @@ def _parquet_rows(recorded: Recorded) -> Iterator[Row]:
 def _take_rows(
     recorded: Recorded, rows: Iterable[Row], given: Mapping[str, str], names: Collection[str] = ()
 ) -> None:
-    """Take the numbers of rows. Their step is in the column that is given or one of STEP, or that of epochs where the
-    first rows are of one each, else it is the number of the row; their time is in the column that is given or one of
-    TIME, else it is the time of the file. They are looked for among `names`, by default those of the first row."""
+    """Add the numbers of the rows to the series.
+
+    step    the column in `given`, else one of STEP, else the epoch if the first two rows have consecutive epochs,
+            else the number of the row
+    time    the column in `given`, else one of TIME, else the modification time of the file
+
+    `names`: columns that may hold step and time, by default those of the first row.
+    """
     path, file_unix_s = recorded.path, recorded.path.stat().st_mtime
     step_name = time_name = None
     rows = iter(rows)
@@ -572,7 +579,7 @@ def _take_rows(
 
 
 def _epochs(begin: Sequence[Mapping[str, Any]]) -> str | None:
-    """Return the name of the column of epochs of a log whose first rows are of one each."""
+    """Return the name of the epoch column if the first two rows have consecutive epochs, else None."""
     name = find(("epoch",), begin[0]) or ""
     epochs = [_whole(row.get(name)) for row in begin]
     is_each = len(epochs) == 2 and None not in epochs and epochs[1] == (epochs[0] or 0) + 1

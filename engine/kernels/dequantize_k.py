@@ -39,8 +39,8 @@ def _floats(word, ZERO: tl.constexpr):
 
 @triton.jit
 def _numbers(word, BOOK: tl.constexpr):
-    """Return the numbers that the four bytes of each word, codes of four bits, stand for in a
-    codebook, in a new dimension, as float32.
+    """Look up the four bytes of each word, which are 4-bit codes, in a codebook; return the values in a new
+    dimension, as float32.
     """
     shift = (tl.arange(0, 4) * 8).to(tl.uint32)
     code = (tl.expand_dims(word, -1) >> shift) & 15
@@ -190,7 +190,7 @@ def _dequantize_q2_k(
     low_ptr,  # *u8      (blocks, 64)
     scales_ptr,  # *u8   (blocks, 16)
     d_ptr,  # *fp16      (blocks)
-    second_ptr,  # *fp16 (blocks)
+    dmin_ptr,  # *fp16   (blocks)
     out_ptr,  # *        (blocks, 256)
     first,
     count,
@@ -205,7 +205,7 @@ def _dequantize_q2_k(
     word = tl.arange(0, 4)[None, None, None, :]
     codes = _words(_as_words(low_ptr) + source * 16 + half * 8 + part * 4 + word, there)
     d = tl.load(d_ptr + source, mask=there, other=0).to(tl.float32)
-    dmin = tl.load(second_ptr + source, mask=there, other=0).to(tl.float32)
+    dmin = tl.load(dmin_ptr + source, mask=there, other=0).to(tl.float32)
     scales = scales_ptr + source * 16 + half * 8 + part
     out = out_ptr + target * 256 + half * 128 + part * 16
     out += tl.arange(0, 16)[None, None, None, :]

@@ -35,19 +35,19 @@ class _Normed(torch.autograd.Function):
         x_BTD = x_BTD.contiguous()
         kept_BTD = x_BTD if y_BTD is None else torch.empty_like(x_BTD)
         out_BTD = torch.empty_like(x_BTD, dtype=dtype)
-        over_M = x_BTD.new_empty(x_BTD.shape[:-1].numel(), dtype=torch.float32)
+        rstd_M = x_BTD.new_empty(x_BTD.shape[:-1].numel(), dtype=torch.float32)
         y_MD = None if y_BTD is None else _rows(y_BTD)
         layer_parts.add_norm(
-            y_MD, _rows(x_BTD), weight_D, eps, _rows(kept_BTD), _rows(out_BTD), over_M
+            y_MD, _rows(x_BTD), weight_D, eps, _rows(kept_BTD), _rows(out_BTD), rstd_M
         )
-        ctx.save_for_backward(kept_BTD, weight_D, over_M)
+        ctx.save_for_backward(kept_BTD, weight_D, rstd_M)
         ctx.y_dtype = None if y_BTD is None else y_BTD.dtype
         ctx.set_materialize_grads(False)
         return kept_BTD, out_BTD
 
     @staticmethod
     def backward(ctx: Any, dkept_BTD: Tensor | None, dout_BTD: Tensor | None) -> Any:
-        kept_BTD, weight_D, over_M = ctx.saved_tensors
+        kept_BTD, weight_D, rstd_M = ctx.saved_tensors
         if dout_BTD is None:
             dy_BTD = None if ctx.y_dtype is None or dkept_BTD is None else dkept_BTD.to(ctx.y_dtype)
             return dy_BTD, dkept_BTD, None, None, None
@@ -55,13 +55,13 @@ class _Normed(torch.autograd.Function):
         dy_BTD = None if ctx.y_dtype is None else torch.empty_like(kept_BTD, dtype=ctx.y_dtype)
         dweight_PD = None
         if ctx.needs_input_grad[2]:
-            dweight_PD = over_M.new_empty(PARTS, len(weight_D))
+            dweight_PD = rstd_M.new_empty(PARTS, len(weight_D))
         layer_parts.add_norm_backward(
             _rows(dout_BTD),
             None if dkept_BTD is None else _rows(dkept_BTD),
             _rows(kept_BTD),
             weight_D,
-            over_M,
+            rstd_M,
             _rows(dx_BTD),
             None if dy_BTD is None else _rows(dy_BTD),
             dweight_PD,
@@ -93,19 +93,19 @@ class _Rotated(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_BTHE: Tensor, cos_XT1R: Tensor, sin_XT1R: Tensor) -> Tensor:
         ctx.save_for_backward(cos_XT1R, sin_XT1R)
-        return _turned(x_BTHE, cos_XT1R, sin_XT1R, back=False)
+        return _rotated(x_BTHE, cos_XT1R, sin_XT1R, back=False)
 
     @staticmethod
     def backward(ctx: Any, dout_BTHE: Tensor) -> Any:
-        return _turned(dout_BTHE, *ctx.saved_tensors, back=True), None, None
+        return _rotated(dout_BTHE, *ctx.saved_tensors, back=True), None, None
 
 
-def _turned(x_BTHE: Tensor, cos_XT1R: Tensor, sin_XT1R: Tensor, *, back: bool) -> Tensor:
+def _rotated(x_BTHE: Tensor, cos_XT1R: Tensor, sin_XT1R: Tensor, *, back: bool) -> Tensor:
     x_BTHE, pairs = x_BTHE.contiguous(), cos_XT1R.shape[-1]
     whole = 2 * pairs == x_BTHE.shape[-1]
     out_BTHE = torch.empty_like(x_BTHE) if whole else x_BTHE.clone()
     cos_PR, sin_PR = (each.reshape(-1, pairs) for each in (cos_XT1R, sin_XT1R))
-    layer_parts.turn(x_BTHE.flatten(0, 1), cos_PR, sin_PR, out_BTHE.flatten(0, 1), back=back)
+    layer_parts.rotate_into(x_BTHE.flatten(0, 1), cos_PR, sin_PR, out_BTHE.flatten(0, 1), back=back)
     return out_BTHE
 
 

@@ -1,8 +1,8 @@
 """The parts of a decoder layer between its matmuls, and their gradients.
 
-    add_norm    kept = x + y, and out = RMS norm of kept
-    gate        out = activation(gate) * up
-    turn        rotates queries or keys by their positions
+    add_norm       kept = x + y, and out = RMS norm of kept
+    gate           out = activation(gate) * up
+    rotate_into    rotates queries or keys by their positions
 
 One kernel each, where torch launches several: each value is read and written once, and in a step of a small
 model the launches would take most of the time. They round where the decoder's own operations round.
@@ -26,12 +26,12 @@ from engine.kernels.registry import compiled_as, launch
 # Shapes: B rows, D columns, H heads, E width of a head, R pairs of it that RoPE rotates, P positions
 
 BLOCK = 1024
-PLACES = 16
-"""Heads of a program of `turn`."""
+HEADS_PER_PROGRAM = 16
+"""Heads of a program of `rotate_into`."""
 PARTS = 528
 """Programs of `add_norm_backward`, each of which sums the weight's gradient over its rows: four for each of 132
 multiprocessors."""
-HELD = 4096
+VALUES_PER_PROGRAM = 4096
 """Values that a program of `add_norm_backward` holds of each of its tensors."""
 
 
@@ -42,7 +42,7 @@ def _add_norm(
     weight_ptr,  # (D)
     kept_ptr,  # (B, D), the sum; may be x
     out_ptr,  # (B, D), its norm
-    over_ptr,  # *fp32 (B), 1 / RMS, if TRAINED
+    rstd_ptr,  # *fp32 (B), 1 / RMS, if TRAINED
     eps,
     D: tl.constexpr,
     DP: tl.constexpr,
@@ -58,11 +58,11 @@ def _add_norm(
         x_D += tl.load(y_ptr + row * D + d_D, mask=there_D, other=0).to(tl.float32)
         x_D = x_D.to(KEPT).to(tl.float32)
         tl.store(kept_ptr + row * D + d_D, x_D.to(KEPT), mask=there_D)
-    over = tl.rsqrt(tl.sum(x_D * x_D, axis=0) / D + eps)
+    rstd = tl.rsqrt(tl.sum(x_D * x_D, axis=0) / D + eps)
     if TRAINED:
-        tl.store(over_ptr + row, over)
+        tl.store(rstd_ptr + row, rstd)
     weight_D = tl.load(weight_ptr + d_D, mask=there_D, other=0).to(tl.float32)
-    out_D = (x_D * over * weight_D).to(out_ptr.dtype.element_ty)
+    out_D = (x_D * rstd * weight_D).to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + row * D + d_D, out_D, mask=there_D)
 
 
@@ -72,7 +72,7 @@ def _add_norm_backward(
     dkept_ptr,  # (B, D), added if PASSED
     kept_ptr,  # (B, D)
     weight_ptr,  # (D)
-    over_ptr,  # *fp32 (B)
+    rstd_ptr,  # *fp32 (B)
     dx_ptr,  # (B, D), written
     dy_ptr,  # (B, D), written if ADD
     dweight_ptr,  # *fp32 (programs, D), written if WEIGHT
@@ -92,13 +92,13 @@ def _add_norm_backward(
         row_R1 = first + tl.arange(0, ROWS)[:, None]
         there_RD = (row_R1 < rows) & (d_1D < D)
         at_RD = row_R1.to(tl.int64) * D + d_1D
-        over_R1 = tl.load(over_ptr + row_R1, mask=row_R1 < rows, other=0)
-        unit_RD = tl.load(kept_ptr + at_RD, mask=there_RD, other=0).to(tl.float32) * over_R1
+        rstd_R1 = tl.load(rstd_ptr + row_R1, mask=row_R1 < rows, other=0)
+        unit_RD = tl.load(kept_ptr + at_RD, mask=there_RD, other=0).to(tl.float32) * rstd_R1
         dout_RD = tl.load(dout_ptr + at_RD, mask=there_RD, other=0).to(tl.float32)
         if WEIGHT:
             dweight_RD += dout_RD * unit_RD
         g_RD = dout_RD * weight_1D
-        dx_RD = over_R1 * (g_RD - unit_RD * (tl.sum(g_RD * unit_RD, axis=1) / D)[:, None])
+        dx_RD = rstd_R1 * (g_RD - unit_RD * (tl.sum(g_RD * unit_RD, axis=1) / D)[:, None])
         if PASSED:
             dx_RD += tl.load(dkept_ptr + at_RD, mask=there_RD, other=0).to(tl.float32)
         tl.store(dx_ptr + at_RD, dx_RD.to(dx_ptr.dtype.element_ty), mask=there_RD)
@@ -170,7 +170,7 @@ def _gate_backward(
 
 
 @triton.jit
-def _turn(
+def _rotate(
     x_ptr,  # (B, H, E)
     out_ptr,  # (B, H, E); may be x
     cos_ptr,  # (P, R), the position of a row is row % P
@@ -215,15 +215,15 @@ def add_norm(
     eps: float,
     kept_BD: Tensor,
     out_BD: Tensor,
-    over_B: Tensor | None = None,
+    rstd_B: Tensor | None = None,
 ) -> None:
     """Write `x_BD` + `y_BD` into `kept_BD`, which may be `x_BD`, and the RMS norm of the sum into `out_BD`.
 
-    `over_B` (fp32) gets 1 / RMS, for `add_norm_backward`.
+    `rstd_B` (fp32) gets 1 / RMS, for `add_norm_backward`.
     """
     rows, columns = x_BD.shape
-    y_BD, over = x_BD if y_BD is None else y_BD, kept_BD if over_B is None else over_B
-    pointers = (y_BD, x_BD, weight_D, kept_BD, out_BD, over)
+    y_BD, rstd = x_BD if y_BD is None else y_BD, kept_BD if rstd_B is None else rstd_B
+    pointers = (y_BD, x_BD, weight_D, kept_BD, out_BD, rstd)
     padded = triton.next_power_of_2(columns)
     variant = _variant(
         _add_norm,
@@ -233,7 +233,7 @@ def add_norm(
         D=columns,
         DP=padded,
         ADD=y_BD is not x_BD,
-        TRAINED=over_B is not None,
+        TRAINED=rstd_B is not None,
     )
     launch(variant, (rows,), *pointers, eps)
 
@@ -243,7 +243,7 @@ def add_norm_backward(
     dkept_BD: Tensor | None,
     kept_BD: Tensor,
     weight_D: Tensor,
-    over_B: Tensor,
+    rstd_B: Tensor,
     dx_BD: Tensor,
     dy_BD: Tensor | None,
     dweight_PD: Tensor | None,
@@ -253,8 +253,8 @@ def add_norm_backward(
     """
     rows, columns = kept_BD.shape
     pointers = (
-        *(dout_BD, dout_BD if dkept_BD is None else dkept_BD, kept_BD, weight_D, over_B),
-        *(dx_BD, dx_BD if dy_BD is None else dy_BD, over_B if dweight_PD is None else dweight_PD),
+        *(dout_BD, dout_BD if dkept_BD is None else dkept_BD, kept_BD, weight_D, rstd_B),
+        *(dx_BD, dx_BD if dy_BD is None else dy_BD, rstd_B if dweight_PD is None else dweight_PD),
     )
     padded = triton.next_power_of_2(columns)
     variant = _variant(
@@ -264,7 +264,7 @@ def add_norm_backward(
         True,
         D=columns,
         DP=padded,
-        ROWS=max(1, HELD // padded),
+        ROWS=max(1, VALUES_PER_PROGRAM // padded),
         PASSED=dkept_BD is not None,
         ADD=dy_BD is not None,
         WEIGHT=dweight_PD is not None,
@@ -319,7 +319,7 @@ def gate_backward(
     return found
 
 
-def turn(
+def rotate_into(
     x_BHE: Tensor, cos_PR: Tensor, sin_PR: Tensor, out_BHE: Tensor, *, back: bool = False
 ) -> None:
     """Rotate each pair (x[i], x[i + R]) of a head by the angle of its row's position, or `back`, into `out_BHE`, which
@@ -329,10 +329,10 @@ def turn(
     """
     rows, heads, width = x_BHE.shape
     positions, pairs = cos_PR.shape
-    block = min(PLACES, triton.next_power_of_2(heads))
+    block = min(HEADS_PER_PROGRAM, triton.next_power_of_2(heads))
     pointers = (x_BHE, out_BHE, cos_PR, sin_PR)
     variant = _variant(
-        _turn,
+        _rotate,
         (*(each.dtype for each in pointers), "i32"),
         4,
         False,  # a fused multiply-add would not round the product

@@ -82,7 +82,7 @@ from engine.log.view import (
     Source,
     host_of,
     rank_of,
-    said,
+    start_events_of,
 )
 
 if TYPE_CHECKING:
@@ -199,9 +199,9 @@ class _Changes:
         opened_s = self.clock.unix_s if self.clock else 0.0
         self.span(opened_s + min(starts + times), opened_s + max(heard + times))
         if self.source == "events":
-            until = self.get("said_until_s")
+            until = self.get("first_rank_unix_s")
             newest = opened_s + max(heard + times)
-            self.changes["said_until_s"] = newest if until is None else max(until, newest)
+            self.changes["first_rank_unix_s"] = newest if until is None else max(until, newest)
         # A note is no sign of progress: a thread that only watches may write one.
         heard += [event.t_s for event in others if type(event) is not Note]
         if heard and self.source == "events":
@@ -304,9 +304,9 @@ class _Changes:
         self.changes["clocks"] = {**self.get("clocks"), self.source: self.clock}
         if self.source == "events":
             self.changes |= {"sessions": session, "session_unix_s": self.unix_s(event)}
-            self.changes["before_unix_s"] = self.get("said_until_s")
+            self.changes["before_unix_s"] = self.get("first_rank_unix_s")
             models = self.dict_of("models")
-            self.changes["before"] = said(self.get("started"), self.get("data"), models)
+            self.changes["before"] = start_events_of(self.get("started"), self.get("data"), models)
             self.lists["decisions"] = []
             self.lists["compiles"] = []
             self.lists["start_phases"] = []

@@ -36,7 +36,9 @@ def read_notes(run: RunFolder) -> Notes:
     found = read_json_object(path, "notes", limits.NOTES_FILE, error=RunLogError)
     tags, text = found.get("tags", []), found.get("note", "")
     if not isinstance(text, str) or not isinstance(tags, list):
-        raise RunLogError.expected("notes", path, "a list `tags` and a text `note`", "others")
+        raise RunLogError.expected(
+            "notes", path, "a list `tags` and a string `note`", "other types"
+        )
     try:
         return Notes(tags=checked_tags(tags), text=checked_note(text))
     except BadInput as error:

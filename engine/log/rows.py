@@ -1,8 +1,9 @@
 """Content hashes of the rows that each step trained on: small records for each row, in a file for each rank.
 
     <run>/rows/RANK.bin    "aprrows2", the number of ranks, 0 (u32 each); then for each row the step (u64) and the row's
-                           hash (8 bytes), little-endian, in the order in which the rank trained on them. Behind a row
-                           of several documents stand their hashes, each with the step and its highest bit set.
+                           hash (8 bytes), little-endian, in the order in which the rank trained on them. A row of
+                           several documents is followed by a record for each of them: the step with its highest
+                           bit set, and the hash of the document.
 
 `engine.data.row_hashes` says what is hashed.
 
@@ -31,8 +32,8 @@ from engine.log.write import sync_folder, write_fully
 
 MAGIC = b"aprrows2"
 HASH_BYTES = 8
-_OF_ROW = 1 << 63
-"""Set in the step of a record that is of a document of the row before."""
+_DOCUMENT_BIT = 1 << 63
+"""Highest bit of a record's step: set when the record is one document of the preceding row."""
 _HEADER = struct.Struct("<8sII")
 _RECORD = struct.Struct(f"<Q{HASH_BYTES}s")
 _AT_ONCE = 1 << 16
@@ -61,7 +62,7 @@ def read_rows(path: Path) -> Iterator[TrainedRow]:
     """Yield the rows of a file in order. Raises RunLogError for a file of another format."""
     row: TrainedRow | None = None
     for step, found in _read_records(path):
-        if row is not None and step & _OF_ROW:
+        if row is not None and step & _DOCUMENT_BIT:
             row = row._replace(documents=(*row.documents, found))
             continue
         if row is not None:
@@ -131,7 +132,7 @@ class RowsWriter:
             if self.path.exists():
                 self._read(step)
             if not self._kept:
-                # With its header at once: of a file that is made first and written then, a kill leaves an empty one.
+                # Created together with its header, so that a kill in between leaves no empty file.
                 write_whole(self.path, _HEADER.pack(MAGIC, ranks, 0), "rows")
             self._file = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CLOEXEC)
             weakref.finalize(self, os.close, self._file)
@@ -144,7 +145,7 @@ class RowsWriter:
         records = [
             _RECORD.pack(number, one)
             for row, documents in rows
-            for number, one in ((step, row), *((step | _OF_ROW, part) for part in documents))
+            for number, one in ((step, row), *((step | _DOCUMENT_BIT, part) for part in documents))
         ]
         try:
             write_fully(self._file, b"".join(records))
@@ -159,7 +160,7 @@ class RowsWriter:
             raise write_error("rows", self.path, "to be written to disk", error) from error
 
     def _set_aside(self, ranks: int, step: int) -> None:
-        """Rename a file of another format, or of another number of ranks: its rows are other parts of the steps."""
+        """Rename a file of another format or number of ranks, in which this rank has other rows of a step."""
         if not self.path.exists():
             return
         with self.path.open("rb") as file:

@@ -60,7 +60,7 @@ SOURCES: tuple[Source, ...] = ("events", "device", "watch")
 GOING_ON = ("not started", "starting", "running", "stopping")
 """States of a run that has not ended."""
 MEMORY_KEPT = 512
-"""Points of a memory that a script logs."""
+"""Number of points that are kept of each memory value that a script logs."""
 PHASES_KEPT = 8
 """Number of newest steps whose phases are kept: a step's row in the table has none."""
 RECORDED_KEPT = 32
@@ -158,10 +158,10 @@ class RunView:
     memory_logged: Mapping[str, tuple[tuple[int, float], ...]] = field(default_factory=dict)
     """Steps and values of each logged name with `mem` in it, thinned to MEMORY_KEPT."""
     session_unix_s: float | None = None
-    said_until_s: float | None = None
+    first_rank_unix_s: float | None = None
     """The time of the newest line of the first rank's log."""
     before_unix_s: float | None = None
-    """The time of its last line in the previous session; None in the first session."""
+    """The time of the last line of the first rank's log in the previous session; None in the first session."""
     ranks: Mapping[int, RankReport] = field(default_factory=dict)
     """Reports of the ranks other than the first that have opened their logs."""
     further_hosts: Mapping[str, RunView] = field(default_factory=dict)
@@ -169,7 +169,7 @@ class RunView:
     beats: tuple[Beat, ...] = ()
     """Progress of the ranks when the view was read; empty where one process trains."""
     before: Mapping[str, AnyEvent] = field(default_factory=dict)
-    """`said_of_itself` of the previous session."""
+    """`start_events` of the previous session."""
     phase: Phase | None = None
     phase_unix_s: float | None = None
     start_phases: tuple[tuple[str, float], ...] = ()
@@ -313,7 +313,7 @@ class RunView:
             for (unix_s, source, _), note in zip(self.note_keys, self.notes, strict=True)
             if note.level == "error" and unix_s >= begins.get(source, math.inf)
         ]
-        return tuple(told_once(found))
+        return tuple(without_repeats(found))
 
     @property
     def failed_rank(self) -> RunFinished | None:
@@ -337,14 +337,14 @@ class RunView:
         step = self.last_step if own is None else own.step
         if own is not None and own.state == "completed":
             return None
-        # The first rank could not record why it ended, and the others have lost it.
+        # The first rank ended without a record, and the others failed because they lost the connection to it.
         if own is None and exit_ is not None and exit_.rank == 0:
             return None
         if (rank := self.failed_rank) is not None:
             return msgspec.structs.replace(rank, step=step)
         if exit_ is None or not exit_.rank or not exit_.returncode:
             return None
-        # A rank that recorded its end is no news: the first one failed before it.
+        # If that rank recorded its end, the first rank failed before it.
         if (own is not None and own.state == "stopped") or (
             (said := self.ranks_now.get(exit_.rank)) is not None and said.ended is not None
         ):
@@ -355,12 +355,12 @@ class RunView:
     @property
     def finished(self) -> RunFinished | None:
         """The end of this session, as the run recorded it. If one rank ended it, the end of that rank: the others
-        only lost it."""
+        failed because they lost the connection to it."""
         # While its processes exist, the first rank may still record an end.
         own, exit_ = self.own_finished, self.exit
         if own is None and (exit_ is None or self.failed_rank is None):
             return None
-        # A rank that fails because a host is lost is no end of the run's own.
+        # A rank that fails because a host was lost did not end the run.
         if (
             exit_ is not None
             and exit_.state == HOST_LOST
@@ -370,9 +370,9 @@ class RunView:
         return self.ended_by_rank or own
 
     @property
-    def said_of_itself(self) -> dict[str, AnyEvent]:
-        """The events that a session starts with: itself as `run`, its `data`, and its models by role."""
-        return said(self.started, self.data, self.models)
+    def start_events(self) -> dict[str, AnyEvent]:
+        """The events that describe a session at its start: `run`, `data`, and its models by role."""
+        return start_events_of(self.started, self.data, self.models)
 
     @property
     def is_foreign(self) -> bool:
@@ -406,10 +406,10 @@ class RunView:
         """Return the state as one word: not started, starting, running, stopping, completed, stopped, failed,
         the word of the exit record (killed, crashed, ...), host_lost or vanished.
 
-        The run's own record comes first, then its parent's. `vanished` is a dead run whose end nobody
-        recorded; `host_lost` is one that began in another boot, or on another machine that has written nothing for
-        SILENT_S. A resumed run is starting again until it has done a step. Of a process that ran already,
-        `unwatched` says that nobody watches it any more: it may go on.
+        The run's own record comes first, then its parent's. `vanished` is a dead run without a record of its
+        end; `host_lost` is one that began in another boot, or on another machine that has written nothing for
+        SILENT_S. A resumed run is starting again until it has done a step. `unwatched` is a process
+        that was already running when watching began, and is no longer watched: it may still run.
         """
         if self.finished is not None:
             return _word_of_an_end(self.finished.state)
@@ -501,17 +501,17 @@ class RunView:
 
 
 def host_of(source: Source) -> str:
-    """Return the host other than the first whose log it is; empty for any other log."""
+    """Return the host of a log of a host other than the first; empty for any other log."""
     kind, _, host = source.partition(" ")
     return host if kind in ("device", "watch") else ""
 
 
 def rank_of(source: Source) -> int:
-    """Return the rank whose log it is; 0, the first, for the logs of the run."""
+    """Return the rank of a log; 0, the first rank, for the logs of the run."""
     return int(source.removeprefix("rank ")) if source.startswith("rank ") else 0
 
 
-def told_once(notes: Iterable[ErrorNote]) -> list[ErrorNote]:
+def without_repeats(notes: Iterable[ErrorNote]) -> list[ErrorNote]:
     """Leave out a note that an earlier rank wrote in the same words."""
     notes = list(notes)
     lowest: dict[str, int] = {}
@@ -523,11 +523,11 @@ def told_once(notes: Iterable[ErrorNote]) -> list[ErrorNote]:
     ]
 
 
-def said(
+def start_events_of(
     run: RunStarted | None, data: DataReady | None, models: Mapping[str, ModelReady]
 ) -> dict[str, AnyEvent]:
-    told: dict[str, AnyEvent | None] = {"run": run, "data": data, **models}
-    return {name: event for name, event in told.items() if event is not None}
+    found: dict[str, AnyEvent | None] = {"run": run, "data": data, **models}
+    return {name: event for name, event in found.items() if event is not None}
 
 
 def _word_of_an_end(state: str) -> str:

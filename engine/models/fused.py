@@ -85,10 +85,10 @@ def rotated_in_place(x_BTHE: Tensor, cos_XT1R: Tensor, sin_XT1R: Tensor) -> Tens
     """Compute what `engine.models.decoder.rotate` computes, and overwrite its input."""
     if x_BTHE.data_ptr() % ALIGNMENT_BYTES:
         return rotate(x_BTHE, cos_XT1R, sin_XT1R)
-    from engine.kernels.layer_parts import turn
+    from engine.kernels.layer_parts import rotate_into
 
     x_MHE, pairs = x_BTHE.flatten(0, 1), cos_XT1R.shape[-1]
-    turn(x_MHE, cos_XT1R.view(-1, pairs), sin_XT1R.view(-1, pairs), x_MHE)
+    rotate_into(x_MHE, cos_XT1R.view(-1, pairs), sin_XT1R.view(-1, pairs), x_MHE)
     return x_BTHE
 
 

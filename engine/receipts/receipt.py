@@ -579,7 +579,7 @@ def read_receipt_or_facts(run: RunFolder, view: RunView) -> tuple[dict[str, Any]
             msgspec.convert(receipt, _Form)
         except msgspec.ValidationError as error:
             raise RunLogError.expected(
-                "receipt", run.receipt, "the form of one", clipped(str(error), 200)
+                "receipt", run.receipt, "the fields of a receipt", clipped(str(error), 200)
             ) from None
         return receipt, True
     return {"run": run.name, "outcome": None, **facts_of(run, view)}, False

@@ -88,7 +88,7 @@ def read_parts(
     return found
 
 
-def own_folder(ranks: Ranks, folder: Path, device: torch.device) -> None:
+def check_shared_folder(ranks: Ranks, folder: Path, device: torch.device) -> None:
     """Raise CheckpointError on every rank unless all of them see `folder`. A collective."""
     sees_R = ranks.gather(torch.tensor([float(folder.is_dir())], device=device))[:, 0]
     blind = [rank for rank, sees in enumerate(sees_R.tolist()) if not sees]

@@ -86,9 +86,10 @@ GRADIENT_ROUNDING, UPDATE_ROUNDING = 0.5, 0.3
 the learning rate."""
 HELDOUT = Field("", "loss", 1e-3, 1e-6)
 WRITTEN = Field("", "entropy", 2e-2, 1e-3)
-DRAWN_APART = 2e-3
-"""Largest mean distance of the numbers that drew a text from the intervals of its tokens, 0 to 1. In 16 bits rounding
-moves them by 1e-5 to 1e-4 on average; the text of another row lies about 0.3 away."""
+MAX_DRAW_DISTANCE = 2e-3
+"""Maximum mean distance, 0 to 1, between the random number that chose a token and the interval of cumulative
+probability that the replayed model gives this token. Rounding in 16 bits moves it by 1e-5 to 1e-4 on average; for the
+text of another row it is about 0.3."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -236,7 +237,7 @@ def compare_rows(run: RunFolder, again: RunFolder, record: Stretch) -> Verdict |
                 _rows(run, rank, record), _rows(again, rank, record), strict=True
             ):
                 if was != now:
-                    text = f"step {step}: rank {rank} trained on other rows than the replay"
+                    text = f"step {step}: rank {rank} trained on different rows than the replay"
                     return Verdict(Level.FAIL, text)
     except (RunLogError, ValueError):
         return None
@@ -253,8 +254,9 @@ def _rows(run: RunFolder, rank: int, record: Stretch) -> Iterator[tuple[int, lis
 def compare_written(record: Stretch, again: Session) -> Verdict | None:
     """Compare the recorded texts with those that the replayed models draw; None where no model wrote.
 
-    A replay that writes has equal rows or other ones. One that was given the texts has the same model but for rounding,
-    so each text is about as probable, and the numbers that drew its tokens lie within the tokens' intervals.
+    A replay that samples the texts itself has the same rows, which `compare_rows` checks. A replay that is given the
+    recorded texts has the same model up to rounding: each text has about the same entropy, and the random numbers that
+    chose the tokens lie within the intervals of cumulative probability of those tokens.
     """
     recorded = {n: one for session in record.sessions for n, one in session.wrote.items()}
     steps = [n for n in recorded if record.begin < n <= record.end and n in again.wrote]
@@ -266,16 +268,16 @@ def compare_written(record: Stretch, again: Session) -> Verdict | None:
         if not agrees(WRITTEN, was.entropy, now.entropy, 1):
             text = f"step {step}: recorded {was.entropy:.4f} nats per written token, replayed {now.entropy:.4f}"
             return Verdict(Level.FAIL, text)
-        if not apart <= DRAWN_APART:
+        if not apart <= MAX_DRAW_DISTANCE:
             return Verdict(
                 Level.FAIL,
-                f"step {step}: the replayed model draws other tokens: the recorded ones are {apart:.3f} from their "
-                f"draws, at most {DRAWN_APART:g} by rounding",
+                f"step {step}: the replayed model samples other tokens: the random numbers that chose the recorded "
+                f"tokens miss their intervals by {apart:.3f} on average, rounding by at most {MAX_DRAW_DISTANCE:g}",
             )
     if not steps:
         return None
     if again.wrote[steps[0]].drawn_apart is None:
-        return Verdict(Level.PASS, "the replay wrote it again")
+        return Verdict(Level.PASS, "the replay sampled the texts again")
     text = "the replayed model gives each token the probability with which it was drawn, within rounding"
     return Verdict(Level.PASS, text)
 

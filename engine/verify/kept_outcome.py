@@ -97,7 +97,7 @@ def read_outcome(run: RunFolder) -> Outcome | None:
         return msgspec.convert(found, Outcome)
     except msgspec.ValidationError as error:
         words = clipped(str(error), 200)
-        raise RunLogError.expected("outcome", path, "the form of one", words) from None
+        raise RunLogError.expected("outcome", path, "the fields of an outcome", words) from None
 
 
 def is_stale(run: RunFolder, outcome: Outcome) -> bool:

@@ -40,7 +40,7 @@ from engine.log.follow import Follower
 from engine.log.in_order import BLOCK_BYTES, InOrder, Line, blocks
 from engine.log.read import BrokenLog, LogReader
 from engine.log.table import batches_of
-from engine.log.view import SOURCES, ErrorNote, Failed, RunView, host_of, rank_of, told_once
+from engine.log.view import SOURCES, ErrorNote, Failed, RunView, host_of, rank_of, without_repeats
 from engine.spec import RunSpec
 from engine.watch.active_alerts import ActiveAlerts
 from engine.watch.rules.pace import median_step_s
@@ -256,7 +256,7 @@ class _Replay:
             view=self.view,
             raised=tuple(self.raised),
             failed=tuple(self.failed.values()),
-            errors=tuple(told_once(self.errors)),
+            errors=tuple(without_repeats(self.errors)),
             unjudged=unjudged,
             judged=tuple(rule.id for rule in self.alerts.rules if rule.id in self.judged),
             fault=None if fault is None else str(fault),

@@ -30,7 +30,7 @@ from engine.errors import CheckpointError
 from engine.log.events import CheckpointSaved, Note
 from engine.log.folder import RunFolder
 from engine.log.view import RunView
-from engine.runtime.parts import own_folder, part_name, write_parts
+from engine.runtime.parts import check_shared_folder, part_name, write_parts
 from engine.runtime.ranks import Ranks, whole
 from engine.spec import RunSpec
 from engine.train.checkpoint import state
@@ -90,7 +90,7 @@ class Parts:
         self._write(Path(str(folder)))
 
     def _write(self, folder: Path) -> Mapping[str, FileRecord]:
-        own_folder(self._ranks, folder, self._device)
+        check_shared_folder(self._ranks, folder, self._device)
         write_parts(self._tensors, folder)
         path, own, problem = folder / part_name(self._ranks.rank), None, None
         if path.exists():

@@ -175,7 +175,7 @@ def schedule_not_as_set(case: Case) -> Symptom | None:
     threshold="one value differs, though settings and versions do not",
 )
 def resumed_as_another(case: Case) -> Symptom | None:
-    started, before, now = case.started, case.view.before, case.view.said_of_itself
+    started, before, now = case.started, case.view.before, case.view.start_events
     if "run" not in before or started.resumed_from is None:
         return None
     of_run = msgspec.structs.asdict(before["run"])

@@ -381,7 +381,7 @@ def test_a_run_whose_replay_differs_is_refused_unless_published_unevaluated(
     run: RunFolder, tmp_path: Path
 ) -> None:
     day = keep(run, Verdict(Level.FAIL, "steps: step 3: loss"), 3)
-    with pytest.raises(BadInput, match="a run whose replay gives its record") as caught:
+    with pytest.raises(BadInput, match="a run whose replay agrees with its log") as caught:
         published(run, tmp_path / "tiny")
     assert f"fail: steps: step 3: loss, {day}" in caught.value.message
     assert f"make it: engine verify {run.path}" in caught.value.message

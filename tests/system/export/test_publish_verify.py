@@ -30,7 +30,7 @@ from engine.export.compare import (
 from engine.export.convert import FILE_TYPES, convert
 from engine.export.hf_folder import complete_folder
 from engine.export.peers import PEERS, Absent, Answered, Crashed, ask
-from engine.export.published import PROMPTS, _ends_elsewhere, _metadata, verify
+from engine.export.published import PROMPTS, _metadata, _wrong_ends, verify
 from engine.formats.open import open_weights
 from engine.formats.tokenizer import open_tokenizer
 from engine.models.config import ModelConfig
@@ -293,7 +293,7 @@ def test_a_text_that_ends_at_no_end_of_the_tokenizer_fails(kit: Kit, tmp_path: P
     ):
         (folder / "config.json").write_text(json.dumps(config | {"eos_token_id": of_model}))
         (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
-        assert words in _ends_elsewhere(folder) if words else _ends_elsewhere(folder) == ""
+        assert words in _wrong_ends(folder) if words else _wrong_ends(folder) == ""
 
 
 def test_a_tokenizer_of_other_length_is_named_and_that_of_a_base_is_not(model: Path) -> None:

@@ -215,7 +215,7 @@ def test_without_a_record_of_its_end_a_run_is_not_called_completed(
     assert (
         len(view.steps) == 601
         and "warning: " in said
-        and "its end in the middle of a record" in said
+        and "the end of the file in the middle of a record" in said
     )
     assert view.finished is not None
     assert (view.finished.state, view.finished.reason) == (
@@ -360,10 +360,10 @@ BROKEN: list[tuple[str, str, Callable[[bytes], bytes], str]] = [
     ("tensorboard", "events.out.tfevents.1.a", lambda data: b"", "an empty file"),
     ("tensorboard", "events.out.tfevents.1.a", lambda data: b"step,loss\n1,2\n" * 9, "failed header crc32"),
     ("tensorboard", "events.out.tfevents.1.a", lambda data: b"\xff" * 64, "failed header crc32"),
-    ("wandb", "run-a.wandb", torn, "its end in the middle of a record"),
-    ("wandb", "run-a.wandb", flipped, "other bytes at"),
+    ("wandb", "run-a.wandb", torn, "the end of the file in the middle of a record"),
+    ("wandb", "run-a.wandb", flipped, "a wrong checksum or order of frames at byte"),
     ("wandb", "run-a.wandb", lambda data: b"", "an empty file"),
-    ("wandb", "run-a.wandb", lambda data: b"step,loss\n1,2\n", "b'step,lo' at its begin"),
+    ("wandb", "run-a.wandb", lambda data: b"step,loss\n1,2\n", "b'step,lo' at its beginning"),
     ("wandb", "run-a.wandb", lambda data: data[:7], "no number"),
     ("csv", "a.csv", lambda data: b"", "an empty file"),
     ("csv", "a.csv", lambda data: b"step,loss\n1,2\n3\n4,5\n", "found 1"),

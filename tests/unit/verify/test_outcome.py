@@ -113,7 +113,7 @@ def test_a_malformed_outcome_is_refused_and_replaced(
     keep(run, Level.PASS, 30)
     written = json.loads((run.path / NAME).read_text())
     (run.path / NAME).write_text(json.dumps(written | change))
-    with pytest.raises(RunLogError, match="expected the form of one"):
+    with pytest.raises(RunLogError, match="expected the fields of an outcome"):
         read_outcome(run)
     assert keep(run, Level.PASS, 1) == read_outcome(run)
 
@@ -123,7 +123,7 @@ def test_a_malformed_outcome_is_refused_and_replaced(
     [
         (b"[]", "expected a JSON object"),
         (b"{", "expected JSON"),
-        (b"{}", "expected the form of one"),
+        (b"{}", "expected the fields of an outcome"),
         (b" " * (RUN_FILE.most + 1), "expected at most"),
     ],
 )

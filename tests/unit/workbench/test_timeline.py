@@ -17,7 +17,7 @@ from engine.log.table import Table
 from engine.units import format_seconds
 from tests.support.judged import alert_end, alert_event, number_event
 from tests.support.run_folders import Scene, checkpoint, completed, resumed, step
-from workbench.marks import FlipLook, FlipSeen, Happening, happenings
+from workbench.marks import FlipFinder, FlipSeen, Mark, all_marks
 from workbench.plot.canvas import plain
 from workbench.plot.chart import Band, Chart, Line, dots_of, margin_of, render_chart
 from workbench.plot.window import SMALLEST, Window
@@ -40,7 +40,7 @@ def lines_of(
     ascii_only: bool = False,
     width: int = WIDTH,
     height: int = HEIGHT,
-    marks: Sequence[tuple[float, Happening]] = (),
+    marks: Sequence[tuple[float, Mark]] = (),
     **fields: object,
 ) -> list[str]:
     table = table_of(ys, steps)
@@ -62,8 +62,8 @@ def cells(lines: Sequence[str], width: int = WIDTH) -> list[str]:
     return [text[edge + 1 :] for text in lines[top:marks]]
 
 
-def mark(kind: str, step: float, title: str = "x") -> Happening:
-    return Happening(kind=kind, step=step, unix_s=step, words=(title,))  # type: ignore[arg-type]
+def mark(kind: str, step: float, title: str = "x") -> Mark:
+    return Mark(kind=kind, step=step, unix_s=step, words=(title,))  # type: ignore[arg-type]
 
 
 # What a bucket holds.
@@ -263,7 +263,7 @@ def test_each_thing_that_stands_out_is_a_mark_at_its_step(tmp_path: Path) -> Non
     scene.watch(alert_event(id="data_wait", level="suspicion", text="waits", flip="--set a.b=1"))
     scene.watch(alert_end(id="data_wait", active_s=1.0)).steps(31, 40).close()
     flip = FlipSeen(tmp_path / "f", scene.start_unix_s + 15.2, "a.b: 0 -> 1", "B_FASTER")
-    found = happenings(Follower(scene.run).read_all(), [flip])
+    found = all_marks(Follower(scene.run).read_all(), [flip])
     assert [(m.kind, m.step) for m in found] == [
         ("late compile", 20.0),
         ("checkpoint", 20.0),
@@ -285,7 +285,7 @@ def test_what_was_judged_late_is_a_mark_where_it_began(tmp_path: Path) -> None:
         alert_event(id="overfits", level="suspicion", text="overfits", step=40, first_step=25)
     )
     view = Follower(scene.close().run).read_all()
-    (mark,) = happenings(view)
+    (mark,) = all_marks(view)
     assert (mark.kind, mark.step) == ("alert", 25.0)
     (drawn,) = marks_of(view)
     assert drawn.unix_s == mark.unix_s == view.steps.value("clock_s", 24)
@@ -293,7 +293,7 @@ def test_what_was_judged_late_is_a_mark_where_it_began(tmp_path: Path) -> None:
 
 def test_a_resume_is_a_mark_and_drops_those_of_the_steps_it_replaced(tmp_path: Path) -> None:
     run = resumed(tmp_path / "run")
-    kinds = [(m.kind, m.step) for m in happenings(Follower(run).read_all())]
+    kinds = [(m.kind, m.step) for m in all_marks(Follower(run).read_all())]
     assert kinds == [("restart", 20.0)]
 
 
@@ -302,7 +302,7 @@ def test_a_run_that_diverged_for_long_is_one_mark(tmp_path: Path) -> None:
     for number in range(1, 2001):
         scene.events(number_event(step=number, field="loss", value="nan"), step(number, math.nan))
     view = Follower(scene.close().run).read_all()
-    (only,) = happenings(view)
+    (only,) = all_marks(view)
     assert (only.kind, only.step) == ("nan", 1.0) and "2000" in only.title
 
 
@@ -310,8 +310,8 @@ def test_flips_of_other_runs_and_folders_that_are_none_are_left_out(tmp_path: Pa
     run = completed(tmp_path / "run")
     (tmp_path / "flips" / "bad").mkdir(parents=True)
     (tmp_path / "flips" / "bad" / "pairs.jsonl").write_text("{}\n")
-    assert FlipLook(run, tmp_path / "flips").look() == ()
-    assert FlipLook(run, tmp_path / "nowhere").look() == ()
+    assert FlipFinder(run, tmp_path / "flips").look() == ()
+    assert FlipFinder(run, tmp_path / "nowhere").look() == ()
 
 
 def test_steps_that_all_took_the_same_time_name_it_once() -> None:

@@ -11,10 +11,10 @@ from textual.containers import VerticalScroll
 from textual.screen import ModalScreen
 from textual.widgets import Static
 
-from workbench.marks import Happening
+from workbench.marks import Mark
 
 
-class MarkScreen(ModalScreen[Happening | None]):
+class MarkScreen(ModalScreen[Mark | None]):
     """Shows marks until a key closes it; F returns the first that has a flip."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
@@ -29,12 +29,12 @@ class MarkScreen(ModalScreen[Happening | None]):
     }
     """
 
-    def __init__(self, marks: Sequence[Happening]) -> None:
+    def __init__(self, marks: Sequence[Mark]) -> None:
         super().__init__()
         self._marks = tuple(marks)
 
     @property
-    def _flippable(self) -> Happening | None:
+    def _flippable(self) -> Mark | None:
         return next((m for m in self._marks if m.folder or (m.alert and m.alert.flip)), None)
 
     def compose(self) -> ComposeResult:

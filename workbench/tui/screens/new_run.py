@@ -289,10 +289,10 @@ class NewRunScreen(Screen[None]):
             self._say(str(problem))
             return
         self._pattern = ""
-        self._take(draft if beginning.kind == "run" else self._beside_the_others(draft))
+        self._take(draft if beginning.kind == "run" else self._in_watched_folder(draft))
         self.query_one(SettingsList).highlighted = 0
 
-    def _beside_the_others(self, draft: Draft) -> Draft:
+    def _in_watched_folder(self, draft: Draft) -> Draft:
         """Return the draft with `run.out` set to the folder being watched, unless the file sets it or it is the
         default."""
         folders = self._given.folders
@@ -387,9 +387,9 @@ class NewRunScreen(Screen[None]):
         written = "" if draft.written else f"{draft.file} is written first: "
         command.update(f"{written}{draft.command}")
         self._describe()
-        # What is wrong with a setting is told below it; the rest here.
-        told = {problem for setting in shown for problem in setting.problems}
-        others = [problem for problem in problems if problem not in told]
+        # Problems of a setting that is shown are below it; the others are here.
+        shown_problems = {problem for setting in shown for problem in setting.problems}
+        others = [problem for problem in problems if problem not in shown_problems]
         wrong_words = self.query_one("#wrong", Static)
         wrong_words.update("\n".join(others))
         wrong_words.display = bool(others)

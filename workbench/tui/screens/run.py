@@ -27,7 +27,7 @@ from engine.log.folder import RunFolder, settings_of
 from engine.log.view import RunView
 from workbench.engine_commands import command_text
 from workbench.feed import RunFeed, Snapshot, Target
-from workbench.marks import FlipLook, FlipSeen, Happening, happenings
+from workbench.marks import FlipFinder, FlipSeen, Mark, all_marks
 from workbench.panes import PANES, Pane
 from workbench.tui.context import Context
 from workbench.tui.layout import Layout, arrange
@@ -177,9 +177,9 @@ class RunScreen(PollingScreen):
         self._feed = RunFeed(run, keep=not context.read_only)
         self._snapshot: Snapshot | None = None
         self._chosen, self._zoomed, self._paused = PANES[0].id, False, False
-        self._flip_look = FlipLook(run)
+        self._flip_finder = FlipFinder(run)
         self._flips: tuple[FlipSeen, ...] = ()
-        self._marks: tuple[Happening, ...] = ()
+        self._marks: tuple[Mark, ...] = ()
         self._marked: tuple[RunView, tuple[FlipSeen, ...]] | None = None
         """View and flips that the marks were made from."""
         self._replay: Replay | None = None
@@ -224,10 +224,10 @@ class RunScreen(PollingScreen):
     def poll(self) -> Polled:
         snapshot = self._with_progress(self._feed.poll())
         # Walks long lists and reads other folders, so it stays out of the drawing thread.
-        seen = snapshot.view, self._flip_look.look()
+        seen = snapshot.view, self._flip_finder.look()
         # A poll that found nothing new must not walk them again: quitting waits for the poll.
         if self._marked is None or seen[0] is not self._marked[0] or seen[1] is not self._marked[1]:
-            self._marks, self._flips = happenings(*seen), seen[1]
+            self._marks, self._flips = all_marks(*seen), seen[1]
             self._marked = seen
         return Polled(snapshot)
 
@@ -542,7 +542,7 @@ class RunScreen(PollingScreen):
         """Show what is under the cursor."""
         self.app.push_screen(MarkScreen(message.marks), self._flip_of)
 
-    def _flip_of(self, mark: Happening | None) -> None:
+    def _flip_of(self, mark: Mark | None) -> None:
         """Open the flip of a mark: an existing one, or the form filled with the flip that its alert names."""
         if mark is not None and mark.folder is not None:
             # It exists already, so opening it starts nothing.
@@ -553,7 +553,7 @@ class RunScreen(PollingScreen):
     def action_flip(self) -> None:
         self._ask_for_flip(None)
 
-    def _ask_for_flip(self, mark: Happening | None) -> None:
+    def _ask_for_flip(self, mark: Mark | None) -> None:
         snapshot = self.shown
         if snapshot is None or self.context.read_only:
             return
@@ -599,6 +599,6 @@ def _needs(snapshot: Snapshot | None) -> object:
     return snapshot and (snapshot.state, snapshot.alive, bool(snapshot.view.alerts))
 
 
-def _until(marks: tuple[Happening, ...], snapshot: Snapshot) -> tuple[Happening, ...]:
+def _until(marks: tuple[Mark, ...], snapshot: Snapshot) -> tuple[Mark, ...]:
     """Return the marks that existed at the time of a past snapshot."""
     return tuple(mark for mark in marks if mark.unix_s <= snapshot.now_unix_s)

@@ -26,7 +26,7 @@ from engine.log.text import clock_text, number_text
 from engine.log.view import RunView
 from engine.units import format_count, format_seconds, format_value
 from workbench.feed import Snapshot
-from workbench.marks import PRESSING, Happening, Kind
+from workbench.marks import PRIORITY, Kind, Mark
 from workbench.plot.chart import (
     Band,
     Chart,
@@ -121,14 +121,14 @@ class TimelinePane(ChartView, can_focus=True):
     class Opened(Message):
         """The user wants the marks under the cursor."""
 
-        def __init__(self, marks: list[Happening]) -> None:
+        def __init__(self, marks: list[Mark]) -> None:
             super().__init__()
             self.marks = marks
 
     snapshot: reactive[Snapshot | None] = reactive(None, repaint=False)
     whole: reactive[Snapshot | None] = reactive(None, repaint=False)
     """The whole run, which sets the ends of the axis while `snapshot` is an earlier state of it."""
-    marks: reactive[tuple[Happening, ...]] = reactive(())
+    marks: reactive[tuple[Mark, ...]] = reactive(())
     by_time: reactive[bool] = reactive(False)
     window: reactive[Window] = reactive(Window())
     log_y: reactive[bool] = reactive(False)
@@ -325,7 +325,7 @@ class TimelinePane(ChartView, can_focus=True):
             times += [read.value("unix_s", 0) or 0.0, read.last("unix_s") or 0.0]
         return min(times, default=0.0), max(times, default=1.0)
 
-    def _place(self, mark: Happening) -> float:
+    def _place(self, mark: Mark) -> float:
         return mark.unix_s if self._is_by_time else mark.step
 
     def _row_of(self, x: float) -> int:
@@ -388,7 +388,7 @@ class TimelinePane(ChartView, can_focus=True):
         if beyond:
             self._move_to(beyond[0] if side > 0 else beyond[-1])
 
-    def _under(self) -> list[Happening]:
+    def _under(self) -> list[Mark]:
         """Return the marks in the column of the cursor."""
         if self.window.cursor is None:
             return []
@@ -444,9 +444,9 @@ class TimelinePane(ChartView, can_focus=True):
             self._move_to(self._table.value(self._x, row) or 0.0)
 
 
-def signs_of(placed: Sequence[tuple[float, Happening]], *, ascii_only: bool) -> tuple[Sign, ...]:
+def signs_of(placed: Sequence[tuple[float, Mark]], *, ascii_only: bool) -> tuple[Sign, ...]:
     """Return marks with their x as signs, the most urgent last."""
-    order = sorted(placed, key=lambda item: PRESSING.index(item[1].kind), reverse=True)
+    order = sorted(placed, key=lambda item: PRIORITY.index(item[1].kind), reverse=True)
     return tuple(
         Sign(
             x=x,
@@ -457,11 +457,9 @@ def signs_of(placed: Sequence[tuple[float, Happening]], *, ascii_only: bool) -> 
     )
 
 
-def marks_near(
-    marks: Sequence[tuple[float, Happening]], x: float, within: float
-) -> list[Happening]:
+def marks_near(marks: Sequence[tuple[float, Mark]], x: float, within: float) -> list[Mark]:
     """Return the marks at most `within` from x, nearest first; of equally near ones the most urgent first."""
-    near = [(abs(place - x), PRESSING.index(mark.kind), mark) for place, mark in marks]
+    near = [(abs(place - x), PRIORITY.index(mark.kind), mark) for place, mark in marks]
     return [m for d, _, m in sorted(near, key=lambda item: item[:2]) if d <= within]
 
 

@@ -14,7 +14,7 @@ from tests.support.run_folders import completed, killed, running
 from tests.support.screens import on_screen, poll, press, resize, text_of, words_of
 from workbench.feed import RunFeed
 from workbench.listing import Row
-from workbench.marks import happenings
+from workbench.marks import all_marks
 from workbench.plot.canvas import Span, plain
 from workbench.plot.chart import Chart, Level, Line, legend_rows, render_chart
 from workbench.traces import Trace
@@ -86,7 +86,7 @@ def test_on_few_rows_marks_stand_on_the_axis_and_the_cursor_takes_the_legend(
 ) -> None:
     (mark,) = [
         mark
-        for mark in happenings(RunFeed(killed(tmp_path / "kd")).read_all().view, ())
+        for mark in all_marks(RunFeed(killed(tmp_path / "kd")).read_all().view, ())
         if mark.kind == "checkpoint"
     ]
     line = low_line(signs=signs_of([(30.0, mark)], ascii_only=ascii_only))
