@@ -4,8 +4,6 @@
     engine drill swapped_tokenizer deadlock
     engine drill --all --json
     engine drill --all --out drills         keep the table there, and the runs of failed drills
-    engine drill --healthy --seeds 20       runs without an incident: none may be diagnosed
-    engine drill --healthy --resumes 5      the same, each stopped and resumed five times
 
 Each drill is a supervised run of a few seconds in its own process and folder; drills that need a
 GPU, or a cgroup with a memory limit, report UNKNOWN where there is none.
@@ -22,15 +20,13 @@ import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from engine import limits
 from engine.cli.answers import put_json
 from engine.cli.arguments import (
     add_choice,
     add_flag,
     add_json,
-    add_number,
     add_path,
 )
 from engine.errors import BadInput, UsageError
@@ -45,17 +41,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("drill", nargs="*", metavar="NAME", help="drills to run")
     add_flag(parser, "--all", "run every drill and print a table")
     add_flag(parser, "--list", "list the drills, start nothing")
-    add_flag(parser, "--healthy", "runs without an incident instead")
-    add_number(parser, "--seeds", limits.ROUNDS, "of healthy runs: 0 to N - 1 (3)", metavar="N")
-    add_number(
-        parser,
-        "--resumes",
-        limits.ROUNDS,
-        "stop and resume each healthy run N times (0)",
-        least=1,
-        metavar="N",
-        default=0,
-    )
     add_choice(
         parser, "--device", ("cpu", "cuda"), "cpu", "device for drills that do not need a GPU (cpu)"
     )
@@ -67,20 +52,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     from engine.drills.catalogue import DRILLS, drill
 
-    chosen = [bool(arguments.drill), arguments.all, arguments.list, arguments.healthy]
-    if sum(chosen) != 1:
-        raise UsageError("expected one of NAME, --all, --list and --healthy")
+    if [bool(arguments.drill), arguments.all, arguments.list].count(True) != 1:
+        raise UsageError("expected one of NAME, --all and --list")
     if arguments.keep and arguments.out is None:
         raise UsageError("--keep needs --out, where the run folders are")
-    if arguments.seeds is not None and (not arguments.healthy or arguments.seeds < 1):
-        raise UsageError("--seeds N, at least 1, belongs to --healthy")
-    if arguments.resumes and not arguments.healthy:
-        raise UsageError("--resumes belongs to --healthy")
     if arguments.list:
         return _list(DRILLS, as_json=arguments.json)
     with _folder(arguments.out) as folder:
-        if arguments.healthy:
-            return _healthy(arguments, folder)
         drills = DRILLS if arguments.all else tuple(map(drill, arguments.drill))
         return _drill(arguments, drills, folder)
 
@@ -131,29 +109,15 @@ def _drill(arguments: argparse.Namespace, drills: tuple[Drill, ...], folder: Pat
     rows = [as_json(done) for done in results]
     lines = table(results)
     verdict = lowest(done.verdict for done in results)
-    _report(
-        arguments, folder, "drills", {"level": verdict.level.name.lower(), "drills": rows}, lines
-    )
+    value = {"unix_s": round(time.time()), "level": verdict.level.name.lower(), "drills": rows}
+    if arguments.out is not None:
+        (folder / "drills.json").write_text(json.dumps(value, indent=1) + "\n")
+        (folder / "drills.txt").write_text("\n".join(lines) + "\n")
+    if arguments.json:
+        put_json("drills", value)
+    elif arguments.all:
+        put("\n".join(lines))
     return verdict.exit_code
-
-
-def _healthy(arguments: argparse.Namespace, folder: Path) -> int:
-    from engine.drills.healthy import healthy_run
-    from engine.drills.text import healthy_json, healthy_lines
-    from engine.verdict import lowest
-
-    seeds = range(arguments.seeds or 3)
-    _refuse_taken(folder, [f"healthy-{seed}" for seed in seeds])
-    results = []
-    for seed in seeds:
-        done = healthy_run(seed, folder, device=arguments.device, resumes=arguments.resumes)
-        results.append(done)
-        say(f"{done.verdict.level.name:7}  seed {seed}: {done.verdict.reason}")
-        if not done.spoke and not arguments.keep:
-            _remove(folder, f"healthy-{seed}")
-    arguments.all = True
-    _report(arguments, folder, "healthy", healthy_json(results), healthy_lines(results))
-    return lowest(done.verdict for done in results).exit_code
 
 
 def _refuse_taken(folder: Path, names: list[str]) -> None:
@@ -165,20 +129,3 @@ def _refuse_taken(folder: Path, names: list[str]) -> None:
 def _remove(folder: Path, name: str) -> None:
     shutil.rmtree(folder / name, ignore_errors=True)
     (folder / f"{name}.toml").unlink(missing_ok=True)
-
-
-def _report(
-    arguments: argparse.Namespace,
-    folder: Path,
-    name: str,
-    value: dict[str, Any],
-    lines: list[str],
-) -> None:
-    value = {"unix_s": round(time.time()), **value}
-    if arguments.out is not None:
-        (folder / f"{name}.json").write_text(json.dumps(value, indent=1) + "\n")
-        (folder / f"{name}.txt").write_text("\n".join(lines) + "\n")
-    if arguments.json:
-        put_json(name, value)
-    elif arguments.all:
-        put("\n".join(lines))

@@ -1,16 +1,14 @@
-"""Drills and healthy runs as text for people and as JSON."""
+"""Drills as text for people and as JSON."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
 from engine.drills.carry import Drilled
-from engine.drills.healthy import Healthy
 from engine.terminal import aligned, clipped
 from engine.units import format_seconds
-from engine.verdict import Level, lowest
+from engine.verdict import Level
 
 HEAD = ("verdict", "drill", "must be named by", "was named by", "after", "happened")
 EVIDENCE_LETTERS = 180
@@ -91,34 +89,3 @@ def as_json(drilled: Drilled) -> dict[str, Any]:
 
 def _rounded(seconds: float | None) -> float | None:
     return None if seconds is None else round(seconds, 3)
-
-
-def healthy_lines(runs: Sequence[Healthy]) -> list[str]:
-    """The alarms on healthy runs, and how many checks and rules judged."""
-    spoke = [f"{run.verdict.level.name:7}  seed {run.seed}: {run.verdict.reason}" for run in runs]
-    checks = sorted({run.passed for run in runs})
-    rules = sorted({run.judged for run in runs})
-    asked = f"{_range(checks)} checks passed and {_range(rules)} alert rules judged in each"
-    unknown = sorted({id for run in runs for id in run.unknown})
-    quiet = sum(not run.spoke for run in runs)
-    return [
-        *spoke,
-        f"{quiet} of {len(runs)} healthy runs were left alone; {asked}",
-        f"could not answer in some: {', '.join(unknown) or 'none'}",
-    ]
-
-
-def _range(numbers: Sequence[int]) -> str:
-    return f"{numbers[0]}" if len(numbers) == 1 else f"{numbers[0]} to {numbers[-1]}"
-
-
-def healthy_json(runs: Sequence[Healthy]) -> dict[str, Any]:
-    return {
-        "level": lowest(run.verdict for run in runs).level.name.lower(),
-        "spoke": sorted({text for run in runs for text in run.spoke}),
-        "runs": [
-            dataclasses.asdict(run)
-            | {"verdict": run.verdict.level.name.lower(), "cost_s": _rounded(run.cost_s)}
-            for run in runs
-        ],
-    }

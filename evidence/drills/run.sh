@@ -3,8 +3,4 @@
 # also have defects that are tests of the engine by now (tests/support/defects.py, tests/mutants).
 OUT=${1:?usage: run.sh OUT}
 python3 -m engine drill --all --out "$OUT/cpu"                 # 2: drills that need a GPU are unknown without one
-python3 -m engine drill --healthy --seeds 20 --out "$OUT/healthy-cpu"
-python3 -m engine drill --healthy --seeds 5 --resumes 5 --out "$OUT/healthy-resumed-cpu"   # with four busy loops beside it
 python3 -m engine drill --device cuda --out "$OUT/h200" cuda_wait stale_body killed_from_outside memory_leak slow_first_step
-python3 -m engine drill --healthy --seeds 3 --device cuda --out "$OUT/healthy-h200"
-python3 -m engine drill --healthy --seeds 3 --resumes 3 --device cuda --out "$OUT/healthy-resumed-h100"

@@ -290,7 +290,6 @@ def printed(kit: Kit, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dic
 NOT_RECORDED = {
     "doctor": "differs from machine to machine",
     "drills": "takes minutes",
-    "healthy": "takes minutes",
     "identities": "needs a watched script",
     "log-line": "needs a run that goes on",
     "notify": "needs a receiver",

@@ -10,14 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from engine.drills import carry, healthy, planting
+from engine.drills import carry, planting
 from engine.drills.carry import Drilled, carry_out
 from engine.drills.catalogue import DRILLS, Drill, drill
-from engine.drills.healthy import Healthy, healthy_run
 from engine.drills.naming import CHECK, Naming
 from engine.drills.text import table
-from engine.log.folder import RunFolder
-from engine.log.follow import Follower
 from engine.verdict import Level, Verdict
 from tests.support.running import engine, engine_here, environment
 
@@ -123,45 +120,12 @@ def test_what_drills_found_is_printed_and_kept_and_the_runs_of_those_that_passed
     assert (out / "zero_teacher").exists() and "PASS" in done.stderr
 
 
-def test_what_was_said_of_healthy_runs_is_counted_and_their_folders_are_kept(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def run(seed: int, folder: Path, *, device: str, resumes: int) -> Healthy:
-        (folder / f"healthy-{seed}").mkdir()
-        spoke = ("alert stalled",) if seed == 1 else ()
-        verdict = Verdict(Level.FAIL if spoke else Level.PASS, ", ".join(spoke) or "nothing said")
-        unknown = ("no_token_leaks",)
-        return Healthy(
-            seed=seed,
-            verdict=verdict,
-            spoke=spoke,
-            passed=19 + seed,
-            unknown=unknown,
-            judged=11,
-            cost_s=2.0,
-        )
-
-    monkeypatch.setattr(healthy, "healthy_run", run)
-    done = engine_here("drill", "--healthy", "--seeds", 2, "--out", tmp_path)
-    assert done.returncode == 1
-    assert done.stdout.splitlines()[-2:] == [
-        "1 of 2 healthy runs were left alone; "
-        "19 to 20 checks passed and 11 alert rules judged in each",
-        "could not answer in some: no_token_leaks",
-    ]
-    assert (tmp_path / "healthy-1").exists() and not (tmp_path / "healthy-0").exists()
-    assert json.loads((tmp_path / "healthy.json").read_text())["spoke"] == ["alert stalled"]
-
-
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
         ((), "one of NAME, --all"),
-        (("--all", "--healthy"), "one of NAME, --all"),
-        (("deadlock", "--seeds", "2"), "belongs to --healthy"),
+        (("--all", "--list"), "one of NAME, --all"),
         (("deadlock", "--keep"), "--keep needs --out"),
-        (("deadlock", "--resumes", "2"), "belongs to --healthy"),
-        (("--healthy", "--resumes", "-1"), "--resumes"),
     ],
 )
 def test_a_command_line_that_makes_no_sense_is_refused(
@@ -194,19 +158,3 @@ def test_every_drill_is_named_or_says_why_it_cannot_be_tried(tmp_path: Path) -> 
     rows = json.loads(done.stdout)["drills"]
     assert [row["drill"] for row in rows if row["level"] == "fail"] == [], done.stderr
     assert len(rows) == len(DRILLS)
-
-
-@pytest.mark.soak
-def test_nothing_is_said_of_healthy_runs(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "engine", "drill", "--healthy", "--json"]
-    command += ["--seeds", "20"]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment())
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["spoke"] == []
-
-
-@pytest.mark.soak
-def test_a_healthy_run_that_is_resumed_again_and_again_is_left_alone(tmp_path: Path) -> None:
-    found = healthy_run(7, tmp_path, device="cpu", resumes=3)
-    assert found.spoke == ()
-    assert Follower(RunFolder(tmp_path / "healthy-7")).read_all().sessions == 4
