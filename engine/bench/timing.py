@@ -60,21 +60,6 @@ def _time(arm: Callable[[], object], device: torch.device, inner: int, ahead: bo
     return float(begin.elapsed_time(end)) / 1e3 / inner
 
 
-def captured(arm: Callable[[], object]) -> Callable[[], object]:
-    """Capture `arm` as a CUDA graph and return its replay, which keeps alive what it reads and writes."""
-    arm()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        results = arm()
-
-    def replay() -> object:
-        graph.replay()
-        return arm, results
-
-    return replay
-
-
 def _summary(values: list[float]) -> Timing:
     values = sorted(values)
     median = statistics.median(values)

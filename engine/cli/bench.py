@@ -1,6 +1,5 @@
 """Measure this machine's kernels against its roofline: all arms in one run, interleaved.
 
-engine bench linear             a stack of linear layers: bf16 and quantised, by number of rows
 engine bench teacher            a whole teacher: dense, block-quantised and fp8, beside torch's operations
 engine bench decode             one decode step of 1, 8 and 64 sequences, dense and quantised
 engine bench loss               the loss head: ours, plain PyTorch, and the matmuls alone
@@ -30,13 +29,9 @@ from engine.cli.arguments import (
 from engine.errors import EXIT_FAIL, EXIT_PASS, BadInput
 from engine.terminal import put, say
 
-LINEAR_ROWS = (1, 16, 64, 2048, 8192, 16384)
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "what", choices=("linear", "teacher", "decode", "loss", "kd"), help="what to measure"
-    )
+    parser.add_argument("what", choices=("teacher", "decode", "loss", "kd"), help="what to measure")
     parser.add_argument(
         "--shape",
         default=None,
@@ -96,7 +91,6 @@ def run(arguments: argparse.Namespace) -> int:
         extra: dict[str, Any] = {"work": work}
     else:
         measures = {
-            "linear": _linear,
             "teacher": _teacher,
             "decode": _decode,
             "loss": _loss,
@@ -137,25 +131,6 @@ def _name(device: Any) -> str:
     if device.type == "cuda":
         return str(torch.cuda.get_device_name(device))
     return f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
-
-
-def _linear(arguments: argparse.Namespace, shape: str, device: Any) -> tuple[list[Any], Any]:
-    from engine.bench.linear import StackShape, stack_rows
-    from engine.bench.teacher import config_named
-
-    config = config_named(shape)
-    stack = StackShape(
-        name=shape,
-        width=config.hidden_size,
-        key_width=config.num_key_value_heads * config.head_dim,
-        inner=config.intermediate_size,
-    )
-    counts = arguments.rows or (LINEAR_ROWS if device.type == "cuda" else (1, 64))
-    rows = []
-    for count in counts:
-        say(f"  {count} rows")
-        rows += stack_rows(device, stack, count, rounds=arguments.rounds)
-    return rows, {}
 
 
 def _teacher(arguments: argparse.Namespace, shape: str, device: Any) -> tuple[list[Any], Any]:

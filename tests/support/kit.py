@@ -111,10 +111,10 @@ def make_kit(root: Path) -> Kit:
     import torch
 
     from engine.data.corpus import Document
-    from engine.demo.train_tokenizer import train_bpe
     from engine.formats.tokenizer import open_tokenizer
     from engine.models.config import ModelConfig
     from engine.models.load import new_decoder, save_decoder
+    from tests.support.train_tokenizer import train_bpe
 
     corpus = root / "corpus"
     corpus.mkdir()

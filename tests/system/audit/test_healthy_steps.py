@@ -19,7 +19,6 @@ from engine.catalogue import STAGES
 from engine.data.batches import Batches
 from engine.data.corpus import open_corpus
 from engine.data.tokens import tokenize
-from engine.demo.train_tokenizer import train_bpe
 from engine.formats.tokenizer import open_tokenizer
 from engine.log.events import Judged
 from engine.log.folder import RunFolder
@@ -34,6 +33,7 @@ from tests.support.finished_runs import carry_out, resumed_here
 from tests.support.kit import tiny_config
 from tests.support.preparing import make_store
 from tests.support.running import engine
+from tests.support.train_tokenizer import train_bpe
 
 STEPS, STOPS_AFTER, LONGEST = 6, 3, 2048
 

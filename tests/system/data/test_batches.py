@@ -243,7 +243,7 @@ def test_data_side_loads_without_torch_and_without_the_tokenizers_library() -> N
     program = (
         "import sys\n"
         "import engine.data.corpus, engine.data.sources, engine.data.tokens, engine.data.batches\n"
-        "import engine.formats.tokenizer, engine.demo.train_tokenizer\n"
+        "import engine.formats.tokenizer, tests.support.train_tokenizer\n"
         "print([name for name in ('torch', 'tokenizers') if name in sys.modules])\n"
     )
     root = Path(engine.__file__).parent.parent

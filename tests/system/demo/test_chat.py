@@ -8,11 +8,11 @@ from pathlib import Path
 from engine.data.chat_template import find_chat_template, template_of
 from engine.data.corpus import open_corpus
 from engine.data.tokens import tokenize
-from engine.demo.make_chats import COUNT, SEED, make_chats
 from engine.formats.open import open_weights
 from engine.formats.tokenizer import open_tokenizer
 from engine.log.follow import Follower
 from engine.spec import load_spec
+from evidence.chat.make_chats import COUNT, SEED, make_chats
 from tests.support.finished_runs import carry_out
 from tests.support.paths import DEMO
 from workbench.cli import demo_spec

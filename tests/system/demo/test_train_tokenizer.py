@@ -7,8 +7,8 @@ import pytest
 
 from engine.data.corpus import Document, open_corpus
 from engine.data.sources import STDLIB
-from engine.demo.train_tokenizer import END_OF_TEXT, SMALLEST_VOCAB, main, train_bpe
 from engine.formats.tokenizer import open_tokenizer
+from tests.support.train_tokenizer import END_OF_TEXT, SMALLEST_VOCAB, main, train_bpe
 
 SMALL = ["--corpus", STDLIB, "--vocab", "600", "--max-bytes", "200000"]
 

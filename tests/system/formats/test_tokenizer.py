@@ -13,11 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.data.corpus import Document
-from engine.demo.train_tokenizer import train_bpe
 from engine.errors import TokenizerError
 from engine.formats import tokenizer as subject
 from engine.formats.tokenizer import Tokenizer, open_tokenizer
 from tests.support.chats import make_tokenizer
+from tests.support.train_tokenizer import train_bpe
 
 TEXT = "def one(two):\n    return one(two) + two  # the one and the two\n" * 20
 AWKWARD = [

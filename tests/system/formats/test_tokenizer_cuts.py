@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 
 from engine.data.corpus import Document
-from engine.demo.train_tokenizer import train_bpe
 from engine.errors import TokenizerError
 from engine.formats import tokenizer as subject
 from engine.formats.tokenizer import PRE_TOKENIZERS, Tokenizer, open_tokenizer
 from engine.limits import UNCUT_TEXT
 from tests.support.paths import ROOT
+from tests.support.train_tokenizer import train_bpe
 
 ATOMS = [
     *(

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from engine.data.corpus import Document
-from engine.demo.train_tokenizer import train_bpe
 from engine.errors import BadInput, TokenizerError
 from engine.evaluate.model import open_model
 from engine.evaluate.perplexity import perplexity
@@ -20,6 +19,7 @@ from engine.formats.tokenizer_probes import COUNT, probes
 from engine.teachers.vocabulary import check_vocabularies, compare
 from tests.support.kit import Kit
 from tests.support.paths import ROOT
+from tests.support.train_tokenizer import train_bpe
 
 Record = dict[str, Any]
 TEXT = "def one(two):\n    return one(two) + two  # the one and The two's other\n" * 20

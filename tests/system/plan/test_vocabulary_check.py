@@ -14,7 +14,6 @@ import pytest
 import torch
 
 from engine.data.corpus import Document
-from engine.demo.train_tokenizer import train_bpe
 from engine.errors import BadInput, TokenizerError
 from engine.formats.tokenizer import Tokenizer, open_tokenizer
 from engine.models.load import save_decoder
@@ -24,6 +23,7 @@ from engine.teachers.vocabulary import check_vocabularies, compare
 from tests.support.gguf_types import written
 from tests.support.kit import Kit, tiny_config
 from tests.support.packed_models import lively, make_config, write
+from tests.support.train_tokenizer import train_bpe
 
 TEXT = "def one(two):\n    return one(two) + two  # the one and the two\n" * 20
 Make = Callable[..., Tokenizer]

@@ -10,9 +10,9 @@ import pytest
 from engine.data.corpus import Document, open_corpus
 from engine.data.sources import STDLIB
 from engine.data.tokens import make_stream, starts_of, tokenize
-from engine.demo.train_tokenizer import train_bpe
 from engine.errors import TokenizerError
 from engine.formats.tokenizer import Tokenizer, open_tokenizer
+from tests.support.train_tokenizer import train_bpe
 
 DOCUMENTS = [
     Document(name=str(i), text=text)

@@ -1,7 +1,7 @@
 """Train a byte-level BPE tokenizer on the train split of a corpus.
 
-    python -m engine.demo.train_tokenizer OUT.json --corpus python-stdlib --vocab 4096
-    python -m engine.demo.train_tokenizer OUT.json --corpus chats.jsonl --vocab 512 \\
+    python -m tests.support.train_tokenizer OUT.json --corpus python-stdlib --vocab 4096
+    python -m tests.support.train_tokenizer OUT.json --corpus chats.jsonl --vocab 512 \\
         --special '<|im_start|>' --special '<|im_end|>'
 
 The kind of tokenizer is that of Qwen2: text is cut by the split regex below, each part is spelt in
@@ -95,7 +95,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = _Parser(prog="python -m engine.demo.train_tokenizer")
+    parser = _Parser(prog="python -m tests.support.train_tokenizer")
     parser.add_argument("out", type=Path, metavar="OUT.json")
     parser.add_argument("--corpus", default=STDLIB, help="a folder, a file or %(default)s")
     parser.add_argument("--vocab", type=int, default=4096, help="most ids (%(default)s)")

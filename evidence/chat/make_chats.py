@@ -1,7 +1,7 @@
 """Make the conversations of the chat demo: small tasks that a small model can learn.
 
-    python -m engine.demo.make_chats OUT.jsonl                                    the ones in chats.jsonl
-    python -m engine.demo.make_chats OUT.jsonl --count 40000 --seed 1 --without engine/demo/chats.jsonl
+    python -m evidence.chat.make_chats OUT.jsonl                                    the ones in chats.jsonl
+    python -m evidence.chat.make_chats OUT.jsonl --count 40000 --seed 1 --without engine/demo/chats.jsonl
 
 Sums, units, weekdays, words (spelling, order, opposites, letters) and two tables of facts, in one to three rounds.
 A system message, in some conversations, says how to answer: in short, in a sentence, or in capitals. Without one every
@@ -335,7 +335,7 @@ def make_chats(count: int, seed: int, without: frozenset[str] = frozenset()) -> 
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m engine.demo.make_chats")
+    parser = argparse.ArgumentParser(prog="python -m evidence.chat.make_chats")
     parser.add_argument("out", type=Path, metavar="OUT.jsonl")
     parser.add_argument("--count", type=int, default=COUNT, help="conversations (%(default)s)")
     parser.add_argument("--seed", type=int, default=SEED, help="(%(default)s)")

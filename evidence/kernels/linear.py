@@ -13,25 +13,32 @@ is larger than a GPU's caches.
 
 `ratio` is the speed relative to the faster bf16 arm. With few rows the host is slower than the GPU, so a
 stack is replayed as a CUDA graph.
+
+    python -m evidence.kernels.linear [--shape qwen2.5-7b] [--rows N ...] [--out FILE]       on a CUDA GPU
 """
 
 from __future__ import annotations
 
+import argparse
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from engine.bench.random_weights import random_blocks
-from engine.bench.rows import BenchRow, Timing
-from engine.bench.timing import captured, time_arms
+from engine.bench.rows import BenchRow, Timing, table
+from engine.bench.teacher import config_named
+from engine.bench.timing import time_arms
 from engine.kernels.dequantize import dequantize_rows
 from engine.kernels.linear import Scratch, packed_linear, packed_linear_many
 from engine.quant.blocks import BLOCK_TYPES
 from engine.quant.planes import PackedMatrix, pack
+from engine.runtime.rates import measure_rates
 
 # Shapes: M rows of activations, K columns, N rows of W
 
@@ -182,3 +189,45 @@ def _stack_row(
         bytes=moved,
         base=None if arm == "dequantise" else base.each(len(layers)),
     )
+
+
+def captured(arm: Callable[[], object]) -> Callable[[], object]:
+    """Capture `arm` as a CUDA graph and return its replay, which keeps alive what it reads and writes."""
+    arm()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = arm()
+
+    def replay() -> object:
+        graph.replay()
+        return arm, results
+
+    return replay
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--shape", default="qwen2.5-7b")
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 16, 64, 2048, 8192, 16384])
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--out", type=Path)
+    given = parser.parse_args()
+    config, device = config_named(given.shape), torch.device("cuda")
+    stack = StackShape(
+        name=given.shape,
+        width=config.hidden_size,
+        key_width=config.num_key_value_heads * config.head_dim,
+        inner=config.intermediate_size,
+    )
+    rows = [
+        row for count in given.rows for row in stack_rows(device, stack, count, rounds=given.rounds)
+    ]
+    rates = measure_rates(device, torch.bfloat16)
+    print("\n".join(table(rows, rates)))
+    if given.out is not None:
+        given.out.write_text(json.dumps([row.as_dict(rates) for row in rows], indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
