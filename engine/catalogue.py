@@ -867,6 +867,15 @@ IDENTITIES: tuple[About, ...] = (
         remedy="give the loss the output of the last layer: no ReLU, sigmoid or tanh after it",
     ),
     _identity(
+        id="untrained_term",
+        wrong="a term of the loss has no gradient",
+        group="loss",
+        level=SUSPICION,
+        question="Has each term of a sum of losses a gradient?",
+        means="It is in the loss that is shown, and trains nothing: it was detached, or computed without gradients.",
+        remedy="compute the term from what the model gives, without detach(), .data, .item() and torch.no_grad()",
+    ),
+    _identity(
         id="one_class",
         wrong="every label of a batch is the same class",
         group="data",
@@ -919,6 +928,15 @@ IDENTITIES: tuple[About, ...] = (
         question="Is shuffled data in a different order in each epoch?",
         means="Each epoch has the same batches: the generator is seeded again, or a sampler's set_epoch is not called.",
         remedy="seed once, before the first epoch; call set_epoch(epoch) of a DistributedSampler before each epoch",
+    ),
+    _identity(
+        id="seeded_again",
+        wrong="the random state is set back to the same seed",
+        group="data",
+        level=SUSPICION,
+        question="Does the script draw random numbers that it has not drawn before?",
+        means="What is drawn after the seed repeats: the order of the data, dropout, augmentation.",
+        remedy="seed once, before the first step; where an evaluation needs a seed, call it in torch.random.fork_rng()",
     ),
     _identity(
         id="cut_passes",

@@ -28,6 +28,8 @@ _AHEAD = 4096
 """Maximum number of batches that a loader asks for ahead."""
 _PARTS = 64
 """Number of indices by which subsets of a data set are distinguished."""
+_SEEDS = 64
+"""Maximum number of different seeds that are remembered."""
 _ROWS, _WIDTH, _BYTES = 8, 1024, 64
 """Limits of a batch's fingerprint: rows and elements of a row of each tensor, and the minimum size in bytes."""
 _TENSORS = 8
@@ -314,6 +316,35 @@ def _may_repeat(sampler: Any) -> bool:
         bool(getattr(sampler, "replacement", False))
         or vars(sampler).get("_num_samples") is not None
     )
+
+
+class Seeds:
+    """Seeds that the script gives to torch while it trains; one that is followed by a restored state does not count."""
+
+    def __init__(self) -> None:
+        self._newest: int | None = None
+        self._steps: dict[int, list[int]] = {}
+
+    def seeded(self, seed: int) -> None:
+        self._newest = seed
+
+    def restored(self) -> None:
+        self._newest = None
+
+    def trained_on(self, step: int) -> list[Line]:
+        """Record a backward pass after `step` steps; return the verdict on the seed since the one before it."""
+        seed, self._newest = self._newest, None
+        # What a seed before the first step is for, as the weights, is drawn once.
+        if seed is None or not step or len(self._steps) >= _SEEDS:
+            return []
+        steps = self._steps.setdefault(seed, [])
+        if step in steps:
+            return []
+        steps.append(step)
+        if len(steps) < 2:
+            return []
+        text = f"torch is seeded with {seed} after step {steps[-2]}, and again after step {step}"
+        return [("seeded_again", SUSPICION, text, {"seed": seed})]
 
 
 def parts_of(torch: Any, batch: Any) -> list[Any]:

@@ -42,6 +42,11 @@ class Hooks:
         steps, after, self._on = self._steps, self._after, True
         clipping = getattr(sys.modules.get("torch.nn.utils.clip_grad"), "clip_grad_norm_", None)
         clipped = after(steps.clipped)(clipping)
+        random = [
+            (module, "", name, after(then))
+            for module in ("torch", "torch.random")
+            for name, then in (("manual_seed", steps.seeded), ("set_rng_state", steps.restored))
+        ]
         iterator = "torch.utils.data.dataloader", "_BaseDataLoaderIter"
         scaler = "torch.amp.grad_scaler", "GradScaler"
         try:
@@ -52,6 +57,7 @@ class Hooks:
                 ("torch.autograd", "", "backward", self._wrap_backward),
                 ("torch.nn.utils.clip_grad", "", "clip_grad_norm_", lambda _: clipped),
                 ("torch.nn.utils", "", "clip_grad_norm_", lambda _: clipped),
+                *random,
                 (*iterator, "__next__", self._wrap_next),
                 (*iterator, "_next_index", after(steps.samples_asked_for)),
                 (*scaler, "scale", after(steps.scaled)),

@@ -28,7 +28,7 @@ from typing import Any
 
 from . import schedule
 from .coverage import Tokenizers
-from .data import Pass, Passes
+from .data import Pass, Passes, Seeds
 from .distillation import Divergence
 from .folders import Position
 from .gradients import Chain, Windows
@@ -38,8 +38,8 @@ from .losses import Loss, look, losses_of
 from .modes import Evaluations, Modes, Noticed, Search
 from .movement import Movement
 from .outside import Between
-from .parameters import PASS, WITHDRAWN, Held, Line, Reached, held_by
-from .pitfalls import Classes, Pitfalls
+from .parameters import PASS, SUSPICION, WITHDRAWN, Held, Line, Reached, held_by
+from .pitfalls import Classes, Pitfalls, Terms
 from .questions import ASKED_STEPS, Budget, Questions, Rows
 from .ranks import Ranks
 from .scaling import Scaling
@@ -86,6 +86,7 @@ class Identities:
         self.scaling = Scaling(torch)
         self._token_weights = TokenWeights(torch)
         self.schedules = schedule.Schedules(torch)
+        self.seeds = Seeds()
         self._tokenizers = Tokenizers()
         self._questions = None if "none" in os.environ.get(_ASKED, "") else Budget()
         self._rows: Rows | None = None
@@ -104,6 +105,7 @@ class Identities:
         self._not_finite = 0
         self._notice(self._held_out.forget())
         self.passes.forget()
+        self.seeds = Seeds()
         self.ranks.optimizer_made()
         self.scaling.optimizer_made()
 
@@ -164,6 +166,7 @@ class Identities:
         nodes = list(near(tensors)) if self._due else []
         self._evaluations.trained_on()
         self.passes.trained_on()
+        self._notice(self.seeds.trained_on(self._reached.steps - self._made_at))
         self._notice(self._held_out.trained_on())
         self.ranks.backward_begins()
         self.scaling.backward_begins(tensors, nodes)
@@ -175,7 +178,7 @@ class Identities:
                 text = self._tokenizers if is_new else None
                 with self._torch.no_grad():
                     self._losses += losses_of(self._torch, nodes, embeddings, text)
-                    self._pitfalls.append(Pitfalls(self._torch, nodes))
+                    self._pitfalls.append(Pitfalls(self._torch, nodes, tensors))
         else:
             self._reached.passed_by()
         self._check_gradients(Chain.backward_begins)
@@ -238,6 +241,8 @@ class Identities:
         self._notice(self.scaling.step(optimizer, watched.steps))
         if self._position.rank:
             return
+        if self._stepped and watched.is_sampled:
+            self._notice(self._taken_before(optimizer))
         if watched.held.has_caught_up() and not any(
             one.held.is_suspected for one in self._watched.values()
         ):
@@ -340,6 +345,23 @@ class Identities:
         watched = self._watched.get(other)
         return other is optimizer or watched is None or watched.since > self._made[optimizer]
 
+    def _taken_before(self, optimizer: Any) -> list[Line]:
+        """Compare the parameters with those of optimizers that have stepped since the last backward pass."""
+        if len(self._in_progress) > 1 or len(self._threads) > 1:
+            return []
+        mine = {id(one) for one in held_by(optimizer) if one.grad is not None}
+        for other, watched in self._watched.items():
+            if watched not in self._stepped or other.param_groups is optimizer.param_groups:
+                continue
+            both = [one for one in held_by(other) if id(one) in mine]
+            if both and type(both[0].grad) is self._torch.Tensor and bool(both[0].grad.any()):
+                text = (
+                    f"{len(both)} parameters are held by {type(other).__name__} and by {type(optimizer).__name__}, and "
+                    "both step with the same gradients"
+                )
+                return [("accumulation_windows", SUSPICION, text, {"parameters": len(both)})]
+        return []
+
     def _check_windows(self, optimizer: Any, watched: _Watched, has_closure: bool) -> None:
         windows = watched.windows
         if has_closure or len(self._threads) > 1 or is_capturing(self._torch):
@@ -362,6 +384,9 @@ class Identities:
         labels = [one.labels for one in self._pitfalls if one.labels is not None]
         if labels:
             seen.later(lambda one: watched.classes.add(*one[0].tolist()), {0: labels[0]})
+        terms = [one.terms for one in self._pitfalls if one.terms is not None]
+        if terms:
+            seen.later(lambda one: watched.terms.add(*one[0].tolist()), {0: terms[0]})
         look(seen, self._losses)
         # With sharding, the forward pass uses other tensors than the optimizer.
         if self._position.world > 1 or len(self._threads) > 1:
@@ -404,6 +429,7 @@ class _Watched:
         self.chain = Chain(torch)
         self.between: Between | None = None
         self.classes = Classes()
+        self.terms = Terms()
         self.asked = 0
         """Number of a step that is sampled because a loss was not finite; 0 if there is none."""
         self.movement: Movement | None = None

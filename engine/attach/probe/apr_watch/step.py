@@ -409,6 +409,12 @@ class Steps:
         if self._trainings.number:
             self._trainings.optimizer_made(optimizer, self._clock.mark())
 
+    def seeded(self, _: Any, seed: Any) -> None:
+        self.identities.seeds.seeded(int(seed))
+
+    def restored(self, *_: Any, **others: Any) -> None:
+        self.identities.seeds.restored()
+
     def schedule_made(self, _: None, schedule: Any, *args: Any, **others: Any) -> None:
         self.identities.schedules.made(schedule)
 
