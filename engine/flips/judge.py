@@ -177,6 +177,12 @@ def _spoils(plan: Plan, pair: Pair) -> str:
     # Half a batch comes to the same row in twice the steps: without a count of rows the first loss tells.
     seen = plan.observed
     uncounted = seen and seen.kind == "exit" and seen.step and not seen.rows
+    counts = [one.facts.get("rows per step") for one in pair.arms]
+    lists = [one if isinstance(one, list) else [] for one in counts]
+    known = [both for both in zip(*lists, strict=False) if all(both)]
+    if uncounted and known:
+        sums = [sum(numbers) for numbers in zip(*known, strict=True)]
+        return f"B has {sums[1]:g} rows where A has {sums[0]:g}" if sums[1] < sums[0] else ""
     if uncounted and pair.b.state == ANSWERED and pair.a.losses[:1] != pair.b.losses[:1]:
         return (
             "B has another loss than A in step 1, and the rows of a step are not known: only a run to its own end "

@@ -357,6 +357,10 @@ def shown(observed: Observed, run: RunFolder, *, steps: int) -> tuple[bool | Non
                     if not observed.sign and _is_wrong(observed, event):
                         return True, event.text
                     answered = answered or event.level == PASS
+                case StepDone(loss=float() as loss) if observed.id == "finite_weights":
+                    # The probe asks for it where a loss is not finite. A loss of 0 trains nothing.
+                    is_past = event.step > observed.step
+                    answered = answered or (is_past and math.isfinite(loss) and loss != 0)
     if not exits:
         return None, "nothing watched it to its end"
     if other:

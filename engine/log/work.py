@@ -9,6 +9,7 @@ be meant: then the rows have to be counted, and as many (`observed.shown`).
 from __future__ import annotations
 
 import ast
+import math
 from collections import Counter
 from collections.abc import Container, Mapping, Sequence
 from itertools import pairwise
@@ -29,10 +30,14 @@ def work_left_out(
     """Return what run `b` left out of the work of run `a`, in words: empty where it did all of it, None where the logs
     do not tell. `was` and `now` are the line that was changed for `b`; with `same_rows` that is not one of data, so
     that steps of the engine must be on the same rows. Raises RunLogError."""
-    (its_a, places_a, rows_a), (its_b, places_b, rows_b) = (_work_of(run) for run in (a, b))
-    for step in sorted(rows_a.keys() & rows_b.keys()) if same_rows else ():
-        if rows_a[step] != rows_b[step]:
-            return f"step {step} of B is on other rows than A's"
+    (its_a, places_a, done_a), (its_b, places_b, done_b) = (_work_of(run) for run in (a, b))
+    for one, other in zip(done_a, done_b, strict=False) if same_rows else ():
+        if one.rows_digest and other.rows_digest and one.rows_digest != other.rows_digest:
+            return f"step {one.step} of B is on other rows than A's"
+    # The first such loss may be what A fails for, in its last step.
+    broken = next((one.step for one in done_b if _is_broken(one)), None)
+    if broken is not None and not any(map(_is_broken, done_a[:-1])):
+        return f"its loss is not finite from step {broken} on, and A's was until it failed"
     if not its_a or not its_b:
         return None
     # A may have failed before it came to some of them.
@@ -41,19 +46,25 @@ def work_left_out(
     }
     if elsewhere:
         return f"its training is at other lines: {elsewhere}, and {places_a} in A"
-    set_anew = _assigned(now) - _assigned(was)
-    found = [*_counters(its_a, its_b, set_anew), _batches(its_a, its_b)]
+    assigned = _assigned(now)
+    found = [
+        *_counters(its_a, its_b, assigned, assigned - _assigned(was)),
+        _batches(its_a, its_b),
+    ]
     known = [one for one in found if one is not None]
     return next((one for one in known if one), "") if known else None
 
 
-def _work_of(run: RunFolder) -> tuple[list[Worked], Mapping[str, str], dict[int, str]]:
-    """Return the steps of a script's run, the lines that make them, and digests of the rows of the engine's steps."""
+def _is_broken(step: StepDone) -> bool:
+    return step.loss is not None and not math.isfinite(step.loss)
+
+
+def _work_of(run: RunFolder) -> tuple[list[Worked], Mapping[str, str], list[StepDone]]:
+    """Return what the steps of a script's run worked on, the lines that make them, and the steps."""
     events = [line.event for log in LOGS for line in lines_of(log_of(run, log))]
     places = (event.places for event in events if isinstance(event, Watched))
-    done = (event for event in events if isinstance(event, StepDone))
-    rows = {event.step: event.rows_digest for event in done if event.rows_digest}
-    return [event for event in events if isinstance(event, Worked)], next(places, {}), rows
+    done = [event for event in events if isinstance(event, StepDone)]
+    return [event for event in events if isinstance(event, Worked)], next(places, {}), done
 
 
 def _assigned(line: str) -> set[str]:
@@ -63,7 +74,11 @@ def _assigned(line: str) -> set[str]:
             nodes = [*ast.walk(ast.parse(text))]
         except (SyntaxError, ValueError, RecursionError):
             continue
-        return {one.id for one in nodes if isinstance(one, ast.Name) and type(one.ctx) is ast.Store}
+        kinds = (ast.Name, ast.Attribute, ast.Subscript)
+        stored = [one for one in nodes if isinstance(one, kinds) and type(one.ctx) is ast.Store]
+        return {
+            ast.unparse(one).rstrip("'\"]").replace("['", ".").rpartition(".")[2] for one in stored
+        }
     return set()
 
 
@@ -71,7 +86,7 @@ def _batches(a: Sequence[Worked], b: Sequence[Worked]) -> str | None:
     usual = {len(one.batches) for one in a if not one.failed}
     if not any(one.batches for one in a):
         return None
-    seen: set[str] = set()
+    first: list[str] = []
     for one, other in zip(a, b, strict=False):
         mine, its = one.batches, other.batches
         if one.failed:
@@ -80,14 +95,14 @@ def _batches(a: Sequence[Worked], b: Sequence[Worked]) -> str | None:
                 return f"step {one.step} of B took {len(its)} batches, each of A's {max(usual)}"
             count = min(len(mine), len(its))
             mine, its = mine[:count], its[:count]
-        seen |= {name.partition(":")[2] for name in mine}
+        first = first or [name.partition(":")[2] for name in mine]
         if len(mine) != len(its) or not all(map(_is_same, mine, its)):
             if all(names and names[0].startswith(_BEGINS) for names in (mine, its)):
                 return None
             rows = [name.partition(":")[2] for name in its]
             of_rows = any("." in name for name in rows)
-            if of_rows and seen.issuperset(rows):
-                return None  # rows of A once more
+            if of_rows and rows == first[: len(rows)]:
+                return None  # the data from their begin once more
             return (
                 f"step {one.step} of B is on other {'rows' if of_rows else 'batches'} "
                 f"({', '.join(its) or 'none'}) than A's ({', '.join(mine) or 'none'})"
@@ -106,16 +121,23 @@ def _is_same(mine: str, its: str) -> bool:
 
 
 def _counters(
-    a: Sequence[Worked], b: Sequence[Worked], set_anew: Container[str]
+    a: Sequence[Worked], b: Sequence[Worked], assigned: Container[str], newly: Container[str]
 ) -> list[str | None]:
+    """Compare what counts the steps. `assigned`: the names that the changed line assigns, `newly` those that it
+    did not assign before."""
     found: list[str | None] = []
-    for name in sorted(a[0].counters):
+    for name in sorted({name for one in a for name in one.counters}):
         variable = name.partition(".")[2]
-        done = [one.counters[name] for one in a if not one.failed and name in one.counters]
+        last = variable.rpartition(".")[2]
+        mine, its = ([one.counters.get(name) for one in run if not one.failed] for run in (a, b))
+        done = [one for one in mine if one is not None]
         pace = _pace(done)
-        if pace and variable in set_anew and all(y - x == pace for x, y in pairwise(done)):
+        differs = any(one != other for one, other in zip(mine, its, strict=False))
+        is_set = last in newly or (last in assigned and differs)
+        if pace and is_set and all(y - x == pace for x, y in pairwise(done)):
             found.append(f"it assigns `{variable}`, which counts the steps of A")
-        elif name in b[0].counters:
+        elif name in b[0].counters and last == variable:
+            # Attributes are compared only where the change assigns them: others may count what it mends.
             found.append(_counter(name, a, b))
     return found
 

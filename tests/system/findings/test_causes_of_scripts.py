@@ -118,6 +118,60 @@ def batches():
 
 class Stream""",
 )
+OF_A_CHECK = (
+    OF_A_LOADER.replace(
+        """\
+        if not torch.isfinite(x).all():
+            raise ValueError("not finite")
+""",
+        "",
+    ).replace(
+        "for epoch",
+        """\
+
+def check(loss):
+    assert torch.isfinite(loss)
+
+
+for epoch""",
+    )
+    + "        check(loss)\n"
+)
+BY_A_COUNTER = """\
+from types import SimpleNamespace
+
+import torch
+from torch import nn
+
+torch.manual_seed(0)
+model = nn.Linear(8, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+x, y = torch.randn(32, 8), torch.randn(32, 1)
+rates = [0.01] * 20
+state = SimpleNamespace(step=0)
+while state.step < 60:
+    optimizer.param_groups[0]["lr"] = rates[state.step]
+    optimizer.zero_grad()
+    loss = (model(x) - y).square().mean()
+    loss.backward()
+    optimizer.step()
+    state.step += 1
+"""
+OF_A_MODEL = """\
+import torch
+from torch import nn
+
+torch.manual_seed(0)
+model = nn.Linear(8, 1); nn.init.normal_(model.weight, std=100)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+for step in range(60):
+    optimizer.zero_grad()
+    loss = model(torch.randn(32, 8)).square().mean()
+    loss.backward()
+    optimizer.step()
+    if step == 5 and loss > 100:
+        raise ValueError("too large")
+"""
 LEFT_OUT = "for step in [one for one in range(given.steps) if one != 20]:"
 NOT_ZEROED = HEAD.replace("    optimizer.zero_grad()\n", "")
 DECOY = """\
@@ -218,6 +272,12 @@ NONSENSE = {
         "`step` is 21 in step 1 of B",
     ),
     "half the batch": Attempt(AT_A_ROW, "exit", "", "--batch 4", "NOT_TESTED"),
+    "a check of the loss turned off": Attempt(
+        OF_A_CHECK, "exit", "        check(", "pass", "its loss is not finite from step 26 on"
+    ),
+    "a counter that stands still": Attempt(
+        BY_A_COUNTER, "exit", "state.step += 1", "state.step += 0", "it assigns `state.step`"
+    ),
     "a mistyped import": Attempt(
         AT_A_STEP, "exit", "import argparse", "import argparse, os, sys, nothere", "NOT_TESTED"
     ),
@@ -247,6 +307,12 @@ HONEST = {
         "torch.stack(several)",
         "yield torch.stack(several).nan_to_num(posinf=1.0)",
         "B_ENDS_IT",
+    ),
+    "rates for every step": Attempt(
+        BY_A_COUNTER, "exit", "rates =", "rates = [0.01] * 200", "B_ENDS_IT"
+    ),
+    "a model that begins otherwise": Attempt(
+        OF_A_MODEL, "exit", "model =", "model = nn.Linear(8, 1)", "B_ENDS_IT"
     ),
     "gradients are zeroed": Attempt(
         NOT_ZEROED,

@@ -117,6 +117,25 @@ def test_a_training_of_less_counts_for_nothing() -> None:
     assert said(pairs) == UNTESTED
 
 
+@pytest.mark.parametrize(
+    ("rows", "said_of"), [(([8, 8], [8, 8, 8]), ENDS_IT), (([8, 8], [4, 4, 4]), UNTESTED), (([8], [None]), UNTESTED)]
+)  # fmt: skip
+def test_another_first_loss_is_no_matter_where_rows_are_counted(
+    rows: tuple[list[int | None], ...], said_of: str
+) -> None:
+    """Where no loader counts them, they are those that the model is called with."""
+    facts = [{"rows per step": [None, *one]} for one in rows]
+    pairs = [
+        replace(
+            one,
+            a=replace(one.a, facts=facts[0], losses=[2.0]),
+            b=replace(one.b, facts=facts[1], losses=[1.0]),
+        )
+        for one in made(*[ALONE] * 3)
+    ]
+    assert said(pairs) == said_of
+
+
 @cache
 def one_pair(number: int, a: bool | None, b: bool | None) -> Pair:
     return pair(number, arm("A", a, f"a{number}"), arm("B", b, f"b{number}"))

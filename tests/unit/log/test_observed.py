@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import math
 from pathlib import Path
 
 import pytest
@@ -56,14 +57,18 @@ def ended(state: str = "completed", returncode: int = 0) -> TrainerExited:
 
 
 def run_of(
-    path: Path, *said: AnyEvent, steps: int = 8, end: TrainerExited | None = None
+    path: Path,
+    *said: AnyEvent,
+    steps: int = 8,
+    end: TrainerExited | None = None,
+    loss: float = 2.0,
 ) -> RunFolder:
     """A run that takes a second a step and then says `said`, and ends."""
     scene = Scene(path).open()
     scene.events(started(path.name, steps))
     for number in range(1, steps + 1):
         scene.now_s += 1.0
-        scene.events(step(number, 2.0))
+        scene.events(step(number, loss))
     scene.events(*[one for one in said if isinstance(one, Judged | Judged)])
     exit_ = end or ended()
     if exit_.returncode == 0:
@@ -133,6 +138,16 @@ def test_no_is_an_answer_only_where_the_run_gives_it(
     assert found is expected and reason
     if expected is not None:
         assert is_shown(one, Follower(run).read_all(), steps=steps) is expected
+
+
+def test_weights_are_finite_where_later_losses_are(tmp_path: Path) -> None:
+    """The probe answers with a pass only where a loss is not finite."""
+    said = identity_event(id="finite_weights", level="fail", step=2, text="1 tensors hold NaN")
+    one = asked(tmp_path, said)
+    assert shown(one, run_of(tmp_path / "mended", steps=8), steps=6)[0] is False
+    for loss in (math.nan, 0.0):
+        run = run_of(tmp_path / f"loss {loss}", steps=8, loss=loss)
+        assert shown(one, run, steps=6)[0] is None
 
 
 def test_a_run_that_ended_before_the_alert_could_come_tells_nothing(tmp_path: Path) -> None:

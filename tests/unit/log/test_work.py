@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
@@ -64,11 +65,12 @@ SIX = [0, 1, 2, 3, 4, 5]
         # Another order, or other data, from the first batch of a pass on.
         (read(["0:a", "1:b", "0:c"]), read(["0:a", "1:b", "0:d"]), None),
         (read(["0:a", "1:b"]), read(["0:x", "1:y"]), None),
-        # A stream has no sampler: rows that moved up, that were mended in place, or that came before once more.
+        # A stream has no sampler: rows that moved up, that were mended in place, or the first ones once more.
         (read(["0:a.b", "1:c.d"], fails=True), read(["0:a.b", "1:e.f"]), "on other rows (1:e.f) than A's (1:c.d)"),
         (read(["0:a.b", "1:c.d", "2:g.h"]), read(["0:a.b", "1:e.f", "2:g.h"]), "step 2 of B is on other rows"),
         (read(["0:a.b", "1:c.d"], fails=True), read(["0:a.b", "1:e.d", "2:g.h"]), ""),
         (read(["0:a.b", "1:c.d"], fails=True), read(["0:a.b", "1:a.b"]), None),
+        (read(["0:a.b", "1:c.d", "2:e.f"], fails=True), read(["0:a.b", "1:c.d", "2:c.d"]), "step 3 of B is on other"),
         (read(["0:a.b", "1:"], fails=True), read(["0:a.b", "1:e.f"]), ""),
         # Nothing of either kind is known.
         ([], counted(SIX), None),
@@ -90,6 +92,7 @@ def test_what_was_left_out_is_named(
         ("for i in x:", "for i in y:", ""),
         ("x = i", "x = i + 1", ""),
         ("--batch 8", "--batch 4", ""),
+        ("i += 1", "i += 1; fix()", ""),
     ],
 )
 def test_a_change_may_not_set_what_counts_the_steps(
@@ -98,6 +101,47 @@ def test_a_change_may_not_set_what_counts_the_steps(
     """A condition of the step that fails would not be met any more."""
     runs = run_of(tmp_path / "a", counted([0, 1, 2, 3], True)), run_of(tmp_path / "b", counted(SIX))
     assert work_left_out(*runs, was, now) == said
+
+
+@pytest.mark.parametrize(
+    "now", ["a.i += 0", "self.state.i = 0", "state['i'] += 0", "fix(); i += 0"]
+)
+def test_a_change_may_not_stop_what_counts_the_steps(tmp_path: Path, now: str) -> None:
+    """A counter may be an attribute, and may have been assigned by the same line in A."""
+    for name in ("main.i", "train.self.state.i"):
+        folder = tmp_path / name
+        a, b = (
+            run_of(
+                folder / arm,
+                [Worked(step=n, counters={name: i} if i else {}) for n, i in enumerate(of, 1)],
+            )
+            for arm, of in (("a", SIX[:4]), ("b", [0, *[1] * 5]))
+        )
+        said = f"it assigns `{name.partition('.')[2]}`, which counts the steps of A"
+        assert work_left_out(a, b, "i += 1", now) == said
+        assert not work_left_out(a, a, "i += 1", "i += 1; fix()")
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "is_left_out"),
+    [
+        ([2.0, 1.0], [2.0, 1.0, math.nan], True),
+        # The step in which A fails may be the first, and a loss that is no number may be usual.
+        ([2.0, math.nan], [2.0, math.nan, math.nan], True),
+        ([math.inf, 2.0, 1.0], [math.inf, 2.0, 1.0, 0.5], False),
+        ([2.0, math.nan], [2.0, 1.0, 0.5], False),
+    ],
+)
+def test_steps_on_losses_that_are_no_numbers_are_no_work(
+    tmp_path: Path, a: list[float], b: list[float], is_left_out: bool
+) -> None:
+    """A check of the loss that is turned off does not end what it found."""
+    runs = []
+    for name, losses in (("a", a), ("b", b)):
+        scene = Scene(tmp_path / name).open()
+        scene.events(*(step(n, loss) for n, loss in enumerate(losses, 1)))
+        runs.append(scene.close().run)
+    assert bool(work_left_out(*runs)) is is_left_out
 
 
 def test_steps_of_the_engine_are_on_the_same_rows_unless_the_data_were_changed(

@@ -544,6 +544,7 @@ class Steps:
             self._slept_s = self._slow_by * max(0.0, step_s - self._slept_s)
             time.sleep(self._slept_s)
         rows, tokens, batches = self._batches.lap()
+        called = self._work.rows()
         if self._beat is not None:
             self._beat.done(self._step)
         if self._rank:
@@ -557,7 +558,7 @@ class Steps:
             "loss": self._losses,
             "lr": rate if isinstance(rate, Kept) or rate is None else float(rate),
             "grad_norm": self._norm,
-            "rows": rows,
+            "rows": rows or called,
             "tokens": tokens,
             "step_s": step_s,
             "data_s": phases["data"],

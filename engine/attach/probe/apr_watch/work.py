@@ -13,7 +13,7 @@ import sys
 import weakref
 import zlib
 from collections.abc import Iterable, Iterator
-from types import CodeType, FrameType, TracebackType
+from types import CodeType, FrameType, ModuleType, TracebackType
 from typing import Any
 
 from .data import digest_of
@@ -36,6 +36,8 @@ class Work:
         self._is_script: dict[CodeType, bool] = {}
         self._calls: list[str] = []
         """Rows that the model was called with since the last step."""
+        self._rows = 0
+        """Count of these rows."""
         self._number, self._latest = 0, ""
         self._names: set[str] = set()
         """Variables of the script that held such rows."""
@@ -68,7 +70,13 @@ class Work:
         if digest:
             self._calls.append(f"{self._number}:{digest}")
             self._number, self._latest = self._number + 1, digest
+            self._rows += int(rows.shape[0])
         return bool(digest)
+
+    def rows(self) -> int | None:
+        """Return how many rows the model was called with since the last step; None where it is not followed."""
+        count, self._rows = self._rows, 0
+        return count or None
 
     def done(self, batches: Iterable[str]) -> dict[str, Any] | None:
         """Return what the step that has just been done worked on; None in other runs."""
@@ -103,13 +111,26 @@ class Work:
         return found
 
     def _said(self, batches: Iterable[str], frames: list[FrameType]) -> dict[str, Any]:
+        named = [
+            (f"{one.f_code.co_name}.{name}", held) for one in frames for name, held in visible(one)
+        ]
         counters: dict[str, int] = {}
-        for frame in frames:
-            for name, value in visible(frame):
-                if len(counters) < _COUNTERS and type(value) is int and abs(value) < _LARGEST:
-                    counters[f"{frame.f_code.co_name}.{name}"] = value
+        # Those of objects too, to two levels: `self.state.step`.
+        for _ in range(3):
+            for name, held in named:
+                if len(counters) < _COUNTERS and type(held) is int and abs(held) < _LARGEST:
+                    counters[name] = held
+            named = [(f"{name}.{part}", one) for name, held in named for part, one in _parts(held)]
         calls, self._calls = self._calls, []
         return {"batches": [one for one in batches if one] or calls, "counters": counters}
+
+
+def _parts(held: Any) -> list[tuple[Any, Any]]:
+    """Return the attributes of an object, or the entries of a dict; none of a module, a class or one that has many."""
+    parts = held if type(held) is dict else getattr(held, "__dict__", None)
+    if type(parts) is not dict or len(parts) > _FRAMES or isinstance(held, ModuleType | type):
+        return []
+    return [*parts.items()]
 
 
 def _below(frame: FrameType | None) -> Iterator[FrameType]:
