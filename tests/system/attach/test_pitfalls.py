@@ -79,6 +79,9 @@ def the_schedule_of_another_optimizer():
     schedule = schedules.CosineAnnealingLR(forgotten, T_max=100)
     return fit(mse, each=lambda optimizer: lambda at: schedule.step())
 
+def called_for_each_epoch_and_as_long_as_all_steps():
+    return with_schedule(lambda optimizer: schedules.CosineAnnealingLR(optimizer, 10), lambda at: at % 5 == 4)
+
 def called_once():
     return with_schedule(lambda optimizer: schedules.CosineAnnealingLR(optimizer, T_max=10))
 
@@ -279,7 +282,8 @@ def a_first_batch_is_predicted():
 def all_batches_are_averaged():
     return looked_at(lambda net, loader: sum(x.mean() for x, _ in loader))
 
-tell(a_first_batch_is_printed, a_first_batch_is_predicted, all_batches_are_averaged,
+tell(called_for_each_epoch_and_as_long_as_all_steps,
+     a_first_batch_is_printed, a_first_batch_is_predicted, all_batches_are_averaged,
      evaluated_on_what_it_trains_on, split_after_it_was_repeated, evaluated_on_the_other_part, evaluated_on_both_parts,
      called_twice, called_for_each_micro_batch, a_cosine_past_its_end, a_rate_that_comes_to_nothing,
      a_rate_that_comes_to_next_to_nothing,
@@ -306,6 +310,10 @@ def found(loop_programs: Found) -> Found:
 
 
 WRONG = {
+    "called_for_each_epoch_and_as_long_as_all_steps": (
+        "schedule",
+        "CosineAnnealingLR is made for 10 calls, as many as there were steps, and had 1 before",
+    ),
     "called_twice": ("schedule", "StepLR is called 2 times for each step"),
     "called_for_each_micro_batch": ("schedule", "LambdaLR is called 3 times for each step"),
     "a_cosine_past_its_end": ("schedule", "past its T_max of 5"),

@@ -126,7 +126,7 @@ def padding_is_masked():
 def padding_is_not_masked():
     return encoder(False)
 
-def packed(by_document):
+def packed(by_document, has_names=True):
     class Packed(nn.Module):
         def __init__(self):
             super().__init__()
@@ -140,9 +140,18 @@ def packed(by_document):
             q, k, v = self.qkv(self.embed(input_ids)).chunk(3, -1)
             return self.head(F.scaled_dot_product_attention(q, k, v, attn_mask=mask))
 
-    places = torch.cat([torch.arange(7), torch.arange(5)])[None].expand(B, T)
-    return fit(Packed(), lambda net: F.cross_entropy(
-        net(input_ids=text[:, :-1], position_ids=places).reshape(-1, V), text[:, 1:].reshape(-1)))
+    places = torch.cat([torch.arange(4), torch.arange(6), torch.arange(2)])[None].expand(B, T)
+    def loss(net):
+        rows = text[:, :-1]
+        made = net(input_ids=rows, position_ids=places) if has_names else net(rows, places)
+        return F.cross_entropy(made.reshape(-1, V), text[:, 1:].reshape(-1))
+    return fit(Packed(), loss)
+
+def documents_by_place():
+    return packed(True, has_names=False)
+
+def documents_by_place_that_see_each_other():
+    return packed(False, has_names=False)
 
 def documents_of_their_own():
     return packed(True)
@@ -306,6 +315,7 @@ def a_hook_of_the_script():
 for function in (attention, attention_to_all, a_convolution, a_convolution_that_is_centred, a_mean_over_the_row,
                  attention_by_keywords, a_model_that_is_never_called, a_classifier, padding_is_masked,
                  padding_is_not_masked, documents_of_their_own, documents_that_see_each_other,
+                 documents_by_place, documents_by_place_that_see_each_other,
                  a_view_where_a_transpose_is_meant, a_transpose, similarities_of_all_rows_with_all, time_first,
                  a_softmax_over_rows, a_softmax_over_classes, rows_that_share_a_scale, two_kinds_of_negatives,
                  a_view_of_as_many_rows_as_positions, time_first_of_as_many_rows, a_mean_of_padding_too,
@@ -436,6 +446,8 @@ EXPECTED = {
         "documents_mixed": (SUSPICION, "attention goes across"),
         "causality": (PASS, ""),
     },
+    "documents_by_place": {"documents_mixed": (PASS, "")},
+    "documents_by_place_that_see_each_other": {"documents_mixed": (SUSPICION, "attention goes")},
     "a_view_where_a_transpose_is_meant": {"rows_mixed": (SUSPICION, "two rows swapped")},
     "a_transpose": {"rows_mixed": (PASS, "")},
     "similarities_of_all_rows_with_all": {"rows_mixed": (PASS, "")},

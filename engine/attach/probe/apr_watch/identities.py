@@ -76,6 +76,8 @@ class Identities:
         self._losses: list[Loss | Divergence] = []
         """Losses of the backward passes since the previous step."""
         self._open_windows: list[Windows] = []
+        self._rates: list[schedule.Rates] = []
+        """Rates of the optimizers of the training, which may be freed before it ends."""
         self._stepped: list[_Watched] = []
         """Optimizers that stepped since the last backward pass began."""
         self._search = Search(torch)
@@ -199,7 +201,12 @@ class Identities:
         """Return the verdicts at the regular end of a training; the first step of the optimizer `begun` is not its."""
         other = None if begun is None else self._watched.get(begun)
         self._record_other_steps([one for one in self._stepped if one is not other])
-        found = [self._held_out.judge(), *(windows.end() for windows in self._windows())]
+        rates, self._rates = self._rates, [] if other is None else [other.scheduled]
+        found = [
+            self._held_out.judge(),
+            *(windows.end() for windows in self._windows()),
+            *(one.end() for one in rates if one not in self._rates),
+        ]
         return [Noticed(lines) for lines in found if lines]
 
     def _record_other_steps(self, stepped: list[_Watched]) -> None:
@@ -230,6 +237,7 @@ class Identities:
             # Keep the windows: the optimizer may be freed before the training ends.
             self._open_windows = [one for one in self._open_windows if one.may_change]
             self._open_windows.append(watched.windows)
+            self._rates.append(watched.scheduled)
         watched.steps += 1
         self._in_progress.append(id(optimizer))
         self._threads.add(get_ident())
@@ -241,6 +249,7 @@ class Identities:
         self._notice(self.scaling.step(optimizer, watched.steps))
         if self._position.rank:
             return
+        self.schedules.step(optimizer, watched.scheduled)
         if self._stepped and watched.is_sampled:
             self._notice(self._taken_before(optimizer))
         if watched.held.has_caught_up() and not any(

@@ -201,6 +201,25 @@ class _Call:
                     return marked_BT
         return torch.zeros_like(tokens_BT, dtype=torch.bool)
 
+    def positions(self, tokens_BT: Any) -> Any:
+        """Return the positions of the tokens in their documents, (B, T): by name, or what counts from 0 again and again
+        in documents of different lengths. None where there are none."""
+        named = self.arguments.get("position_ids")
+        if _is_like(named, tokens_BT):
+            return named
+        for one in self.arguments.values():
+            if one is tokens_BT or not _is_like(one, tokens_BT) or one.is_floating_point():
+                continue
+            begins_BT = one == 0
+            counts_on = one[:, 1:].long() == one[:, :-1].long() + 1
+            if not bool(begins_BT[:, 0].all() & (counts_on | begins_BT[:, 1:]).all()):
+                continue
+            # Rows of an image are as long as each other; the last document of a row may be cut.
+            lengths = [row.nonzero().flatten().diff() for row in begins_BT]
+            if len(self._torch.cat(lengths).unique()) > 1:
+                return one
+        return None
+
 
 class Budget:
     """Time and models that are left for the questions of a process."""
@@ -431,8 +450,8 @@ class Questions:
         if logits_BTV is None:
             return lines
         lines += self._ask_causality(call, logits_BTV, losses)
-        positions_BT = call.arguments.get("position_ids")
-        if not _is_like(positions_BT, tokens_BT):
+        positions_BT = call.positions(tokens_BT)
+        if positions_BT is None:
             return lines
         # A document begins where positions begin again.
         goes_on_BT = torch.ones_like(padding_BT)
@@ -445,7 +464,7 @@ class Questions:
             )
             wrong = (
                 "other tokens in the first document of a packed row change the logits of those after it, by up to "
-                f"{apart:.3g}: position_ids begin again, but attention goes across"
+                f"{apart:.3g}: positions begin again, but attention goes across"
             )
             right = "the documents of a packed row do not see each other"
             lines += _verdict("documents_mixed", apart, limits, wrong, right)

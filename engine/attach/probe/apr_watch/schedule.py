@@ -25,6 +25,15 @@ class Schedules:
     def made(self, schedule: Any) -> None:
         self._made.add(schedule)
 
+    def step(self, optimizer: Any, seen: Rates) -> None:
+        """Record the schedules of an optimizer before each of its steps."""
+        seen.steps += 1
+        seen.lengths = [
+            (type(one).__name__, _calls(one), length)
+            for one in self._made
+            if _groups(one) is optimizer.param_groups and (length := _length(one))
+        ]
+
     def look(self, optimizer: Any, number: int, seen: Rates, is_alone: bool) -> list[Line]:
         """Return the verdicts before step `number` of an optimizer with the rates `seen`; `is_alone` if no other
         optimizer steps."""
@@ -56,6 +65,18 @@ class Rates:
         self.was_zero = 0
         """Previous sampled step, if its learning rate was 0 or next to nothing; else 0."""
         self._highest = self._previous = 0.0
+        self.steps = 0
+        self.lengths: list[tuple[str, int, int]] = []
+        """Name, calls and length of each schedule before the newest step."""
+
+    def end(self) -> list[Line]:
+        """Return the verdict at the end of a training on schedules that are exactly as long as it."""
+        lengths, self.lengths = self.lengths, []
+        for name, calls, length in lengths:
+            if length == self.steps > 1 and 0 < 2 * calls <= length:
+                text = f"{name} is made for {length} calls, as many as there were steps, and had {calls} before the end"
+                return [("schedule", SUSPICION, text, {"calls": calls, "steps": length})]
+        return []
 
     def rate(self, name: str, number: int, groups: list[Any]) -> list[Line]:
         was_zero, self.was_zero = self.was_zero, 0
@@ -100,6 +121,14 @@ class Rates:
 def _calls(schedule: Any) -> int:
     calls = getattr(schedule, "last_epoch", 0)
     return calls if type(calls) is int else 0
+
+
+def _length(schedule: Any) -> int:
+    """Return the number of calls that a schedule is made for; 0 where it does not say so."""
+    of_lambdas = getattr(next(iter(getattr(schedule, "lr_lambdas", ())), None), "keywords", {})
+    found = [getattr(schedule, name, 0) for name in ("T_max", "total_steps")]
+    found.append(of_lambdas.get("num_training_steps", 0))
+    return max((one for one in found if type(one) is int), default=0)
 
 
 def _groups(schedule: Any) -> Any:
