@@ -2,7 +2,7 @@
 
 A feed is polled from one thread and returns values that never change afterwards, so that a screen in another
 thread can draw them without locks. Whatever iterates over a long column (pace, time left) is computed here,
-in the polling thread, because the storage of a table keeps growing behind the snapshot.
+in the polling thread, because the storage of a table keeps growing after the snapshot was taken.
 
 A log that cannot be read never raises: its problem becomes the text of `error`, with the state `unreadable`,
 and the view keeps what was read before.

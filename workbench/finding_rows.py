@@ -72,7 +72,7 @@ class FindingsFeed(FoldersFeed):
             tone = "good" if finding.confirmed else "quiet" if finding.closed else "unsure"
         text = one_line(state_words(finding))
         if tone != "good":
-            # What a confirmed cause ends is said with it.
+            # The text of a confirmed finding already names what it ends.
             text += f"  {one_line(finding.title)}"
         return Row(key=key, name=name, text=text, tone=tone, lines=(name, *lines(finding)))
 

@@ -124,7 +124,7 @@ class Jobs:
 
 
 def start_flip(arguments: Sequence[str], folder: Path) -> Job:
-    """Start `engine flip` into `folder`. Its output goes to `<folder>.txt` beside it. Raises BadInput
+    """Start `engine flip` into `folder`. Its output goes to `<folder>.txt` in the same parent folder. Raises BadInput
     when that cannot be written."""
     words = folder.with_name(f"{folder.name}.txt")
     try:

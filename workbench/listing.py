@@ -55,7 +55,7 @@ class Listing:
 
 
 def beside(folders: Iterable[Path], name: str) -> tuple[Path, ...]:
-    """Return the folders called `name` to search: here, and beside and inside each of some folders."""
+    """Return the folders called `name` to search: in the current folder, in some folders and in their parents."""
     found = {Path(name).resolve(): Path(name)}
     for folder in folders:
         for place in (folder / name, folder.parent / name):

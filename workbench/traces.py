@@ -38,7 +38,8 @@ def points_of(name: str, points: Sequence[tuple[float, float]]) -> Trace:
 
 
 def smoothed(trace: Trace, reach: float) -> Trace:
-    """Return the exponential moving average over x of the middles of buckets: what lies `reach` behind counts 1/e.
+    """Return the exponential moving average over x of the middles of buckets: a point at distance `reach`
+    before x has weight 1/e.
 
     The weights are those of the points seen so far (as in Adam's bias correction), so it does not begin at 0. It
     begins again after a value that is not finite.

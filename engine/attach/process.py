@@ -100,7 +100,7 @@ def find_process(pid: int) -> Stranger:
     """Return the process `pid`. Raises BadInput if it cannot be watched, with what was found instead."""
 
     def refused(found: str, hint: str | None = None) -> BadInput:
-        return BadInput.expected("--pid", pid, "a process that runs", found, hint=hint)
+        return BadInput.expected("--pid", pid, "a running process", found, hint=hint)
 
     status, stat = read_table(PROC / str(pid) / "status"), read_text(PROC / str(pid) / "stat")
     start = Host().process(pid).start_ticks

@@ -1,1 +1,1 @@
-"""Benchmarks for `engine bench`: every arm measured in one run, beside the roofline."""
+"""Benchmarks for `engine bench`: every arm measured in one run and compared with the roofline."""

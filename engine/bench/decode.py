@@ -1,4 +1,4 @@
-"""Decoding: one token for each of 1, 8 or 64 sequences, beside the time to read the weights.
+"""Decoding: one token for each of 1, 8 or 64 sequences, compared with the time to read the weights.
 
     arm               weights              a step (`engine.generation`)
     bf16              dense                each kernel launched
@@ -84,7 +84,7 @@ def bench_decode(
                         shape=shape,
                         rows=rows,
                         flop=2.0 * rows * _values(config),
-                        # Keys and values of every token, beside the weights.
+                        # Keys and values of every token, in addition to the weights.
                         bytes=step_bytes[name] + rows * middle * token_bytes,
                         base=base,
                     )

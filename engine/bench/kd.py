@@ -99,7 +99,7 @@ class KdShape:
 Steps = Callable[[KdShape, torch.device], Iterator[float]]
 """Yields the loss of each step; a step runs when its loss is requested."""
 Found = dict[str, Any]
-"""What `measure` found."""
+"""Result of `measure`."""
 Arms = Mapping[str, Callable[[KdShape, torch.device], Found]]
 
 
@@ -331,7 +331,7 @@ def run_arm(
         return KdRow(arm=arm, state="failed", why=f"no answer in {timeout_s:g} s")
     if done.returncode:
         last = [line for line in done.stderr.splitlines() if line.strip()]
-        words = last[-1].strip() if last else "nothing was said"
+        words = last[-1].strip() if last else "no message on stderr"
         return KdRow(arm=arm, state="failed", why=f"exit code {done.returncode}: {words}")
     return row_of(arm, json.loads(done.stdout.splitlines()[-1]), shape, flop_per_s)
 

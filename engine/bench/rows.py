@@ -32,9 +32,9 @@ Measured = tuple[list["BenchRow"], dict[str, object]]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchRow:
     arm: str
-    """What was run: `bf16 F.linear`, `fused`, `dequantize`."""
+    """Measured operation: `bf16 F.linear`, `fused`, `dequantize`."""
     shape: str
-    """What it was run on: `gate_up 37888 x 3584 Q4_K`."""
+    """Weight that it was measured on: `gate_up 37888 x 3584 Q4_K`."""
     rows: int
     """Rows of activations, M."""
     seconds: float

@@ -11,7 +11,7 @@ hidden states are from those of the arm `torch`. With random weights that distan
 trained teacher; the error of fp8 is measured where it is used (`engine.teachers.fp8`).
 
 The bound of every arm is that of the dense arm: matmuls at the bf16 rate. The rate of fp8 alone is given
-beside the table. Memory is what the allocator holds after loading and at the peak of a forward pass. A CPU has
+below the table. Memory is what the allocator holds after loading and at the peak of a forward pass. A CPU has
 none of the kernels, and fp8 is left out there because its matmuls are a slow oracle.
 """
 

@@ -111,8 +111,8 @@ def add_model(parser: Parser) -> None:
 
 
 def model_argument(given: Path, wanted: Wanted = "model") -> Path:
-    """Return where the model of an argument is: its path, or that of its snapshot where it is given by its name on the
-    hub, which is said. Raises BadInput for a name that is not in the hub's cache."""
+    """Return where the model of an argument is: its path, or the path of its snapshot if it is named as on the hub,
+    which is printed. Raises BadInput for a name that is not in the hub's cache."""
     from engine.spec import hub_cache
 
     path = hub_cache.local_path(given, wanted)

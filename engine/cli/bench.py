@@ -1,6 +1,6 @@
 """Measure this machine's kernels against its roofline: all arms in one run, interleaved.
 
-engine bench teacher            a whole teacher: dense, block-quantised and fp8, beside torch's operations
+engine bench teacher            a whole teacher: dense, block-quantised and fp8, compared with torch's operations
 engine bench decode             one decode step of 1, 8 and 64 sequences, dense and quantised
 engine bench loss               the loss head: ours, plain PyTorch, and the matmuls alone
 engine bench kd                 whole distillation steps, with a dense and a block-quantised teacher

@@ -4,12 +4,12 @@
     engine data SPEC --samples 5      with the beginning of five documents: what is to be predicted is marked
     engine data SPEC --ask-teacher    also whether the teacher knows the text, or stops the run because it does not
     engine data SPEC --json           the same as one JSON value
-    engine data RUN --step 137        the rows of one step: documents, text, and whether it was their turn
+    engine data RUN --step 137        the rows of one step: documents, text, and whether they were due
 
-The numbers are of the tokens that the models would read. Of a large corpus at most 16 MiB are looked at; --all reads
+The numbers are of the tokens that the models would read. Of a large corpus at most 16 MiB are read; --all reads
 everything. In a text what has a label is shown in reverse, or between ⟦ and ⟧ where there is no terminal or NO_COLOR
 is set. Rows of a step are looked up in the corpus by their hashes in the run's records: what is shown is what was
-trained on, and a row that it was not the turn of is said to be one.
+trained on, and a row that was not due is marked as such.
 """
 
 from __future__ import annotations
@@ -61,12 +61,12 @@ def run(arguments: argparse.Namespace) -> int:
         found = open_run(arguments.subject)
         must_have_settings(found)
         if arguments.set:
-            raise UsageError("--set — expected a spec file beside it: a run has its settings")
+            raise UsageError("--set — expected a spec file, found a run, whose settings are fixed")
         spec = spec_from_dict(found.read_effective()["spec"])
     elif arguments.step is not None:
         if not arguments.subject.exists():
             open_run(arguments.subject)
-        raise UsageError("--step — expected a run folder beside it, found a file")
+        raise UsageError("--step — expected a run folder, found a file")
     else:
         sets = sets_from_environment(os.environ) + arguments.set
         spec, _ = load_spec(arguments.subject, sets)

@@ -91,7 +91,7 @@ def run(arguments: argparse.Namespace) -> int:
     from engine.watch.verdict_line import verdict_of
 
     folder = open_run(arguments.path)
-    found = diagnose(folder, read_settings(folder), beside=True)
+    found = diagnose(folder, read_settings(folder), siblings=True)
     state = found.view.state(folder.liveness())
     verdict = verdict_of(found.judged_view, state, folder.path)
     changes = _changes(found.view, settings_of(folder), arguments.baseline)

@@ -106,7 +106,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_flag(
         checks,
         "--check",
-        "check spec and inputs, and measure time and memory of two steps; leaves nothing behind",
+        "check spec and inputs, and measure time and memory of two steps; keeps no files",
     )
     add_flag(checks, "--check-inputs", "only check spec and inputs, start nothing")
     add_json(parser, "print the result as one JSON value on stdout")

@@ -1,7 +1,7 @@
 """List findings, read receipts.
 
     engine evidence list [DIR]            the findings in ./evidence, newest first
-    engine evidence receipt RUN           what a run really did, compared with what lies beside it
+    engine evidence receipt RUN           what a run really did, compared with the files in its folder
 
 `engine why check --all` checks that nothing in the findings was changed.
 
@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     action = actions_of(parser)
     listed = action("list", "the findings in a folder, newest first")
     add_path(listed, "folder", "DIR", "(evidence)", nargs="?")
-    receipt = action("receipt", "what a run really did, compared with what lies beside it")
+    receipt = action("receipt", "what a run really did, compared with the files in its folder")
     add_run(receipt)
     for made in (listed, receipt):
         add_json(made)
@@ -104,5 +104,5 @@ def _receipt(a: argparse.Namespace) -> int:
     for check in checks.values():
         put(f"{check.level.name:7}  {check.reason}")
     for what in left:
-        put(f"         not looked at: {what}")
+        put(f"         not checked: {what}")
     return verdict.exit_code

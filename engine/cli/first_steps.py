@@ -51,7 +51,7 @@ PLAIN_EVERY_S = 5.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FirstSteps:
-    """What the first steps took. Times in seconds."""
+    """Time and memory of the first steps; times in seconds."""
 
     device: str | None
     """None where the trainer came to none."""
@@ -59,24 +59,24 @@ class FirstSteps:
     total_s: Reading
     """All steps of the spec at that pace, without start, evaluations and checkpoints."""
     host_peak_bytes: Reading
-    """Of the trainer; of several, of the first."""
+    """Peak host memory of the trainer; with several ranks, of rank 0."""
     device_peak_bytes: Reading
     text_bytes: int | None
     """At most so much of the training text was read for it; None for all of it."""
     failed: str
-    """Why the trainer did not make its steps, in a line, or in two with a hint; empty where it did."""
+    """Reason why the trainer did not finish its steps, in one line, or two with a hint; empty if it did."""
     exit_code: int
-    """The trainer's."""
+    """Exit code of the trainer."""
     teacher: str = ""
-    """What the check of the teacher found; empty where it was not asked."""
+    """Result of the check of the teacher; empty if the check did not run."""
     teacher_fails: bool = False
     """Whether that check stops the run."""
     warnings: tuple[str, ...] = ()
-    """What transformers warned of in the trainer."""
+    """Warnings of transformers in the trainer."""
 
     @property
     def asked_text(self) -> str:
-        """What the check of the teacher found, and whether that stops the run."""
+        """The result of the check of the teacher, and whether it stops the run."""
         if not self.teacher:
             return f"teacher: not asked: {self.failed or f'checks leave out {ASKED}'}"
         return f"{self.teacher}{f'; {ASKED} stops the run' * self.teacher_fails}"
@@ -182,7 +182,7 @@ def _why_failed(run: RunFolder, view: RunView) -> tuple[str, bool]:
     ended = next((one for one in reversed(events) if isinstance(one, RunFinished)), None)
     reason = ended.reason if ended is not None else ""
     if not reason:
-        reason = view.exit.sentence if view.exit is not None else "nobody saw it end"
+        reason = view.exit.sentence if view.exit is not None else "no process recorded how it ended"
     # A table that explains the error, as of memory, would hide it here.
     first, *rest = reason.splitlines()
     decided = any(isinstance(one, DecisionMade) and one.knob == DEVICE for one in events)

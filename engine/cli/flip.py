@@ -83,7 +83,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_path(parser, "--out", "DIR", "the new flip folder (default: flips/DATE-KNOB)")
     how = "auto uses those of the last day, run makes them first"
     add_choice(parser, "--controls", ("auto", "run", "skip"), "auto", how)
-    add_flag(parser, "--share", "measure beside another experiment")
+    add_flag(parser, "--share", "measure while another experiment runs")
     asked = "ask whether B ends what the run showed, not by how much a metric changes"
     parser.add_argument("--ends", metavar="OBSERVATION", help=asked)
     add_path(parser, "--resume", "DIR", "go on with this flip instead")

@@ -70,7 +70,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Model:
-    """What the file of a model is."""
+    """A model and its configuration, as read from its file."""
 
     path: str
     config: ModelConfig
@@ -166,7 +166,7 @@ def _answer(
 ) -> T:
     """Return the checked value of a flag, or of an answer on the terminal, which is asked for until it can be used.
 
-    Raises UsageError where the flag is missing and nobody can be asked, BadInput where its value is wrong.
+    Raises UsageError where the flag is missing and there is no terminal to ask on, BadInput where its value is wrong.
     """
     if given is not None:
         return check(given)
@@ -314,7 +314,7 @@ def _first_that_fits(
             except CorpusError as error:
                 problem = problem or error
                 continue
-            passes = "" if size.passes is None else f"; {size.passes:.3g} passes over the data"
+            passes = "" if size.passes is None else f"; {size.passes:.3g} epochs"
             return text.replace("{passes}", passes), inputs, size, spec
     assert problem is not None
     raise problem

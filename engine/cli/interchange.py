@@ -13,7 +13,7 @@ IMPORT_HELP = "make a run folder of what another tool has logged"
 EXPORT_HELP = "write a run's values for TensorBoard, as CSV or as Parquet"
 SOURCES = ("tensorboard", "wandb", "mlflow", "trainer_state", "csv", "text")
 TARGETS = {"tensorboard": "-tensorboard", "csv": ".csv", "parquet": ".parquet"}
-"""What is put behind the run's name where no other is given."""
+"""Default endings after the run's name, by target."""
 
 
 def add_import_arguments(parser: argparse.ArgumentParser) -> None:
@@ -23,7 +23,7 @@ def add_import_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--name", help="name of the run folder (default: the source's)")
     what = "NAME (loss, held_out, lr, step, ...) is what the source calls TAG; may be repeated"
     add_repeated(parser, "--map", "NAME=TAG", what)
-    add_flag(parser, "--partial", "import what is in front of a fault in a broken file")
+    add_flag(parser, "--partial", "import the values before the fault in a broken file")
     add_json(parser)
 
 

@@ -105,7 +105,7 @@ GROUPS: dict[str, tuple[Command, ...]] = {
         ),
         Command("verify", verify.HELP, verify.add_arguments, verify.run),
         Command("flips", flips.HELP, flips.add_arguments, flips.run),
-        Command("tag", "tag a run, or note something beside it", runs.add_tag_arguments, runs.tag),
+        Command("tag", "tag a run, or write a note on it", runs.add_tag_arguments, runs.tag),
         Command(
             "import",
             interchange.IMPORT_HELP,
@@ -173,7 +173,7 @@ GROUPS: dict[str, tuple[Command, ...]] = {
         Command("completion", completion.HELP, completion.add_arguments, completion.run),
     ),
 }
-"""What people need most comes first; experts find theirs at the end."""
+"""Commands by group, the most used first, those for experts last."""
 COMMANDS = tuple(itertools.chain.from_iterable(GROUPS.values()))
 
 OTHER_NAMES = {

@@ -81,7 +81,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     if arguments.verify is not None:
         if arguments.run is not None:
-            raise UsageError("--verify DIR — expected no RUN beside it", hint="one at a time")
+            raise UsageError("--verify DIR — expected no RUN as well", hint="one at a time")
         prepare_threads()
         return _verify(arguments)
     if arguments.folder is None:

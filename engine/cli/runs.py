@@ -351,8 +351,7 @@ def _print_all(follower: Any, log_lines: int) -> None:
 
 
 def _what_it_does(run: RunFolder, view: Any) -> dict[str, list[str]]:
-    """Return the command of a run that is somebody's own script and what was seen of it, or the decisions of one of
-    ours."""
+    """Return the command and the identities of a watched script, or the decisions of a run of the engine."""
     from engine.errors import RunLogError
     from engine.log.folder import read_command
     from engine.log.identities import identity_lines

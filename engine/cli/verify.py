@@ -2,9 +2,9 @@
 
     engine verify runs/kd-1                 every step, and the files that its receipt names
     engine verify runs/kd-1 --steps 50      the first 50 steps
-    engine verify runs/kd-1 --step 120      step 120, stage by stage, beside a textbook step
+    engine verify runs/kd-1 --step 120      step 120, stage by stage, compared with a textbook step
     engine verify runs/kd-1 --all           from checkpoint to checkpoint, and what was saved; the corpus too
-    engine verify runs/kd-1 --keep          and leave the replays beside the run, to look at them
+    engine verify runs/kd-1 --keep          and keep the run folders of the replays next to the run
 
 A replay has the run's settings, data and models. It begins at step 0, and where a resume changed settings at the
 checkpoint of that step. It leaves out checks, evaluations between steps and checkpoints, which change no step. Compared
@@ -19,8 +19,8 @@ losses with those that the replay leaves. --data reads and tokenizes the corpus 
 On a CPU with the same torch, threads and decisions every bit has to be the same. On a GPU or another torch losses may
 differ by 0.1 % and agreement by 0.01 for each step since both had the same weights (30 times as much at most), and the
 student's hidden states, gradients, moments and weights are compared in the first of these alone; rows, labels, tokens
-and rates have to be the same, and it is said why. What a log lacks, and a checkpoint, corpus or teacher that is gone,
-is unknown, never passed.
+and learning rates have to be the same, and the reason is printed. What a log lacks, and a checkpoint,
+corpus or teacher that is gone, is unknown, never passed.
 
 The outcome is kept in the run folder, as verified.json, where a step was compared or something differs. It is stale
 once the log has changed.
@@ -52,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_number(parser, "--step", limits.STEPS, "step N alone, stage by stage", metavar="N", least=1)
     add_flag(parser, "--data", "read and tokenize the corpus again, too")
     add_flag(parser, "--all", "from each checkpoint too, with what was saved, and --data")
-    add_path(parser, "--scratch", "DIR", "where to replay it (default: beside the run)")
+    add_path(parser, "--scratch", "DIR", "where to replay it (default: the folder of the run)")
     add_flag(parser, "--keep", "keep the run folders of the replays")
     add_json(parser)
 

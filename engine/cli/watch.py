@@ -84,7 +84,7 @@ def run(arguments: argparse.Namespace) -> int:
         return _watch_pid(arguments)
     if not command:
         raise UsageError(
-            "engine watch: expected a command after --, or --pid PID",
+            "expected a command after --, or --pid PID",
             hint="engine watch -- python train.py",
         )
     variables = dict(read_variable("--env", text) for text in arguments.env)
@@ -128,7 +128,7 @@ def _watch_pid(arguments: argparse.Namespace) -> int:
     if given:
         name = "a command" if given[0] == "program" else f"--{given[0].replace('_', '-')}"
         raise UsageError(
-            f"engine watch: {name} — expected none beside --pid, which starts nothing, found it given",
+            f"{name} — expected no other option with --pid, which starts no command, found {name}",
             hint="engine watch --pid PID",
         )
     found = find_process(arguments.pid)

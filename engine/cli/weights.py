@@ -113,7 +113,7 @@ def convert(arguments: argparse.Namespace) -> int:
         return _unpickle(arguments)
     if arguments.quant is None:
         raise UsageError(
-            "engine convert: expected --quant", hint="bf16 keeps the weights as floats"
+            "expected --quant TYPE", hint="--quant bf16 writes floats; q8_0 and q4_k_m quantise"
         )
 
     from engine.export.convert import convert as write
@@ -157,8 +157,8 @@ def _unpickle(arguments: argparse.Namespace) -> int:
 
     if arguments.quant or arguments.format:
         raise UsageError(
-            "engine convert: expected --from-pickle alone, found --quant or --format",
-            hint="convert what it writes once more",
+            "expected --from-pickle alone, found --quant or --format",
+            hint="convert the safetensors that it writes in a second command",
         )
     line = StatusLine(plain_every_s=_PLAIN_EVERY_S, plain_at_once=False)
     done = unpickle(arguments.source, arguments.target, line.show)

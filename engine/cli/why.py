@@ -198,7 +198,7 @@ def _check_all(a: argparse.Namespace) -> int:
     from engine.findings.check import check_bundle
 
     if a.finding:
-        raise UsageError("--all — expected no --finding beside it", hint="one at a time")
+        raise UsageError("--all — expected no --finding as well", hint="one at a time")
     checked = [check_bundle(bundle) for bundle in find_bundles(a.evidence)]
     _print_checked(checked, as_json=a.json)
     if not checked:

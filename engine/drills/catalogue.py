@@ -233,7 +233,7 @@ def drill(id: str) -> Drill:
         raise BadInput.expected(
             "drill",
             id,
-            "one of `engine drill --list`",
-            "another" + (f"; did you mean {near[0]}?" if near else ""),
+            "an id of `engine drill --list`",
+            "no drill with this id" + (f"; did you mean {near[0]}?" if near else ""),
         )
     return known[id]

@@ -33,7 +33,7 @@ def describe(path: str | Path, *, tensors: bool = False) -> Description:
         config          in the form of config.json; None when the file has no configuration
         runs            whether this engine has a decoder for it, and the file has all tensors that it needs
         files           the files that hold tensors
-        vocabulary      `rows` of the embedding; `tokens` of the tokenizer in the file or beside it
+        vocabulary      `rows` of the embedding; `tokens` of the tokenizer in the file or its folder
 
     Raises `WeightsError`.
     """

@@ -3,7 +3,7 @@
     student base    the student's weights started from its weights: a derived work
     teacher         its outputs were the student's training targets
 
-A licence is read where its author wrote it: `license:` in the front matter of the README.md beside the
+A licence is read where its author wrote it: `license:` in the front matter of the README.md in the folder of the
 weights, or the metadata of a GGUF or .apr file. Nothing is guessed: without such a line the licence is
 unknown, and the card says so. Two bases with different licences have no common identifier: the card says
 `other`, and lists both.
@@ -142,7 +142,7 @@ def _licence_of(path: Path) -> tuple[str | None, str | None, str]:
     if path.is_dir():
         readme = path / _README
         if not readme.is_file():
-            return None, None, "no README.md beside its weights"
+            return None, None, "no README.md in the folder of its weights"
         said = front_matter(readme)
         # The Hub's identifiers are in lower case.
         found = said.get("license", "").lower()

@@ -4,7 +4,7 @@
     verified      every line of the receipt that can be compared with the folder (`engine.receipts.receipt`)
     the student   its files have the receipt's hashes, and its tensors the hash that the run logged
     replayed      the outcome of `engine verify`, where the run was verified: a failure counts as missing
-    evaluated     a held-out loss of the student, from the run or from an evaluation beside it:
+    evaluated     a held-out loss of the student, from the run or from a separate evaluation:
 
         the run                        heldout_loss_nats of its receipt, of the student read back from its files
         engine eval ppl                the JSON value of --json, kept in a file

@@ -72,7 +72,7 @@ def read_script_settings(texts: Iterable[str]) -> dict[str, str]:
             known = ", ".join(SCRIPT_SETTINGS)
             raise UsageError(
                 f"--set {clipped(text, 40)!r}: expected NAME=VALUE with a setting of a script, one of {known}",
-                hint="a variable of its environment: --env NAME=VALUE of engine watch, --env-b of engine flip",
+                hint="to set an environment variable: engine watch --env NAME=VALUE, or engine flip --env-b NAME=VALUE",
             )
         if setting.values:
             allowed, is_one = ", ".join(setting.values), value in setting.values

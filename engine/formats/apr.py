@@ -374,7 +374,7 @@ def check_extent(
         refuse("AP08", path, expected, f"a file of {header.file_bytes:,}", CUT_SHORT)
     if rest not in (0, FOOTER_BYTES):
         expected = f"{end:,} bytes, or {end + FOOTER_BYTES:,} with a footer"
-        hint = "another file may be hidden behind the weights"
+        hint = "another file may be hidden after the weights"
         refuse("AP08", path, expected, f"{header.file_bytes:,}", hint)
     return end, unclaimed
 

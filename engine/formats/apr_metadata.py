@@ -324,7 +324,7 @@ def unsupported(metadata: Mapping[str, Any], path: Path) -> list[str]:
     if VOCABULARY not in metadata:
         reason = "the file brings none"
     elif missing:
-        reason = f"{', '.join(missing)} missing beside {VOCABULARY}"
+        reason = f"{', '.join(missing)} missing, though the file has {VOCABULARY}"
     elif not isinstance(pre, str) or pre not in PRE_TOKENIZERS:
         reason = f"{PRE_TYPE} {pre!r:.40} is not supported; {', '.join(PRE_TOKENIZERS)} are"
     else:

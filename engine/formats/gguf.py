@@ -328,7 +328,7 @@ def _check_version(path: Path, version: int) -> None:
         )
     hint = "the file is damaged; fetch it again"
     if version == 1:
-        hint = "only llama.cpp of August 2023 wrote it; fetch the model anew, or convert its original folder"
+        hint = "only llama.cpp of August 2023 wrote it; fetch the model again, or convert its original folder"
     elif 3 < version < _DAMAGED_VERSION:
         hint = "a newer llama.cpp wrote it; update apr-workbench, or convert the model's original folder"
     refuse("GG03", f"{path} @4", "version 2 or 3", f"version {version}", hint)

@@ -103,7 +103,7 @@ def _in_folder(folder: Path) -> Path:
             found[name] = folder / name
         elif name.lower().endswith((".gguf", ".apr")) and not name.startswith("."):
             part = PART.fullmatch(name)
-            # Any part of a split file stands for all of them.
+            # Any part of a split file represents all of them.
             every = f"{part['stem']}-*-of-{part['count']}.gguf" if part else name
             found.setdefault(every, folder / name)
     ours = {name: file for name, file in found.items() if name in (SINGLE_FILE, INDEX_FILE)}

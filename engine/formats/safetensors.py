@@ -4,7 +4,7 @@ A model is one file, or a folder with `model.safetensors`, or a folder with
 `model.safetensors.index.json`, which lists the shard of each tensor. The choice is never guessed: a
 folder with both is refused. Every header is checked before any data is read. Opening a model costs
 no memory: a tensor is read when it is requested. The files contain only tensors: configuration and
-tokenizer are in the `config.json` and `tokenizer.json` beside them.
+tokenizer are in the `config.json` and `tokenizer.json` of the same folder.
 
     byte 0      8 bytes   N, the length of the header, unsigned little-endian
     byte 8      N bytes   JSON: {name: {"dtype", "shape", "data_offsets": [begin, end]}, ...},
@@ -148,13 +148,13 @@ class SafetensorsFolder(WeightFile):
         return self.read(info, dtype).view(info.shape)
 
     def config_dict(self) -> dict[str, Any]:
-        """Return the `config.json` beside the weights. Raises `WeightsError`."""
+        """Return the `config.json` in the folder of the weights. Raises `WeightsError`."""
         return read_json_object(
             self.folder / CONFIG_FILE, "model configuration", limits.MODEL_CONFIG
         )
 
     def tokenizer_json(self) -> bytes | None:
-        """Return the `tokenizer.json` beside the weights, or None. Raises `WeightsError`."""
+        """Return the `tokenizer.json` in the folder of the weights, or None. Raises `WeightsError`."""
         path = self.folder / TOKENIZER_FILE
         if not os.path.lexists(path):
             return None
@@ -175,14 +175,14 @@ def open_index(path: Path) -> SafetensorsFolder:
 
 
 def _of_text_model(tensors: dict[str, TensorInfo]) -> dict[str, TensorInfo]:
-    """Return the tensors by the names that they have in a language model alone, in a checkpoint that has a vision model
-    beside it. Tensors of other parts keep their names, and `TensorInfo.name` is always that in the file."""
+    """Return the tensors by the names that they have in a language model alone, in a checkpoint that also has a vision
+    model. Tensors of other parts keep their names, and `TensorInfo.name` is always that in the file."""
     renamed = {in_text_model(name) or name: info for name, info in tensors.items()}
     return renamed if len(renamed) == len(tensors) else tensors
 
 
 def other_parts(tensors: Mapping[str, TensorInfo]) -> list[str]:
-    """Return the tensors beside the language model of a checkpoint that has a vision model too."""
+    """Return the tensors outside the language model of a checkpoint that also has a vision model."""
     if all(name == info.name for name, info in tensors.items()):
         return []
     return [
@@ -198,7 +198,7 @@ def _left_out(path: Path, tensors: Mapping[str, TensorInfo]) -> Iterator[str]:
     if buffers:
         yield f"{path}: {_listed(buffers, 'buffer')} of RoPE not read: config.json says the same"
     if others := other_parts(tensors):
-        yield f"{path}: {_listed(others, 'tensor')} beside the language model, which the native decoder does not read"
+        yield f"{path}: {_listed(others, 'tensor')} outside the language model, which the native decoder does not read"
 
 
 def _listed(names: Sequence[str], what: str) -> str:
@@ -216,7 +216,7 @@ def write_safetensors(
     """Write a new file, each tensor cast to `dtype`, and return when it is safe on disk.
 
     Host memory peaks at one tensor, whatever device the tensors are on. An existing file is refused
-    and stays unchanged; a failed write leaves nothing behind. Raises `WeightsError`, `DiskFull`.
+    and stays unchanged; a failed write leaves no file. Raises `WeightsError`, `DiskFull`.
     """
     path = Path(path)
     codes = {name: dtype_code(dtype or tensor.dtype) for name, tensor in tensors.items()}
@@ -532,6 +532,6 @@ def _check_layout(
             path,
             f"{end:,} bytes",
             f"{file_bytes - end:,} trailing bytes of no tensor",
-            "another file may be hidden behind the weights",
+            "another file may be hidden after the weights",
             code="ST09",
         )

@@ -129,7 +129,7 @@ class Tokenizer:
         self._end_of_text = end_of_text
         self._cuts = _cuts_of(inner)
         self.encoded_s = self.encoded_cpu_s = 0.0
-        """What that took, and the seconds of all CPUs meanwhile."""
+        """Seconds spent on encoding, and CPU seconds of all threads in that time."""
         ids = inner.get_vocab(with_added_tokens=True).values()
         self.vocab_size = max(ids, default=-1) + 1
         """The highest id + 1, added tokens included."""
@@ -508,9 +508,9 @@ def _batches(pieces: Iterable[tuple[int, str]]) -> Iterator[list[tuple[int, str]
 # treat both sides alone as it treats them together:
 #
 # - Added tokens are searched in the text, and those marked so in the normalized text. Safe if none
-#   spans the place, and, for those that look at or take in what is beside them, if none touches it.
+#   spans the place, and, for those that depend on or absorb adjacent characters, if none touches it.
 # - The normalizer: safe if x and y are characters that no normal form changes or joins with others.
-# - The first pre-tokenizer: see `_WORDS_END` and `_DIGITS`. Its expressions never look behind, so from
+# - The first pre-tokenizer: see `_WORDS_END` and `_DIGITS`. Its expressions have no lookbehind, so from
 #   a place where a part ends the rest is cut as if the text began there.
 # - Further pre-tokenizers and the model see one part at a time.
 # - The post-processor: nothing is added around a text.
@@ -522,10 +522,10 @@ _CLASSES = {
     "P": "!-/:-@\\[-_{|}~\u3001\u3002",
 }
 """Letters, digits, space and punctuation that every expression counts as such and every normal form
-leaves alone. All other characters, combining ones among them, are never beside a cut."""
+leaves alone. All other characters, combining ones among them, are never next to a cut."""
 _WORDS_END = ("LD", "LS", "LP", "DL", "DS", "DP", "PD")
 """Classes of x and y between which a part always ends, in the expressions of GPT-2, Qwen2 and Llama 3: a
-part with a letter ends with its last letter, and a digit stands only with digits (in GPT-2's also after
+part with a letter ends with its last letter, and a digit is only with digits (in GPT-2's also after
 a space). Nothing after x decides how far the part reaches that holds x, as it would if x were a space."""
 _MARKS_END = ("LP", "DP", "PL", "PD")
 """The same for the expression that separates runs of punctuation from everything else."""
@@ -552,7 +552,7 @@ class _Cuts:
     spans: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Added tokens by each two characters in them."""
     normalized: frozenset[str] = frozenset()
-    """Two characters beside each other in an added token that is searched in the normalized text."""
+    """Pairs of adjacent characters in an added token that is searched in the normalized text."""
     touching: frozenset[str] = frozenset()
     """First characters of added tokens that are not to begin at a cut, and last of those not to end there."""
 

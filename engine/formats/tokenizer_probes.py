@@ -7,7 +7,7 @@ So both encode about `COUNT` short texts, made of their own tokens and of charac
     merges      what one file alone merges, and each three tokens whose first merge is another in the two
     tokens      the text of tokens evenly spread over the ids, and of those that no merge makes
     neighbours  the texts of merges that follow each other in rank, and phrases of tokens far apart
-    variants    of some texts: repeated, in other case, with white space around, with digits and marks behind
+    variants    of some texts: repeated, in other case, with white space around, followed by digits and marks
     characters  numbers, contractions, white space, accents in both normal forms, scripts, symbols, control characters
     added       tokens that are matched in the text, alone, between words and between spaces
 
@@ -39,7 +39,7 @@ _MERGES = 1_000
 _RIVALS = 4
 """Merges that are compared with one that has another rank."""
 _BROKEN = "\ufffd"
-"""What the library decodes for bytes that are no character: the text of such a token gives other tokens."""
+"""Character that the library decodes for invalid UTF-8: encoding the text of such a token gives other tokens."""
 _IRRELEVANT = ("version", "truncation", "padding", "decoder")
 """Parts of a file that do not change the ids of a text, as this engine opens it."""
 

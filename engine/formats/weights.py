@@ -6,7 +6,7 @@ process. Three formats implement the interface, and `engine.formats.open.open_we
 by the file's first bytes:
 
     format        convention   configuration                 tokenizer
-    safetensors   hf           config.json beside the file   tokenizer.json beside the file
+    safetensors   hf           config.json in the folder     tokenizer.json in the folder
     gguf          gguf         from the file's metadata      from the file's metadata
     apr           apr          from the file's metadata      from the file's metadata
 

@@ -1,12 +1,12 @@
 """Writes files completely or not at all, tensor by tensor.
 
 A GGUF or .apr file lists its tensors before their data, but an iterable of tensors gives them one
-at a time, perhaps quantising each only then. So the data goes to an unnamed temporary file beside
+at a time, perhaps quantising each only then. So the data goes to an unnamed temporary file next to
 the target (`TensorData`), the header is built when the last tensor has been seen, and the data is
-copied behind it. Host memory peaks at one tensor; the disk holds the data twice while it is copied.
+copied after it. Host memory peaks at one tensor; the disk holds the data twice while it is copied.
 
 The file gets its name only when all of it is on disk. Nothing is ever overwritten, and a failed
-write leaves nothing behind (a killed process leaves the partial file).
+write leaves no file (a killed process leaves the partial file).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 COPY_BYTES = 1 << 22
 PART_BYTES = 1 << 25
-"""Of a tensor, that are in host memory at a time."""
+"""Bytes of a tensor that are in host memory at a time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

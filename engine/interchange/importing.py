@@ -72,7 +72,7 @@ def import_run(
     given: Mapping[str, str] | None = None,
     partial: bool = False,
 ) -> tuple[RunFolder, list[Note]]:
-    """Make `folder`/NAME of the files at `path`; returns it with what is to be said of it, which its log has too.
+    """Create `folder`/NAME from the files at `path`; return it with remarks for the user, which its log has too.
 
     `given` has the names that the user gives: ours to theirs. Raises BadInput; then nothing was written.
     """
@@ -163,7 +163,7 @@ def _listed(names: Iterable[str]) -> str:
 
 def _about(recorded: Recorded, names: Mapping[str, str]) -> list[str]:
     """Say what became of every name."""
-    texts = [f"{ours} is its {theirs}" for ours, theirs in names.items()]
+    texts = [f"{ours} from {theirs}" for ours, theirs in names.items()]
     lines = [f"names: {', '.join(texts) or 'none'}"]
     if others := recorded.series.keys() - set(names.values()):
         lines.append(f"logged under its own name: {_listed(others)}")
@@ -176,12 +176,10 @@ def _about(recorded: Recorded, names: Mapping[str, str]) -> list[str]:
         )
     if not recorded.is_timed:
         lines.append(
-            "no time of day: the times are those of the steps, counted from the time of the file"
+            "no time of day in the log: times are counted from step to step, from the time of the file"
         )
     if (every := max((one.every for one in recorded.series.values()), default=1)) > 1:
-        lines.append(
-            f"of long curves every {every:,}th value is judged, and each that is not finite"
-        )
+        lines.append(f"long curves: every {every:,}th value is judged, and every non-finite one")
     return [*recorded.notes, *lines]
 
 
@@ -247,7 +245,7 @@ def _write_events(
     last = non_finite = 0
     for event in first:
         log.write(event)
-    # A value that was logged long after its step must not delay the steps behind it.
+    # A value that was logged long after its step must not delay later steps.
     waiting: list[tuple[float, Event]] = []
     for step, points in by_step(recorded.series):
         last = step

@@ -44,12 +44,12 @@ running sums are not here."""
 TIMES = frozenset({"step_s", "data_s"})
 """Values whose names may have a word before them: `perf/step_time`, `profile/data_time`."""
 STEP = ("global_step", "train_global_step", "trainer_global_step", "step", "iteration", "iter")
-"""Of a row. W&B's own `_step` counts calls, so a step of the script's comes first."""
+"""Names of a column with the step, by priority. W&B's `_step` counts calls, so a step of the script has priority."""
 TIME = ("unix_s", "wall_time", "timestamp")
-"""Of a table: unix seconds."""
+"""Names of a column with unix seconds."""
 OURS = (*OF_STEP, *HELD_OUT)
 MAPPED = (*OURS, "step", "time")
-"""What `--map` takes."""
+"""Names that `--map` accepts."""
 _SHOWN = 12
 
 

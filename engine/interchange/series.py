@@ -33,7 +33,7 @@ class Series:
     unix_s: array[float] = field(default_factory=lambda: array("d"))
     values: array[float] = field(default_factory=lambda: array("d"))
     replaced: int = 0
-    """How many values a restart has replaced."""
+    """Number of values that a restart has replaced."""
     seen: int = 0
     every: int = 1
     """Number of values of which one is kept; more than 1 where `add` has thinned them."""

@@ -39,7 +39,7 @@ class NotALog(BadInput):
 
 @dataclass(slots=True, kw_only=True)
 class Recorded:
-    """What the files of another tool say of one run."""
+    """Contents of another tool's files about one run."""
 
     path: Path
     name: str = ""

@@ -22,10 +22,10 @@ reader, which alone reports faults, reads it.
 **When a segment is valid.** Its file must be complete and of this layout version. Then the log is tested for
 whether it still has these lines:
 
-- The log is the same file, on a machine that has not rebooted since. Such a log is only appended to, or cut behind
-  its last whole line or in front of the hole that a power loss left (`engine.log.write`); the lines that follow a cut
+- The log is the same file, on a machine that has not rebooted since. Such a log is only appended to, or cut after
+  its last whole line or before the hole that a power loss left (`engine.log.write`); the lines that follow a cut
   have other sequence numbers and timestamps. So if the last TAIL_BYTES of the lines are unchanged and in place,
-  everything in front of them is.
+  everything before them is unchanged too.
 - Anything else: a copy, a replaced log, a rebooted machine whose disk may have zeros where its page cache had
   lines, a segment written by another user. Then every byte is compared (CRC-32).
 

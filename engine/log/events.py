@@ -11,8 +11,8 @@ of that moment. So durations are immune to clock steps, and yet three files and 
 run) share one axis.
 
 Numbers are floats or absent, never a placeholder. JSON has no NaN, so a non-finite value is written as null
-with its name under `nf`: `{"loss": null, "nf": {"loss": "nan"}}`. Missing and NaN can therefore be told
-apart, and every parser can read the line. A nested value is named by its path, as in a JSON pointer without
+with its name under `nf`: `{"loss": null, "nf": {"loss": "nan"}}`. Missing and NaN can therefore be
+distinguished, and every parser can read the line. A nested value is named by its path, as in a JSON pointer without
 the first slash: `facts/gpu0_power_w`, with `~1` for a slash in a name and `~0` for a tilde. Reading puts the
 values back and empties `nf`, which belongs to the line and not to the event.
 """
@@ -220,7 +220,7 @@ class DecisionMade(Event, frozen=True, kw_only=True, tag="decision"):
     reason: str
     rejected: list[tuple[str, str]] = []
     impossible: list[str] = []
-    """Those of the rejected values that the run cannot have on this machine."""
+    """Rejected values that are impossible on this machine."""
     override: str = ""
     overridden: bool = False
 

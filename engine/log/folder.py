@@ -232,8 +232,10 @@ def must_have_settings(run: RunFolder) -> None:
             "run folder",
             run.path,
             "a run of `engine distill`",
-            "a command that is watched, whose settings are its own",
-            hint=f"change the command and watch it again: engine watch -- {command.line}",
+            "a watched or imported run, which has no spec",
+            hint=f"change the command and watch it again: engine watch -- {command.line}"
+            if command.arguments
+            else None,
         )
 
 

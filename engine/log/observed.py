@@ -4,8 +4,8 @@ An experiment asks whether another run shows the same (`shown`): the same id, an
 the exception, the line that raised it and its words, of an identity or check its words, both without numbers, and of an
 alert the part that it is about. No is
 an answer only where that run has done the work: half as many steps and rows again as the observed run had done, or all
-of its steps, for as long as the window of the alert, with a pass of the check or identity. Whatever else ends a run
-says nothing: the answer is unknown.
+of its steps, for as long as the window of the alert, with a pass of the check or identity. If anything else ends the
+run, the answer is unknown.
 """
 
 from __future__ import annotations

@@ -10,9 +10,9 @@ exception out of a signal handler) is cut off again, at the latest before the ne
 it and `seq` never repeats or jumps.
 
 A killed writer leaves at most an unfinished last line. A power loss may leave more: unsynced pages that read
-as zeros, with later pages behind them. A log continues before the first hole (`recover`). Nothing
+as zeros, followed by later pages with data. A log continues before the first hole (`recover`). Nothing
 acknowledged follows the hole, because an acknowledgement is a sync; whole lines that do follow it are saved
-to a file beside the log, for people.
+to a separate file in the run folder, for people.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ Kept for the backward pass, per token and layer, in addition to the weights:
     q, k, v              p (Q + 2 K)            after rotation; 3 p Q if the kernel cannot share heads
     attention output     p Q + 4 H              and the logsumexp of each query
     head norms (Qwen3)   p (Q + K) + 4 (H + J)  their inputs, and 1/rms
-    norms behind (OLMo)  2 (p D + 4)            in place of the norm inputs above, or beside them (Gemma, where
+    norms after (OLMo)   2 (p D + 4)            in place of the norm inputs above, or in addition (Gemma, where
                                                 the norms' inputs are fp32)
     feed-forward         4 p F                  gate, silu(gate), up and silu(gate) * up
 

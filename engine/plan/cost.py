@@ -1,4 +1,4 @@
-"""What the parts of a training step cost: FLOPs, bytes moved and kernel launches, from the shapes alone. No torch.
+"""Costs of the parts of a training step: FLOPs, bytes moved and kernel launches, from the shapes alone. No torch.
 
 Letters: N tokens of a step in P micro-batches of rows of S tokens; L layers, D width, Q all query heads together, W the
 elements in the linear weights of all layers, A all parameters, V the vocabulary. A
@@ -33,7 +33,7 @@ from engine.models.config import ModelConfig, count_parameters
 LAUNCHES = 40
 """Operations of one layer's forward pass where none are fused; each reads or writes the layer's hidden states."""
 SOFTMAX_TIMES = 12
-"""How often each fp32 logit is read or written for a softmax, a loss and its gradient where none are fused."""
+"""Times that each fp32 logit is read or written for a softmax, a loss and its gradient, none of them fused."""
 ADAMW_TIMES = 7
 """Numbers of 4 bytes that an update reads and writes for each parameter."""
 DENSE_BF16_FLOPS = {
@@ -48,7 +48,7 @@ DENSE_BF16_FLOPS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cost:
-    """What a part of a step does."""
+    """Cost of one part of a step."""
 
     flops: float = 0.0
     moved_bytes: float = 0.0

@@ -1,4 +1,4 @@
-"""What is in the data of a spec: documents, tokens, what has a label, and what was left out and why.
+"""Overview of the data of a spec: documents, tokens, what has a label, and what was left out and why.
 
 Everything is counted on the tokens that the models would read, of a part of the corpus where it is large.
 """
@@ -54,9 +54,9 @@ class Part:
     """Tokens that are to be predicted."""
     rows: int
     unlabelled_rows: int
-    """Of them without a label: they are not trained on."""
+    """Rows without a label, which are not trained on."""
     padding: int
-    """Places of the rows that hold no token."""
+    """Positions of the rows that are padding."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +72,7 @@ class Reason:
 class Copies:
     count: int
     names: tuple[tuple[str, str], ...]
-    """Of the first, and of what each is a copy of: file and line of a record."""
+    """Names of the first copies, each with the name of its original: file and line of a record."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,9 +94,9 @@ class Overview:
     heldout: Part
     steps: int
     passes: float | None
-    """Passes over the training text that the steps make; None where a part of the text was not looked at."""
+    """Passes over the training text that the steps make; None if part of the text was not read."""
     behind_a_cut: float | None
-    """Of conversations, the share of the labels whose conversation begins in an earlier row; None for text."""
+    """Share of the labels of conversations whose conversation begins in an earlier row; None for text."""
     lengths: tuple[tuple[int, int], ...]
     """Training documents by length: the most tokens of a group, a power of two, and how many are in it."""
     longer_than_a_row: int
@@ -109,16 +109,16 @@ class Overview:
     compared: int
     left_out: tuple[Reason, ...]
     remarks: tuple[Reason, ...]
-    """What is not read, not written or not labelled of records and conversations."""
+    """Parts of records and conversations that are not read, not rendered or not labelled."""
     partly_labelled: int
     beyond_bytes: int
-    """Documents that were not looked at; 0 where all were."""
+    """Documents that were not read; 0 if all were."""
     samples: tuple[Sample, ...]
 
     def lines(self) -> list[str]:
         """Format it for people, without the samples."""
         part = (
-            f" (of at most {format_bytes(LOOKED_AT_BYTES)}; {self.beyond_bytes:,} documents were not looked at)"
+            f" (of at most {format_bytes(LOOKED_AT_BYTES)}; {self.beyond_bytes:,} documents were not read)"
             if self.beyond_bytes
             else ""
         )
@@ -145,7 +145,7 @@ class Overview:
         lines += self._histogram()
         if self.longer_than_a_row:
             lines.append(
-                f"{self.longer_than_a_row:,} are longer than a row; the rest of each stands in the next one"
+                f"{self.longer_than_a_row:,} are longer than a row; the rest of each is in the next one"
             )
         told = []
         for copies, words in (

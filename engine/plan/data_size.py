@@ -48,15 +48,15 @@ class DataSize:
     passes: float | None
     """Passes over the training text that the steps of the spec make."""
     labelled: float | None = None
-    """Of conversations, the share of the tokens that are to be predicted; None for text."""
+    """Share of the tokens of conversations that are to be predicted; None for text."""
     behind_a_cut: float | None = None
-    """Of conversations, the share of the labels whose conversation begins in an earlier row; None for text."""
+    """Share of the labels of conversations whose conversation begins in an earlier row; None for text."""
     read: int = 0
     """Documents that were read, those with a fault among them."""
     not_read: int | None = 0
     """About how many documents of a larger corpus were not read; None where the files do not tell."""
     left_out: tuple[LeftOut, ...] = ()
-    """Of those that were read, the records with a fault; of a corpus that was tokenized also what has no tokens."""
+    """Records with a fault among those that were read; of a tokenized corpus, also those without tokens."""
 
     def lines(self, steps: int) -> list[str]:
         """Format it for people."""
@@ -102,7 +102,7 @@ def behind_a_cut_lines(share: float | None, prefix: str = "") -> list[str]:
     if not share:
         return []
     return [
-        f"{prefix}{share:.1%} of the labels are behind a cut: the beginning of their conversation is in an earlier "
+        f"{prefix}{share:.1%} of the labels follow a cut: the beginning of their conversation is in an earlier "
         "row; data.packing=documents keeps conversations whole, a longer data.seq_len cuts fewer"
     ]
 
@@ -219,7 +219,7 @@ class _Sample:
         self, spec: RunSpec, inputs: Inputs, listed: int, texts: int
     ) -> tuple[int | None, float | None, float | None]:
         """Return the tokens of `listed` bytes with so many texts in them, the share of the tokens that are labelled,
-        and that of the labels that are behind a cut."""
+        and that of the labels that follow a cut."""
         if not self.size_bytes:
             return None, None, None
         stream = inputs.tokenize(self.documents, spec.data)

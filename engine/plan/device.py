@@ -115,8 +115,8 @@ def limit_allocator(limit_bytes: int) -> None:
 
 
 def limited(available: Reading, limit_bytes: int, *, on_gpu: bool) -> Reading:
-    """Return the memory to plan with: at most memory.limit_gib, on a GPU less what a process needs beside its tensors;
-    0 means no limit."""
+    """Return the memory to plan with: at most memory.limit_gib, on a GPU less what a process needs in
+    addition to its tensors; 0 means no limit."""
     if not limit_bytes:
         return available
     planned, source = limit_bytes, "memory.limit_gib"

@@ -48,7 +48,7 @@ ADAM_COPIES = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inputs:
-    """What the checks have read: the shapes of both models, and the tokenizers."""
+    """Inputs that the checks have read: the shapes of both models, and the tokenizers."""
 
     teacher: ModelConfig | None
     teacher_size: PackedSize | None
@@ -58,13 +58,13 @@ class Inputs:
     tokenizers: Mapping[str, Tokenizer | None]
     """All tokenizers by their owner; None for a model that brings none."""
     notes: tuple[str, ...]
+    """Things that could not be checked, or are unusual but not refused; one line each."""
     student_blocks: PackedSize | None = None
     """Sizes of a student whose adapters are trained and whose matrices stay in quantised blocks; else None."""
-    """What could not be checked, or is unusual but not refused; one line each."""
     models: tuple[str, ...] = ()
     """The models that are read from the hub's cache, with their commits; one line each."""
     template: ChatTemplate | None = None
-    """Writes the conversations of the corpus; None where it has none in its first MiB, or nobody brings one."""
+    """Template that renders the conversations of the corpus; None if its first MiB has none, or no model has one."""
 
     def load_tokens(
         self,

@@ -126,7 +126,7 @@ class BudgetItem:
     phases: tuple[str, ...] = MEMORY_PHASES
     """The phases in which it is alive."""
     lasting: bool = False
-    """Whether it stays allocated; other items are allocated anew in each step or evaluation."""
+    """Whether it stays allocated; other items are allocated again in each step or evaluation."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -401,7 +401,7 @@ class MemoryPlan:
 
 
 def evaluates_late(spec: RunSpec) -> bool:
-    """Return whether a run on this device evaluates teacher and untrained student behind its first step."""
+    """Return whether a run on this device evaluates teacher and untrained student after its first step."""
     return spec.compute.device != "cuda" and spec.compute.gpus == 1
 
 
@@ -475,7 +475,7 @@ def _fp8_weights(config: ModelConfig, each: int) -> BudgetItem:
         "teacher weights",
         matrices + 4 * config.num_hidden_layers * rows + each * rest,
         f"{format_count(matrices)} x 1 byte in layers and head, with scales, "
-        f"{format_count(rest)} x {each} bytes beside them",
+        f"{format_count(rest)} x {each} bytes in the rest",
         lasting=True,
     )
 
@@ -620,7 +620,7 @@ def _loss_items(plan: MemoryPlan) -> Iterator[BudgetItem]:
         "the larger of a second gradient of the hidden states and a layer's gradients",
         phases=(_BACKWARD,),
     )
-    # If tied: the head's gradient and the lookup's, beside their sum, which is the gradient or is added
+    # If tied: the head's gradient and the lookup's, in addition to their sum, which is the gradient or is added
     # to it.
     again = 2 * student.tie_word_embeddings + (plan.spec.train.accumulation > 1)
     kept = sum(forward.kept().values())
@@ -728,7 +728,7 @@ def _evaluation_items(plan: MemoryPlan) -> Iterator[BudgetItem]:
 
 
 def _audit_items(plan: MemoryPlan) -> Iterator[BudgetItem]:
-    """What the references of a step's audit need on a GPU (`engine.audit`)."""
+    """Yield the memory that the references of a step's audit need on a GPU (`engine.audit`)."""
     if not plan.spec.checks.enabled or not plan.on_gpu:
         return
     student, teacher = plan.student, plan.teacher_in_loss

@@ -49,7 +49,7 @@ class Stored:
     config: ModelConfig
     """The teacher's config."""
     teacher_known: str
-    """How it is known that the store belongs to this teacher, in words."""
+    """Evidence that the store belongs to this teacher, in words."""
     rows: int
     """Number of rows looked up."""
     found: int
@@ -121,7 +121,7 @@ class RunFacts:
     """The facts of one run on its device, as the choosers use them."""
 
     spec: RunSpec
-    """What was asked for, with what is decided so far."""
+    """The spec, with the values that are decided so far."""
     inputs: Inputs
     compute: ComputeDevice
     log: Log

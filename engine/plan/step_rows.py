@@ -1,7 +1,7 @@
-"""What one step of a run trained on: its rows, their documents by name, and their text, proved by content.
+"""The data that one step of a run trained on: its rows, their documents by name, and their text, proved by content.
 
 The run's records (`engine.log.rows`) have a hash of each row. The corpus is read again, and each hash is looked up in
-it: first the row whose turn it was, and where that is another one, every row of both splits.
+it: first as the row that was due, and if that differs, among all rows of both splits.
 """
 
 # Shapes: B rows, T tokens of a row
@@ -39,7 +39,7 @@ SPLITS = ("training", "held-out")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
-    """A document in a row, as far as it stands there."""
+    """The part of a document that is in a row."""
 
     document: str
     begin: int
@@ -59,15 +59,15 @@ class StepRow:
     hash: str
     rank: int
     turn: int
-    """The training row whose turn it was."""
+    """The training row that was due, by the order of the data."""
     row: int | None
     """The row that it is; None where the corpus has none like it."""
     split: str
-    """Of SPLITS, the one that `row` is of."""
+    """Split of `row`, one of SPLITS."""
     labels: int = 0
     pieces: tuple[Piece, ...] = ()
     text: tuple[Marked, ...] = ()
-    """In order, and whether it is to be predicted from what stands before it in the row."""
+    """Text in order, and whether it is to be predicted from what precedes it in the row."""
 
     @property
     def in_turn(self) -> bool:
@@ -75,11 +75,11 @@ class StepRow:
 
     def __str__(self) -> str:
         if self.in_turn:
-            return f"row {self.row:,}, whose turn it was"
+            return f"row {self.row:,}, which was due"
         if self.row is None:
-            return f"NOT row {self.turn:,}, whose turn it was: no row of the corpus is like it"
+            return f"NOT row {self.turn:,}, which was due: no row of the corpus has this content"
         whose = "held-out row" if self.split == SPLITS[1] else "row"
-        return f"{whose} {self.row:,}, and NOT row {self.turn:,}, whose turn it was"
+        return f"{whose} {self.row:,}, and NOT row {self.turn:,}, which was due"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,7 +94,7 @@ class StepRows:
     rows: tuple[StepRow, ...]
 
     def as_dict(self) -> dict[str, Any]:
-        """Return it for JSON, with what is said of it."""
+        """Return it for JSON, with its description."""
         found = asdict(self)
         for one, row in zip(found["rows"], self.rows, strict=True):
             one |= {"in_turn": row.in_turn, "says": str(row)}
@@ -112,9 +112,9 @@ class StepRows:
             f"{format_count(labels)} labels"
         ]
         wrong = sum(not row.in_turn for row in self.rows)
-        proof = "each row is the one whose turn it was, by content"
+        proof = "each row is the one that was due, by content"
         if wrong:
-            proof = f"{wrong:,} of {len(self.rows):,} rows are NOT those whose turn it was"
+            proof = f"{wrong:,} of {len(self.rows):,} rows are NOT those that were due"
         if self.digest_agrees is not None:
             agree = "agrees" if self.digest_agrees else "does NOT agree"
             proof += f"; the digest in the log {agree} with the records"
@@ -155,7 +155,7 @@ def rows_of_step(
 
 def _recorded(run: RunFolder, step: int) -> tuple[list[tuple[int, TrainedRow]], int, bytes]:
     """Return the rows of a step with their ranks, how many ranks there are, and the running digest of the first rank
-    behind it."""
+    after it."""
     rows, digest, last = [], NO_ROWS, 0
     first = _file(run, 0, step)
     ranks = read_ranks(first) if first.exists() else 0
@@ -200,7 +200,7 @@ def _logged(run: RunFolder, step: int) -> tuple[StepDone | None, DataReady | Non
 def _turns(
     spec: RunSpec, stream: TokenStream, of_rank: list[int], ranks: int, step: int
 ) -> list[int]:
-    """Return the row whose turn it was for each of those that a step trained on, whose ranks are given."""
+    """Return the row that was due for each row that a step trained on; `of_rank` has their ranks."""
     rows, passes = spec.train.rows, spec.train.accumulation
     batches = Batches(stream, seq_len=spec.data.seq_len, rows_per_batch=rows, seed=spec.train.seed)
     due: dict[int, Iterator[int]] = {}

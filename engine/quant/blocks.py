@@ -117,7 +117,7 @@ class Layout:
     zero: int = 0
     """The code of the value 0, in types without a minimum."""
     codebook: tuple[int, ...] | None = None
-    """The number that each code stands for, if not the code itself."""
+    """Number that each code represents, if not the code itself."""
     levels: int = 0
     """Codes run from 0 to this one; those of Q8_0 from -128. Only for types that are written."""
     steps: tuple[float, float] = (0.0, 0.0)
@@ -128,7 +128,7 @@ class Layout:
 
 
 class Floor(NamedTuple):
-    """How far the output of a quantised model is from that of its original.
+    """Distance of the output of a quantised model from that of the original.
 
     The figures are those of llama.cpp for 7B and 8B models on Wikitext-2
     (tools/perplexity/README.md); of several models the smallest KL: Q4_K_M has 0.0127 for
@@ -444,7 +444,7 @@ LAYOUTS: dict[str, Layout] = {row.name: row.layout for row in _ROWS if row.layou
 WRITTEN: tuple[str, ...] = tuple(row.name for row in _ROWS if row.largest is not None)
 """The types that values are quantised or cast to; the others are only read."""
 NOISE_FLOORS: dict[str, Floor] = dict(row.mixture for row in _ROWS if row.mixture is not None)
-"""By the name in `engine convert --quant`."""
+"""Noise floors by the name in `engine convert --quant`."""
 QUANTS = {"q4_k_m": "Q4_K", "q6_k": "Q6_K", "q8_0": "Q8_0", "bf16": "BF16", "f32": "F32"}
 """Type of the matrices, for each name in `engine convert --quant`."""
 TYPES_OF = {

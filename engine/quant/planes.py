@@ -20,7 +20,7 @@ bits of all rows, and so on. The fields keep their bytes and bit order.
     MXFP4    low 16                           d 1
 
 The header is d, dmin if there is one, and the 6-bit scales. Memory is fetched in sectors of 32 bytes: if the header
-stayed beside the low bits, as in the blocks, reading either would also fetch half a sector of the
+stayed next to the low bits, as in the blocks, reading either would also fetch half a sector of the
 other.
 
 In types with blocks of 256 values, groups of 16 rows are interleaved: the first blocks of all 16 rows, then the second

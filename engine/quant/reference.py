@@ -257,7 +257,7 @@ def _dequantize_by_package(rows_RC: Tensor, type_: BlockType) -> Tensor:
 
 
 def _code_values(code_NE: Tensor, layout: Layout) -> Tensor:
-    """Return the number that each code stands for, before any scale: float32, a new tensor."""
+    """Return the number that each code represents, before any scale: float32, a new tensor."""
     if layout.codebook is not None:
         book = torch.tensor(layout.codebook, dtype=torch.float32, device=code_NE.device)
         return book.index_select(0, code_NE.flatten().int()).view(code_NE.shape)

@@ -5,9 +5,9 @@ contains a hash of the source, the compiler's version output, the flags and the 
 them gives another file. Its last 32 bytes are the SHA-256 of everything before them, which an ELF loader
 ignores. A damaged or truncated library is therefore detected and compiled again, never loaded.
 
-The library is written beside its final path and renamed once. If two processes compile at the same time the
-later rename wins, and both files are the same library. Where the cache cannot be written, the library is
-compiled into a temporary folder that is removed with the process.
+The library is written to a temporary file in the same folder and renamed once. If two processes compile at
+the same time, the later rename wins, and both files are the same library. Where the cache cannot be
+written, the library is compiled into a temporary folder that is removed with the process.
 
 Nothing here loads torch or the library itself.
 """
@@ -39,7 +39,7 @@ _DIGEST_BYTES = 32
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompiledLibrary:
-    """What was compiled, for the log; when `cached`, nothing was."""
+    """Record of a compilation for the log; when `cached`, nothing was compiled."""
 
     name: str
     path: Path
@@ -49,7 +49,7 @@ class CompiledLibrary:
     """Seconds for finding and, unless cached, compiling the library."""
     cached: bool
     note: str
-    """Why it was compiled and where it was put; empty when cached."""
+    """Reason why it was compiled, and its place; empty when cached."""
 
 
 def compiled_library(source: Path, folder: Path | None = None) -> CompiledLibrary:

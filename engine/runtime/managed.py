@@ -198,7 +198,7 @@ class MemoryScope:
 
     @property
     def compiled(self) -> CompiledLibrary | None:
-        """The library behind the pool, for the log."""
+        """The library that implements the pool, for the log."""
         return None if self.pool is None else self.pool.library.compiled
 
 

@@ -17,11 +17,11 @@ from engine.machine.rates import Rates, machine_name
 from engine.runtime.device import choose_device, choose_precision, choose_threads, torch_dtype
 
 SIDE = {"cuda": 8192, "cpu": 768}
-"""Of the square matrices that are multiplied: 2 ms on a fast GPU, 20 on two slow cores."""
+"""Rows and columns of the square matrices that are multiplied: 2 ms on a fast GPU, 20 on two slow cores."""
 COPIED_BYTES = {"cuda": 256 << 20, "cpu": 64 << 20}
 """More than a cache holds."""
 CALLS = {"cuda": 10, "cpu": 1}
-"""Between two looks at the clock, so that launching takes no part of the time."""
+"""Number of calls between two readings of the clock, so that launches do not add to the time."""
 ROUNDS = 5
 
 

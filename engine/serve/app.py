@@ -137,7 +137,7 @@ def listen(port: int | None) -> tuple[socket.socket, str]:
         if port is not None:
             heard.close()
             found = error.strerror or str(error)
-            raise BadInput.expected("serve", f"port {port}", "one that is free", found) from None
+            raise BadInput.expected("serve", f"port {port}", "a free port", found) from None
         heard.bind(("127.0.0.1", 0))
         said = f"port {PORT} is taken; another is used"
     heard.listen()

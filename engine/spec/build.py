@@ -149,15 +149,15 @@ def _cross_checks(
 ) -> None:
     """Check the constraints between fields. A message names a value only where the user has `written` it."""
     if spec.teacher.backend in ("dequantized", "quantized") and not spec.teacher.path:
-        add("teacher.backend", "expected teacher.path beside it, found none")
+        add("teacher.backend", "expected teacher.path as well, found none")
     if spec.teacher.backend == "cached" and not (spec.teacher.path and spec.teacher.cache):
         lacking = "teacher.cache" if spec.teacher.path else "teacher.path"
-        add("teacher.backend", f"expected {lacking} beside it, found none")
-    # A section written as a value is refused where it stands.
+        add("teacher.backend", f"expected {lacking} as well, found none")
+    # A section written as a value is refused elsewhere, with its line.
     if spec.has_teacher or spec.loss.alpha == 1.0 or "teacher" in written:
         pass
     elif "loss.alpha" not in written and spec.teacher.backend == "none":
-        add("teacher.backend", 'expected loss.alpha = 1 beside "none", found no loss.alpha')
+        add("teacher.backend", 'expected loss.alpha = 1 with "none", found no loss.alpha')
     elif "loss.alpha" not in written:
         add(
             "teacher.path",
@@ -335,7 +335,7 @@ def models_of_hub(spec: RunSpec) -> dict[str, hub_cache.Snapshot]:
 
 
 def _as_section(key: str, value: Any) -> str:
-    """Return how to write a value that stands in the place of a section."""
+    """Return how to write a value that is written in place of a section."""
     main = {"teacher": "path", "student": "path", "data": "corpus", "run": "name"}.get(key)
     if main is None or not isinstance(value, str):
         return f" [{key}], found a value"

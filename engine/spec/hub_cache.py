@@ -24,7 +24,7 @@ from engine.errors import BadInput
 from engine.files import read_json_object, read_text
 
 Wanted = Literal["model", "tokenizer", "config"]
-"""What is read of a snapshot. All of it has to be there."""
+"""Part of a snapshot that is read, and must be complete."""
 
 MAIN = "main"
 CONFIG_FILE = "config.json"
@@ -70,7 +70,7 @@ class Snapshot:
 
     @property
     def text(self) -> str:
-        """What every surface says of it."""
+        """The description that commands and screens show."""
         return f"{self.name} at commit {self.commit}, from the hub cache: {self.folder}"
 
     def check(self, wanted: Wanted, asked: HubName | None = None) -> None:

@@ -1,4 +1,4 @@
-"""Names that other trainers have for our settings: a spec that says `batch_size` is told `train.rows`.
+"""Names of settings in other trainers: the error for `batch_size` suggests `train.rows`.
 
 A name matches in any section, and also without one. A name with a section matches there alone.
 """
@@ -51,4 +51,4 @@ _OURS: dict[str, str] = {
     "run.name": "run_name experiment_name",
 }
 OTHER_NAMES = {name: ours for ours, names in _OURS.items() for name in names.split()}
-"""What to suggest, by the name that somebody wrote: one of our keys, with a remark where it is not the same thing."""
+"""Suggested setting by the unknown name in a spec, with a remark where its meaning differs."""

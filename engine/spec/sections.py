@@ -488,7 +488,7 @@ class CheckpointSection:
         200, "Steps between checkpoints; 0 means only at the end.", low=0, most=10**9
     )
     keep_last: int = setting(
-        2, "How many of the newest to keep, beside the best.", low=1, most=10**6
+        2, "Number of newest checkpoints to keep, in addition to the best.", low=1, most=10**6
     )
     at_end: bool = setting(
         True,
@@ -601,7 +601,7 @@ class WatchSection:
     on_thrash: str = setting(
         "stop",
         "What to do when the machine runs out of memory and all its processes wait for it: stop the run, which "
-        "saves, before nobody can reach the machine (stop), or only report it.",
+        "saves, before the machine stops responding (stop), or only report it.",
         allowed=("report", "stop"),
     )
     sample_seconds: float = setting(
@@ -637,8 +637,8 @@ class ChecksSection:
     )
     every: int = setting(
         0,
-        "Steps after which a step is audited again, beside the first two of a session and the last of a run (0: no "
-        "others); -1 leaves out the second too.",
+        "Steps after which a step is audited again, in addition to the first two of a session and the last of a run "
+        "(0: no others); -1 leaves out the second too.",
         low=-1,
         most=10**9,
     )

@@ -44,7 +44,7 @@ def refusal_of_toml(error: RecursionError | ValueError) -> str:
     """Say what TOML text exceeds: the nesting or the digits that can be parsed."""
     if isinstance(error, RecursionError):
         return f"expected values nested {limits.SPEC_DEPTH}, found more"
-    return f"expected whole numbers of {limits.SPEC_DIGITS}, found one of thousands"
+    return f"expected integers of {limits.SPEC_DIGITS}, found one with thousands of digits"
 
 
 def shown(text: str) -> str:

@@ -2,7 +2,7 @@
 
 SIGKILL does not mean "out of memory": a person, a job scheduler and the kernel's OOM killer all leave the
 same exit status. Kernel counters, read before the start and after the end, tell them apart. `/proc/vmstat
-oom_kill` counts every OOM kill on the machine, needs no privilege, and is the evidence behind each of these
+oom_kill` counts every OOM kill on the machine, needs no privilege, and is the evidence for each of these
 rows.
 
     exit status   vmstat   cgroup   kernel line   verdict
@@ -195,7 +195,7 @@ def attribute_exit(
         return _host_lost(finished, integrated_gpu)
     if returncode is None:
         return _said(
-            ExitState.UNKNOWN, "no exit status", Certainty.NONE, "Nobody saw the process end"
+            ExitState.UNKNOWN, "no exit status", Certainty.NONE, "No process recorded how it ended"
         )
     number = _signal_number(returncode)
     if number is None:

@@ -225,13 +225,13 @@ def _of_group(group: str, traces: Sequence[Trace], members: tuple[int, ...]) -> 
     rank, first = next(iter(sorted(waiting.items())))
     name = f"{first.what}, number {number}{_in_group(group)}"
     where = f" at {first.at}" if first.at else ""
-    behind = [t for t in traces if t.rank not in there and t.newest[group].number < number]
+    late = [t for t in traces if t.rank not in there and t.newest[group].number < number]
     silent = sorted(set(members) - {t.rank for t in traces})
-    if behind:
-        last = behind[0].newest[group]
+    if late:
+        last = late[0].newest[group]
         after = f"; its last was {last.what}" + (f" at {last.at}" if last.at else "")
         return (
-            f"{_whose(t.rank for t in behind)} not entered {name}, in which {_whose(waiting, 'wait')}"
+            f"{_whose(t.rank for t in late)} not entered {name}, in which {_whose(waiting, 'wait')}"
             f"{where}{after}"
         )
     differing = {r: one for r, one in there.items() if one.what != first.what}

@@ -1,7 +1,7 @@
 """Guards of the supervisor against exhausted memory and clock jumps.
 
 `MemoryGuard` ends a run before its machine hangs for lack of memory. Where GPU and host share memory a
-machine can hang without the kernel's OOM killer ever running: nobody can log in to stop the run, and the
+machine can hang without the kernel's OOM killer ever running: no user can log in to stop the run, and the
 counters that would prove the cause stay at zero. Two readings together warn of this; each alone is harmless:
 
     MemAvailable    under FLOOR_SHARE of the memory, at least FLOOR_LEAST_BYTES and at most

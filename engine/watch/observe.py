@@ -65,7 +65,7 @@ class RunObserver:
         """`stop(why, now)` is called where a setting of the run says that a stall ends it. `process` returns the
         process that trains, where `pid` may only have started it, or a rank of it, and the file to which it writes
         its stacks. `strangers` returns the processes that train, the first of them first, where `pid` ran already
-        and is not told of by anything inside it."""
+        and no probe inside it reports them."""
         self.run, self.pid, self.watch, self.device = run, pid, watch, device
         self._is_first = not run.host
         """Whether this is the first host: what concerns the run and not a machine is done there alone."""

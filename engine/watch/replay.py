@@ -5,7 +5,7 @@ again from its start, the rules are evaluated as the supervisor would have, and 
 and cleared. This also works for a run that was never watched, or was watched with an older set of rules. What the
 run's own watcher raised and the replay does not find again is in the result too, and so are the checks that failed
 and the notes of errors, of every rank:
-nothing that was said of a run while it lived is left out once it is dead.
+everything that was reported while the run lived is in the result.
 
 Evaluations are one second apart, more for runs of hours (at most MOST_LOOKS in total), and never more than
 STEPS_PER_LOOK steps apart, so that no rule's window of steps is skipped. A symptom that exists only between
@@ -49,7 +49,7 @@ from engine.watch.rules.rule import Case, Unknown, earlier_settings
 LOOK_S = 1.0
 MOST_LOOKS = 5000
 STEPS_PER_LOOK = 50
-MOST_BESIDE = 5
+MAX_SIBLINGS = 5
 """Earlier runs that one is compared with."""
 
 
@@ -87,15 +87,15 @@ class Diagnosis:
         return replace(self.view, alerts=active)
 
 
-def diagnose(run: RunFolder, settings: RunSpec | None, *, beside: bool = False) -> Diagnosis:
-    """Replay a run under every rule; with `beside` compare its end with the runs in the folders beside it, too."""
+def diagnose(run: RunFolder, settings: RunSpec | None, *, siblings: bool = False) -> Diagnosis:
+    """Replay a run under every rule; with `siblings`, also compare its end with the other runs in its parent folder."""
     replay, stretches = _Replay(settings, _interval_s(run), earlier_settings(run)), InOrder(run)
     for stretch in stretches:
         for line in stretch.in_order():
             replay.take(line)
     replay.fold_waiting()
-    if beside:
-        replay.beside = _step_times_beside(run, replay.view)
+    if siblings:
+        replay.sibling_step_s = _sibling_step_s(run, replay.view)
     return replay.end(stretches.fault)
 
 
@@ -108,14 +108,14 @@ def diagnose_events(events: Iterable[tuple[AnyEvent, float]]) -> Diagnosis:
     return replay.end(None)
 
 
-def _step_times_beside(run: RunFolder, view: RunView) -> dict[str, float]:
-    """Return the median step times of the newest MOST_BESIDE runs beside this one that completed with its settings on
-    its machine, and began before it."""
+def _sibling_step_s(run: RunFolder, view: RunView) -> dict[str, float]:
+    """Return the median step times of the newest MAX_SIBLINGS runs in the same folder that completed with its
+    settings on its machine, and began before it."""
     found: dict[str, float] = {}
     with suppress(BadInput):
         spec = run.read_effective()["spec"]
         for other in find_runs(run.path.parent):
-            if other.name == run.name or len(found) == MOST_BESIDE:
+            if other.name == run.name or len(found) == MAX_SIBLINGS:
                 continue
             with suppress(BadInput):
                 if other.read_effective()["spec"] == spec:
@@ -153,7 +153,7 @@ class _Replay:
     ) -> None:
         self.settings, self.interval_s, self.earlier = settings, interval_s, earlier
         self.view, self.alerts = RunView(), ActiveAlerts()
-        self.beside: dict[str, float] | None = None
+        self.sibling_step_s: dict[str, float] | None = None
         self.waiting: list[Line] = []
         self.steps = 0
         self.next_look_s: float | None = None
@@ -219,7 +219,7 @@ class _Replay:
             settings=self.settings,
             now_unix_s=now_s,
             earlier=self.earlier,
-            beside=self.beside,
+            sibling_step_s=self.sibling_step_s,
         )
         for event in self.alerts.look(case):
             if isinstance(event, Judged):

@@ -29,8 +29,8 @@ By the state alone a deadlock, a slow disk and a quiet poll are all "S". More de
 
 Not covered: which lock, and who holds it; the C function that made the call, which needs a debugger.
 
-Of a process that is not ours (`of_stranger`) nothing but /proc and py-spy is used: it gets no signal, whatever
-handler it has, and a look that nobody needs at once does not stop it for py-spy's sake.
+For a process that this engine did not start (`of_stranger`) only /proc and py-spy are used: it gets no signal, whatever
+handlers it has, and py-spy stops it only when its stacks are needed at once.
 
 What could not be read is listed with the reason. No signal is sent to a stopped process, which takes none
 before it continues, nor to one in an uninterruptible wait.

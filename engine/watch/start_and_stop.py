@@ -175,7 +175,9 @@ def stop(run: RunFolder, *, now: bool = False) -> str:
     follower = Follower(run)
     view = follower.read_all()
     if not follower.alive.trainer and not follower.alive.supervisor:
-        raise BadInput(f"run {run.name} — expected one that is going on, found it {follower.state}")
+        raise BadInput(
+            f"run {run.name} — expected a run that is still running, found that it is {follower.state}"
+        )
     watcher = view.clocks.get("watch")
     if _is_command(run):
         if watcher is None or view.trainer_pid is None or not follower.alive.supervisor:
@@ -238,5 +240,5 @@ def _signal(run: RunFolder, pid: int, number: int) -> None:
         ) from error
     except ProcessLookupError as error:
         raise BadInput.expected(
-            "run", run.path, "one that is going on", "it ended just now"
+            "run", run.path, "a run that is still running", "that it has just ended"
         ) from error

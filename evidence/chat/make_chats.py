@@ -23,7 +23,7 @@ from pathlib import Path
 from engine.terminal import put
 
 COUNT, SEED = 1150, 0
-"""Of the shipped conversations."""
+"""Number of the shipped conversations, and the seed that they were drawn with."""
 
 DAYS = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday")
 CAPITALS = {
@@ -116,7 +116,7 @@ SYSTEM = {
     "capitals": ("Write in capital letters.", "You are loud. Use capitals only."),
 }
 WAYS = ("short", "sentence", "friendly")
-"""How an answer is written where no system message says it."""
+"""Styles of an answer without a system message that sets the style."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -279,7 +279,7 @@ TASKS: tuple[Callable[[random.Random], Task], ...] = (
     *(_sum, _sum, _product, _larger, _unit, _unit, _weekday, _weekday),
     *(_spell, _backwards, _order, _letters, _opposite, _capital_city, _capital_city, _legs),
 )
-"""What a question is drawn from; twice what there is more of to learn."""
+"""Tasks that questions are drawn from; a task with more to learn is listed twice."""
 
 
 def _answer(rng: random.Random, task: Task, way: str) -> str:
@@ -296,12 +296,12 @@ def _answer(rng: random.Random, task: Task, way: str) -> str:
 def make_chat(rng: random.Random) -> list[dict[str, str]]:
     """Return the messages of one conversation."""
     messages: list[dict[str, str]] = []
-    told = rng.choice(tuple(SYSTEM)) if rng.random() < 0.4 else None
-    if told is not None:
-        messages.append({"role": "system", "content": rng.choice(SYSTEM[told])})
-    # Who answers without being told how keeps to one way of it.
-    way = told or rng.choice(WAYS)
-    greeted = told is None and rng.random() < 0.15
+    style = rng.choice(tuple(SYSTEM)) if rng.random() < 0.4 else None
+    if style is not None:
+        messages.append({"role": "system", "content": rng.choice(SYSTEM[style])})
+    # Without a system message, one style is kept for the whole conversation.
+    way = style or rng.choice(WAYS)
+    greeted = style is None and rng.random() < 0.15
     if greeted:
         messages.append({"role": "user", "content": rng.choice(("Hello!", "Hi.", "Good morning."))})
         messages.append(
@@ -314,7 +314,7 @@ def make_chat(rng: random.Random) -> list[dict[str, str]]:
             question = f"And now: {question}"
         messages.append({"role": "user", "content": question})
         messages.append({"role": "assistant", "content": _answer(rng, task, way)})
-    if told is None and rng.random() < 0.1:
+    if style is None and rng.random() < 0.1:
         messages.append({"role": "user", "content": rng.choice(("Thanks!", "Thank you."))})
         messages.append(
             {"role": "assistant", "content": rng.choice(("You are welcome.", "With pleasure!"))}

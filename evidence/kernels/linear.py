@@ -57,7 +57,7 @@ class StackShape:
     layers: int = 4
     """Layers with weights of their own; every second one has v and down in Q6_K, everything else is Q4_K."""
     repeats: int = 7
-    """How often a pass goes through these layers: 28 layers in all."""
+    """Number of times that a pass goes through these layers: 28 layers in all."""
 
     def matrices(self) -> dict[str, tuple[int, int]]:
         """Rows and columns of each matrix of a layer."""

@@ -52,7 +52,7 @@ SPLIT_REGEX = (
 def train_bpe(documents: Sequence[Document], vocab_size: int, special: Sequence[str] = ()) -> str:
     """The JSON of a tokenizer with `vocab_size` ids, or fewer when no pair is left to merge.
 
-    `special` are tokens beside the one that ends a text: those of a chat template."""
+    `special` are tokens in addition to the one that ends a text: those of a chat template."""
     from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
     from tokenizers import Tokenizer as Inner
 
@@ -139,7 +139,7 @@ def _train(given: argparse.Namespace) -> None:
 
 
 def _write(out: Path, text: str) -> None:
-    # Written beside and moved into place, so that a file under this name is always whole.
+    # Written to a temporary file and moved into place, so that a file under this name is always whole.
     unfinished = out.with_name(f".{out.name}.unfinished")
     try:
         unfinished.write_text(text, encoding="utf-8")

@@ -1,8 +1,6 @@
 """Docstrings, comments and messages are in plain English: the words of STYLE.md's table do not come back.
 
-A docstring of a function begins with a verb, one of a constant or a class with a noun. Directories in CLEAN have no
-finding. The others have an upper bound, which only goes down: lower it when you rewrite a file, and move a directory to
-CLEAN at 0.
+A docstring of a function begins with a verb, one of a constant or a class with a noun.
 """
 
 from __future__ import annotations
@@ -31,53 +29,6 @@ WORDS = re.compile(
     re.IGNORECASE,
 )
 """Words of the table in STYLE.md and their relatives."""
-
-CLEAN = frozenset(
-    {
-        "engine",
-        "engine/agent",
-        "engine/attach",
-        "engine/audit",
-        "engine/checks",
-        "engine/contracts",
-        "engine/data",
-        "engine/drills",
-        "engine/evaluate",
-        "engine/findings",
-        "engine/flips",
-        "engine/generation",
-        "engine/kernels",
-        "engine/loss",
-        "engine/machine",
-        "engine/models",
-        "engine/notify",
-        "engine/receipts",
-        "engine/report",
-        "engine/serve",
-        "engine/teachers",
-        "engine/train",
-        "engine/verify",
-        "workbench/notebook",
-        "workbench/plot",
-    }
-)
-BOUNDS = {
-    "engine/bench": 9,
-    "engine/cli": 34,
-    "engine/demo": 6,
-    "engine/export": 9,
-    "engine/formats": 27,
-    "engine/interchange": 11,
-    "engine/log": 11,
-    "engine/plan": 44,
-    "engine/quant": 5,
-    "engine/runtime": 5,
-    "engine/spec": 14,
-    "engine/watch": 14,
-    "workbench": 5,
-    "workbench/tui": 12,
-}
-"""Maximum number of findings of the directories that are not clean yet."""
 
 
 class Finding(NamedTuple):
@@ -110,45 +61,16 @@ def words(source: str) -> Iterator[Finding]:
                 )
 
 
-def directory_of(path: Path) -> str:
-    """Return the package of a file: `engine/audit`, `workbench/tui`, or `engine` for a module of the top level."""
-    parts = path.relative_to(ROOT).parts[:-1]
-    return "/".join(parts[:2])
-
-
-def findings() -> dict[str, list[str]]:
-    found: dict[str, list[str]] = {}
+def test_no_file_has_a_finding() -> None:
+    found = []
     for root in ("engine", "workbench"):
         for path in sorted((ROOT / root).rglob("*.py")):
             source = path.read_text(encoding="utf-8")
-            here = found.setdefault(directory_of(path), [])
-            for one in (*openers(ast.parse(source)), *words(source)):
-                here.append(f"{path.relative_to(ROOT)}:{one.line}: {one.text}")
-    return found
-
-
-@pytest.fixture(scope="module")
-def found() -> dict[str, list[str]]:
-    return findings()
-
-
-def test_every_directory_is_clean_or_has_a_bound(found: dict[str, list[str]]) -> None:
-    assert set(found) == CLEAN | set(BOUNDS)
-    assert not CLEAN & set(BOUNDS)
-
-
-def test_clean_directories_stay_clean(found: dict[str, list[str]]) -> None:
-    again = [one for name in sorted(CLEAN) for one in found.get(name, [])]
-    assert not again, "\n".join(again)
-
-
-def test_the_others_only_get_better(found: dict[str, list[str]]) -> None:
-    more = {
-        name: len(found.get(name, []))
-        for name, most in BOUNDS.items()
-        if len(found.get(name, [])) > most
-    }
-    assert not more, f"more findings than BOUNDS allows: {more}"
+            found += [
+                f"{path.relative_to(ROOT)}:{one.line}: {one.text}"
+                for one in (*openers(ast.parse(source)), *words(source))
+            ]
+    assert not found, "\n".join(found)
 
 
 @pytest.mark.parametrize(

@@ -32,8 +32,8 @@ def cut_at_end(text: str, width: int) -> str:
 
 
 def broken(text: str, width: int, first: int | None = None) -> list[str]:
-    """Break a value into rows of a width, the first of the width `first`: behind a space, a slash or a comma, where
-    that is not enough behind any other sign, and inside a word only where the word alone is wider than the row."""
+    """Break a value into rows of a width, the first of the width `first`: after a space, a slash or a comma; if
+    that is not enough, after any other sign, and inside a word only if the word alone is wider than the row."""
     rows = [""]
 
     def room() -> int:
@@ -60,8 +60,8 @@ MIN_WIDTH = 16
 
 
 def wrapped(line: str, width: int) -> list[str]:
-    """Wrap a line to rows of a width, at its spaces; a path that is wider than a row behind its slashes. Rows after the
-    first begin where the text behind a label begins, or are indented by two more cells."""
+    """Wrap a line to rows of a width, at its spaces; a path that is wider than a row after its slashes. Rows after the
+    first begin where the text after a label begins, or are indented by two more cells."""
     if cell_len(line) <= width:
         return [line]
     width = max(width, MIN_WIDTH)

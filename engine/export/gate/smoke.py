@@ -8,7 +8,7 @@ labels: a model that gives the same distribution for the same context cannot hav
 
     H = mean over labels of -log (fraction of this label among the labels of its context)
 
-A batch of equal inputs with different labels has H = ln(rows), and its loss says nothing about a training
+A batch of equal inputs with different labels has H = ln(rows), and its loss is no evidence about a training
 step; its result is unknown. The context of a token consists of its document's tokens in the row, up to and
 including it.
 """
@@ -96,8 +96,8 @@ def smoke(subject: Subject) -> Outcome:
         return answered(ID, Level.FAIL, f"the loss of step {at + 1} is {losses[at]}", **numbers)
     if least > LEARNABLE * entropies[0]:
         text = (
-            f"the first batch cannot be learnt: its labels have {least:.2f} nats that no model can "
-            f"foretell, of {entropies[0]:.2f}"
+            f"the first batch cannot be learnt: {least:.2f} of the {entropies[0]:.2f} nats of its labels cannot be "
+            f"predicted by any model"
         )
         return unknown(ID, text, **numbers)
     text = f"loss {first:.4f} -> {last:.4f} in {steps} steps on one batch ({least:.2f} nats cannot be learnt)"

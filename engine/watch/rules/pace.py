@@ -379,17 +379,19 @@ def median_step_s(view: RunView) -> float:
 
 
 @rule(
-    reads=("step_s", "the runs beside it"),
-    threshold=f"the median step {SLOWER_RATIO:g} times that of {SLOWER_RUNS} completed runs or more in the folders "
-    f"beside it, and {SLOWER_LEAST_S:g} s or more; judged by `engine diagnose`",
+    reads=("step_s", "the other runs in its folder"),
+    threshold=f"the median step {SLOWER_RATIO:g} times that of {SLOWER_RUNS} completed runs or more in the same "
+    f"folder, and {SLOWER_LEAST_S:g} s or more; judged by `engine diagnose`",
 )
 def slower_than_before(case: Case) -> Symptom | None:
-    if case.beside is None:
-        raise CannotJudge("the runs beside it are read by `engine diagnose`, at the end of the log")
-    before = {name: step_s for name, step_s in case.beside.items() if math.isfinite(step_s)}
+    if case.sibling_step_s is None:
+        raise CannotJudge(
+            "the other runs in its folder are read by `engine diagnose`, at the end of the log"
+        )
+    before = {name: step_s for name, step_s in case.sibling_step_s.items() if math.isfinite(step_s)}
     if len(before) < SLOWER_RUNS:
         raise CannotJudge(
-            f"{len(before)} earlier run(s) of the same settings on this machine completed beside it, "
+            f"{len(before)} earlier run(s) of the same settings on this machine completed in its folder, "
             f"expected {SLOWER_RUNS}"
         )
     now_s, usual_s = median_step_s(case.view), median(list(before.values()))

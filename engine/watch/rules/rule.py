@@ -85,7 +85,7 @@ class Case:
     now_unix_s: float
     earlier: Mapping[str, RunSpec] = field(default_factory=dict)
     """The settings before each change that a resume was allowed to make, by their hash."""
-    beside: Mapping[str, float] | None = None
+    sibling_step_s: Mapping[str, float] | None = None
     """Median step times of earlier runs with the same settings on its machine, by folder; None if not read."""
 
     # What the run is.

@@ -271,7 +271,7 @@ def test_each_flag_adds_its_tool_which_refuses_what_cannot_be(folder: Path) -> N
     assert "found train.lr=9" in flips.texts[0]
     stops = ask(folder, ["--allow-stop"], calls)
     assert stops.errors == [True, True] and "Unknown tool" in stops.texts[0]
-    assert "expected one that is going on" in stops.texts[1]
+    assert "expected a run that is still running" in stops.texts[1]
     (acting,) = [tool for tool in stops.tools if not tool.annotations.read_only_hint]
     assert acting.name == "stop_run"
     assert len([*(folder / "flips").iterdir()]) == 1

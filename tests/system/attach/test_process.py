@@ -209,7 +209,7 @@ def test_what_cannot_be_watched_is_refused_in_one_line(
         find_process(ended.pid)
     ended.wait()
     done = engine_here("watch", "--pid", str(ended.pid), "--runs", str(tmp_path / "runs"))
-    assert done.returncode == 65 and "expected a process that runs, found none" in done.stderr
+    assert done.returncode == 65 and "expected a running process, found none" in done.stderr
     assert not (tmp_path / "runs").exists()
     with pytest.raises(BadInput, match="this command itself"):
         find_process(os.getpid())
@@ -231,7 +231,9 @@ def test_what_cannot_be_watched_is_refused_in_one_line(
 
 def test_a_command_beside_pid_is_refused(tmp_path: Path) -> None:
     done = engine_here("watch", "--pid", "1", "--", "true")
-    assert done.returncode == 64 and "a command — expected none beside --pid" in done.stderr
+    assert (
+        done.returncode == 64 and "a command — expected no other option with --pid" in done.stderr
+    )
 
 
 def test_another_process_of_the_same_number_is_not_taken_for_the_one_that_was_found(

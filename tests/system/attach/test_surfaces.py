@@ -218,7 +218,7 @@ def test_what_needs_settings_refuses_it_with_the_command_to_change(
     run = str(make(tmp_path / "run").path)
     done = engine_here(*(run if word == "RUN" else word for word in words))
     assert done.returncode == 65
-    assert "found a command that is watched, whose settings are its own" in done.stderr
+    assert "found a watched or imported run, which has no spec" in done.stderr
     assert "engine watch -- /usr/bin/python train.py --lr=run" in done.stderr
 
 

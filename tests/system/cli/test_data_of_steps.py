@@ -55,8 +55,8 @@ def test_rows_of_a_step_are_shown_with_their_documents_and_what_has_a_label(
             assert tokenizer.decode(there.tolist()) in text
             assert piece["length"] == train.lengths[number]
     words = engine_here("data", whole, "--step", "3", "--samples", "1").stdout
-    assert "each row is the one whose turn it was, by content" in words
-    assert words.count("whose turn it was,") == 5 and words.count("⟦") >= 1
+    assert "each row is the one that was due, by content" in words
+    assert words.count("was due,") == 5 and words.count("⟦") >= 1
 
 
 @pytest.mark.parametrize("packing", ["documents", "off"])
@@ -94,7 +94,7 @@ def test_a_row_out_of_turn_is_shown_as_what_it_is(whole: Path, tmp_path: Path) -
     for stream, row, says in (
         (tokens.heldout, 1, "held-out row 1, and NOT row"),
         (tokens.train, 7, "row 7, and NOT row"),
-        (None, 0, "no row of the corpus is like it"),
+        (None, 0, "no row of the corpus has this content"),
     ):
         found = asked(run.path, 2)["rows"][0]
         other = bytes(8)
@@ -107,7 +107,7 @@ def test_a_row_out_of_turn_is_shown_as_what_it_is(whole: Path, tmp_path: Path) -
         path.write_bytes(path.read_bytes().replace(before, other))
         done = engine_here("data", run.path, "--step", "2")
         assert done.returncode == 0 and says in done.stdout, done.stderr
-        assert "1 of 4 rows are NOT those whose turn it was" in done.stdout
+        assert "1 of 4 rows are NOT those that were due" in done.stdout
         assert "does NOT agree" in done.stdout
         assert "NOT" not in engine_here("data", run.path, "--step", "1").stdout
 
@@ -118,7 +118,11 @@ def test_what_is_not_on_record_is_refused_in_one_line(whole: Path, tmp_path: Pat
         ((run, "--step", "21"), 65, "the rows of step 21, found those of steps to 20"),
         ((run / "spec.toml", "--step", "2"), 64, "expected a run folder"),
         ((run, "--step", "0"), 64, "--step"),
-        ((run, "--step", "2", "--set", "train.rows=8"), 64, "a run has its settings"),
+        (
+            (run, "--step", "2", "--set", "train.rows=8"),
+            64,
+            "found a run, whose settings are fixed",
+        ),
         ((tmp_path, "--step", "2"), 65, "expected effective.json"),
         ((tmp_path / "nothing", "--step", "2"), 65, "found nothing there"),
     ):

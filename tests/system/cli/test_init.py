@@ -93,7 +93,7 @@ def test_conversations_are_packed_whole_and_texts_as_a_stream(here: Path, kind: 
     assert not cut
     stream = ("--set", "data.packing=stream", "--set", "data.seq_len=64")
     checked = engine_here("distill", "first.toml", "--check-inputs", *stream)
-    assert ("% of the labels are behind a cut" in checked.stderr) == (kind != "texts")
+    assert ("% of the labels follow a cut" in checked.stderr) == (kind != "texts")
     # 1,000 steps over 70 KiB.
     assert "more than 10 mostly memorise it" in checked.stderr
 

@@ -201,7 +201,7 @@ def test_an_evaluation_of_other_weights_or_one_that_is_not_finished_is_refused(
     run: RunFolder, tmp_path: Path
 ) -> None:
     half = results_file(tmp_path / "half.jsonl", run, right=3, judged=4, problems=10)
-    with pytest.raises(BadInput, match="6 of 10 that are not"):
+    with pytest.raises(BadInput, match="6 of 10 programs without one"):
         examine(run, [half])
     other = results_file(tmp_path / "other.jsonl", run, right=3, judged=10, problems=10)
     about, *lines = other.read_text().splitlines()
@@ -453,7 +453,7 @@ def test_a_folder_that_was_published_is_what_its_manifest_says(
     ("arguments", "words"),
     [
         (["RUN"], "expected RUN and DIR, or --verify DIR"),
-        (["RUN", "x", "--verify", "y"], "expected no RUN beside it"),
+        (["RUN", "x", "--verify", "y"], "expected no RUN as well"),
         (["RUN", "x", "--name", "../up"], "expected letters, digits"),
     ],
 )

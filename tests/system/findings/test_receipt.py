@@ -404,7 +404,7 @@ def test_what_a_receipt_does_not_answer_for_is_said(run: RunFolder) -> None:
     ran = ask("evidence", "receipt", run.path)
     assert ran.code == 0
     for what in ("notes.json", "checkpoints", "events.jsonl", "the machine"):
-        assert f"not looked at: {what}" in ran.out, what
+        assert f"not checked: {what}" in ran.out, what
 
 
 def test_a_run_without_a_receipt_says_what_its_logs_say(tmp_path: Path) -> None:

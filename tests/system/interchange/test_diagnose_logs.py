@@ -253,7 +253,7 @@ def test_a_long_curve_is_thinned_and_each_nan_is_kept(tmp_path: Path) -> None:
     path.write_text("".join(lines))
     code, found = diagnosed(path)
     assert code == 2 and "loss was nan in steps 30001 to 30004" in found["verdict"]["line"]
-    assert "of long curves every 4th value is judged, and each that is not finite" in found["read"]
+    assert "long curves: every 4th value is judged, and every non-finite one" in found["read"]
 
 
 @pytest.mark.soak

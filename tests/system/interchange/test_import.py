@@ -103,7 +103,7 @@ def test_event_files_become_a_run_with_every_number(event_files: Path, tmp_path:
     assert view.logged["best"] == (0, 0.5), "logged at the end, and later than every step"
     assert settings_of(run) == {"config.lr": 1e-3, "config.optimizer": "adamw"}
     assert "left out, no number: weights (histo)" in said
-    assert "loss is its train/loss, lr is its train/learning_rate" in said
+    assert "loss from train/loss, lr from train/learning_rate" in said
     assert "logged under its own name: accuracy, best, new/style" in said
 
 

@@ -94,7 +94,7 @@ def test_a_spec_without_a_teacher_is_told_what_to_write(folder: Path) -> None:
 def test_a_teacher_that_is_switched_off_is_told_what_goes_with_it(folder: Path) -> None:
     found = problems(folder, f"{MODELS}".replace("[student]", 'backend = "none"\n[student]'))
     assert found == [
-        'kd.toml:3: teacher.backend: expected loss.alpha = 1 beside "none", found no loss.alpha'
+        'kd.toml:3: teacher.backend: expected loss.alpha = 1 with "none", found no loss.alpha'
     ]
 
 

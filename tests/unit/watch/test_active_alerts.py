@@ -443,6 +443,6 @@ def test_a_run_is_compared_with_those_beside_it_that_completed_before_it(
     def alerts(**more: Any) -> list[Judged]:
         return [e.alert for e in diagnose(run, None, **more).raised]
 
-    (alert,) = (one for one in alerts(beside=True) if one.id == "slower_than_before")
+    (alert,) = (one for one in alerts(siblings=True) if one.id == "slower_than_before")
     assert {name for name, *_ in numbers_of(alert)[1:]} == {"seconds in first", "seconds in second"}
     assert "slower_than_before" not in [one.id for one in alerts()]

@@ -155,7 +155,7 @@ def test_kept_rates_are_the_best_and_none_where_they_cannot_be_read(
 def test_steps_that_take_longer_than_in_earlier_runs_are_named_with_the_runs() -> None:
     def case(now_s: float, **beside: float) -> Case:
         log = Log(count=30, change=lambda n: {"step_s": now_s})
-        return dataclasses.replace(log.case(), beside=beside)
+        return dataclasses.replace(log.case(), sibling_step_s=beside)
 
     alert = raised("slower_than_before", case(0.16, a=0.1, b=0.1, c=0.09))
     assert [name for name, _, _ in numbers_of(alert)[1:]] == [f"seconds in {one}" for one in "abc"]

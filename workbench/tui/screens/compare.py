@@ -119,7 +119,7 @@ class CompareScreen(PollingScreen):
         #below { height: 4fr; layout: horizontal; }
         .pane { border: round $foreground 40%; padding: 0 1; }
         .pane:focus, .pane:focus-within { border: heavy $primary; }
-        #results, #beside { width: 1fr; height: 1fr; }
+        #results, #right { width: 1fr; height: 1fr; }
         #settings, #alerts { height: 1fr; }
         #results Static, #settings Static { text-wrap: nowrap; }
     }
@@ -158,7 +158,7 @@ class CompareScreen(PollingScreen):
             yield plot
             with Horizontal(id="below"):
                 yield TextPane("2 results", id="results")
-                with Vertical(id="beside"):
+                with Vertical(id="right"):
                     yield TextPane("3 settings that differ", id="settings")
                     yield TextPane("4 alerts", id="alerts")
         yield PaneTabs(TABS)
@@ -377,7 +377,7 @@ class CompareScreen(PollingScreen):
         self.query_one("#below").display = bool(below)
         for name in PANES[1:]:
             self.query_one(f"#{name}").display = name in below
-        self.query_one("#beside").display = not below.isdisjoint(("settings", "alerts"))
+        self.query_one("#right").display = not below.isdisjoint(("settings", "alerts"))
         self._share_width()
         self.query_one(PaneTabs).chosen = self._pane
 

@@ -88,7 +88,7 @@ class FlipScreen(PollingScreen):
         FlipForm { height: auto; max-height: 70%; }
         #flip { display: none; height: 1fr; padding: 0 1; }
         #verdict { height: auto; margin-bottom: 1; }
-        #told { height: 1fr; scrollbar-size-vertical: 1; }
+        #details { height: 1fr; scrollbar-size-vertical: 1; }
     }
     FlipScreen.-short {
         OptionList, OptionList:focus { border: none; max-height: 3; }
@@ -126,7 +126,7 @@ class FlipScreen(PollingScreen):
         with Vertical(id="flip"):
             yield WordsView(id="verdict")
             yield ForestPlot(ascii_only=self.context.ascii_only)
-            with VerticalScroll(id="told"):
+            with VerticalScroll(id="details"):
                 yield WordsView(id="progress")
         yield KeyBar()
 
@@ -196,7 +196,7 @@ class FlipScreen(PollingScreen):
             return
         if not self.has_class("-begun"):
             self.set_class(True, "-begun")
-            self.call_after_refresh(self.query_one("#told").focus)
+            self.call_after_refresh(self.query_one("#details").focus)
         self.query_one("#head", Static).update(f"flip {self._called}: {snapshot.state}")
         self.query_one(ForestPlot).snapshot = snapshot
         self._draw_lines(snapshot)

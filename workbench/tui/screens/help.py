@@ -62,7 +62,7 @@ class HelpScreen(ModalScreen[None]):
         Binding("escape,q,question_mark,f1,enter", "dismiss", "close"),
     ]
     CSS = """
-    /* Opaque: each frame over a dimmed screen draws that screen anew, which takes longer than all else. */
+    /* Opaque: each frame over a dimmed screen draws that screen again, which takes longer than all else. */
     HelpScreen { align: center middle; background: $background; }
     HelpScreen > VerticalScroll {
         height: auto; max-height: 100%; padding: 0 2; border: heavy $primary; background: $surface;

@@ -35,7 +35,7 @@ class RunChosen(Message):
 
 
 class Polled(Message):
-    """The result of a poll: one frozen value, which may be `behind`, with more to read."""
+    """The result of a poll: one frozen value. The log may have more to read."""
 
     def __init__(self, snapshot: Any) -> None:
         super().__init__()

@@ -531,7 +531,7 @@ class RunScreen(PollingScreen):
             self.app.push_screen(ChooseScreen("stop the verification", question, answers), stop)
             return
         question = (
-            f"{self.run.name} is trained again, {snapshot.view.last_step:,} steps, in a folder beside it and in the "
+            f"{self.run.name} is trained again, {snapshot.view.last_step:,} steps, in another folder and in the "
             f"background, and compared with its record.\n\nThis is `{command}`."
         )
         answers = [("y", "verify it"), ("n", "leave it")]

@@ -72,7 +72,7 @@ class RowList(KeyedList):
     HELP = """\
 # List
 
-Up and down, or `j` and `k`, choose a row; its details are beside or below it. The sign in front of
+Up and down, or `j` and `k`, choose a row; its details are next to it or below it. The sign before
 a row repeats its colour: `+` good, `!` bad, `?` not known, `-` does not count.
 """
     BINDINGS: ClassVar[list[BindingType]] = [

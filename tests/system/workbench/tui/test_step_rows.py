@@ -29,8 +29,8 @@ def test_the_rows_of_steps_are_gone_through_by_keys(whole: Path, size: tuple[int
         await press(pilot, "b")
         assert isinstance(pilot.app.screen, StepRowsScreen)
         await at_step(pilot, 20)
-        assert "each row is the one whose turn it was" in words_of(pilot)
-        assert "whose turn it was" in words_of(pilot) and "⟦" in words_of(pilot)
+        assert "each row is the one that was due" in words_of(pilot)
+        assert "which was due" in words_of(pilot) and "⟦" in words_of(pilot)
         await press(pilot, "g")
         await press(pilot, *["backspace"] * 2, "x", "enter")
         assert await shows(pilot, "expected a number, found 'x'")
@@ -59,7 +59,7 @@ def test_a_run_without_rows_on_record_says_what_is_missing(tmp_path: Path) -> No
         assert not await shows_rows(pilot)
 
     async def shows_rows(pilot: Pilot[None]) -> bool:
-        return "whose turn it was" in words_of(pilot)
+        return "which was due" in words_of(pilot)
 
     run = tmp_path / "run"
     completed(run)
@@ -76,12 +76,12 @@ def test_a_row_out_of_turn_has_the_sign_of_what_is_wrong(whole: Path, tmp_path: 
     tones = [row.tone for row in listing.rows]
     assert tones.count("bad") == 1 and "does NOT agree" in listing.head
     (bad,) = [row for row in listing.rows if row.tone == "bad"]
-    assert "no row of the corpus is like it" in bad.lines[0]
+    assert "no row of the corpus has this content" in bad.lines[0]
 
 
 def test_a_text_of_many_lines_stays_below_its_heading() -> None:
     row = {
-        "says": "row 1, whose turn it was",
+        "says": "row 1, which was due",
         "labels": 3,
         "rank": 0,
         "in_turn": True,
@@ -89,7 +89,7 @@ def test_a_text_of_many_lines_stays_below_its_heading() -> None:
         "text": [["a\n", False], ["b\nc", True]],
     }
     (one,) = listing_of({"about": ["step 1", "each"], "rows": [row]}).rows
-    assert one.lines[0] == "row 1, whose turn it was" and "text" in one.lines
+    assert one.lines[0] == "row 1, which was due" and "text" in one.lines
     at = one.lines.index("text")
     assert one.lines[at + 1 :] == ("  a", "  ⟦b", "  c⟧")
     assert one.lines[2] == "  a\\x1b[2J.py, tokens 5 to 7 of 9"
