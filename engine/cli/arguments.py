@@ -169,7 +169,7 @@ def prepare_threads(wanted: str = "auto") -> None:
 
 def whole(most: int) -> Callable[[str], int]:
     """Parse integers in [-`most`, `most`]."""
-    return _number(int, "a whole number", most)
+    return _number(int, "an integer", most)
 
 
 def real(most: float) -> Callable[[str], float]:
@@ -184,7 +184,7 @@ def positive(most: int) -> Callable[[str], int]:
     def parse_positive(text: str) -> int:
         value = parse(text)
         if value < 1:
-            raise argparse.ArgumentTypeError("at least 1")
+            raise argparse.ArgumentTypeError(f"expected a number of at least 1, found {text!r}")
         return value
 
     return parse_positive

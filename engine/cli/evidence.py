@@ -100,7 +100,7 @@ def _receipt(a: argparse.Namespace) -> int:
     for line in receipt_lines(receipt):
         put(one_line(line))
     if not is_receipt:
-        put("no receipt: the run has not come to its end; this is what its logs say")
+        put("no receipt: the run did not finish; the lines above are from its logs")
     for check in checks.values():
         put(f"{check.level.name:7}  {check.reason}")
     for what in left:

@@ -76,6 +76,8 @@ def opened(source: str | Path | WeightFile) -> Iterator[WeightFile]:
 
 
 def _open_file(path: Path, apr_dtypes: Mapping[int, str] | None) -> WeightFile:
+    if not os.path.lexists(path) and "\0" not in str(path):
+        refuse(path, "a model: a folder, or a safetensors, GGUF or .apr file", "nothing there")
     with open_regular(path, "weights") as file:
         start = file.read(START_BYTES)
     kind = kind_of(start)

@@ -172,7 +172,7 @@ def _recorded(run: RunFolder, step: int) -> tuple[list[tuple[int, TrainedRow]], 
             if number == step:
                 rows += [(rank, row) for row in part]
     if not rows:
-        until = f"those of steps to {last:,}" if last else "none"
+        until = f"those of steps up to {last:,}" if last else "none"
         raise BadInput.expected("rows", run.path / "rows", f"the rows of step {step:,}", until)
     return rows, ranks, digest
 

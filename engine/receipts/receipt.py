@@ -290,7 +290,9 @@ def _changed_in_run(spec: dict[str, Any], view: RunView) -> Iterator[Difference]
     trains = any(key.startswith("train.") for key in spec)
     steps = spec.get("train.steps")
     if trains and view.last_step != steps:
-        ended = view.finished.reason if view.finished else "the run has not said how it ended"
+        ended = (
+            view.finished.reason if view.finished else "the log has no record of how the run ended"
+        )
         yield Difference("steps done", steps, view.last_step, ended)
     done = rows_of(view)
     if done["rows_seen"] != done["rows_trained"]:

@@ -75,7 +75,7 @@ def check_value(option: Option, value: Any) -> tuple[Any, str | None]:
             if isinstance(value, bool) or not isinstance(value, int | float):
                 return value, f"expected a number, {found}"
             if option.type_name == "int" and not (isinstance(value, int)):
-                return value, f"expected a whole number, {found}"
+                return value, f"expected an integer, {found}"
             if not math.isfinite(value):
                 return value, f"expected a finite number, {found}"
             if (range_text := _range_problem(option, value)) is not None:

@@ -55,7 +55,7 @@ def teacher_parity(subject: Subject) -> Outcome:
     if not inexact and not given:
         return does_not_apply(
             TEACHER,
-            f"the teacher is dense, in {subject.teacher_precision}: nothing of it is quantized on the way "
+            f"the teacher is dense, in {subject.teacher_precision}: no part of it is quantised "
             "(gate.teacher_reference compares it with another model)",
         )
     parts = list(subject.rows.heldout.split(ROWS))[:1]

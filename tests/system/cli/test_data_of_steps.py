@@ -115,7 +115,7 @@ def test_a_row_out_of_turn_is_shown_as_what_it_is(whole: Path, tmp_path: Path) -
 def test_what_is_not_on_record_is_refused_in_one_line(whole: Path, tmp_path: Path) -> None:
     run = whole
     for words, code, says in (
-        ((run, "--step", "21"), 65, "the rows of step 21, found those of steps to 20"),
+        ((run, "--step", "21"), 65, "the rows of step 21, found those of steps up to 20"),
         ((run / "spec.toml", "--step", "2"), 64, "expected a run folder"),
         ((run, "--step", "0"), 64, "--step"),
         (

@@ -409,7 +409,7 @@ def test_what_a_receipt_does_not_answer_for_is_said(run: RunFolder) -> None:
 
 def test_a_run_without_a_receipt_says_what_its_logs_say(tmp_path: Path) -> None:
     ran = ask("evidence", "receipt", hanging_run(tmp_path / "run").path)
-    assert ran.code == 2 and "no receipt: the run has not come to its end" in ran.out
+    assert ran.code == 2 and "no receipt: the run did not finish" in ran.out
 
 
 def test_a_resumed_run_descends_from_the_checkpoint_it_was_resumed_from(tmp_path: Path) -> None:

@@ -207,7 +207,7 @@ def test_a_file_that_is_no_weight_file_is_refused_by_what_it_is(
 
 
 def test_what_is_no_plain_file_is_refused(tmp_path: Path) -> None:
-    assert "expected a file, found nothing" in refusal(tmp_path / "absent")
+    assert "found nothing there" in refusal(tmp_path / "absent")
     assert "found an empty folder" in refusal(tmp_path)
     os.mkfifo(tmp_path / "pipe")
     assert "a regular file, found a FIFO" in refusal(tmp_path / "pipe")

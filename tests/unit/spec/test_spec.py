@@ -58,7 +58,7 @@ warmup_steps = 1.5
         "kd.toml:5: loss.temperature: expected a number above 0, found 0.0",
         'kd.toml:8: train.steps: expected a number, found "many"',
         "kd.toml:9: train.lr: expected a number above 0, found -1",
-        "kd.toml:10: train.warmup_steps: expected a whole number, found 1.5",
+        "kd.toml:10: train.warmup_steps: expected an integer, found 1.5",
         "--set nonsense: expected key=value, found no key or no =",
         "--set loss.alpha: expected a number in [0, 1], found 1.5",
     ]

@@ -42,7 +42,7 @@ def test_the_rows_of_steps_are_gone_through_by_keys(whole: Path, size: tuple[int
         await press(pilot, "g")
         await press(pilot, *["backspace"] * 2, *"21", "enter")
         await poll(pilot)
-        assert await shows(pilot, "the rows of step 21, found those of steps to 20")
+        assert await shows(pilot, "the rows of step 21, found those of steps up to 20")
         await press(pilot, "left")
         await at_step(pilot, 20)
         await press(pilot, "escape")
