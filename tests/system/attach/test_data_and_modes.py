@@ -267,7 +267,11 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
 @pytest.mark.parametrize("name", MODE_OF)
 def test_nothing_is_said_against_modes_that_are_meant(found: Found, name: str) -> None:
     assert degrees(found[name], "training_mode") == MODE_OF[name]
-    assert not degrees(found[name], "evaluation_mode")
+    assert SUSPICION not in degrees(found[name], "evaluation_mode")
+
+
+def test_an_evaluation_in_eval_mode_is_a_pass(found: Found) -> None:
+    assert [name for name in MODE_OF if degrees(found[name], "evaluation_mode") == [PASS]]
 
 
 @pytest.mark.parametrize("name", WRONG_MODES)

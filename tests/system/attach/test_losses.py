@@ -537,6 +537,12 @@ def test_smoothed_labels_and_unknown_places_are_nothing_wrong(found: Found) -> N
         assert not [one for one in found[name] if one["level"] == SUSPICION]
 
 
+def test_a_divergence_that_is_computed_as_it_should_be_is_a_pass(found: Found) -> None:
+    levels = {line["id"]: line["level"] for line in found["hinton"]}
+    ids = ("divergence_axis", "divergence_arguments", "divergence_mean")
+    assert [levels.get(id) for id in ids] == [PASS] * 3
+
+
 @pytest.mark.parametrize(
     ("name", "id", "text"),
     [

@@ -142,14 +142,20 @@ EXPECTED = {
         ("frozen_weights", SUSPICION, "AdamW moves 2 tensors", "body.weight, body.bias"),
         ("weights_move", PASS, "4 tensors"),
     ],
-    "frozen_without_a_gradient": [("weights_move", PASS, "4 tensors")],
-    "an_average_inside_the_model": [("weights_move", PASS, "6 tensors")],
+    "frozen_without_a_gradient": [
+        ("frozen_weights", PASS, "none of its 2 tensors"),
+        ("weights_move", PASS, "4 tensors"),
+    ],
+    "an_average_inside_the_model": [
+        ("frozen_weights", PASS, "none of its"),
+        ("weights_move", PASS, "6 tensors"),
+    ],
     "a_group_at_a_rate_of_0": [
         ("weights_move", SUSPICION, "2 tensors of AdamW have gradients", "learning rate 0")
     ],
     "a_group_that_begins_at_a_rate_of_0": [("weights_move", PASS, "4 tensors")],
     "a_search_for_a_rate": [],
-    "weights_by_hand": [],
+    "weights_by_hand": [("frozen_weights", PASS, "none of its")],
     "a_bias_before_a_batch_norm": [("weights_move", PASS, "")],
     "nan_weights": [("finite_weights", FAIL, "6 tensors of SGD hold NaN")],
     "a_loss_that_is_nan_at_times": [

@@ -466,7 +466,11 @@ EXPECTED = {
         "eval_is_random": (FACT, "draws random numbers in eval mode"),
         "questions": (FACT, "which was put back"),
     },
-    "a_teacher": {"teacher_alignment": (PASS, ""), "teacher_mode": (PASS, "")},
+    "a_teacher": {
+        "teacher_alignment": (PASS, ""),
+        "teacher_mode": (PASS, ""),
+        "divergence_temperature": (PASS, ""),
+    },
     "a_teacher_without_the_last_position": {"teacher_alignment": (PASS, "")},
     "a_teacher_one_position_ahead": {"teacher_alignment": (SUSPICION, "1 position after")},
     "a_teacher_one_position_behind": {"teacher_alignment": (SUSPICION, "1 position before")},

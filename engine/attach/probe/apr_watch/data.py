@@ -33,8 +33,8 @@ _SEEDS = 64
 _ROWS, _WIDTH, _BYTES = 8, 1024, 64
 """Limits of a batch's fingerprint: rows and elements of a row of each tensor, and the minimum size in bytes."""
 _TENSORS = 8
-_MAX_COMPARED = 64
-"""Maximum number of batches of a pass that are compared."""
+_MAX_COMPARED, _DIFFERENT = 64, 4
+"""Maximum number of batches of a pass that are compared, and the least of them that are called different."""
 
 
 class Pass:
@@ -168,7 +168,12 @@ class Pass:
             return []
         self._compared += 1
         self._equal += new == old
-        if self._equal < 2 or not self.feeds:
+        if not self.feeds:
+            return []
+        if not self._equal and self._compared >= _DIFFERENT:
+            text = f"none of {self._compared} batches equals the batch before it"
+            return [("repeated_batches", PASS, text, {})]
+        if self._equal < 2:
             return []
         text = f"{self._equal} of {self._compared} batches equal the batch before them"
         workers = getattr(self.of(), "_num_workers", 0)

@@ -133,6 +133,8 @@ class Divergence:
             f"{divergence:.3g} nats, {alike:.0%} with the same best token"
         )
         lines: list[Line] = [("distillation", FACT, text, numbers)]
+        text = f"the teacher's probabilities sum to 1 over the {self.vocabulary} classes, as the student's do"
+        lines += [(id, PASS, text, {}) for id in ("divergence_axis", "divergence_arguments")]
         if apart <= _SAME:
             text = f"teacher and student give the same probabilities ({divergence:.1g} nats apart)"
             if step >= _FIRST_JUDGED_STEP:
@@ -153,8 +155,12 @@ class Divergence:
                 f"relative to the cross entropy it has {width} times its weight"
             )
             lines.append(("divergence_mean", SUSPICION, text, {"positions": width}))
-        elif self.temperature != 1.0:
-            lines += self._scaling(others)
+        else:
+            if not self._rows:
+                text = "the divergence is no mean over the vocabulary, and is not divided by rows alone"
+                lines.append(("divergence_mean", PASS, text, {}))
+            if self.temperature != 1.0:
+                lines += self._scaling(others)
         return lines
 
     def _scaling(self, others: list[float]) -> list[Line]:

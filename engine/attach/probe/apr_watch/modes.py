@@ -225,16 +225,18 @@ class Evaluations:
         """First module of a model that has its verdict."""
         self._in_a_row = 0
         self._before: tuple[Any, list[tuple[_Acting, int]], list[_Acting], Any] | None = None
+        self._calm: list[_Acting] = []
+        """Modules that were all in eval mode when the newest batch was yielded."""
 
     def trained_on(self) -> None:
         """Record the begin of a backward pass or of a step."""
-        self._in_a_row, self._before = 0, None
+        self._in_a_row, self._before, self._calm = 0, None, []
 
     def fetched(self, one: Pass, acting: Iterable[_Acting]) -> None:
         """Record a yielded batch; `acting` are the mode-dependent modules of all trained models."""
         if one is not self._pass:
             self._pass, self._in_a_row = one, 0
-        self._before = None
+        self._before, self._calm = None, []
         if one.feeds:
             return
         living = [(each, module) for each in acting if (module := each.of()) is not None]
@@ -243,6 +245,9 @@ class Evaluations:
         if any(_is_cumulative(module) for _, module in living):
             return
         training = [(each, module) for each, module in living if _is_training(module)]
+        if not training:
+            self._calm = [each for each, _ in living]
+            return
         counts = [
             (each, version)
             for each, module in training
@@ -257,6 +262,12 @@ class Evaluations:
 
     def asked_for(self, iterator: Any) -> list[Line]:
         """Return the verdict on the previous batch, which was processed when the next one is requested."""
+        if self._calm and self._pass is not None and self._pass.of() is iterator:
+            calm, self._calm = self._calm, []
+            if any(_is_training(module) for one in calm if (module := one.of()) is not None):
+                return []
+            text = f"on batches without a backward pass, {_counted(calm)} stay in eval mode"
+            return [("evaluation_mode", PASS, text, {"modules": len(calm)})]
         if self._before is None or self._pass is None or self._pass.of() is not iterator:
             return []
         first, counts, drops, drawn = self._before

@@ -117,7 +117,7 @@ class Movement:
         self.is_settled |= seen.has_failed
         trained: list[Any] = []
         moved, still, wrong, driven, resting = [], [], [], [], []
-        numbers = 0
+        numbers = frozen_tensors = 0
         for at, sample in enumerate(self._samples):
             none = self._torch.zeros(sum(sample.counts), dtype=self._torch.bool, device="cpu")
             columns = [
@@ -128,6 +128,7 @@ class Movement:
                 sample.rows, state[at], *columns, strict=True
             ):
                 if frozen:
+                    frozen_tensors += 1
                     driven += [rows] * bool(drives.any())
                     continue
                 numbers += rows.count
@@ -146,6 +147,9 @@ class Movement:
                 f"that was left: {self._named(driven)}"
             )
             lines.append(("frozen_weights", SUSPICION, text, {"tensors": len(driven)}))
+        elif frozen_tensors and not driven:
+            text = f"{name} moves none of its {frozen_tensors} tensors whose requires_grad is False"
+            lines.append(("frozen_weights", PASS, text, {"tensors": frozen_tensors}))
         return (
             lines
             if wrong

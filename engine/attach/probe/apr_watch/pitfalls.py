@@ -125,9 +125,10 @@ class Pitfalls:
             self._add("bounded_logits", SUSPICION, text, {})
 
     def _pairs(self, node: Any, kind: str) -> None:
-        """Find a difference of shape (N, N) between N trained predictions and N targets."""
+        """Judge whether a difference has the shape of the trained predictions, or is (N, N) between N of them and N
+        targets."""
         shape = _shape(saved(node, "self")) if kind in POINTWISE else _shape_after(node, 0)
-        if shape is None or len(shape) != 2 or shape[0] != shape[1] or shape[0] < 2:
+        if shape is None:
             return
         inputs = [one for one in node.next_functions if one[0] is not None]
         if len(inputs) != 1:
@@ -139,7 +140,10 @@ class Pitfalls:
         ):
             prediction, at = prediction.next_functions[0]
         of = _shape_after(prediction, at)
-        if of in ((shape[0],), (shape[0], 1)):
+        if of == shape:
+            text = f"predictions and targets of a loss have one shape: {shape}"
+            self._add("broadcast_loss", PASS, text, {})
+        elif len(shape) == 2 and 2 <= shape[0] == shape[1] and of in (shape[:1], (shape[0], 1)):
             text = (
                 f"the difference of {shape[0]} predictions {of} and their targets has the shape {shape}: each "
                 f"prediction is compared with every target"

@@ -643,7 +643,11 @@ class Questions:
             )
             return [("teacher_alignment", SUSPICION, text, numbers)]
         text = "positions and ids of the teacher are those of the student"
-        return [("teacher_alignment", PASS, text, numbers)]
+        lines: list[Line] = [("teacher_alignment", PASS, text, numbers)]
+        if divergence.knows_temperature:
+            text = f"teacher and student have the temperature {divergence.temperature:g} in the divergence"
+            lines.append(("divergence_temperature", PASS, text, {}))
+        return lines
 
 
 def _other_temperature(divergence: Divergence, logits_RV: Any, p_RV: Any) -> list[Line]:
