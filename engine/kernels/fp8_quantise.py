@@ -45,6 +45,10 @@ WIDTHS = (4864, 18944)
 """Feed-forward widths of Qwen2.5 0.5B and 7B, which are compiled ahead of time."""
 
 
+NORM_WIDTH = 3584
+"""Model width of Qwen2.5 7B, likewise."""
+
+
 @triton.jit
 def _values(joined_ptr, start, columns, COLUMNS: tl.constexpr, GATED: tl.constexpr):
     """Return the row, or silu(gate) * up of it, in fp32; 0 beyond the row."""
@@ -163,7 +167,9 @@ def variants(arch: int) -> tuple[Variant, ...]:
     """Return what is compiled ahead of time for compute capability `arch` (90 is 9.0)."""
     if arch < CAPABILITY:
         return ()
-    return tuple(variant(columns, torch.bfloat16) for columns in WIDTHS)
+    gated = (variant(columns, torch.bfloat16) for columns in WIDTHS)
+    norms = (norm_variant(NORM_WIDTH, torch.bfloat16, add=add) for add in (False, True))
+    return (*gated, *norms)
 
 
 def takes(columns: int) -> bool:

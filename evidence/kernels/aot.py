@@ -95,8 +95,8 @@ def _generation_variants() -> tuple[Variant, ...]:
                 pages = empty(9, shared, 64, width)
                 here = (pages, pages, empty(rows, 12, dtype=i32), position)
                 queries = qkv[:, : heads * width].unflatten(1, (heads, width))
-                layer_parts.turn(queries, empty(4, width // 2), empty(4, width // 2), queries)
-                layer_parts.turn(
+                layer_parts.rotate_into(queries, empty(4, width // 2), empty(4, width // 2), queries)
+                layer_parts.rotate_into(
                     queries, empty(4, width // 2), empty(4, width // 2), queries, back=True
                 )
                 both = (empty(width), empty(width)) if norms else None

@@ -34,7 +34,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(teachers_frozen, "has_kernels", lambda _device: True)
     for module in (layer_functions, layer_parts):
         monkeypatch.setattr(module, "PARTS", 4)
-    monkeypatch.setattr(layer_parts, "HELD", 1024)
+    monkeypatch.setattr(layer_parts, "VALUES_PER_PROGRAM", 1024)
 
 
 def batch(rows: int, length: int = LENGTH) -> tuple[Tensor, Tensor]:
@@ -126,7 +126,7 @@ def test_heads_are_rotated_in_place_and_what_lies_beside_them_is_not_touched(
     before_BTN = joined_BTN.clone()
     wanted_BTHE = rotate(x_BTHE, cos, sin)
     x_MHE = x_BTHE.flatten(0, 1)
-    layer_parts.turn(x_MHE, cos.view(-1, 6), sin.view(-1, 6), x_MHE)
+    layer_parts.rotate_into(x_MHE, cos.view(-1, 6), sin.view(-1, 6), x_MHE)
     torch.testing.assert_close(x_BTHE, wanted_BTHE)
     assert torch.equal(joined_BTN[..., :16], before_BTN[..., :16])
     assert torch.equal(joined_BTN[..., 64:], before_BTN[..., 64:])
