@@ -43,8 +43,6 @@ columns: 0.90 of a copy's bandwidth, against 0.81 with 8 warps.
 """
 WIDTHS = (4864, 18944)
 """Feed-forward widths of Qwen2.5 0.5B and 7B, which are compiled ahead of time."""
-
-
 NORM_WIDTH = 3584
 """Model width of Qwen2.5 7B, likewise."""
 

@@ -95,7 +95,9 @@ def _generation_variants() -> tuple[Variant, ...]:
                 pages = empty(9, shared, 64, width)
                 here = (pages, pages, empty(rows, 12, dtype=i32), position)
                 queries = qkv[:, : heads * width].unflatten(1, (heads, width))
-                layer_parts.rotate_into(queries, empty(4, width // 2), empty(4, width // 2), queries)
+                layer_parts.rotate_into(
+                    queries, empty(4, width // 2), empty(4, width // 2), queries
+                )
                 layer_parts.rotate_into(
                     queries, empty(4, width // 2), empty(4, width // 2), queries, back=True
                 )
