@@ -63,7 +63,7 @@ class BadInput(EngineError):
     def expected(
         cls, what: str, where: object, expected: str, found: str, *, hint: str | None = None
     ) -> Self:
-        """Format a message in the house form: `what: where — expected X, found Y`."""
+        """Format a message as all errors are: `what: where — expected X, found Y`."""
         return cls(f"{what}: {where} — expected {expected}, found {found}", hint=hint)
 
 
@@ -117,14 +117,14 @@ def write_error(
 
 
 def missing_engine() -> BadInput:
-    """Return the error of what needs the engine, where only `apr-workbench-view` is installed."""
-    found = "apr-workbench-view, which only looks at runs"
+    """Return the error of a command that needs the engine, where only `apr-workbench-view` is installed."""
+    found = "apr-workbench-view, which only shows runs"
     return BadInput(f"expected the engine, found {found}", hint="pip install apr-workbench")
 
 
 def missing_module(name: str) -> BadInput:
-    """Return the error of an installation that lacks a module: removing one distribution, or a version of it, removes
-    what has come to the same place with the other one since."""
+    """Return the error of an installation that lacks a module. The two distributions share files, so uninstalling one
+    of them, or an older version of it, also deletes files that the other has installed since."""
     both = f"apr-workbench-view=={VERSION} apr-workbench=={VERSION}"
     hint = f"pip install --force-reinstall --no-deps {both}"
     return BadInput(f"installation: expected the module {name}, found none", hint=hint)

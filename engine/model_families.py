@@ -16,8 +16,8 @@ activation(gate) * up. Their differences are columns of `Family`:
     gemma3  Gemma 3 (text)      gelu instead of silu; norms before and after, whose factors are 1 + weight;
                                 embeddings are scaled; some layers have a window and a different RoPE base
 
-A GGUF of Mistral has the architecture `llama` and is read as that: without a window they compute the
-same.
+A GGUF file of Mistral has the architecture `llama` and is read as Llama: without a window they compute
+the same.
 
 Every tensor has the engine's name (`layers.3.attention.q.weight`, the path in `Decoder`) and one for each
 convention of weight files:
@@ -59,11 +59,11 @@ class Family:
     qk_norm: bool = False
     """q and k are normalised before RoPE, each head by itself."""
     qk_norm_whole: bool = False
-    """With `qk_norm`: all heads together, with a weight for each number."""
+    """With `qk_norm`: q and k are normalised over all heads together, with one weight per dimension of all heads."""
     norms_in_front: bool = True
-    """Norms are of what attention and mlp get."""
+    """Pre-norm: the inputs of attention and mlp are normalised."""
     norms_behind: bool = False
-    """Norms are of what attention and mlp return, before it is added."""
+    """Post-norm: the outputs of attention and mlp are normalised, before they are added to the residual stream."""
     sliding_window: bool = False
     """config.json gives `sliding_window`, a number of tokens or null: in every layer a token attends to
     that many tokens, itself included. In other families a window is refused.
@@ -74,19 +74,17 @@ class Family:
     scaling; the others are those of `rope_theta` and `rope_types`.
     """
     query_scale: bool = False
-    """config.json gives `query_pre_attn_scalar`, by whose root scores are divided in the place of that
-    of head_dim.
-    """
+    """config.json gives `query_pre_attn_scalar`: scores are divided by its square root instead of that of head_dim."""
     fused: bool = False
-    """Files have q, k and v as one tensor, one below the other, and gate and up as another."""
+    """Files have q, k and v concatenated (along the rows) in one tensor, and gate and up in another."""
     partial_rotary: bool = False
     """config.json may give `partial_rotary_factor`, the share of a head that RoPE rotates. In other
     families one below 1 is refused.
     """
     rope_types: tuple[str, ...] = ("default",)
     """Supported RoPE types; `llama3` is the scaling of `engine.models.rope`, `linear` divides positions;
-    `longrope` divides the frequency of each pair, in documents of more than
-    `original_max_position_embeddings` tokens by other numbers than in shorter ones.
+    `longrope` divides the frequency of each pair by a factor, of which there are two sets: one for documents
+    of more than `original_max_position_embeddings` tokens, one for shorter ones.
     """
     own_head_dim: bool = False
     """config.json must give head_dim: it cannot be derived, and transformers would default to 128.
@@ -100,11 +98,11 @@ class Family:
     tied: bool = False
     """Whether the head is the embedding if config.json does not say."""
     absent: Mapping[str, float | None] = field(default_factory=dict)
-    """Values of keys that older config.json files lack, as transformers has them; None is that of
+    """Values of keys that older config.json files lack, as in transformers; None means the value of
     num_attention_heads. A file of another family without such a key is refused.
     """
     hf_flags: Mapping[str, object]
-    """Keys written to config.json about variants that this decoder does not implement."""
+    """Keys that are written to config.json to switch off variants which this decoder does not implement."""
     padding: int = 0
     """The padding token that transformers assumes if config.json names none."""
     gguf_name: str = ""
@@ -112,21 +110,22 @@ class Family:
     apr: bool = True
     """Whether .apr files of this family are read and written."""
     turns_neighbours: bool = False
-    """GGUF and .apr readers rotate x[2i] with x[2i + 1], so the rows of q and k are permuted in
-    these files.
+    """GGUF and .apr readers use interleaved RoPE (x[2i] is rotated with x[2i + 1]), so the rows of q and k are
+    permuted in these files.
     """
     gguf_rope_dimension: bool = False
     """GGUF files of this family always state how many dimensions of a head are rotated."""
     gguf_rope_interval: int = 0
-    """Readers of GGUF files of this family leave out RoPE in every layer of this number; no key says so.
+    """Readers of GGUF files of this family leave out RoPE in every N-th layer, N being this number; no key
+    says so. 0 for none.
     """
     gguf_window_interval: int = 0
-    """With `window_by_layer`: readers of GGUF files of this family have no window in every layer of this
-    number, and GGUF_LOCAL_BASE elsewhere; no key says so.
+    """With `window_by_layer`: for readers of GGUF files of this family every N-th layer, N being this number, has
+    no window, and the others have a window and the RoPE base GGUF_LOCAL_BASE; no key says so.
     """
     gguf_wide_layers: int = 0
-    """With `query_scale`: readers of GGUF files of this family divide scores by the root of hidden_size /
-    heads in models of so many layers, and else by that of head_dim; no key says so.
+    """With `query_scale`: readers of GGUF files of this family divide scores by the square root of hidden_size /
+    heads in models with this number of layers, and of head_dim in all others; no key says so.
     """
     gguf_biases: bool = False
     """Only the tensor list of a GGUF file shows whether the model has biases, which are not
@@ -137,6 +136,7 @@ class Family:
 
     @property
     def apart(self) -> bool:
+        """Whether files have q, k, v, gate and up as separate tensors."""
         return not self.fused
 
     @property
@@ -280,7 +280,7 @@ FAMILIES: dict[str, Family] = {row.name: row for row in _ROWS}
 
 
 def titles() -> str:
-    """Return `Qwen2, Qwen3 or Llama`."""
+    """Return the titles of all families as text: `Qwen2, Qwen3 or Llama`."""
     *others, last = (family.title for family in FAMILIES.values())
     return f"{', '.join(others)} or {last}"
 
@@ -311,7 +311,7 @@ LAST_NORM = TensorRow("norm.weight", "model.norm.weight", "output_norm.weight", 
 HEAD = TensorRow("head.weight", "lm_head.weight", "output.weight", "VD")
 LAYERS = TensorRow("layers", "model.layers", "blk", "")
 """Prefix before a layer's number; the names in `LAYER` follow the number. Rows of a family with the same
-name are parts of one tensor of a file, one below the other.
+name in a file are parts of one tensor, concatenated along its rows.
 """
 LAYER = (
     TensorRow(
@@ -394,7 +394,7 @@ LAYER = (
     ),
 )
 ROPE_BUFFER = re.compile(r"(.+\.)?rotary_emb\.(inv_freq|cos_cached|sin_cached)")
-"""Tensors of older checkpoints that hold what follows from the RoPE settings of config.json."""
+"""Names of RoPE buffers in older checkpoints, which are ignored: they follow from config.json."""
 _TEXT_MODEL = re.compile(
     r"(?:model\.language_model|language_model\.model)\.(?P<inner>.+)|language_model\.(?P<head>lm_head\..+)"
 )

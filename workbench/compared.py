@@ -50,7 +50,7 @@ class Compared:
     """One of the compared runs at one poll."""
 
     slot: int
-    """The index of its style."""
+    """The index of its style: letter, colour and marker."""
     snapshot: Snapshot
     tokens: array[float]
     """Tokens up to and including each step; may be longer than the table of steps."""
@@ -106,8 +106,8 @@ class Compared:
     def extent(self, metric: Metric, axis: str) -> tuple[float, float] | None:
         """Return the lowest and the highest x; None before there is any."""
         if not metric.column:
-            places = [x for x, _ in self._evaluations(axis)]
-            return (min(places), max(places)) if places else None
+            known = [x for x, _ in self._evaluations(axis)]
+            return (min(known), max(known)) if known else None
         count = len(self.view.steps)
         if not count:
             return None
@@ -123,17 +123,17 @@ class Compared:
             return Trace(name=name, buckets=single, last=points[-1][1] if points else None)
         steps = self.view.steps
         xs, origin = self._xs(axis)
-        # A copy: the running count of tokens cannot grow while its memory is lent.
-        places = xs[: len(steps)]
-        edges = equal_widths(places, low + origin, high + origin, count)
-        found = buckets(places, steps.column(metric.column), edges)
+        # A copy, because an array that numpy views as a buffer cannot grow, and the token counts grow at each poll.
+        known = xs[: len(steps)]
+        edges = equal_widths(known, low + origin, high + origin, count)
+        found = buckets(known, steps.column(metric.column), edges)
         if origin:
             found = [
                 replace(one, x_first=one.x_first - origin, x_last=one.x_last - origin)
                 for one in found
             ]
         if axis != "tokens":
-            # Empty buckets are dropped: only the distance of two neighbours decides whether they are joined.
+            # Empty buckets are dropped: only the distance between two neighbours decides whether they are joined.
             found = [one for one in found if one.low is not None or one.non_finite]
         last = steps.last(metric.column)
         return Trace(name=name, buckets=tuple(found), last=last, gap=self._gap(metric, axis))
@@ -149,9 +149,8 @@ class Compared:
         return samples_of(xs[:count], ys, origin=origin, gap=self._gap(metric, axis))
 
     def _gap(self, metric: Metric, axis: str) -> float:
-        """Return the largest x distance at which two neighbours are joined: a missing step, or a stretch without
-        steps, breaks the line. Where a metric is logged every N steps, as other tools do, its own usual distance
-        counts."""
+        """Return the largest x distance at which two neighbours are joined by a line: a missing step, or a long time
+        without steps, breaks it. A metric that is logged only every N steps may have gaps of about N steps."""
         steps = self.view.steps
         if axis == "tokens":
             return math.inf
@@ -210,7 +209,7 @@ class _Followed:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Comparison:
-    """The runs as of one poll, in the order of their letters."""
+    """The compared runs as of one poll, ordered by slot, so by the letters that label them."""
 
     runs: tuple[Compared, ...]
     behind: bool
@@ -227,7 +226,7 @@ class Comparison:
 
 
 class CompareFeed:
-    """Follows the runs; `chosen` gives each style its run."""
+    """Polls the runs; `chosen` maps each slot (the index of a style) to its run."""
 
     def __init__(self, chosen: Mapping[int, RunFolder]) -> None:
         budget_s = READ_BUDGET_S / max(1, len(chosen))
@@ -249,7 +248,8 @@ class CompareFeed:
 
 
 def differences(runs: Sequence[Compared], here: Path | None = None) -> list[Difference]:
-    """Return the settings that differ; paths as they are seen from `here`, by default the current folder."""
+    """Return the settings that differ; paths are shown relative to `here`, by default the current folder, where that
+    is shorter."""
     return differing(runs, lambda value: path_text(value, here))
 
 
@@ -267,7 +267,7 @@ class Group:
 
 
 def groupings(found: Sequence[Difference]) -> tuple[str, ...]:
-    """Return the settings that group runs: at least one of their values has several runs."""
+    """Return the settings that runs can be grouped by: those of which several runs share a value."""
     return tuple(one.key for one in found if any(len(places) > 1 for places, _ in one.values))
 
 

@@ -1,1 +1,1 @@
-"""The audit of a step: what the trainer did in one real step, stage by stage, against plain references."""
+"""The audit of a step: what the trainer did in one real step, stage by stage, compared with plain reference code."""

@@ -15,7 +15,7 @@ from engine.verdict import Answer, Numbers, failed
 
 def vocabulary_by_bytes(context: Context) -> Answer:
     known = {whose: one for whose, one in context.tokenizers.items() if one is not None}
-    nameless = [whose for whose, one in context.tokenizers.items() if one is None]
+    unknown = [whose for whose, one in context.tokenizers.items() if one is None]
     ids = context.student.config.vocab_size
     differing = one_sided = texts = 0
     for (whose, one), (other, other_tokenizer) in combinations(known.items(), 2):
@@ -48,13 +48,13 @@ def vocabulary_by_bytes(context: Context) -> Answer:
     )
     if not known:
         return numbers.unknown("no tokenizer is known, so none were compared")
-    if nameless:
+    if unknown:
         return numbers.unknown(
-            f"the tokenizer of {', '.join(nameless)} is not known, so its ids were not compared"
+            f"the tokenizer of {', '.join(unknown)} is not known, so its ids were not compared"
         )
     if len(known) == 1:
         whose = next(iter(known))
         return numbers.passed(
-            f"there is one tokenizer, that of the {whose}, and the text has its ids"
+            f"the only tokenizer is that of the {whose}, and the text is tokenized with it"
         )
     return numbers.passed(f"every id below {ids:,} is the same token in {', '.join(known)}")

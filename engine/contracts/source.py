@@ -41,12 +41,12 @@ class Sources:
         self._texts: dict[Path, str | None] = {}
 
     def file_of(self, module: str) -> Path:
-        """The path of a module of the project, whether it exists or not."""
+        """Return the path of a module of the project, whether it exists or not."""
         base = self.root.joinpath(*module.split("."))
         return base / "__init__.py" if base.is_dir() else base.with_suffix(".py")
 
     def name_of(self, file: Path) -> str:
-        """Return the path of a file in the project; of one elsewhere its whole path."""
+        """Return the path of a file relative to the project, or its full path if it lies elsewhere."""
         return str(file.relative_to(self.root) if file.is_relative_to(self.root) else file)
 
     def text(self, file: Path) -> str | None:
@@ -58,14 +58,14 @@ class Sources:
         return self._texts[file]
 
     def names(self, file: Path) -> dict[str, int]:
-        """The functions and classes of a file with the first line of each; empty when the file cannot be
+        """Return the functions and classes of a file with the first line of each; empty when the file cannot be
         read."""
         if file not in self._names:
             self._names[file] = dict(_definitions(_tree(self.text(file)), ""))
         return self._names[file]
 
     def place_of(self, reference: str) -> tuple[Path, str]:
-        """File and name of `module:name`."""
+        """Return the file and the name of `module:name`."""
         module, _, name = reference.partition(":")
         return self.file_of(module), name
 
@@ -76,13 +76,13 @@ class Sources:
 
     @functools.cached_property
     def markers(self) -> list[Marker]:
-        """The contract comments in the packages of the project: the folders of its root that have an
+        """Contract comments in the packages of the project: the folders directly below its root that have an
         `__init__.py`."""
         out = []
         for package in sorted(file.parent for file in self.root.glob("*/__init__.py")):
             for file in sorted(package.rglob("*.py")):
                 text = self.text(file)
-                # A file without one is not worth its tokens.
+                # Do not tokenize a file without such a comment: it is slow.
                 if text is None or "# contract: " not in text:
                     continue
                 starts = {line: name for name, line in self.names(file).items()}
@@ -93,9 +93,8 @@ class Sources:
         return out
 
     def helpers(self, file: Path) -> list[Path]:
-        """The helper modules that a test or a proof imports: those in its folder, by their own names or with
-        the folder's name, and those under its top folder or under `tests`, by their full names such as
-        `tests.support.kit`."""
+        """Return the helper modules that a test or a proof imports: from its own folder (`kit` or `FOLDER.kit`), and
+        from its top folder or `tests` (by the full name, as `tests.support.kit`)."""
         tops = ["tests."]
         if file.is_relative_to(self.root):
             tops.append(f"{file.relative_to(self.root).parts[0]}.")
@@ -118,14 +117,14 @@ class Sources:
 def _tree(text: str | None) -> ast.Module:
     """Parse a source; an empty module when it cannot be parsed."""
     try:
-        with PARSING:  # Contracts run in several threads, and so does the reading of their code.
+        with PARSING:  # Contracts run in several threads, which all parse source.
             return ast.parse(text or "")
     except (SyntaxError, ValueError, RecursionError):
         return ast.Module([], [])
 
 
 def _comments(text: str) -> list[tuple[int, str]]:
-    """Line and text of each comment; an example in a docstring is not a comment."""
+    """Return line and text of each comment; an example in a docstring is not a comment."""
     try:
         tokens = list(tokenize.generate_tokens(io.StringIO(text).readline))
     except (tokenize.TokenError, SyntaxError):

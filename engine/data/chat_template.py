@@ -14,7 +14,7 @@ message that are null are left out, and reasoning is read under each of its name
 `reasoning`). There are two differences:
 
 - `strftime_now` returns the time at which the template was opened, or a given time, so that a resumed run renders the
-  same text as before. `reads_clock` is whether a template calls it.
+  same text as before. `ChatTemplate.reads_clock` says whether a template calls it.
 - `{% generation %}` marks are found in the rendered text itself, by characters that surround the marked text, so they
   are also right inside macros and `{% set %}` blocks. If these characters change what the template renders, the marks
   are not used.
@@ -164,7 +164,7 @@ class ChatTemplate:
         given = {
             **self.special_tokens,
             **self.variables,
-            "messages": [_as_given(message) for message in messages],
+            "messages": [_normalised(message) for message in messages],
             "tools": tools,
             "documents": None,
             "add_generation_prompt": add_generation_prompt,
@@ -343,7 +343,7 @@ def _read_object(path: Path) -> dict[str, Any]:
     )
 
 
-def _as_given(message: Message) -> dict[str, Any]:
+def _normalised(message: Message) -> dict[str, Any]:
     """Return a message without null values, and with reasoning under both names that templates read."""
     found = {key: value for key, value in message.items() if value is not None}
     for key in REASONING:

@@ -76,7 +76,7 @@ DRILLS: tuple[Drill, ...] = (
     ),
     Drill(
         id="swapped_tokenizer",
-        what="the tokenizer in the teacher's folder is another one of as many tokens",
+        what="the tokenizer in the teacher's folder is another one with as many tokens",
         happened="trl #4562, unsloth-zoo PR #965: equal width is not sufficient",
         expected=(Expected(CHECK, "teacher_knows_text"),),
         altered=True,
@@ -99,7 +99,7 @@ DRILLS: tuple[Drill, ...] = (
     ),
     Drill(
         id="altered_checkpoint",
-        what="one bit of the checkpoint that a run is resumed from is another one",
+        what="one bit of the checkpoint that a run is resumed from is flipped",
         happened="aprender #1856: a checkpoint of 200 bytes was what a run of 25 hours left",
         expected=(Expected(REFUSAL, "checkpoint", text="expected sha256"),),
         altered=True,

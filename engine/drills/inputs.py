@@ -1,5 +1,5 @@
-"""Files of a user that are not what they should be: each function changes those in `folder`, which begins as a copy of
-the demo's teacher with its tokenizer, or those of a run that was stopped. It has the id of its drill as name.
+"""Damage a user's files for a drill. Each function is named after the id of its drill and changes the files in
+`folder`: a copy of the demo's teacher with its tokenizer, or the folder of a run that was stopped.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ WORDS = ("if", "for", "self", "return", "import")
 
 
 def alter(id: str, folder: Path) -> None:
-    """Do to the files in `folder` what the drill `id` is about."""
+    """Damage the files in `folder` as the drill `id` requires."""
     globals()[id](folder)
 
 
@@ -54,12 +54,12 @@ def zero_teacher(folder: Path) -> None:
 
 
 def identical_teacher(folder: Path) -> None:
-    """The student is the teacher in another file, and of another dtype."""
+    """Use a copy of the teacher as the student, in another file and another dtype."""
     _saved(folder, lambda _: None, "student")
 
 
 def swapped_tokenizer(folder: Path) -> None:
-    """The tokenizer has as many tokens, and another id for each but the first one."""
+    """Permute the ids of all tokens but the first; the vocabulary size stays the same."""
     file = folder / COPY / "tokenizer.json"
     record = json.loads(file.read_bytes())
     vocabulary = record["model"]["vocab"]
@@ -70,7 +70,7 @@ def swapped_tokenizer(folder: Path) -> None:
 
 
 def degenerate_corpus(folder: Path) -> None:
-    """Each document is one word, over and over."""
+    """Write a corpus in which each document repeats one word."""
     (folder / "corpus").mkdir()
     for number in range(40):
         word = WORDS[number % len(WORDS)]
@@ -78,7 +78,7 @@ def degenerate_corpus(folder: Path) -> None:
 
 
 def altered_checkpoint(run: Path) -> None:
-    """One bit of the newest checkpoint is another one."""
+    """Flip one bit of the newest checkpoint."""
     file = next(published(RunFolder(run).checkpoints)) / "student.safetensors"
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1

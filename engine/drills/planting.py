@@ -47,7 +47,7 @@ WAIT_S = 0.75
 
 
 def plant(id: str) -> AbstractContextManager[None]:
-    """Plant what the drill `id` is about."""
+    """Return a context inside which the fault of the drill `id` is planted."""
     planted: AbstractContextManager[None] = globals()[id]()
     return planted
 

@@ -55,7 +55,7 @@ def report(problems: Problems, samples: int, results: Sequence[Result]) -> Repor
 
 
 def report_of_file(path: str | Path) -> tuple[Report, dict[str, Any]]:
-    """Compute the same from a file of results alone, and return what the file is about. Raises `BadInput`."""
+    """Compute the figures from a file of results, and return them with the header of the file. Raises `BadInput`."""
     about, results = read_results(path)
     try:
         benchmark, problems = about["benchmark"], about["problems"]
@@ -77,7 +77,7 @@ def _counted(benchmark: str, problems: int, samples: int, results: Sequence[Resu
         counts = right.setdefault(one.task_id, [0, 0])
         counts[0] += 1
         counts[1] += one.outcome == "pass"
-    # A problem without a program counts with no programs, and stays in the total.
+    # A problem of which no program was judged stays in the total, with 0 programs of which 0 passed.
     every = [(count, passed) for count, passed in right.values()]
     every += [(0, 0)] * (problems - len(every))
     pass_at = {k: value for k in KS if (value := mean_pass_at_k(every, k)) is not None}
@@ -98,7 +98,7 @@ def _counted(benchmark: str, problems: int, samples: int, results: Sequence[Resu
 
 
 class Compared(NamedTuple):
-    """Two models on the same problems, with one program for each."""
+    """Numbers of problems that two models solve, each judged by one program per problem."""
 
     both: int
     only_first: int
@@ -122,8 +122,8 @@ def compare(first: Sequence[Result], second: Sequence[Result]) -> Compared:
     if sides[0].keys() != sides[1].keys() or not sides[0]:
         differing = sorted(sides[0].keys() ^ sides[1].keys())
         raise NoAnswer(
-            f"compare: results — expected both models on the same problems, found {len(differing)} in one "
-            f"alone: {', '.join(differing[:_LISTED])}"
+            f"compare: results — expected both models on the same problems, found {len(differing)} judged "
+            f"for only one of them: {', '.join(differing[:_LISTED])}"
         )
     pairs = [(sides[0][name], sides[1][name]) for name in sides[0]]
     only_first, only_second = pairs.count((True, False)), pairs.count((False, True))

@@ -219,7 +219,7 @@ def config_metadata(config: Mapping[str, Any], where: object) -> dict[str, GgufV
 
 
 def _query_scalar(family: Family, config: Mapping[str, Any]) -> Any:
-    """Return by whose root readers of a GGUF file divide scores."""
+    """Return the number by whose square root readers of a GGUF file divide scores."""
     if config["num_hidden_layers"] == family.gguf_wide_layers:
         return config["hidden_size"] // config["num_attention_heads"]
     return config["head_dim"]

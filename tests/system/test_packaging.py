@@ -50,7 +50,7 @@ NEED_ENGINE = (
 )
 """Commands that a folder with `kd.toml`, `run` and `t` has all inputs for."""
 MISSING = (
-    "expected the engine, found apr-workbench-view, which only looks at runs\n"
+    "expected the engine, found apr-workbench-view, which only shows runs\n"
     "hint: pip install apr-workbench\n"
 )
 

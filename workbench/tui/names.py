@@ -83,7 +83,7 @@ def wrapped(line: str, width: int) -> list[str]:
 
 
 @lru_cache(maxsize=16)
-def told_apart(names: tuple[str, ...], width: int) -> tuple[str, ...]:
+def distinct_names(names: tuple[str, ...], width: int) -> tuple[str, ...]:
     """Return each name in at most `width` cells; different names stay different where possible.
 
     Names that would look alike are all cut at the same other places, so that their difference stays visible:

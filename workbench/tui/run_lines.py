@@ -19,14 +19,14 @@ from dataclasses import dataclass
 
 from workbench.plot.canvas import flow
 from workbench.plot.series import series_style
-from workbench.tui.names import broken, shortened, told_apart
+from workbench.tui.names import broken, distinct_names, shortened
 
 GAPS = ("  ", " ")
 """The space between two columns; the narrow one where the wide one does not fit."""
 NAME_CELLS = 8
-"""Least width of a name that is shown at all."""
-NAMES_TO = 28
-"""Greatest width of a name."""
+"""Minimum width of a name in a table of results, in cells; where it does not fit, names are left out."""
+MAX_NAME_CELLS = 28
+"""Maximum width of a name in a table of results, in cells."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,11 +72,11 @@ def _cell_widths(rows: Sequence[Sequence[str]]) -> list[int]:
 def _fitting_names(
     names: Sequence[str], rows: Sequence[Sequence[str]], width: int, gap: int
 ) -> tuple[str, ...] | None:
-    """Return the longest names with which every run still has its column; None where none fit."""
+    """Return the names, as long as leaves a column for every run; None where the columns do not fit."""
     cells = _cell_widths(rows)
     room = width - _label_width(rows) - gap * len(names)
-    for most in range(NAMES_TO, NAME_CELLS - 1, -1):
-        shown = told_apart(tuple(names), most)
+    for most in range(MAX_NAME_CELLS, NAME_CELLS - 1, -1):
+        shown = distinct_names(tuple(names), most)
         if sum(max(len(name), cell) for name, cell in zip(shown, cells, strict=True)) <= room:
             return shown
     return None
@@ -106,7 +106,7 @@ def _as_rows(
     """Yield blocks of results, each with a row for every run."""
     gap = GAPS[0]
     widths = [max(map(len, row)) for row in rows]
-    shown = told_apart(tuple(names), min(NAMES_TO, max(NAME_CELLS, width // 4)))
+    shown = distinct_names(tuple(names), min(MAX_NAME_CELLS, max(NAME_CELLS, width // 4)))
     named = 1 + max(map(len, shown), default=0)
     if 1 + named + len(gap) + max(widths, default=0) > width:
         shown, named = tuple("" for _ in names), 0
@@ -126,8 +126,9 @@ def setting_lines(
     settings: Sequence[tuple[str, Sequence[tuple[Sequence[int], str]]]],
     width: int,
 ) -> list[Line]:
-    """Return a setting and which runs have which value: `loss.alpha  AC 0.1  B 0.5`; on several lines where one
-    is too short. No value is cut. The runs are indices into `slots`."""
+    """Return each setting with its values, and before a value the letters of the runs that have it:
+    `loss.alpha  AC 0.1  B 0.5`. A setting that is too wide for one line has several, so that no value is cut. Runs in
+    `settings` are indices into `slots`."""
     lines: list[Line] = []
     longest = min(max((len(key) for key, _ in settings), default=0), width // 2)
     for key, values in settings:
@@ -156,12 +157,12 @@ def setting_lines(
 
 
 LONGEST, SHORTEST = 40, 6
-"""Greatest and least width of a name, in cells."""
+"""Maximum and minimum width of a name in the heading, in cells."""
 
 
 @dataclass(frozen=True, slots=True)
-class Headed:
-    """A run in the heading."""
+class HeadedRun:
+    """A run in the heading: `name` and the current value of the metric, in the style of `slot`."""
 
     slot: int
     name: str
@@ -169,32 +170,32 @@ class Headed:
 
 
 def heading_lines(
-    runs: Sequence[Headed], width: int, *, first: Sequence[str], rows: int, ascii_only: bool
+    runs: Sequence[HeadedRun], width: int, *, first: Sequence[str], rows: int, ascii_only: bool
 ) -> list[Line]:
-    """Return at most `rows` lines of `width` cells; `first` is text before the runs, dropped where it would cost
-    a line or the names."""
+    """Return at most `rows` lines of `width` cells. `first` is text before the runs; it is left out if the runs would
+    otherwise need a second line or lose their names."""
     names = tuple(run.name for run in runs)
-    named = [told_apart(names, most) for most in range(LONGEST, SHORTEST - 1, -1)]
+    named = [distinct_names(names, cells) for cells in range(LONGEST, SHORTEST - 1, -1)]
     unnamed = tuple("" for _ in runs)
-    ways = [(words, shown, 1) for words in (first, ()) for shown in named]
-    ways += [((), shown, 2) for shown in named[-10:]] if rows > 1 else []
-    ways += [(first, unnamed, 1), ((), unnamed, 1)]
-    for words, shown, most in ways:
+    layouts = [(words, shown, 1) for words in (first, ()) for shown in named]
+    layouts += [((), shown, 2) for shown in named[-10:]] if rows > 1 else []
+    layouts += [(first, unnamed, 1), ((), unnamed, 1)]
+    for words, shown, max_lines in layouts:
         lines = _filled(runs, shown, words, width, ascii_only=ascii_only)
-        if len(lines) <= most:
+        if len(lines) <= max_lines:
             return lines
     return _filled(runs, unnamed, (), width, ascii_only=ascii_only)
 
 
 def _filled(
-    runs: Sequence[Headed],
+    runs: Sequence[HeadedRun],
     names: Sequence[str],
     first: Sequence[str],
     width: int,
     *,
     ascii_only: bool,
 ) -> list[Line]:
-    """Return lines, each as full as possible."""
+    """Return the heading with each line filled before the next begins."""
     items: list[Line] = [(Piece(words, bold=True),) for words in first]
     for run, name in zip(runs, names, strict=True):
         style = series_style(run.slot)

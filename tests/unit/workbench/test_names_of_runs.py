@@ -6,8 +6,14 @@ from itertools import pairwise
 
 import pytest
 
-from workbench.tui.names import broken, cut_at_end, shortened, told_apart, wrapped
-from workbench.tui.run_lines import Headed, heading_lines, result_lines, setting_lines, wanted_width
+from workbench.tui.names import broken, cut_at_end, distinct_names, shortened, wrapped
+from workbench.tui.run_lines import (
+    HeadedRun,
+    heading_lines,
+    result_lines,
+    setting_lines,
+    wanted_width,
+)
 
 NAMES = (
     "kd-qwen3-14b-to-0.6b-alpha0.1-tau1.0-lr4e-3-seed0",
@@ -28,14 +34,14 @@ LETTERS = "ABCDEF"
 
 @pytest.mark.parametrize("width", range(6, 60, 3))
 def test_names_that_differ_are_shown_differently(width: int) -> None:
-    shown = told_apart(NAMES, width)
+    shown = distinct_names(NAMES, width)
     assert len(set(shown)) == len(NAMES)
     assert all(len(name) <= width for name in shown)
 
 
 def test_a_name_that_is_unlike_the_others_is_cut_in_its_middle() -> None:
-    assert told_apart(NAMES, 13)[-2] == shortened("demo-20261122-121500", 13) == "demo-2…121500"
-    assert told_apart(("run", "run"), 2) == ("r…", "r…"), "the same name is the same"
+    assert distinct_names(NAMES, 13)[-2] == shortened("demo-20261122-121500", 13) == "demo-2…121500"
+    assert distinct_names(("run", "run"), 2) == ("r…", "r…"), "the same name is the same"
 
 
 @pytest.mark.parametrize("count", range(2, 7))
@@ -131,7 +137,7 @@ def test_a_sentence_is_cut_behind_a_word() -> None:
 @pytest.mark.parametrize("width", [38, 78, 118, 158])
 @pytest.mark.parametrize("count", [2, 6])
 def test_the_heading_has_every_run_and_its_value(count: int, width: int) -> None:
-    runs = [Headed(slot, NAMES[slot], f"{slot}.1234") for slot in range(count)]
+    runs = [HeadedRun(slot, NAMES[slot], f"{slot}.1234") for slot in range(count)]
     lines = heading_lines(runs, width, first=["compare"], rows=2, ascii_only=False)
     texts = ["".join(piece.text for piece in line) for line in lines]
     assert len(texts) <= 2

@@ -25,7 +25,7 @@ RESUME = Binding(
 
 
 def changes_to_allow(problem: Problem) -> list[str]:
-    """Return the settings that a refused resume would be allowed to change, from the hint of the refusal."""
+    """Return the settings whose change a refused resume asks the user to allow, from the hint of the refusal."""
     return re.findall(r"--allow-change (\S+)", getattr(problem, "hint", None) or "")
 
 
@@ -33,7 +33,8 @@ def refused_command(screen: PollingScreen, run: RunFolder, what: str) -> bool:
     """Return whether a run is a watched script, which the workbench cannot start; if so, notify the user."""
     command = command_of(run)
     if command is not None:
-        words = f"not {what}: {run.name} is a watched script; engine watch -- {command.line}"
+        again = f"to start it again: engine watch -- {command.line}"
+        words = f"not {what}: {run.name} is a watched script; {again}"
         screen.notify(words, markup=False)
     return command is not None
 

@@ -35,9 +35,9 @@ from workbench.plot.chart import Chart, Line
 from workbench.plot.grid import Legend
 from workbench.plot.series import SERIES, series_style
 from workbench.tui.context import Context
-from workbench.tui.names import shortened, told_apart
+from workbench.tui.names import distinct_names, shortened
 from workbench.tui.run_lines import (
-    Headed,
+    HeadedRun,
     heading_lines,
     result_lines,
     setting_lines,
@@ -132,7 +132,7 @@ class CompareScreen(PollingScreen):
     """
 
     def __init__(self, context: Context, chosen: Mapping[int, RunFolder]) -> None:
-        """`chosen` gives each style its run."""
+        """`chosen` maps each slot (the index of a style) to its run."""
         super().__init__(context)
         assert 2 <= len(chosen) <= len(SERIES), chosen
         self._feed = CompareFeed(chosen)
@@ -260,7 +260,7 @@ class CompareScreen(PollingScreen):
             first = ((Span(said, "legend"), Span("", "legend")),)
         else:
             room = width // len(runs) - NAME
-            names = list(told_apart(tuple(x.snapshot.run.name for x in runs), max(NAME, room)))
+            names = list(distinct_names(tuple(x.snapshot.run.name for x in runs), max(NAME, room)))
         slots = [one.slot for one in groups or runs]
         return (
             *first,
@@ -337,7 +337,7 @@ class CompareScreen(PollingScreen):
         for run in comparison.runs:
             value = self._value(run, metric)
             said = "no value" if value is None else metric.text(value)
-            runs.append(Headed(run.slot, run.snapshot.run.name, said))
+            runs.append(HeadedRun(run.slot, run.snapshot.run.name, said))
         first = [f"compare {metric.name}"]
         if self._cursor is not None:
             first = [f"{axis} {axis_text(axis, self._cursor)}", metric.name]

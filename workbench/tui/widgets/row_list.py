@@ -11,7 +11,7 @@ from textual.content import Content
 from textual.reactive import reactive
 
 from workbench.listing import SIGNS, Row, Tone
-from workbench.tui.names import told_apart, wrapped
+from workbench.tui.names import distinct_names, wrapped
 from workbench.tui.widgets.keyed_list import KeyedList
 
 STYLES: dict[Tone, str] = {
@@ -41,7 +41,7 @@ def lines_of(rows: Sequence[Row], width: int) -> list[str]:
     needed = max((len(row.text) for row in rows if row.name), default=0)
     cells = max(NAME_CELLS, width - len(GAP) - min(needed, TEXT_CELLS))
     cells = min(max(map(len, names), default=0), cells)
-    shown = told_apart(names, cells)
+    shown = distinct_names(names, cells)
     texts = [
         f"{name:<{cells}}{GAP}{row.text}" if row.name else row.text
         for row, name in zip(rows, shown, strict=True)

@@ -18,7 +18,7 @@ from engine.log.sparkline import sparkline
 from engine.units import format_count, format_seconds, format_value
 from engine.watch.runs_feed import CURVE_POINTS, RunRow
 from workbench.plot.series import series_style
-from workbench.tui.names import cut_at_end, shortened, told_apart
+from workbench.tui.names import cut_at_end, distinct_names, shortened
 from workbench.tui.printable import drawable
 from workbench.tui.widgets.cell_table import CellTable
 from workbench.tui.widgets.status_line import LEVEL_ROLES, bar_text, state_role
@@ -374,7 +374,7 @@ class RunsTable(CellTable):
         widths = self._fitted(wanted, self.size.width - self.scrollbar_size_vertical)
         self._shown = tuple(column for column in self._columns if column.name in widths)
         places = [(self._columns.index(column), column) for column in self._shown[1:]]
-        names = told_apart(tuple(words[0] for words in texts.values()), widths[NAME.name])
+        names = distinct_names(tuple(words[0] for words in texts.values()), widths[NAME.name])
         gap = self._gap
         return {
             key: [
