@@ -280,7 +280,7 @@ def test_a_watched_command_is_stopped_by_its_run_folder(tmp_path: Path) -> None:
     assert process.wait(LIMIT_S) == -signal.SIGTERM
     (exit_,) = [e for e in watch_log(run) if isinstance(e, TrainerExited)]
     assert exit_.cause == "stop requested: engine stop"
-    with pytest.raises(BadInput, match="going on"):
+    with pytest.raises(BadInput, match="still running"):
         stop(run)
 
 

@@ -136,7 +136,7 @@ def test_the_front_matter_is_what_yaml_reads_as_it_was_meant(
     [
         ('{"temperature": 0.0, "top_k": 0, "top_p": 1.0}', "of the likeliest tokens"),
         ('{"temperature": 0.8, "top_k": 0, "top_p": 0.95}', "at temperature 0.8, top_p 0.95"),
-        ("{}", "does not say"),
+        ("{}", "not in its file"),
     ],
 )
 def test_a_share_of_programs_says_how_they_were_drawn(
