@@ -236,7 +236,7 @@ def _check_markers(loaded: Sequence[Loaded], sources: Sources, *, whole: bool) -
             if (marker.file, marker.name) not in bound:
                 words = "is above code that the contract does not bind"
         elif whole and marker.contract not in contracts:
-            words = "names a contract that is not there"
+            words = "names a contract that does not exist"
         if words:
             text = f"`# contract: {marker.contract}` {words}"
             file, place = sources.name_of(marker.file), (marker.line, 1)

@@ -65,7 +65,7 @@ def check_upstream(contract: dict[str, Any], walk: Walk) -> None:
 
 
 def _rows(contract: dict[str, Any], *block: str) -> Rows:
-    """The readable rows of a block, each with its path."""
+    """Return the readable rows of a block, each with its path."""
     found: Any = contract
     for key in block:
         found = found.get(key, {})
@@ -74,7 +74,7 @@ def _rows(contract: dict[str, Any], *block: str) -> Rows:
 
 
 def _empty(row: dict[str, Any], path: Path, walk: Walk) -> bool:
-    """Whether a field is absent or blank; False when its form was already reported."""
+    """Whether a field is absent or blank; False when a wrong type of it was already reported."""
     return row.get(str(path[-1])) in (None, "", [], {}) and path not in walk.broken
 
 
@@ -101,10 +101,10 @@ def _check_kernel(contract: dict[str, Any], walk: Walk) -> None:
     counts["kani_harnesses"] += len(contract.get("proof_harnesses", ()))
     for block, count in counts.items():
         if not count and (block,) not in walk.broken:
-            walk.add("PROVABILITY-001", (block,), "a kernel has one or more, found none")
+            walk.add("PROVABILITY-001", (block,), "expected at least one for a kernel, found none")
     obligations, tests, _ = counts.values()
     if tests < obligations:
-        text = f"{tests} tests of {obligations} obligations: expected no fewer tests"
+        text = f"expected at least one test per obligation, found {tests} for {obligations}"
         walk.add("PROVABILITY-001", ("falsification_tests",), text)
 
 
@@ -157,7 +157,7 @@ def check_own(contract: dict[str, Any], walk: Walk) -> None:
         if _is_demoted(row):
             continue
         if "id" in row and row["id"] not in answered:
-            text = f"{row['id']} is claimed, and no active test or proof is of it"
+            text = f"{row['id']} is claimed, but no active test or proof covers it"
             walk.add("W-CLAIM", path, text)
         tolerance, here = row.get("tolerance"), (*path, "tolerance")
         if isinstance(tolerance, float):
@@ -186,7 +186,7 @@ def _check_ids(
     _check_unique(obligations, "id", set(), "W-REF", text, walk)
     for path, row in tests:
         if not row.get("obligations") and not row.get("demoted_by"):
-            text = "of which obligation is this the test?"
+            text = "names no obligation: which one does this test?"
             walk.add("W-REF", (*path, "obligations"), text)
     # Receipts are stored by id.
     taken = {row["id"] for _, row in tests if "id" in row}
@@ -201,11 +201,11 @@ def _check_ids(
         for path, id_ in _named(rows, field):
             if id_ is not None and id_ not in known:
                 near = nearest(id_, known) if known else ""
-                walk.add("W-REF", path, f"{id_} is not there{near}")
+                walk.add("W-REF", path, f"{id_} does not exist{near}")
 
 
 def _named(rows: Rows, field: str) -> Iterator[tuple[Path, str | None]]:
-    """The ids that a field of each row refers to, whether it holds one or a list."""
+    """Yield the ids that a field of each row refers to, whether it holds one or a list."""
     for path, row in rows:
         found = row.get(field, ())
         if isinstance(found, str):

@@ -87,7 +87,7 @@ def carry_out(drill: Drill, folder: Path, *, device: str = "cpu") -> Drilled:
 
 
 def _run(drill: Drill, run: Attended, spec: Path, inputs: Path, group: Path | None) -> float | None:
-    """Run until the incident is named or the run ends. Return when the trainer was killed; None when it was
+    """Run until the incident is named or the run ends. Return the time at which the trainer was killed; None if it was
     not."""
     plant = drill.id if drill.planted else ""
     effect_unix_s = None
@@ -130,8 +130,8 @@ def judged(
     state = run.follower.state
     if named is None:
         expected = " or ".join(one.name for one in drill.expected)
-        heard = ", ".join(others) or "nothing"
-        text = f"expected {expected}, found {heard}; the run: {state}"
+        found = ", ".join(others) or "nothing"
+        text = f"expected {expected}, found {found}; the run: {state}"
         failed = Verdict(Level.FAIL, text)
         return Drilled(drill=drill, verdict=failed, others=others, state=state, cost_s=cost_s)
     rows = range(view.session_row, len(view.steps))

@@ -25,8 +25,8 @@ once for each content and process. Not covered: a hostile file that misbehaves o
 is not tested.
 
 **A long document goes through the library in pieces**, because the library holds about 320 bytes for
-each part of the text it has in hand. A piece ends only where it is proved that the tokens of the
-pieces are those of the whole: see `_Cuts`. Where a document has no such place for `UNCUT_TEXT`, it
+each part of the text that it processes at once. A piece ends only where it is proved that the tokens of the
+pieces are those of the whole: see `_Cuts`. A document with more than `limits.UNCUT_TEXT` between two such places
 is refused.
 """
 
@@ -101,7 +101,7 @@ PRE_TOKENIZERS: dict[str, PreTokenizer] = {
         splits=(_WORDS.replace("DIGITS", "{1,3}"),), ignore_merges=True, add_bos=True
     ),
     "gpt-2": PreTokenizer(splits=(_GPT2 + r"|\s+",)),
-    # The meaning of a file without a name.
+    # For a GGUF file that names no pre-tokenizer.
     "default": PreTokenizer(
         splits=(r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]"),
     ),
@@ -190,7 +190,7 @@ class Tokenizer:
             return np.array(self._inner.encode(text, add_special_tokens=False).ids, dtype=np.uint32)
 
     def encode_each(self, texts: Sequence[str]) -> list[list[int]]:
-        """Return the ids of short texts that are no documents: `encoded` does not count them."""
+        """Return the ids of short texts that are no documents: `encoded_s` does not include them."""
         with _panic_is_bad_input(self.path):
             encodings = self._inner.encode_batch_fast(list(texts), add_special_tokens=False)
         return [encoding.ids for encoding in encodings]
@@ -200,10 +200,11 @@ class Tokenizer:
     ) -> list[tuple[NDArray[np.uint32], NDArray[np.int64]]]:
         """Return for each text its ids, and the character of the text at which each token begins.
 
-        The ids are those of `encode_documents`, and both arrays have the same length. A character of
-        which several tokens hold a part of the bytes begins all of them. The white space that a token
-        begins with belongs to it, also where the file has `trim_offsets`. Raises TextTooLong for a
-        text that is too long to be taken whole, and TokenizerError where the starts do not follow the text.
+        The ids are those of `encode_documents`, and both arrays have the same length. If the bytes of
+        a character are split over several tokens, all of them begin at that character. The white space
+        that a token begins with belongs to it, also where the file has `trim_offsets`. Raises TextTooLong
+        for a text that is too long to be taken whole, and TokenizerError where the starts do not follow
+        the text.
         """
         import numpy as np
 
@@ -237,7 +238,7 @@ class Tokenizer:
         """
         from tokenizers import Tokenizer as Inner
 
-        # What the library writes of a vocabulary in which two tokens have one id, it does not read.
+        # From the file and not from `to_str()`, which the library cannot read back if two tokens have the same id.
         inner = Inner.from_buffer(self.raw)
         _without_options(inner)
         inner.post_processor = None
@@ -448,9 +449,9 @@ def _parsed(raw: bytes, path: Path) -> dict[str, Any]:
         raise TokenizerError.expected("tokenizer", path, "a JSON object", "another value")
     parts = [record.get(name) for name in ("normalizer", "pre_tokenizer", "decoder")]
     # Every part is run over every text, one after the other.
-    count = sum(1 for _ in _tables(parts))
-    # A template has a table for each special token.
-    count += sum("type" in one for one in _tables(record.get("post_processor")))
+    count = sum(1 for _ in _objects(parts))
+    # A template has an object for each special token.
+    count += sum("type" in one for one in _objects(record.get("post_processor")))
     if count > limits.TOKENIZER_PARTS.most:
         found = f"{count:,}"
         raise TokenizerError.expected("tokenizer", path, f"{limits.TOKENIZER_PARTS}", found)
@@ -463,12 +464,12 @@ def _parsed(raw: bytes, path: Path) -> dict[str, Any]:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Refuse a duplicate key in a part of the file: the library might take one value and this
+    """Refuse a duplicate key in an object of the file: the library might take one value and this
     module the other. A vocabulary may contain a token twice.
     """
     found = dict(pairs)
     if len(found) != len(pairs) and ("type" in found or "model" in found):
-        raise ValueError("a key twice in one part")
+        raise ValueError("a duplicate key in one object")
     return found
 
 
@@ -505,7 +506,7 @@ def _batches(pieces: Iterable[tuple[int, str]]) -> Iterator[list[tuple[int, str]
 #
 # A place between the characters x and y is safe if the tokens of the text up to it, followed by those
 # of the text from it on, are the tokens of the whole. The library works in five steps, and each has to
-# treat both sides alone as it treats them together:
+# give for the two sides separately what it gives for the whole:
 #
 # - Added tokens are searched in the text, and those marked so in the normalized text. Safe if none
 #   spans the place, and, for those that depend on or absorb adjacent characters, if none touches it.
@@ -550,11 +551,11 @@ class _Cuts:
     digits: int = 0
     """Number of digits after which a run of digits may be cut; 0 for never."""
     spans: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """Added tokens by each two characters in them."""
+    """Added tokens by each pair of adjacent characters that they contain."""
     normalized: frozenset[str] = frozenset()
     """Pairs of adjacent characters in an added token that is searched in the normalized text."""
     touching: frozenset[str] = frozenset()
-    """First characters of added tokens that are not to begin at a cut, and last of those not to end there."""
+    """First and last characters of the added tokens that may neither begin nor end at a cut."""
 
     def before(self, text: str, start: int, end: int) -> int | None:
         """The last safe place after `start`, up to `end`."""
@@ -697,7 +698,7 @@ def _try(raw: bytes, record: Mapping[str, Any], sha256: str, path: Path) -> None
         return
     try:
         done = subprocess.run(
-            [sys.executable, "-I", "-c", _CHILD, json.dumps(_orders(record, len(raw)))],
+            [sys.executable, "-I", "-c", _CHILD, json.dumps(_child_arguments(record, len(raw)))],
             input=raw,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -707,8 +708,10 @@ def _try(raw: bytes, record: Mapping[str, Any], sha256: str, path: Path) -> None
     except subprocess.TimeoutExpired:
         raise _refusal(path, f"one that has not ended after {_CLOCK_S:.0f} s") from None
     except OSError as error:
-        found = f"no process to try it in: {error.strerror}"
-        raise TokenizerError.expected("tokenizer", path, "to be tried first", found) from None
+        found = f"no child process: {error.strerror}"
+        raise TokenizerError.expected(
+            "tokenizer", path, "a test in a child process", found
+        ) from None
     said = done.stdout.decode("utf-8", "replace").strip()
     if done.returncode < 0:
         raise _refusal(path, f"one that signal {-done.returncode} ended")
@@ -727,7 +730,7 @@ def is_of_known_parts(record: Mapping[str, Any]) -> bool:
         return False
     if model.get("continuing_subword_prefix") or model.get("end_of_word_suffix"):
         return False
-    for part in _tables([record.get(name) for name in ("normalizer", "pre_tokenizer", "decoder")]):
+    for part in _objects([record.get(name) for name in ("normalizer", "pre_tokenizer", "decoder")]):
         # The library guesses the type of a part that has none.
         expression = part.get("Regex") if part.keys() == {"Regex"} else None
         kind = part.get("type")
@@ -740,7 +743,7 @@ def is_of_known_parts(record: Mapping[str, Any]) -> bool:
     return True
 
 
-def _tables(value: Any) -> Iterator[dict[str, Any]]:
+def _objects(value: Any) -> Iterator[dict[str, Any]]:
     waiting = [value]
     while waiting:
         one = waiting.pop()
@@ -751,10 +754,10 @@ def _tables(value: Any) -> Iterator[dict[str, Any]]:
             waiting += one
 
 
-def _orders(record: Mapping[str, Any], size: int) -> dict[str, Any]:
+def _child_arguments(record: Mapping[str, Any], size: int) -> dict[str, Any]:
     named = [
         text[: limits.TOKENIZER_PROBE.most]
-        for part in _tables([record.get(name) for name in ("normalizer", "pre_tokenizer")])
+        for part in _objects([record.get(name) for name in ("normalizer", "pre_tokenizer")])
         for text in part.values()
         if isinstance(text, str)
     ]
@@ -804,7 +807,7 @@ try:
         ids = inner.encode_batch_fast([text], add_special_tokens=False)[0].ids
         back = inner.decode(ids, skip_special_tokens=False)
         if max(len(made), len(ids), len(back)) > most:
-            sys.exit(print("one that makes %d characters of %d" % (max(len(made), len(back)), len(text))))
+            sys.exit(print("one that turns %d characters into %d" % (len(text), max(len(made), len(back)))))
 except BaseException as error:
     if isinstance(error, SystemExit):
         raise

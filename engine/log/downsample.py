@@ -3,7 +3,7 @@
 Rows are cut into intervals, of equal width on x (`equal_widths`, for a window that is zoomed) or of equal row counts
 (`equal_counts`, so that a long pause does not flatten what lies around it). Of each interval the lowest and the
 highest value are kept, so a spike of one step in a million is still drawn, and whether a value was NaN or infinite.
-`buckets` gives intervals; `points` gives rows, each at its own place.
+`buckets` returns the intervals; `points` returns the kept rows, each at its own x.
 """
 
 # Shapes: N rows, I intervals
@@ -101,8 +101,8 @@ def buckets(xs: Column, ys: Column, edges: Sequence[int]) -> list[Bucket]:
 
 def points(xs: Column, ys: Column, limit: int, *, gaps: bool = False) -> tuple[Row, ...]:
     """Return the rows that have a value; more than 2 * `limit` become at most 3 * `limit`: the lowest, the highest and
-    one that is not finite of each of `limit` intervals. With `gaps` absent values count as rows with None, of which an
-    interval keeps one more. A row without x is left out."""
+    one that is not finite of each of `limit` intervals. With `gaps` a row whose value is absent is returned with None;
+    each interval keeps up to one such row in addition. A row without x is left out."""
     import numpy as np
 
     places, column = numbers(xs), numbers(ys)
@@ -124,7 +124,7 @@ def _extremes(
     column: Numbers, edges: Sequence[int]
 ) -> tuple[Numbers, Numbers, list[bool], list[int]]:
     """Return of each interval of all rows the lowest and the highest finite value, whether there is one, and how
-    many are not finite, (I,) each: one call for all, as a call costs more than a few rows."""
+    many are not finite, (I,) each. All intervals share one call, because a call costs more than a few rows."""
     import numpy as np
 
     begins = edges[:-1]
@@ -139,7 +139,8 @@ def _extremes(
 
 
 def _kept(column: Numbers, edges: Sequence[int]) -> NDArray[np.intp]:
-    """Return the first row of each interval that has its lowest value, its highest, one not finite, and none."""
+    """Return, for each interval, the first row with its lowest value, with its highest, with a non-finite one, and with
+    an absent one."""
     import numpy as np
 
     lows, highs, _, _ = _extremes(column, edges)
@@ -157,7 +158,7 @@ def _kept(column: Numbers, edges: Sequence[int]) -> NDArray[np.intp]:
 
 
 def _firsts(mask: NDArray[np.bool_], edges: Sequence[int]) -> NDArray[np.intp]:
-    """Return the first row of each interval that is true in `mask`, of those that have one."""
+    """Return the first row of each interval that is true in `mask`; an interval without one gives none."""
     import numpy as np
 
     true = np.append(np.flatnonzero(mask), edges[-1])

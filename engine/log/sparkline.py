@@ -42,5 +42,5 @@ def value_range(values: Values) -> tuple[float, float]:
     low, high = min(known, default=0.0), max(known, default=1.0)
     if high > low:
         return low, high
-    # For a flat line the distance from zero matters.
+    # A flat line is drawn relative to zero.
     return min(low, 0.0), max(high, 0.0) if high else 1.0

@@ -8,7 +8,7 @@ residual stream (the dtype of the embedding: 4 in a student, p in a bf16 teacher
 Kept for the backward pass, per token and layer, in addition to the weights:
 
     norm inputs          2 (r D + 4)            the residual, and 1/rms
-    product inputs       2 p D                  the inputs of the q, k, v and of the gate, up matmuls
+    matmul inputs        2 p D                  the inputs of the q, k, v and of the gate, up matmuls
     q, k, v              p (Q + 2 K)            after rotation; 3 p Q if the kernel cannot share heads
     attention output     p Q + 4 H              and the logsumexp of each query
     head norms (Qwen3)   p (Q + K) + 4 (H + J)  their inputs, and 1/rms
@@ -49,7 +49,7 @@ class Forward:
     config: ModelConfig
     rows: int
     seq_len: int
-    product_bytes: int
+    matmul_bytes: int
     """Bytes of a number in the matmuls: 2 in bf16, 4 in fp32."""
     residual_bytes: int
     """Bytes of a number in the residual stream, which has the dtype of the embedding."""
@@ -78,11 +78,11 @@ class Forward:
         return {
             "inputs of the layers": inputs + 4 * self.tokens,
             "all of the last layers": whole * self.kept_layers // c.num_hidden_layers,
-            "positions": self.tokens * (self._kinds * self.product_bytes * c.rotary_dim + 8),
+            "positions": self.tokens * (self._kinds * self.matmul_bytes * c.rotary_dim + 8),
             "masks": self.mask(),
         }
 
-    def again(self) -> int:
+    def recomputed(self) -> int:
         """Return the bytes that the backward pass recomputes for one layer and keeps while it is in that
         layer.
         """
@@ -92,7 +92,7 @@ class Forward:
         return whole // self.config.num_hidden_layers
 
     def _kept_whole(self) -> dict[str, int]:
-        c, p, r = self.config, self.product_bytes, self.residual_bytes
+        c, p, r = self.config, self.matmul_bytes, self.residual_bytes
         query, shared = query_width(c), shared_width(c)
         heads = c.num_attention_heads + c.num_key_value_heads
         norms = r * c.hidden_size + 4
@@ -111,14 +111,14 @@ class Forward:
             both += 2 * (each * c.hidden_size + 4)
         return {
             "norm inputs": layers * both + self.tokens * norms,
-            "product inputs": layers * 2 * p * c.hidden_size,
+            "matmul inputs": layers * 2 * p * c.hidden_size,
             "q, k, v": layers * p * (query + keys),
             "attention output": layers * p * query + self._logsumexp(),
             "head norms": layers * head_norms,
             "feed-forward": layers * (3 if self.fused else 4) * p * c.intermediate_size,
             "positions": self.tokens * (self._kinds * p * c.rotary_dim + 8),
             "masks": self._masks(),
-            "weights as the products read them": self.cast_weights(),
+            "weights in the dtype of the matmuls": self.cast_weights(),
             "factors of norms": self._norm_factors(),
         }
 
@@ -140,21 +140,21 @@ class Forward:
 
     def cast_weights(self) -> int:
         """Return the bytes of weight copies in the matmuls' dtype; 0 when the weights already have it."""
-        if self.product_bytes == self.residual_bytes:
+        if self.matmul_bytes == self.residual_bytes:
             return 0
         numbers = linear_weights(self.config)
         c = self.config
         if c.kind.norm_offset:
-            return self.product_bytes * numbers
+            return self.matmul_bytes * numbers
         if c.qk_norm:
             whole = query_width(c) + shared_width(c)
             numbers += c.num_hidden_layers * (whole if c.kind.qk_norm_whole else 2 * c.head_dim)
         if c.kind.norms_behind:
             numbers += c.num_hidden_layers * 2 * c.hidden_size
-        return self.product_bytes * numbers
+        return self.matmul_bytes * numbers
 
     def mask(self) -> int:
-        one = self.product_bytes * self.rows * self.seq_len**2
+        one = self.matmul_bytes * self.rows * self.seq_len**2
         return 0 if self.packed else self._kinds * one
 
     @property
@@ -175,7 +175,7 @@ class Forward:
         padded = _rounded_up(self.seq_len, 8)
         if not self._pads or padded == self.seq_len:
             return self.mask()
-        each = self.product_bytes * self.rows * self.seq_len * padded
+        each = self.matmul_bytes * self.rows * self.seq_len * padded
         return self.config.num_hidden_layers * each
 
     def passing(self) -> int:
@@ -183,7 +183,7 @@ class Forward:
 
         They are the masks, a layer's input, and the largest set of temporaries inside the layer.
         """
-        c, p, r = self.config, self.product_bytes, self.residual_bytes
+        c, p, r = self.config, self.matmul_bytes, self.residual_bytes
         query, shared = query_width(c), shared_width(c)
         keys = 0 if self._shares else 2 * query
         # The layer's input, its sum with the attention output, and the norm of that.

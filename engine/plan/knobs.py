@@ -213,7 +213,7 @@ def choose_attention(
         needed, found = format_capability(LEAST_CAPABILITY), format_capability(capability)
         why_not = f"needs compute capability {needed}, this GPU has {found}"
     elif precision not in ("bf16", "fp8"):
-        why_not = f"its kernel takes bf16, and products are in {precision}"
+        why_not = f"its kernel takes bf16, and matmuls are in {precision}"
     elif heads > MOST_HEAD_DIM or heads % 8:
         why_not = f"its kernel takes heads of up to {MOST_HEAD_DIM} in multiples of 8, here they have {heads}"
     refused = {}
@@ -243,7 +243,7 @@ def choose_loss_kernel(
     lacks = _lacks_for_kernels(device, capability, has_triton)
     if lacks is None and not DIVERGENCES[divergence].fused:
         lacks = f"loss.divergence {' or '.join(fused_divergences())}", divergence
-    fused = "everything between the products in one kernel, which reads each logit once from memory"
+    fused = "everything between the matmuls in one kernel, which reads each logit once from memory"
     eager = "the same in plain torch, in about ten passes over the logits"
     anywhere = "plain torch runs anywhere"
     return _fused_or("loss.kernel", wanted, lacks, fused, {"eager": eager}, anywhere, fused)
@@ -390,10 +390,10 @@ def choose_chunk_rows(
     if wanted:
         rejected, reason = {}, SET_BY_USER
     elif taken_rows == usual_rows:
-        rejected, reason = {str(fewer_rows[0]): "smaller products, which are slower"}, needs
+        rejected, reason = {str(fewer_rows[0]): "smaller matmuls, which are slower"}, needs
     else:
         rejected = {str(usual_rows): needs}
-        reason = f"{needs}; smaller products are a little slower and need less"
+        reason = f"{needs}; smaller matmuls are a little slower and need less"
     return Decision(
         knob="loss.chunk_rows",
         choice=str(taken_rows),

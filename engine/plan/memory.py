@@ -7,7 +7,7 @@ before the student's activations grow, and those are freed before the optimizer 
 the phases in which it is alive, a phase needs the sum of its items, and the run needs the largest of
 these sums. The table marks what is alive in that phase.
 
-    memory on cuda: 24.1 GiB at its peak (loss), of 138.2 GiB that are there (cuMemGetInfo free)
+    memory on cuda: 24.1 GiB at its peak (loss), of 138.2 GiB available (cuMemGetInfo free)
 
       item                        GiB  at peak  how
       teacher weights         14.190     *      7.62G numbers of 2 bytes
@@ -94,7 +94,7 @@ EVAL_ROWS_AT_ONCE = 16
 EVAL_CHUNK_ROWS = 2048
 """Held-out tokens whose logits exist at once."""
 WRITTEN_AT_ONCE = 1024
-"""Largest number of rows that are written side by side."""
+"""Maximum number of rows that are generated in one batch."""
 CUBLAS_WORKSPACE_BYTES = 32 * 2**20
 """cuBLAS workspace of each thread that launches matmuls: the main one and autograd's."""
 
@@ -109,8 +109,8 @@ MEMORY_PHASES = (
     "evaluation",
     "step audit",
 )
-"""In the order of a run on a GPU. The first is before the first step, on a CPU right after it; the last two are
-after any step. The student's forward pass is left out because it needs the least, and the optimizer step
+"""Phases of a run, in their order on a GPU. The first is before the first step, on a CPU right after it; the last two
+are after any step. The student's forward pass is left out because it needs the least, and the optimizer step
 because the evaluation after it needs more.
 """
 _TEACHER_EVALUATION, _TEACHER, _LOSS, _BACKWARD, _LAST, _EVALUATION, _AUDIT = MEMORY_PHASES
@@ -180,9 +180,9 @@ class MemoryBudget:
         """Return the table as text for people."""
         peak = self.peak_phase
         there = (
-            f"of what is there: {self.available}"
+            f"available: {self.available}"
             if self.available.value is None
-            else f"of {format_bytes(self.available.number)} that are there"
+            else f"of {format_bytes(self.available.number)} available"
         )
         out = [
             f"memory on {self.device}: {format_bytes(self.total_bytes)} at its peak ({peak}), "
@@ -223,7 +223,7 @@ def _hint(savings: tuple[Saving, ...]) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryPlan:
-    """Everything that the memory need depends on: settings, of which `auto` counts as off, shapes and the device."""
+    """Everything that the memory need depends on: settings (`auto` counts as off), shapes and the device."""
 
     spec: RunSpec
     teacher: ModelConfig | None
@@ -258,9 +258,9 @@ class MemoryPlan:
         if not self.adapted:
             return 0
         if (size := self.student_blocks) is None:
-            return self.each * count_parameters(self.student)
-        layers = sum(size.layer_bytes(self.each))
-        return layers + self.each * _tables(self.student) + size.scratch_bytes(self.each)
+            return self.itemsize * count_parameters(self.student)
+        layers = sum(size.layer_bytes(self.itemsize))
+        return layers + self.itemsize * _tables(self.student) + size.scratch_bytes(self.itemsize)
 
     @property
     def fused_loss(self) -> bool:
@@ -300,12 +300,12 @@ class MemoryPlan:
         return self.spec.compute.gpus
 
     @property
-    def each(self) -> int:
-        """Bytes of a number in the student's matmuls."""
+    def itemsize(self) -> int:
+        """Bytes per element in the student's matmuls."""
         return ITEM_BYTES[self.spec.student.precision]
 
     @property
-    def teacher_each(self) -> int:
+    def teacher_itemsize(self) -> int:
         return ITEM_BYTES[self.spec.teacher.precision]
 
     @property
@@ -327,30 +327,34 @@ class MemoryPlan:
 
     def student_pass(self, rows: int) -> Forward:
         # The residual of a frozen student is in the dtype of its weights.
-        forward = self._pass(self.student, rows, self.each, self.each if self.adapted else 4)
+        forward = self._pass(
+            self.student, rows, self.itemsize, self.itemsize if self.adapted else 4
+        )
         return replace(
             forward,
-            packed=self.spec.student.attention == "packed" and self.each == 2,
+            packed=self.spec.student.attention == "packed" and self.itemsize == 2,
             fused=self.spec.kernels.layers == "fused" and self.student.native,
             checkpointing=self.checkpointing,
             kept_layers=self.kept_layers,
         )
 
     def teacher_pass(self, config: ModelConfig, rows: int) -> Forward:
-        forward = self._pass(config, rows, self.teacher_each, self.teacher_each)
-        packed = self.spec.teacher.attention == "packed" and self.teacher_each == 2
+        forward = self._pass(config, rows, self.teacher_itemsize, self.teacher_itemsize)
+        packed = self.spec.teacher.attention == "packed" and self.teacher_itemsize == 2
         return replace(forward, packed=packed)
 
-    def _pass(self, config: ModelConfig, rows: int, products: int, residual: int) -> Forward:
+    def _pass(
+        self, config: ModelConfig, rows: int, matmul_bytes: int, residual_bytes: int
+    ) -> Forward:
         return Forward(
             config=config,
             rows=rows,
             seq_len=self.spec.data.seq_len,
-            product_bytes=products,
-            residual_bytes=residual,
+            matmul_bytes=matmul_bytes,
+            residual_bytes=residual_bytes,
             fused_norms=self.on_gpu,
             # In fp32 no CUDA kernel supports this, in bf16 some do; the CPU's does.
-            shares_heads=not self.on_gpu or (products == 2 and self.shares_heads),
+            shares_heads=not self.on_gpu or (matmul_bytes == 2 and self.shares_heads),
         )
 
     @property
@@ -406,7 +410,7 @@ def evaluates_late(spec: RunSpec) -> bool:
 
 
 def _teacher_items(plan: MemoryPlan) -> Iterator[BudgetItem]:
-    config, each = plan.teacher, plan.teacher_each
+    config, itemsize = plan.teacher, plan.teacher_itemsize
     if config is None:
         return
     if plan.stored is not None:
@@ -418,8 +422,8 @@ def _teacher_items(plan: MemoryPlan) -> Iterator[BudgetItem]:
         largest = max(sizes["q"] + sizes["k"] + sizes["v"], sizes["gate"] + sizes["up"])
         yield BudgetItem(
             "dequantisation scratch",
-            min(each * max(largest, sizes["down"]), SCRATCH_LIMIT_BYTES),
-            f"gate and up of a layer, {format_count(largest)} x {each} bytes, at most "
+            min(itemsize * max(largest, sizes["down"]), SCRATCH_LIMIT_BYTES),
+            f"gate and up of a layer, {format_count(largest)} x {itemsize} bytes, at most "
             f"{format_bytes(SCRATCH_LIMIT_BYTES)}",
             lasting=True,
         )
@@ -434,8 +438,8 @@ def _teacher_items(plan: MemoryPlan) -> Iterator[BudgetItem]:
     )
     yield BudgetItem(
         "teacher hidden states",
-        each * plan.tokens * config.hidden_size,
-        f"{format_count(plan.tokens)} tokens x {config.hidden_size} x {each} bytes",
+        itemsize * plan.tokens * config.hidden_size,
+        f"{format_count(plan.tokens)} tokens x {config.hidden_size} x {itemsize} bytes",
         phases=(_LOSS, _BACKWARD, _LAST),
     )
 
@@ -450,22 +454,22 @@ def _teacher_weights(plan: MemoryPlan, config: ModelConfig) -> BudgetItem:
             lasting=True,
         )
     if plan.spec.teacher.precision == "fp8":
-        return _fp8_weights(config, plan.teacher_each)
+        return _fp8_weights(config, plan.teacher_itemsize)
     parameters = count_parameters(config)
     return BudgetItem(
         "teacher weights",
-        plan.teacher_each * parameters,
-        f"{format_count(parameters)} x {plan.teacher_each} bytes",
+        plan.teacher_itemsize * parameters,
+        f"{format_count(parameters)} x {plan.teacher_itemsize} bytes",
         lasting=True,
     )
 
 
-def _fp8_weights(config: ModelConfig, each: int) -> BudgetItem:
-    """Return the item of an fp8 teacher: in layers and head a byte a weight, and in layers an fp32 scale a row; the
-    rest unchanged.
+def _fp8_weights(config: ModelConfig, itemsize: int) -> BudgetItem:
+    """Return the item of an fp8 teacher: one byte per weight of the layers and the head, one fp32 scale per row of the
+    layers' matrices, and the rest in the teacher's dtype.
     """
     matrices = linear_weights(config)
-    # As `engine.models.fp8.round_head` has it.
+    # The head is in fp8 under the same condition as in `engine.models.fp8.round_head`.
     if not config.tie_word_embeddings and config.vocab_size % 16 == 0:
         matrices += config.vocab_size * config.hidden_size
     rest = count_parameters(config) - matrices
@@ -473,9 +477,9 @@ def _fp8_weights(config: ModelConfig, each: int) -> BudgetItem:
     rows = query + 2 * shared + 2 * config.hidden_size + 2 * config.intermediate_size
     return BudgetItem(
         "teacher weights",
-        matrices + 4 * config.num_hidden_layers * rows + each * rest,
+        matrices + 4 * config.num_hidden_layers * rows + itemsize * rest,
         f"{format_count(matrices)} x 1 byte in layers and head, with scales, "
-        f"{format_count(rest)} x {each} bytes in the rest",
+        f"{format_count(rest)} x {itemsize} bytes in the rest",
         lasting=True,
     )
 
@@ -486,8 +490,8 @@ def _stored_items(plan: MemoryPlan, config: ModelConfig, stored: Identity) -> It
     if stored.form == HIDDEN:
         yield BudgetItem(
             "teacher head",
-            plan.teacher_each * head,
-            f"{format_count(head)} x {plan.teacher_each} bytes; in blocks, less",
+            plan.teacher_itemsize * head,
+            f"{format_count(head)} x {plan.teacher_itemsize} bytes; in blocks, less",
             lasting=True,
         )
     # On a GPU the next batch's outputs arrive meanwhile, in memory that nothing else uses.
@@ -580,7 +584,7 @@ def _loss_items(plan: MemoryPlan) -> Iterator[BudgetItem]:
         fused=plan.fused_loss,
     )
     # For the matmuls: the eager form's narrow copy of dz, and the fused form's own buffer.
-    narrow = plan.each if plan.fused_loss or (plan.on_gpu and plan.each == 2) else 0
+    narrow = plan.itemsize if plan.fused_loss or (plan.on_gpu and plan.itemsize == 2) else 0
     held = min(FUSED_HELD * chunk, tokens) if plan.fused_loss else chunk
     yield BudgetItem(
         "loss workspace",
@@ -592,7 +596,7 @@ def _loss_items(plan: MemoryPlan) -> Iterator[BudgetItem]:
     yield BudgetItem(
         "operands of the loss",
         _operands(plan),
-        "labelled hidden states and heads in the dtype of the products",
+        "labelled hidden states and heads in the dtype of the matmuls",
         phases=(_LOSS,),
     )
     yield BudgetItem(
@@ -607,16 +611,16 @@ def _loss_items(plan: MemoryPlan) -> Iterator[BudgetItem]:
         f"4 bytes x (head {format_count(trained)} + hidden {format_count(tokens * width)})",
         phases=(_LOSS, _BACKWARD),
     )
-    narrow_each = plan.each if plan.each < 4 else 0
-    scaled = tokens * width * (4 + narrow_each)
+    narrow_itemsize = plan.itemsize if plan.itemsize < 4 else 0
+    scaled = tokens * width * (4 + narrow_itemsize)
     # One layer: two gradients of feed-forward width, the residual's, and a matrix's in both dtypes. The
     # gradient of the hidden states has been freed by then.
-    matrix = linear_sizes(student)["down"] * (4 + narrow_each)
+    matrix = linear_sizes(student)["down"] * (4 + narrow_itemsize)
     forward = plan.student_pass(plan.spec.train.rows)
-    inside = 2 * plan.each * tokens * student.intermediate_size + matrix + forward.again()
+    inside = 2 * plan.itemsize * tokens * student.intermediate_size + matrix + forward.recomputed()
     yield BudgetItem(
         "backward temporaries",
-        max(scaled, inside + plan.each * tokens * width),
+        max(scaled, inside + plan.itemsize * tokens * width),
         "the larger of a second gradient of the hidden states and a layer's gradients",
         phases=(_BACKWARD,),
     )
@@ -624,7 +628,7 @@ def _loss_items(plan: MemoryPlan) -> Iterator[BudgetItem]:
     # to it.
     again = 2 * student.tie_word_embeddings + (plan.spec.train.accumulation > 1)
     kept = sum(forward.kept().values())
-    first = inside + (4 + plan.each) * tokens * width + kept // student.num_hidden_layers
+    first = inside + (4 + plan.itemsize) * tokens * width + kept // student.num_hidden_layers
     yield BudgetItem(
         "end of backward",
         max(4 * trained * again + 4 * tokens * width, first),
@@ -640,43 +644,43 @@ def _operands(plan: MemoryPlan) -> int:
     On a CPU, matmuls run in fp32 whatever the dtype of their operands.
     """
     vocabulary, tokens, width = plan.student.vocab_size, plan.tokens, plan.student.hidden_size
-    each = plan.each
-    total = tokens * width * (each if each == 4 else 2 * each)
-    if plan.on_gpu and each < 4 and not plan.adapted:
-        total += each * vocabulary * width
-    elif each < 4:
+    itemsize = plan.itemsize
+    total = tokens * width * (itemsize if itemsize == 4 else 2 * itemsize)
+    if plan.on_gpu and itemsize < 4 and not plan.adapted:
+        total += itemsize * vocabulary * width
+    elif itemsize < 4:
         total += 4 * tokens * width
     if (teacher := plan.teacher_in_loss) is not None:
-        total += plan.teacher_each * tokens * teacher.hidden_size
-        if not plan.on_gpu and plan.teacher_each < 4:
+        total += plan.teacher_itemsize * tokens * teacher.hidden_size
+        if not plan.on_gpu and plan.teacher_itemsize < 4:
             total += 4 * (vocabulary + tokens) * teacher.hidden_size
     return total
 
 
 def written_rows(spec: RunSpec) -> int:
-    """Return how many rows a model writes side by side: those of the step with the most, WRITTEN_AT_ONCE at most."""
+    """Return how many rows a model generates in one batch: those of the step with the most, up to WRITTEN_AT_ONCE."""
     passes = math.ceil(spec.rollout.share * spec.train.accumulation)
     return min(WRITTEN_AT_ONCE, spec.train.rows * passes)
 
 
 def _rollout_items(plan: MemoryPlan) -> Iterator[BudgetItem]:
-    """Yield what writing rows needs. It stays allocated, because a captured step keeps its addresses."""
+    """Yield what generating rows needs. It stays allocated, because a captured decode step keeps its addresses."""
     spec, slots = plan.spec, written_rows(plan.spec)
     by_student = spec.rollout.by == "student"
     config = plan.student if by_student else plan.teacher
     if not slots or config is None:
         return
-    each = plan.each if by_student else plan.teacher_each
+    itemsize = plan.itemsize if by_student else plan.teacher_itemsize
     pages = slots * pages_for(spec.data.seq_len) + 1
     yield BudgetItem(
         "keys and values of written rows",
-        pages * PAGE * token_bytes(config, each),
+        pages * PAGE * token_bytes(config, itemsize),
         f"{slots} rows of {format_count(spec.data.seq_len)} tokens in pages of {PAGE}",
         lasting=True,
     )
     if by_student and spec.compute.gpus > 1:
         yield BudgetItem(
-            "weights gathered to write with",
+            "gathered weights for generation",
             4 * count_parameters(config),
             f"a whole copy of the sharded student, {format_count(count_parameters(config))} x 4 bytes",
             lasting=True,
@@ -689,9 +693,9 @@ def _rollout_items(plan: MemoryPlan) -> Iterator[BudgetItem]:
         f"{slots} rows x {format_count(config.vocab_size)} ids x 4 bytes",
         lasting=True,
     )
-    if by_student and each == 2:
+    if by_student and itemsize == 2:
         yield BudgetItem(
-            "weights to write with",
+            "16-bit weights for generation",
             2 * count_parameters(config),
             f"a copy in 16 bits, {format_count(count_parameters(config))} x 2 bytes",
             lasting=True,
@@ -702,7 +706,7 @@ def _evaluation_items(plan: MemoryPlan) -> Iterator[BudgetItem]:
     rows = min(EVAL_ROWS_AT_ONCE, plan.spec.eval.rows)
     how = f"{rows} rows at once, logits of {EVAL_CHUNK_ROWS} tokens in fp32, twice"
     # Without autograd, autocast does not cache its casts: there is one cast weight at a time.
-    cast = plan.each * max(linear_sizes(plan.student).values()) if plan.each < 4 else 0
+    cast = plan.itemsize * max(linear_sizes(plan.student).values()) if plan.itemsize < 4 else 0
     yield BudgetItem(
         "evaluation workspace",
         _workspace(plan, plan.student_pass(rows)) + cast,
@@ -717,12 +721,12 @@ def _evaluation_items(plan: MemoryPlan) -> Iterator[BudgetItem]:
         how,
         phases=(_TEACHER_EVALUATION,),
     )
-    if plan.teacher_each < 4 and not plan.on_gpu and not plan.quantized:
+    if plan.teacher_itemsize < 4 and not plan.on_gpu and not plan.quantized:
         head = plan.teacher.vocab_size * plan.teacher.hidden_size
         yield BudgetItem(
             "teacher head in fp32",
             4 * head,
-            f"{format_count(head)} x 4 bytes: a CPU has no product of bf16 with fp32 sums",
+            f"{format_count(head)} x 4 bytes: a CPU has no bf16 matmul with fp32 accumulation",
             phases=(_TEACHER_EVALUATION,),
         )
 
@@ -748,7 +752,7 @@ def _audit_items(plan: MemoryPlan) -> Iterator[BudgetItem]:
         for one in models
     )
     hidden = (
-        sum(plan.each * tokens * one.hidden_size for one in models)
+        sum(plan.itemsize * tokens * one.hidden_size for one in models)
         + 8 * tokens * student.hidden_size
     )
     if 8 * count_parameters(student) * tokens <= REFERENCE_FLOPS["cuda"]:
@@ -765,9 +769,9 @@ def _audit_items(plan: MemoryPlan) -> Iterator[BudgetItem]:
 
 
 def _transformers_items(plan: MemoryPlan) -> Iterator[BudgetItem]:
-    """Yield what a model that transformers runs needs beyond the native decoder of its shape: estimates."""
+    """Yield estimates of what a model that transformers runs needs beyond a native decoder of the same shape."""
     student, tokens = plan.student, plan.tokens
-    each, vocabulary = plan.each, student.vocab_size
+    itemsize, vocabulary = plan.itemsize, student.vocab_size
     if isinstance(student, TransformersConfig):
         count = student.num_hidden_layers * tokens
         yield BudgetItem(
@@ -779,7 +783,7 @@ def _transformers_items(plan: MemoryPlan) -> Iterator[BudgetItem]:
         if student.scales_logits:
             yield BudgetItem(
                 "logits of the student",
-                tokens * vocabulary * (5 * each + 4),
+                tokens * vocabulary * (5 * itemsize + 4),
                 f"{format_count(tokens)} tokens x {vocabulary}, as the model gives them, and their gradients",
                 phases=(_LOSS, _BACKWARD),
             )
@@ -787,7 +791,7 @@ def _transformers_items(plan: MemoryPlan) -> Iterator[BudgetItem]:
     if isinstance(taught, TransformersConfig) and taught.scales_logits:
         yield BudgetItem(
             "logits of the teacher",
-            3 * tokens * taught.vocab_size * plan.teacher_each,
+            3 * tokens * taught.vocab_size * plan.teacher_itemsize,
             f"{format_count(tokens)} tokens x {taught.vocab_size}, as the model gives them",
             phases=(_TEACHER, _LOSS),
         )
@@ -806,9 +810,9 @@ def _same_module_items(plan: MemoryPlan, taught: ModelConfig | None) -> Iterator
             checkpointing=plan.checkpointing,
             kept_layers=plan.kept_layers,
         )
-        need = 8 * count_parameters(student) + sum(forward.kept().values()) + forward.again()
+        need = 8 * count_parameters(student) + sum(forward.kept().values()) + forward.recomputed()
         if student.scales_logits:
-            need += tokens * student.vocab_size * (32 + 3 * plan.each)
+            need += tokens * student.vocab_size * (32 + 3 * plan.itemsize)
     if (
         isinstance(taught, TransformersConfig)
         and count_parameters(taught) <= FP32_TEACHER_PARAMETERS
@@ -829,8 +833,8 @@ def _workspace(plan: MemoryPlan, forward: Forward) -> int:
     config = forward.config
     logits = 4 * min(EVAL_CHUNK_ROWS, forward.tokens) * config.vocab_size
     # Hidden states of every token, and of the labelled ones; a CPU has the latter in fp32.
-    each = forward.residual_bytes
-    hidden = forward.tokens * config.hidden_size * (2 * each if plan.on_gpu else each + 4)
+    itemsize = forward.residual_bytes
+    hidden = forward.tokens * config.hidden_size * (2 * itemsize if plan.on_gpu else itemsize + 4)
     left = hidden + logits if plan.spec.eval.rows > EVAL_ROWS_AT_ONCE else 0
     return max(forward.passing() + left, hidden + 2 * logits)
 
@@ -842,16 +846,16 @@ def _rank_items(plan: MemoryPlan) -> Iterator[BudgetItem]:
     if plan.adapted:
         trained = trained_parameters(plan.student, plan.spec.student)
         yield BudgetItem(
-            "gradients being summed",
+            "gradients in the all-reduce",
             4 * trained,
-            f"{format_count(trained)} x 4 bytes, of all adapters in one piece",
+            f"{format_count(trained)} x 4 bytes, of all adapters in one buffer",
             phases=(_LAST,),
         )
         return
     parameters = count_parameters(plan.student)
     outside = _tables(plan.student)
     layer = (parameters - outside) // plan.student.num_hidden_layers
-    layers = "every layer" if not plan.reshard else "two layers, and what arrives for them"
+    layers = "every layer" if not plan.reshard else "two layers and their all-gather buffers"
     yield BudgetItem(
         "gathered weights",
         4 * outside,
@@ -886,7 +890,7 @@ def _rank_items(plan: MemoryPlan) -> Iterator[BudgetItem]:
 
 
 def _gathered(plan: MemoryPlan, layers: int, layer: int) -> int:
-    """Return the bytes of gathered student layers: all, or two and what arrives for them."""
+    """Return the bytes of gathered student layers: all, or two and their all-gather buffers."""
     return 4 * (min(4 * layer, layers) if plan.reshard else layers)
 
 
@@ -901,7 +905,7 @@ def _shared_teacher(
     layers = plan.teacher_packed_layers if plan.quantized else ()
     if not layers:
         # Outside the layers there is also the last norm.
-        outside = plan.teacher_each * (_tables(config) + config.hidden_size)
+        outside = plan.teacher_itemsize * (_tables(config) + config.hidden_size)
         layers = ((weights.bytes - outside) // count,) * count
     inside = sum(layers)
     yield replace(
@@ -909,11 +913,11 @@ def _shared_teacher(
         bytes=weights.bytes - inside + plan.share(inside),
         how=f"{weights.how}; layers, {format_bytes(inside)}, shared by {plan.ranks} GPUs",
     )
-    rooms = min(2, count)
+    gathered = min(2, count)
     yield BudgetItem(
-        "teacher layers put together",
-        rooms * max(layers),
-        f"{rooms} of at most {format_bytes(max(layers))}: one computes, the next arrives",
+        "gathered teacher layers",
+        gathered * max(layers),
+        f"{gathered} of at most {format_bytes(max(layers))}: one computes, the next arrives",
         lasting=True,
     )
 

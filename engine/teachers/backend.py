@@ -146,7 +146,7 @@ def choose_teacher_precision(wanted: str, *, device: str, capability: Capability
             hint="teacher.precision=fp32 is exact and runs anywhere",
         )
     rejected = {
-        "tf32": (("fp32", "exact products, slower"), ("bf16", "half of the memory, rounded more")),
+        "tf32": (("fp32", "exact matmuls, slower"), ("bf16", "half of the memory, rounded more")),
         "fp8": (("bf16", "rounded less, 1.6 times the time and twice the memory of the layers"),),
     }
     measured = "what it costs is measured on held-out rows (check teacher_fp8_within_noise_floor)"

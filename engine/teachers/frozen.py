@@ -48,7 +48,7 @@ class FrozenDecoder:
 
     @torch.inference_mode()
     def hidden(self, tokens_BT: Tensor, documents_BT: Tensor) -> Tensor:
-        with torch.autocast(tokens_BT.device.type, enabled=False), products(self.precision):
+        with torch.autocast(tokens_BT.device.type, enabled=False), matmul_precision(self.precision):
             return self.decoder.hidden(tokens_BT, documents_BT)
 
     def head(self) -> Head:
@@ -78,7 +78,7 @@ class QuantizedTeacher(FrozenDecoder):
 
 
 @contextlib.contextmanager
-def products(precision: str) -> Iterator[None]:
+def matmul_precision(precision: str) -> Iterator[None]:
     """Run matmuls in the arithmetic of `precision`: enable tf32 within the context if asked, else
     change nothing.
     """

@@ -155,7 +155,7 @@ class Builder:
     def student(
         self, fresh: Beside[tuple[Decoder, Beside[str]]] | None, teacher_decoder: Decoder | None
     ) -> tuple[Decoder, Callable[[], str]]:
-        """Return the initial student, and what waits for the sha256 of its tensors.
+        """Return the initial student, and a function that waits for the sha256 of its tensors.
 
         Raises WeightsError when it is the same model as the teacher, unless teacher.allow_identical is
         set.
@@ -172,7 +172,7 @@ class Builder:
             use_kernels(student, frozen=False)
             if self.spec.kernels.prewarm:
                 self.compiles.warm_up_student(student, torch_dtype(spec.precision), self.log)
-        look_at(student, "student", self.spec.data.seq_len, self.log)
+        examine(student, "student", self.spec.data.seq_len, self.log)
         source, precision = (
             spec.path or f"fresh weights of {spec.config}",
             spec.precision,
@@ -232,7 +232,7 @@ class Builder:
             self.compiles.warm_up_update(self.log)
 
     def _rollout(self, student: Decoder, teacher: Decoder | None, ranks: Ranks) -> Rollout | None:
-        """Return what writes rows of the run, if anything does. Raises BadInput."""
+        """Return the generator of the run's rollout rows; None without rollouts. Raises BadInput."""
         spec = self.spec
         if not spec.rollout.share:
             return None
@@ -300,7 +300,7 @@ class Builder:
         store, identity, config = stored.store, stored.identity, stored.config
         for text in store.refusals:
             log(Note(level="warning", text=f"{text}; its rows are not used"))
-        log(Note(level="info", text=f"teacher: out of {store.path}; {stored.teacher_known}"))
+        log(Note(level="info", text=f"teacher: read from {store.path}; {stored.teacher_known}"))
         log(
             to_events.model(
                 "teacher", spec.path, config, identity.precision, identity.teacher_sha256
@@ -365,13 +365,13 @@ class Builder:
         if not spec.checks.enabled or "stored_outputs" in skipped_ids(spec.checks.skip):
             return "the comparison is disabled"
         with open_weights(spec.teacher.path) as weights:
-            # Of weights that stay in their blocks; dense ones have a size of their own.
+            # Size of the weights in their blocks; if they are dequantised, it is computed below.
             size = sum(info.bytes for info in weights.tensors.values())
         if identity.backend != "quantized":
             size = count_parameters(config) * DTYPES[identity.precision].itemsize
-        room = self.plan.compute.available.number
-        if room is not None and room < ROOM * size:
-            return f"the teacher takes {format_bytes(size)}, {format_bytes(int(room))} are free: not compared"
+        free = self.plan.compute.available.number
+        if free is not None and free < ROOM * size:
+            return f"the teacher takes {format_bytes(size)}, {format_bytes(int(free))} are free: not compared"
         count = affordable_rows(config, spec.data.seq_len, device)
         taken = spec.train.steps * spec.rows_per_step
         rows = stored_rows(batches_of(spec, self.data.stream), stored.store, count, taken)
@@ -382,7 +382,7 @@ class Builder:
         found = compare(stored, built.teacher, rows, device)
         del built
         if device.type == "cuda":
-            # The plan is of a run without a loaded teacher.
+            # The memory plan assumes that no teacher is loaded, so its peak is measured from here on.
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(device)
         return found
@@ -406,7 +406,7 @@ class Builder:
         built.decoder.cudnn = attention_by_cudnn(
             built.decoder, "teacher", self.spec, self.device, self.log, trained=False
         )
-        look_at(built.decoder, "teacher", self.spec.data.seq_len, self.log)
+        examine(built.decoder, "teacher", self.spec.data.seq_len, self.log)
         return built
 
     def _warm_up_teacher(self, decoder: Decoder) -> None:
@@ -415,10 +415,10 @@ class Builder:
             self.compiles.warm_up(decoder, self.device, self.log)
 
 
-def look_at(decoder: Decoder, whose: str, length: int, log: Log) -> None:
+def examine(decoder: Decoder, whose: str, length: int, log: Log) -> None:
     """Log how a model that transformers runs computes logits and separates documents."""
     if isinstance(decoder, TransformersDecoder):
-        log(Phase(name=f"looking at the {whose}", detail="logits and documents"))
+        log(Phase(name=f"examining the {whose}", detail="logits and documents"))
         for decision in decoder.look(whose, length):
             log(decision)
 

@@ -65,7 +65,7 @@ from engine.teachers.store.write import (
 )
 from engine.teachers.truncating import TruncatingTeacher
 from engine.train import to_events
-from engine.train.build import look_at
+from engine.train.build import examine
 from engine.train.compiles import Compiles, attention_by_cudnn
 from engine.train.data import prepare_data
 from engine.train.heldout import heldout_loss
@@ -315,7 +315,7 @@ def _load_teacher(
         built.decoder, "teacher", facts.spec, compute.device, log, trained=False
     )
     decoder = built.decoder
-    look_at(decoder, "teacher", spec.data.seq_len, log)
+    examine(decoder, "teacher", spec.data.seq_len, log)
     if job.wanted.form == HIDDEN and isinstance(head_of(decoder), LogitsHead):
         raise BadInput.expected(
             "teacher outputs",

@@ -242,7 +242,7 @@ def quiet_text(still: Silence, dump: StackDump) -> str:
     first = f"{dump.collective}; " if dump.collective else ""
     return (
         f"silent for {format_seconds(still.silent_s)} in {still.doing}{frame}: {first}{dump.summary}; it counts as "
-        f"stalled after {format_seconds(still.limit_s)} ({still.held}); all threads are in {dump.path}"
+        f"stalled after {format_seconds(still.limit_s)} ({still.limit_source}); all threads are in {dump.path}"
     )
 
 

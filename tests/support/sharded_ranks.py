@@ -90,7 +90,7 @@ def predicted_bytes(folder: Path, kind: str) -> int:
         available=measured(1 << 60, "a test"),
     ).budget()
     sizes = {item.name: item.bytes for item in budget.items}
-    return sizes["teacher weights"] + sizes["teacher layers put together"]
+    return sizes["teacher weights"] + sizes["gathered teacher layers"]
 
 
 def look(folder: Path, kind: str, ranks: Ranks) -> dict[str, object]:

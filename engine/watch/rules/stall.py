@@ -1,12 +1,12 @@
 """Rules about stalls: a trainer that has logged nothing for too long, and what it was doing.
 
 Progress is the step counter, not liveness, memory or utilisation. The heartbeat is the newest line of the
-trainer that is not a note. The limit of a silence:
+trainer that is not a note. The limit on a silence, in seconds:
 
     `watch.stall_seconds`, when it is set
     in training        max(LEAST_S, TIMES * median time between the last steps,
                            LONG_WORK * the longest evaluation and checkpoint so far)
-    before the first step, or in a phase with a name     that phase's own limit
+    before the first step, or in a named phase           that phase's own limit
 
     in any of these, if nothing was computed, read or written     STILL_S
 
@@ -47,6 +47,7 @@ LEAST_S = 30.0
 TIMES = 5.0
 LONG_WORK = 3.0
 STEPS = 50
+"""Number of the last steps whose median time is used."""
 FIRST_STEP_S = 45.0
 """Limit for the first step in seconds; it also waits for libraries to load. Compiling a kernel logs a line."""
 PHASE_S = {
@@ -93,8 +94,8 @@ class Silence:
 
     silent_s: float
     limit_s: float
-    held: str
-    """Source of the limit, in words."""
+    limit_source: str
+    """Reason for the limit, in words."""
     doing: str
     """Activity of the run according to its log."""
     since_unix_s: float
@@ -119,7 +120,7 @@ def silence(case: Case) -> Silence:
         return Silence(
             silent_s=case.now_unix_s - worked_unix_s,
             limit_s=STILL_S,
-            held="nothing was computed, read or written",
+            limit_source="nothing was computed, read or written",
             doing=f"process {view.process.pid}",
             since_unix_s=worked_unix_s,
         )
@@ -127,28 +128,28 @@ def silence(case: Case) -> Silence:
     since_unix_s = view.heartbeat_unix_s or view.trainer_started_unix_s
     if since_unix_s is None:
         raise CannotJudge("no trainer was started")
-    limit_s, held = _limit(case)
+    limit_s, limit_source = _limit(case)
     silent_s = case.now_unix_s - since_unix_s
     if min(silent_s, limit_s) > STILL_S and _is_still(case):
-        limit_s, held = STILL_S, "nothing was computed, read or written"
+        limit_s, limit_source = STILL_S, "nothing was computed, read or written"
     wanted = case.settings.watch.stall_seconds if case.settings else 0
     if wanted > 0:
-        limit_s, held = float(wanted), "watch.stall_seconds"
+        limit_s, limit_source = float(wanted), "watch.stall_seconds"
     doing, phase = case.phase, view.phase
     if phase is not None and phase.detail and phase.name == doing:
         doing += f" ({phase.detail})"
     return Silence(
         silent_s=silent_s,
         limit_s=limit_s,
-        held=held,
+        limit_source=limit_source,
         doing=doing,
         since_unix_s=since_unix_s,
     )
 
 
 def _worked_unix_s(case: Case) -> float:
-    """Return the last time at which a process watched from outside was active, or its activity was unknown; in a long
-    silence the start of it, from the active alert."""
+    """Return the last time at which a process watched from outside was active, or its activity was unknown. A silence
+    may be longer than the readings that are searched: its start is then that of the active alert."""
     process, tables = case.view.process, list(case.view.gpu_tables.values())
     if not tables and process is not None and process.opens_gpu is not False:
         raise CannotJudge(f"no GPU reading: {case.view.absent.get('gpu') or 'none was taken'}")
@@ -235,7 +236,7 @@ def _stalled(case: Case, what: str) -> Symptom | None:
         return None
     dump = stall_dump(case, found.since_unix_s)
     numbers: list[Number] = [
-        ("seconds of silence", found.silent_s, f"{found.limit_s:.0f} allowed: {found.held}")
+        ("seconds of silence", found.silent_s, f"{found.limit_s:.0f} allowed: {found.limit_source}")
     ]
     for name, values in _machine(case):
         numbers.append((name, values, "now"))
@@ -306,7 +307,7 @@ def nobody_works(case: Case) -> Symptom | None:
     if case.view.process is None:
         raise CannotJudge("the run reports its steps: see stalled")
     found = silence(case)
-    # Its stacks are taken once it counts as silent, and say more than the silence.
+    # Wait for the stacks, which are captured once it counts as silent: they say more than its silence.
     if found.silent_s < STILL_S + STACKS_S and stall_dump(case, found.since_unix_s) is None:
         return None
     return _stalled(case, "no activity")

@@ -69,7 +69,7 @@ def forward_of(
         config=shape,
         rows=rows,
         seq_len=seq_len,
-        product_bytes={"fp32": 4, "bf16": 2}[precision],
+        matmul_bytes={"fp32": 4, "bf16": 2}[precision],
         residual_bytes=4,
         fused_norms=device == "cuda",
         shares_heads=shares,

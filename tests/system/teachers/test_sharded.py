@@ -221,4 +221,4 @@ def test_a_teacher_that_does_not_fit_whole_is_shared_by_itself_and_the_log_says_
     assert said.choice == "on" and format_bytes(whole.total_bytes) in said.reason
     assert view.memory_plan is not None
     items = {name: size for name, size, _ in view.memory_plan.items}
-    assert items["teacher layers put together"] > 0
+    assert items["gathered teacher layers"] > 0

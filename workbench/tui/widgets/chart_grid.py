@@ -1,4 +1,4 @@
-"""A widget that draws one chart, or several of the same lines in a grid."""
+"""A widget that draws one chart, or a grid of charts that share their legend."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from workbench.tui.widgets.chart_view import ChartView
 
 
 class ChartGrid(ChartView):
-    """Draws its charts in `columns`, with one legend above them where there is one."""
+    """Draws its charts in `columns`, below one legend unless that is empty."""
 
     charts: reactive[tuple[Chart, ...]] = reactive((Chart(),))
     legend: reactive[Legend] = reactive(())
@@ -27,10 +27,10 @@ class ChartGrid(ChartView):
         width, height = self.size
         return shape_of(count, width, height - legend_height(legend, width, height))
 
-    def charted(self) -> tuple[object, ...]:
+    def redraw_key(self) -> tuple[object, ...]:
         return *self.charts, self.legend, self.columns
 
-    def made(self) -> Chart:
+    def current_chart(self) -> Chart:
         return self.charts[0]
 
     def rows(self, chart: Chart) -> list[Row]:

@@ -72,11 +72,11 @@ class ChartView(Widget):
         """Return the number of buckets it can show."""
         return dots_of(self.size.width, ascii_only=self._ascii_only)
 
-    def charted(self) -> tuple[object, ...]:
+    def redraw_key(self) -> tuple[object, ...]:
         """Return everything the chart depends on; it is redrawn only when one of these changes."""
         return (self.chart,)
 
-    def made(self) -> Chart:
+    def current_chart(self) -> Chart:
         """Return the chart for the current size."""
         return self.chart
 
@@ -86,10 +86,10 @@ class ChartView(Widget):
 
     def render_lines(self, crop: Region) -> list[Strip]:
         # Textual requests single lines: the chart is drawn once for all of them.
-        wanted = (*self.charted(), self.size)
+        wanted = (*self.redraw_key(), self.size)
         if len(wanted) != len(self._drawn) or any(map(_differ, wanted, self._drawn)):
             self._drawn = wanted
-            chart = self.made()
+            chart = self.current_chart()
             self._has_letters = any(line.letter for line in chart.lines)
             self._rows = self.rows(chart)
         return super().render_lines(crop)

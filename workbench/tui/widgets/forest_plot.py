@@ -29,7 +29,7 @@ are the margin: an interval outside them decides, one inside shows that the arms
         pairs = self.snapshot.pairs if self.snapshot is not None else ()
         return len(pairs) + 1 if pairs else 0
 
-    def charted(self) -> tuple[object, ...]:
+    def redraw_key(self) -> tuple[object, ...]:
         return (self.snapshot,)
 
     def rows(self, chart: Chart) -> list[Row]:

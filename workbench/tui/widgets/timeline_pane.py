@@ -180,7 +180,7 @@ class TimelinePane(ChartView, can_focus=True):
 
     # Drawing.
 
-    def charted(self) -> tuple[object, ...]:
+    def redraw_key(self) -> tuple[object, ...]:
         views = _view_of(self.snapshot), _view_of(self.whole)
         how = self.window, self.log_y, self.by_time, self.curves, self.reach, self.has_levels
         return (*views, self.marks, *how)
@@ -192,7 +192,7 @@ class TimelinePane(ChartView, can_focus=True):
             self.curves if has.get(self.curves) else "held-out" if has["held-out"] else "training"
         )
 
-    def made(self) -> Chart:
+    def current_chart(self) -> Chart:
         snapshot = self.snapshot
         if snapshot is None:
             return Chart(signs=())
