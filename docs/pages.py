@@ -92,9 +92,9 @@ def judged() -> str:
         text += f"- fires at: {rule.threshold}\n- reads: {', '.join(rule.reads)}\n"
     text += (
         "\n## Identities of a watched script\n\n"
-        "What holds in every healthy training. [`engine watch`](../how-to/watch.md) checks each on a few steps: the "
-        "first three of an optimizer, then those whose number is a power of two. Nothing is learnt from another run, "
-        "and the script is changed in nothing.\n\n"
+        "Each holds in every healthy training run. [`engine watch`](../how-to/watch.md) checks each on a few steps: "
+        "the first three of an optimizer, then those whose number is a power of two. Nothing is learnt from another "
+        "run, and the script is changed in nothing.\n\n"
         "A **contradiction** is an identity that fails, and the only alarm: the summary names it with its numbers. A "
         "**suspicion** holds, and may be a mistake or meant. A **fact** is neither. What cannot be seen is "
         "**unknown**, never a pass.\n"

@@ -83,80 +83,86 @@ def _alert(id: str, level: str, question: str) -> About:
 STAGES: tuple[About, ...] = (
     _stage(
         id="step_rows",
-        wrong="a step trained on other rows than those of the corpus",
+        wrong="a step did not train on the next rows of the corpus",
         question="Did the step train on the next rows of the corpus in order, each once?",
-        means="Rows are met twice, left out or altered between the corpus and the models.",
-        remedy="`engine data RUN --step N` shows the rows of the step; see that nothing writes to the corpus, and "
-        "empty the cache of tokens (`apr-workbench/tokens` of the user's cache).",
+        means="Rows are repeated, left out or altered between the corpus and the models.",
+        remedy="`engine data RUN --step N` shows the rows of the step. Make sure that nothing writes to the corpus, "
+        "and delete the token cache (`apr-workbench/tokens` in the user's cache folder).",
     ),
     _stage(
         id="step_labels",
         wrong="labels are not the next tokens of their documents",
-        question="Is every label of the step the next token of its document, and every such token a label?",
-        means="The student learns to repeat or skip tokens, is trained on what is not to be predicted, or misses "
-        "a part.",
+        question="Is every label of the step the next token of its document, and does every token to be predicted have "
+        "a label?",
+        means="The student learns to repeat or skip tokens, trains on tokens that it should not predict, or misses "
+        "some that it should.",
         remedy="`engine data RUN --step N` shows which tokens have labels; compare them with the chat template and "
         "data.turns.",
     ),
     _stage(
         id="step_teacher",
         wrong="the teacher's outputs are not those of the weights in its files",
-        question="Are the teacher's hidden states in the step those of a plain forward pass over its tokens?",
-        means="The teacher runs with wrong weights or a wrong forward pass, or sees wrong tokens, neighbouring "
-        "documents or positions.",
+        question="Do the teacher's hidden states in the step equal those of a plain forward pass over its tokens?",
+        means="The teacher runs with wrong weights or a wrong forward pass, or it gets wrong tokens or positions, or "
+        "attends to neighbouring documents.",
         remedy="Flip teacher.backend or teacher.precision to see which of them causes it. With stored outputs "
-        "(teacher.cache), run without them, and `engine prepare` a new store at the temperature of the loss.",
+        "(teacher.cache), run without them, or make a new store with `engine prepare` at the temperature of the loss.",
     ),
     _stage(
         id="step_student",
         wrong="the student's outputs are not those of its weights",
-        question="Are the student's hidden states in the step those of a plain forward pass with its weights?",
+        question="Do the student's hidden states in the step equal those of a plain forward pass with its weights?",
         means="The forward pass that trains is not the model that is saved.",
         remedy="Flip kernels.layers or student.precision to see which of them causes it.",
     ),
     _stage(
         id="step_loss_parts",
         wrong="the loss leaves out or repeats a part of the batch",
-        question="Are the logged cross entropy, divergence and agreement those of the step's hidden states and labels?",
-        means="Tokens or rows are left out of the loss, counted twice, or compared at other settings than the spec's.",
+        question="Are the logged cross entropy, divergence and agreement those computed from the step's hidden states "
+        "and labels?",
+        means="Tokens or rows are left out of the loss or counted twice, or the loss uses other settings than the "
+        "spec's.",
         remedy="Flip loss.kernel and loss.chunk_rows to see whether a kernel or a compiler is wrong.",
     ),
     _stage(
         id="step_loss",
-        wrong="the loss has other weights than the spec",
+        wrong="the loss is not weighted as in the spec",
         question="Is the logged loss the sum of its parts with the weights that the spec gives?",
-        means="The run trains with another weight of the teacher than it records.",
+        means="The teacher's part of the loss has a different weight from the recorded one.",
         remedy="Compare loss.alpha and loss.temperature in `resolved.json` with the spec.",
     ),
     _stage(
         id="step_gradients",
         wrong="the gradients are not those of the loss",
-        question="Are the gradients those of the logged loss, over all rows and passes of the step?",
-        means="The run descends another objective than the one it logs: rows or passes are left out or weighted "
-        "wrongly.",
-        remedy="The numbers say where the difference begins: at the hidden states, in the loss, else in the "
-        "tensor named. Flip loss.kernel, kernels.layers, student.checkpointing or student.graphs.",
+        question="Are the gradients those of the logged loss, over all rows and micro-batches of the step?",
+        means="The run minimises a different objective from the one it logs: rows or micro-batches are left out or "
+        "weighted wrongly.",
+        remedy="The numbers show where the difference begins: in the hidden states, in the loss, or in the named "
+        "tensor. Flip loss.kernel, kernels.layers, student.checkpointing or student.graphs.",
     ),
     _stage(
         id="step_clipping",
         wrong="gradients are clipped by a wrong norm",
-        question="Is the logged gradient norm that of the gradients?",
+        question="Is the logged gradient norm the norm of the gradients?",
         means="Gradients are clipped by a wrong norm, and the chart shows that wrong norm.",
         remedy="Flip train.update: its fused kernel sums the squares in a different way.",
     ),
     _stage(
         id="step_moments",
         wrong="the moments of the optimizer are not AdamW's",
-        question="Are the optimizer's moments those that AdamW makes of the clipped gradients?",
-        means="The optimizer gets other gradients than those of the loss, clips them differently, or has other betas.",
+        question="Are the optimizer's moments those that AdamW computes from the clipped gradients?",
+        means="The optimizer gets gradients that are not those of the loss, clips them differently, or uses other "
+        "betas.",
         remedy="Flip train.update, and compare train.clip_norm, beta1 and beta2 in `resolved.json` with the spec.",
     ),
     _stage(
         id="step_weights",
         wrong="the weights do not move as AdamW would move them",
-        question="Did every weight move as AdamW says, at the rate, decay and epsilon of the spec?",
-        means="The rate or decay that trains is not the one that is recorded, or a part of the student is not trained.",
-        remedy="Flip train.update; see in `engine tail RUN` whether steps were skipped.",
+        question="Did every weight move as AdamW moves it, with the learning rate, weight decay and epsilon of the "
+        "spec?",
+        means="The learning rate or weight decay in use is not the recorded one, or a part of the student is not "
+        "trained.",
+        remedy="Flip train.update; `engine tail RUN` shows whether steps were skipped.",
     ),
 )
 """The stages of a training step, in the order in which data flows through them: rows, labels, teacher, student, loss
@@ -166,72 +172,74 @@ CHECKS: tuple[About, ...] = (
     _check(
         id="vocabulary_by_bytes",
         wrong="teacher and student do not have the same tokens",
-        question="Is every id the same token to the teacher, to the student and in the training text, and every text "
-        "the same ids?",
-        means="Probabilities are compared id by id, so the student is taught another word than the teacher meant, or "
-        "a model reads its text cut in places where it was not trained to.",
-        remedy="Take teacher and student of one family, and the tokenizer that belongs to them.",
+        question="Does every token id mean the same token to the teacher, the student and the training data, and do "
+        "both models tokenize a text alike?",
+        means="Probabilities are compared id by id, so the student learns a different token from the one the teacher "
+        "meant, or a model reads text that is not tokenized as in its training.",
+        remedy="Use a teacher and a student of one model family, with the tokenizer that belongs to them.",
         when=When.BEFORE,
     ),
     _check(
         id="batch_not_degenerate",
-        wrong="the batch has hardly any varied text",
-        question="Does a step hold different rows of varied text?",
+        wrong="the batch has too little varied text",
+        question="Does a batch hold different rows of varied text?",
         means="There is nothing to learn from the batch, however well its loss falls.",
-        remedy="`engine data SPEC` shows the rows: point data.corpus at varied text, and leave copies out.",
+        remedy="`engine data SPEC` shows the rows: point data.corpus at varied text, and remove duplicates.",
         when=When.BEFORE,
     ),
     _check(
         id="documents_in_rows",
         wrong="the rows are not those of the corpus",
-        question="Are documents that are read and tokenized again in the rows of their split, whole?",
-        means="The rows are not of this corpus and tokenizer: text is lost, cut, altered, or in both splits.",
-        remedy="Empty the cache of tokens (`apr-workbench/tokens` of the user's cache); see that nothing writes to the "
-        "corpus, and that tokenizer.json truncates nothing.",
+        question="If documents are read and tokenized again, are they complete in the rows of their split?",
+        means="The rows do not come from this corpus and tokenizer: text is missing, cut, altered, or in both splits.",
+        remedy="Delete the token cache (`apr-workbench/tokens` in the user's cache folder). Make sure that nothing "
+        "writes to the corpus, and that tokenizer.json sets no truncation.",
         when=When.BEFORE,
     ),
     _check(
         id="padding_not_trained",
         wrong="padding is trained on",
         question="Are rows free of labels on padding?",
-        means="Part of the loss is the easy prediction of padding, and the student learns to answer with it.",
-        remedy="Give padding the label -100, or pack documents instead of padding them.",
+        means="Part of the loss is the easy prediction of padding, and the student learns to generate padding.",
+        remedy="Set the labels of padding to -100, or pack documents instead of padding them.",
         when=When.BEFORE,
     ),
     _check(
         id="end_is_learnt",
-        wrong="no end of a text is trained on",
-        question="Is any of the special tokens that end a text or a turn a label?",
-        means="The student is never taught to stop: what it generates goes on until it is cut off.",
-        remedy="Give the end of each text or answer a label; if padding is the same token, mask by position, not id.",
+        wrong="no end-of-text token is trained on",
+        question="Is a special token that ends a text or a turn among the labels?",
+        means="The student never learns to stop: its generations go on until they are cut off.",
+        remedy="Give the end of each text or answer a label; if the pad token is the same token, mask padding by "
+        "position, not by id.",
         when=When.BEFORE,
         stops=False,
     ),
     _check(
         id="resume_continues",
-        wrong="the resumed run does not go on from its checkpoint",
-        question="Is the state that a resumed run continues from, bit for bit, the one in its checkpoint's files?",
-        means="It continues from a different state: old weights, moments that are zero or of other tensors, rows that "
-        "are trained on twice. Each rank compares its shards of tensors and moments, counters, generators, step and "
-        "row.",
-        remedy="The reason names what differs. The checkpoint stays as it is: resume again, with the versions of torch "
-        "and the engine that wrote it if they have changed.",
+        wrong="the resumed run does not continue from its checkpoint",
+        question="Is the state of a resumed run bit-identical to the one in its checkpoint's files?",
+        means="The run continues from a different state: old weights, moments that are zero or of other tensors, rows "
+        "that are trained on twice. Each rank compares its shards of tensors and moments, counters, random generators, "
+        "step and row.",
+        remedy="The reason names what differs. The checkpoint is unchanged: resume again, with the versions of torch "
+        "and the engine that wrote it if yours have changed.",
         when=When.BEFORE_RESUMED_STEP,
     ),
     _check(
         id="weights_alive",
         wrong="a model has weights that were never loaded",
-        question="Are the tensors of both models finite, and no matrix constant?",
-        means="A model was left as it was allocated or initialised; its file was not read into it.",
-        remedy="Load the file again and compare with `engine inspect --values`.",
+        question="Are all tensors of both models finite, and is no matrix constant?",
+        means="A model still has its allocated or initial values: its file was not loaded into it.",
+        remedy="Load the file again, and compare the weights with `engine inspect --values`.",
         when=When.AT_START,
     ),
     _check(
         id="no_token_leaks",
-        wrong="the model sees the tokens that it is to predict",
-        question="Does a token move only later ones of its document, in a model that transformers runs?",
-        means="It sees the tokens that it is to predict, or other documents of its row: its losses mean nothing.",
-        remedy="Take another version of transformers, `model.engine=native` where the family allows it, or "
+        wrong="the model sees the tokens that it should predict",
+        question="Does a token affect only later positions of its own document, in a model that transformers runs?",
+        means="The model sees the tokens that it should predict, or other documents of its row, so its losses mean "
+        "nothing.",
+        remedy="Use another version of transformers, `model.engine=native` where the family allows it, or "
         "`data.packing=documents`.",
         when=When.AT_START,
     ),
@@ -239,32 +247,34 @@ CHECKS: tuple[About, ...] = (
         id="teacher_knows_text",
         wrong="the teacher guesses",
         question="Does the teacher predict held-out text better than token frequencies do?",
-        means="It guesses: its weights are random, or its tokenizer or forward pass is wrong. It teaches noise.",
-        remedy="Check the file, the tokenizer and the family; a good teacher is far below ln V.",
+        means="The teacher guesses: its weights are random, or its tokenizer or forward pass is wrong. The student "
+        "would learn noise.",
+        remedy="Check the teacher's file, tokenizer and model family; a good teacher's loss is far below ln V, with V "
+        "the size of the vocabulary.",
         when=When.AT_START,
     ),
     _check(
         id="eval_baseline",
-        wrong="the evaluation praises a model that knows nothing",
-        question="Does the evaluation give a model that knows nothing no better than token frequencies?",
-        means="The evaluation praises anything, so no held-out loss of this run means something.",
-        remedy="`engine data SPEC` shows the held-out rows and which tokens have labels; take more with eval.rows.",
+        wrong="the evaluation gives a useless model a good loss",
+        question="Does the evaluation give a model that knows nothing a loss no lower than that of token frequencies?",
+        means="The evaluation gives any model a good loss, so no held-out loss of this run means anything.",
+        remedy="`engine data SPEC` shows the held-out rows and which tokens have labels; use more rows with eval.rows.",
         when=When.AT_START,
         stops=False,
     ),
     _check(
         id="teacher_fp8_within_noise_floor",
-        wrong="8-bit floats change the teacher's answers too much",
-        question="Is a teacher in 8-bit floats as near to its exact self as one with 4-bit weights would be?",
-        means="The student learns from answers that rounding has moved by more than people accept of 4-bit files.",
-        remedy="Take teacher.precision=bf16, which rounds less and takes longer.",
+        wrong="fp8 changes the teacher's outputs too much",
+        question="Are the outputs of the fp8 teacher as close to the exact ones as those of 4-bit weights would be?",
+        means="The student learns from outputs whose rounding error is larger than that of 4-bit weights.",
+        remedy="Set teacher.precision=bf16, which rounds less and is slower.",
         when=When.AT_START,
     ),
     _check(
         id="stored_outputs",
         wrong="the stored outputs are not those of the teacher",
-        question="Are the stored teacher outputs of some rows of the run those that the teacher computes?",
-        means="The student learns from outputs of another model, of other rows, or altered ones.",
+        question="In some rows of the run, do the stored teacher outputs equal those that the teacher computes?",
+        means="The student learns from outputs of another model or of other rows, or from altered ones.",
         remedy="Make the store again with `engine prepare`, from the teacher that the spec names.",
         when=When.AT_START,
     ),
@@ -273,7 +283,7 @@ CHECKS: tuple[About, ...] = (
         wrong="teacher and student are the same model",
         question="Are teacher and student different models, with a KL above zero at the start?",
         means="The student has nothing to learn: the KL is zero from the first step on and stays there.",
-        remedy="Give student.path other weights.",
+        remedy="Set student.path to other weights.",
         when=When.AT_START,
     ),
     *STAGES,
@@ -281,19 +291,19 @@ CHECKS: tuple[About, ...] = (
         id="split_disjoint",
         wrong="held-out text is also trained on",
         question="Is held-out text absent from the text that is trained on?",
-        means="The held-out loss measures how well the student memorises the training set, not how it fares on new "
-        "text.",
-        remedy="Remove copies from the corpus, or split by document; `engine data SPEC` names them.",
+        means="The held-out loss measures how well the student memorises the training set, not how well it predicts "
+        "new text.",
+        remedy="`engine data SPEC` names the copies: remove them from the corpus, or split by document.",
         when=When.FIRST_STEPS,
         stops=False,
     ),
     _check(
         id="memory_as_planned",
-        wrong="the run takes another amount of memory than planned",
+        wrong="the peak of memory is not near the planned one",
         question="Is the measured peak of memory near the one that was planned?",
         means="The plan cannot be trusted to refuse a run that does not fit.",
-        remedy="See what else uses the device (`engine doctor`); memory.limit_gib plans for less, memory.budget=report "
-        "goes on.",
+        remedy="`engine doctor` shows what else uses the device. Set memory.limit_gib to plan for less memory, or "
+        "memory.budget=report to be warned only.",
         when=When.FIRST_STEPS,
         stops=False,
     ),
@@ -301,17 +311,17 @@ CHECKS: tuple[About, ...] = (
         id="no_late_compile",
         wrong="a step waited for a compiler",
         question="Was every kernel compiled before the steps that are timed?",
-        means="A step waited for a compiler; a key may change with every step.",
-        remedy="`engine tail RUN` names the kernel and what changed: kernels.prewarm=true compiles it before, or "
-        "kernels.layers=torch does without it in layers.",
+        means="A step waited for a compiler. If the kernel's key changes with every step, every step will wait.",
+        remedy="`engine tail RUN` names the kernel and what changed. Set kernels.prewarm=true to compile it before "
+        "training, or kernels.layers=torch to use PyTorch's operations in the layers.",
         when=When.ALWAYS,
         stops=False,
     ),
     _check(
         id="checkpoint_reloads",
         wrong="a checkpoint, read back, differs from what was written",
-        question="Is a checkpoint, read back, byte for byte as it was written, and would a resume take it?",
-        means="The disk returns other bytes than were written; the run could not be resumed from this checkpoint.",
+        question="Is a checkpoint, read back, byte for byte as it was written, and can a run resume from it?",
+        means="The disk returns other bytes than were written; the run cannot be resumed from this checkpoint.",
         remedy="Check the disk (`dmesg`, `df`), or use another one, and resume: the previous checkpoint is kept.",
         when=When.AT_CHECKPOINT,
     ),
@@ -319,9 +329,9 @@ CHECKS: tuple[About, ...] = (
         id="artefact",
         wrong="the saved student is not the one that was trained",
         question="Is the saved student, read back from its files, the trained one in student.save_as, bit for bit?",
-        means="What is evaluated, published and used is another model than the one that was trained.",
-        remedy="The last checkpoint has the trained weights: look at the disk (`dmesg`, `df`) and at the version of "
-        "transformers, and resume, to save it again.",
+        means="The model that is evaluated, published and used is not the one that was trained.",
+        remedy="The last checkpoint has the trained weights: check the disk (`dmesg`, `df`) and the version of "
+        "transformers, then resume to save the student again.",
         when=When.AT_END,
     ),
 )
@@ -337,19 +347,21 @@ ALERTS: tuple[About, ...] = (
         "stalled_at_start", FAIL, "Is the run silent before its first step, and in which phase?"
     ),
     _alert("stalled", FAIL, "Has the run stopped making steps?"),
-    _alert("identity_fails", FAIL, "Does an identity that holds in every healthy training fail?"),
-    _alert("gpu_idle", FAIL, "Is the GPU idle while a model should be at work?"),
+    _alert(
+        "identity_fails", FAIL, "Does an identity fail that holds in every healthy training run?"
+    ),
+    _alert("gpu_idle", FAIL, "Is the GPU idle while a model should be computing?"),
     _alert(
         "cpu_bound_teacher",
         FAIL,
         "Is the teacher computed by the CPU although the run is on a GPU?",
     ),
-    _alert("busy_without_work", SUSPICION, "Does a GPU that reads busy do any work?"),
-    _alert("throttled", SUSPICION, "Do heat or the power supply hold the clocks down?"),
+    _alert("busy_without_work", SUSPICION, "Does a GPU with a high utilisation do little work?"),
+    _alert("throttled", SUSPICION, "Are the GPU's clocks throttled by heat or the power supply?"),
     _alert("gpu_lost", FAIL, "Is the GPU still there?"),
-    _alert("memory_ceiling", FAIL, "Does memory grow from step to step towards its end?"),
+    _alert("memory_ceiling", FAIL, "Does memory use grow from step to step towards the limit?"),
     _alert("memory_pressure", FAIL, "Do all processes wait for memory?"),
-    _alert("allocator_ceiling", FAIL, "Was an allocation refused although there was memory?"),
+    _alert("allocator_ceiling", FAIL, "Did an allocation fail although memory was free?"),
     _alert(
         "slow_part",
         SUSPICION,
@@ -363,7 +375,7 @@ ALERTS: tuple[About, ...] = (
     _alert("data_wait", SUSPICION, "Do steps wait for data?"),
     _alert("unaccounted", SUSPICION, "Is the time between two steps spent on training?"),
     _alert("seldom_training", SUSPICION, "Does most of the time go into training?"),
-    _alert("step_time_bimodal", SUSPICION, "Are there two kinds of step?"),
+    _alert("step_time_bimodal", SUSPICION, "Do step times fall into two groups?"),
     _alert("step_time_drift", SUSPICION, "Does a step take longer than it did at the beginning?"),
     _alert(
         "slower_than_before",
@@ -372,19 +384,23 @@ ALERTS: tuple[About, ...] = (
     ),
     _alert("compile_after_warm_up", SUSPICION, "Did a step wait for a compiler?"),
     _alert("non_finite", FAIL, "Was a loss, gradient or weight NaN or infinite?"),
-    _alert("loss_not_below_guessing", FAIL, "Is the student worse than guessing?"),
-    _alert("loss_stays_at_guessing", SUSPICION, "Has the loss left the level of guessing?"),
-    _alert("loss_is_constant", SUSPICION, "Does the loss depend on what is read and trained?"),
-    _alert("loss_rose_for_good", SUSPICION, "Did the loss come back from a rise at the start?"),
-    _alert("teacher_off_text", SUSPICION, "Does the teacher know the text that it is asked about?"),
-    _alert("loss_at_alpha_ln_v", FAIL, "Is the loss that of a uniform student?"),
+    _alert("loss_not_below_guessing", FAIL, "Is the student no better than uniform guessing?"),
+    _alert(
+        "loss_stays_at_guessing", SUSPICION, "Has the loss fallen clearly below that of guessing?"
+    ),
+    _alert("loss_is_constant", SUSPICION, "Does the loss depend on the batch and on the weights?"),
+    _alert("loss_rose_for_good", SUSPICION, "Did the loss recover from a rise at the start?"),
+    _alert(
+        "teacher_off_text", SUSPICION, "Does the teacher know the kind of text that it is used on?"
+    ),
+    _alert("loss_at_alpha_ln_v", FAIL, "Is the loss that of a student with uniform output?"),
     _alert("kl_near_zero", FAIL, "Is there anything to learn from the teacher?"),
     _alert("loss_spike", SUSPICION, "Did the loss jump?"),
     _alert(
         "heldout_diverging", SUSPICION, "Does the held-out loss rise while the training loss falls?"
     ),
-    _alert("loss_diverged", FAIL, "Did the loss of a log rise again after it had fallen?"),
-    _alert("loss_flat_at_guessing", SUSPICION, "Is the loss of a log that of guessing all along?"),
+    _alert("loss_diverged", FAIL, "Did the loss in a log rise again after it had fallen?"),
+    _alert("loss_flat_at_guessing", SUSPICION, "Does the loss in a log stay at that of guessing?"),
     _alert(
         "rate_is_dead",
         SUSPICION,
@@ -393,44 +409,48 @@ ALERTS: tuple[About, ...] = (
     _alert(
         "heldout_below_training", SUSPICION, "Are held-out and training loss the same quantity?"
     ),
-    _alert("logged_memory_grows", SUSPICION, "Does the memory in a log grow to its end?"),
+    _alert("logged_memory_grows", SUSPICION, "Does the memory use in a log grow until its end?"),
     _alert(
         "slow_steps_recur",
         SUSPICION,
-        "Is one step in so many slow, or were steps slow for a while?",
+        "Are steps slow at regular intervals, or were they slow for a while?",
     ),
-    _alert("gap_in_time", SUSPICION, "Is there a gap in the times of a log?"),
-    _alert("gradient_zero", FAIL, "Is there a gradient at all?"),
+    _alert("gap_in_time", SUSPICION, "Is there a long gap between two rows of a log?"),
+    _alert("gradient_zero", FAIL, "Is the gradient zero?"),
     _alert("gradient_exploding", FAIL, "Does the gradient explode?"),
     _alert(
         "update_too_large", SUSPICION, "Is a step small relative to the weights that it changes?"
     ),
-    _alert("always_clipped", SUSPICION, "Is every gradient clipped, and by much?"),
-    _alert("written_text_is_noise", SUSPICION, "Does the model that writes draw tokens at random?"),
+    _alert("always_clipped", SUSPICION, "Is nearly every gradient clipped, and by a large factor?"),
+    _alert(
+        "written_text_is_noise",
+        SUSPICION,
+        "Does the model that generates text draw tokens at random?",
+    ),
     _alert(
         "written_text_never_ends",
         SUSPICION,
-        "Does a text that the model writes ever end by itself?",
+        "Does any text that the model generates end by itself?",
     ),
     _alert(
         "written_entropy_collapsed",
         SUSPICION,
-        "Does the student still write different texts, or is it as sure as its teacher?",
+        "Does the student still generate varied texts, or is it as certain as its teacher?",
     ),
     _alert(
         "written_text_repeats",
         SUSPICION,
-        "Does the model repeat a token more than the corpus does?",
+        "Does the generated text repeat tokens more than the corpus does?",
     ),
     _alert(
         "written_text_shrinks",
         SUSPICION,
-        "Do written texts have more than an end, and the length that the teacher gives them?",
+        "Do generated texts have more than an end token, and the length that the teacher prefers?",
     ),
     _alert(
         "writer_is_another_model",
         FAIL,
-        "Is the model that writes the one that trains, within rounding?",
+        "Is the model that generates the one that trains, within rounding?",
     ),
     _alert("learning_rate", FAIL, "Is the learning rate that of the schedule, and not 0?"),
     _alert(
@@ -447,7 +467,7 @@ ALERTS: tuple[About, ...] = (
     _alert(
         "resumed_as_another",
         FAIL,
-        "Does a resumed session begin with the models, the data and the settings of the one before it?",
+        "Does a resumed session start with the models, the data and the settings of the one before it?",
     ),
 )
 """The rules of the supervisor, in the order in which they are listed."""
@@ -458,12 +478,12 @@ IDENTITIES: tuple[About, ...] = (
         wrong="the weights do not move as the optimizer would move them",
         group="update",
         level=FAIL,
-        question="Are the new weights what AdamW, Adam or SGD by the textbook makes of the old, from gradient, state, "
-        "rate and decay?",
-        means="Something else moves the weights too, or the optimizer does not do what its settings say.",
+        question="Are the new weights those that textbook AdamW, Adam or SGD computes from the old weights, gradient, "
+        "state, learning rate and weight decay?",
+        means="Something else also moves the weights, or the optimizer does not do what its settings say.",
         remedy="compare the step with foreach=False and fused=False; look for code that writes weights, states or "
         "gradients while optimizer.step() runs",
-        transformers='set optim="adamw_torch" and look at callbacks that write weights or gradients',
+        transformers='set optim="adamw_torch" and look for callbacks that write weights or gradients',
     ),
     _identity(
         id="outside_writes",
@@ -471,19 +491,21 @@ IDENTITIES: tuple[About, ...] = (
         group="update",
         level=SUSPICION,
         question="Are the weights before a step those that the previous step left?",
-        means="Something else trains too: a decay by hand, a restored copy, a clamp, an average; or it is meant.",
-        remedy="look for code that writes p.data or uses no_grad() between steps, and hooks on the optimizer",
-        transformers="look at callbacks that write weights in on_step_end or on_step_begin",
-        lightning="look at callbacks and at on_before_zero_grad, on_train_batch_end",
+        means="Something else also changes the weights: manual weight decay, a restored copy, a clamp, an average. It "
+        "may be intended.",
+        remedy="look for code that writes p.data or updates weights under no_grad() between steps, and for hooks on "
+        "the optimizer",
+        transformers="look for callbacks that write weights in on_step_end or on_step_begin",
+        lightning="look for code that writes weights in callbacks, on_before_zero_grad or on_train_batch_end",
     ),
     _identity(
         id="vanishing_updates",
-        wrong="16-bit weights do not move: the updates are too small for their type",
+        wrong="16-bit weights do not move: the updates are too small for their dtype",
         group="update",
         level=FAIL,
-        question="Do 16-bit weights that have a gradient move, or is the update less than their type holds?",
-        means="The loss may fall by the few weights that move; the others stay as they were for the whole run.",
-        remedy="keep the weights in fp32 and run the forward pass under torch.autocast, or raise the rate",
+        question="Do 16-bit weights with a gradient move, or is the update too small for their dtype?",
+        means="The loss may fall through the few weights that move; the others keep their values for the whole run.",
+        remedy="keep the weights in fp32 and run the forward pass under torch.autocast, or raise the learning rate",
         transformers="load the model with dtype=torch.float32 and set bf16=True",
         lightning='load the model in fp32 and set precision="bf16-mixed", not "bf16-true"',
     ),
@@ -492,9 +514,9 @@ IDENTITIES: tuple[About, ...] = (
         wrong="weights do not move",
         group="update",
         level=FAIL,
-        question="Has each tensor with a gradient changed after 16 steps, counted in sampled elements?",
-        means="What does not move is not trained: the optimizer holds other tensors than the model uses, no gradient "
-        "reaches it, each update is rounded away, or the learning rate of its group is 0.",
+        question="After 16 steps, has each tensor with a gradient changed in its sampled elements?",
+        means="A tensor that does not move is not trained: the optimizer holds other tensors than the model uses, no "
+        "gradient reaches it, each update is rounded away, or the learning rate of its group is 0.",
         remedy="create the optimizer from model.parameters() after the model has been moved, wrapped or sharded; keep "
         "weights in fp32 under torch.autocast where 16 bits round the updates away",
         transformers="let the Trainer create the optimizer, in create_optimizer; load the model with "
@@ -507,11 +529,13 @@ IDENTITIES: tuple[About, ...] = (
         wrong="the optimizer moves frozen weights",
         group="update",
         level=SUSPICION,
-        question="Does the optimizer leave weights alone whose requires_grad is False?",
-        means="A gradient that was left, momentum or weight decay moves them, though no backward pass does.",
+        question="Does the optimizer leave weights with requires_grad=False unchanged?",
+        means="A left-over gradient, momentum or weight decay moves them, although no backward pass reaches them.",
         remedy="set their .grad to None when you freeze them, or leave them out of the optimizer",
-        transformers="freeze them before the Trainer is made: it gives the optimizer what requires gradients",
-        lightning="freeze them before configure_optimizers, and give it the others; BaseFinetuning does so",
+        transformers="freeze them before trainer.train(), which gives the optimizer only parameters that require "
+        "gradients",
+        lightning="freeze them before configure_optimizers runs, and give the optimizer only the others, as "
+        "BaseFinetuning does",
     ),
     _identity(
         id="finite_weights",
@@ -519,22 +543,22 @@ IDENTITIES: tuple[About, ...] = (
         group="update",
         level=FAIL,
         question="Are the weights free of NaN?",
-        means="Every later loss is NaN: nothing is learnt any more.",
-        remedy="start again from the last checkpoint before it, with gradient clipping or a lower learning rate; "
+        means="Every later loss is NaN: the model learns nothing any more.",
+        remedy="resume from the last checkpoint without NaN, with gradient clipping or a lower learning rate; "
         "torch.autograd.set_detect_anomaly(True) names the operation that gave NaN",
         transformers="resume from an earlier checkpoint with a lower learning_rate or max_grad_norm; "
         'debug="underflow_overflow" names the layer',
-        lightning="resume from an earlier checkpoint with gradient_clip_val or a lower rate; Trainer("
-        "detect_anomaly=True) names the operation",
+        lightning="resume from an earlier checkpoint with gradient_clip_val or a lower learning rate; "
+        "Trainer(detect_anomaly=True) names the operation",
     ),
     _identity(
         id="update_size",
         wrong="a step overwrites the weights",
         group="update",
         level=FACT,
-        question="How large is a step compared with the matrices that it moves, if it is at least a tenth of them?",
-        means="The weights are overwritten within a few steps, which trains only small problems. If the loss does not "
-        "fall either, there is an alert.",
+        question="Does a step change the weight matrices by a tenth of their size or more?",
+        means="The weights are overwritten within a few steps, which works only for small problems. If the loss does "
+        "not fall either, an alert is raised.",
         remedy="lower the learning rate if the loss does not fall",
     ),
     _identity(
@@ -543,11 +567,11 @@ IDENTITIES: tuple[About, ...] = (
         group="update",
         level=FAIL,
         question="Are the parameters that the optimizer holds those of the model that trains?",
-        means="The optimizer steps parameters of another model, or of layers that were replaced, and the new ones stay "
-        "as they were made.",
+        means="The optimizer updates parameters of another model, or of layers that were replaced, and the new ones "
+        "keep their initial values.",
         remedy="create the optimizer after everything that replaces parameters: new layers, copies, .to(), sharding "
         "and wrapping",
-        transformers="give the Trainer the model in its last form, without an optimizer made before",
+        transformers="give the Trainer the model in its final form, without an optimizer created before",
         lightning="replace layers before configure_optimizers runs, in configure_model or __init__",
     ),
     _identity(
@@ -555,8 +579,8 @@ IDENTITIES: tuple[About, ...] = (
         wrong="gradients are gone before the optimizer steps",
         group="gradient",
         level=FAIL,
-        question="Are the gradients of the backward passes there when the optimizer steps?",
-        means="Something removes the gradients in between, and the optimizer does nothing at all.",
+        question="Are the gradients of the backward passes still there when the optimizer steps?",
+        means="Something removes the gradients in between, so the optimizer's step does nothing.",
         remedy="call optimizer.zero_grad() after optimizer.step(), or before the backward pass",
     ),
     _identity(
@@ -564,45 +588,48 @@ IDENTITIES: tuple[About, ...] = (
         wrong="gradients are not zeroed between steps",
         group="gradient",
         level=FAIL,
-        question="Do the gradients of a step hold nothing of the step before?",
-        means="Each step is along the sum of all gradients so far, as with a momentum that never fades.",
-        remedy="call zero_grad() of every optimizer once for each of its steps, before the first backward pass",
-        transformers="leave zero_grad() to the Trainer: look at what overrides training_step or wraps the model",
-        lightning="with manual optimization call zero_grad() of every optimizer once for each of its steps",
+        question="Are the gradients of a step free of those of the step before?",
+        means="Each step follows the sum of all gradients so far, like a momentum that never decays.",
+        remedy="call zero_grad() of every optimizer once per step, before the first backward pass",
+        transformers="leave zero_grad() to the Trainer: check code that overrides training_step or wraps the model",
+        lightning="with manual optimization, call zero_grad() of every optimizer once per step",
     ),
     _identity(
         id="accumulation_windows",
         wrong="an accumulation window is cut short or mixed with another",
         group="gradient",
         level=SUSPICION,
-        question="Does each backward pass count in one step, and each step in one accumulation window?",
-        means="Where the data ends within a window, its gradients are dropped, or added to a window that is scaled as "
-        "if it were whole.",
+        question="Does each backward pass count towards exactly one step, and does each step take one whole "
+        "accumulation window?",
+        means="Where the data ends inside a window, its gradients are dropped, or added to another window that is "
+        "scaled as if it had only its own.",
         remedy="also step after the last batch of an epoch, with its losses divided by the number of batches in its "
-        "window; or let drop_last and the window fit the data",
+        "window; or use drop_last and a number of batches that the window divides",
     ),
     _identity(
         id="accumulated_mean",
-        wrong="accumulated losses are not divided by their number once",
+        wrong="accumulated losses are not divided exactly once by their number",
         group="gradient",
         level=SUSPICION,
-        question="Where a step sums the gradients of several batches, is each loss divided by their number once?",
-        means="The gradients are as many times too large or too small; clipping and SGD see that, Adam's eps too.",
-        remedy="divide each loss by the number of backward passes that a step sums, in one place",
-        transformers="compute_loss gives the sum over num_items_in_batch; a mean is divided by the Trainer only where "
-        "the model takes no num_items_in_batch",
-        lightning="Lightning divides by accumulate_grad_batches; training_step gives the mean of its batch",
+        question="Where a step sums the gradients of several batches, is each loss divided exactly once by their "
+        "number?",
+        means="The gradients are too large or too small by that factor, which affects clipping, SGD and Adam's eps.",
+        remedy="divide each loss once by the number of backward passes per optimizer step",
+        transformers="let compute_loss return the summed loss divided by num_items_in_batch; the Trainer divides a "
+        "mean only where the model takes no num_items_in_batch",
+        lightning="return the mean loss of the batch from training_step: Lightning divides it by "
+        "accumulate_grad_batches",
     ),
     _identity(
         id="token_weights",
-        wrong="labels of one step weigh differently",
+        wrong="labels of one step do not have equal weight",
         group="gradient",
         level=SUSPICION,
-        question="Where a step sums gradients of several batches, or averages those of ranks, does a label of each "
-        "weigh the same?",
+        question="Where a step sums gradients of several batches, or averages those of ranks, does every label have "
+        "the same weight?",
         means="Each loss is the mean over its own labels: where their counts differ, tokens of a batch with few labels "
-        "count more, and the objective depends on how batches are cut.",
-        remedy="count the labels of all batches of a step first, after the shift and without ignored ones, and divide "
+        "count more, and the objective depends on how the data is split into batches.",
+        remedy="first count the labels of all batches of a step, after the shift and without ignored ones, and divide "
         "each batch's summed loss by that number; with DDP, by the mean of the ranks' numbers",
         transformers="let the model return its loss, or let compute_loss divide the sum by num_items_in_batch",
         lightning="use manual optimization, and divide summed losses by the number of labels of the whole step",
@@ -612,9 +639,10 @@ IDENTITIES: tuple[About, ...] = (
         wrong="gradient clipping has no effect, or clips nearly everything",
         group="gradient",
         level=SUSPICION,
-        question="Are gradients clipped before the step, once they are unscaled?",
+        question="Are gradients first unscaled, then clipped, before the optimizer steps?",
         means="Clipping has no effect, or clips nearly every step to almost nothing.",
-        remedy="loss.backward(), scaler.unscale_(optimizer) where there is a scaler, clip_grad_norm_, optimizer.step()",
+        remedy="call loss.backward(), then scaler.unscale_(optimizer) if there is a scaler, then clip_grad_norm_(), "
+        "then step",
         transformers="set max_grad_norm and leave clipping to the Trainer",
         lightning="set gradient_clip_val, or clip in configure_gradient_clipping",
     ),
@@ -626,20 +654,21 @@ IDENTITIES: tuple[About, ...] = (
         question="Is the loss scaled where its backward pass is in fp16?",
         means="Gradients below 6e-8 are 0 in fp16: the layers far from the loss learn less, or nothing.",
         remedy="use torch.amp.GradScaler, or bf16 instead of fp16",
-        transformers="set fp16=True, which scales, with weights in fp32; or bf16=True",
+        transformers="set fp16=True, which scales the loss, and keep the weights in fp32; or set bf16=True",
         lightning='set precision="16-mixed", not "16-true"',
     ),
     _identity(
         id="schedule",
-        wrong="the learning rate schedule does not go with the steps",
+        wrong="the learning rate schedule is out of step with the optimizer",
         group="update",
         level=SUSPICION,
-        question="Is the schedule called once for each step of its optimizer, and does the rate stay above 0?",
-        means="The rate falls too early, comes to 0 or rises again, or stays as it was.",
-        remedy="call schedule.step() where optimizer.step() is called, count its length in those calls, and make it of "
-        "the optimizer that steps",
-        transformers="leave the schedule to the Trainer, or give optimizers=(optimizer, its schedule)",
-        lightning='return {"scheduler": ..., "interval": "step"} where its length is in steps',
+        question="Is the scheduler stepped once for each step of its optimizer, and does the learning rate stay above "
+        "0?",
+        means="The learning rate falls too early, reaches 0 or rises again, or never changes.",
+        remedy="call scheduler.step() once after each optimizer.step(), set its length in those calls, and create it "
+        "with the optimizer that steps",
+        transformers="leave the scheduler to the Trainer, or pass optimizers=(optimizer, its scheduler)",
+        lightning='return {"scheduler": ..., "interval": "step"} from configure_optimizers if its length is in steps',
     ),
     _identity(
         id="label_shift",
@@ -647,41 +676,45 @@ IDENTITIES: tuple[About, ...] = (
         group="loss",
         level=SUSPICION,
         question="Are the labels of a language model the tokens that follow the ones it reads?",
-        means="The model learns to repeat what it reads, or to skip a token: the loss falls, and the text is bad.",
-        remedy="shift once: logits[:, :-1] against tokens[:, 1:], or inputs and labels cut from one row a token apart",
-        transformers="give labels = input_ids and let the model shift them; a collator that shifts too shifts twice",
+        means="The model learns to repeat what it reads, or to skip a token: the loss falls, but the generated text is "
+        "bad.",
+        remedy="shift once: compare logits[:, :-1] with tokens[:, 1:], or cut inputs and labels from one row, one "
+        "token apart",
+        transformers="pass labels = input_ids and let the model shift them; with a collator that also shifts, they are "
+        "shifted twice",
     ),
     _identity(
         id="causality",
-        wrong="the model sees the tokens that it is to predict",
+        wrong="the model sees the tokens that it should predict",
         group="loss",
         level=SUSPICION,
-        question="Does no position of a model that is trained on next tokens see the tokens after it?",
-        means="The model reads the answer: the loss falls far below what it can reach when it writes by itself.",
-        remedy="give attention its causal mask, or is_causal=True; look at means, norms and convolutions over "
-        "positions",
-        transformers="set config.is_decoder=True, look at the attention mask; or the model is an encoder",
+        question="In a model trained on next tokens, are the outputs of a position independent of the tokens after it?",
+        means="The model reads the answer: its loss falls far below what it can reach when it generates text.",
+        remedy="give attention a causal mask or is_causal=True; check means, norms and convolutions over positions",
+        transformers="set config.is_decoder=True and check the attention mask, unless the model is meant to be an "
+        "encoder",
     ),
     _identity(
         id="padding_seen",
         wrong="padding changes what the model computes elsewhere",
         group="loss",
         level=SUSPICION,
-        question="Do the tokens of padding leave all other outputs as they are?",
+        question="Are all other outputs independent of the padding tokens?",
         means="A row's outputs depend on how long the other rows of its batch are.",
-        remedy="pass the mask on to attention, and leave padding out of means and norms over positions",
-        transformers="the model's forward pass must use attention_mask",
+        remedy="pass the attention mask to the attention layers, and leave padding out of means and norms over "
+        "positions",
+        transformers="pass attention_mask to the model, and make its forward pass use it",
     ),
     _identity(
         id="documents_mixed",
         wrong="documents of a packed row see each other",
         group="loss",
         level=SUSPICION,
-        question="Do the documents of a packed row leave each other's outputs as they are?",
-        means="A document is predicted from the ones before it, which it never has when the model is used.",
-        remedy="give attention a mask by documents, or cu_seqlens to a kernel that reads them; unless you intended "
-        "this",
-        transformers="packing needs attn_implementation='flash_attention_2' or a 4-dimensional mask",
+        question="Are the outputs of a document independent of the other documents in its packed row?",
+        means="A document is predicted from the ones before it, which are not there when the model is used.",
+        remedy="give attention a block-diagonal mask per document, or pass cu_seqlens to a kernel that takes them; "
+        "unless you intended this",
+        transformers="use attn_implementation='flash_attention_2' for packing, or pass a 4D attention mask",
     ),
     _identity(
         id="rows_mixed",
@@ -690,17 +723,17 @@ IDENTITIES: tuple[About, ...] = (
         level=SUSPICION,
         question="If the second row of the input changes, do the outputs of the first stay the same? If two rows of "
         "the input are swapped, are their outputs swapped?",
-        means="A row's output is computed from other rows, and a label meets the output of another row.",
-        remedy="look for a view or reshape where a transpose is meant, and for a softmax or norm over the rows; unless "
-        "you intended this",
+        means="A row's output depends on other rows, so a label may be compared with the output of another row.",
+        remedy="look for a view or reshape where a transpose is meant, and for a softmax or norm over the batch "
+        "dimension; unless you intended this",
     ),
     _identity(
         id="eval_is_random",
-        wrong="dropout acts in eval mode",
+        wrong="dropout is active in eval mode",
         group="loss",
         level=SUSPICION,
         question="Does the model in eval mode give the same outputs for the same input?",
-        means="Evaluations and samples are computed with dropout, and differ from call to call.",
+        means="Evaluations and generated samples are computed with dropout, and differ from call to call.",
         remedy="pass training=self.training to F.dropout, and dropout_p=0.0 to attention in eval mode; unless you "
         "intended this",
     ),
@@ -709,9 +742,9 @@ IDENTITIES: tuple[About, ...] = (
         wrong="the extra forward passes of --ask were not possible",
         group="loss",
         level=FACT,
-        question="Could the model be called again, with changed inputs?",
+        question="Could the probe call the model again with changed inputs?",
         means="Whether rows, padding, documents or later tokens affect outputs that they must not affect is unknown.",
-        remedy="nothing",
+        remedy="no action is needed",
     ),
     _identity(
         id="label_coverage",
@@ -719,29 +752,30 @@ IDENTITIES: tuple[About, ...] = (
         group="loss",
         level=SUSPICION,
         question="How many positions have a label?",
-        means="A loss without a label is NaN or 0, and the step moves by decay and momentum alone.",
-        remedy="look at what masks the labels; a row that is cut off may lose all that is to be learnt",
-        transformers="look at max_length and at assistant_only_loss or completion_only_loss",
+        means="A batch without labels has a loss of NaN or 0, and its step applies only weight decay and momentum.",
+        remedy="check what masks the labels; a truncated row may lose all of its labels",
+        transformers="check max_length, and assistant_only_loss or completion_only_loss",
     ),
     _identity(
         id="padding_labels",
         wrong="padding is trained on",
         group="loss",
         level=SUSPICION,
-        question="Has padding no label?",
-        means="Most of the loss may be of padding, which is learnt at once, and the loss looks better than it is.",
+        question="Are padding positions left out of the labels?",
+        means="Most of the loss may come from padding, which is learnt at once, so the loss looks better than it is.",
         remedy="set the labels of padding to -100, or mask the loss",
         transformers="let the collator pad labels with -100, as DataCollatorForLanguageModeling does",
     ),
     _identity(
         id="end_of_text",
-        wrong="no end of a text is trained on",
+        wrong="no end-of-text token is trained on",
         group="loss",
         level=SUSPICION,
-        question="Is the token that ends a text a label?",
-        means="The model is never taught to stop, and writes on when it is done.",
-        remedy="give pad another token than the end of text, or mask by the attention mask and not by the token",
-        transformers="set tokenizer.pad_token to another token than eos_token: the collator masks every pad_token",
+        question="Is the end-of-text token among the labels?",
+        means="The model never learns to stop, and goes on generating when it is done.",
+        remedy="use a pad token other than the end-of-text token, or mask labels by the attention mask and not by "
+        "token id",
+        transformers="set tokenizer.pad_token to a token other than eos_token: the collator masks every pad_token",
     ),
     _identity(
         id="rows_left_out",
@@ -749,26 +783,26 @@ IDENTITIES: tuple[About, ...] = (
         group="loss",
         level=SUSPICION,
         question="Do all rows of a batch reach the loss?",
-        means="Rows that are read from the data are not trained on, and the log counts them.",
+        means="Some rows that are read from the data are not trained on, although the log counts them.",
         remedy="look for an index where a slice is meant, as in logits[0] or batch[:1]",
     ),
     _identity(
         id="double_softmax",
-        wrong="softmax is taken twice",
+        wrong="softmax is applied twice",
         group="loss",
         level=SUSPICION,
-        question="Is the softmax taken once?",
-        means="The cross entropy of a softmax of probabilities is nearly flat: it cannot fall far.",
-        remedy="give cross_entropy the logits, or nll_loss their log_softmax",
+        question="Is softmax applied only once?",
+        means="cross_entropy applies softmax itself: on probabilities it is nearly flat, so the loss cannot fall far.",
+        remedy="give cross_entropy the logits, or give nll_loss their log_softmax",
     ),
     _identity(
         id="distillation",
-        wrong="a divergence from a teacher is trained",
+        wrong="the loss contains a divergence from a teacher",
         group="loss",
         level=FACT,
-        question="Which divergence from a teacher is trained, at which temperature, and how far apart are the two?",
-        means="This is the objective of the distillation; at the start of a run the divergence is usually some nats.",
-        remedy="compare it with the recipe",
+        question="Which divergence from a teacher is minimised, at which temperature, and how large is it?",
+        means="This is the objective of the distillation; at the start of a run the divergence is usually a few nats.",
+        remedy="compare it with your recipe",
     ),
     _identity(
         id="teacher_is_student",
@@ -777,7 +811,7 @@ IDENTITIES: tuple[About, ...] = (
         level=SUSPICION,
         question="Are teacher and student different models?",
         means="The divergence is 0 from the start and stays there: there is nothing to learn from the teacher.",
-        remedy="look at what the teacher is loaded from, and that it is no reference or copy of the student",
+        remedy="check what the teacher is loaded from, and that it is not a reference to the student or a copy of it",
     ),
     _identity(
         id="teacher_mode",
@@ -785,47 +819,48 @@ IDENTITIES: tuple[About, ...] = (
         group="loss",
         level=SUSPICION,
         question="Is the teacher in eval mode?",
-        means="Its output for the same tokens differs at each step, and the student learns the noise.",
-        remedy="call teacher.eval() after it is loaded, and after anything that calls train() on what holds it",
-        transformers="load it apart from the model that the Trainer gets, and call eval() on it",
-        lightning="call eval() on it where it is made: Lightning keeps the modes that modules have (before 2.2 it "
-        "calls train() on all that the LightningModule holds, and the teacher has to be in a list)",
+        means="The teacher's output for the same tokens differs at each step, and the student learns the noise.",
+        remedy="call teacher.eval() after you load it, and after any train() call on a module that contains it",
+        transformers="keep the teacher outside the model that the Trainer gets, and call teacher.eval()",
+        lightning="call teacher.eval() where you create it: Lightning keeps the modes of modules (before 2.2 it calls "
+        "train() on every submodule, so keep the teacher in a plain list)",
     ),
     _identity(
         id="teacher_alignment",
-        wrong="the teacher's logits do not meet the student's",
+        wrong="the teacher's logits are not aligned with the student's",
         group="loss",
         level=SUSPICION,
-        question="Does a divergence compare the same positions and ids of teacher and student?",
-        means="The student learns to predict another position, or another token, than it is used for.",
-        remedy="slice both in the same way: [:, :-1] of both, and the first ids of the larger vocabulary",
+        question="Does a divergence compare the same positions and token ids of teacher and student?",
+        means="The student learns to predict a different position, or a different token, from the one it is used for.",
+        remedy="slice both logits alike: take [:, :-1] of both, and only the first ids of the larger vocabulary",
     ),
     _identity(
         id="divergence_arguments",
-        wrong="a divergence confuses probabilities with their logarithms",
+        wrong="a divergence confuses probabilities with log-probabilities",
         group="loss",
         level=SUSPICION,
-        question="Does a divergence get probabilities and their logarithms where it expects them?",
-        means="What is computed is no divergence: it may be below zero, and it has another minimum.",
-        remedy="F.kl_div(student_log_probabilities, teacher_probabilities), or log_target=True with logarithms of both",
+        question="Does a divergence get probabilities and log-probabilities where it expects them?",
+        means="The result is not a divergence: it may be negative, and it has another minimum.",
+        remedy="call F.kl_div(student_log_probs, teacher_probs), or set log_target=True with log-probabilities of both",
     ),
     _identity(
         id="divergence_axis",
-        wrong="a divergence has a softmax over positions",
+        wrong="a divergence takes its softmax over positions",
         group="loss",
         level=SUSPICION,
-        question="Is the softmax of a divergence over the classes?",
-        means="Each class is shared out over the positions of a row: no position has a distribution, and the student "
-        "learns none.",
-        remedy="take log_softmax and softmax with dim=-1",
+        question="Is the softmax of a divergence taken over the classes?",
+        means="Each class is normalised over the positions of a row, so no position has a distribution that the "
+        "student could learn.",
+        remedy="call log_softmax and softmax with dim=-1",
     ),
     _identity(
         id="divergence_temperature",
         wrong="teacher and student have different temperatures in a divergence",
         group="loss",
         level=SUSPICION,
-        question="Have teacher and student the same temperature in a divergence?",
-        means="A student with the teacher's logits would not have divergence 0: it learns a flatter or sharper model.",
+        question="Do teacher and student have the same temperature in a divergence?",
+        means="A student with the teacher's logits would not reach divergence 0: the student learns a flatter or "
+        "sharper distribution.",
         remedy="divide both logits by the same temperature, unless you intended this",
     ),
     _identity(
@@ -833,18 +868,17 @@ IDENTITIES: tuple[About, ...] = (
         wrong="the divergence is not multiplied by the square of its temperature",
         group="loss",
         level=SUSPICION,
-        question="Is a divergence at a temperature multiplied by its square?",
+        question="Is a divergence at a temperature multiplied by the square of that temperature?",
         means="Its gradient is T^2 times too small relative to the cross entropy, so the teacher hardly counts.",
         remedy="multiply the divergence by T * T",
     ),
     _identity(
         id="divergence_mean",
-        wrong="the divergence is no mean over positions",
+        wrong="the divergence is not a mean over positions",
         group="loss",
         level=SUSPICION,
-        question="Is the divergence summed over the vocabulary, and a mean over positions?",
-        means="It is as many times too small as there are tokens in the vocabulary, or too large as there are "
-        "positions in a row.",
+        question="Is the divergence summed over the vocabulary and averaged over positions?",
+        means="It is too small by the size of the vocabulary, or too large by the number of positions in a row.",
         remedy='give kl_div reduction="batchmean" and logits of shape (positions, vocabulary), or sum over the last '
         "axis and take the mean",
     ),
@@ -853,8 +887,8 @@ IDENTITIES: tuple[About, ...] = (
         wrong="predictions and targets of the loss have different shapes",
         group="loss",
         level=SUSPICION,
-        question="Have predictions and targets of a loss the same shape?",
-        means="Shapes (N, 1) and (N,) make a table of all pairs: each prediction is drawn to the mean of all targets.",
+        question="Do predictions and targets of a loss have the same shape?",
+        means="Shapes (N, 1) and (N,) broadcast to (N, N): each prediction is pulled to the mean of all targets.",
         remedy="squeeze the last axis of the predictions, or unsqueeze the targets: both (N,) or both (N, 1)",
     ),
     _identity(
@@ -862,8 +896,8 @@ IDENTITIES: tuple[About, ...] = (
         wrong="an activation is applied to the logits",
         group="loss",
         level=SUSPICION,
-        question="Are the logits of a cross entropy as a layer gives them, without an activation?",
-        means="Probabilities cannot come near 0 and 1: the loss cannot fall far.",
+        question="Are the logits of a cross entropy the output of a layer, without an activation after it?",
+        means="The probabilities cannot come near 0 or 1, so the loss cannot fall far.",
         remedy="give the loss the output of the last layer: no ReLU, sigmoid or tanh after it",
     ),
     _identity(
@@ -871,17 +905,17 @@ IDENTITIES: tuple[About, ...] = (
         wrong="a term of the loss has no gradient",
         group="loss",
         level=SUSPICION,
-        question="Has each term of a sum of losses a gradient?",
-        means="It is in the loss that is shown, and trains nothing: it was detached, or computed without gradients.",
-        remedy="compute the term from what the model gives, without detach(), .data, .item() and torch.no_grad()",
+        question="Does each term of a sum of losses have a gradient?",
+        means="The term is in the logged loss but trains nothing: it was detached, or computed without gradients.",
+        remedy="compute the term from the model's outputs, without detach(), .data, .item() and torch.no_grad()",
     ),
     _identity(
         id="one_class",
         wrong="every label of a batch is the same class",
         group="data",
         level=SUSPICION,
-        question="Are the labels of a batch of several classes?",
-        means="The data is sorted by class: the model learns to answer the class that it saw last.",
+        question="Do the labels of a batch have more than one class?",
+        means="The data is sorted by class: the model learns to predict the class that it saw last.",
         remedy="shuffle: DataLoader(..., shuffle=True), or shuffle a stream before batching",
     ),
     _identity(
@@ -889,14 +923,14 @@ IDENTITIES: tuple[About, ...] = (
         wrong="the model is trained in eval mode",
         group="data",
         level=SUSPICION,
-        question="Are dropout and batch norm of the model that is trained in training mode?",
-        means="Nothing drops out and no statistics are taken: an evaluation left the model in eval mode, or it was "
-        "loaded so.",
+        question="Are the dropout and batch norm layers in training mode while the model trains?",
+        means="Dropout is off and batch norm updates no statistics: an evaluation left the model in eval mode, or it "
+        "was loaded in eval mode.",
         remedy="call model.train() before each epoch, and after each evaluation",
-        transformers="the Trainer calls model.train() in each training_step: look at what overrides it, and at "
-        "callbacks",
-        lightning="Lightning keeps the modes that modules have: call .train() on what was loaded, as from_pretrained "
-        "gives it in eval mode",
+        transformers="the Trainer calls model.train() in each training_step: check callbacks and code that overrides "
+        "it",
+        lightning="call .train() on a model that was loaded, because from_pretrained returns it in eval mode and "
+        "Lightning keeps the modes of modules",
     ),
     _identity(
         id="evaluation_mode",
@@ -904,69 +938,71 @@ IDENTITIES: tuple[About, ...] = (
         group="data",
         level=SUSPICION,
         question="Are dropout and batch norm in eval mode while an evaluation runs?",
-        means="Each evaluation is of a model with parts dropped out, and the statistics of batch norm move by held-out "
-        "data. A model without dropout and batch norm is the same in both modes.",
+        means="Each evaluation runs with dropout, and held-out data changes the statistics of batch norm. A model "
+        "without dropout and batch norm is the same in both modes.",
         remedy="call model.eval() before the evaluation, and model.train() after it",
-        lightning="call .eval() before your own loops; Trainer.validate() does it by itself",
+        lightning="call .eval() before your own evaluation loops; Trainer.validate() does it by itself",
     ),
     _identity(
         id="held_out",
         wrong="the evaluation reads samples that are trained on",
         group="data",
         level=SUSPICION,
-        question="Are the samples that evaluations read others than those that are trained on?",
-        means="The evaluation measures how well the model memorises the training set, and shows no overfitting.",
+        question="Are the evaluation samples different from the training samples?",
+        means="The evaluation measures how well the model memorises the training set, and hides overfitting.",
         remedy="split once, before anything is repeated, copied or augmented, and give each loader its own part",
-        transformers="give eval_dataset another part than train_dataset: dataset.train_test_split(seed=...)",
+        transformers="use different parts for train_dataset and eval_dataset: dataset.train_test_split(seed=...)",
         lightning="return the loader of the validation part from val_dataloader",
     ),
     _identity(
         id="data_order",
-        wrong="the data is not shuffled",
+        wrong="two epochs have the same order although the data is shuffled",
         group="data",
         level=SUSPICION,
         question="Is shuffled data in a different order in each epoch?",
-        means="Each epoch has the same batches: the generator is seeded again, or a sampler's set_epoch is not called.",
+        means="Each epoch has the same batches: the generator is seeded again, or set_epoch() of a sampler is not "
+        "called.",
         remedy="seed once, before the first epoch; call set_epoch(epoch) of a DistributedSampler before each epoch",
     ),
     _identity(
         id="seeded_again",
-        wrong="the random state is set back to the same seed",
+        wrong="the same random seed is set again",
         group="data",
         level=SUSPICION,
-        question="Does the script draw random numbers that it has not drawn before?",
-        means="What is drawn after the seed repeats: the order of the data, dropout, augmentation.",
-        remedy="seed once, before the first step; where an evaluation needs a seed, call it in torch.random.fork_rng()",
+        question="Is each random seed set only once during training?",
+        means="All random numbers drawn after the seed repeat: the order of the data, dropout, augmentation.",
+        remedy="seed once, before the first step; where an evaluation needs a seed, set it inside "
+        "torch.random.fork_rng()",
     ),
     _identity(
         id="cut_passes",
         wrong="epochs end before their data does",
         group="data",
         level=SUSPICION,
-        question="Do passes over a data loader come to their end?",
-        means="A new iterator yields the first batch again; without shuffling it is the same one, and the rest of the "
-        "data is never read.",
-        remedy="make the iterator once for each epoch, for batch in loader, instead of next(iter(loader))",
-        lightning="look at limit_train_batches and overfit_batches",
+        question="Does each pass over a DataLoader reach its end?",
+        means="A new iterator starts at the first batch again; without shuffling, the rest of the data is never read.",
+        remedy="create the iterator once per epoch, by for batch in loader, instead of calling next(iter(loader))",
+        lightning="check limit_train_batches and overfit_batches",
     ),
     _identity(
         id="repeated_samples",
         wrong="samples are repeated within an epoch",
         group="data",
         level=SUSPICION,
-        question="Is each sample handed out once in a pass?",
-        means="Some are trained on twice and others not at all, unless that is what the sampler is for.",
-        remedy="look at what the sampler, or the batch sampler, yields; draw from randperm, not from randint",
+        question="Does each sample appear only once in an epoch?",
+        means="Some samples are trained on twice and others not at all, unless that is the purpose of the sampler.",
+        remedy="check which indices the sampler or batch sampler yields; draw them with torch.randperm, not "
+        "torch.randint",
     ),
     _identity(
         id="repeated_batches",
-        wrong="the same batch comes again and again",
+        wrong="consecutive batches are the same",
         group="data",
         level=SUSPICION,
-        question="Do batches that follow each other differ?",
+        question="Do consecutive batches differ?",
         means="The same data is trained on several times in a row.",
-        remedy="with an IterableDataset and several workers, give each worker its part by get_worker_info(); otherwise "
-        "check what __getitem__ does with its index",
+        remedy="with an IterableDataset and several workers, split the data by get_worker_info(); otherwise check what "
+        "__getitem__ does with its index",
     ),
     _identity(
         id="no_gradient",
@@ -974,13 +1010,13 @@ IDENTITIES: tuple[About, ...] = (
         group="update",
         level=SUSPICION,
         question="Has each parameter of the optimizer had a gradient by its third step?",
-        means="A part of the model is not used, or is cut off by detach() or no_grad(); an expert that no token chose "
-        "yet looks the same.",
+        means="A part of the model is not used, or is cut off by detach() or no_grad(); an expert to which no token "
+        "has been routed yet looks the same.",
         remedy="look for detach(), .data, torch.no_grad() and layers that forward() does not call; with gradient "
         "checkpointing set use_reentrant=False",
         transformers='with gradient_checkpointing set gradient_checkpointing_kwargs={"use_reentrant": False}, or call '
-        "model.enable_input_require_grads(), as a frozen embedding gives inputs without gradients; else look for "
-        "detach(), torch.no_grad() and layers that forward() does not call",
+        "model.enable_input_require_grads() if the embedding is frozen; else look for detach(), torch.no_grad() and "
+        "layers that forward() does not call",
     ),
     _identity(
         id="unowned_parameters",
@@ -988,8 +1024,9 @@ IDENTITIES: tuple[About, ...] = (
         group="update",
         level=SUSPICION,
         question="Is each parameter that gets a gradient held by an optimizer?",
-        means="It stays as it was made, though its gradient is computed: it was forgotten, or it is to stay as it is.",
-        remedy="give the optimizer all of them; if they are to stay, set requires_grad_(False), which also saves the "
+        means="The parameter keeps its initial value although its gradient is computed: it was forgotten, or it is "
+        "meant to be frozen.",
+        remedy="give all of them to the optimizer; to freeze them, call requires_grad_(False), which also saves the "
         "time and memory of their gradients",
     ),
     _identity(
@@ -998,13 +1035,13 @@ IDENTITIES: tuple[About, ...] = (
         group="ranks",
         level=FAIL,
         question="Do all ranks begin a step with the same weights?",
-        means="Each rank trains a model of its own, and what is saved is that of one rank, trained on its part of the "
-        "data alone.",
+        means="Each rank trains its own model, and the saved one is that of one rank, trained on its part of the data "
+        "alone.",
         remedy="call the wrapped model, model(x), never model.module(x); wrap it after its last change (layers, "
-        "requires_grad, loaded weights), and write weights on all ranks alike. Without a wrapper average the gradients "
-        "of all parameters before each step. Local SGD, DiLoCo and ensembles are meant to differ",
-        transformers="look at what overrides training_step or compute_loss and calls model.module, and at callbacks "
-        "that write weights on one rank",
+        "requires_grad, loaded weights), and write weights on all ranks alike. Without DDP or FSDP, all-reduce the "
+        "gradients of all parameters before each step. Local SGD, DiLoCo and ensembles differ on purpose",
+        transformers="look for callbacks that write weights on one rank, and for a training_step or compute_loss that "
+        "calls model.module",
         lightning="call self(x) or self.model(x) in training_step, and write no weights under rank_zero_only",
     ),
     _identity(
@@ -1013,14 +1050,14 @@ IDENTITIES: tuple[About, ...] = (
         group="ranks",
         level=SUSPICION,
         question="Do ranks that train one model read different data?",
-        means="They compute the same gradients: as many GPUs as there are do the work of one. It is meant where each "
-        "takes its part of a batch later, as with context parallelism.",
+        means="They compute the same gradients, so all GPUs together do the work of one. This is intended where each "
+        "rank takes its part of a batch later, as with context parallelism.",
         remedy="give the DataLoader a DistributedSampler; with an IterableDataset, let each rank read its part",
         transformers="leave get_train_dataloader to the Trainer; split a stream with split_dataset_by_node",
         lightning="leave use_distributed_sampler on; split a stream by the rank",
     ),
 )
-"""Identities that hold in every healthy training of a watched script."""
+"""Identities that hold in every healthy training run of a watched script."""
 
 BY_ID: dict[str, dict[str, About]] = {
     CHECK: {one.id: one for one in CHECKS},

@@ -16,7 +16,7 @@ NAMED = 3
 )
 def identity_fails(case: Case) -> Symptom | None:
     if not case.view.is_foreign:
-        raise CannotJudge("the audit of a run of ours looks at more (engine checks)")
+        raise CannotJudge("a run of the engine is judged by its audit (engine checks)")
     if not case.view.identities:
         raise CannotJudge("no identity has been checked yet")
     wrong = [one for one in case.view.identities if one.level == FAIL]
@@ -30,12 +30,8 @@ def identity_fails(case: Case) -> Symptom | None:
     return Symptom(
         f"{first.id}{more}: {first.text}",
         [
-            ("step", float(first.step), "the first that was seen to fail"),
-            *(
-                (name, one, "as it was seen")
-                for name, one in first.numbers.items()
-                if one is not None
-            ),
+            ("step", float(first.step), "the first at which it failed"),
+            *((name, one, "as measured") for name, one in first.numbers.items() if one is not None),
         ],
         Span(
             first_step=first.step,
@@ -45,7 +41,7 @@ def identity_fails(case: Case) -> Symptom | None:
         ),
         meaning=about.means
         if about
-        else "what has to hold in every healthy training does not hold in this one",
+        else "a property that must hold in every training run does not hold in this one",
         no_flip=about.remedy_with(first.framework) if about else "look at engine checks RUN",
         part=first.id,
     )

@@ -59,7 +59,7 @@ GAP_S, GAP_TIMES, GAP_OTHERS = 300.0, 30.0, 3.0
 
 def _whole(case: Case, least: int = ROWS) -> range:
     if case.view.imported is None:
-        raise CannotJudge("it is judged of a log that was imported")
+        raise CannotJudge("it is judged only in an imported log")
     if not case.is_over:
         raise CannotJudge("the log is not read to its end")
     return case.steps(len(case.view.steps), at_least=least, session=False)
@@ -103,7 +103,8 @@ def loss_diverged(case: Case) -> Symptom | None:
             *rate_and_norm(case, rows, begin),
         ],
         replace(case.span(rows), first_step=step),
-        meaning="an update destroyed what was learnt: a rate too high for this stage, a bad batch, coarse numbers",
+        meaning="an update destroyed what was learnt: a learning rate too high for this stage, a bad batch, or low "
+        "precision",
         **case.lower_rate(3),
     )
 
@@ -126,10 +127,11 @@ def loss_flat_at_guessing(case: Case) -> Symptom | None:
     ):
         return None
     return Symptom(
-        f"the loss stays at {level:.4g}: guessing among {nearest:,} tokens has {math.log(nearest):.4g}",
+        f"the loss stays at {level:.4g}: guessing among {nearest:,} tokens gives {math.log(nearest):.4g}",
         [("loss, median", level, f"ln {nearest} = {math.log(nearest):.4g}")],
         case.span(rows),
-        meaning="nothing is learnt: a rate far too large or too small, no gradient, or labels that no input explains",
+        meaning="nothing is learnt: a learning rate far too large or too small, no gradient, or labels that do not "
+        "depend on the inputs",
         no_flip="overfit one batch: if its loss does not fall, the graph or the labels are at fault",
     )
 
@@ -148,9 +150,9 @@ def rate_is_dead(case: Case) -> Symptom | None:
     step = int(dead[-1][1])
     return Symptom(
         f"the learning rate is {dead[0][0]:.3g} from step {step} on",
-        [("steps without a rate", len(dead), f"of {len(pairs)}; its peak was {peak:.4g}")],
+        [("steps with a rate of about 0", len(dead), f"of {len(pairs)}; its peak was {peak:.4g}")],
         replace(case.span(rows), first_step=step),
-        meaning="nothing is trained any more: the schedule ends before the run, or counts other steps than it",
+        meaning="nothing is trained any more: the schedule ends before the run, or is not counted in optimizer steps",
         no_flip="give the scheduler the number of optimizer steps of the whole run, and step it once in each",
     )
 
@@ -180,12 +182,12 @@ def heldout_below_training(case: Case) -> Symptom | None:
         return None
     loss, training, _ = found[0]
     return Symptom(
-        f"the held-out loss is {loss:.3g}, a {training / loss:.0f}th of the training loss",
+        f"the held-out loss is {loss:.3g}, 1/{training / loss:.0f} of the training loss",
         [("held-out loss", loss, f"training loss {training:.4g}")],
         replace(case.span(rows), first_step=found[-1][2]),
-        meaning="the two are not the same quantity: a sum over micro-batches against a mean, other labels or masks, or "
-        "training text in the held-out set",
-        no_flip="evaluate a training batch as the held-out set is evaluated: both numbers have to agree",
+        meaning="the two are not the same quantity: a sum over micro-batches compared with a mean, other labels or "
+        "masks, or training text in the held-out set",
+        no_flip="evaluate a training batch with the evaluation code: its loss must agree with the training loss",
     )
 
 
@@ -217,8 +219,8 @@ def logged_memory_grows(case: Case) -> Symptom | None:
             f"{name} grows from step to step: from {values[0]:.4g} to {values[-1]:.4g}",
             [(name, values[-1], f"{values[0]:.4g} after the first steps")],
             replace(case.span(rows), first_step=points[0][0]),
-            meaning="something is kept from step to step: a graph, a list of tensors, a cache without a bound",
-            no_flip="look for losses added up without .item(); compare the allocator's snapshots of two steps",
+            meaning="something is kept from step to step: a graph, a list of tensors, an unbounded cache",
+            no_flip="look for losses summed without .item(); compare the memory snapshots of two steps",
             part=name,
         )
     if not case.view.memory_logged:
@@ -280,7 +282,7 @@ def slow_steps_recur(case: Case) -> Symptom | None:
                 )
             ],
             replace(case.span(rows), first_step=begin, last_step=end),
-            meaning="the machine was shared, throttled or swapped for a while, or the data was slow",
+            meaning="for a while the machine was shared, throttled or swapping, or the data was slow",
             no_flip="look for what else ran on the machine at that time",
         )
     evaluated = {e.step for e in case.view.evals}
@@ -294,7 +296,7 @@ def slow_steps_recur(case: Case) -> Symptom | None:
             ("seconds lost", lost, "in all of them"),
         ],
         replace(case.span(rows), first_step=slow[0][1]),
-        meaning="something is done every so many steps: a checkpoint, a log that waits, a loader that starts again",
+        meaning="something happens at that interval: a checkpoint, a blocking log write, a restarted DataLoader",
         no_flip=f"look for what the script does every {period} steps, and do it less often or in another thread",
     )
 
@@ -314,9 +316,9 @@ def gap_in_time(case: Case) -> Symptom | None:
     if longest < max(GAP_S, GAP_TIMES * usual, GAP_OTHERS * second[0]) or evaluated:
         return None
     return Symptom(
-        f"no step for {format_seconds(longest)} before step {step}; else one takes {format_seconds(usual)}",
+        f"no step for {format_seconds(longest)} before step {step}; usually one takes {format_seconds(usual)}",
         [("seconds of the gap", longest, f"median {usual:.4g}, second longest {second[0]:.4g}")],
         replace(case.span(rows), first_step=step),
         meaning="the training hung, waited for a machine, or was stopped and started again",
-        no_flip="look at the log of the machine and of the scheduler in that time",
+        no_flip="read the logs of the machine and of the job scheduler for that time",
     )

@@ -32,7 +32,7 @@ TEACHER_STEPS = 3
 def _computing(case: Case) -> None:
     case.must_go_on()
     if not case.is_computing:
-        raise CannotJudge(f"no model is at work: {case.phase}")
+        raise CannotJudge(f"no model is computing: {case.phase}")
     # Readings from before the phase began say nothing about it.
     begun = max(case.view.started_unix_s or 0.0, case.view.phase_unix_s or 0.0)
     if case.now_unix_s - begun < WINDOW_S:
@@ -62,7 +62,7 @@ def gpu_idle(case: Case) -> Symptom | None:
         case.recent(WINDOW_S),
         meaning="the work is not on the GPU: it is done by the CPU, or the process waits for something else",
         flip=flip,
-        no_flip="" if flip else "look at the stacks of the trainer: they name the line it is in",
+        no_flip="" if flip else "read the stacks of the trainer: they show its current line",
     )
 
 
@@ -94,7 +94,7 @@ def cpu_bound_teacher(case: Case) -> Symptom | None:
         case.recent(WINDOW_S),
         meaning=f"the operators of the teacher's backend ({backend}) run on the host, whatever its name says{stacks}",
         flip=flip,
-        no_flip="" if flip else "this backend is the reference itself; the stacks name the line",
+        no_flip="" if flip else "this backend is the reference itself; the stacks show the line",
     )
 
 
@@ -130,7 +130,7 @@ def busy_without_work(case: Case) -> Symptom | None:
     reasons: list[str] = []
     try:
         tensor = mean(case.gpu_readings("tensor_util_pct", WINDOW_S, at_least=READINGS))
-        numbers.append(("tensor_util_pct, mean", tensor, f"under {TENSOR_PCT:g} is not working"))
+        numbers.append(("tensor_util_pct, mean", tensor, f"under {TENSOR_PCT:g} is hardly working"))
         low.append(tensor < TENSOR_PCT)
     except CannotJudge as missing:
         reasons.append(str(missing))
@@ -140,7 +140,7 @@ def busy_without_work(case: Case) -> Symptom | None:
         if not limit:
             raise CannotJudge(case.view.absent.get(f"gpu{gpu}.gpu_power_limit_w", "no power limit"))
         share = 100 * power / limit
-        numbers.append(("power, % of the limit", share, f"under {POWER_PCT:g} is not working"))
+        numbers.append(("power, % of the limit", share, f"under {POWER_PCT:g} is hardly working"))
         low.append(share < POWER_PCT)
     except CannotJudge as missing:
         reasons.append(str(missing))
@@ -178,7 +178,7 @@ def throttled(case: Case) -> Symptom | None:
     words = (now.clock_event_reasons if now else None) or "none"
     heat = [("gpu_temperature_c", now.gpu_temperature_c, "now")] if now else []
     return Symptom(
-        f"GPU {gpu} held its clocks down for {100 * share:.0f} % of the last minute ({words})",
+        f"the clocks of GPU {gpu} were throttled for {100 * share:.0f} % of the last minute ({words})",
         [
             ("share of readings", share, f"at least {SLOWED_SHARE:g}"),
             *((n, v, h) for n, v, h in heat if v is not None),
@@ -200,7 +200,7 @@ def gpu_lost(case: Case) -> Symptom | None:
     if not lost:
         return None
     return Symptom(
-        f"GPU {gpu} is lost: it is off the bus until the machine starts again",
+        f"GPU {gpu} is lost: it has fallen off the bus until the machine is rebooted",
         [("readings that say so", len(lost), f"of {len(reasons)} without a value")],
         case.recent(0.0),
         meaning="the driver lost the GPU (an Xid 79 in the kernel's log); no restart of the run can help",

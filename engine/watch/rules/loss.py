@@ -65,7 +65,9 @@ RISE_FAR = 3.0
 RISE_EXPLODES, RISE_EXPLODES_ROWS = 10.0, 3
 """Ratio of the losses of an explosion to the first one and to those of the end; their number in the first RISE_WITHIN,
 so that one bad batch is none. After it a loss that is not below the first one has learnt nothing."""
-DESTROYED = "the first updates destroyed what the weights had: most often a learning rate that is far too large"
+DESTROYED = (
+    "the first updates destroyed the initial weights: most often the learning rate is far too large"
+)
 """Meaning of a loss that rose at once."""
 ALPHA_STEPS = 50
 ALPHA_NEAR = 0.02
@@ -133,7 +135,7 @@ def _not_finite_loss(case: Case) -> Symptom | None:
     )
     levels = {one.level for one in case.view.identities if one.id == "finite_weights"}
     if FAIL in levels:
-        meaning = "the weights are NaN and remain NaN: nothing is learnt any more"
+        meaning = "the weights are NaN and remain NaN: the model learns nothing any more"
     elif PASS in levels:
         meaning = "the weights are finite: the loss alone is not"
         has_labels = not any(
@@ -141,7 +143,7 @@ def _not_finite_loss(case: Case) -> Symptom | None:
             for one in case.view.identities
         )
         remedy = {
-            "no_flip": "look at what the loss divides by or takes the logarithm of"
+            "no_flip": "check what the loss divides by or takes the logarithm of"
             if has_labels
             else BY_ID[IDENTITY]["label_coverage"].remedy
         }
@@ -170,7 +172,7 @@ def loss_not_below_guessing(case: Case) -> Symptom | None:
         f"cross entropy is {ce:.3f}: not below ln V = {ceiling:.3f}, the loss of guessing",
         [("ce, mean", ce, f"ln V = {ceiling:.4f}")],
         _since(case, case.cross_entropy, rows, ceiling, GUESSING_STEPS),
-        meaning="the student knows less than nothing: a wrong forward pass, wrong labels, or a diverged run",
+        meaning="the student is worse than uniform guessing: a wrong forward pass, wrong labels, or a diverged run",
         **case.lower_rate(10),
     )
 
@@ -183,7 +185,7 @@ def loss_not_below_guessing(case: Case) -> Symptom | None:
 def loss_stays_at_guessing(case: Case) -> Symptom | None:
     ceiling = case.vocabulary_nats
     if ceiling < math.log(STAYS_VOCABULARY):
-        raise CannotJudge(f"fewer than {STAYS_VOCABULARY} tokens: little may be learnt of so few")
+        raise CannotJudge(f"fewer than {STAYS_VOCABULARY} tokens: there may be little to learn")
     rows = case.steps(GUESSING_STEPS, at_least=GUESSING_STEPS)
     if case.view.last_step < STAYS_FROM:
         raise CannotJudge(f"needs {STAYS_FROM} steps since the start of the run")
@@ -194,10 +196,11 @@ def loss_stays_at_guessing(case: Case) -> Symptom | None:
     if not low <= ce < ceiling or mean(case.column(name, half_way)) < low:
         return None
     return Symptom(
-        f"after {case.view.last_step} steps cross entropy is {ce:.3f}, as in guessing: ln V = {ceiling:.3f}",
+        f"after {case.view.last_step} steps cross entropy is {ce:.3f}, close to guessing: ln V = {ceiling:.3f}",
         [("ce, mean", ce, f"less than {STAYS_NEAR:.0%} below ln V = {ceiling:.4f}")],
         case.span(rows),
-        meaning="nothing is learnt: a learning rate far too large or too small, or labels that no input explains",
+        meaning="nothing is learnt: a learning rate far too large or too small, or labels that do not depend on the "
+        "inputs",
         **case.lower_rate(100),
     )
 
@@ -218,8 +221,8 @@ def loss_is_constant(case: Case) -> Symptom | None:
         f"the loss has been {first:.6g} in each of {len(rows)} steps",
         [("loss", first, "expected to differ from batch to batch")],
         case.span(rows),
-        meaning="nothing that is trained or read reaches the loss: one model on both sides, as a reference that is the "
-        "policy itself (ln 2 in DPO), an output that is saturated or cut off, or one batch for ever",
+        meaning="the loss does not depend on the weights or the data: the reference model is the policy itself (ln 2 "
+        "in DPO), an output is saturated or detached, or every batch is the same",
         no_flip="compare the two sides of the loss, and the outputs of two different batches",
     )
 
@@ -282,7 +285,7 @@ def loss_rose_for_good(case: Case) -> Symptom | None:
                 now,
                 f"expected less than {RISE_TIMES:g} times {first:.4g}, {held}",
             ),
-            ("loss, the lowest but outliers", lowest, f"{first:.4g} at the start"),
+            ("loss, lowest without outliers", lowest, f"{first:.4g} at the start"),
         ],
         _since(case, "loss", rows, first, RISE_WITHIN),
         meaning=DESTROYED,
@@ -367,13 +370,13 @@ def teacher_off_text(case: Case) -> Symptom | None:
     if check.level != "unknown" or not ce >= frequencies:
         return None
     return Symptom(
-        f"the text is outside what the teacher knows: its cross entropy is {ce:.2f} nats",
+        f"the teacher does not know this kind of text: its cross entropy is {ce:.2f} nats",
         [
             ("cross entropy, nats", ce, f"token frequencies alone have {frequencies:.4f}"),
             ("cross entropy, nats", ce, f"ln V = {ln_v:.4f}"),
         ],
         case.recent(0.0),
-        meaning="it predicts this text worse than counting tokens does: what it teaches is of other text",
+        meaning="it predicts this text worse than token frequencies do, so the student can learn little from it",
         flip="--set loss.alpha=1",
     )
 
@@ -482,7 +485,7 @@ def loss_spike(case: Case) -> Symptom | None:
             *rate_and_norm(case, rows, index),
         ],
         replace(case.span(rows), first_step=step),
-        meaning=f"a batch unlike the others{shown}, a rate too high, or a number that went wrong in the hardware",
+        meaning=f"a batch unlike the others{shown}, a learning rate too high, or a hardware error",
         **case.lower_rate(2),
     )
 

@@ -141,7 +141,7 @@ def _allocator_pool(window: _Window) -> tuple[str, list[float], float]:
     kept = window.host("memory_reserved_bytes")
     plan = window.case.view.memory_plan
     if plan is None or not plan.available_bytes:
-        raise CannotJudge("what the run may take of the device was not planned")
+        raise CannotJudge("the log has no memory plan")
     return "memory that the allocator may take", kept, plan.available_bytes
 
 
@@ -185,18 +185,18 @@ class _Owner:
 
 
 _LEAK = _Owner(
-    meaning="something is kept from step to step: a graph, a list of tensors, a cache without a bound",
-    no_flip="a leak is in the code: compare the allocator's snapshots of two steps",
+    meaning="something is kept from step to step: a graph, a list of tensors, an unbounded cache",
+    no_flip="a leak is in the code: compare the memory snapshots of two steps",
 )
 _FRAGMENTS = _Owner(
-    meaning="no more is held by tensors: the allocator's blocks fit ever fewer requests, as rows or chunks of "
-    "changing sizes make them",
-    no_flip="no setting has it: start the run with PYTORCH_ALLOC_CONF=expandable_segments:True in its environment, as "
-    "the engine's trainer does where there is none",
+    meaning="tensors do not account for it: the allocator's memory is fragmented, as rows or chunks of changing sizes "
+    "cause it",
+    no_flip="start the run with PYTORCH_ALLOC_CONF=expandable_segments:True in its environment; the engine's trainer "
+    "sets it unless the variable is set already",
 )
 _OTHERS = _Owner(
     meaning="it is not in torch's allocator: a library's workspace, or another process on this GPU",
-    no_flip="nothing in the run takes it: see which processes are on the GPU",
+    no_flip="no setting changes this: check which processes use the GPU (nvidia-smi)",
 )
 
 
@@ -243,7 +243,7 @@ def _trend(
     if left_s > window.horizon_s:
         return None
     return Symptom(
-        f"the {name} fills up: {format_bytes(total)} are reached in about {format_seconds(left_s)}",
+        f"the {name} fills up: {format_bytes(total)} will be reached in about {format_seconds(left_s)}",
         [
             ("used, GiB", last / 2**30, f"of {total / 2**30:.1f}"),
             ("growth, GiB per minute", 60 * per_s / 2**30, "over three thirds of the window"),
@@ -268,13 +268,13 @@ def memory_pressure(case: Case) -> Symptom | None:
         return None
     faults = case.view.host.major_faults_per_s if case.view.host else None
     return Symptom(
-        f"all processes waited for memory {full:.0f} % of the last {PRESSURE_WINDOW_S:.0f} s",
+        f"all processes waited for memory during {full:.0f} % of the last {PRESSURE_WINDOW_S:.0f} s",
         [
             ("psi_memory_full_avg10_pct, mean", full, f"at least {PRESSURE_PCT:g}"),
             *([("major_faults_per_s", faults, "now")] if faults is not None else []),
         ],
         case.recent(PRESSURE_WINDOW_S),
-        meaning="the machine pages: on unified memory it may hang before the kernel ends any process",
+        meaning="the machine is swapping: with unified memory it may hang before the kernel kills any process",
         **_fewer_rows(case),
     )
 
@@ -313,7 +313,7 @@ def allocator_ceiling(case: Case) -> Symptom | None:
         return None
     other = "native" if case.choice("memory.allocator") == "managed" else "managed"
     return Symptom(
-        f"the allocator refused while {format_bytes(free)} of the {pool} were free",
+        f"an allocation failed while {format_bytes(free)} of the {pool} were free",
         [
             ("free, share of the total", free / total, f"at least {UNUSED_SHARE:g}"),
             ("asked for, GiB", bytes_wanted / 2**30, "0: the message does not say"),

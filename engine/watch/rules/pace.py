@@ -241,7 +241,7 @@ def unaccounted(case: Case) -> Symptom | None:
         most = ""
     case.must_have_had_the_cpu(found.lossy)
     return Symptom(
-        f"{100 * found.share:.0f} % of the time between steps is in no phase of training{most}",
+        f"{100 * found.share:.0f} % of the time between steps is spent outside training{most}",
         [
             ("outside_s / wall_s", found.share, f"at least {OUTSIDE_SHARE:.2g}"),
             (
@@ -255,8 +255,8 @@ def unaccounted(case: Case) -> Symptom | None:
             ),
         ],
         case.span(found.rows),
-        meaning="training waits for its observers: something is done at each step, or the disk of the log is slow",
-        no_flip="nothing to flip: check the code that is called after a step, and the disk of the run folder",
+        meaning="training waits for code that runs after each step, or for the disk of the log",
+        no_flip="nothing to flip: check the code that runs after a step, and the disk of the run folder",
     )
 
 
@@ -317,7 +317,7 @@ def step_time_bimodal(case: Case) -> Symptom | None:
         [row for row, taken in zip(rows, step_s, strict=True) if (taken or 0.0) >= high[0]]
     )
     return Symptom(
-        f"steps take either {format_seconds(fast)} or {format_seconds(slow)}, and little between",
+        f"steps take either {format_seconds(fast)} or {format_seconds(slow)}, and seldom anything between",
         [
             ("slow over fast", slow / fast, f"at least {BIMODAL_RATIO:g}"),
             ("share of slow steps", len(high) / len(times), f"at least {BIMODAL_SHARE:g}"),
@@ -442,11 +442,11 @@ def compile_after_warm_up(case: Case) -> Symptom | None:
         f"{len(late)} kernels were compiled while steps waited; the last: {newest.kernel}{why}",
         numbers,
         case.span(rows),
-        meaning=f"the kernel that was launched is not the one that was warmed: {newest.key}",
+        meaning=f"the kernel that was launched is not the one that was warmed up: {newest.key}",
         flip="--set kernels.prewarm=true" if _prewarm_is_off(case) else "",
         no_flip=""
         if _prewarm_is_off(case)
-        else "warm-up missed this key: the set that is launched must lie in the set that is warmed",
+        else "the warm-up missed this key: it must compile every kernel that a step launches",
     )
 
 

@@ -51,9 +51,9 @@ def learning_rate(case: Case) -> Symptom | None:
             f"the learning rate of step {int(step)} was {rate:.4g}; the settings say {wanted:.4g}",
             [("lr", rate, f"{wanted:.6g} by train.schedule={train.schedule}")],
             case.span(rows),
-            meaning="nothing is trained: the rate is 0"
+            meaning="nothing is trained: the learning rate is 0"
             if zero
-            else "the rate that was set never reached the optimizer",
+            else "the learning rate of the settings never reached the optimizer",
             flip="--set train.schedule=constant" if train.schedule != "constant" else "",
             no_flip="" if train.schedule != "constant" else "the schedule is constant already",
         )
@@ -88,7 +88,7 @@ def batch_not_as_set(case: Case) -> Symptom | None:
         f"{name}: {value:g}, expected {held}",
         wrong,
         case.span(rows),
-        meaning="fewer, more or other rows are trained than the loss, the schedule and the receipt speak of",
+        meaning="the run trains on fewer, more or other rows than the loss, the schedule and the receipt assume",
         part=name.split(" by ")[0],
         no_flip="this is a fault of the engine or of a resume: no setting can cause it",
     )
@@ -119,7 +119,7 @@ def run_not_as_set(case: Case) -> Symptom | None:
         f"{wrong[0][0]} is {wrong[0][1]:g} in the run, {wrong[0][2]}",
         wrong,
         case.recent(0.0),
-        meaning="a setting did not reach the object that it is for: the run is another one than was asked for",
+        meaning="a setting did not take effect: the run is not the one that was configured",
         part=wrong[0][0],
         no_flip="this is a fault of the engine: no setting can cause it",
     )
@@ -183,7 +183,7 @@ def resumed_as_another(case: Case) -> Symptom | None:
     others = any(getattr(old, part) != getattr(new, part) for part in MADE_BY)
     if others or any(of_run[name] != getattr(started, name) for name in VERSIONS):
         raise CannotJudge(
-            "what makes models and data was changed, or versions or the device are others"
+            "the settings of the models or the data, the versions or the device have changed"
         )
     wrong = []
     for what in before.keys() & now.keys() - ({"run"} if old != new else set()):
@@ -197,8 +197,8 @@ def resumed_as_another(case: Case) -> Symptom | None:
         return None
     return Symptom(
         "; ".join(sorted(wrong)[:3]),
-        [("values that differ", len(wrong), "of the session before none may")],
+        [("values that differ", len(wrong), "from the session before; expected 0")],
         case.recent(0.0),
-        meaning="the run goes on from another start, on other data or as another model than it began with",
+        meaning="the run continues from another state, on other data or with another model than it began with",
         no_flip="this is a fault of the engine or of files that were changed: no setting can cause it",
     )

@@ -169,7 +169,7 @@ def _last_at_work(case: Case, table: Table, limits: dict[str, float]) -> float:
     times, *columns = (table.values(name, rows.start, rows.stop) for name in ("unix_s", *limits))
     pairs = list(zip(columns, limits.values(), strict=True))
     if not times or any(values[-1] is None for values, _ in pairs):
-        raise CannotJudge(f"{' or '.join(limits)} is not read")
+        raise CannotJudge(f"{' or '.join(limits)} has no reading")
     at_work = (
         row
         for row in reversed(range(len(times)))
@@ -267,7 +267,7 @@ def _stalled(case: Case, what: str) -> Symptom | None:
         ),
         meaning=meaning,
         flip=flip,
-        no_flip="" if flip else "a silence is traced by its stacks, not by a setting",
+        no_flip="" if flip else "no setting explains a stall: read the stacks",
         part=case.phase,
     )
 

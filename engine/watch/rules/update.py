@@ -52,7 +52,7 @@ def _without_gradient(case: Case) -> dict[str, str]:
         return {"no_flip": "look for detach(), no_grad() and masked labels in the script"}
     if case.started.alpha < 1:
         return {"flip": "--set loss.alpha=1"}
-    return {"no_flip": "cross entropy alone gives no gradient either: look at the labels"}
+    return {"no_flip": "cross entropy alone gives no gradient either: check the labels"}
 
 
 @rule(
@@ -72,7 +72,7 @@ def gradient_exploding(case: Case) -> Symptom | None:
         f"the gradient norm is {now:.3g}, {now / before:.0f} times what it was",
         [("grad_norm, median", now, f"{before:.4g} before; {EXPLODING_RATIO:g} times is too much")],
         case.span(rows),
-        meaning="training diverges; clipping bounds the step but not the direction",
+        meaning="training diverges; clipping bounds the size of the step but not its direction",
         **case.lower_rate(10),
     )
 
@@ -93,13 +93,13 @@ def always_clipped(case: Case) -> Symptom | None:
     if share < CLIPPED_SHARE or median(norms) < CLIPPED_TIMES * limit:
         return None
     return Symptom(
-        f"{100 * share:.0f} % of the gradients were clipped, to a {median(norms) / limit:.1f}th of their norm",
+        f"{100 * share:.0f} % of the gradients were clipped, to 1/{median(norms) / limit:.1f} of their norm",
         [
             ("share of steps clipped", share, f"at least {CLIPPED_SHARE:g}"),
             ("grad_norm, median", median(norms), f"{CLIPPED_TIMES:g} times the limit of {limit:g}"),
         ],
         case.span(rows),
-        meaning="the size of the gradient has no say any more: a loss that is summed, not averaged, looks like this",
+        meaning="the size of the gradient no longer matters; a loss that is summed instead of averaged causes this",
         flip="" if watched else f"--set train.clip_norm={2 * median(norms):.3g}",
         no_flip=f"clip to {2 * median(norms):.3g} in the script" if watched else "",
     )

@@ -44,16 +44,16 @@ rounding gives 1e-6 to 1e-5, and a writer in bf16 1e-3."""
 def _wrote(case: Case, least: int = NEWEST) -> Sequence[Wrote]:
     found = case.view.wrote
     if not found:
-        raise CannotJudge("no model writes rows of this run")
+        raise CannotJudge("no model generates rows in this run")
     if len(found) < least:
-        raise CannotJudge(f"needs {least} steps with written rows, {len(found)} are done")
+        raise CannotJudge(f"needs {least} steps with generated rows, {len(found)} are done")
     return found
 
 
 def _median(wrote: Sequence[Wrote], number: Callable[[Wrote], float]) -> float:
     found = [value for one in wrote if math.isfinite(value := number(one))]
     if not found:
-        raise CannotJudge("the numbers of the written rows are not finite")
+        raise CannotJudge("the numbers of the generated rows are not finite")
     return median(found)
 
 
@@ -83,17 +83,17 @@ def written_text_is_noise(case: Case) -> Symptom | None:
     newest = _wrote(case)[-NEWEST:]
     by, temperature = newest[-1].by, newest[-1].temperature
     if by == "student" and temperature <= 1:
-        raise CannotJudge("a student may not have learnt to write yet")
+        raise CannotJudge("a student may not have learnt to generate text yet")
     entropy, chance = _median(newest, lambda one: one.entropy), case.vocabulary_nats
     if entropy <= NOISE * chance:
         return None
     return Symptom(
-        f"the {by} writes noise: its tokens have an entropy of {entropy:.2f} nats",
+        f"the {by} generates noise: its tokens have an entropy of {entropy:.2f} nats",
         [("entropy, median", entropy, f"at most {NOISE:g} ln V = {NOISE * chance:.4f}")],
         _span(case, newest),
-        meaning="the temperature makes all tokens about as likely as each other"
+        meaning="the temperature makes all tokens about equally likely"
         if temperature > 1
-        else "the teacher guesses: its weights are not trained, or are of another tokenizer",
+        else "the teacher guesses: its weights are untrained, or belong to another tokenizer",
         flip="--set rollout.temperature=1" if temperature > 1 else "--set rollout.share=0",
     )
 
@@ -107,24 +107,26 @@ def written_text_never_ends(case: Case) -> Symptom | None:
     newest = _wrote(case)[-NEWEST:]
     end, turn = newest[-1].turn_end, newest[-1].turn_tokens
     if not end or turn is None:
-        raise CannotJudge("the corpus is of texts, which need not end")
+        raise CannotJudge("the corpus has texts without turns, which need not end")
     if _ended(newest) > 0:
         return None
     entropy = _median(newest, lambda one: one.entropy)
     if entropy > UNTAUGHT * case.vocabulary_nats:
-        raise CannotJudge(f"the model has not learnt to write: its entropy is {entropy:.2f} nats")
+        raise CannotJudge(
+            f"the model has not learnt to generate text: its entropy is {entropy:.2f} nats"
+        )
     longest = max(one.longest for one in newest)
     fits = turn <= longest
     return Symptom(
-        f"no written row of the last {NEWEST} steps ends with {end!r} or the model's own end of text",
+        f"no generated row of the last {NEWEST} steps ends with {end!r} or the model's own end of text",
         [
             ("ended, share of rows", 0.0, "turns end in the corpus"),
             ("longest row, tokens", longest, f"turns of the corpus have {turn:g}, median"),
         ],
         _span(case, newest),
-        meaning="the writer was taught another end of turn than that of the corpus's template"
+        meaning="the model was trained with another end of turn than that of the corpus's template"
         if fits
-        else "the limit is too low for an answer",
+        else "the limit of new tokens is too low for an answer",
         flip=(
             f"--set rollout.by={'student' if newest[-1].by == 'teacher' else 'teacher'}"
             if fits
@@ -142,22 +144,26 @@ def written_entropy_collapsed(case: Case) -> Symptom | None:
     wrote = _wrote(case, 2 * NEWEST)
     newest = wrote[-NEWEST:]
     if newest[-1].by != "student":
-        raise CannotJudge("the teacher writes, and does not change")
+        raise CannotJudge("the teacher generates the text, and does not change")
     first, now = (_median(some, lambda one: one.entropy) for some in (wrote[:NEWEST], newest))
     divergence = _median(newest, lambda one: one.divergence)
     # A student as sure as its teacher has learnt it: a short right answer has no entropy.
     if now >= COLLAPSED or now >= COLLAPSED_RATIO * first or divergence <= COLLAPSED:
         return None
     return Symptom(
-        f"the entropy of what the student writes fell to {now:.3g} nats per token, and the teacher would write "
-        "something else",
+        f"the entropy of the student's generated text fell to {now:.3g} nats per token, and the teacher would "
+        "generate something else",
         [
             ("entropy, median", now, f"{first:.3g} in the first {NEWEST} steps"),
-            ("divergence, median", divergence, f"at most {COLLAPSED:g} if the teacher is as sure"),
+            (
+                "divergence, median",
+                divergence,
+                f"at most {COLLAPSED:g} if the teacher is as certain",
+            ),
         ],
         _span(case, newest),
-        meaning="it writes almost the same text each time: the learning rate is too high, or the divergence lets it "
-        "leave out what else the teacher would write",
+        meaning="it generates almost the same text each time: the learning rate is too high, or the divergence lets it "
+        "ignore the other texts that the teacher would generate",
         flip=f"--set train.lr={case.started.peak_lr / 10:g}",
     )
 
@@ -174,10 +180,10 @@ def written_text_repeats(case: Case) -> Symptom | None:
     if repeated <= max(REPEATED, REPEATED_RATIO * usual):
         return None
     return Symptom(
-        f"{repeated:.0%} of the written tokens repeat the one before them",
+        f"{repeated:.0%} of the generated tokens repeat the one before them",
         [("repeated, median share", repeated, f"over {REPEATED:g}; {usual:.3g} in the prompts")],
         _span(case, newest),
-        meaning="the model writes one token over and over, so that the teacher scores nothing else",
+        meaning="the model generates one token over and over, so the teacher scores nothing else",
         flip="--set rollout.share=0",
     )
 
@@ -194,15 +200,15 @@ def written_text_shrinks(case: Case) -> Symptom | None:
     flip = f"--set rollout.by={'student' if newest[-1].by == 'teacher' else 'teacher'}"
     if now < EMPTY and _ended(newest) > BY_ITSELF:
         return Symptom(
-            "most written rows are an end of text and nothing else",
+            "most generated rows are an end of text and nothing else",
             [("tokens of a row, median", now, f"at least {EMPTY:g}")],
             _span(case, newest),
-            meaning="the writer ends where it should begin: another template than the one it was taught, or a teacher "
-            "that ends at once and teaches it so",
+            meaning="the model ends where it should begin: the template is not the one it was trained with, or the "
+            "teacher also ends at once",
             flip=flip,
         )
     if len(wrote) < 2 * NEWEST:
-        raise CannotJudge(f"needs {2 * NEWEST} steps with written rows, {len(wrote)} are done")
+        raise CannotJudge(f"needs {2 * NEWEST} steps with generated rows, {len(wrote)} are done")
     was = _median(first, _length)
     before, after = (_median(some, lambda one: one.divergence) for some in (first, newest))
     # Rows that ran into the limit have no length of their own, and a student that comes nearer to the teacher may be
@@ -210,7 +216,8 @@ def written_text_shrinks(case: Case) -> Symptom | None:
     if now >= SHORTER * was or _ended(first) <= BY_ITSELF or after < before:
         return None
     return Symptom(
-        f"written rows have {now:.3g} tokens, {was:.3g} in the first {NEWEST} steps, and come no nearer to the teacher",
+        f"generated rows have {now:.3g} tokens, {was:.3g} in the first {NEWEST} steps, and are no closer to the "
+        "teacher",
         [
             ("tokens of a row, median", now, f"at least {SHORTER:g} x {was:.3g}"),
             ("divergence, median", after, f"{before:.3g} in the first {NEWEST} steps"),
@@ -231,7 +238,7 @@ def written_text_shrinks(case: Case) -> Symptom | None:
 def writer_is_another_model(case: Case) -> Symptom | None:
     newest = _wrote(case)[-NEWEST:]
     if newest[-1].by != "student" or newest[-1].temperature != 1:
-        raise CannotJudge("only a student that writes at temperature 1 is compared with itself")
+        raise CannotJudge("only a student that generates at temperature 1 is compared with itself")
     precision = case.choice("student.precision") or "bf16"
     allowed = APART.get(precision, APART["bf16"])
     # Both are of the same tokens: nothing but the models' difference is in the distance.
@@ -243,13 +250,13 @@ def writer_is_another_model(case: Case) -> Symptom | None:
         for number in (lambda one: one.entropy, lambda one: one.cross_entropy)
     )
     return Symptom(
-        f"the step gives its own text {trained:.6g} nats per token, the generator {drawn:.6g}",
+        f"the generated text has {trained:.6g} nats per token in the training step, {drawn:.6g} in generation",
         [
             ("distance, median nats", apart, f"at most {allowed:g} in {precision}"),
             ("cross entropy, median", trained, f"{drawn:.6g} as drawn"),
         ],
         _span(case, newest),
-        meaning="what writes and what trains are not one model: another precision, dropout in the model's own code, or "
-        "stale weights",
+        meaning="the model that generates is not the one that trains: another precision, dropout in the model's own "
+        "code, or stale weights",
         flip="--set student.precision=fp32",
     )

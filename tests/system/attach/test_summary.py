@@ -199,7 +199,7 @@ def test_the_script_of_the_demo_is_seen_step_by_step_and_changed_in_nothing(tmp_
         "suspicion label_shift at step 1: the labels are the tokens after the next: shifted twice"
     )
     assert shifted in found["evidence"]
-    assert found["next step"].startswith("unless label_shift is meant: give labels = input_ids")
+    assert found["next step"].startswith("unless label_shift is meant: pass labels = input_ids")
 
 
 WATCHED = Watched(

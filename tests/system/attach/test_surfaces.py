@@ -280,7 +280,7 @@ def test_every_surface_lists_all_identities_with_what_is_wrong_first_and_what_to
     assert names == {row.id for row in IDENTITIES} | {"of_another_version"}
     assert heads[0] == "x CONTRADICTION kept_gradients: nothing zeroed them (step 2)"
     assert (
-        lines[1].startswith("  means: Each step is along the sum")
+        lines[1].startswith("  means: Each step follows the sum")
         and "leave zero_grad() to" in lines[2]
     )
     signs = [line[0] for line in heads]

@@ -169,9 +169,9 @@ def filling(
     ("held", "reserved", "words"),
     [
         (2.0, 2.0, "something is kept from step to step"),
-        (0.0, 2.0, "no more is held by tensors"),
+        (0.0, 2.0, "the allocator's memory is fragmented"),
         (0.0, 0.0, "not in torch's allocator"),
-        (0.6, 2.0, "no more is held by tensors"),
+        (0.6, 2.0, "the allocator's memory is fragmented"),
     ],
     ids=["leak", "fragments", "others", "mostly fragments"],
 )

@@ -142,7 +142,7 @@ def test_a_failed_ranks_own_sentence_is_how_the_run_ended(tmp_path: Path) -> Non
     assert was_stopped_by_checks(view)
     assert status_text(view, DEAD).startswith("FAILED")
     first, seen, *_ = run_verdict_lines(view, view.state(DEAD))
-    assert "WRONG since step" in first and "does not go on from its checkpoint" in first
+    assert "WRONG since step" in first and "does not continue from its checkpoint" in first
     assert ROWS in seen and PEER not in seen.partition(ROWS)[0]
 
 

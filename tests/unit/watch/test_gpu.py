@@ -81,7 +81,7 @@ def test_an_idle_gpu_is_named_before_the_run_has_said_what_it_will_do() -> None:
     assert alert.flip == "--set teacher.backend=dequantized"
     unknown("gpu_idle", measuring("cuda", silent_s=29.0), "30 s of work")
     unknown("gpu_idle", measuring("cpu"), "computes on cpu")
-    unknown("gpu_idle", measuring("cuda", phase="loading the teacher"), "no model is at work")
+    unknown("gpu_idle", measuring("cuda", phase="loading the teacher"), "no model is computing")
 
 
 @pytest.mark.parametrize(
@@ -104,7 +104,7 @@ def test_without_a_reading_the_reason_is_given(log: Log, words: str) -> None:
 def test_loading_and_saving_may_leave_the_gpu_idle() -> None:
     log = gpu(gpu_util_pct=0.0)
     log.extra = [(51.0, Phase(name="saving the student")), (95.0, Phase(name="saving the student"))]
-    unknown("gpu_idle", log.case(), "no model is at work: saving the student")
+    unknown("gpu_idle", log.case(), "no model is computing: saving the student")
 
 
 def test_a_run_that_has_ended_is_not_idle() -> None:

@@ -241,7 +241,7 @@ def test_a_rise_beyond_the_noise_of_the_run_that_stays_is_named_whatever_the_los
 ) -> None:
     for seed in range(10):
         alert = raised("loss_rose_for_good", series(RISEN[shape], seed))
-        assert "learning rate that is far too large" in alert.meaning
+        assert "the learning rate is far too large" in alert.meaning
 
 
 @pytest.mark.parametrize("shape", HEALTHY)

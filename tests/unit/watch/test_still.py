@@ -183,7 +183,7 @@ def test_any_work_on_any_gpu_is_work_and_a_gpu_that_is_not_read_leaves_it_unknow
     unknown("nobody_works", outside(130.0, 40.0, opens_gpu=True), "no GPU reading")
     unknown("nobody_works", outside(130.0, 40.0, opens_gpu=None), "no GPU reading")
     unknown(
-        "nobody_works", outside(130.0, 40.0, gpu={}, opens_gpu=True), "gpu_util_pct is not read"
+        "nobody_works", outside(130.0, 40.0, gpu={}, opens_gpu=True), "gpu_util_pct has no reading"
     )
 
 

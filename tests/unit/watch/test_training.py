@@ -89,7 +89,7 @@ def test_text_that_a_teacher_does_not_know_is_a_warning_where_the_check_leaves_i
         return Log(count=1, extra=[(9.5, check)])
 
     alert = raised("teacher_off_text", asked("unknown", 4.0).case())
-    assert alert.level == "suspicion" and "outside what the teacher knows" in alert.text
+    assert alert.level == "suspicion" and "does not know this kind of text" in alert.text
     quiet("teacher_off_text", asked("pass", 3.99).case())
     quiet("teacher_off_text", asked("fail", LN_V).case())
     unknown("teacher_off_text", Log(count=1).case(), "no numbers")
@@ -198,7 +198,7 @@ def test_the_rate_expected_here_is_the_one_the_trainer_works_out(kind: str, warm
 def test_a_rate_that_never_reached_the_optimizer_is_named() -> None:
     alert = raised("learning_rate", steady(30, lr=1e-3 * 1.001).case())
     assert "never reached" in alert.meaning
-    assert "the rate is 0" in raised("learning_rate", steady(30, lr=0.0).case()).meaning
+    assert "the learning rate is 0" in raised("learning_rate", steady(30, lr=0.0).case()).meaning
     for off, check in ((0.5, quiet), (2.0, raised)):
         factor = 1 + off * settings.RATE_TOLERANCE
         log = Log(count=30, change=lambda n, f=factor: {"lr": f * 1e-3 * min(1.0, n / 20)})  # type: ignore[misc]
@@ -390,7 +390,7 @@ def test_a_loss_that_rises_at_the_start_and_stays_up_is_named_with_the_rate() ->
         lambda n: {"loss": math.exp(0.6 * math.sin(2.3 * n) + 0.5 * math.sin(11.1 * n))},
         # The first few happen to be easy.
         lambda n: {"loss": (0.5 if n <= 4 else 1.2) * math.exp(0.6 * math.sin(2.3 * n))},
-        # From a model that was trained: the rate is warmed up again.
+        # From a model that was trained: the learning rate is warmed up again.
         lambda n: {"loss": 1.5 + 0.25 * (1 - math.exp(-n / 30)) + 0.05 * math.sin(n)},
     ],
     ids=["healthy", "comes back", "flat", "noisy", "easy start", "warmed up again"],

@@ -49,8 +49,8 @@ def test_a_healthy_writer_is_left_alone_and_a_run_without_one_is_not_judged() ->
         "writer_is_another_model",
     ):
         quiet(rule, log_of(40))
-        unknown(rule, Log(count=40).case(), "no model writes rows")
-        unknown(rule, log_of(9), "steps with written rows, 9 are done")
+        unknown(rule, Log(count=40).case(), "no model generates rows")
+        unknown(rule, log_of(9), "steps with generated rows, 9 are done")
     quiet("written_text_is_noise", log_of(40, by="teacher"))
 
 
@@ -63,7 +63,7 @@ def test_rows_that_all_run_into_the_limit_are_named_where_turns_end() -> None:
     texts = log_of(40, ended=0.0, turn_end="", turn_tokens=None)
     unknown("written_text_never_ends", texts, "need not end")
     fresh = log_of(40, ended=0.0, entropy=0.51 * LN_V)
-    unknown("written_text_never_ends", fresh, "not learnt to write")
+    unknown("written_text_never_ends", fresh, "not learnt to generate")
 
 
 def test_an_entropy_that_collapses_away_from_the_teacher_is_named() -> None:
@@ -104,8 +104,8 @@ def test_lengths_that_collapse_are_named_unless_the_teacher_agrees() -> None:
 def test_a_writer_that_is_not_the_model_that_trains_is_named() -> None:
     raised("writer_is_another_model", log_of(40, cross_entropy=1.50011))
     quiet("writer_is_another_model", log_of(40, cross_entropy=1.50009))
-    unknown("writer_is_another_model", log_of(40, by="teacher"), "only a student that writes")
-    unknown("writer_is_another_model", log_of(40, temperature=0.7), "only a student that writes")
+    unknown("writer_is_another_model", log_of(40, by="teacher"), "only a student that generates")
+    unknown("writer_is_another_model", log_of(40, temperature=0.7), "only a student that generates")
 
 
 def test_noise_is_named_where_it_is_no_untaught_student() -> None:
@@ -114,4 +114,4 @@ def test_noise_is_named_where_it_is_no_untaught_student() -> None:
     hot = raised("written_text_is_noise", log_of(40, temperature=3.0, **noise))
     assert hot.flip == "--set rollout.temperature=1"
     quiet("written_text_is_noise", log_of(40, by="teacher", entropy=0.89 * LN_V))
-    unknown("written_text_is_noise", log_of(40, **noise), "not have learnt to write")
+    unknown("written_text_is_noise", log_of(40, **noise), "not have learnt to generate")
