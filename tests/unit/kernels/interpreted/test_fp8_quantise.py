@@ -88,4 +88,4 @@ def test_the_widest_row_is_the_one_that_layers_know_of() -> None:
 
 
 def test_gpus_without_8_bit_floats_have_no_body() -> None:
-    assert variants(80) == () and len(variants(90)) == 2
+    assert variants(80) == () and len(variants(90)) == 4
