@@ -99,7 +99,7 @@ def test_a_hanging_script_is_named_by_its_own_line_and_is_a_stall_after_what_an_
         case = Case(view=script.view, settings=None, now_unix_s=now - 1)
         assert not silence(case).is_stall
         found = silence(replace(case, now_unix_s=now + 1))
-        assert found.is_stall and found.doing == "training" and "not seen" in found.held
+        assert found.is_stall and found.doing == "training" and "not seen" in found.limit_source
 
 
 def test_a_process_that_is_not_there_any_more_is_never_signalled(tmp_path: Path) -> None:

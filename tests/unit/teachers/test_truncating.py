@@ -15,7 +15,7 @@ from engine.models.decoder import Decoder
 from engine.models.load import load_packed_decoder
 from engine.teachers import truncating
 from engine.teachers.build import build_teacher
-from engine.teachers.frozen import DequantizedTeacher, QuantizedTeacher, products
+from engine.teachers.frozen import DequantizedTeacher, QuantizedTeacher, matmul_precision
 from engine.teachers.protocol import Teacher
 from engine.teachers.truncating import TruncatingTeacher
 from tests.support.packed_models import lively, make_batch, make_config, write
@@ -168,9 +168,9 @@ def test_a_teacher_answers_the_same_under_autocast() -> None:
 
 def test_tf32_lasts_as_long_as_the_teacher_computes() -> None:
     before = torch.get_float32_matmul_precision()
-    with products("fp32"):
+    with matmul_precision("fp32"):
         assert torch.get_float32_matmul_precision() == before
-    with pytest.raises(ZeroDivisionError), products("tf32"):
+    with pytest.raises(ZeroDivisionError), matmul_precision("tf32"):
         assert torch.get_float32_matmul_precision() == "high"
         _ = 1 / 0
     assert torch.get_float32_matmul_precision() == before
