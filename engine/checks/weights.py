@@ -15,7 +15,7 @@ from engine.checks.context import Context
 from engine.models.config import ModelConfig
 from engine.models.decoder import Decoder
 from engine.models.packed import stored_tensor, tensor_names
-from engine.quant.planes import PackedMatrix, dequantize_rows_reference
+from engine.quant.planes import PackedMatrix, dequantize_rows_reference, take_rows
 from engine.verdict import Answer, Numbers
 
 SAMPLED_ROWS = 64
@@ -58,7 +58,7 @@ def weights_of(decoder: Decoder) -> Weight:
         if isinstance(tensor, Tensor):
             return tensor.detach()[rows_N].float()
         found, which_N = torch.unique(rows_N, return_inverse=True)
-        return torch.cat([rows_of(tensor, row, 1) for row in found.tolist()])[which_N]
+        return rows_of(take_rows(tensor, found), 0, len(found))[which_N]
 
     return weight
 

@@ -23,7 +23,7 @@ from engine.models.packed_size import packed_size
 from engine.runtime.ranks import Ranks, join, leave, ranks_here
 from engine.teachers import build as build_module
 from engine.teachers.build import BuiltTeacher, build_teacher
-from engine.teachers.same_model import value_digest
+from engine.teachers.same_model import same_values
 from engine.teachers.sharded import ShardedLayers
 from tests.support.budgets import planned, spec_of
 from tests.support.packed_models import make_batch, make_config
@@ -111,15 +111,13 @@ def look(folder: Path, kind: str, ranks: Ranks) -> dict[str, object]:
         name: torch.equal(whole(alone.decoder, name), whole(shared.decoder, name))
         for name in tensor_names(alone.decoder)
     }
-    last = f"layers.{LAYERS[kind] - 1}.mlp.down.weight"
-    digests = [value_digest(each.decoder, last) for each in (alone, shared)]
     return {
         "same_answers": same,
         "gathered": counts,
         "entered": len(entered) == shards.gathered,
         "hashes": hashes,
         "other_values": [name for name, equal in values.items() if not equal],
-        "digests": digests,
+        "same_model": same_values(alone.decoder, shared.decoder),
         "held": held_bytes(shared, shards),
         "predicted": predicted_bytes(folder, kind),
         "whole": sum({s.data_ptr(): s.nbytes() for s in storages(alone.decoder)}.values()),
