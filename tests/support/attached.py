@@ -15,7 +15,7 @@ import pytest
 
 from engine.log.folder import RunFolder
 from engine.log.view import RunView
-from tests.support.attached_forks import run_fork
+from tests.support.forked import run_fork
 from tests.support.made_once import made_once
 from tests.support.paths import ROOT
 from tests.support.running import wait_until_ended

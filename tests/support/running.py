@@ -15,15 +15,21 @@ from engine.log.folder import RunFolder
 from engine.log.follow import Follower
 from engine.log.text import has_ended
 from engine.log.view import RunView
+from tests.support.forked import run_python
 from tests.support.paths import ROOT
 
 DEADLINE_S = 240.0
 
 
-def engine(*arguments: object, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
-    """Run `engine ...` to its end, as a user would."""
+def engine(
+    *arguments: object, cwd: Path | None = None, forked: bool = True
+) -> subprocess.CompletedProcess[str]:
+    """Run `engine ...` to its end, as a user would; `forked`: in forks of a process that has imported torch."""
+    words = ("-m", "engine", *map(str, arguments))
+    if forked:
+        return run_python(*words, folder=cwd, environment=environment())
     return subprocess.run(
-        [sys.executable, "-m", "engine", *map(str, arguments)],
+        [sys.executable, *words],
         capture_output=True,
         text=True,
         timeout=DEADLINE_S,

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 from tests.support.rate_scripts import HEALTHY_RATES, RATE_100_TIMES_TOO_HIGH
-from tests.support.running import engine_here
+from tests.support.running import engine, engine_here
 
 
 def verdicts(folder: Path, script: str) -> list[dict[str, Any]]:
     """The verdict on each training of a script, in their order."""
     (folder / "train.py").write_text(script)
-    command = [sys.executable, "-m", "engine", "watch", "--runs", folder / "runs", "--name", "run"]
-    subprocess.run([*command, "--quiet", "--", sys.executable, folder / "train.py"], check=True)
+    script = (sys.executable, folder / "train.py")
+    engine(
+        "watch", "--runs", folder / "runs", "--name", "run", "--quiet", "--", *script
+    ).check_returncode()
     listed = json.loads(engine_here("runs", folder / "runs", "--json").stdout)
     return [one["verdict"] for one in sorted(listed, key=lambda one: str(one["run"]))]
 

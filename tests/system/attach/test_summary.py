@@ -35,9 +35,8 @@ from engine.log.follow import Follower
 from engine.log.write import LogWriter
 from tests.support.judged import alert_event, identity_event
 from tests.support.paths import ROOT
-from tests.support.running import engine_here
+from tests.support.running import engine, engine_here
 
-LIMIT_S = 120.0
 LOOP = """
 import sys, torch
 torch.manual_seed(0)
@@ -64,8 +63,7 @@ if how == "raises":
 
 
 def watch(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "engine", "watch", "--runs", str(folder), "--name", "run"]
-    return subprocess.run([*command, "--", *words], capture_output=True, text=True, timeout=LIMIT_S)
+    return engine("watch", "--runs", folder, "--name", "run", "--", *words)
 
 
 def parts(lines: list[str]) -> dict[str, str]:
