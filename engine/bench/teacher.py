@@ -31,10 +31,11 @@ from engine.formats.weights import WeightFile
 from engine.models.attention import remember
 from engine.models.config import ModelConfig
 from engine.models.decoder import Decoder
-from engine.models.fp8 import DTYPE, load_fp8_decoder, product
+from engine.models.fp8 import DTYPE, product
 from engine.models.frozen import freeze, join
 from engine.models.fused import use_kernels
 from engine.models.load import load_decoder, load_packed_decoder
+from engine.models.load_fp8 import load_fp8_decoder
 from engine.models.packed_size import packed_size
 
 DOCUMENTS = 3

@@ -18,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from engine.kernels.registry import compiled_as, launch
+from engine.kernels.sizes import cdiv, next_power_of_2
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
 
@@ -189,7 +190,7 @@ def choose(
     `ends_E` (int32) are the ids after which a slot is idle, in a number that is a power of two.
     """
     ids, rows = logits.shape[1], len(slot_N)
-    parts = triton.cdiv(ids, IDS)
+    parts = cdiv(ids, IDS)
     over = 1 / temperature if temperature else 1.0
     draw = temperature > 0
     f32, i32 = torch.float32, torch.int32
@@ -210,7 +211,7 @@ def choose(
         warps=8,
         stages=1,
         SIZE=IDS,
-        PARTS=triton.next_power_of_2(parts),
+        PARTS=next_power_of_2(parts),
         ENDS=len(ends_E),
         DRAW=draw,
     )

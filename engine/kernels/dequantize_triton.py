@@ -30,7 +30,6 @@ from functools import cache
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
 from engine.kernels.compiler import Variant
@@ -52,6 +51,7 @@ from engine.kernels.dequantize_k import (
     _dequantize_q6_k,
 )
 from engine.kernels.registry import compiled_as, launch
+from engine.kernels.sizes import cdiv
 from engine.quant.blocks import BLOCK_TYPES, BlockType, group_rows
 from engine.quant.planes import PackedMatrix, fields
 
@@ -110,8 +110,8 @@ def dequantize_blocks(packed: PackedMatrix, out_RC: Tensor, first: int, count: i
     """
     kernel = variant(packed.type, out_RC.dtype)
     planes, row_blocks, group = packed.planes().values(), packed.row_blocks, packed.group_rows
-    rows = count if group == 1 else (triton.cdiv(first + count, group) - first // group) * group
-    grid = (triton.cdiv(rows * row_blocks, TUNINGS[packed.type.name].blocks),)
+    rows = count if group == 1 else (cdiv(first + count, group) - first // group) * group
+    grid = (cdiv(rows * row_blocks, TUNINGS[packed.type.name].blocks),)
     if group == 1:
         launch(kernel, grid, *planes, out_RC, first * row_blocks, count * row_blocks)
     else:

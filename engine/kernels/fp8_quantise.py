@@ -28,6 +28,7 @@ from torch import Tensor
 from engine.errors import InternalError
 from engine.kernels.compiler import Variant
 from engine.kernels.registry import compiled_as, launch
+from engine.kernels.sizes import next_power_of_2
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
 
@@ -130,7 +131,7 @@ def norm_variant(
     columns: int, dtype: torch.dtype, *, add: bool, codes: torch.dtype = torch.uint8
 ) -> Variant:
     """Return the kernel for norms of rows of `columns` elements in `dtype`."""
-    padded = triton.next_power_of_2(columns)
+    padded = next_power_of_2(columns)
     return compiled_as(
         *(_norm_to_fp8, dtype, dtype, dtype, dtype, codes, "*fp32", "fp32"),
         warps=4 if padded <= 2048 else 8,
@@ -148,7 +149,7 @@ def variant(
 ) -> Variant:
     """Return the kernel for rows of `columns` elements in `dtype`, or of as many after gating."""
     main = 1 << (columns.bit_length() - 1)
-    rest = 0 if columns == main else triton.next_power_of_2(columns - main)
+    rest = 0 if columns == main else next_power_of_2(columns - main)
     warps = 16 if columns > WIDE else 8
     return compiled_as(
         *(_to_fp8, dtype, codes, "*fp32"),

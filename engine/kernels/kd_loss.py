@@ -60,6 +60,7 @@ from engine.divergences import DIVERGENCES, fused_divergences
 from engine.errors import InternalError
 from engine.kernels.compiler import Variant
 from engine.kernels.registry import compiled_as, launch
+from engine.kernels.sizes import cdiv, next_power_of_2
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
 
@@ -127,7 +128,7 @@ def variant(
     tuning = tuning or tuning_of(divergence)
     # Without a teacher T is always 1.
     power = 1 if not teacher else int(temperature) if temperature in (1, 2, 4) else 0
-    segments = triton.cdiv(vocabulary, tuning.segment)
+    segments = cdiv(vocabulary, tuning.segment)
     return compiled_as(
         _kd_rows,
         *("*fp32", "*fp32", "*i64", dtype, *["*fp32"] * 5, "*i32", "*i32"),
@@ -141,7 +142,7 @@ def variant(
         MIXTURE=teacher and DIVERGENCES[divergence].mixture,
         POWER=power,
         SEGMENT=tuning.segment,
-        PADDED=triton.next_power_of_2(segments),
+        PADDED=next_power_of_2(segments),
         DEEP=tuning.deep,
         WIDE=tuning.wide,
     )
@@ -190,7 +191,7 @@ class LossRows:
     def empty(
         rows: int, vocabulary: int, device: torch.device, tuning: Tuning = TUNING
     ) -> LossRows:
-        segments = triton.cdiv(vocabulary, tuning.segment)
+        segments = cdiv(vocabulary, tuning.segment)
         return LossRows(
             ce_M=torch.empty(rows, device=device),
             divergence_M=torch.empty(rows, device=device),
@@ -268,7 +269,7 @@ class LossRows:
 def row_buffer(rows: int, vocabulary: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Allocate (rows, vocabulary) elements, each row at an aligned address."""
     unit = int(UNIT)
-    padded = triton.cdiv(vocabulary, unit) * unit
+    padded = cdiv(vocabulary, unit) * unit
     return torch.empty(rows, padded, dtype=dtype, device=device)[:, :vocabulary]
 
 

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from engine.kernels.compiler import Variant
 from engine.kernels.registry import compiled_as, launch
+from engine.kernels.sizes import cdiv, next_power_of_2
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
 
@@ -224,7 +225,7 @@ def add_norm(
     rows, columns = x_BD.shape
     y_BD, rstd = x_BD if y_BD is None else y_BD, kept_BD if rstd_B is None else rstd_B
     pointers = (y_BD, x_BD, weight_D, kept_BD, out_BD, rstd)
-    padded = triton.next_power_of_2(columns)
+    padded = next_power_of_2(columns)
     variant = _variant(
         _add_norm,
         (*(each.dtype for each in pointers), "fp32"),
@@ -256,7 +257,7 @@ def add_norm_backward(
         *(dout_BD, dout_BD if dkept_BD is None else dkept_BD, kept_BD, weight_D, rstd_B),
         *(dx_BD, dx_BD if dy_BD is None else dy_BD, rstd_B if dweight_PD is None else dweight_PD),
     )
-    padded = triton.next_power_of_2(columns)
+    padded = next_power_of_2(columns)
     variant = _variant(
         _add_norm_backward,
         (*(each.dtype for each in pointers), "i32"),
@@ -296,7 +297,7 @@ def gate(gate_BD: Tensor, up_BD: Tensor, activation: str, out_BD: Tensor) -> Non
         SIZE=BLOCK,
         GELU=activation != "silu",
     )
-    launch(variant, (triton.cdiv(columns, BLOCK), rows), gate_BD, up_BD, out_BD)
+    launch(variant, (cdiv(columns, BLOCK), rows), gate_BD, up_BD, out_BD)
 
 
 def gate_backward(
@@ -315,7 +316,7 @@ def gate_backward(
         SIZE=BLOCK,
         GELU=activation != "silu",
     )
-    launch(variant, (triton.cdiv(columns, BLOCK), rows), *pointers)
+    launch(variant, (cdiv(columns, BLOCK), rows), *pointers)
     return found
 
 
@@ -329,7 +330,7 @@ def rotate_into(
     """
     rows, heads, width = x_BHE.shape
     positions, pairs = cos_PR.shape
-    block = min(HEADS_PER_PROGRAM, triton.next_power_of_2(heads))
+    block = min(HEADS_PER_PROGRAM, next_power_of_2(heads))
     pointers = (x_BHE, out_BHE, cos_PR, sin_PR)
     variant = _variant(
         _rotate,
@@ -341,8 +342,8 @@ def rotate_into(
         H=heads,
         E=width,
         R=pairs,
-        RP=triton.next_power_of_2(pairs),
+        RP=next_power_of_2(pairs),
         HEADS=block,
         BACK=back,
     )
-    launch(variant, (rows, triton.cdiv(heads, block)), *pointers, positions)
+    launch(variant, (rows, cdiv(heads, block)), *pointers, positions)

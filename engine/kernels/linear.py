@@ -9,14 +9,13 @@ The scratch is one tensor for all layers, as large as the largest weight or its 
 weight is processed in ranges of rows, and each range's matmul writes its columns of y. The scratch
 is never reallocated, so a captured CUDA graph may hold its address.
 
-A packed weight is frozen. Inputs that require a gradient are refused, except by `frozen_product`, which adapters of a
-frozen student use.
+A packed weight is frozen, and inputs that require a gradient are refused. Adapters of a frozen student compute the
+gradient of their input themselves (`add_input_gradient`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -139,41 +138,20 @@ def packed_linear_many(
     return torch.split(F.linear(x, joined_NK, bias), rows, dim=-1)
 
 
-def frozen_product(
-    x: Tensor, weight: PackedMatrix, bias: Tensor | None, scratch: Scratch
+def add_input_gradient(
+    dy_MN: Tensor, weight: PackedMatrix, scratch: Scratch, dx_MK: Tensor | None
 ) -> Tensor:
-    """Compute what `packed_linear` computes, of an input that may require a gradient; the weight has none.
-
-    The backward pass dequantises the weight once more: dx = dy W, in slices of as many rows as the scratch holds.
-    """
-    if not (x.requires_grad and torch.is_grad_enabled()):
-        return packed_linear(x, weight, bias, scratch)
-    x_MK = _input(x.detach(), weight.columns, scratch)
-    out_MN: Tensor = _FrozenProduct.apply(  # type: ignore[no-untyped-call]
-        x.reshape(x_MK.shape), weight, bias, scratch
-    )
-    return out_MN.view(*x.shape[:-1], weight.rows)
-
-
-class _FrozenProduct(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, x_MK: Tensor, weight: PackedMatrix, bias: Tensor | None, scratch: Scratch
-    ) -> Tensor:
-        ctx.weight, ctx.scratch = weight, scratch
-        return _dequantized(x_MK, weight, bias, scratch)
-
-    @staticmethod
-    def backward(ctx: Any, dy_MN: Tensor) -> Any:
-        weight, scratch = ctx.weight, ctx.scratch
-        dx_MK = dy_MN.new_zeros(len(dy_MN), weight.columns)
-        step = scratch.fitting(weight.rows, weight.columns)
-        for first in range(0, weight.rows, step):
-            count = min(step, weight.rows - first)
-            weight_CK = scratch.take(count, weight.columns)
-            dequantize_rows(weight, weight_CK, first, count)
-            dx_MK.addmm_(dy_MN[:, first : first + count], weight_CK)
-        return dx_MK, None, None, None
+    """Return dx + dy W, in the memory of `dx_MK` if there is one. The weight is dequantised in slices of as many rows
+    as the scratch holds."""
+    step = scratch.fitting(weight.rows, weight.columns)
+    for first in range(0, weight.rows, step):
+        count = min(step, weight.rows - first)
+        weight_CK = scratch.take(count, weight.columns)
+        dequantize_rows(weight, weight_CK, first, count)
+        dy_MC = dy_MN[:, first : first + count]
+        dx_MK = dy_MC @ weight_CK if dx_MK is None else dx_MK.addmm_(dy_MC, weight_CK)
+    assert dx_MK is not None, "no matrix is without rows"
+    return dx_MK
 
 
 def _input(x: Tensor, columns: int, scratch: Scratch) -> Tensor:

@@ -22,6 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from engine.kernels.registry import compiled_as, launch
+from engine.kernels.sizes import cdiv, next_power_of_2
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
 
@@ -242,13 +243,13 @@ def place(
         K=shared,
         E=width,
         R=0 if turns_S2R is None else turns_S2R.shape[2],
-        EP=triton.next_power_of_2(width),
+        EP=next_power_of_2(width),
         T=tokens,
         HEADS=PLACED,
         NORM=norms is not None,
         TURN=turns_S2R is not None,
     )
-    grid = (len(qkv_BN), triton.cdiv(heads + 2 * shared, PLACED))
+    grid = (len(qkv_BN), cdiv(heads + 2 * shared, PLACED))
     launch(variant, grid, *pointers, table_BS.shape[1], eps)
 
 
@@ -269,11 +270,11 @@ def attend(
     """
     slots, heads, width = y_BHE.shape
     shared, tokens = keys_PKTE.shape[1:3]
-    padded = triton.next_power_of_2(width)
-    group = max(LEAST_GROUP, triton.next_power_of_2(heads // shared))
+    padded = next_power_of_2(width)
+    group = max(LEAST_GROUP, next_power_of_2(heads // shared))
     longest = table_BS.shape[1]
     piece = PIECE_PAGES if slots * shared < BUSY and longest > PIECE_PAGES else 0
-    pieces = triton.cdiv(longest, piece) if piece else 1
+    pieces = cdiv(longest, piece) if piece else 1
     y = sums = y_BHE
     if piece:
         y = y_BHE.new_empty(pieces, slots, heads, width, dtype=torch.float32)

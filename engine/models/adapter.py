@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from engine.errors import BadInput, WeightsError
 from engine.files import parse_json
@@ -34,61 +33,21 @@ from engine.formats.adapter import (
 )
 from engine.formats.open import open_weights
 from engine.formats.safetensors import write_safetensors
-from engine.kernels.linear import ROWS, frozen_product
+from engine.models.adapted_linear import FrozenLayer, FrozenLinear, LoraLinear
 from engine.models.adapter_targets import targets_of
 from engine.models.decoder import Decoder
+from engine.models.fp8 import Fp8Linear
 from engine.models.names import hf_names
 from engine.models.packed import PackedLinear
-from engine.quant.planes import dequantize_rows_reference
 from engine.spec.sections import StudentSection
 
-# Shapes: N rows of x, I inputs, O outputs, R rank
+# Shapes: I inputs, O outputs, R rank
 
 BASE_ROWS = "base_rows"
 """Key of the metadata of an adapter file: the first number of each adapted matrix of the base, as JSON."""
 _PREFIX = "base_model.model."
 _SAME = 0.01
 """Largest relative difference of numbers of one base in two formats of floats."""
-
-
-class LoraLinear(nn.Module):
-    """A frozen linear layer, dense or in quantised blocks, with an adapter."""
-
-    def __init__(self, base: nn.Linear | PackedLinear, rank: int, scale: float) -> None:
-        super().__init__()
-        self.weight: Tensor | None
-        self.bias: Tensor | None
-        self.blocks = base if isinstance(base, PackedLinear) else None
-        if isinstance(base, PackedLinear):
-            self.weight, (out_features, in_features) = None, (base.packed.rows, base.packed.columns)
-            device = base.data.device
-        else:
-            out_features, in_features = base.weight.shape
-            device = base.weight.device
-            self.register_buffer("weight", base.weight.detach(), persistent=False)
-            bias = None if base.bias is None else base.bias.detach()
-            self.register_buffer("bias", bias, persistent=False)
-        self.lora_A = nn.Parameter(torch.zeros(rank, in_features, device=device))
-        self.lora_B = nn.Parameter(torch.zeros(out_features, rank, device=device))
-        self.scale = scale
-
-    def forward(self, x: Tensor) -> Tensor:
-        low = F.linear(F.linear(x, self.lora_A.to(x.dtype)), self.lora_B.to(x.dtype))
-        if self.blocks is not None:
-            base = self.blocks
-            return frozen_product(x, base.packed, base.bias, base.scratch) + self.scale * low
-        assert self.weight is not None
-        return F.linear(x, self.weight, self.bias) + self.scale * low
-
-    def weight_rows(self, rows: int) -> Tensor:
-        """Return the first rows of the frozen weight; of blocks in fp32, by the reference arithmetic."""
-        if self.blocks is None:
-            assert self.weight is not None
-            return self.weight[:rows]
-        packed = self.blocks.packed
-        out_RI = torch.empty(rows, packed.columns, device=packed.data.device)
-        dequantize_rows_reference(packed, out_RI, 0, rows)
-        return out_RI
 
 
 def is_adapted(decoder: nn.Module) -> bool:
@@ -111,13 +70,17 @@ def adapt(
     generator = torch.Generator().manual_seed(seed)
     for name in targets:
         base = decoder.get_submodule(name)
-        assert isinstance(base, nn.Linear | PackedLinear)
-        layer = LoraLinear(base, student.adapter_rank, scale)
+        assert isinstance(base, nn.Linear | PackedLinear | Fp8Linear)
+        frozen = FrozenLinear(base) if isinstance(base, nn.Linear) else base
+        layer = LoraLinear(frozen, student.adapter_rank, scale)
         bound = 1 / math.sqrt(layer.lora_A.shape[1])
         drawn = torch.empty(layer.lora_A.shape).uniform_(-bound, bound, generator=generator)
         with torch.no_grad():
             layer.lora_A.copy_(drawn)
         decoder.set_submodule(name, layer)
+    for name, module in list(decoder.layers.named_modules()):
+        if isinstance(module, PackedLinear | Fp8Linear) and not name.endswith(".base"):
+            decoder.layers.set_submodule(name, FrozenLayer(module))
     for module in decoder.modules():
         if isinstance(module, LoraLinear):
             continue
@@ -214,8 +177,7 @@ def _base_of(student: StudentSection) -> str:
 
 def base_rows(decoder: Decoder) -> list[float]:
     """Return the first number of each adapted matrix: they tell another base apart."""
-    found = [one for one in decoder.modules() if isinstance(one, LoraLinear)]
-    return [float(one.weight_rows(ROWS)[0, 0]) for one in found]
+    return [one.first_weight() for one in decoder.modules() if isinstance(one, LoraLinear)]
 
 
 @torch.no_grad()

@@ -19,21 +19,9 @@ of the scheme: "FP8 Formats for Deep Learning" (Micikevicius et al., 2022), and 
 `torch._scaled_mm`. Not covered: e5m2, scales of blocks inside a row, matrices whose sides are not
 multiples of 16, which the tensor cores do not take.
 
-**Loading** (`load_fp8_decoder`) uses the same decoder, built on the meta device. Its tensors arrive
-in the order of the forward pass, as floats of `dtype`. As soon as a layer is complete, its matrices
-are quantised and the floats are freed. So only one layer at a time exists as floats, together with the
-codes (one byte per weight), and a teacher that fits in 8 bits can be loaded. Embedding and
-norms stay floats.
-
 **The head** (`round_head`), where it is not the embedding, has one scale for all of its weights and one for all
 hidden states, both powers of two: the tensor cores then return fp32 logits, and the values of the codes are exact in
 bf16. The last norm bounds what it returns, |y_i| <= sqrt(D) max |w|, so the scale needs no pass over hidden states.
-
-A watcher is called before and after each layer is quantised. This is how the error of fp8 is
-measured without ever holding the whole model as floats (`engine.teachers.fp8`).
-
-Block-quantised weights are first dequantised to `dtype`, as in every other backend, and then
-quantised to fp8, so that the error is measured against the model that the other backends run.
 """
 
 from __future__ import annotations
@@ -41,23 +29,17 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from engine.errors import BadInput, InternalError
-from engine.formats.open import opened
-from engine.formats.weights import WeightFile
-from engine.models.config import ModelConfig
+from engine.errors import InternalError
 from engine.models.decoder import Decoder, FeedForward, Layer, RMSNorm
 from engine.models.fused import has_kernels
 from engine.models.head import Head, Slices, logits_of, multiply
-from engine.models.load import Loaded, layer_wise_decoder_of
 from engine.models.names import TOGETHER
-from engine.models.read_config import config_of
 
 if TYPE_CHECKING:
     from engine.kernels.compiler import Variant
@@ -202,6 +184,8 @@ class Fp8Linear(nn.Module):
 
     def __init__(self, codes_NK: Tensor, scale_N: Tensor, bias_N: Tensor | None) -> None:
         super().__init__()
+        self.first: float | None = None
+        """The first weight before it was rounded, by which an adapter knows its base."""
         # Stored as bytes: not every build can compare, hash or sample fp8 tensors.
         self.codes: Tensor
         self.scale: Tensor
@@ -218,8 +202,21 @@ class Fp8Linear(nn.Module):
     def extra_repr(self) -> str:
         return f"e4m3, {self.codes.shape[0]} x {self.codes.shape[1]}"
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor | Rounded) -> Tensor:
         return _multiply(x, self.codes, self.scale, self.bias)
+
+    def together(self, x: Tensor, others: Sequence[nn.Module]) -> Sequence[Tensor]:
+        """Return this layer's output and those of `others`, which have the same input."""
+        rounded = Rounded(*to_codes(x.reshape(-1, x.shape[-1])), x.shape, x.dtype)
+        return [layer(rounded) for layer in (self, *others)]
+
+    def add_input_gradient(self, dy_NO: Tensor, dx_NI: Tensor | None) -> Tensor:
+        """Return dx + dy W, in the memory of `dx_NI` if there is one: for the adapter of a frozen student."""
+        scaled_NO, codes_OI = (
+            dy_NO * self.scale.to(dy_NO.dtype),
+            self.codes.view(DTYPE).to(dy_NO.dtype),
+        )
+        return scaled_NO @ codes_OI if dx_NI is None else dx_NI.addmm_(scaled_NO, codes_OI)
 
 
 class Fp8Together(Fp8Linear):
@@ -288,13 +285,19 @@ def fp8_linear(weight_NK: Tensor, bias_N: Tensor | None) -> Fp8Linear:
 
 
 @torch.no_grad()
-def round_layer(layer: nn.Module) -> None:
+def round_matrices(layer: nn.Module) -> None:
     """Replace each `nn.Linear` of a decoder layer with an `Fp8Linear`."""
     for name, linear in list(layer.named_modules()):
         if isinstance(linear, nn.Linear):
             bias = linear.bias
             rounded = fp8_linear(linear.weight, None if bias is None else bias.detach())
             layer.set_submodule(name, rounded)
+
+
+@torch.no_grad()
+def round_layer(layer: nn.Module) -> None:
+    """Round the matrices of a frozen decoder layer, and join those with the same input."""
+    round_matrices(layer)
     for group in TOGETHER:
         parts: list[Fp8Linear] = [layer.get_submodule(name) for name in group]  # type: ignore[misc]
         layer.set_submodule(group[0], Fp8Together(parts))
@@ -405,63 +408,3 @@ def round_head(decoder: Decoder) -> None:
         return
     largest = math.sqrt(decoder.config.hidden_size) * float(decoder.norm.factor_D.abs().amax())
     decoder.head = Fp8Output(head.weight, largest)
-
-
-class LayerWatcher(Protocol):
-    """Is called with each layer in order, once the embedding is loaded."""
-
-    def before(self, decoder: Decoder, layer: nn.Module) -> None:
-        """Called with `layer` as floats."""
-        ...
-
-    def after(self, decoder: Decoder, layer: nn.Module) -> None:
-        """Called with the same layer, quantised."""
-        ...
-
-
-def load_fp8_decoder(
-    source: str | Path | WeightFile,
-    dtype: torch.dtype = torch.bfloat16,
-    device: str | torch.device = "cuda",
-    *,
-    watcher: LayerWatcher | None = None,
-    loaded: Loaded | None = None,
-) -> Decoder:
-    """Load the decoder from a model folder, a weight file or an open one, with its layers in fp8 on
-    `device` and everything else in `dtype`.
-
-    `loaded` is called with each layer once it is quantised. Raises `WeightsError`, and BadInput for
-    sides that are not multiples of 16.
-    """
-
-    def round_whole(decoder: Decoder, layer: nn.Module) -> None:
-        if watcher is not None:
-            watcher.before(decoder, layer)
-        round_layer(layer)
-        if watcher is not None:
-            watcher.after(decoder, layer)
-        if loaded is not None:
-            loaded(decoder, layer)
-
-    with opened(source) as weights:
-        refuse_sides(config_of(weights))
-        return layer_wise_decoder_of(weights, dtype, device, round_whole)
-
-
-def refuse_sides(config: ModelConfig) -> None:
-    """Raise BadInput if the tensor cores cannot take the layers' matrices in fp8."""
-    sides = {
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
-        "query width": config.num_attention_heads * config.head_dim,
-        "key width": config.num_key_value_heads * config.head_dim,
-    }
-    wrong = [f"{name} {side}" for name, side in sides.items() if side % MULTIPLE]
-    if wrong:
-        raise BadInput.expected(
-            "teacher.precision",
-            "fp8",
-            f"matrices whose sides are multiples of {MULTIPLE}",
-            ", ".join(wrong),
-            hint="teacher.precision=bf16 takes any shape",
-        )

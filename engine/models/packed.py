@@ -19,7 +19,13 @@ import torch
 from torch import Tensor, nn
 
 from engine.kernels.dequantize import dequantize_gathered
-from engine.kernels.linear import ROWS, Scratch, packed_linear, packed_linear_many
+from engine.kernels.linear import (
+    ROWS,
+    Scratch,
+    add_input_gradient,
+    packed_linear,
+    packed_linear_many,
+)
 from engine.models.decoder import Decoder
 from engine.models.head import DenseHead, Head, LogitsHead, PackedHead
 from engine.models.names import hf_names
@@ -61,6 +67,10 @@ class PackedLinear(_Packed):
 
     def forward(self, x: Tensor) -> Tensor:
         return packed_linear(x, self.packed, self.bias, self.scratch)
+
+    def add_input_gradient(self, dy_NO: Tensor, dx_NI: Tensor | None) -> Tensor:
+        """Return dx + dy W, in the memory of `dx_NI` if there is one: for the adapter of a frozen student."""
+        return add_input_gradient(dy_NO, self.packed, self.scratch, dx_NI)
 
     def as_head(self) -> Head:
         return PackedHead(self.packed, self.scratch)
@@ -106,9 +116,8 @@ def stored_tensor(decoder: Decoder, name: str) -> Tensor | PackedMatrix:
     if name == "head.weight" and decoder.head is None:
         path = "embed"
     owner = decoder.get_submodule(path)
-    # The base of an adapter may be in blocks.
-    blocks = getattr(owner, "blocks", None)
-    owner = blocks if isinstance(blocks, PackedLinear) else owner
+    base = getattr(owner, "base", None)
+    owner = base if isinstance(base, nn.Module) else owner  # of an adapter
     if leaf == "weight" and isinstance(owner, PackedLinear | PackedEmbedding):
         return owner.packed
     tensor = getattr(owner, leaf)

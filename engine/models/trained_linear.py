@@ -41,13 +41,13 @@ class _Products(torch.autograd.Function):
             wanted, dtype = ctx.needs_input_grad[1 + 2 * place :], ctx.dtypes[2 * place]
             if ctx.needs_input_grad[0]:
                 dx_MK = dy_MN @ weight_NK if dx_MK is None else dx_MK.addmm_(dy_MN, weight_NK)
-            found.append(_product(dy_MN.t(), x_MK, dtype) if wanted[0] else None)
+            found.append(product(dy_MN.t(), x_MK, dtype) if wanted[0] else None)
             found.append(dy_MN.sum(0, dtype=ctx.dtypes[2 * place + 1]) if wanted[1] else None)
         return None if dx_MK is None else dx_MK.view(x.shape), *found
 
 
-def _product(left_NM: Tensor, right_MK: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the matmul in `dtype`, which the operands may not have."""
+def product(left_NM: Tensor, right_MK: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the matmul in `dtype`, which may be wider than the operands' and is then what the tensor cores sum."""
     if left_NM.dtype == dtype or not left_NM.is_cuda:
         return (left_NM @ right_MK).to(dtype)
     return torch.mm(left_NM, right_MK, out_dtype=dtype)

@@ -340,7 +340,7 @@ def check_inputs(spec: RunSpec, run: Path | None = None) -> Inputs:
 def _blocks(spec: RunSpec, size: PackedSize | None) -> PackedSize | None:
     """Return the sizes of a student in blocks, if its adapters are trained on them."""
     section = spec.student
-    if section.adapter == "none" or section.adapter_base == "floats" or size is None:
+    if section.adapter == "none" or section.adapter_base != "blocks" or size is None:
         return None
     return size if size.matrices else None
 

@@ -257,6 +257,11 @@ class MemoryPlan:
         """Bytes of the frozen weights of a student with adapters; 0 without."""
         if not self.adapted:
             return 0
+        if self.spec.student.adapter_base == "fp8":
+            # The backward pass has the values of one matrix at a time.
+            width = max(self.student.intermediate_size, query_width(self.student))
+            values = self.itemsize * width * self.student.hidden_size
+            return _fp8_bytes(self.student, self.itemsize) + values
         if (size := self.student_blocks) is None:
             return self.itemsize * count_parameters(self.student)
         layers = sum(size.layer_bytes(self.itemsize))
@@ -468,20 +473,27 @@ def _fp8_weights(config: ModelConfig, itemsize: int) -> BudgetItem:
     """Return the item of an fp8 teacher: one byte per weight of the layers and the head, one fp32 scale per row of the
     layers' matrices, and the rest in the teacher's dtype.
     """
-    matrices = linear_weights(config)
     # The head is in fp8 under the same condition as in `engine.models.fp8.round_head`.
-    if not config.tie_word_embeddings and config.vocab_size % 16 == 0:
-        matrices += config.vocab_size * config.hidden_size
+    rounds_head = not config.tie_word_embeddings and config.vocab_size % 16 == 0
+    head = config.vocab_size * config.hidden_size if rounds_head else 0
+    matrices = linear_weights(config) + head
     rest = count_parameters(config) - matrices
-    query, shared = query_width(config), shared_width(config)
-    rows = query + 2 * shared + 2 * config.hidden_size + 2 * config.intermediate_size
     return BudgetItem(
         "teacher weights",
-        matrices + 4 * config.num_hidden_layers * rows + itemsize * rest,
+        _fp8_bytes(config, itemsize) - (itemsize - 1) * head,
         f"{format_count(matrices)} x 1 byte in layers and head, with scales, "
         f"{format_count(rest)} x {itemsize} bytes in the rest",
         lasting=True,
     )
+
+
+def _fp8_bytes(config: ModelConfig, itemsize: int) -> int:
+    """Return the size of a decoder whose layers' matrices are in fp8, with one fp32 scale per row."""
+    query, shared = query_width(config), shared_width(config)
+    rows = query + 2 * shared + 2 * config.hidden_size + 2 * config.intermediate_size
+    matrices = linear_weights(config)
+    rest = count_parameters(config) - matrices
+    return matrices + 4 * config.num_hidden_layers * rows + itemsize * rest
 
 
 def _stored_items(plan: MemoryPlan, config: ModelConfig, stored: Identity) -> Iterator[BudgetItem]:

@@ -22,6 +22,7 @@ import numpy as np
 from engine.data.batches import Batches
 from engine.data.tokens import TokenStream
 from engine.decision import Decision
+from engine.errors import BadInput
 from engine.kernels.dequantize import has_triton
 from engine.models.config import ModelConfig, count_parameters
 from engine.plan.cost import linear_weights
@@ -31,9 +32,11 @@ from engine.plan.inputs import Inputs
 from engine.plan.knobs import KNOBS
 from engine.plan.memory import ITEM_BYTES, MemoryBudget, MemoryPlan
 from engine.spec import RunSpec
+from engine.teachers.backend import FP8_CAPABILITY
 from engine.teachers.store.folder import Store, open_store
 from engine.teachers.store.keys import HIDDEN, Identity
 from engine.teachers.store.manifest import check_teacher_files, fitting_manifest, uses_cache
+from engine.units import format_capability
 
 LOOKED_AT = 1024
 """Rows of the run that are looked up in the store before it begins."""
@@ -234,11 +237,25 @@ def plan_run(
     log(budget)
     if spec.memory.budget == "enforce":
         budget.refuse_if_too_big()
+    if facts.spec.student.adapter_base == "fp8":
+        refuse_fp8_base(facts.capability)
     facts.take("train.update")
     if facts.spec.compute.gpus > 1 and facts.spec.student.adapter == "none":
         # Weights and two moments, in fp32.
         facts.take("checkpoint.sharded", whole_bytes=12 * count_parameters(facts.student))
     return Plan(facts.spec, inputs, compute, store, budget, memory.kept_layers)
+
+
+def refuse_fp8_base(capability: tuple[int, int] | None) -> None:
+    """Raise BadInput for a GPU without matmuls in fp8. On a CPU they are computed in fp32."""
+    if capability is not None and capability < FP8_CAPABILITY:
+        raise BadInput.expected(
+            "student.adapter_base",
+            "fp8",
+            f"a GPU of compute capability {format_capability(FP8_CAPABILITY)}",
+            format_capability(capability),
+            hint="student.adapter_base=blocks or floats runs on any",
+        )
 
 
 def without_place(facts: RunFacts) -> dict[str, str]:

@@ -15,10 +15,10 @@ from engine.data.batches import Batch
 from engine.errors import InternalError
 from engine.formats.open import open_weights
 from engine.models.decoder import Decoder
-from engine.models.fp8 import load_fp8_decoder
 from engine.models.frozen import join_layer
 from engine.models.fused import has_kernels
 from engine.models.load import layer_wise_decoder_of, load_decoder, load_packed_decoder
+from engine.models.load_fp8 import load_fp8_decoder
 from engine.models.read_config import AUTO
 from engine.spec.sections import ModelSection
 from engine.teachers.fp8 import Fp8Teacher, RoundingProbe

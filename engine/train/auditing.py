@@ -42,7 +42,8 @@ from engine.data.batches import IGNORED, Batch, Batches
 from engine.data.tokens import TokenStream
 from engine.formats.open import open_weights
 from engine.log.events import CHECKS, StepDone, nan_if_absent
-from engine.models.adapter import LoraLinear, is_adapted
+from engine.models.adapted_linear import FrozenLayer, LoraLinear
+from engine.models.adapter import is_adapted
 from engine.models.config import count_parameters
 from engine.models.decoder import Decoder
 from engine.models.head import Head, OwnMatmul, operand_dtype
@@ -325,7 +326,7 @@ class StepAudit(StepObserver):
                 runs=self._student_runs(weights),
                 proved=student.config.native,
                 vocabulary=student.config.vocab_size,
-                rounding=ROUNDING[trainer.dtype],
+                rounding=NARROW.get(spec.student.adapter_base, ROUNDING[trainer.dtype]),
                 parameters=sum(p.numel() for p in weights.values()),
                 # A resumed session has its weights from a checkpoint.
                 files=(spec.student.path or spec.student.config)
@@ -365,12 +366,12 @@ class StepAudit(StepObserver):
         layers = {
             f"{path}.weight": module
             for path, module in student.named_modules()
-            if isinstance(module, LoraLinear)
+            if isinstance(module, FrozenLayer)
         }
         biases = {
-            name.removesuffix("weight") + "bias": layer.blocks.bias
+            name.removesuffix("weight") + "bias": layer.base.bias
             for name, layer in layers.items()
-            if layer.blocks is not None and layer.blocks.bias is not None
+            if layer.base.bias is not None
         }
         shape, weight = shape_of(student.config), _weight({**biases, **weights}, device)
         adapters = {
@@ -384,9 +385,8 @@ class StepAudit(StepObserver):
             return reference.PlainDecoder(shape, weight)
 
         def frozen(name: str, rows_N: Tensor | None = None) -> Tensor:
-            if (layer := layers.get(name)) is None or layer.blocks is None:
-                return weight(name, rows_N)
-            return layer.weight_rows(layer.blocks.packed.rows)
+            layer = layers.get(name)
+            return weight(name, rows_N) if layer is None else layer.weight_rows()
 
         plain = reference.PlainDecoder(shape, reference.merged(frozen, adapters))
         return reference.AdaptedDecoder(plain, adapters)

@@ -37,6 +37,7 @@ from engine.models.decoder import Decoder, Tensors
 from engine.models.fused import use_kernels
 from engine.models.head import Head
 from engine.models.load import load_block_base, load_decoder, new_decoder
+from engine.models.load_fp8 import load_fp8_base
 from engine.models.transformers_decoder import TransformersDecoder
 from engine.plan.memory import written_rows
 from engine.plan.run_plan import Plan, Stored, batches_of
@@ -195,11 +196,12 @@ class Builder:
             with open_weights(spec.student.path) as weights:
                 start = weights if isinstance(weights, AdapterFolder) else None
                 source = weights if start is None else start.base
-                base = (
-                    load_block_base(source, dtype, device)
-                    if self.plan.inputs.student_blocks is not None
-                    else load_decoder(source, dtype, device, spec.model)
-                )
+                if spec.student.adapter_base == "fp8":
+                    base = load_fp8_base(source, dtype, device)
+                elif self.plan.inputs.student_blocks is not None:
+                    base = load_block_base(source, dtype, device)
+                else:
+                    base = load_decoder(source, dtype, device, spec.model)
             if not base.config.native:
                 raise BadInput.expected(
                     "student.adapter",

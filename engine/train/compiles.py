@@ -77,10 +77,12 @@ class Compiles:
 
     def warm_up_student(self, decoder: Decoder, dtype: torch.dtype, log: Log) -> None:
         """Compile the kernels that the layers of a student launch for activations in `dtype`."""
-        from engine.kernels.prewarm import warm_up
+        from engine.kernels.prewarm import prewarm_variants, types_of, warm_up
 
         log(Phase(name="compiling the kernels of the student's layers"))
-        warm_up(kernels_of(decoder, dtype, frozen=False))
+        # Of adapters' frozen base, in blocks or fp8.
+        base = [*prewarm_variants(types_of(decoder), [dtype]), *fp8.kernels_of(decoder)]
+        warm_up([*kernels_of(decoder, dtype, frozen=False), *base])
         self.done(log)
 
     def warm_up_loss(self, plan: Plan, log: Log) -> None:

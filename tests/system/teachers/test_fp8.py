@@ -19,9 +19,10 @@ from engine.decision import Decision
 from engine.errors import BadInput, InternalError
 from engine.formats.tokenizer import open_tokenizer
 from engine.models.decoder import Decoder
-from engine.models.fp8 import fp8_linear, load_fp8_decoder
+from engine.models.fp8 import fp8_linear
 from engine.models.frozen import freeze
 from engine.models.load import load_decoder, save_decoder
+from engine.models.load_fp8 import load_fp8_decoder
 from engine.models.packed import head_of
 from engine.spec import RunSpec
 from engine.teachers.backend import choose_backend, choose_teacher_precision

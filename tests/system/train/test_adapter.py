@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from engine.errors import SpecError, WeightsError
+from engine.errors import BadInput, SpecError, WeightsError
 from engine.formats.adapter import ADAPTER_CONFIG, ADAPTER_FILE
 from engine.formats.open import open_weights
 from engine.log.events import Evaluated, Judged, RunFinished, StepDone
@@ -20,6 +20,7 @@ from engine.models.decoder import Decoder
 from engine.models.load import load_decoder, new_decoder, save_decoder
 from engine.models.names import hf_names
 from engine.models.read_config import read_config
+from engine.plan.run_plan import refuse_fp8_base
 from engine.spec import load_spec
 from tests.support.finished_runs import carried_out, resumed_here
 from tests.support.kit import Kit
@@ -315,3 +316,37 @@ def test_adapters_of_a_base_in_blocks_are_those_of_the_same_base_as_floats(
     with torch.no_grad():
         both = [load_decoder(each.student).logits(tokens_BT) for each in (run, floats)]
     assert torch.allclose(*both, atol=1e-2)
+
+
+def test_a_base_in_blocks_is_adapted_in_its_attention_alone(
+    kit: Kit, in_blocks: Path, tmp_path: Path
+) -> None:
+    how = LORA | {"student__path": str(in_blocks), "student__adapter_targets": "q_proj,v_proj"}
+    run, code = carried_out(kit, tmp_path, **how)
+    assert code == 0
+    levels = {one.id: one.level for one in of(run, Judged)}
+    assert levels["step_student"] == levels["step_gradients"] == levels["artefact"] == "pass"
+
+
+def test_adapters_of_a_base_in_fp8_learn_and_pass_the_audit(
+    kit: Kit, base: Path, adapted: RunFolder, tmp_path: Path
+) -> None:
+    how = LORA | {"student__path": str(base), "student__adapter_base": "fp8"}
+    run, code = carried_out(kit, tmp_path, **how)
+    assert code == 0
+    judged = of(run, Judged)
+    assert not [one for one in judged if one.level == "fail"]
+    assert {"step_student", "step_moments"} <= {one.id for one in judged if one.level == "pass"}
+    losses, exact = ([one.loss for one in of(each, StepDone)] for each in (run, adapted))
+    assert losses != exact
+    # Eight bits keep three of the mantissa: 1/16 of each value.
+    assert losses == pytest.approx(exact, rel=1 / 16)
+    # The base recognises an adapter that was trained on its rounded weights.
+    load_decoder(run.student)
+
+
+def test_a_base_in_fp8_is_refused_on_a_gpu_without_its_matmuls() -> None:
+    refuse_fp8_base(None)
+    refuse_fp8_base((8, 9))
+    with pytest.raises(BadInput, match=r"student.adapter_base: fp8 — expected .*8.9, found 8.6"):
+        refuse_fp8_base((8, 6))

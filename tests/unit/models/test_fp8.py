@@ -19,10 +19,8 @@ from engine.models.fp8 import (
     Fp8Together,
     dequantise_rows,
     fp8_linear,
-    load_fp8_decoder,
     product,
     quantise_rows,
-    refuse_sides,
     round_head,
     round_layer,
     to_codes,
@@ -30,6 +28,7 @@ from engine.models.fp8 import (
 from engine.models.frozen import freeze
 from engine.models.head import OwnMatmul, logits_of, project
 from engine.models.load import load_decoder, save_decoder
+from engine.models.load_fp8 import load_fp8_decoder, refuse_sides
 from engine.models.packed import head_of
 from tests.support.packed_models import lively, make_config, random_tokens, write
 

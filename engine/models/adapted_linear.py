@@ -1,0 +1,167 @@
+"""A frozen linear layer with a low-rank adapter: y = W x + b + s B A x, in few passes over activations.
+
+    l    = s x A^T                           (N, S), of all layers with this input, as is g
+    y_i  = base_i(x) + l_i B_i^T             the adapter is added by its second matmul
+    g_i  = s dy_i B_i
+    dx   = sum_i dy_i W_i + g A              summed in the matmuls, in fp32, and rounded after each
+    dA   = g^T x,  dB_i = dy_i^T l_i         in fp32, as the tensor cores sum them
+
+Layers i with the same input (q, k, v; gate, up) are one function with one matmul for all of their A.
+
+The base computes its output, and what its input's gradient gains, as it is held:
+
+    FrozenLinear    floats
+    PackedLinear    quantised blocks, dequantised once more in the backward pass
+    Fp8Linear       8-bit floats
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from engine.kernels.linear import ROWS
+from engine.models.decoder import product_dtype
+from engine.models.fp8 import DTYPE, Fp8Linear, dequantise_rows
+from engine.models.packed import PackedLinear
+from engine.models.trained_linear import product
+from engine.quant.planes import dequantize_rows_reference
+
+# Shapes: N rows of x, I inputs, O outputs, R rank, S ranks of all layers together
+
+
+class FrozenLinear(nn.Module):
+    """y = x W^T + b with weights that are not trained."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.weight: Tensor
+        self.bias: Tensor | None
+        self.register_buffer("weight", linear.weight.detach())
+        self.register_buffer("bias", None if linear.bias is None else linear.bias.detach())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight, self.bias)
+
+    def add_input_gradient(self, dy_NO: Tensor, dx_NI: Tensor | None) -> Tensor:
+        """Return dx + dy W, in the memory of `dx_NI` if there is one."""
+        return dy_NO @ self.weight if dx_NI is None else dx_NI.addmm_(dy_NO, self.weight)
+
+
+FrozenBase: TypeAlias = FrozenLinear | PackedLinear | Fp8Linear
+
+
+class FrozenLayer(nn.Module):
+    """A frozen linear layer that passes a gradient to its input."""
+
+    scale = 1.0
+    """What the adapter's output is multiplied by; an adapter may be absent."""
+
+    def __init__(self, base: FrozenBase) -> None:
+        super().__init__()
+        self.base = base
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.together(x, ())[0]
+
+    def together(self, x: Tensor, others: Sequence[nn.Module]) -> Sequence[Tensor]:
+        """Return this layer's output and those of `others`, which have the same input."""
+        layers = [self, *(other for other in others if type(other) is type(self))]
+        if len(layers) <= len(others):
+            return [self(x), *(other(x) for other in others)]
+        adapters = [one for layer in layers for one in layer.parameters()]
+        x = x.to(product_dtype(x))
+        with torch.autocast(x.device.type, enabled=False):
+            found: tuple[Tensor, ...] = _Adapted.apply(layers, x, *adapters)  # type: ignore[no-untyped-call]
+        return found
+
+    def weight_rows(self, rows: int | None = None) -> Tensor:
+        """Return the first rows of the weight in fp32, all by default; of blocks by the reference arithmetic."""
+        base = self.base
+        if isinstance(base, Fp8Linear):
+            return dequantise_rows(
+                base.codes[:rows].view(DTYPE), base.scale[:rows, None], torch.float32
+            )
+        if isinstance(base, FrozenLinear):
+            return base.weight[:rows].float()
+        packed = base.packed
+        rows = packed.rows if rows is None else rows
+        out_RI = torch.empty(rows, packed.columns, device=packed.data.device)
+        dequantize_rows_reference(packed, out_RI, 0, rows)
+        return out_RI
+
+    def first_weight(self) -> float:
+        """Return the weight in the first row and column, as it was before any rounding to fp8."""
+        first = self.base.first if isinstance(self.base, Fp8Linear) else None
+        return float(self.weight_rows(ROWS)[0, 0]) if first is None else first
+
+
+class LoraLinear(FrozenLayer):
+    """A frozen linear layer with an adapter."""
+
+    def __init__(self, base: FrozenBase, rank: int, scale: float) -> None:
+        super().__init__(base)
+        if isinstance(base, PackedLinear):
+            (out_features, in_features), device = base.packed.shape, base.data.device
+        else:
+            held = base.codes if isinstance(base, Fp8Linear) else base.weight
+            (out_features, in_features), device = held.shape, held.device
+        self.lora_A = nn.Parameter(torch.zeros(rank, in_features, device=device))
+        self.lora_B = nn.Parameter(torch.zeros(out_features, rank, device=device))
+        self.scale = scale
+
+
+class _Adapted(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, layers: Sequence[FrozenLayer], x: Tensor, *adapters: Tensor
+    ) -> tuple[Tensor, ...]:
+        x_NI = x.reshape(-1, x.shape[-1])
+        first, *others = (layer.base for layer in layers)
+        # Blocks are not joined into one matmul: what follows would copy the parts of its output.
+        outputs = (
+            first.together(x_NI, others)
+            if isinstance(first, Fp8Linear) and others
+            else [each(x_NI) for each in (first, *others)]
+        )
+        ctx.layers, ctx.dtypes = layers, [one.dtype for one in adapters]
+        if adapters:
+            A_SI = torch.cat([one.to(x.dtype) for one in adapters[::2]])
+            B_OR = [one.to(x.dtype) for one in adapters[1::2]]
+            low_NS = (x_NI @ A_SI.t()).mul_(layers[0].scale)
+            lows = low_NS.split_with_sizes([one.shape[1] for one in B_OR], dim=1)
+            for out_NO, low_NR, one_OR in zip(outputs, lows, B_OR, strict=True):
+                out_NO.addmm_(low_NR, one_OR.t())
+            ctx.save_for_backward(x, low_NS, A_SI, *B_OR)
+        return tuple(one.view(*x.shape[:-1], -1) for one in outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *dy: Tensor) -> Any:
+        layers, dtypes = ctx.layers, ctx.dtypes
+        dy_NO = [one.reshape(-1, one.shape[-1]) for one in dy]
+        dx_NI = None
+        if ctx.needs_input_grad[1]:
+            for one_NO, layer in zip(dy_NO, layers, strict=True):
+                dx_NI = layer.base.add_input_gradient(one_NO, dx_NI)
+        shape = (*dy[0].shape[:-1], -1)
+        if not dtypes:
+            return None, None if dx_NI is None else dx_NI.view(shape)
+        x, low_NS, A_SI, *B_OR = ctx.saved_tensors
+        ranks = [one.shape[1] for one in B_OR]
+        up_NS = torch.cat(
+            [one_NO @ one_OR for one_NO, one_OR in zip(dy_NO, B_OR, strict=True)], dim=1
+        )
+        up_NS.mul_(layers[0].scale)
+        if dx_NI is not None:
+            dx_NI = dx_NI.addmm_(up_NS, A_SI).view(shape)
+        dA_RI = product(up_NS.t(), x.reshape(-1, x.shape[-1]), dtypes[0]).split_with_sizes(ranks)
+        lows = low_NS.split_with_sizes(ranks, dim=1)
+        dB_OR = (
+            product(one_NO.t(), low_NR, dtype)
+            for one_NO, low_NR, dtype in zip(dy_NO, lows, dtypes[1::2], strict=True)
+        )
+        return None, dx_NI, *(one for pair in zip(dA_RI, dB_OR, strict=True) for one in pair)
