@@ -1,4 +1,5 @@
-"""Format numbers for people. Records keep SI base units (bytes, seconds); text is made only for display.
+"""Format numbers for people, and parse times and shares as people type them. Records keep SI base units (bytes,
+seconds); text is made only for display.
 
 A number that is not known is `None` in a record and "not measured" in text, never 0 or -1. A number that is
 NaN or infinite is written out (`NaN`, `+inf`), because it is what the reader has to see. A number that is not
@@ -11,6 +12,9 @@ bytes are `1.0 KiB` and never `1024 B`.
 from __future__ import annotations
 
 import math
+import re
+
+from engine.errors import UsageError
 
 NOT_MEASURED = "not measured"
 
@@ -98,3 +102,21 @@ def format_need(needed_bytes: int, available_bytes: int | None) -> str:
 def format_capability(capability: tuple[int, int]) -> str:
     """Format the compute capability of a GPU: `9.0`."""
     return f"{capability[0]}.{capability[1]}"
+
+
+def parse_time(what: str, text: str) -> float:
+    """Parse seconds from `90s`, `5m`, `1h30m` or `90`. Raises UsageError."""
+    if re.fullmatch(r"\d+(\.\d+)?", text):
+        return float(text)
+    parts = re.fullmatch(r"(?:(\d+(?:\.\d+)?)h)?(?:(\d+(?:\.\d+)?)m)?(?:(\d+(?:\.\d+)?)s)?", text)
+    if parts is None or not any(parts.groups()):
+        raise UsageError(f"{what}: expected a time as 90s, 5m or 1h30m, found {text!r}")
+    return sum(float(n) * unit for n, unit in zip(parts.groups(), (3600, 60, 1), strict=True) if n)
+
+
+def parse_share(what: str, text: str) -> float:
+    """Parse a fraction from `5%` or `0.05`. Raises UsageError for a number that could mean either."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(%?)", text)
+    if match is None or (not match[2] and float(match[1]) >= 1):
+        raise UsageError(f"{what}: expected a share as 5% or 0.05, found {text!r}")
+    return float(match[1]) / (100 if match[2] else 1)

@@ -19,10 +19,8 @@ from engine.flips.ending import ending_plan
 from engine.flips.flip_folder import find_flips, read_pairs, read_plan_of, read_verdict
 from engine.flips.judge import interval_of
 from engine.flips.pair import Pair, count_of
-from engine.flips.plan import Plan, make_plan, parse_share, parse_time
+from engine.flips.plan import Plan, make_plan
 from engine.flips.text import (
-    ASCII,
-    UNICODE,
     answer_lines,
     detail_lines,
     interval_text,
@@ -37,6 +35,7 @@ from engine.log.folder import RunFolder, find_runs
 from engine.log.follow import Follower
 from engine.log.observed import observation
 from engine.log.read import writer_is_alive
+from engine.units import parse_share, parse_time
 from workbench.engine_commands import check_flip
 from workbench.feed import command_of
 from workbench.jobs import Job, start_flip
@@ -262,9 +261,8 @@ class FlipsFeed(FoldersFeed):
 
     TITLE, NOUN, EMPTY = "experiments", "flip", NONE
 
-    def __init__(self, folders: Sequence[Path], *, ascii_only: bool = False) -> None:
+    def __init__(self, folders: Sequence[Path]) -> None:
         super().__init__(folders)
-        self._ascii_only = ascii_only
 
     def find(self, folder: Path) -> Iterable[Path]:
         return find_flips(folder)
@@ -275,10 +273,10 @@ class FlipsFeed(FoldersFeed):
         return stamps(path / name for name in ("pairs.jsonl", "verdict.json", "plan.json"))
 
     def read(self, path: Path) -> Row:
-        return row_of(FlipFeed(path).poll(), ascii_only=self._ascii_only)
+        return row_of(FlipFeed(path).poll())
 
 
-def row_of(snapshot: FlipSnapshot, *, ascii_only: bool) -> Row:
+def row_of(snapshot: FlipSnapshot) -> Row:
     """Return a flip as a row of a list."""
     name = snapshot.folder.name
     if snapshot.error:
@@ -295,7 +293,7 @@ def row_of(snapshot: FlipSnapshot, *, ascii_only: bool) -> Row:
         text=text,
         tone=_tone(snapshot),
         sign="~" if snapshot.going_on else "",
-        lines=tuple(flip_lines(snapshot, ascii_only=ascii_only)),
+        lines=tuple(flip_lines(snapshot)),
     )
 
 
@@ -313,11 +311,11 @@ def verdict_of(snapshot: FlipSnapshot) -> list[str]:
     return [] if snapshot.verdict is None else answer_lines(snapshot.verdict)
 
 
-def flip_details(snapshot: FlipSnapshot, *, ascii_only: bool = False) -> list[str]:
+def flip_details(snapshot: FlipSnapshot) -> list[str]:
     """Return what the verdict rests on: its statistics, controls and commands, the plan and the pairs."""
-    drawn, lines = ASCII if ascii_only else UNICODE, []
+    lines: list[str] = []
     if snapshot.verdict is not None:
-        lines += ["details", *_indented(detail_lines(snapshot.verdict, characters=drawn))]
+        lines += ["details", *_indented(detail_lines(snapshot.verdict))]
     if snapshot.plan is not None:
         lines += ["plan and pairs", *_indented(snapshot.lines())]
     if snapshot.error:
@@ -325,12 +323,12 @@ def flip_details(snapshot: FlipSnapshot, *, ascii_only: bool = False) -> list[st
     return [*lines, "folder", f"  {snapshot.folder}"]
 
 
-def flip_lines(snapshot: FlipSnapshot, *, ascii_only: bool = False) -> list[str]:
+def flip_lines(snapshot: FlipSnapshot) -> list[str]:
     """Return all lines of a flip: its state, the verdict in a sentence, and the details."""
     lines = [f"{snapshot.folder.name}: {snapshot.state}"]
     if said := verdict_of(snapshot):
         lines += ["verdict", *_indented(said)]
-    return [*lines, *flip_details(snapshot, ascii_only=ascii_only)]
+    return [*lines, *flip_details(snapshot)]
 
 
 def _indented(lines: Sequence[str]) -> list[str]:

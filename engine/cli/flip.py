@@ -22,7 +22,6 @@ shows so far. Exit codes: 0 decided, 1 the arms compute different things, 2 inva
 from __future__ import annotations
 
 import argparse
-import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -171,10 +170,11 @@ def _plan(arguments: argparse.Namespace) -> Plan:
     import os
 
     from engine.flips.command import WORDS
-    from engine.flips.plan import make_command_plan, make_plan, parse_share, parse_time
+    from engine.flips.plan import make_command_plan, make_plan
     from engine.flips.script_settings import read_script_settings
     from engine.flips.watched import difference, options_for, watched_plan
     from engine.plan.inputs import check_inputs
+    from engine.units import parse_share, parse_time
 
     if arguments.ends is not None:
         return _ending_plan(arguments)
@@ -236,9 +236,9 @@ def _plan(arguments: argparse.Namespace) -> Plan:
 
 def _ending_plan(arguments: argparse.Namespace) -> Plan:
     from engine.flips.ending import ending_plan
-    from engine.flips.plan import parse_time
     from engine.log.folder import open_run
     from engine.log.observed import observation
+    from engine.units import parse_time
 
     changes = [*arguments.set, *arguments.env_b, *arguments.line]
     changes += [] if arguments.b is None else [arguments.b]
@@ -281,7 +281,7 @@ def show_plan(
     time limit that suits its source."""
     from engine.flips import controls, surroundings, text
 
-    found = surroundings.find_resources(plan, folder, surroundings.find_surroundings(plan))
+    found = surroundings.find_resources(plan, surroundings.find_surroundings(plan))
     plan = surroundings.with_room(plan, found, own_budget=own_budget)
     first = len(controls.kinds_of(plan)) if use_controls == "run" else 0
     for line in [*text.plan_lines(plan), *surroundings.resource_lines(plan, found, first)]:
@@ -294,14 +294,14 @@ def show_plan(
 
 def _report(fields: Mapping[str, Any], folder: Path, *, as_json: bool) -> int:
     from engine.errors import EXIT_INTERRUPTED
-    from engine.flips.text import characters, verdict_lines
+    from engine.flips.text import verdict_lines
     from engine.flips.verdicts import VERDICTS
     from engine.verdict import Verdict
 
     if as_json:
         put_json("flip", {**fields, "folder": folder.absolute()})
     else:
-        for line in verdict_lines(fields, characters=characters(sys.stdout)):
+        for line in verdict_lines(fields):
             put(line)
         put(f"  evidence: {folder / 'verdict.json'}, plan.json, pairs.jsonl, arms/")
     if fields["interrupted"]:

@@ -8,7 +8,6 @@ engine flips DIR --json    as one JSON list
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     from engine.errors import RunLogError
     from engine.flips.flip_folder import find_flips, read_verdict
-    from engine.flips.text import characters, verdict_line, verdict_lines
+    from engine.flips.text import verdict_line, verdict_lines
 
     rows: list[tuple[Path, dict[str, Any] | None, str]] = []
     for path in find_flips(arguments.folder):
@@ -46,7 +45,7 @@ def run(arguments: argparse.Namespace) -> int:
     if not rows:
         say(f"no flips in {arguments.folder}; make one with `engine flip`")
     if len(rows) == 1 and rows[0][0] == arguments.folder and rows[0][1] is not None:
-        for line in verdict_lines(rows[0][1], characters=characters(sys.stdout)):
+        for line in verdict_lines(rows[0][1]):
             put(line)
         return 0
     width = max((len(path.name) for path, _, _ in rows), default=0)

@@ -4,6 +4,7 @@
     engine why new runs/kd-1 --seen "alert gpu_idle" --cause teacher.backend=dequantized
     engine why cause compute.threads=1   another change that might end it; of a script also NAME=VALUE of its
                                          environment, words ("--lr 1e-4"), or a line ("train.py:42=TEXT")
+    engine why cause "data: DATA=clean"  one that changes the rows, the objective or the model on purpose
     engine why test                      run the next experiment: the run as it was, and with the change, in turn
     engine why show | check | close | export
     engine why check --all               hash every file of every finding, judge every test again
@@ -232,8 +233,8 @@ def _test(bundle: Bundle, a: argparse.Namespace) -> int:
     from engine.errors import EXIT_INTERRUPTED, BadInput
     from engine.findings import changes
     from engine.flips.flip import run_flip
-    from engine.flips.plan import parse_time
     from engine.log.read import writer_is_alive
+    from engine.units import parse_time
 
     begun = changes.pending(bundle)
     if begun is not None and not _has_ended(begun[1]):

@@ -19,7 +19,7 @@ from engine.errors import BadInput, RunLogError
 from engine.findings.bundle import LOG, Blobs, Bundle, copy_flip, copy_run, path_of, slug_of
 from engine.findings.check import check_bundle, faults_of_test
 from engine.findings.finding import CannotClose, Cause, Closed, Finding, Note, Parent, Test
-from engine.flips.ending import ending_plan
+from engine.flips.ending import ending_plan, registered
 from engine.flips.flip_folder import read_pairs, read_verdict
 from engine.flips.plan import Change, Plan
 from engine.flips.proposals import proposals
@@ -78,7 +78,8 @@ def begin(
 def _with_cause(finding: Finding, assignment: str, change: Change, why: str) -> Finding:
     """Add a possible cause. Raises BadInput for one that it has."""
     assignment = _clean(assignment, "change")
-    if any(cause.change == change for cause in finding.causes):
+    kind, _ = registered(assignment)
+    if any((one.change, registered(one.assignment)[0]) == (change, kind) for one in finding.causes):
         raise BadInput.expected("cause", finding.slug, "a new one", f"{change}, which it has")
     id_ = f"c{len(finding.causes) + 1}"
     cause = Cause(id=id_, assignment=assignment, change=change, why=_cleaned(why), **_signed())

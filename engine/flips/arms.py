@@ -226,14 +226,8 @@ def metrics_of(view: RunView, warm_up_steps: int) -> dict[str, float]:
     if view.memory_peak is not None and view.memory_peak.measured_bytes:
         out["peak_memory_bytes"] = view.memory_peak.measured_bytes
     window = _window(view, warm_up_steps)
-    for table, names in (
-        (_first_gpu(view), ("gpu_util_pct", "tensor_util_pct", "sm_util_pct", "gpu_power_w")),
-        (view.hosts, ("trainer_cpu_pct", "trainer_rss_bytes")),
-    ):
-        for name in names:
-            if (value := _mean(table, name, window)) is not None:
-                out[name] = value
-    if window is not None and (power := out.get("gpu_power_w")) and tokens[1:]:
+    power = _mean(_first_gpu(view), "gpu_power_w", window)
+    if window is not None and power and tokens[1:]:
         # The window begins when the first measured step is done, so that step's tokens are outside.
         out["energy_per_token_j"] = power * (window[1] - window[0]) / sum(tokens[1:])
     return out

@@ -20,6 +20,7 @@ from engine.flips.statistics import pairs_to_confirm, shown_to_confirm
 from engine.flips.watched import difference, watched_plan
 from engine.log.folder import RunFolder, read_command
 from engine.log.observed import STALLS, Observed, raised_at
+from engine.log.work import KINDS
 
 PAIRS_MAX = 8
 LONGEST_WAIT = 3.0
@@ -42,8 +43,10 @@ def ending_plan(
     budget_s: float | None = None,
 ) -> Plan:
     """Make the plan of test number `attempt` of a finding. `assignment` is B's change as `engine flip --propose` names
-    it: a setting, a variable, or words of a command. Raises BadInput, UsageError."""
+    it: a setting, a variable, or words of a command; with `data: `, `objective: ` or `model: ` before it one that
+    changes that on purpose. Raises BadInput, UsageError."""
     how: dict[str, Any] = {"order_seed": order_seed, "steps": steps or steps_past(observed)}
+    kind, assignment = registered(assignment)
     how["attempt"] = attempt
     if read_command(RunFolder(path)) is not None:
         plan = watched_plan(path, difference(assignment), **how)
@@ -68,11 +71,18 @@ def ending_plan(
         hypothesis=f"{observed.name} is there with {values}",
         metric=SHOWN,
         observed=observed,
+        changes_on_purpose=kind,
         pairs_min=pairs,
         pairs_max=max(PAIRS_MAX, pairs, shown_to_confirm(attempt)),
         run_limit_s=limit_s if budget_s is None else budget_s / 2 / pairs,
         budget_s=budget_s or 2 * pairs * limit_s,
     )
+
+
+def registered(assignment: str) -> tuple[str, str]:
+    """Return the kind of change that an assignment names in front, empty for none, and the change itself."""
+    kind, colon, change = assignment.partition(": ")
+    return (kind, change) if colon and kind in KINDS else ("", assignment)
 
 
 def steps_past(observed: Observed) -> int:

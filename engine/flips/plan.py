@@ -29,14 +29,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from engine.decision import as_choice, is_choice_of_the_engine
-from engine.errors import BadInput, SpecError, UsageError
+from engine.errors import BadInput, SpecError
 from engine.files import parse_json
 from engine.flips.command import NOTHING, SEED, WORDS, Arm, Command, option_for
 from engine.flips.script_settings import OWN, SCRIPT_SETTINGS
 from engine.flips.statistics import ALPHA, LEVEL, PRIOR_WEIGHT
-from engine.log.folder import RunFolder, is_run, must_have_settings
-from engine.log.follow import Follower
+from engine.log.folder import RunFolder, must_have_settings
 from engine.log.observed import Observed, observed_fields
 from engine.spec import GONE, RunSpec, build_spec, load_spec, parse_set
 
@@ -170,6 +168,8 @@ class Plan:
     (`statistics.pairs_to_confirm`). 0 in plans of earlier versions, which any three pairs of runs decide."""
     observed: Observed | None = None
     """Observation that B must end; None for a flip that measures a metric."""
+    changes_on_purpose: str = ""
+    """Part of the work that the change is registered to change (`engine.log.work.KINDS`); empty for none."""
 
     @property
     def kind(self) -> str:
@@ -218,7 +218,7 @@ class Plan:
 
     def fields(self) -> dict[str, Any]:
         fields = dataclasses.asdict(self)
-        for name in ("command", "observed", "attempt"):
+        for name in ("command", "observed", "attempt", "changes_on_purpose"):
             if not fields[name]:
                 # Left out as in older files, so that the hash of their plans stays the same.
                 del fields[name]
@@ -328,27 +328,7 @@ def make_plan(
     base = load_source(source, base_sets)
     spec = _shortened(base, how.get("steps", STEPS))
     changes = _changes(base, sets)
-    _refuse_own_choices(source, changes)
     return _register(changes, spec=spec, source=str(source.absolute()), **how)
-
-
-def _refuse_own_choices(source: Path, changes: Sequence[Change]) -> None:
-    """Refuse B's value where A leaves it to the engine and the run that A comes from logged that it chose the same."""
-    left = [change for change in changes if is_choice_of_the_engine(change.a)]
-    if not left or not is_run(source):
-        return
-    logged = {one.knob: one for one in Follower(RunFolder(source)).read_all().decisions}
-    for change in left:
-        decision = logged.get(change.key)
-        # A variable of the environment may be another one now.
-        if decision and not decision.overridden and decision.choice == as_choice(change.b):
-            raise BadInput.expected(
-                f"--set {change.key}",
-                decision.choice,
-                "another value than arm A's",
-                f"that the run chose {decision.choice} by itself: {decision.reason}",
-                hint=f"`engine flip {source} --propose` lists what can be tested",
-            )
 
 
 def make_command_plan(
@@ -497,21 +477,3 @@ def _shortened(spec: RunSpec, steps: int) -> dict[str, dict[str, Any]]:
     # The plan alone limits how long an arm may take.
     tree["watch"]["on_stall"] = "report"
     return tree
-
-
-def parse_time(what: str, text: str) -> float:
-    """Parse seconds from `90s`, `5m`, `1h30m` or `90`. Raises UsageError."""
-    if re.fullmatch(r"\d+(\.\d+)?", text):
-        return float(text)
-    parts = re.fullmatch(r"(?:(\d+(?:\.\d+)?)h)?(?:(\d+(?:\.\d+)?)m)?(?:(\d+(?:\.\d+)?)s)?", text)
-    if parts is None or not any(parts.groups()):
-        raise UsageError(f"{what}: expected a time as 90s, 5m or 1h30m, found {text!r}")
-    return sum(float(n) * unit for n, unit in zip(parts.groups(), (3600, 60, 1), strict=True) if n)
-
-
-def parse_share(what: str, text: str) -> float:
-    """Parse a fraction from `5%` or `0.05`. Raises UsageError for a number that could mean either."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(%?)", text)
-    if match is None or (not match[2] and float(match[1]) >= 1):
-        raise UsageError(f"{what}: expected a share as 5% or 0.05, found {text!r}")
-    return float(match[1]) / (100 if match[2] else 1)

@@ -26,7 +26,7 @@ from engine.log.folder import WatchedCommand
 from engine.log.observed import STALLS
 from engine.log.view import RunView
 from engine.spec import KEYS
-from engine.watch.rules.pace import DATA_SHARE, MORE_WORKERS
+from engine.watch.rules.pace import MORE_WORKERS
 
 _SET = "--set "
 
@@ -243,15 +243,12 @@ _MISSING = {
 
 def _of_script(view: RunView, command: WatchedCommand) -> tuple[Proposal, ...]:
     active = _active(view)
-    share = _waiting(view)
     found: list[tuple[bool, int, Proposal]] = []
     for idea in IDEAS:
         urgency = next((at for at, one in enumerate(active) if one.id in idea.alerts), len(active))
         source, seen = "can be tried with any script", True
         if urgency < len(active):
             source = f"alert {active[urgency].id}: {active[urgency].text}"
-        elif "data_wait" in idea.alerts and share >= DATA_SHARE:
-            source = f"a step waits for data for {100 * share:.0f} % of its time"
         elif idea.only_alert or _missing(idea, view):
             continue
         else:
@@ -309,19 +306,6 @@ def _is_so(assignment: str, view: RunView) -> str:
     is_so = any((one.knob, one.choice) == (name, value) for one in view.decisions)
     # Arms have the environment that the flip is started in.
     return f"it is {value} already" if is_so or os.environ.get(name) == value else ""
-
-
-def _waiting(view: RunView) -> float:
-    """Return the share of the steps' time, without the first step, spent waiting for data."""
-    pairs = [
-        (wait, step)
-        for wait, step in zip(
-            view.steps.values("data_s", 1), view.steps.values("step_s", 1), strict=True
-        )
-        if wait is not None and step is not None
-    ]
-    whole = sum(step for _, step in pairs)
-    return sum(wait for wait, _ in pairs) / whole if whole > 0 else 0.0
 
 
 def proposal_fields(one: Proposal) -> dict[str, Any]:

@@ -18,17 +18,16 @@ opposite ones, as in two one-sided tests). So a verdict that is wrong in at most
 the interval of level 1 - 2 ALPHA, each end of which is exceeded with probability ALPHA.
 
 Validity assumes that the d are independent and roughly normal. `diagnose` looks for violations (order, trend,
-autocorrelation), and the judge adds a sign test; a finding makes a verdict invalid. Arms that did not finish
+autocorrelation); a finding makes a verdict invalid. Arms that did not finish
 are outcomes without a time; `sign_bound` gives their p value. Of several metrics one decides; the others are
-tested together (`anytime_p`, `holm`).
+tested together (`anytime_p`), each at its share of `ALPHA`.
 """
 
 from __future__ import annotations
 
 import math
-import random
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -47,10 +46,6 @@ errors in 1 %."""
 DIAGNOSIS_P_LIMIT = 0.01
 """For the tests on order and trend. The limit is on p and not on t, because with two pairs of either order t
 exceeds 3 by chance in one experiment of ten."""
-MARGINS = (*(n / 1000 for n in range(1, 10)), *(n / 100 for n in range(1, 51)))
-"""Margins that are proposed, as shares; a difference larger than the last would prove little about a setting."""
-EXACT_SIGNS = 20
-SAMPLED_SIGNINGS = 20_000
 _ENOUGH_FOR_DIAGNOSIS = 6
 
 
@@ -106,25 +101,17 @@ def decide(interval: Interval, margin: float) -> str | None:
     return None
 
 
-def pairs_needed(interval: Interval, margin: float, *, factor: float = 3.0) -> int | None:
+def pairs_needed(interval: Interval, margin: float) -> int | None:
     """Estimate how many pairs would decide if mean and deviation stay as they are.
 
-    None when the mean lies on the margin, or with fewer than two pairs. `factor` is the width of the anytime
-    interval in standard errors, about 3.
+    None when the mean lies on the margin, or with fewer than two pairs. The anytime interval is about 3 standard errors
+    wide.
     """
     delta = math.log1p(margin)
     gap = min(abs(interval.mean - delta), abs(interval.mean + delta))
     if interval.pairs < 2 or gap == 0:
         return None
-    return max(interval.pairs + 1, math.ceil((interval.deviation * factor / gap) ** 2))
-
-
-def other_margin(interval: Interval) -> float:
-    """Return the largest of MARGINS at which the interval shows a difference, else the smallest at which it shows none;
-    0 where none decides."""
-    words = {margin: decide(interval, margin) for margin in MARGINS}
-    differ = [margin for margin, word in words.items() if word in (FASTER, SLOWER)]
-    return max(differ, default=next(filter(words.get, MARGINS), 0.0))
+    return max(interval.pairs + 1, math.ceil((3 * interval.deviation / gap) ** 2))
 
 
 def pairs_to_confirm(attempt: int) -> int:
@@ -161,45 +148,15 @@ def diagnose(
     correlation = _lag_one(differences) if n >= _ENOUGH_FOR_DIAGNOSIS else 0.0
     if abs(correlation) > max(AUTOCORRELATION_LIMIT, AUTOCORRELATION_ERRORS / math.sqrt(n)):
         found["autocorrelation"] = f"neighbouring pairs correlate by {correlation:+.2f}"
-    ba = [d for d, first in zip(differences, b_first, strict=True) if first]
-    ab = [d for d, first in zip(differences, b_first, strict=True) if not first]
-    order, p = _slope_t(differences, b_first) if min(len(ab), len(ba)) > 1 else (0.0, 1.0)
+    order, p = _slope_t(differences, b_first) if 1 < sum(b_first) < n - 1 else (0.0, 1.0)
     if p < DIAGNOSIS_P_LIMIT:
-        gap = math.expm1(statistics.fmean(ba) - statistics.fmean(ab))
         found["order"] = (
-            f"pairs that began with B differ from the others by {gap:+.1%} (t = {order:.1f}, p = {p:.3f})"
+            f"pairs that began with B differ from the others (t = {order:.1f}, p = {p:.3f})"
         )
     _, trend = _slope_t(differences, times_s) if n >= _ENOUGH_FOR_DIAGNOSIS else (0.0, 1.0)
     if trend < DIAGNOSIS_P_LIMIT:
         found["trend"] = f"the difference drifts with time (p = {trend:.3f})"
     return found
-
-
-def sign_flip_p(differences: Sequence[float]) -> float:
-    """Two-sided p of the mean under random signs: the fraction of sign patterns whose mean is at least as far
-    from 0.
-
-    Up to EXACT_SIGNS pairs it enumerates all 2^n patterns, beyond that a fixed random sample that includes
-    the observed one. Raises ValueError without a pair.
-    """
-    n = len(differences)
-    if n == 0:
-        raise ValueError("sign flips: expected pairs, found none")
-    if n <= EXACT_SIGNS:
-        # The first with its own sign: the other half of the signings has the same sums, negated.
-        sums = [differences[0]]
-        for d in differences[1:]:
-            sums = [s + d for s in sums] + [s - d for s in sums]
-    else:
-        coins = random.Random(n)
-        sums = [math.fsum(differences)]
-        for _ in range(SAMPLED_SIGNINGS):
-            signs = coins.getrandbits(n)
-            sums.append(math.fsum(-d if signs >> i & 1 else d for i, d in enumerate(differences)))
-    observed = abs(math.fsum(differences))
-    # Sums of the same numbers in another order differ by rounding.
-    slack = 1e-12 * (1 + sum(map(abs, differences)))
-    return sum(map((observed - slack).__le__, map(abs, sums))) / len(sums)
 
 
 def anytime_p(differences: Sequence[float], *, prior_weight: float = PRIOR_WEIGHT) -> float:
@@ -215,16 +172,6 @@ def anytime_p(differences: Sequence[float], *, prior_weight: float = PRIOR_WEIGH
         r = (mean / deviation) ** 2 * n / (n - 1)
         a = (1 + r) / (1 + r / q)
     return min(1.0, math.sqrt(q) * math.pow(a, -n / 2))
-
-
-def holm(p_values: Mapping[str, float], *, alpha: float = ALPHA) -> set[str]:
-    """The names that differ at `alpha` when all are tested at once (Holm's step-down)."""
-    found: set[str] = set()
-    for done, (name, p) in enumerate(sorted(p_values.items(), key=lambda item: item[1])):
-        if p > alpha / (len(p_values) - done):
-            break
-        found.add(name)
-    return found
 
 
 def _moments(differences: Sequence[float]) -> tuple[float, float]:

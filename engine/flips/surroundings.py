@@ -19,12 +19,11 @@ import hashlib
 import math
 import os
 import re
-import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from engine.errors import BadInput, DiskFull, RunLogError
+from engine.errors import BadInput, RunLogError
 from engine.files import user_state
 from engine.flips.arms import metrics_of
 from engine.flips.plan import LONGEST_S, Plan
@@ -37,9 +36,6 @@ from engine.units import format_bytes, format_seconds
 from engine.version import VERSION
 
 CPU = "cpu"
-RUN_BYTES = 1 << 20
-"""Size of the logs of one short run without a checkpoint."""
-RESERVE_BYTES = 64 << 20
 SLACK = 3.0
 
 
@@ -120,12 +116,11 @@ class Resources:
     """Seconds of one run of an arm, estimated from the source; None when the source does not tell."""
     run_source: str
     peak_bytes: float | None
-    disk_free_bytes: int
     memory_available_bytes: float | None
     device_name: str
 
 
-def find_resources(plan: Plan, folder: Path, surroundings: Surroundings) -> Resources:
+def find_resources(plan: Plan, surroundings: Surroundings) -> Resources:
     """Estimate the resources that the flip needs; reads the source's logs."""
     run_s, peak, source = None, None, f"the source is a {plan.kind}, not a run"
     if is_run(path := Path(plan.source)):
@@ -142,20 +137,14 @@ def find_resources(plan: Plan, folder: Path, surroundings: Surroundings) -> Reso
                 source = (
                     f"{path.name}: start {format_seconds(start_s)}, step {format_seconds(step_s)}"
                 )
-    above = next(p for p in (folder.absolute(), *folder.absolute().parents) if p.exists())
     available = Host().memory().available_bytes.number if surroundings.device == CPU else None
     return Resources(
         run_s=run_s,
         run_source=source,
         peak_bytes=peak,
-        disk_free_bytes=shutil.disk_usage(above).free,
         memory_available_bytes=available,
         device_name=surroundings.device_name,
     )
-
-
-def _disk_bytes(plan: Plan) -> int:
-    return 2 * plan.pairs_max * RUN_BYTES
 
 
 def time_of_run(view: RunView, warm_up_steps: int) -> tuple[float, float] | None:
@@ -185,15 +174,11 @@ def with_room(plan: Plan, resources: Resources, *, own_budget: bool = True) -> P
 
 
 def check_resources(plan: Plan, resources: Resources) -> None:
-    """Refuse a flip that cannot fit. Raises BadInput or DiskFull.
+    """Refuse a flip that cannot fit. Raises BadInput.
 
     Memory is not checked here: each arm checks its own before it uploads anything, and an arm that does not
     fit is an outcome of the flip.
     """
-    needed, free = _disk_bytes(plan) + RESERVE_BYTES, resources.disk_free_bytes
-    if free < needed:
-        where = "of the flip folder"
-        raise DiskFull.expected("disk", where, format_bytes(needed), format_bytes(free))
     if resources.run_s is not None and 2 * resources.run_s > plan.budget_s:
         raise BadInput.expected(
             "budget",
@@ -229,5 +214,4 @@ def resource_lines(plan: Plan, resources: Resources, controls: int) -> list[str]
         f"time: {time_text}",
         f"limits: {text}",
         f"memory of one run: {memory}{'; each arm checks its own' if plan.kind == 'spec' else ''}",
-        f"disk: {format_bytes(_disk_bytes(plan))} at most of {format_bytes(resources.disk_free_bytes)} free",
     ]

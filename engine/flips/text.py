@@ -1,32 +1,18 @@
-"""A flip as text: its plan, a line for each pair, its verdict, and the interval against the margin as a bar
-of characters. Every surface prints these."""
+"""A flip as text: its plan, a line for each pair, and its verdict. Every surface prints these."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any, TextIO
+from collections.abc import Mapping
+from typing import Any
 
 from engine.flips.arms import Outcome
 from engine.flips.command import SEED, TRACKERS
 from engine.flips.pair import Pair, count_of
-from engine.flips.plan import SHOWN, Change, Plan
+from engine.flips.plan import SHOWN, Plan
 from engine.flips.statistics import Interval
-from engine.flips.verdicts import affordable, answer, busy_with
+from engine.flips.verdicts import answer
 from engine.units import NOT_MEASURED, format_bytes, format_seconds, format_value
-
-BAR_WIDTH = 61
-UNICODE, ASCII = "┊│─●├┤", ":|-o[]"
-"""Characters for the ends of the margin, zero, the interval, its middle and its ends."""
-
-
-def characters(stream: TextIO) -> str:
-    """The characters for drawing bars that `stream` can encode."""
-    try:
-        UNICODE.encode(stream.encoding or "ascii")
-    except (UnicodeEncodeError, LookupError):
-        return ASCII
-    return UNICODE
 
 
 def plan_lines(plan: Plan) -> list[str]:
@@ -43,21 +29,13 @@ def plan_lines(plan: Plan) -> list[str]:
         runs = f"until a run shows it, or has made {plan.steps} steps{lasting and f' and gone on for {lasting}'}"
     return [
         f"hypothesis: {plan.hypothesis}",
-        *(
-            f"{what}: {change.key}  A {_side(change, b=False)}  B {_side(change, b=True)}"
-            for change in plan.changes
-        ),
+        *(f"{what}: {change}" for change in plan.changes),
         *_command_lines(plan),
         metric,
         f"pairs: {plan.pairs_min} to {plan.pairs_max} {runs}, order by seed {plan.order_seed}",
         f"source: {plan.source}",
         f"plan sha256: {plan.sha256}",
     ]
-
-
-def _side(change: Change, *, b: bool) -> str:
-    value = change.b if b else change.a
-    return change.text(b=b) if value is None else repr(value)
 
 
 def _command_lines(plan: Plan) -> list[str]:
@@ -121,67 +99,26 @@ def interval_text(interval: Interval) -> str:
     return f"{interval.ratio:.3f} [{math.exp(interval.low):.3f}, {math.exp(interval.high):.3f}]"
 
 
-def bar(
-    effect: float, ends: Sequence[float | None], margin: float, *, characters: str = UNICODE
-) -> list[str]:
-    """Draw the interval of B/A against the margin on a logarithmic axis, with a line that labels the axis.
-    `ends` are ratios, None where open."""
-    edge, zero, line, middle, left, right = tuple(characters)
-    delta = math.log1p(margin)
-    known = [math.log(x) for x in (effect, *ends) if x is not None]
-    reach = max(2 * delta, *(1.1 * abs(x) for x in known))
-
-    def column(x: float) -> int:
-        return round((min(max(x, -reach), reach) + reach) / (2 * reach) * (BAR_WIDTH - 1))
-
-    cells = [" "] * BAR_WIDTH
-    first = 0 if ends[0] is None else column(math.log(ends[0]))
-    last = BAR_WIDTH - 1 if ends[1] is None else column(math.log(ends[1]))
-    cells[first : last + 1] = line * (last + 1 - first)
-    for x, mark in ((-delta, edge), (0.0, zero), (delta, edge)):
-        cells[column(x)] = mark
-    if ends[0] is not None:
-        cells[first] = left
-    if ends[1] is not None:
-        cells[last] = right
-    cells[column(math.log(effect))] = middle
-    low, high = f"{math.expm1(-reach):+.0%}", f"{math.expm1(reach):+.0%}"
-    legend = f"{edge} margin {margin:.1%}  {zero} no difference"
-    gap = " " * max(1, BAR_WIDTH - len(low) - len(high) - len(legend) - 2)
-    return ["".join(cells).rstrip(), f"{low} {legend}{gap} {high}"]
-
-
 def answer_lines(fields: Mapping[str, Any]) -> list[str]:
     """Return the content of verdict.json in one sentence, and the next action."""
     found = answer(fields)
     return [found.sentence, f"next: {found.action}"]
 
 
-def verdict_lines(fields: Mapping[str, Any], *, characters: str = UNICODE) -> list[str]:
+def verdict_lines(fields: Mapping[str, Any]) -> list[str]:
     """Describe the content of verdict.json for a person: the sentence, the next action, then the details."""
-    details = detail_lines(fields, characters=characters)
+    details = detail_lines(fields)
     return [*answer_lines(fields), "details", *(f"  {line}" for line in details)]
 
 
-def detail_lines(fields: Mapping[str, Any], *, characters: str = UNICODE) -> list[str]:
+def detail_lines(fields: Mapping[str, Any]) -> list[str]:
     """Return the details of a verdict: statistics, proofs, controls, and the next commands."""
     broken = ", interrupted" if fields["interrupted"] else ""
     out = [f"{fields['verdict']} ({fields['class']}{broken}): {fields['reason']}"]
     if fields["effect"] is not None:
-        out += bar(fields["effect"], fields["interval"], fields["margin"], characters=characters)
         noise = fields["diagnostics"]["deviation"]
         pairs = f"{fields['n_pairs']} of {count_of(fields['pairs_run'])}"
         out.append(f"{pairs} compared, deviation between pairs {noise:.1%}")
-    if others := busy_with(fields):
-        out.append(f"the machine was busy: up to {others:.1f} others wanted its CPUs")
-    if fields["pairs_needed"]:
-        pairs_left = affordable(fields)
-        wanted = (
-            "more pairs than a flip runs" if pairs_left is None else f"about {pairs_left} pairs"
-        )
-        out.append(f"{wanted} would decide if the noise stays as it is")
-    if len(fields["changes"]) > 1:
-        out.append(f"a bundle of {len(fields['changes'])}: no single cause is named")
     out += [f"left out: {text}" for text in fields["diagnostics"]["left_out"]]
     out += [
         f"{name}: {control['level']}: {control['reason']}"
@@ -194,9 +131,7 @@ def detail_lines(fields: Mapping[str, Any], *, characters: str = UNICODE) -> lis
         if guard["differs"]
     ]
     out.append(f"took {format_seconds(fields['cost_s'])} on {fields['host']['device_name']}")
-    # In older verdicts `next` repeats a number of pairs that may be in the millions.
-    is_older = "sentence" not in fields and fields["pairs_needed"]
-    return out if is_older else [*out, *fields["next"]]
+    return [*out, *fields["next"]]
 
 
 def verdict_line(fields: Mapping[str, Any]) -> str:

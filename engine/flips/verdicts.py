@@ -23,8 +23,6 @@ from engine.flips.statistics import (
     FASTER,
     SLOWER,
     Interval,
-    decide,
-    other_margin,
 )
 from engine.flips.statistics import INCONCLUSIVE as INCONCLUSIVE
 from engine.flips.surroundings import CPU
@@ -44,9 +42,6 @@ CONTROLS = {
 """Requirements of measured verdicts, in words: controls, and proofs about the pairs."""
 BUSY = 0.5
 """Mean number of other processes that ran or waited for a CPU, above which the machine counts as busy."""
-ON_THE_MARGIN = 0.25
-"""Distance of an effect from the margin, as a share of it, below which it needs many pairs because it is so close."""
-
 Fields: TypeAlias = Mapping[str, Any]
 """The content of verdict.json."""
 
@@ -111,11 +106,8 @@ def _different(fields: Fields) -> Answer:
             again = "run it again while nothing else runs"
             return Answer(sentence, f"do not rely on it: {why}; {again}")
         if UNDECIDED in control["reason"]:
-            why = f"the {CONTROLS[name]} had {UNDECIDED}"
-            # A reason begins `too few pairs to tell after 2 pairs`.
-            ran = int(control["reason"].partition(" after ")[2].split()[0])
-            more, options = _more_pairs(fields, min(PAIRS_LIMIT, max(PAIRS_MAX, 2 * ran)))
-            action = f"do not rely on it yet: {why}; {more} with both controls"
+            more, options = _more_pairs(fields, PAIRS_MAX)
+            action = f"do not rely on it yet: the {CONTROLS[name]} had {UNDECIDED}; {more} with both controls"
             return Answer(sentence, action, f"{options} --controls run")
     if fields["class"] == "exploratory":
         return Answer(sentence, f"{action}; run it again before you quote the number")
@@ -163,40 +155,41 @@ def _inconclusive(fields: Fields) -> Answer:
     if pairs is not None:
         more, options = _more_pairs(fields, pairs)
         return Answer(f"not decided{busy}{';' if busy else ':'} {seen}", close + more, options)
-    change, options = _other_margin(fields)
+    again = "run it again with more steps, or with a larger margin"
     if busy:
-        action = f"close them or {change}" if change else "close them and run it again"
-        return Answer(f"cannot be decided{busy}; {seen}", action, options)
-    sentence = f"cannot be decided: {_why_undecidable(fields)}; {seen}"
-    return Answer(sentence, change or "run it again with more steps", options)
+        return Answer(f"cannot be decided{busy}; {seen}", "close them and run it again")
+    varies = _percent(fields["diagnostics"]["deviation"])
+    return Answer(f"cannot be decided: pairs differ by {varies} among themselves; {seen}", again)
 
 
-def _why_undecidable(fields: Fields) -> str:
-    delta = math.log1p(fields["margin"])
-    if abs(abs(math.log(fields["effect"])) - delta) < ON_THE_MARGIN * delta:
-        return "the effect is as large as the margin"
-    return f"pairs differ by {_percent(fields['diagnostics']['deviation'])} among themselves"
-
-
-def _other_margin(fields: Fields) -> tuple[str, str]:
-    """The margin at which the present pairs would decide, as an action and as an option."""
-    if not (margin := other_margin(_interval(fields))):
-        return "", ""
-    change = f"raise the margin to {_percent(margin)}"
-    if margin < fields["margin"]:
-        change = f"lower the margin to {_percent(margin)} if so little matters"
-    return change, f"--margin {100 * margin:g}%"
+_FAILED = {
+    "manipulation": (
+        "the setting was not tested",
+        "read in the log of B why the setting had no effect",
+    ),
+    "equal": (
+        "more than the setting differs between the arms",
+        "remove that difference and run it again",
+    ),
+}
+"""Sentence and next action of a proof that failed."""
+_DID_TOO_LITTLE = {
+    ENDED_EARLY: Answer(
+        "not comparable: the script ended by itself before the steps of --steps",
+        "run it again with fewer --steps, or let the script make more",
+    ),
+    NO_STEPS: Answer(
+        "nothing was measured: no optimizer of torch stepped where the probe could see it",
+        "see what `engine watch` says of the command",
+    ),
+}
 
 
 def _invalid(fields: Fields) -> Answer:
     controls = fields["controls"]
-    reason = fields["reason"]
-    if controls["manipulation"]["level"] == "fail":
-        sentence = f"the setting was not tested: {controls['manipulation']['reason']}"
-        return Answer(sentence, "read in the log of B why the setting had no effect")
-    if controls["equal"]["level"] == "fail":
-        sentence = f"more than the setting differs between the arms: {controls['equal']['reason']}"
-        return Answer(sentence, "remove that difference and run it again")
+    for name, (sentence, action) in _FAILED.items():
+        if controls[name]["level"] == "fail":
+            return Answer(f"{sentence}: {controls[name]['reason']}", action)
     if findings := fields["diagnostics"]["findings"]:
         action = "close the other programs" if busy_with(fields) else "let the machine become idle"
         if not _varies_with_load(fields):
@@ -204,30 +197,22 @@ def _invalid(fields: Fields) -> Answer:
         sentence = f"the pairs disturb each other: {'; '.join(findings.values())}"
         return Answer(sentence, f"{action} and run it again")
     if fields["metric"] == SHOWN:
-        return Answer(f"not tested: {reason}", "read the log of B")
+        return Answer(f"not tested: {fields['reason']}", "read the log of B")
     failed = [run for run in fields["raw_runs"] if run["state"] != "completed"]
     if not failed:
-        return Answer(f"nothing was measured: {reason}", "choose another --metric")
+        return Answer(f"nothing was measured: {fields['reason']}", "choose another --metric")
     states, arms = {run["state"] for run in failed}, sorted({run["arm"] for run in failed})
-    if states == {ENDED_EARLY}:
-        return Answer(
-            "not comparable: the script ended by itself before the steps of --steps",
-            "run it again with fewer --steps, or let the script make more",
-        )
-    if states == {NO_STEPS}:
-        return Answer(
-            "nothing was measured: no optimizer of torch stepped where the probe could see it",
-            "see what `engine watch` says of the command",
-        )
-    who = "both arms" if len(arms) == 2 else f"arm {arms[0]}"
-    state = str(failed[0]["state"]).replace("_", " ")
+    first = failed[0]
+    if states == {first["state"]} and first["state"] in _DID_TOO_LITTLE:
+        return _DID_TOO_LITTLE[first["state"]]
     sentence = (
-        f"not comparable: {len(failed)} of {len(fields['raw_runs'])} runs did not finish,"
-        f" of {who}, the first in pair {failed[0]['pair']} ({state})"
+        f"not comparable: {len(failed)} of {len(fields['raw_runs'])} runs did not finish, of "
+        f"{'both arms' if len(arms) == 2 else f'arm {arms[0]}'}, the first in pair {first['pair']} "
+        f"({str(first['state']).replace('_', ' ')})"
     )
     if states == {OVER_THE_LIMIT} and len(arms) == 2:
         return Answer(sentence, "run it again with a larger --budget")
-    return Answer(sentence, f"read the log of {failed[0]['run']}")
+    return Answer(sentence, f"read the log of {first['run']}")
 
 
 _ALL, _FLIPPED = tuple(CONTROLS), ("manipulation",)
@@ -358,22 +343,12 @@ def _effect(fields: Fields) -> str:
         return f"{noun} {100 * math.expm1(interval.mean):+z.0f} %"
     ends = [100 * math.expm1(x) for x in (interval.mean, interval.low, interval.high)]
     half = (ends[2] - ends[1]) / 2
-    # As many digits as the interval leaves certain, and enough that its ends keep their side of the margin.
+    # As many digits as the interval leaves certain.
     digits = min(3, max(0, -math.floor(math.log10(half)))) if half > 0 else 1
-    while digits < 3 and _verdict_of(ends, digits, fields["margin"]) != decide(
-        interval, fields["margin"]
-    ):
-        digits += 1
     mean, low, high = (f"{end:+z.{digits}f}" for end in ends)
     if interval.low == interval.high and fields["metric"] == "final_loss":
         return f"{noun} {mean} % for this seed"
     return f"{noun} {mean} % [{low}, {high}]"
-
-
-def _verdict_of(ends: list[float], digits: int, margin: float) -> str | None:
-    """Return the verdict of rounded percentages."""
-    mean, low, high = (math.log1p(max(round(end, digits), -99.9) / 100) for end in ends)
-    return decide(Interval(mean=mean, low=low, high=high, pairs=0, deviation=0.0), margin)
 
 
 def _margin(fields: Fields) -> str:

@@ -188,6 +188,19 @@ class Worked(Event, frozen=True, kw_only=True, tag="worked"):
     """Integers of the script's functions that were running, by function and name."""
     failed: bool = False
     """Whether the script failed in this step."""
+    asked: list[Count] = []
+    """Samples that the sampler of a loader asked for, where they have numbers."""
+    rows: list[str] | None = None
+    """Digests of the rows of a loader's batches; None in logs of earlier versions, which have none of these fields."""
+    called: list[str] = []
+    """Digests of the rows that the model was trained on; empty ones for a call whose rows were not on the host."""
+    evaluated: list[str] = []
+    """The same of calls without gradients."""
+    judged: dict[str, Count] = {}
+    """Number of verdicts on each identity so far."""
+    calls: list[str] = []
+    """Lines of the script through which it came to its failure, each with the function that it called, as
+    `FILE:LINE NAME`."""
 
 
 class Imported(Event, frozen=True, kw_only=True, tag="imported"):

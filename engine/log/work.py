@@ -1,85 +1,298 @@
-"""Whether two runs of an experiment did the same work, step by step, until one of them failed (`Worked`).
+"""Whether a run that does not show a failure did the work of the run that did, step by step until then (`Worked`).
 
-A run that leaves out the step in which the other one failed has not shown that this step can be done. It is seen by
-what goes on evenly: the number of a batch in its pass over a loader, and the counters of the script's loops, integers
-that grow by the same amount with each step. Where both differ from the first step on, the data were changed, which may
-be meant: then the rows have to be counted, and as many (`observed.shown`).
+It did not happen counts only where the run did at least what the other one had done:
+
+    rows        the same ones in each step, by their digests; one may be mended in its place. After a change of data: as
+                many different ones, and each sample that the other one's sampler had asked for
+    judge       it was asked as often: losses and evaluations on the log, calls of the model without gradients on the
+                same rows, verdicts on the identity
+    objective   the loss of the first step, before any update, is the same unless the objective or the model was
+                changed; later ones depend on the rows, and as many parameters are trained
+    step        none was left out: the counters of the script's loops, integers that grow by the same amount with each
+                step, and the number of a batch in its pass over a loader
+    call        the changed line makes the call in which the other one failed, if it made that
+    training    at the same lines, and no identity contradicts it that did not contradict the other one
+
+Logs of earlier versions have steps and batches alone.
 """
 
 from __future__ import annotations
 
 import ast
+import contextlib
 import math
 from collections import Counter
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 
-from engine.log.events import StepDone, Watched, Worked
+from engine.log.events import (
+    IDENTITY,
+    Evaluated,
+    Judged,
+    ScriptEnded,
+    StepDone,
+    Watched,
+    Worked,
+)
 from engine.log.folder import RunFolder
-from engine.log.observed import LOGS, lines_of, log_of
+from engine.log.observed import LOGS, WRONG, Observed, lines_of, log_of
 
 _STEPS = 64
 """Number of steps from which the pace of a counter is read."""
 _BEGINS = "0:"
 """Beginning of the name of the first batch of a pass."""
+_SAME_LOSS = 0.02
+"""Largest relative difference of two losses on the same rows, for another precision or order of sums."""
+DATA, OBJECTIVE, MODEL = KINDS = ("data", "objective", "model")
+"""Kinds of a change that may be registered: what it changes on purpose."""
 
 
 def work_left_out(
-    a: RunFolder, b: RunFolder, was: str = "", now: str = "", *, same_rows: bool = False
+    a: RunFolder,
+    b: RunFolder,
+    was: str = "",
+    now: str = "",
+    *,
+    key: str = "",
+    same_rows: bool = False,
+    kind: str = "",
+    observed: Observed | None = None,
 ) -> str | None:
     """Return what run `b` left out of the work of run `a`, in words: empty where it did all of it, None where the logs
-    do not tell. `was` and `now` are the line that was changed for `b`; with `same_rows` that is not one of data, so
-    that steps of the engine must be on the same rows. Raises RunLogError."""
-    (its_a, places_a, done_a), (its_b, places_b, done_b) = (_work_of(run) for run in (a, b))
-    for one, other in zip(done_a, done_b, strict=False) if same_rows else ():
+    do not tell. `was` and `now` are the line `key` that was changed for `b`, `kind` is one of KINDS or empty; with
+    `same_rows` steps of the engine must be on the same rows. Raises RunLogError."""
+    mine, its = _Run.read(a), _Run.read(b)
+    for one, other in zip(mine.done, its.done, strict=False) if same_rows else ():
         if one.rows_digest and other.rows_digest and one.rows_digest != other.rows_digest:
             return f"step {one.step} of B is on other rows than A's"
     # The first such loss may be what A fails for, in its last step.
-    broken = next((one.step for one in done_b if _is_broken(one)), None)
-    if broken is not None and not any(map(_is_broken, done_a[:-1])):
+    broken = next((one.step for one in its.done if _is_broken(one)), None)
+    if broken is not None and not any(map(_is_broken, mine.done[:-1])):
         return f"its loss is not finite from step {broken} on, and A's was until it failed"
-    if not its_a or not its_b:
+    if not mine.worked or not its.worked:
         return None
     # A may have failed before it came to some of them.
+    places = mine.places
     elsewhere = {
-        name: places_b.get(name) for name in places_a if places_b.get(name) != places_a[name]
+        name: its.places.get(name) for name in places if its.places.get(name) != places[name]
     }
     if elsewhere:
-        return f"its training is at other lines: {elsewhere}, and {places_a} in A"
+        return f"its training is at other lines: {elsewhere}, and {places} in A"
     assigned = _assigned(now)
-    found = [
-        *_counters(its_a, its_b, assigned, assigned - _assigned(was)),
-        _batches(its_a, its_b),
-    ]
+    # Another model may draw other random numbers, and so rows of its own.
+    makes_model = bool(assigned) and assigned <= {
+        name.rpartition(".")[2] for name in mine.names.values()
+    }
+    kind = kind or (MODEL if makes_model else "")
+    if mine.worked[0].rows is not None and its.worked[0].rows is not None:
+        # One may have been registered for what the other does: each is judged by all that it left out.
+        rules = (
+            _samples(mine, its, is_drawn=makes_model)
+            if kind in (DATA, MODEL)
+            else _rows(mine, its),
+            _asked(mine, its, observed),
+            _objective(mine, its, kind, observed),
+            _contradicted(mine, its),
+            _calls(mine, key, was, now),
+        )
+        if said := next((one for rule in rules for one in rule), ""):
+            return said
+    found = _counters(mine.worked, its.worked, assigned, assigned - _assigned(was))
+    found += [] if kind == DATA else [_batches(mine.worked, its.worked)]
     known = [one for one in found if one is not None]
     return next((one for one in known if one), "") if known else None
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """Work of a run, by its log."""
+
+    worked: list[Worked]
+    done: list[StepDone]
+    places: Mapping[str, str]
+    names: Mapping[str, str]
+    """Lines of the script that train, and names of its objects there; none where it did not come to them."""
+    parameters: int
+    judged: list[Judged]
+    evaluated: list[Evaluated]
+    has_ended: bool
+    """Whether the script came to its own end."""
+
+    @classmethod
+    def read(cls, run: RunFolder) -> _Run:
+        events = [line.event for log in LOGS for line in lines_of(log_of(run, log))]
+        seen = next((one for one in events if isinstance(one, Watched)), None)
+        return cls(
+            [one for one in events if isinstance(one, Worked)],
+            [one for one in events if isinstance(one, StepDone)],
+            seen.places if seen is not None else {},
+            seen.names if seen is not None else {},
+            seen.parameters if seen is not None else 0,
+            [one for one in events if isinstance(one, Judged)],
+            [one for one in events if isinstance(one, Evaluated)],
+            any(isinstance(one, ScriptEnded) and one.how == "returned" for one in events),
+        )
+
+    @property
+    def last(self) -> int:
+        """Number of the step to which it came."""
+        return self.worked[-1].step
+
+
+_LISTS = {"rows": "its loader's rows", "called": "the rows that its model is trained on"}
+
+
+def _rows(a: _Run, b: _Run) -> Iterator[str]:
+    """Yield where B is not on A's rows. A row may be mended in its place: it is new, and the last one of the step is
+    A's, which tells it from rows that moved up."""
+    for name, noun in _LISTS.items():
+        known = {row for one in a.worked for row in getattr(one, name) or ()}
+        taken: set[str] = set()
+        for one, other in zip(a.worked, b.worked, strict=False):
+            mine, its = getattr(one, name) or [], getattr(other, name) or []
+            if one.failed:
+                its = its[: len(mine)]
+            if len(mine) != len(its):
+                counts = f"{noun} are {len(its)} in step {one.step}, and {len(mine)} in A"
+                yield f"{counts}; {_NAME_IT}"
+                break
+            others = [at for at, row in enumerate(mine) if its[at] != row]
+            again = [its[at] for at in others if its[at] in known or its[at] in taken]
+            if again or (others and others[-1] == len(mine) - 1):
+                yield f"{noun} are others than A's in step {one.step}; {_NAME_IT}"
+                break
+            taken.update(its)
+
+
+_NAME_IT = "a change of data is named so: `data: CHANGE`"
+
+
+def _samples(a: _Run, b: _Run, *, is_drawn: bool) -> Iterator[str]:
+    """Yield what a change of data left out: samples that were not asked for, fewer different rows, or, where they are
+    not drawn at random, other ones by which only a run to its own end would tell."""
+    for name in ("asked", *_LISTS):
+        mine, its = (
+            {row for one in run.worked for row in getattr(one, name) or ()} for run in (a, b)
+        )
+        missing = len(mine - its)
+        if name == "asked":
+            if its and missing:
+                yield f"its sampler did not ask for {missing} of the {len(mine)} samples that A's had (--steps)"
+        elif len(its) < len(mine):
+            yield f"it saw {len(its)} different rows, A {len(mine)} ({name})"
+        elif 2 * missing > len(mine) and not b.has_ended and not is_drawn:
+            yield f"{missing} of A's {len(mine)} rows were not seen: only a run to its own end tells (--steps)"
+
+
+def _asked(a: _Run, b: _Run, observed: Observed | None) -> Iterator[str]:
+    """Yield what was judged less often than in A."""
+    for one, other in zip(a.done, b.done, strict=False):
+        if one.loss is not None and other.loss is None:
+            yield f"the loss of step {one.step} is not known, and A's is"
+            break
+    mine, its = (
+        [one for one in run.evaluated if one.step <= a.last and one.loss is not None]
+        for run in (a, b)
+    )
+    if len(its) < len(mine):
+        yield f"it logged {len(its)} evaluations by step {a.last}, A {len(mine)}"
+    rows, others = (
+        Counter(row for one in run.worked if one.step <= a.last for row in one.evaluated)
+        for run in (a, b)
+    )
+    missing, more = len(rows.keys() - others.keys()), len(others.keys() - rows.keys())
+    if others.total() < rows.total() or missing > min(more, len(rows) // 2):
+        yield (
+            f"it evaluated on {others.total()} rows by step {a.last}, {missing} of A's {rows.total()} not among them"
+        )
+    if observed is not None and observed.kind == IDENTITY:
+        counts = [run.worked[-1].judged.get(observed.id, 0) for run in (a, b)]
+        if counts[1] < counts[0]:
+            yield f"{observed.name} was judged {counts[1]} times, and {counts[0]} times in A"
+
+
+def _objective(a: _Run, b: _Run, kind: str, observed: Observed | None) -> Iterator[str]:
+    """Yield why B trains for something else than A, or for nothing. An identity judges the objective itself."""
+    mine, its = ([one.loss for one in run.done if one.step == 1] for run in (a, b))
+    is_asked = kind == "" and observed is not None and observed.kind in ("exit", "alert")
+    for x, y in zip(mine, its, strict=False) if is_asked else ():
+        known = x is not None and y is not None and math.isfinite(x)
+        if known and not math.isclose(x or 0.0, y or 0.0, rel_tol=_SAME_LOSS):
+            yield (
+                f"its first loss is {y:.6g}, and A's on the same rows {x:.6g}; a change of the objective or the model "
+                "is named so: `objective: CHANGE`, `model: CHANGE`"
+            )
+    if kind != MODEL and b.parameters < a.parameters:
+        yield f"it trains {b.parameters} parameters, and A {a.parameters}"
+    last = [one for one in b.done if one.step >= a.last] or b.done
+    losses = {one.loss for one in last}
+    if len(last) > 2 and len(losses) == 1 and len({one.loss for one in a.done}) > 1:
+        yield f"its loss is {last[0].loss} from step {last[0].step} on, whatever the rows"
+
+
+def _contradicted(a: _Run, b: _Run) -> Iterator[str]:
+    """Yield an identity that B breaks, and A did not."""
+    wrong, others = (
+        {
+            one.id: one
+            for one in run.judged
+            if one.by == IDENTITY and one.level in WRONG and one.step <= a.last
+        }
+        for run in (a, b)
+    )
+    for id_ in sorted(others.keys() - wrong.keys()):
+        yield f"{others[id_].text}, and not in A"
+
+
+def _calls(a: _Run, key: str, was: str, now: str) -> Iterator[str]:
+    """Yield a call that led to A's failure, and that the changed line does not make, or only on a condition."""
+    before, after = (
+        {name for tree in _parsed(one) for name in _called_always(tree)} for one in (was, now)
+    )
+    for place, name in (one.rsplit(" ", 1) for one in a.worked[-1].calls):
+        if place == key and name in before - after:
+            yield f"its line does not call `{name}`, in which A failed, or not always"
+
+
+def _called_always(node: ast.AST) -> Iterator[str]:
+    """Yield the names of what code calls whenever it runs; of a condition that is what it asks first."""
+    if isinstance(node, ast.Call):
+        yield ast.unparse(node.func).rpartition(".")[2]
+    first = {ast.BoolOp: "values", ast.IfExp: "test", ast.If: "test"}.get(type(node))
+    if first is not None:
+        found = getattr(node, first)
+        yield from _called_always(found[0] if isinstance(found, list) else found)
+    elif not isinstance(node, _LATER):
+        for one in ast.iter_child_nodes(node):
+            yield from _called_always(one)
+
+
+_LATER = (
+    *(ast.Lambda, ast.FunctionDef, ast.ClassDef, ast.ListComp, ast.SetComp, ast.DictComp),
+    *(ast.GeneratorExp, ast.For, ast.While, ast.With, ast.Try),
+)
+"""Code that does not run where it is written, or for each of perhaps no items, or whose failure may be caught."""
 
 
 def _is_broken(step: StepDone) -> bool:
     return step.loss is not None and not math.isfinite(step.loss)
 
 
-def _work_of(run: RunFolder) -> tuple[list[Worked], Mapping[str, str], list[StepDone]]:
-    """Return what the steps of a script's run worked on, the lines that make them, and the steps."""
-    events = [line.event for log in LOGS for line in lines_of(log_of(run, log))]
-    places = (event.places for event in events if isinstance(event, Watched))
-    done = [event for event in events if isinstance(event, StepDone)]
-    return [event for event in events if isinstance(event, Worked)], next(places, {}), done
+def _parsed(line: str) -> list[ast.Module]:
+    """Return the syntax tree of a line; none where it is no Python."""
+    for text in (line.strip(), f"{line.strip()} pass"):
+        with contextlib.suppress(SyntaxError, ValueError, RecursionError):
+            return [ast.parse(text)]
+    return []
 
 
 def _assigned(line: str) -> set[str]:
-    """Return the names that a line assigns; none where it is no Python."""
-    for text in (line.strip(), f"{line.strip()} pass"):
-        try:
-            nodes = [*ast.walk(ast.parse(text))]
-        except (SyntaxError, ValueError, RecursionError):
-            continue
-        kinds = (ast.Name, ast.Attribute, ast.Subscript)
-        stored = [one for one in nodes if isinstance(one, kinds) and type(one.ctx) is ast.Store]
-        return {
-            ast.unparse(one).rstrip("'\"]").replace("['", ".").rpartition(".")[2] for one in stored
-        }
-    return set()
+    """Return the names that a line assigns."""
+    nodes = [one for tree in _parsed(line) for one in ast.walk(tree)]
+    kinds = (ast.Name, ast.Attribute, ast.Subscript)
+    stored = [one for one in nodes if isinstance(one, kinds) and type(one.ctx) is ast.Store]
+    return {ast.unparse(one).rstrip("'\"]").replace("['", ".").rpartition(".")[2] for one in stored}
 
 
 def _batches(a: Sequence[Worked], b: Sequence[Worked]) -> str | None:

@@ -20,12 +20,12 @@ from typing import Any
 import ipywidgets
 
 from engine.errors import BadInput, UsageError
-from engine.flips.plan import parse_time
 from engine.flips.proposals import proposals
 from engine.flips.text import verdict_lines
 from engine.log.folder import RunFolder, open_run
 from engine.report.chart import flip_figure
 from engine.terminal import as_html
+from engine.units import parse_time
 from workbench.feed import RunFeed, command_of
 from workbench.flip_snapshots import FlipFeed, FlipSnapshot, Wanted, flip_lines, going_on
 from workbench.jobs import Job

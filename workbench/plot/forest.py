@@ -20,13 +20,14 @@ from engine.flips.judge import interval_of
 from engine.flips.pair import Pair
 from engine.flips.plan import Plan
 from engine.flips.statistics import Interval
-from engine.flips.text import ASCII, UNICODE
 from engine.log.axis import Axis
 from workbench.plot.canvas import Row, Span, fit, name_places
 
 HEAD_WIDTH = 9
 TAIL_WIDTH = 22
 MIN_WIDTH = 12
+UNICODE, ASCII = "┊│─●├┤", ":|-o[]"
+"""Characters for the ends of the margin, zero, the interval, its middle and its ends."""
 REACH_MOST = math.log(20.0)
 
 

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import pytest
 
+from engine.flips.ending import registered
 from tests.support.findings import ask
 from tests.support.running import engine
 
@@ -172,6 +173,85 @@ for step in range(60):
     if step == 5 and loss > 100:
         raise ValueError("too large")
 """
+OF_A_COLLATE = OF_A_LOADER.replace(
+    "for epoch",
+    """\
+
+def collate(samples):
+    x, y = zip(*samples)
+    return torch.stack(x), torch.stack(y)
+
+
+for epoch""",
+).replace("batch_size=8)", "batch_size=8, collate_fn=collate)")
+OF_A_RATE = OF_A_CHECK.replace("lr=0.01", "lr=4.0").replace('float("inf")', "1.0")
+OF_A_FILE = OF_A_GENERATOR.replace(
+    'rows[203][0] = float("inf")',
+    'if os.environ.get("DATA") != "clean":\n    rows[203][0] = float("inf")',
+).replace("import torch\n", "import os\n\nimport torch\n", 1)
+OF_AN_EVALUATION = (
+    OF_A_LOADER.replace(
+        """\
+        if not torch.isfinite(x).all():
+            raise ValueError("not finite")
+""",
+        "",
+    )
+    .replace(
+        "data.tensors[0][200, 0] =",
+        """\
+held = TensorDataset(torch.randn(80, 8), torch.randn(80, 1))
+held.tensors[0][50, 0] =""",
+    )
+    .replace(
+        "for epoch",
+        """\
+
+def evaluate():
+    with torch.no_grad():
+        for x, y in DataLoader(held, batch_size=8):
+            loss = (model(x) - y).square().mean()
+            if not torch.isfinite(loss):
+                raise ValueError("not finite")
+
+
+step = 0
+for epoch""",
+    )
+    + """\
+        step += 1
+        if step % 10 == 0:
+            evaluate()
+"""
+)
+BY_A_CALL = (
+    HEAD.replace(
+        "for step",
+        """\
+
+def validate(step):
+    if step == 20:
+        raise RuntimeError("broken")
+
+
+for step""",
+    )
+    + "    validate(step)\n"
+)
+OF_AN_ALERT = OF_A_LOADER.replace(
+    """\
+        if not torch.isfinite(x).all():
+            raise ValueError("not finite")
+""",
+    "",
+)
+OF_A_SIZE = (
+    HEAD
+    + """\
+    if step == 20 and given.batch > 4:
+        raise MemoryError
+"""
+)
 LEFT_OUT = "for step in [one for one in range(given.steps) if one != 20]:"
 NOT_ZEROED = HEAD.replace("    optimizer.zero_grad()\n", "")
 DECOY = """\
@@ -228,7 +308,7 @@ NONSENSE = {
     ),
     "fewer steps": Attempt(AT_A_STEP, "exit", "", "--steps 20", "NOT_TESTED"),
     "the step that fails left out": Attempt(
-        AT_A_STEP, "exit", "for step", LEFT_OUT, "`step` is 21 in step 21 of B"
+        AT_A_STEP, "exit", "for step", LEFT_OUT, "are others than A's in step 21"
     ),
     "the step left out that fails before its forward pass": Attempt(
         BEFORE_A_STEP, "exit", "for step", LEFT_OUT, "`step` is 21 in step 21 of B"
@@ -238,21 +318,21 @@ NONSENSE = {
         "exit",
         "for x, y",
         "for x, y in (one for one in DataLoader(data, batch_size=8) if one[0].isfinite().all()):",
-        "step 26 of B took 2 batches",
+        "are others than A's in step 26",
     ),
     "the row that fails left out of a stream": Attempt(
         OF_A_STREAM,
         "exit",
         "yield from rows",
         "yield from (row for row in rows if row.isfinite().all())",
-        "step 26 of B is on other rows",
+        "are others than A's in step 26",
     ),
     "the row that fails left out of a generator": Attempt(
         OF_A_GENERATOR,
         "exit",
         "left = iter(rows)",
         "left = iter([row for row in rows if row.isfinite().all()])",
-        "step 26 of B is on other rows",
+        "are others than A's in step 26",
     ),
     "the counter moved on before it meets the condition": Attempt(
         AT_A_STEP,
@@ -269,9 +349,122 @@ NONSENSE = {
         "exit",
         "",
         "START=21",
-        "`step` is 21 in step 1 of B",
+        "are others than A's in step 1",
     ),
-    "half the batch": Attempt(AT_A_ROW, "exit", "", "--batch 4", "NOT_TESTED"),
+    "half the batch": Attempt(AT_A_ROW, "exit", "", "--batch 4", "are 4 in step 1, and 8 in A"),
+    "the row that fails left out of a batch": Attempt(
+        OF_A_COLLATE,
+        "exit",
+        "x, y = zip",
+        "x, y = zip(*[one for one in samples if one[0].isfinite().all()])",
+        "rows are 7 in step 26, and 8 in A",
+    ),
+    "the row that fails replaced by its neighbour": Attempt(
+        OF_A_COLLATE,
+        "exit",
+        "x, y = zip",
+        "x, y = zip(*[one if one[0].isfinite().all() else samples[1] for one in samples])",
+        "rows are others than A's in step 26",
+    ),
+    "data without the row, under the same numbers": Attempt(
+        OF_A_LOADER,
+        "exit",
+        "data.tensors[0]",
+        "data = TensorDataset(*(torch.cat([one[:200], one[201:]]) for one in data.tensors))",
+        "rows are others than A's in step 26",
+    ),
+    "a loss that is a constant": Attempt(
+        OF_A_RATE, "exit", "loss =", "loss = (model(x) - y).mean() * 0 + 1", "its first loss is 1"
+    ),
+    "a loss of which nothing is learnt, named so": Attempt(
+        OF_A_RATE,
+        "exit",
+        "loss =",
+        "objective: loss = (model(x) - y).mean() * 0 + 1",
+        "in each step",
+    ),
+    "another reduction of the loss": Attempt(
+        OF_A_RATE, "exit", "loss =", "loss = (model(x) - y).square().amin()", "its first loss is"
+    ),
+    "fewer rows, read again": Attempt(
+        OF_A_GENERATOR,
+        "exit",
+        "left = iter",
+        "left = iter(rows[:200] * 4)",
+        "others than A's in step 26",
+    ),
+    "fewer rows, read again, named data": Attempt(
+        OF_A_GENERATOR,
+        "exit",
+        "left = iter",
+        "data: left = iter(rows[:200] * 4)",
+        "it saw 200 different rows, A 208",
+    ),
+    "rows before the broken one": Attempt(
+        AT_A_ROW,
+        "exit",
+        "rows = ",
+        "rows = torch.arange(step * given.batch, (step + 1) * given.batch) % 160",
+        "others than A's in step 21",
+    ),
+    "an evaluation that is never called": Attempt(
+        OF_AN_EVALUATION, "exit", "            evaluate()", "pass", "it evaluated on 0 rows"
+    ),
+    "an evaluation of other rows": Attempt(
+        OF_AN_EVALUATION,
+        "exit",
+        "            evaluate()",
+        "with torch.no_grad(): [model(x) for _ in range(20)]",
+        "of A's 56 not among them",
+    ),
+    "a sampler that begins elsewhere": Attempt(
+        OF_A_LOADER,
+        "exit",
+        "for x, y",
+        "for x, y in DataLoader(data, batch_size=8, sampler=[*range(208, 800), *range(208)]):",
+        "others than A's in step 1",
+    ),
+    "a sampler that begins elsewhere, named data": Attempt(
+        OF_A_LOADER,
+        "exit",
+        "for x, y",
+        "data: for x, y in DataLoader(data, batch_size=8, sampler=[*range(208, 800), *range(208)]):",
+        "its sampler did not ask for",
+    ),
+    "a call that is left out": Attempt(
+        BY_A_CALL, "exit", "    validate(step)", "pass", "does not call `validate`"
+    ),
+    "a call on a condition": Attempt(
+        BY_A_CALL, "exit", "    validate(step)", "step % 20 and validate(step)", "or not always"
+    ),
+    "a rate of zero": Attempt(
+        OF_A_RATE,
+        "exit",
+        "optimizer =",
+        "optimizer = torch.optim.SGD(model.parameters(), lr=0.0)",
+        ", and not in A",
+    ),
+    "a loss that the probe does not see": Attempt(
+        OF_AN_ALERT,
+        "alert non_finite",
+        "loss.backward()",
+        "model.weight.grad, model.bias.grad = torch.autograd.grad(loss, [model.weight, model.bias])",
+        "the loss of step 1 is not known",
+    ),
+    "fewer parameters": Attempt(
+        OF_A_RATE,
+        "exit",
+        "optimizer =",
+        "optimizer = torch.optim.SGD([model.bias], lr=0.01)",
+        "it trains 1 parameters, and A 9",
+    ),
+    "a loss that is bounded": Attempt(
+        OF_A_RATE,
+        "exit",
+        "loss =",
+        "loss = (model(x) - y).square().mean().clamp(max=1e4)",
+        "whatever the rows",
+    ),
     "a check of the loss turned off": Attempt(
         OF_A_CHECK, "exit", "        check(", "pass", "its loss is not finite from step 26 on"
     ),
@@ -314,18 +507,32 @@ HONEST = {
     "a model that begins otherwise": Attempt(
         OF_A_MODEL, "exit", "model =", "model = nn.Linear(8, 1)", "B_ENDS_IT"
     ),
+    "half the batch, named data": Attempt(OF_A_SIZE, "exit", "", "data: --batch 4", "B_ENDS_IT"),
+    "another environment, named data": Attempt(
+        OF_A_FILE, "exit", "", "data: DATA=clean", "B_ENDS_IT"
+    ),
+    "a smaller rate": Attempt(
+        OF_A_RATE,
+        "exit",
+        "optimizer =",
+        "optimizer = torch.optim.SGD(model.parameters(), lr=0.01)",
+        "B_ENDS_IT",
+    ),
+    "a row of the evaluation is mended": Attempt(
+        OF_AN_EVALUATION, "exit", "held.tensors[0]", "held.tensors[0][50, 0] = 1.0", "B_ENDS_IT"
+    ),
+    "a batch that mends its rows": Attempt(
+        OF_A_COLLATE,
+        "exit",
+        "x, y = zip",
+        "x, y = zip(*[(one.nan_to_num(posinf=1.0), other) for one, other in samples])",
+        "B_ENDS_IT",
+    ),
     "gradients are zeroed": Attempt(
         NOT_ZEROED,
         "identity kept_gradients",
         "optimizer.step()",
         "optimizer.step(); optimizer.zero_grad()",
-        "B_ENDS_IT",
-    ),
-    "rows before the broken one": Attempt(
-        AT_A_ROW,
-        "exit",
-        "rows = ",
-        "rows = torch.arange(step * given.batch, (step + 1) * given.batch) % 160",
         "B_ENDS_IT",
     ),
 }
@@ -345,7 +552,8 @@ def tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, one: Attempt) -> tupl
     if one.line:
         lines = one.script.splitlines()
         number = next(n for n, line in enumerate(lines, 1) if one.line in line)
-        change = f"train.py:{number}={one.change}"
+        kind, text = registered(one.change)
+        change = f"{kind}{kind and ': '}train.py:{number}={text}"
     made = ask("why", "new", "runs/bad", "--seen", one.seen, "--cause", change)
     if made.code:
         return made.err, made.code

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -18,13 +17,6 @@ from engine.flips.flip_folder import create_flip
 from engine.flips.judge import conclude, judge
 from engine.flips.pair import Pair
 from engine.flips.plan import Change, Plan
-from engine.flips.statistics import (
-    MARGINS,
-    Interval,
-    anytime_interval,
-    decide,
-    other_margin,
-)
 from engine.flips.surroundings import Surroundings
 from engine.flips.verdicts import Answer, answer
 from engine.verdict import Level, Verdict
@@ -221,9 +213,9 @@ def test_a_busy_machine_is_named_with_those_that_want_its_cpus(tmp_path: Path) -
         "cannot be decided on this busy machine: 4 others want its CPUs;"
         " time per step +0 % [-12, +14], margin 5 %"
     )
-    assert fields["action"] == "close them or raise the margin to 15 %"
+    assert fields["action"] == "close them and run it again"
     details = "\n".join(text.verdict_lines(fields))
-    assert "2569550" not in details and "more pairs than a flip runs would decide" in details
+    assert "2569550" not in details
 
 
 def test_a_busy_machine_with_few_pairs_missing_is_closed_and_measured_again(tmp_path: Path) -> None:
@@ -235,29 +227,17 @@ def test_a_busy_machine_with_few_pairs_missing_is_closed_and_measured_again(tmp_
 def test_noise_that_no_number_of_pairs_beats_asks_for_a_larger_margin(tmp_path: Path) -> None:
     fields = fields_of(tmp_path, timed(NOISY), pairs_needed=2569550)
     assert fields["sentence"].startswith("cannot be decided: pairs differ by ")
-    assert fields["action"] == "raise the margin to 15 %"
+    assert fields["action"] == "run it again with more steps, or with a larger margin"
 
 
 def test_pairs_that_take_many_hours_are_not_proposed(tmp_path: Path) -> None:
     said = answer(fields_of(tmp_path, slow(timed(NOISY), 3600.0), pairs_needed=20))
-    assert said.action == "raise the margin to 15 %"
-
-
-def test_an_effect_on_the_margin_is_told_from_noise(tmp_path: Path) -> None:
-    near = [math.log(1.05) + d / 20 for d in NOISY]
-    fields = fields_of(tmp_path, timed(near), plan(steps=20))
-    assert fields["sentence"].startswith(
-        "cannot be decided: the effect is as large as the margin; time per step +5."
-    )
-    assert fields["action"] == "lower the margin to 4 % if so little matters"
-    assert fields["next"] == [
-        "run: engine flip /kd.toml --set compute.threads=1 --steps 20 --margin 4%"
-    ]
+    assert said.action == "run it again with more steps, or with a larger margin"
 
 
 def test_a_margin_that_says_nothing_is_not_proposed(tmp_path: Path) -> None:
     fields = fields_of(tmp_path, timed([10 * d for d in NOISY]), pairs_needed=100_000)
-    assert fields["action"] == "run it again with more steps"
+    assert fields["action"] == "run it again with more steps, or with a larger margin"
     busy = fields_of(
         tmp_path / "b", loaded(timed([10 * d for d in NOISY]), 3.0), pairs_needed=100_000
     )
@@ -343,13 +323,6 @@ def test_the_verdict_of_an_older_engine_is_put_into_the_same_words() -> None:
     )
 
 
-def test_the_millions_of_pairs_of_an_older_engine_are_not_repeated(tmp_path: Path) -> None:
-    fields = fields_of(tmp_path, timed(NOISY), pairs_needed=2569550)
-    del fields["sentence"]
-    fields["next"] = ["about 2569550 pairs would decide; longer runs vary less: engine flip"]
-    assert "2569550" not in "\n".join(text.verdict_lines(fields))
-
-
 def test_the_sentence_and_the_action_come_first_and_the_statistics_after(tmp_path: Path) -> None:
     fields = fields_of(tmp_path, timed(FASTER))
     lines = text.verdict_lines(fields)
@@ -358,20 +331,3 @@ def test_the_sentence_and_the_action_come_first_and_the_statistics_after(tmp_pat
 
 
 # The margins at which the present pairs would decide
-
-
-@pytest.mark.parametrize("shift", [0.0, 0.03, -0.03, 0.1, -0.1, 0.5])
-@pytest.mark.parametrize("scale", [0.001, 0.1, 1.0])
-def test_the_margins_proposed_decide(shift: float, scale: float) -> None:
-    interval = anytime_interval([shift + scale * d for d in NOISY])
-    margin = other_margin(interval)
-    if margin:
-        differs = "B_FASTER" if shift < 0 else "B_SLOWER"
-        assert decide(interval, margin) in ("EQUIVALENT", differs)
-    else:
-        assert not any(decide(interval, margin) for margin in MARGINS)
-
-
-def test_an_open_interval_has_no_deciding_margin() -> None:
-    few = Interval(mean=0.1, low=-math.inf, high=math.inf, pairs=2, deviation=0.1)
-    assert other_margin(few) == 0

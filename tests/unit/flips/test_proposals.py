@@ -60,13 +60,6 @@ def test_a_script_without_a_loader_is_given_no_workers_and_what_nothing_suggests
     assert possible and not any(each.seen for each in possible)
 
 
-def test_a_run_that_waits_for_data_has_it_first_without_an_alert_too() -> None:
-    steps = [StepDone(step=n, step_s=1.0, data_s=0.6, rows=1) for n in (1, 2, 3)]
-    first, *_ = found(watched(), *steps)
-    assert (first.assignment, first.impossible) == ("loader.workers=4", "")
-    assert first.source == "a step waits for data for 60 % of its time"
-
-
 def test_an_option_of_the_command_is_taken_as_it_is_spelt_and_more_than_it_has() -> None:
     first, *_ = found(watched(), alert("data_wait"), words=("python", "t.py", "--num-workers=4"))
     assert first.assignment == "--num-workers 8"

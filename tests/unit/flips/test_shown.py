@@ -108,34 +108,6 @@ def test_other_files_of_the_script_are_another_experiment() -> None:
     assert said(pairs) == INVALID
 
 
-def test_a_training_of_less_counts_for_nothing() -> None:
-    facts = [{"trainable parameters": count} for count in (1000, 10)]
-    pairs = [
-        replace(one, a=replace(one.a, facts=facts[0]), b=replace(one.b, facts=facts[1]))
-        for one in made(*[ALONE] * 3)
-    ]
-    assert said(pairs) == UNTESTED
-
-
-@pytest.mark.parametrize(
-    ("rows", "said_of"), [(([8, 8], [8, 8, 8]), ENDS_IT), (([8, 8], [4, 4, 4]), UNTESTED), (([8], [None]), UNTESTED)]
-)  # fmt: skip
-def test_another_first_loss_is_no_matter_where_rows_are_counted(
-    rows: tuple[list[int | None], ...], said_of: str
-) -> None:
-    """Where no loader counts them, they are those that the model is called with."""
-    facts = [{"rows per step": [None, *one]} for one in rows]
-    pairs = [
-        replace(
-            one,
-            a=replace(one.a, facts=facts[0], losses=[2.0]),
-            b=replace(one.b, facts=facts[1], losses=[1.0]),
-        )
-        for one in made(*[ALONE] * 3)
-    ]
-    assert said(pairs) == said_of
-
-
 @cache
 def one_pair(number: int, a: bool | None, b: bool | None) -> Pair:
     return pair(number, arm("A", a, f"a{number}"), arm("B", b, f"b{number}"))
@@ -169,11 +141,3 @@ def test_a_coin_closes_few_findings_however_many_causes_are_tried(show: float, f
     wrong = sum(opponent(coin, show, fail, 50) for _ in range(findings))
     # Three standard deviations beyond a share of 2 %; with three pairs for each cause it is half of them.
     assert wrong <= findings * 0.02 + 3 * (findings * 0.02 * 0.98) ** 0.5
-
-
-def test_other_data_whose_rows_are_not_counted_has_to_run_to_its_own_end() -> None:
-    """Half a batch reaches the row that fails in twice the steps."""
-    asked = made(*[ALONE] * 3)
-    other = [replace(one, b=replace(one.b, losses=[9.0, 8.0])) for one in asked]
-    assert said(other) == UNTESTED
-    assert said([replace(one, b=replace(one.b, state="completed")) for one in other]) == ENDS_IT

@@ -11,15 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.flips.statistics import (
-    EXACT_SIGNS,
     anytime_interval,
     anytime_p,
     decide,
     diagnose,
-    holm,
     pairs_needed,
     sign_bound,
-    sign_flip_p,
     t_tail,
 )
 from tests.support.fixed_interval import fixed_interval, t_quantile
@@ -91,11 +88,6 @@ def test_without_a_pair_there_is_no_interval() -> None:
         anytime_interval([])
 
 
-@pytest.mark.parametrize(("values", "p"), [([0.1] * 6, 2 / 64), ([0.1] * 4, 2 / 16), ([0.0], 1.0)])
-def test_sign_flips_are_counted_exactly(values: list[float], p: float) -> None:
-    assert sign_flip_p(values) == p
-
-
 def test_a_hang_of_the_same_arm_in_every_pair_is_bounded_by_coin_flips() -> None:
     assert sign_bound(5) == 1 / 32
 
@@ -156,16 +148,3 @@ def test_p_is_below_alpha_exactly_where_the_interval_leaves_out_zero(
     outside = interval.low > 0 or interval.high < 0
     if abs(p - alpha) > 1e-9 and interval.deviation > 1e-9:
         assert outside == (p < alpha)
-
-
-def test_several_metrics_are_held_to_a_stricter_level_than_one() -> None:
-    assert holm({"a": 0.04}) == {"a"}
-    assert holm({"a": 0.04, "b": 0.9}) == set()
-    assert holm({"a": 0.02, "b": 0.04, "c": 0.001}) == {"a", "b", "c"}
-    assert holm({"a": 0.03, "b": 0.04, "c": 0.001}) == {"c"}
-
-
-def test_many_pairs_have_their_signs_sampled() -> None:
-    n = EXACT_SIGNS + 5
-    assert sign_flip_p([0.1] * n) < 0.001
-    assert sign_flip_p([0.1 * (-1) ** i for i in range(n)]) > 0.5

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from engine.log.events import Watched, Worked
 from engine.log.folder import RunFolder
+from engine.log.observed import Observed
 from engine.log.work import work_left_out
 from tests.support.run_folders import Scene, step
 from tests.unit.flips.test_proposals import PROBED
@@ -155,6 +157,123 @@ def test_steps_of_the_engine_are_on_the_same_rows_unless_the_data_were_changed(
     found = work_left_out(runs[0], runs[1], same_rows=True)
     assert found == "step 2 of B is on other rows than A's"
     assert work_left_out(runs[0], runs[1]) is None
+
+
+SEEN = Observed(
+    kind="exit",
+    id="failed",
+    text="it ended",
+    run="bad",
+    run_id="0" * 16,
+    log="watch",
+    seq=3,
+    sha256="0" * 64,
+    step=2,
+    after_s=9.0,
+)
+
+
+def on(*rows: str, fails: bool = False, **more: list[object]) -> list[Worked]:
+    """Steps on these rows; `more` has other fields of each of them."""
+    return [
+        Worked(
+            step=n + 1,
+            rows=one.split(),
+            failed=fails and n + 1 == len(rows),
+            **{name: values[n] for name, values in more.items()},  # type: ignore[arg-type]
+        )
+        for n, one in enumerate(rows)
+    ]
+
+
+def said_of(
+    tmp_path: Path,
+    a: list[Worked],
+    b: list[Worked],
+    losses: tuple[list[float | None], list[float | None]] = ([], []),
+    **how: object,
+) -> str | None:
+    runs = []
+    for name, worked, of in (("a", a, losses[0]), ("b", b, losses[1])):
+        scene = Scene(tmp_path / name).open()
+        scene.events(*worked, *(step(n, loss) for n, loss in enumerate(of, 1)))
+        runs.append(scene.close().run)
+    return work_left_out(*runs, **{"observed": SEEN} | how)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "kind", "said"),
+    [
+        (on("a b", "c d", fails=True), on("a b", "c d", "e f"), "", None),
+        # A row is mended, left out, doubled, or the others moved up.
+        (on("a b", "c d", fails=True), on("a b", "x d", "e f"), "", None),
+        (on("a b", "c d", fails=True), on("a b", "d", "e f"), "", "rows are 1 in step 2"),
+        (on("a b", "c d", fails=True), on("a b", "d d", "e f"), "", "others than A's in step 2"),
+        (on("a b", "c d", fails=True), on("a b", "d e", "f g"), "", "others than A's in step 2"),
+        (on("a b", "c d", fails=True), on("a b", "a b", "a b"), "", "others than A's in step 2"),
+        (on("a b", "c d", fails=True), on("e f", "g h", "i j"), "", "others than A's in step 1"),
+        # After a change of data as many different ones count.
+        (on("a b", "c d", fails=True), on("a b", "d e", "f g"), "data", None),
+        (on("a b", "c d", fails=True), on("a b", "a b", "a b"), "data", "2 different rows, A 4"),
+        (on("a b", "c d", fails=True), on("e f", "g h", "i j"), "data", "only a run to its own end"),
+        (on("a", "b", asked=[[0], [1]]), on("a", "c", "d", asked=[[0], [2], [3]]), "data", "did not ask for 1"),
+        (on("a", "b", called=[["p"], ["q"]]), on("a", "b", called=[["p"], ["p"]]), "", "model is trained on"),
+        (on("a", "b", evaluated=[[], ["p", "q"]]), on("a", "b"), "", "evaluated on 0 rows by step 2"),
+        (on("a", "b", evaluated=[[], ["p", "q"]]), on("a", "b", evaluated=[[], ["p"] * 9]), "", "1 of A's 2"),
+        (on("a", "b", evaluated=[[], ["p", "q"]]), on("a", "b", evaluated=[[], ["p", "x"]]), "", None),
+    ],
+)  # fmt: skip
+def test_the_rows_of_a_run_are_those_of_the_other_one(
+    tmp_path: Path, a: list[Worked], b: list[Worked], kind: str, said: str | None
+) -> None:
+    found = said_of(tmp_path, a, b, kind=kind)
+    assert not found if said is None else found is not None and said in found, found
+
+
+SAME = on("a", "b", "c", fails=True), on("a", "b", "c", "d", "e")
+
+
+@pytest.mark.parametrize(
+    ("losses", "kind", "said"),
+    [
+        (([2.0, 1.0], [2.01, 1.5, 1.4, 1.3, 1.2]), "", None),
+        (([2.0, 1.0], [3.0, 1.5, 1.4, 1.3, 1.2]), "", "its first loss is 3"),
+        (([2.0, 1.0], [3.0, 1.5, 1.4, 1.3, 1.2]), "objective", None),
+        (([2.0, 1.0], [3.0, 3.0, 3.0, 3.0, 3.0]), "objective", "whatever the rows"),
+        (([2.0, 1.0], [2.0, 1.5, 1.0, 1.0, 1.0]), "", "is 1.0 from step 3 on"),
+        (([2.0, 1.0], [None, None, None, None, None]), "", "loss of step 1 is not known"),
+    ],
+)
+def test_a_run_trains_for_what_the_other_one_did(
+    tmp_path: Path, losses: tuple[list[float | None], ...], kind: str, said: str | None
+) -> None:
+    found = said_of(tmp_path, *SAME, losses, kind=kind)  # type: ignore[arg-type]
+    assert not found if said is None else found is not None and said in found, found
+
+
+@pytest.mark.parametrize(
+    ("now", "said"),
+    [
+        ("check(x)", None),
+        ("y = fix(check(x))", None),
+        ("pass", "does not call `check`"),
+        ("step % 2 and check(x)", "or not always"),
+        ("check(x) if x else None", "or not always"),
+        ("[check(x) for _ in []]", "or not always"),
+        ("with suppress(ValueError): check(x)", "or not always"),
+        ("if check(x): pass", None),
+    ],
+)
+def test_the_call_that_failed_is_made(tmp_path: Path, now: str, said: str | None) -> None:
+    a = on("a", "b", fails=True, calls=[[], ["train.py:7 check"]])
+    found = said_of(tmp_path, a, SAME[1], key="train.py:7", was="check(x)", now=now)
+    assert not found if said is None else found is not None and said in found, found
+
+
+def test_an_identity_is_judged_as_often(tmp_path: Path) -> None:
+    a, b = (on("a", "b", judged=[{"x": 1}, {"x": n}]) for n in (3, 2))  # type: ignore[list-item]
+    seen = replace(SEEN, kind="identity", id="x")
+    assert "was judged 2 times, and 3 times in A" in (said_of(tmp_path, a, b, observed=seen) or "")
 
 
 def test_a_training_elsewhere_is_another_one(tmp_path: Path) -> None:

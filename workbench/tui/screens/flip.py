@@ -203,7 +203,7 @@ class FlipScreen(PollingScreen):
 
     def _draw_lines(self, snapshot: FlipSnapshot) -> None:
         self.query_one("#verdict", WordsView).lines = tuple(verdict_of(snapshot))
-        lines = flip_details(snapshot, ascii_only=self.context.ascii_only)
+        lines = flip_details(snapshot)
         if self._folded and snapshot.has_ended:
             lines = ["z: the statistics, controls, plan and pairs"]
         self.query_one("#progress", WordsView).lines = tuple(lines)

@@ -78,7 +78,7 @@ class FlipsScreen(BrowseScreen[FlipsFeed]):
 
     def __init__(self, context: Context, run: RunFolder | None = None) -> None:
         folders = beside(context.folders, FLIPS)
-        super().__init__(context, FlipsFeed(folders, ascii_only=context.ascii_only))
+        super().__init__(context, FlipsFeed(folders))
         self._run = run
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:

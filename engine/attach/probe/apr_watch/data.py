@@ -32,7 +32,7 @@ _SEEDS = 64
 """Maximum number of different seeds that are remembered."""
 _ROWS, _WIDTH, _BYTES = 8, 1024, 64
 """Limits of a batch's fingerprint: rows and elements of a row of each tensor, and the minimum size in bytes."""
-_TENSORS = 8
+_TENSORS, _DIGESTS = 8, 512
 _MAX_COMPARED, _DIFFERENT = 64, 4
 """Maximum number of batches of a pass that are compared, and the least of them that are called different."""
 
@@ -379,6 +379,20 @@ def digest_of(torch: Any, batch: Any) -> str:
         whole = zlib.crc32(_bytes_of(torch, one.detach()), whole)
         last = zlib.crc32(_bytes_of(torch, one.detach()[-1:]), last)
     return f"{whole:08x}.{last:08x}" if whole else ""
+
+
+def digests_of(torch: Any, batch: Any) -> list[str]:
+    """Return a digest of each row of a batch's tensors on the host, or of as many rows in a row as leave _DIGESTS."""
+    held = [one.detach() for one in _on_host(torch, batch)]
+    count = len(held[0]) if held else 0
+    size = max(1, -(-count // _DIGESTS))
+    found = []
+    for at in range(0, count, size):
+        digest = 0
+        for one in held:
+            digest = zlib.crc32(_bytes_of(torch, one[at : at + size]), digest)
+        found.append(f"{digest:08x}")
+    return found
 
 
 def _on_host(torch: Any, batch: Any) -> list[Any]:

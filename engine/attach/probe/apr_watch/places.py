@@ -63,10 +63,13 @@ class Places:
         frame: FrameType | None = sys._getframe(1)
         while frame is not None:
             if self.is_of_script(frame.f_code):
-                file = os.path.realpath(frame.f_code.co_filename)
-                return f"{file[len(self._folder) :]}:{frame.f_lineno}", frame
+                return self.line_of(frame.f_code, frame.f_lineno), frame
             frame = frame.f_back
         return "", None
+
+    def line_of(self, code: CodeType, number: int) -> str:
+        """Return `FILE:LINE` of a line of the script's own code."""
+        return f"{os.path.realpath(code.co_filename)[len(self._folder) :]}:{number}"
 
     def is_of_script(self, code: CodeType) -> bool:
         """Whether code is of a file in the folder where the script was started."""

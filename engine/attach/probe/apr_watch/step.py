@@ -24,13 +24,13 @@ from .folders import Beat, Position, claim, claim_failed, record_lost
 from .identities import Identities, framework
 from .memory import HeldMemory
 from .modes import Noticed
-from .parameters import SUSPICION, WITHDRAWN, held_by
+from .parameters import FACT, SUSPICION, WITHDRAWN, held_by
 from .places import Places
 from .progress import Plan
 from .trainings import Trainings
 from .updates import Seen
 from .values import EXIT_WAIT_S, Kept, Reader, Values, as_number, is_capturing
-from .work import Work
+from .work import Batch, Work
 from .writer import Log
 
 PHASES = ("data", "forward", "backward", "optimizer", "rest")
@@ -124,10 +124,10 @@ class Batches:
         self._place: dict[str, int | None] = {}
         self.place: dict[str, int | None] = {}
         """Number of the newest batch that was trained on, and of all batches of its pass, where they are known."""
-        self._sizes: list[tuple[Pass, tuple[int | None, int | None, str]]] = []
+        self._sizes: list[tuple[Pass, tuple[int | None, int | None, Batch]]] = []
 
     def fetched(
-        self, read: Pass, at: int | None, batch: Any, caller: FrameType, name: str
+        self, read: Pass, at: int | None, batch: Any, caller: FrameType, name: Batch
     ) -> int | None:
         """Record the `at`-th batch of a pass; return its rows, None where they are unknown."""
         is_known = isinstance(at, int) and read.length is not None and at <= read.length
@@ -152,7 +152,7 @@ class Batches:
         """Record the begin of a backward pass."""
         self.place = self._place
 
-    def lap(self) -> tuple[int | None, int | None, list[str]]:
+    def lap(self) -> tuple[int | None, int | None, list[Batch]]:
         """Return rows and tokens since the last step, None where unknown for a batch, and the names of the batches."""
         sizes = [size for read, size in self._sizes if read.feeds]
         self._sizes = []
@@ -219,6 +219,8 @@ class Entry(NamedTuple):
     """Sampled step whose verdicts become lines once the device has passed it."""
     logged: set[tuple[str, str]] | None = None
     """Identities and levels that the log already has."""
+    work: Work | None = None
+    """Counter of the verdicts."""
 
 
 class Steps:
@@ -232,8 +234,8 @@ class Steps:
         self._memory = HeldMemory(torch)
         self._places = Places(torch)
         self._work = Work(self._places)
-        self._missed = ""
-        """Name of the batch that a loader was to hand out when it failed."""
+        self._missed = Batch()
+        """Batch that a loader was to hand out when it failed."""
         self._most = int(os.environ.get(_STEPS) or 0)
         self._slow_by, self._slept_s = float(os.environ.get(_SLOW_BY) or 0.0), 0.0
         self._reset()
@@ -589,10 +591,12 @@ class Steps:
             return
         for seen in found:
             if isinstance(seen, Noticed) and seen.is_in(self._logged_identities):
+                self._work.judged.update(line[0] for line in seen.lines() if line[1] != FACT)
                 continue
             step = seen.step if isinstance(seen, Noticed) else None
             about = {"step": min(self._step, step or self._step), "framework": framework()}
-            entry = Entry(Values(), self.log, "judged", about, None, seen, self._logged_identities)
+            logged = self._logged_identities
+            entry = Entry(Values(), self.log, "judged", about, None, seen, logged, self._work)
             self._waiting.append(entry)
         self._write_ready()
 
@@ -737,6 +741,8 @@ def _write_verdicts(entry: Entry, seen: Seen | Noticed) -> None:
     # At the end of the process, verdicts on steps that the GPU has not passed stay unknown.
     for name, level, text, numbers in seen.lines() if seen.has_passed() else []:
         is_withdrawal = WITHDRAWN in numbers
+        if entry.work is not None and level != FACT:
+            entry.work.judged[name] += 1
         if entry.logged is not None and (is_withdrawal or (name, level) not in entry.logged):
             entry.logged.add((name, level))
             if is_withdrawal:

@@ -3,7 +3,8 @@
 Both runs of a pair write it, and a step that one of them leaves out is seen by it (`engine.log.work`). Other runs do
 not. A batch is its number in the pass over its loader and a digest of the samples that the sampler asked for; of a
 stream, which has no sampler, a digest of its rows. Where no loader feeds the training, a batch is the first tensor that
-the model is called with.
+the model is called with. Rows are recorded one by one too, as far as they are on the host: those of the loader, those
+that the model is trained on, and those that it is called with without gradients.
 """
 
 from __future__ import annotations
@@ -12,11 +13,12 @@ import os
 import sys
 import weakref
 import zlib
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from types import CodeType, FrameType, ModuleType, TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
-from .data import digest_of
+from .data import digest_of, digests_of, indices_of
 from .places import Places, visible
 from .settings import SEED_BY
 
@@ -25,6 +27,19 @@ _LARGEST = 1 << 53
 """Bound of a counter: larger integers are hashes."""
 _STREAM = {type(None)}
 """Types of the indices that a stream is asked for."""
+_ASKS = f"{__package__}.questions"
+_LISTED = 4096
+"""Maximum number of rows of a step that are recorded one by one."""
+
+
+class Batch(NamedTuple):
+    """A batch of a loader; empty in runs that are not of an experiment."""
+
+    name: str = ""
+    asked: tuple[int, ...] = ()
+    """Samples that the sampler asked for, where they have numbers."""
+    rows: tuple[str, ...] = ()
+    """Digests of its rows."""
 
 
 class Work:
@@ -41,17 +56,26 @@ class Work:
         self._number, self._latest = 0, ""
         self._names: set[str] = set()
         """Variables of the script that held such rows."""
+        self._called: list[str] = []
+        self._evaluated: list[str] = []
+        """Digests of the rows of calls since the last step, with and without gradients; a call whose rows are not on
+        the host has an empty one."""
+        self.judged: Counter[str] = Counter()
+        """Number of verdicts on each identity so far."""
 
-    def batch(self, iterator: Any, index: Any, batch: Any = None, *, fetched: bool = True) -> str:
-        """Return the name of the batch that a loader hands out, or was to hand out; empty in other runs. `index`: what
-        its sampler gave."""
+    def batch(self, iterator: Any, index: Any, batch: Any = None, *, fetched: bool = True) -> Batch:
+        """Return the batch that a loader hands out, or was to hand out; an empty one in other runs. `index`: what its
+        sampler gave."""
         if not self._is_on:
-            return ""
+            return Batch()
+        torch = sys.modules["torch"]
         number = int(getattr(iterator, "_num_yielded", 0)) - fetched
         kinds = {*map(type, index)} if isinstance(index, list) else {type(index)}
+        rows = tuple(digests_of(torch, batch))
         if kinds == _STREAM:
-            return f"{number}:{digest_of(sys.modules['torch'], batch)}"
-        return f"{number}:{zlib.crc32(repr(index).encode()):08x}"
+            return Batch(f"{number}:{digest_of(torch, batch)}", (), rows)
+        asked = tuple(indices_of(index) or ())
+        return Batch(f"{number}:{zlib.crc32(repr(index).encode()):08x}", asked, rows)
 
     def follow(self) -> None:
         """Record from now on the rows that the script's model is called with."""
@@ -60,6 +84,11 @@ class Work:
             _FOLLOWED[model] = self
             model.register_forward_pre_hook(_called, with_kwargs=True)
 
+    def evaluated(self, rows: Any, frame: FrameType | None) -> None:
+        # The probe calls it too.
+        if not any(one.f_globals.get("__name__") == _ASKS for one in _below(frame)):
+            self._evaluated += digests_of(sys.modules["torch"], rows) or [""]
+
     def called(self, rows: Any, frame: FrameType | None) -> None:
         if self._call(rows):
             for one in self._of_script(_below(frame)):
@@ -67,6 +96,7 @@ class Work:
 
     def _call(self, rows: Any) -> bool:
         digest = digest_of(sys.modules["torch"], rows)
+        self._called += digests_of(sys.modules["torch"], rows) or [""]
         if digest:
             self._calls.append(f"{self._number}:{digest}")
             self._number, self._latest = self._number + 1, digest
@@ -78,19 +108,23 @@ class Work:
         count, self._rows = self._rows, 0
         return count or None
 
-    def done(self, batches: Iterable[str]) -> dict[str, Any] | None:
+    def done(self, batches: Iterable[Batch]) -> dict[str, Any] | None:
         """Return what the step that has just been done worked on; None in other runs."""
         if not self._is_on:
             return None
         return self._said(batches, self._of_script(_below(sys._getframe(1))))
 
-    def failed(self, batches: Iterable[str], trace: TracebackType | None) -> dict[str, Any] | None:
+    def failed(
+        self, batches: Iterable[Batch], trace: TracebackType | None
+    ) -> dict[str, Any] | None:
         """Return what the step worked on in which the script failed."""
         if not self._is_on:
             return None
         frames: list[FrameType] = []
+        lines: list[int] = []
         while trace is not None and len(frames) < _FRAMES:
             frames.append(trace.tb_frame)
+            lines.append(trace.tb_lineno)
             trace = trace.tb_next
         own = self._of_script(frames)
         # It may have failed before it called the model with the rows that it had.
@@ -98,7 +132,12 @@ class Work:
         for rows in held[: not self._calls]:
             if digest_of(sys.modules["torch"], rows) != self._latest:
                 self._call(rows)
-        return {**self._said(batches, own), "failed": True}
+        called = [
+            f"{self._places.line_of(one.f_code, line)} {below.f_code.co_name}"
+            for one, line, below in zip(frames, lines, frames[1:], strict=False)
+            if one in own and below in own
+        ]
+        return {**self._said(batches, own), "failed": True, "calls": called}
 
     def _of_script(self, frames: Iterable[FrameType]) -> list[FrameType]:
         found = []
@@ -110,7 +149,7 @@ class Work:
                 found.append(frame)
         return found
 
-    def _said(self, batches: Iterable[str], frames: list[FrameType]) -> dict[str, Any]:
+    def _said(self, batches: Iterable[Batch], frames: list[FrameType]) -> dict[str, Any]:
         named = [
             (f"{one.f_code.co_name}.{name}", held) for one in frames for name, held in visible(one)
         ]
@@ -122,7 +161,18 @@ class Work:
                     counters[name] = held
             named = [(f"{name}.{part}", one) for name, held in named for part, one in _parts(held)]
         calls, self._calls = self._calls, []
-        return {"batches": [one for one in batches if one] or calls, "counters": counters}
+        called, self._called = self._called, []
+        evaluated, self._evaluated = self._evaluated, []
+        known = [one for one in batches if one.name]
+        return {
+            "batches": [one.name for one in known] or calls,
+            "counters": counters,
+            "asked": [number for one in known for number in one.asked][:_LISTED],
+            "rows": [row for one in known for row in one.rows][:_LISTED],
+            "called": called[:_LISTED],
+            "evaluated": evaluated[:_LISTED],
+            "judged": dict(self.judged),
+        }
 
 
 def _parts(held: Any) -> list[tuple[Any, Any]]:
@@ -148,12 +198,14 @@ def _called(model: Any, given: tuple[Any, ...], named: dict[str, Any]) -> None:
     """Record the first tensor that a model is called with. A copy of the model has this hook too, and is none of
     _FOLLOWED."""
     torch = sys.modules["torch"]
-    if torch.compiler.is_compiling() or not torch.is_grad_enabled() or model not in _FOLLOWED:
+    if torch.compiler.is_compiling() or model not in _FOLLOWED:
         return
     rows = [one for one in (*given, *named.values()) if type(one) is torch.Tensor]
     try:
         for one in rows[:1]:
-            if not one.requires_grad:
+            if not torch.is_grad_enabled():
+                _FOLLOWED[model].evaluated(one, sys._getframe(1))
+            elif not one.requires_grad:
                 _FOLLOWED[model].called(one, sys._getframe(1))
     except Exception:  # noqa: BLE001  the script goes on without
         _FOLLOWED.pop(model, None)

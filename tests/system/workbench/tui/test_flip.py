@@ -85,7 +85,7 @@ def test_the_key_opens_the_plan_that_would_be_registered(
         assert screen.query_one("#assignment", Input).value in words_of(pilot)
         screen.query_one("#assignment", Input).value = "compute.thread_wait=active"
         await settle(pilot)
-        assert "compute.thread_wait A 'auto' B 'active'" in words_of(pilot)
+        assert "compute.thread_wait: auto -> active" in words_of(pilot)
         # A moment later: what `engine flip --dry-run` says of time, memory and device.
         for words in ("memory of one run", "device: the CPU", "time: ", "limits: at most 5m"):
             assert await shows(pilot, words), words_of(pilot)
