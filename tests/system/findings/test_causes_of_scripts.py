@@ -381,7 +381,7 @@ NONSENSE = {
         "exit",
         "loss =",
         "objective: loss = (model(x) - y).mean() * 0 + 1",
-        "in each step",
+        "whatever the rows",
     ),
     "another reduction of the loss": Attempt(
         OF_A_RATE, "exit", "loss =", "loss = (model(x) - y).square().amin()", "its first loss is"
@@ -449,7 +449,7 @@ NONSENSE = {
         "alert non_finite",
         "loss.backward()",
         "model.weight.grad, model.bias.grad = torch.autograd.grad(loss, [model.weight, model.bias])",
-        "the loss of step 1 is not known",
+        "its training is at other lines",
     ),
     "fewer parameters": Attempt(
         OF_A_RATE,
