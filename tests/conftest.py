@@ -37,6 +37,9 @@ settings.load_profile("suite")
 # Runs started by tests are tiny: one thread each leaves the other core to the other worker, and
 # fixes the order of sums.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Where a run has a thread for each core, one that spins takes its core from the other worker: two thirds of the
+# CPU time of such runs.
+os.environ.setdefault("GOMP_SPINCOUNT", "0")
 
 
 # Without bytecode each of hundreds of processes compiles torch and the engine anew, and each worker the tests:
@@ -77,6 +80,27 @@ def one_parser() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "build_parser", cache(module.build_parser))
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def one_answer_of_the_driver() -> Iterator[None]:
+    """Runs in this process share what the CUDA driver answers, which is asked in another one."""
+    from engine.machine import facts
+
+    ask, answers = facts.ask_in_child, {}
+
+    def answer() -> object:
+        read = [
+            item for item in os.environ.items() if item[0].startswith(("CUDA", "LD_", "PYTHON"))
+        ]
+        key = tuple(sorted(read))
+        if key not in answers:
+            answers[key] = ask()
+        return answers[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(facts, "ask_in_child", answer)
         yield
 
 

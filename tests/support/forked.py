@@ -2,7 +2,7 @@
 
 Run as a script it is that process: it reads requests from its stdin, and answers each with the exit code. What a
 command of the engine starts in Python, its supervisor, its trainer, a watched script, is a fork of that command,
-a child with a pid of its own as ever; what a script starts is not. Options of Python, variables of its
+a child with a pid of its own as ever; what a user's script starts is not. Options of Python, variables of its
 interpreter and of libraries that have been loaded, and imports are not those of a new process: what is said of
 them is tested in new ones.
 """
@@ -196,9 +196,9 @@ def _begin(
     """Make a fork what a new Python process is; returns what it is to run."""
     os.environ.clear()
     os.environ.update(environment)
-    if asked.module:
+    if asked.module or Path(asked.words[0]).is_relative_to(ROOT):
         _fork_children(path)
-    else:
+    if not asked.module:
         _kept.extend([sys.modules.pop(name) for name in _of_ours()])
     entries = filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))
     sys.path[:] = [*map(os.path.abspath, entries), *path]
@@ -249,6 +249,8 @@ def _fork_children(path: Sequence[str]) -> None:
             reads, _, _, writes, _, errors, _, error_pipe = rest[5:13]
             kept = [number for number in rest[2] if number > 2 and number != error_pipe]
             _take_files_and_signals((reads, writes, errors), kept, session=rest[14])
+            if rest[15] >= 0:
+                os.setpgid(0, rest[15])
             if rest[3] is not None:
                 os.chdir(rest[3])
             _start_anew()

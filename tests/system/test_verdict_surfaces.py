@@ -29,6 +29,7 @@ from engine.watch.runs_feed import RunsFeed
 from tests.support.judged import alert_event, check_event, identity_event, is_alert, number_event
 from tests.support.run_events import example_of
 from tests.support.run_folders import Scene, completed, empty, killed, resumed, running, vanished
+from tests.support.running import engine_here
 from tests.support.screens import texts_of
 from workbench.notebook.live import Live
 
@@ -273,6 +274,13 @@ def listed(folder: Path) -> dict[str, str]:
     return {row.name: row.verdict for row in rows}
 
 
+@pytest.fixture(scope="module")
+def printed(folder: Path) -> dict[str, str]:
+    """The line of each run in the list of `engine runs`."""
+    rows = json.loads(engine_here("runs", folder, "--json").stdout)
+    return {row["run"]: row["verdict"]["line"] for row in rows}
+
+
 def test_the_folders_are_of_8_healthy_runs_and_of_16_with_a_fault_or_more() -> None:
     begins = [begin.partition(" ")[0].strip(":") for _, begin in FOLDERS.values()]
     assert begins.count("HEALTHY") == 8
@@ -281,20 +289,16 @@ def test_the_folders_are_of_8_healthy_runs_and_of_16_with_a_fault_or_more() -> N
 
 @pytest.mark.parametrize("name", FOLDERS)
 def test_every_surface_has_the_same_line_and_it_is_the_right_one(
-    folder: Path, listed: dict[str, str], name: str, capsys: pytest.CaptureFixture[str]
+    folder: Path, listed: dict[str, str], printed: dict[str, str], name: str
 ) -> None:
     run, (_, begin) = folder / name, FOLDERS[name]
     line = listed[name]
     assert line.startswith(begin)
 
     def said(*words: str) -> str:
-        main([*words])
-        return capsys.readouterr().out
+        return engine_here(*words).stdout
 
-    (row,) = [
-        one for one in json.loads(said("runs", str(folder), "--json")) if one["run"] == str(run)
-    ]
-    assert row["verdict"]["line"] == line
+    assert printed[str(run)] == line
     assert json.loads(said("tail", str(run), "--json"))["verdict"]["line"] == line
     assert said("tail", str(run)).splitlines()[0].endswith(f" {line}")
     assert said("diagnose", str(run)).splitlines()[0].endswith(f" {line}")

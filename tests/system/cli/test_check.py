@@ -17,6 +17,7 @@ import pytest
 
 import engine
 from engine.plan.data_size import SAMPLED_BYTES
+from tests.support import running
 from tests.support.kit import Kit
 from tests.support.running import DEADLINE_S, engine_here, environment
 
@@ -45,7 +46,7 @@ def test_time_and_memory_are_those_of_the_second_step(
     large = tmp_path / "large.jsonl"
     large.write_text("".join(records))
     spec = kit.spec(tmp_path, data__corpus=str(large), train__steps=500)
-    done = engine_here("distill", spec, "--check", "--json")
+    done = running.engine("distill", spec, "--check", "--json")
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)["first_steps"]
     assert (found["device"], found["failed"], found["exit_code"]) == ("cpu", "", 0)
@@ -76,7 +77,7 @@ def test_a_spec_whose_first_steps_fail_is_not_sound(
 ) -> None:
     flags = [word for one in sets for word in ("--set", one)]
     spec = kit.spec(tmp_path)
-    done = engine_here("distill", spec, "--check", *flags, "--json")
+    done = running.engine("distill", spec, "--check", *flags, "--json")
     assert done.returncode == code, done.stderr
     last = [line for line in done.stderr.splitlines() if not line.startswith("hint: ")][-1]
     assert last.startswith(f"{spec}: its first steps fail: ") and says in last

@@ -16,6 +16,7 @@ import torch
 
 from engine.models.config import ModelConfig
 from engine.models.load import new_decoder, save_decoder
+from tests.support.forked import run_python
 from tests.support.hub_caches import COMMIT, cached, files_of
 from tests.support.kit import Kit, tiny_config
 from tests.support.paths import ROOT
@@ -65,13 +66,7 @@ def command(kit: Kit, out: Path, *more: str) -> list[str]:
 
 
 def real(kit: Kit, out: Path, *more: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        command(kit, out, *more),
-        capture_output=True,
-        text=True,
-        env=environment(),
-        timeout=DEADLINE_S,
-    )
+    return run_python(*command(kit, out, *more)[1:], environment=environment())
 
 
 def report_of(out: Path) -> Any:
