@@ -26,6 +26,8 @@ _CUT = 3
 _LOADERS = 16
 _AHEAD = 4096
 """Maximum number of batches that a loader asks for ahead."""
+_UNREAD = 64
+"""Maximum number of batches whose indices are read together."""
 _PARTS = 64
 """Number of indices by which subsets of a data set are distinguished."""
 _SEEDS = 64
@@ -49,12 +51,16 @@ class Pass:
         """Previous pass over the data, and whether this one has its workers."""
         self.length = length_of(iterator)
         self.feeds = self.has_ended = False
-        self.batches = self.taken = 0
-        """Number of yielded batches and of yielded indices."""
+        self.batches = 0
+        """Number of yielded batches."""
         self.cut = 0
         """Number of consecutive passes, including this one, that were left before their end."""
-        self.has_indices = True
+        self._has_indices = True
+        self._unread: list[Any] = []
+        """Indices from the sampler for the newest batches, to be read together."""
         self._asked: list[int] = []
+        self._ends: list[int] = []
+        """Number of indices up to each batch."""
         self.queue: deque[Any] = deque(maxlen=_AHEAD)
         """Indices that the sampler gave for batches that have not been yielded."""
         self.index: Any = None
@@ -71,23 +77,46 @@ class Pass:
 
     def ask(self, index: Any) -> None:
         self.queue.append(index)
-        indices = indices_of(index)
-        self.has_indices &= indices is not None
-        if indices is not None and len(self._asked) < _MAX_INDICES:
-            self._asked += indices
+        if self._has_indices and len(self._asked) < _MAX_INDICES:
+            self._unread.append(index)
+            if len(self._unread) >= _UNREAD:
+                self._read()
+
+    def _read(self) -> None:
+        unread, self._unread = self._unread, []
+        for indices in map(indices_of, unread):
+            self._has_indices &= indices is not None
+            self._asked += indices or []
+            self._ends.append(len(self._asked))
+
+    @property
+    def has_indices(self) -> bool:
+        """Whether the sampler gave integers for all batches so far."""
+        self._read()
+        return self._has_indices
+
+    @property
+    def taken(self) -> int:
+        """Number of yielded indices."""
+        self._read()
+        most = min(self.batches, len(self._ends))
+        return self._ends[most - 1] if most else 0
 
     def next_index(self) -> Any:
         """Return what the sampler gave for the batch that is handed out."""
         return self.queue.popleft() if self.queue else None
 
+    def may_judge(self) -> bool:
+        """Return whether `take` may have a verdict; seldom enough to cost nothing."""
+        batches = self.batches
+        return not self._is_compared and (batches == self.length or not batches & (batches - 1))
+
     def take(self) -> list[Line]:
         """Compare the order of the samples once enough have been yielded."""
-        indices = indices_of(self.index)
-        if not self.has_indices or indices is None:
-            return []
-        self.taken = min(self.taken + len(indices), len(self._asked))
         is_last = self.batches == self.length
-        return self._order() if is_last or self.taken >= _ORDER else []
+        if not self.may_judge():
+            return []
+        return self._order() if self.has_indices and (is_last or self.taken >= _ORDER) else []
 
     def end(self) -> list[Line]:
         """End the pass: there is no further batch, or the next pass has begun."""
@@ -120,7 +149,7 @@ class Pass:
         return [("data_order", SUSPICION, text, numbers)]
 
     def _count(self) -> list[Line]:
-        if self._is_counted or self.taken < _LEAST:
+        if self._is_counted or not self.has_indices or self.taken < _LEAST:
             return []
         self._is_counted = True
         seen = Counter(self._asked[: self.taken])
@@ -196,6 +225,8 @@ class Passes:
         """Newest pass of each loader."""
         self.latest: Pass | None = None
         """Pass of the newest batch."""
+        self._known: Pass | None = None
+        """Pass that was found last."""
 
     def forget(self) -> None:
         """Forget all passes: another training, on the same data in the same order, may begin."""
@@ -203,7 +234,7 @@ class Passes:
 
     def asked(self, iterator: Any, index: Any) -> list[Line]:
         """Record the indices that the sampler gave for one more batch."""
-        found = self._passes.get(iterator)
+        found = self.of(iterator)
         lines: list[Line] = []
         if found is None or found.began != id(iterator._sampler_iter):
             before = self._before(iterator)
@@ -211,7 +242,7 @@ class Passes:
                 lines = before.leave()
                 before.before = None
             is_again = found is not None
-            found = self._passes[iterator] = Pass(iterator, before)
+            found = self._known = self._passes[iterator] = Pass(iterator, before)
             found.is_again = is_again
         found.ask(index)
         return lines
@@ -227,13 +258,17 @@ class Passes:
         return None
 
     def of(self, iterator: Any) -> Pass | None:
-        return self._passes.get(iterator)
+        if self._known is None or self._known.of() is not iterator:
+            self._known = self._passes.get(iterator)
+        return self._known
 
     def yielded(self, iterator: Any) -> Pass:
         """Record a yielded batch; return its pass."""
-        if iterator not in self._passes:
+        one = self.of(iterator)
+        if one is None:
             self.asked(iterator, None)  # before the hooks
-        one = self.latest = self._passes[iterator]
+            one = self._passes[iterator]
+        self.latest = one
         one.batches += 1
         one.index = one.next_index()
         return one
@@ -327,18 +362,18 @@ class Seeds:
     """Seeds that the script gives to torch while it trains; one that is followed by a restored state does not count."""
 
     def __init__(self) -> None:
-        self._newest: int | None = None
+        self.newest: int | None = None
         self._steps: dict[int, list[int]] = {}
 
     def seeded(self, seed: int) -> None:
-        self._newest = seed
+        self.newest = seed
 
     def restored(self) -> None:
-        self._newest = None
+        self.newest = None
 
     def trained_on(self, step: int) -> list[Line]:
         """Record a backward pass after `step` steps; return the verdict on the seed since the one before it."""
-        seed, self._newest = self._newest, None
+        seed, self.newest = self.newest, None
         # What a seed before the first step is for, as the weights, is drawn once.
         if seed is None or not step or len(self._steps) >= _SEEDS:
             return []
@@ -354,11 +389,11 @@ class Seeds:
 
 def parts_of(torch: Any, batch: Any) -> list[Any]:
     """Return the batch if it is a tensor, else the items of a mapping, list or tuple."""
+    if isinstance(batch, (list, tuple)):
+        return list(batch)
     if isinstance(batch, torch.Tensor):
         return [batch]
-    if isinstance(batch, Mapping):
-        return list(batch.values())
-    return list(batch) if isinstance(batch, (list, tuple)) else []
+    return list(batch.values()) if isinstance(batch, Mapping) else []
 
 
 def print_of(torch: Any, batch: Any) -> Any:

@@ -133,6 +133,8 @@ _FEW = 4
 """Number of parameters of an optimizer whose gradients are checked at every backward pass."""
 _SETTLED = 3
 """Number of steps with the same number of backward passes that establish the size of a window."""
+_WHOLE = 64
+"""Number of first steps of one backward pass each, after which a training accumulates nothing that could be cut."""
 
 
 class Windows:
@@ -218,6 +220,8 @@ class Windows:
         self._steps += 1
         self._counts[passes] += not removed and not are_taken
         if usual == 1 and passes == 1 and not removed:
+            if self._counts[1] == self._steps == _WHOLE:
+                self.leave()
             text = f"each step of {name} takes the gradients of one backward pass"
             return [("accumulation_windows", PASS, text, {"passes": 1})]
         if usual < 2 or are_taken:

@@ -32,6 +32,8 @@ class HeldOut:
     def __init__(self, torch: Any, is_evaluating: Callable[[], bool]) -> None:
         self._torch, self._is_evaluating = torch, is_evaluating
         self._left_s = _MAX_SECONDS
+        self.batches = self._hashed = 0
+        """Number of batches of the training, and of those whose rows were hashed."""
         self._trained: set[int] = set()
         self._trained_data: Any = None
         """Key of the data that was trained on last."""
@@ -44,6 +46,7 @@ class HeldOut:
         self._leave()
         lines = self.judge()
         self._trained = set()
+        self.batches = self._hashed = 0
         return lines
 
     def fetched(self, one: Pass, batch: Any) -> None:
@@ -52,11 +55,13 @@ class HeldOut:
             self._leave()
             self._latest = one
         self._look()
+        self.batches += one.feeds
         begin_s = time.monotonic()
         rows = self._trained if one.feeds else one.rows
         if len(rows) < _MAX_ROWS and self._left_s > 0:
             rows.update(_hashes(self._torch, batch))
             self._left_s -= time.monotonic() - begin_s
+            self._hashed += one.feeds
 
     def trained_on(self) -> list[Line]:
         """Record the begin of a backward pass; return the verdict on the evaluations before it."""
@@ -95,7 +100,8 @@ class HeldOut:
         self._evaluations = []
         if not found or not self._trained:
             return []
-        is_shared = [both >= max(_MIN_SHARED, _MIN_SHARE * of) for both, of in found]
+        hashed = self._hashed / self.batches if self.batches else 1.0
+        is_shared = [both >= max(_MIN_SHARED, _MIN_SHARE * hashed * of) for both, of in found]
         both, of = max(found, key=lambda one: one[0] / one[1])
         numbers = {"shared": both, "of": of}
         if not any(is_shared):
@@ -104,6 +110,8 @@ class HeldOut:
             text = f"none of {sum(of for _, of in found)} samples that evaluations read had been trained on"
             return [("held_out", PASS, text, numbers)]
         text = f"{both} of {of} samples that an evaluation read had been trained on"
+        if hashed < 1:
+            text = f"at least {text}"
         if not all(is_shared):
             # Many scripts also evaluate on training data on purpose.
             return [("held_out", FACT, f"{text}, and those of another evaluation had not", numbers)]

@@ -184,7 +184,7 @@ class Hooks:
             @functools.wraps(original)
             def wrapper(*args: Any, **kwargs: Any) -> Any:
                 result = original(*args, **kwargs)
-                if not is_compiling() and self._is_on():
+                if not is_compiling() and (self._on or self._is_on()):
                     self._guarded(then, result, *args, **kwargs)
                 return result
 
@@ -197,7 +197,7 @@ class Hooks:
 
         @functools.wraps(original)
         def backward(*args: Any, **kwargs: Any) -> Any:
-            if is_compiling() or not self._is_on():
+            if is_compiling() or not (self._on or self._is_on()):
                 return original(*args, **kwargs)
             tensors = args[0] if args else kwargs.get("tensors", ())
             if not self._guarded(steps.backward_begins, tensors):
@@ -217,7 +217,7 @@ class Hooks:
 
         @functools.wraps(original)
         def __next__(iterator: Any) -> Any:
-            if is_compiling() or not self._is_on():
+            if is_compiling() or not (self._on or self._is_on()):
                 return original(iterator)
             timed = self._guarded(steps.data_begins, iterator)
             try:
@@ -227,9 +227,7 @@ class Hooks:
                     self._guarded(steps.data_ends)
                 self._guarded(steps.no_batch, iterator, error)
                 raise
-            if timed:
-                self._guarded(steps.data_ends)
-            self._guarded(steps.batch_fetched, iterator, batch, sys._getframe(1))
+            self._guarded(steps.batch_fetched, iterator, batch, sys._getframe(1), timed)
             return batch
 
         return __next__

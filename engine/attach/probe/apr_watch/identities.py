@@ -14,7 +14,8 @@ whose number is a power of two. `engine/catalogue.py` has their names and remedi
               writes them (outside.py), the learning rate schedule advances with the steps (schedule.py), and optimizers
               hold the parameters that backward passes reach (parameters.py)
 
-Every other step costs one comparison.
+Every other step costs one comparison. Of a training whose steps are faster than FAST_S, steps after the first 64 are
+only counted, except those of which more is needed (`Identities.rest`).
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ from .pitfalls import Classes, Pitfalls, Terms
 from .questions import ASKED_STEPS, Budget, Questions, Rows
 from .ranks import Ranks
 from .scaling import Scaling
+from .settings import SEED_BY
 from .token_weights import Judged, TokenWeights
 from .untouched import tensors_in
 from .updates import Rates, Seen
@@ -52,6 +54,8 @@ _MAX_OPTIMIZERS = 64
 """Maximum number of optimizers of a process that are checked."""
 _ASKED = "APR_WATCH_ASK"
 """Environment variable: argument of `engine watch --ask`."""
+FAST_S = 0.02
+"""Time of a step in seconds, below which the checks of every step would cost more than 2 %."""
 _DECODED_STEPS = 2
 """Number of steps after the creation of an optimizer at which labels are decoded to text."""
 
@@ -73,6 +77,8 @@ class Identities:
         """Steps of all optimizers when the newest optimizer was created."""
         self._due: weakref.WeakSet[Any] = weakref.WeakSet()
         """Optimizers whose next step is sampled."""
+        self._is_due = False
+        """Whether there is one."""
         self._losses: list[Loss | Divergence] = []
         """Losses of the backward passes since the previous step."""
         self._open_windows: list[Windows] = []
@@ -93,18 +99,52 @@ class Identities:
         self._questions = None if "none" in os.environ.get(_ASKED, "") else Budget()
         self._rows: Rows | None = None
         """Rows of the newest batch of a data loader."""
+        self._counts = SEED_BY in os.environ
+        """Whether verdicts are counted, as in a run of an experiment (`work.Work.judged`)."""
+        self.is_fast = self.rests = False
+        """Whether the newest step was fast, and whether steps are only counted until one is attended."""
+        self._is_fed = False
+        """Whether a backward pass has followed the newest batch."""
         self._not_finite = 0
         """Number of losses that were not finite since the newest optimizer was created."""
         self._pitfalls: list[Pitfalls] = []
         """Pitfalls of the backward passes since the previous step."""
         self.seen: list[Seen | Noticed] = []
         """Sampled steps and findings between them that `take` has not returned yet."""
+        self._noticed: set[tuple[str, str]] = set()
+        """Identities and levels of the findings between steps, since a training may have begun."""
+
+    def _may_rest(self, watched: _Watched) -> bool:
+        """Return whether nothing is expected of the next step: a training by one optimizer, with one backward pass for
+        each step, far from a sampled step."""
+        return (
+            self.is_fast
+            and not self._counts
+            and not _is_attended(watched.steps + 1)
+            and not self._is_due
+            and not watched.windows.is_open
+            and not watched.held.is_suspected
+            and len(self._watched) == len(self._threads) == self._position.world == 1
+            and not self._in_progress
+        )
+
+    def wake(self) -> None:
+        """Attend what comes next: this step, if it has begun, in part."""
+        if self.rests:
+            self.rests = False
+            self._reached.passed_by()
+            for watched in self._watched.values():
+                watched.since = self._reached.steps
+            self.scaling.forget()
 
     def optimizer_made(self, optimizer: Any) -> None:
+        self.wake()
         self._made[optimizer] = self._reached.steps
         self._due.add(optimizer)
+        self._is_due = True
         self._made_at = self._reached.steps
         self._not_finite = 0
+        self._noticed = set()
         self._notice(self._held_out.forget())
         self.passes.forget()
         self.seeds = Seeds()
@@ -113,6 +153,10 @@ class Identities:
 
     def batch_asked_for(self, iterator: Any) -> None:
         """Record a request to a data loader for its next batch."""
+        if self.rests and self._is_fed:
+            return
+        # A batch without a backward pass belongs to an evaluation.
+        self.wake()
         self._notice(self._evaluations.asked_for(iterator))
         self._held_out.asked_for(iterator)
 
@@ -126,6 +170,7 @@ class Identities:
         self._notice(self.passes.asked(iterator, index))
 
     def no_batch(self, iterator: Any) -> None:
+        self.wake()
         self._notice(self.passes.ended(iterator))
         self._held_out.no_batch(iterator)
         self._notice(self.scaling.data_ended())
@@ -133,16 +178,24 @@ class Identities:
             windows.data_ended()
 
     def batch_fetched(self, one: Pass, batch: Any, rows: int | None) -> None:
+        self._is_fed = False
+        if self.rests and one.feeds:
+            self._held_out.batches += 1
+            if one.may_judge():
+                self._notice(one.take())
+            return
+        self.wake()
         self.ranks.batch_fetched(one.index, batch)
-        self._notice(self.passes.fetched(one, batch, bool(self._due)))
-        acting = (one for watched in self._watched.values() for one in watched.modes.acting)
-        self._evaluations.fetched(one, acting)
+        self._notice(self.passes.fetched(one, batch, self._is_due))
+        # A pass that feeds the training is no evaluation.
+        every = () if one.feeds else self._watched.values()
+        self._evaluations.fetched(one, (each for watched in every for each in watched.modes.acting))
         self.scaling.batch_fetched()
-        if self._due:
+        if self._is_due:
             self._token_weights.batch_fetched(one.of())
         if self._questions is not None:
             self._rows = None if rows is None else Rows(rows, None)
-            if self._due:
+            if self._is_due:
                 self._rows = _rows_of(self._torch, batch)
         if not self._position.rank:
             self._held_out.fetched(one, batch)
@@ -150,6 +203,7 @@ class Identities:
     def loss_was_not_finite(self) -> None:
         """Sample the next step of each optimizer, unless several losses in a row were not finite."""
         self._not_finite += 1
+        self.wake()
         if not self._not_finite & (self._not_finite - 1):
             for watched in self._watched.values():
                 watched.asked = watched.steps + 1
@@ -161,18 +215,33 @@ class Identities:
     def _notice(self, lines: list[Line]) -> None:
         # Only rank 0 has a log.
         if lines and not self._position.rank:
-            self.seen.append(Noticed(lines))
+            new = [
+                line
+                for line in lines
+                if self._counts or line[:2] not in self._noticed or WITHDRAWN in line[3]
+            ]
+            if new:
+                self.seen.append(Noticed(new))
+            for name, level, _, numbers in new:
+                self._noticed.add((name, level))
+                if WITHDRAWN in numbers:
+                    self._noticed.discard((name, SUSPICION))
 
     def backward_begins(self, tensors: list[Any]) -> None:
         """Check a backward pass; the nodes near its tensors are read once, for all checks of a sampled step."""
-        nodes = list(near(tensors)) if self._due else []
+        self._is_fed = True
+        if self.rests:
+            if self.seeds.newest is not None:
+                self._notice(self.seeds.trained_on(self._reached.steps - self._made_at))
+            return
+        nodes = list(near(tensors)) if self._is_due else []
         self._evaluations.trained_on()
         self.passes.trained_on()
         self._notice(self.seeds.trained_on(self._reached.steps - self._made_at))
         self._notice(self._held_out.trained_on())
         self.ranks.backward_begins()
         self.scaling.backward_begins(tensors, nodes)
-        if self._due:
+        if self._is_due:
             self._token_weights.backward_begins(nodes)
             embeddings = self._reached.look(tensors)
             if embeddings is not None and not is_capturing(self._torch):
@@ -183,22 +252,25 @@ class Identities:
                     self._pitfalls.append(Pitfalls(self._torch, nodes, tensors))
         else:
             self._reached.passed_by()
-        self._check_gradients(Chain.backward_begins)
-        self._record_other_steps(self._stepped)
-        self._stepped = []
+        if self._is_due:
+            self._check_gradients(Chain.backward_begins)
+        if self._stepped:
+            self._record_other_steps(self._stepped)
+            self._stepped = []
         for windows in self._windows():
             windows.backward_begins()
 
     def backward_ends(self) -> None:
-        if self._due:
+        if self._is_due:
             with self._torch.no_grad():
                 self._token_weights.backward_ends()
-        self._check_gradients(Chain.backward_ends)
+            self._check_gradients(Chain.backward_ends)
         for windows in self._windows():
             windows.backward_ends()
 
     def end(self, begun: Any = None) -> list[Noticed]:
         """Return the verdicts at the regular end of a training; the first step of the optimizer `begun` is not its."""
+        self._noticed = set()
         other = None if begun is None else self._watched.get(begun)
         self._record_other_steps([one for one in self._stepped if one is not other])
         rates, self._rates = self._rates, [] if other is None else [other.scheduled]
@@ -218,9 +290,7 @@ class Identities:
         return [one for one in self._open_windows if one.is_open]
 
     def _check_gradients(self, look: Callable[[Chain], None]) -> None:
-        # A chain is open only before a sampled step.
-        every = self._watched.values() if self._due else ()
-        chains = [one.chain for one in every if one.chain.is_open]
+        chains = [one.chain for one in self._watched.values() if one.chain.is_open]
         # Kernels launched during a graph capture would become part of it.
         leaves = bool(chains) and is_capturing(self._torch)
         for chain in chains:
@@ -229,6 +299,11 @@ class Identities:
     def step_begins(self, optimizer: Any, arguments: tuple[Any, ...]) -> None:
         """Check before a step; `arguments` are those of `step()`, perhaps a closure."""
         watched = self._watched.get(optimizer)
+        if self.rests and watched is not None and get_ident() in self._threads:
+            watched.steps += 1
+            self.schedules.step(optimizer, watched.scheduled)
+            return
+        self.wake()
         if watched is None:
             if len(self._watched) >= _MAX_OPTIMIZERS:
                 return
@@ -242,7 +317,7 @@ class Identities:
         self._in_progress.append(id(optimizer))
         self._threads.add(get_ident())
         watched.seen = None
-        tokens = self._token_weights.take() if self._due else None
+        tokens = self._token_weights.take() if self._is_due else None
         if len(self._threads) == 1:
             each = None if tokens is None else tokens[0]
             self.ranks.step_begins(optimizer, watched.steps, _is_sampled(watched.steps), each)
@@ -296,6 +371,11 @@ class Identities:
         watched = self._watched.get(optimizer)
         if watched is None:
             return
+        if self.rests:
+            self._reached.steps += 1
+            if _is_attended(watched.steps + 1):
+                self.wake()
+            return
         # A step that raised has not ended.
         if id(optimizer) in self._in_progress:
             del self._in_progress[self._in_progress.index(id(optimizer)) :]
@@ -319,13 +399,15 @@ class Identities:
             self._ask(optimizer, watched, self._questions)
         self._reached.step_ends()
         self._losses, self._pitfalls = [], []
-        if self._due:
+        if self._is_due:
             self._token_weights.take()
         watched.since = self._reached.steps
         if _is_sampled(watched.steps + 1):
             self._due.add(optimizer)
         else:
             self._due.discard(optimizer)
+        self._is_due = bool(self._due)
+        self.rests = self._may_rest(watched)
 
     def _ask(self, optimizer: Any, watched: _Watched, budget: Budget) -> None:
         """Ask the models after a step, and keep their calls in the step before it."""
@@ -428,6 +510,12 @@ def _rows_of(torch: Any, batch: Any) -> Rows | None:
 
 def _is_sampled(step: int) -> bool:
     return step <= 3 or not step & (step - 1)
+
+
+def _is_attended(step: int) -> bool:
+    """Return whether a fast step is attended too: the first 64, and some around each multiple of 64, as what is sampled
+    at such a step begins before it, and what must happen in consecutive steps is seen in six."""
+    return step < 64 or (step + 4) % 64 < 6
 
 
 class _Watched:

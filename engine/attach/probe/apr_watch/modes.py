@@ -16,7 +16,6 @@ from .parameters import (
     FACT,
     PASS,
     SUSPICION,
-    WITHDRAWN,
     Line,
     Modules,
     children_of,
@@ -341,7 +340,3 @@ class Noticed:
 
     def lines(self) -> list[Line]:
         return self._lines
-
-    def is_in(self, logged: set[tuple[str, str]]) -> bool:
-        """Return whether a log has these verdicts already, by identity and level."""
-        return all(line[:2] in logged and WITHDRAWN not in line[3] for line in self._lines)

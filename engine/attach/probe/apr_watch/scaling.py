@@ -69,6 +69,11 @@ class Scaling:
         self._just_stepped = self._clipped_after = False
         self._late = self._unscaled = self._alike = 0
 
+    def forget(self) -> None:
+        """Forget the steps so far: some after them were not seen."""
+        self._late = self._unscaled = self._alike = 0
+        self._is_scaled = self._clipped_before = self._clipped_after = False
+
     def scaled(self, scaler: Any) -> None:
         """Record that a gradient scaler multiplies a loss."""
         self._scalers.add(scaler)

@@ -28,11 +28,12 @@ class Schedules:
     def step(self, optimizer: Any, seen: Rates) -> None:
         """Record the schedules of an optimizer before each of its steps."""
         seen.steps += 1
-        seen.lengths = [
-            (type(one).__name__, _calls(one), length)
-            for one in self._made
-            if _groups(one) is optimizer.param_groups and (length := _length(one))
-        ]
+        if self._made:
+            seen.lengths = [
+                (type(one).__name__, _calls(one), length)
+                for one in self._made
+                if _groups(one) is optimizer.param_groups and (length := _length(one))
+            ]
 
     def look(self, optimizer: Any, number: int, seen: Rates, is_alone: bool) -> list[Line]:
         """Return the verdicts before step `number` of an optimizer with the rates `seen`; `is_alone` if no other

@@ -21,7 +21,7 @@ from .compiles import Compiles
 from .data import Pass, parts_of
 from .device_clock import DeviceClock, Lap
 from .folders import Beat, Position, claim, claim_failed, record_lost
-from .identities import Identities, framework
+from .identities import FAST_S, Identities, framework
 from .memory import HeldMemory
 from .modes import Noticed
 from .parameters import FACT, SUSPICION, WITHDRAWN, held_by
@@ -56,7 +56,8 @@ class Clock:
 
     def __init__(self, mark: Callable[[str], None] = lambda phase: None) -> None:
         """`mark` is called with each phase when it ends or is interrupted."""
-        self._mark = mark
+        self._mark, self.marks = mark, True
+        """Marks: whether `mark` is called."""
         self.workers_start = False
         """Whether the running `data` phase waits for the workers of a loader to start, which counts as `rest`."""
         self.running: list[str] = []
@@ -66,18 +67,21 @@ class Clock:
         self.seconds = dict.fromkeys(PHASES, 0.0)
 
     def enter(self, phase: str) -> None:
-        between = "forward" if phase == "backward" else "rest"
+        running = self.running
         # An optimizer calls its closure first, and the forward pass of a script on Lightning is in there.
-        in_closure = phase == "backward" and self._optimizer_began
-        self._charge(self.running[-1] if self.running and not in_closure else between)
-        self.running.append(phase)
+        if running and not (phase == "backward" and self._optimizer_began):
+            self._charge(running[-1])
+        else:
+            self._charge("forward" if phase == "backward" else "rest")
+        running.append(phase)
         self._optimizer_began = phase == "optimizer"
 
     def leave(self, phase: str) -> None:
         # A phase that is not running: the process forked inside it, and this is the child.
-        if phase in self.running:
+        running = self.running
+        if phase in running:
             self._charge(phase)
-            self.drop(phase)
+            del running[running.index(phase) :]
 
     def drop(self, phase: str) -> None:
         """End a phase and the phases inside it, without reading the time."""
@@ -92,7 +96,8 @@ class Clock:
             self.begin_s = self._mark_s = now
         self.seconds[phase] += now - self._mark_s
         self._mark_s = now
-        self._mark(phase)
+        if self.marks:
+            self._mark(phase)
 
     def mark(self) -> tuple[float, dict[str, float]]:
         """Return the time and the seconds of each phase until now, from which a step may begin (`begin_at`)."""
@@ -164,8 +169,9 @@ class Batches:
         parts = parts_of(self._torch, batch)
         first = next((one for one in parts if isinstance(one, tensor_type)), None)
         rows = int(first.shape[0]) if first is not None and first.dim() else None
-        ids = batch.get("input_ids") if isinstance(batch, Mapping) else None
-        for one in (ids, first):
+        is_mapping = type(batch) not in (list, tuple, tensor_type) and isinstance(batch, Mapping)
+        ids = batch.get("input_ids") if is_mapping else None
+        for one in (ids, first) if is_mapping else (first,):
             if isinstance(one, tensor_type) and one.dim() == 2 and one.dtype in self._integers:
                 return rows, one.numel()
         return rows, None
@@ -204,6 +210,9 @@ def _is_dispatched(caller: FrameType) -> bool:
 def _sum(numbers: list[Any]) -> Any:
     """Return the sum; None if the list is empty or holds an unknown number."""
     return None if not numbers or None in numbers else sum(numbers)
+
+
+_NO_BATCH = Batch()
 
 
 class Entry(NamedTuple):
@@ -255,6 +264,7 @@ class Steps:
         self._values = Values()
         self._optimizers = 0
         """Number of optimizers that this process created."""
+        self._scaled: dict[int, tuple[Any, float | Kept | None]] = {}
         self._forget_losses()
         self._forget_training()
 
@@ -273,10 +283,12 @@ class Steps:
         """Identities and levels that the training's log already has."""
 
     def _forget_losses(self) -> None:
-        self._reader.drop(self._values)
-        self._values = Values()
+        if self._values.kept:
+            self._reader.drop(self._values)
+            self._values = Values()
         self._losses: list[float | Kept | None] = []
-        self._scaled: dict[int, tuple[Any, float | Kept | None]] = {}
+        if self._scaled:
+            self._scaled = {}
         self._norm: float | Kept | None = None
         self._backwards = 0
 
@@ -289,7 +301,8 @@ class Steps:
         if self._thread != get_ident() or "data" in self._clock.running:
             return False
         self.identities.batch_asked_for(iterator)
-        self._write_identities()
+        if self.identities.seen:
+            self._write_identities()
         self._clock.enter("data")
         has_workers = bool(getattr(iterator, "_num_workers", 0))
         one = self.identities.passes.of(iterator)
@@ -301,13 +314,16 @@ class Steps:
         self._clock.leave("data")
         self._clock.workers_start = False
 
-    def batch_fetched(self, iterator: Any, batch: Any, caller: FrameType) -> None:
+    def batch_fetched(
+        self, iterator: Any, batch: Any, caller: FrameType, is_timed: bool | None
+    ) -> None:
+        """Record a batch; `is_timed`: what `data_begins` returned."""
+        if is_timed:
+            self.data_ends()
         if "data" not in self._clock.running:
             one = self.identities.passes.yielded(iterator)
-            at, name = (
-                getattr(iterator, "_num_yielded", None),
-                self._work.batch(iterator, one.index, batch),
-            )
+            at = getattr(iterator, "_num_yielded", None)
+            name = self._work.batch(iterator, one.index, batch) if self._work.is_on else _NO_BATCH
             rows = self._batches.fetched(one, at, batch, caller, name)
             self.identities.batch_fetched(one, batch, rows)
 
@@ -323,7 +339,7 @@ class Steps:
         if isinstance(error, StopIteration):
             self.identities.no_batch(iterator)
             self._write_identities()
-        elif one is not None and one.feeds:
+        elif one is not None and one.feeds and self._work.is_on:
             self._missed = self._work.batch(iterator, one.next_index(), fetched=False)
 
     # Backward.
@@ -340,16 +356,18 @@ class Steps:
         if not self._step:
             self._position.read()
             self._places.backward_begins()
-        self._beat_begun()
+        if self._position.world > 1:
+            self._beat_begun()
         losses = self._as_list(tensors)
         self._losses += [self._loss_of(tensor) for tensor in losses]
         self.identities.backward_begins(losses)
         return True
 
     def _loss_of(self, tensor: Any) -> float | Kept | None:
-        reference, unscaled = self._scaled.get(id(tensor), (None, None))
-        if reference is not None and reference() is tensor:
-            return unscaled
+        if self._scaled:
+            reference, unscaled = self._scaled.get(id(tensor), (None, None))
+            if reference is not None and reference() is tensor:
+                return unscaled
         return self._keep(tensor)
 
     def _keep(self, tensor: Any) -> float | Kept | None:
@@ -361,7 +379,8 @@ class Steps:
 
     def backward_ends(self) -> None:
         self._clock.leave("backward")
-        self.identities.backward_ends()
+        if not self.identities.rests:
+            self.identities.backward_ends()
 
     def backward_failed(self) -> None:
         """Mark the loss of this step as unknown: the script may catch the error (out of memory) and go on."""
@@ -394,7 +413,8 @@ class Steps:
         if norm_type == 2:
             self._norm = self._keep(norm)
         # A tensor may be on a GPU: reading it would wait.
-        self.identities.clipped(None if isinstance(max_norm, self._torch.Tensor) else max_norm)
+        if not self.identities.rests:
+            self.identities.clipped(None if isinstance(max_norm, self._torch.Tensor) else max_norm)
 
     def planned(self, left: int | None) -> None:
         """Record how many steps are left by a framework's own plan; None where it has none."""
@@ -407,7 +427,8 @@ class Steps:
         self._position.read()
         self.identities.optimizer_made(optimizer)
         self._places.optimizer_made(optimizer)
-        self._work.follow()
+        if self._work.is_on:
+            self._work.follow()
         if self._trainings.number:
             self._trainings.optimizer_made(optimizer, self._clock.mark())
 
@@ -425,7 +446,8 @@ class Steps:
         # The phase still runs if the optimizer's last step raised and the script caught it.
         self._clock.drop("optimizer")
         self._clock.enter("optimizer")
-        self._beat_begun()
+        if self._position.world > 1:
+            self._beat_begun()
 
     def optimizer_ends(self, optimizer: Any) -> None:
         self._clock.leave("optimizer")
@@ -437,8 +459,9 @@ class Steps:
             self._begin_training(optimizer)
         if self._trainings.are_led_by(optimizer):
             self._step_ends(optimizer)
-        ranks = self.identities.ranks
-        self.identities.seen += ranks.step_ends(self._folder, self._rank, self._world)
+        if self._world > 1:
+            ranks = self.identities.ranks
+            self.identities.seen += ranks.step_ends(self._folder, self._rank, self._world)
         self._write_identities()
         self._forget_losses()
 
@@ -528,7 +551,7 @@ class Steps:
 
     def _beat_begun(self) -> None:
         # Claim the ranks' files before the first step, which one of the ranks may never reach.
-        if self._beat is None and not self._step and self._position.world > 1:
+        if self._beat is None and not self._step:
             self._locate()
         if self._beat is not None:
             self._beat.begun(self._step)
@@ -540,13 +563,16 @@ class Steps:
         folder = self._locate()
         self._step += 1
         step_s, phases = self._clock.lap()
+        self.identities.is_fast = step_s < FAST_S
+        on_host = device.type == "cpu"
         lap = self._device_clock.lap(device)
+        self._clock.marks = not self._rank and self._torch.cuda.is_initialized()
         if self._slow_by:
             # The sleep counts in the next step: subtract it from that step's time before taking the share.
             self._slept_s = self._slow_by * max(0.0, step_s - self._slept_s)
             time.sleep(self._slept_s)
         rows, tokens, batches = self._batches.lap()
-        called = self._work.rows()
+        called = self._work.rows() if self._work.is_on else None
         if self._beat is not None:
             self._beat.done(self._step)
         if self._rank:
@@ -570,11 +596,10 @@ class Steps:
             **self._parts(optimizer),
             **self._batches.place,
         }
-        on_host = device.type == "cpu"
         self._waiting.append(Entry(self._values, log, "step", step, None if on_host else lap))
-        self._work.follow()
-        work = self._work.done(batches)
-        if work is not None:
+        if self._work.is_on:
+            self._work.follow()
+            work = self._work.done(batches)
             self._waiting.append(Entry(Values(), log, "worked", {"step": self._step, **work}))
         self._values = Values()
         for compiled in self._compiles.since_last(self._step):
@@ -590,9 +615,6 @@ class Steps:
         if self.log is None:
             return
         for seen in found:
-            if isinstance(seen, Noticed) and seen.is_in(self._logged_identities):
-                self._work.judged.update(line[0] for line in seen.lines() if line[1] != FACT)
-                continue
             step = seen.step if isinstance(seen, Noticed) else None
             about = {"step": min(self._step, step or self._step), "framework": framework()}
             logged = self._logged_identities
@@ -645,7 +667,8 @@ class Steps:
 
     def _write_ready(self, *, now: bool = False) -> None:
         """Write the lines whose values are known, in order. `now`: copy values of a GPU to the host at once."""
-        self._reader.read((entry.values for entry in self._waiting), now=now)
+        if self._reader.has_streams:
+            self._reader.read((entry.values for entry in self._waiting), now=now)
         while self._waiting and not self._waiting[0].values.kept:
             lap = self._waiting[0].lap
             if lap is not None and not self._device_clock.has_passed(lap):
@@ -712,6 +735,17 @@ class Steps:
         self._reset()
 
 
+def _write_step(log: Log, fields: dict[str, Any]) -> bool:
+    """Write the line of a step; return whether its loss is not finite."""
+    losses = [as_number(loss) for loss in fields["loss"]]
+    fields["loss"] = loss = _sum(losses)
+    if "losses" in fields:
+        fields["losses"] = losses
+    fields["lr"], fields["grad_norm"] = as_number(fields["lr"]), as_number(fields["grad_norm"])
+    log.write_soon("step", fields)
+    return loss is not None and not math.isfinite(loss)
+
+
 def _write(entry: Entry) -> bool:
     """Write a line; return whether it is a step whose loss is not finite."""
     fields = entry.fields
@@ -721,20 +755,15 @@ def _write(entry: Entry) -> bool:
     if entry.lap is not None:
         fields["phases"] = entry.lap.seconds
     if entry.kind == "step":
-        losses = [as_number(loss) for loss in fields["loss"]]
-        fields["loss"] = _sum(losses)
-        if "losses" in fields:
-            fields["losses"] = losses
-        fields["lr"], fields["grad_norm"] = as_number(fields["lr"]), as_number(fields["grad_norm"])
-    elif entry.kind == "eval":
+        return _write_step(entry.log, fields)
+    if entry.kind == "eval":
         fields["loss"] = as_number(fields["loss"])
     elif entry.kind == "logged":
         fields["values"] = {name: as_number(value) for name, value in fields["values"].items()}
     entry.log.write(entry.kind, **fields)
     if entry.kind == "script_ended":
         entry.log.close()
-    loss = fields["loss"] if entry.kind == "step" else None
-    return loss is not None and not math.isfinite(loss)
+    return False
 
 
 def _write_verdicts(entry: Entry, seen: Seen | Noticed) -> None:

@@ -75,7 +75,8 @@ class Reader:
         if not tensor.is_floating_point() or tensor.layout != torch.strided:
             return None
         if tensor.is_cpu:
-            return float(tensor.item())
+            number: float = tensor.item()
+            return number
         if not tensor.is_cuda or is_capturing(torch):
             return None
         stream = torch.cuda.current_stream(tensor.device)
@@ -91,6 +92,11 @@ class Reader:
         values.events[slots].record(stream)
         values.kept.append(kept)
         return kept
+
+    @property
+    def has_streams(self) -> bool:
+        """Whether a value was ever kept on a GPU."""
+        return bool(self._streams)
 
     def drop(self, values: Values) -> None:
         """Free the slots of unused values. A slot may be rewritten at once: its stream keeps the order."""

@@ -46,7 +46,8 @@ class Work:
     """Batches and counters of one process, until the next step."""
 
     def __init__(self, places: Places) -> None:
-        self._is_on = SEED_BY in os.environ
+        self.is_on = SEED_BY in os.environ
+        """Whether this is a run of an experiment."""
         self._places = places
         self._is_script: dict[CodeType, bool] = {}
         self._calls: list[str] = []
@@ -64,10 +65,7 @@ class Work:
         """Number of verdicts on each identity so far."""
 
     def batch(self, iterator: Any, index: Any, batch: Any = None, *, fetched: bool = True) -> Batch:
-        """Return the batch that a loader hands out, or was to hand out; an empty one in other runs. `index`: what its
-        sampler gave."""
-        if not self._is_on:
-            return Batch()
+        """Return the batch that a loader hands out, or was to hand out. `index`: what its sampler gave."""
         torch = sys.modules["torch"]
         number = int(getattr(iterator, "_num_yielded", 0)) - fetched
         kinds = {*map(type, index)} if isinstance(index, list) else {type(index)}
@@ -79,7 +77,7 @@ class Work:
 
     def follow(self) -> None:
         """Record from now on the rows that the script's model is called with."""
-        model = self._places.model() if self._is_on else None
+        model = self._places.model()
         if model is not None and model not in _FOLLOWED:
             _FOLLOWED[model] = self
             model.register_forward_pre_hook(_called, with_kwargs=True)
@@ -108,17 +106,15 @@ class Work:
         count, self._rows = self._rows, 0
         return count or None
 
-    def done(self, batches: Iterable[Batch]) -> dict[str, Any] | None:
-        """Return what the step that has just been done worked on; None in other runs."""
-        if not self._is_on:
-            return None
+    def done(self, batches: Iterable[Batch]) -> dict[str, Any]:
+        """Return what the step that has just been done worked on."""
         return self._said(batches, self._of_script(_below(sys._getframe(1))))
 
     def failed(
         self, batches: Iterable[Batch], trace: TracebackType | None
     ) -> dict[str, Any] | None:
         """Return what the step worked on in which the script failed."""
-        if not self._is_on:
+        if not self.is_on:
             return None
         frames: list[FrameType] = []
         lines: list[int] = []
