@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from engine.findings.finding import Cause, Finding, Test
 from engine.findings.older import LEVEL, Older
+from engine.flips.ending import registered
 from engine.log.text import one_line
 
 _ESCAPES = str.maketrans(
@@ -66,7 +67,9 @@ def tests_of(finding: Finding, cause: Cause) -> list[Test]:
 
 
 def cause_words(finding: Finding, cause: Cause) -> str:
-    return f"{cause.id}  {finding.level_of(cause)}: {one_line(str(cause.change))}"
+    kind, _ = registered(cause.assignment)
+    named = f"{kind}: " if kind else ""
+    return f"{cause.id}  {finding.level_of(cause)}: {named}{one_line(str(cause.change))}"
 
 
 def test_words(test: Test, broken: Mapping[str, str] | None = None) -> str:

@@ -159,13 +159,13 @@ def diagnose(
     return found
 
 
-def anytime_p(differences: Sequence[float], *, prior_weight: float = PRIOR_WEIGHT) -> float:
+def anytime_p(differences: Sequence[float]) -> float:
     """The smallest alpha whose `anytime_interval` excludes 0: the interval's formula solved for alpha."""
     n = len(differences)
     mean, deviation = _moments(differences)
     if n < 2 or mean == 0:
         return 1.0
-    q = 1 + n * prior_weight
+    q = 1 + n * PRIOR_WEIGHT
     if deviation == 0:
         a = q
     else:

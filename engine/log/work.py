@@ -246,13 +246,16 @@ def _contradicted(a: _Run, b: _Run) -> Iterator[str]:
 
 
 def _calls(a: _Run, key: str, was: str, now: str) -> Iterator[str]:
-    """Yield a call that led to A's failure, and that the changed line does not make, or only on a condition."""
+    """Yield a call that led to A's failure, and that the changed line does not make, or only on a condition, or whose
+    name it gives to something else."""
     before, after = (
         {name for tree in _parsed(one) for name in _called_always(tree)} for one in (was, now)
     )
     for place, name in (one.rsplit(" ", 1) for one in a.worked[-1].calls):
         if place == key and name in before - after:
             yield f"its line does not call `{name}`, in which A failed, or not always"
+        if name in _assigned(now):
+            yield f"it assigns `{name}`, in which A failed"
 
 
 def _called_always(node: ast.AST) -> Iterator[str]:
@@ -288,11 +291,15 @@ def _parsed(line: str) -> list[ast.Module]:
 
 
 def _assigned(line: str) -> set[str]:
-    """Return the names that a line assigns."""
+    """Return the names that a line assigns, defines or imports."""
     nodes = [one for tree in _parsed(line) for one in ast.walk(tree)]
+    bound = {one.asname or one.name for one in nodes if isinstance(one, ast.alias)}
+    bound |= {one.name for one in nodes if isinstance(one, (ast.FunctionDef, ast.ClassDef))}
     kinds = (ast.Name, ast.Attribute, ast.Subscript)
     stored = [one for one in nodes if isinstance(one, kinds) and type(one.ctx) is ast.Store]
-    return {ast.unparse(one).rstrip("'\"]").replace("['", ".").rpartition(".")[2] for one in stored}
+    return bound | {
+        ast.unparse(one).rstrip("'\"]").replace("['", ".").rpartition(".")[2] for one in stored
+    }
 
 
 def _batches(a: Sequence[Worked], b: Sequence[Worked]) -> str | None:

@@ -437,6 +437,20 @@ NONSENSE = {
     "a call on a condition": Attempt(
         BY_A_CALL, "exit", "    validate(step)", "step % 20 and validate(step)", "or not always"
     ),
+    "a function that is replaced": Attempt(
+        BY_A_CALL,
+        "exit",
+        "optimizer.step()",
+        "optimizer.step(); validate = str",
+        "it assigns `validate`",
+    ),
+    "a rate that moves nothing": Attempt(
+        OF_A_RATE,
+        "exit",
+        "optimizer =",
+        "optimizer = torch.optim.SGD(model.parameters(), lr=1e-30)",
+        ", and not in A",
+    ),
     "a rate of zero": Attempt(
         OF_A_RATE,
         "exit",

@@ -19,6 +19,7 @@ from engine.findings.bundle import FINDING, LOG, Bundle, find_bundles, logged_se
 from engine.findings.changes import Suspect
 from engine.findings.check import check_bundle
 from engine.findings.finding import CannotClose, Finding, sealed, to_bytes
+from engine.findings.text import cause_words, state_words
 from engine.flips.ending import ending_plan
 from engine.flips.flip_folder import create_flip, read_plan_of
 from engine.log.folder import RunFolder
@@ -122,6 +123,17 @@ def test_the_next_test_is_that_of_an_open_cause_that_none_has_tested(world: Worl
     carry_out(bundle, world.flip("3"), [(True, False)] * 6)
     with pytest.raises(EngineError, match="one that is confirmed"):
         changes.plan_test(bundle)
+
+
+def test_a_cause_says_what_it_changes_on_purpose(world: World) -> None:
+    bundle = world.tested(ENDS, f"data: {ROWS}")
+    finding = bundle.load()
+    assert finding.confirmed and check_bundle(bundle).is_sound
+    assert "data: train.rows" in cause_words(finding, finding.causes[0])
+    assert "data: train.rows=2 ends it" in state_words(changes.close(bundle))
+    changes.suspect(bundle, ROWS)
+    with pytest.raises(EngineError, match="which it has"):
+        changes.suspect(bundle, f"data: {ROWS}")
 
 
 def test_five_whys_are_a_chain_of_findings(world: World) -> None:
@@ -622,6 +634,7 @@ def of_observed(**to: object) -> Callable[[Finding], Finding]:
         of_test(at="2020-01-01T00:00:00Z"),
         of_test(at="2099-01-01T00:00:00Z"),
         of_cause(at="2099-01-01T00:00:00Z"),
+        of_cause(assignment="data: compute.threads=1"),
         lambda f: of_cause(change=f.causes[1].change)(f),
         lambda f: of_cause(change=replace(f.causes[0].change, b=3))(f),
         of_observed(id="data_wait"),

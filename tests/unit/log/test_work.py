@@ -262,6 +262,8 @@ def test_a_run_trains_for_what_the_other_one_did(
         ("[check(x) for _ in []]", "or not always"),
         ("with suppress(ValueError): check(x)", "or not always"),
         ("if check(x): pass", None),
+        ("check = print; check(x)", "it assigns `check`"),
+        ("from math import exp as check; check(x)", "it assigns `check`"),
     ],
 )
 def test_the_call_that_failed_is_made(tmp_path: Path, now: str, said: str | None) -> None:
