@@ -39,7 +39,7 @@ def loop(window=1, divide=lambda loss, window: loss / window, front=None, behind
 def clip(parameters):
     nn.utils.clip_grad_norm_(list(parameters), 0.1)
 
-def scaled(window=1, unscale=True, init_scale=1024.0):
+def scaled(window=1, unscale=True, init_scale=1024.0, before=None, clip=clip):
     net = model()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
     scaler = torch.amp.GradScaler("cpu", init_scale=init_scale)
@@ -47,6 +47,8 @@ def scaled(window=1, unscale=True, init_scale=1024.0):
         scaler.scale(mse(net, x, y) / window).backward()
         if at % window:
             continue
+        if before:
+            before(net.parameters())
         if unscale:
             scaler.unscale_(optimizer)
         clip(net.parameters())
@@ -92,6 +94,32 @@ def clipped_with_the_scale():
 
 def clipped_with_the_scale_over_windows():
     return scaled(unscale=False, window=3)
+
+def by_norm(parameters, most=0.1):
+    with torch.no_grad():
+        gradients = [one.grad for one in parameters]
+        norm = torch.sqrt(sum((one * one).sum() for one in gradients))
+        for one in gradients:
+            one.mul_(min(1.0, most / float(norm)))
+
+def by_value(parameters):
+    for one in parameters:
+        one.grad.clamp_(-0.05, 0.05)
+
+def clipped_by_hand_before_unscaling():
+    return scaled(before=by_norm, clip=lambda parameters: None)
+
+def clamped_before_the_scaler_unscales():
+    return scaled(before=by_value, unscale=False, clip=lambda parameters: None)
+
+def clipped_by_hand_once_unscaled():
+    return scaled(clip=by_norm)
+
+def divided_by_hand_before_unscaling():
+    def halve(parameters):
+        for one in parameters:
+            one.grad.div_(2)
+    return scaled(before=halve, clip=by_value)
 
 def clipped_in_front():
     return loop(front=clip)
@@ -329,7 +357,9 @@ def two_optimizers_of_one_body():
 
 tell(means_of_unlike_sizes, means_of_unlike_numbers_of_labels,
      clipped_behind_the_step, a_trainer_that_clips_late, clipped_with_the_scale, clipped_with_the_scale_over_windows,
-     clipped_in_front, clipped_once_unscaled, looked_at_behind_the_step, two_optimizers_that_clip_in_turn,
+     clipped_by_hand_before_unscaling, clamped_before_the_scaler_unscales, clipped_by_hand_once_unscaled,
+     divided_by_hand_before_unscaling, clipped_in_front, clipped_once_unscaled, looked_at_behind_the_step,
+     two_optimizers_that_clip_in_turn,
      divided_twice, a_trainer_that_divides_in_two_places, never_divided, never_divided_in_a_trainer,
      divided_by_another_number, divided_once, divided_once_in_a_trainer, sums_over_all_tokens, two_losses_of_each_batch,
      fp16_without_a_scale, autocast_to_fp16_without_a_scale, fp16_with_a_scaler, fp16_scaled_by_hand,
@@ -353,6 +383,8 @@ WRONG = {
     "a_trainer_that_clips_late": ("clipping", "clipped after steps 1 and 2 of SGD"),
     "clipped_with_the_scale": ("clipping", "still have the loss scale"),
     "clipped_with_the_scale_over_windows": ("clipping", "still have the loss scale"),
+    "clipped_by_hand_before_unscaling": ("clipping", "by hand to 0.1 while they still have"),
+    "clamped_before_the_scaler_unscales": ("clipping", "by hand to 0.05 while they still"),
     "divided_twice": ("accumulated_mean", "divided by 4 2 times: the gradients are 4 times"),
     "a_trainer_that_divides_in_two_places": ("accumulated_mean", "divided by 3 2 times"),
     "never_divided": ("accumulated_mean", "sums the gradients of 4 losses, each a mean"),
@@ -376,6 +408,8 @@ WRONG = {
 HEALTHY: dict[str, dict[str, str]] = {
     "clipped_in_front": {"clipping": PASS},
     "clipped_once_unscaled": {"clipping": PASS},
+    "clipped_by_hand_once_unscaled": {},
+    "divided_by_hand_before_unscaling": {},
     "looked_at_behind_the_step": {},
     "two_optimizers_that_clip_in_turn": {"clipping": PASS},
     "divided_once": {"accumulated_mean": PASS},

@@ -62,6 +62,7 @@ class Hooks:
                 (*iterator, "_next_index", after(steps.samples_asked_for)),
                 (*scaler, "scale", after(steps.scaled)),
                 (*scaler, "update", after(steps.scaler_updated)),
+                (*scaler, "unscale_", self._before(steps.unscaled)),
             ):
                 self._replace(module, owner, name, wrap)
             self._hook_steps(optimizers)
@@ -187,6 +188,20 @@ class Hooks:
                 if not is_compiling() and (self._on or self._is_on()):
                     self._guarded(then, result, *args, **kwargs)
                 return result
+
+            return wrapper
+
+        return wrap
+
+    def _before(self, first: Callable[..., None]) -> Callable[[Any], Any]:
+        """Return what wraps a function so that `first` is called with its arguments before it."""
+
+        def wrap(original: Any) -> Any:
+            @functools.wraps(original)
+            def wrapper(*args: Any, **kwargs: Any) -> Any:
+                if not self._is_compiling() and self._is_on():
+                    self._guarded(first, *args, **kwargs)
+                return original(*args, **kwargs)
 
             return wrapper
 

@@ -43,7 +43,7 @@ from .parameters import PASS, SUSPICION, WITHDRAWN, Held, Line, Reached, held_by
 from .pitfalls import Classes, Pitfalls, Terms
 from .questions import ASKED_STEPS, Budget, Questions, Rows
 from .ranks import Ranks
-from .scaling import Scaling
+from .scaling import ScaledNorms, Scaling
 from .settings import SEED_BY
 from .token_weights import Judged, TokenWeights
 from .untouched import tensors_in
@@ -79,6 +79,7 @@ class Identities:
         """Optimizers whose next step is sampled."""
         self._is_due = False
         """Whether there is one."""
+        self._norms: weakref.WeakKeyDictionary[Any, ScaledNorms] = weakref.WeakKeyDictionary()
         self._losses: list[Loss | Divergence] = []
         """Losses of the backward passes since the previous step."""
         self._open_windows: list[Windows] = []
@@ -264,9 +265,20 @@ class Identities:
         if self._is_due:
             with self._torch.no_grad():
                 self._token_weights.backward_ends()
+                if self.scaling.is_scaled and not is_capturing(self._torch):
+                    for optimizer in self._due:
+                        norms = self._norms.setdefault(optimizer, ScaledNorms())
+                        norms.backward_ends(self._torch, held_by(optimizer))
             self._check_gradients(Chain.backward_ends)
         for windows in self._windows():
             windows.backward_ends()
+
+    def unscaled(self, optimizer: Any) -> None:
+        """Record that a gradient scaler is about to unscale the gradients of an optimizer."""
+        norms = self._norms.get(optimizer)
+        if norms is not None and not is_capturing(self._torch):
+            with self._torch.no_grad():
+                norms.unscaled(self._torch, held_by(optimizer))
 
     def end(self, begun: Any = None) -> list[Noticed]:
         """Return the verdicts at the regular end of a training; the first step of the optimizer `begun` is not its."""
@@ -478,6 +490,10 @@ class Identities:
         terms = [one.terms for one in self._pitfalls if one.terms is not None]
         if terms:
             seen.later(lambda one: watched.terms.add(*one[0].tolist()), {0: terms[0]})
+        norms = self._norms.get(optimizer)
+        if norms is not None and norms.written is not None:
+            seen.later(lambda one: norms.lines(seen.name, one[0].tolist()), {0: norms.written})
+            norms.written = None
         look(seen, self._losses)
         # With sharding, the forward pass uses other tensors than the optimizer.
         if self._position.world > 1 or len(self._threads) > 1:

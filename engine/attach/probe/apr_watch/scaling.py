@@ -12,6 +12,7 @@ from typing import Any
 
 from .graph import CROSS_ENTROPIES, POINTWISE, scalar
 from .parameters import FACT, PASS, SUSPICION, Line
+from .updates import fits
 
 _IN_A_ROW = 2
 """Number of consecutive steps that must agree."""
@@ -19,6 +20,8 @@ _MAX_SCALING_NODES = 8
 """Maximum number of scaling nodes between a loss and the tensor of the backward pass."""
 _EQUAL = 1e-6
 """Largest relative difference of two equal factors."""
+_EQUAL_NORM, _UNLIKE_NORM = 1e-3, 1e-2
+"""Largest relative difference of two equal norms, and smallest one of two that differ."""
 _SCALED_BY_HAND = 16.0
 """Smallest factor of a loss that counts as a loss scale."""
 _MEANS = (
@@ -41,7 +44,7 @@ class Scaling:
         """Ids of optimizers that stepped since the newest was created."""
         self._just_stepped = False
         """Whether no backward pass has begun since the last step."""
-        self._is_scaled = False
+        self.is_scaled = False
         """Whether a loss was scaled since the last step."""
         self._clipped_before = self._clipped_after = False
         """Whether gradients were clipped before this step, and after the previous one."""
@@ -72,12 +75,12 @@ class Scaling:
     def forget(self) -> None:
         """Forget the steps so far: some after them were not seen."""
         self._late = self._unscaled = self._alike = 0
-        self._is_scaled = self._clipped_before = self._clipped_after = False
+        self.is_scaled = self._clipped_before = self._clipped_after = False
 
     def scaled(self, scaler: Any) -> None:
         """Record that a gradient scaler multiplies a loss."""
         self._scalers.add(scaler)
-        self._is_scaled = True
+        self.is_scaled = True
 
     def batch_fetched(self) -> None:
         self._batches += 1
@@ -108,7 +111,7 @@ class Scaling:
             return []
         self._clipped_before = True
         self._max_norm = float(most) if isinstance(most, (int, float)) else None
-        if not self._is_scaled or any(_has_unscaled(one) for one in self._scalers):
+        if not self.is_scaled or any(_has_unscaled(one) for one in self._scalers):
             self._unscaled = 0
             return []
         self._unscaled += 1
@@ -127,7 +130,7 @@ class Scaling:
             lines, self._short = lines + self._short, []
         if self._is_due:
             lines += [*self._accumulation(name), *self._loss_scale()]
-        self._just_stepped, self._is_scaled = True, False
+        self._just_stepped, self.is_scaled = True, False
         self._clipped_before = self._clipped_after = self._is_fp16 = False
         self._divisions, self._sizes, self._batches = [], [], 0
         self._is_due = self._has_ended = False
@@ -210,11 +213,70 @@ class Scaling:
         if not self._is_fp16:
             return []
         factors = [factor for one in self._divisions if one is not None for factor in one[0]]
-        if self._is_scaled or any(factor >= _SCALED_BY_HAND for factor in factors):
+        if self.is_scaled or any(factor >= _SCALED_BY_HAND for factor in factors):
             text = "losses computed in fp16 are scaled before their backward pass"
             return [("loss_scale", PASS, text, {})]
         text = "the backward pass goes through fp16 tensors, and nothing scales the loss before it"
         return [("loss_scale", SUSPICION, text, {})]
+
+
+class ScaledNorms:
+    """Norms of the gradients of one optimizer, while they have the loss scale: after the backward pass, and before they
+    are unscaled. If something wrote them in between and their norm or their largest element is the same at different
+    steps, that was a clip, whose limit the loss scale multiplies."""
+
+    def __init__(self) -> None:
+        self._versions: list[int] = []
+        self._before: Any = None
+        self.written: Any = None
+        """Both norms before and after a write since the last step, (2, 2); None if there was none."""
+        self._previous: list[list[float]] | None = None
+
+    def backward_ends(self, torch: Any, parameters: list[Any]) -> None:
+        self._versions, self._before = _versions(parameters), _norms(torch, parameters)
+
+    def unscaled(self, torch: Any, parameters: list[Any]) -> None:
+        """Compare before the gradients are unscaled."""
+        before, self._before, self.written = self._before, None, None
+        if before is None or _versions(parameters) == self._versions:
+            return
+        after = _norms(torch, parameters)
+        if after is not None:
+            self.written = torch.stack([before, after])
+
+    def lines(self, name: str, norms: list[list[float]]) -> list[Line]:
+        """Return the verdict on a step, from its `written`."""
+        previous, self._previous = self._previous, norms
+        if previous is None:
+            return []
+        for (before, last), (after, limit) in zip(
+            zip(*previous, strict=True), zip(*norms, strict=True), strict=True
+        ):
+            is_equal = (
+                0 < limit < after and last < before and abs(limit - last) < _EQUAL_NORM * limit
+            )
+            if is_equal and abs(after - before) > _UNLIKE_NORM * after:
+                text = (
+                    f"the gradients of {name} are clipped by hand to {limit:.4g} while they still have the loss scale: "
+                    "nothing unscaled them before clipping"
+                )
+                return [("clipping", SUSPICION, text, {"limit": limit})]
+        return []
+
+
+def _versions(parameters: list[Any]) -> list[int]:
+    found = (one.grad for one in parameters)
+    return [one._version for one in found if one is not None and not one.is_inference()]
+
+
+def _norms(torch: Any, parameters: list[Any]) -> Any:
+    """Return the norm of all gradients and their largest element, (2,); None where they cannot be read together."""
+    found = [one.grad.detach() for one in parameters if one.grad is not None]
+    if not found or not all(fits(torch, one, found[0]) for one in found):
+        return None
+    each = [torch.stack([one.float().norm(), one.abs().amax().float()]) for one in found]
+    table = torch.stack(each)
+    return torch.stack([table[:, 0].norm(), table[:, 1].amax()])
 
 
 def _divisions(tensors: list[Any]) -> tuple[tuple[list[float], bool] | None, float | None]:
