@@ -25,7 +25,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -265,6 +265,46 @@ class PlainDecoder:
 
     def _layer(self, index: int, *given: Any) -> Tensor:
         return _layer(self.shape, index, self.pairs, *given)
+
+
+@dataclass(frozen=True, slots=True)
+class InContext:
+    """A model that reads a context before each document; its hidden states are those of the documents."""
+
+    plain: Runs
+    context: Sequence[int]
+
+    def forward(
+        self, tokens_BT: Tensor, documents_BT: Tensor, *, keep: bool = False, rounding: float = 0.0
+    ) -> Forward:
+        tokens: list[int] = []
+        documents: list[int] = []
+        kept: list[int] = []
+        before: tuple[int, int] | None = None
+        for row, (ids, of) in enumerate(
+            zip(tokens_BT.tolist(), documents_BT.tolist(), strict=True)
+        ):
+            for token, document in zip(ids, of, strict=True):
+                if before != (row, document):
+                    before = row, document
+                    number = documents[-1] + 1 if documents else 0
+                    tokens += self.context
+                    documents += [number] * len(self.context)
+                kept.append(len(tokens))
+                tokens.append(token)
+                documents.append(number)
+        found = self.plain.forward(
+            *(torch.tensor([one], device=tokens_BT.device) for one in (tokens, documents)),
+            keep=keep,
+            rounding=rounding,
+        )
+        kept_N = torch.tensor(kept, device=tokens_BT.device)
+        return replace(found, hidden_ND=found.hidden_ND[kept_N])
+
+    def backward(
+        self, passes: Sequence[Forward], upstream: Sequence[Tensor]
+    ) -> Iterator[tuple[str, Tensor]]:
+        raise TypeError("a model that reads a context is a teacher, which is not trained")
 
 
 @dataclass(frozen=True, slots=True)

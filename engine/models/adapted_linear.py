@@ -59,7 +59,7 @@ class FrozenLayer(nn.Module):
     """A frozen linear layer that passes a gradient to its input."""
 
     scale = 1.0
-    """What the adapter's output is multiplied by; an adapter may be absent."""
+    """Factor of the adapter's output."""
 
     def __init__(self, base: FrozenBase) -> None:
         super().__init__()

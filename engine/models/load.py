@@ -71,7 +71,7 @@ from engine.models.names import (
     turned_heads,
     unpermute_rows,
 )
-from engine.models.packed import PackedEmbedding, PackedLinear, reserve
+from engine.models.packed import PackedEmbedding, PackedLinear, reserve, stored_tensor
 from engine.models.packed_size import packed_size, stays_packed, without_blocks
 from engine.models.read_config import AUTO, config_of
 from engine.models.transformers_config import TransformersConfig
@@ -315,6 +315,25 @@ def load_block_base(
         linear = nn.Linear(1, 1, bias=False, device="meta")
         linear.weight = nn.Parameter(_floats(head.packed, dtype), requires_grad=False)
         decoder.head = linear
+    return decoder
+
+
+@torch.no_grad()
+def base_of(teacher: Decoder) -> Decoder:
+    """Return a frozen decoder with the weights of a teacher, held once for both: of its layers the tensors, or the
+    blocks with a scratch of their own. Embedding and head become floats where the teacher has them in blocks."""
+    config, dtype, device = teacher.config, teacher.dtype, teacher.norm.weight.device
+    with torch.device("meta"):
+        decoder = Decoder(config).to(dtype)
+    scratch = Scratch(device, dtype)
+    for name in hf_names(config):
+        path, _, leaf = name.rpartition(".")
+        stored = stored_tensor(teacher, name)
+        if isinstance(stored, PackedMatrix) and path.startswith("layers."):
+            _replace(decoder, path, stored, scratch)
+        else:
+            floats = _floats(stored, dtype) if isinstance(stored, PackedMatrix) else stored
+            hold(decoder.get_submodule(path), leaf, floats)
     return decoder
 
 

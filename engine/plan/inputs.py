@@ -61,6 +61,8 @@ class Inputs:
     """Things that could not be checked, or are unusual but not refused; one line each."""
     student_blocks: PackedSize | None = None
     """Sizes of a student whose adapters are trained and whose matrices stay in quantised blocks; else None."""
+    context: tuple[int, ...] = ()
+    """Tokens of teacher.context."""
     models: tuple[str, ...] = ()
     """The models that are read from the hub's cache, with their commits; one line each."""
     template: ChatTemplate | None = None
@@ -219,7 +221,8 @@ def _first(tokenizers: Mapping[str, Tokenizer | None], spec: RunSpec) -> Tokeniz
 def _check_not_teacher(spec: RunSpec, teacher: ModelConfig, student: ModelConfig) -> None:
     """Refuse a student whose files are the teacher's, or copies of them. The trainer compares the values, which
     also finds one model in two formats (`engine.teachers.same_model`)."""
-    if teacher != student or not spec.has_teacher or spec.teacher.allow_identical:
+    allowed = spec.teacher.allow_identical or spec.teacher.context
+    if teacher != student or not spec.has_teacher or allowed:
         return
     theirs, ours = _tensor_files(spec.teacher.path), _tensor_files(spec.student.path)
     if len(theirs) == len(ours) and all(map(_same_file, theirs, ours)):
@@ -229,7 +232,8 @@ def _check_not_teacher(spec: RunSpec, teacher: ModelConfig, student: ModelConfig
             "other weights than the teacher's",
             f"the same values: the files are those of {spec.teacher.path}, byte for byte",
             hint="a student equal to its teacher has nothing to learn from it; give a smaller model, or a shape for "
-            "fresh weights in student.config; teacher.allow_identical=true trains it all the same",
+            "fresh weights in student.config; with teacher.context it learns what that text tells its teacher; "
+            "teacher.allow_identical=true trains it all the same",
         )
 
 
@@ -310,11 +314,13 @@ def check_inputs(spec: RunSpec, run: Path | None = None) -> Inputs:
         types = " and ".join(teacher_size.unpacked)
         notes = (*notes, f"teacher.backend=quantized: matrices in {types} become floats")
     tokenizer.fits(student.vocab_size, f"student {spec.student.path or spec.student.config}")
-    for whose, config in (("student", student), ("teacher", teacher)):
-        if config is not None and spec.data.seq_len > config.max_position_embeddings:
+    context = tuple(map(int, tokenizer.encode_whole(spec.teacher.context)))
+    for whose, config, before in (("student", student, 0), ("teacher", teacher, len(context))):
+        if config is not None and spec.data.seq_len + before > config.max_position_embeddings:
+            also = f" and {before} of teacher.context" if before else ""
             raise BadInput(
                 f"data.seq_len: expected at most the {whose}'s {config.max_position_embeddings} "
-                f"positions, found {spec.data.seq_len}"
+                f"positions, found {spec.data.seq_len}{also}"
             )
     template = None
     if check_corpus(spec.data.corpus, columns=column_names(spec.data.columns)):
@@ -331,6 +337,7 @@ def check_inputs(spec: RunSpec, run: Path | None = None) -> Inputs:
         student_blocks=_blocks(spec, student_size),
         tokenizer=tokenizer,
         tokenizers=tokenizers,
+        context=context,
         models=models,
         template=template,
         notes=notes,

@@ -80,6 +80,7 @@ from engine.models.transformers_config import TransformersConfig
 from engine.plan.activations import Forward
 from engine.plan.cost import linear_sizes, linear_weights, query_width, shared_width
 from engine.spec import RunSpec, parse_set
+from engine.teachers.in_context import pass_tokens
 from engine.teachers.store.keys import HIDDEN, Identity
 from engine.units import format_bytes, format_count
 
@@ -244,6 +245,8 @@ class MemoryPlan:
     """With student.checkpointing: how many of the student's last layers keep their activations all the same."""
     student_blocks: PackedSize | None = None
     """Sizes of a student with adapters whose frozen matrices stay in blocks."""
+    context: int = 0
+    """Tokens of teacher.context."""
     store: Identity | None = None
     """The identity of the store that the backend `cached` would read."""
 
@@ -257,6 +260,10 @@ class MemoryPlan:
         """Bytes of the frozen weights of a student with adapters; 0 without."""
         if not self.adapted:
             return 0
+        if shares_weights(self.spec, blocks=self.student_blocks is not None):
+            if (size := self.student_blocks) is None:
+                return 0
+            return self.itemsize * _tables(self.student) + size.scratch_bytes(self.itemsize)
         if self.spec.student.adapter_base == "fp8":
             # The backward pass has the values of one matrix at a time.
             width = max(self.student.intermediate_size, query_width(self.student))
@@ -346,6 +353,9 @@ class MemoryPlan:
     def teacher_pass(self, config: ModelConfig, rows: int) -> Forward:
         forward = self._pass(config, rows, self.teacher_itemsize, self.teacher_itemsize)
         packed = self.spec.teacher.attention == "packed" and self.teacher_itemsize == 2
+        if self.context:
+            tokens = pass_tokens(rows, self.spec.data.seq_len, self.context)
+            forward = replace(forward, rows=1, seq_len=tokens)
         return replace(forward, packed=packed)
 
     def _pass(
@@ -441,6 +451,13 @@ def _teacher_items(plan: MemoryPlan) -> Iterator[BudgetItem]:
         f"the widest moment of a layer, {format_count(plan.tokens)} tokens",
         phases=(_TEACHER,),
     )
+    if plan.context:
+        yield BudgetItem(
+            "teacher hidden states with contexts",
+            itemsize * forward.tokens * config.hidden_size,
+            f"a pass of {format_count(forward.tokens)} tokens x {config.hidden_size} x {itemsize} bytes",
+            phases=(_TEACHER,),
+        )
     yield BudgetItem(
         "teacher hidden states",
         itemsize * plan.tokens * config.hidden_size,
@@ -667,6 +684,20 @@ def _operands(plan: MemoryPlan) -> int:
         if not plan.on_gpu and plan.teacher_itemsize < 4:
             total += 4 * (vocabulary + tokens) * teacher.hidden_size
     return total
+
+
+def shares_weights(spec: RunSpec, *, blocks: bool) -> bool:
+    """Whether the frozen base of adapters is the teacher itself, held once: both are one file, held alike. `blocks`
+    says whether the base stays in blocks."""
+    teacher, student = spec.teacher, spec.student
+    held = ("quantized", "blocks") if blocks else ("dequantized", "floats")
+    return (
+        student.adapter != "none"
+        and teacher.path == student.path
+        and (teacher.backend, teacher.precision) == (held[0], student.precision)
+        and (student.adapter_base == held[1] or (not blocks and student.adapter_base == "blocks"))
+        and teacher.shard != "on"
+    )
 
 
 def written_rows(spec: RunSpec) -> int:

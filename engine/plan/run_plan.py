@@ -30,7 +30,7 @@ from engine.plan.device import ComputeDevice
 from engine.plan.fit_in_memory import fit
 from engine.plan.inputs import Inputs
 from engine.plan.knobs import KNOBS
-from engine.plan.memory import ITEM_BYTES, MemoryBudget, MemoryPlan
+from engine.plan.memory import ITEM_BYTES, MemoryBudget, MemoryPlan, shares_weights
 from engine.spec import RunSpec
 from engine.teachers.backend import FP8_CAPABILITY
 from engine.teachers.store.folder import Store, open_store
@@ -207,6 +207,11 @@ class Plan:
         """Whether the teacher gives sparse targets and no hidden states."""
         return self.store is not None and self.store.identity.form != HIDDEN
 
+    @property
+    def shares_weights(self) -> bool:
+        """Whether the frozen base of adapters is the teacher itself, held once."""
+        return shares_weights(self.spec, blocks=self.inputs.student_blocks is not None)
+
 
 def plan_run(
     spec: RunSpec,
@@ -263,6 +268,9 @@ def without_place(facts: RunFacts) -> dict[str, str]:
     found: dict[str, str] = {}
     if facts.spec.compute.gpus == 1:
         found |= dict.fromkeys(("teacher.shard", "student.reshard", "checkpoint.sharded"), "off")
+    if facts.inputs.context:
+        # The ranks' passes differ in number, and gathering a layer is a collective.
+        found["teacher.shard"] = "off"
     if facts.spec.student.adapter != "none":
         # Each GPU has the frozen student and its small adapters whole.
         found |= dict.fromkeys(("student.reshard", "checkpoint.sharded"), "off")
@@ -305,6 +313,7 @@ def plan_memory(facts: RunFacts) -> MemoryPlan:
         teacher_packed_layers=packed.layer_bytes(each) if packed else (),
         shares_heads=(facts.capability or (0, 0))[0] == 9,
         student_blocks=facts.inputs.student_blocks,
+        context=len(facts.inputs.context),
         store=facts.store.identity if facts.store else None,
     )
     plan, decisions = fit(whole, stored=facts.stored)

@@ -182,6 +182,19 @@ def _cross_checks(
         )
     if spec.student.adapter != "none" and not spec.student.path:
         add("student.adapter", "expected student.path, the base of an adapter, found none")
+    if spec.teacher.context:
+        refused = {
+            "teacher.path, whose model reads it, found no teacher": not spec.has_teacher,
+            "a teacher that computes, found stored outputs": spec.teacher.backend == "cached"
+            or bool(spec.teacher.cache),
+            'rollout.by = "student", found "teacher", whose own prompts have no context': (
+                spec.rollout.share > 0 and spec.rollout.by == "teacher"
+            ),
+            'teacher.shard = "off", found "on"': spec.teacher.shard == "on",
+        }
+        for text, holds in refused.items():
+            if holds:
+                add("teacher.context", f"expected {text}")
     if spec.rollout.share > 0:
         if not spec.has_teacher:
             add("rollout.share", "expected a teacher for written rows, found none")

@@ -112,6 +112,12 @@ class TeacherSection:
         "the GPU has it.",
         allowed=("auto", "masked", "packed"),
     )
+    context: str = setting(
+        "",
+        "Text that the teacher alone reads before each document, such as a system prompt with its special tokens: the "
+        "student learns to do without it. Empty means none.",
+        changes_results=True,
+    )
     allow_identical: bool = setting(
         False, "Whether a student equal to its teacher may be trained; it has nothing to learn."
     )

@@ -4,6 +4,7 @@ student's around that.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -23,6 +24,7 @@ from engine.models.read_config import AUTO
 from engine.spec.sections import ModelSection
 from engine.teachers.fp8 import Fp8Teacher, RoundingProbe
 from engine.teachers.frozen import DequantizedTeacher, FrozenDecoder, QuantizedTeacher
+from engine.teachers.in_context import TeacherInContext
 from engine.teachers.protocol import Teacher
 from engine.teachers.sharded import ShardedLayers
 from engine.teachers.truncating import TruncatingTeacher
@@ -55,6 +57,7 @@ def build_teacher(
     shards: ShardedLayers | None = None,
     kernels: str = "fused",
     how: ModelSection = AUTO,
+    context: Sequence[int] = (),
 ) -> BuiltTeacher:
     """Load the teacher in `path` and cut its vocabulary to the student's.
 
@@ -62,6 +65,7 @@ def build_teacher(
 
     `backend` is the result of `choose_backend`: `dequantized` or `quantized`. With `shards`,
     every rank keeps only its part of each layer; `kernels` is the result of `choose_layer_kernels`.
+    With a `context`, the teacher reads these tokens before each document.
 
     Raises `WeightsError`, and `BadInput` for a student with a larger vocabulary than the teacher.
     """
@@ -85,9 +89,9 @@ def build_teacher(
         frozen = DequantizedTeacher(load_decoder(path, dtype, device, how), precision, kernels)
     if shards is not None:
         shards.install(frozen.decoder)
-    teacher: Teacher = frozen
+    teacher: Teacher = TeacherInContext(frozen, context) if context else frozen
     if student_vocab != frozen.vocab_size:
-        teacher = TruncatingTeacher(frozen, student_vocab)
+        teacher = TruncatingTeacher(teacher, student_vocab)
     return BuiltTeacher(teacher, frozen.decoder)
 
 

@@ -54,8 +54,8 @@ def check_not_identical(
         where,
         "other weights than the teacher's",
         "the same values in bf16",
-        hint="a student equal to its teacher has nothing to learn from it; "
-        "teacher.allow_identical=true trains it all the same",
+        hint="a student equal to its teacher has nothing to learn from it, unless the teacher reads a "
+        "teacher.context; teacher.allow_identical=true trains it all the same",
     )
 
 

@@ -54,6 +54,7 @@ from engine.models.transformers_decoder import TransformersDecoder
 from engine.runtime.ranks import is_shared, whole
 from engine.spec import RunSpec
 from engine.teachers.build import DTYPES
+from engine.teachers.in_context import context_of
 from engine.teachers.store.keys import Identity
 from engine.teachers.store.teacher import CachedTeacher
 from engine.train.rollout import Written
@@ -467,6 +468,8 @@ class StepAudit(StepObserver):
         if isinstance(decoder, TransformersDecoder):
             tensors = dict(decoder.named_parameters()) | dict(decoder.named_buffers())
             runs = SameModule(decoder, tensors, self.trainer.device)
+        if context := context_of(self.trainer.teacher):
+            runs = reference.InContext(runs, context)
         return Model(
             shape=shape,
             weight=weight,

@@ -36,7 +36,7 @@ from engine.models.config import ModelConfig, count_parameters
 from engine.models.decoder import Decoder, Tensors
 from engine.models.fused import use_kernels
 from engine.models.head import Head
-from engine.models.load import load_block_base, load_decoder, new_decoder
+from engine.models.load import base_of, load_block_base, load_decoder, new_decoder
 from engine.models.load_fp8 import load_fp8_base
 from engine.models.transformers_decoder import TransformersDecoder
 from engine.plan.memory import written_rows
@@ -168,7 +168,7 @@ class Builder:
             detail = f"fresh weights, seed {self.spec.train.seed}"
             self.log(Phase(name="making the student", detail=detail))
         drawn, sha256 = (None, None) if fresh is None else fresh.result()
-        student = self.untrained() if drawn is None else drawn.to(self.device)
+        student = self.untrained(teacher_decoder) if drawn is None else drawn.to(self.device)
         if self.spec.kernels.layers == "fused":
             use_kernels(student, frozen=False)
             if self.spec.kernels.prewarm:
@@ -182,21 +182,29 @@ class Builder:
         self.hashes.append(ModelHash(sha256 or Tensors(student), ready, self.log))
         student_sha256 = self.hashes[-1].result
         if teacher_decoder is not None:
-            allowed = self.spec.teacher.allow_identical
-            note = check_not_identical(teacher_decoder, student, source, allowed=allowed)
-            if note is not None:
+            section = self.spec.teacher
+            note = check_not_identical(
+                teacher_decoder,
+                student,
+                source,
+                allowed=section.allow_identical or bool(section.context),
+            )
+            if note is not None and not section.context:
                 self.log(Note(level="warning", text=note))
         return student, student_sha256
 
-    def untrained(self) -> Decoder:
-        """Return the student as it is before the first step, on its device; the same each time."""
+    def untrained(self, teacher: Decoder | None = None) -> Decoder:
+        """Return the student as it is before the first step, on its device; the same each time. The base of its
+        adapters may be the weights of `teacher`."""
         spec, device = self.spec, self.device
         if spec.student.adapter != "none":
             dtype = torch_dtype(spec.student.precision)
             with open_weights(spec.student.path) as weights:
                 start = weights if isinstance(weights, AdapterFolder) else None
                 source = weights if start is None else start.base
-                if spec.student.adapter_base == "fp8":
+                if teacher is not None and teacher.config.native and self.plan.shares_weights:
+                    base = base_of(teacher)
+                elif spec.student.adapter_base == "fp8":
                     base = load_fp8_base(source, dtype, device)
                 elif self.plan.inputs.student_blocks is not None:
                     base = load_block_base(source, dtype, device)
@@ -403,6 +411,7 @@ class Builder:
             shards=shards,
             kernels=self.spec.kernels.layers,
             how=self.spec.model,
+            context=self.plan.inputs.context,
         )
         built.decoder.packed = self.spec.teacher.attention == "packed"
         built.decoder.cudnn = attention_by_cudnn(

@@ -106,6 +106,10 @@ def plan_job(spec: RunSpec, wanted: Wanted) -> Job:
     """Return what would be done, and write nothing. Raises BadInput when it cannot be done."""
     if not spec.has_teacher:
         raise BadInput("teacher.path: expected a teacher to ask, found none")
+    if spec.teacher.context:
+        raise BadInput.expected(
+            "teacher.context", "a text", "none for stored outputs", "a teacher in context"
+        )
     inputs = check_inputs(spec)
     data = prepare_data(spec, inputs, None, to_events.nowhere)
     batches = batches_of(spec, data.stream)

@@ -201,7 +201,7 @@ def test_list_of_settings_is_frozen() -> None:
         "model.engine", "model.remote_code",
         "teacher.path", "teacher.backend", "teacher.precision",
         "teacher.shard",
-        "teacher.cache", "teacher.cache_miss", "teacher.attention", "teacher.allow_identical",
+        "teacher.cache", "teacher.cache_miss", "teacher.attention", "teacher.context", "teacher.allow_identical",
         "student.path", "student.config", "student.precision", "student.graphs", "student.attention",
         "student.checkpointing", "student.reshard",
         "student.adapter", "student.adapter_rank", "student.adapter_alpha", "student.adapter_rslora",
@@ -234,7 +234,7 @@ def test_list_of_settings_is_frozen() -> None:
 CHANGES_RESULTS = """
     student.adapter student.adapter_rank student.adapter_alpha student.adapter_rslora student.adapter_base
     student.adapter_targets
-    teacher.path student.path student.config
+    teacher.path teacher.context student.path student.config
     data.corpus data.tokenizer data.seq_len data.heldout_fraction data.include_tests data.max_bytes
     data.packing data.columns data.turns
     loss.alpha loss.temperature loss.divergence loss.beta
