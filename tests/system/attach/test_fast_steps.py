@@ -35,9 +35,6 @@ def test_each_step_is_in_the_log_in_its_order(tmp_path: Path) -> None:
     times = [one["t_s"] for one in ran.lines]
     assert times == sorted(times)
     assert not named(ran.lines) - {"update_size"}
-    # Steps 255 and 257 would be a chain of the sampled step 256.
-    judged = {one["step"] for one in ran.lines if one["kind"] == "judged"}
-    assert max(judged) <= 400
 
 
 def test_a_killed_process_loses_the_newest_steps_alone(tmp_path: Path) -> None:

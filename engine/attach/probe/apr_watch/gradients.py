@@ -81,8 +81,10 @@ class Chain:
 
     def _holds_on(self) -> Any:
         """Return whether the chain holds, as False or a tensor; None where it is unknown."""
+        # A later step may have no chain, of which this one says nothing.
+        is_broken, self._is_broken = self._is_broken, False
         if not self.is_open:
-            return False if self._is_broken else None
+            return False if is_broken else None
         self.is_open = False
         now = self._gradients()
         if now is None:
