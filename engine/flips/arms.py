@@ -118,7 +118,9 @@ class Outcome:
         return self.state in FROM_OUTSIDE
 
     def in_words(self) -> str:
-        """Describe the end of the run: `over the limit after 0 steps: ...`"""
+        """Describe the end of the run: `failed after 3 steps: ...`"""
+        if self.state == OVER_THE_LIMIT:
+            return f"made {self.reason}"
         steps = f"{self.steps} step{'s' if self.steps != 1 else ''}"
         return f"{self.state} after {steps}{f': {self.reason}' if self.reason else ''}"
 

@@ -384,7 +384,7 @@ def test_the_table_grows_by_a_line_for_each_pair() -> None:
         assert line.startswith(f"{count:>4}  ") and "\n" not in line and len(heading) < 80
     assert "0.740 [" in line
     broken = text.pair_line(made, pair(5, hang("A"), outcome("B")), None)
-    assert "A over the limit after 0 steps" in broken.splitlines()[1]
+    assert "A made 0 steps in" in broken.splitlines()[1]
 
 
 def test_more_than_one_changed_setting_is_called_a_bundle(tmp_path: Path) -> None:
