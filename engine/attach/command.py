@@ -254,7 +254,11 @@ def end_as(code: int) -> int:
 def _wait(process: subprocess.Popen[bytes]) -> int:
     """Wait for the end of the command, and stop with it when it is stopped, so that the shell gets the terminal."""
     while True:
-        _, status = os.waitpid(process.pid, os.WUNTRACED)
+        try:
+            _, status = os.waitpid(process.pid, os.WUNTRACED)
+        except ChildProcessError:
+            # Passing a signal on polls the command, which had ended.
+            return process.wait()
         if os.WIFSTOPPED(status):
             os.kill(os.getpid(), signal.SIGSTOP)
             # A shell continues the whole group; continuing this process alone must continue the command too.

@@ -190,6 +190,25 @@ def witness_of(watch: int) -> int | None:
     return None
 
 
+ENDS_WITH_A_SIGNAL = """
+import os, pathlib, signal, sys
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+status = pathlib.Path(f"/proc/{os.getppid()}/status")
+while not int(status.read_text().split("SigCgt:")[1].split()[0], 16) >> signal.SIGTERM - 1 & 1:
+    pass
+os.kill(os.getppid(), signal.SIGTERM)
+sys.exit(3)
+"""
+"""Program that signals the watch, which looks for who else got the signal, and has ended before it is passed on."""
+
+
+def test_a_signal_at_the_end_of_the_command_leaves_its_exit_code(tmp_path: Path) -> None:
+    done, run = watched(tmp_path, sys.executable, "-S", "-c", ENDS_WITH_A_SIGNAL)
+    assert (done.returncode, done.stderr) == (3, "")
+    (exit_,) = [e for e in watch_log(run) if isinstance(e, TrainerExited)]
+    assert (exit_.returncode, exit_.state) == (3, "FAILED")
+
+
 def test_an_interrupt_of_the_watch_alone_is_a_keyboard_interrupt_of_the_script(
     tmp_path: Path,
 ) -> None:

@@ -7,7 +7,6 @@ import multiprocessing
 import os
 import re
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -27,6 +26,7 @@ from tests.support.attached import BEGIN
 from tests.support.attached_scripts import SLEEPING
 from tests.support.findings import ROWS, THREADS, ask, asked, carry_out, hanging_run
 from tests.support.paths import ROOT
+from tests.support.running import engine
 
 OLDER = ROOT / "evidence" / "2026-11-21-hang-at-step-zero"
 
@@ -232,8 +232,8 @@ def test_a_script_that_a_variable_breaks_is_explained_by_real_runs(
     line = script.splitlines().index("    raise ValueError('no such mode')") + 1
     (tmp_path / "train.py").write_text(script)
     before = (tmp_path / "train.py").read_bytes()
-    watch = [sys.executable, "-m", "engine", "watch", "--quiet", "--name", "bad", "--env=MODE=bad"]
-    subprocess.run([*watch, "--", sys.executable, "train.py", "--steps", "40"], check=False)
+    script_of = ("--", sys.executable, "train.py", "--steps", 40)
+    engine("watch", "--quiet", "--name", "bad", "--env=MODE=bad", *script_of)
     made = ask("why", "new", "runs/bad", "--cause", "MODE=good", "--cause", "MODE=worse")
     assert made.code == 0 and "next: test c1: does MODE=good end it?" in made.err, made.err
     for nothing, said in (
@@ -250,10 +250,13 @@ def test_a_script_that_a_variable_breaks_is_explained_by_real_runs(
     assert shown.code == 0 and "pairs: 3 to 10 until a run shows it" in shown.err, shown.err
     assert not bundle.load().tests and not find_flips(tmp_path / "flips")
 
-    ran = ask("why", "test")
-    assert ran.code == 0 and "t1 B_ENDS_IT: A shows it in 3 of 3 pairs" in ran.out, ran.err
-    ran = ask("why", "test", "--cause", "c2")
-    assert ran.code == 0 and "t2 B_KEEPS_IT: B shows it too, in pair 1" in ran.out, ran.err
+    # In a process that forks what it starts.
+    ended = engine("why", "test")
+    assert ended.returncode == 0, ended.stderr
+    assert "t1 B_ENDS_IT: A shows it in 3 of 3 pairs" in ended.stdout
+    kept = engine("why", "test", "--cause", "c2")
+    assert kept.returncode == 0, kept.stderr
+    assert "t2 B_KEEPS_IT: B shows it too, in pair 1" in kept.stdout
     assert (tmp_path / "train.py").read_bytes() == before, "it is changed in copies alone"
     assert ask("why", "check").code == 2
     assert ask("why", "close").code == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import select
 import subprocess
@@ -24,6 +25,7 @@ from engine.log.folder import RunFolder, create_run, read_command
 from engine.log.view import RunView
 from tests.support.attached import BEGIN
 from tests.support.attached_scripts import LOADED, SLEEPING
+from tests.support.running import engine
 
 
 @pytest.fixture
@@ -104,11 +106,12 @@ def test_a_watched_run_is_flipped_with_more_workers_in_a_copy_of_its_folder(fold
 
 
 def test_a_setting_that_changes_nothing_in_b_is_not_judged(folder: Path) -> None:
-    words = (sys.executable, "train.py")
-    plan = make_command_plan(words, {}, {"loader.workers": "4"}, order_seed=1, steps=6, pairs_max=1)
-    verdict = run_flip(plan, Path("flips/1"), use_controls="skip")
-    assert verdict["verdict"] == "INVALID"
-    assert "loader.workers=4 changed nothing in arm B" in answer_of(verdict)[0]
+    how = ("--steps", 6, "--pairs", 1, "--controls", "skip", "--out", "flips/1")
+    # In a process that forks what it starts.
+    done = engine("flip", "--set", "loader.workers=4", *how, "--", sys.executable, "train.py")
+    assert done.returncode == 2, done.stderr
+    assert "loader.workers=4 changed nothing in arm B" in done.stdout.splitlines()[0]
+    assert json.loads(Path("flips/1/verdict.json").read_text())["verdict"] == "INVALID"
 
 
 @pytest.mark.parametrize(

@@ -37,9 +37,7 @@ def test_the_first_proposal_ends_what_the_script_showed(tmp_path: Path, id: str)
     assert f"train.py:{_line(id)}=" in watched.stderr.replace("\n           ", " ")
     first = json.loads(engine("flip", run, "--propose", "--json").stdout)[0]
     assert first["ends"] == f"identity {id}"
-    done = engine(
-        "flip", run, *first["options"], "--out", tmp_path / "flip", "--share", forked=False
-    )
+    done = engine("flip", run, *first["options"], "--out", tmp_path / "flip", "--share")
     assert done.returncode == 0, shlex.join(first["options"]) + done.stdout + done.stderr
     verdict = json.loads(tmp_path.joinpath("flip", "verdict.json").read_text())
     assert verdict["verdict"] == "B_ENDS_IT"

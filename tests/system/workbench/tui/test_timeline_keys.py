@@ -18,7 +18,7 @@ from tests.support.judged import alert_event
 from tests.support.kit import Kit
 from tests.support.run_events import exited
 from tests.support.run_folders import Scene, completed, corrupt, killed, resumed, torn
-from tests.support.screens import on_screen, poll, press, texts_of, words_of
+from tests.support.screens import drawn, on_screen, poll, press, texts_of, words_of
 from workbench.tui.screens.flip import FlipScreen
 from workbench.tui.screens.run import RunScreen
 from workbench.tui.widgets.log_pane import LogView
@@ -44,11 +44,12 @@ def alerted(path: Path) -> RunFolder:
 
 
 async def until_past(pilot: Pilot[None], step: int) -> str:
-    """Wait until the replay has drawn a step."""
+    """Wait until the replay has drawn a step, and the panes that appear with it."""
     for _ in range(500):
         await pilot.pause(0.01)
         if f"step {step}/" in words_of(pilot):
             break
+    await drawn(pilot)
     return words_of(pilot)
 
 
