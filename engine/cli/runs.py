@@ -140,7 +140,7 @@ def _print_metrics(folder: Path, terms: str) -> int:
     from engine.watch.metrics import metrics_text
     from engine.watch.runs_feed import RunsFeed
 
-    snapshot = RunsFeed((folder,), budget_s=math.inf, first_share=1).poll()
+    snapshot = RunsFeed((folder,), budget_s=math.inf).poll()
     names = {name for row in snapshot.rows for name in row.settings}
     wanted = parse_filter(terms, names)
     rows = [row for row in snapshot.rows if not wanted.terms or wanted.matches(row.subject)]

@@ -29,12 +29,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from engine.decision import as_choice, is_choice_of_the_engine
 from engine.errors import BadInput, SpecError
 from engine.files import parse_json
 from engine.flips.command import NOTHING, SEED, WORDS, Arm, Command, option_for
 from engine.flips.script_settings import OWN, SCRIPT_SETTINGS
 from engine.flips.statistics import ALPHA, LEVEL, PRIOR_WEIGHT
-from engine.log.folder import RunFolder, must_have_settings
+from engine.log.folder import RunFolder, is_run, must_have_settings
+from engine.log.follow import Follower
 from engine.log.observed import Observed, observed_fields
 from engine.spec import GONE, RunSpec, build_spec, load_spec, parse_set
 
@@ -328,7 +330,27 @@ def make_plan(
     base = load_source(source, base_sets)
     spec = _shortened(base, how.get("steps", STEPS))
     changes = _changes(base, sets)
+    _refuse_own_choices(source, changes)
     return _register(changes, spec=spec, source=str(source.absolute()), **how)
+
+
+def _refuse_own_choices(source: Path, changes: Sequence[Change]) -> None:
+    """Refuse B's value where A leaves it to the engine and the run that A comes from logged that it chose the same."""
+    left = [change for change in changes if is_choice_of_the_engine(change.a)]
+    if not left or not is_run(source):
+        return
+    logged = {one.knob: one for one in Follower(RunFolder(source)).read_all().decisions}
+    for change in left:
+        decision = logged.get(change.key)
+        # A variable of the environment may be another one now.
+        if decision and not decision.overridden and decision.choice == as_choice(change.b):
+            raise BadInput.expected(
+                f"--set {change.key}",
+                decision.choice,
+                "another value than arm A's",
+                f"that the run chose {decision.choice} by itself: {decision.reason}",
+                hint=f"`engine flip {source} --propose` lists what can be tested",
+            )
 
 
 def make_command_plan(

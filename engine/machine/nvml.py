@@ -26,7 +26,6 @@ uses, and whether a device is integrated; NVML cannot tell, CUDA can.
 from __future__ import annotations
 
 import importlib
-import importlib.metadata
 import warnings
 from collections.abc import Callable, Container
 from pathlib import Path
@@ -45,6 +44,7 @@ from engine.machine.gpu_facts import (
 )
 from engine.machine.nvml_query import GPU_IS_LOST, Answer, Query
 from engine.machine.reading import Reading, absent, measured
+from engine.machine.versions import installed_version
 
 # Constants of nvml.h, like the codes in `nvml_query.py`: the same in every binding.
 _SM_CLOCK, _DIE_SENSOR = 1, 0
@@ -264,20 +264,14 @@ def _has_the_hosts_pids(proc: Path) -> bool:
 
 
 def find_binding(
-    version_of: Callable[[str], str] = importlib.metadata.version,
+    version_of: Callable[[str], str | None] = installed_version,
 ) -> tuple[Reading, str | None]:
     """Return the installed binding, and a warning when the deprecated distribution `pynvml` is installed.
 
     Both provide a module of the same name, so only package metadata can tell them apart.
     """
 
-    def version(distribution: str) -> str | None:
-        try:
-            return version_of(distribution)
-        except importlib.metadata.PackageNotFoundError:
-            return None
-
-    ours, deprecated = version("nvidia-ml-py"), version("pynvml")
+    ours, deprecated = version_of("nvidia-ml-py"), version_of("pynvml")
     warning = None
     if deprecated is not None:
         warning = (

@@ -5,7 +5,6 @@ Versions come from package metadata. Nothing is imported, so that a broken torch
 
 from __future__ import annotations
 
-import importlib.metadata
 import platform
 import shutil
 import sys
@@ -16,6 +15,7 @@ from pathlib import Path
 from engine.machine.host import Host
 from engine.machine.kill_counters import read_kill_counters
 from engine.machine.reading import Reading, absent, measured
+from engine.machine.versions import installed_version
 from engine.version import VERSION
 
 PACKAGES = (
@@ -107,7 +107,7 @@ def read_surroundings(
     compilers: Sequence[str],
     host: Host | None = None,
     sys: Path = Path("/sys"),
-    version_of: Callable[[str], str] = importlib.metadata.version,
+    version_of: Callable[[str], str | None] = installed_version,
 ) -> Surroundings:
     """Read the surroundings. `compilers` are the commands that the engine tries, in its order."""
     host = host or Host()
@@ -125,7 +125,7 @@ def read_surroundings(
     )
 
 
-def _versions(version_of: Callable[[str], str]) -> dict[str, Reading]:
+def _versions(version_of: Callable[[str], str | None]) -> dict[str, Reading]:
     found = {
         "engine": measured(VERSION, "engine.version"),
         "python": measured(platform.python_version(), "the interpreter"),
@@ -134,22 +134,18 @@ def _versions(version_of: Callable[[str], str]) -> dict[str, Reading]:
         ),
     }
     for name in PACKAGES:
-        try:
-            found[name] = measured(version_of(name), "package metadata")
-        except importlib.metadata.PackageNotFoundError:
-            found[name] = absent("not installed", "package metadata")
+        version, source = version_of(name), "package metadata"
+        found[name] = (
+            absent("not installed", source) if version is None else measured(version, source)
+        )
     return found
 
 
 def installed_versions(packages: Iterable[str]) -> dict[str, str | None]:
     """Return the versions of Python and of packages, None for one that is not installed."""
-    found: dict[str, str | None] = {"python": platform.python_version()}
-    for name in packages:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            found[name] = None
-    return found
+    return {"python": platform.python_version()} | {
+        name: installed_version(name) for name in packages
+    }
 
 
 def find_command(name: str) -> Reading:

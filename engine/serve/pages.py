@@ -102,7 +102,7 @@ def runs_of(folders: Folders) -> Callable[[], RunsSnapshot]:
     """Return what reads the runs; within EVERY_S / 2 it returns what it has."""
     # A request that waits for the first reading, which begins with the server, shows what that has found.
     lock, read_s = threading.Lock(), -math.inf
-    feed = RunsFeed(folders.given, budget_s=READ_S, first_share=1, accepts=folders.accepts)
+    feed = RunsFeed(folders.given, budget_s=READ_S, accepts=folders.accepts)
     snapshot: RunsSnapshot
 
     def read() -> RunsSnapshot:

@@ -42,8 +42,6 @@ UNREADABLE = "unreadable"
 READING = "reading"
 LOGS = ("events.jsonl", "device.jsonl", "watch.jsonl")
 LOOKS = 200
-FIRST_SHARE = 0.2
-"""Usual share of the time budget for the first poll, 0 to 1, so that the screen soon shows something."""
 CURVE_POINTS = 12
 ALERTS_SHOWN = 6
 """Most alerts of a run that are shown in full in a list."""
@@ -221,10 +219,11 @@ class RunsFeed:
         *,
         wall: Callable[[], float] = time.time,
         budget_s: float = READ_BUDGET_S,
-        first_share: float = FIRST_SHARE,
+        first_share: float = 1.0,
         accepts: Callable[[Path], bool] = lambda _: True,
     ) -> None:
-        """`first_share` is the share of the time budget that the first poll may use. `accepts` is asked about a run
+        """`first_share` is the share of the time budget that the first poll may use, 0 to 1: with 0 it names the runs
+        and reads none, so that a screen shows them at once. `accepts` is asked about a run
         each time before it is read; one that is not accepted has no row."""
         self.folders = tuple(folders)
         self._accepts = accepts

@@ -5,7 +5,6 @@ A `Machine` answers every call with a value or a return code of nvml.h, and coun
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 from itertools import pairwise
 from pathlib import Path
@@ -285,12 +284,7 @@ def test_a_module_that_is_not_nvidias_is_refused_by_name() -> None:
 def test_the_deprecated_distribution_is_named(
     installed: dict[str, str], binding: str | None, warns: bool
 ) -> None:
-    def version_of(name: str) -> str:
-        if name not in installed:
-            raise importlib.metadata.PackageNotFoundError(name)
-        return installed[name]
-
-    reading, warning = find_binding(version_of)
+    reading, warning = find_binding(installed.get)
     assert reading.value == binding
     assert (warning is not None and "pip uninstall pynvml" in warning) == warns
 

@@ -11,7 +11,9 @@ import pytest
 from engine.errors import BadInput, EngineError, SpecError, UsageError
 from engine.flips.pair import asks_parity
 from engine.flips.plan import Plan, load_source, make_plan, read_plan
+from engine.log.events import DecisionMade
 from engine.log.folder import create_run
+from engine.log.write import LogWriter
 from engine.spec import KEYS, load_spec
 from engine.units import parse_share, parse_time
 from tests.support.flip_pairs import plan
@@ -46,6 +48,21 @@ def test_a_run_folder_is_as_good_a_source_as_its_spec(spec: Path, tmp_path: Path
     from_spec = make_plan(spec, ["compute.threads=2"], order_seed=3)
     from_run = make_plan(run.path, ["compute.threads=2"], order_seed=3)
     assert replace(from_run, source="") == replace(from_spec, source="")
+
+
+def test_what_the_run_chose_by_itself_is_not_compared_with_itself(
+    spec: Path, tmp_path: Path
+) -> None:
+    settings, text = load_spec(spec, ["student.graphs=auto"])
+    run = create_run(tmp_path / "run", text, {"spec": settings.to_dict()})
+    assert make_plan(run.path, ["student.graphs=off"], order_seed=3).changes, "nothing is logged"
+    chosen = DecisionMade(knob="student.graphs", choice="off", reason="it does not pay")
+    with LogWriter(run.events, writer="trainer") as log:
+        log.write(chosen)
+    with pytest.raises(BadInput, match="the run chose off by itself: it does not pay"):
+        make_plan(run.path, ["student.graphs=off"], order_seed=3)
+    assert make_plan(run.path, ["student.graphs=on"], order_seed=3).changes
+    assert make_plan(spec, ["student.graphs=off"], order_seed=3, base_sets=["student.graphs=auto"])
 
 
 @pytest.mark.parametrize("text", ["{}", "[]", "{", '{"spec": 3}'])

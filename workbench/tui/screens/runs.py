@@ -143,7 +143,7 @@ class RunsScreen(PollingScreen):
 
     def __init__(self, context: Context) -> None:
         super().__init__(context)
-        self._feed = RunsFeed(context.folders)
+        self._feed = RunsFeed(context.folders, first_share=0.0)
         self._snapshot: RunsSnapshot | None = None
         self._pattern, self._filter = "", Filter()
         self._marked: dict[Path, int] = {}
