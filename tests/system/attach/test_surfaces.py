@@ -36,7 +36,7 @@ from engine.log.write import LogWriter
 from engine.watch.runs_feed import RunsFeed
 from tests.support.judged import identity_event
 from tests.support.running import engine_here
-from tests.support.screens import on_screen, press, settle, shows, text_of, texts_of, words_of
+from tests.support.screens import on_screen, press, shows, text_of, texts_of, words_of
 from workbench.feed import RunFeed
 from workbench.notebook import Live
 from workbench.panes import page_panes
@@ -141,11 +141,9 @@ def test_the_key_of_a_flip_proposes_what_the_script_may_be_tried_with(
         assert "in a copy of" in words and "the script's own" in words
         for assignment, said in (("X=1", "flip: X A unset B '1'"), ("--lr=2", "B '--lr=2'")):
             screen.query_one("#assignment", Input).value = assignment
-            await settle(pilot)
-            assert said in words_of(pilot)
+            assert await shows(pilot, said), words_of(pilot)
         screen.query_one("#assignment", Input).value = "loader.workers=many"
-        await settle(pilot)
-        assert "expected a number from 0 to" in words_of(pilot)
+        assert await shows(pilot, "expected a number from 0 to"), words_of(pilot)
 
     on_screen([run.path], (160, 50), script)
 
