@@ -139,7 +139,7 @@ def test_the_key_of_a_flip_proposes_what_the_script_may_be_tried_with(
         assert await shows(pilot, "device: the CPU"), words_of(pilot)
         words = words_of(pilot)
         assert "in a copy of" in words and "the script's own" in words
-        for assignment, said in (("X=1", "flip: X A unset B '1'"), ("--lr=2", "B '--lr=2'")):
+        for assignment, said in (("X=1", "flip: X: unset -> 1"), ("--lr=2", "--lr=run -> --lr=2")):
             screen.query_one("#assignment", Input).value = assignment
             assert await shows(pilot, said), words_of(pilot)
         screen.query_one("#assignment", Input).value = "loader.workers=many"
