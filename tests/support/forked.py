@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import faulthandler
 import functools
 import json
@@ -29,6 +30,7 @@ import types
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
+from unittest.mock import patch
 
 LIMIT_S = 300.0
 """Longest duration of one request, in seconds."""
@@ -43,6 +45,8 @@ _OF_SUITE = dict(os.environ)
 """Environment before any test has changed it."""
 _OURS = ("engine", "workbench", "apr_workbench", "apr_watch", "sitecustomize", "usercustomize")
 """Packages that a fork has as they are when they have just been imported."""
+_PR_SET_CHILD_SUBREAPER = 36
+_fork_exec: Any = getattr(subprocess, "_fork_exec", None)
 ROOT = Path(__file__).parents[2]
 
 
@@ -69,19 +73,80 @@ def run_python(
     return _ask(words, folder or Path.cwd(), environment)
 
 
+def start_python(
+    *words: str, env: Mapping[str, str] = os.environ, **how: Any
+) -> subprocess.Popen[Any]:
+    """Start Python with these words as `subprocess.Popen` does: a fork, but a child of this process all the same, or a
+    new process where a fork would differ."""
+    command = [sys.executable, *words]
+    if _Words.read(words) is None or _loaded(env) != _loaded(_environment()):
+        return subprocess.Popen(command, env=env, **how)
+    _server()
+    with patch.object(subprocess, "_fork_exec", _fork_of_server):
+        return subprocess.Popen(command, env=env, **how)
+
+
+def _fork_of_server(words: Sequence[str], *rest: Any) -> int:
+    """Start a fork in place of the command that `subprocess.Popen` starts; its arguments are those of `_fork_exec`."""
+    reads, _, _, writes, _, errors = rest[5:11]
+    ends = (
+        0 if reads == -1 else reads,
+        1 if writes == -1 else writes,
+        2 if errors == -1 else errors,
+    )
+    pairs = (os.fsdecode(one).partition("=") for one in rest[4])
+    request = _Request(
+        files=[f"/proc/{os.getpid()}/fd/{end}" for end in ends],
+        words=[os.fsdecode(word) for word in words[1:]],
+        folder=os.getcwd() if rest[3] is None else os.fsdecode(rest[3]),
+        environment={name: text for name, _, text in pairs},
+        is_awaited=False,
+        session=rest[14],
+        group=rest[15],
+    )
+    # A process whose parent has ended is a child of the next one above it that takes such.
+    _take_orphans(True)
+    try:
+        return _answer(request)
+    finally:
+        _take_orphans(False)
+
+
+def _take_orphans(does: bool) -> None:
+    assert ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, int(does), 0, 0, 0) == 0
+
+
 def _ask(
     words: Sequence[str], folder: Path, environment: Mapping[str, str]
 ) -> subprocess.CompletedProcess[str]:
+    with tempfile.TemporaryDirectory() as said:
+        files = [os.devnull, f"{said}/stdout", f"{said}/stderr"]
+        code = _answer(_Request(files, list(words), str(folder), dict(environment)))
+        stdout, stderr = (Path(file).read_text() for file in files[1:])
+    return subprocess.CompletedProcess([sys.executable, *words], code, stdout, stderr)
+
+
+class _Request(NamedTuple):
+    files: list[str]
+    """Its stdin, stdout and stderr."""
+    words: list[str]
+    folder: str
+    environment: dict[str, str]
+    is_awaited: bool = True
+    """Whether the answer is its exit code, at its end, or its pid."""
+    session: bool = False
+    group: int = -1
+    """Process group to join, 0 for one of its own."""
+
+
+def _answer(request: _Request) -> int:
     server = _server()
     assert server.stdin is not None and server.stdout is not None
-    with tempfile.TemporaryDirectory() as said:
-        request = [said, list(words), str(folder), dict(environment)]
-        server.stdin.write(json.dumps(request) + "\n")
-        server.stdin.flush()
-        answer = server.stdout.readline()
-        assert answer, f"the process that forks ended with {server.wait()}"
-        stdout, stderr = (Path(said, name).read_text() for name in ("stdout", "stderr"))
-    return subprocess.CompletedProcess([sys.executable, *words], int(answer), stdout, stderr)
+    server.stdin.write(json.dumps(request) + "\n")
+    server.stdin.flush()
+    answer = server.stdout.readline()
+    assert answer, f"the process that forks ended with {server.wait()}"
+    return int(answer)
 
 
 def _environment() -> dict[str, str]:
@@ -166,19 +231,27 @@ def _fork_for_each_request() -> Callable[[], None] | None:
     # A collection of a fork would copy the pages of what it looks at.
     gc.freeze()
     while line := sys.stdin.readline():
-        said, words, folder, environment = json.loads(line)
+        request = _Request(*json.loads(line))
         child = os.fork()
         if child == 0:
-            for number, name in enumerate((os.devnull, f"{said}/stdout", f"{said}/stderr")):
-                mode = os.O_RDWR | (os.O_CREAT | os.O_TRUNC if number else 0)
+            if not request.is_awaited and (started := os.fork()):
+                os.write(1, b"%d" % started)
+                os._exit(0)
+            for number, name in enumerate(request.files):
+                mode = os.O_WRONLY | os.O_CREAT | os.O_TRUNC if number else os.O_RDONLY
                 file = os.open(name, mode, 0o666)
                 os.dup2(file, number)
                 os.close(file)
-            asked = _Words.read(words)
+            if request.session:
+                os.setsid()
+            if request.group >= 0:
+                os.setpgid(0, request.group)
+            asked = _Words.read(request.words)
             assert asked is not None
-            os.chdir(folder)
-            return _begin(asked, environment, path)
-        print(_returncode(child), flush=True)
+            os.chdir(request.folder)
+            return _begin(asked, request.environment, path)
+        code = _returncode(child)
+        print(code if request.is_awaited else "", flush=True)
     return None
 
 
@@ -224,7 +297,6 @@ def _begin(
     return lambda: exec(compile(script.read_text(), script, "exec"), vars(main))
 
 
-_fork_exec: Any = getattr(subprocess, "_fork_exec", None)
 _unused: dict[str, dict[str, tuple[Any, Any]]] = {}
 """What each module of ours held when it had been imported and nothing of it had been called, and copies of it."""
 _kept: list[object] = []

@@ -7,11 +7,11 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 from pathlib import Path
 
 from engine.log.write import HOST
 from engine.signals import descendants, end
+from tests.support.forked import start_python
 from tests.support.kit import Kit
 from tests.support.running import engine, environment, wait_for
 
@@ -26,10 +26,10 @@ def start_hosts(kit: Kit, folder: Path, **changes: object) -> list[subprocess.Po
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         meet = f"127.0.0.1:{probe.getsockname()[1]}"
-    command = [sys.executable, "-m", "engine", "distill", "--join", str(folder / "run")]
+    words = ("-m", "engine", "distill", "--join", str(folder / "run"), "--meet", meet)
     return [
-        subprocess.Popen(
-            [*command, "--host", f"{number}/{len(NAMES)}", "--meet", meet],
+        start_python(
+            *(*words, "--host", f"{number}/{len(NAMES)}"),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

@@ -15,7 +15,7 @@ from engine.log.folder import RunFolder
 from engine.log.follow import Follower
 from engine.log.text import has_ended
 from engine.log.view import RunView
-from tests.support.forked import run_python
+from tests.support.forked import run_python, start_python
 from tests.support.paths import ROOT
 
 DEADLINE_S = 240.0
@@ -59,8 +59,8 @@ def environment() -> dict[str, str]:
 
 def start(*arguments: object) -> subprocess.Popen[str]:
     """Start `engine ...` in the background, attached to us."""
-    return subprocess.Popen(
-        [sys.executable, "-m", "engine", *map(str, arguments)],
+    return start_python(
+        *("-m", "engine", *map(str, arguments)),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -27,10 +27,11 @@ from engine.watch.rules.rule import read_settings
 from engine.watch.start_and_stop import stop
 from tests.support.attached import BEGIN
 from tests.support.attached_scripts import SLEEPING
+from tests.support.forked import start_python
 from tests.support.paths import ROOT
 from tests.support.running import engine_here
 
-WATCH = [sys.executable, "-m", "engine", "watch"]
+WATCH = ["-m", "engine", "watch"]
 LIMIT_S = 60.0
 
 
@@ -43,14 +44,15 @@ def watched(
     folder: Path, *words: str, **more: Any
 ) -> tuple[subprocess.CompletedProcess[str], RunFolder]:
     quiet = more.pop("quiet", True)
-    done = subprocess.run(
-        command(folder, *words, quiet=quiet),
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-        **more,
-    )
-    return done, RunFolder(folder / "run")
+    return forked(*command(folder, *words, quiet=quiet), **more), RunFolder(folder / "run")
+
+
+def forked(*words: str, input: str | None = None, **how: Any) -> subprocess.CompletedProcess[str]:
+    """Run Python to its end, as a fork."""
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    with start_python(*words, text=True, **pipes, **how) as process:
+        stdout, stderr = process.communicate(input, LIMIT_S)
+    return subprocess.CompletedProcess(words, process.returncode, stdout, stderr)
 
 
 def watch_log(run: RunFolder) -> list[AnyEvent]:
@@ -110,7 +112,8 @@ def test_signals_sent_to_the_watch_reach_the_command(tmp_path: Path) -> None:
     # Under nohup it is ignored, and what is ignored at a start no shell can trap.
     inherited = signal.signal(signal.SIGHUP, signal.SIG_DFL)
     try:
-        process = subprocess.Popen(command(tmp_path, "sh", "-c", script), cwd=tmp_path)
+        words = command(tmp_path, "sh", "-c", script)
+        process = subprocess.Popen([sys.executable, *words], cwd=tmp_path)
     finally:
         signal.signal(signal.SIGHUP, inherited)
     wait_for_file(tmp_path / "up")
@@ -136,7 +139,7 @@ def test_ctrl_c_of_a_terminal_reaches_the_command_once_and_its_answer_counts(
     pid, terminal = pty.fork()
     if pid == 0:
         words = command(tmp_path, sys.executable, "-S", "-c", program)
-        os.execv(words[0], words)
+        os.execv(sys.executable, [sys.executable, *words])
     screen = read_until(terminal, "tty True True")
     os.write(terminal, b"\x03")
     screen += read_until(terminal, "interrupted")
@@ -162,8 +165,8 @@ def test_a_signal_arrives_once_whether_the_watch_alone_or_its_group_gets_it(
 ) -> None:
     number = signal.Signals[name]
     words = command(tmp_path, sys.executable, "-S", "-c", COUNTS)
-    with subprocess.Popen(
-        words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, process_group=0
+    with start_python(
+        *words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, process_group=0
     ) as process:
         assert process.stdin is not None and process.stdout is not None
         assert process.stdout.readline() == b"up\n"
@@ -214,8 +217,8 @@ def test_an_interrupt_of_the_watch_alone_is_a_keyboard_interrupt_of_the_script(
 ) -> None:
     program = "import sys; print('up', flush=True); sys.stdin.readline()"
     words = command(tmp_path, sys.executable, "-S", "-c", program)
-    with subprocess.Popen(
-        words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    with start_python(
+        *words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     ) as process:
         assert process.stdout is not None and process.stderr is not None
         assert process.stdout.readline() == b"up\n"
@@ -230,8 +233,8 @@ def test_ctrl_z_stops_the_command_and_the_watch_and_both_go_on(
 ) -> None:
     program = "import sys; print('up', flush=True); sys.stdin.readline(); sys.exit(4)"
     words = command(tmp_path, sys.executable, "-S", "-c", program)
-    with subprocess.Popen(
-        words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, process_group=0
+    with start_python(
+        *words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, process_group=0
     ) as process:
         assert process.stdin is not None and process.stdout is not None
         assert process.stdout.readline() == b"up\n"
@@ -259,7 +262,7 @@ def test_the_command_outlives_a_kill_of_the_watch_and_the_log_says_that_its_end_
 ) -> None:
     up, go, alive = tmp_path / "up", tmp_path / "go", tmp_path / "alive"
     script = f": > '{up}'; while ! test -e '{go}'; do sleep 0.02; done; : > '{alive}'"
-    process = subprocess.Popen(command(tmp_path, "sh", "-c", script))
+    process = start_python(*command(tmp_path, "sh", "-c", script))
     wait_for_file(up)
     run = RunFolder(tmp_path / "run")
     wait_for_file(run.watch)
@@ -278,7 +281,7 @@ def test_the_command_outlives_a_kill_of_the_watch_and_the_log_says_that_its_end_
 def test_a_kill_of_the_supervisor_never_touches_the_command(tmp_path: Path) -> None:
     up, go = tmp_path / "up", tmp_path / "go"
     script = f": > '{up}'; while ! test -e '{go}'; do sleep 0.02; done; exit 6"
-    process = subprocess.Popen(command(tmp_path, "sh", "-c", script))
+    process = start_python(*command(tmp_path, "sh", "-c", script))
     wait_for_file(up)
     run = RunFolder(tmp_path / "run")
     wait_for_file(run.watch)
@@ -290,7 +293,7 @@ def test_a_kill_of_the_supervisor_never_touches_the_command(tmp_path: Path) -> N
 
 def test_a_watched_command_is_stopped_by_its_run_folder(tmp_path: Path) -> None:
     up = tmp_path / "up"
-    process = subprocess.Popen(command(tmp_path, "sh", "-c", f": > '{up}'; exec sleep 60"))
+    process = start_python(*command(tmp_path, "sh", "-c", f": > '{up}'; exec sleep 60"))
     wait_for_file(up)
     run = RunFolder(tmp_path / "run")
     wait_for_file(run.watch)
@@ -331,7 +334,9 @@ def test_an_exception_before_torch_is_imported_is_recorded(tmp_path: Path) -> No
     signs = []
     for missing in ("nothere", "notthere"):
         (tmp_path / "train.py").write_text(f"import {missing}\n")
-        done, run = watched(tmp_path / f"of-{missing}", sys.executable, str(tmp_path / "train.py"))
+        # Python that is given an option is a new process, without torch.
+        words = (sys.executable, "-B", str(tmp_path / "train.py"))
+        done, run = watched(tmp_path / f"of-{missing}", *words)
         assert done.returncode == 1
         signs.append(observation(run, "exit").sign)
     assert "ModuleNotFoundError at train.py:1 in <module>: No module" in signs[0]
@@ -353,14 +358,14 @@ def test_where_the_folder_cannot_be_written_the_run_lies_in_the_users_and_that_i
     words = [*WATCH, "--name", "run", "--quiet", "--", "pwd"]
     # No process may make a folder in /sys, not even one of root.
     environment = os.environ | {"XDG_STATE_HOME": str(tmp_path), "PYTHONPATH": str(ROOT)}
-    more: dict[str, Any] = {"env": environment, "timeout": LIMIT_S, "cwd": "/sys"}
-    done = subprocess.run(words, capture_output=True, text=True, **more)
+    more: dict[str, Any] = {"env": environment, "cwd": "/sys"}
+    done = forked(*words, **more)
     run = RunFolder(tmp_path / "apr-workbench" / "runs" / "run")
     assert (done.returncode, done.stdout) == (0, "/sys\n")
     assert f"the run folder is {run.path}" in done.stderr and done.stderr.startswith("/sys/runs: ")
     assert [e.returncode for e in watch_log(run) if isinstance(e, TrainerExited)] == [0]
     # A folder that was named is the one that was meant.
-    done = subprocess.run([*words[:4], "--runs", "/sys/x", *words[4:]], capture_output=True, **more)
+    done = forked(*words[:3], "--runs", "/sys/x", *words[3:], **more)
     assert done.returncode == 65
 
 
@@ -371,7 +376,7 @@ def test_a_script_is_ended_after_the_steps_that_were_asked_for_as_if_it_had_no_m
     options = ["--steps", "4", "--slow-by", "0.5", "--env", "WANDB_MODE=offline", "--keep-output"]
     words = [*WATCH, "--runs", str(tmp_path), "--name", "run", "--quiet", *options, "--"]
     script = [sys.executable, "train.py", "--out", str(tmp_path), "--sleep", "0.05"]
-    done = subprocess.run([*words, *script], capture_output=True, text=True, cwd=tmp_path)
+    done = forked(*words, *script, cwd=tmp_path)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
     view = Follower(RunFolder(tmp_path / "run")).read_all()
     assert view.last_step == 4 and view.exit is not None and view.exit.state == "COMPLETED"

@@ -16,6 +16,7 @@ from engine.cli.progress import exit_code
 from engine.log.folder import RunFolder
 from engine.log.follow import Follower
 from tests.support.finished_runs import resumed_here
+from tests.support.forked import start_python
 from tests.support.kit import Kit
 from tests.support.perf import within
 from tests.support.run_folders import killed
@@ -33,12 +34,12 @@ class Held:
     ) -> None:
         self.reached = folder / "held"
         env = environment() | {"HOLD": where, "HOLD_IN": how, "HELD": str(self.reached)}
-        command = [sys.executable, "-m", "tests.support.holding", "engine.cli.main"]
+        words = ("-m", "tests.support.holding", "engine.cli.main")
         if trainer:
             env["APR_WORKBENCH_TRAINER"] = "tests.support.holding engine.train.__main__"
-            command = [sys.executable, "-m", "engine"]
-        self.process = subprocess.Popen(
-            [*command, *map(str, arguments)],
+            words = ("-m", "engine")
+        self.process: subprocess.Popen[str] = start_python(
+            *(*words, *map(str, arguments)),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
