@@ -80,10 +80,13 @@ from engine.models.transformers_config import TransformersConfig
 from engine.plan.activations import Forward
 from engine.plan.cost import linear_sizes, linear_weights, query_width, shared_width
 from engine.spec import RunSpec, parse_set
-from engine.teachers.in_context import pass_tokens
+from engine.teachers.context_passes import pass_tokens
 from engine.teachers.store.keys import HIDDEN, Identity
 from engine.units import format_bytes, format_count
 
+CARD_GIB = 24
+"""Memory of the GPU that most people have, for which the longest row is named where adapters are trained."""
+ON_CARD = f"memory: a GPU with {CARD_GIB} GiB holds"
 ITEM_BYTES = {"fp32": 4, "tf32": 4, "bf16": 2, "fp8": 2}
 """Bytes of a number, by precision. tf32 is fp32 in memory, and fp8 is bf16 except for the weights of the
 layers.

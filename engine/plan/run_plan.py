@@ -27,7 +27,7 @@ from engine.kernels.dequantize import has_triton
 from engine.models.config import ModelConfig, count_parameters
 from engine.plan.cost import linear_weights
 from engine.plan.device import ComputeDevice
-from engine.plan.fit_in_memory import fit
+from engine.plan.fit_in_memory import fit, longest_on_card
 from engine.plan.inputs import Inputs
 from engine.plan.knobs import KNOBS
 from engine.plan.memory import ITEM_BYTES, MemoryBudget, MemoryPlan, shares_weights
@@ -130,6 +130,8 @@ class RunFacts:
     log: Log
     store: Stored | None = None
     """The store that replaces the teacher when the run reads its outputs."""
+    card_tokens: int | None = None
+    """As in `Plan`."""
 
     def take(self, key: str, **computed: Any) -> str:
         """Decide one setting, log the decision and return the choice."""
@@ -201,6 +203,8 @@ class Plan:
     budget: MemoryBudget
     kept_layers: int
     """With student.checkpointing: how many of the student's last layers keep their activations all the same."""
+    card_tokens: int | None = None
+    """Tokens of the longest row that fits a GPU with `CARD_GIB`, where adapters are trained on a GPU."""
 
     @property
     def sparse(self) -> bool:
@@ -248,7 +252,7 @@ def plan_run(
     if facts.spec.compute.gpus > 1 and facts.spec.student.adapter == "none":
         # Weights and two moments, in fp32.
         facts.take("checkpoint.sharded", whole_bytes=12 * count_parameters(facts.student))
-    return Plan(facts.spec, inputs, compute, store, budget, memory.kept_layers)
+    return Plan(facts.spec, inputs, compute, store, budget, memory.kept_layers, facts.card_tokens)
 
 
 def refuse_fp8_base(capability: tuple[int, int] | None) -> None:
@@ -316,6 +320,8 @@ def plan_memory(facts: RunFacts) -> MemoryPlan:
         context=len(facts.inputs.context),
         store=facts.store.identity if facts.store else None,
     )
+    if whole.adapted and whole.on_gpu:
+        facts.card_tokens = longest_on_card(whole, stored=facts.stored)
     plan, decisions = fit(whole, stored=facts.stored)
     if ranks > 1 and facts.teacher is not None:
         shared, theirs = fit(whole.changed({"teacher.shard": "on"}), stored=facts.stored)

@@ -4,27 +4,20 @@
 
 The student learns to behave without the context as the teacher does with it (Askell et al. 2021, arXiv 2112.00861;
 Snell et al. 2022, arXiv 2209.15189). Hidden states are those of the document's tokens alone.
-
-Documents with their contexts are put one after the other into passes of a fixed number of tokens: those of the batch,
-or of one context and one row where these are more. So memory is that of a batch, and kernels see one shape.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from itertools import pairwise
-from typing import Any, TypeAlias
+from collections.abc import Sequence
+from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.models.attention import remember, starts_on_host
 from engine.models.head import Head
+from engine.teachers.context_passes import pass_tokens, passes
 from engine.teachers.protocol import Teacher
-
-_Pass: TypeAlias = tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]
 
 # Shapes: B rows, T tokens, N = B*T, P tokens of the context, M tokens of a pass, K of them kept, E teacher width
 
@@ -72,38 +65,3 @@ def context_of(teacher: Teacher | None) -> list[int]:
     while inner is not None and not isinstance(inner, TeacherInContext):
         inner = getattr(inner, "inner", None)
     return [] if inner is None else inner.context
-
-
-def pass_tokens(rows: int, length: int, context: int) -> int:
-    """Return how many tokens a pass has for a batch of `rows` rows of `length` tokens."""
-    return max(rows * length, length + context)
-
-
-def passes(starts: Sequence[int], context: int, size: int) -> Iterator[_Pass]:
-    """Yield for each pass the places of its tokens in the flattened batch followed by the context, their documents,
-    and which of them are kept.
-
-    `starts` are the first tokens of the documents, and the end. What is left of a pass is filled with the last token of
-    the context, as a document of its own.
-    """
-    total = starts[-1]
-    before = np.arange(total, total + context, dtype=np.int64)
-    places: list[NDArray[np.int64]] = []
-    used = 0
-
-    def filled() -> _Pass:
-        rest = np.full(size - used, total + context - 1, dtype=np.int64)
-        parts = [*places, rest]
-        pass_M = np.concatenate(parts)
-        documents_M = np.repeat(np.arange(len(parts)), [len(part) for part in parts])
-        kept_K = np.flatnonzero(pass_M < total)
-        return pass_M, documents_M[None], kept_K
-
-    for first, end in pairwise(starts):
-        document = np.concatenate([before, np.arange(first, end, dtype=np.int64)])
-        if used + len(document) > size:
-            yield filled()
-            places, used = [], 0
-        places.append(document)
-        used += len(document)
-    yield filled()

@@ -40,6 +40,7 @@ from engine.models.packed import head_of
 from engine.models.transformers_config import forget_warnings, library_warnings
 from engine.plan.cost import flops_per_token, peak_flops, step_costs
 from engine.plan.device import ComputeDevice, set_up_device
+from engine.plan.fit_in_memory import on_card
 from engine.plan.inputs import Inputs, check_inputs
 from engine.plan.memory import evaluates_late
 from engine.plan.run_plan import Plan, plan_run
@@ -237,6 +238,8 @@ class _Job:
             log(Phase(name="planning"))
             plan = plan_run(self.spec, inputs, compute, data.stream, self.log)
             spec = self.spec = plan.spec
+            if plan.card_tokens is not None:
+                log(Note(level="info", text=on_card(plan.card_tokens)))
             if ranks.first:
                 self.folder.write_resolved(spec.to_dict())
             builder = Builder(

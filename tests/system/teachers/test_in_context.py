@@ -16,8 +16,9 @@ from engine.models.load import base_of, load_packed_decoder
 from engine.models.packed import stored_tensor, tensor_names
 from engine.quant.planes import PackedMatrix
 from engine.spec import load_spec
+from engine.teachers.context_passes import pass_tokens, passes
 from engine.teachers.frozen import DequantizedTeacher
-from engine.teachers.in_context import TeacherInContext, pass_tokens, passes
+from engine.teachers.in_context import TeacherInContext
 from tests.support.finished_runs import carried_out
 from tests.support.kit import Kit
 from tests.support.packed_models import lively, make_batch, make_config, write

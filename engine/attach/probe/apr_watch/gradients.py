@@ -81,7 +81,7 @@ class Chain:
 
     def _holds_on(self) -> Any:
         """Return whether the chain holds, as False or a tensor; None where it is unknown."""
-        # A later step may have no chain, of which this one says nothing.
+        # This step does not show that a later one has a chain.
         is_broken, self._is_broken = self._is_broken, False
         if not self.is_open:
             return False if is_broken else None
