@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from engine.errors import SpecError
+from engine.formats.adapter import ADAPTER_FILE
 from engine.log.events import Judged, StepDone
 from engine.models.load import base_of, load_packed_decoder
 from engine.models.packed import stored_tensor, tensor_names
@@ -19,7 +20,7 @@ from engine.spec import load_spec
 from engine.teachers.context_passes import pass_tokens, passes
 from engine.teachers.frozen import DequantizedTeacher
 from engine.teachers.in_context import TeacherInContext
-from tests.support.finished_runs import carried_out
+from tests.support.finished_runs import carried_out, resumed_here
 from tests.support.kit import Kit
 from tests.support.packed_models import lively, make_batch, make_config, write
 from tests.support.running import engine_here
@@ -132,3 +133,15 @@ def test_base_and_teacher_are_one_copy_of_the_layers(tmp_path: Path, blocks: boo
         assert torch.allclose(
             base.hidden(tokens_BT, None), teacher.hidden(tokens_BT, None), atol=1e-5
         )
+
+
+def test_a_run_in_context_that_resumes_has_the_same_adapters(kit: Kit, tmp_path: Path) -> None:
+    (tmp_path / "whole").mkdir()
+    (tmp_path / "parts").mkdir()
+    how = in_context(kit) | {"checkpoint__every": 3}
+    whole, code = carried_out(kit, tmp_path / "whole", **how)
+    assert code == 0
+    parts, code = carried_out(kit, tmp_path / "parts", **how, train__stop_after=3)
+    assert code == 0 and resumed_here(parts.path).returncode == 0
+    saved = [(run.student / ADAPTER_FILE).read_bytes() for run in (whole, parts)]
+    assert saved[0] == saved[1]
