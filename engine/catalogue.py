@@ -283,7 +283,7 @@ CHECKS: tuple[About, ...] = (
         wrong="teacher and student are the same model",
         question="Are teacher and student different models, with a KL above zero at the start?",
         means="The student has nothing to learn: the KL is zero from the first step on and stays there.",
-        remedy="Set student.path to other weights.",
+        remedy="Set student.path to other weights, or teacher.context to a text that changes what the teacher says.",
         when=When.AT_START,
     ),
     *STAGES,
