@@ -6,8 +6,6 @@ from __future__ import annotations
 
 import json
 import socket
-import subprocess
-import sys
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -35,7 +33,9 @@ from engine.teachers.sharded import ShardedLayers
 from engine.train import to_events
 from engine.units import format_bytes
 from tests.support.budgets import budget_of, spec_of
+from tests.support.forked import run_python
 from tests.support.packed_models import lively, make_config, write
+from tests.support.paths import ROOT
 from tests.support.running import environment
 from tests.support.sharded_ranks import LAYERS
 
@@ -51,13 +51,8 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
         save_decoder(decoder, folder / f"floats-{layers}", torch.float32)
     decoder = lively(make_config(num_hidden_layers=LAYERS["blocks"]))
     write(folder / "blocks.gguf", decoder, "Q4_K", floats="o.weight")
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.support.sharded_ranks", str(folder), str(_free_port())],
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
+    script = str(ROOT / "tests" / "support" / "sharded_ranks.py")
+    done = run_python(script, str(folder), str(_free_port()), environment=environment())
     assert done.returncode == 0, done.stderr
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
 
