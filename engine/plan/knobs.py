@@ -132,6 +132,7 @@ def choose_graphs(
     device: str,
     packed: bool,
     checkpointing: bool,
+    adapted: bool,
     accumulation: int,
     ranks: int,
     allocator: str,
@@ -156,6 +157,7 @@ def choose_graphs(
             len({config.has_window(layer) for layer in range(config.num_hidden_layers)}) > 1
         ),
         "layers that make their activations again are not captured": checkpointing,
+        "cuBLAS fails within the capture of layers with adapters": adapted,
         f"a graph's memory is native, and this run's is {allocator}": allocator != "native",
     }
     hindrance = next((text for text, holds in hindrances.items() if holds), None)

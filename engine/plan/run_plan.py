@@ -339,6 +339,7 @@ def plan_memory(facts: RunFacts) -> MemoryPlan:
         "student.graphs",
         packed=spec.student.attention == "packed",
         checkpointing=plan.checkpointing,
+        adapted=plan.adapted,
         needed_bytes=captured.total_bytes,
         given_bytes=plan.total_bytes,
     )

@@ -39,8 +39,8 @@ from tests.support.running import environment
 from tests.support.trainers import build, run_ahead, snapshot
 
 GPU: dict[str, Any] = dict(
-    config=config(), device="cuda", packed=True, checkpointing=False, accumulation=1, ranks=1, allocator="native",
-    layers=24, needed_bytes=3 << 30, given_bytes=1 << 30,
+    config=config(), device="cuda", packed=True, checkpointing=False, adapted=False, accumulation=1, ranks=1,
+    allocator="native", layers=24, needed_bytes=3 << 30, given_bytes=1 << 30,
 )  # fmt: skip
 
 
@@ -56,6 +56,7 @@ GPU: dict[str, Any] = dict(
             "without one",
         ),
         ({"checkpointing": True}, "again"),
+        ({"adapted": True}, "adapters"),
         ({"allocator": "managed"}, "managed"),
     ],
 )
