@@ -246,17 +246,15 @@ def _of_script(view: RunView, command: WatchedCommand) -> tuple[Proposal, ...]:
     found: list[tuple[bool, int, Proposal]] = []
     for idea in IDEAS:
         urgency = next((at for at, one in enumerate(active) if one.id in idea.alerts), len(active))
-        source, seen = "can be tried with any script", True
-        if urgency < len(active):
-            source = f"alert {active[urgency].id}: {active[urgency].text}"
-        elif idea.only_alert or _missing(idea, view):
+        alert, missing = active[urgency : urgency + 1], _missing(idea, view)
+        if not alert and (idea.only_alert or missing):
             continue
-        else:
-            urgency += 1
-            seen = False
+        source = (
+            f"alert {alert[0].id}: {alert[0].text}" if alert else "can be tried with any script"
+        )
         assignment, impossible = _for_command(idea, options_of(command.arguments))
-        impossible = _missing(idea, view) or impossible or _is_so(assignment, view)
-        one = Proposal(assignment, idea.hypothesis, source, impossible, seen)
+        impossible = missing or impossible or _is_so(assignment, view)
+        one = Proposal(assignment, idea.hypothesis, source, impossible, bool(alert))
         found.append((bool(impossible), urgency, one))
     fixes = [
         Proposal(fix.assignment, fix.change, f"{fix.ends}: {fix.seen}", ends=fix.ends)
