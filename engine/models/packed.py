@@ -8,7 +8,8 @@ A weight is dequantised before each matmul into a scratch buffer that all layers
 both places, and in its head (`engine.models.head.PackedHead`).
 
 There is no `nn.Parameter` here: everything is a buffer, so an optimizer finds nothing, and an input
-that requires a gradient is refused. Such a model is only used for its outputs.
+that requires a gradient is refused. Such a model is used for its outputs, or is the frozen base of
+adapters, which compute their input's gradient themselves (`engine.models.adapted_linear`).
 """
 
 from __future__ import annotations
