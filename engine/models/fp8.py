@@ -15,7 +15,8 @@ The tensor cores accumulate in fp32; a product of two codes is exact in it. Laye
 input (q, k, v; gate, up) quantise it once and run as one matmul.
 
 There is no `nn.Parameter` here and no gradient of a weight: such a model is used for its outputs, or is the
-frozen base of adapters, whose inputs have a gradient (`Fp8Linear.add_input_gradient`). Source of the scheme: "FP8 Formats for Deep Learning" (Micikevicius et al., 2022), and its rowwise form in
+frozen base of adapters, whose inputs have a gradient (`Fp8Linear.add_input_gradient`). Source of the
+scheme: "FP8 Formats for Deep Learning" (Micikevicius et al., 2022), and its rowwise form in
 `torch._scaled_mm`. Not covered: e5m2, scales of blocks inside a row, matrices whose sides are not
 multiples of 16, which the tensor cores do not take.
 
