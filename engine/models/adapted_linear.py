@@ -24,9 +24,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from engine.kernels.linear import ROWS
 from engine.models.decoder import product_dtype
-from engine.models.fp8 import DTYPE, Fp8Linear, dequantise_rows
+from engine.models.fp8 import Fp8Linear
 from engine.models.packed import PackedLinear
 from engine.models.trained_linear import product
 from engine.quant.planes import dequantize_rows_reference
@@ -79,25 +78,17 @@ class FrozenLayer(nn.Module):
             found: tuple[Tensor, ...] = _Adapted.apply(layers, x, *adapters)  # type: ignore[no-untyped-call]
         return found
 
-    def weight_rows(self, rows: int | None = None) -> Tensor:
-        """Return the first rows of the weight in fp32, all by default; of blocks by the reference arithmetic."""
-        base = self.base
-        if isinstance(base, Fp8Linear):
-            return dequantise_rows(
-                base.codes[:rows].view(DTYPE), base.scale[:rows, None], torch.float32
-            )
-        if isinstance(base, FrozenLinear):
-            return base.weight[:rows].float()
-        packed = base.packed
-        rows = packed.rows if rows is None else rows
-        out_RI = torch.empty(rows, packed.columns, device=packed.data.device)
-        dequantize_rows_reference(packed, out_RI, 0, rows)
-        return out_RI
-
     def first_weight(self) -> float:
         """Return the weight in the first row and column, as it was before any rounding to fp8."""
-        first = self.base.first if isinstance(self.base, Fp8Linear) else None
-        return float(self.weight_rows(ROWS)[0, 0]) if first is None else first
+        base = self.base
+        if isinstance(base, Fp8Linear):
+            assert base.first is not None
+            return base.first
+        if isinstance(base, FrozenLinear):
+            return float(base.weight[0, 0])
+        first_1I = torch.empty(1, base.packed.columns, device=base.packed.data.device)
+        dequantize_rows_reference(base.packed, first_1I, 0, 1)
+        return float(first_1I[0, 0])
 
 
 class LoraLinear(FrozenLayer):

@@ -298,42 +298,25 @@ def load_packed_decoder(
         return decoder
 
 
-def load_block_base(
-    source: str | Path | WeightFile, dtype: torch.dtype, device: str | torch.device
-) -> Decoder:
-    """Load a decoder whose layers' matrices stay in quantised blocks, with embedding and head as floats: the loss needs
-    the head's. Raises `WeightsError`."""
-    decoder = load_packed_decoder(source, dtype, device)
-    embed, head = decoder.embed, decoder.head
-    if isinstance(embed, PackedEmbedding):
-        dense = nn.Embedding(1, 1, device="meta")
-        dense.weight = nn.Parameter(_floats(embed.packed, dtype), requires_grad=False)
-        decoder.embed = dense  # type: ignore[assignment]
-    if decoder.config.tie_word_embeddings:
-        decoder.head = None
-    elif isinstance(head, PackedLinear):
-        linear = nn.Linear(1, 1, bias=False, device="meta")
-        linear.weight = nn.Parameter(_floats(head.packed, dtype), requires_grad=False)
-        decoder.head = linear
-    return decoder
-
-
 @torch.no_grad()
-def base_of(teacher: Decoder) -> Decoder:
-    """Return a frozen decoder with the weights of a teacher, held once for both: of its layers the tensors, or the
-    blocks with a scratch of their own. Embedding and head become floats where the teacher has them in blocks."""
-    config, dtype, device = teacher.config, teacher.dtype, teacher.norm.weight.device
+def base_of(held: Decoder) -> Decoder:
+    """Return the frozen base of adapters with the weights of `held`, which exist once: of layers the tensors, or the
+    blocks with a scratch of their own. Embedding and head become floats where they are in blocks: the loss needs the
+    head's."""
+    config, dtype, device = held.config, held.dtype, held.norm.weight.device
     with torch.device("meta"):
         decoder = Decoder(config).to(dtype)
     scratch = Scratch(device, dtype)
     for name in hf_names(config):
         path, _, leaf = name.rpartition(".")
-        stored = stored_tensor(teacher, name)
+        stored = stored_tensor(held, name)
         if isinstance(stored, PackedMatrix) and path.startswith("layers."):
             _replace(decoder, path, stored, scratch)
         else:
             floats = _floats(stored, dtype) if isinstance(stored, PackedMatrix) else stored
             hold(decoder.get_submodule(path), leaf, floats)
+    if scratch.nbytes:
+        scratch.take(1, 1)  # allocates the memory now, not in the first step
     return decoder
 
 

@@ -24,6 +24,7 @@ from engine.data.sources import column_names
 from engine.data.token_cache import Progress, Recipe, Tokens, load_tokens, no_progress
 from engine.data.tokens import Encoded, Encoder, TokenStream, read_again, tokenize
 from engine.errors import BadInput, DiskFull, TokenizerError
+from engine.formats.adapter import is_adapter
 from engine.formats.open import open_weights
 from engine.formats.tokenizer import FILE_NAME as TOKENIZER_FILE
 from engine.formats.tokenizer import Tokenizer, open_tokenizer
@@ -61,6 +62,8 @@ class Inputs:
     """Things that could not be checked, or are unusual but not refused; one line each."""
     student_blocks: PackedSize | None = None
     """Sizes of a student whose adapters are trained and whose matrices stay in quantised blocks; else None."""
+    is_one_file: bool = False
+    """Whether the base of adapters is the teacher's own file; not where both are an adapter's folder."""
     context: tuple[int, ...] = ()
     """Tokens of teacher.context."""
     models: tuple[str, ...] = ()
@@ -335,6 +338,7 @@ def check_inputs(spec: RunSpec, run: Path | None = None) -> Inputs:
         teacher_size=teacher_size,
         student=student,
         student_blocks=_blocks(spec, student_size),
+        is_one_file=_is_one_file(spec),
         tokenizer=tokenizer,
         tokenizers=tokenizers,
         context=context,
@@ -350,6 +354,14 @@ def _blocks(spec: RunSpec, size: PackedSize | None) -> PackedSize | None:
     if section.adapter == "none" or section.adapter_base != "blocks" or size is None:
         return None
     return size if size.matrices else None
+
+
+def _is_one_file(spec: RunSpec) -> bool:
+    student = spec.student
+    if student.adapter == "none" or spec.teacher.path != student.path:
+        return False
+    # A teacher in an adapter's folder has the adapter merged into its weights.
+    return not is_adapter(Path(student.path))
 
 
 def check_room(spec: RunSpec, student: ModelConfig, run: Path) -> None:

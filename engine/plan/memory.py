@@ -248,6 +248,8 @@ class MemoryPlan:
     """With student.checkpointing: how many of the student's last layers keep their activations all the same."""
     student_blocks: PackedSize | None = None
     """Sizes of a student with adapters whose frozen matrices stay in blocks."""
+    is_one_file: bool = False
+    """Whether the base of adapters is the teacher's own file."""
     context: int = 0
     """Tokens of teacher.context."""
     store: Identity | None = None
@@ -259,11 +261,24 @@ class MemoryPlan:
         return self.spec.student.adapter != "none"
 
     @property
+    def shares_weights(self) -> bool:
+        """Whether the frozen base of adapters is the teacher itself, held once: both hold their one file alike."""
+        teacher, student = self.spec.teacher, self.spec.student
+        in_blocks = self.student_blocks is not None
+        return (
+            self.is_one_file
+            and student.adapter_base != "fp8"
+            and teacher.backend == ("quantized" if in_blocks else "dequantized")
+            and teacher.precision == student.precision
+            and teacher.shard != "on"
+        )
+
+    @property
     def frozen_bytes(self) -> int:
         """Bytes of the frozen weights of a student with adapters; 0 without."""
         if not self.adapted:
             return 0
-        if shares_weights(self.spec, blocks=self.student_blocks is not None):
+        if self.shares_weights:
             if (size := self.student_blocks) is None:
                 return 0
             return self.itemsize * _tables(self.student) + size.scratch_bytes(self.itemsize)
@@ -687,20 +702,6 @@ def _operands(plan: MemoryPlan) -> int:
         if not plan.on_gpu and plan.teacher_itemsize < 4:
             total += 4 * (vocabulary + tokens) * teacher.hidden_size
     return total
-
-
-def shares_weights(spec: RunSpec, *, blocks: bool) -> bool:
-    """Whether the frozen base of adapters is the teacher itself, held once: both are one file, held alike. `blocks`
-    says whether the base stays in blocks."""
-    teacher, student = spec.teacher, spec.student
-    held = ("quantized", "blocks") if blocks else ("dequantized", "floats")
-    return (
-        student.adapter != "none"
-        and teacher.path == student.path
-        and (teacher.backend, teacher.precision) == (held[0], student.precision)
-        and (student.adapter_base == held[1] or (not blocks and student.adapter_base == "blocks"))
-        and teacher.shard != "on"
-    )
 
 
 def written_rows(spec: RunSpec) -> int:

@@ -30,7 +30,7 @@ from engine.plan.device import ComputeDevice
 from engine.plan.fit_in_memory import fit, longest_on_card
 from engine.plan.inputs import Inputs
 from engine.plan.knobs import KNOBS
-from engine.plan.memory import ITEM_BYTES, MemoryBudget, MemoryPlan, shares_weights
+from engine.plan.memory import ITEM_BYTES, MemoryBudget, MemoryPlan
 from engine.spec import RunSpec
 from engine.teachers.backend import FP8_CAPABILITY
 from engine.teachers.store.folder import Store, open_store
@@ -203,6 +203,8 @@ class Plan:
     budget: MemoryBudget
     kept_layers: int
     """With student.checkpointing: how many of the student's last layers keep their activations all the same."""
+    shares_weights: bool = False
+    """Whether the frozen base of adapters is the teacher itself, held once."""
     card_tokens: int | None = None
     """Tokens of the longest row that fits a GPU with `CARD_GIB`, where adapters are trained on a GPU."""
 
@@ -210,11 +212,6 @@ class Plan:
     def sparse(self) -> bool:
         """Whether the teacher gives sparse targets and no hidden states."""
         return self.store is not None and self.store.identity.form != HIDDEN
-
-    @property
-    def shares_weights(self) -> bool:
-        """Whether the frozen base of adapters is the teacher itself, held once."""
-        return shares_weights(self.spec, blocks=self.inputs.student_blocks is not None)
 
 
 def plan_run(
@@ -252,7 +249,16 @@ def plan_run(
     if facts.spec.compute.gpus > 1 and facts.spec.student.adapter == "none":
         # Weights and two moments, in fp32.
         facts.take("checkpoint.sharded", whole_bytes=12 * count_parameters(facts.student))
-    return Plan(facts.spec, inputs, compute, store, budget, memory.kept_layers, facts.card_tokens)
+    return Plan(
+        spec=facts.spec,
+        inputs=inputs,
+        compute=compute,
+        store=store,
+        budget=budget,
+        kept_layers=memory.kept_layers,
+        shares_weights=memory.shares_weights,
+        card_tokens=facts.card_tokens,
+    )
 
 
 def refuse_fp8_base(capability: tuple[int, int] | None) -> None:
@@ -317,6 +323,7 @@ def plan_memory(facts: RunFacts) -> MemoryPlan:
         teacher_packed_layers=packed.layer_bytes(each) if packed else (),
         shares_heads=(facts.capability or (0, 0))[0] == 9,
         student_blocks=facts.inputs.student_blocks,
+        is_one_file=facts.inputs.is_one_file,
         context=len(facts.inputs.context),
         store=facts.store.identity if facts.store else None,
     )

@@ -375,6 +375,7 @@ class StepAudit(StepObserver):
             if layer.base.bias is not None
         }
         shape, weight = shape_of(student.config), _weight({**biases, **weights}, device)
+        held_weight = weights_of(student)
         adapters = {
             f"{path}.weight": reference.LowRank(
                 weights[f"{path}.lora_A"], weights[f"{path}.lora_B"], module.scale
@@ -386,8 +387,7 @@ class StepAudit(StepObserver):
             return reference.PlainDecoder(shape, weight)
 
         def frozen(name: str, rows_N: Tensor | None = None) -> Tensor:
-            layer = layers.get(name)
-            return weight(name, rows_N) if layer is None else layer.weight_rows()
+            return (held_weight if name in layers else weight)(name, rows_N)
 
         plain = reference.PlainDecoder(shape, reference.merged(frozen, adapters))
         return reference.AdaptedDecoder(plain, adapters)

@@ -36,7 +36,7 @@ from engine.models.config import ModelConfig, count_parameters
 from engine.models.decoder import Decoder, Tensors
 from engine.models.fused import use_kernels
 from engine.models.head import Head
-from engine.models.load import base_of, load_block_base, load_decoder, new_decoder
+from engine.models.load import base_of, load_decoder, load_packed_decoder, new_decoder
 from engine.models.load_fp8 import load_fp8_base
 from engine.models.transformers_decoder import TransformersDecoder
 from engine.plan.memory import written_rows
@@ -207,7 +207,7 @@ class Builder:
                 elif spec.student.adapter_base == "fp8":
                     base = load_fp8_base(source, dtype, device)
                 elif self.plan.inputs.student_blocks is not None:
-                    base = load_block_base(source, dtype, device)
+                    base = base_of(load_packed_decoder(source, dtype, device))
                 else:
                     base = load_decoder(source, dtype, device, spec.model)
             if not base.config.native:

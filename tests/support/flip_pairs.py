@@ -10,6 +10,7 @@ from engine.flips.arms import Outcome
 from engine.flips.pair import Pair
 from engine.flips.plan import Change, Plan
 from engine.flips.statistics import LEVEL, PRIOR_WEIGHT
+from engine.log.observed import Observed
 from engine.spec import RunSpec
 from engine.verdict import Level, Verdict
 
@@ -28,6 +29,20 @@ FACTS: dict[str, Any] = {
     "engine": "1",
     "torch": "2",
 }
+
+SEEN = Observed(
+    kind="exit",
+    id="failed",
+    text="it ended",
+    run="bad",
+    run_id="0" * 16,
+    log="watch",
+    seq=3,
+    sha256="0" * 64,
+    step=40,
+    after_s=9.0,
+    sign="failed ValueError at train.py:7: no such thing",
+)
 
 
 def plan(*changes: Change, **fields: Any) -> Plan:

@@ -62,15 +62,22 @@ def run_python(
 ) -> subprocess.CompletedProcess[str]:
     """Run Python with these words to its end: in a fork, or in a new process where a fork would differ."""
     if _Words.read(words) is None or _loaded(environment) != _loaded(_environment()):
-        return subprocess.run(
-            [sys.executable, *words],
-            capture_output=True,
-            text=True,
-            timeout=LIMIT_S,
-            cwd=folder,
-            env=environment,
-        )
+        return run_new(*words, folder=folder, environment=environment)
     return _ask(words, folder or Path.cwd(), environment)
+
+
+def run_new(
+    *words: str, folder: Path | None, environment: Mapping[str, str]
+) -> subprocess.CompletedProcess[str]:
+    """Run Python with these words to its end in a new process."""
+    return subprocess.run(
+        [sys.executable, *words],
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        cwd=folder,
+        env=environment,
+    )
 
 
 def start_python(
@@ -166,7 +173,7 @@ def _loaded(environment: Mapping[str, str]) -> dict[str, str]:
 
 @functools.cache
 def _server() -> subprocess.Popen[str]:
-    """Of this worker; its stdin closes when the worker ends, and then it ends too."""
+    """Start the process that forks for this worker. It ends when the worker does, which closes its stdin."""
     server = subprocess.Popen(
         [sys.executable, __file__],
         env=_environment(),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import os
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
@@ -15,7 +14,7 @@ from engine.log.folder import RunFolder
 from engine.log.follow import Follower
 from engine.log.text import has_ended
 from engine.log.view import RunView
-from tests.support.forked import run_python, start_python
+from tests.support.forked import run_new, run_python, start_python
 from tests.support.paths import ROOT
 
 DEADLINE_S = 240.0
@@ -26,16 +25,8 @@ def engine(
 ) -> subprocess.CompletedProcess[str]:
     """Run `engine ...` to its end, as a user would; `forked`: in forks of a process that has imported torch."""
     words = ("-m", "engine", *map(str, arguments))
-    if forked:
-        return run_python(*words, folder=cwd, environment=environment())
-    return subprocess.run(
-        [sys.executable, *words],
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE_S,
-        cwd=cwd,
-        env=environment(),
-    )
+    run = run_python if forked else run_new
+    return run(*words, folder=cwd, environment=environment())
 
 
 def engine_here(*arguments: object) -> subprocess.CompletedProcess[str]:

@@ -69,6 +69,23 @@ def test_the_table_of_rivals_is_that_of_the_kept_runs(name: str, column: int) ->
     assert column == ("H100" in json.loads((EVIDENCE / "distill" / name).read_text())["machine"])
 
 
+def test_the_page_of_adapters_gives_the_figures_of_the_kept_runs() -> None:
+    said = " ".join((ROOT / "docs/how-to/adapters.md").read_text().split())
+    for name, words in (
+        ("adapters.json", "at {}: {:.2f} times the {} tokens/s of the same work"),
+        ("adapters_bf16.json", "four rows a step: {}, {:.2f} times peft's {}, and"),
+    ):
+        found = json.loads((EVIDENCE / "distill" / name).read_text())
+        ours = f"{thousands(found['ours']['tokens_per_s'])} tokens/s"
+        peft = thousands(found["peft"]["tokens_per_s"])
+        assert words.format(ours, found["times_as_fast"], peft) in said, name
+    assert f"{100 * found['of_matmuls_alone']:.0f} % of what the matmuls alone would allow" in said
+    small = json.loads((EVIDENCE / "distill" / "adapters.json").read_text())
+    measured, planned = (max(small["ours"][f"{one}_gib"]) for one in ("measured", "planned"))
+    assert f"in {measured:.1f} GiB ({planned:.1f} planned)" in said
+    assert f"takes {small['peft']['peak_gib']:.1f} GiB" in said
+
+
 def test_no_page_gives_another_ratio_to_a_rival() -> None:
     allowed = {times_the_best_rival(tokens_per_s(name)) for name in ("kd.json", "kd_h100.json")}
     for page in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), EVIDENCE / "LOG.md"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -145,3 +146,23 @@ def test_a_run_in_context_that_resumes_has_the_same_adapters(kit: Kit, tmp_path:
     assert code == 0 and resumed_here(parts.path).returncode == 0
     saved = [(run.student / ADAPTER_FILE).read_bytes() for run in (whole, parts)]
     assert saved[0] == saved[1]
+
+
+def test_a_teacher_that_is_the_adapter_gone_on_from_is_not_taken_for_its_base(
+    kit: Kit, tmp_path: Path
+) -> None:
+    for name in ("first", "same", "copied"):
+        (tmp_path / name).mkdir()
+    first, code = carried_out(kit, tmp_path / "first", **in_context(kit))
+    assert code == 0
+    copy = shutil.copytree(first.student, tmp_path / "copy")
+    how = in_context(kit) | {
+        "student__path": str(first.student),
+        "data__tokenizer": str(kit.teacher),
+    }
+    losses = []
+    for name, teacher in (("same", first.student), ("copied", copy)):
+        run, code = carried_out(kit, tmp_path / name, **how | {"teacher__path": str(teacher)})
+        assert code == 0
+        losses.append([one.loss for one in of(run, StepDone)])
+    assert losses[0] == losses[1]

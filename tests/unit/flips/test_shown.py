@@ -15,22 +15,7 @@ from engine.flips.pair import Pair
 from engine.flips.plan import SHOWN, Plan
 from engine.flips.statistics import pairs_to_confirm, shown_to_confirm
 from engine.flips.verdicts import ENDS_IT, ENDS_IT_HERE, INCONCLUSIVE, INVALID, KEEPS_IT, UNTESTED
-from engine.log.observed import Observed
-from tests.support.flip_pairs import outcome, pair, plan
-
-SEEN = Observed(
-    kind="exit",
-    id="failed",
-    text="it ended",
-    run="bad",
-    run_id="0" * 16,
-    log="watch",
-    seq=3,
-    sha256="0" * 64,
-    step=40,
-    after_s=9.0,
-    sign="failed ValueError at train.py:7: no such thing",
-)
+from tests.support.flip_pairs import SEEN, outcome, pair, plan
 
 
 @cache

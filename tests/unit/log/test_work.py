@@ -10,8 +10,8 @@ import pytest
 
 from engine.log.events import Watched, Worked
 from engine.log.folder import RunFolder
-from engine.log.observed import Observed
 from engine.log.work import work_left_out
+from tests.support.flip_pairs import SEEN
 from tests.support.run_folders import Scene, step
 from tests.unit.flips.test_proposals import PROBED
 
@@ -159,18 +159,7 @@ def test_steps_of_the_engine_are_on_the_same_rows_unless_the_data_were_changed(
     assert work_left_out(runs[0], runs[1]) is None
 
 
-SEEN = Observed(
-    kind="exit",
-    id="failed",
-    text="it ended",
-    run="bad",
-    run_id="0" * 16,
-    log="watch",
-    seq=3,
-    sha256="0" * 64,
-    step=2,
-    after_s=9.0,
-)
+OBSERVED = replace(SEEN, step=2, sign="")
 
 
 def on(*rows: str, fails: bool = False, **more: list[object]) -> list[Worked]:
@@ -198,7 +187,7 @@ def said_of(
         scene = Scene(tmp_path / name).open()
         scene.events(*worked, *(step(n, loss) for n, loss in enumerate(of, 1)))
         runs.append(scene.close().run)
-    return work_left_out(*runs, **{"observed": SEEN} | how)  # type: ignore[arg-type]
+    return work_left_out(*runs, **{"observed": OBSERVED} | how)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -274,7 +263,7 @@ def test_the_call_that_failed_is_made(tmp_path: Path, now: str, said: str | None
 
 def test_an_identity_is_judged_as_often(tmp_path: Path) -> None:
     a, b = (on("a", "b", judged=[{"x": 1}, {"x": n}]) for n in (3, 2))  # type: ignore[list-item]
-    seen = replace(SEEN, kind="identity", id="x")
+    seen = replace(OBSERVED, kind="identity", id="x")
     assert "was judged 2 times, and 3 times in A" in (said_of(tmp_path, a, b, observed=seen) or "")
 
 
