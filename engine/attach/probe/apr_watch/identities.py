@@ -11,7 +11,7 @@ whose number is a power of two. `engine/catalogue.py` has their names and remedi
               loaders yield what their samplers promise (data.py), evaluations read held-out samples (held_out.py)
     ranks     they hold the same weights and read different data (ranks.py)
     update    the new weights are the optimizer's textbook update (updates.py), they move (movement.py), nothing else
-              writes them (outside.py), the learning rate schedule advances with the steps (schedule.py), and optimizers
+              writes them, the learning rate schedule advances with the steps (schedule.py), and optimizers
               hold the parameters that backward passes reach (parameters.py)
 
 Every other step costs one comparison. Of a training whose steps are faster than FAST_S, steps after the first 64 are
@@ -36,10 +36,9 @@ from .gradients import Chain, Windows
 from .graph import near
 from .held_out import HeldOut
 from .losses import Loss, look, losses_of
-from .modes import Evaluations, Modes, Noticed, Search
+from .modes import Evaluations, Modes, Noticed
 from .movement import Movement
-from .outside import Between
-from .parameters import PASS, SUSPICION, WITHDRAWN, Held, Line, Reached, held_by
+from .parameters import PASS, SUSPICION, WITHDRAWN, Held, Line, Reached, Search, held_by
 from .pitfalls import Classes, Pitfalls, Terms
 from .questions import ASKED_STEPS, Budget, Questions, Rows
 from .ranks import Ranks
@@ -47,7 +46,7 @@ from .scaling import ScaledNorms, Scaling
 from .settings import SEED_BY
 from .token_weights import Judged, TokenWeights
 from .untouched import tensors_in
-from .updates import Rates, Seen
+from .updates import Rates, Seen, is_plain
 from .values import is_capturing
 
 _MAX_OPTIMIZERS = 64
@@ -90,7 +89,7 @@ class Identities:
         self._search = Search(torch)
         self._evaluations = Evaluations(torch, self._search)
         self.passes = Passes(torch)
-        self.ranks = Ranks(torch, position)
+        self.ranks = Ranks(torch, position, self._search)
         self._held_out = HeldOut(torch, self._is_evaluating)
         self.scaling = Scaling(torch)
         self._token_weights = TokenWeights(torch)
@@ -159,6 +158,7 @@ class Identities:
         # A batch without a backward pass belongs to an evaluation.
         self.wake()
         self._notice(self._evaluations.asked_for(iterator))
+        self._search.forget()
         self._held_out.asked_for(iterator)
 
     def _is_evaluating(self) -> bool:
@@ -231,6 +231,7 @@ class Identities:
     def backward_begins(self, tensors: list[Any]) -> None:
         """Check a backward pass; the nodes near its tensors are read once, for all checks of a sampled step."""
         self._is_fed = True
+        self._search.forget()
         if self.rests:
             if self.seeds.newest is not None:
                 self._notice(self.seeds.trained_on(self._reached.steps - self._made_at))
@@ -348,7 +349,7 @@ class Identities:
         self._check_windows(optimizer, watched, has_closure)
         if not watched.is_sampled:
             if watched.modes.have_turned():
-                self._notice(watched.modes.look(optimizer, self._search))
+                self._notice(watched.modes.look(self._torch, optimizer, self._search))
             return
         if is_capturing(self._torch):
             watched.chain.leave()
@@ -365,7 +366,7 @@ class Identities:
             if watched.steps == 1:
                 watched.movement = Movement(self._torch, optimizer)
             elif watched.movement is not None:
-                watched.movement.step_begins()
+                watched.movement.step_begins(seen)
             if seen.is_extra:
                 return
             if not seen.is_late:
@@ -373,9 +374,6 @@ class Identities:
             # A closure runs its backward passes during the step.
             if not has_closure:
                 watched.chain.end(seen)
-            if watched.between is not None:
-                watched.between.end(seen)
-                watched.between = None
             if tokens is not None:
                 watched.token_weights.look(seen, *tokens)
 
@@ -399,13 +397,13 @@ class Identities:
                 if seen.is_late and not seen.is_extra:
                     self._check_parameters(optimizer, watched, seen)
                 if watched.movement is not None:
-                    watched.movement.step_ends(seen, watched.steps == watched.asked)
+                    own = self._own(optimizer) if _is_sampled(watched.steps + 1) else set()
+                    watched.movement.step_ends(seen, watched.steps == watched.asked, own)
                 seen.end(optimizer)
             self.seen.append(seen)
             if _is_sampled(watched.steps + 1):
                 with self._torch.no_grad():
                     watched.chain.begin(optimizer)
-                    self._begin_between(optimizer, watched)
         is_asked = watched.steps in ASKED_STEPS or watched.steps + 1 in ASKED_STEPS
         if is_asked and self._questions is not None and not self._in_progress:
             self._ask(optimizer, watched, self._questions)
@@ -431,6 +429,7 @@ class Identities:
         if watched.steps in ASKED_STEPS:
             self._notice(watched.questions.ask(self._losses, self._rows))
         if watched.steps + 1 in ASKED_STEPS:
+            modules = self._search.modules
             # Only a divergence shows that another model is a teacher.
             if any(isinstance(one, Divergence) for one in self._losses):
                 trained = [
@@ -439,9 +438,9 @@ class Identities:
                     if self._trains_beside(one, optimizer)
                     for p in held_by(one)
                 ]
-                watched.teachers = [weakref.ref(one) for one in self._search.untrained(trained)]
+                watched.teachers = [weakref.ref(one) for one in modules.untrained(trained)]
             teachers = [one for ref in watched.teachers if (one := ref()) is not None]
-            watched.questions.begin(self._search.tops(held_by(optimizer)), teachers, world)
+            watched.questions.begin(modules.tops(held_by(optimizer)), teachers, world)
 
     def _trains_beside(self, other: Any, optimizer: Any) -> bool:
         """Return whether an optimizer belongs to the training of another one, not to a stage before it."""
@@ -473,16 +472,16 @@ class Identities:
         if windows.is_open:
             self._notice(windows.step(self._torch, optimizer, watched.steps))
 
-    def _begin_between(self, optimizer: Any, watched: _Watched) -> None:
+    def _own(self, optimizer: Any) -> set[int]:
+        """Return the ids of the parameters that nothing else should write before the optimizer's next step."""
         # An outer optimizer that steps this one may write the weights too.
         if self._in_progress:
-            return
-        others = {id(one) for one in self._held(but=optimizer)}
-        own = [one for one in held_by(optimizer) if id(one) not in others]
-        watched.between = Between(self._torch, own)
+            return set()
+        plain = (p for p in held_by(optimizer) if p.requires_grad and is_plain(self._torch, p))
+        return {id(one) for one in plain} - {id(one) for one in self._held(but=optimizer)}
 
     def _check_parameters(self, optimizer: Any, watched: _Watched, seen: Seen) -> None:
-        seen.extra_lines += watched.modes.look(optimizer, self._search)
+        seen.extra_lines += watched.modes.look(self._torch, optimizer, self._search)
         seen.extra_lines += [line for one in self._pitfalls for line in one.lines]
         labels = [one.labels for one in self._pitfalls if one.labels is not None]
         if labels:
@@ -540,7 +539,6 @@ class _Watched:
     def __init__(self, torch: Any, since: int) -> None:
         self.steps = 0
         self.chain = Chain(torch)
-        self.between: Between | None = None
         self.classes = Classes()
         self.terms = Terms()
         self.asked = 0

@@ -18,6 +18,7 @@ from .parameters import (
     SUSPICION,
     Line,
     Modules,
+    Search,
     children_of,
     held_by,
     listed,
@@ -25,8 +26,6 @@ from .parameters import (
 )
 from .values import is_capturing
 
-_MAX_SEARCHES = 32
-"""Maximum number of searches for modules in a process, about 0.1 s each: one for each training and suspected model."""
 _IN_A_ROW = 2
 """Number of consecutive batches of an evaluation in training mode, from which it is reported."""
 
@@ -62,66 +61,16 @@ def _is_training(module: Any) -> bool:
     return bool(vars(module).get("training", True))
 
 
-class Search:
-    """Limited number of searches for modules among all objects of the process."""
+class _Near:
+    """Modules near the parameters of an optimizer: those that are mode-dependent, and the others that hold them."""
 
-    def __init__(self, torch: Any) -> None:
-        self._torch = torch
-        self._left = _MAX_SEARCHES
-        self._known: dict[int, tuple[Any, Any]] = {}
-        """Known parameters with their outermost module, by the parameter's id."""
-
-    def find(self, parameters: list[Any]) -> tuple[list[_Acting], list[Any]]:
-        """Return the mode-dependent modules near these parameters, and the other modules that hold them."""
-        tops = self._tops_of(parameters)
-        self._trained = {id(p) for p in parameters}
+    def __init__(self, torch: Any, modules: Modules, parameters: list[Any]) -> None:
+        self._torch, self._trained = torch, {id(p) for p in parameters}
         self._holds: dict[int, bool] = {}
-        acting: dict[int, _Acting] = {}
-        holders: dict[int, Any] = {}
-        for top in tops.values():
-            self._collect(top, "", True, acting, holders)
-        return list(acting.values()), [weakref.ref(one) for one in holders.values()]
-
-    def tops(self, parameters: list[Any]) -> list[Any]:
-        """Return the outermost modules that hold these parameters."""
-        return list(self._tops_of(parameters).values())
-
-    def untrained(self, trained: Iterable[Any]) -> list[Any]:
-        """Return the outermost modules with parameters none of which is trained, if they give logits."""
-        held, modules = {id(one) for one in trained}, self._all()
-        is_free = {
-            id(one): not any(id(p) in held for p in one.parameters())
-            for one in modules.every
-            if next(one.parameters(), None) is not None
-        }
-        return [
-            one
-            for one in modules.every
-            if is_free.get(id(one))
-            and not is_free.get(id(modules.parent(one)))
-            and any(p.dim() == 2 for p in one.parameters())
-            and next(one.children(), None) is not None
-        ]
-
-    def _tops_of(self, parameters: list[Any]) -> dict[int, Any]:
-        """Return the outermost modules that hold these parameters, by id."""
-        known = [self._known.get(id(p)) for p in parameters]
-        if any(one is None or one[0]() is not p for one, p in zip(known, parameters, strict=True)):
-            modules = self._all()
-            found = {id(modules.path(p)[0]) for p in parameters}
-            # Remember all parameters of a model: there may be one optimizer for each of them.
-            for module in modules.every:
-                top = modules.path(module)[0]
-                for _, one in parameters_of(module) if id(top) in found else ():
-                    self._known[id(one)] = weakref.ref(one), weakref.ref(top)
-            known = [self._known.get(id(p)) for p in parameters]
-        tops = [one[1]() for one in known if one is not None]
-        return {id(top): top for top in tops if top is not None}
-
-    def _all(self) -> Modules:
-        """Return all modules of the process; none if there were too many searches."""
-        self._left -= 1
-        return Modules(self._torch, self._left >= 0)
+        self.acting: dict[int, _Acting] = {}
+        self.holders: dict[int, weakref.ref[Any]] = {}
+        for top in modules.tops(parameters):
+            self._collect(top, "", True)
 
     def _holds_any(self, module: Any) -> bool:
         """Return whether a module or one inside it has one of the trained parameters."""
@@ -134,33 +83,26 @@ class Search:
     def _has_own(self, module: Any) -> bool:
         return any(id(one) in self._trained for _, one in parameters_of(module))
 
-    def _collect(
-        self,
-        module: Any,
-        path: str,
-        is_near: bool,
-        acting: dict[int, _Acting],
-        holders: dict[int, Any],
-    ) -> None:
+    def _collect(self, module: Any, path: str, is_near: bool) -> None:
         """Collect mode-dependent modules and holders. `is_near`: the parent has trained parameters. Dropout inside a
         frozen part does not count, nor does a batch norm with frozen weights."""
         kind = _kind(self._torch, module)
         if kind is not None and (self._has_own(module) if parameters_of(module) else is_near):
-            acting.setdefault(id(module), _Acting(module, path, kind))
+            self.acting.setdefault(id(module), _Acting(module, path, kind))
         elif kind is None and self._has_own(module):
-            holders.setdefault(id(module), module)
+            self.holders.setdefault(id(module), weakref.ref(module))
         for name, child in children_of(module):
-            if id(child) not in acting and id(child) not in holders:
+            if id(child) not in self.acting and id(child) not in self.holders:
                 below = f"{path}.{name}" if path else name
-                self._collect(child, below, self._holds_any(module), acting, holders)
+                self._collect(child, below, self._holds_any(module))
 
-    def is_alone(self, acting: list[_Acting]) -> bool:
-        """Return whether the model of these modules is the only one in the process."""
-        modules = self._all()
-        living = [module for one in acting if (module := one.of()) is not None]
-        known = {id(modules.path(one)[0]) for one in living}
-        every = {id(modules.path(one)[0]) for one in modules.every if parameters_of(one)}
-        return bool(every) and every <= known
+
+def _is_alone(acting: list[_Acting], modules: Modules) -> bool:
+    """Return whether the model of these modules is the only one in the process."""
+    living = [module for one in acting if (module := one.of()) is not None]
+    known = {id(modules.path(one)[0]) for one in living}
+    every = {id(modules.path(one)[0]) for one in modules.every if parameters_of(one)}
+    return bool(every) and every <= known
 
 
 class Modes:
@@ -171,13 +113,14 @@ class Modes:
         self._holders: list[Any] = []
         self._was_training = False
 
-    def look(self, optimizer: Any, search: Search) -> list[Line]:
+    def look(self, torch: Any, optimizer: Any, search: Search) -> list[Line]:
         """Return the verdict at a step, while its gradients exist."""
         if self._acting is None:
             trained = [one for one in held_by(optimizer) if one.grad is not None]
             if not trained:
                 return []
-            self._acting, self._holders = search.find(trained)
+            near = _Near(torch, search.modules, trained)
+            self._acting, self._holders = [*near.acting.values()], [*near.holders.values()]
         living = [(one, module) for one in self._acting if (module := one.of()) is not None]
         if not living:
             return []
@@ -283,7 +226,7 @@ class Evaluations:
         if self._in_a_row < _IN_A_ROW:
             return []
         self._decided = first
-        if not moved and not self._search.is_alone(drops):
+        if not moved and not _is_alone(drops, self._search.modules):
             # Another model may have drawn the random numbers.
             return []
         what = (

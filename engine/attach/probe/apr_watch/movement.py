@@ -1,7 +1,10 @@
-"""Check by counting whether weights move, of any optimizer and with sharded parameters too.
+"""Check by counting whether weights move, of any optimizer and with sharded parameters too, and whether nothing but
+the optimizer writes them.
 
 Some elements of each tensor of an optimizer are copied before its first step and compared after later ones, once the
-learning rate no longer rises. Only the local part of a sharded tensor is read.
+learning rate no longer rises, and from the end of a sampled step to the begin of the next one. A write that is
+reverted in between, such as averaged weights for an evaluation, is not detected. Only the local part of a sharded tensor
+is read.
 """
 
 from __future__ import annotations
@@ -18,6 +21,8 @@ _ANY, _EACH = 4, 16
 """First steps at which it is judged whether anything moves, and whether each tensor does."""
 _IN_A_ROW = 2
 """Number of consecutive sampled steps that must move frozen weights."""
+_TOLERANCE_ULP = 8.0
+"""Tolerated change of a weight between two steps, in units of the last place."""
 
 
 class Movement:
@@ -39,6 +44,10 @@ class Movement:
             found.setdefault((local.device, local.dtype), ([], local))[0].append(rows)
         self._samples = [Sample(torch, *one) for one in found.values()]
         self._first = self._before = self._read("data")
+        self._after: list[Any] = []
+        """Weights after the newest step; empty unless they are compared before the next one."""
+        self._own: set[int] = set()
+        """Ids of the parameters that only this optimizer should write."""
         self._gradients: list[Any] = []
         self._moved = [one != one for one in self._first]
         self._pushed = list(self._moved)
@@ -54,25 +63,36 @@ class Movement:
         found = [one.read(part) for one in self._samples]
         return [] if any(one is None for one in found) else found
 
-    def step_begins(self) -> None:
-        """Copy the weights before a sampled step, if some are frozen."""
+    def step_begins(self, seen: Seen) -> None:
+        """Copy the weights before a sampled step, if some are frozen; compare them with those after the step before."""
         held = [rows.of() for sample in self._samples for rows in sample.rows]
         has_frozen = not all(one is not None and one.requires_grad for one in held)
-        self._before = self._read("data") if has_frozen else []
+        last, self._after = self._after, []
+        self._before = self._read("data") if has_frozen or last else []
+        changed = {}
+        for at, (old, new) in enumerate(zip(last, self._before, strict=False)):
+            # A perturbation that is added and removed again (sharpness-aware minimisation) leaves rounding errors.
+            size = old.abs().clamp_min(old.abs().mean())
+            rounding = _TOLERANCE_ULP * self._torch.finfo(old.dtype).eps
+            changed[at] = ~((new - old).abs() <= rounding * size) & ~(new.isnan() & old.isnan())
+        if changed:
+            own = self._own
+            seen.later(lambda one: self._outside(seen, own, one), changed)
 
-    def step_ends(self, seen: Seen, is_asked: bool) -> None:
+    def step_ends(self, seen: Seen, is_asked: bool, own: set[int]) -> None:
         """Compare the weights after a sampled step, on the device. `is_asked`: whether the verdict on NaN is wanted in
-        any case."""
+        any case; `own`: ids of the parameters whose weights nothing else should write before the next step."""
         number, tensors = seen.number, dict[str, Any]()
         # A tensor is no number of the host.
         likely = [1.0 if rate is None else rate for rate in seen.rates]
         self._highest = list(map(max, likely, self._highest + [0.0] * len(likely)))
         is_open = not self.is_settled and (number in (1, _ANY) or number >= _EACH)
-        if not (self._before or is_open or is_asked):
+        if not (self._before or is_open or is_asked or own):
             return
         now, gradients = self._read("data"), self._read("grad")
         self._has_gradients |= any(one.has_gradients for one in self._samples)
         previous, self._gradients = self._gradients, gradients
+        self._after, self._own = now if own else [], own
         if not (self._first and now and gradients):
             return
         state = [
@@ -103,6 +123,26 @@ class Movement:
         seen.later(lambda one: self._lines(seen, state, is_asked, one), tensors)
 
     # Once the device has passed the step.
+
+    def _outside(self, seen: Seen, own: set[int], changed: dict[int, Any]) -> list[Line]:
+        """Return the verdict on the weights between a step and the one before it."""
+        name, step = seen.name, seen.number
+        columns = (changed[at].split(one.counts) for at, one in enumerate(self._samples))
+        pairs = [
+            (rows, int(one.sum()))
+            for sample, column in zip(self._samples, columns, strict=True)
+            for rows, one in zip(sample.rows, column, strict=True)
+            if id(rows.of()) in own
+        ]
+        numbers, written = sum(rows.count for rows, _ in pairs), sum(count for _, count in pairs)
+        if not written:
+            text = f"{numbers} weights of {name} did not change between steps {step - 1} and {step}"
+            return [("outside_writes", PASS, text, {"numbers": numbers})]
+        text = (
+            f"between steps {step - 1} and {step} of {name} something else wrote its weights: {written} of "
+            f"{numbers} elements changed, in {self._named([rows for rows, count in pairs if count])}"
+        )
+        return [("outside_writes", SUSPICION, text, {"numbers": numbers, "changed": written})]
 
     def _lines(
         self,

@@ -35,6 +35,8 @@ _MAX_NODES = 100_000
 """Maximum number of nodes that are read of a graph, about 0.1 s; a larger graph is read in part."""
 _WARNED, _REGISTRY = "None of the inputs have requires_grad=True", "__warningregistry__"
 """Warning of a reentrant checkpoint that gives no gradients, and where Python records it."""
+_MAX_SEARCHES = 32
+"""Maximum number of searches for modules in a process, about 0.1 s each."""
 _MAX_GRAPHS = 4
 """Maximum number of graphs that are read before one step, which may have any number of micro-batches."""
 _MAX_SECONDS = 2.0
@@ -127,8 +129,9 @@ def held_by(optimizer: Any) -> list[Any]:
 class Modules:
     """Modules of the process, found by a search of all its objects, which takes as long as a garbage collection."""
 
-    def __init__(self, torch: Any, are_wanted: bool = True) -> None:
-        module_type, every = torch.nn.Module, gc.get_objects() if are_wanted else []
+    def __init__(self, torch: Any, objects: list[Any] | None = None) -> None:
+        """`objects`: those among which the modules are; by default all of the process."""
+        module_type, every = torch.nn.Module, gc.get_objects() if objects is None else objects
         # Not isinstance: it would call code of the script's proxy objects.
         self.every = [one for one in every if issubclass(type(one), module_type)]
         self._holders: dict[int, tuple[Any, str]] = {}
@@ -157,10 +160,52 @@ class Modules:
         """Return the parameter's name; empty where no module holds it."""
         return self.path(parameter)[1]
 
+    def tops(self, parameters: list[Any]) -> list[Any]:
+        """Return the outermost modules that hold these parameters."""
+        found = (self.path(one) for one in parameters)
+        return list({id(top): top for top, name in found if name}.values())
+
+    def untrained(self, trained: Iterable[Any]) -> list[Any]:
+        """Return the outermost modules with parameters none of which is trained, if they give logits."""
+        held = {id(one) for one in trained}
+        is_free = {
+            id(one): not any(id(p) in held for p in one.parameters())
+            for one in self.every
+            if next(one.parameters(), None) is not None
+        }
+        return [
+            one
+            for one in self.every
+            if is_free.get(id(one))
+            and not is_free.get(id(self.parent(one)))
+            and any(p.dim() == 2 for p in one.parameters())
+            and next(one.children(), None) is not None
+        ]
+
     def root(self, parameter: Any) -> int | None:
         """Return the id of the outermost module that holds a parameter; None where none does."""
         top, name = self.path(parameter)
         return id(top) if name else None
+
+
+class Search:
+    """Limited number of searches for the modules of the process; what is asked between two backward passes shares one,
+    as there may be an optimizer for each parameter."""
+
+    def __init__(self, torch: Any) -> None:
+        self._torch, self._left = torch, _MAX_SEARCHES
+        self._found: Modules | None = None
+
+    @property
+    def modules(self) -> Modules:
+        """All modules of the process; none if there were too many searches."""
+        if self._found is None:
+            self._left -= 1
+            self._found = Modules(self._torch, None if self._left >= 0 else [])
+        return self._found
+
+    def forget(self) -> None:
+        self._found = None
 
 
 def parameters_of(module: Any) -> list[tuple[str, Any]]:

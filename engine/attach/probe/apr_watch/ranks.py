@@ -30,6 +30,7 @@ from .parameters import (
     UNKNOWN,
     Line,
     Modules,
+    Search,
     children_of,
     held_by,
     labelled,
@@ -47,8 +48,6 @@ _MAX_BATCHES, _MIN_BATCHES = 16, 2
 """Number of first batches of a training that are compared: maximum and minimum."""
 _MAX_PENDING = 64
 """Maximum number of snapshots that wait for a GPU or for other ranks."""
-_MAX_SEARCHES = 32
-"""Maximum number of searches of all objects of the process; each takes about 0.1 s."""
 _MAX_BYTES = 1 << 22
 """Maximum size of a rank's file, in bytes."""
 _READ_EVERY_S = 0.2
@@ -178,41 +177,36 @@ class _Place(NamedTuple):
 
     name: str
     wrapper: Wrapper | None
-    is_known: bool
+    is_known: bool = True
     """Whether the wrapper averages its gradients."""
-    is_ignored: bool
+    is_ignored: bool = False
     """Whether the script has it left out by name."""
 
 
-class Wrappers:
-    """DistributedDataParallel and FSDP modules of this process, found by a search of all its objects."""
-
-    def __init__(self, torch: Any) -> None:
-        fsdp = sys.modules.get("torch.distributed.fsdp.fully_sharded_data_parallel")
-        sharding = getattr(fsdp, "FullyShardedDataParallel", ())
-        replicating = torch.nn.parallel.DistributedDataParallel
-        self.replicated: list[Wrapper] = []
-        self._inside: dict[int, tuple[weakref.ref[Any], _Place]] = {}
-        self.sharded: set[int] = set()
-        for one in Modules(torch).every:
-            if sharding and issubclass(type(one), sharding):
-                self.sharded |= {id(parameter) for _, parameter in _parameters(one)}
-            elif issubclass(type(one), replicating):
-                self._add(Wrapper(torch, one), vars(one))
-
-    def _add(self, wrapper: Wrapper, inside: dict[str, Any]) -> None:
-        self.replicated.append(wrapper)
-        module = (inside.get("_modules") or {}).get("module")
-        known = {id(one) for one in inside.get("_module_parameters") or ()}
-        ignored = inside.get("parameters_to_ignore") or ()
-        for name, parameter in _parameters(module) if module is not None else ():
-            is_ignored = name in ignored or f".{name}" in ignored
-            place = _Place(name, wrapper, id(parameter) in known or not known, is_ignored)
-            self._inside.setdefault(id(parameter), (weakref.ref(parameter), place))
-
-    def place_of(self, parameter: Any) -> _Place | None:
-        found = self._inside.get(id(parameter))
-        return found[1] if found is not None and found[0]() is parameter else None
+def _places(
+    torch: Any, modules: Modules, wrappers: weakref.WeakKeyDictionary[Any, Wrapper]
+) -> tuple[dict[int, _Place], set[int]]:
+    """Return the places of the parameters inside each DistributedDataParallel, and the parameters inside an FSDP
+    module, by id."""
+    fsdp = sys.modules.get("torch.distributed.fsdp.fully_sharded_data_parallel")
+    sharding = getattr(fsdp, "FullyShardedDataParallel", ())
+    places: dict[int, _Place] = {}
+    sharded: set[int] = set()
+    for one in modules.every:
+        inside = vars(one)
+        if sharding and issubclass(type(one), sharding):
+            sharded |= {id(parameter) for _, parameter in _parameters(one)}
+        elif issubclass(type(one), torch.nn.parallel.DistributedDataParallel):
+            if one not in wrappers:
+                wrappers[one] = Wrapper(torch, one)
+            known = {id(each) for each in inside.get("_module_parameters") or ()}
+            ignored = inside.get("parameters_to_ignore") or ()
+            module = inside["_modules"].get("module")
+            for name, parameter in _parameters(module) if module is not None else ():
+                is_known, at = id(parameter) in known or not known, id(parameter)
+                is_ignored = name in ignored or f".{name}" in ignored
+                places.setdefault(at, _Place(name, wrappers[one], is_known, is_ignored))
+    return places, sharded
 
 
 def _parameters(module: Any, path: str = "") -> list[tuple[str, Any]]:
@@ -232,7 +226,15 @@ def _parameters(module: Any, path: str = "") -> list[tuple[str, Any]]:
 class Layout:
     """Parameters of an optimizer that are compared."""
 
-    def __init__(self, torch: Any, optimizer: Any, wrappers: Wrappers) -> None:
+    def __init__(
+        self,
+        torch: Any,
+        optimizer: Any,
+        modules: Modules,
+        wrappers: weakref.WeakKeyDictionary[Any, Wrapper],
+    ) -> None:
+        """`wrappers`: those that are known, to which new ones are added."""
+        places, sharded = _places(torch, modules, wrappers)
         everything = labelled(optimizer)
         self.ids = [id(one) for one, _ in everything]
         self.name = type(optimizer).__name__
@@ -240,7 +242,7 @@ class Layout:
         """Reason why they are not compared; empty where they are."""
         plain = (torch.nn.Parameter, torch.Tensor)
         kinds = {type(one).__name__ for one, _ in everything if type(one) not in plain}
-        if any(at in wrappers.sharded for at in self.ids):
+        if not sharded.isdisjoint(self.ids):
             kinds.add("FullyShardedDataParallel")
         if kinds:
             self.why = f"parameters of {self.name} are sharded, or not plain tensors ({', '.join(sorted(kinds))})"
@@ -248,7 +250,7 @@ class Layout:
         # Evenly spread, not every second one: those may all be weights and no biases.
         chosen = [everything[at * count // most] for at in range(most)]
         found = [
-            (one, wrappers.place_of(one) or _Place(label, None, True, False))
+            (one, places.get(id(one)) or _Place(modules.name(one) or label, None))
             for one, label in chosen
         ]
         found = [
@@ -256,11 +258,8 @@ class Layout:
         ] * (not self.why)
         if not found and not self.why:
             self.why = f"{self.name} holds no parameter that can be compared on this rank"
-        modules = Modules(torch, any(place.wrapper is None for _, place in found))
         self.parameters = [weakref.ref(one) for one, _ in found]
-        self.names = [
-            (not place.wrapper and modules.name(one)) or place.name for one, place in found
-        ]
+        self.names = [place.name for _, place in found]
         self.wrappers = [place.wrapper for _, place in found]
         self.unknown = {at for at, (_, place) in enumerate(found) if not place.is_known}
         """Indices of parameters inside a wrapped module that the wrapper does not average."""
@@ -515,10 +514,9 @@ def _named_ranks(ranks: list[int]) -> str:
 class Ranks:
     """Comparison of this rank with the others, driven by its batches, backward passes and steps; idle with one rank."""
 
-    def __init__(self, torch: Any, position: Position) -> None:
-        self._torch, self._position = torch, position
-        self._wrappers: Wrappers | None = None
-        self._searches_left = _MAX_SEARCHES
+    def __init__(self, torch: Any, position: Position, search: Search) -> None:
+        self._torch, self._position, self._search = torch, position, search
+        self._wrappers: weakref.WeakKeyDictionary[Any, Wrapper] = weakref.WeakKeyDictionary()
         self._layouts: weakref.WeakKeyDictionary[Any, tuple[int, Layout]] = (
             weakref.WeakKeyDictionary()
         )
@@ -540,7 +538,7 @@ class Ranks:
 
     def optimizer_made(self) -> None:
         """Forget the batches: another training may begin."""
-        self._wrappers, self._latest_batch, self._batches = None, None, []
+        self._latest_batch, self._batches = None, []
 
     # Data.
 
@@ -560,14 +558,8 @@ class Ranks:
         if self._latest_batch is not None and len(self._batches) < _MAX_BATCHES:
             self._batches.append(self._latest_batch)
         self._latest_batch = None
-        if self._wrappers is None:
-            self._search()
-        for wrapper in self._wrappers.replicated if self._wrappers is not None else ():
+        for wrapper in self._wrappers.values():
             wrapper.backward_begins()
-
-    def _search(self) -> None:
-        self._searches_left -= 1
-        self._wrappers = Wrappers(self._torch) if self._searches_left >= 0 else None
 
     # Weights.
 
@@ -582,12 +574,7 @@ class Ranks:
             return
         if layout is None or not layout.is_of(optimizer):
             self._count += layout is None
-            if self._wrappers is None or layout is not None:
-                self._search()
-            self._searches_left -= 1
-            if self._wrappers is None or self._searches_left < 0:
-                return
-            layout = Layout(self._torch, optimizer, self._wrappers)
+            layout = Layout(self._torch, optimizer, self._search.modules, self._wrappers)
             self._layouts[optimizer] = number, layout
             for wrapper in layout.each_wrapper():
                 wrapper.step_begins()
