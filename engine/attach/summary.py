@@ -9,12 +9,12 @@ import contextlib
 import math
 import os
 import textwrap
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from engine.catalogue import BY_ID
 from engine.errors import RunLogError
 from engine.flips.fixes import fixes_of
 from engine.log.beats import read_lost_rank
@@ -24,14 +24,12 @@ from engine.log.events import (
     IDENTITY,
     IDLE,
     SUSPICION,
-    UNKNOWN,
     HostSample,
     Judged,
     StepDone,
 )
 from engine.log.folder import RunFolder, find_runs, read_command
 from engine.log.follow import Follower
-from engine.log.identities import outcomes
 from engine.log.text import event_text, level_text, one_line, seen_text
 from engine.log.view import RunView
 from engine.units import format_bytes, format_count, format_seconds, format_value
@@ -80,14 +78,12 @@ def summary_lines(run: RunFolder) -> list[str]:
         follower.read_all()
     except RunLogError as broken:
         return [f"watched: {broken}"]
-    found = _Summary(run, follower.view, follower.state)
-    verdict = verdict_of(follower.view, follower.state, run.path)
-    worst, line = found, verdict.line
+    found = worst = _Summary(run, follower.view, follower.state)
     for later in found.later:
-        other = verdict_of(later.view, later.state, later.path)
         # A training before it, as of the teacher, must not hide what is wrong with a later one.
-        if other.level in (WRONG, SUSPECT) and _severity(other) > _severity(verdict):
-            worst, verdict, line = later, other, f"{later.run.name}: {other.line}"
+        if later.verdict.level in (WRONG, SUSPECT) and later.severity > worst.severity:
+            worst = later
+    line = f"{worst.run.name}: " * (worst is not found) + worst.verdict.line
     lines = [
         *_part("verdict", [line, found.ending()]),
         *_part("why", found.why())[:WHY_LINES],
@@ -97,10 +93,6 @@ def summary_lines(run: RunFolder) -> list[str]:
     ]
     next_step = _part("next step", [worst.next_step()])
     return [*lines[: MOST_LINES - len(next_step)], *next_step]
-
-
-def _severity(verdict: RunVerdict) -> int:
-    return {SUSPECT: 1, ENDED: 2, WRONG: 3}.get(verdict.level, 0)
 
 
 def _part(name: str, texts: list[str]) -> list[str]:
@@ -127,6 +119,14 @@ class _Summary:
     view: RunView
     state: str
 
+    @cached_property
+    def verdict(self) -> RunVerdict:
+        return verdict_of(self.view, self.state, self.path)
+
+    @property
+    def severity(self) -> int:
+        return {SUSPECT: 1, ENDED: 2, WRONG: 3}.get(self.verdict.level, 0)
+
     # How it ended.
 
     def ending(self) -> str:
@@ -145,26 +145,20 @@ class _Summary:
                 "unwatched": "still running, unwatched",
             }
             return f"{self.run.name}: {known.get(self.state, self.state)}; {done}"
-        how = f"with exit code {ended.returncode}"
-        if ended.returncode is None:
-            how = "with an unknown exit code"
-        if ended.signal is not None:
-            how = f"by {ended.signal}"
+        code = (
+            "an unknown exit code" if ended.returncode is None else f"exit code {ended.returncode}"
+        )
+        how = f"by {ended.signal}" if ended.signal is not None else f"with {code}"
+        word = {"CRASHED": "crashed", "INTERRUPTED": "interrupted"}.get(ended.state, "ended")
         if self._stall is not None:
-            how = f"stalled, then ended {how}"
-        elif ended.returncode == 0:
-            how = "finished (exit code 0)" if steps else "ended with exit code 0"
+            word = "stalled, then ended"
         elif ended.state in _MEMORY:
-            memory = "out of memory" if ended.certainty != "probable" else "probably out of memory"
-            how = f"{memory}: ended {how}"
-        elif ended.signal is not None:
-            word = {"CRASHED": "crashed", "INTERRUPTED": "interrupted"}.get(ended.state, "ended")
-            how = f"{word} {how}"
-        elif ended.returncode is None:
-            how = f"ended {how}"
-        else:
-            how = f"failed {how}"
-        return f"{self.run.name}: {how}; {done}"
+            word = f"{'probably ' * (ended.certainty == 'probable')}out of memory: ended"
+        elif ended.returncode == 0 and steps:
+            word, how = "finished", "(exit code 0)"
+        elif ended.returncode and ended.signal is None:
+            word = "failed"
+        return f"{self.run.name}: {word} {how}; {done}"
 
     @cached_property
     def _alerts(self) -> list[Judged]:
@@ -296,20 +290,18 @@ class _Summary:
     def _shares(self) -> dict[str, float]:
         """Share of each phase in the time of the steps, without the first step, which includes setup."""
         steps = [line.event for line in self.view.lines if isinstance(line.event, StepDone)]
-        steps = [step for step in steps if step.step > 1 and step.phases]
-        seconds: dict[str, float] = {}
+        seconds: dict[str, float] = defaultdict(float)
         for step in steps:
-            for name, taken in step.phases.items():
+            for name, taken in step.phases.items() if step.step > 1 else ():
                 if name != IDLE and math.isfinite(taken):
-                    seconds[name] = seconds.get(name, 0.0) + taken
-        total = sum(seconds.values())
-        if total > 0:
-            # A phase without any time has no hook: no loader was seen.
-            return {name: taken / total for name, taken in seconds.items() if taken}
-        waited = self._pairs("data_s")
-        whole = sum(taken for _, taken in waited)
-        data = sum(seconds for seconds, _ in waited)
-        return {"data": data / whole} if data > 0 and whole > 0 else {}
+                    seconds[name] += taken
+        whole = sum(seconds.values())
+        if not whole > 0:
+            waited = self._pairs("data_s")
+            whole = sum(taken for _, taken in waited)
+            seconds["data"] = sum(each for each, _ in waited)
+        # A phase without any time has no hook: no loader was seen.
+        return {name: taken / whole for name, taken in seconds.items() if taken and whole > 0}
 
     def _shares_text(self) -> str:
         if not self._shares:
@@ -356,7 +348,6 @@ class _Summary:
             )
         lines += [f"{one.knob}={one.choice}: {one.reason}" for one in view.decisions]
         lines += self.suspicions()
-        lines.append(self._identities())
         lines.append(self._memory())
         lines.append(self._later())
         if view.stack_dump is not None:
@@ -371,16 +362,6 @@ class _Summary:
         ]
         lines.append(f"{self.path}: {', '.join(files)}")
         return list(filter(None, lines))
-
-    def _identities(self) -> str:
-        """Return the worst outcome of each identity that was checked."""
-        texts = [
-            f"{one.id} {level_text(one.seen)}"
-            + (f" ({one.seen.text})" if one.level == UNKNOWN else "")
-            for one in outcomes(self.view)
-            if one.seen is not None
-        ]
-        return f"identities: {', '.join(texts)}" if texts else ""
 
     def _pairs(self, name: str) -> list[tuple[float, float]]:
         """Return the values of a column with the seconds of their steps, without the first step."""
@@ -466,13 +447,12 @@ class _Summary:
             return f"engine diagnose {self.path}"
         if (fix := self._fix()) and (ended is None or not ended.returncode):
             return fix
-        if wrong := self._with_level(FAIL):
-            row = BY_ID[IDENTITY].get(wrong[0].id)
-            return f"{row.remedy_with(wrong[0].framework) if row else ''}; then {look}"
+        verdict = self.verdict
+        kind, _, id = verdict.id.partition(" ")
+        if kind == IDENTITY and verdict.level == WRONG:
+            return f"{verdict.action}; then {look}"
         if ended is None or ended.returncode:
             return look
-        verdict = verdict_of(self.view, self.state, self.path)
-        kind, _, id = verdict.id.partition(" ")
         if kind == IDENTITY and verdict.action:
             return f"unless {id} is meant: {verdict.action}; then {look}"
         if self._waits_for_data:
@@ -488,9 +468,8 @@ class _Summary:
     def _fix(self) -> str:
         """Return the change of one line that fixes the first problem, and how to test it; empty if there is none."""
         command = read_command(self.run)
-        verdict = verdict_of(self.view, self.state)
         found = [] if command is None else fixes_of(self.view, command)
-        fix = next((one for one in found if one.ends == verdict.id), None)
+        fix = next((one for one in found if one.ends == self.verdict.id), None)
         if fix is None:
             return ""
         return (

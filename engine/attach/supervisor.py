@@ -13,6 +13,7 @@ it is no longer watched. Its probe logs how it ended.
 from __future__ import annotations
 
 import contextlib
+import io
 import math
 import os
 import selectors
@@ -37,30 +38,9 @@ from engine.watch.stacks import FOLDER
 from engine.watch.verdict_line import SUSPECT, WRONG, run_verdict_lines, verdict_of
 
 SAMPLE_SECONDS = 1.0
-OVER = "over"
+OVER = b"over\n"
 ENDED_S = 2.0
 """Maximum delay of the exit code after the end of the command, in seconds."""
-
-
-class _Launcher:
-    """Line reader of the pipe from the process that started the command."""
-
-    def __init__(self) -> None:
-        self.is_there = True
-        self._read = b""
-
-    def line(self) -> str | None:
-        """Return the next line; None if it is incomplete or that process is gone. Waits for input unless a line has
-        been read already."""
-        if self.is_there and b"\n" not in self._read:
-            found = os.read(sys.stdin.fileno(), 4096)
-            self.is_there = bool(found)
-            self._read += found
-        line, end, rest = self._read.partition(b"\n")
-        if not end:
-            return None
-        self._read = rest
-        return line.decode()
 
 
 class _Training:
@@ -242,9 +222,10 @@ def supervise(run: RunFolder, report_fd: int | None = None) -> int:
     `report_fd`, if there is one."""
     for number in (signal.SIGHUP, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
-    launcher = _Launcher()
-    pid = launcher.line()
-    if pid is None:
+    # Unbuffered: what is read ahead would wake no selector.
+    launcher = io.FileIO(sys.stdin.fileno(), closefd=False)
+    pid = launcher.readline()
+    if not pid.endswith(b"\n"):
         with LogWriter(run.watch, writer="supervisor") as watch:
             watch.write(Note(level="error", text="the command was not started"))
         return 1
@@ -292,10 +273,10 @@ def _about(run: RunFolder) -> str:
     return f"command: {command.line}, in {command.folder}{commit}{later}"
 
 
-def _wait_for_end(trainings: _Trainings, launcher: _Launcher) -> int | None:
+def _wait_for_end(trainings: _Trainings, launcher: io.FileIO) -> int | None:
     """Observe until the command has ended; return its exit code, or None if it cannot be known."""
     observer, selector = trainings.command.observer, selectors.DefaultSelector()
-    selector.register(sys.stdin.fileno(), selectors.EVENT_READ, "launcher")
+    selector.register(launcher, selectors.EVENT_READ, "launcher")
     # If the command has ended already, its launcher sends the exit code.
     with contextlib.suppress(ProcessLookupError):
         selector.register(os.pidfd_open(observer.pid), selectors.EVENT_READ, "command")
@@ -304,7 +285,7 @@ def _wait_for_end(trainings: _Trainings, launcher: _Launcher) -> int | None:
         trainings.tick()
         while (left := min(trainings.left_s, ended_by_s - time.monotonic())) > 0:
             for key, _ in selector.select(left):
-                if key.data == "launcher" and (line := launcher.line()) is not None:
+                if key.data == "launcher" and (line := launcher.readline()).endswith(b"\n"):
                     return None if line == OVER else int(line)
                 # One of both is gone: the other may still report.
                 selector.unregister(key.fileobj)

@@ -26,8 +26,6 @@ _CUT = 3
 _LOADERS = 16
 _AHEAD = 4096
 """Maximum number of batches that a loader asks for ahead."""
-_UNREAD = 64
-"""Maximum number of batches whose indices are read together."""
 _PARTS = 64
 """Number of indices by which subsets of a data set are distinguished."""
 _SEEDS = 64
@@ -55,9 +53,8 @@ class Pass:
         """Number of yielded batches."""
         self.cut = 0
         """Number of consecutive passes, including this one, that were left before their end."""
-        self._has_indices = True
-        self._unread: list[Any] = []
-        """Indices from the sampler for the newest batches, to be read together."""
+        self.has_indices = True
+        """Whether the sampler gave integers for all batches so far."""
         self._asked: list[int] = []
         self._ends: list[int] = []
         """Number of indices up to each batch."""
@@ -77,28 +74,15 @@ class Pass:
 
     def ask(self, index: Any) -> None:
         self.queue.append(index)
-        if self._has_indices and len(self._asked) < _MAX_INDICES:
-            self._unread.append(index)
-            if len(self._unread) >= _UNREAD:
-                self._read()
-
-    def _read(self) -> None:
-        unread, self._unread = self._unread, []
-        for indices in map(indices_of, unread):
-            self._has_indices &= indices is not None
+        if self.has_indices and len(self._asked) < _MAX_INDICES:
+            indices = indices_of(index)
+            self.has_indices = indices is not None
             self._asked += indices or []
             self._ends.append(len(self._asked))
 
     @property
-    def has_indices(self) -> bool:
-        """Whether the sampler gave integers for all batches so far."""
-        self._read()
-        return self._has_indices
-
-    @property
     def taken(self) -> int:
         """Number of yielded indices."""
-        self._read()
         most = min(self.batches, len(self._ends))
         return self._ends[most - 1] if most else 0
 

@@ -39,11 +39,6 @@ POINTWISE = ("MseLossBackward0", "L1LossBackward0", "SmoothL1LossBackward0", "Hu
 _PARTS = ("SliceBackward0", "IndexBackward0", "IndexSelectBackward0", "MaskedSelectBackward0")
 
 
-def near(tensors: list[Any]) -> Iterator[tuple[Any, list[Any]]]:
-    """Yield the nodes that computed some tensors, nearest first, each with the nodes on the way to it."""
-    yield from below([one.grad_fn for one in tensors if getattr(one, "grad_fn", None) is not None])
-
-
 def below(roots: list[Any]) -> Iterator[tuple[Any, list[Any]]]:
     """Yield some nodes and those below them, nearest first, each with the nodes on the way to it."""
     above: dict[Any, Any] = dict.fromkeys(roots)

@@ -27,13 +27,13 @@ from collections.abc import Callable
 from threading import get_ident
 from typing import Any
 
-from . import schedule
+from . import schedule, token_weights
 from .coverage import Tokenizers
 from .data import Pass, Passes, Seeds
 from .distillation import Divergence
 from .folders import Position
 from .gradients import Chain, Windows
-from .graph import near
+from .graph import below
 from .held_out import HeldOut
 from .losses import Loss, look, losses_of
 from .modes import Evaluations, Modes, Noticed
@@ -44,7 +44,6 @@ from .questions import ASKED_STEPS, Budget, Questions, Rows
 from .ranks import Ranks
 from .scaling import ScaledNorms, Scaling
 from .settings import SEED_BY
-from .token_weights import Judged, TokenWeights
 from .untouched import tensors_in
 from .updates import Rates, Seen, is_plain
 from .values import is_capturing
@@ -92,7 +91,12 @@ class Identities:
         self.ranks = Ranks(torch, position, self._search)
         self._held_out = HeldOut(torch, self._is_evaluating)
         self.scaling = Scaling(torch)
-        self._token_weights = TokenWeights(torch)
+        self._read: list[Pass] = []
+        """Pass over a data loader of each batch since the last step."""
+        self._weighed: list[token_weights.Pass] = []
+        """Losses of the backward passes since the last step."""
+        self._open: token_weights.Pass | None = None
+        """Those of the backward pass in progress, which may step optimizers."""
         self.schedules = schedule.Schedules(torch)
         self.seeds = Seeds()
         self._tokenizers = Tokenizers()
@@ -193,7 +197,7 @@ class Identities:
         self._evaluations.fetched(one, (each for watched in every for each in watched.modes.acting))
         self.scaling.batch_fetched()
         if self._is_due:
-            self._token_weights.batch_fetched(one.of())
+            self._read.append(one)
         if self._questions is not None:
             self._rows = None if rows is None else Rows(rows, None)
             if self._is_due:
@@ -236,7 +240,8 @@ class Identities:
             if self.seeds.newest is not None:
                 self._notice(self.seeds.trained_on(self._reached.steps - self._made_at))
             return
-        nodes = list(near(tensors)) if self._is_due else []
+        roots = [one.grad_fn for one in tensors if getattr(one, "grad_fn", None) is not None]
+        nodes = [*below(roots)] if self._is_due else []
         self._evaluations.trained_on()
         self.passes.trained_on()
         self._notice(self.seeds.trained_on(self._reached.steps - self._made_at))
@@ -244,7 +249,7 @@ class Identities:
         self.ranks.backward_begins()
         self.scaling.backward_begins(tensors, nodes)
         if self._is_due:
-            self._token_weights.backward_begins(nodes)
+            self._open = token_weights.Pass(self._torch, nodes)
             embeddings = self._reached.look(tensors)
             if embeddings is not None and not is_capturing(self._torch):
                 is_new = self._reached.steps < self._made_at + _DECODED_STEPS
@@ -265,7 +270,10 @@ class Identities:
     def backward_ends(self) -> None:
         if self._is_due:
             with self._torch.no_grad():
-                self._token_weights.backward_ends()
+                if self._open is not None:
+                    self._open.end()
+                    self._weighed.append(self._open)
+                    self._open = None
                 if self.scaling.is_scaled and not is_capturing(self._torch):
                     for optimizer in self._due:
                         norms = self._norms.setdefault(optimizer, ScaledNorms())
@@ -330,7 +338,8 @@ class Identities:
         self._in_progress.append(id(optimizer))
         self._threads.add(get_ident())
         watched.seen = None
-        tokens = self._token_weights.take() if self._is_due else None
+        tokens = token_weights.compared(self._torch, self._weighed, self._read)
+        self._weighed, self._read = [], []
         if len(self._threads) == 1:
             each = None if tokens is None else tokens[0]
             self.ranks.step_begins(optimizer, watched.steps, _is_sampled(watched.steps), each)
@@ -408,9 +417,7 @@ class Identities:
         if is_asked and self._questions is not None and not self._in_progress:
             self._ask(optimizer, watched, self._questions)
         self._reached.step_ends()
-        self._losses, self._pitfalls = [], []
-        if self._is_due:
-            self._token_weights.take()
+        self._losses, self._pitfalls, self._weighed, self._read = [], [], [], []
         watched.since = self._reached.steps
         if _is_sampled(watched.steps + 1):
             self._due.add(optimizer)
@@ -551,7 +558,7 @@ class _Watched:
         self.held = Held()
         self.questions: Questions | None = None
         self.teachers: list[weakref.ref[Any]] = []
-        self.token_weights = Judged()
+        self.token_weights = token_weights.Judged()
         self.modes = Modes()
         self.rates = Rates()
         self.seen: Seen | None = None

@@ -3,8 +3,8 @@ the optimizer writes them.
 
 Some elements of each tensor of an optimizer are copied before its first step and compared after later ones, once the
 learning rate no longer rises, and from the end of a sampled step to the begin of the next one. A write that is
-reverted in between, such as averaged weights for an evaluation, is not detected. Only the local part of a sharded tensor
-is read.
+reverted in between, such as averaged weights for an evaluation, is not detected. Only the local part of a sharded
+tensor is read.
 """
 
 from __future__ import annotations

@@ -9,7 +9,6 @@ of different losses.
 from __future__ import annotations
 
 import sys
-import weakref
 from typing import Any
 
 from .graph import below, saved
@@ -64,9 +63,11 @@ class _Hooked:
 
 
 class Pass:
-    """Losses of one backward pass."""
+    """Losses of one backward pass, hooked unless it becomes part of a graph of kernels or of a compiled one."""
 
     def __init__(self, torch: Any, nodes: list[Any]) -> None:
+        compiled = sys.modules.get("torch._dynamo.compiled_autograd")
+        is_eager = not getattr(compiled, "compiled_autograd_enabled", False)
         self._torch = torch
         self._hooked: list[_Hooked] = []
         self.numbers: Any = None
@@ -74,7 +75,7 @@ class Pass:
         self.is_by_row = False
         self.heads: set[int] = set()
         """Ids of the parameters next to the losses."""
-        for node, way in nodes:
+        for node, way in nodes if is_eager and not is_capturing(torch) else ():
             targets = targets_of(node)[0]
             if targets is None or not targets.numel():
                 continue
@@ -100,52 +101,22 @@ class Pass:
             self.numbers = self._torch.stack([lowest, highest, *table[:, 2:].sum(0)])
 
 
-class TokenWeights:
-    """Backward passes since the last step."""
-
-    def __init__(self, torch: Any) -> None:
-        self._torch = torch
-        self._passes: list[Pass] = []
-        self._open: Pass | None = None
-        """Backward pass in progress; it may step optimizers."""
-        self._batches = 0
-        self._iterators: weakref.WeakSet[Any] = weakref.WeakSet()
-
-    def batch_fetched(self, iterator: Any) -> None:
-        self._batches += 1
-        self._iterators.add(iterator)
-
-    def backward_begins(self, nodes: list[Any]) -> None:
-        """Hook the losses of a backward pass; none that becomes part of a graph of kernels or of a compiled one."""
-        compiled = sys.modules.get("torch._dynamo.compiled_autograd")
-        is_eager = not getattr(compiled, "compiled_autograd_enabled", False)
-        is_eager = is_eager and not is_capturing(self._torch)
-        self._open = Pass(self._torch, nodes if is_eager else [])
-
-    def backward_ends(self) -> None:
-        if self._open is not None:
-            self._open.end()
-            self._passes.append(self._open)
-            self._open = None
-
-    def take(self) -> tuple[Any, bool] | None:
-        """Return before a step the numbers of its passes on the device, (passes, 4) as of `_Hooked.numbers`, and
-        whether each pass surely has a batch of its own; None where they cannot be compared."""
-        passes, self._passes = self._passes, []
-        batches, self._batches = self._batches, 0
-        iterators, self._iterators = len(self._iterators), weakref.WeakSet()
-        numbers = [one.numbers for one in passes]
-        if not passes or any(one is None for one in numbers):
-            return None
-        if len({one.device for one in numbers}) > 1 or any(one.is_by_row for one in passes):
-            return None
-        # Passes of several losses: of other heads, of one batch, or of batches of several loaders.
-        if any(one.heads != passes[0].heads or len(one.heads - {0}) != 1 for one in passes):
-            return None
-        count = len(passes)
-        if batches and (iterators > 1 or not count <= batches <= count + 1):
-            return None
-        return self._torch.stack(numbers), batches > 0
+def compared(torch: Any, passes: list[Pass], read: list[Any]) -> tuple[Any, bool] | None:
+    """Return before a step the numbers of its backward passes on the device, (passes, 4) as of `_Hooked.numbers`, and
+    whether each surely has a batch of its own; None where they cannot be compared. `read`: the pass over a data loader
+    (`data.Pass`) of each batch since the step before."""
+    numbers = [one.numbers for one in passes]
+    if not passes or any(one is None for one in numbers):
+        return None
+    if len({one.device for one in numbers}) > 1 or any(one.is_by_row for one in passes):
+        return None
+    # Passes of several losses: of other heads, of one batch, or of batches of several loaders.
+    if any(one.heads != passes[0].heads or len(one.heads - {0}) != 1 for one in passes):
+        return None
+    count, batches = len(passes), len(read)
+    if batches and (len(set(read)) > 1 or not count <= batches <= count + 1):
+        return None
+    return torch.stack(numbers), batches > 0
 
 
 class Judged:
@@ -156,7 +127,7 @@ class Judged:
         self._heaviest: set[int] = set()
 
     def look(self, seen: Seen, numbers: Any, is_own: bool) -> None:
-        """Judge a sampled step; `numbers` and `is_own` are those of `TokenWeights.take`."""
+        """Judge a sampled step; `numbers` and `is_own` are those of `compared`."""
         seen.later(
             lambda one: self._lines(seen.name, seen.number, one[0].tolist(), is_own), {0: numbers}
         )
