@@ -436,7 +436,9 @@ class Identities:
         if watched.steps in ASKED_STEPS:
             self._notice(watched.questions.ask(self._losses, self._rows))
         if watched.steps + 1 in ASKED_STEPS:
-            modules = self._search.modules
+            found = [one for ref in watched.models if (one := ref()) is not None]
+            models = found or self._search.modules.tops(held_by(optimizer))
+            watched.models = [weakref.ref(one) for one in models]
             # Only a divergence shows that another model is a teacher.
             if any(isinstance(one, Divergence) for one in self._losses):
                 trained = [
@@ -445,9 +447,10 @@ class Identities:
                     if self._trains_beside(one, optimizer)
                     for p in held_by(one)
                 ]
-                watched.teachers = [weakref.ref(one) for one in modules.untrained(trained)]
+                untrained = self._search.modules.untrained(trained)
+                watched.teachers = [weakref.ref(one) for one in untrained]
             teachers = [one for ref in watched.teachers if (one := ref()) is not None]
-            watched.questions.begin(modules.tops(held_by(optimizer)), teachers, world)
+            watched.questions.begin(models, teachers, world)
 
     def _trains_beside(self, other: Any, optimizer: Any) -> bool:
         """Return whether an optimizer belongs to the training of another one, not to a stage before it."""
@@ -557,6 +560,7 @@ class _Watched:
         """Number of steps of all optimizers when its last step ended."""
         self.held = Held()
         self.questions: Questions | None = None
+        self.models: list[weakref.ref[Any]] = []
         self.teachers: list[weakref.ref[Any]] = []
         self.token_weights = token_weights.Judged()
         self.modes = Modes()

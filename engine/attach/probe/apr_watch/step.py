@@ -605,8 +605,10 @@ class Steps:
             work = self._work.done(batches)
             self._waiting.append(Entry(Values(), log, "worked", {"step": self._step, **work}))
         self._values = Values()
-        for compiled in self._compiles.since_last(self._step):
-            log.write("compile", **compiled)
+        # A fast step of many has compiled nothing.
+        if not (self.identities.is_fast and self.identities.rests):
+            for compiled in self._compiles.since_last(self._step):
+                log.write("compile", **compiled)
         self._memory.look(folder, self._step, device, now=self.are_enough)
         self._write_ready()
 
