@@ -341,50 +341,66 @@ def later(whole: Path, folder: Path) -> tuple[Path, Path]:
 MOVED = "engine/plan/cost.py"
 
 
-def test_the_distributions_come_and_go_in_any_order(
-    whole: Path, wheels: tuple[Path, Path], tmp_path: Path
-) -> None:
-    """With pip, in an environment of its own; `engine` runs in it after each change."""
-    venv.create(tmp_path / "venv", symlinks=True)
-    python = tmp_path / "venv" / "bin" / "python"
-    (tmp_path / "pip").symlink_to(Path(pip_package.__file__).parent)
-    commands = tmp_path / "venv" / "bin"
-    (packages,) = (tmp_path / "venv" / "lib").glob("*/site-packages")
-    environment = {**os.environ, "PYTHONPATH": str(Path(numpy.__file__).parents[1])}
-    view, rest = wheels
-    new_view, new_rest = later(whole, tmp_path)
+class Environment:
+    """An environment of its own, changed with pip."""
 
-    def change(command: str, *words: object) -> None:
-        pip(command, *words, python=python)
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.commands = folder, folder / "venv" / "bin"
+        venv.create(folder / "venv", symlinks=True)
+        (folder / "pip").symlink_to(Path(pip_package.__file__).parent)
+        (self.packages,) = (folder / "venv" / "lib").glob("*/site-packages")
 
-    def engine() -> tuple[int, str]:
+    def change(self, command: str, *words: object) -> None:
+        pip(command, *words, python=self.commands / "python")
+
+    def engine(self) -> tuple[int, str]:
         done = subprocess.run(
-            [commands / "engine", "runs"],
-            env=environment,
-            cwd=tmp_path,
+            [self.commands / "engine", "runs"],
+            env={**os.environ, "PYTHONPATH": str(Path(numpy.__file__).parents[1])},
+            cwd=self.folder,
             capture_output=True,
             text=True,
         )
         return done.returncode, done.stderr
 
-    def lacks(*wheels: Path) -> set[str]:
+    def lacks(self, *wheels: Path) -> set[str]:
         wanted = set().union(*map(names_in, wheels))
-        return {name for name in wanted if not place(name).exists()}
+        return {name for name in wanted if not self._place(name).exists()}
 
-    def place(name: str) -> Path:
+    def _place(self, name: str) -> Path:
         """Return where pip puts a file: a man page beside the folder of the commands."""
         _, is_data, page = name.partition(".data/data/")
-        return tmp_path / "venv" / page if is_data else packages / name
+        return self.folder / "venv" / page if is_data else self.packages / name
 
+
+def test_the_distributions_are_installed_together_and_the_viewer_stays_alone(
+    wheels: tuple[Path, Path], tmp_path: Path
+) -> None:
+    """Every other order, and an upgrade, take a minute of pip."""
+    there, (view, rest) = Environment(tmp_path), wheels
+    there.change("install", rest, view)
+    assert there.engine() == (0, NO_RUNS) and not there.lacks(view, rest)
+    there.change("uninstall", "apr-workbench")
+    assert there.engine() == (0, NO_RUNS) and not there.lacks(view)
+    assert not (there.packages / "engine" / "train" / "trainer.py").exists()
+
+
+@pytest.mark.soak
+def test_the_distributions_come_and_go_in_any_order(
+    whole: Path, wheels: tuple[Path, Path], tmp_path: Path
+) -> None:
+    there, (view, rest) = Environment(tmp_path), wheels
+    change, engine, lacks = there.change, there.engine, there.lacks
+    new_view, new_rest = later(whole, tmp_path)
     change("install", rest)
     change("install", view)
     assert engine() == (0, NO_RUNS) and not lacks(view, rest)
     change("uninstall", "apr-workbench-view")
-    assert not lacks(rest) and not (commands / "engine").exists()
+    assert not lacks(rest) and not (there.commands / "engine").exists()
     change("install", view)
     change("uninstall", "apr-workbench")
     assert engine() == (0, NO_RUNS) and not lacks(view)
-    assert not (packages / "engine" / "train" / "trainer.py").exists()
+    assert not (there.packages / "engine" / "train" / "trainer.py").exists()
     change("install", rest)
     assert engine() == (0, NO_RUNS) and not lacks(view, rest)
     # pip installs the new viewer before it removes the old engine, and with that what has moved since.

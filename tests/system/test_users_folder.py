@@ -170,6 +170,21 @@ def state(run: Path) -> str:
 
 
 def test_no_command_imports_what_lies_in_the_folder(shell: Shell, kit: Kit) -> None:
+    """One of each kind: a command that starts a trainer, one that imports torch, one that starts other programs, one
+    that imports neither, and the other entry point."""
+    spec = kit.spec(shell.folder, train__steps=2, checkpoint__every=0, eval__every=0)
+    run = shell.folder / "runs" / "first"
+    shell.run("engine", "distill", spec, "--out", run)
+    assert state(run) == "completed"
+    shell.run("engine", "generate", run, "--prompt", "def f", "--max-tokens", "2")
+    shell.run("engine", "doctor", code=None)
+    shell.run("engine", "report", run)
+    shell.run("apr-workbench", "--version")
+    assert shell.imported == []
+
+
+@pytest.mark.soak
+def test_no_other_command_imports_what_lies_in_the_folder(shell: Shell, kit: Kit) -> None:
     spec = kit.spec(shell.folder, train__steps=6, checkpoint__every=3, eval__every=0)
     run = shell.folder / "runs" / "first"
     shell.run("engine", "distill", spec, "--out", run, "--set", "train.stop_after=3")
@@ -180,15 +195,13 @@ def test_no_command_imports_what_lies_in_the_folder(shell: Shell, kit: Kit) -> N
     )
     assert state(run) == "completed"
     shell.run("engine", "prepare", spec, "--out", "stored", "--rows", "4")
-    shell.run("engine", "generate", run, "--prompt", "def f", "--max-tokens", "2")
-    shell.run("engine", "doctor", code=None)
     shell.run("engine", "runs")
     shell.run("engine", "tail", run)
-    shell.run("engine", "report", run)
     shell.run("engine", "data", run, "--step", "1", "--json")
     assert shell.imported == []
 
 
+@pytest.mark.soak
 def test_the_demo_without_a_terminal_completes(shell: Shell) -> None:
     short = ("train.steps=2", "train.rows=2", "eval.rows=2", "train.warmup_steps=1")
     words = [word for setting in short for word in ("--set", setting)]
@@ -234,7 +247,14 @@ def seen(output: str) -> dict[str, object]:
     return found
 
 
-@pytest.mark.parametrize("kind", KINDS)
+FEW_KINDS = ("none", "an empty entry", "an engine package elsewhere", "a safe path of the script")
+"""Without PYTHONPATH, with an entry of the folder itself, with a package of our name, with an option of Python."""
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param(kind, marks=[pytest.mark.soak] * (kind not in FEW_KINDS)) for kind in KINDS],
+)
 def test_a_watched_script_imports_what_it_imports_by_hand(tmp_path: Path, kind: str) -> None:
     entries, words, environment = KINDS[kind]
     # A folder on PYTHONPATH that shadows what Python itself needs to start breaks every Python.

@@ -16,7 +16,8 @@ from pathlib import Path
 import pytest
 
 import engine
-from engine.plan.data_size import SAMPLED_BYTES
+from engine.cli import first_steps
+from engine.plan import data_size
 from tests.support import running
 from tests.support.kit import Kit
 from tests.support.running import DEADLINE_S, engine_here, environment
@@ -34,19 +35,26 @@ def scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return scratch
 
 
+SAMPLED_BYTES = 1 << 17
+"""Bytes of a large corpus that are read here, instead of megabytes."""
+
+
 def nothing_is_left(scratch: Path) -> bool:
     return not list(scratch.iterdir()) and not list(Path.cwd().iterdir())
 
 
+@pytest.mark.usefixtures("trainer_here")
 def test_time_and_memory_are_those_of_the_second_step(
-    kit: Kit, tmp_path: Path, scratch: Path
+    kit: Kit, tmp_path: Path, scratch: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    for module in (data_size, first_steps):
+        monkeypatch.setattr(module, "SAMPLED_BYTES", SAMPLED_BYTES)
     line = (kit.corpus / "part_00.py").read_text()
-    records = (json.dumps({"text": f"# {i}\n{line}"}) + "\n" for i in range(8000))
+    records = (json.dumps({"text": f"# {i}\n{line}"}) + "\n" for i in range(400))
     large = tmp_path / "large.jsonl"
     large.write_text("".join(records))
     spec = kit.spec(tmp_path, data__corpus=str(large), train__steps=500)
-    done = running.engine("distill", spec, "--check", "--json")
+    done = engine_here("distill", spec, "--check", "--json")
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)["first_steps"]
     assert (found["device"], found["failed"], found["exit_code"]) == ("cpu", "", 0)
@@ -93,8 +101,13 @@ def test_a_spec_whose_first_steps_fail_is_not_sound(
     [
         ("words", (), False, "teacher: cross entropy"),
         ("noise", (), True, "teacher_knows_text stops the run"),
-        ("noise", ("checks.on_fail=report",), False, "guessing at random gives"),
-        ("noise", ("checks.skip=teacher_knows_text",), False, ""),
+        pytest.param(
+            *("noise", ("checks.on_fail=report",), False, "guessing at random gives"),
+            marks=pytest.mark.soak,
+        ),
+        pytest.param(
+            "noise", ("checks.skip=teacher_knows_text",), False, "", marks=pytest.mark.soak
+        ),
     ],
 )
 def test_a_text_that_the_teacher_does_not_know_is_found_before_the_run(

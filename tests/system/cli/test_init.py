@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import engine
+from engine.plan import data_size
 from engine.spec import load_spec
 from tests.support.finished_runs import carry_out
 from tests.support.kit import Kit, tiny_config
@@ -220,13 +221,16 @@ def test_it_loads_no_torch(kit: Kit, here: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_the_check_measures_a_small_corpus_and_estimates_a_large_one(kit: Kit, here: Path) -> None:
+def test_the_check_measures_a_small_corpus_and_estimates_a_large_one(
+    kit: Kit, here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(data_size, "SAMPLED_BYTES", 1 << 18)
     assert engine_here("init", *flags(kit)).returncode == 0
     small = json.loads(engine_here("distill", "kd.toml", "--check-inputs", "--json").stdout)["data"]
     assert small["exact"] and small["documents"] == 40
     line = (kit.corpus / "part_00.py").read_text()
     large = here / "large.jsonl"
-    repeats = (3 << 20) // len(line)
+    repeats = (3 << 17) // len(line)
     large.write_text("".join(json.dumps({"text": f"# {i}\n{line}"}) + "\n" for i in range(repeats)))
     words = ("--check-inputs", "--json", "--set", f"data.corpus={large}")
     found = json.loads(engine_here("distill", "kd.toml", *words).stdout)["data"]

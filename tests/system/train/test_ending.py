@@ -82,7 +82,9 @@ def is_running(pid: int) -> bool:
         pytest.param(
             "engine.train.data:prepare_data", "sleep", signal.SIGINT, marks=pytest.mark.soak
         ),
-        ("engine.train.build:Builder.teacher", "lock", signal.SIGTERM),
+        pytest.param(
+            "engine.train.build:Builder.teacher", "lock", signal.SIGTERM, marks=pytest.mark.soak
+        ),
         pytest.param(
             "engine.train.loop:TrainingLoop.check", "import", signal.SIGTERM, marks=pytest.mark.soak
         ),

@@ -64,13 +64,14 @@ SOAK = pytest.mark.soak
             "train__accumulation": 2,
         },
         pytest.param({"rollout__temperature": 0.7, "rollout__top_p": 0.9}, marks=SOAK),
-        {"student__path": "", "rollout__divergence": "jsd"},
+        pytest.param({"student__path": "", "rollout__divergence": "jsd"}, marks=SOAK),
     ],
     ids=["all", "by teacher", "jsd", "half", "half by teacher", "sharper", "untaught student"],
 )
 def test_nothing_is_said_of_a_healthy_run(
     chats: ChatKit, tmp_path: Path, changes: dict[str, Any]
 ) -> None:
+    """Rows of the student alone, and half of them of the teacher with all else that may be set."""
     if changes.get("student__path") == "":
         changes = {**changes, "student__config": str(chats.shape)}
     assert not alerts_of(chats, tmp_path, **changes)
@@ -88,6 +89,7 @@ def test_nothing_is_said_of_a_student_that_learns_short_sure_answers(
     assert not alerts_of(chats, tmp_path, **how, train__lr=1e-2, rollout__divergence="forward_kl")
 
 
+@pytest.mark.soak  # the rule's own numbers are in tests/unit/watch/test_written.py
 def test_rows_that_shrink_to_nothing_are_named(chats: ChatKit, tmp_path: Path) -> None:
     # A teacher that mostly ends at once, from which the student learns it.
     ends = answered(lambda number, answer: answer if number % 8 == 0 else "")
@@ -108,6 +110,7 @@ def test_a_limit_below_the_length_of_an_answer_is_named(chats: ChatKit, tmp_path
     assert one.alert.flip.startswith("--set rollout.max_new_tokens=")
 
 
+@pytest.mark.soak  # as above
 def test_a_collapse_onto_one_text_is_named(chats: ChatKit, tmp_path: Path) -> None:
     said = alerts_of(chats, tmp_path, train__lr=0.1)
     assert "written_entropy_collapsed" in said
@@ -149,6 +152,7 @@ def test_a_writer_in_another_precision_is_named(
 
 
 def test_an_end_of_turn_that_is_not_the_templates_is_named(chats: ChatKit, tmp_path: Path) -> None:
+    """Stands for the alerts on a written text; those of a model that is wrong have their own tests."""
     student = taught(chats, "other-end", conversations(), steps=60, end="<end_of_turn>")
     run, code = carried_out(chats, tmp_path, student__path=student, train__lr=3e-4)
     assert code == 0

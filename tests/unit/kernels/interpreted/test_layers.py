@@ -45,8 +45,17 @@ def batch(rows: int, length: int = LENGTH) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.usefixtures("kernels")
-@pytest.mark.parametrize("documents", [True, False])
-@pytest.mark.parametrize("family", list(FAMILIES))
+@pytest.mark.parametrize(
+    ("family", "documents"),
+    [
+        # Without documents attention has another mask, in whichever family.
+        pytest.param(
+            family, documents, marks=[pytest.mark.soak] * (family != "qwen2" and not documents)
+        )
+        for family in FAMILIES
+        for documents in (True, False)
+    ],
+)
 def test_kernels_compute_what_the_layers_of_every_family_compute(
     family: str, documents: bool
 ) -> None:
@@ -63,8 +72,15 @@ def test_kernels_compute_what_the_layers_of_every_family_compute(
     assert any(each.function is layer_parts._gate for each in REGISTRY.requested())
 
 
+FEW = ("qwen3", "phi3", "gemma3_text")
+"""Norms of heads; a part of each head that is rotated, and a window; norms after sums, and two kinds of layers."""
+
+
 @pytest.mark.usefixtures("kernels")
-@pytest.mark.parametrize("family", list(FAMILIES))
+@pytest.mark.parametrize(
+    "family",
+    [pytest.param(one, marks=[pytest.mark.soak] * (one not in FEW)) for one in FAMILIES],
+)
 def test_kernels_of_a_student_have_the_gradients_of_its_layers(family: str) -> None:
     config = make_config(family, **CHANGES[family])
     plain, found = (lively(config) for _ in range(2))
