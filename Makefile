@@ -3,7 +3,7 @@
 # make real   two models on the hub to a published student, with a report
 # make test   the whole suite               make check   format, lint, types, import layers
 # make contracts   run what the contracts promise, then plant each bug and see it caught
-# make ci     what .ci/run runs: check, current-docs, promises, a short run, a drill of each kind, test
+# make ci     what .ci/run runs: check, current-docs, promises, test
 # make mutants   plant each defect of tests/mutants in a copy of this tree: a test, or `engine verify`, notices it
 # make perf   what asserts times, alone     make soak   the long proofs, to the end, with a list of what failed
 # make frameworks   `engine watch` on scripts of Transformers, TRL, Lightning, Accelerate, and of two ranks; labels beside TRL's
@@ -16,7 +16,7 @@ BIN = .venv/bin
 PIP = $(BIN)/python -m pip --disable-pip-version-check install --quiet --no-compile --constraint constraints.txt
 export PIP_NO_INPUT = 1
 
-.PHONY: demo demo-watch real ci test suite interpreted unit orders perf skips docs current-docs check types style contracts promises untested drills few-drills quick-run format soak attack notebooks fuzz gpu peers frameworks wheel mutants clean
+.PHONY: demo demo-watch real ci test suite interpreted unit orders perf skips docs current-docs check types style contracts promises untested drills format soak attack notebooks fuzz gpu peers frameworks wheel mutants clean
 
 demo: .venv/.installed
 	@$(BIN)/apr-workbench demo $(ARGS)
@@ -94,13 +94,14 @@ contracts: .venv/.dev
 promises: .venv/.dev
 	$(BIN)/engine contracts validate
 
-# Types take one core for a minute without a cache; the others run one after the other beside them. Drills come
-# last: they wait for what they planted more than they compute.
+# Types take one core for a minute without a cache; the others run one after the other beside them, interpreted
+# kernels last, which take as long.
 untested: .venv/.dev
-	@$(MAKE) --no-print-directory -j 2 types style current-docs promises quick-run few-drills
+	@$(MAKE) --no-print-directory -j 2 types style current-docs promises interpreted
 
-# What CI runs, what fails soonest first; each part says how long it took.
-CI = untested test
+# What CI runs, what fails soonest first; each part says how long it took. Short runs of the demo, and a drill of each
+# kind, are in the suite.
+CI = untested suite
 ci: .venv/.dev
 	@begin=$$(date +%s); for part in $(CI); do \
 		echo "== make $$part"; from=$$(date +%s); \
@@ -108,6 +109,7 @@ ci: .venv/.dev
 		if test $$code -ne 0; then echo "== make $$part failed after $$((now - from)) s" >&2; exit 1; fi; \
 		echo "== make $$part: $$((now - from)) s, $$((now - begin)) s in all"; \
 	done
+	@cat build/skipped.txt
 
 format: .venv/.dev
 	$(BIN)/ruff format .
@@ -130,20 +132,6 @@ drills_where = $(BIN)/engine drill --list --json | \
 drills: .venv/.dev
 	$(call drills_where,not one['needs']) | xargs -n 4 -P 2 $(BIN)/engine drill
 	$(BIN)/engine drill $$($(call drills_where,one['needs'])) || test $$? -eq 2
-
-# One of each way in which a drill is carried out: a hang, a slow machine, a kill, a wrong file, a store, a resume,
-# memory. They wait more than they compute, the first the longest.
-FEW_DRILLS = deadlock slow_first_step killed_from_outside swapped_tokenizer teacher_after_prepare altered_checkpoint \
-	plan_that_cannot_fit
-few-drills: .venv/.dev
-	printf '%s\n' $(FEW_DRILLS) | xargs -n 1 -P 4 $(BIN)/engine drill
-
-# The command itself, from the start to a saved student: the demo cut short.
-quick-run: .venv/.dev
-	rm -rf build/quick-run
-	$(BIN)/engine distill engine/demo/demo.toml --set train.steps=12 --set train.warmup_steps=4 --set eval.every=6 --set checkpoint.every=6 --out build/quick-run
-	$(BIN)/engine checks build/quick-run || test $$? -eq 2
-	$(BIN)/engine report build/quick-run --out build/quick-run.html
 
 # To the end whatever fails, and then the list of it. What asserts a time is run by `make perf`.
 INTERPRETED = tests/unit/kernels/interpreted

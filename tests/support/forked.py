@@ -147,13 +147,18 @@ class _Request(NamedTuple):
 
 
 def _answer(request: _Request) -> int:
-    server = _server()
-    assert server.stdin is not None and server.stdout is not None
-    server.stdin.write(json.dumps(request) + "\n")
-    server.stdin.flush()
-    answer = server.stdout.readline()
+    with _asking:
+        server = _server()
+        assert server.stdin is not None and server.stdout is not None
+        server.stdin.write(json.dumps(request) + "\n")
+        server.stdin.flush()
+        answer = server.stdout.readline()
     assert answer, f"the process that forks ended with {server.wait()}"
     return int(answer)
+
+
+_asking = threading.Lock()
+"""Held until the answer to one request has been read: a screen starts commands in threads."""
 
 
 def _environment() -> dict[str, str]:
@@ -245,7 +250,9 @@ def _fork_for_each_request() -> Callable[[], None] | None:
                 os.write(1, b"%d" % started)
                 os._exit(0)
             for number, name in enumerate(request.files):
-                mode = os.O_WRONLY | os.O_CREAT | os.O_TRUNC if number else os.O_RDONLY
+                # Both may be one file.
+                writes = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND
+                mode = writes if number else os.O_RDONLY
                 file = os.open(name, mode, 0o666)
                 os.dup2(file, number)
                 os.close(file)

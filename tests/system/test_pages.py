@@ -12,6 +12,7 @@ import pytest
 from docs.transcripts import PAGES, Command, as_printed, commands, form, run
 from engine.cli.main import build_parser
 from tests.support.made_once import made_once
+from tests.support.running import engine_here
 
 SMALL = {
     "train.steps": 8,
@@ -48,16 +49,19 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_commands_print_lines_of_the_form_that_is_shown(
-    page: Path, demo: Path, tmp_path: Path
+    page: Path, demo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shutil.copytree(demo, tmp_path, dirs_exist_ok=True)
     shown = commands(page)
     assert len(shown) > 3
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "100")
     for command in shown:
         if command.text.startswith("apr-workbench demo"):
             printed = (demo / "printed.txt").read_text().splitlines()
         else:
-            printed = played(command, tmp_path)
+            done = engine_here(*command.words()[1:])
+            printed = (done.stdout + done.stderr).splitlines()
         as_printed(command.excerpt, printed)
 
 

@@ -251,9 +251,18 @@ def test_a_long_document_that_is_cut_within_a_token_is_named(
     assert any("is whole in no rows" in one for one in found), found
 
 
-@pytest.mark.parametrize("planted_in", [tails_lost, only_ascii])
 @pytest.mark.parametrize(
-    ("packing", "composes"), [*((packing, False) for packing in PACKINGS), ("stream", True)]
+    ("planted_in", "packing", "composes"),
+    [
+        # What is counted does not depend on the packing.
+        (tails_lost, "stream", True),
+        (only_ascii, "documents", False),
+        *(
+            pytest.param(planted, packing, False, marks=pytest.mark.soak)
+            for planted in (tails_lost, only_ascii)
+            for packing in PACKINGS
+        ),
+    ],
 )
 def test_a_document_of_which_something_is_lost_is_named_though_it_is_not_read_again(
     long_texts: Path,
@@ -378,8 +387,16 @@ def test_what_is_lost_or_mislabelled_between_file_and_documents_is_named(
         assert any(said in one for one in found), found
 
 
-@pytest.mark.parametrize("style", STYLES.values(), ids=lambda style: style.name)
-@pytest.mark.parametrize("turns", ["all", "last"])
+@pytest.mark.parametrize(
+    ("style", "turns"),
+    [
+        # The last turn alone is taken in the same way, whatever the style.
+        pytest.param(style, turns, marks=[pytest.mark.soak] * (turns == "last" and place > 0))
+        for place, style in enumerate(STYLES.values())
+        for turns in ("all", "last")
+    ],
+    ids=lambda one: getattr(one, "name", one),
+)
 def test_labels_of_every_style_are_the_answers_of_the_file(
     tokenizer: Tokenizer, tmp_path: Path, style: Style, turns: str
 ) -> None:

@@ -19,6 +19,19 @@ from engine.verdict import Level, Verdict
 from tests.support.running import engine, engine_here, environment
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("deadlock", "slow_first_step", "killed_from_outside", "swapped_tokenizer"),
+        *("teacher_after_prepare", "altered_checkpoint", "plan_that_cannot_fit"),
+    ],
+)
+def test_one_drill_of_each_kind_names_its_incident(name: str) -> None:
+    """A hang, a slow machine, a kill, a wrong file, a store, a resume, and memory; `make drills` carries out all."""
+    done = engine("drill", name)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 @pytest.mark.soak
 def test_incidents_are_named_through_the_command(tmp_path: Path) -> None:
     out = tmp_path / "drills"

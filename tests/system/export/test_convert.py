@@ -153,12 +153,21 @@ def test_blocks_move_byte_for_byte(family: str, width: int, kit: Kit, tmp_path: 
     assert back.target.read_bytes() == again.target.read_bytes()
 
 
+FEW_MODELS = {
+    *(("llama", "q4_k_m"), ("llama", "q6_k"), ("llama", "q8_0")),
+    ("gemma3_text", "q4_k_m"),
+}
+
+
 @pytest.mark.parametrize(
     ("family", "quant"),
     [
-        # Every type in the family that permutes rows, and every family in the mixture of types.
+        # Every type of blocks in the family that permutes rows, and the mixture in one that has most of its own;
+        # tests/unit/models/test_packed_decoder.py has every family.
         pytest.param(
-            family, quant, marks=() if family == "llama" or quant == "q4_k_m" else pytest.mark.soak
+            family,
+            quant,
+            marks=() if (family, quant) in FEW_MODELS else pytest.mark.soak,
         )
         for family in FAMILIES
         for quant in ["q4_k_m", "q6_k", "q8_0", "bf16"]
@@ -412,7 +421,7 @@ def types_of(config: ModelConfig, quant: str, format_: str) -> dict[str, str]:
     return {name: kind.name for name, kind in tensor_types(config, quant, format_).items()}
 
 
-@pytest.mark.parametrize("layers", [9, 80])
+@pytest.mark.parametrize("layers", [9, pytest.param(80, marks=pytest.mark.soak)])
 def test_a_gguf_without_the_types_of_its_mixture_is_seen(
     layers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

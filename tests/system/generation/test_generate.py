@@ -46,6 +46,10 @@ def without_cache(decoder: Decoder, prompt: Sequence[int], count: int) -> list[i
     return tokens[len(prompt) :]
 
 
+FEW = ("qwen2", "gemma3_text")
+"""A plain cache, and one with windows."""
+
+
 @pytest.mark.parametrize("family", list(FAMILIES))
 def test_a_cache_changes_no_greedy_token(family: str) -> None:
     decoder = lively(make_config(family, **CHANGES[family]))
@@ -80,13 +84,20 @@ NEAR = 1e-4
 
 
 @pytest.mark.parametrize(
-    ("slots", "tied"),
+    ("family", "slots", "tied"),
     [
-        (7, False),
-        *(pytest.param(slots, True, marks=pytest.mark.soak) for slots in (1, 7, 64)),
+        # The logits of every family are compared in tests/unit/models/test_decoder.py, and its cache above.
+        *(
+            pytest.param(family, 7, False, marks=[pytest.mark.soak] * (family not in FEW))
+            for family in FAMILIES
+        ),
+        *(
+            pytest.param(family, slots, True, marks=pytest.mark.soak)
+            for family in FAMILIES
+            for slots in (1, 7, 64)
+        ),
     ],
 )
-@pytest.mark.parametrize("family", list(FAMILIES))
 def test_greedy_tokens_are_those_of_transformers(
     family: str, slots: int, tied: bool, tmp_path: Path
 ) -> None:

@@ -244,9 +244,10 @@ def test_a_rise_beyond_the_noise_of_the_run_that_stays_is_named_whatever_the_los
         assert "the learning rate is far too large" in alert.meaning
 
 
+@pytest.mark.parametrize("seeds", [range(4), pytest.param(range(4, 20), marks=pytest.mark.soak)])
 @pytest.mark.parametrize("shape", HEALTHY)
-def test_a_healthy_loss_of_an_unknown_kind_is_left_alone(shape: str) -> None:
-    for seed in range(20):
+def test_a_healthy_loss_of_an_unknown_kind_is_left_alone(shape: str, seeds: range) -> None:
+    for seed in seeds:
         for count in (100, 300):
             quiet("loss_rose_for_good", series(HEALTHY[shape], seed, count))
 
