@@ -89,7 +89,7 @@ class _Loss:
     agreement: float
     hidden_gradients: list[Tensor]
     head_gradient_VD: Tensor | None
-    """Gradient of the head; None where the hidden states are the logits."""
+    """Gradient of the head; None where it is frozen, or the hidden states are the logits."""
     largest_logit: float
 
 
@@ -256,7 +256,7 @@ class _Step:
         seen = self.seen
         count = max(sum(int((_labels(one) != IGNORED).sum()) for one in seen.passes), 1)
         head_gradient_VD = None
-        if seen.student_head is not reference.LOGITS:
+        if any(one.name == seen.student.head_name for one in seen.parameters):
             shape = seen.student.vocabulary, seen.passes[0].student_hidden_ND.shape[1]
             head_gradient_VD = torch.zeros(shape, device=self.device)
         total, gradients, objective = reference.LossSums(), [], 0.0

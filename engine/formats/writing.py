@@ -134,7 +134,7 @@ def tensor_bytes(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> memo
 def tensor_parts(tensor: torch.Tensor) -> Iterator[memoryview]:
     """Yield the bytes of a tensor in row-major order, part by part; each is valid until the next is asked for.
 
-    From a GPU the next part is copied while the caller works on one.
+    From a GPU the next part is copied, on the current stream, while the caller works on one.
     """
     import torch
 
@@ -145,17 +145,14 @@ def tensor_parts(tensor: torch.Tensor) -> Iterator[memoryview]:
         return
     flat = tensor.detach().reshape(-1).view(torch.uint8)
     size = min(PART_BYTES, len(flat))
-    stream: torch.cuda.Stream = torch.cuda.Stream(tensor.device)  # type: ignore[no-untyped-call]
-    stream.wait_stream(torch.cuda.current_stream(tensor.device))
     rooms = [torch.empty(size, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
 
     def copied(number: int) -> tuple[torch.Tensor, torch.cuda.Event]:
         part = flat[number * size : (number + 1) * size]
         room = rooms[number % 2][: len(part)]
         done: torch.cuda.Event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        with torch.cuda.stream(stream):
-            room.copy_(part, non_blocking=True)
-            done.record(stream)
+        room.copy_(part, non_blocking=True)
+        done.record(torch.cuda.current_stream(tensor.device))
         return room, done
 
     count = -(-len(flat) // size) if size else 0

@@ -44,6 +44,8 @@ KERNEL_CAPABILITY = (8, 0)
 """The lowest compute capability that our kernels compile for."""
 SAVED_S_PER_LAYER = 2.2e-3 / 24
 """Seconds a step and layer, whatever the tokens: gaps between its kernels, on one H200."""
+FEW_TOKENS = 4096
+"""Tokens of a step up to which one H200 computes a layer with adapters faster than its host launches it."""
 OF_TRANSFORMERS = "transformers runs the layers"
 ONLY_NATIVE = "packed attention, captured layers, weights in blocks or 8 bits, and several GPUs"
 SHARDED_FROM_BYTES = 16 * 2**30
@@ -133,12 +135,14 @@ def choose_graphs(
     packed: bool,
     checkpointing: bool,
     adapted: bool,
+    tokens: int,
     accumulation: int,
     ranks: int,
     allocator: str,
     layers: int,
     needed_bytes: int,
     given_bytes: int,
+    available_bytes: int | None,
 ) -> Decision:
     """Decide whether the student's layers run as CUDA graphs (`engine.train.cuda_graphs`).
 
@@ -157,21 +161,26 @@ def choose_graphs(
             len({config.has_window(layer) for layer in range(config.num_hidden_layers)}) > 1
         ),
         "layers that make their activations again are not captured": checkpointing,
-        "cuBLAS fails within the capture of layers with adapters": adapted,
         f"a graph's memory is native, and this run's is {allocator}": allocator != "native",
     }
     hindrance = next((text for text, holds in hindrances.items() if holds), None)
     refused = {}
     if hindrance is not None:
         refused = {"on": ("a run whose layers can be captured", hindrance, f"--set {knob}=off")}
-    what = (
-        f"a step is about {format_seconds(layers * SAVED_S_PER_LAYER)} shorter, and the run needs "
-        f"{format_bytes(needed_bytes)} in the place of {format_bytes(given_bytes)}"
+    host_bound = adapted and tokens <= FEW_TOKENS
+    gain = (
+        "a step of few tokens does not wait for the host, which launches two thousand kernels"
+        if host_bound
+        else f"a step is about {format_seconds(layers * SAVED_S_PER_LAYER)} shorter"
     )
+    memory = f"needs {format_bytes(needed_bytes)} in the place of {format_bytes(given_bytes)}"
+    fits = available_bytes is not None and needed_bytes <= available_bytes
+    chosen = "on" if host_bound and fits and hindrance is None else "off"
+    what = f"{gain}, and the run {memory}"
     return decide(
         knob,
         wanted,
-        "off",
+        chosen,
         hindrance or f"with it {what}",
         against={
             "off": "a gap before each of some thousand kernels",

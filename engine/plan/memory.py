@@ -597,7 +597,7 @@ def _student_items(plan: MemoryPlan) -> Iterator[BudgetItem]:
         lasting=plan.graphs,
     )
     if plan.graphs:
-        inside = parameters - _tables(plan.student)
+        inside = parameters - (0 if plan.adapted else _tables(plan.student))
         yield BudgetItem(
             "gradients in the graph",
             4 * inside,
@@ -806,7 +806,8 @@ def _audit_items(plan: MemoryPlan) -> Iterator[BudgetItem]:
         # The input of every layer, for its gradients.
         hidden += 4 * tokens * student.hidden_size * (student.num_hidden_layers + 1)
     logits = logits_bytes(plan.tokens, student.vocab_size)
-    head = 6 * student.vocab_size * student.hidden_size
+    # A frozen head has no gradient, and is already as the matmul reads it.
+    head = 0 if plan.adapted else 6 * student.vocab_size * student.hidden_size
     yield BudgetItem(
         "audit of a step",
         layer + at_once + hidden + logits + head,

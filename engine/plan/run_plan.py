@@ -347,6 +347,7 @@ def plan_memory(facts: RunFacts) -> MemoryPlan:
         packed=spec.student.attention == "packed",
         checkpointing=plan.checkpointing,
         adapted=plan.adapted,
+        tokens=plan.tokens,
         needed_bytes=captured.total_bytes,
         given_bytes=plan.total_bytes,
     )

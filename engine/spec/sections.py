@@ -145,9 +145,9 @@ class StudentSection:
     )
     graphs: str = setting(
         "auto",
-        "Whether the student's layers are launched as CUDA graphs instead of kernel by kernel. auto is off: it "
-        "saves some "
-        "percent of a step and keeps their activations and gradients in memory.",
+        "Whether the student's layers are launched as CUDA graphs instead of kernel by kernel, which keeps their "
+        "activations and gradients in memory. auto is on for adapters and steps of few tokens, which wait for "
+        "the host, where memory allows; elsewhere it saves less than a percent of a step.",
         allowed=SWITCH,
     )
     attention: str = setting(

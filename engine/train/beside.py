@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Generic, TypeVar
 
+import torch
 from torch import Tensor
 
 from engine.formats.safetensors import tensors_sha256
@@ -81,7 +82,12 @@ class ModelHash:
     ) -> None:
         """`tensors` may be what already computes their hash. `ready` makes the line that is logged once it is known."""
         self._stop = threading.Event()
-
+        # One stream for all tensors: torch has 32 of them, and taking one for each would also take that in which a
+        # graph is captured. It waits for what was launched so far; a wait within a capture would end it.
+        stream: torch.cuda.Stream | None = None
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+            stream.wait_stream(torch.cuda.current_stream())
         computed = (
             tensors.result
             if isinstance(tensors, Beside)
@@ -89,7 +95,8 @@ class ModelHash:
         )
 
         def work() -> str:
-            sha256 = computed()
+            with torch.cuda.stream(stream):
+                sha256 = computed()
             if self._stop.is_set():
                 raise _GivenUp
             log(ready(sha256))

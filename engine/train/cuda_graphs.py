@@ -77,6 +77,8 @@ class Graphs:
         self.shape = (rows, length)
         self.captures = 0
         """Number of captures so far."""
+        self.pool_bytes = 0
+        """Memory of the graphs in which no tensor lies between steps: torch does not count it as allocated."""
         self._student, self._dtype = student, dtype
         self._weights = [
             p
@@ -125,7 +127,11 @@ class Graphs:
                 self.given_up(why)
                 return None
             self.captures += 1
+            self.pool_bytes = self._captured.pool_bytes()
         self._captured.copy_inputs(attention_inputs)
+        if not embedded_BTD.requires_grad:
+            # Frozen embeddings: without an input that wants its gradient there would be no backward pass.
+            embedded_BTD = embedded_BTD.detach().requires_grad_()
         found: Tensor = _Launched.apply(embedded_BTD, self._captured)  # type: ignore[no-untyped-call]
         return found
 
@@ -261,6 +267,19 @@ class _Captured:
         hidden_BTD = _capture(self._graphs[0], None, run)
         self._slope_BTD, *self._grads = _capture(self._graphs[1], self._graphs[0].pool(), run_back)
         self._hidden_BTD = hidden_BTD.detach()
+
+    def pool_bytes(self) -> int:
+        """Return the bytes of the graphs' own memory in which no tensor lies. Torch's peak begins anew: it had what the
+        capture allocated there."""
+        device = self._x_BTD.device
+        torch.cuda.reset_peak_memory_stats(device)
+        pool = tuple(self._graphs[0].pool())
+        segments = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
+        return sum(
+            one["total_size"] - one["allocated_size"]
+            for one in segments
+            if tuple(one["segment_pool_id"]) == pool and one["device"] == device.index
+        )
 
     def copy_inputs(self, attention_inputs: AttentionInputs) -> None:
         """Copy in where the tokens and documents of a batch lie."""

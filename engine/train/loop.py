@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from engine.checkpoint_folders import published
@@ -242,7 +241,7 @@ class TrainingLoop:
             if due.first:
                 self._end_of_start(trainer)
             if due.measure_memory:
-                self.log(to_events.memory_peak(step.step, self.budget, trainer.device))
+                self.log(to_events.memory_peak(step.step, self.budget, trainer))
 
             # Evaluate, save.
             if due.evaluate:
@@ -341,7 +340,6 @@ class TrainingLoop:
         self.compiles.seal(self.log)
 
     def _context(self, trainer: Trainer) -> Context:
-        device = trainer.device
         return context_of(
             trainer,
             # By its hash a checkpoint is known to be of this run.
@@ -353,13 +351,13 @@ class TrainingLoop:
             tokenizers=self.inputs.tokenizers,
             again=self.data.again,
             read_again=partial(self.inputs.read_again, self.spec.data),
-            memory=lambda: self._memory(device),
+            memory=lambda: self._memory(trainer),
             resumed=self.keeper.resumed,
             late_compiles=lambda: self.compiles.late,
         )
 
-    def _memory(self, device: torch.device) -> Memory:
-        measured, source = to_events.peak_of(device)
+    def _memory(self, trainer: Trainer) -> Memory:
+        measured, source = to_events.peak_of(trainer)
         return Memory(
             predicted_bytes=self.budget.total_bytes,
             measured_bytes=measured,
@@ -425,7 +423,7 @@ class TrainingLoop:
         self.keeper.prune()
 
     def _pause(self, trainer: Trainer) -> RunFinished:
-        self.log(to_events.memory_peak(self.step, self.budget, trainer.device))
+        self.log(to_events.memory_peak(self.step, self.budget, trainer))
         reason = f"train.stop_after = {self.spec.train.stop_after}: the step was finished"
         if not self.spec.checkpoint.at_end:
             return RunFinished(state="stopped", reason=reason, exit_code=0, step=self.step)

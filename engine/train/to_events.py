@@ -146,10 +146,14 @@ def memory_plan(budget: MemoryBudget) -> MemoryPlanned:
     )
 
 
-def peak_of(device: torch.device) -> tuple[float | None, str]:
+def peak_of(trainer: Trainer) -> tuple[float | None, str]:
     """Return the allocator's peak so far in bytes, and its source; torch keeps no peak for a CPU."""
-    if device.type == "cuda":
-        return float(torch.cuda.max_memory_allocated(device)), "torch.cuda.max_memory_allocated"
+    if trainer.device.type == "cuda":
+        peak = torch.cuda.max_memory_allocated(trainer.device)
+        source = "torch.cuda.max_memory_allocated"
+        if trainer.graphs is not None:
+            return float(peak + trainer.graphs.pool_bytes), f"{source} and the CUDA graphs' pool"
+        return float(peak), source
     return None, "torch keeps no peak of CPU memory"
 
 
@@ -173,9 +177,9 @@ def held_by(device: torch.device) -> Held:
     )
 
 
-def memory_peak(step: int, budget: MemoryBudget, device: torch.device) -> MemoryMeasured:
+def memory_peak(step: int, budget: MemoryBudget, trainer: Trainer) -> MemoryMeasured:
     """Return the allocator's peak so far, together with the prediction."""
-    measured, source = peak_of(device)
+    measured, source = peak_of(trainer)
     return MemoryMeasured(
         step=step,
         measured_bytes=measured,

@@ -7,11 +7,12 @@ from __future__ import annotations
 import contextlib
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -19,14 +20,18 @@ import torch
 
 from engine.data.batches import Batches
 from engine.errors import BadInput, InternalError, TrainingFailed
+from engine.formats.safetensors import tensors_sha256
 from engine.log.folder import RunFolder
 from engine.log.follow import Follower
 from engine.log.text import decision_lines
 from engine.log.write import LogWriter
+from engine.models.adapter_targets import trained_parameters
 from engine.models.config import ModelConfig
 from engine.models.decoder import Decoder
 from engine.plan.knobs import choose_graphs
+from engine.spec.sections import StudentSection
 from engine.train import cuda_graphs
+from engine.train.beside import ModelHash
 from engine.train.capture_student import capture_student, go_on_without_graphs
 from engine.train.cuda_graphs import LEAST_ROOM, Graphs, NotCaptured, _capture
 from engine.train.to_events import write
@@ -39,8 +44,8 @@ from tests.support.running import environment
 from tests.support.trainers import build, run_ahead, snapshot
 
 GPU: dict[str, Any] = dict(
-    config=config(), device="cuda", packed=True, checkpointing=False, adapted=False, accumulation=1, ranks=1,
-    allocator="native", layers=24, needed_bytes=3 << 30, given_bytes=1 << 30,
+    config=config(), device="cuda", packed=True, checkpointing=False, adapted=False, tokens=2048, accumulation=1,
+    ranks=1, allocator="native", layers=24, needed_bytes=3 << 30, given_bytes=1 << 30, available_bytes=4 << 30,
 )  # fmt: skip
 
 
@@ -56,7 +61,6 @@ GPU: dict[str, Any] = dict(
             "without one",
         ),
         ({"checkpointing": True}, "again"),
-        ({"adapted": True}, "adapters"),
         ({"allocator": "managed"}, "managed"),
     ],
 )
@@ -73,6 +77,25 @@ def test_layers_are_captured_where_that_is_asked_for() -> None:
     assert choose_graphs("off", **GPU).choice == "off"
     decision = choose_graphs("on", **GPU)
     assert decision.choice == "on" and decision.overridden
+
+
+def test_layers_with_adapters_are_captured_where_the_host_is_slower_than_the_gpu_and_memory_allows() -> (
+    None
+):
+    adapted = GPU | {"adapted": True}
+    found = choose_graphs("auto", **adapted)
+    assert found.choice == "on" and "does not wait for the host" in found.reason
+    for changes in ({"tokens": 8192}, {"available_bytes": 2 << 30}, {"available_bytes": None}):
+        assert choose_graphs("auto", **adapted | changes).choice == "off"
+    assert choose_graphs("off", **adapted).choice == "off"
+
+
+def test_gradients_of_captured_adapters_are_in_the_plan() -> None:
+    shape = config(896, 4864, 24, 14, 2, 32_000)
+    spec = spec_of(student__path="base", student__config="", student__adapter="lora")
+    budget = budget_of(spec, shape, student__attention="packed", student__graphs="on")
+    wanted = 4 * trained_parameters(shape, spec.student)
+    assert item(budget, "gradients in the graph") == item(budget, "gradients") == wanted
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -241,6 +264,21 @@ def test_steps_of_captured_layers_are_those_of_layers_launched_one_by_one(
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("targets", ["all", "attention"])
+def test_steps_of_captured_layers_with_adapters_are_those_of_layers_launched_one_by_one(
+    targets: str,
+) -> None:
+    adapter = StudentSection(path="base", adapter="lora", adapter_rank=32, adapter_targets=targets)
+    plain, captured = (gpu_trainer("fused", adapter=adapter) for _ in range(2))
+    agreement = capture_student(captured, length=256)
+    assert agreement.hidden == 0 and agreement.worst < 0.02
+    assert captured.graphs is not None and captured.graphs.pool_bytes > 0
+    for one, other in zip(run_ahead(plain), run_ahead(captured), strict=True):
+        assert other.loss == pytest.approx(one.loss, rel=2e-3)
+        assert other.grad_norm == pytest.approx(one.grad_norm, rel=2e-2)
+
+
+@pytest.mark.gpu
 def test_a_batch_of_more_documents_than_there_is_room_for_is_captured_anew() -> None:
     trainer = with_documents(gpu_trainer("fused"), 200)
     capture_student(trainer, length=256)
@@ -280,6 +318,44 @@ def test_what_a_graph_cannot_do_is_refused_or_done_by_the_layers_themselves() ->
     weight.data = weight.data.clone()
     with pytest.raises(InternalError, match="some moved"):
         trainer.hidden(*trainer.batches.take(0, 4).to_torch("cuda")[:2])
+
+
+class _Read(dict[str, torch.Tensor]):
+    """Tensors that are read only once a capture is under way."""
+
+    def __init__(self, given: dict[str, torch.Tensor]) -> None:
+        super().__init__(given)
+        self.captures = threading.Event()
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        self.captures.wait()
+        return super().__getitem__(name)
+
+
+class _WaitsForHash(torch.nn.Module):
+    """A layer that returns under a capture only after the hash of `tensors` is known."""
+
+    def __init__(self, layer: torch.nn.Module, tensors: _Read, known: ModelHash) -> None:
+        super().__init__()
+        self.layer, self.tensors, self.known = layer, tensors, known
+
+    def forward(self, *given: Any) -> Any:
+        if torch.cuda.is_current_stream_capturing():
+            self.tensors.captures.set()
+            self.known.result()
+        return self.layer(*given)
+
+
+@pytest.mark.gpu
+def test_weights_are_hashed_while_layers_are_captured() -> None:
+    trainer = gpu_trainer("fused")
+    # More tensors than torch has streams.
+    tensors = _Read({f"x{n}": torch.arange(1 << 10, device="cuda") for n in range(40)})
+    known = ModelHash(tensors, cast(Any, str), lambda _: None)
+    trainer.student.layers[1] = _WaitsForHash(trainer.student.layers[1], tensors, known)
+    agreement = capture_student(trainer, length=256)
+    assert agreement is not None and agreement.hidden == 0
+    assert known.result() == tensors_sha256({f"x{n}": torch.arange(1 << 10) for n in range(40)})
 
 
 class _Greedy(torch.nn.Module):
@@ -324,6 +400,7 @@ def test_memory_that_runs_out_under_a_capture_leaves_a_run_that_goes_on(update: 
 ASKS = """
 import torch
 from tests.support.gpu_trainers import gpu_trainer
+from engine.train.beside import ModelHash
 from engine.train.capture_student import capture_student
 from engine.errors import TrainingFailed
 

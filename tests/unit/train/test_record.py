@@ -19,6 +19,7 @@ from engine.models.load import new_decoder
 from engine.plan.memory import MemoryBudget
 from engine.spec import LossSection, TrainSection
 from engine.train import to_events
+from engine.train.trainer import Trainer
 from tests.support.kit import tiny_config
 
 SEQ_LEN = 8
@@ -94,6 +95,7 @@ def test_the_peak_of_host_memory_is_the_peak(monkeypatch: pytest.MonkeyPatch) ->
     of_process = (measured(1.0, "now"), measured(2.0, "peak"))
     monkeypatch.setattr(Host, "own_memory", lambda _: of_process)
     budget = cast(MemoryBudget, SimpleNamespace(total_bytes=3.0))
-    found = to_events.memory_peak(7, budget, torch.device("cpu"))
+    trainer = cast(Trainer, SimpleNamespace(device=torch.device("cpu")))
+    found = to_events.memory_peak(7, budget, trainer)
     assert (found.step, found.host_peak_bytes, found.predicted_bytes) == (7, 2.0, 3.0)
     assert to_events.held_by(torch.device("cpu")).held_bytes == 1.0
