@@ -269,8 +269,8 @@ class _Captured:
         self._hidden_BTD = hidden_BTD.detach()
 
     def pool_bytes(self) -> int:
-        """Return the bytes of the graphs' own memory in which no tensor lies. Torch's peak begins anew: it had what the
-        capture allocated there."""
+        """Return the bytes of the graphs' own memory in which no tensor lies, and reset torch's peak, which counts what
+        the capture allocated there."""
         device = self._x_BTD.device
         torch.cuda.reset_peak_memory_stats(device)
         pool = tuple(self._graphs[0].pool())
