@@ -62,7 +62,7 @@ class Hooks:
                 (*iterator, "_next_index", after(steps.samples_asked_for)),
                 (*scaler, "scale", after(steps.scaled)),
                 (*scaler, "update", after(steps.scaler_updated)),
-                (*scaler, "unscale_", self._before(steps.unscaled)),
+                (*scaler, "unscale_", after(None, steps.unscaled)),
             ):
                 self._replace(module, owner, name, wrap)
             self._hook_steps(optimizers)
@@ -177,31 +177,23 @@ class Hooks:
         if hook_name == "on_train_batch_start":
             self._steps.planned(left_of_lightning(trainer))
 
-    def _after(self, then: Callable[..., None]) -> Callable[[Any], Any]:
-        """Return what wraps a function so that `then` is called with its result and its arguments."""
+    def _after(
+        self, then: Callable[..., None] | None, first: Callable[..., None] | None = None
+    ) -> Callable[[Any], Any]:
+        """Return what wraps a function so that `first` is called with its arguments before it, and `then` with its
+        result and its arguments after it."""
         is_compiling = self._is_compiling
 
         def wrap(original: Any) -> Any:
             @functools.wraps(original)
             def wrapper(*args: Any, **kwargs: Any) -> Any:
+                is_on = not is_compiling() and (self._on or self._is_on())
+                if is_on and first is not None:
+                    self._guarded(first, *args, **kwargs)
                 result = original(*args, **kwargs)
-                if not is_compiling() and (self._on or self._is_on()):
+                if is_on and then is not None:
                     self._guarded(then, result, *args, **kwargs)
                 return result
-
-            return wrapper
-
-        return wrap
-
-    def _before(self, first: Callable[..., None]) -> Callable[[Any], Any]:
-        """Return what wraps a function so that `first` is called with its arguments before it."""
-
-        def wrap(original: Any) -> Any:
-            @functools.wraps(original)
-            def wrapper(*args: Any, **kwargs: Any) -> Any:
-                if not self._is_compiling() and self._is_on():
-                    self._guarded(first, *args, **kwargs)
-                return original(*args, **kwargs)
 
             return wrapper
 

@@ -115,8 +115,6 @@ class Identities:
         """Pitfalls of the backward passes since the previous step."""
         self.seen: list[Seen | Noticed] = []
         """Sampled steps and findings between them that `take` has not returned yet."""
-        self._noticed: set[tuple[str, str]] = set()
-        """Identities and levels of the findings between steps, since a training may have begun."""
 
     def _may_rest(self, watched: _Watched) -> bool:
         """Return whether nothing is expected of the next step: a training by one optimizer, with one backward pass for
@@ -148,7 +146,6 @@ class Identities:
         self._is_due = True
         self._made_at = self._reached.steps
         self._not_finite = 0
-        self._noticed = set()
         self._notice(self._held_out.forget())
         self.passes.forget()
         self.seeds = Seeds()
@@ -220,17 +217,7 @@ class Identities:
     def _notice(self, lines: list[Line]) -> None:
         # Only rank 0 has a log.
         if lines and not self._position.rank:
-            new = [
-                line
-                for line in lines
-                if self._counts or line[:2] not in self._noticed or WITHDRAWN in line[3]
-            ]
-            if new:
-                self.seen.append(Noticed(new))
-            for name, level, _, numbers in new:
-                self._noticed.add((name, level))
-                if WITHDRAWN in numbers:
-                    self._noticed.discard((name, SUSPICION))
+            self.seen.append(Noticed(lines))
 
     def backward_begins(self, tensors: list[Any]) -> None:
         """Check a backward pass; the nodes near its tensors are read once, for all checks of a sampled step."""
@@ -291,7 +278,6 @@ class Identities:
 
     def end(self, begun: Any = None) -> list[Noticed]:
         """Return the verdicts at the regular end of a training; the first step of the optimizer `begun` is not its."""
-        self._noticed = set()
         other = None if begun is None else self._watched.get(begun)
         self._record_other_steps([one for one in self._stepped if one is not other])
         rates, self._rates = self._rates, [] if other is None else [other.scheduled]

@@ -224,8 +224,7 @@ class _Call:
 class Budget:
     """Time and models that are left for the questions of a process."""
 
-    def __init__(self) -> None:
-        self.seconds, self.models = _MAX_SECONDS, _MAX_MODELS
+    seconds, models = _MAX_SECONDS, _MAX_MODELS
 
 
 class Questions:
@@ -609,24 +608,22 @@ class Questions:
             return []
         ids, known = sample_RV.shape[1], min(rows.shape[1], length)
         cut, place_R = rows.shape[2] - ids, self._torch.arange(min(len(sample_RV), width)) + start
-        apart: dict[tuple[int, int], float] = {}
+        wanted = divergence.temperature
+        pairs: dict[tuple[int, int], tuple[Any, Any]] = {}
         for shift in (-2, -1, 0, 1, 2):
             for first in sorted({0, cut}) if cut >= 0 else []:
                 at_R = place_R + shift
                 kept_R = (at_R >= 0) & (at_R < known)
                 logits_RV = rows[0, at_R[kept_R].to(rows.device)][:, first : first + ids].double()
-                q_RV = (logits_RV / divergence.temperature).softmax(-1)
-                p_RV = sample_RV[: len(kept_R)][kept_R.to(sample_RV.device)]
-                if len(q_RV):
-                    apart[shift, first] = float((q_RV - p_RV).abs().sum(1).mean()) / 2
+                p_RV = sample_RV[: len(kept_R)][kept_R.to(sample_RV.device)].to(rows.device)
+                if len(p_RV):
+                    pairs[shift, first] = logits_RV, p_RV
+        apart = {at: _variation(*pair, wanted) for at, pair in pairs.items()}
         if not apart:
             return []
         best = min(apart, key=lambda at: apart[at])
         if apart[best] > _SAME_ROW and divergence.knows_temperature:
-            known_R = place_R < known
-            at = place_R[known_R].to(rows.device)
-            p_RV = sample_RV[: len(place_R)][known_R.to(sample_RV.device)]
-            return _other_temperature(divergence, rows[0, at][:, :ids].double(), p_RV)
+            return _other_temperature(wanted, *pairs[0, 0]) if (0, 0) in pairs else []
         others = [each for at, each in apart.items() if at != best]
         if apart[best] > _SAME_ROW or min(others, default=1.0) < apart[best] + _OTHER_ROW:
             return []
@@ -650,20 +647,19 @@ class Questions:
         return lines
 
 
-def _other_temperature(divergence: Divergence, logits_RV: Any, p_RV: Any) -> list[Line]:
+def _variation(logits_RV: Any, p_RV: Any, temperature: float) -> float:
+    """Return the mean total variation between the probabilities of logits at a temperature and others."""
+    return float(((logits_RV / temperature).softmax(-1) - p_RV).abs().sum(1).mean()) / 2
+
+
+def _other_temperature(wanted: float, logits_RV: Any, p_RV: Any) -> list[Line]:
     """Return the verdict on a teacher whose probabilities are those of its logits at another temperature: ln p is then
     a line over the logits, with the slope 1 / T. Below 1 a teacher is sharpened on purpose."""
-    p_RV = p_RV.to(logits_RV.device)
-    if not len(p_RV):
-        return []
     # Of the likely half of the mass: the logarithm of a small 16-bit number has few digits.
     two_R2 = p_RV.topk(2).indices
     slope_R = p_RV.gather(1, two_R2).log().diff(dim=1) / logits_RV.gather(1, two_R2).diff(dim=1)
     temperature = 1 / float(slope_R.nan_to_num(0.0, 0.0, 0.0).median() or 1.0)
-    wanted = divergence.temperature
-    q_RV = (logits_RV / temperature).softmax(-1)
-    apart = float((q_RV - p_RV).abs().sum(1).mean()) / 2
-    ratio = temperature / wanted
+    apart, ratio = _variation(logits_RV, p_RV, temperature), temperature / wanted
     if not (apart <= _SAME_ROW and min(temperature, wanted) > 0.99 and abs(ratio - 1) > _OTHER_ROW):
         return []
     text = (

@@ -666,14 +666,7 @@ class Ranks:
         if not expected:
             del self._open[key]
             return []
-        # Wait for a rank without any record only until the next sampled step.
-        is_old = any(optimizer == key[0] and step > key[1] for optimizer, step in self._open)
-        missing = [
-            r
-            for r, one in found.items()
-            if one is None and (not is_old or r in self._others.records)
-        ]
-        if not arrived or (missing and not is_last):
+        if not arrived or (len(arrived) < len(found) and not is_last):
             return []
         del self._open[key]
         optimizer = record.optimizer
