@@ -175,7 +175,6 @@ class Identities:
         self.wake()
         self._notice(self.passes.ended(iterator))
         self._held_out.no_batch(iterator)
-        self._notice(self.scaling.data_ended())
         for windows in self._windows():
             windows.data_ended()
 

@@ -60,10 +60,8 @@ class Scaling:
         self._window: Any = None
         self._alike = 0
         """Consecutive sampled steps that summed losses alike."""
-        self._is_due = self._has_ended = False
-        """Whether the step is sampled, and whether an epoch has ended since the last one."""
-        self._short: list[Line] = []
-        """Verdict on the last step if it was the last of an epoch."""
+        self._is_due = False
+        """Whether the step is sampled."""
         self.optimizer_made()
 
     def optimizer_made(self) -> None:
@@ -85,16 +83,10 @@ class Scaling:
     def batch_fetched(self) -> None:
         self._batches += 1
 
-    def data_ended(self) -> list[Line]:
-        """Record the end of an epoch, which may come before its last step; return the verdict on that if it is over."""
-        self._has_ended = not self._just_stepped
-        short, self._short = self._short, []
-        return short
-
     def backward_begins(self, tensors: list[Any], nodes: list[Any]) -> None:
         """Record a backward pass, of a sampled step with the `nodes` near it; of accumulated losses, always read the
         divisors."""
-        self._just_stepped, self._is_due, self._short = False, bool(nodes), []
+        self._just_stepped, self._is_due = False, bool(nodes)
         reads = nodes or self._window is not None
         found, size = _divisions(tensors) if reads else (None, None)
         self._divisions.append(found)
@@ -124,16 +116,13 @@ class Scaling:
         """Return the verdicts before step `number` of an optimizer."""
         self._stepped.add(id(optimizer))
         name = type(optimizer).__name__
-        lines = self._clipping(name, number)
-        self._short = self._short_window(name, number) if len(self._stepped) == 1 else []
-        if self._has_ended:
-            lines, self._short = lines + self._short, []
+        lines = [*self._clipping(name, number), *self._short_window(name, number)]
         if self._is_due:
             lines += [*self._accumulation(name), *self._loss_scale()]
         self._just_stepped, self.is_scaled = True, False
         self._clipped_before = self._clipped_after = self._is_fp16 = False
         self._divisions, self._sizes, self._batches = [], [], 0
-        self._is_due = self._has_ended = False
+        self._is_due = False
         return lines if len(self._stepped) == 1 else []
 
     def _clipping(self, name: str, number: int) -> list[Line]:
@@ -153,7 +142,7 @@ class Scaling:
         return [("clipping", SUSPICION, text, {"steps": self._late})]
 
     def _short_window(self, name: str, number: int) -> list[Line]:
-        """Report losses of a window that the end of an epoch cuts short, divided as those of a whole one."""
+        """Report losses of a window that is cut short, as by the end of an epoch, divided as those of a whole one."""
         if self._alike < _IN_A_ROW or self._window is None:
             return []
         passes, (window, found) = len(self._divisions), self._window
@@ -162,8 +151,8 @@ class Scaling:
         if abs(math.prod(found[0]) * window - 1) > _EQUAL:
             return []
         text = (
-            f"step {number} of {name}, the last of an epoch, sums the gradients of {passes} losses, and each is "
-            f"divided by {window} as in a whole window"
+            f"step {number} of {name} sums the gradients of {passes} losses, and each is divided by {window} as in a "
+            f"whole window"
         )
         return [("accumulated_mean", FACT, text, {"passes": passes, "divided_by": window})]
 

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator
 from types import CodeType, FrameType, ModuleType, TracebackType
 from typing import Any, NamedTuple
 
-from .data import digest_of, digests_of, indices_of
+from .data import digests_of, indices_of, name_of
 from .places import Places, visible
 from .settings import SEED_BY
 
@@ -71,7 +71,7 @@ class Work:
         kinds = {*map(type, index)} if isinstance(index, list) else {type(index)}
         rows = tuple(digests_of(torch, batch))
         if kinds == _STREAM:
-            return Batch(f"{number}:{digest_of(torch, batch)}", (), rows)
+            return Batch(f"{number}:{name_of(rows)}", (), rows)
         asked = tuple(indices_of(index) or ())
         return Batch(f"{number}:{zlib.crc32(repr(index).encode()):08x}", asked, rows)
 
@@ -93,13 +93,14 @@ class Work:
                 self._names |= {name for name, value in visible(one) if value is rows}
 
     def _call(self, rows: Any) -> bool:
-        digest = digest_of(sys.modules["torch"], rows)
-        self._called += digests_of(sys.modules["torch"], rows) or [""]
-        if digest:
-            self._calls.append(f"{self._number}:{digest}")
-            self._number, self._latest = self._number + 1, digest
+        digests = digests_of(sys.modules["torch"], rows)
+        self._called += digests or [""]
+        if digests:
+            self._latest = name_of(digests)
+            self._calls.append(f"{self._number}:{self._latest}")
+            self._number += 1
             self._rows += int(rows.shape[0])
-        return bool(digest)
+        return bool(digests)
 
     def rows(self) -> int | None:
         """Return how many rows the model was called with since the last step; None where it is not followed."""
@@ -126,7 +127,7 @@ class Work:
         # It may have failed before it called the model with the rows that it had.
         held = [one for frame in own for name, one in visible(frame) if name in self._names]
         for rows in held[: not self._calls]:
-            if digest_of(sys.modules["torch"], rows) != self._latest:
+            if name_of(digests_of(sys.modules["torch"], rows)) != self._latest:
                 self._call(rows)
         called = [
             f"{self._places.line_of(one.f_code, line)} {below.f_code.co_name}"
