@@ -30,92 +30,64 @@ class Chain:
     def __init__(self, torch: Any) -> None:
         self._torch = torch
         self.is_open = self._is_broken = False
-        """Open: the chain still holds. Broken: it is known that no gradient of the previous step is left."""
+        """Open: the chain may still hold. Broken: it is known that no gradient of the previous step is left."""
         self._sample: Sample | None = None
-        self._last: Any = None
-        self._passes = 0
-        self._holds: list[Any] = []
-        """Conditions that must all be true, each on the device."""
-        self._adds: list[Any] = []
-        """Conditions of which one must be true: a backward pass changed the gradients."""
-        self._before: Any = None
+        self._points: list[Any] = []
+        """Sampled gradients after the previous step, and before and after each backward pass since."""
         self._steps = 0
         """Consecutive steps that contained the gradients of the previous step."""
 
     def begin(self, optimizer: Any) -> None:
         """Start the chain after a step."""
         self._sample = sample_of(self._torch, held_by(optimizer), _ELEMENTS)
-        self._holds, self._adds, self._passes = [], [], 0
-        self._last = self._gradients()
-        self.is_open = self._last is not None
-        self._is_broken = self._last is None and self._sample is not None
-        if self.is_open:
-            self._holds.append((self._last != 0).any())
+        self._points, self.is_open, self._is_broken = [], True, False
+        self.look()
 
     def leave(self) -> None:
         """Stop judging: something cannot be observed."""
         self.is_open = self._is_broken = False
 
-    def backward_begins(self) -> None:
-        if self._passes >= _MAX_PASSES:
+    def look(self) -> None:
+        """Copy the gradients before and after a backward pass."""
+        found = self._sample and self._sample.read("grad")
+        if self._sample is None or found is None or len(self._points) > 2 * _MAX_PASSES:
             self.leave()
-            return
-        self._passes += 1
-        self._before = self._gradients()
-        self._hold(self._before is not None and (self._before == self._last).all())
-
-    def backward_ends(self) -> None:
-        self._last = self._gradients()
-        if self._last is None:
-            self._hold(False)
+        elif self._sample.has_gradients:
+            self._points.append(found)
         else:
-            self._adds.append((self._last != self._before).any())
+            self.is_open, self._is_broken = False, True
 
     def end(self, seen: Seen) -> None:
-        """Find before the next step whether the chain holds, if that can be known."""
-        holds = self._holds_on()
-        if holds is False:
+        """Have the chain judged before the next step, if that can be known."""
+        if self.is_open:
+            self.look()
+        if self._is_broken:
             seen.later(lambda _: self._lines(seen.name, seen.number, False), {})
-        elif holds is not None:
-            seen.later(lambda one: self._lines(seen.name, seen.number, bool(one[0])), {0: holds})
-
-    def _holds_on(self) -> Any:
-        """Return whether the chain holds, as False or a tensor; None where it is unknown."""
+        elif self.is_open and len(self._points) > 3:
+            points = dict(enumerate(self._points))
+            seen.later(
+                lambda one: self._lines(seen.name, seen.number, self._holds(*one.values())), points
+            )
+        self._points = []
         # This step does not show that a later one has a chain.
-        is_broken, self._is_broken = self._is_broken, False
-        if not self.is_open:
-            return False if is_broken else None
-        self.is_open = False
-        now = self._gradients()
-        if now is None:
-            return None if self._sample is None else False
-        if not self._adds:
-            return None
+        self.leave()
+
+    def _holds(self, first: Any, *others: Any) -> bool:
+        """Return whether the gradients before a step still contain those after the previous one."""
+        *passes, now = others
+        before, after = passes[::2], passes[1::2]
+        equal = self._torch.equal
         # Clipping and averaging may have multiplied all gradients by one factor.
-        last, now = self._last.double(), now.double()
+        last, now = after[-1].double(), now.double()
         factor = (last @ now) / (last @ last)
-        expected = factor * last
-        rounding = 4 * self._torch.finfo(self._last.dtype).eps
-        self._holds += [
-            factor > 0,
-            ((now - expected).abs() <= rounding * expected.abs()).all(),
-            self._torch.stack(self._adds).any(),
-        ]
-        return self._torch.stack(self._holds).all()
-
-    def _hold(self, condition: Any) -> None:
-        if condition is False or (condition.is_cpu and not condition):
-            self.is_open, self._is_broken = False, self._sample is not None
-        else:
-            self._holds.append(condition)
-
-    def _gradients(self) -> Any:
-        """Return sampled elements, (N,); None without gradients, and no sample if they cannot be read."""
-        found = self._sample and self._sample.read("grad")
-        if self._sample is None or found is None:
-            self._sample = None
-            return None
-        return found if self._sample.has_gradients else None
+        rounding = 4 * self._torch.finfo(first.dtype).eps
+        return bool(
+            first.any()
+            and all(map(equal, before, [first, *after]))
+            and not all(map(equal, before, after))
+            and factor > 0
+            and ((now - factor * last).abs() <= rounding * (factor * last).abs()).all()
+        )
 
     def _lines(self, optimizer: str, step: int, holds: bool) -> list[Line]:
         self._steps = self._steps + 1 if holds else 0

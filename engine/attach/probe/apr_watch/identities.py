@@ -23,7 +23,6 @@ from __future__ import annotations
 import os
 import sys
 import weakref
-from collections.abc import Callable
 from threading import get_ident
 from typing import Any
 
@@ -246,7 +245,7 @@ class Identities:
         else:
             self._reached.passed_by()
         if self._is_due:
-            self._check_gradients(Chain.backward_begins)
+            self._check_gradients()
         if self._stepped:
             self._record_other_steps(self._stepped)
             self._stepped = []
@@ -264,7 +263,7 @@ class Identities:
                     for optimizer in self._due:
                         norms = self._norms.setdefault(optimizer, ScaledNorms())
                         norms.backward_ends(self._torch, held_by(optimizer))
-            self._check_gradients(Chain.backward_ends)
+            self._check_gradients()
         for windows in self._windows():
             windows.backward_ends()
 
@@ -295,12 +294,12 @@ class Identities:
     def _windows(self) -> list[Windows]:
         return [one for one in self._open_windows if one.is_open]
 
-    def _check_gradients(self, look: Callable[[Chain], None]) -> None:
+    def _check_gradients(self) -> None:
         chains = [one.chain for one in self._watched.values() if one.chain.is_open]
         # Kernels launched during a graph capture would become part of it.
         leaves = bool(chains) and is_capturing(self._torch)
         for chain in chains:
-            (Chain.leave if leaves else look)(chain)
+            chain.leave() if leaves else chain.look()
 
     def step_begins(self, optimizer: Any, arguments: tuple[Any, ...]) -> None:
         """Check before a step; `arguments` are those of `step()`, perhaps a closure."""
