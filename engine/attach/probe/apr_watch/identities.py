@@ -95,7 +95,7 @@ class Identities:
         self._weighed: list[token_weights.Pass] = []
         """Losses of the backward passes since the last step."""
         self._open: token_weights.Pass | None = None
-        """Those of the backward pass in progress, which may step optimizers."""
+        """Losses of the backward pass in progress, which may step optimizers."""
         self.schedules = schedule.Schedules(torch)
         self.seeds = Seeds()
         self._tokenizers = Tokenizers()

@@ -8,7 +8,7 @@ cannot be read (a compiled loss, a fused kernel other than TRL's, a checkpointed
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from .coverage import Coverage, Tokenizers
 from .distillation import Divergence, divergence_at
@@ -30,6 +30,18 @@ _NONE = -100
 _FUSED = {"ChunkedLogProbFunctionBackward": 3}
 """Fused losses of TRL that compute the logits too, with the index of the labels among their saved tensors."""
 _SOFTMAX = ("SoftmaxBackward0", "LogSoftmaxBackward0")
+
+
+class _Compared(NamedTuple):
+    """Comparison of the labels of a loss with tokens that an embedding looked up."""
+
+    tokens: Any
+    labelled: Any
+    """Mask of the positions of the first two rows that have a label."""
+    numbers: Any
+    """Counts on the device: labels, rows with a label, and for each shift the labels that match and that could."""
+    cover: Coverage | None
+    """Label coverage, where that is checked."""
 
 
 class Loss:
@@ -54,28 +66,18 @@ class Loss:
         self.rows: tuple[int, int] | None = None
         """Number of rows in the loss, and of all rows of tokens."""
         self._text = text
-        self.covers: list[Coverage | None] = []
-        """Label coverage of each of `ids`."""
-        self._known: list[Any] = []
-        found, self._ids = [], []
+        self.compared: list[_Compared] = []
         if self._put_back(self._look_below(node)):
-            for one in ids:
-                compared = self._compare(one) if one.device == self._targets.device else None
-                if compared is not None:
-                    found.append(compared)
-                    self._ids.append(one)
+            found = [self._compare(one) for one in ids if one.device == self._targets.device]
+            self.compared = [one for one in found if one is not None]
         self._targets = self._text = None
-        self.numbers: Any = torch.stack(found).double() if found else None
-        """Counts on the device for each of `ids`: labels, rows with a label, and for each shift the labels that match
-        and that could match."""
-        self._compared = self.numbers
 
     def tokens_before(self) -> tuple[Any, Any] | None:
         """Return the tokens of which the labels are the next ones, (B, T), and which positions of the first two rows
         have a label; None where there are none. Waits for the device."""
-        counts = [] if self._compared is None else self._compared.tolist()
-        every = zip(self._ids, self._known, counts, strict=True)
-        return next(((ids, known) for ids, known, one in every if _fits(one)[1] >= _FITS), None)
+        return next(
+            (one[:2] for one in self.compared if _fits(one.numbers.tolist())[1] >= _FITS), None
+        )
 
     def _look_below(self, node: Any) -> list[Any]:
         """Follow the graph from the loss to the logits; find their first position and return the nodes that select
@@ -125,7 +127,7 @@ class Loss:
             self._targets = none.index_copy_(0, where.long() % self._count, targets)
         return True
 
-    def _compare(self, tokens_BT: Any) -> Any:
+    def _compare(self, tokens_BT: Any) -> _Compared | None:
         rows, length = tokens_BT.shape
         count = self._count
         width, odd = divmod(count, rows)
@@ -147,7 +149,6 @@ class Loss:
         positions_BT = self._torch.zeros_like(tokens_BT[:2], dtype=self._torch.bool)
         most = min(width, length - self._start)
         positions_BT[:, self._start : self._start + most] = known_BW[:2, :most]
-        self._known.append(positions_BT)
         found = [known_BW.sum(), known_BW.any(1).sum()]
         for shift in SHIFTS:
             begin = self._start + shift
@@ -158,11 +159,10 @@ class Loss:
         if self._text is not None and width > 1:
             labels = (targets_BW, known_BW, self._start)
             cover = Coverage(self._torch, tokens_BT, *labels, self._text)
-        self.covers.append(cover)
-        return self._torch.stack(found)
+        return _Compared(tokens_BT, positions_BT, self._torch.stack(found).double(), cover)
 
     def lines(self, counts: list[list[float]], covers: list[list[int] | None]) -> list[Line]:
-        """Return the verdicts, from `counts` and `covers` as numbers on the host."""
+        """Return the verdicts, from the numbers of `compared` and of their covers on the host."""
         lines: list[Line] = []
         if self.double:
             text = "the cross entropy applies a softmax to the output of a softmax"
@@ -194,7 +194,7 @@ class Loss:
             text += f", in {with_label:.0f} of {self.rows[1]} rows"
         fits = _fits([labelled, with_label, *pairs])
         best = max(SHIFTS, key=lambda shift: fits[shift])
-        cover, found = self.covers[at], covers[at]
+        cover, found = self.compared[at].cover, covers[at]
         if cover is not None and found is not None and fits[best] >= _FITS:
             lines += cover.lines(found)
             sample = cover.sample(found, best)
@@ -223,10 +223,12 @@ def look(seen: Seen, losses: list[Loss | Divergence]) -> None:
     """Judge the losses of a sampled step."""
     found: dict[Any, Any] = {}
     for at, loss in enumerate(losses):
-        covers = loss.covers if isinstance(loss, Loss) else []
-        for of, one in enumerate([loss, *covers]):
-            if one is not None and one.numbers is not None:
-                found[at, of], one.numbers = one.numbers, None
+        every: list[Any] = loss.compared if isinstance(loss, Loss) else [loss]
+        for of, one in enumerate(every):
+            found[at, of] = one.numbers
+            cover = getattr(one, "cover", None)
+            if cover is not None:
+                found[at, of, "cover"] = cover.numbers
     seen.later(lambda tensors: _judge(losses, seen.number, tensors), found)
 
 
@@ -238,9 +240,10 @@ def _judge(losses: list[Loss | Divergence], step: int, tensors: dict[Any, Any]) 
     found: list[list[Line]] = []
     for at, loss in enumerate(losses):
         if isinstance(loss, Loss):
-            covers = [numbers.get((at, 1 + of)) for of in range(len(loss.covers))]
-            found.append(loss.lines(numbers.get((at, 0), []), covers))
-        elif (at, 0) in numbers:
+            every = range(len(loss.compared))
+            covers = [numbers.get((at, of, "cover")) for of in every]
+            found.append(loss.lines([numbers[at, of] for of in every], covers))
+        else:
             found.append(loss.lines(numbers[at, 0], weights, step))
     lines: dict[tuple[str, str], Line] = {}
     for line in (line for lines in found for line in lines):
