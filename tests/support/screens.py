@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import threading
 from collections.abc import Awaitable, Callable, Iterable
 from contextlib import suppress
@@ -153,6 +154,10 @@ async def press(pilot: Pilot[None], *keys: str) -> None:
 async def resize(pilot: Pilot[None], size: tuple[int, int]) -> None:
     await pilot.resize_terminal(*size)
     await settle(pilot)
+
+
+CUT_WORD = re.compile(r"(\w[\w.-]*)…(?=[\s│┃]|$)")
+"""A word of which only the beginning is shown."""
 
 
 async def at_sizes(

@@ -78,16 +78,17 @@ def test_a_setting_is_in_the_specs_and_has_a_decision(extended: Callable[..., st
 
 
 def test_what_is_judged_is_listed_and_has_a_function(extended: Callable[..., str]) -> None:
-    checks = json.loads(extended("-m", "engine", "checks", "--list", "--json"))
-    assert {"rows_have_labels", "step_padding"} <= {one["id"] for one in checks}
-    alerts = json.loads(extended("-m", "engine", "diagnose", "--list", "--json"))
-    assert "loss_frozen" in {one["id"] for one in alerts}
     code = (
-        "from engine.checks.runner import FUNCTIONS; from engine.audit.judge import BEFORE_UPDATE; "
+        "from engine.cli.main import main; main(['checks', '--list', '--json']); "
+        "main(['diagnose', '--list', '--json']); from engine.checks.runner import FUNCTIONS; "
+        "from engine.audit.judge import BEFORE_UPDATE; "
         "from engine.catalogue import BY_ID; BY_ID['identity']['parameters_finite']; "
         "print(FUNCTIONS['rows_have_labels'].__name__, BEFORE_UPDATE['step_padding'].__name__)"
     )
-    assert extended("-c", code).split() == ["rows_have_labels", "step_padding"]
+    checks, alerts, functions = extended("-c", code).splitlines()
+    assert {"rows_have_labels", "step_padding"} <= {one["id"] for one in json.loads(checks)}
+    assert "loss_frozen" in {one["id"] for one in json.loads(alerts)}
+    assert functions.split() == ["rows_have_labels", "step_padding"]
 
 
 def test_a_family_and_a_pane_are_in_their_tables(extended: Callable[..., str]) -> None:

@@ -74,7 +74,7 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return path
 
 
-@pytest.mark.parametrize("quant", ["folder", "f32", "q4_k_m"])
+@pytest.mark.parametrize("quant", ["folder", pytest.param("f32", marks=pytest.mark.soak), "q4_k_m"])
 def test_files_hold_the_weights_and_the_shape_that_are_loaded(
     folder: Path, quant: str, tmp_path: Path
 ) -> None:

@@ -35,7 +35,18 @@ def test_every_command_and_option_is_in_the_pages(parser: argparse.ArgumentParse
 
 
 @needs("man", shutil.which("man"))
-@pytest.mark.parametrize("name", PAGES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        # One with most options, one with commands of its own, and the other program's.
+        pytest.param(
+            name,
+            marks=[pytest.mark.soak]
+            * (name not in ("engine-distill.1", "engine-why.1", "apr-workbench.1")),
+        )
+        for name in PAGES
+    ],
+)
 def test_a_page_is_rendered_without_a_warning(name: str, tmp_path: Path) -> None:
     (tmp_path / name).write_text(PAGES[name])
     done = subprocess.run(

@@ -21,7 +21,6 @@ from engine.teachers.frozen import DequantizedTeacher
 from engine.train.trainer import Trainer
 from tests.support.packed_models import lively, make_batch, make_config
 
-peft: Any = pytest.importorskip("peft")
 transformers: Any = pytest.importorskip("transformers")
 
 # Of peft's own use of transformers.
@@ -34,6 +33,8 @@ ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 
 def both(folder: Path, config: Any, targets: str) -> tuple[Decoder, Any]:
     """Return a model with adapters of ours and of peft, with the same values, B not 0."""
+    # Seconds, which only these tests need.
+    peft: Any = pytest.importorskip("peft")
     save_decoder(lively(config), folder, torch.float32)
     ours = adapt(load_decoder(folder), StudentSection(**SECTION, adapter_targets=targets), seed=1)
     generator = torch.Generator().manual_seed(2)

@@ -208,7 +208,15 @@ def ends(name: str) -> None:
 
 
 @pytest.mark.timeout(60)
-@pytest.mark.parametrize("name", HOSTILE)
+@pytest.mark.parametrize(
+    "name",
+    [
+        # Every third of each kind, which take steps and memory in the same few places.
+        pytest.param(name, marks=[pytest.mark.soak] * (place % 3 > 0))
+        for found in (LOOPS, TREES, TEXTS, NUMBERS)
+        for place, name in enumerate(name for name in HOSTILE if HOSTILE[name] in found.values())
+    ],
+)
 @pytest.mark.usefixtures("half_a_gigabyte")
 def test_a_template_that_takes_time_or_memory_ends_with_a_reason(
     name: str, monkeypatch: pytest.MonkeyPatch

@@ -127,12 +127,12 @@ def _longer(real: Any) -> Any:
     ("name", "fault", "words"),
     [
         ("bootstrap", _last_never_drawn, "interval of loss: "),
-        ("bootstrap", _one_resample, "interval of loss: "),
-        ("bootstrap", _none_of_many, "interval of loss: "),
+        pytest.param("bootstrap", _one_resample, "interval of loss: ", marks=pytest.mark.soak),
+        pytest.param("bootstrap", _none_of_many, "interval of loss: ", marks=pytest.mark.soak),
         ("perplexity", _longer, "tokens of a row: all — expected 50 "),
         ("_same_width", _reversed, "KL(against || model): "),
         ("_row", _without_overlap, "tokens predicted: "),
-        ("_row", _shifted, "loss: "),
+        pytest.param("_row", _shifted, "loss: ", marks=pytest.mark.soak),
         ("log_probabilities", _halved, "loss: "),
         ("_row", _agreeing_more, "top-1 agreement: "),
         ("_figure", _mean_of_means, "loss: "),
@@ -194,7 +194,10 @@ def test_weights_that_are_not_those_of_the_files_are_named(
         evaluated(ignorant)
 
 
-@pytest.mark.parametrize("family", ["gpt_neox", "granite", "mamba"])
+@pytest.mark.parametrize(
+    "family",
+    ["gpt_neox", *(pytest.param(one, marks=pytest.mark.soak) for one in ("granite", "mamba"))],
+)
 def test_a_model_of_transformers_is_evaluated_as_by_other_code(
     family: str, evaluated: Evaluated, kit: Kit, tmp_path: Path
 ) -> None:

@@ -15,7 +15,7 @@ from engine.machine.doctor import diagnose
 from tests.support.doctor_around import AROUND
 from tests.support.machines import MACHINES
 from tests.support.paths import ROOT
-from tests.support.screens import at_sizes, on_screen, poll, press, shows, words_of
+from tests.support.screens import CUT_WORD, at_sizes, on_screen, poll, press, shows, words_of
 from workbench import engine_commands
 from workbench.doctor_rows import diagnosis, rows_of
 from workbench.drill_rows import DrillsFeed, known_drills, results_in
@@ -89,6 +89,7 @@ def test_drills_and_doctor_have_a_form_for_every_size(
 
         for listed in await at_each_size("D"):
             assert "last results: 1 pass" in listed and "+ identical_teacher" in listed
+            assert CUT_WORD.findall(listed) == []
         for detail in await at_each_size("z"):
             assert "incident: student and teacher" in detail
         for doctor in await at_each_size("I"):

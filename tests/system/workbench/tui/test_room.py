@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 import pytest
 from textual.pilot import Pilot
 
 from engine.log.events import RunFinished, TrainerExited
-from engine.watch.runs_feed import RunRow
-from tests.support.every_screen import on_every_screen, some_runs
 from tests.support.run_folders import killed, running
-from tests.support.screens import on_screen, press, resize, settle, text_of, words_of
+from tests.support.screens import on_screen, press, resize, settle, words_of
 from workbench.listing import Listing, Row
 from workbench.panes import PANES
 from workbench.tui.screens.browse import BrowseScreen
 from workbench.tui.screens.run import RunScreen
 from workbench.tui.widgets.row_list import RowList, lines_of
-from workbench.tui.widgets.runs_table import RunsTable
 
 SIZES = ((80, 24), (120, 40), (200, 60))
 REASON = "the teacher's logits of row 7 are NaN at layer 12, after 30 steps"
@@ -104,34 +100,6 @@ def test_a_pane_alone_takes_all_its_room(tmp_path: Path, size: tuple[int, int]) 
             assert column.outer_size.height == column.parent.size.height, pane.id  # type: ignore[attr-defined]
 
     on_screen([path], size, script)
-
-
-CUT_WORD = re.compile(r"(\w[\w.-]*)…(?=[\s│┃]|$)")
-
-
-def test_no_screen_ends_a_text_in_a_cut_word_at_any_size(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    seen: list[str] = []
-
-    async def visit(pilot: Pilot[None], name: str) -> None:
-        seen.append(name)
-        # The size that it was opened in is the last, so that nothing is left to be restored.
-        for size in (SIZES[0], SIZES[-1]):
-            await resize(pilot, size)
-            # A reason in the list of runs is cut behind a word; the run under the cursor has it whole.
-            reasons = set(re.findall(r"[\w.-]+", " ".join(row.verdict for row in rows_of(pilot))))
-            cut = [word for word in CUT_WORD.findall(text_of(pilot)) if word not in reasons]
-            assert cut == [], f"{name} at {size}: {cut} in\n{text_of(pilot)}"
-
-    on_every_screen(some_runs(tmp_path / "runs"), SIZES[-1], visit, looks=True)
-    assert {"runs", "run", "compare", "flip", "new run", "contracts", "drills"} <= {*seen}
-
-
-def rows_of(pilot: Pilot[None]) -> tuple[RunRow, ...]:
-    """The runs in the list, which is below every screen."""
-    return pilot.app.screen_stack[1].query_one(RunsTable).rows_shown
 
 
 def test_a_list_wraps_its_texts_and_drops_words_that_its_details_have() -> None:
