@@ -11,7 +11,7 @@ import functools
 import json
 import shutil
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -192,6 +192,18 @@ def encoded(path: Path) -> list[int]:
 # The tables
 
 
+def crossed(others: Iterable[str]) -> list[Any]:
+    """Return the pairs of a source and another thing; the suite has each source and each other thing once or more."""
+    many = list(others)
+    return [
+        pytest.param(
+            name, other, marks=[pytest.mark.soak] * (place > 0 and other != many[place % len(many)])
+        )
+        for place, name in enumerate(SOURCES)
+        for other in many
+    ]
+
+
 @pytest.mark.parametrize(("name", "quant"), list(product(SOURCES, ("f32", "bf16"))))
 def test_a_converted_folder_is_the_model_in_safetensors_and_in_transformers(
     name: str, quant: str, source: Callable[[str], tuple[Path, Any]], tmp_path: Path
@@ -205,7 +217,7 @@ def test_a_converted_folder_is_the_model_in_safetensors_and_in_transformers(
         assert encoded(made / "tokenizer.json") == encoded(folder / "tokenizer.json")
 
 
-@pytest.mark.parametrize(("name", "quant"), list(product(SOURCES, MATRIX)))
+@pytest.mark.parametrize(("name", "quant"), crossed(MATRIX))
 def test_a_gguf_is_the_model_in_the_package_gguf(
     name: str, quant: str, source: Callable[[str], tuple[Path, Any]], tmp_path: Path
 ) -> None:
@@ -233,9 +245,7 @@ def test_a_gguf_is_the_model_in_the_package_gguf(
         }
 
 
-@pytest.mark.parametrize(
-    ("name", "quant"), list(product(SOURCES, [quant for quant in MATRIX if quant != "q8_0"]))
-)
+@pytest.mark.parametrize(("name", "quant"), crossed(one for one in MATRIX if one != "q8_0"))
 def test_an_apr_is_the_model_byte_by_byte(
     name: str, quant: str, source: Callable[[str], tuple[Path, Any]], tmp_path: Path
 ) -> None:
