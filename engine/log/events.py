@@ -201,6 +201,8 @@ class Worked(Event, frozen=True, kw_only=True, tag="worked"):
     calls: list[str] = []
     """Lines of the script through which it came to its failure, each with the function that it called, as
     `FILE:LINE NAME`."""
+    pieces: Count = 0
+    """Number of different pieces of the rows that the model was trained on so far, of neighbouring values each."""
 
 
 class Imported(Event, frozen=True, kw_only=True, tag="imported"):

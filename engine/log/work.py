@@ -3,7 +3,7 @@
 It did not happen counts only where the run did at least what the other one had done:
 
     rows        the same ones in each step, by their digests; one may be mended in its place. After a change of data: as
-                many different ones, and each sample that the other one's sampler had asked for
+                many different ones and pieces of them, and each sample that the other one's sampler had asked for
     judge       it was asked as often: losses and evaluations on the log, calls of the model without gradients on the
                 same rows, verdicts on the identity
     objective   the loss of the first step, before any update, is the same unless the objective or the model was
@@ -44,6 +44,8 @@ _BEGINS = "0:"
 """Beginning of the name of the first batch of a pass."""
 _SAME_LOSS = 0.02
 """Largest relative difference of two losses on the same rows, for another precision or order of sums."""
+_PIECES = 0.95
+"""Least share of the other one's different pieces, as rows may be drawn at random."""
 DATA, OBJECTIVE, MODEL = KINDS = ("data", "objective", "model")
 """Kinds of a change that may be registered: what it changes on purpose."""
 
@@ -169,8 +171,15 @@ _NAME_IT = "a change of data is named so: `data: CHANGE`"
 
 
 def _samples(a: _Run, b: _Run, *, is_drawn: bool) -> Iterator[str]:
-    """Yield what a change of data left out: samples that were not asked for, fewer different rows, or, where they are
-    not drawn at random, other ones by which only a run to its own end would tell."""
+    """Yield what a change of data left out: samples that were not asked for, fewer different rows or pieces of
+    them, or, where they are not drawn at random, other ones by which only a run to its own end would tell."""
+    rows, taken = sum(len(one.called) for one in a.worked), 0
+    for one in b.worked:
+        taken += len(one.called)
+        if taken >= rows:
+            if one.pieces < _PIECES * a.worked[-1].pieces:
+                yield f"its first {taken} rows have {one.pieces} different pieces, A's {a.worked[-1].pieces}"
+            break
     for name in ("asked", *_LISTS):
         mine, its = (
             {row for one in run.worked for row in getattr(one, name) or ()} for run in (a, b)

@@ -252,6 +252,26 @@ OF_A_SIZE = (
         raise MemoryError
 """
 )
+OF_CROPS = """\
+import torch
+from torch import nn
+
+torch.manual_seed(0)
+text = torch.randint(0, 50, (4000,))
+text[3000:] = torch.randint(0, 50, (1000,))
+text[2500:2600] = 77
+model = nn.Sequential(nn.Embedding(100, 8), nn.Flatten(), nn.Linear(128, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+for step in range(60):
+    starts = torch.randint(0, len(text) - 16, (8,))
+    rows = torch.stack([text[at : at + 16] for at in starts.tolist()])
+    if step > 20 and (rows == 77).any():
+        raise ValueError("a token of no meaning")
+    loss = model(rows).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+"""
 LEFT_OUT = "for step in [one for one in range(given.steps) if one != 20]:"
 NOT_ZEROED = HEAD.replace("    optimizer.zero_grad()\n", "")
 DECOY = """\
@@ -500,6 +520,12 @@ NONSENSE = {
         "import decoy; decoy.run()",
         "its training is at other lines",
     ),
+    "crops of a shorter text": Attempt(
+        OF_CROPS, "exit", "text[2500", "data: text = text[:400]", "different pieces"
+    ),
+    "crops of a text that repeats": Attempt(
+        OF_CROPS, "exit", "text[2500", "data: text = text[:500].repeat(8)", "different pieces"
+    ),
 }
 HONEST = {
     "the row that fails is mended": Attempt(
@@ -548,6 +574,9 @@ HONEST = {
         "optimizer.step()",
         "optimizer.step(); optimizer.zero_grad()",
         "B_ENDS_IT",
+    ),
+    "a text that is clean": Attempt(
+        OF_CROPS, "exit", "text[2500", "data: text[2500:2600] = 7", "B_ENDS_IT"
     ),
 }
 

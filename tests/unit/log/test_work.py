@@ -278,3 +278,15 @@ def test_a_training_elsewhere_is_another_one(tmp_path: Path) -> None:
         runs.append(scene.close().run)
     found = work_left_out(runs[0], runs[1])
     assert found is not None and "at other lines" in found
+
+
+@pytest.mark.parametrize(("pieces", "is_enough"), [((40, 70, 90), False), ((40, 79, 110), True)])
+def test_rows_that_overlap_are_counted_by_their_pieces(
+    tmp_path: Path, pieces: tuple[int, ...], is_enough: bool
+) -> None:
+    """Crops of a shorter text differ, and share their pieces."""
+    a = on("", "", called=[["p", "q"], ["r", "s"]], pieces=[40, 80])  # type: ignore[list-item]
+    names = [["p", "t"], ["r", "v"], ["w", "x"]]
+    b = on("", "", "", called=names, pieces=pieces)  # type: ignore[arg-type]
+    found = said_of(tmp_path, a, b, kind="data")
+    assert not found if is_enough else found == "its first 4 rows have 70 different pieces, A's 80"

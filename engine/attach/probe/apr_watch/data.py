@@ -33,6 +33,8 @@ _SEEDS = 64
 _ROWS, _WIDTH, _BYTES = 8, 1024, 64
 """Limits of a batch's fingerprint: rows and elements of a row of each tensor, and the minimum size in bytes."""
 _TENSORS, _DIGESTS = 8, 512
+_PIECE, _PIECES, _FACTOR = 8, 8192, 6364136223846793005
+"""Length and maximum number of pieces of a tensor, and the factor of their hashes."""
 _MAX_COMPARED, _DIFFERENT = 64, 4
 """Maximum number of batches of a pass that are compared, and the least of them that are called different."""
 
@@ -408,6 +410,20 @@ def digests_of(torch: Any, batch: Any) -> list[str]:
             digest = zlib.crc32(_bytes_of(torch, one[at : at + size]), digest)
         found.append(f"{digest:08x}")
     return found
+
+
+def pieces_of(torch: Any, rows: Any) -> list[int]:
+    """Return a hash of each _PIECE neighbouring values of the rows of a tensor on the host: crops of one text share
+    them."""
+    for one in _on_host(torch, rows):
+        if one.dim() > 1:
+            values = one.detach().flatten(1).double().contiguous().view(torch.int64)
+            pieces = values.unfold(1, min(_PIECE, values.shape[1]), 1).flatten(0, 1)[:_PIECES]
+            powers = [_FACTOR**n % (1 << 62) for n in range(1, 1 + pieces.shape[1])]
+            factors = torch.tensor(powers, device="cpu")
+            hashes: list[int] = (pieces * factors).sum(1).tolist()
+            return hashes
+    return []
 
 
 def _on_host(torch: Any, batch: Any) -> list[Any]:

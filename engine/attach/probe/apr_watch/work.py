@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator
 from types import CodeType, FrameType, ModuleType, TracebackType
 from typing import Any, NamedTuple
 
-from .data import digests_of, indices_of, name_of
+from .data import digests_of, indices_of, name_of, pieces_of
 from .places import Places, visible
 from .settings import SEED_BY
 
@@ -30,6 +30,8 @@ _STREAM = {type(None)}
 _ASKS = f"{__package__}.questions"
 _LISTED = 4096
 """Maximum number of rows of a step that are recorded one by one."""
+_PIECES = 1 << 18
+"""Maximum number of different pieces that are counted."""
 
 
 class Batch(NamedTuple):
@@ -61,6 +63,8 @@ class Work:
         self._evaluated: list[str] = []
         """Digests of the rows of calls since the last step, with and without gradients; a call whose rows are not on
         the host has an empty one."""
+        self._pieces: set[int] = set()
+        """Hashes of the pieces of all rows that it was trained on."""
         self.judged: Counter[str] = Counter()
         """Number of verdicts on each identity so far."""
 
@@ -95,6 +99,8 @@ class Work:
     def _call(self, rows: Any) -> bool:
         digests = digests_of(sys.modules["torch"], rows)
         self._called += digests or [""]
+        if len(self._pieces) < _PIECES:
+            self._pieces.update(pieces_of(sys.modules["torch"], rows))
         if digests:
             self._latest = name_of(digests)
             self._calls.append(f"{self._number}:{self._latest}")
@@ -169,6 +175,7 @@ class Work:
             "called": called[:_LISTED],
             "evaluated": evaluated[:_LISTED],
             "judged": dict(self.judged),
+            "pieces": len(self._pieces),
         }
 
 
