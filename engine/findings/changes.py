@@ -21,12 +21,12 @@ from engine.findings.check import check_bundle, faults_of_test
 from engine.findings.finding import CannotClose, Cause, Closed, Finding, Note, Parent, Test
 from engine.flips.ending import ending_plan, registered
 from engine.flips.flip_folder import read_pairs, read_verdict
-from engine.flips.plan import Change, Plan
+from engine.flips.plan import Plan
 from engine.flips.proposals import proposals
 from engine.flips.verdicts import ENDS_IT, ENDS_IT_HERE, INVALID
 from engine.log.folder import RunFolder, read_command, settings_of
 from engine.log.follow import Follower
-from engine.log.observed import Observed, observation, run_id
+from engine.log.observed import observation, run_id
 from engine.redact import Redactor
 from engine.sealing import now_utc
 
@@ -70,13 +70,13 @@ def begin(
         **_signed(),
     )
     for one in suspects:
-        change = _change_of(run.path, observed, one.assignment)
-        made = _with_cause(made, one.assignment, change, one.why)
+        made = _with_cause(made, run.path, one.assignment, one.why)
     return Bundle.create(folder, made, copy_run(run))
 
 
-def _with_cause(finding: Finding, assignment: str, change: Change, why: str) -> Finding:
-    """Add a possible cause. Raises BadInput for one that it has."""
+def _with_cause(finding: Finding, run: Path, assignment: str, why: str) -> Finding:
+    """Add a possible cause. Raises BadInput for one that it has, and for what is no change of the observed run."""
+    (change,) = ending_plan(run, finding.observed, assignment, order_seed=0).changes
     assignment = _clean(assignment, "change")
     kind, _ = registered(assignment)
     if any((one.change, registered(one.assignment)[0]) == (change, kind) for one in finding.causes):
@@ -119,16 +119,10 @@ def parent_of(bundle: Bundle) -> Parent:
     return Parent(finding=bundle.path.name, cause=cause.id, runs=tuple(runs))
 
 
-def _change_of(run: Path, observed: Observed, assignment: str) -> Change:
-    (change,) = ending_plan(run, observed, assignment, order_seed=0).changes
-    return change
-
-
 def suspect(bundle: Bundle, assignment: str, why: str = "") -> Finding:
     """Add a possible cause. Raises BadInput for what is no change of the observed run."""
-    finding = bundle.load()
-    change = _change_of(_source(bundle, finding), finding.observed, assignment)
-    return bundle.change(lambda now: _with_cause(now, assignment, change, why))
+    run = _source(bundle, bundle.load())
+    return bundle.change(lambda now: _with_cause(now, run, assignment, why))
 
 
 def _source(bundle: Bundle, finding: Finding) -> Path:

@@ -22,7 +22,6 @@ from engine.flips.statistics import (
     EQUIVALENT,
     FASTER,
     SLOWER,
-    Interval,
 )
 from engine.flips.statistics import INCONCLUSIVE as INCONCLUSIVE
 from engine.flips.surroundings import CPU
@@ -325,30 +324,18 @@ def _use(fields: Fields, *, b: bool) -> str:
     return f"{'set' if b else 'keep'} {', '.join(settings)}"
 
 
-def _interval(fields: Fields) -> Interval:
-    low, high = fields["interval"]
-    return Interval(
-        mean=math.log(fields["effect"]),
-        low=-math.inf if low is None else math.log(low),
-        high=math.inf if high is None else math.log(high),
-        pairs=fields["n_pairs"],
-        deviation=fields["diagnostics"]["deviation"] or 0.0,
-    )
-
-
 def _effect(fields: Fields) -> str:
     """The effect with its interval: `time per step -26.0 % [-26.2, -25.7]`."""
-    interval, noun = _interval(fields), METRICS[fields["metric"]].noun
-    if math.isinf(interval.high):
-        return f"{noun} {100 * math.expm1(interval.mean):+z.0f} %"
-    ends = [100 * math.expm1(x) for x in (interval.mean, interval.low, interval.high)]
-    half = (ends[2] - ends[1]) / 2
+    noun, ratios = METRICS[fields["metric"]].noun, (fields["effect"], *fields["interval"])
+    mean, low, high = (math.inf if one is None else 100 * (one - 1) for one in ratios)
+    if math.isinf(high):
+        return f"{noun} {mean:+z.0f} %"
+    half = (high - low) / 2
     # As many digits as the interval leaves certain.
     digits = min(3, max(0, -math.floor(math.log10(half)))) if half > 0 else 1
-    mean, low, high = (f"{end:+z.{digits}f}" for end in ends)
-    if interval.low == interval.high and fields["metric"] == "final_loss":
-        return f"{noun} {mean} % for this seed"
-    return f"{noun} {mean} % [{low}, {high}]"
+    if not half and fields["metric"] == "final_loss":
+        return f"{noun} {mean:+z.{digits}f} % for this seed"
+    return f"{noun} {mean:+z.{digits}f} % [{low:+z.{digits}f}, {high:+z.{digits}f}]"
 
 
 def _margin(fields: Fields) -> str:
