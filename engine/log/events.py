@@ -201,6 +201,13 @@ class Worked(Event, frozen=True, kw_only=True, tag="worked"):
     calls: list[str] = []
     """Lines of the script through which it came to its failure, each with the function that it called, as
     `FILE:LINE NAME`."""
+    raised: bool = False
+    """Whether the script failed by a judge: a `raise` or `assert` of its own, an assertion or a warning."""
+    held: list[Number] = []
+    """Numbers that the script held when it failed."""
+    answers: list[Number] = []
+    """Mean magnitude of what the model answered to each call without gradients, on the host; 0 where it is not
+    finite."""
     pieces: Count = 0
     """Number of different pieces of the rows that the model was trained on so far, of neighbouring values each."""
 

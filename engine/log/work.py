@@ -12,6 +12,8 @@ It did not happen counts only where the run did at least what the other one had 
                 step, and the number of a batch in its pass over a loader
     call        the changed line makes the call in which the other one failed, if it made that
     training    at the same lines, and no identity contradicts it that did not contradict the other one
+    cause       where the script itself had judged a number, by `raise` or `assert`, another one was computed: not the
+                same one under another limit, nor a multiple of it
 
 Logs of earlier versions have steps and batches alone.
 """
@@ -44,8 +46,12 @@ _BEGINS = "0:"
 """Beginning of the name of the first batch of a pass."""
 _SAME_LOSS = 0.02
 """Largest relative difference of two losses on the same rows, for another precision or order of sums."""
+_ROUNDING = 1e-4
+"""Largest relative difference of two numbers that were computed alike."""
 _PIECES = 0.95
 """Least share of the other one's different pieces, as rows may be drawn at random."""
+_POWER = 0.25
+"""Power of a loss's rise that other losses on the same rows, such as its logarithm, have at least."""
 DATA, OBJECTIVE, MODEL = KINDS = ("data", "objective", "model")
 """Kinds of a change that may be registered: what it changes on purpose."""
 
@@ -96,6 +102,8 @@ def work_left_out(
             _asked(mine, its, observed),
             _objective(mine, its, kind, observed),
             _contradicted(mine, its),
+            # A setting that the probe changes is none of the script's limits.
+            () if "." in key and ":" not in key else _uncaused(mine, its, kind),
             _calls(mine, key, was, now),
         )
         if said := next((one for rule in rules for one in rule), ""):
@@ -238,6 +246,46 @@ def _objective(a: _Run, b: _Run, kind: str, observed: Observed | None) -> Iterat
     losses = {one.loss for one in last}
     if len(last) > 2 and len(losses) == 1 and len({one.loss for one in a.done}) > 1:
         yield f"its loss is {last[0].loss} from step {last[0].step} on, whatever the rows"
+
+
+def _uncaused(a: _Run, b: _Run, kind: str) -> Iterator[str]:
+    """Yield that B computed what A did, up to the scale of its loss, where the script itself judged A."""
+    end = a.worked[-1]
+    is_in_step = bool(end.called or end.rows)
+    if not end.raised or a.parameters != b.parameters or not (a.done or is_in_step):
+        return
+    for one, other in zip(a.worked, b.worked, strict=False):
+        for name in (*_LISTS, "evaluated"):
+            mine, its = getattr(one, name) or [], getattr(other, name) or []
+            if mine != (its[: len(mine)] if one.failed else its):
+                return
+        if not all(map(_is_alike, one.answers, other.answers)):
+            return
+    at = end.step if is_in_step else end.step - 1
+    losses, others = (
+        {one.step: one.loss for one in run.done if one.loss is not None and one.step <= at}
+        for run in (a, b)
+    )
+    first, its_first = losses.get(1), others.get(1)
+    scale = its_first / first if first and its_first else 1.0
+    text = "" if _is_alike(scale, 1.0) else "the scale of its loss and "
+    is_same = all(_is_alike(others[n] / scale, losses[n]) for n in losses.keys() & others.keys())
+    if is_in_step and end.held and at in others:
+        is_same = is_same and any(_is_alike(others[at] / scale, one) for one in end.held)
+    if is_same:
+        yield f"it computed what A did until step {at}: the change is of {text}what raises, not of the training"
+    elif kind == OBJECTIVE and 1.0 <= _rise(losses, at) ** _POWER <= _rise(others, at):
+        yield f"the change is of the scale of its loss, which rises in step {at} too"
+
+
+def _rise(losses: Mapping[int, float], step: int) -> float:
+    """Return how many times as large as any before a loss is; 1 where it is not known."""
+    before = max((loss for at, loss in losses.items() if at < step), default=0.0)
+    return losses.get(step, before) / before if before > 0 else math.inf
+
+
+def _is_alike(one: float, other: float) -> bool:
+    return math.isclose(one, other, rel_tol=_ROUNDING)
 
 
 def _contradicted(a: _Run, b: _Run) -> Iterator[str]:

@@ -252,6 +252,93 @@ OF_A_SIZE = (
         raise MemoryError
 """
 )
+OF_A_LIMIT = (
+    HEAD.replace(
+        'parser.add_argument("--batch"',
+        'parser.add_argument("--limit", type=float, default=20.0)\nparser.add_argument("--batch"',
+    ).replace("for step", "y[163] = 20.0\nlimit = given.limit\nfor step")
+    + """\
+    if loss > limit:
+        raise RuntimeError("too large")
+"""
+)
+OF_AN_ADAM = OF_A_LIMIT.replace("SGD(model", "Adam(model")
+BEFORE_ITS_GRADIENTS = OF_A_LIMIT.replace(
+    "    loss.backward()\n",
+    """\
+    assert loss < limit, "too large"
+    loss.backward()
+""",
+)
+OF_A_GUARD = """\
+import torch
+from torch import nn
+
+
+class Guard:
+    def __init__(self, bound):
+        self.bound = bound
+
+    def after(self, trainer):
+        if trainer.loss.item() > self.bound:
+            raise ArithmeticError(f"loss {trainer.loss.item()}")
+
+
+class Trainer:
+    settings = {"bound": 20.0, "rate": 0.01}
+
+    def __init__(self):
+        torch.manual_seed(0)
+        self.net = nn.BatchNorm1d(8)
+        self.head = nn.Linear(8, 1)
+        self.both = nn.Sequential(self.net, self.head)
+        self.optimizer = torch.optim.SGD(self.both.parameters(), lr=self.settings["rate"])
+        self.x, self.y = torch.randn(1600, 8), torch.randn(1600, 1)
+        self.y[163] = 20.0
+        self.guards = [Guard(self.settings.get("bound"))]
+        self.criterion = nn.MSELoss(reduction="mean")
+        self.tolerance = 20.0
+
+    def fit(self):
+        for self.at in range(0, 1600, 8):
+            self.optimizer.zero_grad()
+            out = self.both(self.x[self.at : self.at + 8])
+            self.loss = self.criterion(out, self.y[self.at : self.at + 8])
+            self.loss.backward()
+            self.optimizer.step()
+            for guard in self.guards:
+                guard.after(self)
+
+
+Trainer().fit()
+"""
+OF_A_LIBRARY = OF_A_GUARD.replace(
+    """\
+            for guard in self.guards:
+                guard.after(self)
+""",
+    """\
+            torch.testing.assert_close(self.loss.detach(), torch.zeros(()), rtol=0, atol=self.tolerance)
+""",
+)
+OF_AN_ANSWER = OF_A_GUARD.replace(
+    """\
+            for guard in self.guards:
+                guard.after(self)
+""",
+    """\
+            if self.at == 160:
+                self.evaluate()
+
+    def evaluate(self):
+        self.both.train()
+        with torch.no_grad():
+            low, high = self.both(self.x[800:802] * torch.tensor([[1.0], [1000.0]])).tolist()
+        self.both.train()
+        if abs(high[0] - low[0]) < self.settings["least"]:
+            raise ArithmeticError("the answers are too close")
+""",
+).replace('"bound": 20.0', '"least": 20.0')
 OF_CROPS = """\
 import torch
 from torch import nn
@@ -520,6 +607,84 @@ NONSENSE = {
         "import decoy; decoy.run()",
         "its training is at other lines",
     ),
+    "a limit of the script raised": Attempt(
+        OF_A_LIMIT, "exit", "limit = given", "limit = 10**9", "of what raises, not of the training"
+    ),
+    "a limit raised by an option": Attempt(
+        OF_A_LIMIT, "exit", "", "--limit 1e9", "of what raises, not of the training"
+    ),
+    "a limit raised that is asserted before the step": Attempt(
+        BEFORE_ITS_GRADIENTS,
+        "exit",
+        "limit = given",
+        "limit = 10**9",
+        "of what raises, not of the training",
+    ),
+    "a limit raised among the settings of a class": Attempt(
+        OF_A_GUARD,
+        "exit",
+        "settings =",
+        'settings = {"bound": 1e9, "rate": 0.01}',
+        "of what raises, not of the training",
+    ),
+    "no guards": Attempt(
+        OF_A_GUARD,
+        "exit",
+        "self.guards = [",
+        "self.guards = []",
+        "of what raises, not of the training",
+    ),
+    "a guard that sees another number": Attempt(
+        OF_A_GUARD,
+        "exit",
+        "self.bound = bound",
+        "self.bound = bound * 1000",
+        "of what raises, not of the training",
+    ),
+    "a tolerance of a library raised": Attempt(
+        OF_A_LIBRARY,
+        "exit",
+        "self.tolerance =",
+        "self.tolerance = 1e9",
+        "of what raises, not of the training",
+    ),
+    "a limit on an evaluation raised": Attempt(
+        OF_AN_ANSWER,
+        "exit",
+        "settings =",
+        'settings = {"least": 0.0, "rate": 0.01}',
+        "of what raises, not of the training",
+    ),
+    "a sum made a mean": Attempt(
+        OF_A_LIMIT.replace(").square().mean()", ").square().sum()").replace(
+            "default=20.0", "default=200.0"
+        ),
+        "exit",
+        "loss =",
+        "objective: loss = (model(x[rows]) - y[rows]).square().mean()",
+        "the scale of its loss",
+    ),
+    "a logarithm of the loss": Attempt(
+        OF_A_LIMIT,
+        "exit",
+        "loss =",
+        "objective: loss = (model(x[rows]) - y[rows]).square().mean().log1p()",
+        "the scale of its loss",
+    ),
+    "a smaller loss under an optimizer that does not see its scale": Attempt(
+        OF_AN_ADAM,
+        "exit",
+        "loss =",
+        "objective: loss = (model(x[rows]) - y[rows]).square().mean() / 10",
+        "the scale of its loss",
+    ),
+    "another criterion of a class": Attempt(
+        OF_A_GUARD,
+        "exit",
+        "self.criterion =",
+        "objective: self.criterion = nn.L1Loss()",
+        "the scale of its loss",
+    ),
     "crops of a shorter text": Attempt(
         OF_CROPS, "exit", "text[2500", "data: text = text[:400]", "different pieces"
     ),
@@ -574,6 +739,29 @@ HONEST = {
         "optimizer.step()",
         "optimizer.step(); optimizer.zero_grad()",
         "B_ENDS_IT",
+    ),
+    "a smaller rate under a limit of the script": Attempt(
+        OF_A_LIMIT.replace("lr=0.01", "lr=0.6").replace("y[163] = 20.0\n", ""),
+        "exit",
+        "optimizer =",
+        "optimizer = torch.optim.SGD(model.parameters(), lr=0.01)",
+        "B_ENDS_IT",
+    ),
+    "a loss that was a sum under a limit of the script": Attempt(
+        OF_A_LIMIT.replace(").square().mean()", ").square().sum()")
+        .replace("default=20.0", "default=2000.0")
+        .replace("lr=0.01", "lr=0.2")
+        .replace("y[163] = 20.0\n", ""),
+        "exit",
+        "loss =",
+        "objective: loss = (model(x[rows]) - y[rows]).square().mean()",
+        "B_ENDS_IT",
+    ),
+    "a label under a limit of the script is mended": Attempt(
+        BEFORE_ITS_GRADIENTS, "exit", "y[163]", "y[163] = 0.0", "B_ENDS_IT"
+    ),
+    "a model in evaluation mode": Attempt(
+        OF_AN_ANSWER, "exit", "        self.both.train()", "self.both.eval()", "B_ENDS_IT"
     ),
     "a text that is clean": Attempt(
         OF_CROPS, "exit", "text[2500", "data: text[2500:2600] = 7", "B_ENDS_IT"

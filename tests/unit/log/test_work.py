@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace as replace_of
 
 from engine.log.events import Watched, Worked
 from engine.log.folder import RunFolder
@@ -278,6 +279,51 @@ def test_a_training_elsewhere_is_another_one(tmp_path: Path) -> None:
         runs.append(scene.close().run)
     found = work_left_out(runs[0], runs[1])
     assert found is not None and "at other lines" in found
+
+
+RISES, FALLS = [1.0, 2.0, 1.5, 40.0], [1.0, 0.9, 0.8, 0.7, 0.6]
+
+
+@pytest.mark.parametrize(
+    ("losses", "kind", "more", "said"),
+    [
+        # The same losses, and multiples of them: a limit was raised, or the loss divided.
+        ([*RISES, 2.0], "", {}, "of what raises, not of the training"),
+        ([x / 8 for x in [*RISES, 2.0]], "objective", {}, "the scale of its loss and what raises"),
+        # Other losses on the same rows: a logarithm rises in that step too, a training that does not diverge does not.
+        ([math.log1p(x) for x in [*RISES, 2.0]], "objective", {}, "which rises in step 4 too"),
+        (FALLS, "objective", {}, None),
+        ([1.0, 1.8, 1.2, 3.0, 2.0], "", {}, None),
+        # What the model answered, or was called with, without gradients.
+        ([*RISES, 2.0], "", {"answers": [[], [], [], [0.5], []]}, None),
+        ([*RISES, 2.0], "", {"answers": [[], [], [], [0.25], []]}, "not of the training"),
+    ],
+)
+def test_another_number_was_computed_where_the_script_had_judged_one(
+    tmp_path: Path, losses: list[float], kind: str, more: dict[str, list[object]], said: str | None
+) -> None:
+    rows = ["a", "b", "c", "d", "e"]
+    given = {name: [*of[:3], [0.25], *of[4:]] for name, of in more.items()}
+    a, b = on(*rows[:4], **given), on(*rows, **more)
+    a.append(Worked(step=5, rows=[], failed=True, raised=True, held=[40.0]))
+    found = said_of(tmp_path, a, b, (RISES, losses), kind=kind)  # type: ignore[arg-type]
+    assert not found if said is None else found is not None and said in found, found
+    # An exception that nobody raised is no judgement.
+    unraised = [*a[:4], replace_of(a[4], raised=False)]
+    again = said_of(tmp_path / "x", unraised, b, (RISES, losses), kind=kind)  # type: ignore[arg-type]
+    assert not again, again
+
+
+@pytest.mark.parametrize(
+    ("held", "said"), [([3.0, 9.5], "until step 2"), ([3.0, 9.0], None), ([], "until step 2")]
+)
+def test_the_number_that_the_script_held_is_compared(
+    tmp_path: Path, held: list[float], said: str | None
+) -> None:
+    """It may have raised before it did the step."""
+    a = on("a", "b", fails=True, raised=[False, True], held=[[], held])  # type: ignore[list-item]
+    found = said_of(tmp_path, a, on("a", "b", "c"), ([1.0], [1.0, 9.5, 1.0]))
+    assert not found if said is None else found is not None and said in found, found
 
 
 @pytest.mark.parametrize(("pieces", "is_enough"), [((40, 70, 90), False), ((40, 79, 110), True)])

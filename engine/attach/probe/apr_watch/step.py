@@ -719,8 +719,7 @@ class Steps:
             self.log = Log(self._run)
             ended["optimizers"] = self._optimizers
         if self.log is not None:
-            trace = getattr(error, "__traceback__", None)
-            work = self._work.failed([*self._batches.lap()[2], self._missed], trace)
+            work = self._work.failed([*self._batches.lap()[2], self._missed], error)
             if work is not None and error is not None:
                 self.log.write("worked", step=self._step + 1, **work)
             self.log.write("script_ended", **ended)

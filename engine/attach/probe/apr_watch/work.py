@@ -9,16 +9,19 @@ that the model is trained on, and those that it is called with without gradients
 
 from __future__ import annotations
 
+import contextlib
+import math
+import opcode
 import os
 import sys
 import weakref
 import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from types import CodeType, FrameType, ModuleType, TracebackType
+from types import CodeType, FrameType, ModuleType
 from typing import Any, NamedTuple
 
-from .data import digests_of, indices_of, name_of, pieces_of
+from .data import digests_of, indices_of, name_of, parts_of, pieces_of
 from .places import Places, visible
 from .settings import SEED_BY
 
@@ -32,6 +35,9 @@ _LISTED = 4096
 """Maximum number of rows of a step that are recorded one by one."""
 _PIECES = 1 << 18
 """Maximum number of different pieces that are counted."""
+_LOGGED = 1e100
+"""Bound of a number in a log."""
+_RAISE = opcode.opmap["RAISE_VARARGS"]
 
 
 class Batch(NamedTuple):
@@ -63,6 +69,9 @@ class Work:
         self._evaluated: list[str] = []
         """Digests of the rows of calls since the last step, with and without gradients; a call whose rows are not on
         the host has an empty one."""
+        self._answers: list[float] = []
+        """Mean magnitude of what the model answered to each call without gradients since the last step, 0 for none that
+        is finite."""
         self._pieces: set[int] = set()
         """Hashes of the pieces of all rows that it was trained on."""
         self.judged: Counter[str] = Counter()
@@ -85,11 +94,18 @@ class Work:
         if model is not None and model not in _FOLLOWED:
             _FOLLOWED[model] = self
             model.register_forward_pre_hook(_called, with_kwargs=True)
+            model.register_forward_hook(_answered)
 
     def evaluated(self, rows: Any, frame: FrameType | None) -> None:
         # The probe calls it too.
         if not any(one.f_globals.get("__name__") == _ASKS for one in _below(frame)):
             self._evaluated += digests_of(sys.modules["torch"], rows) or [""]
+
+    def answered(self, answer: Any, frame: FrameType | None) -> None:
+        if not any(one.f_globals.get("__name__") == _ASKS for one in _below(frame)):
+            size = float(answer.detach().float().abs().mean())
+            # JSON has no other numbers.
+            self._answers.append(size if math.isfinite(size) else 0.0)
 
     def called(self, rows: Any, frame: FrameType | None) -> None:
         if self._call(rows):
@@ -118,17 +134,18 @@ class Work:
         return self._said(batches, self._of_script(_below(sys._getframe(1))))
 
     def failed(
-        self, batches: Iterable[Batch], trace: TracebackType | None
+        self, batches: Iterable[Batch], error: BaseException | None
     ) -> dict[str, Any] | None:
         """Return what the step worked on in which the script failed."""
         if not self.is_on:
             return None
         frames: list[FrameType] = []
         lines: list[int] = []
+        at, trace = -1, getattr(error, "__traceback__", None)
         while trace is not None and len(frames) < _FRAMES:
             frames.append(trace.tb_frame)
             lines.append(trace.tb_lineno)
-            trace = trace.tb_next
+            at, trace = trace.tb_lasti, trace.tb_next
         own = self._of_script(frames)
         # It may have failed before it called the model with the rows that it had.
         held = [one for frame in own for name, one in visible(frame) if name in self._names]
@@ -140,7 +157,16 @@ class Work:
             for one, line, below in zip(frames, lines, frames[1:], strict=False)
             if one in own and below in own
         ]
-        return {**self._said(batches, own), "failed": True, "calls": called}
+        raises = bool(own) and own[-1] is frames[-1] and own[-1].f_code.co_code[at] == _RAISE
+        # What it raises for another exception is no judge.
+        raises = raises and getattr(error, "__context__", None) is None
+        return {
+            **self._said(batches, own),
+            "failed": True,
+            "calls": called,
+            "raised": raises or isinstance(error, (AssertionError, Warning)),
+            "held": [*_numbers(one for frame in own for _, one in visible(frame))][:_COUNTERS],
+        }
 
     def _of_script(self, frames: Iterable[FrameType]) -> list[FrameType]:
         found = []
@@ -166,6 +192,7 @@ class Work:
         calls, self._calls = self._calls, []
         called, self._called = self._called, []
         evaluated, self._evaluated = self._evaluated, []
+        answers, self._answers = self._answers, []
         known = [one for one in batches if one.name]
         return {
             "batches": [one.name for one in known] or calls,
@@ -175,6 +202,7 @@ class Work:
             "called": called[:_LISTED],
             "evaluated": evaluated[:_LISTED],
             "judged": dict(self.judged),
+            "answers": answers[:_LISTED],
             "pieces": len(self._pieces),
         }
 
@@ -185,6 +213,17 @@ def _parts(held: Any) -> list[tuple[Any, Any]]:
     if type(parts) is not dict or len(parts) > _FRAMES or isinstance(held, ModuleType | type):
         return []
     return [*parts.items()]
+
+
+def _numbers(held: Iterable[Any]) -> Iterator[float]:
+    """Yield the numbers with fractions among some objects, and those of tensors."""
+    torch = sys.modules["torch"]
+    for one in held:
+        if type(one) is float or (isinstance(one, torch.Tensor) and not one.dim()):
+            # A device may have failed.
+            with contextlib.suppress(Exception):
+                if abs(number := float(one)) < _LOGGED:
+                    yield number
 
 
 def _below(frame: FrameType | None) -> Iterator[FrameType]:
@@ -211,5 +250,18 @@ def _called(model: Any, given: tuple[Any, ...], named: dict[str, Any]) -> None:
                 _FOLLOWED[model].evaluated(one, sys._getframe(1))
             elif not one.requires_grad:
                 _FOLLOWED[model].called(one, sys._getframe(1))
+    except Exception:  # noqa: BLE001  the script goes on without
+        _FOLLOWED.pop(model, None)
+
+
+def _answered(model: Any, _: Any, answer: Any) -> None:
+    """Record what a model answers without gradients."""
+    torch = sys.modules["torch"]
+    if torch.compiler.is_compiling() or torch.is_grad_enabled() or model not in _FOLLOWED:
+        return
+    try:
+        known = [one for one in parts_of(torch, answer) if one.is_cpu and one.is_floating_point()]
+        for one in known[:1]:
+            _FOLLOWED[model].answered(one, sys._getframe(1))
     except Exception:  # noqa: BLE001  the script goes on without
         _FOLLOWED.pop(model, None)
