@@ -30,7 +30,7 @@ from engine.log.events import (
 )
 from engine.log.folder import RunFolder, find_runs, read_command
 from engine.log.follow import Follower
-from engine.log.text import event_text, level_text, one_line, seen_text
+from engine.log.text import event_text, identity_text, level_text, one_line
 from engine.log.view import RunView
 from engine.units import format_bytes, format_count, format_seconds, format_value
 from engine.watch.rules.broken_identity import identity_fails
@@ -205,7 +205,7 @@ class _Summary:
             lines.append(ended.sentence)
         elif ended is not None and ended.returncode:
             lines.append(self._failure())
-        lines += [seen_text(one) for one in self._with_level(FAIL)]
+        lines += [identity_text(one) for one in self._with_level(FAIL)]
         if view.process is not None:
             missing = view.stack_dump.missing if view.stack_dump is not None else []
             lines += [f"not read: {one}" for one in missing[:1]]
@@ -325,7 +325,7 @@ class _Summary:
     # Evidence.
 
     def suspicions(self) -> list[str]:
-        return [seen_text(one) for one in self._with_level(SUSPICION)]
+        return [identity_text(one) for one in self._with_level(SUSPICION)]
 
     def evidence(self) -> list[str]:
         view = self.view

@@ -88,7 +88,7 @@ TAIL_BYTES = 1 << 10
 LEFT_BYTES = 1 << 30
 """Disk space in bytes that segments leave free for the run itself."""
 SHARE = 0.003
-"""Most of one core, as a fraction, that a supervisor may spend on writing segments."""
+"""Maximum share of one core, 0 to 1, that a supervisor may spend on writing segments."""
 HELP_FROM_BYTES = 48 << 20
 """Bytes left to decode from which helper processes are started; starting one takes about 0.2 s."""
 UNKNOWN = "unknown"
@@ -104,7 +104,7 @@ _WHOLE = {"t_s", "step", *_PLACES}
 # A step as its table keeps it: without its phases it decodes in two thirds of the time, and decoding is most of what
 # making a segment costs.
 _FIELDS = {"seq", "t_s", "nf", *fields_of("step")}
-_skimmed: Any = msgspec.defstruct(
+_record: Any = msgspec.defstruct(
     "StepRow",
     [
         (field.name, field.type) if field.required else (field.name, field.type, field.default)
@@ -118,8 +118,8 @@ _skimmed: Any = msgspec.defstruct(
 )
 for _kind in get_args(Known):
     if _kind is not StepDone:
-        _skimmed = _skimmed | _kind
-_decoder: msgspec.json.Decoder[Any] = msgspec.json.Decoder(_skimmed)
+        _record = _record | _kind
+_decoder: msgspec.json.Decoder[Any] = msgspec.json.Decoder(_record)
 
 
 class Shape(msgspec.Struct, frozen=True):
@@ -183,8 +183,9 @@ def read_stretch(log: Path, number: int) -> Stretch | None:
     start, size = max(0, number * CHUNK_BYTES - 1), CHUNK_BYTES + bool(number)
     with open_plain(log) as file:
         file_id = id_of(os.fstat(file.fileno()))
-        for more in (16 << 10, LOG_LINE.most):
-            block = os.pread(file.fileno(), size + more, start)
+        # The last line ends within a few bytes of the chunk, unless it is one of the longest.
+        for margin in (16 << 10, LOG_LINE.most):
+            block = os.pread(file.fileno(), size + margin, start)
             if end := block.find(b"\n", size - 1) + 1:
                 begin = block.find(b"\n") + 1 if number else 0
                 return Stretch(file_id, start + begin, block[begin:end])
@@ -203,16 +204,16 @@ def segment_of(stretch: Stretch) -> Segment | None:
         events = reader.decode(lines)
     except RunLogError:
         return None
-    (batch, *more) = batches_of(events)
-    if more or end_of_lines(lines) != len(lines) or type(events[0]) in (LogOpened, RunStarted):
+    (batch, *further) = batches_of(events)
+    if further or end_of_lines(lines) != len(lines) or type(events[0]) in (LogOpened, RunStarted):
         return None
-    told = [
+    kept = [
         *batch.others,
-        *(event for name, rows in batch.rows.items() for event in _telling(name, rows)),
+        *(event for name, rows in batch.rows.items() for event in _rows_kept_as_lines(name, rows)),
     ]
-    told.sort(key=attrgetter("seq"))
+    kept.sort(key=attrgetter("seq"))
     raw = BytesIO(lines).readlines()
-    rest = [raw[event.seq - first][:-1] for event in told]
+    rest = [raw[event.seq - first][:-1] for event in kept]
     points = reader.points[1:]
     return Segment(
         begin=stretch.begin,
@@ -220,7 +221,7 @@ def segment_of(stretch: Stretch) -> Segment | None:
         first=first,
         lines=len(events),
         file_id=stretch.file_id,
-        batch=_batch(batch.tables, [decode_line(line, "") for line in rest]),
+        batch=_batch_of(batch.tables, [decode_line(line, "") for line in rest]),
         places={
             "line": np.array([point.number - first for point in points], float),
             "byte": np.array([point.offset for point in points], float),
@@ -230,28 +231,27 @@ def segment_of(stretch: Stretch) -> Segment | None:
     )
 
 
-def _batch(tables: dict[str, dict[str, Numbers]], told: list[AnyEvent]) -> Batch:
-    rows, others = split(told)
+def _batch_of(tables: dict[str, dict[str, Numbers]], kept: list[AnyEvent]) -> Batch:
+    rows, others = split(kept)
     return Batch(tables, rows, others, others)
 
 
-def _telling(table: str, rows: list[Any]) -> list[Any]:
-    """Return the rows that carry the newest value of each reading and the reason for each missing one: per
-    reading the last row that has it and the last that gives a reason, and the last row of all; of steps those whose
-    phases a view keeps."""
+def _rows_kept_as_lines(table: str, rows: list[Any]) -> list[Any]:
+    """Return the last row, and for each reading the last row with its value and the last with a reason why it is
+    missing; of steps, those whose phases a view keeps."""
     if table == "step":
         return rows[-PHASES_KEPT:]
-    telling = {len(rows) - 1}
-    said: dict[str, int] = {}
+    kept = {len(rows) - 1}
+    reason_at: dict[str, int] = {}
     for place, row in enumerate(rows):
         if row.absent:
-            said |= dict.fromkeys(row.absent, place)
-    telling.update(said.values())
+            reason_at |= dict.fromkeys(row.absent, place)
+    kept.update(reason_at.values())
     for name in set(rows[-1].__struct_fields__) - NOT_A_READING:
         if getattr(rows[-1], name) is None:
             places = (n for n in range(len(rows) - 1, -1, -1) if getattr(rows[n], name) is not None)
-            telling.update(islice(places, 1))
-    return [rows[place] for place in telling]
+            kept.update(islice(places, 1))
+    return [rows[place] for place in kept]
 
 
 # Files.
@@ -284,14 +284,14 @@ class SegmentFiles:
                 return None
             with open_plain(self.log) as log:
                 file_id = id_of(os.fstat(log.fileno()))
-                if not self._stands(header, path, file_id, log.fileno()):
+                if not self._is_in_log(header, path, file_id, log.fileno()):
                     return None
-            return _opened(header, data[_HEAD.size + length :], file_id)
+            return _decode_body(header, data[_HEAD.size + length :], file_id)
         except (OSError, BadInput, struct.error, ValueError, KeyError, *NOT_JSON):
             return None
 
-    def _stands(self, header: Header, path: Path, file_id: FileId, log: int) -> bool:
-        """Whether the open log still has the segment's lines in the same place."""
+    def _is_in_log(self, header: Header, path: Path, file_id: FileId, log: int) -> bool:
+        """Return whether the open log still has the segment's lines in the same place."""
         is_same = (header.boot_id, header.file_id) == (self._boot_id, file_id)
         # A file of another user may contain anything, so only ours and root's are trusted.
         is_ours = path.stat().st_uid in (os.geteuid(), 0)
@@ -300,9 +300,9 @@ class SegmentFiles:
         size = header.end - begin
         if not 0 < size <= CHUNK_BYTES + LOG_LINE.most:
             return False
-        found = os.pread(log, size, begin)
+        block = os.pread(log, size, begin)
         crc = header.tail_crc if in_part else header.crc
-        return len(found) == size and zlib.crc32(found) == crc
+        return len(block) == size and zlib.crc32(block) == crc
 
     def save(self, number: int, segment: Segment, lines: bytes) -> bool:
         """Write a segment of `lines`; False without the space or the permission. Never raises."""
@@ -319,18 +319,18 @@ class SegmentFiles:
             lines=segment.lines,
             crc=zlib.crc32(lines),
             tail_crc=zlib.crc32(lines[-TAIL_BYTES:]),
-            tables={n: Shape(len(one["t_s"]), list(one)) for n, one in tables.items()},
+            tables={n: Shape(len(columns["t_s"]), list(columns)) for n, columns in tables.items()},
         )
         head = msgspec.json.encode(header)
         head += b" " * (-len(head) % 8)
-        columns = [np.asarray(c, "<f8").tobytes() for one in tables.values() for c in one.values()]
-        body = b"".join([struct.pack("<I", len(head)), head, *columns, b"\n".join(segment.rest)])
+        data = [np.asarray(c, "<f8").tobytes() for table in tables.values() for c in table.values()]
+        body = b"".join([struct.pack("<I", len(head)), head, *data, b"\n".join(segment.rest)])
         path = self.path(number)
         partial = path.with_name(f"{path.name}{_PARTIAL}{os.getpid()}-{threading.get_ident()}")
         try:
             self.folder.mkdir(exist_ok=True)
-            room = os.statvfs(self.folder)
-            if room.f_bavail * room.f_frsize < LEFT_BYTES:
+            disk = os.statvfs(self.folder)
+            if disk.f_bavail * disk.f_frsize < LEFT_BYTES:
                 return False
             try:
                 with partial.open("wb") as file:
@@ -361,7 +361,7 @@ class SegmentFiles:
                 path.unlink(missing_ok=True)
 
 
-def _opened(header: Header, body: memoryview, file_id: FileId) -> Segment | None:
+def _decode_body(header: Header, body: memoryview, file_id: FileId) -> Segment | None:
     """Decode an untrusted segment body; None where its parts are inconsistent, or a log reader would reject
     their content."""
     import numpy as np
@@ -371,17 +371,17 @@ def _opened(header: Header, body: memoryview, file_id: FileId) -> Segment | None
         size = 8 * shape.rows
         if size * len(shape.columns) > len(body):
             return None
-        found = [body[place * size :][:size] for place in range(len(shape.columns))]
+        blocks = [body[place * size :][:size] for place in range(len(shape.columns))]
         tables[name] = {
-            column: np.frombuffer(one, "<f8").astype(np.float64, copy=False)
-            for column, one in zip(shape.columns, found, strict=True)
+            column: np.frombuffer(block, "<f8").astype(np.float64, copy=False)
+            for column, block in zip(shape.columns, blocks, strict=True)
         }
         body = body[size * len(shape.columns) :]
     if not all(_is_sound(name, columns) for name, columns in tables.items()):
         return None
     rest = bytes(body).split(b"\n") if len(body) else []
     events = [decode_line(line, "") for line in rest]
-    if any(isinstance(one, LogOpened | RunStarted) or not one.t_s >= 0 for one in events):
+    if any(isinstance(e, LogOpened | RunStarted) or not e.t_s >= 0 for e in events):
         return None
     places = tables.pop("places")
     ends = np.array([places["line"], places["byte"] - header.begin])
@@ -394,14 +394,14 @@ def _opened(header: Header, body: memoryview, file_id: FileId) -> Segment | None
         first=header.first,
         lines=header.lines,
         file_id=file_id,
-        batch=_batch(tables, events),
+        batch=_batch_of(tables, events),
         places=places,
         rest=rest,
     )
 
 
 def _is_sound(name: str, columns: dict[str, Numbers]) -> bool:
-    """Whether the columns are those of log lines, with values in the ranges that lines are checked for."""
+    """Return whether the columns are those of log lines, with values in the ranges that lines are checked for."""
     import numpy as np
 
     wanted = list(_PLACES) if name == "places" else fields_of(name)
@@ -436,7 +436,7 @@ class SegmentWriter:
     ) -> None:
         self._monotonic, self._processor = monotonic, processor
         self._files = [SegmentFiles(log) for log in (run.events, run.device)]
-        # The first chunk of a log opens a session.
+        # The next chunk of each log. The first chunk opens a session, so it has no segment.
         self._numbers = [1 for _ in self._files]
         self._next_s = monotonic()
         for files in self._files:
@@ -476,7 +476,7 @@ class BatchReader:
         """`files` uses the segments of the log; `keep` saves those that had to be built."""
         self.lines, self._use, self._keep = lines, files, keep
         self._files = SegmentFiles(lines.path)
-        self._has_asked = False
+        self._has_helpers = False
         self._ahead: deque[Segment] = deque()
         self._refused: set[int] = set()
         """Chunks known to have no segment."""
@@ -500,9 +500,9 @@ class BatchReader:
         is_long = (number + 2) * CHUNK_BYTES <= status.st_size <= LOG_FILE.most
         if not is_long or reader.file_id not in (None, file_id):
             return [], max_bytes
-        if self._keep and not self._has_asked:
-            self._has_asked = True
-            self._ask_for_help(range(number, status.st_size // CHUNK_BYTES))
+        if self._keep and not self._has_helpers:
+            self._has_helpers = True
+            self._start_helpers(range(number, status.st_size // CHUNK_BYTES))
         while ahead and (ahead[0].begin, ahead[0].first, ahead[0].file_id) != (
             begin,
             first,
@@ -513,9 +513,9 @@ class BatchReader:
         usable: list[Segment] = []
         while not usable or usable[-1].end - begin < max_bytes:
             later = list(ahead)[1:]
-            if ahead and sum(one.lines for one in later) >= LINES_KEPT:
+            if ahead and sum(segment.lines for segment in later) >= LINES_KEPT:
                 usable.append(ahead.popleft())
-            elif (segment := self._next(place, file_id)) is not None:
+            elif (segment := self._segment_at(place, file_id)) is not None:
                 ahead.append(segment)
                 place = segment.end, segment.first + segment.lines
             else:
@@ -523,29 +523,29 @@ class BatchReader:
         for segment in usable:
             places = zip(*(segment.places[name].tolist() for name in _PLACES), strict=True)
             reader.pass_over(segment.file_id, places)
-        return [one.batch for one in usable], min(
+        return [segment.batch for segment in usable], min(
             max_bytes, (number + 1) * CHUNK_BYTES - reader.read_bytes
         )
 
-    def _next(self, place: tuple[int, int], file_id: FileId) -> Segment | None:
+    def _segment_at(self, place: tuple[int, int], file_id: FileId) -> Segment | None:
         """Return the segment that begins at this byte offset and line number; None when there is none."""
         number = place[0] // CHUNK_BYTES
         if number in self._refused:
             return None
-        found = self._files.load(number) if self._use else None
-        if found is None:
+        segment = self._files.load(number) if self._use else None
+        if segment is None:
             try:
-                is_whole, found = self._files.make(number, keep=self._keep)
+                is_whole, segment = self._files.make(number, keep=self._keep)
             except OSError:
                 is_whole = False
             if not is_whole:
                 return None
-        if found is None or (found.begin, found.first, found.file_id) != (*place, file_id):
+        if segment is None or (segment.begin, segment.first, segment.file_id) != (*place, file_id):
             self._refused.add(number)
             return None
-        return found
+        return segment
 
-    def _ask_for_help(self, numbers: range) -> None:
+    def _start_helpers(self, numbers: range) -> None:
         """Start processes that build the missing segments from the end of the log, while this one starts at the
         front. They are an optimisation: if none can be started, or one dies, this process does all the work."""
         missing = [n for n in numbers if not self._files.path(n).exists()]
@@ -566,7 +566,7 @@ class BatchReader:
                 threading.Thread(target=process.wait, name="log-helper", daemon=True).start()
 
 
-def help_with(log: Path, first: int, last: int, step: int) -> None:
+def build_segments(log: Path, first: int, last: int, step: int) -> None:
     """Build the segments of chunks from the last to the first, as long as the parent process lives."""
     files, parent = SegmentFiles(log), os.getppid()
     for number in range(last, first, step):
@@ -577,4 +577,4 @@ def help_with(log: Path, first: int, last: int, step: int) -> None:
 
 
 if __name__ == "__main__":
-    help_with(Path(sys.argv[1]), *map(int, sys.argv[2:]))
+    build_segments(Path(sys.argv[1]), *map(int, sys.argv[2:]))

@@ -116,7 +116,7 @@ OF_RANKS = (LogOpened, Judged, Note, RunFinished)
 """Events of the log of a rank other than the first that the view needs."""
 
 START_PHASES_KEPT = 500
-"""Tokenizing a large corpus says how far it is in phases of its own."""
+"""Maximum number of phases kept of a start: tokenizing a large corpus logs its progress as phases."""
 
 Sample = TypeVar("Sample", HostSample, GpuSample)
 _READINGS = frozenset({HostSample, GpuSample})
@@ -182,8 +182,8 @@ class _Changes:
         square of their number."""
         if name not in self.changes:
             self.changes[name] = dict(getattr(self.view, name))
-        found: dict[str, Any] = self.changes[name]
-        return found
+        copied: dict[str, Any] = self.changes[name]
+        return copied
 
     def unix_s(self, event: AnyEvent) -> float:
         return self.clock.unix_s + event.t_s if self.clock else event.t_s
@@ -193,21 +193,23 @@ class _Changes:
         if others and isinstance(others[0], LogOpened):
             self.open_session(others[0])
         self.show(batch.shown)
-        heard = [float(columns["t_s"].max()) for columns in tables.values()]
+        progress_s = [float(columns["t_s"].max()) for columns in tables.values()]
         starts = [float(columns["t_s"].min()) for columns in tables.values()]
         times = [event.t_s for event in others]
         opened_s = self.clock.unix_s if self.clock else 0.0
-        self.span(opened_s + min(starts + times), opened_s + max(heard + times))
+        self.span(opened_s + min(starts + times), opened_s + max(progress_s + times))
         if self.source == "events":
-            until = self.get("first_rank_unix_s")
-            newest = opened_s + max(heard + times)
-            self.changes["first_rank_unix_s"] = newest if until is None else max(until, newest)
+            before_s = self.get("first_rank_unix_s")
+            newest = opened_s + max(progress_s + times)
+            self.changes["first_rank_unix_s"] = (
+                newest if before_s is None else max(before_s, newest)
+            )
         # A note is no sign of progress: a thread that only watches may write one.
-        heard += [event.t_s for event in others if type(event) is not Note]
-        if heard and self.source == "events":
-            before = self.get("heartbeat_unix_s")
+        progress_s += [event.t_s for event in others if type(event) is not Note]
+        if progress_s and self.source == "events":
+            heartbeat_s = self.get("heartbeat_unix_s")
             self.changes["heartbeat_unix_s"] = max(
-                opened_s + max(heard), opened_s if before is None else before
+                opened_s + max(progress_s), opened_s if heartbeat_s is None else heartbeat_s
             )
         for event in others:
             self.take_other(event, self.unix_s(event))
@@ -216,12 +218,12 @@ class _Changes:
         for name, rows in groups.items():
             if name == "step":
                 step = rows[-1]
-                both = (
+                batch_of_epoch = (
                     None if step.batch is None or not step.batches else (step.batch, step.batches)
                 )
                 recent = (*self.get("recent_phases"), *(row.phases for row in rows))
                 self.changes["recent_phases"] = recent[-PHASES_KEPT:]
-                self.changes |= {"host_s": step.host, "batch": both}
+                self.changes |= {"host_s": step.host, "batch": batch_of_epoch}
                 self.changes["planned_steps"] = step.total_steps
             elif name == "host":
                 self.changes["host"] = self.newest(self.get("host"), rows, "")
@@ -232,7 +234,7 @@ class _Changes:
         self.drop_outdated()
 
     def take_rank(self, batch: Batch) -> None:
-        """Keep what a rank other than the first has said wrong; everything else the first rank says too."""
+        """Keep the failures that a rank other than the first has logged; the first rank logs everything else too."""
         rank = rank_of(self.source)
         ranks = dict(self.get("ranks"))
         for event in batch.others:
@@ -243,21 +245,21 @@ class _Changes:
                 ranks[rank] = RankReport(clock=clock)
                 continue
             # Without an opening the log is broken from its beginning.
-            said = ranks.get(rank) or RankReport(clock=Clock(unix_s=0.0, pid=0))
+            report = ranks.get(rank) or RankReport(clock=Clock(unix_s=0.0, pid=0))
             if isinstance(event, Judged):
-                failed = {id: check for id, check in said.failed.items() if id != event.id}
-                said = ranks[rank] = replace(said, failed=failed)
-            if (told := of_rank(rank, event)) is None:
+                failed = {id: check for id, check in report.failed.items() if id != event.id}
+                report = ranks[rank] = replace(report, failed=failed)
+            if (failure := failure_of_rank(rank, event)) is None:
                 continue
-            unix_s = said.clock.unix_s + event.t_s
-            if isinstance(told, Judged):
-                said = replace(said, failed={**said.failed, told.id: told})
-            elif isinstance(told, RunFinished):
-                said = replace(said, ended=told, ended_unix_s=unix_s)
+            unix_s = report.clock.unix_s + event.t_s
+            if isinstance(failure, Judged):
+                report = replace(report, failed={**report.failed, failure.id: failure})
+            elif isinstance(failure, RunFinished):
+                report = replace(report, ended=failure, ended_unix_s=unix_s)
             else:
-                self.notes.append(((unix_s, self.source, event.seq), told))
-            ranks[rank] = said
-            line = LogLine(unix_s=unix_s, source=self.source, event=told)
+                self.notes.append(((unix_s, self.source, event.seq), failure))
+            ranks[rank] = report
+            line = LogLine(unix_s=unix_s, source=self.source, event=failure)
             self.asides.append(line)
             self.lines.append(line)
         self.changes["ranks"] = ranks
@@ -420,8 +422,8 @@ class _Changes:
             self.list_of("non_finite").append(event)
         elif event.by == IDENTITY:
             if event.level == PASS and WITHDRAWN in event.numbers:
-                found = self.list_of("identities")
-                found[:] = [one for one in found if (one.id, one.level) != (event.id, SUSPICION)]
+                kept = self.list_of("identities")
+                kept[:] = [old for old in kept if (old.id, old.level) != (event.id, SUSPICION)]
             self.list_of("identities").append(event)
         elif event.by == ALERT and event.level == PASS:
             self.dict_of("alerts").pop(event.id, None)
@@ -458,18 +460,18 @@ class _Changes:
         A missing reading was either not taken at that tick, and keeps its value, or is gone. The first sample
         that lacks it gives the reason; later ones do not repeat it.
         """
-        said: dict[str, tuple[int, str]] = {}
+        reason_at: dict[str, tuple[int, str]] = {}
         for row, sample in enumerate(samples):
             if sample.absent:
-                said |= {name: (row, reason) for name, reason in sample.absent.items()}
+                reason_at |= {name: (row, reason) for name, reason in sample.absent.items()}
         fields = [n for n in samples[0].__struct_fields__ if n not in NOT_A_READING]
         values: dict[str, Any] = {}
         for name in fields:
-            for row in range(len(samples) - 1, said.get(name, (-1,))[0], -1):
+            for row in range(len(samples) - 1, reason_at.get(name, (-1,))[0], -1):
                 if (value := getattr(samples[row], name)) is not None:
                     values[name] = value
                     break
-        reasons = {name: reason for name, (_, reason) in said.items() if name not in values}
+        reasons = {name: reason for name, (_, reason) in reason_at.items() if name not in values}
         unknown = set(fields) - values.keys() - reasons.keys()
         if before is not None:
             values |= {n: v for n in unknown if (v := getattr(before, n)) is not None}
@@ -517,8 +519,8 @@ class _Changes:
             self.forget_exit()
 
 
-def of_rank(rank: int, event: AnyEvent) -> Judged | Note | RunFinished | None:
-    """Return what is wrong by a line of another rank's log, in words that name the rank; None for any other line."""
+def failure_of_rank(rank: int, event: AnyEvent) -> Judged | Note | RunFinished | None:
+    """Return the failure in a line of another rank's log, with the rank in its text; None for any other line."""
     match event:
         case Judged(by="check", level="fail"):
             return msgspec.structs.replace(event, text=f"rank {rank}: {event.text}")
@@ -530,7 +532,7 @@ def of_rank(rank: int, event: AnyEvent) -> Judged | Note | RunFinished | None:
 
 
 def _newest_lines(lines: tuple[LogLine, ...], new: list[LogLine]) -> tuple[LogLine, ...]:
-    """Merge both by time and keep the newest; `lines` are in order already."""
+    """Merge two lists of lines by time and keep the newest; `lines` are in order already."""
     # In the common case the new lines are in order and later than the old ones, and nothing has to be sorted.
     late = [*lines[-1:], *new]
     times = [line.unix_s for line in late]

@@ -1,11 +1,12 @@
 """Failures recorded in a run's logs: alerts, failed checks, contradictions, exits. Each is one line of a log.
 
-An experiment asks whether another run shows the same (`shown`): the same id, and the same `sign`, which of an exit is
-the exception, the line that raised it and its words, of an identity or check its words, both without numbers, and of an
-alert the part that it is about. No is
-an answer only where that run has done the work: half as many steps and rows again as the observed run had done, or all
-of its steps, for as long as the window of the alert, with a pass of the check or identity. If anything else ends the
-run, the answer is unknown.
+An experiment asks whether another run shows the same failure (`shown`): one with the same id and the same `sign`. The
+sign of an exit is the exception, the line that raised it and its message; of a check or identity, its message; of an
+alert, its part. Messages are compared without their numbers.
+
+The answer is no only where the other run did enough work without the failure: 1.5 times the steps and rows of the
+observed run, or all of its own steps; for as long as the window of an alert; and with a pass of a check or identity. If
+anything else ends that run, the answer is unknown.
 """
 
 from __future__ import annotations
@@ -79,8 +80,8 @@ class Observed:
     window_s: float = 0.0
     """Length of an alert's window in seconds; 0 for a stall."""
     sign: str = ""
-    """Words that tell it from another failure with the same id; empty in observations of earlier versions, of which any
-    failure with the id is the same."""
+    """Words that distinguish failures with the same id; empty in observations of earlier versions, where any failure
+    with the id is the same."""
     rows: int = 0
     """Rows trained on until then; 0 where that is not known."""
     total: int = 0
@@ -93,12 +94,13 @@ class Observed:
 
 
 def observed_fields(observed: Observed) -> dict[str, Any]:
-    """Return an observation for JSON, without the fields that those of earlier versions do not have."""
+    """Return the fields of an observation for JSON, without the empty ones that earlier versions do not have."""
     fields = dataclasses.asdict(observed)
-    return {name: value for name, value in fields.items() if value or name not in _NEW}
+    return {name: value for name, value in fields.items() if value or name not in _ADDED}
 
 
-_NEW = ("sign", "rows", "total")
+_ADDED = ("sign", "rows", "total")
+"""Fields that observations of earlier versions do not have."""
 
 RANKS = {
     (CHECK, FAIL): 0,
@@ -143,7 +145,7 @@ def lines_of(path: Path) -> Iterator[Line]:
 
 
 def run_id(run: RunFolder) -> str:
-    """An id that is the same wherever the run's folder lies: a hash of the first line of its oldest log. Raises
+    """Return an id that is the same wherever the run's folder lies: a hash of the first line of its oldest log. Raises
     RunLogError."""
     for log in reversed(LOGS):
         for line in lines_of(log_of(run, log)):
@@ -152,22 +154,22 @@ def run_id(run: RunFolder) -> str:
 
 
 def observations(run: RunFolder) -> list[Observed]:
-    """Everything that went wrong by a run's logs, what proves most first. Raises RunLogError."""
-    found: dict[tuple[Kind, str], tuple[int, Observed]] = {}
+    """Return the failures that a run's logs record, the strongest evidence first. Raises RunLogError."""
+    newest: dict[tuple[Kind, str], tuple[int, Observed]] = {}
     id_, first, work = run_id(run), None, _Work()
     for log in LOGS:
         for line in lines_of(log_of(run, log)):
             event = line.event
             first = line.unix_s if first is None else min(first, line.unix_s)
             work.add(event)
-            told = _told(event, work)
-            if told is None:
+            failure = _failure_of(event, work)
+            if failure is None:
                 continue
-            step = work.steps if told.step is None else told.step
-            one = Observed(
-                kind=told.kind,
-                id=told.id,
-                text=told.text,
+            step = work.steps if failure.step is None else failure.step
+            observed = Observed(
+                kind=failure.kind,
+                id=failure.id,
+                text=failure.text,
                 run=run.name,
                 run_id=id_,
                 log=log,
@@ -176,26 +178,29 @@ def observations(run: RunFolder) -> list[Observed]:
                 step=step,
                 after_s=line.unix_s - first,
                 window_s=_window_s(event),
-                sign=told.sign,
+                sign=failure.sign,
                 rows=work.rows_until(step),
             )
-            found[told.kind, told.id] = told.rank, one
-    ranked = sorted(found.values(), key=lambda each: each[0])
-    return [replace(one, total=work.total) for _, one in ranked]
+            newest[failure.kind, failure.id] = failure.rank, observed
+    ranked = sorted(newest.values(), key=lambda pair: pair[0])
+    return [replace(observed, total=work.total) for _, observed in ranked]
 
 
 def observation(run: RunFolder, name: str) -> Observed:
-    """The newest line of that name, such as `alert gpu_idle`; without a name the one that proves most. Raises
-    BadInput."""
+    """Return the newest failure of that name, such as `alert gpu_idle`; without a name, the one with the strongest
+    evidence. Raises BadInput."""
     found = observations(run)
-    for one in found:
-        if name in ("", one.name, one.id) or name == one.kind == "exit":
-            return one
-    known = ", ".join(one.name for one in found) or "nothing: no check failed, no alert, no bad end"
+    for observed in found:
+        if name in ("", observed.name, observed.id) or name == observed.kind == "exit":
+            return observed
+    known = (
+        ", ".join(observed.name for observed in found)
+        or "nothing: no check failed, no alert, no bad end"
+    )
     raise BadInput.expected("observation", run.path, name or "something that went wrong", known)
 
 
-class _Told(NamedTuple):
+class _Failure(NamedTuple):
     """A failure that a line records."""
 
     kind: Kind
@@ -243,24 +248,26 @@ class _Work:
         return max((rows for at, rows in self._rows if at <= step), default=0)
 
 
-def _told(event: AnyEvent, work: _Work) -> _Told | None:
-    """Return what a line says went wrong; `work` is what was read before it."""
+def _failure_of(event: AnyEvent, work: _Work) -> _Failure | None:
+    """Return the failure that a line records, if any; `work` covers the lines before it."""
     match event:
         case Judged() if (rank := RANKS.get((event.by, event.level))) is not None:
             kind = cast(Kind, event.by)
             # The text of an alert names threads, places and rates that differ from run to run.
-            words = event.part if event.by == ALERT else _unnumbered(event.text.partition(":")[0])
+            words = (
+                event.part if event.by == ALERT else _without_numbers(event.text.partition(":")[0])
+            )
             sign, earlier = f"{event.id} {words}".strip(), event.id if event.by == ALERT else ""
-            return _Told(kind, event.id, event.text, rank, event.step, sign, earlier)
+            return _Failure(kind, event.id, event.text, rank, event.step, sign, earlier)
         case TrainerExited() if event.state.lower() != "completed":
             id_ = event.state.lower()
-            how = " ".join([id_, event.signal or "", _of_exception(work.ended)]).strip()
+            how = " ".join([id_, event.signal or "", _exception_sign(work.ended)]).strip()
             code = f" with code {event.returncode}" if how == id_ and event.returncode else ""
-            return _Told("exit", id_, event.sentence, 5, None, how + code, how)
+            return _Failure("exit", id_, event.sentence, 5, None, how + code, how)
     return None
 
 
-def _of_exception(ended: ScriptEnded | None) -> str:
+def _exception_sign(ended: ScriptEnded | None) -> str:
     """Return the exception that ended a script with the line that raised it, without folders and numbers."""
     if ended is None or ended.exception is None:
         return ""
@@ -268,7 +275,7 @@ def _of_exception(ended: ScriptEnded | None) -> str:
         # Which allocation fails first depends on the machine.
         return ended.exception
     path, _, place = (ended.where or "").rpartition("/")
-    return f"{ended.exception} at {place or path}: {_unnumbered(ended.message or '')}"
+    return f"{ended.exception} at {place or path}: {_without_numbers(ended.message or '')}"
 
 
 def raised_at(observed: Observed) -> tuple[str, int] | None:
@@ -277,7 +284,7 @@ def raised_at(observed: Observed) -> tuple[str, int] | None:
     return None if found is None else (found[1], int(found[2]))
 
 
-def _unnumbered(text: str) -> str:
+def _without_numbers(text: str) -> str:
     """Return words without numbers, addresses and folders, which differ from run to run."""
     text = re.sub(r"(/[^\s/'\"]+)+/", "", text)
     return " ".join(re.sub(r"0x[0-9a-fA-F]+|[-+]?\d[\d.,]*(e[-+]?\d+)?", "#", text).split())
@@ -290,17 +297,17 @@ def _window_s(event: AnyEvent) -> float:
 
 
 def is_shown(observed: Observed, view: RunView, *, steps: int) -> bool | None:
-    """Whether a run that is still going on shows it by now; None while it has not gone on for long enough. An exit is
-    known at the end alone."""
+    """Return whether a run that still goes on shows the failure by now; None until it has done enough work. An exit is
+    known only at the end."""
     lasted_s = (view.last_unix_s or 0.0) - (view.first_unix_s or 0.0)
     no = False if view.last_step >= steps and lasted_s >= observed.window_s else None
     if no is False and observed.rows:
-        rows = [one or 0 for one in view.steps.values("rows")]
-        no = False if not any(rows) or sum(rows) >= rows_past(observed) else None
+        rows = [count or 0 for count in view.steps.values("rows")]
+        no = False if not any(rows) or sum(rows) >= rows_to_rule_out(observed) else None
     match observed.kind:
         case "alert":
             alert = view.alerts.get(observed.id)
-            found = None if alert is None else _told(alert, _Work())
+            found = None if alert is None else _failure_of(alert, _Work())
             return True if found is not None and found.is_same(observed) else no
         case "check":
             check = view.checks.get(observed.id)
@@ -308,75 +315,79 @@ def is_shown(observed: Observed, view: RunView, *, steps: int) -> bool | None:
                 return True
             return no if check is not None and check.step >= observed.step else None
         case "identity":
-            return True if any(_is_wrong(observed, one) for one in view.identities) else no
+            return (
+                True
+                if any(_contradicts(observed, identity) for identity in view.identities)
+                else no
+            )
         case "exit":
             return no
 
 
-def rows_past(observed: Observed) -> int:
-    """Return the rows after which a run counts as one that does not show it: half as many again."""
+def rows_to_rule_out(observed: Observed) -> int:
+    """Return the number of rows after which a run without the failure counts as not showing it."""
     return math.ceil(1.5 * observed.rows)
 
 
-def _is_wrong(observed: Observed, one: Judged) -> bool:
-    return one.id == observed.id and one.level in WRONG
+def _contradicts(observed: Observed, identity: Judged) -> bool:
+    return identity.id == observed.id and identity.level in WRONG
 
 
 def shown(observed: Observed, run: RunFolder, *, steps: int) -> tuple[bool | None, str]:
-    """Whether the logs of a run that has ended show it, with the reason; None where they do not tell. Raises
-    RunLogError.
+    """Return whether the logs of a run that has ended show the failure, and the reason; None where the logs do not
+    decide. Raises RunLogError.
 
-    A run does not show it if it made `steps` steps on as many rows as `rows_past`, and went on for as long as the alert
-    had taken, or made all of its own steps and as many as the whole observed run; if it did not break; and if it
-    answered the check or identity with a pass.
+    A run does not show it if it made `steps` steps on as many rows as `rows_to_rule_out`, and went on for as long as
+    the alert had taken, or made all of its own steps and as many as the whole observed run; if it did not break; and
+    if it answered the check or identity with a pass.
     """
-    work, exits, first, last, other = _Work(), "", math.inf, 0.0, ""
-    is_whole: bool | None = None
+    work, exits, first, last, other_failure = _Work(), "", math.inf, 0.0, ""
+    is_completed: bool | None = None
     answered = observed.kind in ("alert", "exit")
     for log in LOGS:
         for line in lines_of(log_of(run, log)):
             event = line.event
             first, last = min(first, line.unix_s), max(last, line.unix_s)
             work.add(event)
-            found = _told(event, work)
-            if found is not None and (found.kind, found.id) == (observed.kind, observed.id):
-                if found.is_same(observed):
-                    return True, found.text
-                other = found.text if found.kind != "exit" else found.sign
+            failure = _failure_of(event, work)
+            if failure is not None and (failure.kind, failure.id) == (observed.kind, observed.id):
+                if failure.is_same(observed):
+                    return True, failure.text
+                other_failure = failure.text if failure.kind != "exit" else failure.sign
             match event:
                 case RunFinished():
-                    is_whole = event.state == "completed"
+                    is_completed = event.state == "completed"
                 case TrainerExited():
                     exits = event.state.lower()
-                    if is_whole is None:
-                        is_whole = event.returncode == 0
+                    if is_completed is None:
+                        is_completed = event.returncode == 0
                 case Judged(by="check", id=observed.id):
                     passed = event.level == PASS and event.step >= observed.step
                     answered = answered or passed
                 case Judged(by="identity", id=observed.id):
-                    if not observed.sign and _is_wrong(observed, event):
+                    if not observed.sign and _contradicts(observed, event):
                         return True, event.text
                     answered = answered or event.level == PASS
                 case StepDone(loss=float() as loss) if observed.id == "finite_weights":
-                    # The probe asks for it where a loss is not finite. A loss of 0 trains nothing.
+                    # The probe checks the weights only where a loss is not finite. A loss of 0 trains nothing.
                     is_past = event.step > observed.step
                     answered = answered or (is_past and math.isfinite(loss) and loss != 0)
     if not exits:
         return None, "nothing watched it to its end"
-    if other:
-        return None, f"it failed otherwise: {other}"
+    if other_failure:
+        return None, f"it failed otherwise: {other_failure}"
     done = work.steps
     made = f"it made {done} steps in {last - first:.0f} s and ended as {exits}"
     if exits in BROKEN:
-        failed = _of_exception(work.ended)
+        failed = _exception_sign(work.ended)
         return None, f"{made}{f': {failed}' if failed else ''}"
-    rows, wanted = work.rows_until(done), rows_past(observed) if observed.sign else 0
-    went_on = done >= steps and last - first >= observed.window_s
-    whole = is_whole and done >= observed.step
+    rows, wanted = work.rows_until(done), rows_to_rule_out(observed) if observed.sign else 0
+    did_enough = done >= steps and last - first >= observed.window_s
+    did_all = is_completed and done >= observed.step
     if observed.sign:
-        went_on = went_on and (not rows or rows >= wanted)
-        whole = whole and done >= (observed.total or math.ceil(1.5 * observed.step))
-    if not whole and not went_on:
+        did_enough = did_enough and (not rows or rows >= wanted)
+        did_all = did_all and done >= (observed.total or math.ceil(1.5 * observed.step))
+    if not did_all and not did_enough:
         on = f" on {wanted} rows" if rows and wanted else ""
         return None, f"{made}; it takes {steps} steps{on} and {observed.window_s:.0f} s to tell"
     if not answered:
@@ -387,12 +398,14 @@ def shown(observed: Observed, run: RunFolder, *, steps: int) -> tuple[bool | Non
 def trace_of(run: RunFolder, step: int) -> str:
     """Return a hash of the losses and rows of a run's steps until `step`, and of how it ended: equal for two runs that
     computed the same to the bit. Raises RunLogError."""
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for log in LOGS:
         for line in lines_of(log_of(run, log)):
             match line.event:
-                case StepDone() as one if one.step <= step:
-                    found.update(repr((one.step, one.loss, one.rows, one.rows_digest)).encode())
+                case StepDone() as done if done.step <= step:
+                    digest.update(
+                        repr((done.step, done.loss, done.rows, done.rows_digest)).encode()
+                    )
                 case ScriptEnded() as ended:
-                    found.update(_of_exception(ended).encode())
-    return found.hexdigest()
+                    digest.update(_exception_sign(ended).encode())
+    return digest.hexdigest()

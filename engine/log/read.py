@@ -5,8 +5,8 @@ offset and the sequence number of the first line it has not returned. A torn las
 middle of it, or died there) is left in place and read again at the next poll.
 
 A line that is lost, repeated, altered or not a record raises `BrokenLog` with its byte offset, and so does a
-file that was cut, replaced or removed while it was being followed. The error carries the sound events in
-front of the fault, so that one bad byte does not hide what a run did before it. The reader stays at the fault
+file that was cut, replaced or removed while it was being followed. The error carries the sound events
+before the fault, so that one bad byte does not hide what a run did before it. The reader stays at the fault
 and raises again at the next poll.
 """
 
@@ -43,7 +43,9 @@ from engine.log.events import (
 from engine.terminal import clipped
 
 READ_BYTES = 16 << 20
+"""Bytes that one poll reads by default."""
 PART_BYTES = 128 << 10
+"""Bytes of lines that are decoded at once; also the distance between two points of a reader."""
 LONGEST_LINE_BYTES = LOG_LINE.most
 LINES_KEPT = 2000
 """Number of newest lines of a log that a viewer keeps."""
@@ -91,13 +93,13 @@ def decode_line(line: bytes, where: str) -> AnyEvent:
     try:
         if depth_of(record) > JSON_DEPTH.most:
             raise ValueError(f"expected values nested {JSON_DEPTH}, found more")
-        non_finite = _put_in(record, record.pop("nf", None) or {})
+        non_finite = _take_non_finite(record, record.pop("nf", None) or {})
         if (known := KINDS.get(kind)) is not None:
             return _with_non_finite(msgspec.convert(record, known), non_finite)
         if (earlier := EARLIER.get(kind)) is not None:
             return as_now(_with_non_finite(msgspec.convert(record, earlier), non_finite))
-        for way, value in non_finite.items():
-            record = _replaced(record, way, value)
+        for path, value in non_finite.items():
+            record = _replaced(record, path, value)
         envelope = {name: record.pop(name) for name in ("v", "seq", "t_s") if name in record}
         del record["kind"]
         return msgspec.convert({"kind": kind, "fields": record, **envelope}, Unrecognised)
@@ -114,63 +116,61 @@ _STEP_NUMBERS = {
 """The fields of a step that may be NaN or infinite; a count may not."""
 
 
-def _put_back(step: Any) -> Any:
+def _restore_step(step: Any) -> Any:
     """Put the values named under `nf` into the fields of a step; ValueError for a nested name or another kind."""
     if type(step).__struct_config__.tag != "step":
-        raise ValueError("only the numbers of steps are put back here")
+        raise ValueError("`nf` of an event that is not a step")
     values = {name: NON_FINITE[text] for name, text in step.nf.items()}
     if not values.keys() <= _STEP_NUMBERS or any(getattr(step, n, 0.0) is not None for n in values):
         raise ValueError("`nf` names what is not null, or no number")
     return msgspec.structs.replace(step, nf=None, **values)
 
 
-Logged = TypeVar("Logged", bound=Event)
-Way: TypeAlias = tuple[str, ...]
+EventT = TypeVar("EventT", bound=Event)
+FieldPath: TypeAlias = tuple[str, ...]
 """Path of a value in a record: field names and list indices."""
-_STANDS_IN = -0.5 * LOG_NUMBER.most
+_PLACEHOLDER = -0.5 * LOG_NUMBER.most
 """Placeholder for a non-finite number while a record is checked: within the range of measured numbers, outside
 that of times and counts."""
 
 
-def _put_in(record: dict[str, Any], non_finite: dict[str, str]) -> dict[Way, float]:
+def _take_non_finite(record: dict[str, Any], non_finite: dict[str, str]) -> dict[FieldPath, float]:
     """Return the values named under `nf` by path, replacing each null in `record` by a placeholder number."""
     if not isinstance(non_finite, dict):
         raise TypeError(f"`nf` is {non_finite!r:.40}")
-    values: dict[Way, float] = {}
+    values: dict[FieldPath, float] = {}
     for path, text in non_finite.items():
-        *way, last = (part.replace("~1", "/").replace("~0", "~") for part in path.split("/"))
-        place: Any = record
-        for part in way:
-            place = place[int(part) if isinstance(place, list) else part]
-        key = int(last) if isinstance(place, list) else last
-        if place[key] is not None:
+        *parents, last = (part.replace("~1", "/").replace("~0", "~") for part in path.split("/"))
+        parent: Any = record
+        for part in parents:
+            parent = parent[int(part) if isinstance(parent, list) else part]
+        key = int(last) if isinstance(parent, list) else last
+        if parent[key] is not None:
             raise ValueError(f"`nf` names {path:.80}, which has a value")
-        place[key] = _STANDS_IN
-        values[(*way, last)] = NON_FINITE[text]
+        parent[key] = _PLACEHOLDER
+        values[(*parents, last)] = NON_FINITE[text]
     return values
 
 
-def _with_non_finite(event: Logged, values: dict[Way, float]) -> Logged:
+def _with_non_finite(event: EventT, values: dict[FieldPath, float]) -> EventT:
     """Put the non-finite values into a checked event; a field that only a later version knows is skipped."""
     if not values:
         return event
     fields: dict[str, Any] = {}
-    for (name, *way), value in values.items():
+    for (name, *path), value in values.items():
         if name in event.__struct_fields__:
-            fields[name] = _replaced(fields.get(name, getattr(event, name)), tuple(way), value)
+            fields[name] = _replaced(fields.get(name, getattr(event, name)), tuple(path), value)
     return msgspec.structs.replace(event, **fields)
 
 
-def _replaced(value: Any, way: Way, number: float) -> Any:
-    """Return `value` with the number at path `way` replaced."""
-    if not way:
+def _replaced(value: Any, path: FieldPath, number: float) -> Any:
+    """Return `value` with the number at `path` replaced."""
+    if not path:
         return number
     if isinstance(value, dict):
-        return {**value, way[0]: _replaced(value[way[0]], way[1:], number)}
-    place = int(way[0]) % len(value)
-    return type(value)(
-        [*value[:place], _replaced(value[place], way[1:], number), *value[place + 1 :]]
-    )
+        return {**value, path[0]: _replaced(value[path[0]], path[1:], number)}
+    at = int(path[0]) % len(value)
+    return type(value)([*value[:at], _replaced(value[at], path[1:], number), *value[at + 1 :]])
 
 
 # contract: run-log-v1
@@ -271,27 +271,27 @@ class LogReader:
         events: list[AnyEvent] = []
         # In parts: one line with an unusual form must not slow down a long block.
         for part in _parts(lines):
-            found = self._decode_at_once(part)
-            if found is None:
+            decoded = self._decode_at_once(part)
+            if decoded is None:
                 try:
-                    found = self._decode_each(part)
+                    decoded = self._decode_each(part)
                 except BrokenLog as broken:
                     broken.before = (*events, *broken.before)
                     raise
-            events += found
+            events += decoded
         return events
 
     def _decode_at_once(self, lines: bytes) -> list[AnyEvent] | None:
         """Decode many lines; None when they have to be decoded one by one."""
         try:
             events: list[Any] = self._decoder.decode_lines(lines)
-            # One less: the facts are nested in a record.
+            # `>=`: the record adds one level around the facts.
             facts = (event.facts for event in events if type(event) is FactsRead)
-            if any(depth_of(one) >= JSON_DEPTH.most for one in facts):
+            if any(depth_of(fact) >= JSON_DEPTH.most for fact in facts):
                 return None
             # Every kind has `nf`.
             if any(map(attrgetter("nf"), events)):
-                events = [_put_back(event) if event.nf else event for event in events]
+                events = [_restore_step(event) if event.nf else event for event in events]
         except (*NOT_JSON, LookupError, ValueError):
             return None
         # The decoder skips empty lines.
@@ -352,23 +352,23 @@ class LogReader:
 
 
 class RankReader(LogReader):
-    """Reads the log of a rank other than the first. A fault is an event after the sound lines, a note at level error:
-    it does not keep anybody from reading the log of the run."""
+    """Reads the log of a rank other than the first. A fault is a note at level error after the sound
+    lines, so that the log of the run is still read."""
 
     def __init__(self, path: Path, *, at: Point | None = None) -> None:
         super().__init__(path, at=at)
-        self._told = False
+        self._has_reported = False
 
     def poll(self, max_bytes: int = READ_BYTES) -> list[AnyEvent]:
         try:
             return super().poll(max_bytes)
         except BrokenLog as broken:
             events = list(broken.before)
-            if not self._told:
+            if not self._has_reported:
                 point = self.points[-1]
                 t_s = max(0.0, point.unix_s - point.opened_unix_s)
                 events.append(Note(level="error", text=broken.message, seq=point.number, t_s=t_s))
-            self._told = True
+            self._has_reported = True
             return events
 
 

@@ -123,7 +123,7 @@ LEVEL_WORDS = {
 
 
 def level_text(judged: Judged) -> str:
-    """Return the level in the word that is used of what judged."""
+    """Return the word for the level of a result: alerts and identities have words of their own."""
     return LEVEL_WORDS.get((judged.by, judged.level), judged.level)
 
 
@@ -294,12 +294,12 @@ def _script_ended_text(event: ScriptEnded) -> str:
 
 
 def _started_text(event: RunStarted) -> str:
-    again = f", resumed from step {event.resumed_from}" if event.resumed_from is not None else ""
+    resumed = f", resumed from step {event.resumed_from}" if event.resumed_from is not None else ""
     return (
         f"run {event.name}: {event.steps} steps of {event.rows_per_step} x {event.seq_len} tokens "
         f"on {event.device}, alpha {number_text(event.alpha, 'g')} (weight of CE), "
         f"T {number_text(event.temperature, 'g')}, peak lr {number_text(event.peak_lr, 'g')}, "
-        f"{format_count(event.trainable_parameters)} trainable{again}"
+        f"{format_count(event.trainable_parameters)} trainable{resumed}"
     )
 
 
@@ -308,7 +308,7 @@ def _chat_text(data: DataReady) -> str:
     notes = [f"{count:,} left out: {why}" for why, count in data.left_out.items()]
     notes += [f"in {count:,}: {remark}" for remark, count in data.remarks.items()]
     if data.labelled_tokens is None:
-        return "".join(f"; {one}" for one in notes)
+        return "".join(f"; {note}" for note in notes)
     share = data.labelled_tokens / data.train_tokens if data.train_tokens else 0.0
     parts = [f"{format_count(data.labelled_tokens)} tokens ({share:.1%}) have labels"]
     parts += notes
@@ -323,10 +323,10 @@ def _chat_text(data: DataReady) -> str:
 
 
 def _plan_text(plan: MemoryPlanned) -> str:
-    room = f"available unknown: {plan.available_source}"
+    available = f"available unknown: {plan.available_source}"
     if plan.available_bytes is not None:
-        room = f"{format_bytes(plan.available_bytes)} available ({plan.available_source})"
-    return f"memory: {format_bytes(plan.predicted_bytes)} predicted at the peak, {plan.peak_phase}; {room}"
+        available = f"{format_bytes(plan.available_bytes)} available ({plan.available_source})"
+    return f"memory: {format_bytes(plan.predicted_bytes)} predicted at the peak, {plan.peak_phase}; {available}"
 
 
 def _peak_text(peak: MemoryMeasured) -> str:
@@ -351,21 +351,23 @@ def _compiled_text(event: Compiled) -> str:
     return f"COMPILE AFTER WARM-UP: {text}{differs}"
 
 
-def judged_text(one: Judged) -> str:
+def judged_text(judged: Judged) -> str:
     """Render what was judged: a failure is highlighted, and unknown never reads as a pass."""
-    match one.by:
+    match judged.by:
         case "check":
-            level = {PASS: PASS, FAIL: "FAIL"}.get(one.level, "unknown")
-            return f"check {one.id}: {level}: {one.text} ({format_seconds(one.cost_s)})"
-        case "alert" if one.level == PASS:
-            return f"alert {one.id} is over after {format_seconds(one.numbers.get('active_s'))}"
+            level = {PASS: PASS, FAIL: "FAIL"}.get(judged.level, "unknown")
+            return f"check {judged.id}: {level}: {judged.text} ({format_seconds(judged.cost_s)})"
+        case "alert" if judged.level == PASS:
+            return (
+                f"alert {judged.id} is over after {format_seconds(judged.numbers.get('active_s'))}"
+            )
         case "alert":
-            return f"ALERT {one.id}: {one.text}"
+            return f"ALERT {judged.id}: {judged.text}"
         case "number":
-            return f"NON-FINITE: {one.id} is {one.text} at step {one.step}"
-    level = level_text(one)
-    level = level.upper() if one.level == FAIL else level
-    return f"{one.by} {one.id} at step {one.step}: {level}: {one.text}"
+            return f"NON-FINITE: {judged.id} is {judged.text} at step {judged.step}"
+    level = level_text(judged)
+    level = level.upper() if judged.level == FAIL else level
+    return f"{judged.by} {judged.id} at step {judged.step}: {level}: {judged.text}"
 
 
 LOSSES = 4
@@ -415,11 +417,11 @@ def sample_text(sample: HostSample | GpuSample) -> str:
 
 def device_lines(view: RunView, width: int = 100, *, ascii_only: bool = False) -> list[str]:
     """Render GPU and host readings, each as a value or as unknown, with the reason."""
-    found = [*gpu_lines(view, width, ascii_only=ascii_only), *rank_lines(view), *host_lines(view)]
-    for host, one in view.hosts_now.items():
-        found += [f"{host}:", *host_lines(one)]
-    none = "no reading yet" if view.imported is None else "the imported log has no readings"
-    return found or [none]
+    lines = [*gpu_lines(view, width, ascii_only=ascii_only), *rank_lines(view), *host_lines(view)]
+    for host, host_view in view.hosts_now.items():
+        lines += [f"{host}:", *host_lines(host_view)]
+    no_lines = "no reading yet" if view.imported is None else "the imported log has no readings"
+    return lines or [no_lines]
 
 
 def host_lines(view: RunView) -> list[str]:
@@ -430,22 +432,22 @@ def host_lines(view: RunView) -> list[str]:
             f"       job {format_bytes(view.memory_peak.measured_bytes)} at its peak by step "
             f"{view.memory_peak.step} ({view.memory_peak.source})"
         )
-    # Shown with the memory that it is a part of: the GPU's, or the host's on a machine without a GPU.
-    of_trainer = _held_lines(view)
-    lines += of_trainer if view.gpus else []
-    lines += _no_gpu(view)
+    # Shown after the memory that contains it: the GPU's, or the host's on a machine without a GPU.
+    held = _held_lines(view)
+    lines += held if view.gpus else []
+    lines += _no_gpu_lines(view)
     if view.host is not None:
         cell = _cells(view, view.host, "")
         free, total = cell("host_available_bytes"), cell("host_total_bytes")
         lines += [
-            f"host   available {free} / {total}{_pool(view)}  load {cell('load1')}",
+            f"host   available {free} / {total}{_shared_memory_note(view)}  load {cell('load1')}",
             f"       trainer rss {cell('trainer_rss_bytes')}  cpu {cell('trainer_cpu_pct')}",
         ]
-    return lines + ([] if view.gpus else of_trainer)
+    return lines + ([] if view.gpus else held)
 
 
-def _no_gpu(view: RunView) -> list[str]:
-    """Say why no GPU is read; nothing where one is, or where that is not known yet."""
+def _no_gpu_lines(view: RunView) -> list[str]:
+    """Say why no GPU is read; empty where one is, or before the facts of the machine are logged."""
     if view.gpus or view.facts is None:
         return []
     return [
@@ -456,10 +458,10 @@ def _no_gpu(view: RunView) -> list[str]:
 def run_device_lines(view: RunView, width: int = 100, *, ascii_only: bool = False) -> list[str]:
     """Render what was read of GPUs and host over the whole run: typical values and extremes."""
     gpus = gpu_lines(view, width, ascii_only=ascii_only, whole_run=True)
-    found = [*gpus, *rank_lines(view), *run_host_lines(view)]
-    for host, one in view.hosts_now.items():
-        found += [f"{host}:", *run_host_lines(one)]
-    return [*_no_gpu(view), *found] if found else []
+    lines = [*gpus, *rank_lines(view), *run_host_lines(view)]
+    for host, host_view in view.hosts_now.items():
+        lines += [f"{host}:", *run_host_lines(host_view)]
+    return [*_no_gpu_lines(view), *lines] if lines else []
 
 
 def run_host_lines(view: RunView) -> list[str]:
@@ -469,20 +471,20 @@ def run_host_lines(view: RunView) -> list[str]:
         peak = view.memory_peak
         lines.append(f"job    {format_bytes(peak.measured_bytes)} at its peak ({peak.source})")
     hosts = view.hosts
-    least = over_run(hosts, "host_available_bytes", "lowest")
-    lines += _joined("host   available", least, "min")
-    rss = over_run(hosts, "trainer_rss_bytes", "highest")
-    cpu = over_run(hosts, "trainer_cpu_pct", "median")
-    lines += _joined("       trainer rss", rss, "peak", f" cpu {cpu} (median)" if cpu else "")
+    least = _over_run(hosts, "host_available_bytes", "lowest")
+    lines += _reading_line("host   available", least, "min")
+    rss = _over_run(hosts, "trainer_rss_bytes", "highest")
+    cpu = _over_run(hosts, "trainer_cpu_pct", "median")
+    lines += _reading_line("       trainer rss", rss, "peak", f" cpu {cpu} (median)" if cpu else "")
     return lines
 
 
-def _joined(before: str, found: str, *after: str) -> list[str]:
+def _reading_line(label: str, reading: str, *after: str) -> list[str]:
     """Return one line about a reading; none for one that was never read."""
-    return [" ".join(filter(None, (before, found, *after)))] if found else []
+    return [" ".join(filter(None, (label, reading, *after)))] if reading else []
 
 
-def over_run(table: Table, name: str, which: Literal["lowest", "median", "highest"]) -> str:
+def _over_run(table: Table, name: str, which: Literal["lowest", "median", "highest"]) -> str:
     """Format a reading over all rows of a table; empty where it was never read. The last word of its name is its
     unit."""
     known = sorted(y for y in table.values(name) if y is not None and math.isfinite(y))
@@ -498,16 +500,16 @@ def _held_lines(view: RunView) -> list[str]:
     if host is None or host.memory_held_bytes is None:
         return []
     cell = _cells(view, host, "")
-    kept = ""
+    reserved = ""
     if host.memory_reserved_bytes is not None:
-        kept = f", {cell('memory_reserved_bytes')} reserved"
+        reserved = f", {cell('memory_reserved_bytes')} reserved"
     return [
-        f"       job holds {cell('memory_held_bytes')}{kept}, {cell('memory_peak_bytes')} at its peak "
+        f"       job holds {cell('memory_held_bytes')}{reserved}, {cell('memory_peak_bytes')} at its peak "
         f"({host.memory_source or NOT_MEASURED})"
     ]
 
 
-def _pool(view: RunView) -> str:
+def _shared_memory_note(view: RunView) -> str:
     """Return a note that host and GPU share their memory, where they do."""
     unified = (view.facts or {}).get("cuda0_integrated") == "yes"
     return " (host pool, shared with the GPU)" if unified else ""
@@ -553,8 +555,8 @@ def errors_text(count: int) -> str:
 
 
 def error_lines(errors: Sequence[ErrorNote], path: object = "RUN") -> list[str]:
-    """Render notes of errors, the first of many of them."""
-    lines = [one_line(f"{clock_text(one.unix_s)} error: {one.note.text}") for one in errors]
+    """Render the first notes of errors, and the number of those left out."""
+    lines = [one_line(f"{clock_text(e.unix_s)} error: {e.note.text}") for e in errors]
     more = len(lines) - ERRORS_SHOWN
     return [
         *lines[:ERRORS_SHOWN],
@@ -634,9 +636,9 @@ def ending_text(view: RunView, state: str) -> str:
     return "none of its processes exists and no end was recorded" if state == "vanished" else ""
 
 
-def seen_text(seen: Judged) -> str:
+def identity_text(identity: Judged) -> str:
     """Render the result of an identity of a watched script."""
-    return f"{level_text(seen)} {seen.id} at step {seen.step}: {seen.text}"
+    return f"{level_text(identity)} {identity.id} at step {identity.step}: {identity.text}"
 
 
 def host_lost_text(view: RunView) -> str:
@@ -671,7 +673,7 @@ def result_lines(view: RunView) -> list[str]:
             whose = f"{'saved ' if done.saved else ''}{words}{at}"
             lines.append(
                 f"held-out loss of the {whose}: {nats_text(done.loss)}{_perplexity(done)}"
-                f"{_before_saving(view, done)}"
+                f"{_loss_before_saving(view, done)}"
             )
     if view.student is not None:
         lines.append(f"student saved in {view.student.path}")
@@ -746,7 +748,7 @@ def _quoted(text: str) -> str:
     return one_line(json.dumps(text, ensure_ascii=False))
 
 
-def _before_saving(view: RunView, done: Evaluated) -> str:
+def _loss_before_saving(view: RunView, done: Evaluated) -> str:
     """Render the loss before the student was rounded to the dtype of its files; empty if it is the same."""
     unsaved = [
         e.loss
@@ -767,7 +769,7 @@ def _perplexity(done: Evaluated) -> str:
 
 def ledger_line(view: RunView) -> str:
     """Break down the time of the newest step by phase; empty when it was not measured."""
-    return _of_newest("step ", view.phases, least=0.0)
+    return _shares_of_newest_step("step ", view.phases, least=0.0)
 
 
 def start_line(view: RunView) -> str:
@@ -780,7 +782,7 @@ def start_parts(view: RunView) -> list[dict[str, Any]]:
     return [{"phase": name, "seconds": s} for name, s in view.start_s().items()]
 
 
-def _of_newest(title: str, seconds: Mapping[str, float], *, least: float) -> str:
+def _shares_of_newest_step(title: str, seconds: Mapping[str, float], *, least: float) -> str:
     shares = _shares(title, seconds, least=least)
     return shares and f"{shares}, in the newest step"
 
@@ -801,7 +803,7 @@ def speed_lines(view: RunView) -> list[str]:
     """Render the pace of the last steps as a share of the device's peak, and the phases of the newest step, of the
     host's time to it, and of the start."""
     pace = [] if view.tokens_per_second() is None else [f"speed  {_pace_text(view)}"]
-    host = _of_newest("host ", view.host_s, least=0.01)
+    host = _shares_of_newest_step("host ", view.host_s, least=0.01)
     return [*pace, *filter(None, [ledger_line(view), host, start_line(view)])]
 
 
@@ -820,17 +822,18 @@ def check_lines(view: RunView) -> list[str]:
     levels = {
         check.id: check.level if check.level in order else "unknown" for check in checks.values()
     }
-    found = sorted(checks.values(), key=lambda check: order.index(levels[check.id]))
-    counts = ", ".join(
-        f"{sum(level == one for one in levels.values())} {level}" for level in reversed(order)
-    )
-    cost = sum(check.cost_s or 0.0 for check in found)
+    ordered = sorted(checks.values(), key=lambda check: order.index(levels[check.id]))
+    counts = ", ".join(f"{list(levels.values()).count(level)} {level}" for level in reversed(order))
+    cost = sum(check.cost_s or 0.0 for check in ordered)
     times, seconds = view.checked_again
     again = f"; {times} repeated answers took {format_seconds(seconds)}" if times else ""
     return [
         f"{counts}; they took {format_seconds(cost)}{again}",
         *filter(None, [audit_text(view)]),
-        *(one_line(f"{CHECK_SIGNS[levels[check.id]]} {check.id}: {check.text}") for check in found),
+        *(
+            one_line(f"{CHECK_SIGNS[levels[check.id]]} {check.id}: {check.text}")
+            for check in ordered
+        ),
         *errors,
     ]
 
@@ -862,6 +865,7 @@ def audit_text(view: RunView) -> str:
     return f"audited: {'; '.join(parts)}"
 
 
+# Shown where a run of the engine would have readings that a watched script does not give.
 UNSEEN_COMMAND = "no probe reported a step: its optimizer and gradients were not seen"
 OTHERS_KERNELS = "nothing compiled by torch.compile was seen"
 OTHERS_DATA = (
@@ -871,10 +875,7 @@ OTHERS_RESULT = (
     "held-out losses and checkpoints of a watched script are not seen; it can log its held-out loss with "
     "apr_watch.log(held_out=...)"
 )
-
-
 OTHERS_SAMPLES = "no text is generated from the model of a watched script"
-
 
 GROUPS = 6
 """Most parameter groups of an optimizer that are shown."""
@@ -947,20 +948,20 @@ def command_lines(view: RunView, command: WatchedCommand) -> list[str]:
         return [one_line(line) for line in [*lines, f"process    {event_text(view.process)}"]]
     if view.watched is None:
         return [one_line(line) for line in [*lines, f"optimizer  {UNSEEN_COMMAND}"]]
-    one = view.watched
+    watched = view.watched
     lines += [
-        f"optimizer  {one.optimizer} of {format_count(one.parameters)} parameters on {one.device}",
-        *_group_lines(one),
-        f"versions   torch {one.torch}, Python {one.python}",
+        f"optimizer  {watched.optimizer} of {format_count(watched.parameters)} parameters on {watched.device}",
+        *_group_lines(watched),
+        f"versions   torch {watched.torch}, Python {watched.python}",
     ]
-    if one.world > 1:
-        lines.append(f"processes  {one.world}; rank {one.rank} is shown")
+    if watched.world > 1:
+        lines.append(f"processes  {watched.world}; rank {watched.rank} is shown")
     # Known only if the script uses `apr_watch.callback`.
-    found = [
+    settings = [
         note.text.partition(" of ")[2] for note in view.notes if note.text.startswith(SETTINGS)
     ]
-    lines.append(f"settings   {found[-1] if found else 'unknown'}")
-    lines += [f"changed    {one.knob}={one.choice}: {one.reason}" for one in view.decisions]
+    lines.append(f"settings   {settings[-1] if settings else 'unknown'}")
+    lines += [f"changed    {made.knob}={made.choice}: {made.reason}" for made in view.decisions]
     return [one_line(line) for line in [*lines, *_logged_lines(view)]]
 
 

@@ -36,6 +36,7 @@ FOLDER = "flight"
 ANSWER_S = 15.0
 """Time to wait for an answer, in seconds. A rank checks its pipe once a second, and needs some seconds to answer."""
 LARGEST_BYTES = 256 << 20
+"""Maximum size of a recording in bytes; a larger one is refused."""
 _PIPE, _TRACE = "ask-", "rank-"
 DONE = "completed"
 
@@ -62,7 +63,7 @@ def ask(run: Path) -> float | None:
     asked_unix_s, asked = time.time(), 0
     for pipe in sorted((run / FOLDER).glob(f"{_PIPE}*.pipe")):
         try:
-            # Without waiting: a process that is gone reads no more.
+            # O_NONBLOCK: without it, opening the pipe of a process that is gone waits for a reader for ever.
             number = os.open(pipe, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         except OSError as error:
             if error.errno not in (errno.ENXIO, errno.ENOENT):
@@ -135,17 +136,17 @@ def read(run: Path, since_unix_s: float) -> tuple[list[Trace], list[str]]:
 def _trace(rank: int, file: BinaryIO) -> Trace:
     if os.fstat(file.fileno()).st_size > LARGEST_BYTES:
         raise OSError(errno.EFBIG, os.strerror(errno.EFBIG))
-    found = _PlainUnpickler(file).load()
-    groups = {str(key): value for key, value in (found.get("pg_config") or {}).items()}
+    recording = _PlainUnpickler(file).load()
+    groups = {str(key): value for key, value in (recording.get("pg_config") or {}).items()}
     recorded: dict[tuple[str, int], Collective] = {}
     newest: dict[str, Collective] = {}
-    for entry in found["entries"]:
+    for entry in recording["entries"]:
         if entry.get("is_p2p"):
             continue
-        one = _collective(entry)
-        recorded[one.group, one.number] = one
-        if one.group not in newest or one.number >= newest[one.group].number:
-            newest[one.group] = one
+        collective = _collective(entry)
+        recorded[collective.group, collective.number] = collective
+        if collective.group not in newest or collective.number >= newest[collective.group].number:
+            newest[collective.group] = collective
     return Trace(
         rank=rank,
         members={key: _ranks(value.get("ranks")) for key, value in groups.items()},
@@ -192,60 +193,60 @@ def has_answered(run: Path, since_unix_s: float) -> bool:
 
 
 def sentence(traces: Sequence[Trace]) -> str:
-    """Say in which collective the ranks hang, and whose fault that is; empty where none is going on."""
-    for group in sorted({group for one in traces for group in one.newest}, key=_natural):
-        of_group = [one for one in traces if group in one.newest]
-        if said := _of_group(group, of_group, _members(group, traces)):
-            return said
+    """Name the collective in which the ranks hang, and the rank that causes it; empty where no collective is open."""
+    for group in sorted({group for trace in traces for group in trace.newest}, key=_sort_key):
+        of_group = [trace for trace in traces if group in trace.newest]
+        if text := _sentence_of_group(group, of_group, _members(group, traces)):
+            return text
     return ""
 
 
-def _natural(group: str) -> tuple[int, str]:
+def _sort_key(group: str) -> tuple[int, str]:
     return (int(group), "") if group.isdecimal() else (1 << 30, group)
 
 
 def _members(group: str, traces: Sequence[Trace]) -> tuple[int, ...]:
-    listed = next((one.members[group] for one in traces if one.members.get(group)), ())
-    return listed or tuple(one.rank for one in traces)
+    listed = next((t.members[group] for t in traces if t.members.get(group)), ())
+    return listed or tuple(trace.rank for trace in traces)
 
 
-def _of_group(group: str, traces: Sequence[Trace], members: tuple[int, ...]) -> str:
-    # The first that has not ended anywhere: those after it wait for it.
-    open_ = [
-        one
+def _sentence_of_group(group: str, traces: Sequence[Trace], members: tuple[int, ...]) -> str:
+    pending = [
+        collective
         for trace in traces
-        for (of, _), one in trace.recorded.items()
-        if of == group and one.state != DONE
+        for collective in trace.recorded.values()
+        if collective.group == group and collective.state != DONE
     ]
-    if not open_:
+    if not pending:
         return ""
-    number = min(one.number for one in open_)
-    there = {t.rank: t.recorded[group, number] for t in traces if (group, number) in t.recorded}
-    waiting = {rank: one for rank, one in there.items() if one.state != DONE}
+    # Later collectives wait for the first that has not completed.
+    number = min(collective.number for collective in pending)
+    entered = {t.rank: t.recorded[group, number] for t in traces if (group, number) in t.recorded}
+    waiting = {rank: one for rank, one in entered.items() if one.state != DONE}
     rank, first = next(iter(sorted(waiting.items())))
     name = f"{first.what}, number {number}{_in_group(group)}"
     where = f" at {first.at}" if first.at else ""
-    late = [t for t in traces if t.rank not in there and t.newest[group].number < number]
+    late = [t for t in traces if t.rank not in entered and t.newest[group].number < number]
     silent = sorted(set(members) - {t.rank for t in traces})
     if late:
         last = late[0].newest[group]
         after = f"; its last was {last.what}" + (f" at {last.at}" if last.at else "")
         return (
-            f"{_whose(t.rank for t in late)} not entered {name}, in which {_whose(waiting, 'wait')}"
+            f"{_ranks_and_verb(t.rank for t in late)} not entered {name}, in which {_ranks_and_verb(waiting, 'wait')}"
             f"{where}{after}"
         )
-    differing = {r: one for r, one in there.items() if one.what != first.what}
-    if differing:
-        other, second = next(iter(sorted(differing.items())))
+    different = {r: one for r, one in entered.items() if one.what != first.what}
+    if different:
+        other_rank, second = next(iter(sorted(different.items())))
         at = f" at {second.at}" if second.at else ""
         return (
             f"ranks differ in collective {number}{_in_group(group)}: rank {rank} is in {first.what}{where}, rank "
-            f"{other} in {second.what}{at}; neither can end"
+            f"{other_rank} in {second.what}{at}; neither can end"
         )
     if silent:
         return (
-            f"{_whose(silent)} not answered; {_whose(waiting, 'wait')} in {name}{where}: that rank is gone, or has "
-            "no recorder"
+            f"{_ranks_and_verb(silent)} not answered; {_ranks_and_verb(waiting, 'wait')} in {name}{where}: that rank "
+            "is gone, or has no recorder"
         )
     return (
         f"all ranks are in {name}{where}, and it does not end: the GPUs or the network between them"
@@ -256,7 +257,7 @@ def _in_group(group: str) -> str:
     return "" if group in ("0", "default_pg") else f" of group {group}"
 
 
-def _whose(ranks: Any, verb: str = "have") -> str:
+def _ranks_and_verb(ranks: Any, verb: str = "have") -> str:
     listed = sorted(ranks)
     text = re.sub(r", (\d+)$", r" and \1", ", ".join(map(str, listed)))
     if len(listed) == 1:

@@ -34,7 +34,7 @@ from engine.log.events import (
     Note,
     StepDone,
 )
-from engine.log.fold import OF_RANKS, fold, of_rank
+from engine.log.fold import OF_RANKS, failure_of_rank, fold
 from engine.log.folder import RunFolder, find_runs
 from engine.log.follow import Follower
 from engine.log.in_order import BLOCK_BYTES, InOrder, Line, blocks
@@ -175,7 +175,9 @@ class _Replay:
         if rank_of(line.source):
             # Its steps are those of the first rank.
             if isinstance(event, OF_RANKS):
-                self.hear(rank_of(line.source), of_rank(rank_of(line.source), event), unix_s)
+                self.hear(
+                    rank_of(line.source), failure_of_rank(rank_of(line.source), event), unix_s
+                )
                 self.waiting.append(line)
             return
         # Alerts that were logged at the time are not evidence: the rules are evaluated again.

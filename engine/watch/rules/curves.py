@@ -1,6 +1,6 @@
-"""Rules about the curves of a whole log of another tool: they are asked at its end, with all of it there.
+"""Rules about the curves of an imported log, evaluated once when all of it has been read.
 
-Each leaves alone what healthy trainings look like: losses that are meant to rise, warm restarts, a curriculum that
+None of them fires on the curves of a healthy training: losses that are meant to rise, warm restarts, a curriculum that
 becomes harder, small noisy evaluation sets, schedules that end at 0, evaluations that take their time.
 """
 
@@ -25,8 +25,9 @@ LEARNT = 0.3
 LOST = 0.5
 """Share of what was learnt that a divergence loses."""
 SIGMAS = 6.0
-AGAIN = 0.05
-"""Share by which a loss that learns again has fallen since it rose."""
+"""Minimum rise of a diverged loss, in robust standard deviations of the losses just before it."""
+RECOVERY = 0.05
+"""Share by which the loss falls after its rise if it learns again, 0 to 1."""
 VOCABULARIES = (
     1000,
     30522,
@@ -44,22 +45,28 @@ VOCABULARIES = (
 )
 """Sizes of common vocabularies, for logs that do not say theirs."""
 NEAR, FLAT = 0.01, 0.01
+"""Distance of a flat loss from ln V, and its range from lowest to highest level, as shares of the loss."""
 DEAD_RATE, DEAD_SHARE, DEAD_ROWS = 1e-6, 0.2, 20
-"""Rate as a share of its peak, share of the rows and fewest rows that make it dead."""
+"""Learning rate as a share of its peak, share of the rows, and minimum number of rows, that make a rate dead."""
 BELOW, BELOW_NATS, BELOW_EVALS = 1 / 3, 0.3, 3
+"""Ratio of the held-out to the training loss, difference of the two, and minimum number of evaluations."""
 GROWS, GROWS_POINTS, GROWS_EVENLY = 0.15, 20, 0.5
-"""Growth of memory, as a share; its fewest readings; the least quarter of it, as a share of the mean quarter."""
+"""Growth of memory as a share, its minimum number of readings, and the growth of the slowest quarter relative to the
+mean quarter."""
 SLOW_TIMES, SLOW_LEAST, SLOW_SHARE, SLOW_REGULAR = 3.0, 5, 0.15, 0.8
+"""Ratio of a slow step to the median, minimum number of slow steps, share of the time that they lose, and share of them
+at one interval."""
 SLOW_PART = 0.25
-"""Least time that a slow step loses, as a share of what those lose that lose the most: a step of a few milliseconds is
-often some milliseconds late."""
+"""Minimum time that a slow step loses, as a share of the time that the slowest steps lose: a step of a few milliseconds
+is often some milliseconds late."""
 GAP_S, GAP_TIMES, GAP_OTHERS = 300.0, 30.0, 3.0
 """Shortest gap in seconds; its ratio to the median time of a step, and to the second longest gap."""
 
 
-def _whole(case: Case, least: int = ROWS) -> range:
+def _rows_of_whole_log(case: Case, least: int = ROWS) -> range:
+    """Return all rows of an imported log that was read to its end. Raises CannotJudge for any other."""
     if case.view.imported is None:
-        raise CannotJudge("it is judged only in an imported log")
+        raise CannotJudge("only an imported log is judged")
     if not case.is_over:
         raise CannotJudge("the log is not read to its end")
     return case.steps(len(case.view.steps), at_least=least, session=False)
@@ -71,30 +78,30 @@ def _whole(case: Case, least: int = ROWS) -> range:
     "stays up and does not learn again, unless it may be meant to rise",
 )
 def loss_diverged(case: Case) -> Symptom | None:
-    rows = _whole(case)
+    rows = _rows_of_whole_log(case)
     case.must_be_meant_to_fall()
     pairs = case.pairs("loss", "step", rows)
     losses = [loss for loss, _ in pairs]
     if len(losses) < ROWS or min(losses) <= 0:
         raise CannotJudge(f"needs {ROWS} losses above 0")
-    size = max(3, len(losses) // PARTS)
-    levels = [median(losses[at : at + size]) for at in range(0, len(losses) - size + 1, size)]
+    window = max(3, len(losses) // PARTS)
+    levels = [median(losses[at : at + window]) for at in range(0, len(losses) - window + 1, window)]
     first, last = levels[0], median(levels[-3:])
     at = min(range(len(levels)), key=levels.__getitem__)
     best = levels[at]
     if best > (1 - LEARNT) * first or last - best < LOST * (first - best):
         return None
     limit = best + 0.2 * (last - best)
-    short = [median(losses[max(0, i - 4) : i + 1]) for i in range(len(losses))]
-    begin = max((i for i, level in enumerate(short) if level <= limit), default=0) + 1
+    smoothed = [median(losses[max(0, i - 4) : i + 1]) for i in range(len(losses))]
+    begin = max((i for i, level in enumerate(smoothed) if level <= limit), default=0) + 1
     after = losses[begin:]
-    before = losses[max(0, begin - 2 * size) : begin]
+    before = losses[max(0, begin - 2 * window) : begin]
     if len(after) < 10 or len(before) < 5 or last - best < SIGMAS * sigma(before):
         return None
     third = len(after) // 3
-    if median(after[-third:]) < (1 - AGAIN) * median(after[third : 2 * third]) and last < first:
+    # A harder stage of a curriculum raises the loss within one step, to less than at the start, and is then learnt.
+    if median(after[-third:]) < (1 - RECOVERY) * median(after[third : 2 * third]) and last < first:
         return None
-    # A stage of a curriculum is harder from one step to the next, and never as hard as the start.
     step = int(pairs[begin][1])
     return Symptom(
         f"the loss diverged from {best:.4g} to {last:.4g}",
@@ -115,7 +122,7 @@ def loss_diverged(case: Case) -> Symptom | None:
     "of ln V of a common vocabulary",
 )
 def loss_flat_at_guessing(case: Case) -> Symptom | None:
-    losses = case.column("loss", rows := _whole(case))
+    losses = case.column("loss", rows := _rows_of_whole_log(case))
     size = max(3, len(losses) // PARTS)
     levels = [median(losses[at : at + size]) for at in range(0, len(losses) - size + 1, size)]
     level = median(levels)
@@ -141,7 +148,7 @@ def loss_flat_at_guessing(case: Case) -> Symptom | None:
     threshold=f"at most {DEAD_RATE:g} of its peak in the last {DEAD_SHARE:.0%} of the rows, {DEAD_ROWS} at least",
 )
 def rate_is_dead(case: Case) -> Symptom | None:
-    rows = _whole(case, DEAD_ROWS)
+    rows = _rows_of_whole_log(case, DEAD_ROWS)
     pairs = case.pairs("lr", "step", rows)
     peak = max(rate for rate, _ in pairs)
     dead = list(itertools.takewhile(lambda one: one[0] <= DEAD_RATE * peak, reversed(pairs)))
@@ -163,28 +170,28 @@ def rate_is_dead(case: Case) -> Symptom | None:
     f"{BELOW_NATS:g} below it",
 )
 def heldout_below_training(case: Case) -> Symptom | None:
-    pairs = case.pairs("loss", "step", rows := _whole(case, 20))
+    pairs = case.pairs("loss", "step", rows := _rows_of_whole_log(case, 20))
     case.must_be_meant_to_fall()
     evals = [
         e
         for e in case.view.evals
         if e.subject == "student" and e.loss is not None and math.isfinite(e.loss)
     ]
-    found = []
+    below = []
     for e in reversed(evals):
         at = max((i for i, (_, step) in enumerate(pairs) if step <= e.step), default=0)
         training = mean([loss for loss, _ in pairs[max(0, at - 19) : at + 1]])
         assert e.loss is not None
         if e.loss > BELOW * training or training - e.loss < BELOW_NATS:
             break
-        found.append((e.loss, training, e.step))
-    if len(found) < max(BELOW_EVALS, len(evals) / 2):
+        below.append((e.loss, training, e.step))
+    if len(below) < max(BELOW_EVALS, len(evals) / 2):
         return None
-    loss, training, _ = found[0]
+    loss, training, _ = below[0]
     return Symptom(
         f"the held-out loss is {loss:.3g}, 1/{training / loss:.0f} of the training loss",
         [("held-out loss", loss, f"training loss {training:.4g}")],
-        replace(case.span(rows), first_step=found[-1][2]),
+        replace(case.span(rows), first_step=below[-1][2]),
         meaning="the two are not the same quantity: a sum over micro-batches compared with a mean, other labels or "
         "masks, or training text in the held-out set",
         no_flip="evaluate a training batch with the evaluation code: its loss must agree with the training loss",
@@ -196,7 +203,7 @@ def heldout_below_training(case: Case) -> Symptom | None:
     threshold=f"{GROWS_POINTS} readings or more, medians of quarters rise by {GROWS:.0%} in all, evenly to the end",
 )
 def logged_memory_grows(case: Case) -> Symptom | None:
-    rows = _whole(case, GROWS_POINTS)
+    rows = _rows_of_whole_log(case, GROWS_POINTS)
     for name, points in case.view.memory_logged.items():
         values = [value for _, value in points]
         begin, end = (points[at][0] for at in (len(points) // 10, -1))
@@ -228,18 +235,20 @@ def logged_memory_grows(case: Case) -> Symptom | None:
     return None
 
 
-def _half_lost(losses: list[float]) -> float:
-    """Return the loss at which half of all that is lost is reached, from the largest one on; 0 for none."""
-    total = sum(losses)
-    ordered = sorted(losses, reverse=True)
+def _seconds_of_half(lost_s: list[float]) -> float:
+    """Return the seconds of the step at which, from the largest on, half of all lost time is reached; 0 for none."""
+    total = sum(lost_s)
+    ordered = sorted(lost_s, reverse=True)
     sums = itertools.accumulate(ordered)
-    return next((one for one, upto in zip(ordered, sums, strict=True) if 2 * upto >= total), 0.0)
+    return next(
+        (seconds for seconds, upto in zip(ordered, sums, strict=True) if 2 * upto >= total), 0.0
+    )
 
 
-def _stretches(
+def _slow_stretches(
     pairs: Sequence[tuple[float, float]], over_s: float
 ) -> Iterator[list[tuple[float, float]]]:
-    """Yield the stretches of neighbouring steps that took longer than `over_s`; of each, seconds and step."""
+    """Yield each stretch of neighbouring steps that took longer than `over_s`, as seconds and step of each."""
     for is_slow, group in itertools.groupby(pairs, lambda pair: pair[0] > over_s):
         if is_slow:
             yield list(group)
@@ -251,16 +260,16 @@ def _stretches(
     f"{SLOW_REGULAR:.0%} at one distance, and no evaluation explains them, or half in a stretch that ended",
 )
 def slow_steps_recur(case: Case) -> Symptom | None:
-    pairs = case.pairs("step_s", "step", rows := _whole(case))[1:]
-    usual = median([seconds for seconds, _ in pairs])
-    slow = [(seconds, int(step)) for seconds, step in pairs if seconds > SLOW_TIMES * usual]
-    least_s = usual + SLOW_PART * _half_lost([seconds - usual for seconds, _ in slow])
-    slow = [one for one in slow if one[0] >= least_s]
-    lost = sum(seconds - usual for seconds, _ in slow)
+    pairs = case.pairs("step_s", "step", rows := _rows_of_whole_log(case))[1:]
+    usual_s = median([seconds for seconds, _ in pairs])
+    slow = [(seconds, int(step)) for seconds, step in pairs if seconds > SLOW_TIMES * usual_s]
+    least_s = usual_s + SLOW_PART * _seconds_of_half([seconds - usual_s for seconds, _ in slow])
+    slow = [pair for pair in slow if pair[0] >= least_s]
+    lost_s = sum(seconds - usual_s for seconds, _ in slow)
     if (
         len(slow) < SLOW_LEAST
-        or usual <= 0
-        or lost < SLOW_SHARE * sum(seconds for seconds, _ in pairs)
+        or usual_s <= 0
+        or lost_s < SLOW_SHARE * sum(seconds for seconds, _ in pairs)
     ):
         return None
     gaps = Counter(right - left for (_, left), (_, right) in itertools.pairwise(slow))
@@ -268,16 +277,16 @@ def slow_steps_recur(case: Case) -> Symptom | None:
     took = median([seconds for seconds, _ in slow])
     if period <= case.view.steps.spacing("step_s", "step"):
         # Neighbours in the log, whatever its interval is; a stretch that lasts to the end is a drift.
-        stretch = max(_stretches(pairs, SLOW_TIMES * usual), key=len)
+        stretch = max(_slow_stretches(pairs, SLOW_TIMES * usual_s), key=len)
         if 2 * len(stretch) < len(slow) or stretch[-1] == pairs[-1]:
             return None
         begin, end = int(stretch[0][1]), int(stretch[-1][1])
         return Symptom(
-            f"a step took {format_seconds(took)} from step {begin:,} to {end:,}, the others {format_seconds(usual)}",
+            f"a step took {format_seconds(took)} from step {begin:,} to {end:,}, the others {format_seconds(usual_s)}",
             [
                 (
                     "seconds lost",
-                    lost,
+                    lost_s,
                     f"of {sum(seconds for seconds, _ in pairs):.0f} that were logged",
                 )
             ],
@@ -290,10 +299,10 @@ def slow_steps_recur(case: Case) -> Symptom | None:
     if count < SLOW_REGULAR * (len(slow) - 1) or 2 * explained >= len(slow):
         return None
     return Symptom(
-        f"every {period} steps one takes {format_seconds(took)}, the others {format_seconds(usual)}",
+        f"every {period} steps one takes {format_seconds(took)}, the others {format_seconds(usual_s)}",
         [
             ("slow steps", len(slow), f"over {SLOW_TIMES:g} times the median"),
-            ("seconds lost", lost, "in all of them"),
+            ("seconds lost", lost_s, "in all of them"),
         ],
         replace(case.span(rows), first_step=slow[0][1]),
         meaning="something happens at that interval: a checkpoint, a blocking log write, a restarted DataLoader",
@@ -307,17 +316,17 @@ def slow_steps_recur(case: Case) -> Symptom | None:
     "the second longest, without an evaluation",
 )
 def gap_in_time(case: Case) -> Symptom | None:
-    rows = _whole(case, 20)
+    rows = _rows_of_whole_log(case, 20)
     times = case.pairs("unix_s", "step", rows)
     gaps = [(right - left, int(step)) for (left, _), (right, step) in itertools.pairwise(times)]
     *_, second, (longest, step) = sorted(gaps)
-    usual = median([gap for gap, _ in gaps])
+    usual_s = median([gap for gap, _ in gaps])
     evaluated = any(e.step in (step - 1, step) for e in case.view.evals)
-    if longest < max(GAP_S, GAP_TIMES * usual, GAP_OTHERS * second[0]) or evaluated:
+    if longest < max(GAP_S, GAP_TIMES * usual_s, GAP_OTHERS * second[0]) or evaluated:
         return None
     return Symptom(
-        f"no step for {format_seconds(longest)} before step {step}; usually one takes {format_seconds(usual)}",
-        [("seconds of the gap", longest, f"median {usual:.4g}, second longest {second[0]:.4g}")],
+        f"no step for {format_seconds(longest)} before step {step}; usually one takes {format_seconds(usual_s)}",
+        [("seconds of the gap", longest, f"median {usual_s:.4g}, second longest {second[0]:.4g}")],
         replace(case.span(rows), first_step=step),
         meaning="the training hung, waited for a machine, or was stopped and started again",
         no_flip="read the logs of the machine and of the job scheduler for that time",

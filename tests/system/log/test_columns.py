@@ -735,18 +735,18 @@ def test_a_helper_keeps_what_its_reader_has_not(
     wanted = picture(Follower(run).read_all())
     batches = BatchReader(LogReader(run.events), files=True, keep=True)
     last, until_s = max(chunks(run.events)), time.monotonic() + 60
-    batches._ask_for_help(range(last + 1))
+    batches._start_helpers(range(last + 1))
     # The first of those that are lacking is its reader's, and has what opens the session.
     while believed(SegmentFiles(run.events)) != chunks(run.events):
         assert time.monotonic() < until_s, "nobody helps"
         time.sleep(0.05)
     monkeypatch.setattr(subprocess, "Popen", None)
-    batches._ask_for_help(range(1, last + 1))  # nothing is lacking
+    batches._start_helpers(range(1, last + 1))  # nothing is lacking
     assert picture(Follower(run, files=True).read_all()) == wanted
     shutil.rmtree(run.path / "columns")
     parents = iter([7, 7, 1, 1, 1, 1])
     monkeypatch.setattr(os, "getppid", lambda: next(parents))
-    columns_module.help_with(run.events, 0, last, -1)
+    columns_module.build_segments(run.events, 0, last, -1)
     assert believed(SegmentFiles(run.events)) == {last}, "it ends with its reader"
 
 
