@@ -183,7 +183,7 @@ class Worked(Event, frozen=True, kw_only=True, tag="worked"):
 
     step: Count
     batches: list[str] = []
-    """Number of each batch in its pass over its loader, and a digest of its samples."""
+    """Number of each batch in the epoch of its loader, and a digest of its samples."""
     counters: dict[str, Whole] = {}
     """Integers of the script's functions that were running, by function and name."""
     failed: bool = False
@@ -199,8 +199,7 @@ class Worked(Event, frozen=True, kw_only=True, tag="worked"):
     judged: dict[str, Count] = {}
     """Number of verdicts on each identity so far."""
     calls: list[str] = []
-    """Lines of the script through which it came to its failure, each with the function that it called, as
-    `FILE:LINE NAME`."""
+    """Call stack of the failure in the script: each line with the function that it called, as `FILE:LINE NAME`."""
     raised: bool = False
     """Whether the script failed by a judge: a `raise` or `assert` of its own, an assertion or a warning."""
     held: list[Number] = []
@@ -510,8 +509,8 @@ class Recorded(Event, frozen=True, kw_only=True, tag="recorded"):
 
 
 class Wrote(Event, frozen=True, kw_only=True, tag="wrote"):
-    """The text that a model wrote for the step logged before it (`engine.train.rollout`), of several ranks that of the
-    first. Means are over its tokens, in nats."""
+    """The text that a model wrote for the step logged before it (`engine.train.rollout`); with several ranks,
+    that of the first. Means are over its tokens, in nats."""
 
     step: Count
     by: str
@@ -521,14 +520,15 @@ class Wrote(Event, frozen=True, kw_only=True, tag="wrote"):
     rows: Count
     tokens: Count
     shortest: Count
+    """Fewest tokens written in a row."""
     longest: Count
-    """Written tokens of a row, as is `shortest`."""
+    """Most tokens written in a row."""
     ended: Number
-    """Share of the rows that end by themselves and not by their length."""
+    """Share of the rows that end with an end token and not at the length limit."""
     entropy: Number
     """Mean of minus the log-probability of each token as it was drawn."""
     cross_entropy: Number
-    """The same by the forward pass of the step, at temperature 1: equal but for rounding if both compute one model."""
+    """The same mean from the step's forward pass at temperature 1: equal except for rounding for one model."""
     divergence: Number
     """Divergence of teacher and student on the written tokens, without T^2."""
     repeated: Number
@@ -540,8 +540,8 @@ class Wrote(Event, frozen=True, kw_only=True, tag="wrote"):
     turn_tokens: Number | None = None
     """Median length of these turns in tokens."""
     drawn_apart: Number | None = None
-    """Mean distance of the numbers that drew the tokens of a recorded text from the intervals of those tokens, 0 to 1,
-    in a replay that takes the text from the record (`engine.train.given_rows`); None where the model wrote."""
+    """Mean distance, 0 to 1, from the random numbers that drew the tokens of a recorded text to the intervals of those
+    tokens, in a replay that takes the text from the record (`engine.train.given_rows`); None where the model wrote."""
     write_s: Number
     prompt: str
     sample: str
@@ -571,7 +571,7 @@ class Evaluated(Event, frozen=True, kw_only=True, tag="eval"):
     eval_s: Number | None
     """Duration in seconds. This and `labelled` are None for a loss logged by `apr_watch.log(held_out=...)`."""
     saved: bool = False
-    """Whether it is of the saved student, read back from its files at the end of the run."""
+    """Whether the loss is of the saved student, read back from its files at the end of the run."""
     prompt: str = ""
     """Beginning of a held-out row, the same in every evaluation; empty if no text was generated."""
     sample: str = ""
@@ -579,7 +579,7 @@ class Evaluated(Event, frozen=True, kw_only=True, tag="eval"):
 
 
 class Logged(Event, frozen=True, kw_only=True, tag="logged"):
-    """Numbers that a script says by `apr_watch.log`, after its step `step`; None: it said no number."""
+    """Numbers that a script logs by `apr_watch.log` after its step `step`; None for a value that is not a number."""
 
     step: Count
     values: dict[str, Number | None]
@@ -803,7 +803,7 @@ class Notified(Event, frozen=True, kw_only=True, tag="notified"):
     sent: list[str] = []
     """Names of the receivers that took it."""
     failed: dict[str, str] = {}
-    """Reason of each that did not, after its scheme and host or its program."""
+    """Reason why each other receiver did not, after its scheme and host or its program."""
 
 
 Known: TypeAlias = (

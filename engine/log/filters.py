@@ -5,9 +5,9 @@
     state:failed        the state of the run
     tag:baseline        one of its tags
     /lr-\\d+$/           a regular expression, found in the name, the state, the tags or the other words of the run
-    sweep               the same for a plain word
+    sweep               a plain word, searched in the same texts
 
-Upper and lower case are the same. The module is pure: the terminal and the command line filter alike.
+Case is ignored. The module is pure, so the terminal and the command line filter alike.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MEASURED = ("loss", "held-out", "step")
 _TERM = re.compile(r"/(?:\\.|[^/\\])*/(?!\S)|\S+")
 _COMPARISON = re.compile(r"([A-Za-z_][\w.-]*)(>=|<=|!=|=|>|<)(.*)", re.DOTALL)
 _FIELD = re.compile(r"([A-Za-z]+):(.*)", re.DOTALL)
-_HOLDS: dict[str, Callable[[float, float], bool]] = {
+_OPERATORS: dict[str, Callable[[float, float], bool]] = {
     ">": operator.gt,
     "<": operator.lt,
     ">=": operator.ge,
@@ -87,7 +87,7 @@ def setting_text(value: object) -> str:
 def parse_filter(text: str, names: Collection[str] = ()) -> Filter:
     """Parse a filter; `names` are the settings of the listed runs, each as section.key. Raises BadInput for a bad term,
     with what was expected. Without names, a setting is looked up in each run as it is written."""
-    return Filter(tuple(_term(one, names) for one in _TERM.findall(text)))
+    return Filter(tuple(_term(term, names) for term in _TERM.findall(text)))
 
 
 def _bad(term: str, expected: str, found: str) -> BadInput:
@@ -97,10 +97,10 @@ def _bad(term: str, expected: str, found: str) -> BadInput:
 def _term(term: str, names: Collection[str]) -> Term:
     if term.startswith("/"):
         return _regex(term)
-    if (found := _COMPARISON.fullmatch(term)) is not None:
-        return _comparison(term, found[1], found[2], found[3], names)
-    if (found := _FIELD.fullmatch(term)) is not None:
-        return _field(term, found[1].casefold(), found[2].casefold())
+    if (match := _COMPARISON.fullmatch(term)) is not None:
+        return _comparison(term, match[1], match[2], match[3], names)
+    if (match := _FIELD.fullmatch(term)) is not None:
+        return _field(term, match[1].casefold(), match[2].casefold())
     if term[0] in "<>=!" or term.startswith(":"):
         raise _bad(term, FORMS, f"{term[0]} without a name before it")
     word = term.casefold()
@@ -134,18 +134,18 @@ def _comparison(term: str, name: str, sign: str, text: str, names: Collection[st
     key, number = _full_name(term, name, names), number_of(text)
     if sign not in ("=", "!=") and (number is None or math.isnan(number)):
         raise _bad(term, f"a number after {sign}", one_line(text))
-    wanted, holds = text.casefold(), _HOLDS[sign]
+    wanted, compare = text.casefold(), _OPERATORS[sign]
 
-    def compared(run: Subject) -> bool:
+    def matches(run: Subject) -> bool:
         value = run.values.get(key)
         if value is None:
             return False
-        found = number_of(value)
-        if number is not None and found is not None:
-            return holds(found, number)
+        measured = number_of(value)
+        if number is not None and measured is not None:
+            return compare(measured, number)
         return sign in ("=", "!=") and (setting_text(value).casefold() == wanted) == (sign == "=")
 
-    return compared
+    return matches
 
 
 def _full_name(term: str, name: str, names: Collection[str]) -> str:

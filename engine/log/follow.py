@@ -56,14 +56,14 @@ class Follower:
 
     @property
     def share_read(self) -> float:
-        """Return how much of what is on disk now has been read, 0 to 1."""
+        """Share of the bytes on disk that have been read, 0 to 1."""
         sizes = {reader.lines: _size(reader.lines.path) for reader in self._readers.values()}
         done = sum(min(lines.read_bytes, size) for lines, size in sizes.items())
         return done / sum(sizes.values()) if sum(sizes.values()) else 1.0
 
     @property
     def state(self) -> str:
-        """Return the state of the view; it is meaningful once everything on disk has been read."""
+        """State of the run by the view; valid once everything on disk has been read."""
         return self.view.state(self.alive)
 
     def poll(self, max_bytes: int = READ_BYTES) -> bool:
@@ -87,24 +87,26 @@ class Follower:
         return self.view is not before
 
     def _poll_further(self, max_bytes: int) -> None:
-        """Read the logs of the other hosts, and what the other ranks have said wrong, which is little of their logs.
-        One that cannot be read further is an error in the view: the log of the run is still read."""
-        several = False
+        """Read the logs of the other hosts, and the failures in those of the other ranks, which are few lines.
+
+        A log that cannot be read further becomes an error in the view, so that the log of the run is still read.
+        """
+        has_ranks = False
         for source, path in self.run.logs().items():
             if source in SOURCES:
                 continue
             reader = self._further.setdefault(source, RankReader(path))
             events = reader.poll(max_bytes)
             if rank_of(source):
-                several = True
+                has_ranks = True
                 events = [event for event in events if type(event) in OF_RANKS]
             self.view = fold(self.view, source, batches_of(events))
-        if several and (beats := tuple(read_beats(self.run))) != self.view.beats:
+        if has_ranks and (beats := tuple(read_beats(self.run))) != self.view.beats:
             self.view = replace(self.view, beats=beats)
 
     def _bytes_read(self) -> int:
-        lines = [*(one.lines for one in self._readers.values()), *self._further.values()]
-        return sum(one.read_bytes for one in lines)
+        readers = [*(reader.lines for reader in self._readers.values()), *self._further.values()]
+        return sum(reader.read_bytes for reader in readers)
 
     def read_all(self, until_s: float = math.inf) -> RunView:
         """Read until nothing new is left, or until a time of the monotonic clock; `is_behind` tells which.

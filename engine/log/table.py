@@ -88,9 +88,9 @@ GPU_FIELDS = (
     "slowed",
 )
 HELD = 3.0
-"""A reading counts until the next one, but for no longer than so many times the usual time between two."""
+"""Longest time for which a reading counts without a newer one, in multiples of the usual time between readings."""
 SPACED = 4096
-"""So many rows say how far apart the entries of a column usually are."""
+"""Number of newest rows from which the usual distance between the entries of a column is taken."""
 NOT_A_READING = frozenset({"v", "seq", "t_s", "nf", "index", "absent"})
 """Fields of a sample that are not measurements."""
 _ROWS = {"step", "host", "gpu"}
@@ -182,7 +182,7 @@ class Table:
         if not 0 <= row < self.length:
             raise IndexError(f"row {index} of {self.length}")
         entry: float = self.columns[name].item(row)
-        # A NaN may be absence; any other number needs no further look, and rules ask for thousands.
+        # A NaN may be absence; any other number needs no further test, and rules read thousands.
         return self.values(name, row, row + 1)[0] if math.isnan(entry) else entry
 
     def values(self, name: str, start: int = 0, stop: int | None = None) -> list[float | None]:
@@ -226,32 +226,32 @@ class Table:
         distance between two."""
         import numpy as np
 
-        places, values = self.column(x), self.column(name)
-        known = np.isfinite(places) & np.isfinite(values)
+        xs, values = self.column(x), self.column(name)
+        known = np.isfinite(xs) & np.isfinite(values)
         if not known.any():
             return [None] * (len(edges) - 1)
         # A clock that was set back is held until it catches up.
-        places, values = np.maximum.accumulate(places[known]), values[known]
-        rows = np.searchsorted(places, np.asarray(edges, dtype=np.float64)).tolist()
+        xs, values = np.maximum.accumulate(xs[known]), values[known]
+        rows = np.searchsorted(xs, np.asarray(edges, dtype=np.float64)).tolist()
         sums = np.concatenate([[0.0], np.cumsum(values)])
-        held = HELD * float(np.median(np.diff(places))) if len(places) > 1 else math.inf
-        found: list[float | None] = []
+        longest = HELD * float(np.median(np.diff(xs))) if len(xs) > 1 else math.inf
+        means: list[float | None] = []
         for (begin, end), edge in zip(pairwise(rows), edges[1:], strict=True):
             if end > begin:
-                found.append(float(sums[end] - sums[begin]) / (end - begin))
-            elif begin and edge - places[begin - 1] <= held:
-                found.append(float(values[begin - 1]))
+                means.append(float(sums[end] - sums[begin]) / (end - begin))
+            elif begin and edge - xs[begin - 1] <= longest:
+                means.append(float(values[begin - 1]))
             else:
-                found.append(None)
-        return found
+                means.append(None)
+        return means
 
     def spacing(self, name: str, x: str) -> float:
         """Return the usual (median) distance on `x` between two rows that have an entry in a column, of the newest
         SPACED rows; 0 where fewer than two have one."""
         import numpy as np
 
-        places, values = (np.asarray(self.column(one, -SPACED)) for one in (x, name))
-        known = places[np.isfinite(places) & ~is_absent(values)]
+        xs, values = (np.asarray(self.column(column, -SPACED)) for column in (x, name))
+        known = xs[np.isfinite(xs) & ~is_absent(values)]
         return float(np.median(np.diff(known))) if len(known) > 1 else 0.0
 
     def interpolated(self, name: str, x: str, at: Sequence[float]) -> list[float]:
@@ -259,8 +259,8 @@ class Table:
         the first and after the last row it is theirs."""
         import numpy as np
 
-        found: list[float] = np.interp(at, self.column(x), self.column(name)).tolist()
-        return found
+        values: list[float] = np.interp(at, self.column(x), self.column(name)).tolist()
+        return values
 
     def last(self, name: str) -> float | None:
         """Return the newest entry; None when there is none or it is absent."""
@@ -321,13 +321,13 @@ class Batch:
 
 
 def batches_of(events: Sequence[AnyEvent]) -> list[Batch]:
-    """Group events of a log. One that opens a session, or rewinds the steps, is applied before those after it."""
+    """Group events of a log. One that opens a session, or rewinds the steps, begins a new batch."""
     begins = (row for row, event in enumerate(events) if type(event) in (LogOpened, RunStarted))
     batches = []
     for begin, end in pairwise(sorted({0, *begins, len(events)})):
         part = events[begin:end]
         rows, others = split(part)
-        tables = {name: columns_of(name, found) for name, found in rows.items()}
+        tables = {name: columns_of(name, of_table) for name, of_table in rows.items()}
         batches.append(Batch(tables, rows, others, part))
     return batches
 
@@ -338,19 +338,19 @@ def split(events: Sequence[Any]) -> tuple[dict[str, list[Any]], list[Any]]:
     kinds = list(map(type, events))
     tags: dict[Any, Any] = {kind: kind.__struct_config__.tag for kind in set(kinds)}  # type: ignore[attr-defined]
 
-    def those(wanted: Container[Any]) -> list[Any]:
-        of_kind = {kind for kind, tag in tags.items() if tag in wanted}
+    def of_kinds(tags_wanted: Container[Any]) -> list[Any]:
+        of_kind = {kind for kind, tag in tags.items() if tag in tags_wanted}
         return [event for event, kind in zip(events, kinds, strict=True) if kind in of_kind]
 
-    found = _ROWS & set(tags.values())
-    for tag in sorted(found):
-        rows = those({tag})
+    row_tags = _ROWS & set(tags.values())
+    for tag in sorted(row_tags):
+        rows = of_kinds({tag})
         if tag != "gpu":
             groups[tag] = rows
             continue
         for index in sorted({row.index for row in rows}):
             groups[f"gpu{index}"] = [row for row in rows if row.index == index]
-    return groups, those(set(tags.values()) - found)
+    return groups, of_kinds(set(tags.values()) - row_tags)
 
 
 def fields_of(table: str) -> list[str]:

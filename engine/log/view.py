@@ -257,69 +257,70 @@ class RunView:
         """The further hosts of this session: those whose supervisor began after the end of the session before it."""
         before = -math.inf if self.before_unix_s is None else self.before_unix_s
         return {
-            host: one
-            for host, one in sorted(self.further_hosts.items())
-            if "watch" in one.clocks and one.clocks["watch"].unix_s > before
+            host: view
+            for host, view in sorted(self.further_hosts.items())
+            if "watch" in view.clocks and view.clocks["watch"].unix_s > before
         }
 
     @property
     def rank_hosts(self) -> dict[int, str]:
         """The host of each rank of this session that has opened its log, by rank."""
         first = {0: self.clocks["events"].host} if "events" in self.clocks else {}
-        return first | {rank: said.clock.host for rank, said in sorted(self.ranks_now.items())}
+        return first | {rank: report.clock.host for rank, report in sorted(self.ranks_now.items())}
 
     @property
     def exit(self) -> TrainerExited | None:
-        """End of this session as recorded by the supervisor of the first host, or by another that saw that one lost."""
-        ends = [self.own_exit, *(one.own_exit for one in self.hosts_now.values())]
-        lost = (one for one in ends[1:] if one is not None and one.state == HOST_LOST)
-        return ends[0] or next(lost, None)
+        """End of this session as recorded by the supervisor of the first host, or by another when the first host was
+        lost."""
+        others = (view.own_exit for view in self.hosts_now.values())
+        lost = (end for end in others if end is not None and end.state == HOST_LOST)
+        return self.own_exit or next(lost, None)
 
     @property
     def ranks_now(self) -> dict[int, RankReport]:
         """The ranks of this session: those that opened their log after the end of the session before it."""
         before = -math.inf if self.before_unix_s is None else self.before_unix_s
-        return {n: said for n, said in self.ranks.items() if said.clock.unix_s > before}
+        return {rank: r for rank, r in self.ranks.items() if r.clock.unix_s > before}
 
     def failures(self, id: str) -> list[Failed]:
         """Return the ranks on which a check has failed in this session."""
         own = self.own_checks.get(id)
-        found = [] if own is None or own.level != FAIL else [Failed(0, own)]
-        for rank, said in sorted(self.ranks_now.items()):
-            if (check := said.failed.get(id)) is not None:
+        failures = [] if own is None or own.level != FAIL else [Failed(0, own)]
+        for rank, report in sorted(self.ranks_now.items()):
+            if (check := report.failed.get(id)) is not None:
                 # The first rank may have logged it for that rank.
-                found = [one for one in found if one.check.text != check.text]
-                found.append(Failed(rank, check))
-        return found
+                failures = [failed for failed in failures if failed.check.text != check.text]
+                failures.append(Failed(rank, check))
+        return failures
 
     @property
     def checks(self) -> dict[str, Judged]:
         """The newest result of each first-minute check of this session, by its id; one that failed on any rank has
         failed."""
-        found = dict(self.own_checks)
-        for id in {id: None for said in self.ranks_now.values() for id in said.failed}:
+        checks = dict(self.own_checks)
+        for id in {id: None for report in self.ranks_now.values() for id in report.failed}:
             first, *others = self.failures(id)
-            text = "; ".join([first.check.text, *(one.check.text for one in others)])
-            found[id] = msgspec.structs.replace(first.check, text=text)
-        return found
+            text = "; ".join([first.check.text, *(failed.check.text for failed in others)])
+            checks[id] = msgspec.structs.replace(first.check, text=text)
+        return checks
 
     @property
     def errors(self) -> tuple[ErrorNote, ...]:
         """The notes of this session at level error, ordered by time; equal notes of several ranks count once."""
-        begins = {f"rank {n}": said.clock.unix_s for n, said in self.ranks_now.items()}
+        begins = {f"rank {rank}": r.clock.unix_s for rank, r in self.ranks_now.items()}
         begins |= {source: clock.unix_s for source, clock in self.clocks.items()}
-        found = [
+        errors = [
             ErrorNote(rank_of(source), unix_s, note)
             for (unix_s, source, _), note in zip(self.note_keys, self.notes, strict=True)
             if note.level == "error" and unix_s >= begins.get(source, math.inf)
         ]
-        return tuple(without_repeats(found))
+        return tuple(without_repeats(errors))
 
     @property
     def failed_rank(self) -> RunFinished | None:
         """The end of the rank that failed first; None if no rank other than the first one failed before it."""
-        failed = [one for one in self.ranks_now.values() if one.ended is not None]
-        first = min(failed, key=lambda said: said.ended_unix_s, default=None)
+        failed = [report for report in self.ranks_now.values() if report.ended is not None]
+        first = min(failed, key=lambda report: report.ended_unix_s, default=None)
         own = self.own_finished
         if first is None or (
             own is not None
@@ -346,7 +347,7 @@ class RunView:
             return None
         # If that rank recorded its end, the first rank failed before it.
         if (own is not None and own.state == "stopped") or (
-            (said := self.ranks_now.get(exit_.rank)) is not None and said.ended is not None
+            (report := self.ranks_now.get(exit_.rank)) is not None and report.ended is not None
         ):
             return None
         code = exit_.returncode if exit_.returncode > 0 else 128 - exit_.returncode
@@ -376,7 +377,7 @@ class RunView:
 
     @property
     def is_foreign(self) -> bool:
-        """Whether it is not a run of the engine but a watched or imported one, which has no spec."""
+        """Whether the run was watched or imported, not made by the engine: it has no spec."""
         return any((self.watched, self.process, self.imported))
 
     @property
@@ -412,9 +413,9 @@ class RunView:
         that was already running when watching began, and is no longer watched: it may still run.
         """
         if self.finished is not None:
-            return _word_of_an_end(self.finished.state)
+            return _end_state(self.finished.state)
         if self.exit is not None:
-            return _word_of_an_end(self.exit.state.lower())
+            return _end_state(self.exit.state.lower())
         elsewhere = self.host_elsewhere(alive.host) != ""
         if (
             not alive.trainer
@@ -442,8 +443,8 @@ class RunView:
 
     def _began_in_another_boot(self, alive: Liveness) -> bool:
         newest = max(self.clocks.values(), key=lambda clock: clock.unix_s)
-        known = not {newest.boot_id, alive.boot_id} & {"", "unknown"}
-        return known and newest.boot_id != alive.boot_id
+        both_known = not {newest.boot_id, alive.boot_id} & {"", "unknown"}
+        return both_known and newest.boot_id != alive.boot_id
 
     def tokens_per_second(self, window: int = 20) -> float | None:
         """Return tokens per second over the last `window` steps of this session.
@@ -518,19 +519,17 @@ def without_repeats(notes: Iterable[ErrorNote]) -> list[ErrorNote]:
     for rank, _, note in notes:
         text = note.text.removeprefix(f"rank {rank}: ")
         lowest[text] = min(rank, lowest.get(text, rank))
-    return [
-        one for one in notes if lowest[one.note.text.removeprefix(f"rank {one.rank}: ")] == one.rank
-    ]
+    return [e for e in notes if lowest[e.note.text.removeprefix(f"rank {e.rank}: ")] == e.rank]
 
 
 def start_events_of(
     run: RunStarted | None, data: DataReady | None, models: Mapping[str, ModelReady]
 ) -> dict[str, AnyEvent]:
-    found: dict[str, AnyEvent | None] = {"run": run, "data": data, **models}
-    return {name: event for name, event in found.items() if event is not None}
+    events: dict[str, AnyEvent | None] = {"run": run, "data": data, **models}
+    return {name: event for name, event in events.items() if event is not None}
 
 
-def _word_of_an_end(state: str) -> str:
+def _end_state(state: str) -> str:
     """Return the state named by an end record. A record whose state is not a word, or names a running state, is
     only known to be an end."""
     is_word = len(state) <= LONGEST_STATE and state.isidentifier()

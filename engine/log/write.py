@@ -79,7 +79,7 @@ def encode(event: Event, seq: int, t_s: float) -> bytes:
 
 
 def _as_json(value: Any, path: str, non_finite: dict[str, str]) -> Any:
-    """Return `value` as JSON can hold it; the paths of values that it cannot hold are added to `non_finite`."""
+    """Convert `value` for JSON; the paths of floats that JSON cannot hold are added to `non_finite`."""
     match value:
         case float():
             if is_written(value):
@@ -91,7 +91,7 @@ def _as_json(value: Any, path: str, non_finite: dict[str, str]) -> Any:
         case dict():
             named = {_as_utf8(str(name)): inner for name, inner in value.items()}
             return {
-                name: _as_json(inner, f"{path}/{_as_path(name)}", non_finite)
+                name: _as_json(inner, f"{path}/{_pointer_part(name)}", non_finite)
                 for name, inner in named.items()
             }
         case list() | tuple():
@@ -104,7 +104,7 @@ def _as_utf8(text: str) -> str:
     return clipped(text, LOG_TEXT.most).encode("utf-8", "backslashreplace").decode()
 
 
-def _as_path(name: str) -> str:
+def _pointer_part(name: str) -> str:
     return name.replace("~", "~0").replace("/", "~1")
 
 
@@ -149,9 +149,9 @@ class LogWriter:
 
     def _recover(self) -> int:
         """Continue after the last whole line; return the number of bytes cut off after it."""
-        found = recover(self._fd, self.path)
-        self._seq, self._end = found.seq, found.end
-        return found.cut
+        recovered = recover(self._fd, self.path)
+        self._seq, self._end = recovered.seq, recovered.end
+        return recovered.cut
 
     def write(self, event: Event) -> None:
         """Append one event. Raises DiskFull, with the file as it was before, when it does not fit; RunLogError
@@ -191,9 +191,9 @@ class LogWriter:
     def close(self) -> None:
         """Close the log; closing twice is fine."""
         with self._guard:
-            self._let_go()
+            self._release()
 
-    def _let_go(self) -> None:
+    def _release(self) -> None:
         fd, self._fd = self._fd, -1
         _open_writers.discard(self)
         if fd >= 0:
@@ -229,15 +229,14 @@ def sync_folder(folder: Path) -> None:
 _open_writers: weakref.WeakSet[LogWriter] = weakref.WeakSet()
 
 
-def _let_go_in_child() -> None:
-    # The lock belongs to the open file, which a forked child shares: if the child kept it, it would say
-    # "alive" after the writer died. No mutex is taken: the thread that held it at the fork does not exist
-    # here.
+def _release_in_child() -> None:
+    # The lock belongs to the open file, which a forked child shares: if the child kept it, the writer would
+    # look alive after its death. No mutex is taken: the thread that held it at the fork does not exist here.
     for writer in list(_open_writers):
-        writer._let_go()
+        writer._release()
 
 
-os.register_at_fork(after_in_child=_let_go_in_child)
+os.register_at_fork(after_in_child=_release_in_child)
 
 
 # Recovery: where a log continues after its writer, or its machine, died.
@@ -245,8 +244,11 @@ os.register_at_fork(after_in_child=_let_go_in_child)
 
 LOCK_TRIES = 40
 LOCK_PAUSE_S = 0.05
+"""Seconds between two tries."""
 TAIL_BYTES = 65536
+"""Bytes that are read at a time, backwards, to find the last line."""
 SCAN_BYTES = 1 << 20
+"""Bytes that are searched for zeros at a time."""
 
 
 class _Numbered(msgspec.Struct):
@@ -270,7 +272,7 @@ class Recovered:
 def lock(fd: int, path: Path) -> None:
     """Take the writer's lock of a log; the kernel releases it however the writer ends. Raises RunLogError when
     the log has a writer."""
-    # A reader that tests for a writer holds the lock for an instant; a writer holds it for good.
+    # A reader that tests for a writer holds the lock for an instant only, so try again.
     for attempt in range(LOCK_TRIES):
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -317,7 +319,7 @@ def recover(fd: int, path: Path) -> Recovered:
                 aside = _keep_lines(os.pread(fd, size - end, end), path, end)
             os.ftruncate(fd, end)
     except OSError as error:
-        raise write_error("run log", path, "to cut off what is not whole", error) from error
+        raise write_error("run log", path, "to cut off its unfinished end", error) from error
     return Recovered(seq + 1, end, size - end, aside)
 
 
@@ -356,13 +358,17 @@ def repair(path: Path) -> str | None:
         raise write_error("run log", path, "to open it for writing", error) from error
     try:
         lock(fd, path)
-        found = recover(fd, path)
+        recovered = recover(fd, path)
     finally:
         os.close(fd)
-    if not found.cut:
+    if not recovered.cut:
         return None
-    kept = f"; the lines among them are in {found.aside.name}" if found.aside is not None else ""
+    kept = (
+        f"; the lines among them are in {recovered.aside.name}"
+        if recovered.aside is not None
+        else ""
+    )
     return (
-        f"{path.name}: its last {found.cut} bytes, from @{found.end}, had not been written whole when the"
+        f"{path.name}: its last {recovered.cut} bytes, from @{recovered.end}, had not been written whole when the"
         f" run ended and were cut off{kept}"
     )

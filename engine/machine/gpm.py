@@ -25,7 +25,7 @@ from typing import Any
 
 from engine.machine.reading import Reading, absent, measured
 
-# Of nvml.h, like the codes in `nvml_query.py`: the same in every binding.
+# Ids of nvml.h, like the codes in `nvml_query.py`: the same in every binding.
 METRICS = {
     "sm_util_pct": 2,
     "sm_occupancy_pct": 3,
@@ -35,7 +35,8 @@ METRICS = {
 _VERSION = 1
 _CALL = "nvmlGpmMetricsGet"
 LONGEST_WAIT_TICKS = 64
-FIRST = "needs two samples, some time apart"
+"""Maximum number of ticks between two tries of a query that fails."""
+_FIRST_TICK = "needs two samples, some time apart"
 
 
 class Gpm:
@@ -65,10 +66,10 @@ class Gpm:
     def read(self) -> dict[str, Reading]:
         """Return the means since the last call, each a value or the reason why there is none."""
         if self._why_not is not None:
-            return self._none(self._why_not)
+            return self._all_absent(self._why_not)
         if self._wait_ticks > 0:
             self._wait_ticks -= 1
-            return self._none(self._failure)
+            return self._all_absent(self._failure)
         module, (older, newer) = self._module, self._buffers
         try:
             module.nvmlGpmSampleGet(self._handle, newer)
@@ -78,12 +79,12 @@ class Gpm:
             self._failure = f"NVML: {error}"
             self._wait_ticks = min(2**self._failures, LONGEST_WAIT_TICKS)
             self._failures += 1
-            return self._none(self._failure)
+            return self._all_absent(self._failure)
         self._failures = 0
         self._buffers = [newer, older]
         if not self._older_is_valid:
             self._older_is_valid = True
-            return self._none(FIRST)
+            return self._all_absent(_FIRST_TICK)
         question = module.c_nvmlGpmMetricsGet_t()
         question.version, question.numMetrics = _VERSION, len(METRICS)
         question.sample1, question.sample2 = older, newer
@@ -92,7 +93,7 @@ class Gpm:
         try:
             answer = module.nvmlGpmMetricsGet(question)
         except module.NVMLError as error:
-            return self._none(f"NVML: {error}")
+            return self._all_absent(f"NVML: {error}")
         return {name: self._metric(answer.metrics[slot]) for slot, name in enumerate(METRICS)}
 
     def _metric(self, metric: Any) -> Reading:
@@ -102,7 +103,7 @@ class Gpm:
             return absent("NVML gave no number", _CALL)
         return measured(float(metric.value), _CALL)
 
-    def _none(self, reason: str) -> dict[str, Reading]:
+    def _all_absent(self, reason: str) -> dict[str, Reading]:
         return dict.fromkeys(METRICS, absent(reason, _CALL))
 
     def close(self) -> None:

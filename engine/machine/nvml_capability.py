@@ -19,6 +19,7 @@ from engine.machine.reading import Reading, absent, measured
 EVERY_SECOND, EVERY_TEN_SECONDS, ONCE = "every second", "every ten seconds", "once"
 _LOCK = "never: holds the driver's lock for milliseconds"
 _UNUSED = "not asked in a run"
+# Arguments of NVML's functions, from the enumerations of nvml.h.
 _SM_CLOCK, _DIE_SENSOR, _SEND, _UNCORRECTED, _SINCE_BOOT = 1, 0, 0, 1, 0
 WORKS = "works"
 
@@ -169,16 +170,16 @@ def probe_gpu(nvml: Nvml, gpu: int, clock: Callable[[], float] = time.perf_count
 
 def _probe(nvml: Nvml, gpu: int, capability: Capability, clock: Callable[[], float]) -> Probe:
     begun_s = clock()
-    none: Reading | None = None
+    missing: Reading | None = None
     for function in capability.functions:
         answer = nvml.ask(gpu, function, *capability.arguments)
         if isinstance(answer, Reading):
-            # Keep the newest form's reason; that an older name does not exist is no information.
-            none = none or answer
+            # Keep the reason of the newest function: an older name may only not exist.
+            missing = missing or answer
             continue
         why = capability.check(answer) if capability.check else None
         reading = measured(WORKS, function) if why is None else absent(why, function)
         break
     else:
-        reading = none or absent("nothing was asked", capability.what)
+        reading = missing or absent("nothing was asked", capability.what)
     return Probe(gpu=gpu, capability=capability, answer=reading, cost_s=clock() - begun_s)

@@ -40,11 +40,13 @@ from engine.machine.reading import Reading, absent, measured
 TICK_S = 1.0
 """Initial seconds between two ticks: 1 Hz for the fast fields, 0.1 Hz for the slow ones."""
 DUTY_LIMIT_PCT = 0.5
+"""Maximum share of the time that ticks may take, in percent."""
 DUTY_TICKS = 30
 """Ticks before the duty is judged, so that one tick delayed by another process does not decide."""
 LONGEST_TICK_S = 16.0
-_TWO_LOOKS = "needs two looks, some time apart"
-_OF_FAMILY = (
+"""Interval in seconds that is not doubled any more."""
+_NEEDS_TWO = "needs two readings, some time apart"
+_FAMILY_FIELDS = (
     *("family_cpu_pct", "family_io_bytes_per_s"),
     *("family_rss_bytes", "family_processes", "family_threads"),
 )
@@ -92,17 +94,17 @@ class Sampler:
         self.tick_s = tick_s
         """Seconds from one tick to the next."""
         self._duty = _Duty()
-        self._known_duty = absent(_TWO_LOOKS, "the sampler's clock")
+        self._last_duty = absent(_NEEDS_TWO, "the sampler's clock")
         self._news: str | None = None
         self._tick = 0
         self._slow: dict[int, dict[str, Reading]] = {}
         self._slow_host: dict[str, Reading] = {}
         self._reasons: dict[tuple[str, str], str] = {}
-        self._before: tuple[int, float, float, float] | None = None
+        self._last_trainer: tuple[int, float, float, float] | None = None
         """(pid, its start in ticks, its CPU seconds, the time) at the last read of the trainer."""
-        self._counted: dict[str, tuple[float, float]] = {}
+        self._last_counts: dict[str, tuple[float, float]] = {}
         """(time, count) at the last read of each kernel counter."""
-        self._group: tuple[int | None, Cgroup | Reading] | None = None
+        self._cgroup: tuple[int | None, Cgroup | Reading] | None = None
 
     def sample(self) -> list[Sample]:
         """Take one tick: the host's sample first, then one for each GPU."""
@@ -115,7 +117,7 @@ class Sampler:
             gpus = [self._gpu_sample(nvml, index) for index in range(nvml.count)]
         self._tick += 1
         duty_s = self._clock() - began_s
-        readings["duty_pct"] = self._watch_itself(began_s, duty_s)
+        readings["duty_pct"] = self._measure_duty(began_s, duty_s)
         missing = self._changed_reasons("host", readings)
         fields = _values(readings) | {"duty_s": duty_s, "tick_s": self.tick_s}
         fields.pop("gpu", None)
@@ -123,15 +125,15 @@ class Sampler:
 
     def news(self) -> str | None:
         """Return a message about the sampler itself, once per event; None when there is none."""
-        said, self._news = self._news, None
-        return said
+        news, self._news = self._news, None
+        return news
 
-    def _watch_itself(self, began_s: float, spent_s: float) -> Reading:
+    def _measure_duty(self, began_s: float, spent_s: float) -> Reading:
         """Return the share of the time that ticks take; halve the rate when it is too high."""
         duty_pct = self._duty.after(began_s, spent_s)
         if duty_pct is None:
             # The first tick of a series gives no result: the previous series' result still holds.
-            return self._known_duty
+            return self._last_duty
         if self._duty.ticks >= DUTY_TICKS:
             self._duty = _Duty()
             if duty_pct > DUTY_LIMIT_PCT and self.tick_s < LONGEST_TICK_S:
@@ -140,8 +142,8 @@ class Sampler:
                     f"reading the machine took {duty_pct:.2g} % of the time, more than "
                     f"{DUTY_LIMIT_PCT} %: from now on every {self.tick_s:g} s"
                 )
-        self._known_duty = measured(duty_pct, "the sampler's clock")
-        return self._known_duty
+        self._last_duty = measured(duty_pct, "the sampler's clock")
+        return self._last_duty
 
     def _gpu_sample(self, nvml: Nvml, index: int) -> Sample:
         if self._tick % self._slow_every == 0:
@@ -155,14 +157,14 @@ class Sampler:
 
     def _processes(self, nvml: Nvml, index: int) -> dict[str, Reading]:
         pid = self._launched or self._family or self._pid_of_trainer()
-        own = absent("no trainer is running", "pid of the trainer")
+        missing = absent("no trainer is running", "pid of the trainer")
         pids: list[int] = []
         try:
             pids = [] if pid is None else members(pid, self._host.proc)
         except OSError as error:
-            own = absent(f"not readable: {error.strerror}", f"{self._host.proc}/{pid}")
-        found, listed = nvml.processes(index, pids, self._host.proc)
-        return {"family_gpu_mem_bytes": found if pids else own, "gpu_processes": listed}
+            missing = absent(f"not readable: {error.strerror}", f"{self._host.proc}/{pid}")
+        used, listed = nvml.processes(index, pids, self._host.proc)
+        return {"family_gpu_mem_bytes": used if pids else missing, "gpu_processes": listed}
 
     def _changed_reasons(self, subject: str, readings: Mapping[str, Reading]) -> dict[str, str]:
         changed: dict[str, str] = {}
@@ -199,9 +201,9 @@ class Sampler:
         rates = {
             name: self._rate(name, count, now_s) for name, count in zip(_RATES, counts, strict=True)
         }
-        if self._group is None or self._group[0] != pid:
-            self._group = pid, self._host.find_cgroup("memory", pid)
-        group = self._host.cgroup_memory(self._group[1])
+        if self._cgroup is None or self._cgroup[0] != pid:
+            self._cgroup = pid, self._host.find_cgroup("memory", pid)
+        group = self._host.cgroup_memory(self._cgroup[1])
         return {
             "psi_cpu_some_avg10_pct": self._host.psi_pct("cpu")[0],
             "psi_io_full_avg10_pct": self._host.psi_pct("io")[1],
@@ -215,13 +217,13 @@ class Sampler:
     def _family_readings(self, pid: int | None, now_s: float) -> dict[str, Reading]:
         if pid is None:
             missing = absent("no trainer is running", "pid of the trainer")
-            return dict.fromkeys(_OF_FAMILY, missing)
+            return dict.fromkeys(_FAMILY_FIELDS, missing)
         family = read_family(self._family or pid, self._host.proc)
-        busy = self._rate("family_cpu_pct", family.cpu_s, now_s)
+        cores = self._rate("family_cpu_pct", family.cpu_s, now_s)
         return {
-            "family_cpu_pct": busy
-            if busy.number is None
-            else measured(100 * busy.number, busy.source),
+            "family_cpu_pct": cores
+            if cores.number is None
+            else measured(100 * cores.number, cores.source),
             "family_io_bytes_per_s": self._rate("family_io_bytes_per_s", family.io_bytes, now_s),
             "family_rss_bytes": family.rss_bytes,
             "family_processes": family.processes,
@@ -229,17 +231,17 @@ class Sampler:
         }
 
     def _rate(self, name: str, count: Reading, now_s: float) -> Reading:
-        before = self._counted.pop(name, None)
+        before = self._last_counts.pop(name, None)
         if count.number is None:
             return count
-        self._counted[name] = now_s, count.number
+        self._last_counts[name] = now_s, count.number
         if before is None or now_s <= before[0] or count.number < before[1]:
-            return absent(_TWO_LOOKS, count.source)
+            return absent(_NEEDS_TWO, count.source)
         return measured((count.number - before[1]) / (now_s - before[0]), count.source)
 
     def _trainer_readings(self, pid: int | None) -> dict[str, Reading]:
         if pid is None:
-            self._before = None
+            self._last_trainer = None
             names = ("trainer_rss_bytes", "trainer_threads", "trainer_state", "trainer_cpu_pct")
             return dict.fromkeys(names, absent("no trainer is running", "pid of the trainer"))
         now_s = self._clock()
@@ -252,12 +254,12 @@ class Sampler:
         }
 
     def _cpu_pct(self, pid: int, start: Reading, cpu_s: Reading, now_s: float) -> Reading:
-        before, self._before = self._before, None
+        before, self._last_trainer = self._last_trainer, None
         if start.number is None or cpu_s.number is None:
             return cpu_s if cpu_s.number is None else start
-        self._before = (pid, start.number, cpu_s.number, now_s)
+        self._last_trainer = (pid, start.number, cpu_s.number, now_s)
         if before is None or before[:2] != (pid, start.number) or now_s <= before[3]:
-            return absent("needs two looks at the same process, some time apart", cpu_s.source)
+            return absent("needs two readings of the same process, some time apart", cpu_s.source)
         used_s = cpu_s.number - before[2]
         return measured(100 * used_s / (now_s - before[3]), cpu_s.source)
 

@@ -2,7 +2,7 @@
 
 Each host has an agent of torchrun for its ranks, and a supervisor of its own that samples the machine. Further hosts
 record how their agent ended at once. The first one waits for these records before it writes its own, the end of the
-run; a further host then waits for that of the first. What a host leaves without a record is lost.
+run; a further host then waits for that of the first. A host whose supervisor ended without a record is lost.
 """
 
 from __future__ import annotations
@@ -33,55 +33,59 @@ class Place(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Place:
-        found = _PLACE.fullmatch(text)
-        if found is None or int(found[1]) >= int(found[2]):
+        match = _PLACE.fullmatch(text)
+        if match is None or int(match[1]) >= int(match[2]):
             raise UsageError(
                 f"host: {text} — expected NUMBER/HOSTS@HOST:PORT, the numbers from 0 on",
                 hint="engine distill --join RUN --host 0/2 --meet HOST:29400",
             )
-        return cls(int(found[1]), int(found[2]), found[3])
+        return cls(int(match[1]), int(match[2]), match[3])
 
     def __str__(self) -> str:
         return f"{self.number}/{self.hosts}@{self.meet}"
 
     def ranks(self, world: int) -> range:
         """Return the ranks on this host. Raises UsageError where the hosts cannot have equally many."""
-        each, left = divmod(world, self.hosts)
-        if left or not each:
+        per_host, rest = divmod(world, self.hosts)
+        if rest or not per_host:
             raise UsageError(
                 f"compute.gpus: {world} — expected as many GPUs on each of {self.hosts} hosts",
-                hint=f"--gpus {max(each, 1) * self.hosts}",
+                hint=f"--gpus {max(per_host, 1) * self.hosts}",
             )
-        return range(self.number * each, (self.number + 1) * each)
+        return range(self.number * per_host, (self.number + 1) * per_host)
 
 
 def lost_hosts(run: RunFolder) -> str:
-    """Wait until the other hosts have recorded their ends, and describe those that cannot any more; empty for none."""
-    whole = RunFolder(run.path)
-    follower, deadline_s, lost = Follower(whole), time.monotonic() + WAIT_S, {}
+    """Wait until the other hosts have recorded their ends, and describe those that were lost; empty for none."""
+    whole_run = RunFolder(run.path)
+    follower, deadline_s, lost = Follower(whole_run), time.monotonic() + WAIT_S, {}
     while True:
-        # Before the log is read: a record is written before the lock is released.
-        free = {path for path in whole.logs().values() if not writer_is_alive(path)}
+        # Test the locks before reading the logs: a supervisor writes its record before it releases its lock.
+        unlocked = {path for path in whole_run.logs().values() if not writer_is_alive(path)}
         view = follower.read_all()
-        logs = {} if not run.host else {"": (whole.watch, view.clocks.get("watch"), view.own_exit)}
-        for host, one in view.hosts_now.items():
+        logs = (
+            {} if not run.host else {"": (whole_run.watch, view.clocks.get("watch"), view.own_exit)}
+        )
+        for host, host_view in view.hosts_now.items():
             if host != run.host:
                 path = RunFolder(run.path, host).watch
-                logs[host] = path, one.clocks["watch"], one.own_exit
-        open_ = {host: one for host, one in logs.items() if one[2] is None and one[1] is not None}
+                logs[host] = path, host_view.clocks["watch"], host_view.own_exit
+        pending = {host: log for host, log in logs.items() if log[1] is not None and log[2] is None}
         is_late = time.monotonic() >= deadline_s
-        for host, (path, clock, _) in open_.items():
+        for host, (path, clock, _) in pending.items():
             assert clock is not None
             silent_s = max(
                 0.0,
                 time.time() - path.with_name(path.name.replace("watch", "device")).stat().st_mtime,
             )
-            if path in free or (is_late and silent_s >= WAIT_S):
-                ranks = ", ".join(str(n) for n, on in view.rank_hosts.items() if on == clock.host)
+            if path in unlocked or (is_late and silent_s >= WAIT_S):
+                ranks = ", ".join(
+                    str(n) for n, name in view.rank_hosts.items() if name == clock.host
+                )
                 lost[host] = (
                     f"host {clock.host}{f' with rank {ranks}' if ranks else ''} was lost: its supervisor recorded no "
                     f"end, and last wrote {format_seconds(silent_s)} ago"
                 )
-        if is_late or not open_.keys() - lost.keys():
+        if is_late or not pending.keys() - lost.keys():
             return "; ".join(lost.values())
         time.sleep(POLL_S)

@@ -19,7 +19,7 @@ from engine.errors import RunLogError
 from engine.log.events import ALERT, Event, Note, Notified
 from engine.log.folder import RunFolder
 from engine.log.follow import Follower
-from engine.log.read import LogReader
+from engine.log.read import events_of
 from engine.log.view import RunView
 from engine.notify.message import ENDED, STALLED, WORSE, Message
 from engine.notify.receivers import Receiver
@@ -28,8 +28,8 @@ from engine.redact import Redactor
 from engine.watch.verdict_line import SUSPECT, WRONG, RunVerdict, verdict_of
 from engine.watch.watcher import LOOK_S, STALLS
 
-READ = 0.99
-"""Share of the logs that must have been read: what a view says in the middle of them may be over."""
+READ_SHARE = 0.99
+"""Share of the logs, 0 to 1, that must have been read: an alert in the middle of a log may be over by its end."""
 
 
 class Notices:
@@ -42,36 +42,36 @@ class Notices:
     ) -> None:
         self._run, self._receivers, self._write = run, receivers, write
         self._terminal = terminal
-        self._open: list[tuple[str, Delivery]] = []
+        self._deliveries: list[tuple[str, Delivery]] = []
         self._next_s = 0.0
-        self._sent = _sent_before(run)
+        self._sent = _sent_earlier(run)
         """Keys of the messages of this run: `stalled`, or `worse WRONG`."""
 
     def tick(self, follower: Follower) -> None:
         self._collect()
         now_s = time.monotonic()
-        if now_s < self._next_s or follower.share_read < READ:
+        if now_s < self._next_s or follower.share_read < READ_SHARE:
             return
         self._next_s = now_s + LOOK_S
-        found = verdict_of(follower.view, "running", self._run.path.absolute())
+        verdict = verdict_of(follower.view, "running", self._run.path.absolute())
         if any(stall in follower.view.alerts for stall in STALLS):
-            self._tell(STALLED, STALLED, follower.view, found)
+            self._send(STALLED, STALLED, follower.view, verdict)
         # A stall is a verdict too, and one message is enough.
-        if found.level in (SUSPECT, WRONG) and found.id not in {f"{ALERT} {s}" for s in STALLS}:
-            self._tell(WORSE, f"{WORSE} {found.level}", follower.view, found)
+        if verdict.level in (SUSPECT, WRONG) and verdict.id not in {f"{ALERT} {s}" for s in STALLS}:
+            self._send(WORSE, f"{WORSE} {verdict.level}", follower.view, verdict)
 
     def close(self, follower: Follower, *, ended: bool = True) -> None:
         """Send that the run ended, as its log says now, and wait for what is being sent."""
         if ended:
             with suppress(RunLogError):
                 follower.read_all()
-            found = verdict_of(follower.view, follower.state, self._run.path.absolute())
-            self._tell(ENDED, ENDED, follower.view, found)
-        for key, delivery in self._open:
+            verdict = verdict_of(follower.view, follower.state, self._run.path.absolute())
+            self._send(ENDED, ENDED, follower.view, verdict)
+        for key, delivery in self._deliveries:
             delivery.wait()
             self._record(key, delivery)
 
-    def _tell(self, event: str, key: str, view: RunView, found: RunVerdict) -> None:
+    def _send(self, event: str, key: str, view: RunView, verdict: RunVerdict) -> None:
         if key in self._sent:
             return
         self._sent.add(key)
@@ -82,9 +82,9 @@ class Notices:
             run=self._run.name,
             host=socket.gethostname(),
             step=view.last_step if len(view.steps) else None,
-            level=found.level,
-            verdict=clean.text(found.line).text,
-            do=clean.text(found.action).text,
+            level=verdict.level,
+            verdict=clean.text(verdict.line).text,
+            do=clean.text(verdict.action).text,
             folder=str(path),
             look=f"apr-workbench {path}",
         )
@@ -93,33 +93,34 @@ class Notices:
         except OSError as error:
             self._write(Note(level="warning", text=f"no message was sent: {error.strerror}"))
             return
-        self._open.append((key, delivery))
+        self._deliveries.append((key, delivery))
 
     def _collect(self) -> None:
-        for key, delivery in self._open:
+        for key, delivery in self._deliveries:
             if delivery.poll() is not None:
                 self._record(key, delivery)
-        self._open = [one for one in self._open if one[1].outcomes is None]
+        self._deliveries = [(key, sent) for key, sent in self._deliveries if sent.outcomes is None]
 
     def _record(self, key: str, delivery: Delivery) -> None:
         outcomes = delivery.outcomes or []
         self._write(
             Notified(
                 message=key,
-                sent=[one.receiver.name for one in outcomes if one.sent],
+                sent=[outcome.receiver.name for outcome in outcomes if outcome.sent],
                 failed={
-                    one.receiver.name: f"{one.receiver.where}: {one.text}"
-                    for one in outcomes
-                    if not one.sent
+                    outcome.receiver.name: f"{outcome.receiver.where}: {outcome.text}"
+                    for outcome in outcomes
+                    if not outcome.sent
                 },
             )
         )
 
 
-def _sent_before(run: RunFolder) -> set[str]:
-    """Return the messages of earlier sessions, other than those of their ends."""
-    reader, found = LogReader(run.watch), set[str]()
+def _sent_earlier(run: RunFolder) -> set[str]:
+    """Return the keys of the messages of earlier sessions, without those about their ends."""
+    sent: set[str] = set()
     with suppress(RunLogError):
-        while events := reader.poll():
-            found |= {one.message for one in events if isinstance(one, Notified)}
-    return found - {ENDED}
+        for event in events_of(run.watch):
+            if isinstance(event, Notified):
+                sent.add(event.message)
+    return sent - {ENDED}

@@ -1,7 +1,7 @@
 """The list of runs: one row for each run in some folders, whoever started it.
 
 A run that has ended is read once, and again only when one of its logs has changed size. To notice that,
-LOOKS ended runs are examined at each poll in turn, so that thousands of them cost no more than a few
+EXAMINED_AT_ONCE ended runs are examined at each poll in turn, so that thousands of them cost no more than a few
 hundred. Active runs are followed. A run that cannot be read becomes a row that says why, never an
 exception.
 """
@@ -38,10 +38,12 @@ from engine.log.view import RunView
 from engine.watch.verdict_line import RunVerdict, verdict_of
 
 READ_BUDGET_S = 0.5
+"""Seconds that one poll may read."""
 UNREADABLE = "unreadable"
 READING = "reading"
 LOGS = ("events.jsonl", "device.jsonl", "watch.jsonl")
-LOOKS = 200
+EXAMINED_AT_ONCE = 200
+"""Number of ended runs that one poll examines."""
 CURVE_POINTS = 12
 ALERTS_SHOWN = 6
 """Most alerts of a run that are shown in full in a list."""
@@ -115,7 +117,7 @@ class RunsSnapshot:
 
 
 @dataclass(frozen=True, slots=True)
-class _Found:
+class _FoundRun:
     """A run in a folder; `made_ns` is when its settings were written."""
 
     run: RunFolder
@@ -136,7 +138,7 @@ class _SideFiles:
 class _Ended:
     """An ended run that was read to its end: its row, and the sizes of its logs at that time."""
 
-    found: _Found
+    found: _FoundRun
     sizes: tuple[int, ...]
     row: RunRow
     began_unix_s: float
@@ -145,10 +147,10 @@ class _Ended:
 def _made_ns(folder: str) -> int | None:
     """Return when the run in a folder was created; None when there is no run."""
     try:
-        found = os.stat(f"{folder}/effective.json")
+        status = os.stat(f"{folder}/effective.json")
     except OSError:
         return None
-    return found.st_mtime_ns if stat.S_ISREG(found.st_mode) else None
+    return status.st_mtime_ns if stat.S_ISREG(status.st_mode) else None
 
 
 def _sizes(folder: str) -> tuple[int, ...]:
@@ -161,7 +163,7 @@ def _sizes(folder: str) -> tuple[int, ...]:
     return tuple(sizes)
 
 
-def _noted_ns(folder: str) -> int:
+def _notes_ns(folder: str) -> int:
     """Return when the notes of a run were written; -1 where there are none."""
     try:
         return os.stat(f"{folder}/{NAME}").st_mtime_ns
@@ -169,40 +171,40 @@ def _noted_ns(folder: str) -> int:
         return -1
 
 
-def _newest_first(found: Iterable[_Found]) -> list[_Found]:
+def _newest_first(found: Iterable[_FoundRun]) -> list[_FoundRun]:
     return sorted(found, key=lambda one: (one.made_ns, one.name), reverse=True)
 
 
 def _runs_in(
-    folder: str, known: Mapping[str, _Found], prefix: str = "", *, nested: bool = True
-) -> list[_Found]:
+    folder: str, known: Mapping[str, _FoundRun], prefix: str = "", *, nested: bool = True
+) -> list[_FoundRun]:
     """Return the runs in a folder, and in those of its folders that are not runs themselves, newest first.
 
     A path in `known` is assumed to be the same run as before. Raises OSError when the folder cannot be
     listed; an unreadable folder inside it is skipped.
     """
-    found: list[_Found] = []
+    runs: list[_FoundRun] = []
     inner: list[os.DirEntry[str]] = []
     with os.scandir(folder) as entries:
         for entry in entries:
             if (before := known.get(entry.path)) is not None:
-                found.append(before)
+                runs.append(before)
             elif (made_ns := _made_ns(entry.path)) is not None:
-                found.append(_Found(RunFolder(Path(entry.path)), prefix + entry.name, made_ns))
+                runs.append(_FoundRun(RunFolder(Path(entry.path)), prefix + entry.name, made_ns))
             elif nested and not entry.name.startswith(".") and entry.is_dir():
                 inner.append(entry)
     for entry in inner:
         with contextlib.suppress(OSError):
-            found += _runs_in(entry.path, known, f"{entry.name}/", nested=False)
-    return _newest_first(found)
+            runs += _runs_in(entry.path, known, f"{entry.name}/", nested=False)
+    return _newest_first(runs)
 
 
-def find_all(folder: Path, known: Mapping[str, _Found]) -> list[_Found]:
+def find_all(folder: Path, known: Mapping[str, _FoundRun]) -> list[_FoundRun]:
     """Return every run of `folder`: itself, or those in it and one level below. Empty when there is
     no such folder."""
     if is_run(folder):
         run = RunFolder(folder)
-        return [_Found(run, run.name, _made_ns(str(folder)) or 0)]
+        return [_FoundRun(run, run.name, _made_ns(str(folder)) or 0)]
     return _runs_in(str(folder), known) if folder.is_dir() else []
 
 
@@ -230,8 +232,8 @@ class RunsFeed:
         self._wall, self._budget_s = wall, budget_s
         self._followers: dict[str, Follower] = {}
         self._ended: dict[str, _Ended] = {}
-        self._beside: dict[str, _SideFiles] = {}
-        self._asked: deque[str] = deque()
+        self._side_files: dict[str, _SideFiles] = {}
+        self._requested: deque[str] = deque()
         self._real: dict[Path, str] = {}
         self._turn = 0
         self._share = first_share
@@ -240,12 +242,12 @@ class RunsFeed:
         """Return a row for each run, in the order of the folders and newest first in each."""
         share, self._share = self._share, 1.0
         now_unix_s, until_s = self._wall(), time.monotonic() + self._budget_s * share
-        due = self._due()
-        runs, error = self._find(due)
+        to_examine = self._runs_to_examine()
+        runs, error = self._find(to_examine)
         self._forget_all_but(runs)
         rows = [
-            self._old_row(key, now_unix_s)
-            if key in self._ended and key not in due
+            self._kept_row(key, now_unix_s)
+            if key in self._ended and key not in to_examine
             else self._row(key, found, now_unix_s, until_s)
             for key, found in runs.items()
         ]
@@ -257,62 +259,62 @@ class RunsFeed:
             behind=any(row.state == READING for row in rows),
         )
 
-    def look_at(self, run: Path) -> None:
+    def examine(self, run: Path) -> None:
         """Examine a run at the next poll, even an ended one; called from any thread."""
-        self._asked.append(os.path.realpath(run))
+        self._requested.append(os.path.realpath(run))
 
-    def _due(self) -> set[str]:
+    def _runs_to_examine(self) -> set[str]:
         """Return the ended runs to examine at this poll."""
-        asked = {self._asked.popleft() for _ in range(len(self._asked))}
+        requested = {self._requested.popleft() for _ in range(len(self._requested))}
         ended = list(self._ended)
         begin = self._turn if self._turn < len(ended) else 0
-        self._turn = begin + LOOKS
-        return asked | set(ended[begin : begin + LOOKS])
+        self._turn = begin + EXAMINED_AT_ONCE
+        return requested | set(ended[begin : begin + EXAMINED_AT_ONCE])
 
-    def _old_row(self, key: str, now_unix_s: float) -> RunRow:
+    def _kept_row(self, key: str, now_unix_s: float) -> RunRow:
         ended = self._ended[key]
         return replace(ended.row, age_s=now_unix_s - ended.began_unix_s)
 
-    def _find(self, due: Set[str]) -> tuple[dict[str, _Found], str | None]:
-        runs: dict[str, _Found] = {}
+    def _find(self, to_examine: Set[str]) -> tuple[dict[str, _FoundRun], str | None]:
+        runs: dict[str, _FoundRun] = {}
         known = {
             str(ended.found.run.path): ended.found
             for key, ended in self._ended.items()
-            if key not in due
+            if key not in to_examine
         }
         problems = []
         for folder in self.folders:
             try:
                 for found in find_all(folder, known):
                     path = found.run.path
-                    # Resolving walks the whole path, and a run does not move while it is listed.
+                    # Kept, because resolving walks the whole path, and a run does not move while it is listed.
                     key = self._real.get(path) or os.path.realpath(path)
                     self._real[path] = key
-                    if (key in self._ended and key not in due) or self._accepts(path):
+                    if (key in self._ended and key not in to_examine) or self._accepts(path):
                         runs.setdefault(key, found)
             except OSError as problem:
                 problems.append(f"{folder} — expected to list it, found {problem.strerror}")
         return runs, "; ".join(problems) or None
 
-    def _forget_all_but(self, runs: dict[str, _Found]) -> None:
+    def _forget_all_but(self, runs: dict[str, _FoundRun]) -> None:
         self._followers = {key: f for key, f in self._followers.items() if key in runs}
         self._ended = {key: e for key, e in self._ended.items() if key in runs}
-        self._beside = {key: b for key, b in self._beside.items() if key in runs}
+        self._side_files = {key: b for key, b in self._side_files.items() if key in runs}
         self._real = {path: key for path, key in self._real.items() if key in runs}
 
-    def _row(self, key: str, found: _Found, now_unix_s: float, until_s: float) -> RunRow:
+    def _row(self, key: str, found: _FoundRun, now_unix_s: float, until_s: float) -> RunRow:
         if key not in self._ended and key not in self._followers and time.monotonic() >= until_s:
             return _row_of(found, RunView(), READING, now_unix_s - found.made_ns / 1e9, None)
         try:
             sizes = _sizes(key)
         except OSError as problem:
             return _row_of(found, RunView(), UNREADABLE, None, not_read(found.run, problem))
-        ended, beside = self._ended.get(key), self._read_beside(key, found)
+        ended, side_files = self._ended.get(key), self._read_side_files(key, found)
         if ended is not None and (ended.sizes, ended.found.made_ns) == (sizes, found.made_ns):
-            if (ended.row.tags, ended.row.note) != (beside.notes.tags, beside.notes.text):
-                row = replace(ended.row, tags=beside.notes.tags, note=beside.notes.text)
+            if (ended.row.tags, ended.row.note) != (side_files.notes.tags, side_files.notes.text):
+                row = replace(ended.row, tags=side_files.notes.tags, note=side_files.notes.text)
                 self._ended[key] = replace(ended, row=row)
-            return self._old_row(key, now_unix_s)
+            return self._kept_row(key, now_unix_s)
         follower = self._followers.get(key)
         if follower is None:
             follower = Follower(found.run, files=True)
@@ -322,7 +324,7 @@ class RunsFeed:
         is_alive = alive.trainer or alive.supervisor
         made_unix_s = found.made_ns / 1e9
         began_unix_s = made_unix_s if view.first_unix_s is None else view.first_unix_s
-        row = _row_of(found, view, state, now_unix_s - began_unix_s, error, beside, alive=alive)
+        row = _row_of(found, view, state, now_unix_s - began_unix_s, error, side_files, alive=alive)
         is_over = state == UNREADABLE or (state != READING and has_ended(state))
         if is_over and not is_alive:
             self._ended[key] = _Ended(found, sizes, row, began_unix_s)
@@ -331,9 +333,9 @@ class RunsFeed:
             self._ended.pop(key, None)
         return row
 
-    def _read_beside(self, key: str, found: _Found) -> _SideFiles:
+    def _read_side_files(self, key: str, found: _FoundRun) -> _SideFiles:
         """Return the settings and the notes of a run, read again when their files have changed."""
-        times, before = (found.made_ns, _noted_ns(key)), self._beside.get(key)
+        times, before = (found.made_ns, _notes_ns(key)), self._side_files.get(key)
         if before is not None and before.times == times:
             return before
         is_known = before is not None and before.times[0] == times[0]
@@ -342,8 +344,8 @@ class RunsFeed:
             notes = read_notes(found.run)
         except RunLogError as problem:
             notes = Notes(text=one_line(problem.message))
-        self._beside[key] = _SideFiles(times, settings, notes)
-        return self._beside[key]
+        self._side_files[key] = _SideFiles(times, settings, notes)
+        return self._side_files[key]
 
     def _read(self, follower: Follower, until_s: float) -> tuple[str, str | None]:
         """Return state and error after reading what is new, as far as the time allows."""
@@ -359,21 +361,21 @@ class RunsFeed:
 
 
 def _row_of(
-    found: _Found,
+    found: _FoundRun,
     view: RunView,
     state: str,
     age_s: float | None,
     error: str | None,
-    beside: _SideFiles | None = None,
+    side_files: _SideFiles | None = None,
     *,
     alive: Liveness | None = None,
 ) -> RunRow:
     student = view.eval_of("student")
     verdict = verdict_of(view, state, found.run.path)
     alerts = [(level_text(alert), name) for name, alert in view.alerts.items()]
-    settings = {} if beside is None else beside.settings
-    notes = Notes() if beside is None else beside.notes
-    known = state not in (UNREADABLE, READING)
+    settings = {} if side_files is None else side_files.settings
+    notes = Notes() if side_files is None else side_files.notes
+    is_read = state not in (UNREADABLE, READING)
     is_alive = alive is not None and (alive.trainer or alive.supervisor)
     return RunRow(
         path=found.run.path,
@@ -393,26 +395,26 @@ def _row_of(
         settings=settings,
         teacher=model_name(settings.get("teacher.path")),
         student=model_name(settings.get("student.path")),
-        # A row names the run already; a column has room for what is wrong.
-        verdict=verdict.line if known else one_line((error or "").rpartition(" — ")[2]),
-        level=verdict.level if known else "",
+        # The row names the run already, so its cell shows only what was found.
+        verdict=verdict.line if is_read else one_line((error or "").rpartition(" — ")[2]),
+        level=verdict.level if is_read else "",
         curve=curve_of(view.steps),
         gpus=tuple(view.gpus.values()) if is_alive else (),
         tags=notes.tags,
         note=notes.text,
-        words=_words_of(view, alive, verdict) if known and alive is not None else (),
+        words=_words_of(view, alive, verdict) if is_read and alive is not None else (),
     )
 
 
 def _words_of(view: RunView, alive: Liveness, verdict: RunVerdict) -> tuple[str, ...]:
-    """Return what there is to know of a run at a glance."""
+    """Return the lines of a run's summary."""
     newest = list(view.alerts.values())[-ALERTS_SHOWN:]
     return (
         verdict.line,
         *filter(
             None, (one_line(verdict.detail), verdict.action and f"do: {one_line(verdict.action)}")
         ),
-        *(f"{one.level}: {one.text}" for one in verdict.others),
+        *(f"{finding.level}: {finding.text}" for finding in verdict.others),
         *status_text(view, alive).split(" | "),
         *result_lines(view),
         *(line for alert in newest for line in alert_lines(alert)),
@@ -434,7 +436,8 @@ PLAIN_NAMES = frozenset({"student", "model", "snapshots"})
 
 
 def model_name(path: object) -> str:
-    """Return the short name of a model from its path: without folders and suffix, of a run's student the run's."""
+    """Return the short name of a model from its path: the name of its file or folder without suffix; for the student of
+    a run, the name of the run."""
     if not isinstance(path, str) or not path:
         return ""
     parts = Path(path).parts

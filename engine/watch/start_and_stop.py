@@ -22,9 +22,10 @@ from engine.signals import descendants, end
 from engine.watch.hosts import Place
 
 START_DEADLINE_S = 30.0
+"""Seconds within which a supervisor must open its log."""
 POLL_S = 0.02
 ENDING_S = 5.0
-"""Seconds that processes that were killed may take to be gone."""
+"""Seconds within which killed processes must be gone."""
 
 
 class Launched:
@@ -60,11 +61,11 @@ class Launched:
         self.process.wait()
         self.leave(b"d")
         deadline_s = time.monotonic() + ENDING_S
-        while _is_written(self.run) and time.monotonic() < deadline_s:
+        while _has_writer(self.run) and time.monotonic() < deadline_s:
             time.sleep(POLL_S)
 
 
-def _is_written(run: RunFolder) -> bool:
+def _has_writer(run: RunFolder) -> bool:
     alive = run.liveness()
     return alive.trainer or alive.supervisor
 
@@ -143,9 +144,9 @@ def _wait_for_supervisor(run: RunFolder, process: subprocess.Popen[bytes]) -> No
             )
         time.sleep(POLL_S)
     if process.poll() not in (None, 0) and not run.watch.exists():
-        tail = run.stderr.read_text(errors="replace").strip().splitlines()[-1:]
+        last_line = run.stderr.read_text(errors="replace").strip().splitlines()[-1:]
         raise InternalError(
-            f"supervisor: expected it to start, found exit {process.returncode}: {' '.join(tail)}"
+            f"supervisor: expected it to start, found exit {process.returncode}: {' '.join(last_line)}"
         )
 
 
@@ -164,14 +165,14 @@ def _check_holds(pid: int, log: Path) -> None:
     raise BadInput.expected(
         "run log",
         log,
-        f"process {pid}, which it names as its writer, to hold it",
-        "that it does not",
+        f"to be open in process {pid}, which it names as its writer",
+        "that it is not",
     )
 
 
 def stop(run: RunFolder, *, now: bool = False) -> str:
-    """Ask a run to finish its step, save and stop; `now` ends it without saving. A command that is not ours gets
-    SIGTERM, or SIGKILL. Returns a description of what was done."""
+    """Ask a run to finish its step, save and stop; `now` ends it without saving. A watched command gets SIGTERM,
+    or SIGKILL. Returns a description of what was done."""
     follower = Follower(run)
     view = follower.read_all()
     if not follower.alive.trainer and not follower.alive.supervisor:
@@ -189,13 +190,13 @@ def stop(run: RunFolder, *, now: bool = False) -> str:
                 "run",
                 run.name,
                 "a command that was started to be watched",
-                "a process that ran already, which is watched from outside and never touched",
+                "a process that was already running, which is watched from outside and never touched",
                 hint=f"end it yourself: kill {view.trainer_pid}",
             )
-        # Whoever holds the log has written which process the command is.
+        # The process that holds the log has recorded the pid of the command.
         _check_holds(watcher.pid, run.watch)
         number = signal.SIGKILL if now else signal.SIGTERM
-        # Before the signal: whoever records the end of the command looks for it.
+        # Before the signal: the supervisor looks for this file when it records the end of the command.
         with contextlib.suppress(OSError):
             run.stop_asked.touch()
         _signal(run, view.trainer_pid, number)
@@ -210,7 +211,7 @@ def stop(run: RunFolder, *, now: bool = False) -> str:
         pid = trainer.pid
         _check_holds(pid, run.events)
     elif follower.alive.supervisor and watcher is not None and view.trainer_pid is not None:
-        # It has not opened its log yet; whoever started it has written which process it is.
+        # The trainer has not opened its log yet, but its supervisor has recorded its pid.
         pid = view.trainer_pid
         _check_holds(watcher.pid, run.watch)
     else:
@@ -222,7 +223,7 @@ def stop(run: RunFolder, *, now: bool = False) -> str:
 
 
 def _is_command(run: RunFolder) -> bool:
-    """Whether the run is a command that is not ours; settings that cannot be read are those of a run of ours."""
+    """Return whether the run is a watched command; a run whose settings cannot be read counts as the engine's."""
     try:
         return read_command(run) is not None
     except RunLogError:

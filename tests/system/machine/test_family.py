@@ -107,7 +107,7 @@ def test_a_sample_tells_of_the_family_and_not_of_its_head_alone(family: Family) 
     no_nvml = absent("no NVIDIA driver library on this machine", "nvmlInit")
     now_s = [0.0]
     sampler = Sampler(lambda: family.process.pid, no_nvml, clock=lambda: now_s[0], slow_every=1)
-    assert "two looks" in sampler.sample()[0].absent["family_cpu_pct"]
+    assert "two readings" in sampler.sample()[0].absent["family_cpu_pct"]
     family.tell("compute")
     family.tell("read")
     now_s[0] = 10.0

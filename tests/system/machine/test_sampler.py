@@ -40,7 +40,7 @@ def test_the_own_process_is_sampled_from_the_real_proc() -> None:
     assert [sample.kind for sample in first] == ["host"]
     fields, reasons = first[0].fields, first[0].absent
     assert fields["trainer_cpu_pct"] is None
-    assert "two looks" in reasons["trainer_cpu_pct"]
+    assert "two readings" in reasons["trainer_cpu_pct"]
     assert reasons["gpu"] == NO_NVML.absent
     for name in ("host_available_bytes", "host_total_bytes", "trainer_rss_bytes"):
         assert number_of(first[0], name) > 1 << 20
@@ -222,7 +222,7 @@ def test_rates_are_counts_over_the_time_between_two_slow_ticks(tmp_path: Path) -
 
     first = tick(100)
     assert first.fields["major_faults_per_s"] is None
-    assert "two looks" in first.absent["major_faults_per_s"]
+    assert "two readings" in first.absent["major_faults_per_s"]
     assert first.fields["oom_kills"] == 3
     tick(500)
     assert tick(120).fields["major_faults_per_s"] == pytest.approx(10.0)

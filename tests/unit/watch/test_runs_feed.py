@@ -181,7 +181,7 @@ def test_alerts_that_stand_are_in_the_row_worst_first(tmp_path: Path) -> None:
 def test_old_runs_are_looked_at_in_turn_and_a_resumed_one_is_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(runs_feed, "LOOKS", 2)
+    monkeypatch.setattr(runs_feed, "EXAMINED_AT_ONCE", 2)
     for name in "abcde":
         killed(tmp_path / name)
     feed = RunsFeed([tmp_path], budget_s=UNHURRIED_S)
@@ -224,10 +224,10 @@ def test_notes_of_an_ended_run_are_seen_at_the_next_poll_without_reading_it(
     feed = RunsFeed([tmp_path], budget_s=UNHURRIED_S)
     feed.poll()
     reads.clear()
-    monkeypatch.setattr(runs_feed, "LOOKS", 0)
+    monkeypatch.setattr(runs_feed, "EXAMINED_AT_ONCE", 0)
     change_notes(run, add=["good"], note="keep")
     assert feed.poll().rows[0].tags == ()
-    feed.look_at(run.path)
+    feed.examine(run.path)
     row = feed.poll().rows[0]
     assert (row.tags, row.note, reads) == (("good",), "keep", [])
 

@@ -378,7 +378,7 @@ class RunsScreen(PollingScreen):
                 change_notes(run, tags=text.split())
             else:
                 change_notes(run, note=text)
-            self._feed.look_at(path)
+            self._feed.examine(path)
             return f"{what} of {run.name}: {' '.join(text.split()) or 'none'}"
 
         run_command(self, what, write)
