@@ -165,7 +165,7 @@ def watch_process(run: RunFolder, found: Stranger, held: int, notify: str) -> No
             device,
             sample_seconds=SAMPLE_SECONDS,
             stop=lambda why, now: None,
-            strangers=found.trainers,
+            attached_pids=found.trainers,
         )
         observer.begin()
         observer.notify(notify, 2 if os.isatty(2) else None)

@@ -95,7 +95,7 @@ class _Training:
         self.is_recorded = True
         watcher = self.observer.watcher
         watcher.tick()
-        watcher.last_look()
+        watcher.judge_end()
         if self.is_command:
             watcher.training_is_over = True
             text = "the training ended, the command continues"
@@ -197,7 +197,7 @@ class _Trainings:
         self._drop_recorded()
         observer = self.command.observer
         if code is None and self.started_own_watch:
-            observer.watcher.last_look()
+            observer.watcher.judge_end()
             observer.write_watch(exit_of(observer.watcher.view, observer.pid))
         elif code is None:
             text = "the command ended; its exit code is unknown, as the process that started it is gone"

@@ -93,4 +93,4 @@ class Context:
     @property
     def tokenizer(self) -> Tokenizer | None:
         """The first known tokenizer; `vocabulary_by_bytes` checks that all are alike."""
-        return next((one for one in self.tokenizers.values() if one is not None), None)
+        return next((known for known in self.tokenizers.values() if known is not None), None)

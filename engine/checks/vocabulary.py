@@ -14,34 +14,34 @@ from engine.verdict import Answer, Numbers, failed
 
 
 def vocabulary_by_bytes(context: Context) -> Answer:
-    known = {whose: one for whose, one in context.tokenizers.items() if one is not None}
-    unknown = [whose for whose, one in context.tokenizers.items() if one is None]
+    known = {whose: t for whose, t in context.tokenizers.items() if t is not None}
+    unknown = [whose for whose in context.tokenizers if whose not in known]
     ids = context.student.config.vocab_size
     differing = one_sided = texts = 0
-    for (whose, one), (other, other_tokenizer) in combinations(known.items(), 2):
-        if one.sha256 == other_tokenizer.sha256:
+    for (whose, first), (other, second) in combinations(known.items(), 2):
+        if first.sha256 == second.sha256:
             continue
-        found = compare(one, other_tokenizer, ids)
-        differing += len(found.differing)
-        one_sided += found.one_sided
-        texts += found.texts
-        if found.differing:
-            id_, here, there = found.differing[0]
+        comparison = compare(first, second, ids)
+        differing += len(comparison.differing)
+        one_sided += comparison.one_sided
+        texts += comparison.texts
+        if comparison.differing:
+            id_, here, there = comparison.differing[0]
             return failed(
-                f"{len(found.differing):,} of {ids:,} ids differ: id {id_} is {here!r} in {whose} "
+                f"{len(comparison.differing):,} of {ids:,} ids differ: id {id_} is {here!r} in {whose} "
                 f"and {there!r} in {other}",
                 ids=ids,
-                differing=len(found.differing),
-                shared=found.shared,
+                differing=len(comparison.differing),
+                shared=comparison.shared,
             )
-        if found.split:
+        if comparison.split:
             return failed(
-                f"{len(found.split):,} of {found.texts:,} texts are tokenized differently: "
-                f"{found.split[0].said(whose, other)}",
+                f"{len(comparison.split):,} of {comparison.texts:,} texts are tokenized differently: "
+                f"{comparison.split[0].said(whose, other)}",
                 ids=ids,
                 differing=0,
-                texts=found.texts,
-                split=len(found.split),
+                texts=comparison.texts,
+                split=len(comparison.split),
             )
     numbers = Numbers(
         ids=ids, differing=differing, one_sided=one_sided, texts=texts, compared=len(known)

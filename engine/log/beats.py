@@ -139,7 +139,7 @@ def read_lost_rank(run: RunFolder) -> LostRank | None:
 
 def forget(run: RunFolder, ranks: range, world: int) -> None:
     """Remove the beats that an earlier session left of this host's `ranks`; the first host also removes those of ranks
-    that are none of `world`, and the lost-rank record. The ranks' logs are kept."""
+    from `world` on, and the lost-rank record. The ranks' logs are kept."""
     for beat in read_beats(run):
         if beat.rank in ranks or (0 in ranks and beat.rank >= world):
             (_folder(run) / f"{beat.rank}.beat").unlink(missing_ok=True)

@@ -4,7 +4,7 @@
 
 NVML and /proc count what a process has taken. Only the allocator knows how much of it is in use: on a GPU,
 the bytes of tensors (held) and what it has reserved on the device; the difference is fragmentation and cache.
-torch does not count CPU memory: there the trainer passes on the kernel's numbers.
+torch does not count CPU memory: there the trainer records the kernel's numbers.
 
 The trainer writes at the end of a step, at most once in SPACING_S; the sampler adds the numbers to its own
 readings, so that all of them form one series. A record is one write at a fixed offset and not a log: a torn
@@ -28,6 +28,7 @@ from engine.log.folder import RunFolder
 from engine.machine.reading import Reading, absent, measured
 
 SPACING_S = 1.0
+"""Minimum seconds between two records."""
 NAME = "memory.held"
 ALLOCATOR, PROCESS = "torch.cuda.memory_stats", "/proc/self/status VmRSS, VmHWM"
 SOURCES = (ALLOCATOR, PROCESS)
@@ -62,22 +63,22 @@ class HeldWriter:
         self._file: int | None = None
         self._next_s = -math.inf
 
-    def look(self, step: int) -> None:
+    def record(self, step: int) -> None:
         """Record the memory after `step`, when it is due."""
         now_s = self._clock()
         if now_s < self._next_s:
             return
         self._next_s = now_s + SPACING_S
-        found = self._measure()
-        reserved = math.nan if found.reserved_bytes is None else found.reserved_bytes
-        place = SOURCES.index(found.source)
-        record = _HELD.pack(step, place, found.held_bytes, reserved, found.peak_bytes)
+        held = self._measure()
+        reserved = math.nan if held.reserved_bytes is None else held.reserved_bytes
+        source = SOURCES.index(held.source)
+        data = _HELD.pack(step, source, held.held_bytes, reserved, held.peak_bytes)
         # A full disk may lose a reading; it must not end a run.
         with contextlib.suppress(OSError):
             if self._file is None:
                 flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
                 self._file = os.open(self._path, flags, 0o644)
-            os.pwrite(self._file, record, 0)
+            os.pwrite(self._file, data, 0)
 
 
 def read_held(run: RunFolder) -> Held | None:
@@ -88,11 +89,11 @@ def read_held(run: RunFolder) -> Held | None:
         return None
     if len(data) != _HELD.size:
         return None
-    step, place, held, reserved, peak = _HELD.unpack(data)
-    if place >= len(SOURCES):
+    step, source, held, reserved, peak = _HELD.unpack(data)
+    if source >= len(SOURCES):
         return None
     return Held(
-        source=SOURCES[place],
+        source=SOURCES[source],
         held_bytes=held,
         reserved_bytes=None if math.isnan(reserved) else reserved,
         peak_bytes=peak,
@@ -101,27 +102,26 @@ def read_held(run: RunFolder) -> Held | None:
 
 
 def held_readings(run: RunFolder) -> dict[str, Reading]:
-    """Return the same as readings of a host sample."""
-    found, place = read_held(run), NAME
+    """Return the newest record as readings of a host sample."""
+    record = read_held(run)
     names = ("memory_held_bytes", "memory_reserved_bytes", "memory_peak_bytes", "memory_source")
-    if found is None:
-        return dict.fromkeys(
-            names, absent("the trainer has done no step that it could tell of", place)
-        )
-    nothing_kept = absent("torch keeps no memory of a CPU back", found.source)
+    if record is None:
+        return dict.fromkeys(names, absent("the trainer has recorded no step yet", NAME))
     values = (
-        _measured(found.held_bytes, found.source),
-        nothing_kept
-        if found.reserved_bytes is None
-        else _measured(found.reserved_bytes, found.source),
-        _measured(found.peak_bytes, found.source),
-        measured(found.source, place),
+        _measured(record.held_bytes, record.source),
+        absent("torch reserves no memory on a CPU", record.source)
+        if record.reserved_bytes is None
+        else _measured(record.reserved_bytes, record.source),
+        _measured(record.peak_bytes, record.source),
+        measured(record.source, NAME),
     )
     return dict(zip(names, values, strict=True))
 
 
 def _measured(value: float, source: str) -> Reading:
-    return measured(value, source) if math.isfinite(value) else absent("was not said", source)
+    return (
+        measured(value, source) if math.isfinite(value) else absent("not a finite number", source)
+    )
 
 
 def forget_held(run: RunFolder) -> None:

@@ -1,7 +1,7 @@
-"""Measure what this machine does in a second: one large matmul, and one large copy from memory to memory.
+"""Measure the rates of this machine: FLOP/s of a large matmul, and bytes/s of a large copy from memory to memory.
 
-`python -m engine.runtime.rates` measures in the dtype and with the threads that a run takes here by itself, and prints
-one JSON line: `engine doctor` asks a process of its own, as it loads no torch and holds no memory of a GPU.
+`python -m engine.runtime.rates` measures with the dtype and the threads that a run chooses here by default, and prints
+one JSON line. `engine doctor` starts it as a child process, because it loads no torch and holds no GPU memory itself.
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ from engine.runtime.device import choose_device, choose_precision, choose_thread
 SIDE = {"cuda": 8192, "cpu": 768}
 """Rows and columns of the square matrices that are multiplied: 2 ms on a fast GPU, 20 on two slow cores."""
 COPIED_BYTES = {"cuda": 256 << 20, "cpu": 64 << 20}
-"""More than a cache holds."""
+"""Bytes that are copied: more than a cache holds."""
 CALLS = {"cuda": 10, "cpu": 1}
 """Number of calls between two readings of the clock, so that launches do not add to the time."""
 ROUNDS = 5
+"""Number of timed rounds, after one that warms up."""
 
 
 def measure_rates(device: torch.device, dtype: torch.dtype) -> Rates:
@@ -43,6 +44,7 @@ def name_here(device: torch.device, dtype: torch.dtype) -> str:
 
 
 def _shortest(work: Callable[[], object], device: torch.device) -> float:
+    """Return the seconds of one call in the fastest round."""
     calls, times = CALLS[device.type], []
     for _ in range(ROUNDS + 1):
         _wait(device)

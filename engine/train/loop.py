@@ -312,7 +312,7 @@ class TrainingLoop:
         for recorded in session.recorder.take(step.step):
             self.log(recorded)
         if session.trainer.ranks.first:
-            session.held.look(step.step)
+            session.held.record(step.step)
         self.compiles.done(self.log)
 
     def _wrote(self, launched: LaunchedStep, rollout: Rollout | None) -> Wrote | None:

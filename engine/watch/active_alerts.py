@@ -38,7 +38,7 @@ class ActiveAlerts:
         self._times_raised: dict[str, int] = {}
         self._session = 0
 
-    def look(self, case: Case, without: Collection[str] = ()) -> list[Judged | Note]:
+    def evaluate(self, case: Case, without: Collection[str] = ()) -> list[Judged | Note]:
         """Evaluate every rule except `without`, and return the events to be logged."""
         if case.view.sessions != self._session:
             self._session = case.view.sessions

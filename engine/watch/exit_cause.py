@@ -17,11 +17,11 @@ rows.
     1 and a MemoryError or OutOfMemoryError       ALLOC_FAILED, of the host or of the device
     1 and a CUDA or NCCL error                    DEVICE_FAILED
     65 and a full disk                            DISK_FULL
-    -11 / -7 / -6 ...                             CRASHED; of -6 with what the library that aborted said
+    -11 / -7 / -6 ...                             CRASHED; for -6 with the message of the library
     0, 1, 2, 64, 65, 70                           the meaning that `engine.errors` gives them
     any, and another boot id                      HOST_LOST
     not known                                     UNKNOWN
-    not known, of a process that is not ours:
+    not known, of a process that the engine did not start:
               any      any      yes           OOM_MEMCG or OOM_GLOBAL, proved
               >= 1     >= 1     none          OOM_MEMCG, probable: another may be the victim
               any other                       UNKNOWN
@@ -71,8 +71,9 @@ from engine.verdict import Level, Verdict
 
 _DMESG_LIMIT_S = 5.0
 _MEMORY_WINDOW_S = 60.0
-_WORDS_MOST = 300
-"""Characters of a process's own words that are kept."""
+"""Seconds before the end whose memory readings are described."""
+_LONGEST_QUOTE = 300
+"""Maximum length of a line that is quoted from stderr, in characters."""
 
 
 class ExitState(StrEnum):
@@ -108,18 +109,18 @@ class ExitAttribution:
     state: ExitState
     signal_name: str | None
     cause: str
-    """A few words for a table; `sentence` is for a person."""
+    """Cause in a few words, for a table; `sentence` is for a person."""
     certainty: Certainty
     sentence: str
 
     @property
     def verdict(self) -> Verdict:
         """Whether the run did its work; UNKNOWN if the exit does not show it."""
-        level = {ExitState.COMPLETED: Level.PASS} | dict.fromkeys(_SAYS_NOTHING, Level.UNKNOWN)
+        level = {ExitState.COMPLETED: Level.PASS} | dict.fromkeys(_UNDECIDED, Level.UNKNOWN)
         return Verdict(level.get(self.state, Level.FAIL), self.sentence)
 
 
-_SAYS_NOTHING = (
+_UNDECIDED = (
     *(ExitState.DECLINED, ExitState.TERMINATED, ExitState.INTERRUPTED),
     *(ExitState.KILLED_EXTERNAL, ExitState.HOST_LOST, ExitState.UNKNOWN),
 )
@@ -131,7 +132,7 @@ _EXIT_STATES = {
     70: (ExitState.INTERNAL_ERROR, "the engine broke one of its own promises"),
 }
 _HOST, _DEVICE, _DISK = "host memory", "device", "disk"
-_LAST_WORDS: tuple[tuple[str, re.Pattern[str]], ...] = tuple(
+_CAUSES_IN_STDERR: tuple[tuple[str, re.Pattern[str]], ...] = tuple(
     (what, re.compile(rf"(?m)^.*(?:{pattern}).*$"))
     for what, pattern in (
         (_HOST, r"DefaultCPUAllocator: can't allocate|std::bad_alloc"),
@@ -159,7 +160,7 @@ _CRASH_SIGNALS = frozenset(
 )
 _NOT_NAMED = "no kernel line names this process: another process may be the victim"
 _ANOTHER_VICTIM = f"its control group's counter did not move and {_NOT_NAMED}"
-_BLIND = (
+_INTEGRATED_CAVEAT = (
     " On an integrated GPU cgroup counters do not see CUDA memory: that they did not move does not"
     " rule memory exhaustion out; look at the lowest MemAvailable and at memory pressure."
 )
@@ -188,13 +189,13 @@ def attribute_exit(
     the run recorded its own end. `exception` is the name of the exception that ended it, from its log or
     `exception_name(stderr)`; `stderr` is the end of its standard error, `reason` the end that the
     run recorded, where it failed. `memory` describes the machine's memory before the end, as the sampler saw it.
-    `is_ours` is False for a command that is not ours, whose exit codes mean what it likes.
+    `is_ours` is False for a watched command, whose exit codes have meanings of their own.
     """
     boots = (before.boot_id.value, after.boot_id.value)
     if None not in boots and boots[0] != boots[1]:
         return _host_lost(finished, integrated_gpu)
     if returncode is None:
-        return _said(
+        return _attribution(
             ExitState.UNKNOWN, "no exit status", Certainty.NONE, "No process recorded how it ended"
         )
     number = _signal_number(returncode)
@@ -202,16 +203,16 @@ def attribute_exit(
         last = reason or _last_error(stderr)
         return _exited(returncode, stop_requested, finished, exception, last, is_ours)
     if number == signal.SIGKILL:
-        found = _killed(before, after, stop_requested, kernel_line, integrated_gpu)
-        unexplained = found.state in (ExitState.KILLED_EXTERNAL, ExitState.UNKNOWN)
+        attribution = _killed(before, after, stop_requested, kernel_line, integrated_gpu)
+        unexplained = attribution.state in (ExitState.KILLED_EXTERNAL, ExitState.UNKNOWN)
         if memory is not None and unexplained:
-            found = replace(found, sentence=f"{found.sentence} {memory}")
+            attribution = replace(attribution, sentence=f"{attribution.sentence} {memory}")
     else:
-        found = _signalled(number, returncode, stop_requested, stderr)
+        attribution = _signalled(number, returncode, stop_requested, stderr)
     if not finished:
-        return found
+        return attribution
     recorded = "The run had recorded its end before this; its own record says how it ended."
-    return replace(found, sentence=f"{found.sentence} {recorded}")
+    return replace(attribution, sentence=f"{attribution.sentence} {recorded}")
 
 
 def attribute_unseen_exit(
@@ -223,28 +224,30 @@ def attribute_unseen_exit(
         _rise(before.vmstat_oom_kill, after.vmstat_oom_kill),
         _group_rise(before, after),
     )
-    rose = ", ".join(f"{one.source} rose by {one.number}" for one in (machine, group) if one.number)
+    rose = ", ".join(
+        f"{rise.source} rose by {rise.number}" for rise in (machine, group) if rise.number
+    )
     of_group = _names_group(kernel_line) or (kernel_line is None and bool(group.number))
     state = ExitState.OOM_MEMCG if of_group else ExitState.OOM_GLOBAL
-    whose = "its control group ran out of memory" if of_group else "the machine ran out of memory"
+    cause = "its control group ran out of memory" if of_group else "the machine ran out of memory"
     if kernel_line is not None:
         text = (
-            f"The kernel's OOM killer ended the process because {whose}: its log names this process"
+            f"The kernel's OOM killer ended the process because {cause}: its log names this process"
         )
-        return _said(state, whose, Certainty.PROVED, text)
+        return _attribution(state, cause, Certainty.PROVED, text)
     if machine.number and group.number:
-        text = f"The kernel's OOM killer probably ended the process because {whose}: {rose}; but {_NOT_NAMED}"
-        return _said(state, f"probably {whose}", Certainty.PROBABLE, text)
+        text = f"The kernel's OOM killer probably ended the process because {cause}: {rose}; but {_NOT_NAMED}"
+        return _attribution(state, f"probably {cause}", Certainty.PROBABLE, text)
     text = (
-        "The process ended; how is not known to a stranger, since its exit status went to its parent"
-        f" (to know it next time: engine watch -- COMMAND). {_counters_said(machine, rose)}"
+        "The process ended; its exit status is not known, because only its parent receives it"
+        f" (to know it next time: engine watch -- COMMAND). {_counters_text(machine, rose)}"
     )
-    return _said(
+    return _attribution(
         ExitState.UNKNOWN, "no exit status", Certainty.NONE, f"{text} {memory}" if memory else text
     )
 
 
-def _counters_said(machine: Reading, rose: str) -> str:
+def _counters_text(machine: Reading, rose: str) -> str:
     if machine.number is None:
         return f"Whether the kernel's OOM killer was at work is unknown: {machine.absent}."
     if rose:
@@ -261,7 +264,7 @@ def _signal_number(returncode: int) -> int | None:
     return returncode - 128 if returncode - 128 in named else None
 
 
-def _said(
+def _attribution(
     state: ExitState, cause: str, certainty: Certainty, text: str, name: str | None = None
 ) -> ExitAttribution:
     sentence = text if text.endswith(".") else f"{text}."
@@ -276,7 +279,7 @@ def _host_lost(finished: bool, integrated_gpu: bool) -> ExitAttribution:
         text = "The machine restarted after the run had recorded its end: boot_id changed"
     elif integrated_gpu:
         text += ". On unified memory, exhaustion of memory is possible and is not proved"
-    return _said(ExitState.HOST_LOST, "the machine restarted", Certainty.PROVED, text)
+    return _attribution(ExitState.HOST_LOST, "the machine restarted", Certainty.PROVED, text)
 
 
 def _exited(
@@ -288,35 +291,37 @@ def _exited(
     is_ours: bool,
 ) -> ExitAttribution:
     if code == 0 and finished:
-        return _said(
+        return _attribution(
             ExitState.COMPLETED, "ran to its end", Certainty.PROVED, "The run completed (exit 0)"
         )
     if code == 0 and stop_requested is not None:
         cause = f"stop requested: {stop_requested}"
         text = f"The run ended early with exit 0; {cause}"
-        return _said(ExitState.TERMINATED, cause, Certainty.STRONG, text)
+        return _attribution(ExitState.TERMINATED, cause, Certainty.STRONG, text)
     if code == 0:
         text = (
             "The process ended with exit 0 but the run did not record its end: it is not complete"
         )
-        return _said(ExitState.UNKNOWN, "exit 0 without an end", Certainty.NONE, text)
-    about, words = last_words(last_error)
+        return _attribution(ExitState.UNKNOWN, "exit 0 without an end", Certainty.NONE, text)
+    about, words = cause_in_stderr(last_error)
     kind = _allocation_kind(exception) or ("host" if about == _HOST else None)
     if kind is not None:
         text = f"An allocation of {kind} memory failed inside the process, which ended itself"
         text += f" ({exception}, exit {code})"
-        return _said(ExitState.ALLOC_FAILED, f"{kind} allocation failed", Certainty.PROVED, text)
+        return _attribution(
+            ExitState.ALLOC_FAILED, f"{kind} allocation failed", Certainty.PROVED, text
+        )
     cause = f"exit {code}" if exception is None else f"exit {code}, {exception}"
     text = f"The {'process' if is_ours else 'command'} ended itself with {cause}"
     if about in _STATES:
-        return _said(_STATES[about], cause, Certainty.PROVED, f"{text}: {words}")
+        return _attribution(_STATES[about], cause, Certainty.PROVED, f"{text}: {words}")
     if not is_ours:
-        return _said(ExitState.FAILED, cause, Certainty.PROVED, text)
+        return _attribution(ExitState.FAILED, cause, Certainty.PROVED, text)
     if code == 1 and exception is not None and not finished:
         text = f"{text}: nothing caught the exception, and the run did not record its end"
-        return _said(ExitState.FAILED, cause, Certainty.PROVED, text)
+        return _attribution(ExitState.FAILED, cause, Certainty.PROVED, text)
     state, meaning = _EXIT_STATES.get(code, (ExitState.FAILED, "it gave a code without a meaning"))
-    return _said(state, cause, Certainty.PROVED, f"{text}: {meaning}")
+    return _attribution(state, cause, Certainty.PROVED, f"{text}: {meaning}")
 
 
 def _allocation_kind(exception: str | None) -> str | None:
@@ -334,24 +339,24 @@ def _signalled(
     how = f"{name} (exit status {returncode})"
     if number in _CRASH_SIGNALS:
         text, cause = f"The process crashed with {how}", f"crash, {name}"
-        # Only an abort is a library's own decision, which it explains first.
-        about, words = last_words(stderr) if number == signal.SIGABRT else (None, "")
+        # Only before an abort does a library print why.
+        about, words = cause_in_stderr(stderr) if number == signal.SIGABRT else (None, "")
         if about == _HOST:
             text, cause = f"{text} after an allocation of host memory failed: {words}", words
-            return _said(ExitState.ALLOC_FAILED, cause, Certainty.STRONG, text, name)
+            return _attribution(ExitState.ALLOC_FAILED, cause, Certainty.STRONG, text, name)
         if about is not None:
             text, cause = f"{text}, after it had said: {words}", f"{cause}: {words}"
-        return _said(ExitState.CRASHED, cause, Certainty.PROVED, text, name)
+        return _attribution(ExitState.CRASHED, cause, Certainty.PROVED, text, name)
     state = ExitState.INTERRUPTED if number == signal.SIGINT else ExitState.TERMINATED
     if stop_requested is not None:
         cause = f"stop requested: {stop_requested}"
         text = f"The process was ended by {how}; {cause}"
-        return _said(state, cause, Certainty.STRONG, text, name)
+        return _attribution(state, cause, Certainty.STRONG, text, name)
     text = (
         f"The process was ended by {how}; no stop was asked for here. The sender is not recorded:"
         " a person, a time limit, a job scheduler or a userspace memory guard"
     )
-    return _said(state, f"{name}, sender unknown", Certainty.PROVED, text, name)
+    return _attribution(state, f"{name}, sender unknown", Certainty.PROVED, text, name)
 
 
 def _killed(
@@ -365,10 +370,10 @@ def _killed(
     machine = _rise(before.vmstat_oom_kill, after.vmstat_oom_kill)
     group = _group_rise(before, after)
     named = kernel_line is not None
-    blind = _BLIND if integrated_gpu and not group.number else ""
+    caveat = _INTEGRATED_CAVEAT if integrated_gpu and not group.number else ""
 
     def say(state: ExitState, cause: str, certainty: Certainty, text: str) -> ExitAttribution:
-        return _said(state, cause, certainty, f"{text}.{blind}", name)
+        return _attribution(state, cause, certainty, f"{text}.{caveat}", name)
 
     def unknown(reason: str) -> ExitAttribution:
         request = f"; stop requested: {stop_requested}" if stop_requested else ""
@@ -382,9 +387,9 @@ def _killed(
     if machine.number == 0 and group.number:
         return unknown(f"{machine.source} did not move but {group.source} rose by {group.number}")
     if machine.number == 0:
-        seen = f"{machine.source} did not move"
-        seen += "" if group.number is None else f" and neither did {group.source}"
-        text = f"Ended by SIGKILL from outside, not the kernel's OOM killer: {seen}"
+        unchanged = f"{machine.source} did not move"
+        unchanged += "" if group.number is None else f" and neither did {group.source}"
+        text = f"Ended by SIGKILL from outside, not the kernel's OOM killer: {unchanged}"
         if stop_requested is not None:
             cause = f"stop requested: {stop_requested}"
             return say(ExitState.TERMINATED, cause, Certainty.STRONG, f"{text}; {cause}")
@@ -448,7 +453,7 @@ def _doubts(before: KillCounters, after: KillCounters) -> list[str]:
 
 
 def _names_group(kernel_line: str | None) -> bool | None:
-    """Whether the kernel line names a cgroup's limit as the cause; None when it names no constraint."""
+    """Return whether the kernel line names a cgroup's limit as the cause; None when it names no constraint."""
     line = kernel_line or ""
     if "CONSTRAINT_MEMCG" in line or "Memory cgroup out of memory" in line:
         return True
@@ -469,11 +474,11 @@ def _last_error(stderr: str) -> str:
     return tail[match.start() :] if match else ""
 
 
-def last_words(stderr: str) -> tuple[str | None, str]:
-    """Return what the last explanation in a process's stderr is about, and its line; (None, "") without one."""
-    for what, pattern in _LAST_WORDS:
-        if found := pattern.findall(stderr):
-            return what, one_line(found[-1].strip())[:_WORDS_MOST]
+def cause_in_stderr(stderr: str) -> tuple[str | None, str]:
+    """Return the cause that the end of stderr shows, and its line; (None, "") if it shows none."""
+    for cause, pattern in _CAUSES_IN_STDERR:
+        if lines := pattern.findall(stderr):
+            return cause, one_line(lines[-1].strip())[:_LONGEST_QUOTE]
     return None, ""
 
 
@@ -532,14 +537,14 @@ def _match_kernel_line(lines: Sequence[str], pid: int, since_s: float) -> str | 
     """Return the last line that names `pid` as the victim; the line with the constraint is preferred to the one
     that follows it."""
     victim = re.compile(rf"oom-kill:constraint=.*\bpid={pid}\b|\bKilled process {pid} \(")
-    named = None
+    match = None
     for line in lines:
         stamp = re.match(r"\[\s*(\d+\.\d+)\]", line)
         if stamp is not None and float(stamp[1]) < since_s:
             continue
-        if victim.search(line) and not (named and "oom-kill:" in named and "Killed" in line):
-            named = line
-    return named
+        if victim.search(line) and not (match and "oom-kill:" in match and "Killed" in line):
+            match = line
+    return match
 
 
 def memory_words(view: RunView) -> str | None:

@@ -40,7 +40,7 @@ SUSPENDED = "the machine was suspended for"
 
 
 @dataclass(frozen=True, slots=True)
-class Warned:
+class MemoryActions:
     """Actions to take because of the machine's memory."""
 
     low: bool = False
@@ -62,22 +62,22 @@ class MemoryGuard:
         self._since_s: float | None = None
         self._stopped_s: float | None = None
         self._ended = False
-        self._blind = False
+        self._has_reported = False
 
-    def look(self) -> Warned:
+    def check(self) -> MemoryActions:
         """Check once; meant to be called once a second. `stop` and `end` are each returned once."""
         memory, (_, full) = self._host.memory(), self._host.psi_memory_pct()
         available, total = memory.available_bytes.number, memory.total_bytes.number
         if available is None or total is None or full.number is None:
             missing = full.absent or memory.available_bytes.absent or memory.total_bytes.absent
-            said, self._blind = self._blind, True
+            has_reported, self._has_reported = self._has_reported, True
             text = f"not guarded against running out of memory: {missing}"
-            return Warned() if said else Warned(why=text)
+            return MemoryActions() if has_reported else MemoryActions(why=text)
         floor = min(max(FLOOR_SHARE * total, FLOOR_LEAST_BYTES), FLOOR_MOST_BYTES)
         low = available < floor
         if not (low and full.number >= PRESSURE_PCT):
             self._since_s = None
-            return Warned(low=low)
+            return MemoryActions(low=low)
         now_s = self._monotonic()
         self._since_s = now_s if self._since_s is None else self._since_s
         why = (
@@ -86,11 +86,11 @@ class MemoryGuard:
         )
         if self._stopped_s is None and now_s - self._since_s >= HELD_S:
             self._stopped_s = now_s
-            return Warned(low=True, stop=True, why=why)
+            return MemoryActions(low=True, stop=True, why=why)
         if self._stopped_s is not None and not self._ended and now_s - self._stopped_s >= GRACE_S:
             self._ended = True
-            return Warned(low=True, end=True, why=why)
-        return Warned(low=True)
+            return MemoryActions(low=True, end=True, why=why)
+        return MemoryActions(low=True)
 
 
 def _boot_time() -> float:
@@ -105,19 +105,19 @@ class ClockWatch:
         wall: Callable[[], float] = time.time,
     ) -> None:
         self._monotonic, self._boot, self._wall = monotonic, boot, wall
-        self._known = self._offsets()
+        self._last_offsets = self._offsets()
 
     def _offsets(self) -> tuple[float, float]:
         monotonic, boot, wall = self._monotonic(), self._boot(), self._wall()
         return boot - monotonic, wall - boot
 
-    def look(self) -> list[str]:
+    def check(self) -> list[str]:
         """Describe what happened to the clocks since the last call, one sentence each."""
-        before, self._known = self._known, self._offsets()
-        slept, set_by = (new - old for new, old in zip(self._known, before, strict=True))
-        said = []
+        before, self._last_offsets = self._last_offsets, self._offsets()
+        slept, set_by = (new - old for new, old in zip(self._last_offsets, before, strict=True))
+        changes = []
         if slept >= LEAST_JUMP_S:
-            said.append(f"{SUSPENDED} {slept:.0f} s; durations do not count it")
+            changes.append(f"{SUSPENDED} {slept:.0f} s; durations do not count it")
         if abs(set_by) >= LEAST_JUMP_S:
-            said.append(f"the wall clock was set by {set_by:+.0f} s; durations do not count it")
-        return said
+            changes.append(f"the wall clock was set by {set_by:+.0f} s; durations do not count it")
+        return changes

@@ -1,4 +1,4 @@
-"""Runs as metrics, in text that is both OpenMetrics 1.0 and Prometheus's older format: what is not known has no sample.
+"""Runs as metrics, in text that is both OpenMetrics 1.0 and Prometheus's older format; unknown values have no sample.
 
 apr_run_step{run="kd-1",host="node7"} 120
 apr_run_verdict{run="kd-1",host="node7",level="suspect"} 1
@@ -17,7 +17,7 @@ from engine.watch.runs_feed import RunRow
 from engine.watch.verdict_line import SIGNS
 
 CONTENT_TYPE = "application/openmetrics-text; version=1.0.0; charset=utf-8"
-_OF_RUN: dict[str, tuple[str, Callable[[RunRow], float | None]]] = {
+_RUN_METRICS: dict[str, tuple[str, Callable[[RunRow], float | None]]] = {
     "alive": ("Whether a process of the run exists.", lambda row: row.alive),
     "step": ("Optimizer steps done.", lambda row: row.last_step),
     "planned_steps": ("Optimizer steps of the whole run.", lambda row: row.total_steps),
@@ -26,7 +26,8 @@ _OF_RUN: dict[str, tuple[str, Callable[[RunRow], float | None]]] = {
     "tokens_per_second": ("Pace of the newest steps.", lambda row: row.tokens_per_second),
     "active_alerts": ("Active alerts.", lambda row: len(row.alerts)),
 }
-_OF_GPU: dict[str, tuple[str, str, float]] = {
+"""Help text of each metric of a run, and its value."""
+_GPU_METRICS: dict[str, tuple[str, str, float]] = {
     "utilization_ratio": ("Share of the time in which any kernel ran.", "gpu_util_pct", 0.01),
     "memory_used_bytes": ("Memory that all processes use.", "gpu_mem_used_bytes", 1.0),
     "memory_bytes": ("Memory of the GPU.", "gpu_mem_total_bytes", 1.0),
@@ -35,7 +36,7 @@ _OF_GPU: dict[str, tuple[str, str, float]] = {
     "temperature_celsius": ("Temperature.", "gpu_temperature_c", 1.0),
     "sm_clock_hertz": ("Clock of the multiprocessors.", "sm_clock_mhz", 1e6),
 }
-"""Help of each metric of a GPU, the reading and its factor."""
+"""Help text of each metric of a GPU, its reading and the factor of its unit."""
 _Samples = Iterable[tuple[Mapping[str, str], float | None]]
 
 
@@ -43,10 +44,10 @@ def metrics_text(rows: Iterable[RunRow]) -> str:
     """Return the metrics of runs, with the name of this machine as the host."""
     host = socket.gethostname()
     named = [({"run": row.name, "host": host}, row) for row in rows]
-    states = [({**of, "state": row.state}, 1.0) for of, row in named]
+    states = [({**labels, "state": row.state}, 1.0) for labels, row in named]
     levels = [
-        ({**of, "level": level.lower()}, float(level == row.level))
-        for of, row in named
+        ({**labels, "level": level.lower()}, float(level == row.level))
+        for labels, row in named
         if row.level
         for level in SIGNS
     ]
@@ -54,12 +55,12 @@ def metrics_text(rows: Iterable[RunRow]) -> str:
         *_family("apr_run_state", "State of the run.", states),
         *_family("apr_run_verdict", "Level of the verdict.", levels),
     ]
-    for name, (about, value) in _OF_RUN.items():
-        lines += _family(f"apr_run_{name}", about, ((of, value(row)) for of, row in named))
-    gpus = [({**of, "gpu": f"{gpu.index}"}, gpu) for of, row in named for gpu in row.gpus]
-    for name, (about, reading, factor) in _OF_GPU.items():
-        found = ((of, _scaled(gpu, reading, factor)) for of, gpu in gpus)
-        lines += _family(f"apr_gpu_{name}", about, found)
+    for name, (about, value) in _RUN_METRICS.items():
+        lines += _family(f"apr_run_{name}", about, ((labels, value(row)) for labels, row in named))
+    gpus = [({**labels, "gpu": f"{gpu.index}"}, gpu) for labels, row in named for gpu in row.gpus]
+    for name, (about, reading, factor) in _GPU_METRICS.items():
+        samples = ((labels, _scaled(gpu, reading, factor)) for labels, gpu in gpus)
+        lines += _family(f"apr_gpu_{name}", about, samples)
     return "".join(f"{line}\n" for line in [*lines, "# EOF"])
 
 

@@ -1,7 +1,7 @@
 """Messages to the receivers of a run: it ended, its verdict got worse, it stalls. Each is sent once a run; the end,
 once a session.
 
-    observer.tick ------> Notices.tick: the verdict of the view, every LOOK_S; the outcomes of earlier messages
+    observer.tick ------> Notices.tick: the verdict of the view, every EVALUATE_EVERY_S; how earlier messages arrived
     the end recorded ---> Notices.close: the last message, and LIMIT_S at most for what is still being sent
 
 A child process sends them (`engine.notify.send`). A record `notified` in the watch log says who got a message and
@@ -26,7 +26,7 @@ from engine.notify.receivers import Receiver
 from engine.notify.send import Delivery
 from engine.redact import Redactor
 from engine.watch.verdict_line import SUSPECT, WRONG, RunVerdict, verdict_of
-from engine.watch.watcher import LOOK_S, STALLS
+from engine.watch.watcher import EVALUATE_EVERY_S, STALLS
 
 READ_SHARE = 0.99
 """Share of the logs, 0 to 1, that must have been read: an alert in the middle of a log may be over by its end."""
@@ -52,7 +52,7 @@ class Notices:
         now_s = time.monotonic()
         if now_s < self._next_s or follower.share_read < READ_SHARE:
             return
-        self._next_s = now_s + LOOK_S
+        self._next_s = now_s + EVALUATE_EVERY_S
         verdict = verdict_of(follower.view, "running", self._run.path.absolute())
         if any(stall in follower.view.alerts for stall in STALLS):
             self._send(STALLED, STALLED, follower.view, verdict)

@@ -38,7 +38,7 @@ from engine.watch.exit_cause import (
     find_kernel_line,
     memory_words,
 )
-from engine.watch.machine_guard import ClockWatch, MemoryGuard, Warned
+from engine.watch.machine_guard import ClockWatch, MemoryActions, MemoryGuard
 from engine.watch.watcher import Watcher
 
 if TYPE_CHECKING:
@@ -60,11 +60,11 @@ class RunObserver:
         sample_seconds: float,
         stop: Callable[[str, bool], None],
         process: Callable[[RunView, Beat | None], tuple[int, str]] | None = None,
-        strangers: Callable[[], Sequence[int]] | None = None,
+        attached_pids: Callable[[], Sequence[int]] | None = None,
     ) -> None:
         """`stop(why, now)` is called where a setting of the run says that a stall ends it. `process` returns the
         process that trains, where `pid` may only have started it, or a rank of it, and the file to which it writes
-        its stacks. `strangers` returns the processes that train, the first of them first, where `pid` ran already
+        its stacks. `attached_pids` returns the processes that train, the first of them first, where `pid` ran already
         and no probe inside it reports them."""
         self.run, self.pid, self.watch, self.device = run, pid, watch, device
         self._is_first = not run.host
@@ -76,9 +76,9 @@ class RunObserver:
         self._guard, self._clocks = MemoryGuard(), ClockWatch()
         self._integrated_gpu = False
         self.watcher = Watcher(
-            run, pid, self.write_watch, stop, process=process, strangers=strangers
+            run, pid, self.write_watch, stop, process=process, attached_pids=attached_pids
         )
-        self._process, self._strangers = process, strangers
+        self._process, self._attached_pids = process, attached_pids
         self.notices: Notices | None = None
 
     def begin(self) -> None:
@@ -92,7 +92,7 @@ class RunObserver:
             nvml=nvml,
             tick_s=self._sample_seconds,
             own_memory=partial(held_readings, self.run) if self._is_first else dict,
-            family=None if self._strangers is None else self.pid,
+            family=None if self._attached_pids is None else self.pid,
             launched=self.pid,
         )
         # Imported here because it imports numpy, which the trainer's start must not wait for.
@@ -102,7 +102,7 @@ class RunObserver:
         self._next_tick_s = time.monotonic()
         self._next_sample_s = self._next_tick_s if self._sample_seconds else math.inf
 
-    def tick(self) -> Warned:
+    def tick(self) -> MemoryActions:
         """Do what is due: sample, read the logs, judge. Returns what the machine's memory is like."""
         if time.monotonic() >= self._next_sample_s:
             self._next_sample_s = max(self._next_sample_s + self._sampler.tick_s, time.monotonic())
@@ -112,7 +112,7 @@ class RunObserver:
             self._segments.tick()
         if self.notices is not None:
             self.notices.tick(self.watcher.follower)
-        found = self._look_at_machine()
+        found = self._check_machine()
         # Missed ticks (a suspended machine) are skipped, not made up for.
         self._next_tick_s = max(self._next_tick_s + TICK_S, time.monotonic())
         return found
@@ -149,7 +149,7 @@ class RunObserver:
         """Write how the process ended. `finished` says that it recorded the end of its work itself; `lost_hosts`, that
         it could not go on without other machines; `is_ours`, that its exit codes have the meaning of the engine's."""
         if self._is_first:
-            self.watcher.last_look()
+            self.watcher.judge_end()
         after = read_kill_counters(cgroup=self.before.cgroup)
         killed = returncode in (-signal.SIGKILL, 128 + signal.SIGKILL)
         line, unreadable = (
@@ -186,7 +186,7 @@ class RunObserver:
 
     def record_exit_of(self, host: str, exit_: TrainerExited) -> None:
         """Write that the process ended because of a rank on another host, as that one's supervisor recorded it."""
-        self.watcher.last_look()
+        self.watcher.judge_end()
         sentence = f"on host {host}: {exit_.sentence}"
         self.watch.write(msgspec.structs.replace(exit_, trainer_pid=self.pid, sentence=sentence))
         self.watch.sync()
@@ -245,8 +245,8 @@ class RunObserver:
         self.watch.sync()
 
     def _trainer_pid(self) -> int:
-        if self._strangers is not None:
-            return self._strangers()[0]
+        if self._attached_pids is not None:
+            return self._attached_pids()[0]
         return self.pid if self._process is None else self._process(self.watcher.view, None)[0]
 
     def _sample(self) -> None:
@@ -256,10 +256,10 @@ class RunObserver:
         if (news := self._sampler.news()) is not None:
             self.write_watch(Note(level="info", text=news))
 
-    def _look_at_machine(self) -> Warned:
-        for sentence in self._clocks.look():
+    def _check_machine(self) -> MemoryActions:
+        for sentence in self._clocks.check():
             self.write_watch(Note(level="warning", text=sentence))
-        found = self._guard.look()
+        found = self._guard.check()
         if found.low:
             # Sync: if the machine hangs, the last readings are what remains to look at.
             with contextlib.suppress(RunLogError, DiskFull):

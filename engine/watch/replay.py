@@ -7,8 +7,8 @@ run's own watcher raised and the replay does not find again is in the result too
 and the notes of errors, of every rank:
 everything that was reported while the run lived is in the result.
 
-Evaluations are one second apart, more for runs of hours (at most MOST_LOOKS in total), and never more than
-STEPS_PER_LOOK steps apart, so that no rule's window of steps is skipped. A symptom that exists only between
+Evaluations are one second apart, more for runs of hours (at most MAX_EVALUATIONS in total), and never more than
+MAX_STEPS_BETWEEN steps apart, so that no rule's window of steps is skipped. A symptom that exists only between
 two evaluations is missed.
 """
 
@@ -46,9 +46,9 @@ from engine.watch.active_alerts import ActiveAlerts
 from engine.watch.rules.pace import median_step_s
 from engine.watch.rules.rule import Case, Unknown, earlier_settings
 
-LOOK_S = 1.0
-MOST_LOOKS = 5000
-STEPS_PER_LOOK = 50
+SHORTEST_INTERVAL_S = 1.0
+MAX_EVALUATIONS = 5000
+MAX_STEPS_BETWEEN = 50
 MAX_SIBLINGS = 5
 """Earlier runs that one is compared with."""
 
@@ -101,7 +101,7 @@ def diagnose(run: RunFolder, settings: RunSpec | None, *, siblings: bool = False
 
 def diagnose_events(events: Iterable[tuple[AnyEvent, float]]) -> Diagnosis:
     """Judge the records of a run that were never written, each with its time, as `diagnose` judges its log."""
-    replay = _Replay(None, LOOK_S, {})
+    replay = _Replay(None, SHORTEST_INTERVAL_S, {})
     for event, unix_s in events:
         replay.take(Line("events", event, unix_s, unix_s))
     replay.fold_waiting()
@@ -134,7 +134,7 @@ def _is_comparable(seen: RunView, view: RunView) -> bool:
 
 
 def _interval_s(run: RunFolder) -> float:
-    """Return the seconds between two evaluations: the time worked over MOST_LOOKS, at least LOOK_S."""
+    """Return the seconds between two evaluations: run time / MAX_EVALUATIONS, at least SHORTEST_INTERVAL_S."""
     worked_s = 0.0
     for source in SOURCES:
         before_s = newest_s = 0.0
@@ -144,7 +144,7 @@ def _interval_s(run: RunFolder) -> float:
                 before_s += newest_s if isinstance(line.event, LogOpened) else 0.0
                 newest_s = line.event.t_s
         worked_s = max(worked_s, before_s + newest_s)
-    return max(LOOK_S, worked_s / MOST_LOOKS)
+    return max(SHORTEST_INTERVAL_S, worked_s / MAX_EVALUATIONS)
 
 
 class _Replay:
@@ -156,10 +156,10 @@ class _Replay:
         self.sibling_step_s: dict[str, float] | None = None
         self.waiting: list[Line] = []
         self.steps = 0
-        self.next_look_s: float | None = None
+        self.next_s: float | None = None
         self.now_s = 0.0
         self.raised: list[Raised] = []
-        self.said: list[Raised] = []
+        self.reported: list[Raised] = []
         """Alerts raised by the watcher of the run."""
         self.session_s = 0.0
         """Start time of the session that is being replayed, in seconds."""
@@ -175,46 +175,46 @@ class _Replay:
         if rank_of(line.source):
             # Its steps are those of the first rank.
             if isinstance(event, OF_RANKS):
-                self.hear(
+                self.keep_failure(
                     rank_of(line.source), failure_of_rank(rank_of(line.source), event), unix_s
                 )
                 self.waiting.append(line)
             return
         # Alerts that were logged at the time are not evidence: the rules are evaluated again.
         if isinstance(event, Judged) and event.by == ALERT:
-            add_or_clear(self.said, event, unix_s, replayed=False)
+            add_or_clear(self.reported, event, unix_s, replayed=False)
             return
-        if self.next_look_s is not None and unix_s >= self.next_look_s:
+        if self.next_s is not None and unix_s >= self.next_s:
             # Evaluated before this line is folded, because the line that breaks a silence also ends it.
             # Before the opening of a log the trainer may not have existed, so that gap is no silence.
             opened = isinstance(event, LogOpened)
-            self.look(self.next_look_s if opened else unix_s)
-            self.next_look_s = None
-        if self.next_look_s is None:
-            self.next_look_s = unix_s + self.interval_s
+            self.evaluate(self.next_s if opened else unix_s)
+            self.next_s = None
+        if self.next_s is None:
+            self.next_s = unix_s + self.interval_s
         if isinstance(event, LogOpened) and line.source == "events":
             self.end_session(unix_s)
         if isinstance(event, Imported):
             self.interval_s = math.inf  # between two of its steps nothing is known
-        self.hear(0, event, unix_s)
+        self.keep_failure(0, event, unix_s)
         self.now_s = unix_s
         self.waiting.append(line)
         self.steps += isinstance(event, StepDone)
-        if self.steps >= STEPS_PER_LOOK:
-            self.look(unix_s)
+        if self.steps >= MAX_STEPS_BETWEEN:
+            self.evaluate(unix_s)
 
-    def hear(self, rank: int, event: AnyEvent | None, unix_s: float) -> None:
+    def keep_failure(self, rank: int, event: AnyEvent | None, unix_s: float) -> None:
         """Keep a check that failed on a rank, or its note of an error."""
         match event:
             case Judged(by="check", level="fail"):
-                # The first rank may log what another has said.
+                # The first rank may log what another has reported.
                 told = (one.check.text for one in self.failed.values() if one.check.id == event.id)
                 if event.text not in told:
                     self.failed.setdefault((event.id, rank), Failed(rank, event))
             case Note(level="error"):
                 self.errors.append(ErrorNote(rank, unix_s, event))
 
-    def look(self, now_s: float) -> None:
+    def evaluate(self, now_s: float) -> None:
         self.fold_waiting()
         case = Case(
             view=self.view,
@@ -223,7 +223,7 @@ class _Replay:
             earlier=self.earlier,
             sibling_step_s=self.sibling_step_s,
         )
-        for event in self.alerts.look(case):
+        for event in self.alerts.evaluate(case):
             if isinstance(event, Judged):
                 add_or_clear(self.raised, event, now_s)
         answers = self.alerts.answers.items()
@@ -232,9 +232,9 @@ class _Replay:
     def end_session(self, unix_s: float) -> None:
         """Add what only the watcher of the session that ends here has raised."""
         new = [one.alert.id for one in self.raised if one.replayed and one.unix_s >= self.session_s]
-        self.raised += [one for one in self.said if one.alert.id not in new]
+        self.raised += [one for one in self.reported if one.alert.id not in new]
         self.raised.sort(key=attrgetter("unix_s"))
-        self.said, self.session_s = [], unix_s
+        self.reported, self.session_s = [], unix_s
 
     def fold_waiting(self) -> None:
         for source, lines in groupby(self.waiting, attrgetter("source")):
@@ -242,7 +242,7 @@ class _Replay:
         self.waiting, self.steps = [], 0
 
     def end(self, fault: BrokenLog | None) -> Diagnosis:
-        self.look(self.now_s)
+        self.evaluate(self.now_s)
         self.end_session(self.now_s)
         answers = self.alerts.answers
         if self.view.imported is not None:

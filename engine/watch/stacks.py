@@ -6,9 +6,9 @@ that holds the GIL.
 
 In the supervisor, `Capture` works in two steps, one tick apart, so that the supervisor never waits:
 
-    begin    the first look at /proc; the signal, if the trainer has a handler for it (otherwise the signal
+    begin    the first sample of /proc; the signal, if the trainer has a handler for it (otherwise the signal
              would end it); py-spy with native frames, where it is installed; the flight recorders of ranks
-    finish   the second look, what was written since, and one file with all of it
+    finish   the second sample, what was written since, and one file with all of it
 
 What the threads are doing is inferred from two samples of /proc, some time apart:
 
@@ -29,7 +29,7 @@ By the state alone a deadlock, a slow disk and a quiet poll are all "S". More de
 
 Not covered: which lock, and who holds it; the C function that made the call, which needs a debugger.
 
-For a process that this engine did not start (`of_stranger`) only /proc and py-spy are used: it gets no signal, whatever
+For a process that this engine did not start (`is_attached`) only /proc and py-spy are used: it gets no signal, whatever
 handlers it has, and py-spy stops it only when its stacks are needed at once.
 
 What could not be read is listed with the reason. No signal is sent to a stopped process, which takes none
@@ -64,6 +64,7 @@ DUMP_SIGNAL = signal.SIGRTMIN + 3
 """A signal that no library uses: LLVM, which the first Triton kernel loads, replaces the handlers of SIGUSR1 and
 SIGUSR2 without calling the previous ones."""
 PY_SPY_LIMIT_S = 20.0
+"""Seconds after which py-spy is ended."""
 FRAMES_KEPT = 40
 THREADS_NAMED = 8
 _PY_SPY_HEAD = re.compile(r'^Thread \S+ \([^)]*\)(?:: "(.*)")?$')
@@ -72,6 +73,7 @@ _MAIN = re.compile(r"^main thread (0x[0-9a-f]+)$", re.MULTILINE)
 _HEAD = re.compile(r"^(?:Current thread|Thread) (0x[0-9a-f]+)[^\n]*:$")
 _FRAME = re.compile(r'^  File "(.*)", line (\d+|\?\?\?) in (.*)$')
 BUSY_PCT = 50.0
+"""CPU use from which a thread counts as computing, in percent of one core."""
 TICKS_FOR_A_SHARE = 5
 """Smallest interval over which a thread's CPU share is computed, in clock ticks (mostly 10 ms): over less, one tick too
 many would make an idle thread look busy."""
@@ -170,20 +172,19 @@ def read_dump(text: str, main_id: str | None) -> PythonStacks | None:
 
 
 def own_frame(stack: Sequence[str]) -> str:
-    """Return the innermost frame of the engine, or else of a script, which tells a reader more than one inside a
-    library."""
+    """Return the innermost frame of the engine, or else of a script: a frame inside a library says less."""
     files = {frame: frame.partition(" in ")[0] for frame in stack}
-    ours = (frame for frame, file in files.items() if "/engine/" in file)
+    engine_frames = (frame for frame, file in files.items() if "/engine/" in file)
     scripts = (
         f
         for f, file in files.items()
         if not any(part in file for part in flight_recorder.LIBRARIES)
     )
-    return next(ours, next(scripts, ""))
+    return next(engine_frames, next(scripts, ""))
 
 
 def takes_signal(pid: int, proc: Path = Path("/proc")) -> bool:
-    """Whether a process has a handler for the signal; without one the signal would end it."""
+    """Return whether a process has a handler for the signal; without one the signal would end it."""
     try:
         status = (proc / str(pid) / "status").read_text(errors="replace")
     except OSError:
@@ -193,7 +194,7 @@ def takes_signal(pid: int, proc: Path = Path("/proc")) -> bool:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Look:
+class ThreadSample:
     """One thread at one moment."""
 
     tid: int
@@ -214,7 +215,7 @@ class Thread:
     state: str
     """One of the states in the module's table, in words."""
     cpu_pct: float | None
-    """CPU use between the two looks, in percent; 100 is one core. None where they lie too close together."""
+    """CPU use between two samples, in percent; 100 is one core. None where they are too close together."""
     call: Reading
     kernel: Reading
 
@@ -226,31 +227,31 @@ class Thread:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Looks:
+class ProcessSample:
     """All threads at one moment."""
 
     pid: int
     at_s: float
-    threads: dict[int, Look]
+    threads: dict[int, ThreadSample]
 
 
-def look_at(
+def sample_threads(
     pid: int, proc: Path = Path("/proc"), clock: Callable[[], float] = time.monotonic
-) -> Looks:
+) -> ProcessSample:
     """Read every thread of a process now; empty when there is no such process."""
-    threads: dict[int, Look] = {}
+    threads: dict[int, ThreadSample] = {}
     try:
         names = sorted(os.listdir(proc / str(pid) / "task"), key=int)
     except OSError:
         names = []
     for name in names:
-        look = _look(proc / str(pid) / "task" / name, int(name))
-        if look is not None:
-            threads[look.tid] = look
-    return Looks(pid=pid, at_s=clock(), threads=threads)
+        sample = _sample_thread(proc / str(pid) / "task" / name, int(name))
+        if sample is not None:
+            threads[sample.tid] = sample
+    return ProcessSample(pid=pid, at_s=clock(), threads=threads)
 
 
-def _look(folder: Path, tid: int) -> Look | None:
+def _sample_thread(folder: Path, tid: int) -> ThreadSample | None:
     try:
         text = (folder / "stat").read_text(errors="replace")
     except OSError:
@@ -259,17 +260,17 @@ def _look(folder: Path, tid: int) -> Look | None:
     if match is None:
         return None
     ticks = int(match[3]) + int(match[4])
-    return Look(
+    return ThreadSample(
         tid=tid,
         name=match[1],
         letter=match[2],
         cpu_s=ticks / os.sysconf("SC_CLK_TCK"),
-        call=_call(folder / "syscall"),
-        kernel=_kernel(folder),
+        call=_system_call(folder / "syscall"),
+        kernel=_kernel_function(folder),
     )
 
 
-def _call(path: Path) -> Reading:
+def _system_call(path: Path) -> Reading:
     try:
         first = path.read_text().split()[:1]
     except OSError as error:
@@ -280,75 +281,75 @@ def _call(path: Path) -> Reading:
     return measured(SYSTEM_CALLS.get(number, f"system call {number}"), str(path))
 
 
-def _kernel(folder: Path) -> Reading:
+def _kernel_function(folder: Path) -> Reading:
     try:
         lines = (folder / "stack").read_text().splitlines()
         if lines and (match := re.match(r"\[<\S+>\] (\w+)", lines[0])):
             return measured(match[1], str(folder / "stack"))
     except OSError:
-        pass  # readable by root alone; the next file is readable by everybody
+        pass  # only root may read it; every user may read the next file
     try:
         word = (folder / "wchan").read_text().strip()
     except OSError as error:
         return absent(f"not readable: {error.strerror}", str(folder / "wchan"))
     # The kernel shows "0" for a running thread, and for any thread where symbols are hidden.
     if word in ("", "0"):
-        return absent("the kernel does not say", str(folder / "wchan"))
+        return absent("the kernel does not show it", str(folder / "wchan"))
     return measured(word, str(folder / "wchan"))
 
 
-def compare(before: Looks, after: Looks) -> list[Thread]:
-    """Compare two looks: every thread of the second, the main thread first, then by CPU use."""
+def compare(before: ProcessSample, after: ProcessSample) -> list[Thread]:
+    """Return every thread of the second sample, the main thread first, then by CPU use between the two."""
     passed_s = after.at_s - before.at_s
     long_enough = passed_s >= TICKS_FOR_A_SHARE / os.sysconf("SC_CLK_TCK")
     threads = []
-    for tid, look in after.threads.items():
+    for tid, sample in after.threads.items():
         earlier = before.threads.get(tid)
         pct = None
         if earlier is not None and long_enough:
-            pct = 100 * (look.cpu_s - earlier.cpu_s) / passed_s
+            pct = 100 * (sample.cpu_s - earlier.cpu_s) / passed_s
         threads.append(
             Thread(
                 tid=tid,
-                name=look.name,
-                state=_state(look, pct),
+                name=sample.name,
+                state=_state(sample, pct),
                 cpu_pct=pct,
-                call=look.call,
-                kernel=look.kernel,
+                call=sample.call,
+                kernel=sample.kernel,
             )
         )
     threads.sort(key=lambda t: (t.tid != after.pid, -(t.cpu_pct or 0.0)))
     return threads
 
 
-def _state(look: Look, cpu_pct: float | None) -> str:
-    if look.letter in "Tt":
+def _state(sample: ThreadSample, cpu_pct: float | None) -> str:
+    if sample.letter in "Tt":
         return STOPPED
-    if look.letter == "D":
+    if sample.letter == "D":
         return UNINTERRUPTIBLE
-    if look.letter in "ZX":
+    if sample.letter in "ZX":
         return ENDED
-    if look.letter == "R" or (cpu_pct is not None and cpu_pct >= BUSY_PCT):
+    if sample.letter == "R" or (cpu_pct is not None and cpu_pct >= BUSY_PCT):
         return COMPUTING
-    return _WAITS.get(str(look.call.value), WAITING)
+    return _WAITS.get(str(sample.call.value), WAITING)
 
 
 @dataclass(slots=True)
 class Capture:
     """One capture of the stacks of `pid`, written to RUN/stacks/`name`.txt. Its own handler writes them to
-    RUN/stacks/`dump_file`; that of a process `of_stranger` is not asked. py-spy reads native frames where `native`,
-    for which it stops the process for the moment; else it reads a process that goes on."""
+    RUN/stacks/`dump_file`; a process that `is_attached` gets no signal. py-spy reads native frames where `native` is
+    set, for which it stops the process briefly; otherwise it reads a running process."""
 
     run: Path
     pid: int
     name: str
     why: str
     dump_file: str = TRAINER_FILE
-    of_stranger: bool = False
+    is_attached: bool = False
     native: bool = True
     proc: Path = Path("/proc")
     begun_s: float = field(default_factory=time.monotonic)
-    _before: Looks | None = None
+    _before: ProcessSample | None = None
     _offset: int = 0
     _py_spy: subprocess.Popen[bytes] | None = None
     _py_spy_file: Path | None = None
@@ -359,11 +360,11 @@ class Capture:
     def begin(self) -> None:
         folder = self.run / FOLDER
         folder.mkdir(exist_ok=True)
-        self._before = look_at(self.pid, self.proc)
+        self._before = sample_threads(self.pid, self.proc)
         self._offset = self._dump_size()
         main = self._before.threads.get(self.pid)
         letter = main.letter if main else "X"
-        if self.of_stranger:
+        if self.is_attached:
             pass
         elif letter in "TtD":
             self._missing.append(
@@ -404,10 +405,10 @@ class Capture:
 
     @property
     def _from_py_spy(self) -> str:
-        return "Python stacks" if self.of_stranger else "native frames"
+        return "Python stacks" if self.is_attached else "native frames"
 
     def is_ready(self, now_s: float) -> bool:
-        """Whether nothing is left to wait for."""
+        """Return whether nothing is left to wait for; a py-spy that takes too long is ended."""
         asked_unix_s = self._asked_unix_s
         if (
             asked_unix_s is not None
@@ -428,16 +429,18 @@ class Capture:
 
     def finish(self) -> StackDump:
         """Assemble what was found; works also when the process has ended meanwhile."""
-        before = self._before or look_at(self.pid, self.proc)
-        threads = compare(before, look_at(self.pid, self.proc))
-        dump, stacks = ("", None) if self.of_stranger else self._python()
-        native, native_text = self._native()
+        before = self._before or sample_threads(self.pid, self.proc)
+        threads = compare(before, sample_threads(self.pid, self.proc))
+        dump, stacks = ("", None) if self.is_attached else self._python_stacks()
+        native, native_text = self._py_spy_stacks()
         of_threads = read_py_spy(native_text)
         others: list[str] = []
-        if self.of_stranger and of_threads:
+        if self.is_attached and of_threads:
             # py-spy lists the oldest thread first.
-            first = next((one for one in of_threads if one[0] == "MainThread"), of_threads[0])
-            rest = [one for one in of_threads if one is not first]
+            first = next(
+                (thread for thread in of_threads if thread[0] == "MainThread"), of_threads[0]
+            )
+            rest = [thread for thread in of_threads if thread is not first]
             stacks = PythonStacks(main=tuple(first[1][:FRAMES_KEPT]), others=len(rest))
             others = [f"{name}: {own_frame(stack) or stack[0]}" for name, stack in rest if stack]
         main = threads[0] if threads else None
@@ -456,7 +459,7 @@ class Capture:
                     f"{self.why}",
                     f"process {self.pid}: {summary}",
                     *([f"collectives: {collective}"] if collective else []),
-                    *(f"not had: {text}" for text in self._missing),
+                    *(f"missing: {text}" for text in self._missing),
                     "",
                     "threads",
                     *(f"  {thread.line()}" for thread in threads),
@@ -495,7 +498,7 @@ class Capture:
             )
         return flight_recorder.sentence(traces)
 
-    def _python(self) -> tuple[str, PythonStacks | None]:
+    def _python_stacks(self) -> tuple[str, PythonStacks | None]:
         try:
             with open_plain(self.run / FOLDER / self.dump_file) as file:
                 text = file.read().decode("utf-8", "replace")
@@ -511,17 +514,17 @@ class Capture:
     def _missing_python(self) -> bool:
         return any(text.startswith("Python stacks") for text in self._missing)
 
-    def _native(self) -> tuple[str, str]:
+    def _py_spy_stacks(self) -> tuple[str, str]:
         if self._py_spy_file is None or self._py_spy is None:
             return "", ""
         text = self._py_spy_file.read_text(errors="replace")
         self._py_spy_file.unlink()
         if self._py_spy.returncode != 0:
-            said = text.strip().splitlines()
+            lines = text.strip().splitlines()
             refused = re.search(r"denied|not permitted", text, re.IGNORECASE)
-            todo = f"; {LET_ATTACH}" if refused else ""
+            advice = f"; {LET_ATTACH}" if refused else ""
             self._missing.append(
-                f"{self._from_py_spy}: py-spy: {said[-1] if said else 'failed'}{todo}"
+                f"{self._from_py_spy}: py-spy: {lines[-1] if lines else 'failed'}{advice}"
             )
             return "", text
         return native_frame(text), text
@@ -546,9 +549,9 @@ class Capture:
             words += f"; {len(busy)} other threads compute ({spent:.0f} % CPU)"
         if stacks is not None and stacks.main:
             words += f"; innermost line {stacks.main[0]}"
-            ours = own_frame(stacks.main)
-            if ours and ours != stacks.main[0]:
-                words += f", from {ours}"
+            own = own_frame(stacks.main)
+            if own and own != stacks.main[0]:
+                words += f", from {own}"
         return words
 
 

@@ -57,7 +57,7 @@ from engine.watch.exit_cause import (
 )
 from engine.watch.hosts import Place
 from engine.watch.hosts import lost_hosts as lost_hosts_of
-from engine.watch.machine_guard import Warned
+from engine.watch.machine_guard import MemoryActions
 from engine.watch.observe import RunObserver
 
 TRAINER = "APR_WORKBENCH_TRAINER"
@@ -192,7 +192,7 @@ class _Supervisor:
         observer.begin()
         self._forward_all(trainer)
         while True:
-            self._look_after_machine(trainer, observer.tick())
+            self._act_on_memory(trainer, observer.tick())
             while (left := observer.left_s) > 0:
                 if time.monotonic() >= self.leave_by_s:
                     self._end_early(trainer)
@@ -241,7 +241,7 @@ class _Supervisor:
         self.started = descendants(trainer.pid) | self.started
         trainer.send_signal(signal.SIGKILL if again else self.asked)
 
-    def _look_after_machine(self, trainer: subprocess.Popen[bytes], found: Warned) -> None:
+    def _act_on_memory(self, trainer: subprocess.Popen[bytes], found: MemoryActions) -> None:
         if not (found.stop or found.end):
             if found.why:
                 self.observer.write_watch(Note(level="info", text=found.why))

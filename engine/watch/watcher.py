@@ -1,14 +1,16 @@
 """The watcher inside the supervisor: it reads the run's logs, evaluates the rules and has stacks captured.
 
     every tick          new log lines are folded, a bounded amount at a time
-    every LOOK_S        the rules are evaluated; alerts go to watch.jsonl, each raised and cleared once
+    every EVALUATE_EVERY_S
+                        the rules are evaluated; alerts go to watch.jsonl, each raised and cleared once
     at a stall          the stacks of the trainer are captured first, so that the alert can name the line;
                         then, if `watch.on_stall` is `stop`, the trainer is asked to stop, and ended when
                         it has not reacted within STOP_GRACE_S
     in a long silence   that is no stall, once in each phase: the stacks are captured, and a note says where
                         the trainer is and how long that may take; loading or compiling may take minutes
     when the GPU idles  the stacks are captured too: they show what it waits for
-    now and then        those of a process that ran already, which has no log
+    every STACKS_EVERY_S
+                        the stacks of a process that was already running, which has no log, are captured
 
 The watcher must never end the run it watches. An unreadable log gives one note and ends the watching, not the
 run; a rule that fails gives a note and is disabled.
@@ -39,15 +41,18 @@ from engine.watch.rules.rule import CannotJudge, Case, earlier_settings, read_se
 from engine.watch.rules.stall import Silence, silence
 from engine.watch.stacks import TRAINER_FILE, Capture, dump_file
 
-LOOK_S = 5.0
+EVALUATE_EVERY_S = 5.0
+"""Seconds between two evaluations of the rules."""
 CHUNK_BYTES = 1 << 20
 """Bytes read from each log per tick: about 30 ms of work. A resumed run with a long log is caught up with in
 some minutes."""
 HEAD_ROWS, TAIL_ROWS = 512, 4096
+"""Number of first and of newest rows of a long column that are kept."""
 STALLS = ("stalled", "stalled_at_start", "nobody_works")
 STACKS_EVERY_S = 300.0
 """Time between two captures of the stacks of an attached process, in seconds; the first is immediate."""
 STOP_GRACE_S = 60.0
+"""Seconds in which a trainer that was asked to stop must react."""
 
 
 class Watcher:
@@ -59,31 +64,31 @@ class Watcher:
         stop: Callable[[str, bool], None],
         *,
         process: Callable[[RunView, Beat | None], tuple[int, str]] | None = None,
-        strangers: Callable[[], Sequence[int]] | None = None,
+        attached_pids: Callable[[], Sequence[int]] | None = None,
         wall: Callable[[], float] = time.time,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         """`write` appends an event to watch.jsonl. `stop(why, now)` asks the trainer to stop, or ends it. `process`
         returns which process's stacks to take, given the rank that the others wait for, and the file to which that
-        process writes them, where that is not `pid`. `strangers` returns the processes whose stacks to take instead,
-        where they ran already."""
+        process writes them, where that is not `pid`. `attached_pids` returns the processes whose stacks to take
+        instead, where they were already running."""
         self.run = run
         self.training_is_over = False
         """Set where the process goes on without training: its silence is no stall then."""
 
-        def own(view: RunView, rank: Beat | None) -> tuple[int, str]:
+        def trainer_process(view: RunView, rank: Beat | None) -> tuple[int, str]:
             return (pid, TRAINER_FILE) if rank is None else (rank.pid, dump_file(rank.rank))
 
-        self._process = process or own
+        self._process = process or trainer_process
         self._write, self._stop = write, stop
         self._wall, self._monotonic = wall, monotonic
         self.settings, self._earlier = read_settings(run), earlier_settings(run)
         self.alerts = ActiveAlerts()
         self.follower = Follower(run)
-        self._works = True
-        self._next_look_s = 0.0
-        self._strangers = strangers
-        self._next_stacks_s = 0.0 if strangers is not None else math.inf
+        self._is_watching = True
+        self._next_evaluation_s = 0.0
+        self._attached_pids = attached_pids
+        self._next_stacks_s = 0.0 if attached_pids is not None else math.inf
         self.capturing: list[Capture] = []
         """Captures that wait for py-spy."""
         self._captured_for: float | None = None
@@ -91,9 +96,9 @@ class Watcher:
         self._captures = 0
         self._quiet: Silence | None = None
         """The silence that a pending note is about."""
-        self._told: set[str] = set()
+        self._noted_phases: set[str] = set()
         """Phases that already had such a note."""
-        self._asked_s: float | None = None
+        self._stop_asked_s: float | None = None
         self._ended = False
 
     @property
@@ -103,13 +108,13 @@ class Watcher:
     def tick(self) -> None:
         """Read new lines, and evaluate the rules when it is time. Cheap when there is nothing to do; never
         raises for damaged logs."""
-        if not self._works:
+        if not self._is_watching:
             return
         now_s = self._monotonic()
         try:
             self.follower.poll(CHUNK_BYTES)
         except RunLogError as broken:
-            self._works = False
+            self._is_watching = False
             self._write(Note(level="warning", text=f"the run is watched no further: {broken}"))
             return
         self.follower.view = trimmed(self.view)
@@ -118,17 +123,17 @@ class Watcher:
         elif now_s >= self._next_stacks_s:
             self._next_stacks_s = now_s + STACKS_EVERY_S
             self._begin_capture(f"captured every {STACKS_EVERY_S:.0f} s", native=False)
-        elif now_s >= self._next_look_s:
-            self._next_look_s = now_s + LOOK_S
-            self._look(now_s)
+        elif now_s >= self._next_evaluation_s:
+            self._next_evaluation_s = now_s + EVALUATE_EVERY_S
+            self._evaluate(now_s)
         self._end_if_unanswered(now_s)
 
-    def last_look(self) -> None:
-        """Judge the run by its last line, which it may have written after the last look. A run that did not record its
-        end is left to who diagnoses it."""
+    def judge_end(self) -> None:
+        """Evaluate the rules once more, with the last lines of the log. A run that did not record its end is left to
+        `engine diagnose`."""
         with contextlib.suppress(RunLogError):
             self.follower.read_all()
-        if self._works and (self.view.finished or self.view.script_ended) is not None:
+        if self._is_watching and (self.view.finished or self.view.script_ended) is not None:
             self._judge(self._case(), without=STALLS)
 
     def _case(self) -> Case:
@@ -145,48 +150,48 @@ class Watcher:
         except CannotJudge:
             return None
 
-    def _look(self, now_s: float) -> None:
+    def _evaluate(self, now_s: float) -> None:
         case = self._case()
-        still = self._silence(case)
-        if still is not None and still.is_stall and self._captured_for != still.since_unix_s:
-            self._captured_for = still.since_unix_s
-            self._begin_capture(f"silent for {still.silent_s:.0f} s in {still.doing}")
+        silent = self._silence(case)
+        if silent is not None and silent.is_stall and self._captured_for != silent.since_unix_s:
+            self._captured_for = silent.since_unix_s
+            self._begin_capture(f"silent for {silent.silent_s:.0f} s in {silent.doing}")
             # The alert waits a tick or two for the stacks.
             self._judge(case, without=STALLS)
             return
         self._judge(case, without=STALLS if self.training_is_over else ())
-        if still is not None and still.is_quiet and not self.capturing:
-            self._tell_quiet(case.phase, still)
+        if silent is not None and silent.is_quiet and not self.capturing:
+            self._note_quiet(case.phase, silent)
 
-    def _tell_quiet(self, phase: str, still: Silence) -> None:
-        if phase not in self._told:
-            self._told.add(phase)
-            self._begin_capture(f"quiet for {still.silent_s:.0f} s in {still.doing}")
-            self._quiet = still if self.capturing else None
+    def _note_quiet(self, phase: str, silent: Silence) -> None:
+        if phase not in self._noted_phases:
+            self._noted_phases.add(phase)
+            self._begin_capture(f"quiet for {silent.silent_s:.0f} s in {silent.doing}")
+            self._quiet = silent if self.capturing else None
 
     def _judge(self, case: Case, without: tuple[str, ...] = ()) -> None:
-        for event in self.alerts.look(case, without):
+        for event in self.alerts.evaluate(case, without):
             self._write(event)
             if not isinstance(event, Judged) or not event.raises_alert:
                 continue
             if event.id == "gpu_idle" and not self.capturing:
                 self._begin_capture(event.text)
             if event.id in STALLS and self.settings and self.settings.watch.on_stall == "stop":
-                self._asked_s = self._monotonic()
+                self._stop_asked_s = self._monotonic()
                 self._stop(f"watch.on_stall = stop: {event.text}", False)
 
     def _begin_capture(self, why: str, *, native: bool = True) -> None:
         self._captures += 1
         name = f"{self._captures:03}-step-{self.view.last_step}"
-        if self._strangers is not None:
-            for pid in self._strangers():
+        if self._attached_pids is not None:
+            for pid in self._attached_pids():
                 self._begin(
                     Capture(
                         run=self.run.path,
                         pid=pid,
                         name=f"{pid}-{self._captures:03}",
                         why=why,
-                        of_stranger=True,
+                        is_attached=True,
                         native=native,
                     )
                 )
@@ -210,14 +215,15 @@ class Watcher:
         self.capturing.append(capture)
 
     def _finish_captures(self, now_s: float) -> None:
-        # Each is asked: one that takes too long is ended by it.
+        # A list, not a generator: `is_ready` also ends a capture that takes too long, so each is called.
         if not all([capture.is_ready(now_s) for capture in self.capturing]):
             return
         taken, self.capturing = self.capturing, []
         try:
             dumps = [capture.finish() for capture in taken]
             lines = Counter(dump.python_frame for dump in dumps)
-            # The newest counts: of ranks that wait for one, the one that is at a line where no other is.
+            # An alert quotes the dump that is written last: that of the rank that is alone at its line, for which the
+            # others wait.
             for dump in sorted(dumps, key=lambda dump: -lines[dump.python_frame]):
                 self._write(dump)
                 if self._quiet is not None:
@@ -227,22 +233,22 @@ class Watcher:
             self._write(Note(level="warning", text=f"the stacks could not be kept: {error}"))
         self._quiet = None
         # At the next tick, when the dump has been read back from the log.
-        self._next_look_s = 0.0
+        self._next_evaluation_s = 0.0
 
     def _end_if_unanswered(self, now_s: float) -> None:
-        if self._asked_s is None or self._ended or now_s - self._asked_s < STOP_GRACE_S:
+        if self._stop_asked_s is None or self._ended or now_s - self._stop_asked_s < STOP_GRACE_S:
             return
         self._ended = True
         self._stop(f"it did not answer within {STOP_GRACE_S:.0f} s", True)
 
 
-def quiet_text(still: Silence, dump: StackDump) -> str:
+def quiet_text(silent: Silence, dump: StackDump) -> str:
     """Describe a silence that is no stall yet, for the user."""
     frame = f" at {dump.python_frame}" if dump.python_frame else ""
     first = f"{dump.collective}; " if dump.collective else ""
     return (
-        f"silent for {format_seconds(still.silent_s)} in {still.doing}{frame}: {first}{dump.summary}; it counts as "
-        f"stalled after {format_seconds(still.limit_s)} ({still.limit_source}); all threads are in {dump.path}"
+        f"silent for {format_seconds(silent.silent_s)} in {silent.doing}{frame}: {first}{dump.summary}; it counts as "
+        f"stalled after {format_seconds(silent.limit_s)} ({silent.limit_source}); all threads are in {dump.path}"
     )
 
 
@@ -261,7 +267,7 @@ def trimmed(view: RunView) -> RunView:
     if any(len(table) >= 2 * TAIL_ROWS for table in view.gpu_tables.values()):
         changes["gpu_tables"] = {i: _tail(table) for i, table in view.gpu_tables.items()}
     if view.further_hosts:
-        changes["further_hosts"] = {host: trimmed(one) for host, one in view.further_hosts.items()}
+        changes["further_hosts"] = {host: trimmed(v) for host, v in view.further_hosts.items()}
     return replace(view, **changes) if changes else view
 
 

@@ -10,26 +10,29 @@ from engine.units import format_seconds
 from engine.watch.rules.rule import CannotJudge, Case, Symptom, mean, rule
 
 WINDOW_S = 30.0
-"""Long enough to bridge the gap between two steps and a small evaluation, short enough to report within a
-minute."""
+"""Window of the readings in seconds: long enough to bridge the gap between two steps and a small evaluation,
+short enough to report within a minute."""
 READINGS = 10
-"""Out of 30 at 1 Hz; the sampler may have halved its rate once or lost some on a busy machine."""
+"""Minimum number of readings, of 30 at 1 Hz: the sampler may have halved its rate once or lost some."""
 IDLE_PCT = 5.0
-"""A GPU that waits for input data between steps still shows tens of percent."""
+"""Utilisation up to which a GPU is idle, in percent; one that waits for data between steps shows tens of percent."""
 BUSY_PCT = 80.0
+"""Utilisation from which a GPU counts as busy, in percent."""
 TENSOR_PCT = 3.0
-"""Tensor pipe activity, mean over time: a memory-bound bf16 training step still shows 10."""
+"""Mean tensor pipe activity below which a GPU hardly works, in percent: a memory-bound bf16 step shows 10."""
 POWER_PCT = 35.0
 """Share of the current power limit: cards idle at 10 to 20 % and train above 50 %."""
 SLOWED_SHARE = 0.2
+"""Share of the readings with throttled clocks, 0 to 1, that raises the alert."""
 SLOWED_WINDOW_S = 60.0
 CPU_PCT = 80.0
 """Share of one core that a host must use at least to be the bottleneck."""
 TEACHER_SHARE = 0.5
+"""Share of the step time in the teacher, 0 to 1, from which the teacher is the bottleneck."""
 TEACHER_STEPS = 3
 
 
-def _computing(case: Case) -> None:
+def _must_be_computing(case: Case) -> None:
     case.must_go_on()
     if not case.is_computing:
         raise CannotJudge(f"no model is computing: {case.phase}")
@@ -45,7 +48,7 @@ def _computing(case: Case) -> None:
 )
 def gpu_idle(case: Case) -> Symptom | None:
     gpu = case.gpu
-    _computing(case)
+    _must_be_computing(case)
     util = mean(case.gpu_readings("gpu_util_pct", WINDOW_S, at_least=READINGS))
     if util > IDLE_PCT:
         return None
@@ -73,7 +76,7 @@ def gpu_idle(case: Case) -> Symptom | None:
 )
 def cpu_bound_teacher(case: Case) -> Symptom | None:
     gpu = case.gpu
-    _computing(case)
+    _must_be_computing(case)
     util = mean(case.gpu_readings("gpu_util_pct", WINDOW_S, at_least=READINGS))
     cpu = mean(case.host_readings("trainer_cpu_pct", WINDOW_S, at_least=READINGS))
     evidence, in_teacher = _time_in_teacher(case)
@@ -99,7 +102,8 @@ def cpu_bound_teacher(case: Case) -> Symptom | None:
 
 
 def _time_in_teacher(case: Case) -> tuple[tuple[str, float, str], bool]:
-    """Whether the host's time goes into the teacher, by the steps, or by a stack dump before the first step."""
+    """Return a number about the host's time in the teacher, and whether the teacher takes most of it: by the steps,
+    or by a stack dump before the first steps."""
     view = case.view
     if len(view.steps) - view.session_row >= TEACHER_STEPS:
         rows = case.steps(20, at_least=TEACHER_STEPS)
@@ -123,7 +127,7 @@ def _time_in_teacher(case: Case) -> tuple[tuple[str, float, str], bool]:
 )
 def busy_without_work(case: Case) -> Symptom | None:
     gpu = case.gpu
-    _computing(case)
+    _must_be_computing(case)
     util = mean(case.gpu_readings("gpu_util_pct", WINDOW_S, at_least=READINGS))
     numbers = [("gpu_util_pct, mean", util, f"at least {BUSY_PCT:g} counts as busy")]
     low: list[bool] = []

@@ -36,7 +36,7 @@ UNKNOWN_END_S = 86400.0
 PRESSURE_PCT = 10.0
 PRESSURE_WINDOW_S = 30.0
 _INNER_SHARE = 0.5
-"""Share of a growth that an inner number must explain to be its cause."""
+"""Share of a growth, 0 to 1, that an inner number must explain to be its cause."""
 UNUSED_SHARE = 0.25
 """Share of free memory, 0 to 1, from which a failed allocation is blamed on another limit."""
 
@@ -53,18 +53,18 @@ def memory_ceiling(case: Case) -> Symptom | None:
     case.steps(TREND_STEPS, at_least=TREND_STEPS)
     reasons = []
     pools = (_gpu_pool, _allocator_pool, _host_pool)
-    windows = [window for window in (_short(case), _long(case)) if window is not None]
+    windows = [window for window in (_short_window(case), _long_window(case)) if window is not None]
     for window, pool in itertools.product(windows, pools):
         try:
             name, used, total = pool(window)
         except CannotJudge as missing:
             reasons.append(str(missing))
             continue
-        if pool is _host_pool and _others_take_it(window, used):
+        if pool is _host_pool and _is_taken_by_others(window, used):
             continue
-        whose = _LEAK if pool is _host_pool else _owner(window, used)
-        if (found := _trend(window, name, used, total, whose)) is not None:
-            return found
+        owner = _LEAK if pool is _host_pool else _owner(window, used)
+        if (symptom := _trend(window, name, used, total, owner)) is not None:
+            return symptom
     if len(reasons) == len(windows) * len(pools):
         raise CannotJudge("; ".join(dict.fromkeys(reasons)))
     return None
@@ -94,14 +94,14 @@ class _Window:
                 table, name, self.seconds, at_least=TREND_READINGS, subject=subject
             )
         now_s = self.case.now_unix_s
-        edges = [now_s - self.seconds * place / self.means for place in range(self.means, -1, -1)]
-        found = [v for v in table.means(name, "unix_s", edges) if v is not None]
-        if len(found) < self.means / 2:
+        edges = [now_s - self.seconds * index / self.means for index in range(self.means, -1, -1)]
+        means = [v for v in table.means(name, "unix_s", edges) if v is not None]
+        if len(means) < self.means / 2:
             raise CannotJudge(f"needs more readings of {name}")
-        return found
+        return means
 
 
-def _short(case: Case) -> _Window:
+def _short_window(case: Case) -> _Window:
     return _Window(
         case=case,
         seconds=TREND_WINDOW_S,
@@ -110,7 +110,7 @@ def _short(case: Case) -> _Window:
     )
 
 
-def _long(case: Case) -> _Window | None:
+def _long_window(case: Case) -> _Window | None:
     first_s = case.view.first_step_unix_s
     session_s = 0.0 if first_s is None else case.now_unix_s - first_s
     if session_s < LONG_WINDOW_S:
@@ -138,11 +138,11 @@ def _gpu_pool(window: _Window) -> tuple[str, list[float], float]:
 def _allocator_pool(window: _Window) -> tuple[str, list[float], float]:
     """Return torch's reserved memory on a GPU without counters of its own, such as one that shares the host's
     memory."""
-    kept = window.host("memory_reserved_bytes")
+    reserved = window.host("memory_reserved_bytes")
     plan = window.case.view.memory_plan
     if plan is None or not plan.available_bytes:
         raise CannotJudge("the log has no memory plan")
-    return "memory that the allocator may take", kept, plan.available_bytes
+    return "memory that the allocator may take", reserved, plan.available_bytes
 
 
 def _host_pool(window: _Window) -> tuple[str, list[float], float]:
@@ -154,8 +154,8 @@ def _host_pool(window: _Window) -> tuple[str, list[float], float]:
     return "memory of the host", [total - available for available in free], total
 
 
-def _others_take_it(window: _Window, used: list[float]) -> bool:
-    """Whether another process fills the host's memory. False when that is not known, because the trainer's
+def _is_taken_by_others(window: _Window, used: list[float]) -> bool:
+    """Return whether another process fills the host's memory. False when that is not known, because the trainer's
     resident size does not cover all its memory: CUDA allocations in shared memory, or several ranks."""
     case = window.case
     if case.settings is not None and case.settings.compute.gpus > 1:
@@ -212,22 +212,26 @@ def _owner(window: _Window, used: list[float]) -> _Owner:
         held, reserved = map(window.host, ("memory_held_bytes", "memory_reserved_bytes"))
     except CannotJudge:
         return _LEAK
-    inner, outer, all_of_it = _growth(held), _growth(reserved), _growth(used)
-    if inner >= _INNER_SHARE * all_of_it:
-        found = _LEAK
-    elif outer >= _INNER_SHARE * all_of_it:
-        found = _FRAGMENTS
+    held_growth, reserved_growth, used_growth = _growth(held), _growth(reserved), _growth(used)
+    if held_growth >= _INNER_SHARE * used_growth:
+        owner = _LEAK
+    elif reserved_growth >= _INNER_SHARE * used_growth:
+        owner = _FRAGMENTS
     else:
-        found = _OTHERS
+        owner = _OTHERS
     numbers = (
-        ("held by tensors, GiB more", inner / 2**30, "from the first third to the last"),
-        ("reserved by the allocator, GiB more", outer / 2**30, "from the first third to the last"),
+        ("held by tensors, GiB more", held_growth / 2**30, "from the first third to the last"),
+        (
+            "reserved by the allocator, GiB more",
+            reserved_growth / 2**30,
+            "from the first third to the last",
+        ),
     )
-    return _Owner(meaning=found.meaning, no_flip=found.no_flip, numbers=numbers)
+    return _Owner(meaning=owner.meaning, no_flip=owner.no_flip, numbers=numbers)
 
 
 def _trend(
-    window: _Window, name: str, used: list[float], total: float, whose: _Owner
+    window: _Window, name: str, used: list[float], total: float, owner: _Owner
 ) -> Symptom | None:
     """Judge a trend by rising medians of three thirds: a single jump, or a sawtooth, is no trend."""
     third = len(used) // 3
@@ -248,11 +252,11 @@ def _trend(
             ("used, GiB", last / 2**30, f"of {total / 2**30:.1f}"),
             ("growth, GiB per minute", 60 * per_s / 2**30, "over three thirds of the window"),
             ("seconds left", left_s, window.in_words),
-            *whose.numbers,
+            *owner.numbers,
         ],
         case.recent(end - begin),
-        meaning=whose.meaning,
-        no_flip=whose.no_flip,
+        meaning=owner.meaning,
+        no_flip=owner.no_flip,
         part=name,
     )
 
@@ -289,7 +293,7 @@ def _fewer_rows(case: Case) -> dict[str, str]:
     return {"no_flip": "the batch already has one row: use smaller models"}
 
 
-_WANTED = re.compile(r"[Tt]ried to allocate ([\d.]+) ([KMG]iB)")
+_REQUESTED = re.compile(r"[Tt]ried to allocate ([\d.]+) ([KMG]iB)")
 _UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
 
@@ -306,26 +310,26 @@ def allocator_ceiling(case: Case) -> Symptom | None:
     refused = "device allocator refused" in reason or "allocation of device memory failed" in reason
     if not refused:
         return None
-    pool, free, total = _most_free(case)
-    wanted = _WANTED.search(reason)
-    bytes_wanted = float(wanted[1]) * _UNITS[wanted[2]] if wanted else 0.0
-    if free < UNUSED_SHARE * total or free < 2 * bytes_wanted:
+    pool, free, total = _pool_and_free(case)
+    request = _REQUESTED.search(reason)
+    requested_bytes = float(request[1]) * _UNITS[request[2]] if request else 0.0
+    if free < UNUSED_SHARE * total or free < 2 * requested_bytes:
         return None
-    other = "native" if case.choice("memory.allocator") == "managed" else "managed"
+    other_allocator = "native" if case.choice("memory.allocator") == "managed" else "managed"
     return Symptom(
         f"an allocation failed while {format_bytes(free)} of the {pool} were free",
         [
             ("free, share of the total", free / total, f"at least {UNUSED_SHARE:g}"),
-            ("asked for, GiB", bytes_wanted / 2**30, "0: the message does not say"),
+            ("asked for, GiB", requested_bytes / 2**30, "0: the message does not say"),
         ],
         case.recent(60.0),
         meaning="the allocator's own limit was reached, not the device's, or the memory was fragmented",
         part=pool,
-        flip=f"--set memory.allocator={other}",
+        flip=f"--set memory.allocator={other_allocator}",
     )
 
 
-def _most_free(case: Case) -> tuple[str, float, float]:
+def _pool_and_free(case: Case) -> tuple[str, float, float]:
     """Return the pool that the GPU allocates from and its lowest free memory in the last minute."""
     try:
         gpu = case.gpu

@@ -14,7 +14,7 @@ from engine.log.events import OUTSIDE
 from engine.log.view import PHASES_KEPT, RunView
 from engine.machine.rates import Rates, kept_rates
 from engine.units import format_seconds
-from engine.watch.rules.rule import OTHERS, CannotJudge, Case, Symptom, median, rule
+from engine.watch.rules.rule import NO_SETTINGS, CannotJudge, Case, Symptom, median, rule
 
 PART_WARM_UP = 4
 """Number of first steps that are skipped: compilers and caches are still warming up."""
@@ -267,7 +267,7 @@ def unaccounted(case: Case) -> Symptom | None:
 )
 def seldom_training(case: Case) -> Symptom | None:
     if case.view.is_foreign:
-        raise CannotJudge(OTHERS)
+        raise CannotJudge(NO_SETTINGS)
     rows = case.steps(len(case.view.steps), at_least=DATA_STEPS)
     span = case.span(rows)
     whole_s = span.to_unix_s - span.from_unix_s

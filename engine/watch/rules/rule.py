@@ -37,7 +37,7 @@ from engine.spec import RunSpec, spec_from_dict
 Number: TypeAlias = tuple[str, float, str]
 """Name with its unit, value, and the limit or reference of the value."""
 
-OTHERS = "the settings are the script's own"
+NO_SETTINGS = "the settings are the script's own"
 """Reason why a rule that needs settings cannot judge a watched script."""
 
 
@@ -93,7 +93,11 @@ class Case:
     @property
     def started(self) -> RunStarted:
         if self.view.started is None or self.view.started_unix_s is None:
-            why = "the run has not logged its configuration" if not self.view.is_foreign else OTHERS
+            why = (
+                "the run has not logged its configuration"
+                if not self.view.is_foreign
+                else NO_SETTINGS
+            )
             raise CannotJudge(why)
         return self.view.started
 
@@ -101,7 +105,7 @@ class Case:
     def spec(self) -> RunSpec:
         if self.settings is None:
             why = "the settings of the run (effective.json) cannot be read"
-            raise CannotJudge(why if not self.view.is_foreign else OTHERS)
+            raise CannotJudge(why if not self.view.is_foreign else NO_SETTINGS)
         started = self.view.started
         return (
             self.settings
@@ -120,7 +124,7 @@ class Case:
         """Column of the cross entropy; in a watched script the loss, if that is one."""
         if not self.view.is_foreign:
             return "ce"
-        if self._seen("label_coverage", "vocabulary") is None:
+        if self._identity_number("label_coverage", "vocabulary") is None:
             raise CannotJudge("the loss is not known to be one cross entropy of a language model")
         return "loss"
 
@@ -129,15 +133,15 @@ class Case:
         """Norm that gradients are clipped to; 0 if they are not clipped."""
         if not self.view.is_foreign:
             return self.spec.train.clip_norm
-        limit = self._seen("clipping", "max_norm")
+        limit = self._identity_number("clipping", "max_norm")
         if limit is None:
             raise CannotJudge("no clipping before a step was seen")
         return limit
 
-    def _seen(self, identity: str, number: str) -> float | None:
+    def _identity_number(self, identity: str, number: str) -> float | None:
         """Return a number that an identity of a watched script reported; None if there is none."""
-        found = [one.numbers.get(number) for one in self.view.identities if one.id == identity]
-        return next((value for value in found if value is not None), None)
+        values = [seen.numbers.get(number) for seen in self.view.identities if seen.id == identity]
+        return next((value for value in values if value is not None), None)
 
     def must_be_meant_to_fall(self) -> None:
         """Raise CannotJudge where the loss of a watched script may be meant to rise."""
@@ -148,7 +152,7 @@ class Case:
     def vocabulary_nats(self) -> float:
         """ln V of the student: the loss of a uniform guess, in nats."""
         if self.view.is_foreign:
-            vocabulary = self._seen("label_coverage", "vocabulary")
+            vocabulary = self._identity_number("label_coverage", "vocabulary")
             if vocabulary is None or vocabulary < 2:
                 raise CannotJudge(
                     "the loss is not known to be one cross entropy of a language model"
@@ -162,7 +166,7 @@ class Case:
     @property
     def is_over(self) -> bool:
         view = self.view
-        return any(one is not None for one in (view.finished, view.exit, view.script_ended))
+        return any(end is not None for end in (view.finished, view.exit, view.script_ended))
 
     def must_have_been_watched(self) -> None:
         if self.view.imported is not None:
@@ -185,27 +189,27 @@ class Case:
     def column(self, name: str, rows: range) -> list[float]:
         """Return the finite numbers of a column; CannotJudge when there are none."""
         values = self.view.steps.values(name, rows.start, rows.stop)
-        found = [v for v in values if v is not None and math.isfinite(v)]
-        if not found:
+        finite = [v for v in values if v is not None and math.isfinite(v)]
+        if not finite:
             raise CannotJudge(f"{name} is not logged")
-        return found
+        return finite
 
     def pairs(self, left: str, right: str, rows: range) -> list[tuple[float, float]]:
         """Return two columns in the rows where both are finite."""
         steps = self.view.steps
-        both = zip(
+        columns = zip(
             steps.values(left, rows.start, rows.stop),
             steps.values(right, rows.start, rows.stop),
             strict=True,
         )
-        found = [
+        pairs = [
             (a, b)
-            for a, b in both
+            for a, b in columns
             if a is not None and b is not None and math.isfinite(a) and math.isfinite(b)
         ]
-        if not found:
+        if not pairs:
             raise CannotJudge(f"{left} and {right} are not logged")
-        return found
+        return pairs
 
     def span(self, rows: range) -> Span:
         """Return the span of some steps."""
@@ -235,15 +239,15 @@ class Case:
         """Return the finite readings of the last `seconds`; CannotJudge with the log's reason when there are none."""
         rows = self.reading_rows(table, seconds)
         values = table.values(name, rows.start, rows.stop)
-        found = [v for v in values if v is not None and math.isfinite(v)]
-        if len(found) >= at_least:
-            return found
+        finite = [v for v in values if v is not None and math.isfinite(v)]
+        if len(finite) >= at_least:
+            return finite
         # `slowed` is derived from the words of another reading.
         source = "clock_event_reasons" if name == "slowed" else name
         key = f"{subject}.{source}" if subject else source
         if key in self.view.absent:
             raise CannotJudge(f"{key}: {self.view.absent[key]}")
-        raise CannotJudge(f"needs {at_least} readings of {key}, {len(found)} were taken")
+        raise CannotJudge(f"needs {at_least} readings of {key}, {len(finite)} were taken")
 
     def recent(self, seconds: float) -> Span:
         """Return the span of the last `seconds` of readings."""
@@ -297,7 +301,7 @@ class Case:
         if not len(hosts) or not steps:
             return
         ends = [self.view.steps.value("unix_s", row) or 0.0 for row in steps]
-        # A reading speaks of the time before it.
+        # A reading covers the time before it.
         rows = [min(row, len(hosts) - 1) for row in hosts.find_each("unix_s", ends)]
         others: list[float] = []
         for row in rows:
@@ -308,7 +312,7 @@ class Case:
             is_full = (load or 0.0) >= cores or (waits or 0.0) >= CPU_WAIT_PCT
             if family is not None and is_full:
                 others.append(usable - family / 100)
-        crowded = [one for one in others if one >= OTHERS_SHARE * usable]
+        crowded = [cores_used for cores_used in others if cores_used >= OTHERS_SHARE * usable]
         if 2 * len(crowded) >= len(steps):
             raise CannotJudge(
                 f"other processes had {mean(crowded):.2g} of {usable:g} cores while these steps were slow"
@@ -381,28 +385,30 @@ class Rule:
 
     def answer(self, case: Case) -> Judged | Unknown | None:
         try:
-            found = self.judge(case)
+            symptom = self.judge(case)
         except CannotJudge as missing:
             return Unknown(str(missing))
-        if found is None:
+        if symptom is None:
             return None
-        assert bool(found.flip) != bool(found.no_flip), f"{self.id}: a flip or why there is none"
-        numbers, compared = by_name(found.numbers)
+        assert bool(symptom.flip) != bool(symptom.no_flip), (
+            f"{self.id}: a flip or why there is none"
+        )
+        numbers, compared = by_name(symptom.numbers)
         return Judged(
             by=ALERT,
             id=self.id,
             level=self.about.level,
-            text=found.title,
+            text=symptom.title,
             numbers=numbers,
             compared=compared,
-            first_step=found.span.first_step,
-            step=found.span.last_step,
-            from_unix_s=found.span.from_unix_s,
-            to_unix_s=found.span.to_unix_s,
-            meaning=found.meaning,
-            flip=found.flip,
-            no_flip=found.no_flip,
-            part=found.part,
+            first_step=symptom.span.first_step,
+            step=symptom.span.last_step,
+            from_unix_s=symptom.span.from_unix_s,
+            to_unix_s=symptom.span.to_unix_s,
+            meaning=symptom.meaning,
+            flip=symptom.flip,
+            no_flip=symptom.no_flip,
+            part=symptom.part,
         )
 
 
@@ -411,7 +417,7 @@ def rule(
 ) -> Callable[[Callable[[Case], Symptom | None]], Rule]:
     """Turn a function into the rule whose row in the catalogue has the function's name."""
 
-    def named(judge: Callable[[Case], Symptom | None]) -> Rule:
+    def make_rule(judge: Callable[[Case], Symptom | None]) -> Rule:
         return Rule(
             about=BY_ID[ALERT][judge.__name__],
             reads=reads,
@@ -420,7 +426,7 @@ def rule(
             clear_after_s=clear_after_s,
         )
 
-    return named
+    return make_rule
 
 
 def mean(values: Sequence[float]) -> float:
@@ -433,10 +439,11 @@ def median(values: Sequence[float]) -> float:
 
 
 MAD_TO_SIGMA = 1.4826
+"""Ratio of standard deviation to median absolute deviation of a normal distribution."""
 
 
 def sigma(values: Sequence[float]) -> float:
-    """Return the standard deviation as the median distance from the median gives it."""
+    """Return a robust standard deviation, from the median distance to the median."""
     centre = median(values)
     return MAD_TO_SIGMA * median([abs(value - centre) for value in values])
 
@@ -452,9 +459,9 @@ def read_settings(run: RunFolder) -> RunSpec | None:
 
 
 def earlier_settings(run: RunFolder) -> dict[str, RunSpec]:
-    """Return the settings that earlier sessions of a run had, by their hash: those of now with the changes that its
-    resumes were allowed to make undone, the newest first."""
-    found: dict[str, RunSpec] = {}
+    """Return the settings of the earlier sessions of a run, by their hash: today's, with the changes that its resumes
+    made undone one by one, the newest first."""
+    settings: dict[str, RunSpec] = {}
     try:
         effective = run.read_effective()
         tree = {name: dict(section) for name, section in effective.get("spec", {}).items()}
@@ -462,7 +469,7 @@ def earlier_settings(run: RunFolder) -> dict[str, RunSpec]:
             section, _, name = change["key"].partition(".")
             tree[section][name] = change["was"]
             spec = spec_from_dict(tree)
-            found[spec.sha256] = spec
+            settings[spec.sha256] = spec
     except (BadInput, LookupError, TypeError, AttributeError):
-        pass  # those that can be read are judged by
-    return found
+        pass  # the settings read so far are returned
+    return settings

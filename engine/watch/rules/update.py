@@ -12,10 +12,12 @@ from engine.watch.rules.rule import CannotJudge, Case, Symptom, median, rule
 
 ZERO_STEPS = 10
 ZERO_NORM = 1e-12
+"""Gradient norm up to which a gradient counts as 0."""
 EXPLODING_STEPS, EXPLODING_BEFORE = 10, 100
+"""Number of newest steps, and of the steps before them that they are compared with."""
 EXPLODING_RATIO = 50.0
 UPDATE_FROM = 100
-"""Steps in which weights may still be as small as they were initialised, and a warm-up at its top."""
+"""First step that is judged: before it weights may be as small as initialised, and the warm-up at its peak."""
 UPDATE_RECORDS = RECORDED_KEPT // 2
 UPDATE_SHARE = 0.1
 """Relative change of a weight in one step; in healthy training it is about a thousandth."""
@@ -43,11 +45,11 @@ def gradient_zero(case: Case) -> Symptom | None:
         [("grad_norm, median", norm, f"at most {ZERO_NORM:g}")],
         case.span(rows),
         meaning="the loss does not depend on the weights: a detached graph, masked labels, or equal models",
-        **_without_gradient(case),
+        **_remedy_for_no_gradient(case),
     )
 
 
-def _without_gradient(case: Case) -> dict[str, str]:
+def _remedy_for_no_gradient(case: Case) -> dict[str, str]:
     if case.view.is_foreign:
         return {"no_flip": "look for detach(), no_grad() and masked labels in the script"}
     if case.started.alpha < 1:
@@ -119,7 +121,7 @@ def update_too_large(case: Case) -> Symptom | None:
     if case.view.last_step < UPDATE_FROM:
         raise CannotJudge(f"needs {UPDATE_FROM} steps since the start of the run")
     recorded = case.view.recorded
-    shares = [share for one in recorded if (share := _share_of_weight(case, one)) is not None]
+    shares = [share for record in recorded if (share := _share_of_weight(case, record)) is not None]
     if len(shares) < UPDATE_RECORDS:
         raise CannotJudge(f"needs {UPDATE_RECORDS} recorded updates, {len(shares)} are known")
     share = median(shares)
@@ -142,9 +144,9 @@ def _overwrites_without_learning(case: Case) -> Symptom | None:
     rows = case.steps(UPDATE_ROWS, at_least=UPDATE_ROWS)
     if case.view.last_step < UPDATE_FROM:
         raise CannotJudge(f"needs {UPDATE_FROM} steps since the start of the run")
-    seen = next((one for one in case.view.identities if one.id == "update_size"), None)
-    share = None if seen is None else seen.numbers.get("share")
-    if seen is None or share is None or share < UPDATE_SHARE:
+    identity = next((i for i in case.view.identities if i.id == "update_size"), None)
+    share = None if identity is None else identity.numbers.get("share")
+    if identity is None or share is None or share < UPDATE_SHARE:
         return None
     case.must_be_meant_to_fall()
     start = case.column("loss", range(UPDATE_FIRST))
@@ -167,36 +169,35 @@ def _overwrites_without_learning(case: Case) -> Symptom | None:
                 f"expected {UPDATE_PROGRESS:.0%} below {first:.4g}, that of the start or of guessing",
             ),
         ],
-        replace(case.span(rows), first_step=seen.step or 0),
+        replace(case.span(rows), first_step=identity.step or 0),
         meaning="the weights are overwritten within a few steps: the learning rate is far too large for them",
         **case.lower_rate(10),
     )
 
 
-def _share_of_weight(case: Case, one: Recorded) -> float | None:
-    """Return the size of AdamW's step, without decay, relative to the weights that were recorded; None where it is not
-    known."""
+def _share_of_weight(case: Case, record: Recorded) -> float | None:
+    """Return the size of AdamW's update, without decay, relative to the recorded weights; None where it is unknown."""
     steps, train = case.view.steps, case.spec.train
-    row = steps.find("step", one.step)
+    row = steps.find("step", record.step)
     rate = steps.value("lr", row) if row < len(steps) else None
-    weight = _size(one.weight)
-    if rate is None or not weight or not one.step or len(one.mean) != len(one.square):
+    weight = _rms(record.weight)
+    if rate is None or not weight or not record.step or len(record.mean) != len(record.square):
         return None
-    # The moments begin at 0: both are too small in the first steps.
-    first, second = (1 - beta**one.step for beta in (train.beta1, train.beta2))
+    # Bias correction: the moments begin at 0.
+    first, second = (1 - beta**record.step for beta in (train.beta1, train.beta2))
     if not first or not second:
         return None
-    moves: list[Number | None] = [
+    updates: list[Number | None] = [
         None
         if mean is None or square is None or square < 0
         else rate * (mean / first) / (math.sqrt(square / second) + train.eps)
-        for mean, square in zip(one.mean, one.square, strict=True)
+        for mean, square in zip(record.mean, record.square, strict=True)
     ]
-    moved = _size(moves)
-    return None if moved is None else moved / weight
+    update = _rms(updates)
+    return None if update is None else update / weight
 
 
-def _size(values: list[Number | None]) -> float | None:
+def _rms(values: list[Number | None]) -> float | None:
     """Return the root mean square; None where a value is missing or not finite."""
     if not values or any(value is None or not math.isfinite(value) for value in values):
         return None

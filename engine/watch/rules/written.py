@@ -1,7 +1,7 @@
 """Judge the text that a model writes in each step (on-policy distillation).
 
 Each rule compares what is written with the teacher's opinion of it, with the corpus, or with the first steps, because
-short texts, sure texts and repetitive texts may be right:
+short, confident or repetitive texts may be right:
 
 noise      as uniform as drawing tokens at random: the teacher has learnt nothing, or the temperature is too high
 ended      0 though turns end in the corpus: the writer was taught another end, or the limit is too low
@@ -41,28 +41,30 @@ APART = {"fp32": 1e-4, "bf16": 0.05}
 rounding gives 1e-6 to 1e-5, and a writer in bf16 1e-3."""
 
 
-def _wrote(case: Case, least: int = NEWEST) -> Sequence[Wrote]:
-    found = case.view.wrote
-    if not found:
+def _records(case: Case, least: int = NEWEST) -> Sequence[Wrote]:
+    """Return the records of generated text. Raises CannotJudge for fewer than `least`."""
+    wrote = case.view.wrote
+    if not wrote:
         raise CannotJudge("no model generates rows in this run")
-    if len(found) < least:
-        raise CannotJudge(f"needs {least} steps with generated rows, {len(found)} are done")
-    return found
+    if len(wrote) < least:
+        raise CannotJudge(f"needs {least} steps with generated rows, {len(wrote)} are done")
+    return wrote
 
 
 def _median(wrote: Sequence[Wrote], number: Callable[[Wrote], float]) -> float:
-    found = [value for one in wrote if math.isfinite(value := number(one))]
-    if not found:
+    finite = [value for record in wrote if math.isfinite(value := number(record))]
+    if not finite:
         raise CannotJudge("the numbers of the generated rows are not finite")
-    return median(found)
+    return median(finite)
 
 
-def _length(one: Wrote) -> float:
-    return one.tokens / max(one.rows, 1)
+def _length(record: Wrote) -> float:
+    return record.tokens / max(record.rows, 1)
 
 
 def _ended(wrote: Sequence[Wrote]) -> float:
-    return sum(one.ended * one.rows for one in wrote) / max(sum(one.rows for one in wrote), 1)
+    """Return the share of all rows that end by themselves."""
+    return sum(r.ended * r.rows for r in wrote) / max(sum(r.rows for r in wrote), 1)
 
 
 def _span(case: Case, wrote: Sequence[Wrote]) -> Span:
@@ -80,7 +82,7 @@ def _span(case: Case, wrote: Sequence[Wrote]) -> Span:
     threshold=f"median entropy of {NEWEST} steps over {NOISE:g} ln V, of the teacher or at a temperature above 1",
 )
 def written_text_is_noise(case: Case) -> Symptom | None:
-    newest = _wrote(case)[-NEWEST:]
+    newest = _records(case)[-NEWEST:]
     by, temperature = newest[-1].by, newest[-1].temperature
     if by == "student" and temperature <= 1:
         raise CannotJudge("a student may not have learnt to generate text yet")
@@ -104,7 +106,7 @@ def written_text_is_noise(case: Case) -> Symptom | None:
     f"{UNTAUGHT:g} ln V",
 )
 def written_text_never_ends(case: Case) -> Symptom | None:
-    newest = _wrote(case)[-NEWEST:]
+    newest = _records(case)[-NEWEST:]
     end, turn = newest[-1].turn_end, newest[-1].turn_tokens
     if not end or turn is None:
         raise CannotJudge("the corpus has texts without turns, which need not end")
@@ -141,13 +143,13 @@ def written_text_never_ends(case: Case) -> Symptom | None:
     f"first {NEWEST}, divergence from the teacher above {COLLAPSED:g} nats",
 )
 def written_entropy_collapsed(case: Case) -> Symptom | None:
-    wrote = _wrote(case, 2 * NEWEST)
+    wrote = _records(case, 2 * NEWEST)
     newest = wrote[-NEWEST:]
     if newest[-1].by != "student":
         raise CannotJudge("the teacher generates the text, and does not change")
     first, now = (_median(some, lambda one: one.entropy) for some in (wrote[:NEWEST], newest))
     divergence = _median(newest, lambda one: one.divergence)
-    # A student as sure as its teacher has learnt it: a short right answer has no entropy.
+    # A student as certain as its teacher has learnt the answer: a short right answer has no entropy.
     if now >= COLLAPSED or now >= COLLAPSED_RATIO * first or divergence <= COLLAPSED:
         return None
     return Symptom(
@@ -174,7 +176,7 @@ def written_entropy_collapsed(case: Case) -> Symptom | None:
     f"{REPEATED_RATIO:g} times that in the prompts",
 )
 def written_text_repeats(case: Case) -> Symptom | None:
-    newest = _wrote(case)[-NEWEST:]
+    newest = _records(case)[-NEWEST:]
     repeated = _median(newest, lambda one: one.repeated)
     usual = _median(newest, lambda one: one.repeated_in_prompts or 0.0)
     if repeated <= max(REPEATED, REPEATED_RATIO * usual):
@@ -194,7 +196,7 @@ def written_text_repeats(case: Case) -> Symptom | None:
     f"of the first {NEWEST}, which ended by themselves, and no lower divergence",
 )
 def written_text_shrinks(case: Case) -> Symptom | None:
-    wrote = _wrote(case)
+    wrote = _records(case)
     first, newest = wrote[:NEWEST], wrote[-NEWEST:]
     now = _median(newest, _length)
     flip = f"--set rollout.by={'student' if newest[-1].by == 'teacher' else 'teacher'}"
@@ -236,14 +238,14 @@ def written_text_shrinks(case: Case) -> Symptom | None:
     + f"; median of {NEWEST} steps",
 )
 def writer_is_another_model(case: Case) -> Symptom | None:
-    newest = _wrote(case)[-NEWEST:]
+    newest = _records(case)[-NEWEST:]
     if newest[-1].by != "student" or newest[-1].temperature != 1:
         raise CannotJudge("only a student that generates at temperature 1 is compared with itself")
     precision = case.choice("student.precision") or "bf16"
     allowed = APART.get(precision, APART["bf16"])
-    # Both are of the same tokens: nothing but the models' difference is in the distance.
-    apart = _median(newest, lambda one: abs(one.entropy - one.cross_entropy))
-    if apart <= allowed:
+    # Both are measured on the same tokens, so only a difference of the models separates them.
+    distance = _median(newest, lambda one: abs(one.entropy - one.cross_entropy))
+    if distance <= allowed:
         return None
     drawn, trained = (
         _median(newest, number)
@@ -252,7 +254,7 @@ def writer_is_another_model(case: Case) -> Symptom | None:
     return Symptom(
         f"the generated text has {trained:.6g} nats per token in the training step, {drawn:.6g} in generation",
         [
-            ("distance, median nats", apart, f"at most {allowed:g} in {precision}"),
+            ("distance, median nats", distance, f"at most {allowed:g} in {precision}"),
             ("cross entropy, median", trained, f"{drawn:.6g} as drawn"),
         ],
         _span(case, newest),

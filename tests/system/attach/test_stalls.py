@@ -19,7 +19,7 @@ from engine.log.follow import Follower
 from engine.log.view import RunView
 from engine.watch.rules.rule import Case
 from engine.watch.rules.stall import UNSEEN_WORK_S, silence
-from engine.watch.stacks import LOCK, Capture, look_at
+from engine.watch.stacks import LOCK, Capture, sample_threads
 from tests.system.watch.test_stacks import wait_until_ready
 
 HANGS = """
@@ -79,7 +79,7 @@ def test_a_hanging_script_is_named_by_its_own_line_and_is_a_stall_after_what_an_
         assert len(script.view.steps) == steps
         # Not the shell that started it.
         assert script.pid != script.process.pid
-        while look_at(script.pid).threads[script.pid].letter != "S":
+        while sample_threads(script.pid).threads[script.pid].letter != "S":
             os.sched_yield()
         capture = Capture(
             run=script.run.path, pid=script.pid, dump_file=script.file, name="x", why="silent"

@@ -215,7 +215,7 @@ def alert(id: str, level: str) -> Judged:
 def test_a_verdict_that_gets_worse_and_a_stall_are_sent_once_a_run_and_not_again_after_a_resume(
     server: Receiving, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(notices, "LOOK_S", 0.0)
+    monkeypatch.setattr(notices, "EVALUATE_EVERY_S", 0.0)
     run = create_run(tmp_path / "run", "", {"spec": {}})
     receiver = Receiver(name="team", url=server.url, format="json")
 

@@ -543,7 +543,7 @@ def test_a_machine_about_to_hang_has_its_run_stopped_and_then_ended(tmp_path: Pa
     guard = MemoryGuard(host, monotonic=lambda: now[0])
     seen = []
     for _ in range(int(HELD_S + GRACE_S) + 3):
-        found = guard.look()
+        found = guard.check()
         assert found.low
         seen.append((found.stop, found.end))
         now[0] += 1.0
@@ -561,7 +561,7 @@ def test_little_memory_or_pressure_alone_stops_nothing(
     now = [0.0]
     guard = MemoryGuard(proc(tmp_path, available_kib, full_pct), monotonic=lambda: now[0])
     for _ in range(60):
-        found = guard.look()
+        found = guard.check()
         assert (found.low, found.stop, found.end) == (low, False, False)
         now[0] += 1.0
 
@@ -572,7 +572,7 @@ def test_a_kernel_without_pressure_readings_is_not_guarded_and_that_is_said_once
     host = proc(tmp_path, 500_000, 65.0)
     (tmp_path / "proc/pressure/memory").unlink()
     guard = MemoryGuard(host)
-    assert "not guarded" in guard.look().why and guard.look().why == ""
+    assert "not guarded" in guard.check().why and guard.check().why == ""
 
 
 @pytest.mark.parametrize(("asked", "returncode"), [("stop", -signal.SIGTERM), ("report", None)])
@@ -594,7 +594,7 @@ def test_the_supervisor_does_what_the_guard_finds_and_says_why(
         )
         supervisor.observer = observer
         for _ in range(8):
-            supervisor._look_after_machine(child, guard.look())
+            supervisor._act_on_memory(child, guard.check())
             now[0] += 1.0
     try:
         with suppress(subprocess.TimeoutExpired):
@@ -615,13 +615,13 @@ def test_a_suspended_machine_and_a_set_clock_are_told_apart() -> None:
     clocks = ClockWatch(*(lambda name=name: times[name] for name in times))  # type: ignore[misc]
     for name in times:
         times[name] += 1.0
-    assert clocks.look() == []
+    assert clocks.check() == []
     times |= {"boot": times["boot"] + 300.0, "wall": times["wall"] + 300.0}
-    assert clocks.look() == [f"{SUSPENDED} 300 s; durations do not count it"]
+    assert clocks.check() == [f"{SUSPENDED} 300 s; durations do not count it"]
     times["wall"] -= 3600.0
-    assert clocks.look() == ["the wall clock was set by -3600 s; durations do not count it"]
+    assert clocks.check() == ["the wall clock was set by -3600 s; durations do not count it"]
     times["wall"] += 0.4
-    assert clocks.look() == []
+    assert clocks.check() == []
 
 
 def test_a_pair_in_which_the_machine_slept_proves_nothing(tmp_path: Path) -> None:

@@ -194,7 +194,9 @@ def test_an_end_of_which_a_stranger_knows_no_status_is_for_memory_only_with_evid
     found = attribute_unseen_exit(counters(), after, kernel_line=line, memory=None)
     assert (found.state, found.certainty, found.signal_name) == (state, certainty, None)
     if state is ExitState.UNKNOWN:
-        assert "not known to a stranger" in found.sentence and "engine watch --" in found.sentence
+        assert (
+            "its exit status is not known" in found.sentence and "engine watch --" in found.sentence
+        )
 
 
 def test_an_outside_sigkill_is_said_not_to_be_the_kernels_oom_killer() -> None:

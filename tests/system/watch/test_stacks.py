@@ -19,13 +19,13 @@ from engine.watch.stacks import (
     FOLDER,
     TRAINER_FILE,
     Capture,
-    Looks,
+    ProcessSample,
     Thread,
     compare,
-    look_at,
     native_frame,
     own_frame,
     read_dump,
+    sample_threads,
     takes_signal,
 )
 from tests.support.lacks import needs
@@ -107,11 +107,11 @@ class Play:
     def pid(self) -> int:
         return self.process.pid
 
-    def main(self, before: Looks) -> Thread:
-        return compare(before, look_at(self.pid))[0]
+    def main(self, before: ProcessSample) -> Thread:
+        return compare(before, sample_threads(self.pid))[0]
 
     def wait_for_state(self, state: str) -> None:
-        before = look_at(self.pid)
+        before = sample_threads(self.pid)
         wait_until(lambda: self.main(before).state == state, f"never {state}: {self.main(before)}")
 
     def capture(self, *, answered: bool = True) -> StackDump:
@@ -242,7 +242,7 @@ def test_the_file_holds_all_of_it_and_what_could_not_be_had(play: Callable[..., 
     text = (one.run / dump.path).read_text()
     assert text.startswith("silent for 60 s in training\n")
     assert "waiting for a lock" in text and "in deadlock" in text
-    assert all(f"not had: {missing}" in text for missing in dump.missing)
+    assert all(f"missing: {missing}" in text for missing in dump.missing)
 
 
 def test_a_second_look_shows_the_second_stack(play: Callable[..., Play]) -> None:
@@ -314,7 +314,7 @@ class Recorded:
 
     def look(
         self, letter: str, ticks: int, call: str, wchan: str = "0", *, after_s: float = 1.0
-    ) -> Looks:
+    ) -> ProcessSample:
         folder = self.root / "5/task/5"
         (folder / "stat").write_text(
             f"5 (a) b) {letter} {' '.join(['0'] * 10)} {ticks} 0 0 0 20 0 1 0 5 1 1\n"
@@ -322,7 +322,7 @@ class Recorded:
         (folder / "syscall").write_text(call)
         (folder / "wchan").write_text(wchan)
         self.now_s += after_s
-        return look_at(5, self.root, lambda: self.now_s)
+        return sample_threads(5, self.root, lambda: self.now_s)
 
 
 def number_of(name: str) -> int:
@@ -376,9 +376,9 @@ def test_a_call_that_may_not_be_read_is_a_reason(tmp_path: Path) -> None:
     machine.look("S", 0, "")
     (tmp_path / "5/task/5/syscall").unlink()
     (tmp_path / "5/task/5/syscall").mkdir()
-    look = look_at(5, tmp_path).threads[5]
+    look = sample_threads(5, tmp_path).threads[5]
     assert look.call.absent is not None and "not readable" in look.call.absent
-    assert look.kernel.absent == "the kernel does not say"
+    assert look.kernel.absent == "the kernel does not show it"
 
 
 def test_the_watching_half_loads_without_torch() -> None:

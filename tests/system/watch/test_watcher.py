@@ -30,8 +30,8 @@ from engine.watch.active_alerts import ActiveAlerts
 from engine.watch.rules import RULES
 from engine.watch.rules.rule import Case, Rule, Symptom
 from engine.watch.watcher import (
+    EVALUATE_EVERY_S,
     HEAD_ROWS,
-    LOOK_S,
     STOP_GRACE_S,
     TAIL_ROWS,
     Watcher,
@@ -119,7 +119,7 @@ def test_a_stall_is_told_once_with_the_stacks_before_it(watched: Watched) -> Non
     assert (watched.scene.run.path / dump.path).exists()
     # Thirty seconds of silence, the next look, two ticks for the stacks.
     silence_s = dict((n, v) for n, v, _ in numbers_of(alert))["seconds of silence"]
-    assert silence_s <= 30 + LOOK_S + 3
+    assert silence_s <= 30 + EVALUATE_EVERY_S + 3
     watched.pass_seconds(300)
     assert len(watched.written) == 2
 
@@ -319,8 +319,8 @@ def test_watching_a_run_of_100_000_steps_costs_little(watched: Watched) -> None:
 def test_what_the_last_lines_of_a_run_show_is_an_alert_too(watched: Watched) -> None:
     watched.set()
     watched.scene.events(started("scene", 10)).steps(1, 6)
-    watched.watcher.last_look()
+    watched.watcher.judge_end()
     assert watched.alerts() == []
     watched.scene.events(RunFinished(state="stopped", reason="", exit_code=0, step=6))
-    watched.watcher.last_look()
+    watched.watcher.judge_end()
     assert "schedule_not_as_set" in [alert.id for alert in watched.alerts()]

@@ -44,7 +44,7 @@ class Clock:
 def test_what_is_said_is_what_is_read(tmp_path: Path) -> None:
     run = RunFolder(tmp_path)
     assert read_held(run) is None
-    HeldWriter(run, lambda: ON_GPU).look(7)
+    HeldWriter(run, lambda: ON_GPU).record(7)
     found = read_held(run)
     assert found is not None and found.step == 7
     assert (found.held_bytes, found.reserved_bytes, found.peak_bytes) == (3 * GIB, 5 * GIB, 4 * GIB)
@@ -62,7 +62,7 @@ def test_it_is_said_once_a_second_and_asked_no_more_often(tmp_path: Path) -> Non
 
     writer = HeldWriter(RunFolder(tmp_path), measure, clock=clock)
     for step in range(1, 101):
-        writer.look(step)
+        writer.record(step)
         clock.now_s += SPACING_S / 10
     assert len(asked) == 10
     found = read_held(RunFolder(tmp_path))
@@ -71,17 +71,17 @@ def test_it_is_said_once_a_second_and_asked_no_more_often(tmp_path: Path) -> Non
 
 def test_a_file_that_is_torn_or_of_another_version_is_not_known(tmp_path: Path) -> None:
     run = RunFolder(tmp_path)
-    HeldWriter(run, lambda: ON_GPU).look(1)
+    HeldWriter(run, lambda: ON_GPU).record(1)
     data = (tmp_path / "memory.held").read_bytes()
     for spoilt in (data[:-1], b"", data[:8] + b"\x09" + data[9:]):
         (tmp_path / "memory.held").write_bytes(spoilt)
         assert read_held(run) is None
         reasons = {reading.absent for reading in held_readings(run).values()}
-        assert reasons == {"the trainer has done no step that it could tell of"}
+        assert reasons == {"the trainer has recorded no step yet"}
 
 
 def test_a_folder_that_cannot_be_written_does_not_end_the_run(tmp_path: Path) -> None:
-    HeldWriter(RunFolder(tmp_path / "gone"), lambda: ON_GPU).look(1)
+    HeldWriter(RunFolder(tmp_path / "gone"), lambda: ON_GPU).record(1)
     assert read_held(RunFolder(tmp_path / "gone")) is None
 
 
@@ -110,11 +110,11 @@ def test_a_sample_has_it_beside_the_readings_of_others(tmp_path: Path) -> None:
     sampler = Sampler(lambda: None, NO_NVML, own_memory=lambda: held_readings(run))
     first = sampler.sample()[0]
     assert first.fields["memory_held_bytes"] is None and "no step" in first.absent["memory_source"]
-    HeldWriter(run, lambda: held_by(torch.device("cpu"))).look(3)
+    HeldWriter(run, lambda: held_by(torch.device("cpu"))).record(3)
     second = sampler.sample()[0]
     event = HostSample(**second.fields, absent=second.absent)  # type: ignore[arg-type]
     assert event.memory_source == PROCESS and (event.memory_held_bytes or 0) > 1 << 20
-    assert second.absent["memory_reserved_bytes"] == "torch keeps no memory of a CPU back"
+    assert second.absent["memory_reserved_bytes"] == "torch reserves no memory on a CPU"
 
 
 def view_of(**readings: Any) -> RunView:

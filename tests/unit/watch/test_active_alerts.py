@@ -79,7 +79,7 @@ def test_a_function_in_a_family_is_all_that_a_rule_takes(
     assert main(["diagnose", "--list"]) == 0
     assert "toy: Is it a toy?\n  fires at: one step\n  reads: step\n" in capsys.readouterr().out
     alerts = ActiveAlerts(rules)
-    said = alerts.look(Log(count=30).case())
+    said = alerts.evaluate(Log(count=30).case())
     assert [e.id for e in said if is_alert(e)] == ["toy"]
     assert rules[-1].about.level == "suspicion"
 
@@ -277,20 +277,20 @@ def test_a_long_run_is_looked_at_no_more_often_than_is_allowed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     looks = 0
-    real = ActiveAlerts.look
+    real = ActiveAlerts.evaluate
 
     def counted(self: ActiveAlerts, case: Case) -> list[Any]:
         nonlocal looks
         looks += 1
         return list(real(self, case))
 
-    monkeypatch.setattr(ActiveAlerts, "look", counted)
-    monkeypatch.setattr(replay, "MOST_LOOKS", 200)
+    monkeypatch.setattr(ActiveAlerts, "evaluate", counted)
+    monkeypatch.setattr(replay, "MAX_EVALUATIONS", 200)
     log = Log(device="cpu", count=2000, every_s=0.5)
     found = diagnose(folder_of(log, tmp_path), spec(train__steps=4000))
     assert found.view.last_step == 2000
     # By the clock, after a number of steps, and at the end: a look a second would be 1000.
-    assert looks <= 200 + 2000 // replay.STEPS_PER_LOOK + 2
+    assert looks <= 200 + 2000 // replay.MAX_STEPS_BETWEEN + 2
 
 
 @pytest.mark.soak
@@ -340,7 +340,7 @@ def test_an_alert_is_raised_once_stands_and_is_cleared_after_quiet() -> None:
     said: list[tuple[int, bool]] = []
     for second in range(200):
         switch.on = 50 <= second < 100
-        said += [(second, is_alert(e)) for e in alerts.look(case_at(second))]
+        said += [(second, is_alert(e)) for e in alerts.evaluate(case_at(second))]
     assert said == [(50, True), (130, False)]
 
 
@@ -348,9 +348,9 @@ def test_not_knowing_neither_raises_nor_clears() -> None:
     switch = Switch()
     alerts = ActiveAlerts([switch.rule])
     switch.on = True
-    assert len(alerts.look(case_at(0))) == 1
+    assert len(alerts.evaluate(case_at(0))) == 1
     switch.on = None
-    assert [e for s in range(1, 500) for e in alerts.look(case_at(s))] == []
+    assert [e for s in range(1, 500) for e in alerts.evaluate(case_at(s))] == []
     assert alerts.answers["switch"] == Unknown("no input")
 
 
@@ -360,7 +360,7 @@ def test_an_alert_that_flaps_is_a_handful_of_lines() -> None:
     lines = 0
     for second in range(0, 24 * 3600, 5):
         switch.on = (second // 5) % 20 == 0  # once in 100 s, for a day
-        lines += len(alerts.look(case_at(second)))
+        lines += len(alerts.evaluate(case_at(second)))
     # Quiet of 30 s and 60 s clears it; 120 s never come.
     assert lines == 5
     assert LONGEST_QUIET_S >= 120
@@ -372,7 +372,7 @@ def test_a_stall_is_over_with_the_first_line_and_the_next_is_another() -> None:
     kinds = []
     for second in range(10):
         switch.on = second % 2 == 0
-        kinds += [is_alert(e) for e in alerts.look(case_at(second))]
+        kinds += [is_alert(e) for e in alerts.evaluate(case_at(second))]
     assert kinds == [True, False] * 5
 
 
@@ -380,9 +380,9 @@ def test_a_new_session_begins_with_nothing_standing() -> None:
     switch = Switch()
     alerts = ActiveAlerts([switch.rule])
     switch.on = True
-    assert len(alerts.look(case_at(0, sessions=1))) == 1
-    assert len(alerts.look(case_at(1, sessions=1))) == 0
-    assert len(alerts.look(case_at(2, sessions=2))) == 1
+    assert len(alerts.evaluate(case_at(0, sessions=1))) == 1
+    assert len(alerts.evaluate(case_at(1, sessions=1))) == 0
+    assert len(alerts.evaluate(case_at(2, sessions=2))) == 1
 
 
 def test_a_rule_that_fails_is_named_once_and_left_out() -> None:
@@ -400,7 +400,7 @@ def test_a_rule_that_fails_is_named_once_and_left_out() -> None:
         return Rule(about=about, reads=("x",), threshold="x", judge=judge)
 
     alerts = ActiveAlerts([named("broken", broken), named("sound", sound)])
-    said = [event for second in range(5) for event in alerts.look(case_at(second))]
+    said = [event for second in range(5) for event in alerts.evaluate(case_at(second))]
     (note,) = said
     assert isinstance(note, Note) and note.level == "warning"
     assert "broken" in note.text and "ZeroDivisionError" in note.text
