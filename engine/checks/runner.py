@@ -89,7 +89,7 @@ class Checks:
         self.spec = spec.checks
         self._skipped = skipped_ids(spec.checks.skip)
         self._context: Context | None = None
-        self._open: dict[About, Verdict | None] = {}
+        self._pending: dict[About, Verdict | None] = {}
         """Checks that wait for a step or a checkpoint, with the last verdict of a check that runs after every step."""
 
     def before_training(self, context: Context) -> Iterator[Result]:
@@ -102,7 +102,7 @@ class Checks:
             elif about.when in AT_ONCE:
                 yield from self._run(about, context.step)
             elif about.id in FUNCTIONS:
-                self._open[about] = None
+                self._pending[about] = None
 
     @property
     def begun(self) -> bool:
@@ -110,7 +110,7 @@ class Checks:
 
     def before_first_step(self) -> Iterator[Result]:
         """Run the checks of the state that the first step begins with, right before that step."""
-        for about in [one for one in self._open if one.when is When.BEFORE_RESUMED_STEP]:
+        for about in [check for check in self._pending if check.when is When.BEFORE_RESUMED_STEP]:
             yield from self._run(about, self._context.step if self._context else 0)
 
     def use(self, context: Context) -> None:
@@ -119,26 +119,28 @@ class Checks:
 
     def after_step(self, step: StepDone) -> Iterator[Result]:
         """Run the checks that are due after `step`; costs nothing when none is due."""
-        for about in [one for one in self._open if one.when in (When.FIRST_STEPS, When.ALWAYS)]:
+        for about in [
+            check for check in self._pending if check.when in (When.FIRST_STEPS, When.ALWAYS)
+        ]:
             for result in self._run(about, step.step, step):
                 if about.when is When.FIRST_STEPS:
-                    del self._open[about]
-                elif self._open[about] == result.verdict:
+                    del self._pending[about]
+                elif self._pending[about] == result.verdict:
                     continue
                 else:
-                    self._open[about] = result.verdict
+                    self._pending[about] = result.verdict
                 yield result
 
     def at_checkpoint(
         self, path: Path, step: int, check_resumable: Callable[[Path], None]
     ) -> Iterator[Result]:
         """Check the newest checkpoint once it is published in `path`."""
-        for about in [one for one in self._open if one.when is When.AT_CHECKPOINT]:
+        for about in [check for check in self._pending if check.when is When.AT_CHECKPOINT]:
             yield from self._run(about, step, path, step, check_resumable)
 
     def at_end(self, saved: Artefact, step: int, student: Decoder) -> Iterator[Result]:
         """Compare the saved files with the trained student, `student`, whose tensors are not sharded."""
-        for about in [one for one in self._open if one.when is When.AT_END]:
+        for about in [check for check in self._pending if check.when is When.AT_END]:
             yield from self._run(about, step, saved, student=student)
 
     def ends_run(self, result: Result) -> bool:
@@ -159,7 +161,7 @@ class Checks:
         begun = time.perf_counter()
         answer: Answer | None
         try:
-            # These checks read no model, and a checkpoint may be read while a step runs.
+            # These checks read no model, so nothing has to be restored; a step may even be running.
             no_model = about.when in (When.ALWAYS, When.AT_CHECKPOINT)
             with contextlib.nullcontext() if no_model else undisturbed(context):
                 answer = FUNCTIONS[about.id](context, *arguments)

@@ -58,7 +58,7 @@ class Axis:
         return [None if y is None else next(dots) for y in known]
 
     def is_over(self, value: float) -> bool:
-        """Whether a value is above the upper end."""
+        """Return whether a value is above the upper end."""
         return (math.log10(value) if self.is_log and value > 0 else value) > self.high
 
     def ticks(self, count: int) -> list[Tick]:

@@ -77,23 +77,23 @@ def buckets(xs: Column, ys: Column, edges: Sequence[int]) -> list[Bucket]:
     if len(edges) < 2:
         return []
     at = list(edges)
-    places, column = numbers(xs), numbers(ys)
-    lows, highs, finite, odd = _extremes(column[at[0] : at[-1]], [row - at[0] for row in at])
+    x_N, y_N = numbers(xs), numbers(ys)
+    lows, highs, finite, non_finite = _extremes(y_N[at[0] : at[-1]], [row - at[0] for row in at])
     return [
         Bucket(
             x_first=first,
             x_last=last,
             low=low if known else None,
             high=high if known else None,
-            non_finite=odds,
+            non_finite=count,
         )
-        for first, last, low, high, known, odds in zip(
-            places[at[:-1]].tolist(),
-            places[[row - 1 for row in at[1:]]].tolist(),
+        for first, last, low, high, known, count in zip(
+            x_N[at[:-1]].tolist(),
+            x_N[[row - 1 for row in at[1:]]].tolist(),
             lows.tolist(),
             highs.tolist(),
             finite,
-            odd,
+            non_finite,
             strict=True,
         )
     ]
@@ -105,19 +105,19 @@ def points(xs: Column, ys: Column, limit: int, *, gaps: bool = False) -> tuple[R
     each interval keeps up to one such row in addition. A row without x is left out."""
     import numpy as np
 
-    places, column = numbers(xs), numbers(ys)
-    rows = np.arange(len(column))
-    if len(column) > 2 * limit:
-        rows = _kept(column, equal_counts(len(column), limit))
-    absent = is_absent(column[rows])
-    shown = ~np.isnan(places[rows]) & (gaps | ~absent)
-    found = zip(
-        places[rows[shown]].tolist(),
-        column[rows[shown]].tolist(),
+    x_N, y_N = numbers(xs), numbers(ys)
+    rows = np.arange(len(y_N))
+    if len(y_N) > 2 * limit:
+        rows = _kept_rows(y_N, equal_counts(len(y_N), limit))
+    absent = is_absent(y_N[rows])
+    shown = ~np.isnan(x_N[rows]) & (gaps | ~absent)
+    shown_rows = zip(
+        x_N[rows[shown]].tolist(),
+        y_N[rows[shown]].tolist(),
         absent[shown].tolist(),
         strict=True,
     )
-    return tuple((x, None if is_gap else y) for x, y, is_gap in found)
+    return tuple((x, None if is_gap else y) for x, y, is_gap in shown_rows)
 
 
 def _extremes(
@@ -129,23 +129,23 @@ def _extremes(
 
     begins = edges[:-1]
     finite = np.isfinite(column)
-    odd = ~(finite | is_absent(column))
+    non_finite = ~(finite | is_absent(column))
     return (
         np.minimum.reduceat(np.where(finite, column, math.inf), begins),
         np.maximum.reduceat(np.where(finite, column, -math.inf), begins),
         np.logical_or.reduceat(finite, begins).tolist(),
-        np.add.reduceat(odd, begins, dtype=np.int64).tolist(),
+        np.add.reduceat(non_finite, begins, dtype=np.int64).tolist(),
     )
 
 
-def _kept(column: Numbers, edges: Sequence[int]) -> NDArray[np.intp]:
+def _kept_rows(column: Numbers, edges: Sequence[int]) -> NDArray[np.intp]:
     """Return, for each interval, the first row with its lowest value, with its highest, with a non-finite one, and with
     an absent one."""
     import numpy as np
 
     lows, highs, _, _ = _extremes(column, edges)
     counts, finite, absent = np.diff(edges), np.isfinite(column), is_absent(column)
-    found = [
+    firsts = [
         _firsts(mask, edges)
         for mask in (
             finite & (column == np.repeat(lows, counts)),
@@ -154,7 +154,7 @@ def _kept(column: Numbers, edges: Sequence[int]) -> NDArray[np.intp]:
             absent,
         )
     ]
-    return np.unique(np.concatenate(found))
+    return np.unique(np.concatenate(firsts))
 
 
 def _firsts(mask: NDArray[np.bool_], edges: Sequence[int]) -> NDArray[np.intp]:

@@ -1,4 +1,4 @@
-"""Kinds of lines that runs of earlier versions have, as what is logged in their place now."""
+"""Events of earlier versions, converted to those that are logged in their place now."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ EARLIER: dict[str, type[Earlier]] = {
 
 
 def as_now(event: Earlier) -> Judged:
-    """Return what is logged now in the place of `event`."""
+    """Return the event that is logged now in the place of `event`."""
     judged = _judged(event)
     envelope = {"v": event.v, "seq": event.seq, "t_s": event.t_s}
     return msgspec.structs.replace(judged, **envelope)

@@ -24,7 +24,7 @@ from engine.log.table import Table
 from engine.log.view import LogLine, RunView
 
 LOSSES = ("loss", "ce", "kd")
-OF_STUDENT = ("untrained", "student")
+STUDENT_SUBJECTS = ("untrained", "student")
 LEAST_GAP = 1e-3
 """Smallest gap between start and teacher for which a share of it is shown, in nats."""
 
@@ -32,22 +32,22 @@ LEAST_GAP = 1e-3
 def held_out(view: RunView) -> list[tuple[float, float]]:
     """Return step and loss, in nats, of each evaluation of the student on held-out text, the start's first; of
     several at one step the newest."""
-    found = {
+    losses = {
         float(done.step): done.loss
         for done in view.evals
-        if done.subject in OF_STUDENT and done.loss is not None
+        if done.subject in STUDENT_SUBJECTS and done.loss is not None
     }
-    return sorted(found.items())
+    return sorted(losses.items())
 
 
 def references(view: RunView) -> dict[str, float]:
     """Return the held-out losses that the student's are compared with: of the teacher, and of itself at the start."""
-    found = {}
+    losses = {}
     for subject, name in (("teacher", "teacher"), ("untrained", "start")):
         done = view.eval_of(subject)
         if done is not None and done.loss is not None and math.isfinite(done.loss):
-            found[name] = done.loss
-    return found
+            losses[name] = done.loss
+    return losses
 
 
 def gap_closed(view: RunView) -> float | None:
@@ -105,30 +105,30 @@ class Lane:
 def lanes_of(view: RunView) -> list[Lane]:
     """Return the lanes of each GPU, the most important first; without a GPU those of CPU and memory."""
     by_kind: list[list[Lane]] = [[], [], [], [], []]
-    several = len(view.gpu_tables) > 1
+    has_many = len(view.gpu_tables) > 1
     for index, table in sorted(view.gpu_tables.items()):
-        of = str(index) if several else ""
+        suffix = str(index) if has_many else ""
         newest = view.gpus.get(index)
-        busy = "SM" if table.last("sm_util_pct") is not None else "GPU"
-        column = "sm_util_pct" if busy == "SM" else "gpu_util_pct"
+        busy_name = "SM" if table.last("sm_util_pct") is not None else "GPU"
+        column = "sm_util_pct" if busy_name == "SM" else "gpu_util_pct"
         total = None if newest is None else newest.gpu_mem_total_bytes
         limit = None if newest is None else newest.gpu_power_limit_w
         for kind, name, (table_, column_), full in (
-            (by_kind[0], busy, (table, column), 100.0),
+            (by_kind[0], busy_name, (table, column), 100.0),
             (by_kind[1], "mem", (table, "gpu_mem_used_bytes"), total),
-            (by_kind[2], "own", _own_of(view, index), total),
+            (by_kind[2], "own", _trainer_memory(view, index), total),
             (by_kind[3], "W", (table, "gpu_power_w"), limit),
             (by_kind[4], "TC", (table, "tensor_util_pct"), 100.0),
         ):
             if full and _was_read(table_, column_):
                 lane = Lane(
-                    name=name + of, of=f"GPU {index}", table=table_, column=column_, full=full
+                    name=name + suffix, of=f"GPU {index}", table=table_, column=column_, full=full
                 )
                 kind.append(lane)
     lanes = [lane for kind in by_kind for lane in kind]
     if lanes or view.gpu_tables:
         return lanes
-    cores, total = _cores(view), _total(view)
+    cores, total = _cores(view), _machine_bytes(view)
     for name, column, full in (
         ("CPU", "family_cpu_pct", None if cores is None else 100.0 * cores),
         ("mem", "host_available_bytes", total),
@@ -145,11 +145,11 @@ def lanes_of(view: RunView) -> list[Lane]:
 
 
 def _was_read(table: Table, column: str) -> bool:
-    """Whether a column has a reading; its newest entry is absent once a trainer has ended."""
+    """Return whether a column has a reading; its newest entry is absent once a trainer has ended."""
     return table.last(column) is not None or table.range(column).low is not None
 
 
-def _own_of(view: RunView, index: int) -> tuple[Table, str]:
+def _trainer_memory(view: RunView, index: int) -> tuple[Table, str]:
     """Return the table and column of the trainer's memory on a GPU."""
     table = view.gpu_tables[index]
     # The allocator reports one process, and not which of several GPUs it uses.
@@ -158,8 +158,8 @@ def _own_of(view: RunView, index: int) -> tuple[Table, str]:
     return table, "family_gpu_mem_bytes"
 
 
-def _total(view: RunView) -> float | None:
-    """The memory of the machine in bytes."""
+def _machine_bytes(view: RunView) -> float | None:
+    """Return the memory of the machine in bytes."""
     return None if view.host is None else view.host.host_total_bytes
 
 
@@ -224,10 +224,10 @@ EVALS = ("step", "clock_s", "loss")
 def figures_of(view: RunView) -> list[Figure]:
     """Return the charts of a run, in order."""
     steps = view.steps
-    found = []
+    figures = []
     if len(held_out(view)) > 1:
         closed = gap_text(view)
-        found.append(
+        figures.append(
             Figure(
                 id="held-out",
                 title=f"held-out loss, nats{closed and '; '}{closed}",
@@ -237,12 +237,12 @@ def figures_of(view: RunView) -> list[Figure]:
             )
         )
     losses = [Curve(name=name, table=steps, column=name) for name in LOSSES]
-    found.append(Figure(id="training", title="training loss, nats", curves=tuple(losses)))
+    figures.append(Figure(id="training", title="training loss, nats", curves=tuple(losses)))
     pace = (("step", "step_s"), ("data", "data_s"), ("teacher (host)", "teacher_s"))
-    found += [
-        _of_steps("pace", "step time, and its wait for data", steps, pace, unit="s"),
-        _of_steps("rate", "learning rate", steps, (("lr", "lr"),)),
-        _of_steps("norm", "gradient norm", steps, (("norm", "grad_norm"),)),
+    figures += [
+        _steps_figure("pace", "step time, and its wait for data", steps, pace, unit="s"),
+        _steps_figure("rate", "learning rate", steps, (("lr", "lr"),)),
+        _steps_figure("norm", "gradient norm", steps, (("norm", "grad_norm"),)),
     ]
     by_device: dict[str, list[Lane]] = {}
     for lane in lanes_of(view):
@@ -251,16 +251,16 @@ def figures_of(view: RunView) -> list[Figure]:
     for device, lanes in by_device.items():
         curves = [
             Curve(
-                name=one.name,
-                table=one.table,
-                column=one.column,
-                full=one.full / 100.0,
-                whole=one.full if one.is_free else None,
+                name=lane.name,
+                table=lane.table,
+                column=lane.column,
+                full=lane.full / 100.0,
+                whole=lane.full if lane.is_free else None,
             )
-            for one in lanes
+            for lane in lanes
         ]
-        found.append(Figure(id=device, title=device, unit="%", curves=tuple(curves), marks=marks))
-    found.append(
+        figures.append(Figure(id=device, title=device, unit="%", curves=tuple(curves), marks=marks))
+    figures.append(
         Figure(
             id="memory",
             title="memory: all that is in use, and the trainer's own",
@@ -268,35 +268,34 @@ def figures_of(view: RunView) -> list[Figure]:
             curves=_memory_curves(view),
         )
     )
-    return found
+    return figures
 
 
-def _of_steps(
+def _steps_figure(
     id: str, title: str, steps: Table, columns: Sequence[tuple[str, str]], *, unit: str = ""
 ) -> Figure:
     """Return a chart of the columns of steps that have a value, by name and column; of the first where none has."""
     curves = [Curve(name=name, table=steps, column=column) for name, column in columns]
-    found = [curve for curve in curves if _was_read(steps, curve.column)] or curves[:1]
-    return Figure(id=id, title=title, unit=unit, curves=tuple(found))
+    shown = [curve for curve in curves if _was_read(steps, curve.column)] or curves[:1]
+    return Figure(id=id, title=title, unit=unit, curves=tuple(shown))
 
 
 def _memory_curves(view: RunView) -> tuple[Curve, ...]:
     """Return the memory in use of each GPU and of the machine, each followed by the trainer's part of it."""
-    found = []
+    curves = []
     for index, table in sorted(view.gpu_tables.items()):
-        found.append(Curve(name=f"GPU {index}", table=table, column="gpu_mem_used_bytes"))
-        own, column = _own_of(view, index)
-        found.append(Curve(name=f"own of GPU {index}", table=own, column=column))
-    hosts, total = view.hosts, _total(view)
+        curves.append(Curve(name=f"GPU {index}", table=table, column="gpu_mem_used_bytes"))
+        own, column = _trainer_memory(view, index)
+        curves.append(Curve(name=f"own of GPU {index}", table=own, column=column))
+    hosts, total = view.hosts, _machine_bytes(view)
     if total is not None:
         in_use = Curve(name="machine", table=hosts, column="host_available_bytes", whole=total)
-        found.append(in_use)
-    return (*found, Curve(name="own RSS", table=hosts, column="trainer_rss_bytes"))
+        curves.append(in_use)
+    return (*curves, Curve(name="own RSS", table=hosts, column="trainer_rss_bytes"))
 
 
 def first_seen(view: RunView, line: LogLine) -> tuple[int, float]:
-    """Return the step at which something began that was judged later, and when that was; step 0 where it is of no step,
-    with the time at which it was logged."""
+    """Return the first step of an alert, and its time; for any other line, 0 and the time of the line."""
     event, steps = line.event, view.steps
     step = (event.first_step or event.step) if isinstance(event, Judged) else 0
     row = min(steps.find("step", step), len(steps) - 1) if step else -1
@@ -306,16 +305,16 @@ def first_seen(view: RunView, line: LogLine) -> tuple[int, float]:
 
 def marks_of(view: RunView) -> tuple[Mark, ...]:
     """Return the alerts and compiles of a run."""
-    found = []
+    marks = []
     for line in view.marks:
         event = line.event
         if isinstance(event, Judged) and event.raises_alert:
-            found.append(Mark(unix_s=first_seen(view, line)[1], sign="!", text=f"alert {event.id}"))
+            marks.append(Mark(unix_s=first_seen(view, line)[1], sign="!", text=f"alert {event.id}"))
         elif isinstance(event, Compiled):
             late = " while a step waited" if event.after_warm_up else ""
             sign = "C" if late else "c"
-            found.append(Mark(unix_s=line.unix_s, sign=sign, text=f"compiled {event.kernel}{late}"))
-    return tuple(found)
+            marks.append(Mark(unix_s=line.unix_s, sign=sign, text=f"compiled {event.kernel}{late}"))
+    return tuple(marks)
 
 
 def _evaluated(view: RunView) -> Table:

@@ -44,20 +44,21 @@ class Process(NamedTuple):
 
 
 def read_processes(text: str) -> list[Process]:
-    """Return the processes in the field `gpu_processes` of a sample; what does not have its form is left out."""
-    found = []
-    for one in text.split(";"):
-        pid, _, rest = one.partition(" ")
+    """Return the processes in the field `gpu_processes` of a sample; entries of another form are left out."""
+    processes = []
+    for entry in text.split(";"):
+        pid, _, rest = entry.partition(" ")
         size, _, name = rest.partition(" ")
         if _NUMBER.fullmatch(pid) and name:
-            found.append(Process(int(pid), int(size) if _NUMBER.fullmatch(size) else None, name))
-    return found
+            size_bytes = int(size) if _NUMBER.fullmatch(size) else None
+            processes.append(Process(int(pid), size_bytes, name))
+    return processes
 
 
 class Cell(NamedTuple):
     text: str
     shares: tuple[float, ...] = ()
-    """Shares of the bar, 0 to 1; in that of the memory first the trainer's, then that of other processes."""
+    """Shares of the bar, 0 to 1; for memory, first the trainer's and then that of other processes."""
     is_bad: bool = False
 
 
@@ -91,18 +92,18 @@ class _Gpu:
     def read(self, name: str, over: Literal["median", "highest"] = "median") -> float | None:
         """Return a reading; over the whole run its median or peak, where it is kept for that."""
         if self.whole_run and self.table is not None and name in self.table.columns:
-            return _over(self.table, name, over)
-        found: float | None = getattr(self.sample, name, None)
-        return found
+            return _over_run(self.table, name, over)
+        newest: float | None = getattr(self.sample, name, None)
+        return newest
 
     def own_bytes(self) -> tuple[float | None, bool]:
-        """Return the memory of the trainer with its descendants, and whether it is without what CUDA itself takes."""
+        """Return the memory of the trainer with its descendants, and whether CUDA's own memory is missing from it."""
         own = self.read("family_gpu_mem_bytes", "highest")
         # The allocator reports one process, and not which of several GPUs it uses.
         if own is not None or len(self.view.gpu_tables) > 1:
             return own, False
         if self.whole_run:
-            return _over(self.view.hosts, "memory_reserved_bytes", "highest"), True
+            return _over_run(self.view.hosts, "memory_reserved_bytes", "highest"), True
         return getattr(self.view.host, "memory_reserved_bytes", None), True
 
     def others_bytes(self) -> tuple[float | None, bool]:
@@ -111,15 +112,15 @@ class _Gpu:
             columns = (
                 self.table.values(name) for name in ("gpu_mem_used_bytes", "family_gpu_mem_bytes")
             )
-            found = [
+            differences = [
                 a - b for a, b in zip(*columns, strict=True) if a is not None and b is not None
             ]
-            return max(found, default=None), False
+            return max(differences, default=None), False
         (own, is_bound), used = self.own_bytes(), self.read("gpu_mem_used_bytes")
         return (None if own is None or used is None else max(0.0, used - own)), is_bound
 
 
-def _over(table: Table, name: str, over: Literal["median", "highest"]) -> float | None:
+def _over_run(table: Table, name: str, over: Literal["median", "highest"]) -> float | None:
     known = sorted(y for y in table.values(name) if y is not None and math.isfinite(y))
     if not known:
         return None
@@ -142,7 +143,9 @@ def _share(part: float, whole: float | None) -> tuple[float, ...]:
     return (min(1.0, max(0.0, part / whole)),)
 
 
-def _plain(name: str, over: Literal["median", "highest"] = "median") -> Callable[[_Gpu], Cell]:
+def _number_column(
+    name: str, over: Literal["median", "highest"] = "median"
+) -> Callable[[_Gpu], Cell]:
     """Return the function for a column of one number."""
 
     def cell(gpu: _Gpu) -> Cell:
@@ -154,7 +157,7 @@ def _plain(name: str, over: Literal["median", "highest"] = "median") -> Callable
     return cell
 
 
-def _of_limit(
+def _limit_column(
     name: str, limit: str, text: Callable[[float], str], over: Literal["median", "highest"]
 ) -> Callable[[_Gpu], Cell]:
     """Return the function for a column of a number and its limit."""
@@ -166,24 +169,24 @@ def _of_limit(
         shares = _share(value, most)
         own, _ = gpu.own_bytes()
         if shares and name == "gpu_mem_used_bytes" and own is not None and math.isfinite(own):
-            of_own = min(shares[0], max(0.0, own / most)) if most else 0.0
-            shares = (of_own, shares[0] - of_own)
+            trainer_share = min(shares[0], max(0.0, own / most)) if most else 0.0
+            shares = (trainer_share, shares[0] - trainer_share)
         return Cell(text(value) if most is None else f"{text(value)}/{text(most)}", shares)
 
     return cell
 
 
-def _own(gpu: _Gpu) -> Cell:
+def _trainer_cell(gpu: _Gpu) -> Cell:
     own, _ = gpu.own_bytes()
     return _MISSING if own is None else Cell(_gib(own))
 
 
-def _others(gpu: _Gpu) -> Cell:
+def _others_cell(gpu: _Gpu) -> Cell:
     others, is_bound = gpu.others_bytes()
     return _MISSING if others is None else Cell(f"{'<=' * is_bound}{_gib(others)}")
 
 
-def _clock(gpu: _Gpu) -> Cell:
+def _clock_cell(gpu: _Gpu) -> Cell:
     value = gpu.read("sm_clock_mhz")
     if value is None:
         return _MISSING
@@ -199,9 +202,9 @@ def _slowed_share(gpu: _Gpu) -> float:
     return sum(known) / len(known) if known else 0.0
 
 
-def _low_clocks(gpu: _Gpu) -> Cell:
+def _low_clocks_cell(gpu: _Gpu) -> Cell:
     if gpu.whole_run:
-        if gpu.table is None or _over(gpu.table, "slowed", "median") is None:
+        if gpu.table is None or _over_run(gpu.table, "slowed", "median") is None:
             return _MISSING
         share = _slowed_share(gpu)
         return Cell(
@@ -215,17 +218,17 @@ def _low_clocks(gpu: _Gpu) -> Cell:
     return Cell(text, (), not SLOWED.isdisjoint(words.split(",")))
 
 
-def _processes(gpu: _Gpu) -> Cell:
+def _processes_cell(gpu: _Gpu) -> Cell:
     text = None if gpu.whole_run or gpu.sample is None else gpu.sample.gpu_processes
     if text is None:
         return _MISSING
     ranks = gpu.ranks
     return Cell(
         ", ".join(
-            f"{one.name} {one.pid}"
-            + (f" (rank {ranks[one.pid]})" if one.pid in ranks else "")
-            + (f" {format_bytes(one.bytes)}" if one.bytes is not None else "")
-            for one in read_processes(text)
+            f"{process.name} {process.pid}"
+            + (f" (rank {ranks[process.pid]})" if process.pid in ranks else "")
+            + (f" {format_bytes(process.bytes)}" if process.bytes is not None else "")
+            for process in read_processes(text)
         )
     )
 
@@ -248,38 +251,46 @@ class Column:
 COLUMNS = (
     Column(title="GPU", cell=lambda gpu: Cell(gpu.label), keep=99),
     Column(
-        title="util %", cell=_plain("gpu_util_pct"), reading="gpu_util_pct", has_bar=True, keep=98
+        title="util %",
+        cell=_number_column("gpu_util_pct"),
+        reading="gpu_util_pct",
+        has_bar=True,
+        keep=98,
     ),
     Column(
         title="memory GiB",
-        cell=_of_limit("gpu_mem_used_bytes", "gpu_mem_total_bytes", _gib, "highest"),
+        cell=_limit_column("gpu_mem_used_bytes", "gpu_mem_total_bytes", _gib, "highest"),
         reading="gpu_mem_used_bytes",
         has_bar=True,
         keep=97,
     ),
-    Column(title="trainer", cell=_own, reading="family_gpu_mem_bytes", keep=50),
-    Column(title="others", cell=_others, keep=50),
+    Column(title="trainer", cell=_trainer_cell, reading="family_gpu_mem_bytes", keep=50),
+    Column(title="others", cell=_others_cell, keep=50),
     Column(
         title="power W",
-        cell=_of_limit("gpu_power_w", "gpu_power_limit_w", _number, "median"),
+        cell=_limit_column("gpu_power_w", "gpu_power_limit_w", _number, "median"),
         reading="gpu_power_w",
         has_bar=True,
         keep=70,
     ),
     Column(
         title="temp C",
-        cell=_plain("gpu_temperature_c", "highest"),
+        cell=_number_column("gpu_temperature_c", "highest"),
         reading="gpu_temperature_c",
         keep=60,
     ),
-    Column(title="SM MHz", cell=_clock, reading="sm_clock_mhz", keep=65),
-    Column(title="SM busy %", cell=_plain("sm_util_pct"), is_optional=True, keep=20),
-    Column(title="tensor %", cell=_plain("tensor_util_pct"), is_optional=True, keep=30),
-    Column(title="DRAM %", cell=_plain("dram_util_pct"), is_optional=True, keep=10),
-    Column(title="occupancy %", cell=_plain("sm_occupancy_pct"), is_optional=True, keep=5),
-    Column(title="low clocks", cell=_low_clocks, reading="clock_event_reasons", is_note=True),
+    Column(title="SM MHz", cell=_clock_cell, reading="sm_clock_mhz", keep=65),
+    Column(title="SM busy %", cell=_number_column("sm_util_pct"), is_optional=True, keep=20),
+    Column(title="tensor %", cell=_number_column("tensor_util_pct"), is_optional=True, keep=30),
+    Column(title="DRAM %", cell=_number_column("dram_util_pct"), is_optional=True, keep=10),
+    Column(title="occupancy %", cell=_number_column("sm_occupancy_pct"), is_optional=True, keep=5),
+    Column(title="low clocks", cell=_low_clocks_cell, reading="clock_event_reasons", is_note=True),
     Column(
-        title="processes", cell=_processes, reading="gpu_processes", is_note=True, is_optional=True
+        title="processes",
+        cell=_processes_cell,
+        reading="gpu_processes",
+        is_note=True,
+        is_optional=True,
     ),
 )
 
@@ -296,16 +307,19 @@ class GpuTable:
     @property
     def notes(self) -> list[str]:
         """Lines below the table, each once for all GPUs that have it in common."""
-        found = []
+        lines = []
         for at, column in enumerate(self.columns):
-            same: dict[str, list[str]] = {}
+            gpus_by_text: dict[str, list[str]] = {}
             for row in self.rows if column.is_note else ():
                 if row[at].text not in ("", UNKNOWN):
-                    same.setdefault(" ".join(row[at].text.split()), []).append(row[0].text)
-            found += [f"GPU {', '.join(of)}: {column.title}: {text}" for text, of in same.items()]
+                    gpus_by_text.setdefault(" ".join(row[at].text.split()), []).append(row[0].text)
+            lines += [
+                f"GPU {', '.join(gpus)}: {column.title}: {text}"
+                for text, gpus in gpus_by_text.items()
+            ]
         is_split = any(len(cell.shares) > 1 for row in self.rows for cell in row)
         return [
-            *found,
+            *lines,
             *self.reasons,
             *["bar of the memory: the trainer's, then that of other processes"] * is_split,
             *["over the whole run: medians, and peaks of memory and temperature"] * self.whole_run,
@@ -316,22 +330,26 @@ def gpu_table(view: RunView, *, whole_run: bool = False) -> GpuTable:
     """Return the table of a run's GPUs, of several hosts the one with the slowest rank first; without rows where no GPU
     was read."""
     places = {rank: place for place, rank in enumerate(_slowest_first(view))}
-    pids = {rank: said.clock.pid for rank, said in view.ranks_now.items()}
+    pids = {rank: report.clock.pid for rank, report in view.ranks_now.items()}
     if pids and "events" in view.clocks:
         pids[0] = view.clocks["events"].pid
     hosts = [(view.rank_hosts.get(0, ""), view), *view.hosts_now.items()]
     gpus = []
-    for host, one in hosts:
-        ranks = {pids[n]: n for n, on in view.rank_hosts.items() if on == host and n in pids}
+    for host, host_view in hosts:
+        ranks = {
+            pids[n]: n
+            for n, rank_host in view.rank_hosts.items()
+            if rank_host == host and n in pids
+        }
         gpus += [
             _Gpu(
-                view=one,
+                view=host_view,
                 index=index,
                 whole_run=whole_run,
                 host=host if len(hosts) > 1 else "",
                 ranks=ranks,
             )
-            for index in sorted(one.gpu_tables if whole_run else one.gpus)
+            for index in sorted(host_view.gpu_tables if whole_run else host_view.gpus)
         ]
     gpus.sort(key=lambda gpu: min((places.get(n, n) for n in gpu.ranks.values()), default=0))
     by_column = {column: [column.cell(gpu) for gpu in gpus] for column in COLUMNS}
@@ -354,12 +372,12 @@ def gpu_table(view: RunView, *, whole_run: bool = False) -> GpuTable:
         columns=tuple(shown),
         rows=tuple(zip(*shown.values(), strict=True)),
         whole_run=whole_run,
-        reasons=tuple(f"GPU {', '.join(of)}: {words}" for words, of in reasons.items()),
+        reasons=tuple(f"GPU {', '.join(labels)}: {words}" for words, labels in reasons.items()),
     )
 
 
 def _slowest_first(view: RunView) -> dict[int, Beat]:
-    """Return the beats by rank, those that have come least far first."""
+    """Return the beats by rank, the one with the least progress first."""
     return {beat.rank: beat for beat in sorted(view.beats, key=lambda beat: beat.reached)}
 
 
@@ -411,7 +429,7 @@ def gpu_lines(
         if not column.is_note
     ]
     columns = _fitting(columns, width)
-    widths = [_width(one) - 2 for one in columns]
+    widths = [_width(column) - 2 for column in columns]
     bars = _bar_widths(columns, width - sum(widths) - 2 * (len(widths) - 1))
     lines = ["  ".join(_heading(columns, widths, bars)).rstrip()]
     for number in range(len(table.rows)):
@@ -434,8 +452,8 @@ def _fitting(columns: _Columns, width: int) -> _Columns:
         return sum(map(_width, columns)) + bar * sum(c.has_bar for c, _ in columns) <= width + 2
 
     for is_optional, bar in ((True, _BAR_LEAST + 1), (False, 0)):
-        left = [one for one in columns if one[0].is_optional or not is_optional]
-        for dropped in sorted(left, key=lambda one: one[0].keep):
+        droppable = [c for c in columns if c[0].is_optional or not is_optional]
+        for dropped in sorted(droppable, key=lambda c: c[0].keep):
             if fits(bar) or len(columns) == 2:
                 break
             columns.remove(dropped)
@@ -449,12 +467,12 @@ def _width(column: tuple[Column, list[Cell]]) -> int:
 
 def _bar_widths(columns: _Columns, spare: int) -> list[int]:
     """Return the width of each column's bar; 0 where it has none, or where it does not fit."""
-    wanted = sum(column.has_bar for column, _ in columns)
-    while wanted and spare // wanted - 1 < _BAR_LEAST:
-        wanted -= 1
-    each = min(_BAR_MOST, spare // wanted - 1) if wanted else 0
-    with_bar = [column for column, _ in columns if column.has_bar][:wanted]
-    return [each if column in with_bar else 0 for column, _ in columns]
+    bars = sum(column.has_bar for column, _ in columns)
+    while bars and spare // bars - 1 < _BAR_LEAST:
+        bars -= 1
+    width = min(_BAR_MOST, spare // bars - 1) if bars else 0
+    with_bar = [column for column, _ in columns if column.has_bar][:bars]
+    return [width if column in with_bar else 0 for column, _ in columns]
 
 
 def _heading(columns: _Columns, widths: list[int], bars: list[int]) -> Iterator[str]:

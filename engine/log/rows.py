@@ -7,8 +7,8 @@
 
 `engine.data.row_hashes` says what is hashed.
 
-A resume at a step cuts off the records of later steps, so that a file has the rows that led to the weights. What a
-killed writer leaves of a record is cut off too, and readers ignore it.
+A resume at a step cuts off the records of later steps, so that a file has the rows that led to the weights. An
+unfinished record of a killed writer is cut off too, and readers ignore it.
 
 A running digest goes over the records of this rank, from step to step; the log has it with each step. Two runs whose
 digests agree at a step have trained on the same rows in the same order until then.
@@ -37,7 +37,7 @@ _DOCUMENT_BIT = 1 << 63
 _HEADER = struct.Struct("<8sII")
 _RECORD = struct.Struct(f"<Q{HASH_BYTES}s")
 _AT_ONCE = 1 << 16
-"""Records that are read at a time."""
+"""Number of records that are read at a time."""
 NO_ROWS = bytes(HASH_BYTES)
 """The running digest before the first step."""
 
@@ -61,13 +61,13 @@ def path_of(run: RunFolder, rank: int) -> Path:
 def read_rows(path: Path) -> Iterator[TrainedRow]:
     """Yield the rows of a file in order. Raises RunLogError for a file of another format."""
     row: TrainedRow | None = None
-    for step, found in _read_records(path):
+    for step, hash in _read_records(path):
         if row is not None and step & _DOCUMENT_BIT:
-            row = row._replace(documents=(*row.documents, found))
+            row = row._replace(documents=(*row.documents, hash))
             continue
         if row is not None:
             yield row
-        row = TrainedRow(step, found)
+        row = TrainedRow(step, hash)
     if row is not None:
         yield row
 
@@ -106,7 +106,7 @@ def _read_header(file: BinaryIO, path: Path) -> int:
     return int(ranks)
 
 
-def _in_turn(rows: Iterator[TrainedRow], until: int) -> Iterator[TrainedRow]:
+def _rows_in_order(rows: Iterator[TrainedRow], until: int) -> Iterator[TrainedRow]:
     """Yield the rows of steps 1 to `until`, up to the first that is out of order: records that were not synced before a
     power loss may be zeros, which read as rows of step 0."""
     last = 1
@@ -143,9 +143,12 @@ class RowsWriter:
     def append(self, step: int, rows: Sequence[tuple[bytes, Sequence[bytes]]]) -> None:
         """Write the rows of a step, each with its documents where it has several. Raises RunLogError and DiskFull."""
         records = [
-            _RECORD.pack(number, one)
+            _RECORD.pack(number, digest)
             for row, documents in rows
-            for number, one in ((step, row), *((step | _DOCUMENT_BIT, part) for part in documents))
+            for number, digest in (
+                (step, row),
+                *((step | _DOCUMENT_BIT, part) for part in documents),
+            )
         ]
         try:
             write_fully(self._file, b"".join(records))
@@ -170,9 +173,9 @@ class RowsWriter:
         self.path.rename(self.path.with_name(f"{self.path.stem}-until-{step}.bin"))
 
     def _read(self, until: int) -> None:
-        rows = _in_turn(read_rows(self.path), until)
-        for _, of_step in itertools.groupby(rows, key=lambda row: row.step):
-            found = list(of_step)
-            hashes = [row.hash for row in found]
-            self._kept += sum(1 + len(row.documents) for row in found)
+        rows = _rows_in_order(read_rows(self.path), until)
+        for _, group in itertools.groupby(rows, key=lambda row: row.step):
+            rows_of_step = list(group)
+            hashes = [row.hash for row in rows_of_step]
+            self._kept += sum(1 + len(row.documents) for row in rows_of_step)
             self.digest = extended(self.digest, hashes)

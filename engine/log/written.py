@@ -29,7 +29,7 @@ WRITTEN_BY = "written_by"
 RECORD = struct.Struct("<QIIIIId")
 """Step, number, row, 1 if the text ends by itself, tokens of the prompt, tokens of the text, log-probability."""
 MOST_TOKENS = 1 << 24
-"""Largest number of tokens of a row; a larger one is no record."""
+"""Largest number of tokens of a row; a record with more is invalid."""
 
 
 class WrittenRow(NamedTuple):
@@ -79,10 +79,10 @@ def _read(file: BinaryIO) -> WrittenRow | None:
     # Records that were not synced before a power loss may be zeros.
     if not step or not text or prompt + text > MOST_TOKENS:
         return None
-    both = file.read(4 * (prompt + text))
-    if len(both) < 4 * (prompt + text):
+    data = file.read(4 * (prompt + text))
+    if len(data) < 4 * (prompt + text):
         return None
-    tokens = list(struct.unpack(f"<{prompt + text}I", both))
+    tokens = list(struct.unpack(f"<{prompt + text}I", data))
     return WrittenRow(step, number, row, tokens[:prompt], tokens[prompt:], bool(ended), log_p)
 
 
@@ -110,10 +110,10 @@ class WrittenWriter:
     def append(self, rows: Sequence[WrittenRow]) -> None:
         """Write the rows of a step. Raises RunLogError and DiskFull."""
         parts = []
-        for one in rows:
-            prompt, text = len(one.prompt), len(one.text)
-            parts.append(RECORD.pack(*one.key, one.ended, prompt, text, one.log_p))
-            parts.append(struct.pack(f"<{prompt + text}I", *one.prompt, *one.text))
+        for row in rows:
+            prompt, text = len(row.prompt), len(row.text)
+            parts.append(RECORD.pack(*row.key, row.ended, prompt, text, row.log_p))
+            parts.append(struct.pack(f"<{prompt + text}I", *row.prompt, *row.text))
         try:
             write_fully(self._file, b"".join(parts))
         except OSError as error:

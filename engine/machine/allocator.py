@@ -32,22 +32,22 @@ def choose_allocator(wanted: str, facts: DeviceFacts, compute_device: str = "cud
     if compute_device == "cpu" or device is None:
         return _without_gpu(wanted, facts, compute_device)
     if wanted == "managed":
-        return _managed_as_asked(device)
-    share, name = device.integrated, f"{device.name.value or 'the GPU'}"
+        return _managed_by_request(device)
+    integrated, name = device.integrated, f"{device.name.value or 'the GPU'}"
     impossible = () if device.managed_memory.value == YES else ("managed",)
     if wanted == "native":
-        note = f"{name} is integrated, auto is managed" if share.value == YES else ""
+        note = f"{name} is integrated, auto is managed" if integrated.value == YES else ""
         return Decision(
             knob=KNOB,
             choice="native",
             reason=note,
-            rejected=_other(device),
+            rejected=_managed_as_rejected(device),
             impossible=impossible,
             overridden=True,
         )
-    if share.value is None:
-        reason = f"it is not known whether {name} shares the host's memory: {share.absent}"
-    elif share.value == NO:
+    if integrated.value is None:
+        reason = f"it is not known whether {name} shares the host's memory: {integrated.absent}"
+    elif integrated.value == NO:
         reason = f"{name} has memory of its own"
     elif device.managed_memory.value != YES:
         reason = f"{name} shares the host's memory, but {_no_managed(device)}"
@@ -59,7 +59,11 @@ def choose_allocator(wanted: str, facts: DeviceFacts, compute_device: str = "cud
             rejected=(("native", "not bounded by what the host has free (MemAvailable)"),),
         )
     return Decision(
-        knob=KNOB, choice="native", reason=reason, rejected=_other(device), impossible=impossible
+        knob=KNOB,
+        choice="native",
+        reason=reason,
+        rejected=_managed_as_rejected(device),
+        impossible=impossible,
     )
 
 
@@ -81,7 +85,7 @@ def _without_gpu(wanted: str, facts: DeviceFacts, compute_device: str) -> Decisi
     )
 
 
-def _managed_as_asked(device: CudaDevice) -> Decision:
+def _managed_by_request(device: CudaDevice) -> Decision:
     if device.managed_memory.value != YES:
         raise BadInput.expected(
             KNOB,
@@ -102,7 +106,8 @@ def _managed_as_asked(device: CudaDevice) -> Decision:
     )
 
 
-def _other(device: CudaDevice) -> tuple[tuple[str, str], ...]:
+def _managed_as_rejected(device: CudaDevice) -> tuple[tuple[str, str], ...]:
+    """Return managed memory as a rejected choice, with the reason."""
     if device.managed_memory.value != YES:
         return (("managed", _no_managed(device)),)
     if device.integrated.value == YES:

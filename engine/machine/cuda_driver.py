@@ -39,7 +39,7 @@ from engine.machine.reading import Reading, absent, measured
 LIBRARY = "libcuda.so.1"
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 TIME_LIMIT_S = 20.0
-"""A machine with eight GPUs and no persistence daemon takes about ten seconds."""
+"""Seconds that the driver may take; eight GPUs without a persistence daemon take about ten."""
 _KILL_LIMIT_S = 1.0
 
 # CUdevice_attribute of cuda.h: part of the driver's ABI.
@@ -93,8 +93,8 @@ class _Driver:
 
     def _reason(self, code: int) -> str:
         text = ctypes.c_char_p()
-        found = self._library.cuGetErrorName(code, ctypes.byref(text)) == 0 and text.value
-        name = found.decode("ascii", "replace") if found else f"CUDA error {code}"
+        known = self._library.cuGetErrorName(code, ctypes.byref(text)) == 0 and text.value
+        name = known.decode("ascii", "replace") if known else f"CUDA error {code}"
         return f"{name}: {_HINTS[code]}" if code in _HINTS else name
 
     def number(self, name: str, kind: type[Any], *arguments: Any) -> int:
@@ -244,8 +244,8 @@ def ask_in_child(
     try:
         return from_json(out.decode("utf-8", "replace").splitlines()[-1])
     except (ValueError, KeyError, IndexError, TypeError, InternalError):
-        said = err.decode("utf-8", "replace").strip().splitlines()
-        last = f": {said[-1]}" if said else ""
+        lines = err.decode("utf-8", "replace").strip().splitlines()
+        last = f": {lines[-1]}" if lines else ""
         return broken(f"it printed no facts and exited with {process.returncode}{last}")
 
 

@@ -50,9 +50,9 @@ def read_family(pid: int, proc: Path = Path("/proc")) -> FamilyReadings:
     count = f"{proc}/PID/{{}} of {len(pids)} processes"
     ticks = _sum(pids, proc, "stat", _CPU)
 
-    def reading(found: int | str, file: str, unit: float = 1) -> Reading:
+    def reading(total: int | str, file: str, unit: float = 1) -> Reading:
         source = count.format(file)
-        return absent(found, source) if isinstance(found, str) else measured(found * unit, source)
+        return absent(total, source) if isinstance(total, str) else measured(total * unit, source)
 
     return FamilyReadings(
         cpu_s=reading(ticks, "stat", 1 / os.sysconf("SC_CLK_TCK")),
@@ -77,19 +77,19 @@ def program_name(pid: int, proc: Path) -> str:
 def members(pid: int, proc: Path) -> list[int]:
     """Return `pid` and its descendants. Raises OSError when `pid` does not exist, or the kernel has no such lists."""
     found: list[int] = []
-    left = [pid]
-    while left and len(found) < MOST:
-        one = left.pop()
-        found.append(one)
+    to_visit = [pid]
+    while to_visit and len(found) < MOST:
+        current = to_visit.pop()
+        found.append(current)
         try:
-            threads = os.listdir(proc / str(one) / "task")
+            threads = os.listdir(proc / str(current) / "task")
             for thread in threads:
-                left += map(
-                    int, (proc / str(one) / "task" / thread / "children").read_bytes().split()
+                to_visit += map(
+                    int, (proc / str(current) / "task" / thread / "children").read_bytes().split()
                 )
         except OSError:
             # A descendant may end at any moment; `pid` itself must exist.
-            if one == pid:
+            if current == pid:
                 raise
     return found
 

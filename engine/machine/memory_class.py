@@ -48,7 +48,9 @@ from engine.machine.host import CgroupMemory, HostMemory, usable_host_bytes
 from engine.machine.reading import Reading, absent, measured
 
 OWN_MEMORY_SHARE = 0.95
+"""Maximum share of a GPU's own memory that a run may use, 0 to 1."""
 _UNDER_REPORT_SHARE = 0.5
+"""Share of the host's memory below which NVML's total of an integrated GPU is too low, 0 to 1."""
 _NO_CONTEXT = "no source without a CUDA context says how much is free"
 
 
@@ -109,15 +111,15 @@ def match_gpus(gpus: Sequence[GpuFacts], devices: Sequence[CudaDevice]) -> list[
     each is left with nothing to compare, the two are matched, because no other pair is possible.
     """
     matches: list[Match] = []
-    seen: set[int] = set()
+    matched: set[int] = set()
     for device in devices:
         gpu, by = _partner(device, gpus)
         if gpu is None and len(gpus) == len(devices) == 1 and not _comparable(gpus[0], device):
             gpu, by = gpus[0], "the only GPU of both, neither uuid nor PCI address to compare"
         if gpu is not None:
-            seen.add(gpu.index)
+            matched.add(gpu.index)
         matches.append(Match(gpu=gpu, cuda=device, by=by if gpu else "NVML does not list it"))
-    rest = (gpu for gpu in gpus if gpu.index not in seen)
+    rest = (gpu for gpu in gpus if gpu.index not in matched)
     return matches + [Match(gpu=gpu, cuda=None, by="CUDA does not show it") for gpu in rest]
 
 
@@ -151,11 +153,11 @@ def usable_own_bytes(gpu: GpuFacts, cuda: CudaDevice) -> Reading:
         if part.number is None:
             return part
     total = min(totals, key=lambda reading: reading.number or 0)
-    whole, taken = int(total.number or 0), int(used.number or 0)
-    most = int(OWN_MEMORY_SHARE * whole)
-    if whole - taken <= most:
-        return measured(max(0, whole - taken), f"{total.source} - used by {used.source}")
-    return measured(most, f"{OWN_MEMORY_SHARE:.0%} of {total.source}")
+    total_bytes, used_bytes = int(total.number or 0), int(used.number or 0)
+    limit_bytes = int(OWN_MEMORY_SHARE * total_bytes)
+    if total_bytes - used_bytes <= limit_bytes:
+        return measured(max(0, total_bytes - used_bytes), f"{total.source} - used by {used.source}")
+    return measured(limit_bytes, f"{OWN_MEMORY_SHARE:.0%} of {total.source}")
 
 
 # contract: cuda-unified-memory-allocator-v1
@@ -170,12 +172,12 @@ def classify(
     """Classify one GPU and compute what may be used. `by` is that of its `Match`."""
     kind, reason = _kind(gpu, cuda, memory)
     integrated = cuda is not None and cuda.integrated.value == YES
-    own = kind in (MemoryClass.DISCRETE, MemoryClass.FRAMEBUFFER_IS_NUMA_NODE)
+    has_own_memory = kind in (MemoryClass.DISCRETE, MemoryClass.FRAMEBUFFER_IS_NUMA_NODE)
     if kind is MemoryClass.LOST:
         usable = absent("the GPU is lost", "NVML")
     elif kind is MemoryClass.NONE or (integrated and kind is not MemoryClass.UNKNOWN):
         usable = usable_host_bytes(memory, cgroup)
-    elif own and gpu is not None and cuda is not None:
+    elif has_own_memory and gpu is not None and cuda is not None:
         usable = usable_own_bytes(gpu, cuda)
         if _uuid(gpu) != _uuid(cuda) and _comparable(gpu, cuda):
             why = f"this is a part of a divided GPU (MIG): NVML's numbers are of the whole; {_NO_CONTEXT}"
@@ -185,20 +187,23 @@ def classify(
     else:
         usable = absent(_NO_CONTEXT, "NVML and CUDA")
     return GpuMemory(
-        nvml_index=_index(gpu, cuda, by, "NVML"),
-        cuda_index=_index(cuda, gpu, by, "CUDA driver"),
+        nvml_index=_index_reading(gpu, cuda, by, "NVML"),
+        cuda_index=_index_reading(cuda, gpu, by, "CUDA driver"),
         kind=kind,
         reason=reason,
         usable_bytes=usable,
     )
 
 
-def _index(
-    mine: GpuFacts | CudaDevice | None, other: GpuFacts | CudaDevice | None, by: str, source: str
+def _index_reading(
+    gpu: GpuFacts | CudaDevice | None,
+    counterpart: GpuFacts | CudaDevice | None,
+    by: str,
+    source: str,
 ) -> Reading:
-    if mine is None:
+    if gpu is None:
         return absent(by, source)
-    return measured(mine.index, source if other is None else by)
+    return measured(gpu.index, source if counterpart is None else by)
 
 
 def _kind(
@@ -209,8 +214,16 @@ def _kind(
     if gpu is not None and gpu.memory_status.value == LOST:
         return MemoryClass.LOST, "NVML says that the GPU is lost"
     if gpu is None:
-        shared = "the GPU shares the host's memory" if _is(cuda, YES) else "memory of its own"
-        known = shared if _is(cuda, YES) or _is(cuda, NO) else "not known whether integrated"
+        shared = (
+            "the GPU shares the host's memory"
+            if _has_integrated(cuda, YES)
+            else "memory of its own"
+        )
+        known = (
+            shared
+            if _has_integrated(cuda, YES) or _has_integrated(cuda, NO)
+            else "not known whether integrated"
+        )
         return MemoryClass.NO_NVML, f"CUDA alone sees it: {known}"
     status = gpu.memory_status.value
     if status != SUPPORTED and gpu.utilisation_status.value == NOT_SUPPORTED:
@@ -218,22 +231,22 @@ def _kind(
             MemoryClass.NVML_PARTIAL,
             "NVML lists the GPU but gives neither its memory nor its utilisation",
         )
-    if gpu.numa_node.value is not None and not _is(cuda, YES):
+    if gpu.numa_node.value is not None and not _has_integrated(cuda, YES):
         node = f"its memory is NUMA node {gpu.numa_node.value} of the host"
         return MemoryClass.FRAMEBUFFER_IS_NUMA_NODE, node
-    if _is(cuda, YES):
+    if _has_integrated(cuda, YES):
         return _unified(gpu, memory)
-    if _is(cuda, NO) and status == SUPPORTED:
+    if _has_integrated(cuda, NO) and status == SUPPORTED:
         return MemoryClass.DISCRETE, "CUDA says not integrated, NVML gives its memory"
-    if _is(cuda, NO):
+    if _has_integrated(cuda, NO):
         why = gpu.memory_total_bytes.absent or str(status)
         return MemoryClass.UNKNOWN, f"CUDA says not integrated, but NVML gives no memory: {why}"
     why = "CUDA does not show it" if cuda is None else str(cuda.integrated.absent)
     return MemoryClass.UNKNOWN, f"whether it is integrated is not known: {why}"
 
 
-def _is(cuda: CudaDevice | None, word: str) -> bool:
-    return cuda is not None and cuda.integrated.value == word
+def _has_integrated(cuda: CudaDevice | None, answer: str) -> bool:
+    return cuda is not None and cuda.integrated.value == answer
 
 
 def _unified(gpu: GpuFacts, memory: HostMemory) -> tuple[MemoryClass, str]:

@@ -97,8 +97,8 @@ class Surroundings:
 
 
 def is_run_variable(name: str) -> bool:
-    """Whether an environment variable of that name says how a run computes. No other is kept, and of these none
-    whose name or value tells a secret, which is for the caller to check."""
+    """Return whether an environment variable of that name affects how a run computes; only such variables are kept. The
+    caller must still leave out those that hold a secret."""
     return name in _RUN_VARIABLES or name.startswith(_RUN_PREFIXES)
 
 
@@ -126,7 +126,7 @@ def read_surroundings(
 
 
 def _versions(version_of: Callable[[str], str | None]) -> dict[str, Reading]:
-    found = {
+    versions = {
         "engine": measured(VERSION, "engine.version"),
         "python": measured(platform.python_version(), "the interpreter"),
         "C library": measured(
@@ -135,10 +135,10 @@ def _versions(version_of: Callable[[str], str | None]) -> dict[str, Reading]:
     }
     for name in PACKAGES:
         version, source = version_of(name), "package metadata"
-        found[name] = (
+        versions[name] = (
             absent("not installed", source) if version is None else measured(version, source)
         )
-    return found
+    return versions
 
 
 def installed_versions(packages: Iterable[str]) -> dict[str, str | None]:
@@ -188,12 +188,12 @@ def _pci_gpus(folder: Path) -> Reading:
         devices = list(folder.iterdir())
     except OSError as error:
         return absent(f"not readable: {error.strerror}", str(folder))
-    found = 0
+    count = 0
     for device in devices:
         try:
             vendor = (device / "vendor").read_text().strip()
             kind = (device / "class").read_text().strip()
         except OSError:
             continue  # the device was removed meanwhile
-        found += vendor == _NVIDIA and kind.startswith(_DISPLAY_CLASS)
-    return measured(found, f"{folder}/*/vendor, class")
+        count += vendor == _NVIDIA and kind.startswith(_DISPLAY_CLASS)
+    return measured(count, f"{folder}/*/vendor, class")

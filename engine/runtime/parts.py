@@ -68,7 +68,7 @@ def read_parts(
     from torch.distributed.checkpoint.state_dict_loader import load
 
     reader = HuggingFaceStorageReader(str(folder))
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for name, about in reader.read_metadata().state_dict_metadata.items():
         if not wanted(name):
             continue
@@ -79,21 +79,21 @@ def read_parts(
                 f"checkpoint: {folder} — expected the {about.size.numel()} numbers of {name}, found {covered}"
             )
         where = "cpu" if numbers else "meta"
-        found[name] = torch.empty(about.size, dtype=about.properties.dtype, device=where)
+        tensors[name] = torch.empty(about.size, dtype=about.properties.dtype, device=where)
     if not numbers:
-        return found
+        return tensors
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
-        load(found, storage_reader=reader, no_dist=True)
-    return found
+        load(tensors, storage_reader=reader, no_dist=True)
+    return tensors
 
 
 def check_shared_folder(ranks: Ranks, folder: Path, device: torch.device) -> None:
     """Raise CheckpointError on every rank unless all of them see `folder`. A collective."""
     sees_R = ranks.gather(torch.tensor([float(folder.is_dir())], device=device))[:, 0]
-    blind = [rank for rank, sees in enumerate(sees_R.tolist()) if not sees]
-    if blind:
+    without_folder = [rank for rank, sees in enumerate(sees_R.tolist()) if not sees]
+    if without_folder:
         raise CheckpointError(
-            f"checkpoint: {folder} — expected a folder that all ranks see, found none on rank {blind[0]}",
+            f"checkpoint: {folder} — expected a folder that all ranks see, found none on rank {without_folder[0]}",
             hint="put the run on storage that every machine has, or --set checkpoint.sharded=off",
         )

@@ -23,6 +23,7 @@ from engine.watch.rules import RULES
 from engine.watch.rules.rule import Case, Rule, Unknown
 
 LONGEST_QUIET_S = 3600.0
+"""Longest time without a symptom, in seconds, that clearing an alert takes."""
 
 
 class ActiveAlerts:
@@ -49,7 +50,7 @@ class ActiveAlerts:
                 continue
             try:
                 answer = rule.answer(case)
-            except Exception as error:  # noqa: BLE001 - the rule is named and never asked again
+            except Exception as error:  # noqa: BLE001 - the rule is reported and disabled
                 events.append(self._disable(rule, error))
                 continue
             self.answers[rule.id] = answer
@@ -58,13 +59,13 @@ class ActiveAlerts:
 
     def _disable(self, rule: Rule, error: Exception) -> Note:
         place = traceback.extract_tb(error.__traceback__)[-1]
-        said = (
+        problem = (
             f"{type(error).__name__}: {error} ({place.filename.rsplit('/', 1)[-1]}:{place.lineno})"
         )
-        self.broken[rule.id] = said
-        self.answers[rule.id] = Unknown(f"the rule failed: {said}")
+        self.broken[rule.id] = problem
+        self.answers[rule.id] = Unknown(f"the rule failed: {problem}")
         return Note(
-            level="warning", text=f"diagnosis rule {rule.id} failed and is left out: {said}"
+            level="warning", text=f"diagnosis rule {rule.id} failed and is left out: {problem}"
         )
 
     def _change(
@@ -77,10 +78,10 @@ class ActiveAlerts:
         if answer is not None:
             self._quiet_since.pop(id, None)
             # The first alert ended unobserved: the new evidence begins after it was raised.
-            another = (
+            is_new_stall = (
                 rule.clear_after_s == 0 and since_s is not None and answer.from_unix_s > since_s
             )
-            if since_s is not None and not another:
+            if since_s is not None and not is_new_stall:
                 return []
             self._active_since[id] = now_s
             self._times_raised[id] = self._times_raised.get(id, 0) + 1

@@ -2,10 +2,9 @@
 
 A view of the end of a run cannot show that the GPU was idle for an hour in the middle. So the log is folded
 again from its start, the rules are evaluated as the supervisor would have, and the result is what was raised
-and cleared. This also works for a run that was never watched, or was watched with an older set of rules. What the
-run's own watcher raised and the replay does not find again is in the result too, and so are the checks that failed
-and the notes of errors, of every rank:
-everything that was reported while the run lived is in the result.
+and cleared. This also works for a run that was never watched, or was watched with an older set of rules. The
+result also has the alerts that only the run's own watcher raised, and the failed checks and error notes of every rank:
+everything that was reported during the run.
 
 Evaluations are one second apart, more for runs of hours (at most MAX_EVALUATIONS in total), and never more than
 MAX_STEPS_BETWEEN steps apart, so that no rule's window of steps is skipped. A symptom that exists only between
@@ -61,7 +60,7 @@ class Raised:
     unix_s: float
     cleared_unix_s: float | None
     replayed: bool = True
-    """False of one that only the run's own watcher raised."""
+    """Whether the replay raised it; False if only the run's own watcher did."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,7 +82,7 @@ class Diagnosis:
     @property
     def judged_view(self) -> RunView:
         """The view with the alerts that are active at the end of the log."""
-        active = {one.alert.id: one.alert for one in self.raised if one.cleared_unix_s is None}
+        active = {r.alert.id: r.alert for r in self.raised if r.cleared_unix_s is None}
         return replace(self.view, alerts=active)
 
 
@@ -119,18 +118,18 @@ def _sibling_step_s(run: RunFolder, view: RunView) -> dict[str, float]:
                 continue
             with suppress(BadInput):
                 if other.read_effective()["spec"] == spec:
-                    seen = Follower(other, files=True).read_all()
-                    if _is_comparable(seen, view):
-                        found[other.name] = median_step_s(seen)
+                    sibling = Follower(other, files=True).read_all()
+                    if _is_comparable(sibling, view):
+                        found[other.name] = median_step_s(sibling)
     return found
 
 
-def _is_comparable(seen: RunView, view: RunView) -> bool:
-    if seen.started is None or view.started is None or not view.started.machine:
+def _is_comparable(sibling: RunView, view: RunView) -> bool:
+    if sibling.started is None or view.started is None or not view.started.machine:
         return False
-    ended = seen.finished is not None and seen.finished.state == "completed"
-    before = (seen.first_unix_s or 0.0) < (view.first_unix_s or 0.0)
-    return ended and before and seen.started.machine == view.started.machine
+    ended = sibling.finished is not None and sibling.finished.state == "completed"
+    before = (sibling.first_unix_s or 0.0) < (view.first_unix_s or 0.0)
+    return ended and before and sibling.started.machine == view.started.machine
 
 
 def _interval_s(run: RunFolder) -> float:
@@ -207,9 +206,9 @@ class _Replay:
         """Keep a check that failed on a rank, or its note of an error."""
         match event:
             case Judged(by="check", level="fail"):
-                # The first rank may log what another has reported.
-                told = (one.check.text for one in self.failed.values() if one.check.id == event.id)
-                if event.text not in told:
+                # The first rank may log a failure of another rank too.
+                texts = (f.check.text for f in self.failed.values() if f.check.id == event.id)
+                if event.text not in texts:
                     self.failed.setdefault((event.id, rank), Failed(rank, event))
             case Note(level="error"):
                 self.errors.append(ErrorNote(rank, unix_s, event))
@@ -231,8 +230,8 @@ class _Replay:
 
     def end_session(self, unix_s: float) -> None:
         """Add what only the watcher of the session that ends here has raised."""
-        new = [one.alert.id for one in self.raised if one.replayed and one.unix_s >= self.session_s]
-        self.raised += [one for one in self.reported if one.alert.id not in new]
+        new = [r.alert.id for r in self.raised if r.replayed and r.unix_s >= self.session_s]
+        self.raised += [r for r in self.reported if r.alert.id not in new]
         self.raised.sort(key=attrgetter("unix_s"))
         self.reported, self.session_s = [], unix_s
 
@@ -247,7 +246,8 @@ class _Replay:
         answers = self.alerts.answers
         if self.view.imported is not None:
             self.raised = [
-                _at_the_end(one, answers.get(one.alert.id), self.now_s) for one in self.raised
+                _updated_at_end(raised, answers.get(raised.alert.id), self.now_s)
+                for raised in self.raised
             ]
         unjudged = {
             id: answer.reason
@@ -265,15 +265,15 @@ class _Replay:
         )
 
 
-def _at_the_end(one: Raised, now: Judged | Unknown | None, now_s: float) -> Raised:
+def _updated_at_end(raised: Raised, now: Judged | Unknown | None, now_s: float) -> Raised:
     """Return an alert of a log that was imported: an active one has the numbers of the end, or is over if its rule
     finds nothing at the end."""
-    if one.cleared_unix_s is not None or isinstance(now, Unknown):
-        return one
+    if raised.cleared_unix_s is not None or isinstance(now, Unknown):
+        return raised
     if now is None:
-        return replace(one, cleared_unix_s=now_s)
-    since = [step for step in (one.alert.first_step, now.first_step) if step is not None]
-    return replace(one, alert=msgspec.structs.replace(now, first_step=min(since, default=None)))
+        return replace(raised, cleared_unix_s=now_s)
+    since = [step for step in (raised.alert.first_step, now.first_step) if step is not None]
+    return replace(raised, alert=msgspec.structs.replace(now, first_step=min(since, default=None)))
 
 
 def add_or_clear(

@@ -6,8 +6,8 @@
     ENDED at step 40: killed from outside, not for lack of memory
     UNKNOWN: loading the teacher, no step yet
 
-A pure function of a view. Of everything that is wrong the line has what explains the others: a failed check before an
-alert, and what the machine explains last.
+A pure function of a view. Of several problems the line names the one that explains the others: a failed check before
+an alert, and last what other work on the machine can explain.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ OF_THE_MACHINE = (
 )
 """Alerts that other work on the machine can explain."""
 FEWEST_IMPORTED = 10
-"""Fewest logged steps of an imported run whose silence is a verdict."""
+"""Minimum number of logged steps from which an imported run without alerts counts as healthy."""
 MOST_ALERTS = 200
 """Most alerts that are considered; there are fewer rules than that."""
-SAYS_THE_SAME = "identity_fails"
+REPEATS_IDENTITIES = "identity_fails"
 """Id of the alert that repeats failed identities."""
 NO_FAULT = (
     *("completed", "stopped", "terminated", "interrupted", "declined"),
@@ -62,6 +62,7 @@ _ENDS = {
     "vanished": "the cause was not recorded",
     "unknown": "nothing proves why",
 }
+"""Text of the verdict for each state of a run that did not end normally."""
 _MEMORY = ("oom_memcg", "oom_global", "alloc_failed")
 _FROM_OUTSIDE = ("killed_external", "host_lost", "vanished", "unknown")
 """Ends that have an outside cause: earlier findings come before them."""
@@ -106,7 +107,7 @@ class RunVerdict:
             if self.since is None
             else f" {'at' if self.level == ENDED else 'since'} step {self.since}"
         )
-        ends = [one for one in self.others if one.level == ENDED]
+        ends = [finding for finding in self.others if finding.level == ENDED]
         then = f"; ended at step {ends[0].since}, {ends[0].text}" if ends else ""
         count = len(self.others) - len(ends)
         more = f" (and {count} more)" if count else ""
@@ -138,21 +139,21 @@ class RunVerdict:
             "line": self.line,
             "others": [
                 {
-                    "level": one.level.lower(),
-                    "text": one.text,
-                    "since_step": one.since,
-                    "id": one.id,
+                    "level": finding.level.lower(),
+                    "text": finding.text,
+                    "since_step": finding.since,
+                    "id": finding.id,
                 }
-                for one in self.others
+                for finding in self.others
             ],
         }
 
 
 def verdict_of(view: RunView, state: str, path: object = "RUN") -> RunVerdict:
     """Return the verdict on a run in `state` (`RunView.state`); `path` is used in the commands that it names."""
-    found = sorted(_findings(view, state, str(path)), key=lambda one: one.rank)
-    if found:
-        first, *others = found
+    findings = sorted(_findings(view, state, str(path)), key=lambda finding: finding.rank)
+    if findings:
+        first, *others = findings
         return RunVerdict(
             level=first.level,
             text=first.text,
@@ -162,9 +163,9 @@ def verdict_of(view: RunView, state: str, path: object = "RUN") -> RunVerdict:
             id=first.id,
             others=tuple(others),
         )
-    judged = _what_was_judged(view)
+    judged = _counts_of_judged(view)
     if judged:
-        how = _how_it_ended(view, state)
+        how = _end_prefix(view, state)
         return RunVerdict(level=HEALTHY, text=f"{how}{judged}")
     if view.process is not None:
         text = "its steps and its loss are not seen from outside"
@@ -183,16 +184,16 @@ def verdict_of(view: RunView, state: str, path: object = "RUN") -> RunVerdict:
 
 def run_verdict_lines(view: RunView, state: str, path: object = "RUN") -> list[str]:
     """Render the verdict with its sign, and below it what was seen and what to do."""
-    found = verdict_of(view, state, path)
-    seen = [found.detail] if found.detail not in ("", found.text) else []
-    do = [f"do: {found.action}"] if found.action else []
-    return [found.signed(), *(one_line(f"  {text}") for text in [*seen, *do])]
+    verdict = verdict_of(view, state, path)
+    detail = [verdict.detail] if verdict.detail not in ("", verdict.text) else []
+    action = [f"do: {verdict.action}"] if verdict.action else []
+    return [verdict.signed(), *(one_line(f"  {text}") for text in [*detail, *action])]
 
 
 def _findings(view: RunView, state: str, path: str) -> Iterator[Finding]:
-    order = [one.id for one in CHECKS]
-    failed = [one for one in view.checks.values() if one.level == FAIL]
-    for check in sorted(failed, key=lambda one: order.index(one.id) if one.id in order else -1):
+    order = [about.id for about in CHECKS]
+    failed = [check for check in view.checks.values() if check.level == FAIL]
+    for check in sorted(failed, key=lambda c: order.index(c.id) if c.id in order else -1):
         about = BY_ID[CHECK].get(check.id)
         warns = about is not None and not about.stops
         yield Finding(
@@ -204,41 +205,41 @@ def _findings(view: RunView, state: str, path: str) -> Iterator[Finding]:
             action=about.remedy if about is not None else f"engine checks {path}",
             id=f"check {check.id}",
         )
-    yield from _of_identities(view)
+    yield from _identity_findings(view)
     for alert in islice(view.alerts.values(), MOST_ALERTS):
-        if alert.id != SAYS_THE_SAME:
-            yield _of_alert(alert)
+        if alert.id != REPEATS_IDENTITIES:
+            yield _alert_finding(alert)
     if view.errors:
         first = view.errors[0].note.text
         text = first.split("; ")[0]
         yield Finding(level=WRONG, text=text, rank=40, detail=first, action=f"engine tail {path}")
-    if view.non_finite and not any(one.id == "non_finite" for one in view.alerts.values()):
-        yield _of_numbers(view)
+    if view.non_finite and not any(alert.id == "non_finite" for alert in view.alerts.values()):
+        yield _number_finding(view)
     if has_ended(state) and state not in NO_FAULT and not _ended_by_check(view):
-        yield _of_end(view, state, path)
+        yield _end_finding(view, state, path)
 
 
-def _of_identities(view: RunView) -> Iterator[Finding]:
+def _identity_findings(view: RunView) -> Iterator[Finding]:
     first: dict[tuple[str, str], Judged] = {}
-    for one in view.identities:
-        if one.level in (FAIL, SUSPICION):
-            first.setdefault((one.level, one.id), one)
-    for (level, id), one in first.items():
+    for judged in view.identities:
+        if judged.level in (FAIL, SUSPICION):
+            first.setdefault((judged.level, judged.id), judged)
+    for (level, id), judged in first.items():
         if level == SUSPICION and (FAIL, id) in first:
             continue
         about = BY_ID[IDENTITY].get(id)
         yield Finding(
             level=WRONG if level == FAIL else SUSPECT,
-            text=about.wrong if about is not None else one.text,
+            text=about.wrong if about is not None else judged.text,
             rank=5 if level == FAIL else 65,
-            since=one.step,
-            detail=one.text,
-            action="" if about is None else about.remedy_with(one.framework),
+            since=judged.step,
+            detail=judged.text,
+            action="" if about is None else about.remedy_with(judged.framework),
             id=f"identity {id}",
         )
 
 
-def _of_alert(alert: Judged) -> Finding:
+def _alert_finding(alert: Judged) -> Finding:
     if alert.level == FAIL:
         rank = 10 if alert.id in EXPLAINS_AN_END else 30
     else:
@@ -255,7 +256,7 @@ def _of_alert(alert: Judged) -> Finding:
     )
 
 
-def _of_numbers(view: RunView) -> Finding:
+def _number_finding(view: RunView) -> Finding:
     """Return the finding on non-finite numbers that are finite again."""
     first, last = view.non_finite[0], view.non_finite[-1]
     steps = f"at step {first.step}" if first.step == last.step else f"{first.step} to {last.step}"
@@ -271,7 +272,7 @@ def _of_numbers(view: RunView) -> Finding:
     )
 
 
-def _of_end(view: RunView, state: str, path: str) -> Finding:
+def _end_finding(view: RunView, state: str, path: str) -> Finding:
     """Return the finding on a run that did not end normally."""
     exit_ = view.exit
     text = _ENDS.get(state, "")
@@ -326,13 +327,13 @@ def _ended_by_check(view: RunView) -> bool:
         finished is not None
         and finished.state == "failed"
         and any(
-            one.level == FAIL and finished.reason.startswith(f"check {one.id}")
-            for one in view.checks.values()
+            check.level == FAIL and finished.reason.startswith(f"check {check.id}")
+            for check in view.checks.values()
         )
     )
 
 
-def _how_it_ended(view: RunView, state: str) -> str:
+def _end_prefix(view: RunView, state: str) -> str:
     """Return the beginning of the text of a healthy run that is over."""
     if state == "completed":
         return f"completed {view.last_step:,} steps; "
@@ -341,15 +342,15 @@ def _how_it_ended(view: RunView, state: str) -> str:
     return f"{state} at step {view.last_step:,}, as it was asked to; "
 
 
-def _what_was_judged(view: RunView) -> str:
+def _counts_of_judged(view: RunView) -> str:
     """Return counts of what passed and what could not be judged; empty if nothing was judged."""
-    found = [*view.checks.values(), *_worst_identities(view)]
-    passed = sum(one.level in (PASS, FACT) for one in found)
-    unknown = len(found) - passed
-    one, many = ("check", "checks") if view.checks else ("identity", "identities")
+    judged = [*view.checks.values(), *_worst_identities(view)]
+    passed = sum(result.level in (PASS, FACT) for result in judged)
+    unknown = len(judged) - passed
+    singular, plural = ("check", "checks") if view.checks else ("identity", "identities")
     parts = []
     if passed:
-        parts.append(f"{passed} {one if passed == 1 else many} passed")
+        parts.append(f"{passed} {singular if passed == 1 else plural} passed")
     if unknown:
         parts.append(f"{unknown} could not be judged")
     if passed and (stages := len(view.audited_steps)):
@@ -366,4 +367,4 @@ def _what_was_judged(view: RunView) -> str:
 
 
 def _worst_identities(view: RunView) -> list[Judged]:
-    return list({one.id: one for one in view.identities}.values())
+    return list({judged.id: judged for judged in view.identities}.values())

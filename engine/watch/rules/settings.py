@@ -14,12 +14,13 @@ from engine.spec import TrainSection
 from engine.watch.rules.rule import CannotJudge, Case, Number, Symptom, rule
 
 VERSIONS = ("engine", "python", "torch", "device")
-MADE_BY = ("model", "teacher", "student", "vocab", "data", "compute")
-"""The sections of which models and data are made."""
-OF_ONE_LINE = {"v", "seq", "t_s", "nf", "resumed_from"}
+INPUT_SECTIONS = ("model", "teacher", "student", "vocab", "data", "compute")
+"""Sections of the settings that determine models and data."""
+NOT_COMPARED = {"v", "seq", "t_s", "nf", "resumed_from"}
+"""Fields of a start event that differ from session to session."""
 STEPS = 20
 RATE_TOLERANCE = 1e-4
-"""Relative; the logged rate is the optimizer's own float64."""
+"""Maximum relative difference; the logged rate is the optimizer's own float64."""
 
 
 def expected_rate(step: int, train: TrainSection) -> float:
@@ -68,13 +69,13 @@ def batch_not_as_set(case: Case) -> Symptom | None:
     rows_set, seq_len = case.started.rows_per_step, case.started.seq_len
     rows = case.steps(STEPS, at_least=1)
     wrong: list[Number] = []
-    for name, wanted, held in (
+    for name, wanted, formula in (
         ("rows", rows_set, "rows in a step"),
         ("tokens", rows_set * seq_len, "rows * length"),
     ):
-        found = next((v for v in case.column(name, rows) if v != wanted), None)
-        if found is not None:
-            wrong.append((f"{name} of a step", found, f"{wanted} {held}"))
+        different = next((v for v in case.column(name, rows) if v != wanted), None)
+        if different is not None:
+            wrong.append((f"{name} of a step", different, f"{wanted} {formula}"))
     for position, step in case.pairs("position", "step", rows):
         if position != step * rows_set:
             wrong.append(
@@ -83,9 +84,9 @@ def batch_not_as_set(case: Case) -> Symptom | None:
             break
     if not wrong:
         return None
-    name, value, held = wrong[0]
+    name, value, formula = wrong[0]
     return Symptom(
-        f"{name}: {value:g}, expected {held}",
+        f"{name}: {value:g}, expected {formula}",
         wrong,
         case.span(rows),
         meaning="the run trains on fewer, more or other rows than the loss, the schedule and the receipt assume",
@@ -109,9 +110,9 @@ def run_not_as_set(case: Case) -> Symptom | None:
         ("data.seq_len", started.seq_len, spec.data.seq_len),
     )  # fmt: skip
     wrong = [
-        (name, float(found), f"set to {wanted:g}")
-        for name, found, wanted in pairs
-        if found != wanted
+        (name, float(used), f"set to {setting:g}")
+        for name, used, setting in pairs
+        if used != setting
     ]
     if not wrong:
         return None
@@ -141,11 +142,11 @@ def schedule_not_as_set(case: Case) -> Symptom | None:
 
     saves = multiples(checkpoint.every)
     evaluations = saves | multiples(case.spec.eval.every) | {train.steps}
-    # What ends a session saves it, whatever the step.
+    # The end of a session saves a checkpoint at any step.
     saves |= ({last} if checkpoint.at_end else set()) | ({done} if asked else set())
     evaluated = {e.step for e in view.evals if e.subject == "student" and not e.saved}
-    saved = {one.step for one in view.checkpoints}
-    # A resume forgets what was made after its step; and what follows the newest step may be yet to come.
+    saved = {c.step for c in view.checkpoints}
+    # A resume drops the events after its step, and those of the newest step may not be logged yet.
     known = range(begun + 1, done + is_over)
     wrong: list[Number] = []
     for what, setting, due, made in (
@@ -153,8 +154,8 @@ def schedule_not_as_set(case: Case) -> Symptom | None:
         ("saved", "checkpoint.every", saves, saved),
     ):
         for step in sorted((due ^ made) & {*known})[:1]:
-            found, by = ("is not", "due") if step in due else ("is", "not due")
-            wrong.append((f"step {step} {found} {what}", step, f"{by} by {setting} and the end"))
+            state, by = ("is not", "due") if step in due else ("is", "not due")
+            wrong.append((f"step {step} {state} {what}", step, f"{by} by {setting} and the end"))
     if done > last:
         wrong.append((f"step {done} is trained", done, f"the session was to end after {last}"))
     elif is_over and not asked and done < last:
@@ -178,19 +179,19 @@ def resumed_as_another(case: Case) -> Symptom | None:
     started, before, now = case.started, case.view.before, case.view.start_events
     if "run" not in before or started.resumed_from is None:
         return None
-    of_run = msgspec.structs.asdict(before["run"])
-    old, new = case.earlier.get(of_run["spec_sha256"], case.spec), case.spec
-    others = any(getattr(old, part) != getattr(new, part) for part in MADE_BY)
-    if others or any(of_run[name] != getattr(started, name) for name in VERSIONS):
+    run_before = msgspec.structs.asdict(before["run"])
+    old, new = case.earlier.get(run_before["spec_sha256"], case.spec), case.spec
+    inputs_changed = any(getattr(old, part) != getattr(new, part) for part in INPUT_SECTIONS)
+    if inputs_changed or any(run_before[name] != getattr(started, name) for name in VERSIONS):
         raise CannotJudge(
             "the settings of the models or the data, the versions or the device have changed"
         )
     wrong = []
     for what in before.keys() & now.keys() - ({"run"} if old != new else set()):
-        was, is_ = (msgspec.structs.asdict(one) for one in (before[what], now[what]))
+        was, is_ = (msgspec.structs.asdict(event) for event in (before[what], now[what]))
         wrong += [
             f"{what}.{name} is {is_[name]!s:.24}, {was[name]!s:.24} before"
-            for name in was.keys() - OF_ONE_LINE
+            for name in was.keys() - NOT_COMPARED
             if was[name] != is_[name]
         ]
     if not wrong:

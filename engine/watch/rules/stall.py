@@ -44,8 +44,10 @@ from engine.watch.rules.rule import (
 from engine.watch.stacks import own_frame
 
 LEAST_S = 30.0
+"""Shortest limit between two steps in seconds."""
 TIMES = 5.0
 LONG_WORK = 3.0
+"""Factors of the formula above: on the median step, and on the longest evaluation and checkpoint."""
 STEPS = 50
 """Number of the last steps whose median time is used."""
 FIRST_STEP_S = 45.0
@@ -65,6 +67,7 @@ PHASE_S = {
 """Limit of each phase in seconds, by prefix of its name. Loading reads up to hundreds of GB, possibly over a network;
 an evaluation logs its progress every few seconds."""
 OTHER_PHASE_S = 120.0
+"""Limit of any other phase in seconds."""
 FIRST_LINE_S = 120.0
 """Limit from the start of the process to its first line in seconds: it imports torch, maybe from a cold disk."""
 UNSEEN_WORK_S = 600.0
@@ -116,13 +119,13 @@ def silence(case: Case) -> Silence:
     case.must_have_been_watched()
     case.must_go_on()
     if view.process is not None:
-        worked_unix_s = _worked_unix_s(case)
+        active_unix_s = _last_activity_unix_s(case)
         return Silence(
-            silent_s=case.now_unix_s - worked_unix_s,
+            silent_s=case.now_unix_s - active_unix_s,
             limit_s=STILL_S,
             limit_source="nothing was computed, read or written",
             doing=f"process {view.process.pid}",
-            since_unix_s=worked_unix_s,
+            since_unix_s=active_unix_s,
         )
     # A process that never opened its log has been silent since it was started.
     since_unix_s = view.heartbeat_unix_s or view.trainer_started_unix_s
@@ -130,11 +133,11 @@ def silence(case: Case) -> Silence:
         raise CannotJudge("no trainer was started")
     limit_s, limit_source = _limit(case)
     silent_s = case.now_unix_s - since_unix_s
-    if min(silent_s, limit_s) > STILL_S and _is_still(case):
+    if min(silent_s, limit_s) > STILL_S and _is_idle(case):
         limit_s, limit_source = STILL_S, "nothing was computed, read or written"
-    wanted = case.settings.watch.stall_seconds if case.settings else 0
-    if wanted > 0:
-        limit_s, limit_source = float(wanted), "watch.stall_seconds"
+    configured_s = case.settings.watch.stall_seconds if case.settings else 0
+    if configured_s > 0:
+        limit_s, limit_source = float(configured_s), "watch.stall_seconds"
     doing, phase = case.phase, view.phase
     if phase is not None and phase.detail and phase.name == doing:
         doing += f" ({phase.detail})"
@@ -147,38 +150,39 @@ def silence(case: Case) -> Silence:
     )
 
 
-def _worked_unix_s(case: Case) -> float:
+def _last_activity_unix_s(case: Case) -> float:
     """Return the last time at which a process watched from outside was active, or its activity was unknown. A silence
     may be longer than the readings that are searched: its start is then that of the active alert."""
     process, tables = case.view.process, list(case.view.gpu_tables.values())
     if not tables and process is not None and process.opens_gpu is not False:
         raise CannotJudge(f"no GPU reading: {case.view.absent.get('gpu') or 'none was taken'}")
     limits = {"family_cpu_pct": STILL_CPU_PCT, "family_io_bytes_per_s": STILL_IO_BYTES_PER_S}
-    worked = [_last_at_work(case, case.view.hosts, limits)]
+    active = [_last_active_reading_s(case, case.view.hosts, limits)]
     # Which process uses a GPU is not known, so any use counts.
-    worked += [_last_at_work(case, table, {"gpu_util_pct": 1.0}) for table in tables]
+    active += [_last_active_reading_s(case, table, {"gpu_util_pct": 1.0}) for table in tables]
     alert = case.view.alerts.get(nobody_works.id)
-    if alert is not None and case.now_unix_s - max(worked) > STILL_S:
+    if alert is not None and case.now_unix_s - max(active) > STILL_S:
         return alert.from_unix_s
-    return max(worked)
+    return max(active)
 
 
-def _last_at_work(case: Case, table: Table, limits: dict[str, float]) -> float:
+def _last_active_reading_s(case: Case, table: Table, limits: dict[str, float]) -> float:
     """Return the time of the newest reading that is missing or reaches a limit; else the time of the oldest."""
     rows = case.reading_rows(table, WORK_WINDOW_S)
     times, *columns = (table.values(name, rows.start, rows.stop) for name in ("unix_s", *limits))
     pairs = list(zip(columns, limits.values(), strict=True))
     if not times or any(values[-1] is None for values, _ in pairs):
         raise CannotJudge(f"{' or '.join(limits)} has no reading")
-    at_work = (
+    active_rows = (
         row
         for row in reversed(range(len(times)))
         if any((value := values[row]) is None or value >= limit for values, limit in pairs)
     )
-    return times[next(at_work, 0)] or 0.0
+    return times[next(active_rows, 0)] or 0.0
 
 
 def _limit(case: Case) -> tuple[float, str]:
+    """Return the limit on a silence, in seconds, and the reason for it."""
     view = case.view
     phase = case.phase
     if view.phase is None:
@@ -200,7 +204,7 @@ def _limit(case: Case) -> tuple[float, str]:
     return limit_s, f"{TIMES:g} times the median step, at least {LEAST_S:g} s, evaluations counted"
 
 
-def _is_still(case: Case) -> bool:
+def _is_idle(case: Case) -> bool:
     """Return whether nothing was computed, read or written lately; False if that is not known."""
     window_s, least = STILL_WINDOW_S, STILL_READINGS
     try:
@@ -230,22 +234,26 @@ def stall_dump(case: Case, since_unix_s: float) -> StackDump | None:
     return case.view.stack_dump if taken_s is not None and taken_s >= since_unix_s else None
 
 
-def _stalled(case: Case, what: str) -> Symptom | None:
-    found = silence(case)
-    if not found.is_stall:
+def _stall_symptom(case: Case, what: str) -> Symptom | None:
+    silent = silence(case)
+    if not silent.is_stall:
         return None
-    dump = stall_dump(case, found.since_unix_s)
+    dump = stall_dump(case, silent.since_unix_s)
     numbers: list[Number] = [
-        ("seconds of silence", found.silent_s, f"{found.limit_s:.0f} allowed: {found.limit_source}")
+        (
+            "seconds of silence",
+            silent.silent_s,
+            f"{silent.limit_s:.0f} allowed: {silent.limit_source}",
+        )
     ]
-    for name, values in _machine(case):
-        numbers.append((name, values, "now"))
+    for name, value in _machine_numbers(case):
+        numbers.append((name, value, "now"))
     where = ""
     meaning = "its stacks were not taken: see `--all` and stderr.txt"
     if dump is not None:
         line = dump.python_frame
         if case.view.process is not None:
-            # In a script, its own line says more than a line of a library.
+            # The script's own line says more than a line of a library.
             line = own_frame(dump.python_stack) or line
         where = f": {_state(dump)}" + (f" at {line}" if line else "")
         where += f" ({dump.native_frame})" if dump.native_frame else ""
@@ -257,12 +265,12 @@ def _stalled(case: Case, what: str) -> Symptom | None:
     if in_teacher and backend not in (None, "dequantized"):
         flip = "--set teacher.backend=dequantized"
     return Symptom(
-        f"{what} for {format_seconds(found.silent_s)} in {found.doing}{where}",
+        f"{what} for {format_seconds(silent.silent_s)} in {silent.doing}{where}",
         numbers,
         Span(
             first_step=case.view.last_step,
             last_step=case.view.last_step,
-            from_unix_s=found.since_unix_s,
+            from_unix_s=silent.since_unix_s,
             to_unix_s=case.now_unix_s,
         ),
         meaning=meaning,
@@ -280,14 +288,14 @@ def _state(dump: StackDump) -> str:
     return dump.state
 
 
-def _machine(case: Case) -> list[tuple[str, float]]:
+def _machine_numbers(case: Case) -> list[tuple[str, float]]:
     """Return the GPU and CPU readings during the silence, as far as they are known."""
     known: list[tuple[str, float]] = []
     host = case.view.host
     if host is not None:
         names = ("trainer_cpu_pct", "family_cpu_pct", "family_io_bytes_per_s")
-        found = [(name, getattr(host, name)) for name in names]
-        known += [(name, value) for name, value in found if value is not None]
+        readings = [(name, getattr(host, name)) for name in names]
+        known += [(name, value) for name, value in readings if value is not None]
     try:
         gpu = case.view.gpus[case.gpu]
     except (CannotJudge, KeyError):
@@ -306,11 +314,11 @@ def _machine(case: Case) -> list[tuple[str, float]]:
 def nobody_works(case: Case) -> Symptom | None:
     if case.view.process is None:
         raise CannotJudge("the run reports its steps: see stalled")
-    found = silence(case)
-    # Wait for the stacks, which are captured once it counts as silent: they say more than its silence.
-    if found.silent_s < STILL_S + STACKS_S and stall_dump(case, found.since_unix_s) is None:
+    silent = silence(case)
+    # Wait for the stacks, which are captured once the process counts as silent: the alert names its line.
+    if silent.silent_s < STILL_S + STACKS_S and stall_dump(case, silent.since_unix_s) is None:
         return None
-    return _stalled(case, "no activity")
+    return _stall_symptom(case, "no activity")
 
 
 def _steps_in_session(case: Case) -> int:
@@ -330,7 +338,7 @@ def stalled_at_start(case: Case) -> Symptom | None:
         raise CannotJudge("the steps of an attached process are unknown: see nobody_works")
     if _steps_in_session(case):
         return None
-    return _stalled(case, "no step and no log line")
+    return _stall_symptom(case, "no step and no log line")
 
 
 @rule(
@@ -348,4 +356,4 @@ def stalled(case: Case) -> Symptom | None:
     if not _steps_in_session(case):
         raise CannotJudge("no step was done in this session: see stalled_at_start")
     what = f"no step after step {case.view.last_step}"
-    return _stalled(case, what)
+    return _stall_symptom(case, what)
