@@ -170,7 +170,9 @@ def check_words(snapshot: Snapshot) -> list[str]:
 
 
 def data_words(snapshot: Snapshot) -> list[str]:
-    """Return what the run trains on, and how to look at its text."""
+    """Return what the run trains on, and which commands show its text."""
+    if snapshot.view.imported is not None:
+        return ["unknown: the imported log does not describe the data"]
     if snapshot.command is not None:
         return [OTHERS_DATA]
     lines = data_lines(snapshot.view)
@@ -180,8 +182,13 @@ def data_words(snapshot: Snapshot) -> list[str]:
         *lines,
         "",
         "decoded samples, lengths and copies: engine data SPEC",
-        "what one step trained on: b, or engine data RUN --step N",
+        "what one step trained on: engine data RUN --step N",
     ]
+
+
+def screen_data_words(snapshot: Snapshot) -> list[str]:
+    """Return the same with the key of the screen that shows a step; a notebook's page has no keys."""
+    return [line.replace("trained on: ", "trained on: b, or ") for line in data_words(snapshot)]
 
 
 def sample_words(snapshot: Snapshot) -> list[str]:
@@ -398,7 +405,15 @@ PANES: tuple[Pane, ...] = (
     ),
     Pane(id="kernels", title="JIT", words=kernel_words, label="JIT", when="tall", page=5),
     Pane(id="alerts", title="alerts", words=alert_words, when="alerts", page=1),
-    Pane(id="data", letter="d", title="data", words=data_words, help=DATA_HELP, page=7),
+    Pane(
+        id="data",
+        letter="d",
+        title="data",
+        words=screen_data_words,
+        help=DATA_HELP,
+        page=7,
+        page_words=data_words,
+    ),
     Pane(
         id="samples",
         letter="s",

@@ -126,7 +126,7 @@ def list_runs(arguments: argparse.Namespace) -> int:
         say(f"none of the {len(found)} runs in {arguments.folder} matches {arguments.filter!r}")
     elif not rows:
         say(
-            f"no runs in {arguments.folder}; start one with `engine distill SPEC.toml` or `make demo`"
+            f"no runs in {arguments.folder}; start one with `engine distill SPEC.toml` or `apr-workbench demo`"
         )
     width = max((len(folder.name) for folder, _, _ in rows), default=0)
     for folder, _, text in rows:

@@ -415,7 +415,7 @@ def test_the_distributions_come_and_go_in_any_order(
     assert engine() == (0, NO_RUNS) and not lacks(new_view, new_rest)
 
 
-NO_RUNS = "no runs in runs; start one with `engine distill SPEC.toml` or `make demo`\n"
+NO_RUNS = "no runs in runs; start one with `engine distill SPEC.toml` or `apr-workbench demo`\n"
 
 SHORT = [
     "--set",

@@ -60,6 +60,9 @@ ELSEWHERE = (
     ("new", "on the list of runs: n starts one from a spec"),
 )
 """Commands that cannot be used here, with the place where they can."""
+STARTING = frozenset({"stop", "resume", "verify", "flip", "new"})
+"""The commands of `ELSEWHERE` that read-only mode refuses everywhere."""
+READ_ONLY = "read-only: no key starts, stops or changes a run"
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,6 +197,8 @@ class WorkbenchCommands(Provider):
     def _elsewhere(self, offered: set[str]) -> Iterator[Command]:
         """Yield commands that cannot be used here; choosing one says where they can."""
         for name, where in ELSEWHERE:
+            if self.workbench.context.read_only and name in STARTING:
+                where = READ_ONLY
             if name not in offered:
                 said = partial(self.app.notify, where, title=f"{name}: not here", markup=False)
                 yield Command(f"{name} (not here)", where, said, ALSO.get(name, ""))

@@ -15,7 +15,7 @@ from workbench.marks import Mark
 
 
 class MarkScreen(ModalScreen[Mark | None]):
-    """Shows marks until a key closes it; F returns the first that has a flip."""
+    """Shows marks until a key closes it; F returns the first whose flip can be opened."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("escape,q,enter", "close", "close"),
@@ -29,13 +29,18 @@ class MarkScreen(ModalScreen[Mark | None]):
     }
     """
 
-    def __init__(self, marks: Sequence[Mark]) -> None:
+    def __init__(self, marks: Sequence[Mark], *, can_flip: bool) -> None:
+        """`can_flip` is whether a new flip of the run may be started."""
         super().__init__()
-        self._marks = tuple(marks)
+        self._marks, self._can_flip = tuple(marks), can_flip
 
     @property
     def _flippable(self) -> Mark | None:
-        return next((m for m in self._marks if m.folder or (m.alert and m.alert.flip)), None)
+        """Return the first mark of a past flip, or of an alert that names a flip which may be started."""
+        return next(
+            (m for m in self._marks if m.folder or (self._can_flip and m.alert and m.alert.flip)),
+            None,
+        )
 
     def compose(self) -> ComposeResult:
         words = "\n\n".join("\n".join(mark.lines) for mark in self._marks)

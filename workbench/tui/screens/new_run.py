@@ -39,6 +39,7 @@ from workbench.drafts import (
 from workbench.engine_commands import check_run, start_run
 from workbench.paths import path_text
 from workbench.tui.context import Context
+from workbench.tui.keys import is_offered
 from workbench.tui.layout import is_low, is_tiny
 from workbench.tui.names import shortened, wrapped
 from workbench.tui.screens.form import ChooseScreen
@@ -245,7 +246,6 @@ class NewRunScreen(Screen[None]):
         self._say("")
 
     def on_mount(self) -> None:
-        self._draw_keys()
         if self._given.read_only:
             words = (
                 "read-only: no run is started from here; start apr-workbench without --read-only"
@@ -261,11 +261,9 @@ class NewRunScreen(Screen[None]):
             self._say(str(problem))
             self.action_open()
 
-    def _draw_keys(self) -> None:
+    def draw_keys(self) -> None:
         bindings = [
-            binding
-            for binding in bindings_of(self)
-            if not (self._given.read_only and binding.action in self.ACTING)
+            binding for binding in bindings_of(self) if is_offered(self.app, self, binding.action)
         ]
         self.query_one(KeyBar).draw(bindings)
 
@@ -359,6 +357,7 @@ class NewRunScreen(Screen[None]):
         return self._settings[key]
 
     def _draw(self) -> None:
+        self.draw_keys()
         draft = self._draft
         if draft is None:
             self.query_one("#head", Static).update("a new run: o chooses what to begin from")
@@ -520,6 +519,7 @@ class NewRunScreen(Screen[None]):
             self.app.switch_screen(RunScreen(self._given, self._started))
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
+        if action not in self.ACTING | {"search", "copy_command"}:
+            return True
         # While a value is typed, its letters are not commands.
-        shut = self.ACTING | {"search", "copy_command"}
-        return not (self._asked and action in shut)
+        return not self._asked and (self._draft is not None or action == "open")

@@ -540,7 +540,8 @@ class RunScreen(PollingScreen):
     @on(TimelinePane.Opened)
     def open_marks(self, message: TimelinePane.Opened) -> None:
         """Show what is under the cursor."""
-        self.app.push_screen(MarkScreen(message.marks), self._flip_of)
+        can_flip = bool(self.check_action("flip", ()))
+        self.app.push_screen(MarkScreen(message.marks, can_flip=can_flip), self._flip_of)
 
     def _flip_of(self, mark: Mark | None) -> None:
         """Open the flip of a mark: an existing one, or the form filled with the flip that its alert names."""

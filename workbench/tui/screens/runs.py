@@ -29,7 +29,7 @@ from workbench.tui.screens.actions import (
     STOP,
     ask_to_resume,
     ask_to_stop,
-    refused_command,
+    refuse_other,
 )
 from workbench.tui.screens.polling import Polled, PollingScreen, RunChosen, run_command
 from workbench.tui.widgets.filter_line import FilterLine
@@ -42,8 +42,8 @@ FILTER_HINT = "lr>0.001  state:failed  tag:baseline  /regex/  words; all must ho
 WIDE = 160
 """Width in cells from which the run under the cursor is shown next to the table."""
 SORT_KEYS = Binding.Group("sort")
-ABOUT_RUNS = frozenset({"open", "filter", "mark", "again", "tags", "note", "sort"})
-"""The actions that need a run in the list."""
+ABOUT_RUN = frozenset({"open", "mark", "again", "tags", "note", "sort"})
+"""The actions that need a run under the cursor."""
 MARKS_NEEDED = {"compare": 2, "unmark": 1}
 """The actions that need marked runs, and how many."""
 
@@ -51,11 +51,11 @@ MARKS_NEEDED = {"compare": 2, "unmark": 1}
 NO_RUNS = """\
 No run in {folders} yet.
 
-Start one with n, or from another terminal:
+Start one {with_key}from another terminal:
 
   engine distill SPEC               a run of your own, from a file of settings
   engine watch -- python train.py   a training script of your own, as it is
-  make demo                         the example run, with this screen on it
+  apr-workbench demo                the example run, with this screen on it
 
 It appears here as soon as it has begun."""
 
@@ -78,6 +78,7 @@ class RunsScreen(PollingScreen):
         Binding("q", "app.quit", "quit", tooltip="close the workbench; runs continue"),
         Binding("enter", "open", "open", tooltip="open the run under the cursor"),
         Binding("slash", "filter", "filter", tooltip="filter by settings, state, tag, words"),
+        Binding("escape", "clear_filter", "clear", tooltip="remove the filter, or leave an edit"),
         Binding("space", "mark", "mark", tooltip="mark the run for a comparison, or unmark it"),
         Binding("c", "compare", "compare", tooltip="compare the 2 to 6 runs marked with space"),
         Binding("u", "unmark", "unmark all", show=False, tooltip="remove all marks"),
@@ -85,7 +86,6 @@ class RunsScreen(PollingScreen):
         STOP,
         RESUME,
         Binding("N", "again", "again", tooltip="start another run like the one under the cursor"),
-        Binding("escape", "clear_filter", "clear filter", show=False),
         Binding("t", "tags", "tags", tooltip="edit the tags of the run, words to filter by"),
         Binding("e", "note", "note", tooltip="edit the note of the run"),
         *(
@@ -188,7 +188,9 @@ class RunsScreen(PollingScreen):
         with self.app.batch_update():
             self._write_head(self._heading(snapshot, len(rows)))
             self.set_class(not rows, "-empty")
-            words = nothing(snapshot, self._pattern).splitlines()
+            words = empty_list_text(
+                snapshot, self._pattern, read_only=self.context.read_only
+            ).splitlines()
             self.query_one("#empty", WordsView).lines = tuple(words)
             table = self.query_one(RunsTable)
             table.marked, table.rows_shown = dict(self._marked), tuple(rows)
@@ -328,8 +330,12 @@ class RunsScreen(PollingScreen):
             return (target := self.target()) is not None and target.can(action)
         if action in MARKS_NEEDED:
             return len(self._marked) >= MARKS_NEEDED[action]
-        if action in ABOUT_RUNS:
+        if action == "filter":
             return bool(self._rows)
+        if action in ABOUT_RUN:
+            # Enter in the line of a filter keeps the filter.
+            is_typing = action == "open" and isinstance(self.focused, Input)
+            return self.query_one(RunsTable).selected is not None and not is_typing
         lines = self.query(FilterLine)
         return action != "clear_filter" or any(line.display for line in lines)
 
@@ -342,7 +348,7 @@ class RunsScreen(PollingScreen):
         from workbench.tui.screens.new_run import NewRunScreen
 
         row = self.query_one(RunsTable).selected
-        if row is not None and not refused_command(self, RunFolder(row.path), "started again"):
+        if row is not None and not refuse_other(self, RunFolder(row.path), "started again"):
             self.app.push_screen(NewRunScreen(self.context, like=RunFolder(row.path)))
 
     # Tags and the note.
@@ -419,10 +425,11 @@ class RunsScreen(PollingScreen):
         self.query_one(RunsTable).focus()
 
 
-def nothing(snapshot: RunsSnapshot, pattern: str) -> str:
+def empty_list_text(snapshot: RunsSnapshot, pattern: str, *, read_only: bool) -> str:
     """Return the text for an empty list."""
     if not snapshot.rows:
-        return NO_RUNS.format(folders=_folders(snapshot))
+        with_key = "" if read_only else "with n, or "
+        return NO_RUNS.format(folders=_folders(snapshot), with_key=with_key)
     return f"None of the {len(snapshot.rows)} runs matches {pattern!r}."
 
 

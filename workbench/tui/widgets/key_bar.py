@@ -1,5 +1,8 @@
 """The bottom row: the keys of the screen that do something now, from the table that dispatches
-them."""
+them.
+
+A screen with a key bar has a method `draw_keys`, which passes the keys that do something now to `KeyBar.draw`.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ from typing import Any
 
 from textual.binding import Binding
 from textual.content import Content
+from textual.keys import key_to_character
 from textual.screen import Screen
 from textual.style import Style
 from textual.widgets import Static
@@ -36,6 +40,12 @@ def key_text(binding: Binding) -> str:
     return " ".join(NAMES.get(key, key) for key in binding.key.split(","))
 
 
+def character_of(key: str) -> str | None:
+    """Return the character that a key types; None for a key such as escape."""
+    label = NAMES.get(key, key)
+    return label if len(label) == 1 else key_to_character(key)
+
+
 def bindings_of(screen: Screen[Any]) -> list[Binding]:
     """Return the keys of a screen, in the order of its table."""
     return [binding for binding in screen.BINDINGS if isinstance(binding, Binding)]
@@ -58,7 +68,7 @@ MORE = "…"
 
 class KeyBar(Static):
     """Draws as many keys as fit, help always among them; a click does what the key does. Bindings of one
-    group are drawn as a range."""
+    group are drawn as a range. While a text is typed, the keys that would be typed into it are left out."""
 
     DEFAULT_CSS = """
     KeyBar {
@@ -73,12 +83,29 @@ class KeyBar(Static):
         self._drawn: object = None
         """Drawn content and its width."""
 
+    def on_mount(self) -> None:
+        self.watch(self.screen, "focused", self._ask_again, init=False)
+
+    def _ask_again(self) -> None:
+        """Let the screen choose the keys again: another widget has the focus."""
+        screen: Any = self.screen
+        if screen.is_current:
+            screen.draw_keys()
+
     def on_resize(self) -> None:
         self.draw(self._shown)
+
+    def _is_typed(self, binding: Binding) -> bool:
+        """Return whether the focused widget takes the keys of a binding as text."""
+        focused = self.screen.focused
+        return focused is not None and all(
+            focused.check_consume_key(key, character_of(key)) for key in binding.key.split(",")
+        )
 
     def draw(self, bindings: Sequence[Binding]) -> None:
         """Show these keys."""
         self._shown = bindings
+        bindings = [binding for binding in bindings if not self._is_typed(binding)]
         if (bindings, self.size.width) == self._drawn:
             return
         self._drawn = (bindings, self.size.width)

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 from textual.pilot import Pilot
 
+from engine.interchange.importing import import_run
 from tests.support.run_folders import completed, empty, killed, running
-from tests.support.screens import on_screen, press, text_of, texts_of
+from tests.support.screens import on_screen, press, text_of, texts_of, words_of
 
 SIZE = (240, 40)
 
@@ -43,6 +44,84 @@ def test_a_run_without_a_step_has_no_rows_to_show(tmp_path: Path) -> None:
         assert len(pilot.app.screen_stack) == 2
 
     on_screen([empty(tmp_path / "run").path], SIZE, script)
+
+
+def test_an_imported_log_has_neither_rows_nor_a_command(tmp_path: Path) -> None:
+    log = tmp_path / "history.csv"
+    log.write_text("step,loss\n" + "".join(f"{n},{1 / n:.4f}\n" for n in range(1, 40)))
+    run, _ = import_run("csv", log, tmp_path / "runs")
+
+    async def script(pilot: Pilot[None]) -> None:
+        assert "b batch" not in footer(pilot)
+        await press(pilot, "d")
+        assert "the imported log does not describe the data" in words_of(pilot)
+
+    on_screen([run.path], SIZE, script)
+
+    async def again(pilot: Pilot[None]) -> None:
+        await press(pilot, "N")
+        words = " ".join(words_of(pilot).replace("▌", " ").split())
+        assert "is an imported log, which has no command" in words
+
+    on_screen([run.path.parent], SIZE, again)
+
+
+def test_what_is_typed_into_a_filter_is_no_key(tmp_path: Path) -> None:
+    killed(tmp_path / "runs" / "a")
+
+    async def in_the_list(pilot: Pilot[None]) -> None:
+        assert {"enter open", "n new", "q quit"} <= {*footer(pilot)}
+        await press(pilot, "slash", "k")
+        assert footer(pilot) == ["esc clear"]
+        await press(pilot, "enter")
+        assert {"enter open", "n new", "esc clear"} <= {*footer(pilot)}
+        await press(pilot, "escape")
+        assert "esc clear" not in footer(pilot)
+
+    on_screen([tmp_path / "runs"], SIZE, in_the_list)
+
+    async def in_a_log(pilot: Pilot[None]) -> None:
+        await press(pilot, "slash")
+        assert not {"q quit", "z zoom", "f follow"} & {*footer(pilot)}
+        await press(pilot, "escape")
+        assert {"q quit", "z zoom", "f follow"} <= {*footer(pilot)}
+
+    on_screen([tmp_path / "runs" / "a"], SIZE, in_a_log)
+
+
+def test_a_filter_without_a_match_leaves_no_run_to_act_on(tmp_path: Path) -> None:
+    killed(tmp_path / "a")
+
+    async def script(pilot: Pilot[None]) -> None:
+        await press(pilot, "slash", *"nobody", "enter")
+        keys = {*footer(pilot)}
+        assert {"/ filter", "esc clear", "n new"} <= keys
+        assert not {"enter open", "space mark", "N again", "t tags", "e note"} & keys
+
+    on_screen([tmp_path], SIZE, script)
+
+
+def test_a_form_of_a_run_has_the_keys_of_what_is_typed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    async def script(pilot: Pilot[None]) -> None:
+        await press(pilot, "n", "enter")
+        assert {"enter edit", "s start", "/ search"} <= {*footer(pilot)}
+        await press(pilot, "slash", "l")
+        assert footer(pilot) == ["esc back"]
+        await press(pilot, "escape")
+        assert {"enter edit", "s start", "/ search"} <= {*footer(pilot)}
+
+    on_screen([tmp_path], SIZE, script)
+
+
+def test_read_only_offers_no_start_in_words_either(tmp_path: Path) -> None:
+    async def script(pilot: Pilot[None]) -> None:
+        assert "Start one from another terminal" in words_of(pilot)
+
+    on_screen([tmp_path], SIZE, script, read_only=True)
 
 
 def test_runs_are_compared_once_two_are_marked(tmp_path: Path) -> None:

@@ -150,6 +150,18 @@ def test_what_cannot_be_done_here_is_found_and_says_where_it_can(here: Path) -> 
     on_screen([here / "runs" / "kd"], (120, 40), script)
 
 
+def test_read_only_sends_nobody_to_a_key_that_it_refuses(here: Path) -> None:
+    completed(here / "runs" / "kd")
+
+    async def script(pilot: Pilot[None]) -> None:
+        provider = WorkbenchCommands(pilot.app.screen)
+        await provider.startup()
+        hits = {str(hit.text): hit.help async for hit in provider.search("stop")}
+        assert str(hits["stop (not here)"]).startswith("read-only: no key")
+
+    on_screen([here / "runs" / "kd"], (120, 40), script, read_only=True)
+
+
 @pytest.mark.parametrize("where", ["runs", "run"])
 def test_the_palette_begins_with_what_is_done_most(here: Path, where: str) -> None:
     completed(here / "runs" / "kd")

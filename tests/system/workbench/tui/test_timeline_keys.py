@@ -101,6 +101,15 @@ def test_enter_on_an_alert_tells_it_and_f_opens_its_flip(kit: Kit, tmp_path: Pat
     on_screen([run.path], (120, 40), script)
 
 
+def test_read_only_names_no_key_for_the_flip_of_an_alert(tmp_path: Path) -> None:
+    async def script(pilot: Pilot[None]) -> None:
+        await press(pilot, "left_square_bracket", "enter")
+        assert "means: the loader is slower" in words_of(pilot)
+        assert "esc closes" in words_of(pilot) and "F opens" not in words_of(pilot)
+
+    on_screen([alerted(tmp_path / "run").path], (120, 40), script, read_only=True)
+
+
 def test_the_mark_of_a_flip_opens_that_flip(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
