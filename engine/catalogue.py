@@ -525,6 +525,17 @@ IDENTITIES: tuple[About, ...] = (
         'run; set precision="bf16-mixed", not "bf16-true"',
     ),
     _identity(
+        id="zero_gradient",
+        wrong="gradients are always exactly 0",
+        group="update",
+        level=SUSPICION,
+        question="Has each tensor with a gradient had one other than 0 at some sampled step?",
+        means="The loss does not depend on it: units that are never active, an argmax, round or comparison before the "
+        "loss, a factor or mask of 0, a margin that is always kept, or an underflow in fp16.",
+        remedy="look at what lies between the named tensors and the loss: activations that are all 0, argmax(), masks; "
+        "in fp16 scale the loss with torch.amp.GradScaler",
+    ),
+    _identity(
         id="frozen_weights",
         wrong="the optimizer moves frozen weights",
         group="update",
@@ -796,6 +807,17 @@ IDENTITIES: tuple[About, ...] = (
         remedy="give cross_entropy the logits, or give nll_loss their log_softmax",
     ),
     _identity(
+        id="log_probabilities",
+        wrong="the loss gets no log probabilities of the classes",
+        group="loss",
+        level=SUSPICION,
+        question="Do the probabilities whose logarithms nll_loss gets sum to 1 over the classes?",
+        means="nll_loss only selects a number for each label: without log_softmax over the classes it can fall without "
+        "end, or compares samples with each other.",
+        remedy="call cross_entropy on the logits, or nll_loss on log_softmax(logits, dim=1); with (batch, length, "
+        "classes) take dim=-1 and flatten before the loss",
+    ),
+    _identity(
         id="distillation",
         wrong="the loss contains a divergence from a teacher",
         group="loss",
@@ -1003,6 +1025,16 @@ IDENTITIES: tuple[About, ...] = (
         means="The same data is trained on several times in a row.",
         remedy="with an IterableDataset and several workers, split the data by get_worker_info(); otherwise check what "
         "__getitem__ does with its index",
+    ),
+    _identity(
+        id="skipped_batches",
+        wrong="most batches are read and not trained on",
+        group="data",
+        level=SUSPICION,
+        question="Is each batch of a pass followed by a backward pass?",
+        means="The script goes on to the next batch before backward(): a loss that is not finite, a caught error, or a "
+        "condition. An epoch trains on part of the data.",
+        remedy="count why the loop continues without backward(): non-finite losses, caught errors, filters",
     ),
     _identity(
         id="no_gradient",

@@ -34,10 +34,10 @@ class Idle(torch.optim.SGD):
 
 AdamW, SGD = torch.optim.AdamW, torch.optim.SGD
 
-def run(make, dtype=torch.float32, after=lambda net, optimizer, step: None, wanted=y, scale=1.0):
+def run(make, dtype=torch.float32, after=lambda net, optimizer, step: None, wanted=y, scale=1.0, steps=18):
     net = Net().to(dtype)
     optimizer = make(net)
-    for step in range(18):
+    for step in range(steps):
         optimizer.zero_grad(set_to_none=False)
         (scale * (net(x.to(dtype)) - wanted.to(dtype)).square().mean()).backward()
         optimizer.step()
@@ -126,6 +126,45 @@ def a_loss_that_is_nan_at_times():
         optimizer.step()
     return net
 
+def rewards_that_are_all_equal_for_long():
+    return run(lambda net: SGD(net.parameters(), 0.1), wanted=x.new_zeros(()), scale=0.0, steps=66)
+
+def units_that_are_never_active():
+    net = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1))
+    nn.init.constant_(net[0].bias, -50.0)
+    return fit(net, AdamW(net.parameters()), 66)
+
+class Rounded(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.code, self.head = nn.Linear(8, 16), nn.Linear(16, 1)
+
+    def forward(self, x):
+        return self.head(self.code(x).round())
+
+def a_round_before_the_head():
+    net = Rounded()
+    return fit(net, AdamW(net.parameters()), 66)
+
+class Gated(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.rare, self.branch, self.head = nn.Embedding(9000, 8), nn.Linear(8, 8), nn.Linear(8, 1)
+        self.gate = nn.Parameter(torch.zeros(()))
+        self.extra, self.calls = nn.Linear(8, 1), 0
+
+    def forward(self, x):
+        self.calls += 1
+        x = x + self.rare(torch.arange(len(x)) * 7 + 1)
+        found = self.head(x + self.gate * self.branch(x))
+        return found + self.extra(x) if self.calls % 16 == 5 else found
+
+def a_gate_that_begins_at_0_rare_rows_and_a_part_used_at_times():
+    net = Gated()
+    return fit(net, torch.optim.Adam(net.parameters(), 0.01), 66)
+
+tell(rewards_that_are_all_equal_for_long, units_that_are_never_active, a_round_before_the_head,
+     a_gate_that_begins_at_0_rare_rows_and_a_part_used_at_times)
 tell(a_norm_in_16_bit, a_norm_in_16_bit_at_a_large_rate, an_optimizer_that_does_nothing, rewards_that_are_all_equal,
      an_optimizer_of_a_copy, frozen_with_its_momentum,
      frozen_without_a_gradient, an_average_inside_the_model, a_group_at_a_rate_of_0,
@@ -177,3 +216,26 @@ def test_weights_that_stay_and_weights_that_should_are_counted(found: Found, nam
     assert [(one["id"], one["level"]) for one in said] == [one[:2] for one in EXPECTED[name]]
     for line, (_, _, *texts) in zip(said, EXPECTED[name], strict=True):
         assert all(text in line["text"] for text in texts)
+
+
+@pytest.mark.parametrize(
+    ("name", "wanted"),
+    [
+        ("rewards_that_are_all_equal_for_long", "6 of 6 tensors of SGD"),
+        ("units_that_are_never_active", "3 of 4 tensors of AdamW"),
+        ("a_round_before_the_head", "code.weight, code.bias"),
+    ],
+)
+def test_gradients_that_are_always_0_are_named(found: Found, name: str, wanted: str) -> None:
+    (line,) = [one for one in found[name] if one["id"] == "zero_gradient"]
+    assert line["level"] == SUSPICION and wanted in line["text"]
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["a_bias_before_a_batch_norm", "a_gate_that_begins_at_0_rare_rows_and_a_part_used_at_times"],
+)
+def test_gradients_that_are_0_in_part_or_at_first_are_nothing_wrong(
+    found: Found, name: str
+) -> None:
+    assert [one["level"] for one in found[name] if one["id"] == "zero_gradient"] == [PASS]

@@ -23,6 +23,9 @@ _TWICE = 0.01
 """Share of samples that a sampler may repeat to give all ranks the same number."""
 _CUT = 3
 """Number of consecutive passes left after their first batch, from which it is reported."""
+_STEPS, _SKIPPED, _IRREGULAR = 8, 0.5, 4
+"""Minimum number of steps whose batches are counted, share of batches without a backward pass that is reported as a
+mistake, and number of different counts that no sum of losses has."""
 _LOADERS = 16
 _AHEAD = 4096
 """Maximum number of batches that a loader asks for ahead."""
@@ -64,6 +67,10 @@ class Pass:
         """Indices that the sampler gave for batches that have not been yielded."""
         self.index: Any = None
         """Indices of the newest batch."""
+        self.steps: Counter[tuple[int, int]] = Counter() if before is None else before.steps
+        """Number of steps for each number of batches and of backward passes, of passes that are not judged yet; without
+        the first step of a pass."""
+        self.has_stepped = False
         self.ahead: Any = None
         """Size of a batch that was read ahead (`step.Batches`)."""
         self.rows: set[int] = set()
@@ -108,7 +115,7 @@ class Pass:
         """End the pass: there is no further batch, or the next pass has begun."""
         if not self.feeds:
             return []
-        lines = [*self._order(), *self._count()]
+        lines = [*self._order(), *self._count(), *self._skipped()]
         # The next pass is compared with the first indices.
         self._asked = self.order()
         return lines
@@ -153,6 +160,30 @@ class Pass:
             text = f"{text}: each {times} times, by {self._sampler}"
             return [("repeated_samples", FACT, text, numbers)]
         return [("repeated_samples", SUSPICION, f"{text}, by {self._sampler}", numbers)]
+
+    def _skipped(self) -> list[Line]:
+        """Judge whether a backward pass follows each batch, or each group of as many batches."""
+        if self.steps.total() < _STEPS:
+            return []
+        steps, self.steps = self.steps, Counter()
+        spare: Counter[int] = Counter()
+        for (batches, backwards), times in steps.items():
+            spare[batches - backwards] += times
+        read = sum(batches * times for (batches, _), times in steps.items())
+        # Steps of summed losses have one number of batches, and the last one of a pass another.
+        (usual, _), *_ = spare.most_common(1)
+        usual = usual if len(spare) < _IRREGULAR else min(spare)
+        skipped = sum((each - usual) * times for each, times in spare.items())
+        numbers = {"batches": read, "skipped": max(0, skipped), "usual": usual}
+        if skipped > 0:
+            level = SUSPICION if skipped >= _SKIPPED * read else FACT
+            text = f"{skipped} of {read} batches were read for training and followed by no backward pass"
+            return [("skipped_batches", level, text, numbers)]
+        if usual > 0:
+            text = f"a step reads {usual} batches more than it has backward passes: their losses are summed or unused"
+            return [("skipped_batches", FACT, text, numbers)]
+        text = f"a backward pass followed each of {read} batches of {steps.total()} steps"
+        return [("skipped_batches", PASS, text, numbers)]
 
     def leave(self) -> list[Line]:
         """End the pass because the next one begins."""

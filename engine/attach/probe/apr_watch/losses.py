@@ -8,6 +8,7 @@ cannot be read (a compiled loss, a fused kernel other than TRL's, a checkpointed
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 from .coverage import Coverage, Tokenizers
@@ -30,6 +31,20 @@ _NONE = -100
 _FUSED = {"ChunkedLogProbFunctionBackward": 3}
 """Fused losses of TRL that compute the logits too, with the index of the labels among their saved tensors."""
 _SOFTMAX = ("SoftmaxBackward0", "LogSoftmaxBackward0")
+_SCORES = {
+    "SoftmaxBackward0": "probabilities",
+    "LogSoftmaxBackward0": "logarithms that a log_softmax made over another axis than the classes",
+    **dict.fromkeys(
+        ("AddmmBackward0", "MmBackward0", "BmmBackward0", "ConvolutionBackward0"),
+        "the outputs of a layer",
+    ),
+}
+"""Names of the outputs of some nodes, for the case that the probabilities do not sum to 1 over the classes. Other nodes
+may weight log probabilities on purpose, as a focal loss does."""
+_SUMMED = 8
+"""Maximum number of rows whose probabilities are summed."""
+_SUMS_TO_1 = 1e-2
+"""Maximum deviation of a sum of probabilities from 1, in addition to the rounding of their logarithms."""
 
 
 class _Compared(NamedTuple):
@@ -63,6 +78,11 @@ class Loss:
         self._start = 0
         self.double = False
         """Whether a softmax was applied to the output of a softmax."""
+        self._scores, self.sums = "", None
+        """Sums: deviation from 1 of the probabilities that the loss gets the logarithms of, less its rounding, on the
+        device."""
+        if type(node).__name__ in CROSS_ENTROPIES:
+            self._sum(node)
         self.rows: tuple[int, int] | None = None
         """Number of rows in the loss, and of all rows of tokens."""
         self._text = text
@@ -95,6 +115,19 @@ class Loss:
         slices = [one for one in parts if type(one).__name__ == "SliceBackward0"]
         self._start = sum(int(one._saved_start or 0) for one in slices if one._saved_dim == 1)
         return [one for one in parts if one not in slices]
+
+    def _sum(self, node: Any) -> None:
+        scores, (made, _) = saved(node, "self"), source(node)
+        if scores is None or scores.dim() < 2 or type(made).__name__ not in _SCORES:
+            return
+        result = saved(made, "result")
+        # Some classes alone may have been selected.
+        if result is None or scores.shape[1] in result.shape:
+            self._scores = _SCORES[type(made).__name__]
+            # Each logarithm is rounded relative to its size, of which the mean is at most log C.
+            rounding = self._torch.finfo(scores.dtype).eps * math.log(scores.shape[1])
+            off = (scores.detach()[:_SUMMED].double().exp().sum(1) - 1).abs().amax()
+            self.sums = off - rounding
 
     def _leave_out(self, left_out: Any) -> None:
         """Drop the labels of masked positions."""
@@ -161,9 +194,17 @@ class Loss:
             cover = Coverage(self._torch, tokens_BT, *labels, self._text)
         return _Compared(tokens_BT, positions_BT, self._torch.stack(found).double(), cover)
 
-    def lines(self, counts: list[list[float]], covers: list[list[int] | None]) -> list[Line]:
-        """Return the verdicts, from the numbers of `compared` and of their covers on the host."""
+    def lines(
+        self, counts: list[list[float]], covers: list[list[int] | None], sums: float | None
+    ) -> list[Line]:
+        """Return the verdicts, from the numbers of `compared`, of their covers and `sums` on the host."""
         lines: list[Line] = []
+        if sums is not None and sums > _SUMS_TO_1:
+            text = f"the loss takes logarithms of probabilities and gets {self._scores}"
+            lines.append(("log_probabilities", SUSPICION, text, {"off": sums}))
+        elif sums is not None and sums <= _SUMS_TO_1:
+            text = "the loss gets log probabilities that sum to 1 over the classes"
+            lines.append(("log_probabilities", PASS, text, {"off": sums}))
         if self.double:
             text = "the cross entropy applies a softmax to the output of a softmax"
             lines.append(("double_softmax", SUSPICION, text, {}))
@@ -224,6 +265,8 @@ def look(seen: Seen, losses: list[Loss | Divergence]) -> None:
     found: dict[Any, Any] = {}
     for at, loss in enumerate(losses):
         every: list[Any] = loss.compared if isinstance(loss, Loss) else [loss]
+        if isinstance(loss, Loss) and loss.sums is not None:
+            found[at, "sums"] = loss.sums
         for of, one in enumerate(every):
             found[at, of] = one.numbers
             cover = getattr(one, "cover", None)
@@ -242,7 +285,8 @@ def _judge(losses: list[Loss | Divergence], step: int, tensors: dict[Any, Any]) 
         if isinstance(loss, Loss):
             every = range(len(loss.compared))
             covers = [numbers.get((at, of, "cover")) for of in every]
-            found.append(loss.lines([numbers[at, of] for of in every], covers))
+            sums = numbers.get((at, "sums"))
+            found.append(loss.lines([numbers[at, of] for of in every], covers, sums))
         else:
             found.append(loss.lines(numbers[at, 0], weights, step))
     lines: dict[tuple[str, str], Line] = {}

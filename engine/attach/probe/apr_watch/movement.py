@@ -1,5 +1,5 @@
-"""Check by counting whether weights move, of any optimizer and with sharded parameters too, and whether nothing but
-the optimizer writes them.
+"""Check by counting whether weights move and have gradients other than 0, of any optimizer and with sharded parameters
+too, and whether nothing but the optimizer writes them.
 
 Some elements of each tensor of an optimizer are copied before its first step and compared after later ones, once the
 learning rate no longer rises, and from the end of a sampled step to the begin of the next one. A write that is
@@ -9,6 +9,7 @@ tensor is read.
 
 from __future__ import annotations
 
+import math
 import weakref
 from typing import Any
 
@@ -19,6 +20,8 @@ _ELEMENTS, _MIN_ELEMENTS = 1 << 14, 4
 _MAX_TENSORS = 4096
 _ANY, _EACH = 4, 16
 """First steps at which it is judged whether anything moves, and whether each tensor does."""
+_ZEROS = 64
+"""First step at which gradients that have always been 0 are reported."""
 _IN_A_ROW = 2
 """Number of consecutive sampled steps that must move frozen weights."""
 _TOLERANCE_ULP = 8.0
@@ -52,6 +55,10 @@ class Movement:
         self._moved = [one != one for one in self._first]
         self._pushed = list(self._moved)
         """Elements that have had a gradient above what rounding explains."""
+        self._sloped = list(self._moved)
+        """Elements that have had a gradient other than 0 at a sampled step."""
+        self._has_slopes = False
+        """Whether it is known which tensors have such a gradient."""
         self._has_gradients = False
         self._highest = [0.0] * len(optimizer.param_groups)
         self._frozen_steps = 0
@@ -86,7 +93,8 @@ class Movement:
         # A tensor is no number of the host.
         likely = [1.0 if rate is None else rate for rate in seen.rates]
         self._highest = list(map(max, likely, self._highest + [0.0] * len(likely)))
-        is_open = not self.is_settled and (number in (1, _ANY) or number >= _EACH)
+        is_open = number in (1, _ANY) or number >= _EACH
+        is_open = is_open and not (self.is_settled and self._has_slopes)
         if not (self._before or is_open or is_asked or own):
             return
         now, gradients = self._read("data"), self._read("grad")
@@ -106,12 +114,18 @@ class Movement:
             ]
             for sample in self._samples
         ]
-        for at, (weights, slopes) in enumerate(zip(now, gradients, strict=True)):
+        pairs = zip(self._samples, now, gradients, strict=True)
+        for at, (sample, weights, slopes) in enumerate(pairs):
             # A smaller one may be rounding alone, as that of a bias before a batch norm.
             size = slopes.abs()
             least = size.max() * self._torch.finfo(slopes.dtype).eps ** 0.5
             self._pushed[at] = self._pushed[at] | (size > least)
             tensors[f"pushed {at}"] = self._pushed[at]
+            self._sloped[at] = self._sloped[at] | (slopes != 0)
+            tensors[f"sloped {at}"] = self._sloped[at]
+            if number >= _EACH and not self._has_slopes:
+                # The sampled rows of an embedding may be those of tokens that do not occur.
+                tensors[f"whole {at}"] = self._torch.stack(list(map(self._norm, sample.rows)))
             # An optimizer may step forth and back.
             self._moved[at] = self._moved[at] | (weights != self._first[at])
             tensors[f"moved {at}"] = self._moved[at]
@@ -121,6 +135,14 @@ class Movement:
                 stale = (slopes == 0) | (slopes == previous[at])
                 tensors[f"frozen {at}"] = (weights != self._before[at]) & stale
         seen.later(lambda one: self._lines(seen, state, is_asked, one), tensors)
+
+    def _norm(self, rows: Rows) -> Any:
+        """Return the largest gradient of a whole tensor; 1 where it has none, or one that cannot be read."""
+        gradient = getattr(rows.of(), "grad", None)
+        local = None if gradient is None else local_of(self._torch, gradient)
+        if local is None:
+            return self._torch.ones((), device=rows.of().device)  # type: ignore[union-attr]
+        return self._torch.linalg.vector_norm(local, math.inf).float()
 
     # Once the device has passed the step.
 
@@ -156,22 +178,24 @@ class Movement:
         # Another verdict says why weights stay.
         self.is_settled |= seen.has_failed
         trained: list[Any] = []
-        moved, still, wrong, driven, resting = [], [], [], [], []
+        moved, still, wrong, driven, resting, zero = [], [], [], [], [], []
         numbers = frozen_tensors = 0
         for at, sample in enumerate(self._samples):
             none = self._torch.zeros(sum(sample.counts), dtype=self._torch.bool, device="cpu")
             columns = [
                 tensors.pop(f"{what} {at}", none).split(sample.counts)
-                for what in ("pushed", "moved", "nan", "frozen")
+                for what in ("pushed", "moved", "nan", "frozen", "sloped")
             ]
-            for rows, (frozen, works, rests), pushed, moves, nan, drives in zip(
-                sample.rows, state[at], *columns, strict=True
+            whole = tensors.pop(f"whole {at}", self._torch.ones(len(sample.rows)))
+            for rows, (frozen, works, rests), pushed, moves, nan, drives, sloped, norm in zip(
+                sample.rows, state[at], *columns, whole.tolist(), strict=True
             ):
                 if frozen:
                     frozen_tensors += 1
                     driven += [rows] * bool(drives.any())
                     continue
                 numbers += rows.count
+                zero += [rows] * bool(not norm and not sloped.any())
                 wrong += [rows] * bool(nan.any())
                 resting += [rows] * bool(rests and pushed.any() and not moves.any())
                 if works:
@@ -190,11 +214,27 @@ class Movement:
         elif frozen_tensors and not driven:
             text = f"{name} moves none of its {frozen_tensors} tensors whose requires_grad is False"
             lines.append(("frozen_weights", PASS, text, {"tensors": frozen_tensors}))
-        return (
-            lines
-            if wrong
-            else [*lines, *self._moves(name, seen.number, trained, moved, still, resting)]
+        if wrong:
+            return lines
+        lines += self._moves(name, seen.number, trained, moved, still, resting)
+        return [*lines, *self._slopes(name, seen.number, trained, zero)]
+
+    def _slopes(self, name: str, number: int, trained: list[Any], zero: list[Any]) -> list[Line]:
+        """Return the verdict on gradients that have been exactly 0 at all sampled steps."""
+        if self._has_slopes or not trained or number < _EACH or (zero and number < _ZEROS):
+            return []
+        self._has_slopes = True
+        about = {"tensors": len(trained), "zero": len(zero)}
+        if not zero:
+            text = (
+                f"each tensor of {name} with a gradient has had one other than 0 by step {number}"
+            )
+            return [("zero_gradient", PASS, text, about)]
+        text = (
+            f"{len(zero)} of {len(trained)} tensors of {name} have a gradient, and it was exactly 0 at every sampled "
+            f"step up to {number}: {self._named(zero)}"
         )
+        return [("zero_gradient", SUSPICION, text, about)]
 
     def _moves(
         self,
@@ -226,9 +266,8 @@ class Movement:
             )
             return [("weights_move", SUSPICION, text, {**about, "resting": len(resting)})]
         if not still:
-            text = (
-                f"sampled elements of {len(moved)} tensors of {name} have changed in {number} steps"
-            )
+            text = f"sampled elements of {len(moved)} of {len(trained)} tensors of {name} have changed in "
+            text += f"{number} steps"
             return [("weights_move", PASS, text, about)]
         dtypes = {str(one.of().dtype).rpartition(".")[2] for one in still if one.of() is not None}
         text = (

@@ -157,9 +157,14 @@ class Batches:
         """Record the begin of a backward pass."""
         self.place = self._place
 
-    def lap(self) -> tuple[int | None, int | None, list[Batch]]:
+    def lap(self, backwards: int) -> tuple[int | None, int | None, list[Batch]]:
         """Return rows and tokens since the last step, None where unknown for a batch, and the names of the batches."""
+        fed = [read for read, _ in self._sizes if read.feeds]
         sizes = [size for read, size in self._sizes if read.feeds]
+        if fed and backwards:
+            # Before the first step of a pass batches may be read ahead, or be left over from the pass before.
+            fed[-1].steps[len(fed), backwards] += fed[-1].has_stepped
+            fed[-1].has_stepped = True
         self._sizes = []
         rows, tokens = (_sum([size[part] for size in sizes]) for part in (0, 1))
         return rows, tokens, [name for _, _, name in sizes]
@@ -574,7 +579,7 @@ class Steps:
             # The sleep counts in the next step: subtract it from that step's time before taking the share.
             self._slept_s = self._slow_by * max(0.0, step_s - self._slept_s)
             time.sleep(self._slept_s)
-        rows, tokens, batches = self._batches.lap()
+        rows, tokens, batches = self._batches.lap(self._backwards)
         called = self._work.rows() if self._work.is_on else None
         if self._beat is not None:
             self._beat.done(self._step)
@@ -719,7 +724,7 @@ class Steps:
             self.log = Log(self._run)
             ended["optimizers"] = self._optimizers
         if self.log is not None:
-            work = self._work.failed([*self._batches.lap()[2], self._missed], error)
+            work = self._work.failed([*self._batches.lap(0)[2], self._missed], error)
             if work is not None and error is not None:
                 self.log.write("worked", step=self._step + 1, **work)
             self.log.write("script_ended", **ended)
