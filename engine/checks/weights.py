@@ -29,7 +29,7 @@ def held(decoder: Decoder, name: str) -> Tensor | PackedMatrix:
 
     In a decoder with sharded layers it is valid until a tensor of another layer is requested.
     """
-    decoder.reach(name)
+    decoder.gather_for(name)
     return stored_tensor(decoder, name)
 
 

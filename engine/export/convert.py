@@ -69,8 +69,8 @@ from engine.models.names import (
     joined,
     names_for,
     permute_rows,
+    rotated_heads,
     shifted,
-    turned_heads,
 )
 from engine.models.read_config import NATIVE, config_of
 from engine.models.rope import divisors
@@ -264,7 +264,7 @@ def _converted(
         tensor = _as_type(source, types[ours], name, device, done)
         if convention == "gguf":
             tensor = shifted(config, ours, tensor, 1)
-        if _neighbours(config, convention) and (heads := turned_heads(config, ours)):
+        if _neighbours(config, convention) and (heads := rotated_heads(config, ours)):
             tensor = permute_rows(tensor, heads)
         done.tensors[types[ours].name] = done.tensors.get(types[ours].name, 0) + 1
         done.weights += math.prod(tensor.shape)

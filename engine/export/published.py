@@ -47,7 +47,7 @@ from engine.files import read_json_object
 from engine.formats.open import open_weights
 from engine.formats.tokenizer import open_tokenizer
 from engine.limits import MODEL_CONFIG
-from engine.models.names import neighbours_turn
+from engine.models.names import rotates_neighbours
 from engine.models.read_config import NATIVE, config_of, read_config
 from engine.quant.blocks import NOISE_FLOORS
 from engine.signals import scratch_folder
@@ -208,7 +208,7 @@ def said_by(path: Path) -> list[tuple[str, Said]]:
     if path.suffix == ".apr":
         with open_weights(path) as weights:
             # A file that no reader could load fails here too.
-            neighbours_turn(config_of(weights, NATIVE), "apr", weights.metadata, path)
+            rotates_neighbours(config_of(weights, NATIVE), "apr", weights.metadata, path)
             return list(said_in_apr(weights.metadata, path))
     found = said(path)
     return [] if found is None else [("its metadata", found)]

@@ -1,8 +1,8 @@
-"""Streams the text of completions, and handles stop strings.
+"""Stream the text of completions, and handle stop strings.
 
 A token is not a character: a byte-level tokenizer may split one in the middle, and a stop string may begin in
 one token and end in another. So text is decoded from all tokens of a sequence, and given out only as far as
-nothing that follows can change it: never a trailing part of a character, or a trailing prefix of a stop
+later tokens cannot change it: never a trailing part of a character, or a trailing prefix of a stop
 string. The pieces, joined, are the completion: the text before the first stop string, or before the
 end-of-text token.
 """
@@ -19,7 +19,7 @@ from engine.generation.generate import SLOTS, Ended, generate
 from engine.generation.sampling import GREEDY, Sampling
 from engine.models.decoder import Decoder
 
-_HALF = "\ufffd"
+_INCOMPLETE = "\ufffd"
 """The decoded form of an incomplete character."""
 
 
@@ -47,24 +47,24 @@ class StopText:
 
     def update(self, text: str) -> None:
         """Set the text, decoded from all tokens so far."""
-        found = [at for stop in self.stops if (at := text.find(stop)) >= 0]
-        self.stopped = bool(found)
-        self.text = text[: min(found)] if found else text
+        starts = [at for stop in self.stops if (at := text.find(stop)) >= 0]
+        self.stopped = bool(starts)
+        self.text = text[: min(starts)] if starts else text
 
-    def sure(self, *, last: bool) -> str:
+    def take_final(self, *, last: bool) -> str:
         """Return the text that was not given out yet and cannot change; all that is left if this is
         the `last` call.
         """
         end = len(self.text)
         if not (last or self.stopped):
-            end = len(self.text.rstrip(_HALF))
-            end -= max((_begun(stop, self.text[:end]) for stop in self.stops), default=0)
+            end = len(self.text.rstrip(_INCOMPLETE))
+            end -= max((_prefix_length(stop, self.text[:end]) for stop in self.stops), default=0)
         piece = self.text[self.given : end]
         self.given = max(self.given, end)
         return piece
 
 
-def _begun(stop: str, text: str) -> int:
+def _prefix_length(stop: str, text: str) -> int:
     """Return the length of the longest proper prefix of `stop` that the text ends with."""
     sizes = range(min(len(stop) - 1, len(text)), 0, -1)
     return next((size for size in sizes if text.endswith(stop[:size])), 0)
@@ -98,7 +98,7 @@ def complete(
     """
     if "" in stops:
         raise BadInput.expected("stop string", repr(""), "at least one character", "none")
-    ids = [[int(one) for one in row] for row in tokenizer.encode_documents(prompts)]
+    ids = [[int(token) for token in row] for row in tokenizer.encode_documents(prompts)]
     ends = end_ids(decoder, tokenizer)
     texts = [StopText(stops) for _ in prompts]
     counts = [0] * len(prompts)
@@ -120,6 +120,6 @@ def complete(
         cuda_graph=cuda_graph,
     ):
         counts[index] += 1
-        piece = texts[index].sure(last=ended is not None)
+        piece = texts[index].take_final(last=ended is not None)
         if piece or ended is not None:
             yield Piece(index, piece, ended, counts[index])

@@ -36,10 +36,10 @@ from engine.models.transformers_decoder import TransformersDecoder
 # K key/value heads, E width of a head, P pages, S pages or tokens of one sequence
 
 PART = 2048
-"""Tokens of a prompt that are run at once on a CPU."""
-PACK_PER_SLOT, PACK_LEAST, PACK_MOST = 64, 256, 4096
-"""Tokens of a packed pass over prompts, for each slot; at least and at most."""
-PROMPTS_OF_A_PACK = 64
+"""Number of tokens of a prompt that are run at once on a CPU."""
+PACK_PER_SLOT, PACK_MIN, PACK_MAX = 64, 256, 4096
+"""Tokens of a packed pass over prompts: per slot, and the minimum and maximum of a pass."""
+MAX_PACKED_PROMPTS = 64
 """Largest number of prompts in a packed pass."""
 
 
@@ -66,7 +66,7 @@ class Forward(Protocol):
         ...
 
     def refresh(self) -> None:
-        """Copy weights again that are copies of the model's."""
+        """Copy the model's weights again, where the forward pass has copies of them."""
         ...
 
 
@@ -87,13 +87,13 @@ class NativeForward:
         slots = len(cache.table_BS)
         self._kernels = has_kernels(device_of(decoder))
         self._packs = self._kernels and cache.pages_L2PKTE.dtype != torch.float32
-        self._pack = min(PACK_MOST, max(PACK_LEAST, PACK_PER_SLOT * slots))
-        self._prompts = min(slots, PROMPTS_OF_A_PACK)
+        self._pack_tokens = min(PACK_MAX, max(PACK_MIN, PACK_PER_SLOT * slots))
+        self._prompts = min(slots, MAX_PACKED_PROMPTS)
 
     def start(self, starts: Sequence[Start]) -> Tensor:
         if not self._packs:
-            return torch.cat([self._one_prompt(start) for start in starts])
-        logits = [self._pack_of(pack) for pack in _packs(starts, self._pack, self._prompts)]
+            return torch.cat([self._run_prompt(start) for start in starts])
+        logits = [self._run_pack(pack) for pack in _packs(starts, self._pack_tokens, self._prompts)]
         return logits[0] if len(logits) == 1 else torch.cat(logits)
 
     def step(self, token_B: Tensor, position_B: Tensor) -> Tensor:
@@ -101,7 +101,7 @@ class NativeForward:
         if self._kernels:
             caches = self._kernel_caches(position_B)
         else:
-            caches = self._gathered(position_B[:, None].long(), self._cache.table_BS)
+            caches = self._torch_caches(position_B[:, None].long(), self._cache.table_BS)
         position_B1 = position_B.clamp(min=0)[:, None].long()
         hidden_B1D = self._decoder.hidden_with_cache(
             token_B[:, None], position_B1, position_B1 + 1, caches
@@ -109,7 +109,7 @@ class NativeForward:
         return self._logits(hidden_B1D[:, 0])
 
     def refresh(self) -> None:
-        """Its weights are the model's own."""
+        """Do nothing: the weights are the model's own."""
 
     def _logits(self, hidden_ND: Tensor) -> Tensor:
         """Return logits in fp32 where a GPU has them: in 16 bits log-probabilities would lose their digits."""
@@ -125,53 +125,53 @@ class NativeForward:
             for index in range(len(self._decoder.layers))
         ]
 
-    def _one_prompt(self, start: Start) -> Tensor:
+    def _run_prompt(self, start: Start) -> Tensor:
         """Run one prompt in parts, and return its logits (1, V)."""
         tokens_1T = torch.tensor([list(start.tokens)], device=self._device)
         pages_1S = torch.tensor([list(start.pages)], device=self._device)
         total = tokens_1T.shape[1]
-        place_1T = torch.arange(total, device=self._device)[None]
-        length_11 = torch.full_like(place_1T[:, :1], total)
+        position_1T = torch.arange(total, device=self._device)[None]
+        length_11 = torch.full_like(position_1T[:, :1], total)
         for first in range(0, total, PART):
             part = slice(first, first + PART)
-            caches = self._gathered(place_1T[:, part], pages_1S)
+            caches = self._torch_caches(position_1T[:, part], pages_1S)
             hidden_1TD = self._decoder.hidden_with_cache(
-                tokens_1T[:, part], place_1T[:, part], length_11, caches
+                tokens_1T[:, part], position_1T[:, part], length_11, caches
             )
         return self._logits(hidden_1TD[:, -1])
 
-    def _gathered(self, position_BT: Tensor, pages_BS: Tensor) -> list[LayerCache]:
+    def _torch_caches(self, position_BT: Tensor, pages_BS: Tensor) -> list[LayerCache]:
         at_BT = position_BT.clamp(min=0)
         page_BT = pages_BS.long().gather(1, at_BT // PAGE)
         page_BT = torch.where(position_BT < 0, 0, page_BT)
-        groups = _groups_of(position_BT, pages_BS)
+        groups = _group_by_pages(position_BT, pages_BS)
         return [
-            _GatheredLayer(*self._cache.layer(index), page_BT, at_BT % PAGE, groups)
+            _TorchLayer(*self._cache.layer(index), page_BT, at_BT % PAGE, groups)
             for index in range(len(self._decoder.layers))
         ]
 
-    def _pack_of(self, starts: Sequence[Start]) -> Tensor:
+    def _run_pack(self, starts: Sequence[Start]) -> Tensor:
         """Run prompts in one pass and return their logits (N, V)."""
         sizes = [len(start.tokens) for start in starts]
-        total = max(self._pack, -(-sum(sizes) // PACK_LEAST) * PACK_LEAST)
-        rest = total - sum(sizes)
-        tokens = [token for start in starts for token in start.tokens] + [0] * rest
-        position = [place for size in sizes for place in range(size)] + list(range(rest))
-        length = [size for size in sizes for _ in range(size)] + [max(rest, 1)] * rest
+        total = max(self._pack_tokens, -(-sum(sizes) // PACK_MIN) * PACK_MIN)
+        padding = total - sum(sizes)
+        tokens = [token for start in starts for token in start.tokens] + [0] * padding
+        position = [index for size in sizes for index in range(size)] + list(range(padding))
+        length = [size for size in sizes for _ in range(size)] + [max(padding, 1)] * padding
         pages = [
             page
             for start, size in zip(starts, sizes, strict=True)
-            for page in _each(start.pages, size)
+            for page in _page_of_each_token(start.pages, size)
         ]
-        pages += [0] * rest
+        pages += [0] * padding
         ends = [0]
-        # Always as many documents, so that no shape depends on the number of prompts.
-        for size in [*sizes, rest, *[0] * (self._prompts - len(sizes))]:
+        # Empty documents fill up to a fixed number, so that no shape depends on the number of prompts.
+        for size in [*sizes, padding, *[0] * (self._prompts - len(sizes))]:
             ends.append(ends[-1] + size)
-        last = [end - 1 for end in ends[1 : 1 + len(sizes)]]
-        last += [0] * (self._prompts - len(last))
+        last_tokens = [end - 1 for end in ends[1 : 1 + len(sizes)]]
+        last_tokens += [0] * (self._prompts - len(last_tokens))
         rows = torch.tensor([tokens, position, length, pages], device=self._device)
-        tokens_1T, position_1T, length_1T, page_1T = (each[None] for each in rows)
+        tokens_1T, position_1T, length_1T, page_1T = (row[None] for row in rows)
         starts_S = torch.tensor(ends, dtype=torch.int32, device=self._device)
         packing = Packing(starts_S, total)
         caches: list[LayerCache] = [
@@ -179,7 +179,7 @@ class NativeForward:
             for index in range(len(self._decoder.layers))
         ]
         hidden_1TD = self._decoder.hidden_with_cache(tokens_1T, position_1T, length_1T, caches)
-        last_N = torch.tensor(last, device=self._device)
+        last_N = torch.tensor(last_tokens, device=self._device)
         logits_NV = self._logits(hidden_1TD[0, last_N])
         return logits_NV[: len(starts)]
 
@@ -198,7 +198,7 @@ def _packs(starts: Sequence[Start], tokens: int, prompts: int) -> list[list[Star
     return packs
 
 
-def _each(pages: Sequence[int], tokens: int) -> list[int]:
+def _page_of_each_token(pages: Sequence[int], tokens: int) -> list[int]:
     """Return the page of each of the first `tokens` tokens."""
     return [page for page in pages[: pages_for(tokens)] for _ in range(PAGE)][:tokens]
 
@@ -229,19 +229,19 @@ class _Group(NamedTuple):
     """The tokens' positions."""
 
 
-def _groups_of(position_BT: Tensor, pages_BS: Tensor) -> list[_Group]:
+def _group_by_pages(position_BT: Tensor, pages_BS: Tensor) -> list[_Group]:
     last = position_BT[:, -1].tolist()
-    counts = [0 if each < 0 else pages_for(each + 1) for each in last]
+    counts = [0 if position < 0 else pages_for(position + 1) for position in last]
     groups = []
     for count in sorted(set(counts) - {0}):
-        rows = [row for row, own in enumerate(counts) if own == count]
+        rows = [row for row, row_count in enumerate(counts) if row_count == count]
         row_N = torch.tensor(rows, device=position_BT.device)
         place_N1T1 = position_BT[row_N][:, None, :, None]
         groups.append(_Group(row_N, pages_BS[row_N, :count].long(), place_N1T1))
     return groups
 
 
-class _GatheredLayer:
+class _TorchLayer:
     """Attention by torch: each sequence's pages, joined."""
 
     def __init__(
@@ -264,17 +264,18 @@ class _GatheredLayer:
         q_BHTE = q_BTHE.transpose(1, 2)
         for row_N, pages_NS, place_N1T1 in self._groups:
             k_NKSE, v_NKSE = (
-                each[pages_NS].transpose(1, 2).flatten(2, 3) for each in (self._keys, self._values)
+                pages[pages_NS].transpose(1, 2).flatten(2, 3)
+                for pages in (self._keys, self._values)
             )
             slot_S = torch.arange(k_NKSE.shape[2], device=k_NKSE.device)
-            seen_N1TS = slot_S <= place_N1T1
+            visible_N1TS = slot_S <= place_N1T1
             if window is not None:
-                seen_N1TS &= slot_S > place_N1T1 - window
+                visible_N1TS &= slot_S > place_N1T1 - window
             y_NHTE = F.scaled_dot_product_attention(
                 q_BHTE[row_N],
                 k_NKSE,
                 v_NKSE,
-                attn_mask=seen_N1TS,
+                attn_mask=visible_N1TS,
                 enable_gqa=q_BHTE.shape[1] != k_NKSE.shape[1],
                 scale=scale,
             )
@@ -283,7 +284,7 @@ class _GatheredLayer:
 
 
 class TransformersForward:
-    """A model that transformers runs, and what it keeps of each slot's tokens."""
+    """A model that transformers runs, with the cache that it keeps for each slot."""
 
     def __init__(self, decoder: TransformersDecoder, slots: int) -> None:
         self._model: Any = decoder.model
@@ -298,23 +299,23 @@ class TransformersForward:
         return torch.stack([self._next(start.slot, list(start.tokens)) for start in starts])
 
     def step(self, token_B: Tensor, position_B: Tensor) -> Tensor:
-        alive = (position_B >= 0).nonzero()[:, 0].tolist()
-        found = {slot: self._next(slot, [int(token_B[slot])]) for slot in alive}
-        blank_V = torch.zeros_like(next(iter(found.values())))
-        return torch.stack([found.get(slot, blank_V) for slot in range(len(self._tokens))])
+        busy = (position_B >= 0).nonzero()[:, 0].tolist()
+        logits = {slot: self._next(slot, [int(token_B[slot])]) for slot in busy}
+        blank_V = torch.zeros_like(next(iter(logits.values())))
+        return torch.stack([logits.get(slot, blank_V) for slot in range(len(self._tokens))])
 
     def refresh(self) -> None:
-        """Its weights are the model's own."""
+        """Do nothing: the weights are the model's own."""
 
     def _next(self, slot: int, new: list[int]) -> Tensor:
         self._tokens[slot] += new
-        given: dict[str, Any] = {}
+        cache: dict[str, Any] = {}
         if self._pasts[slot] is None:
-            new = self._tokens[slot]  # no past, or a model that keeps none here: from the beginning
+            new = self._tokens[slot]  # no cache yet, or a model without one: run all tokens again
         else:
-            given["past_key_values"] = self._pasts[slot]
+            cache["past_key_values"] = self._pasts[slot]
         tokens_BT = torch.tensor([new], device=self._device)
-        out = self._model(input_ids=tokens_BT, use_cache=True, return_dict=True, **given)
+        out = self._model(input_ids=tokens_BT, use_cache=True, return_dict=True, **cache)
         self._pasts[slot] = getattr(out, "past_key_values", None)
         logits_V: Tensor = out.logits[0, -1]
         return logits_V

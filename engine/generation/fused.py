@@ -8,7 +8,7 @@ v are one matmul, and so are gate and up: their matrices are adjacent in memory.
 `JoinedWeights` are those matrices. A model in the same 16-bit dtype is not copied: its parameters become views
 of the joined ones. A model in fp32 is copied once, and `refresh` copies it again, after an update.
 
-Covered: what `coverage` gives no reason for. Everything else is run by `engine.generation.forward`.
+Covered: models for which `coverage` returns None. All others run in `engine.generation.forward`.
 """
 
 from __future__ import annotations
@@ -43,7 +43,9 @@ def coverage(decoder: Decoder, dtype: torch.dtype | None = None) -> str | None:
     if dtype not in DTYPES:
         return f"the model computes in {str(dtype).removeprefix('torch.')}"
     dense = (nn.Linear, JoinedLinear)
-    if not all(isinstance(each, dense) for layer in decoder.layers for each in _matrices(layer)):
+    if not all(
+        isinstance(matrix, dense) for layer in decoder.layers for matrix in _matrices(layer)
+    ):
         return "its matrices are not dense"
     if not isinstance(decoder.embed, nn.Embedding) or not isinstance(
         decoder.head, nn.Linear | None
@@ -100,19 +102,19 @@ class JoinedWeights:
 
     def __init__(self, decoder: Decoder, dtype: torch.dtype) -> None:
         self._dtype = dtype
-        # Not created in inference mode: a parameter that becomes a view goes on to be trained.
+        # Not in inference mode, because a parameter that becomes a view may still be trained.
         with torch.inference_mode(False), torch.no_grad():
-            self._of(decoder)
+            self._join_all(decoder)
 
-    def _of(self, decoder: Decoder) -> None:
+    def _join_all(self, decoder: Decoder) -> None:
         self._copies: list[tuple[Tensor, Tensor]] = []
-        """Each part of a copy, and the parameter it is a copy of."""
+        """Pairs of a part of a copy and the parameter that it is copied from."""
         self.layers = [self._layer(layer) for layer in decoder.layers]
         owner = decoder.embed if decoder.head is None else decoder.head
         self.head_VD = self._join([owner]).weight_ND
 
     def refresh(self) -> None:
-        """Copy what is a copy again."""
+        """Copy the model's weights again into the copies."""
         if self._copies:
             copies, originals = zip(*self._copies, strict=True)
             torch._foreach_copy_(list(copies), list(originals))
@@ -135,33 +137,33 @@ class JoinedWeights:
         first = modules[0]
         if isinstance(first, JoinedLinear):
             return _Joined(first.weight_NK, first.bias_N)
-        weight = self._one(modules, "weight")
+        weight = self._join_tensors(modules, "weight")
         assert weight is not None
-        return _Joined(weight, self._one(modules, "bias"))
+        return _Joined(weight, self._join_tensors(modules, "bias"))
 
-    def _one(self, modules: Sequence[nn.Module], name: str) -> Tensor | None:
+    def _join_tensors(self, modules: Sequence[nn.Module], name: str) -> Tensor | None:
         """Return the tensors `name` of all modules as one."""
         parts = [getattr(module, name, None) for module in modules]
         tensors = [part for part in parts if isinstance(part, Tensor)]
         if not tensors:
             return None
-        same = tensors[0].dtype == self._dtype
-        if same and len(modules) == 1:
+        same_dtype = tensors[0].dtype == self._dtype
+        if same_dtype and len(modules) == 1:
             return tensors[0].detach()
         # A module without a bias adds zeros if another has one.
         rows = [int(_weight(module).shape[0]) for module in modules]
-        whole = tensors[0].new_zeros(sum(rows), *tensors[0].shape[1:], dtype=self._dtype)
-        for module, part, view in zip(modules, parts, torch.split(whole, rows), strict=True):
+        joined = tensors[0].new_zeros(sum(rows), *tensors[0].shape[1:], dtype=self._dtype)
+        for module, part, view in zip(modules, parts, torch.split(joined, rows), strict=True):
             if not isinstance(part, Tensor):
                 continue
             view.copy_(part)
-            if not same:
+            if not same_dtype:
                 self._copies.append((view, part.detach()))
             elif isinstance(part, nn.Parameter):
                 part.data = view
             else:
                 hold(module, name, view)
-        return whole
+        return joined
 
 
 def _weight(module: nn.Module) -> Tensor:
@@ -178,17 +180,17 @@ class FusedForward(NativeForward):
         config = decoder.config
         self.weights = JoinedWeights(decoder, cache.pages_L2PKTE.dtype)
         positions = cache.table_BS.shape[1] * PAGE
-        self._turns = {
-            windowed: self._turns_of(config, positions, windowed)
+        self._cos_sin_S2R = {
+            windowed: self._cos_sin(config, positions, windowed)
             for windowed in {config.has_window(index) for index in range(len(decoder.layers))}
         }
 
-    def _turns_of(self, config: ModelConfig, positions: int, windowed: bool) -> Tensor:
+    def _cos_sin(self, config: ModelConfig, positions: int, windowed: bool) -> Tensor:
         """Return the cosines and sines of each position, (S, 2, R)."""
         frequency_R = frequencies(config, self._device, windowed)
         angle_SR = torch.arange(positions, device=self._device)[:, None].float() * frequency_R
-        turns_S2R = torch.stack([angle_SR.cos(), angle_SR.sin()], dim=1)
-        return turns_S2R.to(self._cache.pages_L2PKTE.dtype)
+        cos_sin_S2R = torch.stack([angle_SR.cos(), angle_SR.sin()], dim=1)
+        return cos_sin_S2R.to(self._cache.pages_L2PKTE.dtype)
 
     def refresh(self) -> None:
         self.weights.refresh()
@@ -196,8 +198,8 @@ class FusedForward(NativeForward):
     def step(self, token_B: Tensor, position_B: Tensor) -> Tensor:
         decoder, config = self._decoder, self._decoder.config
         dtype = self._cache.pages_L2PKTE.dtype
-        kept_BD = F.embedding(token_B, decoder.embed.weight)
-        x_BD = torch.empty_like(kept_BD, dtype=dtype)
+        residual_BD = F.embedding(token_B, decoder.embed.weight)
+        x_BD = torch.empty_like(residual_BD, dtype=dtype)
         heads = (config.num_attention_heads, config.head_dim)
         y_BHE = torch.zeros(len(token_B), *heads, dtype=dtype, device=self._device)
         y_BD: Tensor | None = None
@@ -207,7 +209,7 @@ class FusedForward(NativeForward):
             assert isinstance(layer, Layer)
             attention = layer.attention
             norm = weights.attention_norm
-            layer_parts.add_norm(y_BD, kept_BD, norm.weight, norm.eps, kept_BD, x_BD)
+            layer_parts.add_norm(y_BD, residual_BD, norm.weight, norm.eps, residual_BD, x_BD)
             qkv_BN = weights.qkv(x_BD)
             norms, eps = None, 0.0
             if attention.q_norm is not None and attention.k_norm is not None:
@@ -215,19 +217,21 @@ class FusedForward(NativeForward):
                     (attention.q_norm.weight, attention.k_norm.weight),
                     attention.q_norm.eps,
                 )
-            turns = self._turns[config.has_window(index)] if attention.rotates else None
-            here = (*self._cache.layer(index), self._cache.table_BS, position_B)
-            paged_attention.place(qkv_BN, norms, eps, turns, *here)
+            cos_sin_S2R = self._cos_sin_S2R[config.has_window(index)] if attention.rotates else None
+            cache = (*self._cache.layer(index), self._cache.table_BS, position_B)
+            paged_attention.place(qkv_BN, norms, eps, cos_sin_S2R, *cache)
             paged_attention.attend(
-                qkv_BN, *here, y_BHE, scale=attention.scale, window=attention.window
+                qkv_BN, *cache, y_BHE, scale=attention.scale, window=attention.window
             )
             y_BD = weights.o(y_BHE.flatten(1))
             norm = weights.mlp_norm
-            layer_parts.add_norm(y_BD, kept_BD, norm.weight, norm.eps, kept_BD, x_BD)
-            both_BN = weights.gate_up(x_BD)
-            gate_BN, up_BN = both_BN.chunk(2, dim=1)
-            open_BN = both_BN.new_empty(gate_BN.shape)
-            layer_parts.gate(gate_BN, up_BN, config.kind.activation, open_BN)
-            y_BD = weights.down(open_BN)
-        layer_parts.add_norm(y_BD, kept_BD, decoder.norm.weight, decoder.norm.eps, kept_BD, x_BD)
+            layer_parts.add_norm(y_BD, residual_BD, norm.weight, norm.eps, residual_BD, x_BD)
+            gate_up_BN = weights.gate_up(x_BD)
+            gate_BN, up_BN = gate_up_BN.chunk(2, dim=1)
+            gated_BN = gate_up_BN.new_empty(gate_BN.shape)
+            layer_parts.gate(gate_BN, up_BN, config.kind.activation, gated_BN)
+            y_BD = weights.down(gated_BN)
+        layer_parts.add_norm(
+            y_BD, residual_BD, decoder.norm.weight, decoder.norm.eps, residual_BD, x_BD
+        )
         return logits_of(x_BD, DenseHead(self.weights.head_VD), config.vocab_size)

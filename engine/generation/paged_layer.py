@@ -20,8 +20,8 @@ class PagedLayer:
     ) -> Tensor:  # fmt: skip
         qkv_BHE = torch.cat([q_BTHE[:, 0], k_BTKE[:, 0], v_BTKE[:, 0]], dim=1)
         qkv_BN = qkv_BHE.flatten(1)
-        here = (self._keys, self._values, self._table_BS, self._position_B)
-        paged_attention.place(qkv_BN, None, 0.0, None, *here)
+        cache = (self._keys, self._values, self._table_BS, self._position_B)
+        paged_attention.place(qkv_BN, None, 0.0, None, *cache)
         y_BHE = torch.zeros_like(q_BTHE[:, 0])
-        paged_attention.attend(qkv_BN, *here, y_BHE, scale=scale, window=window)
+        paged_attention.attend(qkv_BN, *cache, y_BHE, scale=scale, window=window)
         return y_BHE[:, None]

@@ -1,8 +1,8 @@
 """The KV cache, in pages of 64 tokens.
 
-A sequence has a list of pages, which need not be neighbours: its token at position p is in place p % 64
-of its page p // 64. A sequence gets all pages that it may need when it begins, and gives them back when it
-ends, so none runs out of them in the middle. Sequences with the same prompt share the pages that the prompt
+A sequence has a list of pages, which need not be adjacent: its token at position p is in entry p % 64
+of its page p // 64. A sequence gets all pages that it may need when it begins, and returns them when it
+ends, so it cannot run out of pages. Sequences with the same prompt share the pages that the prompt
 fills; each has its own from there on.
 
 Page 0 belongs to no sequence: idle slots write there.
@@ -44,7 +44,7 @@ class PagePool:
             self._holders[page] += 1
 
     def release(self, pages: Sequence[int]) -> None:
-        """Take a holder from each page; a page without one is free again."""
+        """Remove a holder from each page; a page without holders is free again."""
         for page in pages:
             self._holders[page] -= 1
             if not self._holders[page]:
@@ -65,7 +65,7 @@ class PagedCache:
         device: torch.device,
     ) -> None:
         heads = (config.num_key_value_heads, PAGE, config.head_dim)
-        # Zeros, because what is masked is multiplied with 0, and 0 times NaN is NaN.
+        # Zeros, because attention multiplies masked values by 0, and 0 times NaN is NaN.
         self.pages_L2PKTE = torch.zeros(
             config.num_hidden_layers, 2, pages, *heads, dtype=dtype, device=device
         )
@@ -73,8 +73,8 @@ class PagedCache:
 
     def layer(self, index: int) -> tuple[Tensor, Tensor]:
         """Return the keys and the values of a layer, each (P, K, T, E)."""
-        both = self.pages_L2PKTE[index]
-        return both[0], both[1]
+        keys, values = self.pages_L2PKTE[index]
+        return keys, values
 
     def copy(self, from_pages: Sequence[int], to_pages: Sequence[int]) -> None:
         """Copy pages of all layers."""
@@ -86,7 +86,7 @@ class PagedCache:
     def set_tables(self, slots: Sequence[int], pages: Sequence[Sequence[int]]) -> None:
         """Write the page tables of some slots."""
         width = self.table_BS.shape[1]
-        rows = [[*each, *[0] * (width - len(each))] for each in pages]
+        rows = [[*row, *[0] * (width - len(row))] for row in pages]
         device = self.table_BS.device
         slot_N = torch.tensor(list(slots), device=device)
         self.table_BS[slot_N] = torch.tensor(rows, dtype=torch.int32, device=device)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from engine.models.config import ModelConfig
 
 PAGE = 64
-"""Tokens of a page."""
+"""Size of a page, in tokens."""
 
 
 def pages_for(tokens: int) -> int:
@@ -13,6 +13,8 @@ def pages_for(tokens: int) -> int:
     return -(-tokens // PAGE)
 
 
-def token_bytes(config: ModelConfig, each: int) -> int:
-    """Return the size of the keys and values of one token, in bytes; a number takes `each` bytes."""
-    return 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * each
+def token_bytes(config: ModelConfig, number_bytes: int) -> int:
+    """Return the size of the keys and values of one token, in bytes; a number takes `number_bytes` bytes."""
+    return (
+        2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * number_bytes
+    )

@@ -38,7 +38,7 @@ from engine.models.transformers_decoder import TransformersDecoder
 # Shapes: B slots, N slots that begin, V vocabulary, E ends of text
 
 HISTORY = 8
-"""Largest number of steps and beginnings whose tokens the host has not read yet."""
+"""Largest number of launched steps and prompt passes whose tokens the host has not read yet."""
 KNOB = "--cuda-graph"
 
 
@@ -51,7 +51,7 @@ class Admitted(NamedTuple):
     limit: int
     pages: list[int]
     like: int | None
-    """Index of an earlier one of these with the same prompt, whose pages hold it already."""
+    """Index in the list of an earlier sequence with the same prompt, whose pages already hold it; None without one."""
 
 
 class Chosen(NamedTuple):
@@ -60,11 +60,11 @@ class Chosen(NamedTuple):
     both_2B: Tensor
     """int32 in host memory: tokens, and the bits of their log-probabilities."""
     arrived: torch.cuda.Event | None
-    """None if they are there already."""
+    """Event of the copy; None if the tokens are already in host memory."""
 
     def wait(self) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
-        """Wait, and return copies of the tokens and their log-probabilities. Instead of a token there is minus
-        the number of logits that are not finite, if there are any.
+        """Wait, and return copies of the tokens and their log-probabilities. If n > 0 logits of a slot are not finite,
+        its token is -n.
         """
         if self.arrived is not None:
             self.arrived.synchronize()
@@ -125,21 +125,21 @@ class Slots:
         self._on_gpu = device.type == "cuda"
         self._kernels = not isinstance(decoder, TransformersDecoder) and has_kernels(device)
 
-        def of(dtype: torch.dtype, value: int = 0) -> Tensor:
+        def full(dtype: torch.dtype, value: int = 0) -> Tensor:
             return torch.full((slots,), value, dtype=dtype, device=device)
 
         i32, i64 = torch.int32, torch.int64
         self._out_2B = torch.zeros(2, -(-slots // 4) * 4, dtype=i32, device=device)
         self._state = (
-            *(of(i64), of(i32, -1), of(i32), of(i32), of(i64)),
+            *(full(i64), full(i32, -1), full(i32), full(i32), full(i64)),
             *(self._out_2B[0, :slots], self._out_2B[1, :slots].view(torch.float32)),
         )
         self._token, self._position, self._count, self._limit, self._key, *_ = self._state
-        # Repeated up to a power of two; a set without ends has an id that no token has.
-        wanted = list(ends) or [-1]
-        wanted += wanted[-1:] * ((1 << (len(wanted) - 1).bit_length()) - len(wanted))
-        self._ends = torch.tensor(wanted, dtype=i32, device=device)
-        self._every = torch.arange(slots, dtype=i32, device=device)
+        # Padded to a power of two by repetition; an empty set becomes -1, which is no token.
+        end_ids = list(ends) or [-1]
+        end_ids += end_ids[-1:] * ((1 << (len(end_ids) - 1).bit_length()) - len(end_ids))
+        self._ends = torch.tensor(end_ids, dtype=i32, device=device)
+        self._all_slots = torch.arange(slots, dtype=i32, device=device)
         self._pinned = deque(
             torch.empty(self._out_2B.shape, dtype=i32, pin_memory=self._on_gpu)
             for _ in range(HISTORY)
@@ -150,20 +150,20 @@ class Slots:
             from engine.kernels.registry import REGISTRY
 
             # Compiles all kernels of a step, several at a time.
-            with REGISTRY.noting() as noted:
+            with REGISTRY.noting() as kernels:
                 self._run()
-            warm_up(noted)
+            warm_up(kernels)
         if graph:
             self._capture()
 
     @torch.inference_mode()
     def refresh(self) -> None:
-        """Copy weights again that are copies of the model's."""
+        """Copy the model's weights again, where the forward pass has copies of them."""
         self._forward.refresh()
 
     def _autocast(self) -> contextlib.AbstractContextManager[object]:
-        """Return autocast where the model computes in another dtype than that of its weights. Its cache of casts
-        ends with it, so that a step casts what an update has written.
+        """Return autocast if the model computes in another dtype than its weights have. Its cache of casts ends with
+        the context, so that a step casts the weights of the last update.
         """
         if not self._casts:
             return contextlib.nullcontext()
@@ -192,15 +192,15 @@ class Slots:
         """Run the prompts of sequences into their slots and choose their first tokens."""
         starts: list[Start] = []
         source: list[int] = []
-        for one in admitted:
-            if one.like is None or self.cache is None:
+        for sequence in admitted:
+            if sequence.like is None or self.cache is None:
                 source.append(len(starts))
-                starts.append(Start(one.slot, one.prompt, one.pages))
+                starts.append(Start(sequence.slot, sequence.prompt, sequence.pages))
             else:
-                source.append(source[one.like])
-        slots = [one.slot for one in admitted]
+                source.append(source[sequence.like])
+        slots = [sequence.slot for sequence in admitted]
         if self.cache is not None:
-            self.cache.set_tables(slots, [one.pages for one in admitted])
+            self.cache.set_tables(slots, [sequence.pages for sequence in admitted])
         with self._autocast():
             logits_NV = self._forward.start(starts)
         if self.cache is not None:
@@ -208,27 +208,30 @@ class Slots:
         state_5N = torch.tensor(
             [
                 [0] * len(admitted),
-                [len(one.prompt) - 1 for one in admitted],
+                [len(sequence.prompt) - 1 for sequence in admitted],
                 [0] * len(admitted),
-                [one.limit for one in admitted],
-                [one.key for one in admitted],
+                [sequence.limit for sequence in admitted],
+                [sequence.key for sequence in admitted],
             ],
             device=self._device,
         )
         slot_N = torch.tensor(slots, dtype=torch.int32, device=self._device)
-        for whole_B, part_N in zip(self._state[:5], state_5N, strict=True):
-            whole_B[slot_N.long()] = part_N.to(whole_B.dtype)
+        for state_B, part_N in zip(self._state[:5], state_5N, strict=True):
+            state_B[slot_N.long()] = part_N.to(state_B.dtype)
         source_N = torch.tensor(source, dtype=torch.int32, device=self._device)
         self._choose(logits_NV, source_N, slot_N)
-        return self._sent()
+        return self._copy_to_host()
 
     def _copy_shared(self, admitted: Sequence[Admitted]) -> None:
         """Copy the page that a prompt fills in part to the sequences that share the prompt."""
         assert self.cache is not None
         pairs = [
-            (admitted[one.like].pages[len(one.prompt) // PAGE], one.pages[len(one.prompt) // PAGE])
-            for one in admitted
-            if one.like is not None and len(one.prompt) % PAGE
+            (
+                admitted[sequence.like].pages[len(sequence.prompt) // PAGE],
+                sequence.pages[len(sequence.prompt) // PAGE],
+            )
+            for sequence in admitted
+            if sequence.like is not None and len(sequence.prompt) % PAGE
         ]
         self.cache.copy([first for first, _ in pairs], [second for _, second in pairs])
 
@@ -239,7 +242,7 @@ class Slots:
             self._run()
         else:
             self._graph.replay()
-        return self._sent()
+        return self._copy_to_host()
 
     @torch.inference_mode()
     def stop(self, slots: Sequence[int]) -> None:
@@ -249,7 +252,7 @@ class Slots:
     def _run(self) -> None:
         with self._autocast():
             logits_BV = self._forward.step(self._token, self._position)
-        self._choose(logits_BV, self._every, self._every)
+        self._choose(logits_BV, self._all_slots, self._all_slots)
 
     def _capture(self) -> None:
         """Run one step, so that everything is allocated and loaded, and capture the next. All slots are idle."""
@@ -259,7 +262,7 @@ class Slots:
             self._run()
             torch.cuda.synchronize(self._device)
         graph = torch.cuda.CUDAGraph()
-        # Other threads may use the device meanwhile, as one that hashes a model does.
+        # Other threads may use the device meanwhile, for example to hash a model.
         with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
             self._run()
         self._graph = graph
@@ -279,17 +282,17 @@ class Slots:
             launch_choose(logits, source_N, slot_N, self._ends, state, sampling.temperature)
             return
         scores = logits.float() / sampling.temperature
-        whole = scores.logsumexp(-1)
+        log_sum = scores.logsumexp(-1)
         kept = truncate(scores, sampling)
-        # The scores are over the temperature already.
+        # The scores are already divided by the temperature.
         launch_choose(kept, source_N, slot_N, self._ends, state, 1.0)
         token_N = state.token_B[slot_N.long()]
-        log_p_N = scores[source_N.long(), token_N] - whole[source_N.long()]
+        log_p_N = scores[source_N.long(), token_N] - log_sum[source_N.long()]
         state.log_p_B[slot_N.long()] = log_p_N
 
     def _choose_by_torch(self, logits: Tensor, source_N: Tensor, slot_N: Tensor) -> None:
-        alive_N = (self._position[slot_N] >= 0).nonzero()[:, 0]
-        source_N, slot_N = source_N[alive_N], slot_N[alive_N]
+        busy_N = (self._position[slot_N] >= 0).nonzero()[:, 0]
+        source_N, slot_N = source_N[busy_N], slot_N[busy_N]
         keys, counts = self._key[slot_N].tolist(), self._count[slot_N].tolist()
         drawn = [uniform(key, count) for key, count in zip(keys, counts, strict=True)]
         uniform_N = torch.tensor(drawn, dtype=torch.float64, device=self._device)
@@ -302,8 +305,8 @@ class Slots:
         self._state[5][slot_N] = torch.where(bad_N > 0, -bad_N, token_N).int()
         self._state[6][slot_N] = log_p_N
 
-    def _sent(self) -> Chosen:
-        # The oldest of HISTORY buffers, whose tokens have been read long ago.
+    def _copy_to_host(self) -> Chosen:
+        # The oldest of HISTORY buffers, whose tokens the host has already read.
         pinned = self._pinned.popleft()
         self._pinned.append(pinned)
         pinned.copy_(self._out_2B, non_blocking=True)

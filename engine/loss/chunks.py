@@ -123,7 +123,7 @@ class Totals:
     ce: Tensor
     divergence: Tensor | None = None
     agreeing: Tensor | None = None
-    """None without a teacher, and for draws, which do not tell the teacher's most probable token."""
+    """Number of rows with equal top-1 tokens; None without a teacher, and for draws, which may lack the teacher's."""
     lowest: Tensor | None = None
     """The lowest divergence of a row; None in the same cases as `agreeing`."""
     largest_sum: Tensor | None = None
@@ -146,8 +146,10 @@ class Totals:
 
     def add_gradient(self, dz_sums_C: Tensor) -> None:
         """Record the sum of each row of a finished gradient."""
-        most = dz_sums_C.abs().amax()
-        self.largest_sum = most if self.largest_sum is None else self.largest_sum.maximum(most)
+        largest = dz_sums_C.abs().amax()
+        self.largest_sum = (
+            largest if self.largest_sum is None else self.largest_sum.maximum(largest)
+        )
 
 
 class Chunks(Protocol):

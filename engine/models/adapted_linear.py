@@ -8,7 +8,7 @@
 
 Layers i with the same input (q, k, v; gate, up) are one function with one matmul for all of their A.
 
-The base computes its output, and what its input's gradient gains, as it is held:
+The base computes its output, and its term of the input's gradient, from the form that it holds its weights in:
 
     FrozenLinear    floats
     PackedLinear    quantised blocks, dequantised once more in the backward pass
@@ -24,10 +24,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from engine.models.decoder import product_dtype
+from engine.models.decoder import matmul_dtype
 from engine.models.fp8 import Fp8Linear
 from engine.models.packed import PackedLinear
-from engine.models.trained_linear import product
+from engine.models.trained_linear import matmul
 from engine.quant.planes import dequantize_rows_reference
 
 # Shapes: N rows of x, I inputs, O outputs, R rank, S ranks of all layers together
@@ -72,11 +72,11 @@ class FrozenLayer(nn.Module):
         layers = [self, *(other for other in others if type(other) is type(self))]
         if len(layers) <= len(others):
             return [self(x), *(other(x) for other in others)]
-        adapters = [one for layer in layers for one in layer.parameters()]
-        x = x.to(product_dtype(x))
+        adapters = [parameter for layer in layers for parameter in layer.parameters()]
+        x = x.to(matmul_dtype(x))
         with torch.autocast(x.device.type, enabled=False):
-            found: tuple[Tensor, ...] = _Adapted.apply(layers, x, *adapters)  # type: ignore[no-untyped-call]
-        return found
+            outputs: tuple[Tensor, ...] = _Adapted.apply(layers, x, *adapters)  # type: ignore[no-untyped-call]
+        return outputs
 
     def first_weight(self) -> float:
         """Return the weight in the first row and column, as it was before any rounding to fp8."""
@@ -99,8 +99,8 @@ class LoraLinear(FrozenLayer):
         if isinstance(base, PackedLinear):
             (out_features, in_features), device = base.packed.shape, base.data.device
         else:
-            held = base.codes if isinstance(base, Fp8Linear) else base.weight
-            (out_features, in_features), device = held.shape, held.device
+            weight = base.codes if isinstance(base, Fp8Linear) else base.weight
+            (out_features, in_features), device = weight.shape, weight.device
         self.lora_A = nn.Parameter(torch.zeros(rank, in_features, device=device))
         self.lora_B = nn.Parameter(torch.zeros(out_features, rank, device=device))
         self.scale = scale
@@ -117,42 +117,47 @@ class _Adapted(torch.autograd.Function):
         outputs = (
             first.together(x_NI, others)
             if isinstance(first, Fp8Linear) and others
-            else [each(x_NI) for each in (first, *others)]
+            else [base(x_NI) for base in (first, *others)]
         )
-        ctx.layers, ctx.dtypes = layers, [one.dtype for one in adapters]
+        ctx.layers, ctx.dtypes = layers, [adapter.dtype for adapter in adapters]
         if adapters:
-            A_SI = torch.cat([one.to(x.dtype) for one in adapters[::2]])
-            B_OR = [one.to(x.dtype) for one in adapters[1::2]]
+            A_SI = torch.cat([A_RI.to(x.dtype) for A_RI in adapters[::2]])
+            B_OR = [layer_B_OR.to(x.dtype) for layer_B_OR in adapters[1::2]]
             low_NS = (x_NI @ A_SI.t()).mul_(layers[0].scale)
-            lows = low_NS.split_with_sizes([one.shape[1] for one in B_OR], dim=1)
-            for out_NO, low_NR, one_OR in zip(outputs, lows, B_OR, strict=True):
-                out_NO.addmm_(low_NR, one_OR.t())
+            lows = low_NS.split_with_sizes([layer_B_OR.shape[1] for layer_B_OR in B_OR], dim=1)
+            for out_NO, low_NR, layer_B_OR in zip(outputs, lows, B_OR, strict=True):
+                out_NO.addmm_(low_NR, layer_B_OR.t())
             ctx.save_for_backward(x, low_NS, A_SI, *B_OR)
-        return tuple(one.view(*x.shape[:-1], -1) for one in outputs)
+        return tuple(out_NO.view(*x.shape[:-1], -1) for out_NO in outputs)
 
     @staticmethod
     def backward(ctx: Any, *dy: Tensor) -> Any:
         layers, dtypes = ctx.layers, ctx.dtypes
-        dy_NO = [one.reshape(-1, one.shape[-1]) for one in dy]
+        dy_NO = [dy_i.reshape(-1, dy_i.shape[-1]) for dy_i in dy]
         dx_NI = None
         if ctx.needs_input_grad[1]:
-            for one_NO, layer in zip(dy_NO, layers, strict=True):
-                dx_NI = layer.base.add_input_gradient(one_NO, dx_NI)
+            for layer_dy_NO, layer in zip(dy_NO, layers, strict=True):
+                dx_NI = layer.base.add_input_gradient(layer_dy_NO, dx_NI)
         shape = (*dy[0].shape[:-1], -1)
         if not dtypes:
             return None, None if dx_NI is None else dx_NI.view(shape)
         x, low_NS, A_SI, *B_OR = ctx.saved_tensors
-        ranks = [one.shape[1] for one in B_OR]
-        up_NS = torch.cat(
-            [one_NO @ one_OR for one_NO, one_OR in zip(dy_NO, B_OR, strict=True)], dim=1
+        ranks = [layer_B_OR.shape[1] for layer_B_OR in B_OR]
+        dlow_NS = torch.cat(
+            [layer_dy_NO @ layer_B_OR for layer_dy_NO, layer_B_OR in zip(dy_NO, B_OR, strict=True)],
+            dim=1,
         )
-        up_NS.mul_(layers[0].scale)
+        dlow_NS.mul_(layers[0].scale)
         if dx_NI is not None:
-            dx_NI = dx_NI.addmm_(up_NS, A_SI).view(shape)
-        dA_RI = product(up_NS.t(), x.reshape(-1, x.shape[-1]), dtypes[0]).split_with_sizes(ranks)
+            dx_NI = dx_NI.addmm_(dlow_NS, A_SI).view(shape)
+        dA_RI = matmul(dlow_NS.t(), x.reshape(-1, x.shape[-1]), dtypes[0]).split_with_sizes(ranks)
         lows = low_NS.split_with_sizes(ranks, dim=1)
         dB_OR = (
-            product(one_NO.t(), low_NR, dtype)
-            for one_NO, low_NR, dtype in zip(dy_NO, lows, dtypes[1::2], strict=True)
+            matmul(layer_dy_NO.t(), low_NR, dtype)
+            for layer_dy_NO, low_NR, dtype in zip(dy_NO, lows, dtypes[1::2], strict=True)
         )
-        return None, dx_NI, *(one for pair in zip(dA_RI, dB_OR, strict=True) for one in pair)
+        return (
+            None,
+            dx_NI,
+            *(gradient for pair in zip(dA_RI, dB_OR, strict=True) for gradient in pair),
+        )

@@ -1,4 +1,4 @@
-"""Choose the matrices of a decoder that get low-rank adapters, and count their numbers: without torch, for plans."""
+"""Choose the matrices of a decoder that get low-rank adapters, and count their parameters, without torch."""
 
 from __future__ import annotations
 
@@ -25,40 +25,40 @@ def targets_of(config: ModelConfig, targets: str) -> dict[str, str]:
     """
     names = hf_names(config)
     shared = Counter(names.values())
-    found = {}
-    wanted = {one.strip() for one in targets.split(",")}
+    targets_by_name = {}
+    requested = {name.strip() for name in targets.split(",")}
     groups = {"all": (*TARGETS["attention"], *TARGETS["mlp"]), "attention": TARGETS["attention"]}
-    chosen = {one for name in wanted for one in groups.get(name, ())}
-    known = set()
-    for ours, theirs in names.items():
-        module, hf_module = ours.removesuffix(".weight"), theirs.removesuffix(".weight")
-        inside = module.split(".", 2)[-1] if module.startswith("layers.") else ""
-        if not ours.endswith(".weight") or inside not in groups["all"]:
+    chosen = {matrix for name in requested for matrix in groups.get(name, ())}
+    names_in_layers = set()
+    for ours, hf_name in names.items():
+        module, hf_module = ours.removesuffix(".weight"), hf_name.removesuffix(".weight")
+        in_layer = module.split(".", 2)[-1] if module.startswith("layers.") else ""
+        if not ours.endswith(".weight") or in_layer not in groups["all"]:
             continue
         last = hf_module.rpartition(".")[2]
-        known.add(last)
-        if inside not in chosen and last not in wanted:
+        names_in_layers.add(last)
+        if in_layer not in chosen and last not in requested:
             continue
-        if shared[theirs] > 1:
+        if shared[hf_name] > 1:
             raise BadInput.expected(
                 "student.adapter_targets",
                 targets,
                 "matrices that are tensors of their own",
                 f"{last}, which holds several",
             )
-        found[module] = hf_module
-    if unknown := sorted(wanted - known - groups.keys()):
+        targets_by_name[module] = hf_module
+    if unknown := sorted(requested - names_in_layers - groups.keys()):
         raise BadInput.expected(
             "student.adapter_targets",
             targets,
-            f"all, attention, or some of {', '.join(sorted(known))}",
+            f"all, attention, or some of {', '.join(sorted(names_in_layers))}",
             ", ".join(unknown),
         )
-    return found
+    return targets_by_name
 
 
 def trained_parameters(config: ModelConfig, student: StudentSection) -> int:
-    """Return how many numbers of a student are trained: those of its adapters, or all. Raises BadInput."""
+    """Return the number of trained parameters of a student: those of its adapters, or all. Raises BadInput."""
     if student.adapter == "none":
         return count_parameters(config)
     shapes = expected_tensors(config)

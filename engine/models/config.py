@@ -109,8 +109,8 @@ class ModelConfig:
     RoPE base of their own.
     """
     query_pre_attn_scalar: int | None = None
-    """Scores are divided by its root, in families that give it, where None becomes head_dim; in others by
-    that of head_dim.
+    """Square of the divisor of attention scores, in families whose files give it (None becomes head_dim there);
+    the other families use head_dim.
     """
     partial_rotary_factor: float = 1.0
     """The share of a head that RoPE rotates, in families where it may be less than 1."""
@@ -147,12 +147,12 @@ class ModelConfig:
 
     @property
     def counted(self) -> int:
-        """The number of parameters of a model that is not made of the tensors in `FAMILIES`' table; else 0."""
+        """Number of parameters of a model whose tensors are not in the table of `FAMILIES`; 0 for other models."""
         return 0
 
     @property
     def native(self) -> bool:
-        """Whether our own decoder runs the model; transformers does otherwise."""
+        """Whether our own decoder runs the model; if not, transformers does."""
         return True
 
     @property
@@ -207,7 +207,7 @@ class ModelConfig:
             scaling = {"rope_type": "linear", "factor": self.rope_factor}
         elif self.long_rope is not None:
             factors = {
-                key: each for key, each in asdict(self.long_rope).items() if each is not None
+                key: value for key, value in asdict(self.long_rope).items() if value is not None
             }
             scaling = {"rope_type": "longrope", **factors}
             for key in LONG_FACTORS:
@@ -224,8 +224,8 @@ class ModelConfig:
         if self.kind.window_by_layer:
             local = self.rope_local_base_freq
             by_layer = {"layer_types": self._layer_types(), "rope_local_base_freq": local}
-            of_local = {"rope_theta": local, "rope_type": "default"}
-            rope = {"full_attention": rope, "sliding_attention": of_local}
+            local_rope = {"rope_theta": local, "rope_type": "default"}
+            rope = {"full_attention": rope, "sliding_attention": local_rope}
         if self.kind.query_scale:
             by_layer["query_pre_attn_scalar"] = self.query_pre_attn_scalar
         if self.long_rope is not None:
@@ -302,8 +302,8 @@ def _read_values(raw: Mapping[str, object]) -> tuple[dict[str, object], list[str
     if family is not None:
         raw = _completed(raw, family)
     for key in SIZES:
-        wanted = key != "head_dim" or (family is not None and family.own_head_dim)
-        if wanted or raw.get(key) is not None:
+        is_read = key != "head_dim" or (family is not None and family.own_head_dim)
+        if is_read or raw.get(key) is not None:
             _take(raw, key, int, values, problems)
     _take(raw, "rms_norm_eps", float, values, problems)
     _take(_from_rope(raw, "rope_theta", problems), "rope_theta", float, values, problems)
@@ -313,11 +313,11 @@ def _read_values(raw: Mapping[str, object]) -> tuple[dict[str, object], list[str
             _take(raw, "partial_rotary_factor", float, values, problems)
     if family is not None and len(family.rope_types) > 1:
         _take_rope_scaling(raw, values, problems)
-    # null is no window, except where it would be that of some layers.
-    wanted = family is not None and (
+    # null means no window, except in families where some layers have one: those need its size.
+    is_read = family is not None and (
         family.window_by_layer or raw.get("sliding_window", 0) is not None
     )
-    if family is not None and family.sliding_window and wanted:
+    if family is not None and family.sliding_window and is_read:
         _take(raw, "sliding_window", int, values, problems)
     if family is not None and family.window_by_layer:
         values["layers_without_window"] = _layers_without_window(raw, problems)
@@ -360,7 +360,9 @@ def _take(
     values: dict[str, object],
     problems: list[str],
 ) -> None:
-    """Copy one value of the right type; a bool is not an integer, and an integer counts as a float."""
+    """Copy one value if it has the right type, else add a problem; a bool is not an integer, and an integer is read as
+    a float.
+    """
     found = raw.get(key)
     if key not in raw:
         problems.append(f"{key}: expected a value, found none")
@@ -403,8 +405,8 @@ def _layers_without_window(raw: Mapping[str, object], problems: list[str]) -> tu
 
 
 def _one_rope(raw: Mapping[str, object], problems: list[str]) -> Mapping[str, object]:
-    """Return `raw` with the RoPE of layers without a window as the only one of `rope_parameters`, and the
-    base of the others as `rope_local_base_freq`, whichever spelling the file has.
+    """Return `raw` with the RoPE of layers without a window alone in `rope_parameters`, and the base of the
+    layers with a window as `rope_local_base_freq`, whichever spelling the file has.
     """
     nested = raw.get("rope_parameters")
     kinds = ("full_attention", "sliding_attention")
@@ -499,27 +501,27 @@ def _long_rope(
     """Return the fields of `LongRope`. The original length is a key of the model and not of its RoPE, as
     transformers has it.
     """
-    found: dict[str, object] = {}
-    _take(raw, ORIGINAL, int, found, problems)
-    original, length = found.get(ORIGINAL), raw.get("max_position_embeddings")
+    fields: dict[str, object] = {}
+    _take(raw, ORIGINAL, int, fields, problems)
+    original, length = fields.get(ORIGINAL), raw.get("max_position_embeddings")
     if rope.get(ORIGINAL, original) != original:
         problems.append(f"{ORIGINAL}: expected that of the model, found {rope[ORIGINAL]!r:.80}")
     for key in LONG_FACTORS:
         factors = rope.get(key)
-        if isinstance(factors, list) and all(type(each) in (int, float) for each in factors):
-            found[key] = tuple(map(float, factors))
+        if isinstance(factors, list) and all(type(number) in (int, float) for number in factors):
+            fields[key] = tuple(map(float, factors))
         else:
             problems.append(f"{key}: expected a list of numbers, found {factors!r:.80}")
     if rope.get("attention_factor") is not None:
-        _take(rope, "attention_factor", float, found, problems)
+        _take(rope, "attention_factor", float, fields, problems)
     factor = rope.get("factor")
     if isinstance(original, int) and isinstance(length, int) and original > 0:
-        wanted = length / original
-        if factor not in (None, wanted):
+        expected = length / original
+        if factor not in (None, expected):
             problems.append(
-                f"factor: expected max_position_embeddings / {ORIGINAL}, {wanted:g}, found {factor!r:.80}"
+                f"factor: expected max_position_embeddings / {ORIGINAL}, {expected:g}, found {factor!r:.80}"
             )
-    return found
+    return fields
 
 
 def unsupported(raw: Mapping[str, object]) -> list[str]:
@@ -573,48 +575,48 @@ def _unsupported(raw: Mapping[str, object]) -> list[str]:
 
 
 def _impossible(values: Mapping[str, object]) -> list[str]:
-    """List values that no model can have. Missing keys were already reported by the reader."""
+    """List the problems of values that no model can have. The reader has already reported missing keys."""
     problems = []
     name = values.get("family", "qwen2")
     family = FAMILIES.get(name) if isinstance(name, str) else None
     if family is None:
         problems.append(f"family: expected {', '.join(FAMILIES)}, found {name!r:.80}")
-    good: dict[str, int] = {}
-    for key, most in SIZES.items():
+    sizes: dict[str, int] = {}
+    for key, limit in SIZES.items():
         found = values.get(key)
-        if isinstance(found, int) and found > most.most:
+        if isinstance(found, int) and found > limit.most:
             shown = f"{found:,}" if found < 2**63 else "a number of more than 18 digits"
-            problems.append(f"{key}: expected {most}, found {shown}")
+            problems.append(f"{key}: expected {limit}, found {shown}")
         elif isinstance(found, int) and found > 0:
-            good[key] = found
+            sizes[key] = found
         elif key in values and not (key == "head_dim" and found == 0):
             problems.append(f"{key}: expected a positive integer, found {found!r:.80}")
     for key in _REALS:
         real = values.get(key)
         if isinstance(real, int | float) and not (math.isfinite(real) and real > 0):
             problems.append(f"{key}: expected a positive finite number, found {real!r:.80}")
-    heads, shared = good.get("num_attention_heads"), good.get("num_key_value_heads")
+    heads, shared = sizes.get("num_attention_heads"), sizes.get("num_key_value_heads")
     if heads and shared and heads % shared:
         problems.append(f"num_key_value_heads: expected a divisor of {heads} heads, found {shared}")
-    if good.get("head_dim", 0) % 2:
+    if sizes.get("head_dim", 0) % 2:
         # RoPE rotates pairs of numbers.
-        problems.append(f"head_dim: expected an even number, found {good['head_dim']}")
+        problems.append(f"head_dim: expected an even number, found {sizes['head_dim']}")
     share = values.get("partial_rotary_factor", 1.0)
     assert isinstance(share, float)
     if share != 1 and not (family is not None and family.partial_rotary):
         problems.append(f"partial_rotary_factor: expected 1 for {name}, found {share!r:.80}")
     elif not 0 < share <= 1:
         problems.append(f"partial_rotary_factor: expected from 0 to 1, found {share!r:.80}")
-    elif share != 1 and (width := good.get("head_dim", 0)):
-        turned = int(width * share)
-        if turned % 2 or not turned:
+    elif share != 1 and (width := sizes.get("head_dim", 0)):
+        rotated = int(width * share)
+        if rotated % 2 or not rotated:
             problems.append(
-                f"partial_rotary_factor: expected an even share of {width} numbers, found {turned}"
+                f"partial_rotary_factor: expected an even share of {width} numbers, found {rotated}"
             )
-    whole = "head_dim" not in good or (family is not None and family.whole_heads)
-    if whole and heads and good.get("hidden_size", 0) % heads:
+    must_divide = "head_dim" not in sizes or (family is not None and family.whole_heads)
+    if must_divide and heads and sizes.get("hidden_size", 0) % heads:
         problems.append(
-            f"hidden_size: expected a multiple of {heads} heads, found {good['hidden_size']}"
+            f"hidden_size: expected a multiple of {heads} heads, found {sizes['hidden_size']}"
         )
     window = values.get("sliding_window")
     if isinstance(window, int) and not (family is not None and family.sliding_window):
@@ -627,20 +629,20 @@ def _impossible(values: Mapping[str, object]) -> list[str]:
         "layers_without_rope": family is not None and family.rope_by_layer,
         "layers_without_window": family is not None and family.window_by_layer,
     }
-    for key, may in by_layer.items():
-        plain = values.get(key, ())
-        assert isinstance(plain, tuple)
-        if plain and not may:
-            problems.append(f"{key}: expected none for {name}, found {plain!r:.80}")
-        elif any(not 0 <= at < good.get("num_hidden_layers", math.inf) for at in plain):
-            problems.append(f"{key}: expected numbers of layers, found {plain!r:.80}")
-    of_family = {
+    for key, allowed in by_layer.items():
+        layers = values.get(key, ())
+        assert isinstance(layers, tuple)
+        if layers and not allowed:
+            problems.append(f"{key}: expected none for {name}, found {layers!r:.80}")
+        elif any(not 0 <= at < sizes.get("num_hidden_layers", math.inf) for at in layers):
+            problems.append(f"{key}: expected numbers of layers, found {layers!r:.80}")
+    by_family = {
         "rope_local_base_freq": family is not None and family.window_by_layer,
         "query_pre_attn_scalar": family is not None and family.query_scale,
     }
-    for key, has in of_family.items():
+    for key, allowed in by_family.items():
         found = values.get(key)
-        if found is not None and not has:
+        if found is not None and not allowed:
             problems.append(f"{key}: expected None for {name}, found {found!r:.80}")
         elif isinstance(found, int | float) and not (math.isfinite(found) and found > 0):
             problems.append(f"{key}: expected a positive finite number, found {found!r:.80}")
@@ -657,12 +659,14 @@ def _impossible(values: Mapping[str, object]) -> list[str]:
         problems.extend(_impossible_scaling(scaling))
     long = values.get("long_rope")
     if isinstance(long, Mapping):
-        problems.extend(_impossible_factors(long, family, good, share))
+        problems.extend(_impossible_factors(long, family, sizes, share))
     bos = values.get("bos_token_id")
     ids = [bos] if isinstance(bos, int) else []
     eos = values.get("eos_token_ids", ())
     assert isinstance(eos, tuple)
-    outside = [token for token in (*ids, *eos) if not 0 <= token < good.get("vocab_size", math.inf)]
+    outside = [
+        token for token in (*ids, *eos) if not 0 <= token < sizes.get("vocab_size", math.inf)
+    ]
     if outside:
         problems.append(
             f"bos_token_id, eos_token_id: expected ids below vocab_size, found {outside!r:.80}"
@@ -671,13 +675,13 @@ def _impossible(values: Mapping[str, object]) -> list[str]:
 
 
 def _impossible_factors(
-    long: Mapping[str, Any], family: Family | None, good: Mapping[str, int], share: float
+    long: Mapping[str, Any], family: Family | None, sizes: Mapping[str, int], share: float
 ) -> list[str]:
     if family is None or "longrope" not in family.rope_types:
         return [f"long_rope: expected None for {family and family.name}, found {dict(long)!r:.80}"]
     problems = []
-    width = good.get("head_dim")
-    heads, hidden = good.get("num_attention_heads"), good.get("hidden_size")
+    width = sizes.get("head_dim")
+    heads, hidden = sizes.get("num_attention_heads"), sizes.get("hidden_size")
     if width and heads and hidden and width * heads != hidden:
         # transformers counts the factors by this width, whatever head_dim is.
         problems.append(f"head_dim: expected {hidden // heads} with longrope, found {width}")
@@ -688,7 +692,7 @@ def _impossible_factors(
             problems.append(
                 f"rope_scaling.{key}: expected a number for each of {pairs} pairs, found {len(factors)}"
             )
-        elif not all(0 < each < math.inf for each in factors):
+        elif not all(0 < number < math.inf for number in factors):
             problems.append(f"rope_scaling.{key}: expected positive finite numbers")
     if ORIGINAL in long and not 1 < long[ORIGINAL] <= limits.POSITIONS.most:
         problems.append(

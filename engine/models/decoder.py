@@ -167,8 +167,8 @@ def attend(
 ) -> Tensor:
     """Return grouped-query attention, (B, T, H, E). Scores are multiplied by `scale`, or 1/sqrt(E)."""
     groups = q_BTHE.shape[2] // k_BTKE.shape[2]
-    shared = groups > 1 and _kernel_shares_heads(q_BTHE, mask_B1TT)
-    if groups > 1 and not shared:
+    gqa = groups > 1 and _kernel_shares_heads(q_BTHE, mask_B1TT)
+    if groups > 1 and not gqa:
         k_BTKE = k_BTKE.repeat_interleave(groups, dim=2)
         v_BTKE = v_BTKE.repeat_interleave(groups, dim=2)
     y_BHTE = F.scaled_dot_product_attention(
@@ -177,14 +177,14 @@ def attend(
         v_BTKE.transpose(1, 2),
         attn_mask=mask_B1TT,
         is_causal=mask_B1TT is None,
-        enable_gqa=shared,
+        enable_gqa=gqa,
         scale=scale,
     )
     return y_BHTE.transpose(1, 2)
 
 
 def _kernel_shares_heads(q_BTHE: Tensor, mask_B1TT: Tensor | None) -> bool:
-    """Whether a fused kernel takes fewer key/value heads than query heads.
+    """Return whether a fused kernel takes fewer key/value heads than query heads.
 
     Without one, `enable_gqa` falls back to the unfused implementation, which materialises (B, H, T,
     T) scores: copying the heads is then several times faster. The CPU kernel supports it. On CUDA,
@@ -212,19 +212,19 @@ class Attention(nn.Module):
             self.scale = config.query_pre_attn_scalar**-0.5
         width = config.hidden_size
         query_width = config.num_attention_heads * config.head_dim
-        shared_width = config.num_key_value_heads * config.head_dim
+        kv_width = config.num_key_value_heads * config.head_dim
         bias = config.attention_bias
         self.q = make_linear(width, query_width, bias)
-        self.k = make_linear(width, shared_width, bias)
-        self.v = make_linear(width, shared_width, bias)
+        self.k = make_linear(width, kv_width, bias)
+        self.v = make_linear(width, kv_width, bias)
         self.o = make_linear(query_width, width, False)
         self.norms_whole = False
         self.q_norm: RMSNorm | None = None
         self.k_norm: RMSNorm | None = None
         if config.qk_norm:
             self.norms_whole = config.kind.qk_norm_whole
-            widths = (query_width, shared_width) if self.norms_whole else (config.head_dim,) * 2
-            self.q_norm, self.k_norm = (_norm(config, each) for each in widths)
+            widths = (query_width, kv_width) if self.norms_whole else (config.head_dim,) * 2
+            self.q_norm, self.k_norm = (_norm(config, norm_width) for norm_width in widths)
 
     def forward(self, x_BTD: Tensor, attention_inputs: AttentionInputs) -> Tensor:
         heads = (-1, self.head_dim)
@@ -237,9 +237,9 @@ class Attention(nn.Module):
         if self.q_norm is not None and self.k_norm is not None and not self.norms_whole:
             q_BTHE, k_BTKE = self.q_norm(q_BTHE), self.k_norm(k_BTKE)
         if self.rotates:
-            turn = self.rotate or rotate
-            q_BTHE = turn(q_BTHE, attention_inputs.cos_XT1R, attention_inputs.sin_XT1R)
-            k_BTKE = turn(k_BTKE, attention_inputs.cos_XT1R, attention_inputs.sin_XT1R)
+            rotate_heads = self.rotate or rotate
+            q_BTHE = rotate_heads(q_BTHE, attention_inputs.cos_XT1R, attention_inputs.sin_XT1R)
+            k_BTKE = rotate_heads(k_BTKE, attention_inputs.cos_XT1R, attention_inputs.sin_XT1R)
         if attention_inputs.cache is not None:
             y_BTHE = attention_inputs.cache.attend(
                 q_BTHE, k_BTKE, v_BTKE, scale=self.scale, window=self.window
@@ -263,7 +263,7 @@ class FeedForward(nn.Module):
     def __init__(self, config: ModelConfig, make_linear: MakeLinear) -> None:
         super().__init__()
         self.activation = ACTIVATIONS[config.kind.activation]
-        self.open: Callable[[Tensor, Tensor], Tensor] | None = None
+        self.gated: Callable[[Tensor, Tensor], Tensor] | None = None
         """Returns activation(gate) * up in one kernel (`engine.models.fused`)."""
         self.adds = False
         """Whether the last matmul may add to the residual in place: frozen and dense (`engine.models.fused`)."""
@@ -273,25 +273,25 @@ class FeedForward(nn.Module):
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         gate_BTF, up_BTF = project(x_BTD, (self.gate, self.up))
-        if self.open is not None:
-            y_BTD: Tensor = self.down(self.open(gate_BTF, up_BTF))
+        if self.gated is not None:
+            y_BTD: Tensor = self.down(self.gated(gate_BTF, up_BTF))
             return y_BTD
-        open_BTF = self.activation(gate_BTF)
+        gated_BTF = self.activation(gate_BTF)
         del gate_BTF  # without autograd, its memory is free for the multiplication
-        y_BTD = self.down(open_BTF * up_BTF)
+        y_BTD = self.down(gated_BTF * up_BTF)
         return y_BTD
 
     def add_to(self, x_BTD: Tensor, y_BTD: Tensor) -> Tensor:
         """Return x + mlp(y) in the memory of x: the sum is rounded once, out of the matmul."""
-        assert self.open is not None and isinstance(self.down.weight, Tensor)
-        open_BTF = self.open(*project(y_BTD, (self.gate, self.up)))
-        x_BTD.flatten(0, 1).addmm_(open_BTF.flatten(0, 1), self.down.weight.t())
+        assert self.gated is not None and isinstance(self.down.weight, Tensor)
+        gated_BTF = self.gated(*project(y_BTD, (self.gate, self.up)))
+        x_BTD.flatten(0, 1).addmm_(gated_BTF.flatten(0, 1), self.down.weight.t())
         return x_BTD
 
 
 Normed: TypeAlias = Callable[[Tensor | None, Tensor, RMSNorm, torch.dtype], tuple[Tensor, Any]]
-"""Returns the sum of two tensors, or the second alone, and its norm in a dtype: a tensor, or what the next layers
-take in the place of one."""
+"""Function that returns the sum of two tensors, or the second alone, and the sum's norm in a dtype: a tensor, or what
+the next linear layers read instead of one."""
 
 
 def _norm(config: ModelConfig, width: int) -> RMSNorm:
@@ -305,21 +305,21 @@ class Layer(nn.Module):
         def norm(has: bool) -> RMSNorm | None:
             return _norm(config, config.hidden_size) if has else None
 
-        front, behind = config.kind.norms_in_front, config.kind.norms_behind
+        pre_norms, post_norms = config.kind.norms_in_front, config.kind.norms_behind
         # In the order of the tensors in `LAYER`.
-        self.attention_norm = norm(front)
+        self.attention_norm = norm(pre_norms)
         self.attention = Attention(config, index, make_linear)
-        self.attention_out_norm = norm(behind)
-        self.mlp_norm = norm(front)
+        self.attention_out_norm = norm(post_norms)
+        self.mlp_norm = norm(pre_norms)
         self.mlp = FeedForward(config, make_linear)
-        self.mlp_out_norm = norm(behind)
+        self.mlp_out_norm = norm(post_norms)
         self.normed: Normed | None = None
         """Adds and normalises in one kernel (`engine.models.fused`)."""
 
     def forward(self, x_BTD: Tensor, attention_inputs: AttentionInputs) -> Tensor:
         # The cast is a no-op except under autocast, where each linear would otherwise cast its
         # input and save its own copy for the backward pass: three for q, k, v and two for gate, up.
-        dtype = product_dtype(x_BTD)
+        dtype = matmul_dtype(x_BTD)
         if self.normed is not None:
             return _sum(*self.summands(x_BTD, None, attention_inputs))
         y_BTD = _normed(self.attention_norm, x_BTD).to(dtype)
@@ -330,11 +330,11 @@ class Layer(nn.Module):
     def summands(
         self, x_BTD: Tensor, z_BTD: Tensor | None, attention_inputs: AttentionInputs
     ) -> tuple[Tensor, Tensor | None]:
-        """Return two tensors whose sum is the layer's output for x + z, where a kernel adds and normalises: the next
-        layer's adds them too. None is zero.
+        """Return two tensors whose sum is the layer's output for x + z; None is zero. The first kernel of the next
+        layer, which adds and normalises, adds them.
         """
         assert self.normed and self.attention_norm is not None and self.mlp_norm is not None
-        dtype = product_dtype(x_BTD)
+        dtype = matmul_dtype(x_BTD)
         x_BTD, y_BTD = self.normed(z_BTD, x_BTD, self.attention_norm, dtype)
         y_BTD = self.attention(y_BTD, attention_inputs)
         x_BTD, y_BTD = self.normed(y_BTD, x_BTD, self.mlp_norm, dtype)
@@ -371,7 +371,7 @@ class Shards(Protocol):
         """This rank's part of each layer, as bytes."""
         ...
 
-    def arrive(self, index: int) -> None:
+    def gather_layer(self, index: int) -> None:
         """Gather a layer's weights for the work launched next. They are valid until another layer
         is gathered. A collective.
         """
@@ -409,7 +409,7 @@ class Decoder(nn.Module):
         self.cudnn = False
         """Whether cuDNN computes packed attention (`engine.kernels.cudnn_attention`)."""
         self.shards: Shards | None = None
-        """Set if this process holds only a part of each layer, as for a sharded frozen teacher."""
+        """Shards of the layers, if this process holds only a part of each, as for a sharded frozen teacher."""
         self.embed = _Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(
             Layer(config, index, make_linear) for index in range(config.num_hidden_layers)
@@ -421,7 +421,7 @@ class Decoder(nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of what is not in blocks or in 8 bits."""
+        """The dtype of the weights that are neither in quantised blocks nor in 8 bits."""
         return self.norm.weight.dtype
 
     @property
@@ -448,20 +448,20 @@ class Decoder(nn.Module):
         which are contiguous. None means one document per row and needs no mask.
         """
         x_BTD = self.scaled(self.embed(tokens_BT) if embedded_BTD is None else embedded_BTD)
-        dtype = product_dtype(x_BTD)
+        dtype = matmul_dtype(x_BTD)
         if self.packed and documents_BT is not None and dtype != torch.float32:
-            of_layers = self.packed_inputs(documents_BT, dtype)
+            inputs_by_layer = self.packed_inputs(documents_BT, dtype)
         else:
-            of_layers = self.masked_inputs(tokens_BT, documents_BT, dtype)
+            inputs_by_layer = self.masked_inputs(tokens_BT, documents_BT, dtype)
         z_BTD: Tensor | None = None
         for index, layer in enumerate(self.layers):
             if self.shards is not None:
-                self.shards.arrive(index)
+                self.shards.gather_layer(index)
             # A layer of another type, as FSDP makes it, has hooks around its forward pass.
             if self.run_layer is run_layer and type(layer) is Layer and layer.normed is not None:
-                x_BTD, z_BTD = layer.summands(x_BTD, z_BTD, of_layers[index])
+                x_BTD, z_BTD = layer.summands(x_BTD, z_BTD, inputs_by_layer[index])
             else:
-                x_BTD = self.run_layer(layer, _sum(x_BTD, z_BTD), of_layers[index])
+                x_BTD = self.run_layer(layer, _sum(x_BTD, z_BTD), inputs_by_layer[index])
                 z_BTD = None
         hidden_BTD: Tensor = self.norm(_sum(x_BTD, z_BTD))
         return hidden_BTD
@@ -477,7 +477,7 @@ class Decoder(nn.Module):
         self, tokens_BT: Tensor, documents_BT: Tensor | None, dtype: torch.dtype
     ) -> list[AttentionInputs]:
         """Return what `masked_attention_inputs` returns, for each layer."""
-        return self._of_layers(
+        return self._inputs_by_layer(
             lambda windowed: masked_attention_inputs(
                 self.config, tokens_BT, documents_BT, dtype, windowed
             )
@@ -485,30 +485,30 @@ class Decoder(nn.Module):
 
     def packed_inputs(self, documents_BT: Tensor, dtype: torch.dtype) -> list[AttentionInputs]:
         """Return what `packed_attention_inputs` returns, for each layer."""
-        return self._of_layers(
+        return self._inputs_by_layer(
             lambda windowed: packed_attention_inputs(
                 self.config, documents_BT, dtype, windowed, cudnn=self.cudnn
             )
         )
 
-    def _of_layers(self, make: Callable[[bool], AttentionInputs]) -> list[AttentionInputs]:
-        """Return what `make` returns for layers with a window or without, once for each kind."""
+    def _inputs_by_layer(self, make: Callable[[bool], AttentionInputs]) -> list[AttentionInputs]:
+        """Return the inputs of each layer; `make` is called once for layers with a window and once for the others."""
         kinds = [self.config.has_window(index) for index in range(len(self.layers))]
-        made = {kind: make(kind) for kind in sorted(set(kinds))}
-        return [made[kind] for kind in kinds]
+        inputs_by_kind = {kind: make(kind) for kind in sorted(set(kinds))}
+        return [inputs_by_kind[kind] for kind in kinds]
 
     def run_like(self, other: Decoder) -> None:
-        """Compute as a decoder of the same configuration does, to the bit: packed and masked attention round
-        differently."""
+        """Use the attention of `other`, a decoder of the same configuration, so that outputs are bit-identical: packed
+        and masked attention round differently."""
         self.packed, self.cudnn = other.packed, other.cudnn
 
-    def reach(self, name: str) -> None:
-        """Make the weights of the layer that contains the tensor or module `name` readable, for
-        code that does not run the layer. A collective if layers are sharded.
+    def gather_for(self, name: str) -> None:
+        """Gather the layer that contains the tensor or module `name`, for code that reads its weights
+        without running it. A collective if layers are sharded.
         """
         first, _, rest = name.partition(".")
         if self.shards is not None and first == "layers" and rest:
-            self.shards.arrive(int(rest.partition(".")[0]))
+            self.shards.gather_layer(int(rest.partition(".")[0]))
 
     def hidden_with_cache(
         self,
@@ -522,13 +522,13 @@ class Decoder(nn.Module):
         gradients.
         """
         x_BTD = self.scaled(self.embed(tokens_BT))
-        dtype = product_dtype(x_BTD)
-        of_layers = self._of_layers(
+        dtype = matmul_dtype(x_BTD)
+        inputs_by_layer = self._inputs_by_layer(
             lambda windowed: AttentionInputs(
                 *_cos_sin(self.config, position_BT, length_BT, dtype, windowed), None
             )
         )
-        for layer, cache, inputs in zip(self.layers, caches, of_layers, strict=True):
+        for layer, cache, inputs in zip(self.layers, caches, inputs_by_layer, strict=True):
             x_BTD = layer(x_BTD, inputs._replace(cache=cache))
         hidden_BTD: Tensor = self.norm(x_BTD)
         return hidden_BTD
@@ -570,7 +570,7 @@ class Decoder(nn.Module):
                     parameter.copy_(drawn.normal_(0.0, std, generator=generator))
 
 
-def product_dtype(x: Tensor) -> torch.dtype:
+def matmul_dtype(x: Tensor) -> torch.dtype:
     """Return the output dtype of linear layers: autocast's if it is enabled, else that of `x`."""
     if torch.is_autocast_enabled(x.device.type):
         return torch.get_autocast_dtype(x.device.type)
@@ -599,22 +599,22 @@ def masked_attention_inputs(
     if documents_BT is None:
         position_XT = torch.arange(length, device=device)[None]
     else:
-        seen_XTT = documents_BT[:, :, None] == documents_BT[:, None, :]
+        visible_XTT = documents_BT[:, :, None] == documents_BT[:, None, :]
         if config.long_rope is not None:
-            length_XT = seen_XTT.sum(-1)
-        seen_XTT = seen_XTT.tril()
-        position_XT = seen_XTT.sum(-1) - 1
+            length_XT = visible_XTT.sum(-1)
+        visible_XTT = visible_XTT.tril()
+        position_XT = visible_XTT.sum(-1) - 1
         if window < length:
-            seen_XTT &= position_XT[:, :, None] - position_XT[:, None, :] < window
-        mask_B1TT = _additive(seen_XTT, dtype).expand(len(tokens_BT), -1, -1, -1)
+            visible_XTT &= position_XT[:, :, None] - position_XT[:, None, :] < window
+        mask_B1TT = _additive_mask(visible_XTT, dtype).expand(len(tokens_BT), -1, -1, -1)
     angles = _cos_sin(config, position_XT, length_XT, dtype, windowed)
     return AttentionInputs(*angles, mask_B1TT)
 
 
-def _additive(seen_XTS: Tensor, dtype: torch.dtype) -> Tensor:
+def _additive_mask(visible_XTS: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the mask (X, 1, T, S) to add to scores: 0 where a token may attend, -inf elsewhere."""
-    mask_XTS = torch.zeros(seen_XTS.shape, dtype=dtype, device=seen_XTS.device)
-    return mask_XTS.masked_fill_(~seen_XTS, -math.inf)[:, None]
+    mask_XTS = torch.zeros(visible_XTS.shape, dtype=dtype, device=visible_XTS.device)
+    return mask_XTS.masked_fill_(~visible_XTS, -math.inf)[:, None]
 
 
 @torch.no_grad()
@@ -651,11 +651,13 @@ def _cos_sin(
     long, factor = config.long_rope, 1.0
     if long is not None:
         short_R, long_R = _long_factors(long, position_XT.device)
-        most = long.original_max_position_embeddings
+        original_length = long.original_max_position_embeddings
         if isinstance(length_XT, int):
-            frequency_R = frequency_R / (long_R if length_XT > most else short_R)
+            frequency_R = frequency_R / (long_R if length_XT > original_length else short_R)
         else:
-            frequency_R = frequency_R / torch.where(length_XT[..., None] > most, long_R, short_R)
+            frequency_R = frequency_R / torch.where(
+                length_XT[..., None] > original_length, long_R, short_R
+            )
         factor = long.angle_factor(config.max_position_embeddings)
     angle_XTR = position_XT[..., None].float() * frequency_R
     cos_XTR, sin_XTR = angle_XTR.cos(), angle_XTR.sin()
@@ -667,10 +669,10 @@ def _cos_sin(
 @lru_cache(maxsize=16)
 def _long_factors(long: LongRope, device: torch.device) -> tuple[Tensor, Tensor]:
     """Return the factors of short and of long documents, (R,); kept, because copying them synchronises."""
-    short, far = (
-        torch.tensor(each, device=device) for each in (long.short_factor, long.long_factor)
+    short_R, long_R = (
+        torch.tensor(factors, device=device) for factors in (long.short_factor, long.long_factor)
     )
-    return short, far
+    return short_R, long_R
 
 
 def frequencies(config: ModelConfig, device: torch.device, windowed: bool = False) -> Tensor:
@@ -702,7 +704,7 @@ class Tensors(Mapping[str, Tensor]):
         self._found = dict(decoder.named_parameters()) | dict(decoder.named_buffers())
 
     def __getitem__(self, name: str) -> Tensor:
-        self._decoder.reach(name)
+        self._decoder.gather_for(name)
         return self._found[name]
 
     def __iter__(self) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""Freezes a decoder by making its weights buffers, and joins layers with the same input into one
+"""Freeze a decoder by making its weights buffers, and join layers with the same input into one
 matmul.
 
 `requires_grad_(False)` can be switched back, and `parameters()` still hands the weights to an
@@ -48,11 +48,11 @@ class JoinedLinear(nn.Module):
         super().__init__()
         weights = [_tensor(layer, "weight") for layer in layers]
         biases = [layer.bias for layer in layers]
-        known = [bias for bias in biases if isinstance(bias, Tensor)]
+        present = [bias for bias in biases if isinstance(bias, Tensor)]
         self.rows = [len(weight) for weight in weights]
         # Not buffers: the layers' own views are the ones that are hashed and counted.
         self.weight_NK = torch.cat(weights)
-        self.bias_N = torch.cat(known) if known else None
+        self.bias_N = torch.cat(present) if present else None
         for layer, part_NK in zip(layers, torch.split(self.weight_NK, self.rows), strict=True):
             layer.register_buffer("weight", part_NK)
         if self.bias_N is not None:

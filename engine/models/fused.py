@@ -1,4 +1,4 @@
-"""Runs what is between the matmuls of a decoder's layers in kernels of our own, on a GPU with Triton.
+"""Run the operations between the matmuls of a decoder's layers in our own kernels, on a GPU with Triton.
 
     frozen      in place where nothing else reads a value
     trained     with gradients (`engine.kernels.layer_functions`)
@@ -37,18 +37,18 @@ if TYPE_CHECKING:
 # documents and 1 without, F feed-forward width
 
 ALIGNMENT_BYTES = 16
-"""Alignment of a tensor that a kernel takes."""
+"""Alignment that the kernels require of a tensor, in bytes."""
 
 
 def has_kernels(device: torch.device) -> bool:
-    """Whether our kernels run on `device`."""
+    """Return whether our kernels run on `device`."""
     if device.type != "cuda" or not has_triton():
         return False
     return torch.cuda.get_device_capability(device) >= LEAST_CAPABILITY
 
 
 def use_kernels(decoder: Decoder, *, frozen: bool) -> None:
-    """Run what is between the matmuls of a native decoder in our kernels, where its device has them."""
+    """Run the operations between the matmuls of a native decoder in our kernels, where its device has them."""
     if not decoder.config.native or not has_kernels(decoder.norm.weight.device):
         return
     from engine.kernels.layer_functions import gated, rotated
@@ -63,7 +63,7 @@ def use_kernels(decoder: Decoder, *, frozen: bool) -> None:
             layer.normed = normed
         layer.attention.rotate = rotated_in_place if frozen else rotated
         if isinstance(layer.mlp, FeedForward):
-            layer.mlp.open = partial(gated_in_place if frozen else gated, activation)
+            layer.mlp.gated = partial(gated_in_place if frozen else gated, activation)
             layer.mlp.adds = frozen and type(layer.mlp.down) is nn.Linear
 
 
@@ -104,8 +104,8 @@ def gated_in_place(activation: str, gate_BTF: Tensor, up_BTF: Tensor) -> Tensor:
 
 
 def kernels_of(decoder: Decoder, dtype: torch.dtype, *, frozen: bool) -> list[Variant]:
-    """Return every kernel that `use_kernels` has the layers launch for activations in `dtype`: what they launch for
-    tensors that hold nothing.
+    """Return every kernel that the layers launch after `use_kernels` for activations in `dtype`: what they launch for
+    meta tensors.
     """
     if not decoder.config.native or not has_kernels(decoder.norm.weight.device):
         return []
@@ -113,7 +113,7 @@ def kernels_of(decoder: Decoder, dtype: torch.dtype, *, frozen: bool) -> list[Va
     from engine.kernels.registry import REGISTRY
 
     config, weight_D = decoder.config, decoder.norm.weight
-    heads, shared, width = (
+    heads, kv_heads, width = (
         *(config.num_attention_heads, config.num_key_value_heads),
         config.head_dim,
     )
@@ -121,9 +121,9 @@ def kernels_of(decoder: Decoder, dtype: torch.dtype, *, frozen: bool) -> list[Va
     def empty(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
         return torch.empty(*shape, dtype=dtype, device="meta", requires_grad=not frozen)
 
-    def note(*outputs: Tensor) -> None:
+    def run_backward(*outputs: Tensor) -> None:
         if not frozen:
-            torch.autograd.backward([each.sum() for each in outputs])
+            torch.autograd.backward([output.sum() for output in outputs])
 
     with REGISTRY.noting() as noted:
         if _norms_fit(config):
@@ -131,19 +131,19 @@ def kernels_of(decoder: Decoder, dtype: torch.dtype, *, frozen: bool) -> list[Va
             norm_D.requires_grad = weight_D.requires_grad
             for y_BTD in (None, empty(1, 2, config.hidden_size)):
                 x_BTD = empty(1, 2, config.hidden_size, dtype=weight_D.dtype)
-                note(*layer_functions.normed(y_BTD, x_BTD, norm_D, 1e-6, dtype))
+                run_backward(*layer_functions.normed(y_BTD, x_BTD, norm_D, 1e-6, dtype))
         angles = [torch.empty(1, 2, 1, config.rotary_dim // 2, dtype=dtype, device="meta")] * 2
         inner, activation = config.intermediate_size, config.kind.activation
         if frozen:
             # Whether or not matmuls with the same input are joined.
-            for row in (heads, shared):
-                for joined in (row, heads + 2 * shared):
+            for row in (heads, kv_heads):
+                for joined in (row, heads + 2 * kv_heads):
                     rotated_in_place(empty(1, 2, joined, width)[:, :, :row], *angles)
             for joined in (1, 2):
                 gate_BTF = empty(1, 2, joined * inner)[..., :inner]
                 gated_in_place(activation, gate_BTF, gate_BTF)
         else:
-            for count in (heads, shared):
-                note(layer_functions.rotated(empty(1, 2, count, width), *angles))
-            note(layer_functions.gated(activation, empty(1, 2, inner), empty(1, 2, inner)))
+            for count in (heads, kv_heads):
+                run_backward(layer_functions.rotated(empty(1, 2, count, width), *angles))
+            run_backward(layer_functions.gated(activation, empty(1, 2, inner), empty(1, 2, inner)))
     return list(dict.fromkeys(noted))

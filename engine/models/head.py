@@ -59,14 +59,14 @@ class Head(Protocol):
 
 @runtime_checkable
 class OwnMatmul(Protocol):
-    """Slices that are multiplied in a way of their own, in 8 bits."""
+    """Slices that bring their own matmul, in 8 bits."""
 
     def project(self, out_NV: Tensor, hidden_NE: Tensor, scale: float) -> None:
         """Compute what `project` computes."""
         ...
 
     def operand(self, hidden_NE: Tensor) -> Tensor:
-        """Return the hidden states as the matmul reads them: its logits are those of these numbers."""
+        """Return the hidden states rounded as the matmul reads them."""
         ...
 
 
@@ -171,7 +171,7 @@ def mean_kl(
     p_NE: Tensor, p_head: Head, q_ND: Tensor, q_head: Head, columns: int
 ) -> tuple[float, float]:
     """Return the mean KL(p || q) at temperature 1 over the first `columns` ids, in nats, and the
-    fraction of tokens on which both have the same top-1 token. Computed in chunks of tokens.
+    fraction of tokens for which p and q have the same top-1 token. Computed in chunks of tokens.
     """
     kl = agree = 0.0
     for first in range(0, len(p_NE), KL_CHUNK):

@@ -60,16 +60,16 @@ from engine.models.names import (
     TOGETHER,
     check_fits,
     embedding_and_head,
-    head_of_its_own,
     hf_names,
     joined,
-    neighbours_turn,
     parts,
+    rotated_heads,
+    rotates_neighbours,
     rows_of,
     scales,
     shifted,
-    turned_heads,
     unpermute_rows,
+    untied_head_error,
 )
 from engine.models.packed import PackedEmbedding, PackedLinear, reserve, stored_tensor
 from engine.models.packed_size import packed_size, stays_packed, without_blocks
@@ -110,7 +110,7 @@ def empty_decoder(
     dtype: torch.dtype = torch.float32,
     device: str | torch.device = "cpu",
 ) -> Decoder:
-    """Create a decoder with allocated weights, of which nothing may be expected."""
+    """Create a decoder whose weights are allocated and not initialised."""
     if not config.native:
         return new_decoder(config, 0, dtype, device)
     with torch.device("meta"):
@@ -166,29 +166,29 @@ def sources(weights: WeightFile, config: ModelConfig) -> Iterator[Source]:
 
 
 def reader(weights: WeightFile, config: ModelConfig) -> Callable[[str], Tensor | QuantTensor]:
-    """Return what reads one tensor by our name, with our row order; the last one of the file is kept for the next
-    call. Raises `WeightsError` where a header does not fit."""
+    """Return a function that reads one tensor by our name, with our row order. It keeps the file's last tensor, of
+    which the next call may need another part. Raises `WeightsError` where a header does not fit."""
     convention = weights.convention
     check_fits(config, weights, weights.path, convention)
-    permuted = neighbours_turn(config, convention, weights.metadata, weights.path)
+    permuted = rotates_neighbours(config, convention, weights.metadata, weights.path)
     check_tied(config, weights)
-    factors = scales(weights)
-    known = {one[0]: one for one in parts(config, convention)}
-    held: tuple[str, Tensor | QuantTensor] | None = None
+    scale_names = scales(weights)
+    parts_by_name = {part.ours: part for part in parts(config, convention)}
+    kept: tuple[str, Tensor | QuantTensor] | None = None
 
     def read(ours: str) -> Tensor | QuantTensor:
-        nonlocal held
-        _, name, shape, first = known[ours]
-        if held is None or held[0] != name:
+        nonlocal kept
+        _, name, shape, first = parts_by_name[ours]
+        if kept is None or kept[0] != name:
             whole = weights.get(name)
-            if name in factors:
+            if name in scale_names:
                 values = whole if isinstance(whole, Tensor) else whole.dequantize()
-                whole = values * as_floats(weights.get(factors[name]), torch.float32, "cpu")
-            held = name, whole
-        source = rows_of(held[1], first, shape[0])
+                whole = values * as_floats(weights.get(scale_names[name]), torch.float32, "cpu")
+            kept = name, whole
+        source = rows_of(kept[1], first, shape[0])
         if convention == "gguf":
             source = shifted(config, ours, source, -1)
-        if permuted and (heads := turned_heads(config, ours)):
+        if permuted and (heads := rotated_heads(config, ours)):
             source = unpermute_rows(source, heads)
         return source
 
@@ -209,27 +209,27 @@ def layer_wise_decoder_of(
         decoder = Decoder(config).to(dtype)
     decoder.eval()
     problems: list[str] = []
-    for ours, name, source in announcing(decoder, sources(weights, config), loaded):
+    for ours, name, source in call_with_layers(decoder, sources(weights, config), loaded):
         problems.extend(_hold_floats(decoder, ours, name, source, dtype, device))
     refuse_non_finite(weights.path, problems)
     return decoder
 
 
-def announcing(
-    decoder: Decoder, found: Iterator[Source], loaded: Loaded | None
+def call_with_layers(
+    decoder: Decoder, tensors: Iterator[Source], loaded: Loaded | None
 ) -> Iterator[Source]:
     """Yield the same tensors, and call `loaded` after each layer's last tensor, when the next one
     is requested.
     """
-    before: str | None = None
-    for ours, name, source in found:
-        here = layer_named(ours)
-        if before is not None and here != before and loaded is not None:
-            loaded(decoder, decoder.get_submodule(before))
-        before = here
+    last_path: str | None = None
+    for ours, name, source in tensors:
+        path = layer_named(ours)
+        if last_path is not None and path != last_path and loaded is not None:
+            loaded(decoder, decoder.get_submodule(last_path))
+        last_path = path
         yield ours, name, source
-    if before is not None and loaded is not None:
-        loaded(decoder, decoder.get_submodule(before))
+    if last_path is not None and loaded is not None:
+        loaded(decoder, decoder.get_submodule(last_path))
 
 
 def layer_named(ours: str) -> str | None:
@@ -277,7 +277,7 @@ def load_packed_decoder(
         decoder.eval()
         scratch = Scratch(torch.device(device), dtype)
         problems: list[str] = []
-        for ours, name, tensor in announcing(decoder, sources(weights, config), loaded):
+        for ours, name, tensor in call_with_layers(decoder, sources(weights, config), loaded):
             if isinstance(tensor, QuantTensor) and stays_packed(weights.tensors[name]):
                 on_device = tensor.to(device)
                 problems.extend(_non_finite_blocks(name, on_device))
@@ -291,7 +291,7 @@ def load_packed_decoder(
         for layer in decoder.layers:
             for group in TOGETHER:
                 layers: list[object] = [layer.get_submodule(name) for name in group]
-                packed = [each.packed for each in layers if isinstance(each, PackedLinear)]
+                packed = [linear.packed for linear in layers if isinstance(linear, PackedLinear)]
                 if len(packed) == len(group):
                     scratch.reserve(sum(weight.rows for weight in packed), packed[0].columns)
         scratch.take(1, 1)  # allocates the memory while the model is loaded, not in the first step
@@ -299,31 +299,31 @@ def load_packed_decoder(
 
 
 @torch.no_grad()
-def base_of(held: Decoder) -> Decoder:
-    """Return the frozen base of adapters with the weights of `held`, which exist once: of layers the tensors, or the
-    blocks with a scratch of their own. Embedding and head become floats where they are in blocks: the loss needs the
-    head's."""
-    config, dtype, device = held.config, held.dtype, held.norm.weight.device
+def base_of(decoder: Decoder) -> Decoder:
+    """Return a frozen base for adapters that shares the weights of `decoder`: the tensors of its layers, or their
+    blocks, with another scratch buffer. An embedding and a head in blocks become floats, which the loss needs of the
+    head."""
+    config, dtype, device = decoder.config, decoder.dtype, decoder.norm.weight.device
     with torch.device("meta"):
-        decoder = Decoder(config).to(dtype)
+        base = Decoder(config).to(dtype)
     scratch = Scratch(device, dtype)
     for name in hf_names(config):
         path, _, leaf = name.rpartition(".")
-        stored = stored_tensor(held, name)
+        stored = stored_tensor(decoder, name)
         if isinstance(stored, PackedMatrix) and path.startswith("layers."):
-            _replace(decoder, path, stored, scratch)
+            _replace(base, path, stored, scratch)
         else:
             floats = _floats(stored, dtype) if isinstance(stored, PackedMatrix) else stored
-            hold(decoder.get_submodule(path), leaf, floats)
+            hold(base.get_submodule(path), leaf, floats)
     if scratch.nbytes:
         scratch.take(1, 1)  # allocates the memory now, not in the first step
-    return decoder
+    return base
 
 
 def _floats(weight: PackedMatrix, dtype: torch.dtype) -> Tensor:
-    found = torch.empty(weight.rows, weight.columns, dtype=dtype, device=weight.data.device)
-    dequantize_rows(weight, found, 0, weight.rows)
-    return found
+    values = torch.empty(weight.rows, weight.columns, dtype=dtype, device=weight.data.device)
+    dequantize_rows(weight, values, 0, weight.rows)
+    return values
 
 
 def _replace(decoder: Decoder, path: str, weight: PackedMatrix, scratch: Scratch) -> None:
@@ -344,7 +344,7 @@ def _non_finite_blocks(name: str, weight: QuantTensor) -> list[str]:
     layout = weight.type.in_blocks
     blocks_NB = weight.blocks.reshape(-1, weight.type.block_bytes)
     if layout.d_bits == 8:
-        # Numbers of four bits are up to 12, and 12 times 2^(253 - 128) is infinite.
+        # Four-bit codes reach 12, and 12 times 2^(253 - 128) is infinite in fp32.
         if bool((blocks_NB[:, layout.d] < 253).all()):
             return []
         return non_finite(name, weight, weight.dequantize())
@@ -440,7 +440,7 @@ def as_floats(
         or not has_triton()
     ):
         return blocks.dequantize(dtype)
-    # In plain torch a processor launches some 40 kernels for each matrix, and the GPU waits for it.
+    # In plain torch the CPU launches some 40 kernels for each matrix, and the GPU waits for it.
     packed = pack(blocks)
     values = torch.empty(packed.shape, dtype=dtype, device=blocks.device)
     dequantize_rows(packed, values, 0, packed.rows)
@@ -456,11 +456,13 @@ def check_tied(config: ModelConfig, weights: WeightFile) -> None:
         return
     if 0 in weights.tensors[head].shape:
         return
-    found, expected = weights.get(head), weights.get(embedding)
-    if isinstance(found, QuantTensor) or isinstance(expected, QuantTensor):
-        found, expected = (as_floats(t, torch.float32, "cpu") for t in (found, expected))
-    if not torch.equal(found, expected):
-        raise head_of_its_own(weights.path, head, embedding)
+    head_values, embedding_values = weights.get(head), weights.get(embedding)
+    if isinstance(head_values, QuantTensor) or isinstance(embedding_values, QuantTensor):
+        head_values, embedding_values = (
+            as_floats(t, torch.float32, "cpu") for t in (head_values, embedding_values)
+        )
+    if not torch.equal(head_values, embedding_values):
+        raise untied_head_error(weights.path, head, embedding)
 
 
 def refuse_non_finite(where: Path, problems: list[str]) -> None:
@@ -492,16 +494,14 @@ def non_finite(name: str, source: Tensor | QuantTensor, placed: Tensor) -> list[
     values = source if isinstance(source, Tensor) else source.dequantize()
     count = values.numel()
     kinds = (("NaN", int(values.isnan().sum())), ("infinite", int(values.isinf().sum())))
-    found = [
-        f"{wrong:,} of {count:,} values ({wrong / count:.2%}) are {kind}"
-        for kind, wrong in kinds
-        if wrong
+    descriptions = [
+        f"{bad:,} of {count:,} values ({bad / count:.2%}) are {kind}" for kind, bad in kinds if bad
     ]
-    if not found:
-        found = [
+    if not descriptions:
+        descriptions = [
             f"a largest value of {float(values.abs().max()):.3g}, too large for {placed.dtype}"
         ]
-    return [f"{name}: {', '.join(found)}"]
+    return [f"{name}: {', '.join(descriptions)}"]
 
 
 def _fsync(path: Path) -> None:

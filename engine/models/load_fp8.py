@@ -1,4 +1,4 @@
-"""Loads decoders whose layers are in fp8 (`engine.models.fp8`).
+"""Load decoders whose layers are in fp8 (`engine.models.fp8`).
 
 The decoder is built on the meta device. Its tensors arrive in the order of the forward pass, as floats of `dtype`. As
 soon as a layer is complete, its matrices are quantised and the floats are freed. So only one layer at a time exists as
@@ -57,7 +57,7 @@ def load_fp8_decoder(
     sides that are not multiples of 16.
     """
 
-    def round_whole(decoder: Decoder, layer: nn.Module) -> None:
+    def quantise_layer(decoder: Decoder, layer: nn.Module) -> None:
         if watcher is not None:
             watcher.before(decoder, layer)
         round_layer(layer)
@@ -68,7 +68,7 @@ def load_fp8_decoder(
 
     with opened(source) as weights:
         refuse_sides(config_of(weights))
-        return layer_wise_decoder_of(weights, dtype, device, round_whole)
+        return layer_wise_decoder_of(weights, dtype, device, quantise_layer)
 
 
 def load_fp8_base(
@@ -76,35 +76,35 @@ def load_fp8_base(
 ) -> Decoder:
     """Load the frozen base of adapters, with the matrices of its layers in fp8. Raises `WeightsError` and BadInput."""
 
-    def round_one(_: Decoder, layer: nn.Module) -> None:
-        named = [(name, one) for name, one in layer.named_modules() if isinstance(one, nn.Linear)]
-        firsts = {name: float(one.weight[0, 0]) for name, one in named}
+    def quantise_layer(_: Decoder, layer: nn.Module) -> None:
+        modules = layer.named_modules()
+        firsts = {name: float(m.weight[0, 0]) for name, m in modules if isinstance(m, nn.Linear)}
         round_matrices(layer)
         for name, first in firsts.items():
             layer.get_submodule(name).first = first  # type: ignore[assignment]
 
     with opened(source) as weights:
         refuse_sides(config_of(weights), "student.adapter_base", "floats")
-        return layer_wise_decoder_of(weights, dtype, device, round_one)
+        return layer_wise_decoder_of(weights, dtype, device, quantise_layer)
 
 
 def refuse_sides(
     config: ModelConfig, setting: str = "teacher.precision", other: str = "bf16"
 ) -> None:
-    """Raise BadInput if the tensor cores cannot take the layers' matrices in fp8; `other` is the setting's value that
-    takes any."""
+    """Raise BadInput if the tensor cores cannot multiply the layers' matrices in fp8; `other` is a value of `setting`
+    that supports any shape."""
     sides = {
         "hidden_size": config.hidden_size,
         "intermediate_size": config.intermediate_size,
         "query width": config.num_attention_heads * config.head_dim,
         "key width": config.num_key_value_heads * config.head_dim,
     }
-    wrong = [f"{name} {side}" for name, side in sides.items() if side % MULTIPLE]
-    if wrong:
+    unfit = [f"{name} {side}" for name, side in sides.items() if side % MULTIPLE]
+    if unfit:
         raise BadInput.expected(
             setting,
             "fp8",
             f"matrices whose sides are multiples of {MULTIPLE}",
-            ", ".join(wrong),
+            ", ".join(unfit),
             hint=f"{setting}={other} takes any shape",
         )

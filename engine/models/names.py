@@ -63,9 +63,10 @@ class Part(NamedTuple):
     """Where one of our tensors is in a file."""
 
     ours: str
-    name: str
-    shape: tuple[int, ...]
     """Name of our tensor."""
+    name: str
+    """Name of the file's tensor that contains it."""
+    shape: tuple[int, ...]
     first: int
     """Its first row in the file's tensor."""
 
@@ -86,7 +87,7 @@ def expected_tensors(config: ModelConfig, convention: str = "hf") -> dict[str, t
     """Return name by `convention` -> shape of every tensor that a file must have; a tied model has
     no head.
     """
-    # A tensor's last part is the last to be seen, and ends where the tensor does.
+    # The last part of a tensor overwrites the earlier ones in the dict, and ends where the tensor does.
     return {
         part.name: (part.first + part.shape[0], *part.shape[1:])
         for part in parts(config, convention)
@@ -182,8 +183,8 @@ def check_fits(
     )
 
 
-def head_of_its_own(where: object, head: str, embedding: str) -> WeightsError:
-    """Return the refusal of files with a head that is not the embedding, though the configuration ties them."""
+def untied_head_error(where: object, head: str, embedding: str) -> WeightsError:
+    """Return the error for files whose head differs from the embedding though the configuration ties them."""
     return WeightsError.expected(
         "weights",
         where,
@@ -197,20 +198,23 @@ def scales(weights: WeightFile) -> dict[str, str]:
     """Return the tensor whose one number multiplies a matrix in NVFP4, by the matrix's name: GGUF files have it as
     `blk.0.ffn_gate.scale` or as `blk.0.ffn_gate.weight.scale`.
     """
-    found = {}
+    names = {}
     for name, facts in weights.tensors.items():
         if facts.dtype == "NVFP4":
             for scale in (f"{name.removesuffix('.weight')}.scale", f"{name}.scale"):
-                about = weights.tensors.get(scale)
-                if about is not None and (about.dtype, about.shape) == ("F32", (1,)):
-                    found[name] = scale
-    return found
+                scale_facts = weights.tensors.get(scale)
+                if scale_facts is not None and (scale_facts.dtype, scale_facts.shape) == (
+                    "F32",
+                    (1,),
+                ):
+                    names[name] = scale
+    return names
 
 
-def neighbours_turn(
+def rotates_neighbours(
     config: ModelConfig, convention: str, metadata: Mapping[str, object], where: object
 ) -> bool:
-    """Whether the rows of q and k are in the order of `permute_rows`."""
+    """Return whether the rows of q and k are in the order of `permute_rows`."""
     if convention != "apr":
         return convention == "gguf" and config.kind.turns_neighbours
     turns = config.kind.turns_neighbours
@@ -224,7 +228,7 @@ def neighbours_turn(
     return found == APR_NEIGHBOURS
 
 
-def turned_heads(config: ModelConfig, ours: str) -> int:
+def rotated_heads(config: ModelConfig, ours: str) -> int:
     """Return the number of heads in the rows of a tensor that RoPE rotates (weights and biases of q
     and k); 0 for every other tensor.
     """
@@ -238,8 +242,8 @@ def turned_heads(config: ModelConfig, ours: str) -> int:
 def shifted(
     config: ModelConfig, ours: str, tensor: Tensor | QuantTensor, sign: int
 ) -> Tensor | QuantTensor:
-    """Return the factors of a norm from its weight (`sign` 1), as GGUF files hold them in families where
-    they are not the same, or its weight from its factors (-1), in fp32; and any other tensor as it is.
+    """Convert the weight w of a norm to its factors 1 + w (`sign` 1), which GGUF files hold in families whose norms
+    multiply with 1 + w, or the factors back to the weight (-1), in fp32. Any other tensor is returned unchanged.
     """
     from engine.quant.tensor import QuantTensor
 
@@ -281,14 +285,14 @@ def joined(
     """Yield a file's name and tensor, from our names and tensors; `names` is of `names_for`, and parts
     of one tensor follow each other. Quantised parts have one type.
     """
-    missing, held = Counter(names.values()), list[Rows]()
+    parts_left, pending = Counter(names.values()), list[Rows]()
     for ours, tensor in tensors:
         name = names[ours]
-        held.append(tensor)
-        missing[name] -= 1
-        if not missing[name]:
-            yield name, held[0] if len(held) == 1 else _stacked(held)
-            held = []
+        pending.append(tensor)
+        parts_left[name] -= 1
+        if not parts_left[name]:
+            yield name, pending[0] if len(pending) == 1 else _stacked(pending)
+            pending = []
 
 
 def _stacked(tensors: Sequence[Any]) -> Any:
@@ -299,7 +303,7 @@ def _stacked(tensors: Sequence[Any]) -> Any:
     first = tensors[0]
     if not isinstance(first, QuantTensor):
         return torch.cat(list(tensors))
-    blocks = torch.cat([each.blocks for each in tensors])
+    blocks = torch.cat([tensor.blocks for tensor in tensors])
     return replace(first, blocks=blocks, shape=(len(blocks), *first.shape[1:]))
 
 

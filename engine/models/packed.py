@@ -82,10 +82,10 @@ class PackedLinear(_Packed):
         """
         layers = [self, *(layer for layer in others if isinstance(layer, PackedLinear))]
         biases = [layer.bias for layer in layers]
-        known = [bias for bias in biases if bias is not None]
-        if len(layers) <= len(others) or len(known) not in (0, len(biases)):
+        present = [bias for bias in biases if bias is not None]
+        if len(layers) <= len(others) or len(present) not in (0, len(biases)):
             return [self(x), *(layer(x) for layer in others)]
-        bias = torch.cat(known) if known else None
+        bias = torch.cat(present) if present else None
         weights = [layer.packed for layer in layers]
         return packed_linear_many(x, weights, bias, self.scratch)
 
@@ -118,7 +118,7 @@ def stored_tensor(decoder: Decoder, name: str) -> Tensor | PackedMatrix:
         path = "embed"
     owner = decoder.get_submodule(path)
     base = getattr(owner, "base", None)
-    owner = base if isinstance(base, nn.Module) else owner  # of an adapter
+    owner = base if isinstance(base, nn.Module) else owner  # the base of an adapter
     if leaf == "weight" and isinstance(owner, PackedLinear | PackedEmbedding):
         return owner.packed
     tensor = getattr(owner, leaf)

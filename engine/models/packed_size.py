@@ -1,4 +1,4 @@
-"""Computes how much of a weight file stays block-quantised, from its header alone and without
+"""Compute how much of a weight file stays block-quantised, from its header alone and without
 torch.
 
 It mirrors `engine.models.load`: block-quantised matrices stay as they are, everything else becomes
@@ -43,11 +43,11 @@ class PackedSize:
     """
 
     def weight_bytes(self, float_bytes: int) -> int:
-        """Size of the weights, with floats of `float_bytes` each."""
+        """Return the size of the weights in bytes, with floats of `float_bytes` each."""
         return self.block_bytes + self.float_values * float_bytes
 
     def layer_bytes(self, float_bytes: int) -> tuple[int, ...]:
-        """Size of each layer's weights."""
+        """Return the size of each layer's weights in bytes."""
         return tuple(blocks + floats * float_bytes for blocks, floats in self.layers)
 
     def scratch_bytes(self, float_bytes: int) -> int:
@@ -71,8 +71,8 @@ def packed_size(config: ModelConfig, weights: WeightFile) -> PackedSize:
         info = weights.tensors[name]
         kind = stays_packed(info)
         count = math.prod(shape)
-        place = ours.split(".")
-        layer = layers[int(place[1])] if place[0] == "layers" else [0, 0]
+        path = ours.split(".")
+        layer = layers[int(path[1])] if path[0] == "layers" else [0, 0]
         if kind is None:
             if len(info.shape) == 2 and info.dtype not in FLOAT_DTYPES:
                 unpacked[info.dtype] = None
@@ -93,7 +93,9 @@ def packed_size(config: ModelConfig, weights: WeightFile) -> PackedSize:
         for group in TOGETHER
     )
     # Matrices with the same input are multiplied together if all are packed.
-    together = [sum(map(packed.__getitem__, one)) for one in groups if packed.keys() >= {*one}]
+    together = [
+        sum(map(packed.__getitem__, group)) for group in groups if packed.keys() >= {*group}
+    ]
     return PackedSize(
         matrices=matrices,
         unpacked=tuple(unpacked),

@@ -1,4 +1,4 @@
-"""RoPE frequencies, and what scales them: Llama 3.1's scaling, and LongRoPE's factors (`LongRope`).
+"""RoPE frequencies and their scaling: Llama 3.1's (`RopeScaling`), and LongRoPE's factors (`LongRope`).
 
 Pair i of a head of width E rotates by f_i per position. A model trained on `original` positions
 reaches `factor` times as many if its slow pairs rotate `factor` times slower. The fast pairs, which
@@ -52,13 +52,13 @@ class LongRope:
     `original_max_position_embeddings` tokens.
     """
     long_factor: tuple[float, ...]
-    """The same in longer ones."""
+    """The same in longer documents."""
     original_max_position_embeddings: int
     attention_factor: float | None = None
-    """Factor of cosines and sines; None follows from how far the positions were extended."""
+    """Factor of cosines and sines; None computes it from the extension of the positions (`angle_factor`)."""
 
     def angle_factor(self, positions: int) -> float:
-        """Return what cosines and sines are multiplied by in a model of `positions` positions."""
+        """Return the factor of cosines and sines in a model of `positions` positions."""
         if self.attention_factor is not None:
             return self.attention_factor
         ratio = positions / self.original_max_position_embeddings
@@ -79,12 +79,12 @@ def frequencies(theta: float, head_dim: int) -> list[float]:
 def divisors(scaling: RopeScaling, theta: float, head_dim: int) -> list[float]:
     """Return the factor by which each pair is slowed down, from 1 to `factor`, as stored in GGUF."""
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
-    found = []
+    result = []
     for frequency in frequencies(theta, head_dim):
         turns = scaling.original_max_position_embeddings * frequency / (2 * math.pi)
         keep = min(max((turns - low) / (high - low), 0.0), 1.0)
-        found.append(1 / (keep + (1 - keep) / scaling.factor))
-    return found
+        result.append(1 / (keep + (1 - keep) / scaling.factor))
+    return result
 
 
 def scaling_of_divisors(stored: Sequence[float], theta: float, head_dim: int) -> RopeScaling | None:
@@ -99,7 +99,7 @@ def scaling_of_divisors(stored: Sequence[float], theta: float, head_dim: int) ->
     factor = _rounded(max(stored))
     candidates = [
         RopeScaling(factor=factor, original_max_position_embeddings=PUBLISHED_LENGTH, **PUBLISHED),
-        *_fitted(stored, factor, frequencies(theta, head_dim)),
+        *_fit(stored, factor, frequencies(theta, head_dim)),
     ]
     for scaling in candidates:
         if same_divisors(stored, divisors(scaling, theta, head_dim)):
@@ -111,7 +111,7 @@ def same_divisors(stored: Sequence[float], expected: Sequence[float]) -> bool:
     return len(stored) == len(expected) and all(map(_near, stored, expected))
 
 
-def _fitted(stored: Sequence[float], factor: float, frequency: list[float]) -> list[RopeScaling]:
+def _fit(stored: Sequence[float], factor: float, frequency: list[float]) -> list[RopeScaling]:
     """Fit a scaling through the blended pairs, where keep is linear in turns."""
     if factor <= 1 or not all(math.isfinite(divisor) and divisor > 0 for divisor in stored):
         return []
@@ -137,10 +137,10 @@ def _fitted(stored: Sequence[float], factor: float, frequency: list[float]) -> l
     ]
 
 
-def _rounded(found: float) -> float:
+def _rounded(number: float) -> float:
     """Round to the intended number: authors write 8 or 2.5, and files store them in fp32."""
-    return round(found, 3)
+    return round(number, 3)
 
 
-def _near(found: float, expected: float) -> bool:
-    return math.isclose(found, expected, rel_tol=TOLERANCE)
+def _near(number: float, expected: float) -> bool:
+    return math.isclose(number, expected, rel_tol=TOLERANCE)

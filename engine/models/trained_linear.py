@@ -3,7 +3,7 @@
     dx    = sum_i dy_i W_i      summed in the matmuls, in fp32, and rounded after each
     dW_i  = dy_i^T x            in fp32, as the tensor cores sum it
 
-Under autocast torch rounds each dW to 16 bits, and a pass of its own makes it fp32 again; each dx is written, and
+Under autocast torch rounds each dW to 16 bits, and a separate pass converts it back to fp32; each dx is written, and
 another pass adds it. The forward pass is the same to the bit.
 """
 
@@ -16,37 +16,39 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from engine.models.decoder import product_dtype
+from engine.models.decoder import matmul_dtype
 
 # Shapes: M rows of all dimensions but the last, K columns, N rows of a weight
 
 
-class _Products(torch.autograd.Function):
+class _Matmuls(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, *weights_and_biases: Tensor | None) -> tuple[Tensor, ...]:
         pairs = list(zip(weights_and_biases[::2], weights_and_biases[1::2], strict=True))
         weights = [weight.to(x.dtype) for weight, _ in pairs if weight is not None]
         biases = [None if bias is None else bias.to(x.dtype) for _, bias in pairs]
         ctx.save_for_backward(x, *weights)
-        ctx.dtypes = [each if each is None else each.dtype for each in weights_and_biases]
+        ctx.dtypes = [None if tensor is None else tensor.dtype for tensor in weights_and_biases]
         return tuple(F.linear(x, *pair) for pair in zip(weights, biases, strict=True))
 
     @staticmethod
     def backward(ctx: Any, *dy: Tensor) -> Any:
         x, *weights = ctx.saved_tensors
         x_MK, dx_MK = x.reshape(-1, x.shape[-1]), None
-        found: list[Tensor | None] = []
-        for place, (weight_NK, dy_i) in enumerate(zip(weights, dy, strict=True)):
+        gradients: list[Tensor | None] = []
+        for index, (weight_NK, dy_i) in enumerate(zip(weights, dy, strict=True)):
             dy_MN = dy_i.reshape(-1, dy_i.shape[-1])
-            wanted, dtype = ctx.needs_input_grad[1 + 2 * place :], ctx.dtypes[2 * place]
+            needs_gradient, dtype = ctx.needs_input_grad[1 + 2 * index :], ctx.dtypes[2 * index]
             if ctx.needs_input_grad[0]:
                 dx_MK = dy_MN @ weight_NK if dx_MK is None else dx_MK.addmm_(dy_MN, weight_NK)
-            found.append(product(dy_MN.t(), x_MK, dtype) if wanted[0] else None)
-            found.append(dy_MN.sum(0, dtype=ctx.dtypes[2 * place + 1]) if wanted[1] else None)
-        return None if dx_MK is None else dx_MK.view(x.shape), *found
+            gradients.append(matmul(dy_MN.t(), x_MK, dtype) if needs_gradient[0] else None)
+            gradients.append(
+                dy_MN.sum(0, dtype=ctx.dtypes[2 * index + 1]) if needs_gradient[1] else None
+            )
+        return None if dx_MK is None else dx_MK.view(x.shape), *gradients
 
 
-def product(left_NM: Tensor, right_MK: Tensor, dtype: torch.dtype) -> Tensor:
+def matmul(left_NM: Tensor, right_MK: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the matmul in `dtype`, which may be wider than the operands' and is then what the tensor cores sum."""
     if left_NM.dtype == dtype or not left_NM.is_cuda:
         return (left_NM @ right_MK).to(dtype)
@@ -66,14 +68,14 @@ class TrainedLinear(nn.Linear):
             if not isinstance(layer, TrainedLinear):
                 return [self(x), *(other(x) for other in others)]
             tensors += [layer.weight, layer.bias]
-        x = x.to(product_dtype(x))
+        x = x.to(matmul_dtype(x))
         with torch.autocast(x.device.type, enabled=False):
-            found: tuple[Tensor, ...] = _Products.apply(x, *tensors)  # type: ignore[no-untyped-call]
-        return found
+            outputs: tuple[Tensor, ...] = _Matmuls.apply(x, *tensors)  # type: ignore[no-untyped-call]
+        return outputs
 
 
 def train_in_few_passes(layer: nn.Module) -> None:
-    """Train the dense layers inside of `layer` so; others, as those of adapters, stay as they are."""
+    """Make each `nn.Linear` inside `layer` a `TrainedLinear`; subclasses, such as adapters, stay as they are."""
     for module in layer.modules():
         if type(module) is nn.Linear:
             module.__class__ = TrainedLinear

@@ -5,7 +5,7 @@ far as they mean something for it, so that plans, logs and receipts speak of eve
 
     sizes           of transformers' own config class, which knows each family's spelling (`n_embd`, `d_model`)
     parameters      counted on the model, made without memory on the meta device
-    norms, RoPE     unknown: defaults, which nothing but the estimate of memory reads
+    norms, RoPE     unknown: defaults, which only the memory plan reads
 
 Code that a model brings in its own folder (`auto_map`) is not run unless model.remote_code allows it.
 """
@@ -48,20 +48,20 @@ class TransformersConfig(ModelConfig):
     raw: str
     """The content of its config.json."""
     folder: str
-    """Where its own code is, if it brings any and that is allowed; empty otherwise."""
+    """Folder of the model's own code, if it has any and running it is allowed; else empty."""
     title: str
-    """The class that computes it."""
+    """Name of the class of transformers that runs it."""
     parameters: int
     names: tuple[str, ...]
     """Names of its parameters in transformers; the names in its files may differ."""
     why: str
     """Reason why our own decoder does not run it."""
     scales_logits: bool = False
-    """Whether config.json or a bias of the head says that logits are not head(hidden). Whether they are is found out
-    on the loaded model; this is for the memory plan."""
+    """Whether, by config.json or a bias of the head, the logits are not head(hidden). For the memory plan alone: the
+    loaded model is measured."""
 
     def __post_init__(self) -> None:
-        """Accept what `read_transformers_config` has made."""
+        """Check nothing: `read_transformers_config` has checked the values."""
 
     @property
     def counted(self) -> int:
@@ -72,17 +72,17 @@ class TransformersConfig(ModelConfig):
         return False
 
     def misfit(self, shapes: Mapping[str, tuple[int, ...]]) -> str | None:
-        """Return why files with tensors of these names and shapes are not the model's; None where they may be.
+        """Return the reason why files with these tensors cannot be the model's; None if they may be.
 
         transformers renames, splits and joins tensors when it loads them, so this finds files of another model, and
         not each missing tensor.
         """
-        found = sum(math.prod(shape) for shape in shapes.values())
-        if found < self.parameters:
-            return f"{found:,} numbers, fewer than its {self.parameters:,}"
-        # With and without the prefix of the model inside, as files have them.
-        known = {name.partition(".")[2] for name in shapes} | set(shapes)
-        missing = [n for n in self.names if n not in known and n.partition(".")[2] not in known]
+        numbers = sum(math.prod(shape) for shape in shapes.values())
+        if numbers < self.parameters:
+            return f"{numbers:,} numbers, fewer than its {self.parameters:,}"
+        # Files have names with or without the prefix of the inner model.
+        present = {name.partition(".")[2] for name in shapes} | set(shapes)
+        missing = [n for n in self.names if n not in present and n.partition(".")[2] not in present]
         if 2 * len(missing) > len(self.names):
             return f"{len(missing)} of its {len(self.names)} tensors missing, first {missing[0]}"
         return None
@@ -92,8 +92,8 @@ class TransformersConfig(ModelConfig):
         return Family(name=self.family, title=self.title, hf_class=self.title, hf_flags={})
 
     def to_hf_dict(self) -> dict[str, object]:
-        found: dict[str, object] = parse_json(self.raw, self.title, "model configuration")
-        return found
+        content: dict[str, object] = parse_json(self.raw, self.title, "model configuration")
+        return content
 
 
 def read_transformers_config(
@@ -106,22 +106,22 @@ def read_transformers_config(
     """
     folder = where if where.is_dir() else where.parent
     config = _hf_config(raw, folder, how, where)
-    own = config.__class__.__module__.startswith("transformers_modules")
+    remote = config.__class__.__module__.startswith("transformers_modules")
     with quiet():
-        model = made_empty(config, remote=own, where=where, raw=raw)
+        model = made_empty(config, remote=remote, where=where, raw=raw)
     text = config.get_text_config(decoder=True)
 
     def size(*names: str, default: int = 0) -> int:
-        found = next((getattr(text, name, None) for name in names if getattr(text, name, None)), 0)
-        return found if isinstance(found, int) else default
+        value = next((getattr(text, name, None) for name in names if getattr(text, name, None)), 0)
+        return value if isinstance(value, int) else default
 
     heads = size("num_attention_heads", "n_heads", default=1) or 1
     width = model.get_input_embeddings().weight.shape[1]
     eos = getattr(text, "eos_token_id", None)
     head = model.get_output_embeddings()
     vocabulary = model.get_input_embeddings().weight.shape[0] if head is None else len(head.weight)
-    ids = [one for one in (eos if isinstance(eos, list) else [eos]) if isinstance(one, int)]
-    found = TransformersConfig(
+    ids = [token for token in (eos if isinstance(eos, list) else [eos]) if isinstance(token, int)]
+    described = TransformersConfig(
         family=str(raw.get("model_type")),
         vocab_size=vocabulary,
         hidden_size=size("hidden_size", "n_embd", "d_model") or width,
@@ -137,9 +137,9 @@ def read_transformers_config(
         rope_theta=10000.0,
         tie_word_embeddings=head is not None and head.weight is model.get_input_embeddings().weight,
         bos_token_id=_token(getattr(text, "bos_token_id", None), vocabulary),
-        eos_token_ids=tuple(one for one in ids if one < vocabulary),
+        eos_token_ids=tuple(token for token in ids if token < vocabulary),
         raw=json.dumps(raw),
-        folder=str(folder) if own else "",
+        folder=str(folder) if remote else "",
         title=model.__class__.__name__,
         parameters=sum(p.numel() for p in model.parameters()),
         names=tuple(name for name, _ in model.named_parameters()),
@@ -147,18 +147,18 @@ def read_transformers_config(
         scales_logits=getattr(head, "bias", None) is not None
         or any(getattr(text, key, None) not in (None, 1, 1.0) for key in LOGIT_KEYS),
     )
-    for key, most in SIZES.items():
-        if getattr(found, key) > most.most:
-            raise WeightsError.expected(key, where, str(most), f"{getattr(found, key):,}")
-    return found
+    for key, limit in SIZES.items():
+        if getattr(described, key) > limit.most:
+            raise WeightsError.expected(key, where, str(limit), f"{getattr(described, key):,}")
+    return described
 
 
-def _token(found: object, vocabulary: int) -> int | None:
-    return found if isinstance(found, int) and 0 <= found < vocabulary else None
+def _token(value: object, vocabulary: int) -> int | None:
+    return value if isinstance(value, int) and 0 <= value < vocabulary else None
 
 
 def hf_config(config: TransformersConfig) -> Any:
-    """Return transformers' own configuration object of a model, read again."""
+    """Return transformers' own configuration object of a model."""
     how = ModelSection(remote_code=bool(config.folder))
     return _hf_config(config.to_hf_dict(), Path(config.folder), how, config.folder)
 
@@ -219,8 +219,8 @@ def _sentence(error: Exception, raw: Mapping[str, object]) -> str:
         text = str(error.args[0])
         if " " in text:
             return text
-        # A table of transformers has no row for a value of config.json.
-        named = next(_holding(raw, error.args[0]), "a value")
+        # A lookup table of transformers has no entry for some value of config.json.
+        named = next(_keys_with_value(raw, error.args[0]), "a value")
         return f"{named} {text!r}, which transformers {version()} does not have"
     text = " ".join(str(error).split())
     if text.startswith("Unrecognized configuration class"):
@@ -231,13 +231,13 @@ def _sentence(error: Exception, raw: Mapping[str, object]) -> str:
     return f"{type(error).__name__}: {text}"
 
 
-def _holding(raw: Mapping[str, object], value: object, path: str = "") -> Iterator[str]:
+def _keys_with_value(raw: Mapping[str, object], value: object, path: str = "") -> Iterator[str]:
     """Yield the keys of a configuration with a value, those of a nested one after a dot."""
-    for key, found in raw.items():
-        if found == value:
+    for key, item in raw.items():
+        if item == value:
             yield f"{path}{key}"
-        elif isinstance(found, Mapping):
-            yield from _holding(found, value, f"{path}{key}.")
+        elif isinstance(item, Mapping):
+            yield from _keys_with_value(item, value, f"{path}{key}.")
 
 
 def _transformers(where: object, raw: Mapping[str, object]) -> Any:
@@ -254,7 +254,7 @@ def _transformers(where: object, raw: Mapping[str, object]) -> Any:
 
 
 def library() -> Any:
-    """Import transformers, seconds after start: only models that it runs need it."""
+    """Import transformers, which takes seconds; only models that it runs need it."""
     return importlib.import_module("transformers")
 
 
@@ -263,8 +263,8 @@ def version() -> str:
     return metadata.version("transformers")
 
 
-class _Kept(logging.Handler):
-    """Keeps the warnings of transformers, each text once in a run."""
+class _WarningCollector(logging.Handler):
+    """Collects the warnings of transformers, each text once in a run."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
@@ -281,36 +281,36 @@ class _Kept(logging.Handler):
             self.waiting.append(text)
 
 
-_kept = _Kept()
+_collector = _WarningCollector()
 
 
 def forget_warnings() -> None:
-    """Begin a run: what transformers warned of before belongs to no log, and may be warned of again."""
-    _kept.seen.clear()
-    _kept.waiting.clear()
+    """Forget all warnings at the start of a run: those of an earlier run are not logged, and may occur again."""
+    _collector.seen.clear()
+    _collector.waiting.clear()
 
 
 def library_warnings() -> list[str]:
-    """Return what transformers has warned of since the last call, each text once in a run."""
-    found, _kept.waiting = _kept.waiting, []
-    return found
+    """Return the warnings of transformers since the last call, each text once in a run."""
+    texts, _collector.waiting = _collector.waiting, []
+    return texts
 
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
     """Keep transformers' progress bars off the screen, and its warnings for `library_warnings`."""
-    theirs = library().utils.logging
+    library_logging = library().utils.logging
     logger = logging.getLogger("transformers")
     before = logger.level, logger.handlers, logger.propagate
-    bars = theirs.is_progress_bar_enabled()
-    logger.handlers, logger.propagate = [_kept], False
+    bars = library_logging.is_progress_bar_enabled()
+    logger.handlers, logger.propagate = [_collector], False
     logger.setLevel(logging.WARNING)
-    theirs.disable_progress_bar()
+    library_logging.disable_progress_bar()
 
     def keep(message: Warning | str, *_where: Any, **_named: Any) -> None:
-        _kept.keep(str(message))
+        _collector.keep(str(message))
 
-    # What it replaces is put back at its end.
+    # `catch_warnings` restores `showwarning` at its end.
     with warnings.catch_warnings():
         warnings.showwarning = keep
         try:
@@ -319,4 +319,4 @@ def quiet() -> Iterator[None]:
             level, logger.handlers, logger.propagate = before
             logger.setLevel(level)
             if bars:
-                theirs.enable_progress_bar()
+                library_logging.enable_progress_bar()

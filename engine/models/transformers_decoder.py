@@ -1,14 +1,14 @@
 """A decoder whose forward pass is that of `transformers`: any causal language model that it has a class for.
 
-It is a `Decoder` to everything that trains, teaches, judges and saves. What it takes from the model is found out on
-the model itself, on a few tokens when it is loaded, and never assumed:
+Training, teaching, evaluation and saving use it as a `Decoder`. Two properties of the model are measured on a few
+tokens when it is loaded, and never assumed:
 
     logits      Where the model's own logits are head(hidden), for hidden states of any size, the loss gets hidden
                 states and the head, as from our own decoder. Otherwise (a cap, a scale, a bias: Gemma 2, Cohere,
                 Granite, Phi-2) it gets the logits themselves, and its head is the identity.
     documents   Where a mask and positions keep the documents of a row apart, proved by changing one and comparing the
-                other bit for bit, rows are run as they are. Otherwise each document is run alone, padded at its end, so
-                that a causal model cannot see it.
+                other bit for bit, rows are run as they are. Otherwise each document is run alone, padded at its end,
+                where a causal model does not attend to the padding.
 
 Dropout is never applied: the model stays in evaluation mode, in which a step is a function of weights and rows.
 
@@ -39,8 +39,8 @@ from engine.limits import MODEL_CONFIG
 from engine.model_families import ROPE_BUFFER
 from engine.models.attention import starts_on_host
 from engine.models.config import CONFIG_FILE, ModelConfig
-from engine.models.decoder import Decoder, RunLayer, product_dtype, run_layer
-from engine.models.names import LISTED_PROBLEMS, head_of_its_own
+from engine.models.decoder import Decoder, RunLayer, matmul_dtype, run_layer
+from engine.models.names import LISTED_PROBLEMS, untied_head_error
 from engine.models.transformers_config import (
     TransformersConfig,
     hf_config,
@@ -53,17 +53,18 @@ from engine.models.transformers_config import (
 # Shapes: B rows, T tokens, D model width (V where the hidden states are logits), G documents of a group, L its longest
 
 HEAD_TOKENS = 24
+"""Number of tokens that the head is probed with."""
 LARGE_LOGIT = 1024.0
-"""Hidden states are also multiplied so that the largest logit is about this: there a cap of 30 shows."""
+"""Largest logit that the head is also probed at, about: hidden states are multiplied so that a cap of 30 shows."""
 TEXT_MODEL_NAMES = {
     r"^(model\.language_model|language_model\.model)\.": "model.",
     r"^language_model\.lm_head\.": "lm_head.",
 }
 """Names of a language model's tensors in a checkpoint of several models, and alone."""
 MOST_ROUNDING = 0.1
-"""Beyond this share rounding hides what a wrong position or mask would do."""
+"""Largest relative distance by rounding alone, 0 to 1; above it rounding hides the effect of a wrong mask."""
 EXACT = 1e-4
-"""Largest distance of logits, relative to the largest, that counts as the same product in fp32."""
+"""Largest distance of logits, relative to the largest logit, that counts as the same matmul in fp32."""
 
 
 class TransformersDecoder(Decoder):
@@ -81,7 +82,7 @@ class TransformersDecoder(Decoder):
         )
         self.weight_names = tuple(name for name, _ in self.named_parameters())
         """Names of parameters, also once they are frozen."""
-        self._farthest = math.inf
+        self._head_error = math.inf
         self.gives_logits = False
         """Whether `hidden` returns the model's own logits."""
         self.masks_documents = False
@@ -114,7 +115,7 @@ class TransformersDecoder(Decoder):
     @property
     def dtype(self) -> torch.dtype:
         tensors = (*self.parameters(), *self.buffers())
-        return next(one.dtype for one in tensors if one.is_floating_point())
+        return next(tensor.dtype for tensor in tensors if tensor.is_floating_point())
 
     @property
     def head_weight(self) -> Tensor | None:
@@ -134,61 +135,61 @@ class TransformersDecoder(Decoder):
         rows, length = tokens_BT.shape
         starts = None if documents_BT is None else starts_on_host(documents_BT)
         if documents_BT is None or starts == list(range(0, rows * length + 1, length)):
-            # Without a mask attention has kernels that need none.
+            # Without a mask, attention can use faster kernels.
             return self._run(tokens_BT)
         if self.masks_documents:
             return self._masked(tokens_BT, documents_BT)
         assert starts is not None
-        return self._one_by_one(tokens_BT, starts)
+        return self._run_each_document(tokens_BT, starts)
 
     def logits_of(self, hidden_BTD: Tensor) -> Tensor:
         weight = self.head_weight
         return hidden_BTD if weight is None else F.linear(hidden_BTD, weight)
 
-    def reach(self, name: str) -> None:
-        """Every tensor is in memory."""
+    def gather_for(self, name: str) -> None:
+        """Do nothing: every tensor is in memory."""
 
-    def _run(self, tokens_BT: Tensor, **given: Any) -> Tensor:
+    def _run(self, tokens_BT: Tensor, **inputs: Any) -> Tensor:
         if self.gives_logits:
             logits_BTV: Tensor = self.model(
-                input_ids=tokens_BT, use_cache=False, return_dict=True, **given
+                input_ids=tokens_BT, use_cache=False, return_dict=True, **inputs
             ).logits
             return logits_BTV
-        found_BTD: Tensor = self.model.base_model(
-            input_ids=tokens_BT, use_cache=False, return_dict=True, **given
+        hidden_BTD: Tensor = self.model.base_model(
+            input_ids=tokens_BT, use_cache=False, return_dict=True, **inputs
         ).last_hidden_state
-        return found_BTD
+        return hidden_BTD
 
     def _masked(self, tokens_BT: Tensor, documents_BT: Tensor) -> Tensor:
-        seen_BTT = (documents_BT[:, :, None] == documents_BT[:, None, :]).tril()
+        visible_BTT = (documents_BT[:, :, None] == documents_BT[:, None, :]).tril()
         weight: Tensor = self.embed.weight  # type: ignore[assignment]
-        # Added to scores, not a condition: a model without fused attention adds it whatever it is.
+        # A float mask, not a bool one: a model without fused attention adds it to the scores whatever its dtype.
         mask_BTT = torch.zeros(
-            seen_BTT.shape, dtype=product_dtype(weight), device=tokens_BT.device
-        ).masked_fill_(~seen_BTT, -math.inf)
-        given: dict[str, Tensor] = {"attention_mask": mask_BTT[:, None]}
+            visible_BTT.shape, dtype=matmul_dtype(weight), device=tokens_BT.device
+        ).masked_fill_(~visible_BTT, -math.inf)
+        inputs: dict[str, Tensor] = {"attention_mask": mask_BTT[:, None]}
         if self._takes_positions:
-            given["position_ids"] = seen_BTT.sum(-1) - 1
-        return self._run(tokens_BT, **given)
+            inputs["position_ids"] = visible_BTT.sum(-1) - 1
+        return self._run(tokens_BT, **inputs)
 
-    def _one_by_one(self, tokens_BT: Tensor, starts: Sequence[int]) -> Tensor:
+    def _run_each_document(self, tokens_BT: Tensor, starts: Sequence[int]) -> Tensor:
         """Run each document of each row alone. `starts` are the first token of each, and the end."""
         rows, length = tokens_BT.shape
         begins = starts[:-1]
         lengths = [end - begin for begin, end in pairwise(starts)]
         flat_N = tokens_BT.flatten()
-        found: list[Tensor | None] = [None] * len(begins)
+        hidden_of_document: list[Tensor | None] = [None] * len(begins)
         for group in _groups(lengths, rows * length):
             # Tokens after a document have no influence on it.
             longest = lengths[group[0]]
             tokens_GL = flat_N.new_zeros(len(group), longest)
-            for place, number in enumerate(group):
-                part_N = flat_N[begins[number] : begins[number] + lengths[number]]
-                tokens_GL[place, : lengths[number]] = part_N
+            for row, document in enumerate(group):
+                part_N = flat_N[begins[document] : begins[document] + lengths[document]]
+                tokens_GL[row, : lengths[document]] = part_N
             out_GLD = self._run(tokens_GL)
-            for place, number in enumerate(group):
-                found[number] = out_GLD[place, : lengths[number]]
-        whole_ND = torch.cat([part for part in found if part is not None])
+            for row, document in enumerate(group):
+                hidden_of_document[document] = out_GLD[row, : lengths[document]]
+        whole_ND = torch.cat([part for part in hidden_of_document if part is not None])
         return whole_ND.view(rows, length, -1)
 
     def run_like(self, other: Decoder) -> None:
@@ -204,54 +205,56 @@ class TransformersDecoder(Decoder):
                 layer.forward = partial(_checkpointed, layer.forward)
 
     @torch.no_grad()
-    def look(self, whose: str, length: int) -> tuple[Decision, Decision]:
-        """Find out whether the logits are head(hidden), and how documents are kept apart in rows of `length` tokens: a
-        window that a mask would replace shows only in rows that are longer."""
-        return self._about_head(whose), self._look_at_documents(whose, length)
+    def probe(self, whose: str, length: int) -> tuple[Decision, Decision]:
+        """Measure whether the logits are head(hidden), and whether a mask keeps documents apart in rows of `length`
+        tokens: a sliding window that our mask would replace shows only in rows longer than the window."""
+        return self._head_decision(whose), self._probe_documents(whose, length)
 
-    def _probe(self, length: int) -> Tensor:
+    def _probe_row(self, length: int) -> Tensor:
         """Return a row of different tokens over the whole vocabulary, (1, T)."""
         at_T = torch.arange(length, device=self.embed.weight.device)  # type: ignore[arg-type]
         return ((at_T * 7919 + 13) % self.config.vocab_size)[None]
 
     @torch.no_grad()
-    def look_at_head(self) -> TransformersDecoder:
-        """Find out whether the logits are head(hidden); `hidden` returns what the loss can use from then on."""
+    def probe_head(self) -> TransformersDecoder:
+        """Measure whether the logits are head(hidden), and set `gives_logits` accordingly."""
         self.gives_logits = False
-        tokens_BT = self._probe(min(HEAD_TOKENS, self.config.max_position_embeddings))
-        farthest = math.inf
+        tokens_BT = self._probe_row(min(HEAD_TOKENS, self.config.max_position_embeddings))
+        distance = math.inf
         if isinstance(self.head, nn.Linear):
-            plain = self._distance(tokens_BT, 1.0)
-            large = self._distance(tokens_BT, None)
-            farthest = max(plain, large)
+            at_factor_1 = self._head_distance(tokens_BT, 1.0)
+            at_large_logits = self._head_distance(tokens_BT, None)
+            distance = max(at_factor_1, at_large_logits)
         rounding = torch.finfo(self.dtype).eps
         allowed = max(EXACT, 2 * rounding)
-        # This form makes NaN differ.
-        self._farthest, self.gives_logits = farthest, not farthest <= allowed
+        # `not <=` instead of `>`: NaN counts as a difference.
+        self._head_error, self.gives_logits = distance, not distance <= allowed
         return self
 
-    def _about_head(self, whose: str) -> Decision:
-        farthest = self._farthest
-        far = f"{farthest:.1e} of the largest" if math.isfinite(farthest) else "beyond comparison"
-        lost = "all logits of a batch are in memory at once, in the model's own precision"
+    def _head_decision(self, whose: str) -> Decision:
+        distance = self._head_error
+        shown_distance = (
+            f"{distance:.1e} of the largest" if math.isfinite(distance) else "beyond comparison"
+        )
+        cost = "all logits of a batch are in memory at once, in the model's own precision"
         if self.gives_logits:
             return Decision(
                 knob=f"{whose}.logits",
                 choice="of the model",
-                reason=f"its logits are not head(hidden): {far}; {lost}",
+                reason=f"its logits are not head(hidden): {shown_distance}; {cost}",
                 rejected=(("head(hidden)", "would be another model: a cap, a scale or a bias"),),
             )
         return Decision(
             knob=f"{whose}.logits",
             choice="head(hidden)",
-            reason=f"the model's own logits are head(hidden): within {far}, also where logits are large",
-            rejected=(("of the model", lost),),
+            reason=f"the model's own logits are head(hidden): within {shown_distance}, also where logits are large",
+            rejected=(("of the model", cost),),
         )
 
-    def _distance(self, tokens_BT: Tensor, factor: float | None) -> float:
+    def _head_distance(self, tokens_BT: Tensor, factor: float | None) -> float:
         """Return how far the model's logits are from head(hidden), relative to the largest, with hidden states
         multiplied by `factor` before its head; None makes the logits large."""
-        given: list[Tensor] = []
+        head_inputs: list[Tensor] = []
         if factor is None:
             weight: Tensor = self.head.weight  # type: ignore[assignment]
             hidden_BTD = self._run(tokens_BT)
@@ -260,7 +263,7 @@ class TransformersDecoder(Decoder):
             factor = 2.0 ** round(math.log2(LARGE_LOGIT / largest)) if largest > 0 else 1.0
 
         def multiply(_head: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-            given.append(inputs[0])
+            head_inputs.append(inputs[0])
             return (inputs[0] * factor, *inputs[1:])
 
         handle = self.head.register_forward_pre_hook(multiply)
@@ -269,14 +272,14 @@ class TransformersDecoder(Decoder):
         finally:
             handle.remove()
         hidden_BTD = self._run(tokens_BT)
-        if len(given) != 1 or given[0].shape != hidden_BTD.shape:
+        if len(head_inputs) != 1 or head_inputs[0].shape != hidden_BTD.shape:
             return math.inf
-        wanted_BTV = F.linear(hidden_BTD * factor, self.head.weight).float()  # type: ignore[arg-type]
-        if logits_BTV.shape != wanted_BTV.shape:
+        expected_BTV = F.linear(hidden_BTD * factor, self.head.weight).float()  # type: ignore[arg-type]
+        if logits_BTV.shape != expected_BTV.shape:
             return math.inf
-        return float((logits_BTV.float() - wanted_BTV).abs().amax() / wanted_BTV.abs().amax())
+        return float((logits_BTV.float() - expected_BTV).abs().amax() / expected_BTV.abs().amax())
 
-    def _look_at_documents(self, whose: str, length: int) -> Decision:
+    def _probe_documents(self, whose: str, length: int) -> Decision:
         knob, alone = (
             f"{whose}.documents",
             "each document is run alone, padded to the longest of its group",
@@ -298,44 +301,44 @@ class TransformersDecoder(Decoder):
         )
 
     def _mixes_documents(self, length: int) -> str | None:
-        """Return how the documents of a row reach each other under a mask; None where they do not."""
-        tokens_BT = self._probe(max(length, 2))
+        """Return how one document of a row changes another under a mask; None where none does."""
+        tokens_BT = self._probe_row(max(length, 2))
         split = max(1, length // 3)
         documents_BT = torch.zeros_like(tokens_BT)
         documents_BT[:, split:] = 1
-        other_BT = tokens_BT.clone()
-        other_BT[:, :split] = (
-            other_BT[:, :split] + self.config.vocab_size // 2
+        changed_BT = tokens_BT.clone()
+        changed_BT[:, :split] = (
+            changed_BT[:, :split] + self.config.vocab_size // 2
         ) % self.config.vocab_size
         try:
-            found_BTD = self._masked(tokens_BT, documents_BT)
-            changed_BTD = self._masked(other_BT, documents_BT)
+            together_BTD = self._masked(tokens_BT, documents_BT)
+            changed_BTD = self._masked(changed_BT, documents_BT)
         except Exception as error:  # noqa: BLE001 - a model that takes no such mask is run in another way
             text = str(error).strip().splitlines()
             return f"a mask for documents is not taken ({type(error).__name__}: {(text or [''])[0]:.100})"
-        if torch.equal(found_BTD[:, :split], changed_BTD[:, :split]):
+        if torch.equal(together_BTD[:, :split], changed_BTD[:, :split]):
             return "a changed token changes nothing"
-        if not torch.equal(found_BTD[:, split:], changed_BTD[:, split:]):
+        if not torch.equal(together_BTD[:, split:], changed_BTD[:, split:]):
             return "a document sees the one before it"
         alone_BTD = self._run(tokens_BT[:, split:])
-        apart = _apart(found_BTD[:, split:], alone_BTD)
-        with moved(self.model, torch.finfo(self.dtype).eps):
-            by_rounding = _apart(self._run(tokens_BT[:, split:]), alone_BTD)
-        if not apart <= max(EXACT, 4 * by_rounding):
-            return f"a document after another is {apart:.1e} from what it is alone"
+        distance = _distance_of(together_BTD[:, split:], alone_BTD)
+        with perturbed(self.model, torch.finfo(self.dtype).eps):
+            by_rounding = _distance_of(self._run(tokens_BT[:, split:]), alone_BTD)
+        if not distance <= max(EXACT, 4 * by_rounding):
+            return f"a document after another is {distance:.1e} from what it is alone"
         if by_rounding > MOST_ROUNDING:
             return f"rounding moves a document by {by_rounding:.1e}, so that nothing can be decided"
         return None
 
 
-def _apart(found: Tensor, wanted: Tensor) -> float:
-    return float((found - wanted).float().norm() / wanted.float().norm())
+def _distance_of(values: Tensor, expected: Tensor) -> float:
+    return float((values - expected).float().norm() / expected.float().norm())
 
 
 def _groups(lengths: list[int], budget: int) -> Iterator[list[int]]:
     """Yield the numbers of documents that are run together, longest first; padded, they have at most `budget`
     tokens."""
-    order = sorted(range(len(lengths)), key=lambda number: (-lengths[number], number))
+    order = sorted(range(len(lengths)), key=lambda document: (-lengths[document], document))
     first = 0
     while first < len(order):
         count = max(1, budget // lengths[order[first]])
@@ -344,9 +347,9 @@ def _groups(lengths: list[int], budget: int) -> Iterator[list[int]]:
 
 
 @contextlib.contextmanager
-def moved(model: nn.Module, share: float) -> Iterator[None]:
-    """Move what each innermost module of `model` returns by `share` of itself, every other number up and down: what
-    becomes of that shows how far rounding alone may carry the answers."""
+def perturbed(model: nn.Module, share: float) -> Iterator[None]:
+    """Change the output of each innermost module of `model` by the relative amount `share`, alternately up and down:
+    the change of the model's output shows how much rounding alone may change it."""
 
     def move(_module: nn.Module, _inputs: object, output: object) -> Tensor | None:
         if not isinstance(output, Tensor) or not output.is_floating_point():
@@ -363,10 +366,10 @@ def moved(model: nn.Module, share: float) -> Iterator[None]:
             handle.remove()
 
 
-def _checkpointed(run: Any, *given: Any, **named: Any) -> Any:
+def _checkpointed(run: Any, *args: Any, **kwargs: Any) -> Any:
     if not torch.is_grad_enabled():
-        return run(*given, **named)
-    return checkpoint(run, *given, use_reentrant=False, preserve_rng_state=False, **named)
+        return run(*args, **kwargs)
+    return checkpoint(run, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
 
 
 def new_transformers_decoder(
@@ -378,7 +381,7 @@ def new_transformers_decoder(
         model = library().AutoModelForCausalLM.from_config(
             hf_config(config), dtype=torch.float32, trust_remote_code=bool(config.folder)
         )
-    return TransformersDecoder(config, model.to(dtype)).look_at_head()
+    return TransformersDecoder(config, model.to(dtype)).probe_head()
 
 
 def load_transformers_decoder(
@@ -390,12 +393,12 @@ def load_transformers_decoder(
     have a head of their own though the configuration ties it.
     """
     raw = read_json_object(folder / CONFIG_FILE, "model", MODEL_CONFIG)
-    # The language model of several, which its files name as a part of the whole.
-    alone = "text_config" in raw and "text_config" not in config.to_hf_dict()
-    renamed = {"key_mapping": TEXT_MODEL_NAMES} if alone else {}
+    # A language model out of a checkpoint of several models, whose tensors have the names of the whole.
+    text_model_alone = "text_config" in raw and "text_config" not in config.to_hf_dict()
+    renamed = {"key_mapping": TEXT_MODEL_NAMES} if text_model_alone else {}
     try:
         with quiet():
-            model, found = library().AutoModelForCausalLM.from_pretrained(
+            model, loading_info = library().AutoModelForCausalLM.from_pretrained(
                 folder,
                 config=hf_config(config),
                 **renamed,
@@ -412,15 +415,20 @@ def load_transformers_decoder(
             error,
             config.to_hf_dict(),
         ) from error
-    left_over = [name for name in found["unexpected_keys"] if not ROPE_BUFFER.fullmatch(name)]
-    if alone:
+    left_over = [
+        name for name in loading_info["unexpected_keys"] if not ROPE_BUFFER.fullmatch(name)
+    ]
+    if text_model_alone:
         own = model.state_dict()
-        first = {name.partition(".")[0] for name in own}
-        left_over = [name for name in left_over if name.partition(".")[0] in first]
+        prefixes = {name.partition(".")[0] for name in own}
+        left_over = [name for name in left_over if name.partition(".")[0] in prefixes]
     problems = [
-        *(f"missing {name}" for name in sorted(found["missing_keys"])),
+        *(f"missing {name}" for name in sorted(loading_info["missing_keys"])),
         *(f"unexpected {name}" for name in sorted(left_over)),
-        *(f"misshapen {one}" for one in sorted(map(str, found["mismatched_keys"]))),
+        *(
+            f"misshapen {mismatch}"
+            for mismatch in sorted(map(str, loading_info["mismatched_keys"]))
+        ),
     ]
     tensors = model.state_dict()
     problems += [
@@ -440,10 +448,10 @@ def load_transformers_decoder(
         )
     embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings()
     if config.tie_word_embeddings and head.weight is not embedding:
-        # transformers warns and lets the two apart, and what it saves of them says that they are tied.
-        name_of = {id(one): name for name, one in model.named_parameters()}
-        raise head_of_its_own(folder, name_of[id(head.weight)], name_of[id(embedding)])
-    return TransformersDecoder(config, model.to(device)).look_at_head()
+        # transformers only warns and keeps two matrices, but would save them as one that is tied.
+        name_of = {id(parameter): name for name, parameter in model.named_parameters()}
+        raise untied_head_error(folder, name_of[id(head.weight)], name_of[id(embedding)])
+    return TransformersDecoder(config, model.to(device)).probe_head()
 
 
 def save_transformers_decoder(
@@ -451,18 +459,18 @@ def save_transformers_decoder(
 ) -> Iterable[str]:
     """Write `config.json` and the weights as transformers saves them, in `dtype`, into the existing `folder`."""
     state: dict[str, Tensor] = {}
-    made: dict[tuple[int, torch.Size], Tensor] = {}
+    saved_by_storage: dict[tuple[int, torch.Size], Tensor] = {}
     for name, tensor in decoder.model.state_dict().items():
         # A tied matrix stays one tensor under two names, which transformers writes once.
-        place = tensor.data_ptr(), tensor.shape
-        if place not in made:
-            made[place] = tensor.detach().to(
+        storage = tensor.data_ptr(), tensor.shape
+        if storage not in saved_by_storage:
+            saved_by_storage[storage] = tensor.detach().to(
                 "cpu", dtype if tensor.is_floating_point() else tensor.dtype
             )
-        state[name] = made[place]
+        state[name] = saved_by_storage[storage]
     with quiet():
         decoder.model.save_pretrained(folder, state_dict=state)
-    # transformers names the type of the parameters in memory, not that of what it was given.
+    # transformers writes the dtype of the parameters in memory, not of the tensors it was given to save.
     path = folder / CONFIG_FILE
     config = read_json_object(path, "model", MODEL_CONFIG)
     key = "torch_dtype" if "torch_dtype" in config else "dtype"

@@ -24,5 +24,5 @@ def empty_copy(decoder: Decoder) -> Decoder:
 @torch.no_grad()
 def gather_weights(source: Decoder, target: Decoder) -> None:
     """Copy the weights of a sharded decoder to a whole one. A collective."""
-    for one, parameter in zip(target.parameters(), source.parameters(), strict=True):
-        one.copy_(whole(parameter))
+    for target_parameter, parameter in zip(target.parameters(), source.parameters(), strict=True):
+        target_parameter.copy_(whole(parameter))

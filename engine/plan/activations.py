@@ -59,7 +59,7 @@ class Forward:
     """Whether attention accepts fewer key/value heads than query heads without copying them."""
     packed: bool = False
     fused: bool = False
-    """Whether what is between matmuls runs in our kernels, with gradients."""
+    """Whether the operations between the matmuls run in our kernels, with gradients."""
     checkpointing: bool = False
     kept_layers: int = 0
     """With `checkpointing`: how many of the last layers keep all that they compute."""
@@ -71,10 +71,10 @@ class Forward:
     def kept(self) -> dict[str, int]:
         """Return the bytes that autograd keeps until the backward pass, by kind."""
         if not self.checkpointing:
-            return self._kept_whole()
+            return self._kept_without_checkpointing()
         c, r = self.config, self.residual_bytes
         inputs = (c.num_hidden_layers + 1) * self.tokens * r * c.hidden_size
-        whole = sum(self._kept_whole().values())
+        whole = sum(self._kept_without_checkpointing().values())
         return {
             "inputs of the layers": inputs + 4 * self.tokens,
             "all of the last layers": whole * self.kept_layers // c.num_hidden_layers,
@@ -88,10 +88,10 @@ class Forward:
         """
         if not self.checkpointing:
             return 0
-        whole = sum(self._kept_whole().values())
+        whole = sum(self._kept_without_checkpointing().values())
         return whole // self.config.num_hidden_layers
 
-    def _kept_whole(self) -> dict[str, int]:
+    def _kept_without_checkpointing(self) -> dict[str, int]:
         c, p, r = self.config, self.matmul_bytes, self.residual_bytes
         query, shared = query_width(c), shared_width(c)
         heads = c.num_attention_heads + c.num_key_value_heads
@@ -99,18 +99,18 @@ class Forward:
         if not self.fused_norms:
             norms += 4 * c.hidden_size
         keys = 2 * shared if self._shares else 2 * query
-        # Of norms whose input has the matmuls' dtype; with an offset they take it in fp32.
-        each = (4 if c.kind.norm_offset else p) if self.fused_norms else 8
+        # Bytes per number of a norm's input in the matmuls' dtype; norms with an offset read fp32.
+        norm_input = (4 if c.kind.norm_offset else p) if self.fused_norms else 8
         head_norms = 0
         if c.qk_norm:
             rows = 2 if c.kind.qk_norm_whole else heads
-            head_norms = each * (query + shared) + 4 * rows
+            head_norms = norm_input * (query + shared) + 4 * rows
         layers = c.num_hidden_layers * self.tokens
-        both = 2 * norms if c.kind.norms_in_front else 0
+        norm_inputs = 2 * norms if c.kind.norms_in_front else 0
         if c.kind.norms_behind:
-            both += 2 * (each * c.hidden_size + 4)
+            norm_inputs += 2 * (norm_input * c.hidden_size + 4)
         return {
-            "norm inputs": layers * both + self.tokens * norms,
+            "norm inputs": layers * norm_inputs + self.tokens * norms,
             "matmul inputs": layers * 2 * p * c.hidden_size,
             "q, k, v": layers * p * (query + keys),
             "attention output": layers * p * query + self._logsumexp(),
@@ -123,7 +123,7 @@ class Forward:
         }
 
     def _norm_factors(self) -> int:
-        """Return the bytes of the factors that norms make of their weights."""
+        """Return the bytes of the factors 1 + w that norms compute from their weights."""
         c = self.config
         if not c.kind.norm_offset:
             return 0
@@ -134,7 +134,7 @@ class Forward:
 
     @property
     def _kinds(self) -> int:
-        """Return how many kinds of layers there are, with a window or without; each has a mask and RoPE."""
+        """Return the number of kinds of layers, with a window or without; each kind has its own mask and RoPE."""
         c = self.config
         return len({c.has_window(layer) for layer in range(c.num_hidden_layers)})
 
@@ -154,8 +154,8 @@ class Forward:
         return self.matmul_bytes * numbers
 
     def mask(self) -> int:
-        one = self.matmul_bytes * self.rows * self.seq_len**2
-        return 0 if self.packed else self._kinds * one
+        kind_bytes = self.matmul_bytes * self.rows * self.seq_len**2
+        return 0 if self.packed else self._kinds * kind_bytes
 
     @property
     def _shares(self) -> bool:
@@ -163,7 +163,7 @@ class Forward:
 
     @property
     def _pads(self) -> bool:
-        """Whether attention runs in CUDA's memory-efficient kernel, which pads."""
+        """Return whether attention runs in CUDA's memory-efficient kernel, which pads the mask."""
         return self.fused_norms and not self._shares
 
     def _logsumexp(self) -> int:
@@ -175,8 +175,8 @@ class Forward:
         padded = _rounded_up(self.seq_len, 8)
         if not self._pads or padded == self.seq_len:
             return self.mask()
-        each = self.matmul_bytes * self.rows * self.seq_len * padded
-        return self.config.num_hidden_layers * each
+        layer_bytes = self.matmul_bytes * self.rows * self.seq_len * padded
+        return self.config.num_hidden_layers * layer_bytes
 
     def passing(self) -> int:
         """Return the largest number of bytes alive at once when nothing is kept for a backward pass.
@@ -191,13 +191,17 @@ class Forward:
         feed_forward = stream + 3 * p * c.intermediate_size
         attention = stream + p * (2 * query + 2 * shared + keys) + 4 * c.num_attention_heads
         if c.kind.norm_offset:
-            # In fp32 there are a norm's input and its output.
+            # A norm with an offset has its input and its output in fp32.
             attention = max(attention, stream + p * (query + 2 * shared) + 8 * query)
             feed_forward = max(feed_forward, stream + 8 * c.hidden_size)
         widest = self.tokens * max(feed_forward, attention)
         # Two boolean masks, a byte per entry, while the additive mask is made.
-        making = 0 if self.packed else 2 * self.rows * self.seq_len**2
-        return self.mask() + max(widest, making) + self.tokens * self._kinds * p * c.rotary_dim
+        mask_temporaries = 0 if self.packed else 2 * self.rows * self.seq_len**2
+        return (
+            self.mask()
+            + max(widest, mask_temporaries)
+            + self.tokens * self._kinds * p * c.rotary_dim
+        )
 
 
 def _rounded_up(count: int, multiple: int) -> int:

@@ -1,4 +1,4 @@
-"""Check a run's inputs for everything that can be seen without torch, before a run folder exists.
+"""Check everything of a run's inputs that can be checked without torch, before a run folder exists.
 
 This reads headers, configs and names but no tensors, so it takes well under a second for a 7B teacher. Only where
 student and teacher have one shape are their files compared, up to the first byte that differs.
@@ -42,7 +42,7 @@ from engine.teachers.vocabulary import check_vocabularies
 from engine.units import format_bytes
 
 NOW = datetime(2024, 7, 26)
-"""The date for chat templates that write one: the one that Llama 3's writes where it cannot know it."""
+"""Date for chat templates that write one: the default of Llama 3's template."""
 ADAM_COPIES = 3
 """Weights and AdamW's two moments, each in fp32: the contents of one checkpoint."""
 
@@ -63,13 +63,13 @@ class Inputs:
     student_blocks: PackedSize | None = None
     """Sizes of a student whose adapters are trained and whose matrices stay in quantised blocks; else None."""
     is_one_file: bool = False
-    """Whether the base of adapters is the teacher's own file; not where both are an adapter's folder."""
+    """Whether the base of adapters is the teacher's own file; false if that is an adapter's folder."""
     context: tuple[int, ...] = ()
     """Tokens of teacher.context."""
     models: tuple[str, ...] = ()
     """The models that are read from the hub's cache, with their commits; one line each."""
     template: ChatTemplate | None = None
-    """Template that renders the conversations of the corpus; None if its first MiB has none, or no model has one."""
+    """Template that renders the conversations of the corpus; None if its first MiB has no conversation."""
 
     def load_tokens(
         self,
@@ -79,8 +79,8 @@ class Inputs:
         corpus: Corpus | None = None,
         root: Path | None = None,
     ) -> Tokens:
-        """Return the corpus in the rows that are trained on, from the cache, `root` or the user's, where it has them.
-        `corpus` is that of `data`, if it is open already."""
+        """Return the corpus as the rows to train on, from the token cache if they are in it. `root` is the folder of
+        the cache, by default the user's; `corpus` is that of `data`, if it is already open."""
         recipe = Recipe(
             source=data.corpus,
             include_tests=data.include_tests,
@@ -108,16 +108,16 @@ class Inputs:
         )
 
     def tokenize(self, documents: Sequence[Document], data: DataSection) -> TokenStream:
-        """Return documents of the corpus as the models read them, one after the other."""
+        """Tokenize documents of the corpus into one stream, in order."""
         turns = _turns(data)
         return tokenize(documents, self.tokenizer, template=self.template, turns=turns)
 
     def pack(self, stream: TokenStream, data: DataSection) -> TokenStream:
-        """Return documents in rows, as `data.packing` says."""
+        """Pack documents into rows by the method `data.packing`."""
         return pack(stream, data.seq_len, data.packing, self.tokenizer.padding_id)
 
     def rows(self, documents: Sequence[Document], data: DataSection) -> TokenStream:
-        """Return documents of the corpus in the rows that are trained on."""
+        """Tokenize documents of the corpus and pack them into the rows to train on."""
         return self.pack(self.tokenize(documents, data), data)
 
 
@@ -147,8 +147,8 @@ def _model(path: str, how: ModelSection) -> tuple[ModelConfig, PackedSize]:
         return config, packed_size(config, weights)
 
 
-def _oddities(spec: RunSpec) -> Iterator[str]:
-    """Yield what is unusual about the files of the models, and not refused."""
+def _file_warnings(spec: RunSpec) -> Iterator[str]:
+    """Yield the warnings about the files of the models: what is unusual and not refused."""
     for whose, path in (("teacher", spec.teacher.path), ("student", spec.student.path)):
         if path:
             with open_weights(Path(path)) as weights:
@@ -160,16 +160,16 @@ def _tokenizers(spec: RunSpec) -> dict[str, Tokenizer | None]:
 
     A student with fresh weights has no entry: its token ids have no meaning yet.
     """
-    found: dict[str, Tokenizer | None] = {}
+    tokenizers: dict[str, Tokenizer | None] = {}
     if spec.data.tokenizer:
-        found["data.tokenizer"] = open_tokenizer(spec.data.tokenizer)
+        tokenizers["data.tokenizer"] = open_tokenizer(spec.data.tokenizer)
     for whose, path in (("teacher", spec.teacher.path), ("student", spec.student.path)):
         if path:
-            found[whose] = _brought(path)
-    return found
+            tokenizers[whose] = _own_tokenizer(path)
+    return tokenizers
 
 
-def _brought(path: str) -> Tokenizer | None:
+def _own_tokenizer(path: str) -> Tokenizer | None:
     """Return the tokenizer in a model's folder or file; None when it brings none."""
     if Path(path).is_dir() and (Path(path) / TOKENIZER_FILE).exists():
         return open_tokenizer(path)
@@ -179,15 +179,15 @@ def _brought(path: str) -> Tokenizer | None:
 
 
 def _template(spec: RunSpec, tokenizer: Tokenizer) -> tuple[ChatTemplate, tuple[str, ...]]:
-    """Return the chat template that writes the conversations, with what is unusual about it: that of data.tokenizer,
-    else the student's own, else the teacher's. Raises TokenizerError where there is none."""
+    """Return the chat template that renders the conversations, and notes for the user about it. It is that of
+    data.tokenizer, else the student's, else the teacher's. Raises TokenizerError without one."""
     named = spec.data.tokenizer
-    found = {"data.tokenizer": find_chat_template(named, now=NOW) if named else None}
+    templates = {"data.tokenizer": find_chat_template(named, now=NOW) if named else None}
     for whose, path in (("student", spec.student.path), ("teacher", spec.teacher.path)):
         if path:
             with open_weights(Path(path)) as weights:
-                found[whose] = template_of(weights, tokenizer, now=NOW)
-    chosen = next((template for template in found.values() if template is not None), None)
+                templates[whose] = template_of(weights, tokenizer, now=NOW)
+    chosen = next((template for template in templates.values() if template is not None), None)
     if chosen is None:
         looked_in = ", ".join(filter(None, (named, spec.student.path, spec.teacher.path)))
         raise TokenizerError(
@@ -200,7 +200,7 @@ def _template(spec: RunSpec, tokenizer: Tokenizer) -> tuple[ChatTemplate, tuple[
         notes.append(
             f"the chat template writes the date: always {NOW:%d %b %Y}, so that a resume sees the same tokens"
         )
-    teacher = found.get("teacher")
+    teacher = templates.get("teacher")
     if teacher is not None and teacher.texts != chosen.texts:
         notes.append(
             f"the teacher has another chat template; both models read conversations as {chosen.where} writes them"
@@ -227,8 +227,13 @@ def _check_not_teacher(spec: RunSpec, teacher: ModelConfig, student: ModelConfig
     allowed = spec.teacher.allow_identical or spec.teacher.context
     if teacher != student or not spec.has_teacher or allowed:
         return
-    theirs, ours = _tensor_files(spec.teacher.path), _tensor_files(spec.student.path)
-    if len(theirs) == len(ours) and all(map(_same_file, theirs, ours)):
+    teacher_files, student_files = (
+        _tensor_files(spec.teacher.path),
+        _tensor_files(spec.student.path),
+    )
+    if len(teacher_files) == len(student_files) and all(
+        map(_same_file, teacher_files, student_files)
+    ):
         raise BadInput.expected(
             "student.path",
             spec.student.path,
@@ -245,8 +250,8 @@ def _tensor_files(path: str) -> list[Path]:
         return sorted({info.file for info in weights.tensors.values()})
 
 
-def _same_file(one: Path, other: Path) -> bool:
-    return one.samefile(other) or filecmp.cmp(one, other, shallow=False)
+def _same_file(left: Path, right: Path) -> bool:
+    return left.samefile(right) or filecmp.cmp(left, right, shallow=False)
 
 
 def _check_widths(spec: RunSpec, teacher: ModelConfig, student: ModelConfig) -> None:
@@ -266,7 +271,7 @@ def _check_widths(spec: RunSpec, teacher: ModelConfig, student: ModelConfig) -> 
 
 
 def _check_native(spec: RunSpec, teacher: ModelConfig | None, student: ModelConfig) -> None:
-    """Refuse what only our own decoder can do, for a model that transformers runs."""
+    """Refuse settings that only our own decoder supports, for a model that transformers runs."""
     if spec.teacher.precision == "fp8" and teacher is not None and not teacher.native:
         raise BadInput.expected(
             "teacher.precision",
@@ -292,7 +297,7 @@ def check_inputs(spec: RunSpec, run: Path | None = None) -> Inputs:
     outputs belong to this teacher.
     """
     skipped_ids(spec.checks.skip)
-    models = tuple(f"{key}: {found.text}" for key, found in models_of_hub(spec).items())
+    models = tuple(f"{key}: {model.text}" for key, model in models_of_hub(spec).items())
     teacher, teacher_size = (
         _model(spec.teacher.path, spec.model) if spec.teacher.path else (None, None)
     )
@@ -312,18 +317,24 @@ def check_inputs(spec: RunSpec, run: Path | None = None) -> Inputs:
     tokenizer = _first(tokenizers, spec)
     if not spec.has_teacher:
         tokenizers.pop("teacher", None)
-    notes = (*_oddities(spec), *check_vocabularies(tokenizers, student.vocab_size))
+    notes = (*_file_warnings(spec), *check_vocabularies(tokenizers, student.vocab_size))
     if packed and teacher_size is not None and teacher_size.unpacked:
         types = " and ".join(teacher_size.unpacked)
         notes = (*notes, f"teacher.backend=quantized: matrices in {types} become floats")
     tokenizer.fits(student.vocab_size, f"student {spec.student.path or spec.student.config}")
     context = tuple(map(int, tokenizer.encode_whole(spec.teacher.context)))
-    for whose, config, before in (("student", student, 0), ("teacher", teacher, len(context))):
-        if config is not None and spec.data.seq_len + before > config.max_position_embeddings:
-            also = f" and {before} of teacher.context" if before else ""
+    for whose, config, context_tokens in (
+        ("student", student, 0),
+        ("teacher", teacher, len(context)),
+    ):
+        if (
+            config is not None
+            and spec.data.seq_len + context_tokens > config.max_position_embeddings
+        ):
+            and_context = f" and {context_tokens} of teacher.context" if context_tokens else ""
             raise BadInput(
                 f"data.seq_len: expected at most the {whose}'s {config.max_position_embeddings} "
-                f"positions, found {spec.data.seq_len}{also}"
+                f"positions, found {spec.data.seq_len}{and_context}"
             )
     template = None
     if check_corpus(spec.data.corpus, columns=column_names(spec.data.columns)):
@@ -337,7 +348,7 @@ def check_inputs(spec: RunSpec, run: Path | None = None) -> Inputs:
         teacher=teacher,
         teacher_size=teacher_size,
         student=student,
-        student_blocks=_blocks(spec, student_size),
+        student_blocks=_adapter_base_blocks(spec, student_size),
         is_one_file=_is_one_file(spec),
         tokenizer=tokenizer,
         tokenizers=tokenizers,
@@ -348,7 +359,7 @@ def check_inputs(spec: RunSpec, run: Path | None = None) -> Inputs:
     )
 
 
-def _blocks(spec: RunSpec, size: PackedSize | None) -> PackedSize | None:
+def _adapter_base_blocks(spec: RunSpec, size: PackedSize | None) -> PackedSize | None:
     """Return the sizes of a student in blocks, if its adapters are trained on them."""
     section = spec.student
     if section.adapter == "none" or section.adapter_base != "blocks" or size is None:
@@ -370,22 +381,22 @@ def check_room(spec: RunSpec, student: ModelConfig, run: Path) -> None:
     Existing checkpoints are taken into account. The saved student is smaller than the extra space that
     the last checkpoint needs while it is written.
     """
-    there = list(published(RunFolder(run).checkpoints))
-    writes = checkpoints_of_session(spec, step_of(there[0]) if there else 0)
+    existing = list(published(RunFolder(run).checkpoints))
+    writes = checkpoints_of_session(spec, step_of(existing[0]) if existing else 0)
     if not writes:
         return
     # On disk at the same time: the newest ones, the best, and the one being written.
-    kept = min(spec.checkpoint.keep_last + 1, len(there) + writes - 1)
-    more = max(0, kept - len(there))
-    each = trained_parameters(student, spec.student) * 4 * ADAM_COPIES
-    needed = round(each * (more + FREE_SPACE_FACTOR))
+    kept = min(spec.checkpoint.keep_last + 1, len(existing) + writes - 1)
+    extra = max(0, kept - len(existing))
+    checkpoint_bytes = trained_parameters(student, spec.student) * 4 * ADAM_COPIES
+    needed = round(checkpoint_bytes * (extra + FREE_SPACE_FACTOR))
     folder = next(path for path in (run, *run.resolve().parents) if path.exists())
     free = shutil.disk_usage(folder).free
     if free < needed:
-        some = "a checkpoint" if more == 0 else f"{more + 1} checkpoints"
+        checkpoints = "a checkpoint" if extra == 0 else f"{extra + 1} checkpoints"
         raise DiskFull(
-            f"run folder: {run} — expected {format_bytes(needed)} free for {some} of "
-            f"{format_bytes(each)}, found {format_bytes(free)}",
+            f"run folder: {run} — expected {format_bytes(needed)} free for {checkpoints} of "
+            f"{format_bytes(checkpoint_bytes)}, found {format_bytes(free)}",
             hint="free space there, choose another --out, or lower checkpoint.keep_last",
         )
 

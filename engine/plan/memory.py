@@ -85,7 +85,7 @@ from engine.teachers.store.keys import HIDDEN, Identity
 from engine.units import format_bytes, format_count
 
 CARD_GIB = 24
-"""Memory of the GPU that most people have, for which the longest row is named where adapters are trained."""
+"""Memory of a common GPU, in GiB; for adapters the plan names the longest row that fits in it."""
 ON_CARD = f"memory: a GPU with {CARD_GIB} GiB holds"
 ITEM_BYTES = {"fp32": 4, "tf32": 4, "bf16": 2, "fp8": 2}
 """Bytes of a number, by precision. tf32 is fp32 in memory, and fp8 is bf16 except for the weights of the
@@ -93,10 +93,10 @@ layers.
 """
 
 EVAL_ROWS_AT_ONCE = 16
-"""Held-out rows of one forward pass."""
+"""Number of held-out rows of one forward pass."""
 
 EVAL_CHUNK_ROWS = 2048
-"""Held-out tokens whose logits exist at once."""
+"""Number of held-out tokens whose logits are in memory at once."""
 WRITTEN_AT_ONCE = 1024
 """Maximum number of rows that are generated in one batch."""
 CUBLAS_WORKSPACE_BYTES = 32 * 2**20
@@ -183,14 +183,14 @@ class MemoryBudget:
     def lines(self) -> list[str]:
         """Return the table as text for people."""
         peak = self.peak_phase
-        there = (
+        available = (
             f"available: {self.available}"
             if self.available.value is None
             else f"of {format_bytes(self.available.number)} available"
         )
         out = [
             f"memory on {self.device}: {format_bytes(self.total_bytes)} at its peak ({peak}), "
-            f"{there} ({self.available.source})",
+            f"{available} ({self.available.source})",
             "",
         ]
         width = max(len(item.name) for item in self.items)
@@ -245,7 +245,7 @@ class MemoryPlan:
     copying them (`engine.models.decoder`: compute capability 9).
     """
     kept_layers: int = 0
-    """With student.checkpointing: how many of the student's last layers keep their activations all the same."""
+    """With student.checkpointing: how many of the student's last layers keep their activations nevertheless."""
     student_blocks: PackedSize | None = None
     """Sizes of a student with adapters whose frozen matrices stay in blocks."""
     is_one_file: bool = False
@@ -262,7 +262,7 @@ class MemoryPlan:
 
     @property
     def shares_weights(self) -> bool:
-        """Whether the frozen base of adapters is the teacher itself, held once: both hold their one file alike."""
+        """Whether the teacher's weights are also the frozen base of adapters: one file, held in one form."""
         teacher, student = self.spec.teacher, self.spec.student
         in_blocks = self.student_blocks is not None
         return (
@@ -283,7 +283,7 @@ class MemoryPlan:
                 return 0
             return self.itemsize * _tables(self.student) + size.scratch_bytes(self.itemsize)
         if self.spec.student.adapter_base == "fp8":
-            # The backward pass has the values of one matrix at a time.
+            # The backward pass dequantises one matrix at a time.
             width = max(self.student.intermediate_size, query_width(self.student))
             values = self.itemsize * width * self.student.hidden_size
             return _fp8_bytes(self.student, self.itemsize) + values
@@ -541,7 +541,7 @@ def _stored_items(plan: MemoryPlan, config: ModelConfig, stored: Identity) -> It
             f"{format_count(head)} x {plan.teacher_itemsize} bytes; in blocks, less",
             lasting=True,
         )
-    # On a GPU the next batch's outputs arrive meanwhile, in memory that nothing else uses.
+    # On a GPU the next batch's outputs are copied during the step, into memory that nothing else uses.
     yield BudgetItem(
         "teacher outputs",
         round(stored.token_bytes * plan.tokens) * (2 if plan.on_gpu else 1),
@@ -559,19 +559,19 @@ def _student_items(plan: MemoryPlan) -> Iterator[BudgetItem]:
     count, tokens = format_count(parameters), plan.tokens
     shared = plan.ranks > 1 and not plan.adapted
     share = plan.share if shared else int
-    of_all = f", shared by {plan.ranks} GPUs" if shared else ""
+    shared_by = f", shared by {plan.ranks} GPUs" if shared else ""
     yield BudgetItem(
         "student weights",
         share(base + 4 * parameters),
         f"{format_bytes(base)} frozen, and adapters, {count} x 4 bytes"
         if base
-        else f"{count} x 4 bytes{of_all}",
+        else f"{count} x 4 bytes{shared_by}",
         lasting=True,
     )
     yield BudgetItem(
         "AdamW moments",
         share(8 * parameters),
-        f"{count} x 2 x 4 bytes{of_all}, from the first step on",
+        f"{count} x 2 x 4 bytes{shared_by}, from the first step on",
         phases=MEMORY_PHASES if evaluates_late(plan.spec) else MEMORY_PHASES[1:],
         lasting=True,
     )
@@ -579,9 +579,9 @@ def _student_items(plan: MemoryPlan) -> Iterator[BudgetItem]:
     yield BudgetItem(
         "gradients",
         share(4 * parameters),
-        f"{count} x 4 bytes{of_all}, "
+        f"{count} x 4 bytes{shared_by}, "
         + ("kept between passes" if accumulated else "from the backward pass on"),
-        # Where the untrained student is evaluated late, it takes the place of the gradients.
+        # An untrained student that is evaluated after the first step uses the memory of the gradients.
         phases=(*_STEP, _LAST, _EVALUATION, _AUDIT)
         if accumulated
         else (_LAST, _EVALUATION, _AUDIT),
@@ -632,12 +632,12 @@ def _loss_items(plan: MemoryPlan) -> Iterator[BudgetItem]:
     )
     # For the matmuls: the eager form's narrow copy of dz, and the fused form's own buffer.
     narrow = plan.itemsize if plan.fused_loss or (plan.on_gpu and plan.itemsize == 2) else 0
-    held = min(FUSED_HELD * chunk, tokens) if plan.fused_loss else chunk
+    kept_rows = min(FUSED_HELD * chunk, tokens) if plan.fused_loss else chunk
     yield BudgetItem(
         "loss workspace",
-        student.vocab_size * (4 * buffers * chunk + narrow * held),
+        student.vocab_size * (4 * buffers * chunk + narrow * kept_rows),
         f"{buffers} x {format_count(chunk)} rows x {student.vocab_size} x 4 bytes"
-        + (f", and {format_count(held)} rows x {narrow} bytes" if narrow else ""),
+        + (f", and {format_count(kept_rows)} rows x {narrow} bytes" if narrow else ""),
         phases=(_LOSS,),
     )
     yield BudgetItem(
@@ -673,12 +673,12 @@ def _loss_items(plan: MemoryPlan) -> Iterator[BudgetItem]:
     )
     # If tied: the head's gradient and the lookup's, in addition to their sum, which is the gradient or is added
     # to it.
-    again = 2 * student.tie_word_embeddings + (plan.spec.train.accumulation > 1)
+    copies = 2 * student.tie_word_embeddings + (plan.spec.train.accumulation > 1)
     kept = sum(forward.kept().values())
     first = inside + (4 + plan.itemsize) * tokens * width + kept // student.num_hidden_layers
     yield BudgetItem(
         "end of backward",
-        max(4 * trained * again + 4 * tokens * width, first),
+        max(4 * trained * copies + 4 * tokens * width, first),
         "the larger of the embedding's gradients not yet summed and the first layer's",
         phases=(_LAST,),
     )
@@ -784,22 +784,22 @@ def _audit_items(plan: MemoryPlan) -> Iterator[BudgetItem]:
         return
     student, teacher = plan.student, plan.teacher_in_loss
     tokens = plan.tokens * plan.spec.train.accumulation
-    models = [one for one in (student, teacher) if one is not None]
-    layer = 4 * max(sum(linear_sizes(one).values()) for one in models)
+    models = [model for model in (student, teacher) if model is not None]
+    layer = 4 * max(sum(linear_sizes(model).values()) for model in models)
 
     at_once = max(
         layer_bytes(
-            intermediate=one.intermediate_size,
-            width=one.hidden_size,
-            heads=one.num_attention_heads,
+            intermediate=model.intermediate_size,
+            width=model.hidden_size,
+            heads=model.num_attention_heads,
             tokens=plan.tokens,
             row=plan.spec.data.seq_len,
-            backward=one is student,
+            backward=model is student,
         )
-        for one in models
+        for model in models
     )
     hidden = (
-        sum(plan.itemsize * tokens * one.hidden_size for one in models)
+        sum(plan.itemsize * tokens * model.hidden_size for model in models)
         + 8 * tokens * student.hidden_size
     )
     if 8 * count_parameters(student) * tokens <= REFERENCE_FLOPS["cuda"]:
@@ -835,22 +835,22 @@ def _transformers_items(plan: MemoryPlan) -> Iterator[BudgetItem]:
                 f"{format_count(tokens)} tokens x {vocabulary}, as the model gives them, and their gradients",
                 phases=(_LOSS, _BACKWARD),
             )
-    taught = plan.teacher_in_loss if plan.stored is None else None
-    if isinstance(taught, TransformersConfig) and taught.scales_logits:
+    teacher = plan.teacher_in_loss if plan.stored is None else None
+    if isinstance(teacher, TransformersConfig) and teacher.scales_logits:
         yield BudgetItem(
             "logits of the teacher",
-            3 * tokens * taught.vocab_size * plan.teacher_itemsize,
-            f"{format_count(tokens)} tokens x {taught.vocab_size}, as the model gives them",
+            3 * tokens * teacher.vocab_size * plan.teacher_itemsize,
+            f"{format_count(tokens)} tokens x {teacher.vocab_size}, as the model gives them",
             phases=(_TEACHER, _LOSS),
         )
     if plan.spec.checks.enabled and plan.on_gpu:
-        yield from _same_module_items(plan, taught)
+        yield from _same_module_items(plan, teacher)
 
 
-def _same_module_items(plan: MemoryPlan, taught: ModelConfig | None) -> Iterator[BudgetItem]:
-    """Yield what the audit of a step needs to run such a module again in fp32 (`engine.train.same_module`)."""
+def _same_module_items(plan: MemoryPlan, teacher: ModelConfig | None) -> Iterator[BudgetItem]:
+    """Yield what the audit of a step needs to rerun a module of transformers in fp32 (`engine.train.same_module`)."""
     student, tokens = plan.student, plan.tokens
-    need = 0
+    needed = 0
     if isinstance(student, TransformersConfig):
         at_once = max(1, group_tokens(student.intermediate_size) // plan.spec.data.seq_len)
         forward = replace(
@@ -858,17 +858,17 @@ def _same_module_items(plan: MemoryPlan, taught: ModelConfig | None) -> Iterator
             checkpointing=plan.checkpointing,
             kept_layers=plan.kept_layers,
         )
-        need = 8 * count_parameters(student) + sum(forward.kept().values()) + forward.recomputed()
+        needed = 8 * count_parameters(student) + sum(forward.kept().values()) + forward.recomputed()
         if student.scales_logits:
-            need += tokens * student.vocab_size * (32 + 3 * plan.itemsize)
+            needed += tokens * student.vocab_size * (32 + 3 * plan.itemsize)
     if (
-        isinstance(taught, TransformersConfig)
-        and count_parameters(taught) <= FP32_TEACHER_PARAMETERS
+        isinstance(teacher, TransformersConfig)
+        and count_parameters(teacher) <= FP32_TEACHER_PARAMETERS
     ):
-        need = max(need, 4 * count_parameters(taught))
+        needed = max(needed, 4 * count_parameters(teacher))
     yield BudgetItem(
         "audit of a module of transformers",
-        need,
+        needed,
         "its weights and their gradients in fp32, a forward pass kept, logits in float64",
         phases=(_AUDIT,),
     )
@@ -883,8 +883,8 @@ def _workspace(plan: MemoryPlan, forward: Forward) -> int:
     # Hidden states of every token, and of the labelled ones; a CPU has the latter in fp32.
     itemsize = forward.residual_bytes
     hidden = forward.tokens * config.hidden_size * (2 * itemsize if plan.on_gpu else itemsize + 4)
-    left = hidden + logits if plan.spec.eval.rows > EVAL_ROWS_AT_ONCE else 0
-    return max(forward.passing() + left, hidden + 2 * logits)
+    previous = hidden + logits if plan.spec.eval.rows > EVAL_ROWS_AT_ONCE else 0
+    return max(forward.passing() + previous, hidden + 2 * logits)
 
 
 def _rank_items(plan: MemoryPlan) -> Iterator[BudgetItem]:
@@ -945,7 +945,7 @@ def _gathered(plan: MemoryPlan, layers: int, layer: int) -> int:
 def _shared_teacher(
     plan: MemoryPlan, config: ModelConfig, weights: BudgetItem
 ) -> Iterator[BudgetItem]:
-    """Yield the teacher's weights as one rank holds them, and the layers that it gathers."""
+    """Yield the teacher's weights on one rank, and the layers that the rank gathers."""
     if plan.ranks == 1 or not plan.teacher_shard:
         yield weights
         return
@@ -979,14 +979,14 @@ def _before_the_first_step(
     plan: MemoryPlan, parameters: int, outside: int, layer: int
 ) -> Iterator[BudgetItem]:
     """Yield what the full student needs before the first step beyond what its shards need later."""
-    parts = plan.share(12 * parameters) + 4 * outside
+    later_bytes = plan.share(12 * parameters) + 4 * outside
     inside = _gathered(plan, parameters - outside, layer)
-    more = {
-        _LOSS: 4 * parameters - parts - inside,
-        _BACKWARD: 4 * parameters - parts - inside - 8 * layer,
-        _LAST: 8 * parameters - parts - plan.share(4 * parameters) - 4 * outside,
+    extra_bytes = {
+        _LOSS: 4 * parameters - later_bytes - inside,
+        _BACKWARD: 4 * parameters - later_bytes - inside - 8 * layer,
+        _LAST: 8 * parameters - later_bytes - plan.share(4 * parameters) - 4 * outside,
     }
-    for phase, size in more.items():
+    for phase, size in extra_bytes.items():
         if size > 0:
             yield BudgetItem(
                 f"whole student, {phase}",
@@ -1021,22 +1021,22 @@ def _savings(plan: MemoryPlan, available: float) -> tuple[Saving, ...]:
     singles.sort(key=lambda single: (not single.fits, -single.saved_bytes))
     if len(singles) < 2 or singles[0].fits:
         return tuple(singles)
-    together: _Settings = ()
+    combined: _Settings = ()
     needed = total
     for ladder in _ladders(plan):
         if needed <= available or not ladder:
             continue
-        settings, less = _mildest(plan.with_sets(together), ladder, available)
-        if less < needed:
-            together, needed = (*together, *settings), less
-    return (*singles, saving(together, needed))
+        settings, combined_needed = _mildest(plan.with_sets(combined), ladder, available)
+        if combined_needed < needed:
+            combined, needed = (*combined, *settings), combined_needed
+    return (*singles, saving(combined, needed))
 
 
 def _mildest(plan: MemoryPlan, ladder: list[_Settings], available: float) -> tuple[_Settings, int]:
     """Return the first setting that fits and what it needs; if none fits, the one that needs the least."""
     steps = [(settings, plan.with_sets(settings).total_bytes) for settings in ladder]
-    least = min(steps, key=lambda step: step[1])
-    return next((step for step in steps if step[1] <= available), least)
+    smallest = min(steps, key=lambda step: step[1])
+    return next((step for step in steps if step[1] <= available), smallest)
 
 
 def _ladders(plan: MemoryPlan) -> Iterator[list[_Settings]]:

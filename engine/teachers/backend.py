@@ -106,10 +106,10 @@ def choose_backend(
         choice = "quantized"
     weights = f"{format_count(count_parameters(config))} weights"
     if choice == "quantized":
-        reason, other = f"{weights}: {packed}", "dequantized"
+        reason, rejected = f"{weights}: {packed}", "dequantized"
         why_not = dense if not fits else f"{dense}, and is faster"
     else:
-        reason, other = f"{weights}: {dense}", "quantized"
+        reason, rejected = f"{weights}: {dense}", "quantized"
         why_not = packed if not quantised_blocks else f"{packed}, and is slower"
         if not fits and not quantised_blocks:
             reason += f"; {packed}, so that there is no smaller way"
@@ -119,7 +119,7 @@ def choose_backend(
         knob="teacher.backend",
         choice=choice,
         reason=reason,
-        rejected=((other, why_not), ("none", "a teacher is given")),
+        rejected=((rejected, why_not), ("none", "a teacher is given")),
         impossible=() if quantised_blocks else ("quantized",),
         overridden=wanted != "auto",
     )
@@ -131,17 +131,17 @@ def choose_teacher_precision(wanted: str, *, device: str, capability: Capability
     Raises BadInput when the device has no such matmuls.
     """
     knob = "teacher.precision"
-    least = {"tf32": TF32_CAPABILITY, "fp8": FP8_CAPABILITY}.get(wanted)
-    if least is None:
+    min_capability = {"tf32": TF32_CAPABILITY, "fp8": FP8_CAPABILITY}.get(wanted)
+    if min_capability is None:
         return choose_precision(knob, wanted, device)
-    if device != "cuda" or capability is None or capability < least:
+    if device != "cuda" or capability is None or capability < min_capability:
         found = (
             "a CPU" if capability is None else f"compute capability {format_capability(capability)}"
         )
         raise BadInput.expected(
             knob,
             wanted,
-            f"a GPU of compute capability {format_capability(least)} or later",
+            f"a GPU of compute capability {format_capability(min_capability)} or later",
             found,
             hint="teacher.precision=fp32 is exact and runs anywhere",
         )
@@ -149,11 +149,11 @@ def choose_teacher_precision(wanted: str, *, device: str, capability: Capability
         "tf32": (("fp32", "exact matmuls, slower"), ("bf16", "half of the memory, rounded more")),
         "fp8": (("bf16", "rounded less, 1.6 times the time and twice the memory of the layers"),),
     }
-    measured = "what it costs is measured on held-out rows (check teacher_fp8_within_noise_floor)"
+    fp8_reason = "what it costs is measured on held-out rows (check teacher_fp8_within_noise_floor)"
     return Decision(
         knob=knob,
         choice=wanted,
-        reason=measured if wanted == "fp8" else SET_BY_USER,
+        reason=fp8_reason if wanted == "fp8" else SET_BY_USER,
         rejected=rejected[wanted],
         overridden=True,
     )

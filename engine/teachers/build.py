@@ -1,6 +1,4 @@
-"""Builds a teacher: the decoder in a file, a backend around it, and a cut of its vocabulary to the
-student's around that.
-"""
+"""Build a teacher: a decoder from a file, in a backend, with its vocabulary cut to the student's."""
 
 from __future__ import annotations
 
@@ -71,7 +69,7 @@ def build_teacher(
     """
     dtype = DTYPES[precision]
     frozen: FrozenDecoder
-    loaded = None if shards is None else partial(_share, shards, kernels)
+    loaded = None if shards is None else partial(_keep_shard, shards, kernels)
     if precision == "fp8":
         if probe is None:
             raise InternalError("fp8 teacher: expected rows to measure it on, found none")
@@ -95,7 +93,7 @@ def build_teacher(
     return BuiltTeacher(teacher, frozen.decoder)
 
 
-def _share(shards: ShardedLayers, kernels: str, decoder: Decoder, layer: nn.Module) -> None:
+def _keep_shard(shards: ShardedLayers, kernels: str, decoder: Decoder, layer: nn.Module) -> None:
     if kernels == "fused" and has_kernels(decoder.norm.weight.device):
         join_layer(layer)
     shards.take(layer)

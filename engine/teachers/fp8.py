@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from engine.data.batches import Batch
 from engine.errors import InternalError
-from engine.models.decoder import AttentionInputs, Decoder, product_dtype
+from engine.models.decoder import AttentionInputs, Decoder, matmul_dtype
 from engine.models.fp8 import Fp8Linear, round_head, round_norms
 from engine.models.head import Head, mean_kl
 from engine.models.packed import head_of
@@ -40,6 +40,7 @@ from engine.teachers.protocol import Teacher
 NOISE_FLOOR_KL = NOISE_FLOORS["q4_k_m"].kl
 """KL of 4-bit weights, which fp8 rounding must not exceed, in nats."""
 PROBE_ROWS = 4
+"""Number of held-out rows that the rounding error is measured on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +50,7 @@ class Rounding:
     kl: float
     """Mean KL(exact || rounded) at temperature 1, in nats; NaN without labelled tokens."""
     agreement: float
-    """Fraction of tokens on which both have the same top-1 token."""
+    """Fraction of tokens for which both teachers have the same top-1 token."""
     relative_rms: float
     """Relative RMS difference of the last hidden states."""
     tokens: int
@@ -95,7 +96,7 @@ class RoundingProbe:
         if layer is decoder.layers[0]:
             x_BTE = decoder.scaled(decoder.embed(self.tokens_BT))
             self._inputs = decoder.masked_inputs(
-                self.tokens_BT, self.documents_BT, product_dtype(x_BTE)
+                self.tokens_BT, self.documents_BT, matmul_dtype(x_BTE)
             )
             self._exact_BTE = self._rounded_BTE = x_BTE
         self._exact_BTE = layer(self._exact_BTE, self._inputs[0])

@@ -47,14 +47,14 @@ class TeacherInContext:
             len(self.context),
             pass_tokens(rows, length, len(self.context)),
         ):
-            known_1M = torch.from_numpy(documents_1M).to(device)
-            remember(known_1M, documents_1M)
-            places_M = torch.from_numpy(pass_M).to(device)
-            hidden_ME = self.inner.hidden(source_N[places_M][None], known_1M)[0]
+            pass_documents_1M = torch.from_numpy(documents_1M).to(device)
+            remember(pass_documents_1M, documents_1M)
+            source_M = torch.from_numpy(pass_M).to(device)
+            hidden_ME = self.inner.hidden(source_N[source_M][None], pass_documents_1M)[0]
             if out_NE is None:
                 out_NE = hidden_ME.new_empty(rows * length, hidden_ME.shape[1])
             kept = torch.from_numpy(kept_K).to(device)
-            out_NE[places_M[kept]] = hidden_ME[kept]
+            out_NE[source_M[kept]] = hidden_ME[kept]
         assert out_NE is not None, "a batch has tokens"
         return out_NE.view(rows, length, -1)
 

@@ -92,7 +92,7 @@ def _equal(one: Tensor | PackedMatrix, other: Tensor | PackedMatrix) -> bool:
 
 def _reached(decoder: Decoder, name: str) -> Tensor | PackedMatrix:
     """Return the tensor `name` (our naming), dense or in blocks. The head of a tied decoder is its embedding."""
-    decoder.reach(name)
+    decoder.gather_for(name)
     return stored_tensor(decoder, name)
 
 

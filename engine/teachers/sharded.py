@@ -144,7 +144,7 @@ class ShardedLayers:
                 setattr(place.module, place.name, tensor)
         decoder.shards = self
 
-    def arrive(self, index: int) -> None:
+    def gather_layer(self, index: int) -> None:
         """See `engine.models.decoder.Shards`. This also starts gathering the next layer."""
         self._gather(index)
         if self._stream is not None:

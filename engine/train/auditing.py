@@ -1,8 +1,8 @@
 """Observe the real steps of a trainer for the audit, and collect what spec, files and corpus prescribe for them.
 
-Nothing is judged here (`engine.audit.judge`). Hidden states and the gradients that they get are copied when they exist.
-Models, loss and gradients are judged when the step's gradients are there, with the weights that they were computed
-with; some rows of every weight and moment are copied before and after the update, which is judged once it is logged. So
+Nothing is judged here (`engine.audit.judge`). Hidden states and their gradients are copied when they are computed.
+Models, loss and gradients are judged after the backward pass, while the weights are those that they were computed
+with. Some rows of every weight and moment are copied before and after the update, which is judged once it is logged. So
 the audited step runs the same code as any other.
 """
 
@@ -85,8 +85,8 @@ def is_due(spec: RunSpec, step: int, *, after: int) -> bool:
 
 
 @dataclass(slots=True, kw_only=True)
-class _SeenPass:
-    """A micro-batch of one rank."""
+class _ObservedMicroBatch:
+    """Observations of a micro-batch of one rank."""
 
     tokens_BT: Tensor
     documents_BT: Tensor
@@ -102,8 +102,8 @@ class _SeenPass:
 
 
 @dataclass(slots=True)
-class _Seen:
-    """A step that is being observed."""
+class _AuditedStep:
+    """Observations of a step so far."""
 
     step: int
     teacher: dict[str, Tensor]
@@ -111,16 +111,16 @@ class _Seen:
     rows: dict[str, Tensor]
     """Indices of the compared rows, by parameter."""
     before: dict[str, UpdatedParameter]
-    passes: list[_SeenPass] = field(default_factory=list)
+    passes: list[_ObservedMicroBatch] = field(default_factory=list)
     judge: StepJudge | None = None
     """Judge of the step, on the first rank, once the step has its gradients."""
-    broke: str = ""
-    """Error because of which there is no judge; empty where there is none."""
+    error: str = ""
+    """Reason why there is no judge; empty without an error."""
     after: dict[str, UpdatedParameter] = field(default_factory=dict)
 
 
 class StepAudit(StepObserver):
-    """Observes the steps that are due and passes them to the judge."""
+    """Observes the audited steps and passes them to the judge."""
 
     def __init__(
         self,
@@ -142,7 +142,7 @@ class StepAudit(StepObserver):
         )
         """Number of updates applied in the logged steps."""
         self._skipped = skipped_ids(spec.checks.skip)
-        self._seen: _Seen | None = None
+        self._audited: _AuditedStep | None = None
         trainer.observers = (*trainer.observers, self)
 
     def due(self, step: int) -> bool:
@@ -152,14 +152,14 @@ class StepAudit(StepObserver):
 
     @torch.no_grad()
     def begun(self, step: int) -> None:
-        self._seen = None
+        self._audited = None
         if not self.due(step):
             return
         parameters = dict(self.trainer.student.named_parameters())
         total = sum(p.numel() for p in parameters.values())
         share = min(1.0, COMPARED_NUMBERS / total)
         rows = {name: _some_rows(p, share, step) for name, p in parameters.items()}
-        self._seen = _Seen(
+        self._audited = _AuditedStep(
             step=step,
             teacher=self._teacher_samples(),
             rows=rows,
@@ -168,20 +168,20 @@ class StepAudit(StepObserver):
 
     def _parameters(self, rows: Mapping[str, Tensor]) -> dict[str, UpdatedParameter]:
         """Return a copy of some rows of every parameter of the student and of its moments, as they are now."""
-        found: dict[str, tuple[Tensor, tuple[Tensor, Tensor] | None]] = {}
+        copies: dict[str, tuple[Tensor, tuple[Tensor, Tensor] | None]] = {}
         counts: dict[str, Tensor] = {}
         for name, p in self.trainer.student.named_parameters():
             rows_R, moments = rows[name], None
             if state := self.trainer.optimizer.state.get(p):
                 mean, square = (whole(state[key])[rows_R] for key in ("exp_avg", "exp_avg_sq"))
                 moments, counts[name] = (mean, square), whole(state["step"])
-            found[name] = whole(p.detach())[rows_R], moments
+            copies[name] = whole(p.detach())[rows_R], moments
         # One transfer for all counts: each one waits for the device.
-        read = torch.stack(list(counts.values())).tolist() if counts else []
-        updates = dict(zip(counts, map(int, read), strict=True))
+        host_counts = torch.stack(list(counts.values())).tolist() if counts else []
+        updates = dict(zip(counts, map(int, host_counts), strict=True))
         return {
             name: UpdatedParameter(after=after, moments=moments, updates=updates.get(name, 0))
-            for name, (after, moments) in found.items()
+            for name, (after, moments) in copies.items()
         }
 
     def _teacher_samples(self) -> dict[str, Tensor]:
@@ -193,10 +193,10 @@ class StepAudit(StepObserver):
     def forwarded(
         self, micro: MicroBatch, student_hidden_BTD: Tensor, teacher: TeacherOutput
     ) -> None:
-        seen = self._seen
-        if seen is None:
+        audited = self._audited
+        if audited is None:
             return
-        one = _SeenPass(
+        micro_batch = _ObservedMicroBatch(
             tokens_BT=micro.tokens_BT,
             documents_BT=micro.documents_BT,
             labels_BT=torch.from_numpy(micro.batch.labels_BT),
@@ -213,20 +213,20 @@ class StepAudit(StepObserver):
         )
         if student_hidden_BTD.requires_grad:
             student_hidden_BTD.register_hook(  # type: ignore[no-untyped-call]
-                lambda gradient_BTD: one.gradients.append(
+                lambda gradient_BTD: micro_batch.gradients.append(
                     gradient_BTD.detach().flatten(0, 1).clone()
                 )
             )
-        seen.passes.append(one)
+        audited.passes.append(micro_batch)
 
     @torch.no_grad()
     def gradients(self, step: int) -> None:
         """Judge all stages before the update. With several ranks this is a collective: the first judges all passes."""
-        if (seen := self._seen) is not None:
-            with self.trainer.host.of(CHECKS):
-                self._look_at_models(seen)
+        if (audited := self._audited) is not None:
+            with self.trainer.host.measure(CHECKS):
+                self._judge_models(audited)
 
-    def _look_at_models(self, seen: _Seen) -> None:
+    def _judge_models(self, audited: _AuditedStep) -> None:
         trainer = self.trainer
         weights, gradients, squares = {}, {}, []
         for name, p in trainer.student.named_parameters():
@@ -236,29 +236,31 @@ class StepAudit(StepObserver):
                 weights[name] = weights[name].cpu()
             if p.grad is not None:
                 gradient = whole(p.grad)
-                gradients[name] = gradient[seen.rows[name]]
+                gradients[name] = gradient[audited.rows[name]]
                 squares.append(torch.linalg.vector_norm(gradient, dtype=torch.float64).square())
         ranks = trainer.ranks
         passes = ranks.collect(
-            [_on_host(one) for one in seen.passes] if ranks.many else seen.passes
+            [_on_host(micro_batch) for micro_batch in audited.passes]
+            if ranks.many
+            else audited.passes
         )
-        now = self._teacher_samples()
-        changed = [n for n, t in seen.teacher.items() if not torch.equal(t, now[n])]
+        samples = self._teacher_samples()
+        changed = [n for n, t in audited.teacher.items() if not torch.equal(t, samples[n])]
         if ranks.first:
             try:
                 norm = float(torch.stack(squares).sum().sqrt()) if squares else 0.0
                 with torch.enable_grad(), contextlib.ExitStack() as opened:
-                    seen.judge = StepJudge(
-                        self._observed(seen, passes, weights, gradients, norm, changed, opened)
+                    audited.judge = StepJudge(
+                        self._observed(audited, passes, weights, gradients, norm, changed, opened)
                     )
             except Exception as error:  # noqa: BLE001 - an audit that breaks must not end the run
-                seen.broke = f"the audit raised {type(error).__name__}: {error}"
-        seen.passes = []
+                audited.error = f"the audit raised {type(error).__name__}: {error}"
+        audited.passes = []
 
     @torch.no_grad()
     def updated(self, step: int) -> None:
-        if (seen := self._seen) is not None:
-            seen.after = self._parameters(seen.rows)
+        if (audited := self._audited) is not None:
+            audited.after = self._parameters(audited.rows)
 
     # What is judged
 
@@ -267,17 +269,17 @@ class StepAudit(StepObserver):
         collective."""
         updates = self._updates
         self._updates += step.updated
-        seen = self._seen
+        audited = self._audited
         # The observed step may be the next one, which has already begun.
-        if seen is None or seen.step != step.step:
+        if audited is None or audited.step != step.step:
             return
-        self._seen = None
-        found: list[tuple[About, Answer, float]] = []
-        if seen.judge is not None:
-            found = seen.judge.after_update(_logged(step, updates), seen.after)
+        self._audited = None
+        answers: list[tuple[About, Answer, float]] = []
+        if audited.judge is not None:
+            answers = audited.judge.after_update(_logged(step, updates), audited.after)
         elif self.trainer.ranks.first:
-            found = [(about, unknown(seen.broke), 0.0) for about in STAGES]
-        for about, answer, cost_s in cast(list[Any], self.trainer.ranks.tell(found)):
+            answers = [(about, unknown(audited.error), 0.0) for about in STAGES]
+        for about, answer, cost_s in cast(list[Any], self.trainer.ranks.tell(answers)):
             if about.id not in self._skipped:
                 yield Result(
                     about=about,
@@ -289,8 +291,8 @@ class StepAudit(StepObserver):
 
     def _observed(
         self,
-        seen: _Seen,
-        passes: list[list[_SeenPass]],
+        audited: _AuditedStep,
+        passes: list[list[_ObservedMicroBatch]],
         weights: dict[str, Tensor],
         gradients: dict[str, Tensor],
         gradient_norm: float,
@@ -300,7 +302,7 @@ class StepAudit(StepObserver):
         """Collect the observed step; `opened` closes the files of a teacher that is not in memory."""
         trainer, spec = self.trainer, self.spec
         student = trainer.student
-        narrow = operand_dtype(seen.passes[0].hidden_ND.to(trainer.dtype))
+        narrow = operand_dtype(audited.passes[0].hidden_ND.to(trainer.dtype))
         if is_adapted(student):
             weights = {**dict(student.named_buffers()), **weights}
         student_head, head_name = reference.LOGITS, _head_name(student)
@@ -311,14 +313,16 @@ class StepAudit(StepObserver):
             def student_head(first: int, count: int) -> Tensor:
                 return head[first : first + count]
 
-        teacher = next((one for one in seen.passes if one.teacher_head is not None), None)
-        position = self._position(seen.step - 1)
+        teacher = next(
+            (observed for observed in audited.passes if observed.teacher_head is not None), None
+        )
+        position = self._position(audited.step - 1)
         return ObservedStep(
-            step=seen.step,
+            step=audited.step,
             passes=[
-                self._pass(position, one, index * trainer.ranks.world + rank)
-                for index in range(len(seen.passes))
-                for rank, one in enumerate(of_rank[index] for of_rank in passes)
+                self._pass(position, rank_passes[index], index * trainer.ranks.world + rank)
+                for index in range(len(audited.passes))
+                for rank, rank_passes in enumerate(passes)
             ],
             student=Model(
                 shape=shape_of(student.config),
@@ -331,10 +335,10 @@ class StepAudit(StepObserver):
                 parameters=sum(p.numel() for p in weights.values()),
                 # A resumed session has its weights from a checkpoint.
                 files=(spec.student.path or spec.student.config)
-                if seen.step == 1 and student.config.native
+                if audited.step == 1 and student.config.native
                 else "",
             ),
-            teacher=self._teacher(seen.step == self._began_at + 1, opened),
+            teacher=self._teacher(audited.step == self._began_at + 1, opened),
             teacher_changed=teacher_changed,
             student_head=student_head,
             teacher_head=None if teacher is None else _head_rows(teacher),
@@ -342,21 +346,21 @@ class StepAudit(StepObserver):
             parameters=[
                 ObservedParameter(
                     name=name,
-                    rows_R=seen.rows[name],
-                    before=one.after,
+                    rows_R=audited.rows[name],
+                    before=before.after,
                     gradient=gradients.get(name),
-                    moments=one.moments,
-                    updates=one.updates,
+                    moments=before.moments,
+                    updates=before.updates,
                     numbers=weights[name].numel(),
                     decays=weights[name].ndim >= 2,
                 )
-                for name, one in seen.before.items()
+                for name, before in audited.before.items()
             ],
             gradient_norm=gradient_norm,
-            wanted=self._wanted(seen.step, seen.passes),
+            wanted=self._wanted(audited.step, audited.passes),
             seed=spec.train.seed,
-            free_bytes=_free_again(trainer.device),
-            no_teacher=TEACHER_TOO_LARGE if self._too_wide else TEACHER_NOT_READABLE,
+            free_bytes=_free_bytes(trainer.device),
+            no_teacher=TEACHER_TOO_LARGE if self._too_large else TEACHER_NOT_READABLE,
         )
 
     def _student_runs(self, weights: dict[str, Tensor]) -> reference.Runs:
@@ -392,13 +396,13 @@ class StepAudit(StepObserver):
         plain = reference.PlainDecoder(shape, reference.merged(frozen, adapters))
         return reference.AdaptedDecoder(plain, adapters)
 
-    def _wanted(self, step: int, passes: Sequence[_SeenPass]) -> Wanted:
+    def _wanted(self, step: int, passes: Sequence[_ObservedMicroBatch]) -> Wanted:
         trainer, train = self.trainer, self.spec.train
         begun, ended = self._position(step - 1), self._position(step)
         per_epoch = self.prescribed.rows_per_epoch
         return Wanted(
             objective=self._objective(passes[0]),
-            mixed=len({self._objective(one) for one in passes}) > 1,
+            mixed=len({self._objective(micro_batch) for micro_batch in passes}) > 1,
             adam=reference.AdamW(beta1=train.beta1, beta2=train.beta2, eps=train.eps),
             rate=reference.learning_rate(
                 step,
@@ -414,53 +418,58 @@ class StepAudit(StepObserver):
             rows_distinct=begun // per_epoch == (ended - 1) // per_epoch,
         )
 
-    def _objective(self, one: _SeenPass) -> reference.Objective:
-        loss, rollout, taught = self.spec.loss, self.spec.rollout, self.trainer.has_teacher
-        written = one.written is not None
+    def _objective(self, micro_batch: _ObservedMicroBatch) -> reference.Objective:
+        loss, rollout, has_teacher = self.spec.loss, self.spec.rollout, self.trainer.has_teacher
+        written = micro_batch.written is not None
         return reference.Objective(
-            # What a model wrote is no target of its own.
-            alpha=0.0 if written else loss.alpha if taught else 1.0,
-            temperature=loss.temperature if taught else 1.0,
+            # Text that a model wrote is no label for cross entropy.
+            alpha=0.0 if written else loss.alpha if has_teacher else 1.0,
+            temperature=loss.temperature if has_teacher else 1.0,
             divergence=rollout.divergence if written else loss.divergence,
             beta=loss.beta,
         )
 
-    def _pass(self, begun: int, one: _SeenPass, place: int) -> ObservedPass:
-        """`place` counts the micro-batches of all ranks from the step's first position, `begun`."""
+    def _pass(self, first_row: int, micro_batch: _ObservedMicroBatch, index: int) -> ObservedPass:
+        """Return what was observed of a micro-batch, and the corpus rows that belong there. `index` counts the
+        micro-batches of all ranks in the step, whose first row has the position `first_row`.
+        """
         rows, device = self.spec.train.rows, self.trainer.device
-        targets = one.targets
-        corpus = self.prescribed.rows(self.prescribed.row_ids_at(begun + place * rows, rows))
+        targets = micro_batch.targets
+        corpus = self.prescribed.rows(self.prescribed.row_ids_at(first_row + index * rows, rows))
         return ObservedPass(
-            tokens_BT=one.tokens_BT.to(device),
-            documents_BT=one.documents_BT.to(device),
-            labels_BT=one.labels_BT,
-            row_ids=one.row_ids,
-            student_hidden_ND=one.hidden_ND.to(device, self.trainer.dtype),
+            tokens_BT=micro_batch.tokens_BT.to(device),
+            documents_BT=micro_batch.documents_BT.to(device),
+            labels_BT=micro_batch.labels_BT,
+            row_ids=micro_batch.row_ids,
+            student_hidden_ND=micro_batch.hidden_ND.to(device, self.trainer.dtype),
             student_gradient_ND=sum(
-                (g.to(device) for g in one.gradients[1:]), one.gradients[0].to(device)
+                (g.to(device) for g in micro_batch.gradients[1:]),
+                micro_batch.gradients[0].to(device),
             )
-            if one.gradients
+            if micro_batch.gradients
             else None,
-            teacher_hidden_NE=None if one.teacher_NE is None else one.teacher_NE.to(device),
+            teacher_hidden_NE=None
+            if micro_batch.teacher_NE is None
+            else micro_batch.teacher_NE.to(device),
             targets=targets,
             corpus=_corpus_rows(corpus)
-            if one.written is None
-            else _written_rows(corpus, one.written),
-            objective=self._objective(one),
+            if micro_batch.written is None
+            else _written_rows(corpus, micro_batch.written),
+            objective=self._objective(micro_batch),
         )
 
     def _position(self, step: int) -> int:
-        """Return how many rows all ranks have taken when `step` is done, as the spec has it."""
+        """Return the number of rows that all ranks have taken after `step`, by the spec."""
         train = self.spec.train
-        each = train.rows * train.accumulation * self.trainer.ranks.world
-        return self._began_position + (step - self._began_at) * each
+        step_rows = train.rows * train.accumulation * self.trainer.ranks.world
+        return self._began_position + (step - self._began_at) * step_rows
 
     def _teacher(self, first: bool, opened: contextlib.ExitStack) -> Model | None:
         decoder = self.teacher_decoder
         if isinstance(self.trainer.teacher, CachedTeacher):
             return self._stored_teacher(self.trainer.teacher.store.identity, opened)
-        # A layer that is spread over the ranks is gathered by all of them.
-        if decoder is None or decoder.shards is not None or self._too_wide:
+        # Gathering a sharded layer is a collective, and only the first rank calls this.
+        if decoder is None or decoder.shards is not None or self._too_large:
             return None
         rounding = NARROW.get(self.spec.teacher.precision, ROUNDING[decoder.dtype])
         shape, weight = shape_of(decoder.config), weights_of(decoder)
@@ -510,7 +519,7 @@ class StepAudit(StepObserver):
         )
 
     @property
-    def _too_wide(self) -> bool:
+    def _too_large(self) -> bool:
         """Whether an fp32 copy of the teacher is too large for the audit."""
         decoder = self.teacher_decoder
         return (
@@ -550,7 +559,7 @@ def _written_rows(batch: Batch, written: Written) -> CorpusRows:
     )
 
 
-def _free_again(device: torch.device) -> int:
+def _free_bytes(device: torch.device) -> int:
     """Return the GPU bytes between the peak of allocated memory and its present size."""
     if device.type != "cuda":
         return 0
@@ -570,9 +579,9 @@ def _head_name(decoder: Decoder) -> str:
 def _some_rows(parameter: Tensor, share: float, step: int) -> Tensor:
     """Return the indices of the compared rows of a parameter: evenly spread, and different in each step."""
     count = parameter.shape[0]
-    wanted = max(1, round(share * count))
-    every = count // wanted
-    return torch.arange(step % every, count, every, device=parameter.device)
+    compared = max(1, round(share * count))
+    stride = count // compared
+    return torch.arange(step % stride, count, stride, device=parameter.device)
 
 
 def _weight(weights: dict[str, Tensor], device: torch.device) -> reference.Weight:
@@ -590,40 +599,40 @@ def _size(decoder: Decoder) -> int:
 
 
 def _weights_of(module: nn.Module) -> dict[str, Tensor]:
-    """Return parameters and buffers but those that are no part of a saved model: rotary frequencies, which some models
-    recompute for the length of the rows."""
-    passing = {
+    """Return parameters and buffers except those that are not saved with a model, such as rotary frequencies, which
+    some models recompute for the length of the rows."""
+    not_saved = {
         f"{path}.{name}".lstrip(".")
         for path, part in module.named_modules()
         for name in part._non_persistent_buffers_set
     }
     tensors = dict(module.named_buffers()) | dict(module.named_parameters())
-    return {name: tensor for name, tensor in tensors.items() if name not in passing}
+    return {name: tensor for name, tensor in tensors.items() if name not in not_saved}
 
 
 def _sample(tensor: Tensor) -> Tensor:
     return tensor.detach().reshape(-1)[:: max(1, tensor.numel() // SAMPLED_NUMBERS)].clone()
 
 
-def _on_host(one: _SeenPass) -> _SeenPass:
+def _on_host(observed: _ObservedMicroBatch) -> _ObservedMicroBatch:
     """Return a pass that can be sent to another rank; the teacher's head stays where it is."""
 
-    def moved(tensor: Tensor | None) -> Tensor | None:
+    def to_cpu(tensor: Tensor | None) -> Tensor | None:
         return None if tensor is None else tensor.cpu()
 
-    targets = one.targets
+    targets = observed.targets
     return replace(
-        one,
-        tokens_BT=one.tokens_BT.cpu(),
-        documents_BT=one.documents_BT.cpu(),
-        hidden_ND=one.hidden_ND.cpu(),
-        gradients=[gradient.cpu() for gradient in one.gradients],
-        teacher_NE=moved(one.teacher_NE),
+        observed,
+        tokens_BT=observed.tokens_BT.cpu(),
+        documents_BT=observed.documents_BT.cpu(),
+        hidden_ND=observed.hidden_ND.cpu(),
+        gradients=[gradient.cpu() for gradient in observed.gradients],
+        teacher_NE=to_cpu(observed.teacher_NE),
         teacher_head=None,
         targets=None
         if targets is None
         else reference.Targets(
-            ids_NK=targets.ids_NK.cpu(), log_probs_NK=moved(targets.log_probs_NK)
+            ids_NK=targets.ids_NK.cpu(), log_probs_NK=to_cpu(targets.log_probs_NK)
         ),
     )
 
@@ -637,7 +646,7 @@ def _as_read(teacher: TeacherOutput) -> Tensor | None:
     return slices.operand(hidden_NE) if isinstance(slices, OwnMatmul) else hidden_NE.clone()
 
 
-def _head_rows(teacher: _SeenPass) -> reference.HeadRows:
+def _head_rows(teacher: _ObservedMicroBatch) -> reference.HeadRows:
     head, hidden_NE = teacher.teacher_head, teacher.teacher_NE
     assert head is not None and hidden_NE is not None
     dtype = operand_dtype(hidden_NE)

@@ -53,9 +53,9 @@ from engine.teachers.store.keys import CacheError, contents_sha256
 from engine.teachers.store.teacher import CachedTeacher, load_head
 from engine.teachers.truncating import DroppedMass, TruncatingTeacher
 from engine.train import to_events
-from engine.train.beside import Beside, ModelHash
+from engine.train.background import Background, ModelHash
 from engine.train.checkpoint.continuing import check_same_teacher
-from engine.train.compiles import Compiles, attention_by_cudnn
+from engine.train.compiles import Compiles, build_cudnn_attention
 from engine.train.data import Data
 from engine.train.given_rows import GivenRows
 from engine.train.rollout import Rollout, turns_of
@@ -65,7 +65,7 @@ from engine.train.to_events import Log
 from engine.train.trainer import Trainer
 from engine.units import format_bytes
 
-ROOM = 1.2
+FREE_SHARE = 1.2
 """Free memory needed to load the teacher for a comparison with its store, relative to the size of its weights."""
 
 
@@ -76,12 +76,12 @@ class LoadedTeacher:
     decoder: Decoder | None = None
     """The decoder inside the teacher; None when the teacher is read from stored outputs."""
     sha256: Callable[[], str] | None = None
-    """Waits for the sha256 of the teacher's tensors."""
+    """Function that waits for the sha256 of the teacher's tensors, and returns it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Builder:
-    """Builds the models and the trainer from what is known before any weight is loaded."""
+    """Builds the models and the trainer of a planned run."""
 
     plan: Plan
     data: Data
@@ -94,7 +94,7 @@ class Builder:
     recorded: Path | None = None
     """Folder of the run whose written rows are replayed; None where rows are written."""
     hashes: list[ModelHash] = field(default_factory=list)
-    """Hashes of the models, computed in threads."""
+    """Hashes of the models, computed in background threads."""
 
     @property
     def spec(self) -> RunSpec:
@@ -122,7 +122,7 @@ class Builder:
         teacher, decoder = self._build(backend, precision)
         self._warm_up_teacher(decoder)
         ready = partial(to_events.model, "teacher", spec.path, decoder.config, precision)
-        sha256 = self._hashed(decoder, ready, beside=spec.shard == "off")
+        sha256 = self._hashed(decoder, ready, in_background=spec.shard == "off")
         if isinstance(teacher, TruncatingTeacher):
             log(Phase(name="measuring what the cut of the vocabulary drops"))
             dropped = teacher.dropped_mass(
@@ -138,23 +138,25 @@ class Builder:
 
         return LoadedTeacher(teacher=teacher, decoder=decoder, sha256=checked_sha256)
 
-    def fresh_student(self) -> Beside[tuple[Decoder, Beside[str]]] | None:
-        """Start to draw the weights of a fresh student on the CPU and to hash them, in a thread; None where that must
-        not overlap with other work."""
+    def fresh_student(self) -> Background[tuple[Decoder, Background[str]]] | None:
+        """Start a thread that draws the weights of a fresh student on the CPU and hashes them. None for a student from
+        files or one that transformers runs."""
         config, seed = self.plan.inputs.student, self.spec.train.seed
         if self.spec.student.path or not config.native:
             return None
 
-        def draw() -> tuple[Decoder, Beside[str]]:
+        def draw() -> tuple[Decoder, Background[str]]:
             decoder = new_decoder(config, seed=seed)
-            # These stay where they are when the decoder moves to its device.
+            # These tensors stay on the CPU when the decoder moves to its device.
             tensors = {name: tensor.detach() for name, tensor in Tensors(decoder).items()}
-            return decoder, Beside(partial(tensors_sha256, tensors), "hash of fresh weights")
+            return decoder, Background(partial(tensors_sha256, tensors), "hash of fresh weights")
 
-        return Beside(draw, "fresh weights")
+        return Background(draw, "fresh weights")
 
     def student(
-        self, fresh: Beside[tuple[Decoder, Beside[str]]] | None, teacher_decoder: Decoder | None
+        self,
+        fresh: Background[tuple[Decoder, Background[str]]] | None,
+        teacher_decoder: Decoder | None,
     ) -> tuple[Decoder, Callable[[], str]]:
         """Return the initial student, and a function that waits for the sha256 of its tensors.
 
@@ -223,10 +225,10 @@ class Builder:
         return new_decoder(self.plan.inputs.student, seed=spec.train.seed).to(device)
 
     def _hashed(
-        self, decoder: Decoder, ready: Callable[[str], ModelReady], *, beside: bool
+        self, decoder: Decoder, ready: Callable[[str], ModelReady], *, in_background: bool
     ) -> Callable[[], str]:
         """Return a function that waits for the sha256 of a model's tensors; it may run in a thread."""
-        if beside:
+        if in_background:
             self.hashes.append(ModelHash(Tensors(decoder), ready, self.log))
             return self.hashes[-1].result
         sha256 = tensors_sha256(Tensors(decoder))
@@ -302,7 +304,7 @@ class Builder:
     def _stored_teacher(self, stored: Stored) -> CachedTeacher:
         """Return the teacher read from its store, truncated to the student's vocabulary.
 
-        It is logged as a loaded one is. At the first miss the teacher itself is built, if
+        It is logged like a loaded teacher. At the first miss the teacher itself is built, if
         teacher.cache_miss is online. Raises WeightsError and, at a miss, CacheError.
         """
         spec, device, log = self.spec.teacher, self.device, self.log
@@ -321,13 +323,13 @@ class Builder:
             detail = f"{spec.path}: for what is not stored"
             self.log(Phase(name="loading the teacher", detail=detail))
             built = self._build(identity.backend, identity.precision)
-            found = _hash_of(built.decoder)
-            if found != identity.teacher_sha256:
+            sha256 = _hash_of(built.decoder)
+            if sha256 != identity.teacher_sha256:
                 raise CacheError.expected(
                     "teacher.cache",
                     store.path,
                     f"the teacher it was made with, {identity.teacher_sha256}",
-                    f"{spec.path} with {found}",
+                    f"{spec.path} with {sha256}",
                 )
             detail = "with the teacher itself where nothing is stored"
             self.log(Phase(name="training", detail=detail))
@@ -344,7 +346,7 @@ class Builder:
             )
 
         if identity.form != "hidden":
-            _measured_cut(stored, ids, log)
+            _log_stored_cut(stored, ids, log)
             return teacher(None, ids)
         log(Phase(name="loading the teacher's head", detail=spec.path))
         head = load_head(
@@ -354,23 +356,23 @@ class Builder:
             dtype=DTYPES[identity.precision],
             device=device,
         )
-        whole = teacher(head, config.vocab_size)
+        untruncated = teacher(head, config.vocab_size)
         if config.vocab_size == ids:
-            return whole
-        cut = TruncatingTeacher(whole, ids)
-        with contextlib.closing(whole):
-            if all(whole.holds(batch) for batch in self.data.heldout[:1]):
+            return untruncated
+        truncated = TruncatingTeacher(untruncated, ids)
+        with contextlib.closing(untruncated):
+            if all(untruncated.holds(batch) for batch in self.data.heldout[:1]):
                 log(Phase(name="measuring what the cut of the vocabulary drops"))
-                dropped = cut.dropped_mass(
+                dropped = truncated.dropped_mass(
                     self.data.heldout[:1], device, temperature=self.spec.loss.temperature
                 )
                 log(to_events.vocabulary_cut(config.vocab_size, ids, dropped))
             else:
-                _measured_cut(stored, ids, log)
-        return teacher(cut.head(), ids)
+                _log_stored_cut(stored, ids, log)
+        return teacher(truncated.head(), ids)
 
     def _proof(self, stored: CachedTeacher, config: ModelConfig) -> Fidelity | str:
-        """Compare some stored rows of the run with the teacher, which is loaded for that, or return why not."""
+        """Load the teacher and compare some stored rows of the run with it, or return why that is not possible."""
         spec, identity, device = self.spec, stored.store.identity, self.device
         if not spec.checks.enabled or "stored_outputs" in skipped_ids(spec.checks.skip):
             return "the comparison is disabled"
@@ -380,22 +382,22 @@ class Builder:
         if identity.backend != "quantized":
             size = count_parameters(config) * DTYPES[identity.precision].itemsize
         free = self.plan.compute.available.number
-        if free is not None and free < ROOM * size:
+        if free is not None and free < FREE_SHARE * size:
             return f"the teacher takes {format_bytes(size)}, {format_bytes(int(free))} are free: not compared"
         count = affordable_rows(config, spec.data.seq_len, device)
-        taken = spec.train.steps * spec.rows_per_step
-        rows = stored_rows(batches_of(spec, self.data.stream), stored.store, count, taken)
+        trained_rows = spec.train.steps * spec.rows_per_step
+        rows = stored_rows(batches_of(spec, self.data.stream), stored.store, count, trained_rows)
         if not rows:
             return "none of the run's rows is stored"
         self.log(Phase(name="comparing stored outputs with the teacher", detail=spec.teacher.path))
         built = self._build(identity.backend, identity.precision)
-        found = compare(stored, built.teacher, rows, device)
+        fidelity = compare(stored, built.teacher, rows, device)
         del built
         if device.type == "cuda":
             # The memory plan assumes that no teacher is loaded, so its peak is measured from here on.
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(device)
-        return found
+        return fidelity
 
     def _build(self, backend: str, precision: str) -> BuiltTeacher:
         shards = None
@@ -414,7 +416,7 @@ class Builder:
             context=self.plan.inputs.context,
         )
         built.decoder.packed = self.spec.teacher.attention == "packed"
-        built.decoder.cudnn = attention_by_cudnn(
+        built.decoder.cudnn = build_cudnn_attention(
             built.decoder, "teacher", self.spec, self.device, self.log, trained=False
         )
         examine(built.decoder, "teacher", self.spec.data.seq_len, self.log)
@@ -430,7 +432,7 @@ def examine(decoder: Decoder, whose: str, length: int, log: Log) -> None:
     """Log how a model that transformers runs computes logits and separates documents."""
     if isinstance(decoder, TransformersDecoder):
         log(Phase(name=f"examining the {whose}", detail="logits and documents"))
-        for decision in decoder.look(whose, length):
+        for decision in decoder.probe(whose, length):
             log(decision)
 
 
@@ -462,7 +464,7 @@ def _hash_of(decoder: Decoder) -> str:
     return tensors_sha256(dict(decoder.named_parameters()) | dict(decoder.named_buffers()))
 
 
-def _measured_cut(stored: Stored, student_vocab: int, log: Log) -> None:
+def _log_stored_cut(stored: Stored, student_vocab: int, log: Log) -> None:
     """Log the mass that truncating the vocabulary drops, as measured when the store was made."""
     measured, ids = stored.store.manifest.measured, stored.config.vocab_size
     if measured.dropped_mean is None or measured.dropped_max is None:

@@ -24,7 +24,7 @@ from engine.models.attention import remember
 from engine.plan.knobs import give_up_graphs
 from engine.plan.run_plan import Plan
 from engine.runtime.ranks import own_part
-from engine.train.compiles import attention_by_cudnn
+from engine.train.compiles import build_cudnn_attention
 from engine.train.cuda_graphs import Graphs
 from engine.train.to_events import Log
 from engine.train.trainer import Trainer
@@ -39,7 +39,7 @@ share."""
 
 # Shapes: B rows, T tokens, D model width
 
-_Answers: TypeAlias = tuple[Tensor, list[Tensor]]
+_Outputs: TypeAlias = tuple[Tensor, list[Tensor]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,7 +74,7 @@ def configure_student(
         checkpointing=student.checkpointing == "on",
         kept_layers=plan.kept_layers,
     )
-    trainer.student.cudnn = attention_by_cudnn(
+    trainer.student.cudnn = build_cudnn_attention(
         trainer.student, "student", plan.spec, trainer.device, log, trained=True
     )
     if student.graphs == "on":
@@ -85,11 +85,11 @@ def configure_student(
             log(Note(level="info", text=text))
 
 
-def go_on_without_graphs(step: int, why: str, log: Log) -> None:
+def log_no_graphs(step: int, why: str, log: Log) -> None:
     """Log that the layers run without a CUDA graph from `step` on."""
-    given_up = give_up_graphs(step, why)
-    log(given_up)
-    text = f"{given_up.knob}: {given_up.reason}: {given_up.rejected[0][1]}"
+    decision = give_up_graphs(step, why)
+    log(decision)
+    text = f"{decision.knob}: {decision.reason}: {decision.rejected[0][1]}"
     log(Note(level="warning", text=text))
 
 
@@ -102,27 +102,27 @@ def capture_student(
     later step, calls `given_up` with the reason, and the layers run without graphs; returns None when it
     failed here.
     """
-    launched = _answers(trainer)
+    eager = _outputs(trainer)
     shape = trainer.train.rows, length
     trainer.graphs = Graphs(trainer.student, *shape, trainer.dtype, given_up)
-    found = _answers(trainer)
+    captured = _outputs(trainer)
     if trainer.graphs is None:
         return None
     return _agreement(
         trainer,
-        found,
-        launched,
+        captured,
+        eager,
         "student.graphs: the captured layers' output differs from the eager layers'",
         hint="--set student.graphs=off launches the layers eagerly",
     )
 
 
-def _answers(trainer: Trainer) -> _Answers:
+def _outputs(trainer: Trainer) -> _Outputs:
     """Return the hidden states of the next batch, and every gradient under a fixed upstream gradient."""
     batch = trainer.batches.take(trainer.position, trainer.train.rows)
     tokens_BT, documents_BT, _ = batch.to_torch(trainer.device)
     remember(documents_BT, batch.documents_BT)
-    weights = _inside(trainer)
+    weights = _weights_before_head(trainer)
     with torch.enable_grad(), trainer.autocast():
         hidden_BTD = trainer.hidden(tokens_BT, documents_BT)
     generator = torch.Generator(hidden_BTD.device).manual_seed(0)
@@ -134,41 +134,41 @@ def _answers(trainer: Trainer) -> _Answers:
     # Sharded weights get their gradients from hooks, which only a backward pass calls; captured ones from
     # their graph.
     torch.autograd.backward(hidden_BTD, upstream_BTD)
-    found = [own_part(p.grad) for p in weights if p.grad is not None]
+    gradients = [own_part(p.grad) for p in weights if p.grad is not None]
     trainer.optimizer.zero_grad(set_to_none=True)
-    return hidden_BTD.detach(), found
+    return hidden_BTD.detach(), gradients
 
 
-def _inside(trainer: Trainer) -> list[Tensor]:
+def _weights_before_head(trainer: Trainer) -> list[Tensor]:
     """Return the weights on which the hidden states depend: all but the head."""
     return [p for p in trainer.parameters if p is not trainer.student.head_weight]
 
 
 def _agreement(
-    trainer: Trainer, found: _Answers, expected: _Answers, otherwise: str, *, hint: str
+    trainer: Trainer, outputs: _Outputs, expected: _Outputs, message: str, *, hint: str
 ) -> Agreement:
     """Return the distance between two results for the same batch.
 
-    Raises TrainingFailed, with `otherwise` as its beginning, when the distance is more than rounding.
+    Raises TrainingFailed, beginning with `message`, when the distance is more than rounding.
     """
     gaps = _norms(
-        trainer, [a.float() - b.float() for a, b in zip(found[1], expected[1], strict=True)]
+        trainer, [a.float() - b.float() for a, b in zip(outputs[1], expected[1], strict=True)]
     )
     sizes = _norms(trainer, expected[1])
-    hidden, whole = _norms(trainer, [found[0].float() - expected[0].float(), expected[0]])
-    each = gaps / sizes.clamp(min=SMALL * sizes.norm())
-    worst = int(each.argmax())
+    hidden, whole = _norms(trainer, [outputs[0].float() - expected[0].float(), expected[0]])
+    distances = gaps / sizes.clamp(min=SMALL * sizes.norm())
+    worst = int(distances.argmax())
     names = {id(p): name for name, p in trainer.student.named_parameters()}
     agreement = Agreement(
         hidden=float(hidden / whole),
         gradient=float(gaps.norm() / sizes.norm()),
-        worst=float(each[worst]),
-        worst_name=names[id(_inside(trainer)[worst])],
+        worst=float(distances[worst]),
+        worst_name=names[id(_weights_before_head(trainer)[worst])],
     )
     limit = TOLERANCE[trainer.dtype]
-    # This form makes NaN fail.
+    # `not <=` instead of `>`, so that NaN fails.
     if not (agreement.hidden <= limit and agreement.gradient <= limit and agreement.worst <= limit):
-        raise TrainingFailed(f"{otherwise}: {agreement}; expected at most {limit:g}", hint=hint)
+        raise TrainingFailed(f"{message}: {agreement}; expected at most {limit:g}", hint=hint)
     return agreement
 
 

@@ -1,4 +1,4 @@
-"""Give the checks of `engine.checks` what they may look at in a trainer; nothing is judged here."""
+"""Collect the parts of a trainer that the checks of `engine.checks` read; nothing is judged here."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def context_of(
     heldout_stream: TokenStream,
     heldout: Sequence[Batch],
     tokenizers: Mapping[str, Tokenizer | None],
-    again: Mapping[str, str] = MappingProxyType({}),
+    sampled_documents: Mapping[str, str] = MappingProxyType({}),
     read_again: Callable[[Set[str]], Iterator[tuple[str, Encoded]]] = lambda names: iter(()),
     memory: Callable[[], Memory | None] = lambda: None,
     resumed: Resumed | None = None,
@@ -54,7 +54,7 @@ def context_of(
         heldout_stream=heldout_stream,
         heldout=heldout,
         tokenizers=tokenizers,
-        sampled_documents=again,
+        sampled_documents=sampled_documents,
         read_again=read_again,
         evaluate=evaluate,
         autocast=trainer.autocast,

@@ -28,11 +28,11 @@ from engine.spec import RunSpec
 from engine.train.to_events import Log
 
 
-def attention_by_cudnn(
+def build_cudnn_attention(
     decoder: Decoder, whose: str, spec: RunSpec, device: torch.device, log: Log, *, trained: bool
 ) -> bool:
-    """Return whether cuDNN computes the packed attention of a decoder, as was decided, and build its graphs. Logs a
-    decision where cuDNN declines.
+    """Build the cuDNN graphs of a decoder's packed attention, if cuDNN was chosen, and return whether it is used.
+    Logs a decision where cuDNN declines.
     """
     if spec.kernels.attention != "cudnn" or not decoder.packed:
         return False
@@ -80,7 +80,7 @@ class Compiles:
         from engine.kernels.prewarm import prewarm_variants, types_of, warm_up
 
         log(Phase(name="compiling the kernels of the student's layers"))
-        # Of adapters' frozen base, in blocks or fp8.
+        # The frozen base of adapters may be in blocks or in fp8.
         base = [*prewarm_variants(types_of(decoder), [dtype]), *fp8.kernels_of(decoder)]
         warm_up([*kernels_of(decoder, dtype, frozen=False), *base])
         self.done(log)
@@ -91,28 +91,28 @@ class Compiles:
         from engine.kernels.prewarm import warm_up
 
         spec, vocabulary = plan.spec, plan.inputs.student.vocab_size
-        teaching, temperature = spec.taught, spec.loss.temperature
+        has_teacher, temperature = spec.taught, spec.loss.temperature
         log(Phase(name="compiling the loss", detail=f"for {vocabulary} ids"))
         # The checks of the loss use fp32, whatever the dtype of the matmuls.
         dtypes = (torch_dtype(spec.student.precision), torch.float32)
-        wanted = kd_loss.variants(
+        variants = kd_loss.variants(
             vocabulary,
             dtypes,
-            teacher=teaching,
+            teacher=has_teacher,
             divergence=spec.loss.divergence,
             temperature=temperature,
         )
         if spec.rollout.share and spec.rollout.divergence != spec.loss.divergence:
-            wanted += kd_loss.variants(
+            variants += kd_loss.variants(
                 vocabulary,
                 dtypes,
                 teacher=True,
                 divergence=spec.rollout.divergence,
                 temperature=temperature,
             )
-        if teaching and plan.sparse:
-            wanted = sparse_loss.variants(dtypes, temperature=temperature)
-        warm_up(wanted)
+        if has_teacher and plan.sparse:
+            variants = sparse_loss.variants(dtypes, temperature=temperature)
+        warm_up(variants)
         self.done(log)
 
     def warm_up_update(self, log: Log) -> None:
@@ -133,10 +133,10 @@ class Compiles:
     def done(self, log: Log) -> None:
         """Log what was compiled since the last call."""
         registry = _registry()
-        for found in () if registry is None else registry.drain():
-            log(_event(found))
-            if found.after_warm_up:
-                self.late.append(found.key)
+        for record in () if registry is None else registry.drain():
+            log(_event(record))
+            if record.after_warm_up:
+                self.late.append(record.key)
 
     def counts(self, step: int, log: Log) -> None:
         """Log the cache hits and misses so far; nothing when no kernel was requested."""
@@ -164,17 +164,17 @@ def _registry() -> Any:
     return None if module is None else module.REGISTRY
 
 
-def _event(found: CompileRecord) -> Compiled:
-    differs = [f"{name} ({value}, not {warmed})" for name, value, warmed in found.differs]
-    if found.after_warm_up and not differs and found.reason is not None:
-        differs = [found.reason]
+def _event(record: CompileRecord) -> Compiled:
+    differs = [f"{name} ({value}, not {warmed})" for name, value, warmed in record.differs]
+    if record.after_warm_up and not differs and record.reason is not None:
+        differs = [record.reason]
     return Compiled(
         compiler="triton",
-        kernel=found.kernel,
-        key=found.key,
-        digest=found.digest,
-        compile_s=found.seconds,
-        disk_hit=found.disk_hit,
-        after_warm_up=found.after_warm_up,
+        kernel=record.kernel,
+        key=record.key,
+        digest=record.digest,
+        compile_s=record.seconds,
+        disk_hit=record.disk_hit,
+        after_warm_up=record.after_warm_up,
         differs=differs,
     )

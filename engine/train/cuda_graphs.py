@@ -49,12 +49,12 @@ from engine.models.decoder import AttentionInputs, Decoder, packed_attention_inp
 
 # Shapes: B rows, T tokens, N = B*T, D student width, S capacity for documents
 
-LEAST_ROOM = 32
-"""Smallest capacity for documents. An unused entry costs some microseconds a layer."""
+MIN_CAPACITY = 32
+"""Smallest capacity of a graph, in documents. An unused entry costs some microseconds a layer."""
 WARM_UP = 3
-"""Passes before a capture, in which libraries allocate workspaces and compilers compile."""
+"""Number of passes before a capture, in which libraries allocate workspaces and compilers compile."""
 
-_Made = TypeVar("_Made")
+_Result = TypeVar("_Result")
 
 
 class NotCaptured(Exception):
@@ -86,7 +86,7 @@ class Graphs:
             for p in part.parameters()
             if p.requires_grad
         ]
-        self._room = 0
+        self._capacity = 0
         self._captured: _Captured | None = None
 
     def takes(self, tokens_BT: Tensor) -> bool:
@@ -102,8 +102,8 @@ class Graphs:
         attention_inputs = packed_attention_inputs(self._student.config, documents_BT, self._dtype)
         assert attention_inputs.packing is not None
         documents = len(attention_inputs.packing.starts_S) - 1
-        if self._captured is None or documents > self._room:
-            self._room = max(LEAST_ROOM, 1 << (documents - 1).bit_length())
+        if self._captured is None or documents > self._capacity:
+            self._capacity = max(MIN_CAPACITY, 1 << (documents - 1).bit_length())
             # The old graph's memory is freed first: both would not always fit.
             self._captured = None
             try:
@@ -112,14 +112,14 @@ class Graphs:
                     self._weights,
                     embedded_BTD,
                     attention_inputs,
-                    self._room,
+                    self._capacity,
                     self._dtype,
                 )
             except (NotCaptured, torch.OutOfMemoryError) as failed:
                 if embedded_BTD.is_cuda:
                     # This raises when the device itself is broken; then nothing can continue.
                     torch.cuda.synchronize(embedded_BTD.device)
-                why = f"room for {self._room} documents: {_brief(failed)}"
+                why = f"room for {self._capacity} documents: {_brief(failed)}"
             if self._captured is None:
                 # Free memory here, where no exception still references what the attempt allocated.
                 if embedded_BTD.is_cuda:
@@ -132,8 +132,8 @@ class Graphs:
         if not embedded_BTD.requires_grad:
             # Frozen embeddings: without an input that wants its gradient there would be no backward pass.
             embedded_BTD = embedded_BTD.detach().requires_grad_()
-        found: Tensor = _Launched.apply(embedded_BTD, self._captured)  # type: ignore[no-untyped-call]
-        return found
+        hidden_BTD: Tensor = _Launched.apply(embedded_BTD, self._captured)  # type: ignore[no-untyped-call]
+        return hidden_BTD
 
 
 class _Launched(torch.autograd.Function):
@@ -148,47 +148,47 @@ class _Launched(torch.autograd.Function):
         return ctx.captured.backward(upstream_BTD), None
 
 
-def _gradients(of: Tensor, inputs: Sequence[Tensor], upstream: Tensor) -> tuple[Tensor, ...]:
+def _gradients(output: Tensor, inputs: Sequence[Tensor], upstream: Tensor) -> tuple[Tensor, ...]:
     with warnings.catch_warnings():
         # At a second capture the weights' AccumulateGrad nodes still hold the first one's stream. Nothing
         # is accumulated here: the gradients are returned.
         warnings.filterwarnings("ignore", "The AccumulateGrad node's stream", UserWarning)
-        return torch.autograd.grad(of, inputs, upstream)
+        return torch.autograd.grad(output, inputs, upstream)
 
 
-def _pass_aside(run: Callable[[], Tensor], inputs: Sequence[Tensor]) -> Tensor:
+def _warm_up(run: Callable[[], Tensor], inputs: Sequence[Tensor]) -> Tensor:
     """Run some warm-up passes, forward and backward, on a side stream; return a zero upstream gradient.
 
     Raises NotCaptured when a pass fails.
     """
     device = inputs[0].device
     try:
-        aside: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        aside.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(aside):
+        side_stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        side_stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(side_stream):
             for _ in range(WARM_UP):
                 hidden_BTD = run()
                 upstream_BTD = torch.zeros_like(hidden_BTD)
                 _gradients(hidden_BTD, inputs, upstream_BTD)
-        torch.cuda.current_stream(device).wait_stream(aside)
+        torch.cuda.current_stream(device).wait_stream(side_stream)
     except RuntimeError as error:
         raise NotCaptured(_brief(error)) from error
     return upstream_BTD
 
 
-def _capture(graph: Any, pool: Any, launch: Callable[[], _Made]) -> _Made:
+def _capture(graph: Any, pool: Any, launch: Callable[[], _Result]) -> _Result:
     """Capture `launch` and return its result.
 
     Raises NotCaptured when it fails and the capture ends cleanly, and TrainingFailed when CUDA
     invalidates the capture.
     """
-    failure, found, begun = None, None, False
+    failure, result, begun = None, None, False
     try:
         # Other threads may use CUDA meanwhile.
         with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
             begun = True
             try:
-                found = launch()
+                result = launch()
             except RuntimeError as error:
                 # Do not raise inside the capture: if it ends cleanly, the state is as before.
                 failure = _brief(error)
@@ -206,9 +206,9 @@ def _capture(graph: Any, pool: Any, launch: Callable[[], _Made]) -> _Made:
             graph.instantiate()
         except RuntimeError as error:
             failure = _brief(error)
-    if failure is not None or found is None:
+    if failure is not None or result is None:
         raise NotCaptured(failure)
-    return found
+    return result
 
 
 def _brief(error: Exception) -> str:
@@ -223,18 +223,18 @@ class _Captured:
         weights: list[nn.Parameter],
         embedded_BTD: Tensor,
         attention_inputs: AttentionInputs,
-        room: int,
+        capacity: int,
         dtype: torch.dtype,
     ) -> None:
         device, length = embedded_BTD.device, embedded_BTD.shape[1]
-        self._weights, self._at = weights, [p.data_ptr() for p in weights]
+        self._weights, self._addresses = weights, [p.data_ptr() for p in weights]
         self._x_BTD = embedded_BTD.detach().clone().requires_grad_()
         longest = -(-length // LENGTH_STEP) * LENGTH_STEP
         self._attention_inputs = AttentionInputs(
             attention_inputs.cos_XT1R.clone(),
             attention_inputs.sin_XT1R.clone(),
             None,
-            Packing(torch.zeros(room + 1, dtype=torch.int32, device=device), longest),
+            Packing(torch.zeros(capacity + 1, dtype=torch.int32, device=device), longest),
         )
         self.copy_inputs(attention_inputs)
 
@@ -257,15 +257,17 @@ class _Captured:
         # Casts made before the capture would keep old autograd nodes of the weights, whose stream is not
         # captured.
         torch.clear_autocast_cache()
-        self._upstream_BTD = _pass_aside(run, inputs)
+        self._upstream_BTD = _warm_up(run, inputs)
 
         def run_back() -> list[Tensor]:
-            return [_plain(g) for g in _gradients(hidden_BTD, inputs, self._upstream_BTD)]
+            return [_aligned(g) for g in _gradients(hidden_BTD, inputs, self._upstream_BTD)]
 
         # Graphs are instantiated after the capture, so that a failure there is not part of a capture.
         self._graphs: list[Any] = [torch.cuda.CUDAGraph(keep_graph=True) for _ in range(2)]
         hidden_BTD = _capture(self._graphs[0], None, run)
-        self._slope_BTD, *self._grads = _capture(self._graphs[1], self._graphs[0].pool(), run_back)
+        self._embedded_grad_BTD, *self._grads = _capture(
+            self._graphs[1], self._graphs[0].pool(), run_back
+        )
         self._hidden_BTD = hidden_BTD.detach()
 
     def pool_bytes(self) -> int:
@@ -276,25 +278,25 @@ class _Captured:
         pool = tuple(self._graphs[0].pool())
         segments = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
         return sum(
-            one["total_size"] - one["allocated_size"]
-            for one in segments
-            if tuple(one["segment_pool_id"]) == pool and one["device"] == device.index
+            segment["total_size"] - segment["allocated_size"]
+            for segment in segments
+            if tuple(segment["segment_pool_id"]) == pool and segment["device"] == device.index
         )
 
     def copy_inputs(self, attention_inputs: AttentionInputs) -> None:
-        """Copy in where the tokens and documents of a batch lie."""
+        """Copy the rotary tables and document starts of a batch to the addresses of the graph."""
         assert attention_inputs.packing is not None and self._attention_inputs.packing is not None
         starts_S = attention_inputs.packing.starts_S
-        room_S = self._attention_inputs.packing.starts_S
+        captured_starts_S = self._attention_inputs.packing.starts_S
         self._attention_inputs.cos_XT1R.copy_(attention_inputs.cos_XT1R)
         self._attention_inputs.sin_XT1R.copy_(attention_inputs.sin_XT1R)
-        room_S[: len(starts_S)].copy_(starts_S)
-        room_S[len(starts_S) :].fill_(self._x_BTD.shape[0] * self._x_BTD.shape[1])
+        captured_starts_S[: len(starts_S)].copy_(starts_S)
+        captured_starts_S[len(starts_S) :].fill_(self._x_BTD.shape[0] * self._x_BTD.shape[1])
 
     def forward(self, embedded_BTD: Tensor) -> Tensor:
-        if [p.data_ptr() for p in self._weights] != self._at:
+        if [p.data_ptr() for p in self._weights] != self._addresses:
             raise InternalError(
-                "CUDA graph of the student: expected the weights where they were, found some moved"
+                "CUDA graph of the student: expected the weights at the addresses of the capture, found some moved"
             )
         with torch.no_grad():
             self._x_BTD.copy_(embedded_BTD)
@@ -304,15 +306,15 @@ class _Captured:
     def backward(self, upstream_BTD: Tensor) -> Tensor:
         if any(p.grad is not None for p in self._weights):
             raise InternalError(
-                "CUDA graph of the student: expected no gradient from before, found one"
+                "CUDA graph of the student: expected no gradients before the backward pass, found some"
             )
         self._upstream_BTD.copy_(upstream_BTD)
         self._graphs[1].replay()
         for parameter, grad in zip(self._weights, self._grads, strict=True):
             parameter.grad = grad
-        return self._slope_BTD
+        return self._embedded_grad_BTD
 
 
-def _plain(grad: Tensor) -> Tensor:
+def _aligned(grad: Tensor) -> Tensor:
     """Return the gradient contiguous and 16-byte aligned, as the optimizer's kernels need it."""
     return grad.clone() if grad.is_contiguous() and grad.data_ptr() % 16 else grad.contiguous()

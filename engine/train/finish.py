@@ -33,7 +33,7 @@ from engine.runtime.device import torch_dtype
 from engine.sealing import digest, now_utc
 from engine.spec import RunSpec
 from engine.spec.sections import StudentSection
-from engine.train.beside import Beside
+from engine.train.background import Background
 from engine.version import VERSION
 
 
@@ -45,10 +45,10 @@ def save_student(
     The event's sha256 is that of the tensors in `student.save_as`.
     """
     dtype = torch_dtype(section.save_as)
-    sha256 = Beside(partial(tensors_sha256, _Rounded(student, dtype)), "hash of the student")
+    sha256 = Background(partial(tensors_sha256, _Rounded(student, dtype)), "hash of the student")
     if folder.student.is_dir():
         # An earlier session was killed after it saved the student and before it logged that. This session
-        # made the same steps.
+        # took the same steps, so its student replaces the earlier one.
         try:
             shutil.rmtree(folder.student)
         except OSError as error:
@@ -65,19 +65,19 @@ def save_student(
 
 
 class _Rounded(Mapping[str, Tensor]):
-    """The parameters of a student, each rounded when it is asked for."""
+    """The parameters of a student, each rounded when it is read."""
 
     def __init__(self, student: Decoder, dtype: torch.dtype) -> None:
-        self._live, self._dtype = dict(student.named_parameters()), dtype
+        self._parameters, self._dtype = dict(student.named_parameters()), dtype
 
     def __getitem__(self, name: str) -> Tensor:
-        return self._live[name].detach().to(self._dtype)
+        return self._parameters[name].detach().to(self._dtype)
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._live)
+        return iter(self._parameters)
 
     def __len__(self) -> int:
-        return len(self._live)
+        return len(self._parameters)
 
 
 def _template_files(folder: RunFolder, template: ChatTemplate) -> list[Path]:
@@ -90,8 +90,8 @@ def _template_files(folder: RunFolder, template: ChatTemplate) -> list[Path]:
         else next(iter(template.texts.values())),
     )
     config = folder.path / CONFIG_FILE
-    about = {"tokenizer_class": "PreTrainedTokenizerFast", **template.special_tokens}
-    write_whole(config, json.dumps(about, indent=2, sort_keys=True) + "\n")
+    tokenizer_config = {"tokenizer_class": "PreTrainedTokenizerFast", **template.special_tokens}
+    write_whole(config, json.dumps(tokenizer_config, indent=2, sort_keys=True) + "\n")
     return [text, config]
 
 
@@ -115,11 +115,11 @@ class Outcome:
 
 
 def write_receipt(folder: RunFolder, outcome: Outcome) -> ReceiptWritten:
-    """Write receipt.json atomically, and return what the log is to say of it.
+    """Write receipt.json atomically, and return the event to log.
 
     The facts that identify the run come first, then what was done and measured. Everything except the
-    fields of `outcome` is read back from the run folder: logs, settings and files. Of facts from which a secret was
-    taken out, the receipt has the hash that they had with it.
+    fields of `outcome` is read back from the run folder: logs, settings and files. If secrets were redacted, the
+    receipt has the hash of the facts before that.
     """
     facts = facts_of(folder, view_of(folder))
     spec = outcome.spec
@@ -173,15 +173,15 @@ def write_receipt(folder: RunFolder, outcome: Outcome) -> ReceiptWritten:
         "last_session_s": round(outcome.session_s, 3),
         "finished_unix_s": ended_unix_s,
     }
-    kept, redacted = Redactor().bytes((json.dumps(receipt, indent=2) + "\n").encode())
+    redacted_bytes, redacted = Redactor().bytes((json.dumps(receipt, indent=2) + "\n").encode())
     if redacted:
-        cleaned = json.loads(kept)
+        cleaned = json.loads(redacted_bytes)
         changed = [name for name, value in receipt.items() if cleaned[name] != value]
         receipt = cleaned | {"redacted": redacted, "whole_sha256": facts_sha256(facts, changed)}
     data = (json.dumps(receipt, indent=2) + "\n").encode()
     write_whole(folder.receipt, data.decode())
-    named = sum(len(receipt[part]) for part in ("logs", "student_files", "files"))
-    return ReceiptWritten(sha256=digest(data), files=named)
+    hashed_files = sum(len(receipt[part]) for part in ("logs", "student_files", "files"))
+    return ReceiptWritten(sha256=digest(data), files=hashed_files)
 
 
 def order_sha256(outcome: Outcome) -> str:
@@ -189,11 +189,11 @@ def order_sha256(outcome: Outcome) -> str:
 
     Together with the hash of the tokens this identifies which data was trained on, and in which order.
     """
-    digest = hashlib.sha256()
+    hasher = hashlib.sha256()
     rows, seed, left = outcome.data.epoch_rows, outcome.spec.train.seed, outcome.rows
     epoch = 0
     while left > 0:
         part = epoch_order(rows, seed, epoch)[:left]
-        digest.update(part.astype("<i8").tobytes())
+        hasher.update(part.astype("<i8").tobytes())
         left, epoch = left - len(part), epoch + 1
-    return digest.hexdigest()
+    return hasher.hexdigest()

@@ -1,10 +1,10 @@
-"""Replays the written rows of a run: takes their texts from its record, and measures how far they are from those that
-the model draws now.
+"""Replay the rows that the model of a run wrote: take their texts from the record, and measure how far they are from
+what the model draws now.
 
-A draw takes the uniform number u, which the row's key gives: of the tokens in the order of ids the first at which the
-sum of probabilities exceeds u. So a token was drawn from the model's probabilities exactly where u lies in the
-interval of that token. Rounding moves the ends of an interval a little; another model, temperature, key or text puts
-most of the u elsewhere.
+A draw uses a uniform number u, which depends on the row's key alone. It takes the first token, in the order of ids,
+at which the cumulative probability exceeds u. So a token was drawn from the model's probabilities exactly if u lies in
+the interval of that token. Rounding moves the ends of an interval a little; another model, temperature, key or text
+puts most of the u elsewhere.
 """
 
 from __future__ import annotations
@@ -46,33 +46,33 @@ class GivenRows(Rollout):
         step = keys[0][0]
         later = itertools.dropwhile(lambda row: row.step < step, self._left)
         rows = {row.key: row for row in itertools.islice(later, len(keys))}
-        if lacking := [key for key in keys if key not in rows]:
+        if missing := [key for key in keys if key not in rows]:
             raise BadInput(
-                f"written rows: {self.recorded} — expected row {lacking[0][2] + 1} of the written pass "
-                f"{lacking[0][1] + 1} of step {step}, found none"
+                f"written rows: {self.recorded} — expected row {missing[0][2] + 1} of the written pass "
+                f"{missing[0][1] + 1} of step {step}, found none"
             )
         return [
             Text(rows[key].text[: self._seq_len - len(prompt)], ended=rows[key].ended)
             for key, prompt in zip(keys, prompts, strict=True)
         ]
 
-    def _made(self, written: Written, row_ids: Int64Array) -> tuple[Batch, Written]:
-        batch, written = super()._made(written, row_ids)
-        log_p, apart = self._drawn_again(batch, written)
-        return batch, written._replace(log_p=log_p, drawn_apart=apart)
+    def _finish(self, written: Written, row_ids: Int64Array) -> tuple[Batch, Written]:
+        batch, written = super()._finish(written, row_ids)
+        log_p, distance = self._compare_draws(batch, written)
+        return batch, written._replace(log_p=log_p, drawn_apart=distance)
 
     @torch.no_grad()
-    def _drawn_again(self, batch: Batch, written: Written) -> tuple[list[float], float]:
+    def _compare_draws(self, batch: Batch, written: Written) -> tuple[list[float], float]:
         """Return the log-probability of each text, and the mean distance of u from the interval of the token."""
         device = next(self._decoder.parameters()).device
         tokens_BT, documents_BT, labels_BT = batch.to_torch(device)
         casts = self._dtype != self._decoder.dtype and not self._decoder.packed
         with torch.autocast(device.type, self._dtype) if casts else contextlib.nullcontext():
             hidden_BTE = self._decoder.hidden(tokens_BT, documents_BT)
-        places_N = (labels_BT.flatten() >= 0).nonzero().squeeze(1)
+        positions_N = (labels_BT.flatten() >= 0).nonzero().squeeze(1)
         dtype = operand_dtype(hidden_BTE)
-        hidden_NE = hidden_BTE.flatten(0, 1)[places_N].to(dtype)
-        token_N = labels_BT.flatten()[places_N]
+        hidden_NE = hidden_BTE.flatten(0, 1)[positions_N].to(dtype)
+        token_N = labels_BT.flatten()[positions_N]
         names = [row_key(self._seed, key) for key in written.keys]
         u_N = torch.tensor(
             [
@@ -86,20 +86,22 @@ class GivenRows(Rollout):
         head = head_of(self._decoder)
         slices = head.slices(head.vocab_size, dtype)
         parts = []
-        for start in range(0, len(places_N), EVAL_CHUNK_ROWS):
+        for start in range(0, len(positions_N), EVAL_CHUNK_ROWS):
             part = slice(start, start + EVAL_CHUNK_ROWS)
             logits_NV = hidden_NE.new_empty(
                 len(hidden_NE[part]), head.vocab_size, dtype=sum_dtype(dtype)
             )
             project(logits_NV, hidden_NE[part], slices)
-            parts.append(self._apart(logits_NV, token_N[part], u_N[part]))
-        log_p_N, apart_N = (torch.cat(each) for each in zip(*parts, strict=True))
+            parts.append(self._distances(logits_NV, token_N[part], u_N[part]))
+        log_p_N, distance_N = (torch.cat(values) for values in zip(*parts, strict=True))
         sizes = [len(text) for text in written.texts]
-        return [float(one.sum()) for one in torch.split(log_p_N, sizes)], float(apart_N.mean())
+        return [float(row_log_p.sum()) for row_log_p in torch.split(log_p_N, sizes)], float(
+            distance_N.mean()
+        )
 
-    def _apart(self, logits_NV: Tensor, token_N: Tensor, u_N: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the log-probability of each token, and the distance of u from its interval; of a greedy token what
-        it lacks in probability to the likeliest."""
+    def _distances(self, logits_NV: Tensor, token_N: Tensor, u_N: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the log-probability of each token, and the distance of u from the token's interval; for greedy
+        decoding, by how much the token is less probable than the most probable one."""
         sampling, token_N1 = self._sampling, token_N[:, None]
         if sampling.greedy:
             log_p_NV = logits_NV.log_softmax(-1)

@@ -47,7 +47,7 @@ from engine.runtime.ranks import Ranks
 from engine.teachers.store.teacher import CachedTeacher
 from engine.train import to_events
 from engine.train.auditing import StepAudit
-from engine.train.beside import Beside
+from engine.train.background import Background
 from engine.train.checking import context_of
 from engine.train.checkpoint.continuing import past_checks
 from engine.train.checkpoint.keeper import Keeper
@@ -66,18 +66,19 @@ from engine.train.trainer import Trainer
 
 MEMORY_SETTLED_AFTER = 3
 """Number of steps after which the allocator has seen every phase of a step."""
-READ_BESIDE_BYTES = 1 << 30
-"""Minimum size of a checkpoint that is read back while the run continues, in bytes: reading it takes a second."""
-SAID_EVERY_S = 10.0
+READ_IN_BACKGROUND_BYTES = 1 << 30
+"""Minimum size of a checkpoint that is read back in a background thread, in bytes: reading it takes a second."""
+PROGRESS_EVERY_S = 10.0
 """Interval between progress lines of an evaluation, in seconds."""
-OF = {
+SUBJECTS = {
     "teacher": "the teacher",
     "untrained": "the student, not yet trained",
     "student": "the student",
 }
+"""Name in progress lines of each subject of an evaluation."""
 
 
-class _Due(NamedTuple):
+class _FollowUp(NamedTuple):
     """Work that follows a step."""
 
     first: bool
@@ -136,7 +137,7 @@ class TrainingLoop:
         """The step of the newest evaluation of the student, and its loss."""
         self._continued: list[int] = []
         """Continuation of the prompt in the last evaluation: the guess for the next one."""
-        self._reading: Beside[list[Result]] | None = None
+        self._reading: Background[list[Result]] | None = None
         """Check of the newest checkpoint, read back from disk."""
         self.after_first_step: Callable[[], None] | None = None
         """Work of the start that is deferred until after the session's first step."""
@@ -144,11 +145,11 @@ class TrainingLoop:
     def check(self, trainer: Trainer) -> None:
         """Run the first-minute checks: all of them, before a failure stops the run."""
         self.log(Phase(name="checking"))
-        # The trainer is that of one rank alone until its student is sharded.
-        self._answer(self.checks.before_training(self._context(trainer)), self.keeper.ranks)
+        # Until its student is sharded, the trainer knows one rank, so the ranks are passed separately.
+        self._act_on(self.checks.before_training(self._context(trainer)), self.keeper.ranks)
 
-    def look_at(self, trainer: Trainer) -> None:
-        """Make the checks after each step use another trainer of the same run: the sharded one."""
+    def check_with(self, trainer: Trainer) -> None:
+        """Make the checks after each step use `trainer`: once the student is sharded, another one of the same run."""
         self.checks.use(self._context(trainer))
 
     def evaluate(
@@ -160,19 +161,19 @@ class TrainingLoop:
         *,
         saved: bool = False,
     ) -> None:
-        """Evaluate `subject` and log its held-out loss; `saved` says that it was read back from its files. Raises
+        """Evaluate `subject` and log its held-out loss; `saved` is whether it was read back from its files. Raises
         TrainingFailed when the loss is not finite."""
         begun_s = time.perf_counter()
-        say = self._progress("the saved student" if saved else OF[subject])
+        report = self._progress("the saved student" if saved else SUBJECTS[subject])
         heldout, device, autocast = self.data.heldout, trainer.device, trainer.autocast
-        loss, labelled = heldout_loss(hidden, head, heldout, device, autocast, begun=say)
+        loss, labelled = heldout_loss(hidden, head, heldout, device, autocast, begun=report)
         self.heldout_losses[subject] = loss
         # The teacher and the untrained student are evaluated as of step 0.
         step = trainer.step if subject == "student" else 0
         if subject == "student":
             self._evaluated = step, loss
         prompt, sample = self._sample(hidden, head, trainer)
-        made = Evaluated(
+        evaluated = Evaluated(
             step=step,
             subject=subject,
             loss=loss,
@@ -182,30 +183,30 @@ class TrainingLoop:
             prompt=prompt,
             sample=sample,
         )
-        self.log(made)
+        self.log(evaluated)
         if not math.isfinite(loss):
             stop_for_weights(self.log, self.step, "heldout_loss", loss)
 
-    def _progress(self, of: str) -> Callable[[int], None]:
-        """Log that `of` is evaluated; return a function that takes the number of each batch and logs some of them."""
-        self.log(Phase(name="evaluating", detail=of))
-        said_s = time.perf_counter()
+    def _progress(self, subject: str) -> Callable[[int], None]:
+        """Log that `subject` is evaluated; return a function that takes each batch number and logs some."""
+        self.log(Phase(name="evaluating", detail=subject))
+        reported_s = time.perf_counter()
 
-        def say(number: int) -> None:
-            nonlocal said_s
-            if time.perf_counter() - said_s > SAID_EVERY_S:
-                said_s = time.perf_counter()
-                done = f"{of}, {number} of {len(self.data.heldout)} batches"
+        def report(number: int) -> None:
+            nonlocal reported_s
+            if time.perf_counter() - reported_s > PROGRESS_EVERY_S:
+                reported_s = time.perf_counter()
+                done = f"{subject}, {number} of {len(self.data.heldout)} batches"
                 self.log(Phase(name="evaluating", detail=done))
 
-        return say
+        return report
 
     def _sample(
         self, hidden: Callable[[Tensor, Tensor], Tensor], head: Head, trainer: Trainer
     ) -> tuple[str, str]:
-        """Return a prompt of the held-out text and the model's continuation; empty where there is none."""
+        """Return a prompt of the held-out text and the model's continuation; empty strings without one."""
         count, prompt = self.spec.eval.sample_tokens, prompt_of(self.data.heldout)
-        tokenizer = next((one for one in self.inputs.tokenizers.values() if one is not None), None)
+        tokenizer = next((t for t in self.inputs.tokenizers.values() if t is not None), None)
         stored = isinstance(getattr(hidden, "__self__", None), CachedTeacher)
         if not count or tokenizer is None or not prompt or stored:
             return "", ""
@@ -214,52 +215,52 @@ class TrainingLoop:
         return tokenizer.decode(prompt), tokenizer.decode(self._continued)
 
     def check_saved(self, saved: Artefact, student: Decoder) -> None:
-        """Compare the saved student with the trained one, `student`. Raises TrainingFailed when it is another."""
-        self._answer(self.checks.at_end(saved, self.step, student))
+        """Compare the saved student with `student`, the trained one. Raises TrainingFailed when they differ."""
+        self._act_on(self.checks.at_end(saved, self.step, student))
 
     def train(self, trainer: Trainer) -> RunFinished | None:
         """Train all remaining steps. Return None when all are done, otherwise how the session ended before that."""
         session, host = self._begin(trainer), trainer.host
         launched: LaunchedStep | None = None
         rank_stops = False
-        """Whether the numbers of an earlier step have shown that a rank was asked to stop."""
+        """Whether an earlier step's numbers say that some rank was asked to stop."""
         host.take()
         while launched is not None or trainer.step < self.spec.train.steps:
             # Fetch, forward, loss, backward, update.
             launched = launched or trainer.launch()
-            due = self._due(launched.step, session)
-            waits = any(due) or rank_stops or self.stop.reason is not None or trainer.slow_by
+            follow_up = self._follow_up(launched.step, session)
+            waits = any(follow_up) or rank_stops or self.stop.reason is not None or trainer.slow_by
             ahead = None if waits else trainer.launch(launched)
             step = session.rows.record(trainer.finish(launched))
 
             # Log, check.
             self.step = step.step
-            with host.of(LOGGING):
-                self._log_step(step, self._wrote(launched, trainer.rollout), session)
-            with host.of(CHECKS):
+            with host.measure(LOGGING):
+                self._log_step(step, self._written_event(launched, trainer.rollout), session)
+            with host.measure(CHECKS):
                 self._check_step(step, session)
-            if due.first:
+            if follow_up.first:
                 self._end_of_start(trainer)
-            if due.measure_memory:
+            if follow_up.measure_memory:
                 self.log(to_events.memory_peak(step.step, self.budget, trainer))
 
             # Evaluate, save.
-            if due.evaluate:
-                with host.of(EVALUATING):
+            if follow_up.evaluate:
+                with host.measure(EVALUATING):
                     student = whole_student(trainer.student)
                     self.evaluate("student", student.hidden, head_of(student), trainer)
-            if due.save:
-                with host.of(SAVING):
+            if follow_up.save:
+                with host.measure(SAVING):
                     self._save(trainer)
-            if due.evaluate and not due.last:
+            if follow_up.evaluate and not follow_up.last:
                 self.log(Phase(name=TRAINING))
 
-            # Stop. Ranks may have launched the next step or not, but all have read the numbers of this one
-            # before they launch the one after: so what they tell of a stop holds from the next step on.
+            # Stop. Some ranks may already have launched the next step, but all have read this step's numbers
+            # before they launch the step after it. So a request to stop takes effect after the next step.
             asked = rank_stops if trainer.ranks.many else ahead is None and self.stop.reason
-            if asked and not due.last:
+            if asked and not follow_up.last:
                 return self._stop_as_asked(trainer)
-            if due.pause:
+            if follow_up.pause:
                 return self._pause(trainer)
             rank_stops = rank_stops or launched.numbers.asked_to_stop > 0
             launched = ahead
@@ -280,19 +281,19 @@ class TrainingLoop:
         folder = self.keeper.folder
         rows = TrainedRows(folder, trainer, self.spec, audit.prescribed, self.data.heldout)
         self.keeper.sync_rows = rows.sync
-        self._answer(self.checks.before_first_step(), trainer.ranks)
+        self._act_on(self.checks.before_first_step(), trainer.ranks)
         held = HeldWriter(folder, partial(to_events.held_by, trainer.device))
         recorder = Recorder(trainer, self.spec)
         return _Session(trainer, trainer.step, audit, rows, recorder, held)
 
-    def _due(self, step: int, session: _Session) -> _Due:
-        """Return what follows `step`."""
+    def _follow_up(self, step: int, session: _Session) -> _FollowUp:
+        """Return the work that follows `step`."""
         spec, begun_at = self.spec, session.begun_at
         last, first = step == spec.train.steps, step == begun_at + 1
         settled_at = begun_at + MEMORY_SETTLED_AFTER
         save = (last and spec.checkpoint.at_end) or _every(step, spec.checkpoint.every)
         on_gpu = session.trainer.device.type == "cuda"
-        return _Due(
+        return _FollowUp(
             first=first,
             last=last,
             audit=session.audit.due(step),
@@ -315,8 +316,8 @@ class TrainingLoop:
             session.held.record(step.step)
         self.compiles.done(self.log)
 
-    def _wrote(self, launched: LaunchedStep, rollout: Rollout | None) -> Wrote | None:
-        """Return the record of what a model wrote for a finished step; None where it wrote nothing."""
+    def _written_event(self, launched: LaunchedStep, rollout: Rollout | None) -> Wrote | None:
+        """Return the event about the rows that a model wrote for a finished step; None where it wrote nothing."""
         if rollout is None or not launched.written:
             return None
         return to_events.wrote(launched, self.spec, rollout.turns, self.inputs.tokenizer.decode)
@@ -325,16 +326,16 @@ class TrainingLoop:
         """Raise TrainingFailed where a check or a number of the step ends the run."""
         if self._reading is not None and self._reading.done:
             self.end_reading(session.trainer)
-        # Other rows have other labels: they are the cause.
-        self._answer(itertools.chain(session.rows.after(step), session.audit.after(step)))
-        self._answer(self.checks.after_step(step))
+        # Rows first: wrong rows also make the loss and the gradients differ, and they are the cause.
+        self._act_on(itertools.chain(session.rows.after(step), session.audit.after(step)))
+        self._act_on(self.checks.after_step(step))
         if self.spec.train.on_non_finite == "stop":
             stop_unless_finite(step)
 
     def _end_of_start(self, trainer: Trainer) -> None:
-        # A resume does it where a stop came before.
+        # After a request to stop, the session that resumes does this work.
         if self.after_first_step is not None and self.stop.reason is None:
-            with trainer.host.of(EVALUATING):
+            with trainer.host.measure(EVALUATING):
                 self.after_first_step()
             self.log(Phase(name=TRAINING))
         self.compiles.seal(self.log)
@@ -342,14 +343,14 @@ class TrainingLoop:
     def _context(self, trainer: Trainer) -> Context:
         return context_of(
             trainer,
-            # By its hash a checkpoint is known to be of this run.
+            # The keeper's spec, whose hash identifies the checkpoints of this run.
             self.keeper.spec,
             teacher_decoder=self.teacher_decoder,
             train_stream=self.data.stream,
             heldout_stream=self.data.heldout_stream,
             heldout=self.data.heldout,
             tokenizers=self.inputs.tokenizers,
-            again=self.data.again,
+            sampled_documents=self.data.again,
             read_again=partial(self.inputs.read_again, self.spec.data),
             memory=lambda: self._memory(trainer),
             resumed=self.keeper.resumed,
@@ -365,31 +366,31 @@ class TrainingLoop:
             is_whole=self.keeper.ranks.first,
         )
 
-    def _answer(self, results: Iterator[Result], ranks: Ranks | None = None) -> None:
+    def _act_on(self, results: Iterator[Result], ranks: Ranks | None = None) -> None:
         """Log the results of checks, and then raise TrainingFailed if one of them ends the run.
 
         With `ranks` this is a collective: a failure on any of them is logged by the first, and ends all.
         """
-        worthless = []
+        failures = []
         for result in results:
             self.log(result)
             if self.checks.ends_run(result):
-                worthless.append(result)
+                failures.append(result)
         if ranks is not None and ranks.many:
-            for rank, theirs in enumerate(ranks.collect(worthless)):
+            for rank, rank_failures in enumerate(ranks.collect(failures)):
                 if rank != ranks.rank:
-                    told = [one.prefixed(f"rank {rank}") for one in theirs]
-                    worthless += told
-                    for one in told if ranks.first else ():
-                        self.log(one)
-        if worthless:
+                    named = [failure.prefixed(f"rank {rank}") for failure in rank_failures]
+                    failures += named
+                    for failure in named if ranks.first else ():
+                        self.log(failure)
+        if failures:
             raise TrainingFailed(
-                "\n".join(f"check {result}" for result in worthless),
-                hint=f"{worthless[0].about.remedy} {self._past_them(worthless[0])}",
+                "\n".join(f"check {result}" for result in failures),
+                hint=f"{failures[0].about.remedy} {self._how_to_continue(failures[0])}",
             )
 
-    def _past_them(self, failed: Result) -> str:
-        """Say how to go on past a failed check, and at what risk: the owner of a saved run decides."""
+    def _how_to_continue(self, failed: Result) -> str:
+        """Return a hint how to continue past a failed check, and at what risk: the owner of the run decides."""
         if not any(published(self.keeper.folder.checkpoints)):
             return "checks.on_fail=report would go on past it"
         return (
@@ -398,7 +399,7 @@ class TrainingLoop:
         )
 
     def _save(self, trainer: Trainer) -> None:
-        """Save a checkpoint unless that was done, and begin to read it back."""
+        """Save a checkpoint of this step, unless there is one, and begin to read it back."""
         if self.keeper.saved_step == self.step:
             return
         self.end_reading(trainer)
@@ -406,10 +407,13 @@ class TrainingLoop:
         step, loss = self._evaluated
         path = self.keeper.save(trainer, loss if step == self.step else None)
         resumable = partial(self.keeper.check_resumable, trainer=trainer)
-        looked = self.checks.at_checkpoint(path, self.step, resumable)
+        results = self.checks.at_checkpoint(path, self.step, resumable)
         ranks = trainer.ranks
-        self._reading = Beside(partial(list, looked if ranks.first else ()), "read back")
-        if ranks.many or sum(file.stat().st_size for file in path.iterdir()) < READ_BESIDE_BYTES:
+        self._reading = Background(partial(list, results if ranks.first else ()), "read back")
+        if (
+            ranks.many
+            or sum(file.stat().st_size for file in path.iterdir()) < READ_IN_BACKGROUND_BYTES
+        ):
             self.end_reading(trainer)
 
     def end_reading(self, trainer: Trainer) -> None:
@@ -418,8 +422,8 @@ class TrainingLoop:
         if self._reading is None:
             return
         reading, self._reading = self._reading, None
-        with trainer.host.of(CHECKS):
-            self._answer(iter(reading.result()), trainer.ranks)
+        with trainer.host.measure(CHECKS):
+            self._act_on(iter(reading.result()), trainer.ranks)
         self.keeper.prune()
 
     def _pause(self, trainer: Trainer) -> RunFinished:
@@ -449,8 +453,8 @@ class TrainingLoop:
 
 def log_step(log: Log, step: StepDone, temperature: float) -> None:
     """Log a step; before it, as lines of their own, its non-finite numbers and broken invariants."""
-    for found in non_finite(step):
-        log(found)
+    for event in non_finite(step):
+        log(event)
     for text in broken_invariants(step, temperature):
         log(Note(level="error", text=text))
     log(step)

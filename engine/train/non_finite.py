@@ -20,10 +20,10 @@ def non_finite(step: StepDone) -> Iterator[Judged]:
     for name in ("loss", "ce", "kd", "grad_norm"):
         value = getattr(step, name)
         if value is not None and not math.isfinite(value):
-            yield _not_finite(step.step, name, name_of_non_finite(value))
+            yield _non_finite_event(step.step, name, name_of_non_finite(value))
 
 
-def _not_finite(step: int, name: str, value: str) -> Judged:
+def _non_finite_event(step: int, name: str, value: str) -> Judged:
     return Judged(by=NUMBER, id=name, level=FAIL, text=value, step=step)
 
 
@@ -31,7 +31,7 @@ def stop_unless_finite(step: StepDone) -> None:
     """Raise TrainingFailed for a step that changed no weight because a number of it is not finite."""
     if step.updated:
         return
-    names = ", ".join(f"{found.id} is {found.text}" for found in non_finite(step))
+    names = ", ".join(f"{event.id} is {event.text}" for event in non_finite(step))
     raise TrainingFailed(
         f"{names} at step {step.step}; the step did not change the weights",
         hint="check the steps before it; train.on_non_finite=skip would continue after it",
@@ -40,9 +40,9 @@ def stop_unless_finite(step: StepDone) -> None:
 
 def stop_for_weights(log: Log, step: int, name: str, value: float) -> NoReturn:
     """End a run whose weights give NaN or infinity, before a checkpoint is written from them."""
-    found = name_of_non_finite(value)
-    log(_not_finite(step, name, found))
+    shown = name_of_non_finite(value)
+    log(_non_finite_event(step, name, shown))
     raise TrainingFailed(
-        f"{name} is {found} at step {step}: the weights are no longer usable, and no checkpoint holds them",
+        f"{name} is {shown} at step {step}: the weights are no longer usable, and no checkpoint holds them",
         hint="resume from the last checkpoint with a lower learning rate in a new run",
     )

@@ -53,7 +53,7 @@ def build_optimizer(
     )
 
 
-def _plain(owner: type[torch.optim.Optimizer], name: str) -> Any:
+def _unwrapped(owner: type[torch.optim.Optimizer], name: str) -> Any:
     """Return a method of torch's optimizers without its wrapper."""
     return inspect.unwrap(getattr(owner, name))
 
@@ -64,16 +64,16 @@ class Uncompiled(torch.optim.Optimizer):
     Those wrappers import torch's compiler, which takes more than a second. Nothing here is compiled by it.
     """
 
-    add_param_group = _plain(torch.optim.Optimizer, "add_param_group")
-    zero_grad = _plain(torch.optim.Optimizer, "zero_grad")
-    state_dict = _plain(torch.optim.Optimizer, "state_dict")
-    load_state_dict = _plain(torch.optim.Optimizer, "load_state_dict")
+    add_param_group = _unwrapped(torch.optim.Optimizer, "add_param_group")
+    zero_grad = _unwrapped(torch.optim.Optimizer, "zero_grad")
+    state_dict = _unwrapped(torch.optim.Optimizer, "state_dict")
+    load_state_dict = _unwrapped(torch.optim.Optimizer, "load_state_dict")
 
 
 class AdamW(Uncompiled, torch.optim.AdamW):
-    """torch's AdamW without those wrappers."""
+    """torch's AdamW without the wrappers of `Uncompiled`."""
 
-    step = torch.no_grad()(_plain(torch.optim.AdamW, "step"))
+    step = torch.no_grad()(_unwrapped(torch.optim.AdamW, "step"))
 
 
 class FusedAdamW(AdamW):
@@ -84,18 +84,18 @@ class FusedAdamW(AdamW):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        """Apply one update. `grad_scale` and `found_inf` must have been set."""
+        """Apply one update. `grad_scale` and `found_inf` must be set first."""
         from engine.kernels.adamw import update
 
         for group in self.param_groups:
-            moved = [p for p in group["params"] if p.grad is not None]
-            if not moved:
+            parameters = [p for p in group["params"] if p.grad is not None]
+            if not parameters:
                 continue
-            states = [self._state_of(p) for p in moved]
+            states = [self._state_of(p) for p in parameters]
             divisor = self.grad_scale
             update(
-                moved,
-                [p.grad for p in moved],
+                parameters,
+                [p.grad for p in parameters],
                 [state["exp_avg"] for state in states],
                 [state["exp_avg_sq"] for state in states],
                 [state["step"] for state in states],
@@ -152,7 +152,8 @@ class EmbeddingRows:
         self.rows_BTD = self._weight.detach()[tokens_BT].requires_grad_()
 
     @staticmethod
-    def possible(student: Decoder) -> bool:
+    def applies_to(student: Decoder) -> bool:
+        """Return whether the student's embedding is trained and is also its head."""
         return student.config.native and student.head is None and student.embed.weight.requires_grad
 
     def add_gradient(self) -> None:

@@ -66,7 +66,7 @@ from engine.teachers.store.write import (
 from engine.teachers.truncating import TruncatingTeacher
 from engine.train import to_events
 from engine.train.build import examine
-from engine.train.compiles import Compiles, attention_by_cudnn
+from engine.train.compiles import Compiles, build_cudnn_attention
 from engine.train.data import prepare_data
 from engine.train.heldout import heldout_loss
 from engine.train.stop_request import StopRequest
@@ -103,7 +103,7 @@ class Job:
 
 
 def plan_job(spec: RunSpec, wanted: Wanted) -> Job:
-    """Return what would be done, and write nothing. Raises BadInput when it cannot be done."""
+    """Check and plan the command, and write nothing. Raises BadInput when it cannot be carried out."""
     if not spec.has_teacher:
         raise BadInput("teacher.path: expected a teacher to ask, found none")
     if spec.teacher.context:
@@ -120,10 +120,10 @@ def plan_job(spec: RunSpec, wanted: Wanted) -> Job:
     )
     precision = _precision(spec)
     identity = _identity(spec, wanted, inputs, precision.choice)
-    store, each = None, rows_per_shard(identity, wanted.shard_bytes)
+    store, shard_rows = None, rows_per_shard(identity, wanted.shard_bytes)
     if (wanted.out / MANIFEST).exists():
         store = open_store(wanted.out)
-        identity, each = same_identity(store, identity), store.manifest.rows_per_shard
+        identity, shard_rows = same_identity(store, identity), store.manifest.rows_per_shard
         check_teacher_files(spec.teacher.path, store.manifest, wanted.out)
     return Job(
         spec=spec,
@@ -132,7 +132,7 @@ def plan_job(spec: RunSpec, wanted: Wanted) -> Job:
         heldout=data.heldout,
         walk=walk,
         precision=precision,
-        plan=plan_store(walk, identity, wanted.out, each, store),
+        plan=plan_store(walk, identity, wanted.out, shard_rows, store),
     )
 
 
@@ -140,8 +140,6 @@ def _precision(spec: RunSpec) -> Decision:
     device = choose_device(spec.compute.device).choice
     capability = None
     if device == "cuda":
-        import torch
-
         capability = torch.cuda.get_device_capability()
     return choose_teacher_precision(spec.teacher.precision, device=device, capability=capability)
 
@@ -170,6 +168,7 @@ def _identity(spec: RunSpec, wanted: Wanted, inputs: Inputs, precision: str) -> 
 
 
 LOG = "prepare.jsonl"
+"""Name of the log in the folder of the store."""
 WEIGHTS_SHARE = 0.8
 """Largest share of the available memory for the teacher's weights; the rest is for a forward pass."""
 
@@ -224,7 +223,7 @@ def _prepare(
         spec, compute = set_up_device(job.spec, write)
         with compute.memory.use():
             built, identity = _load_teacher(job, spec, compute, say, write)
-        store = _open_or_begin(job, built, identity, compute.device, say)
+        store = _open_or_create_store(job, built, identity, compute.device, say)
         if drop_damaged(store, say, note):
             store = open_store(out)
         writer = ShardWriter(out, identity, job.plan.rows_per_shard, store.shards)
@@ -248,10 +247,10 @@ def _prepare(
     )
 
 
-def _open_or_begin(
+def _open_or_create_store(
     job: Job, built: BuiltTeacher, identity: Identity, device: torch.device, say: Say
 ) -> Store:
-    """Open the store, if it is this teacher's, or begin it with what is measured of the teacher."""
+    """Open the store, if it is this teacher's, or create it with measurements of the teacher."""
     out = job.wanted.out
     if (out / MANIFEST).exists():
         store = open_store(out)
@@ -271,19 +270,19 @@ def _load_teacher(
     precision = job.precision.choice
     facts = RunFacts(spec=spec, inputs=job.inputs, compute=compute, log=log)
     facts.settle({"teacher.precision": precision})
-    each = ITEM_BYTES[precision]
+    itemsize = ITEM_BYTES[precision]
     size = job.inputs.teacher_size
-    packed = size.weight_bytes(each) if size is not None and size.matrices else None
-    dense = each * count_parameters(config)
-    there = compute.available.number
-    room = None if there is None else int(WEIGHTS_SHARE * there)
+    packed = size.weight_bytes(itemsize) if size is not None and size.matrices else None
+    dense = itemsize * count_parameters(config)
+    available = compute.available.number
+    max_bytes = None if available is None else int(WEIGHTS_SHARE * available)
     choice = choose_backend(
         job.plan.identity.backend or "auto",
         config=config,
         quantised_blocks=packed is not None,
         dense_bytes=dense,
         packed_bytes=packed,
-        available_bytes=room,
+        available_bytes=max_bytes,
         precision=precision,
     )
     if job.plan.identity.backend and spec.teacher.backend in ("auto", "cached"):
@@ -293,11 +292,11 @@ def _load_teacher(
     backend = choice.choice
     say("\n".join(choice.lines()))
     needed = packed if backend == "quantized" else dense
-    if room is not None and needed is not None and needed > room:
+    if max_bytes is not None and needed is not None and needed > max_bytes:
         raise BadInput.expected(
             "memory",
             compute.device,
-            f"a teacher of at most {format_bytes(room)}",
+            f"a teacher of at most {format_bytes(max_bytes)}",
             format_bytes(needed),
             hint="teacher.precision=bf16 needs half of fp32, and blocks need less again",
         )
@@ -315,7 +314,7 @@ def _load_teacher(
         how=spec.model,
     )
     built.decoder.packed = teacher.attention == "packed"
-    built.decoder.cudnn = attention_by_cudnn(
+    built.decoder.cudnn = build_cudnn_attention(
         built.decoder, "teacher", facts.spec, compute.device, log, trained=False
     )
     decoder = built.decoder

@@ -1,7 +1,7 @@
 """A few numbers of real steps, recorded for a replay of the run to be compared with (`engine.verify`).
 
-They follow a step from stage to stage: hidden states of both models at one token, and of one tensor its gradient as the
-update finds it, then its moments and itself after the update. Micro-batch, token and tensor are drawn by the seed and
+They follow a step from stage to stage: hidden states of both models at one token, then of one tensor the gradient
+before the update, and the moments and the weights after it. Micro-batch, token and tensor are drawn by the seed and
 the step, so a replay records the same ones. Nothing is judged.
 """
 
@@ -38,11 +38,12 @@ class _Step:
 
     micro_batch: int
     token: int
-    """Among those of the micro-batch, once their number is known; as are these of the tensor."""
+    """A random integer until the micro-batch arrives, then the index of one of its tokens."""
     tensor: str = ""
     first: int = 0
-    seen: int = 0
-    """Micro-batches so far."""
+    """Index of the first recorded element of the tensor."""
+    micro_batches: int = 0
+    """Number of micro-batches so far."""
     parts: dict[str, Tensor] = field(default_factory=dict)
     on_host: Tensor | None = None
     """The parts one after the other, once `copied` has passed."""
@@ -50,7 +51,7 @@ class _Step:
 
 
 class Recorder(StepObserver):
-    """Records the steps of the first rank; of a student that is spread over the ranks, its part."""
+    """Records steps on the first rank; of a sharded student, that rank's shard."""
 
     def __init__(
         self, trainer: Trainer, spec: RunSpec, clock: Callable[[], float] = time.monotonic
@@ -70,10 +71,10 @@ class Recorder(StepObserver):
         early = step <= self._begun_at + FIRST_STEPS
         if early or self._spec.checks.record == "all" or now_s - self._newest_s >= EVERY_S:
             self._newest_s = now_s
-            micro_batch = self._drawn(step, "micro-batch") % self._spec.train.accumulation
-            self._now = self._steps[step] = _Step(micro_batch, self._drawn(step, "token"))
+            micro_batch = self._draw(step, "micro-batch") % self._spec.train.accumulation
+            self._now = self._steps[step] = _Step(micro_batch, self._draw(step, "token"))
 
-    def _drawn(self, step: int, what: str) -> int:
+    def _draw(self, step: int, what: str) -> int:
         text = f"{self._spec.train.seed} {step} {what}".encode()
         return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
 
@@ -83,30 +84,30 @@ class Recorder(StepObserver):
     ) -> None:
         if (now := self._now) is None:
             return
-        now.seen += 1
-        if now.seen - 1 != now.micro_batch:
+        now.micro_batches += 1
+        if now.micro_batches - 1 != now.micro_batch:
             return
         now.token %= micro.tokens_BT.numel()
-        of_teacher = teacher.hidden_NE
+        teacher_output = teacher.hidden_NE
         if teacher.targets is not None:
-            known = teacher.targets.log_probs_NK
-            of_teacher = teacher.targets.ids_NK if known is None else known
-        if of_teacher is not None:
-            now.parts["teacher"] = _copied(of_teacher[now.token, :NUMBERS])
+            log_probs = teacher.targets.log_probs_NK
+            teacher_output = teacher.targets.ids_NK if log_probs is None else log_probs
+        if teacher_output is not None:
+            now.parts["teacher"] = _copy(teacher_output[now.token, :NUMBERS])
         hidden_ND = student_hidden_BTD.flatten(0, 1)
-        now.parts["student"] = _copied(hidden_ND[now.token, :NUMBERS])
+        now.parts["student"] = _copy(hidden_ND[now.token, :NUMBERS])
 
     @torch.no_grad()
     def gradients(self, step: int) -> None:
         if (now := self._now) is None:
             return
         names = [name for name, p in self._parameters.items() if own_part(p).numel()]
-        now.tensor = names[self._drawn(step, "tensor") % len(names)]
+        now.tensor = names[self._draw(step, "tensor") % len(names)]
         parameter = self._parameters[now.tensor]
         size = own_part(parameter).numel()
-        now.first = self._drawn(step, "number") % max(1, size - NUMBERS + 1)
+        now.first = self._draw(step, "number") % max(1, size - NUMBERS + 1)
         if parameter.grad is not None:
-            now.parts["gradient"] = self._some(parameter.grad)
+            now.parts["gradient"] = self._elements(parameter.grad)
 
     @torch.no_grad()
     def updated(self, step: int) -> None:
@@ -116,39 +117,39 @@ class Recorder(StepObserver):
         state = self._trainer.optimizer.state.get(parameter, {})
         for part, key in (("mean", "exp_avg"), ("square", "exp_avg_sq")):
             if key in state:
-                now.parts[part] = self._some(state[key])
-        now.parts["weight"] = self._some(parameter.detach())
+                now.parts[part] = self._elements(state[key])
+        now.parts["weight"] = self._elements(parameter.detach())
         now.on_host = torch.cat(list(now.parts.values())).to("cpu", non_blocking=True)
         if self._trainer.device.type == "cuda":
             now.copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
             now.copied.record()
 
-    def _some(self, tensor: Tensor) -> Tensor:
+    def _elements(self, tensor: Tensor) -> Tensor:
         assert self._now is not None
         first = self._now.first
-        return _copied(own_part(tensor).flatten()[first : first + NUMBERS])
+        return _copy(own_part(tensor).flatten()[first : first + NUMBERS])
 
     def take(self, step: int) -> Iterator[Recorded]:
-        """Yield what was recorded of a step that is done, if it was."""
-        if (found := self._steps.pop(step, None)) is None or found.on_host is None:
+        """Yield the event of a finished step, if the step was recorded."""
+        if (recorded := self._steps.pop(step, None)) is None or recorded.on_host is None:
             return
-        if found.copied is not None:
-            found.copied.synchronize()
-        sizes = [len(part) for part in found.parts.values()]
-        split = torch.split(found.on_host, sizes)
+        if recorded.copied is not None:
+            recorded.copied.synchronize()
+        sizes = [len(part) for part in recorded.parts.values()]
+        split = torch.split(recorded.on_host, sizes)
         numbers: dict[str, Any] = {
-            name: part.tolist() for name, part in zip(found.parts, split, strict=True)
+            name: part.tolist() for name, part in zip(recorded.parts, split, strict=True)
         }
         yield Recorded(
             step=step,
-            micro_batch=found.micro_batch,
-            token=found.token,
-            tensor=found.tensor,
-            first=found.first,
+            micro_batch=recorded.micro_batch,
+            token=recorded.token,
+            tensor=recorded.tensor,
+            first=recorded.first,
             **numbers,
         )
 
 
-def _copied(some: Tensor) -> Tensor:
-    # A view would change with the tensor, and keep all of it.
-    return some.to(torch.float32, copy=True)
+def _copy(elements: Tensor) -> Tensor:
+    # A copy, because a view would change with the tensor and keep all of it in memory.
+    return elements.to(torch.float32, copy=True)

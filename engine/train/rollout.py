@@ -1,4 +1,4 @@
-"""Writes rows of a step with a model: on-policy distillation (Agarwal et al. 2023, arXiv 2306.13649).
+"""Write rows of a step with a model: on-policy distillation (Agarwal et al. 2023, arXiv 2306.13649).
 
     corpus row -> prompt -> the model goes on -> a row of prompt and text, with labels on the text alone
 
@@ -49,7 +49,7 @@ class Written(NamedTuple):
     log_p: list[float]
     """Sum of the log-probabilities of each row's tokens, as they were drawn, in nats."""
     drawn_apart: float | None = None
-    """Distance of recorded texts from what the model draws (`engine.train.given_rows`); None where it wrote."""
+    """Mean distance of recorded texts from what the model draws (`engine.train.given_rows`); None for new texts."""
 
 
 def is_written(share: float, index: int) -> bool:
@@ -57,24 +57,24 @@ def is_written(share: float, index: int) -> bool:
     return math.floor((index + 1) * share) > math.floor(index * share)
 
 
-def prompt_of(batch: Batch, row: int, most: int, key: int) -> list[int]:
-    """Return the prompt of a corpus row: of its longest document with a label, what comes before a turn of the
-    assistant (one of them, by `key`), or at most `most` tokens of a text.
+def prompt_of(batch: Batch, row: int, max_tokens: int, key: int) -> list[int]:
+    """Return the prompt of a corpus row: in its longest labelled document, the tokens before a turn of the assistant
+    (one of them, chosen by `key`), or at most `max_tokens` tokens of a text.
     """
     tokens_T, documents_T = batch.tokens_BT[row], batch.documents_BT[row]
     labelled_T = batch.labels_BT[row] != IGNORED
     counts = Counter(documents_T[labelled_T].tolist())
     document = counts.most_common(1)[0][0]
-    places = np.flatnonzero(documents_T == document)
-    first, end = int(places[0]), int(places[-1]) + 1
+    positions = np.flatnonzero(documents_T == document)
+    first, end = int(positions[0]), int(positions[-1]) + 1
     begins = [
-        place
-        for place in range(first, end)
-        if labelled_T[place] and (place == first or not labelled_T[place - 1])
+        position
+        for position in range(first, end)
+        if labelled_T[position] and (position == first or not labelled_T[position - 1])
     ]
-    # A row may begin within a turn, which has no prompt, or end with a prompt, which leaves no room.
-    turns = [place for place in begins if first < place < len(tokens_T) - 1]
-    last = first + max(1, min(most, (end - first) // 2))
+    # A row may begin within a turn, which then has no prompt, or end with a prompt, after which no token fits.
+    turns = [position for position in begins if first < position < len(tokens_T) - 1]
+    last = first + max(1, min(max_tokens, (end - first) // 2))
     if turns:
         last = turns[key % len(turns)] + 1
     return [int(token) for token in tokens_T[first:last]]
@@ -90,8 +90,8 @@ class Turns(NamedTuple):
 
 
 def turns_of(batches: Sequence[Batch]) -> Turns | None:
-    """Return what the turns have in common: labelled parts after a prompt of the same document. None for texts, and
-    for turns without a common end.
+    """Return the common end and the length of the turns, which are labelled parts after a prompt of the same document.
+    None for texts, and for turns without a common end.
     """
     ends: Counter[int] = Counter()
     lengths: list[int] = []
@@ -152,8 +152,8 @@ class Rollout:
         turns: Turns | None = None,
         rank: int = 0,
     ) -> None:
-        """`decoder` writes, in `dtype`, `slots` rows side by side: always as many, because a row's bits depend on it.
-        A text ends with the end of the corpus's `turns`, in addition to the model's own. `rank` writes its own rows.
+        """`decoder` writes `slots` rows at once, in `dtype`; the number is fixed, because a row's bits depend on it.
+        A text ends at the end token of the corpus's `turns` or at one of the model's own. `rank` is this rank.
         """
         self.section, self.turns = section, turns
         self._seq_len, self._seed, self._rank = seq_len, seed, rank
@@ -171,30 +171,30 @@ class Rollout:
         self._writer = empty_copy(decoder) if is_sharded(decoder) else decoder
 
     def write(self, batches: Sequence[Batch], step: int) -> list[tuple[Batch, Written]]:
-        """Return rows written from the prompts of corpus rows, in the place of each of `batches`."""
-        keys, prompts, most = [], [], self.section.prompt_tokens
-        for number, batch in enumerate(batches):
+        """Return a batch of written rows for each of `batches`, from the prompts of its rows."""
+        keys, prompts, max_tokens = [], [], self.section.prompt_tokens
+        for index, batch in enumerate(batches):
             first = self._rank * len(batch.row_ids)
             for row in range(len(batch.row_ids)):
-                keys.append((step, number, first + row))
-                prompts.append(prompt_of(batch, row, most, row_key(self._seed, keys[-1])))
+                keys.append((step, index, first + row))
+                prompts.append(prompt_of(batch, row, max_tokens, row_key(self._seed, keys[-1])))
         texts = self._texts(keys, prompts)
-        found, first = [], 0
+        result, first = [], 0
         for batch in batches:
             part = slice(first, first + len(batch.row_ids))
             first = part.stop
             written = Written(
                 keys[part],
                 prompts[part],
-                [one.tokens for one in texts[part]],
-                [one.ended for one in texts[part]],
-                [one.log_p for one in texts[part]],
+                [text.tokens for text in texts[part]],
+                [text.ended for text in texts[part]],
+                [text.log_p for text in texts[part]],
             )
-            found.append(self._made(written, batch.row_ids))
-        return found
+            result.append(self._finish(written, batch.row_ids))
+        return result
 
     def prepare(self) -> None:
-        """Allocate, compile and capture what writing needs, unless that was done: no step should wait for it."""
+        """Create the generator, unless there is one, so that no step waits for allocation, compilation and capture."""
         if self._generator is None:
             self._generator = Generator(
                 self._writer,
@@ -217,12 +217,12 @@ class Rollout:
         if self._writer is not self._decoder:
             gather_weights(self._decoder, self._writer)
         self._generator.refresh()
-        for one in self._generator.generate(prompts, max_tokens=limits, keys=keys):
-            text = texts[one.prompt]
-            text.tokens.append(one.token)
-            text.log_p += one.log_p
-            text.ended = one.ended == "end_of_text"
+        for step in self._generator.generate(prompts, max_tokens=limits, keys=keys):
+            text = texts[step.prompt]
+            text.tokens.append(step.token)
+            text.log_p += step.log_p
+            text.ended = step.ended == "end_of_text"
         return texts
 
-    def _made(self, written: Written, row_ids: Int64Array) -> tuple[Batch, Written]:
+    def _finish(self, written: Written, row_ids: Int64Array) -> tuple[Batch, Written]:
         return written_batch(written, self._seq_len, row_ids), written

@@ -52,9 +52,9 @@ from engine.spec import RunSpec, spec_from_dict
 from engine.teachers.store.teacher import CachedTeacher
 from engine.terminal import say
 from engine.train import to_events
-from engine.train.beside import Beside, ModelHash
+from engine.train.background import Background, ModelHash
 from engine.train.build import Builder, holds_heldout, recall_heldout
-from engine.train.capture_student import configure_student, go_on_without_graphs
+from engine.train.capture_student import configure_student, log_no_graphs
 from engine.train.checkpoint.continuing import versions_changed
 from engine.train.checkpoint.keeper import Keeper
 from engine.train.compiles import Compiles
@@ -289,7 +289,7 @@ class _Job:
         loop.check(trainer)
         if ranks.many:
             trainer = self._shard(trainer, builder, taught.decoder)
-            loop.look_at(trainer)
+            loop.check_with(trainer)
             # After this, nothing references the unsharded state that every rank had.
             self._put_to_run(trainer, plan)
         with compute.memory.use():  # AdamW allocates its moments in the first step
@@ -320,7 +320,7 @@ class _Job:
 
     def _put_to_run(self, trainer: Trainer, plan: Plan) -> None:
         def given_up(why: str) -> None:
-            go_on_without_graphs(trainer.step + 1, why, self.log)
+            log_no_graphs(trainer.step + 1, why, self.log)
 
         configure_student(
             trainer,
@@ -485,7 +485,9 @@ class _Job:
         if not self.ranks.first:
             return
         saved = save_student(self.folder, student, inputs, self.spec.student)
-        files = Beside(partial(digest_files, self.folder.student), "hash of the student's files")
+        files = Background(
+            partial(digest_files, self.folder.student), "hash of the student's files"
+        )
         self.log(Phase(name="reading the saved student back", detail=str(self.folder.student)))
         proof = Artefact(
             folder=self.folder.student,

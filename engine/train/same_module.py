@@ -1,8 +1,8 @@
-"""A module that transformers runs, run again in fp32 with the weights that a step began with: the reference of the
-audit for models that its plain decoder does not know.
+"""A module of transformers, run again in fp32 with the weights before a step: the reference of the audit for models
+that its plain decoder does not support.
 
-It finds a step that trains on other rows, weights, documents or gradients than it should, and rounding beyond
-measure. It cannot find that the module computes another model than its files mean.
+It detects a step that used other rows, weights, documents or gradients than it should, and excessive rounding. It
+cannot detect that the module computes another model than its files describe.
 """
 
 # Shapes: B rows, T tokens, N = B*T, D width
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from engine.audit.reference import Forward
-from engine.models.transformers_decoder import TransformersDecoder, moved
+from engine.models.transformers_decoder import TransformersDecoder, perturbed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,22 +43,24 @@ class SameModule:
     def __init__(
         self, decoder: TransformersDecoder, weights: Mapping[str, Tensor], device: torch.device
     ) -> None:
-        """`weights` are its parameters and buffers by name; those of floats are widened."""
+        """`weights` are its parameters and buffers by name; floats are converted to fp32."""
         self._decoder, self._module = decoder, _Hidden(decoder)
         self._weights, self._device = weights, device
 
     def _widened(self) -> dict[str, Tensor]:
-        found = {}
+        widened = {}
         for name, tensor in self._weights.items():
-            there = tensor.to(self._device)
-            found[f"decoder.{name}"] = there.float() if there.is_floating_point() else there
-        return found
+            on_device = tensor.to(self._device)
+            widened[f"decoder.{name}"] = (
+                on_device.float() if on_device.is_floating_point() else on_device
+            )
+        return widened
 
     @torch.no_grad()
     def forward(
         self, tokens_BT: Tensor, documents_BT: Tensor, *, keep: bool = False, rounding: float = 0.0
     ) -> Forward:
-        """See `Runs.forward`. With `rounding` the answer of every innermost module is moved by that share."""
+        """See `Runs.forward`. `rounding` is the relative change of the output of each innermost module."""
         hidden_BTD = self._run(self._widened(), tokens_BT, documents_BT, rounding)
         return _Pass(
             tokens_N=tokens_BT.flatten(),
@@ -73,17 +75,19 @@ class SameModule:
     def backward(
         self, passes: Sequence[Forward], upstream: Sequence[Tensor]
     ) -> Iterator[tuple[str, Tensor]]:
-        """See `Runs.backward`; the forward passes are run again."""
+        """See `Runs.backward`; the forward passes are recomputed."""
         weights = self._widened()
-        inside = {n: w.requires_grad_() for n, w in weights.items() if w.is_floating_point()}
+        floats = {n: w.requires_grad_() for n, w in weights.items() if w.is_floating_point()}
         sums: dict[str, Tensor] = {}
-        for one, flow_ND in zip(passes, upstream, strict=True):
-            assert isinstance(one, _Pass)
+        for forward, upstream_ND in zip(passes, upstream, strict=True):
+            assert isinstance(forward, _Pass)
             with torch.enable_grad():
-                hidden_BTD = self._run(weights, one.tokens_BT, one.documents_BT, one.rounding)
-                along = (hidden_BTD.flatten(0, 1) * flow_ND).sum()
-            found = torch.autograd.grad(along, list(inside.values()), allow_unused=True)
-            for name, gradient in zip(inside, found, strict=True):
+                hidden_BTD = self._run(
+                    weights, forward.tokens_BT, forward.documents_BT, forward.rounding
+                )
+                scalar = (hidden_BTD.flatten(0, 1) * upstream_ND).sum()
+            gradients = torch.autograd.grad(scalar, list(floats.values()), allow_unused=True)
+            for name, gradient in zip(floats, gradients, strict=True):
                 if gradient is not None:
                     sums[name] = sums[name] + gradient if name in sums else gradient
         for name, total in sums.items():
@@ -96,8 +100,10 @@ class SameModule:
         documents_BT: Tensor,
         rounding: float,
     ) -> Tensor:
-        moving = moved(self._decoder.model, rounding) if rounding else contextlib.nullcontext()
-        with moving, torch.autocast(self._device.type, enabled=False):
+        perturbation = (
+            perturbed(self._decoder.model, rounding) if rounding else contextlib.nullcontext()
+        )
+        with perturbation, torch.autocast(self._device.type, enabled=False):
             hidden_BTD: Tensor = functional_call(
                 self._module, weights, (tokens_BT, documents_BT), tie_weights=True
             )

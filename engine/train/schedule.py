@@ -6,8 +6,8 @@ With w = warm-up steps, N = total_steps and s the step counted from 0:
     s >= w, cosine    peak * (1 - (1 - final_ratio) * (1 - cos(pi x)) / 2),   x = (s + 1 - w) / (N - w)
     s >= w, constant  peak
 
-The last step, s = N - 1, has x = 1, so its rate is exactly peak * final_ratio. Later steps keep that
-rate. The rate is a pure function of the step, so a resumed run needs only its step number.
+The last step, s = N - 1, has x = 1, so its learning rate is exactly peak * final_ratio. Later steps
+keep it. It is a pure function of the step, so a resumed run needs only its step number.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from engine.spec import TrainSection
 def learning_rate(step: int, train: TrainSection) -> float:
     """Return the learning rate of `step`, counted from 0.
 
-    `train.final_lr_ratio` is the last rate divided by the peak; the constant schedule ignores it. Raises
+    `train.final_lr_ratio` is the last learning rate divided by the peak; the constant schedule ignores it. Raises
     ValueError for a value outside its range.
     """
     peak, warmup_steps, total_steps = train.lr, train.warmup, train.steps

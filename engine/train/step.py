@@ -225,7 +225,7 @@ class HostTime:
         self._spent: dict[str, float] = {}
 
     @contextlib.contextmanager
-    def of(self, part: str) -> Iterator[None]:
+    def measure(self, part: str) -> Iterator[None]:
         """Count what is done within as `part`."""
         outer = self._now
         self._switch(part)

@@ -24,6 +24,7 @@ from engine.signals import GRACE_S as UNWIND_S
 from engine.signals import hand_over, only_once, raise_stopped
 
 GRACE_S = 120.0
+"""Seconds that a trainer without a supervisor gets to finish a step and save."""
 
 
 class StopRequest:
@@ -33,8 +34,8 @@ class StopRequest:
         self.reason: str | None = None
         self.exit_code = EXIT_TERMINATED
         self.before_exit: Callable[[], None] = lambda: None
-        """Called where the process exits before the first step without unwinding: there the log's last line is
-        written."""
+        """Function that writes the log's last line, called if the process exits before the first step without
+        unwinding."""
         self._answered = threading.Event()
         self._steps_begun = True
         self._watches = False

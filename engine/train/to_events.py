@@ -1,7 +1,7 @@
 """Convert the engine's values to events of the run log: one function for each kind.
 
-Lower layers are given a function to call with what is to be logged (`Log`): Decisions, models, phases. A phase
-must be in the log before the work that may hang in it begins. Only the composition root (`engine.train.run`
+Lower layers get a function (`Log`) to call with each value to log: decisions, models, phases. A phase must be
+logged before its work begins, because that work may hang. Only the composition root (`engine.train.run`
 and its loop of steps, `engine.train.loop`; `engine.train.prepare` for its own command) holds a log.
 """
 
@@ -55,23 +55,23 @@ Log: TypeAlias = Callable[[Loggable], None]
 """Writes one line to the log of the run, in place, before it returns."""
 
 
-def nowhere(found: Loggable) -> None:
+def nowhere(value: Loggable) -> None:
     """A `Log` that keeps nothing."""
 
 
-def write(log: LogWriter, found: Loggable) -> None:
+def write(log: LogWriter, value: Loggable) -> None:
     """Write one line."""
-    match found:
+    match value:
         case Decision():
-            log.write(_decision(found))
+            log.write(_decision(value))
         case MemoryBudget():
-            log.write(memory_plan(found))
+            log.write(memory_plan(value))
         case CompiledLibrary():
-            log.write(_compiled_library(found))
+            log.write(_compiled_library(value))
         case Result():
-            log.write(checked(found))
+            log.write(checked(value))
         case _:
-            log.write(found)
+            log.write(value)
 
 
 def _decision(decision: Decision) -> DecisionMade:
@@ -87,23 +87,23 @@ def _decision(decision: Decision) -> DecisionMade:
 
 
 REASONS = 10
-"""So many reasons to leave conversations out are logged, the most frequent first."""
+"""Number of logged reasons for leaving conversations out, the most frequent first."""
 
 
 def data(source: str, tokens: Tokens, seq_len: int) -> DataReady:
-    train, held = tokens.train, tokens.heldout
+    train, heldout = tokens.train, tokens.heldout
     rows = len(labelled_rows(train, seq_len, "train"))
     left_out: Counter[str] = Counter()
-    for one in (*tokens.faults, *train.left_out, *held.left_out):
-        left_out[f"{one.reason} ({one.example})"] += one.count
+    for remark in (*tokens.faults, *train.left_out, *heldout.left_out):
+        left_out[f"{remark.reason} ({remark.example})"] += remark.count
     return DataReady(
         source=source,
         train_files=tokens.documents[0],
         train_tokens=train.token_count,
         train_sha256=train.sha256,
         heldout_files=tokens.documents[1],
-        heldout_tokens=held.token_count,
-        heldout_sha256=held.sha256,
+        heldout_tokens=heldout.token_count,
+        heldout_sha256=heldout.sha256,
         skipped_files=tokens.skipped,
         copies=tokens.dropped_count,
         copies_named=list(tokens.dropped),
@@ -112,17 +112,17 @@ def data(source: str, tokens: Tokens, seq_len: int) -> DataReady:
         labelled_tokens=None if train.labelled is None else train.labelled_count,
         padding=len(train) - train.token_count,
         left_out=dict(left_out.most_common(REASONS)),
-        partly_labelled=train.partly_labelled + held.partly_labelled,
+        partly_labelled=train.partly_labelled + heldout.partly_labelled,
         remarks={
-            f"{one.reason}{f' ({one.example})' if one.example else ''}": one.count
-            for one in remarks_of(tokens)[:REASONS]
+            f"{remark.reason}{f' ({remark.example})' if remark.example else ''}": remark.count
+            for remark in remarks_of(tokens)[:REASONS]
         },
         unlabelled_rows=len(train) // seq_len - rows,
     )
 
 
 def model(role: str, source: str, config: ModelConfig, precision: str, sha256: str) -> ModelReady:
-    """Describe a model; `sha256` is that of its tensors in memory, of block-quantised ones of the blocks."""
+    """Describe a model; `sha256` is the hash of its tensors in memory, of quantised blocks as they are."""
     return ModelReady(
         role=role,
         source=source,
@@ -161,19 +161,19 @@ def held_by(device: torch.device) -> Held:
     """Return the memory that this process holds now; on a GPU from the allocator's counters, without a sync."""
     if device.type == "cuda":
         counts = torch.cuda.memory_stats_as_nested_dict(device)
-        tensors, kept = counts["allocated_bytes"]["all"], counts["reserved_bytes"]["all"]
+        tensors, reserved = counts["allocated_bytes"]["all"], counts["reserved_bytes"]["all"]
         return Held(
             source=ALLOCATOR,
             held_bytes=float(tensors["current"]),
-            reserved_bytes=float(kept["current"]),
+            reserved_bytes=float(reserved["current"]),
             peak_bytes=float(tensors["peak"]),
         )
-    own = Host().own_memory()
+    current_and_peak = Host().own_memory()
     return Held(
         source=PROCESS,
-        held_bytes=own[0].number or math.nan,
+        held_bytes=current_and_peak[0].number or math.nan,
         reserved_bytes=None,
-        peak_bytes=own[1].number or math.nan,
+        peak_bytes=current_and_peak[1].number or math.nan,
     )
 
 
@@ -260,10 +260,10 @@ def wrote(
     turns: Turns | None,
     decode: Callable[[Sequence[int]], str],
 ) -> Wrote:
-    """Return the record of what a model wrote for a finished step."""
-    texts = [text for one in launched.written for text in one.texts]
-    prompts = [prompt for one in launched.written for prompt in one.prompts]
-    ended = [each for one in launched.written for each in one.ended]
+    """Return the event about the rows that a model wrote for a finished step."""
+    texts = [text for micro_batch in launched.written for text in micro_batch.texts]
+    prompts = [prompt for micro_batch in launched.written for prompt in micro_batch.prompts]
+    ended = [value for micro_batch in launched.written for value in micro_batch.ended]
     tokens = sum(map(len, texts))
     assert launched.written_sums is not None
     cross_entropy, divergence = (launched.written_sums / tokens).tolist()
@@ -276,7 +276,8 @@ def wrote(
         shortest=min(map(len, texts)),
         longest=max(map(len, texts)),
         ended=sum(ended) / len(ended),
-        entropy=-sum(each for one in launched.written for each in one.log_p) / tokens,
+        entropy=-sum(value for micro_batch in launched.written for value in micro_batch.log_p)
+        / tokens,
         cross_entropy=cross_entropy,
         divergence=divergence / spec.loss.temperature**2,
         repeated=_repeated(texts),
@@ -285,7 +286,8 @@ def wrote(
         turn_tokens=turns.tokens if turns else None,
         drawn_apart=None
         if launched.written[0].drawn_apart is None
-        else sum(one.drawn_apart or 0.0 for one in launched.written) / len(launched.written),
+        else sum(micro_batch.drawn_apart or 0.0 for micro_batch in launched.written)
+        / len(launched.written),
         write_s=launched.write_s,
         prompt=decode(prompts[0]),
         sample=decode(texts[0]),
@@ -293,5 +295,5 @@ def wrote(
 
 
 def _repeated(texts: Sequence[Sequence[int]]) -> float:
-    """Return the share of the tokens that equal the one before them."""
+    """Return the share of tokens that equal the token before them."""
     return sum(a == b for text in texts for a, b in pairwise(text)) / sum(map(len, texts))

@@ -78,13 +78,20 @@ class TrainedRows(StepObserver):
             self._written_writer.append(
                 [
                     WrittenRow(*key, prompt, text, ended, log_p)
-                    for one in written
+                    for micro_batch in written
                     for key, prompt, text, ended, log_p in zip(
-                        one.keys, one.prompts, one.texts, one.ended, one.log_p, strict=True
+                        micro_batch.keys,
+                        micro_batch.prompts,
+                        micro_batch.texts,
+                        micro_batch.ended,
+                        micro_batch.log_p,
+                        strict=True,
                     )
                 ]
             )
-        self._writer.append(step.step, [one for part in self._hashes[step.step] for one in part])
+        self._writer.append(
+            step.step, [row for micro_batch in self._hashes[step.step] for row in micro_batch]
+        )
         return msgspec.structs.replace(step, rows_digest=self._writer.digest.hex())
 
     def sync(self) -> None:
@@ -97,7 +104,7 @@ class TrainedRows(StepObserver):
         """Compare the recorded rows of a step with the prescribed rows, and yield a failure where they differ."""
         begun_s = time.perf_counter()
         answer = self._judge(step.step)
-        if step.step == self._begun_at + 1 and (wrong := self._recorded_wrongly(step.step)):
+        if step.step == self._begun_at + 1 and (wrong := self._describe_wrong_record(step.step)):
             answer = Numbers().failed(wrong)
         if answer.verdict.level is Level.FAIL and not self._skipped:
             yield Result(
@@ -108,52 +115,55 @@ class TrainedRows(StepObserver):
                 step=step.step,
             )
 
-    def _recorded_wrongly(self, step: int) -> str:
+    def _describe_wrong_record(self, step: int) -> str:
         """Describe how this rank's file differs from the rows of all steps up to `step`; empty when it does not."""
         path = path_of(self._run, self._ranks.rank)
         steps = np.fromiter((row.step for row in read_rows(path)), np.uint64)
         first = min(int(steps[0]), step) if len(steps) else step
-        each = self._train.rows * self._train.accumulation
-        wanted = np.repeat(np.arange(first, step + 1, dtype=np.uint64), each)
-        if np.array_equal(steps, wanted):
+        step_rows = self._train.rows * self._train.accumulation
+        expected = np.repeat(np.arange(first, step + 1, dtype=np.uint64), step_rows)
+        if np.array_equal(steps, expected):
             return ""
-        same = steps[: len(wanted)] == wanted[: len(steps)]
-        place = int(np.argmin(same)) if not same.all() else min(len(steps), len(wanted))
+        same = steps[: len(expected)] == expected[: len(steps)]
+        index = int(np.argmin(same)) if not same.all() else min(len(steps), len(expected))
         return (
             f"{path.parent.name}/{path.name} has {len(steps):,} rows, the steps {first:,} to {step:,} have "
-            f"{len(wanted):,}: from row {place + 1:,} on it differs from the rows that were trained on"
+            f"{len(expected):,}: from row {index + 1:,} on it differs from the rows that were trained on"
         )
 
     def _judge(self, step: int) -> Answer:
-        found, written = self._hashes.pop(step), self._written.pop(step, {})
+        micro_batches, written = self._hashes.pop(step), self._written.pop(step, {})
         world, rows = self._ranks.world, self._train.rows
-        for index, part in enumerate(found):
+        for index, hashes in enumerate(micro_batches):
             if index in written:
-                continue  # no corpus has what a model wrote
+                continue  # a model wrote these rows, so no corpus holds them
             passes = ((step - 1) * self._train.accumulation + index) * world + self._ranks.rank
             row_ids = self._prescribed.row_ids_at(passes * rows, rows)
-            wanted = hashes_of(self._prescribed.rows(row_ids))
-            if len(part) != len(wanted):
-                return Numbers(rows=len(part), wanted=len(wanted)).failed(
-                    f"micro-batch {index + 1} has {len(part)} rows, the spec sets {len(wanted)}"
+            expected = hashes_of(self._prescribed.rows(row_ids))
+            if len(hashes) != len(expected):
+                return Numbers(rows=len(hashes), wanted=len(expected)).failed(
+                    f"micro-batch {index + 1} has {len(hashes)} rows, the spec sets {len(expected)}"
                 )
-            for row, (one, other) in enumerate(zip(part, wanted, strict=True)):
-                if one != other:
+            for row, (found_row, expected_row) in enumerate(zip(hashes, expected, strict=True)):
+                if found_row != expected_row:
                     return Numbers(row=int(row_ids[row])).failed(
                         f"micro-batch {index + 1}, row {row + 1}: expected row {row_ids[row]:,} of the corpus, found "
-                        f"{self._known(one, other, step, wanted)}"
+                        f"{self._describe_row(found_row, expected_row, step, expected)}"
                     )
         return passed("every row is the one that the spec prescribes")
 
-    def _known(self, found: RowHash, due: RowHash, step: int, wanted: list[RowHash]) -> str:
+    def _describe_row(
+        self, found: RowHash, expected: RowHash, step: int, micro_batch: list[RowHash]
+    ) -> str:
         """Describe an unexpected row, or a document in it that the prescribed row lacks."""
-        heldout = [one for batch in self._heldout for one in hashes_of(batch)]
-        others = [one for one in found.documents if one not in (due.row, *due.documents)]
-        for prefix, parts in (("", found[:1]), ("one that has a document of ", others)):
+        heldout = [row for batch in self._heldout for row in hashes_of(batch)]
+        prescribed = (expected.row, *expected.documents)
+        documents = [document for document in found.documents if document not in prescribed]
+        for prefix, parts in (("", found[:1]), ("one that has a document of ", documents)):
             for part in parts:
-                if any(part == one.row or part in one.documents for one in heldout):
+                if any(part == row.row or part in row.documents for row in heldout):
                     return f"{prefix}a held-out row"
-                if any(part == one.row or part in one.documents for one in wanted):
+                if any(part == row.row or part in row.documents for row in micro_batch):
                     return f"{prefix}another row of the same micro-batch"
                 if before := self._trained_before(part, step):
                     return f"{prefix}{before}"
@@ -162,8 +172,8 @@ class TrainedRows(StepObserver):
     def _trained_before(self, part: bytes, step: int) -> str | None:
         for rank in range(self._ranks.world):
             for row in read_rows(path_of(self._run, rank)):
-                known = part == row.hash or part in row.documents
-                if known and (row.step, rank) < (step, self._ranks.rank):
+                matches = part == row.hash or part in row.documents
+                if matches and (row.step, rank) < (step, self._ranks.rank):
                     whose = "" if rank == self._ranks.rank else f" by rank {rank}"
                     return f"one that was trained on in step {row.step:,}{whose}"
         return None

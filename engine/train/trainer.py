@@ -82,7 +82,7 @@ class Trainer:
         stop_asked: Callable[[], bool] = lambda: False,
         observers: Sequence[StepObserver] = (),
     ) -> None:
-        """`stop_asked` returns whether this rank was asked to stop; the numbers of a step say it to all."""
+        """`stop_asked` returns whether this rank was asked to stop; each step passes the answer on to all ranks."""
         self.ranks = ranks or Ranks()
         self.stop_asked, self.observers = stop_asked, observers
         self.student, self.teacher, self.batches = student, teacher, batches
@@ -126,37 +126,37 @@ class Trainer:
         # The clock starts here: what the caller does between two steps (evaluate, save) is not part of a
         # step.
         begun_s, number = time.perf_counter(), self.step + 1
-        with self.host.of(LAUNCH):
+        with self.host.measure(LAUNCH):
             return self._launch(number, begun_s, before)
 
     def _launch(self, number: int, begun_s: float, before: LaunchedStep | None) -> LaunchedStep:
-        with self.host.of(OBSERVERS):
+        with self.host.measure(OBSERVERS):
             for observer in self.observers:
                 observer.begun(number)
         timer = self.timer = PhaseTimer(self.device, None if before is None else before.timer)
         timer.mark(DATA)
-        with self.host.of(DATA):
+        with self.host.measure(DATA):
             fetched, labelled = self._fetch()
         write_s = 0.0
         if self.rollout is not None:
             timer.mark(ROLLOUT)
-            with self.host.of(ROLLOUT):
+            with self.host.measure(ROLLOUT):
                 begun_write_s = time.perf_counter()
                 fetched = self._write(self.rollout, fetched, number)
                 labelled = self._labelled(fetched)
                 write_s = time.perf_counter() - begun_write_s
             timer.mark(DATA)
-        with self.host.of(DATA):
+        with self.host.measure(DATA):
             micro = self._on_device(fetched[0])
         teacher_s = 0.0
         self.optimizer.zero_grad(set_to_none=True)
-        done: list[LossTerms] = []
+        loss_terms: list[LossTerms] = []
         for following in (*fetched[1:], None):
             terms, seconds = self._forward_backward(micro, float(max(labelled, 1)), timer)
-            done.append(terms)
+            loss_terms.append(terms)
             teacher_s += seconds
             timer.mark(DATA)
-            with self.host.of(DATA):
+            with self.host.measure(DATA):
                 if following is not None:
                     micro = self._on_device(following)
                     self._prefetch(micro)
@@ -165,21 +165,21 @@ class Trainer:
                     self._prefetch(self._ahead)
         if self._is_replicated:
             sum_gradients(self.parameters)
-        # What an observer does here is no part of the step.
+        # The time of observers is not part of any phase of the step.
         timer.mark("")
-        with self.host.of(OBSERVERS):
+        with self.host.measure(OBSERVERS):
             for observer in self.observers:
                 observer.gradients(number)
         timer.mark("optimizer")
-        numbers = self._update(done)
+        numbers = self._update(loss_terms)
         on_host = torch.stack(numbers).to("cpu", non_blocking=True)
-        written_sums = self._written_sums(fetched, done, float(max(labelled, 1)))
+        written_sums = self._written_sums(fetched, loss_terms, float(max(labelled, 1)))
         timer.end()
         self.step = number
-        with self.host.of(OBSERVERS):
+        with self.host.measure(OBSERVERS):
             for observer in self.observers:
                 observer.updated(number)
-        shapes = [one.batch.tokens_BT.shape for one in fetched]
+        shapes = [micro_batch.batch.tokens_BT.shape for micro_batch in fetched]
         return LaunchedStep(
             step=number,
             lr=float(self.optimizer.param_groups[0]["lr"]),
@@ -188,12 +188,14 @@ class Trainer:
             labelled=labelled,
             position=self.position,
             teacher_s=teacher_s if self.has_teacher else None,
-            has_teacher=any(terms.kd is not None for terms in done),
-            # Sampled targets do not tell the teacher's most probable token.
-            has_agreement=done[-1].agreement is not None,
+            has_teacher=any(terms.kd is not None for terms in loss_terms),
+            # Sampled targets may lack the teacher's most probable token.
+            has_agreement=loss_terms[-1].agreement is not None,
             begun_s=begun_s,
             timer=timer,
-            written=[one.written for one in fetched if one.written is not None],
+            written=[
+                micro_batch.written for micro_batch in fetched if micro_batch.written is not None
+            ],
             write_s=write_s,
             written_sums=written_sums,
             on_host=on_host,
@@ -201,7 +203,7 @@ class Trainer:
 
     def finish(self, launched: LaunchedStep) -> StepDone:
         """Return the record of a launched step: the only place where the host waits."""
-        with self.host.of(DEVICE):
+        with self.host.measure(DEVICE):
             launched.timer.wait()
         numbers, phases = launched.numbers, launched.timer.seconds()
         self._waited_s = phases[DATA]
@@ -209,7 +211,7 @@ class Trainer:
         # host's clock would include it.
         step_s = sum(phases.values())
         if self.slow_by:
-            with self.host.of(LAUNCH):
+            with self.host.measure(LAUNCH):
                 self._wait(step_s * self.slow_by)
             step_s = time.perf_counter() - launched.begun_s
         host = self.host.take()
@@ -251,7 +253,7 @@ class Trainer:
         fetched, labelled = [], 0
         for _ in range(self.train.accumulation):
             parts = [self._part_at(self.position, rank) for rank in range(self.ranks.world)]
-            labelled += sum(one.batch.labelled for one in parts)
+            labelled += sum(part.batch.labelled for part in parts)
             fetched.append(parts[self.ranks.rank])
             self.position += self.train.rows * self.ranks.world
         return fetched, labelled
@@ -264,31 +266,30 @@ class Trainer:
         return Fetched(self.batches.take(position, self.train.rows), position)
 
     def _write(self, rollout: Rollout, fetched: list[Fetched], step: int) -> list[Fetched]:
-        """Return the passes of a step with the rows of some of them written by a model."""
+        """Return the micro-batches of a step with the rows of some of them written by a model."""
         first, share = (step - 1) * self.train.accumulation, rollout.section.share
-        places = [at for at in range(len(fetched)) if is_written(share, first + at)]
-        if not places:
+        indices = [index for index in range(len(fetched)) if is_written(share, first + index)]
+        if not indices:
             return fetched
-        made = rollout.write([fetched[at].batch for at in places], step)
-        changed = dict(zip(places, made, strict=True))
-        return [
-            Fetched(changed[at][0], one.position, changed[at][1]) if at in changed else one
-            for at, one in enumerate(fetched)
-        ]
+        rollouts = rollout.write([fetched[index].batch for index in indices], step)
+        result = list(fetched)
+        for index, (batch, written) in zip(indices, rollouts, strict=True):
+            result[index] = Fetched(batch, fetched[index].position, written)
+        return result
 
     def _labelled(self, fetched: Sequence[Fetched]) -> int:
-        """Return the labels of a step on all ranks; a collective, as no rank knows what another one has written."""
-        own = sum(one.batch.labelled for one in fetched)
+        """Return the number of labels of a step on all ranks. A collective: a rank knows only its own written rows."""
+        own = sum(micro_batch.batch.labelled for micro_batch in fetched)
         return int(self.ranks.gather(torch.tensor([own], device=self.device)).sum())
 
     def _written_sums(
-        self, fetched: Sequence[Fetched], done: Sequence[LossTerms], denominator: float
+        self, fetched: Sequence[Fetched], loss_terms: Sequence[LossTerms], denominator: float
     ) -> Tensor | None:
         """Return the sums of cross entropy and divergence over the written tokens of a step, nats, (2)."""
         sums = [
             torch.stack([terms.ce, terms.ce if terms.kd is None else terms.kd]) * denominator
-            for one, terms in zip(fetched, done, strict=True)
-            if one.written is not None
+            for micro_batch, terms in zip(fetched, loss_terms, strict=True)
+            if micro_batch.written is not None
         ]
         return torch.stack(sums).sum(0).to("cpu", non_blocking=True) if sums else None
 
@@ -313,7 +314,7 @@ class Trainer:
         """Return the objective of a micro-batch."""
         if micro.written is None or self.rollout is None:
             return self.loss
-        # What a model wrote is no target of its own.
+        # Text that a model wrote is no label for cross entropy.
         return dataclasses.replace(self.loss, alpha=0.0, divergence=self.rollout.section.divergence)
 
     def _teach(self, micro: MicroBatch) -> TeacherOutput:
@@ -341,12 +342,12 @@ class Trainer:
         teacher_s = time.perf_counter() - begun_s
         timer.mark("student")
         rows = None
-        if self._fused and EmbeddingRows.possible(self.student):
+        if self._fused and EmbeddingRows.applies_to(self.student):
             rows = EmbeddingRows(self.student, micro.tokens_BT)
         with self.autocast():
             embedded = None if rows is None else rows.rows_BTD
             hidden_BTD = self.hidden(micro.tokens_BT, micro.documents_BT, embedded)
-        with self.host.of(OBSERVERS):
+        with self.host.measure(OBSERVERS):
             for observer in self.observers:
                 observer.forwarded(micro, hidden_BTD, teacher)
         timer.mark("loss")
@@ -379,7 +380,7 @@ class Trainer:
         grads = [own_part(p.grad) for p in self.parameters if p.grad is not None]
         norm = total_norm(grads, fused=self._fused)
         if self._is_replicated:
-            # The squares of all ranks add up to the whole norm's.
+            # Ranks hold equal gradients, and the sum over ranks of their squared norms must be the squared global norm.
             norm = norm / math.sqrt(self.ranks.world)
         own = StepNumbers.of_rank(
             micro_batches,
@@ -403,11 +404,11 @@ class Trainer:
             return self.student.hidden(tokens_BT, documents_BT, embedded_BTD)
         if embedded_BTD is None:
             embedded_BTD = self.student.embed(tokens_BT)
-        found_BTD = self.graphs.hidden(self.student.scaled(embedded_BTD), documents_BT)
-        if found_BTD is None:
+        hidden_BTD = self.graphs.hidden(self.student.scaled(embedded_BTD), documents_BT)
+        if hidden_BTD is None:
             self.graphs = None
             return self.student.hidden(tokens_BT, documents_BT, embedded_BTD)
-        return found_BTD
+        return hidden_BTD
 
     def autocast(self) -> contextlib.AbstractContextManager[object]:
         """Return bf16 autocast over fp32 master weights on a GPU; no autocast in fp32."""

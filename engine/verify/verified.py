@@ -21,7 +21,7 @@ from engine.log.follow import Follower
 from engine.plan.inputs import check_inputs
 from engine.receipts.receipt import check_receipt, not_compared, read_receipt_or_facts
 from engine.spec import spec_from_dict
-from engine.train.beside import Beside
+from engine.train.background import Background
 from engine.verdict import Level, Verdict, lowest
 from engine.verify import replay
 from engine.verify.compare import (
@@ -102,7 +102,7 @@ def verify(
             "run folder", run.path, "a run that has ended", "a run that has not ended"
         )
     # Hashing gigabytes of files overlaps with the replay.
-    receipt = Beside(partial(_compare_receipt, run), "hash of the run's files")
+    receipt = Background(partial(_compare_receipt, run), "hash of the run's files")
     found = Verified()
     sessions = read_sessions(run)
     parts = _parts(run, sessions, found)

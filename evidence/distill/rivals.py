@@ -281,8 +281,8 @@ def by_transformers(decoder: Decoder, device: torch.device) -> Decoder:
     how = ModelSection(engine="transformers")
     raw = decoder.config.to_hf_dict()
     config = read_transformers_config(raw, Path(CONFIG_FILE), how, "the arm runs it so")
-    found = TransformersDecoder(config, model_of(decoder, device)).look_at_head()
-    found.look("model", 128)
+    found = TransformersDecoder(config, model_of(decoder, device)).probe_head()
+    found.probe("model", 128)
     return found
 
 

@@ -222,7 +222,7 @@ def context(world: World, spec: RunSpec, trainer: Trainer, **changes: Any) -> Co
         heldout_stream=world.heldout,
         heldout=list(heldout_rows(world.heldout, SEQ_LEN, 16).split(8)),
         tokenizers={"teacher": world.tokenizer},
-        again=world.again,
+        sampled_documents=world.again,
         read_again=world.read_again,
     )
     return dataclasses.replace(found, **changes)

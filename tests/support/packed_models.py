@@ -13,7 +13,7 @@ from engine.formats.gguf_write import write_gguf
 from engine.models.config import ModelConfig
 from engine.models.decoder import Decoder
 from engine.models.load import new_decoder
-from engine.models.names import joined, names_for, permute_rows, shifted, turned_heads
+from engine.models.names import joined, names_for, permute_rows, rotated_heads, shifted
 from engine.quant.blocks import BLOCK_TYPES
 from engine.quant.quantize import quantize
 from engine.quant.tensor import QuantTensor
@@ -65,7 +65,7 @@ def write(path: Path, decoder: Decoder, blocks: str, floats: str = "") -> Path:
             found = quantize(tensor, BLOCK_TYPES[blocks], effort=0)
         if convention == "gguf":
             found = shifted(config, ours, found, 1)
-        if permuted and (heads := turned_heads(config, ours)):
+        if permuted and (heads := rotated_heads(config, ours)):
             found = permute_rows(found, heads)
         parts.append((ours, found))
     tensors = joined(names, parts)

@@ -141,7 +141,7 @@ class Store:
             if self.shards.pop(shard.number, None) is None:
                 return  # another thread found it first
             self.refusals.append(reason)
-            # Replaced, not modified: other threads look rows up in the old dict meanwhile.
+            # A new dict, because other threads may be looking rows up in the old one.
             self._places = {k: p for k, p in self._places.items() if p[0] is not shard}
 
     def verify(self, progress: Callable[[int, int], None] | None = None) -> Iterator[Shard]:
@@ -175,12 +175,12 @@ def shard_path(folder: Path, number: int) -> Path:
 def shard_numbers(folder: Path) -> list[int]:
     """Return the numbers of all finished shards, in order."""
     try:
-        found = [_SHARD.fullmatch(name) for name in os.listdir(folder)]
+        matches = [_SHARD.fullmatch(name) for name in os.listdir(folder)]
     except OSError as error:
         raise CacheError.expected(
             "teacher.cache", folder, "a readable folder", str(error.strerror)
         ) from error
-    return sorted(int(match[1]) for match in found if match)
+    return sorted(int(match[1]) for match in matches if match)
 
 
 def row_digest(key: bytes, parts: Sequence[Any]) -> bytes:
@@ -205,18 +205,18 @@ def _open_shard(folder: Path, number: int, identity: Identity) -> Shard:
         raise ShardDamaged(error.message) from error
     if header.file_bytes != file_bytes:
         raise damaged(path, f"{file_bytes} bytes", str(header.file_bytes))
-    wanted = {field.name: (field.dtype, (len(rows), *field.shape)) for field in identity.fields}
-    found = {name: (info.dtype, info.shape) for name, info in header.tensors.items()}
-    if found != wanted:
-        raise damaged(path, f"tensors {wanted}", str(found))
+    expected = {field.name: (field.dtype, (len(rows), *field.shape)) for field in identity.fields}
+    present = {name: (info.dtype, info.shape) for name, info in header.tensors.items()}
+    if present != expected:
+        raise damaged(path, f"tensors {expected}", str(present))
     starts = tuple(header.tensors[field.name].start for field in identity.fields)
     return Shard(number=number, path=path, starts=starts, rows=rows)
 
 
 def _read_sidecar(path: Path) -> tuple[int, tuple[tuple[bytes, bytes], ...]]:
-    found = read_json(path, "teacher.cache", limits.STORE_ROWS, error=ShardDamaged)
+    sidecar = read_json(path, "teacher.cache", limits.STORE_ROWS, error=ShardDamaged)
     try:
-        version, file_bytes, listed = found["version"], found["bytes"], found["rows"]
+        version, file_bytes, listed = sidecar["version"], sidecar["bytes"], sidecar["rows"]
         rows = tuple((bytes.fromhex(key), bytes.fromhex(digest)) for key, digest in listed)
     except (TypeError, KeyError, ValueError) as error:
         raise damaged(path, "version, bytes and rows", f"{error}") from error
@@ -238,10 +238,10 @@ def _read_row(shard: Shard, row: int, fields: Sequence[Field], into: Sequence[me
                 done = 0
                 while done < field.bytes:
                     at = start + row * field.bytes + done
-                    got = os.preadv(descriptor, [buffer[done:]], at)
-                    if not got:
+                    count = os.preadv(descriptor, [buffer[done:]], at)
+                    if not count:
                         raise damaged(where, f"{field.bytes} bytes at {at - done}", f"{done}")
-                    done += got
+                    done += count
         finally:
             os.close(descriptor)
     except OSError as error:
@@ -255,10 +255,10 @@ def rows_per_shard(identity: Identity, shard_bytes: int = SHARD_BYTES) -> int:
     return max(1, shard_bytes // identity.row_bytes)
 
 
-def disk_bytes(identity: Identity, rows: int, each: int) -> int:
-    """Return the exact size on disk of `rows` more rows, in shards of `each` rows."""
-    full, rest = divmod(rows, each)
-    return full * _shard_bytes(identity, each) + (_shard_bytes(identity, rest) if rest else 0)
+def disk_bytes(identity: Identity, rows: int, shard_rows: int) -> int:
+    """Return the exact size on disk of `rows` more rows, in shards of `shard_rows` rows."""
+    full, rest = divmod(rows, shard_rows)
+    return full * _shard_bytes(identity, shard_rows) + (_shard_bytes(identity, rest) if rest else 0)
 
 
 @contextlib.contextmanager
@@ -282,22 +282,24 @@ def only_writer(folder: Path) -> Iterator[None]:
                 "one that is alive",
                 hint="`engine prepare` is already filling this store; wait for it",
             ) from None
-        for left in folder.glob(f"*{_PARTIAL}"):  # we hold the lock, so its writer is dead
-            left.unlink()
+        for partial in folder.glob(f"*{_PARTIAL}"):  # we hold the lock, so its writer is dead
+            partial.unlink()
         yield
     finally:
         os.close(descriptor)
 
 
 class ShardWriter:
-    """Writes rows into shards of `each` rows; `taken` are the numbers of existing shards.
+    """Writes rows into shards of `shard_rows` rows; `taken` are the numbers of existing shards.
 
     Use it only within `only_writer`. Raises DiskFull or CacheError, which leave every finished
     shard unchanged.
     """
 
-    def __init__(self, folder: Path, identity: Identity, each: int, taken: Iterable[int]) -> None:
-        self.folder, self.identity, self.each = folder, identity, each
+    def __init__(
+        self, folder: Path, identity: Identity, shard_rows: int, taken: Iterable[int]
+    ) -> None:
+        self.folder, self.identity, self.shard_rows = folder, identity, shard_rows
         self.rows = 0
         """Number of rows in finished shards."""
         self.bytes = 0
@@ -306,11 +308,11 @@ class ShardWriter:
 
     def add(self, key: bytes, parts: Sequence[Any]) -> None:
         """Add one row, given as one buffer per field, which is copied."""
-        held = [bytes(part) for part in parts]
-        for field, part in zip(self.identity.fields, held, strict=True):
+        copies = [bytes(part) for part in parts]
+        for field, part in zip(self.identity.fields, copies, strict=True):
             assert len(part) == field.bytes, (field, len(part))
-        self._waiting.append((key, row_digest(key, held), held))
-        if len(self._waiting) == self.each:
+        self._waiting.append((key, row_digest(key, copies), copies))
+        if len(self._waiting) == self.shard_rows:
             self.finish()
 
     def finish(self) -> None:

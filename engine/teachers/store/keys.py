@@ -70,7 +70,7 @@ class Identity:
 
     form: str
     teacher_sha256: str
-    """Hash of its tensors as they are in memory; for block-quantised weights, of the blocks."""
+    """Hash of the teacher's tensors in memory; for block-quantised weights, of the blocks."""
     backend: str
     precision: str
     dtype: str

@@ -48,7 +48,7 @@ class TeacherFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """Measurements of the teacher on held-out rows that a run would otherwise make itself."""
+    """Measurements of the teacher on content-out rows that a run would otherwise make itself."""
 
     heldout_sha256: str
     """Digest of the rows it was measured on (`contents_sha256`)."""
@@ -75,9 +75,10 @@ class Manifest:
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Write the manifest into `folder`. Raises DiskFull or RunLogError."""
-    held = {"version": VERSION, **asdict(manifest)}
+    content = {"version": VERSION, **asdict(manifest)}
     write_whole(
-        folder / MANIFEST, json.dumps({"sha256": _digest(held), "manifest": held}, indent=1) + "\n"
+        folder / MANIFEST,
+        json.dumps({"sha256": _digest(content), "manifest": content}, indent=1) + "\n",
     )
 
 
@@ -87,13 +88,13 @@ def read_manifest(folder: Path) -> Manifest:
     try:
         if not os.path.lexists(path):
             raise FileNotFoundError
-        found = read_json(path, "teacher.cache", limits.MANIFEST, error=CacheError)
-        held = found["manifest"]
-        if found["sha256"] != _digest(held):
+        document = read_json(path, "teacher.cache", limits.MANIFEST, error=CacheError)
+        content = document["manifest"]
+        if document["sha256"] != _digest(content):
             raise CacheError.expected(
-                "teacher.cache", path, f"content of sha256 {found['sha256']}", _digest(held)
+                "teacher.cache", path, f"content of sha256 {document['sha256']}", _digest(content)
             )
-        return _manifest_of(path, held)
+        return _manifest_of(path, content)
     except FileNotFoundError:
         raise CacheError.expected(
             "teacher.cache",
@@ -110,13 +111,13 @@ def read_manifest(folder: Path) -> Manifest:
         raise CacheError.expected("teacher.cache", path, "a manifest", f"{error!r:.120}") from error
 
 
-def _digest(held: Any) -> str:
-    return hashlib.sha256(json.dumps(held, sort_keys=True).encode()).hexdigest()
+def _digest(content: Any) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
-def _manifest_of(path: Path, held: dict[str, Any]) -> Manifest:
-    rest = dict(held)
-    version = rest.pop("version")
+def _manifest_of(path: Path, content: dict[str, Any]) -> Manifest:
+    fields = dict(content)
+    version = fields.pop("version")
     if version != VERSION:
         raise CacheError.expected(
             "teacher.cache",
@@ -125,12 +126,12 @@ def _manifest_of(path: Path, held: dict[str, Any]) -> Manifest:
             f"{version!r:.20}",
             hint="make the store again with `engine prepare`",
         )
-    rest["identity"] = identity_of(rest["identity"])
-    rest["files"] = tuple(
-        TeacherFile(**{**file, "stamp": tuple(file["stamp"])}) for file in rest["files"]
+    fields["identity"] = identity_of(fields["identity"])
+    fields["files"] = tuple(
+        TeacherFile(**{**file, "stamp": tuple(file["stamp"])}) for file in fields["files"]
     )
-    rest["measured"] = Measured(**rest["measured"])
-    return Manifest(**rest)
+    fields["measured"] = Measured(**fields["measured"])
+    return Manifest(**fields)
 
 
 def teacher_files(path: str | Path) -> tuple[TeacherFile, ...]:
@@ -145,22 +146,22 @@ def check_teacher_files(path: str | Path, manifest: Manifest, where: Path) -> st
     """Check that the weights in `path` are the ones that produced the store's rows, and return in
     words how that is known. Raises CacheError.
     """
-    known = {file.name: file for file in manifest.files}
-    found = {name: (file, stamp) for name, file, stamp in _named_files(path)}
+    recorded = {file.name: file for file in manifest.files}
+    present = {name: (file, stamp) for name, file, stamp in _named_files(path)}
     # If the model is a single file, its name does not matter.
-    if len(known) == len(found) == 1:
-        found = dict.fromkeys(known, next(iter(found.values())))
-    if found.keys() != known.keys():
-        raise _other_teacher(where, ", ".join(sorted(known)), ", ".join(sorted(found)))
+    if len(recorded) == len(present) == 1:
+        present = dict.fromkeys(recorded, next(iter(present.values())))
+    if present.keys() != recorded.keys():
+        raise _other_teacher(where, ", ".join(sorted(recorded)), ", ".join(sorted(present)))
     hashed = 0
-    for name, (file, stamp) in sorted(found.items()):
-        if stamp == known[name].stamp:
+    for name, (file, stamp) in sorted(present.items()):
+        if stamp == recorded[name].stamp:
             continue
         hashed += 1
-        if stamp[0] != known[name].bytes:
-            raise _other_teacher(where, f"{file} of {known[name].bytes} bytes", f"{stamp[0]}")
-        if (digest := _file_digest(file)) != known[name].sha256:
-            raise _other_teacher(where, f"{file} with sha256 {known[name].sha256}", digest)
+        if stamp[0] != recorded[name].bytes:
+            raise _other_teacher(where, f"{file} of {recorded[name].bytes} bytes", f"{stamp[0]}")
+        if (digest := _file_digest(file)) != recorded[name].sha256:
+            raise _other_teacher(where, f"{file} with sha256 {recorded[name].sha256}", digest)
     if not hashed:
         return "its files are those that were hashed when the store was made (inode and times)"
     return f"its files have the hashes of those that the store was made with ({hashed} hashed now)"
@@ -205,10 +206,10 @@ def _file_digest(path: Path) -> str:
 
 
 def uses_cache(spec: RunSpec) -> bool:
-    """Whether a run of `spec` reads its teacher's outputs from a store."""
+    """Return whether a run of `spec` reads its teacher's outputs from a store."""
     teacher = spec.teacher
-    wanted = teacher.backend == "cached" or (teacher.backend == "auto" and bool(teacher.cache))
-    return wanted and spec.has_teacher
+    chosen = teacher.backend == "cached" or (teacher.backend == "auto" and bool(teacher.cache))
+    return chosen and spec.has_teacher
 
 
 def fitting_manifest(spec: RunSpec, teacher: ModelConfig, student: ModelConfig) -> Manifest:
@@ -218,28 +219,30 @@ def fitting_manifest(spec: RunSpec, teacher: ModelConfig, student: ModelConfig) 
     path = Path(spec.teacher.cache)
     manifest = read_manifest(path)
     identity = manifest.identity
-    wanted: list[tuple[str, object, object]] = [
+    settings: list[tuple[str, object, object]] = [
         ("data.seq_len", spec.data.seq_len, identity.seq_len),
         ("the teacher's width", teacher.hidden_size, identity.width),
         ("the teacher's ids", teacher.vocab_size, manifest.teacher_ids),
     ]
     if spec.teacher.precision != "auto":
-        wanted.append(("teacher.precision", spec.teacher.precision, identity.precision))
+        settings.append(("teacher.precision", spec.teacher.precision, identity.precision))
     if identity.form != HIDDEN:
-        wanted += [
+        settings += [
             ("the student's ids", student.vocab_size, identity.vocabulary),
             ("loss.temperature", spec.loss.temperature, identity.temperature),
         ]
         if not DIVERGENCES[spec.loss.divergence].sparse:
             sparse = " or ".join(sparse_divergences())
-            wanted.append(("loss.divergence", spec.loss.divergence, sparse))
-    differing = [(name, ours, theirs) for name, ours, theirs in wanted if ours != theirs]
+            settings.append(("loss.divergence", spec.loss.divergence, sparse))
+    differing = [
+        (name, expected, stored) for name, expected, stored in settings if expected != stored
+    ]
     if differing:
         raise CacheError.expected(
             "teacher.cache",
             path,
-            ", ".join(f"{name} {ours}" for name, ours, _ in differing),
-            ", ".join(f"{theirs}" for _, _, theirs in differing),
+            ", ".join(f"{name} {expected}" for name, expected, _ in differing),
+            ", ".join(f"{stored}" for _, _, stored in differing),
             hint='`engine prepare` with this spec makes a store that fits; teacher.cache="" goes without',
         )
     return manifest

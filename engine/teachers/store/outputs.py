@@ -37,7 +37,7 @@ TORCH_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "I32": torch.int32
 
 
 def rows_at_once(vocabulary: int) -> int:
-    """Return of how many tokens the logits are computed at a time."""
+    """Return the number of tokens whose logits are computed at a time."""
     return max(16, CHUNK_BYTES // (4 * vocabulary))
 
 
@@ -56,16 +56,16 @@ def sparse_parts(
     slices = head.slices(vocabulary, dtype)
     uniforms_NK = _uniforms(identity, keys) if identity.form == SAMPLED else None
     chunk = rows_at_once(vocabulary)
-    found: list[tuple[Tensor, ...]] = []
+    chunks: list[tuple[Tensor, ...]] = []
     for first in range(0, len(hidden_NE), chunk):
         chunk_CE = hidden_NE[first : first + chunk].to(dtype)
         logits_CV = chunk_CE.new_empty(len(chunk_CE), vocabulary, dtype=sum_dtype(dtype))
         project(logits_CV, chunk_CE, slices, scale=1 / temperature)
         if uniforms_NK is None:
-            found.append(_likeliest(logits_CV, identity.count))
+            chunks.append(_top_k(logits_CV, identity.count))
         else:
-            found.append((_drawn(logits_CV, uniforms_NK[first : first + chunk]),))
-    return tuple(torch.cat(parts) for parts in zip(*found, strict=True))
+            chunks.append((_sample(logits_CV, uniforms_NK[first : first + chunk]),))
+    return tuple(torch.cat(parts) for parts in zip(*chunks, strict=True))
 
 
 def as_targets(identity: Identity, parts: tuple[Tensor, ...]) -> SparseTargets:
@@ -75,18 +75,18 @@ def as_targets(identity: Identity, parts: tuple[Tensor, ...]) -> SparseTargets:
     return SparseTargets(ids_NK=parts[0], log_probs_NK=None, kind="sampled")
 
 
-def _likeliest(logits_CV: Tensor, count: int) -> tuple[Tensor, Tensor]:
+def _top_k(logits_CV: Tensor, count: int) -> tuple[Tensor, Tensor]:
     sums_C1 = logits_CV.logsumexp(1, keepdim=True)
     values_CK, ids_CK = logits_CV.topk(count, dim=1)
     return ids_CK.int(), (values_CK - sums_C1).float()
 
 
-def _drawn(logits_CV: Tensor, uniforms_CK: NDArray[np.float64]) -> Tensor:
+def _sample(logits_CV: Tensor, uniforms_CK: NDArray[np.float64]) -> Tensor:
     weights_CV = (logits_CV - logits_CV.amax(1, keepdim=True)).double().exp_()
     sums_CV = weights_CV.cumsum_(1)
-    # r < 1, so this is below the total except for one rounding, which the clamp below catches.
-    at_CK = torch.from_numpy(uniforms_CK).to(sums_CV.device) * sums_CV[:, -1:]
-    ids_CK = torch.searchsorted(sums_CV, at_CK, right=True)
+    # r < 1, so this is below the total unless rounding makes them equal; the clamp below covers that.
+    target_CK = torch.from_numpy(uniforms_CK).to(sums_CV.device) * sums_CV[:, -1:]
+    ids_CK = torch.searchsorted(sums_CV, target_CK, right=True)
     return ids_CK.clamp_(max=logits_CV.shape[1] - 1).int()
 
 

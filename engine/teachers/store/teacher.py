@@ -71,9 +71,10 @@ if TYPE_CHECKING:
 
 # Shapes: B rows, T tokens, N = B*T, E teacher width, K ids of a token
 
-REMEMBERED = 4
+MAX_NOTED = 4
 """Maximum number of noted batches: those of one step in flight, and the one after it."""
 THREADS = 4
+"""Largest number of threads that read rows."""
 
 
 class Reading:
@@ -164,7 +165,7 @@ class DeviceBatch:
         self._versions = _versions(tokens_BT, documents_BT)
 
     def is_of(self, tokens_BT: Tensor, documents_BT: Tensor) -> bool:
-        """Whether these are the same tensor objects, unmodified since."""
+        """Return whether these are the same tensor objects, unmodified since."""
         same = tokens_BT is self._tensors[0] and documents_BT is self._tensors[1]
         return same and _versions(tokens_BT, documents_BT) == self._versions
 
@@ -206,14 +207,14 @@ class CachedTeacher:
         self.proof: Fidelity | str = "it was not compared with the teacher"
         """Result of comparing some of its rows with the teacher, or the reason why they were not compared."""
         self._device, self._vocab_size = device, vocab_size
-        self._head, self._load, self._say = head, online, say
+        self._head, self._load, self._report = head, online, say
         self._online: Teacher | None = None
         self._reader = Reader(store, device)
         self._stream: Any = None
         if device.type == "cuda":
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._noted: deque[_Noted] = deque()
-        self._said = 0
+        self._reported_refusals = 0
 
     @property
     def vocab_size(self) -> int:
@@ -224,7 +225,7 @@ class CachedTeacher:
         return self.store.identity.form == HIDDEN
 
     def holds(self, batch: Batch) -> bool:
-        """Whether every row of a batch is stored."""
+        """Return whether every row of a batch is stored."""
         return _holds(self.store, batch, self.store.identity.keys(batch))
 
     def head(self) -> Head:
@@ -236,14 +237,14 @@ class CachedTeacher:
         """Record that the tensors hold the tokens and documents of `batch`, and start reading its
         rows.
         """
-        while len(self._noted) >= REMEMBERED:
+        while len(self._noted) >= MAX_NOTED:
             self._drop(self._noted.popleft())
         self._noted.append(self._new(batch, tokens_BT, documents_BT))
 
     def prefetch(self, tokens_BT: Tensor, documents_BT: Tensor) -> None:
         """Start reading a batch, unless `note` already did."""
         if not any(noted.batch.is_of(tokens_BT, documents_BT) for noted in self._noted):
-            self.note(_read_back(tokens_BT, documents_BT), tokens_BT, documents_BT)
+            self.note(_copy_to_host(tokens_BT, documents_BT), tokens_BT, documents_BT)
 
     def hidden(self, tokens_BT: Tensor, documents_BT: Tensor) -> Tensor:
         """Return the stored hidden states, as `Teacher.hidden` does. Raises NoHiddenStates if none are stored."""
@@ -251,7 +252,7 @@ class CachedTeacher:
             raise self._no_hidden_states()
         stored, keys = self._stored(tokens_BT, documents_BT)
         if stored is None:
-            return self._asked(len(keys)).hidden(tokens_BT, documents_BT)
+            return self._online_teacher(len(keys)).hidden(tokens_BT, documents_BT)
         (hidden_NE,) = stored
         return hidden_NE.view(*tokens_BT.shape, -1)
 
@@ -264,7 +265,7 @@ class CachedTeacher:
         identity = self.store.identity
         stored, keys = self._stored(tokens_BT, documents_BT)
         if stored is None:
-            teacher = self._asked(len(keys))
+            teacher = self._online_teacher(len(keys))
             hidden_NE = teacher.hidden(tokens_BT, documents_BT).flatten(0, 1)
             stored = sparse_parts(identity, hidden_NE, teacher.head(), keys)
         return as_targets(identity, stored)
@@ -296,14 +297,14 @@ class CachedTeacher:
         """
         noted = next((n for n in self._noted if n.batch.is_of(tokens_BT, documents_BT)), None)
         if noted is None:
-            noted = self._new(_read_back(tokens_BT, documents_BT), tokens_BT, documents_BT)
+            noted = self._new(_copy_to_host(tokens_BT, documents_BT), tokens_BT, documents_BT)
         else:
             # Compared by identity: `==` would compare tensors.
             self._noted = deque(n for n in self._noted if n is not noted)
         if noted.reading is None:
             return None, noted.keys
         fields = noted.reading.wait()
-        self._say_refusals()
+        self._report_refusals()
         if fields is not None:
             self.hits += len(noted.keys)
             fields = self._on_device(fields, noted.reading)
@@ -324,7 +325,7 @@ class CachedTeacher:
             copy.record_stream(current)
         return copies
 
-    def _asked(self, rows: int) -> Teacher:
+    def _online_teacher(self, rows: int) -> Teacher:
         """Return the teacher model, for a batch of `rows` rows that is a miss."""
         first, self.misses = not self.misses, self.misses + rows
         if self._load is None:
@@ -335,7 +336,7 @@ class CachedTeacher:
                 "the teacher for what is not there",
             )
         if first:
-            self._say(
+            self._report(
                 f"{self.store.path}: a batch of {rows} rows is not all there, so the teacher itself is "
                 "asked for it and for any other; their number is in the log at the end"
             )
@@ -349,10 +350,10 @@ class CachedTeacher:
             noted.reading.wait()
             self._reader.take_back(noted.reading)
 
-    def _say_refusals(self) -> None:
-        for text in self.store.refusals[self._said :]:
-            self._say(f"{text}; its rows are not used")
-            self._said += 1
+    def _report_refusals(self) -> None:
+        for text in self.store.refusals[self._reported_refusals :]:
+            self._report(f"{text}; its rows are not used")
+            self._reported_refusals += 1
 
     def _no_hidden_states(self) -> NoHiddenStates:
         return NoHiddenStates(
@@ -364,7 +365,7 @@ def _holds(store: Store, batch: Batch, keys: list[bytes]) -> bool:
     return batch.tokens_BT.shape[1] == store.identity.seq_len and all(key in store for key in keys)
 
 
-def _read_back(tokens_BT: Tensor, documents_BT: Tensor) -> Batch:
+def _copy_to_host(tokens_BT: Tensor, documents_BT: Tensor) -> Batch:
     """Return the batch that two tensors hold, without labels. Synchronises with the device."""
     tokens, documents = (np.asarray(t.cpu().numpy()) for t in (tokens_BT, documents_BT))
     return Batch(
@@ -391,9 +392,11 @@ def load_head(
     with open_weights(Path(path)) as weights:
         config = config_of(weights, how)
         if not config.native:
-            # Which tensor is the head only the model knows; the rest is dropped.
+            # Only the loaded model knows which tensor is its head; the rest is freed.
             head_VD = load_decoder(weights, dtype, device, how).head_weight
-            assert head_VD is not None  # hidden states of others are not stored
+            assert (
+                head_VD is not None
+            )  # a store never holds hidden states of models that give logits
             return DenseHead(head_VD.detach().clone())
         check_fits(config, weights, weights.path, weights.convention)
         check_tied(config, weights)
@@ -414,5 +417,5 @@ def load_head(
 
 def _versions(tokens_BT: Tensor, documents_BT: Tensor) -> tuple[int, int]:
     """Return the write count (version) of each tensor; inference tensors have none and count as 0."""
-    found = [0 if t.is_inference() else t._version for t in (tokens_BT, documents_BT)]
-    return found[0], found[1]
+    versions = [0 if t.is_inference() else t._version for t in (tokens_BT, documents_BT)]
+    return versions[0], versions[1]

@@ -12,7 +12,7 @@ What may change between two sessions of a run:
                 unchanged environment would have given.
     teacher     Different weights are refused: the student would learn from another model from then on.
 
-A checkpoint that a check found to be another than the run was is refused like a damaged one.
+A checkpoint that a check found to differ from the run is refused like a damaged one.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _VERSIONS = ("engine", "python", "torch", "device")
 def written_sha256(folder: RunFolder) -> str:
     """Return the hash of the settings as they were written.
 
-    An engine that has gained settings since fills them in with their defaults; it is still the same run.
+    A newer engine adds its new settings with their defaults, which changes the hash of the spec but not the run.
     """
     return settings_sha256(folder.read_effective()["spec"])
 
@@ -92,17 +92,19 @@ def check_same_teacher(
 
     Weights held in another form (backend or precision) have another hash, so they are not compared.
     """
-    known = before.models.get("teacher") if before else None
-    if before is None or known is None:
+    logged = before.models.get("teacher") if before else None
+    if before is None or logged is None:
         return
-    held = next((d.choice for d in before.decisions if d.knob == "teacher.backend"), backend)
-    if (known.source, known.precision, held) != (source, precision, backend):
+    logged_backend = next(
+        (d.choice for d in before.decisions if d.knob == "teacher.backend"), backend
+    )
+    if (logged.source, logged.precision, logged_backend) != (source, precision, backend):
         return
-    if known.sha256 != sha256:
+    if logged.sha256 != sha256:
         raise CheckpointError.expected(
             "teacher",
             source,
-            f"the weights this run began with (sha256 {known.sha256[:12]})",
+            f"the weights this run began with (sha256 {logged.sha256[:12]})",
             f"others ({sha256[:12]})",
             hint="put the old file back, or start a new run",
         )

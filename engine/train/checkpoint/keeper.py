@@ -58,7 +58,7 @@ class Parts:
 
     def __init__(self, tensors: Mapping[str, Tensor], ranks: Ranks, device: torch.device) -> None:
         self._tensors, self._ranks, self._device = tensors, ranks, device
-        self._told = False
+        self._sent_folder = False
 
     @property
     def size_bytes(self) -> int:
@@ -70,13 +70,13 @@ class Parts:
 
         Raises OSError or CheckpointError.
         """
-        self._told = True
+        self._sent_folder = True
         self._ranks.tell(str(folder))
         return self._write(folder)
 
     def give_up(self) -> None:
         """Release the other ranks if there was no folder to write into."""
-        if not self._told:
+        if not self._sent_folder:
             self._ranks.tell(None)
 
     def follow(self) -> None:
@@ -95,19 +95,19 @@ class Parts:
         path, own, problem = folder / part_name(self._ranks.rank), None, None
         if path.exists():
             try:
-                own = _synced(path)
+                own = _sync_and_hash(path)
             except OSError as error:
                 problem = error
         records: dict[str, FileRecord] = {}
-        for rank, (file, trouble) in enumerate(self._ranks.collect((own, problem))):
-            if trouble is not None:
-                raise OSError(trouble.errno, f"rank {rank}: {trouble.strerror}")
-            if file is not None:
-                records[part_name(rank)] = file
+        for rank, (record, rank_problem) in enumerate(self._ranks.collect((own, problem))):
+            if rank_problem is not None:
+                raise OSError(rank_problem.errno, f"rank {rank}: {rank_problem.strerror}")
+            if record is not None:
+                records[part_name(rank)] = record
         return records
 
 
-def _synced(path: Path) -> FileRecord:
+def _sync_and_hash(path: Path) -> FileRecord:
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
@@ -138,7 +138,7 @@ class Keeper:
         self.best_loss: float | None = None
         self.best_step: int | None = None
         self._read_back: Path | None = None
-        """The newest checkpoint of which every byte was read since it was saved."""
+        """Newest checkpoint whose every byte was read after it was saved."""
         self.resumed: Resumed | None = None
         """Checkpoint that this session was restored from."""
 
@@ -233,37 +233,39 @@ class Keeper:
             aside = checkpoint.set_aside(path)
             text = f"{path.name} does not verify ({reason}): set aside as {aside.name}"
             self.log(Note(level="error", text=text))
-        found = state.unpack(last)
-        if changes := self._check_settings(found, last.path):
+        training_state = state.unpack(last)
+        if changes := self._check_settings(training_state, last.path):
             text = f"settings changed since this checkpoint, as allowed: {', '.join(changes)}"
             self.log(Note(level="warning", text=text))
-        state.restore_trainer(found, trainer)
+        state.restore_trainer(training_state, trainer)
         self.resumed = Resumed(checkpoint=last.path, random=random_states(trainer.device))
-        self.best_loss = found.best_held_out_loss
-        done = [c for c in before.checkpoints if c.best and c.step <= found.step]
+        self.best_loss = training_state.best_held_out_loss
+        done = [c for c in before.checkpoints if c.best and c.step <= training_state.step]
         self.best_step = done[-1].step if done else None
         return {
-            e.subject: e.loss for e in before.evals if e.loss is not None and e.step <= found.step
+            e.subject: e.loss
+            for e in before.evals
+            if e.loss is not None and e.step <= training_state.step
         }
 
     def check_resumable(self, path: Path, trainer: Trainer) -> None:
         """Read all of the checkpoint in `path`. Raises CheckpointError where a resume would refuse it."""
-        found = state.unpack(verify(path), numbers=False)
+        training_state = state.unpack(verify(path), numbers=False)
         self._read_back = path
-        self._check_settings(found, path)
-        state.check_fits(found, trainer)
+        self._check_settings(training_state, path)
+        state.check_fits(training_state, trainer)
 
-    def _check_settings(self, found: state.TrainingState, path: Path) -> list[str] | None:
+    def _check_settings(self, training_state: state.TrainingState, path: Path) -> list[str] | None:
         """Return the allowed changes of settings since a checkpoint. Raises CheckpointError for others."""
-        changes = changes_since(self.folder, found.spec_sha256)
+        changes = changes_since(self.folder, training_state.spec_sha256)
         check_changes(self.folder, self.spec)
-        if changes is None and found.spec_sha256 not in (
+        if changes is None and training_state.spec_sha256 not in (
             self.spec.sha256,
             written_sha256(self.folder),
         ):
             raise CheckpointError(
                 f"checkpoint: {path} — expected spec {self.spec.sha256[:12]}, "
-                f"found {found.spec_sha256[:12]}",
+                f"found {training_state.spec_sha256[:12]}",
                 hint="a run continues with the settings it began with; `--resume RUN --set KEY=VALUE "
                 "--allow-change KEY` changes one",
             )

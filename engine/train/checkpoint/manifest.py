@@ -77,7 +77,7 @@ def newest(folder: Path, allow_fallback: bool = False) -> VerifiedCheckpoint | N
     refused: list[tuple[Path, str]] = []
     for path in published(folder):
         try:
-            found = verify(path)
+            checkpoint = verify(path)
         except CheckpointError as error:
             if not allow_fallback:
                 raise CheckpointError(
@@ -87,7 +87,7 @@ def newest(folder: Path, allow_fallback: bool = False) -> VerifiedCheckpoint | N
                 ) from error
             refused.append((path, error.message))
             continue
-        return replace(found, refused=tuple(refused))
+        return replace(checkpoint, refused=tuple(refused))
     if refused:
         raise CheckpointError(
             "\n".join(reason for _, reason in refused),
@@ -126,8 +126,8 @@ def _verify_folder(path: Path, step: int) -> VerifiedCheckpoint:
         raise refusal(path / name, "only files in the manifest", "an extra file")
     names = sorted(records)
     with ThreadPoolExecutor(thread_name_prefix="hash") as pool:
-        found = list(pool.map(digest_of, (path / name for name in names)))
-    for name, (size, digest) in zip(names, found, strict=True):
+        digests = list(pool.map(digest_of, (path / name for name in names)))
+    for name, (size, digest) in zip(names, digests, strict=True):
         record = records[name]
         if size != record.size:
             raise refusal(path / name, f"{record.size} bytes", f"{size}")
@@ -145,14 +145,14 @@ def _read_manifest(path: Path, raw: bytes, step: int) -> dict[str, FileRecord]:
     field.
     """
 
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(pairs)
-        if len(found) != len(pairs):
+    def refuse_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        mapping = dict(pairs)
+        if len(mapping) != len(pairs):
             raise ValueError("a key twice")
-        return found
+        return mapping
 
     try:
-        manifest = json.loads(raw.decode(), object_pairs_hook=unique)
+        manifest = json.loads(raw.decode(), object_pairs_hook=refuse_duplicate_keys)
     except (ValueError, RecursionError) as error:
         raise refusal(path, "JSON", str(error)) from error
     if not isinstance(manifest, dict) or manifest.keys() != {"schema", "step", "files"}:

@@ -75,7 +75,7 @@ def pack(state: TrainingState, *, sharded: bool = False) -> dict[str, bytes | Wr
     scalars = {"schema": SCHEMA} | {name: getattr(state, name) for name in SCALARS}
     tensors = {STUDENT_FILE: state.student, OPTIMIZER_FILE: state.optimizer}
     return {
-        **{name: TensorWriter(held) for name, held in tensors.items() if not sharded},
+        **{name: TensorWriter(contents) for name, contents in tensors.items() if not sharded},
         RNG_FILE: TensorWriter(state.rng),
         STATE_FILE: json.dumps(scalars, sort_keys=True, indent=1, allow_nan=False).encode() + b"\n",
     }
@@ -95,10 +95,10 @@ def take_part(files: Mapping[str, bytes | Writer]) -> None:
     """
     for content in files.values():
         if not isinstance(content, bytes):
-            content.write_to(_Nowhere())
+            content.write_to(_DiscardingSink())
 
 
-class _Nowhere:
+class _DiscardingSink:
     def write(self, data: bytes | memoryview, /) -> int:
         return len(data)
 
@@ -109,11 +109,11 @@ def unpack(checkpoint: VerifiedCheckpoint, *, numbers: bool = True) -> TrainingS
 
     Raises CheckpointError when it is not a training state.
     """
-    wanted = {STUDENT_FILE, OPTIMIZER_FILE, RNG_FILE, STATE_FILE}
+    expected = {STUDENT_FILE, OPTIMIZER_FILE, RNG_FILE, STATE_FILE}
     names = {name for name in checkpoint.files if not is_part(name)}
     sharded = names != checkpoint.files.keys()
-    if names != (wanted - {STUDENT_FILE, OPTIMIZER_FILE} if sharded else wanted):
-        raise _mismatch(checkpoint.path, str(sorted(wanted)), str(sorted(checkpoint.files)))
+    if names != (expected - {STUDENT_FILE, OPTIMIZER_FILE} if sharded else expected):
+        raise _mismatch(checkpoint.path, str(sorted(expected)), str(sorted(checkpoint.files)))
     where = checkpoint.path / STATE_FILE
     scalars = read_json(where, "checkpoint", limits.CHECKPOINT_STATE, error=CheckpointError)
     fields = {"schema", *SCALARS}
@@ -266,7 +266,7 @@ def capture_trainer(
 
 def check_fits(state: TrainingState, trainer: Trainer) -> None:
     """Raise CheckpointError as `restore` would, and change nothing."""
-    _generators(state, trainer.student, trainer.optimizer)
+    _check_state(state, trainer.student, trainer.optimizer)
 
 
 def restore_trainer(state: TrainingState, trainer: Trainer) -> None:
@@ -282,7 +282,7 @@ def restore(state: TrainingState, model: nn.Module, optimizer: torch.optim.AdamW
     Raises CheckpointError, before anything is changed, that lists every missing, unexpected or misshapen
     name.
     """
-    generators = _generators(state, model, optimizer)
+    generators = _check_state(state, model, optimizer)
     student, _ = _named_tensors(model)
     parameters = _optimized(model, optimizer)
     with torch.no_grad():
@@ -311,12 +311,12 @@ def restore(state: TrainingState, model: nn.Module, optimizer: torch.optim.AdamW
             torch.cuda.set_rng_state(state.rng[key], device)
 
 
-def _generators(
+def _check_state(
     state: TrainingState, model: nn.Module, optimizer: torch.optim.AdamW
 ) -> dict[str, torch.device]:
-    """Return the devices of the random number generators by their names in a state that fits.
+    """Check that a state fits the run, and return the device of each random number generator by its name.
 
-    Raises CheckpointError for one that does not fit.
+    Raises CheckpointError if the state does not fit.
     """
     student, tied = _named_tensors(model)
     problems = _differences("student tensor", state.student, student)
@@ -362,14 +362,18 @@ def _named_tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]
 
 def _optimized(model: nn.Module, optimizer: torch.optim.AdamW) -> dict[str, nn.Parameter]:
     """Return the optimizer's parameters by name, in the model's order."""
-    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    named = {
-        name: parameter for name, parameter in model.named_parameters() if id(parameter) in held
+    optimized_ids = {
+        id(parameter) for group in optimizer.param_groups for parameter in group["params"]
     }
-    if len(named) != len(held):
+    named = {
+        name: parameter
+        for name, parameter in model.named_parameters()
+        if id(parameter) in optimized_ids
+    }
+    if len(named) != len(optimized_ids):
         raise ValueError(
             "optimizer: expected only parameters of the model,"
-            f" found {len(held) - len(named)} others"
+            f" found {len(optimized_ids) - len(named)} others"
         )
     return named
 
@@ -379,17 +383,17 @@ def _cuda_devices(model: nn.Module) -> list[torch.device]:
     return sorted(devices, key=lambda device: device.index)
 
 
-def _differences(what: str, found: Mapping[str, Tensor], live: Mapping[str, Tensor]) -> list[str]:
+def _differences(what: str, saved: Mapping[str, Tensor], live: Mapping[str, Tensor]) -> list[str]:
     problems = [
-        f"{what} {name}: missing from the checkpoint" for name in live.keys() - found.keys()
+        f"{what} {name}: missing from the checkpoint" for name in live.keys() - saved.keys()
     ]
-    problems += [f"{what} {name}: not in this run" for name in found.keys() - live.keys()]
-    for name in live.keys() & found.keys():
-        expected, there = live[name], found[name]
-        if expected.shape != there.shape or expected.dtype != there.dtype:
+    problems += [f"{what} {name}: not in this run" for name in saved.keys() - live.keys()]
+    for name in live.keys() & saved.keys():
+        expected, tensor = live[name], saved[name]
+        if expected.shape != tensor.shape or expected.dtype != tensor.dtype:
             problems.append(
                 f"{what} {name}: expected {list(expected.shape)} {expected.dtype},"
-                f" found {list(there.shape)} {there.dtype}"
+                f" found {list(tensor.shape)} {tensor.dtype}"
             )
     return sorted(problems)
 

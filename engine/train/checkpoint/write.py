@@ -67,8 +67,8 @@ class FileCalls:
     """The operating-system calls: each method is one call, and raises its OSError."""
 
     def free_bytes(self, folder: Path) -> int:
-        room = os.statvfs(folder)
-        return room.f_bavail * room.f_frsize
+        status = os.statvfs(folder)
+        return status.f_bavail * status.f_frsize
 
     def make_folder(self, path: Path) -> None:
         os.mkdir(path, 0o755)
@@ -134,8 +134,8 @@ def prune(
     if keep_last < 1:
         raise ValueError(f"keep_last: expected 1 or more, found {keep_last}")
     paths = list(published(folder))
-    doomed = [path for path in paths[keep_last:] if step_of(path) not in keep]
-    if not doomed:
+    candidates = [path for path in paths[keep_last:] if step_of(path) not in keep]
+    if not candidates:
         return ()
     last_good = next((path for path in paths if path == good or _verifies(path)), None)
     if last_good is None:
@@ -143,7 +143,7 @@ def prune(
     try:
         sweep(folder, calls)
         removed = []
-        for path in doomed:
+        for path in candidates:
             if path == last_good:
                 continue
             trash = path.with_name(f"{path.name}.trash-{os.getpid()}")
@@ -300,7 +300,7 @@ def save(
             )
         sweep(folder, calls)
         size = sum(map(_size_bytes, files.values()))
-        _check_room(folder, size + (0 if parts is None else parts.size_bytes), calls)
+        _check_free_space(folder, size + (0 if parts is None else parts.size_bytes), calls)
         calls.make_folder(partial)
         try:
             records = dict(parts.write_into(partial)) if parts is not None else {}
@@ -349,7 +349,7 @@ def _write_file(path: Path, content: bytes | Writer, calls: FileCalls) -> FileRe
 
 
 class _HashingSink:
-    """Writes all bytes given to it, and keeps their digest and size. They are hashed while the system takes them."""
+    """Writes all bytes given to it, and keeps their digest and size. They are hashed in another thread meanwhile."""
 
     def __init__(self, descriptor: int, calls: FileCalls, hasher: Executor) -> None:
         self.digest = hashlib.sha256()
@@ -367,7 +367,7 @@ class _HashingSink:
             while written < len(view):  # one write call takes at most 2 GiB, and may take less
                 written += self._calls.write(self._descriptor, view[written:])
         finally:
-            # What it reads may be overwritten after this.
+            # The caller may overwrite the data after `write` returns.
             hashed.result()
         return len(view)
 
@@ -376,7 +376,7 @@ def _size_bytes(content: bytes | Writer) -> int:
     return len(content) if isinstance(content, bytes) else content.size_bytes
 
 
-def _check_room(folder: Path, size: int, calls: FileCalls) -> None:
+def _check_free_space(folder: Path, size: int, calls: FileCalls) -> None:
     needed, free = int(size * FREE_SPACE_FACTOR), calls.free_bytes(folder)
     if free < needed:
         raise DiskFull(

@@ -22,22 +22,22 @@ from engine.train.checkpoint.state import capture_trainer, restore_trainer
 from engine.train.trainer import Trainer
 
 SAMPLED = 1024
-"""Numbers of a tensor, evenly spread, that ranks compare."""
+"""Number of evenly spaced elements of each tensor that ranks compare."""
 
 
 def check_same_weights(model: Decoder, what: str, ranks: Ranks) -> None:
-    """Compare some numbers of every tensor of a model that each rank has whole. A collective. Raises TrainingFailed
-    where a rank has others than the first."""
+    """Compare a sample of every tensor of a model that each rank holds in full. A collective. Raises TrainingFailed
+    when the sample of a rank differs from the first rank's."""
     digest = hashlib.blake2b(digest_size=16)
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         flat = tensor.detach().reshape(-1)
-        some = flat[:: max(1, len(flat) // SAMPLED)].contiguous().cpu()
-        digest.update(name.encode() + some.view(torch.uint8).numpy().tobytes())
+        sample = flat[:: max(1, len(flat) // SAMPLED)].contiguous().cpu()
+        digest.update(name.encode() + sample.view(torch.uint8).numpy().tobytes())
     digests = ranks.collect(digest.digest())
-    if other := [rank for rank, one in enumerate(digests) if one != digests[0]]:
+    if differing := [rank for rank, rank_digest in enumerate(digests) if rank_digest != digests[0]]:
         raise TrainingFailed(
-            f"rank {other[0]} has another {what} than the first rank: expected the same weights on each before the run "
-            "goes on",
+            f"rank {differing[0]} has another {what} than the first rank: expected the same weights on each before the "
+            "run goes on",
             hint=f"compare the files of the {what}, and the seed it is drawn with, where each rank runs",
         )
 
@@ -84,11 +84,11 @@ def least_available(ranks: Ranks, own: Reading, device: torch.device) -> Reading
     Ranks that made different plans would launch different collectives. The result is absent when any rank
     does not know its own. This is a collective.
     """
-    known = -1.0 if own.number is None else own.number
-    all_R = ranks.gather(torch.tensor([known], dtype=torch.float64, device=device))
-    least = int(all_R.min())
-    if own.number is None or least == own.number:
+    own_bytes = -1.0 if own.number is None else own.number
+    all_R = ranks.gather(torch.tensor([own_bytes], dtype=torch.float64, device=device))
+    min_bytes = int(all_R.min())
+    if own.number is None or min_bytes == own.number:
         return own
-    if least < 0:
+    if min_bytes < 0:
         return absent("not known to every rank", own.source)
-    return measured(least, f"{own.source}, the least of {ranks.world} ranks")
+    return measured(min_bytes, f"{own.source}, the least of {ranks.world} ranks")

@@ -11,7 +11,7 @@ trainer.
   automatically. Which rank it was, and how it ended, is written to `ranks/lost.json`.
 - A rank that hangs is identified by the beats (`engine.log.beats`): it has not done its part of a step that
   others have done. When they have waited `compute.collective_timeout_s` for it, it is killed, and the run
-  ends. When the beats do not tell, because all ranks are in the same collective, a rank that a signal has
+  ends. When the beats do not show it, because all ranks are in the same collective, a rank that a signal has
   stopped is named. If there is none, the collectives time out, and the first rank to give up is named.
 - When the supervisor dies, the ranks are asked to stop, and killed if they do not.
 - When this agent dies, the kernel sends each rank a SIGTERM (`die_with_parent`).
@@ -55,8 +55,9 @@ if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 SHUTDOWN_S = 5
+"""Seconds that the other ranks get to exit when one has failed."""
 LEEWAY_S = 5.0
-"""Seconds beyond a collective's own timeout: a timeout that works, as gloo's does, has the better message."""
+"""Seconds to wait beyond a collective's own timeout, which has the better message where it works, as in gloo."""
 _PR_SET_PDEATHSIG = 1
 RANK = "engine.train"
 """The module that each rank runs."""
@@ -75,7 +76,7 @@ def main() -> int:
     ranks = arguments.host.ranks(arguments.gpus)
     forget(run, ranks, arguments.gpus)
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, _pass_on)
+        signal.signal(number, _forward)
     if arguments.keep_alive_fd is not None:
         threading.Thread(
             target=_end_with_supervisor, args=(arguments.keep_alive_fd,), daemon=True
@@ -87,14 +88,14 @@ def main() -> int:
 
 
 class HangWatch(threading.Thread):
-    """Kills those of this host's `ranks` that the others have waited `limit_s` for; `sentence` then says so."""
+    """Kills those of this host's `ranks` for which the others have waited `limit_s` seconds, and sets `sentence`."""
 
     def __init__(
-        self, run: RunFolder, limit_s: float, ranks: range, look_every_s: float = 1.0
+        self, run: RunFolder, limit_s: float, ranks: range, interval_s: float = 1.0
     ) -> None:
         super().__init__(daemon=True, name="hang watch")
         self.ranks = ranks
-        self.run_folder, self.limit_s, self.look_every_s = run, limit_s, look_every_s
+        self.run_folder, self.limit_s, self.interval_s = run, limit_s, interval_s
         self.sentence: str | None = None
         self.stopped: list[Beat] = []
         """Ranks seen stopped by a signal since the last beat of any rank: the ones that time out may end
@@ -103,21 +104,21 @@ class HangWatch(threading.Thread):
 
     def run(self) -> None:
         before, since_s = read_beats(self.run_folder), time.monotonic()
-        looked_s = since_s
+        read_s = since_s
         while True:
-            time.sleep(self.look_every_s)
+            time.sleep(self.interval_s)
             beats, now_s = read_beats(self.run_folder), time.monotonic()
             # If this process was itself suspended, it does not know what the ranks did meanwhile.
-            absent = now_s - looked_s > self.look_every_s + LEEWAY_S
-            looked_s = now_s
+            suspended = now_s - read_s > self.interval_s + LEEWAY_S
+            read_s = now_s
             stopped = _stopped(beats, self.ranks)
             if stopped or beats != before:
                 self.stopped = stopped
             late = [beat for beat in behind(beats) if beat.rank in self.ranks] or stopped
-            if absent or beats != before or not late:
+            if suspended or beats != before or not late:
                 before, since_s = beats, now_s
             elif now_s - since_s >= self.limit_s:
-                self.sentence = f"{_held_up_by(beats, stopped)}, for {self.limit_s:g} s"
+                self.sentence = f"{_describe_wait(beats, stopped)}, for {self.limit_s:g} s"
                 children = _children()
                 for beat in late:
                     if beat.pid in children:
@@ -135,41 +136,41 @@ def launch(run: RunFolder, place: Place, ranks: range, flags: list[str], hangs: 
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    several = place.hosts > 1
+    several_hosts = place.hosts > 1
     config = LaunchConfig(
         min_nodes=place.hosts,
         max_nodes=place.hosts,
         nproc_per_node=len(ranks),
         run_id=run.name,
         # The first rank is on the first host, which has the run's own logs.
-        rdzv_backend="static" if several else "c10d",
-        rdzv_configs={"rank": place.number} if several else {},
+        rdzv_backend="static" if several_hosts else "c10d",
+        rdzv_configs={"rank": place.number} if several_hosts else {},
         rdzv_endpoint=place.meet,
-        local_addr=None if several else "127.0.0.1",
+        local_addr=None if several_hosts else "127.0.0.1",
         max_restarts=0,
         # SIGTERM and SIGINT, which ask a run to stop, are handled in this module.
         signals_to_handle="SIGQUIT",
     )
     python, *words = child.command(RANK, str(run.path), *flags, options=child.TRACEBACKS)
     # The ranks get the environment of this process, which starts nothing else.
-    moved = child.environment()
+    environment = child.environment()
     os.environ.pop(child.PYTHONPATH, None)
-    os.environ.update(moved)
+    os.environ.update(environment)
     try:
         elastic_launch(config, python)(*words)
     except ChildFailedError as failed:
-        rank = _first_failed(failed.failures, _recorded_ends(run))
+        rank = _first_failed(failed.failures, _failure_times(run))
         failure = failed.failures[rank]
-        codes = {one.exitcode for one in failed.failures.values()}
+        codes = {failure.exitcode for failure in failed.failures.values()}
         for asked in _asked[:1]:
             as_asked = {128 + asked, -asked}
             # Nothing is lost: the ranks stopped as requested, or were killed because another one had.
             if codes & as_asked and codes <= as_asked | {-signal.SIGKILL}:
                 return 128 + asked
         # The ranks of another host were asked to stop, and these agreed to.
-        if several and codes in ({EXIT_TERMINATED}, {EXIT_INTERRUPTED}):
+        if several_hosts and codes in ({EXIT_TERMINATED}, {EXIT_INTERRUPTED}):
             return codes.pop()
-        lost = _who_failed(run, rank, failure.pid, failure.exitcode, hangs.sentence, hangs.stopped)
+        lost = _lost_rank(run, rank, failure.pid, failure.exitcode, hangs.sentence, hangs.stopped)
         say(lost.sentence)
         # A rank that another host has lost comes first, unless this one could not record why it ended.
         if read_lost_rank(run) is None or lost.returncode < 0:
@@ -179,34 +180,38 @@ def launch(run: RunFolder, place: Place, ranks: range, flags: list[str], hangs: 
     return 0
 
 
-def _recorded_ends(run: RunFolder) -> dict[int, float]:
-    """Return when each rank recorded that it failed, of those that did."""
+def _failure_times(run: RunFolder) -> dict[int, float]:
+    """Return the time at which each failed rank recorded its failure; ranks without a record are left out."""
     follower = Follower(run)
     with contextlib.suppress(RunLogError):
         follower.read_all()
     view = follower.view
-    said = {rank: one.ended_unix_s for rank, one in view.ranks_now.items() if one.ended is not None}
+    times = {
+        rank: state.ended_unix_s
+        for rank, state in view.ranks_now.items()
+        if state.ended is not None
+    }
     if view.own_finished is not None and view.own_finished.state == "failed":
-        said[0] = view.own_finished_unix_s
-    return said
+        times[0] = view.own_finished_unix_s
+    return times
 
 
 def _first_failed(failures: Mapping[int, ProcessFailure], recorded: Mapping[int, float]) -> int:
-    """Return the rank that failed first. torchrun has whole seconds, and a rank that loses another fails within
-    milliseconds: what the ranks recorded decides. One that recorded nothing was ended before it could."""
+    """Return the rank that failed first, by the times that the ranks recorded: torchrun has whole seconds, and a rank
+    that loses another fails within milliseconds. A rank without a record was killed before it could write one."""
 
     def when(rank: int) -> tuple[float, int]:
         failure = failures[rank]
         if rank in recorded:
             return recorded[rank], rank
-        # The agent itself ends by SIGTERM what is left.
-        is_left = failure.exitcode == -signal.SIGTERM
-        return failure.timestamp + (1.0 if is_left else -1.0), rank
+        # The agent itself ends the remaining ranks by SIGTERM.
+        by_agent = failure.exitcode == -signal.SIGTERM
+        return failure.timestamp + (1.0 if by_agent else -1.0), rank
 
     return min(failures, key=when)
 
 
-def _who_failed(
+def _lost_rank(
     run: RunFolder,
     rank: int,
     pid: int,
@@ -226,25 +231,25 @@ def _who_failed(
     if hang is not None and rank in {beat.rank for beat in late}:
         sentence = f"{hang}; it was ended"
     elif late and rank not in {beat.rank for beat in late}:
-        sentence = f"{_held_up_by(beats, late)}; {sentence} when it had waited too long"
+        sentence = f"{_describe_wait(beats, late)}; {sentence} when it had waited too long"
         rank, pid = late[0].rank, late[0].pid
     return LostRank(rank=rank, pid=pid, returncode=returncode, sentence=sentence)
 
 
-def _stopped(beats: list[Beat], here: range) -> list[Beat]:
-    """Return the ranks here that a signal has stopped; none when it stopped all of them, because then none waits."""
-    found = []
+def _stopped(beats: list[Beat], local_ranks: range) -> list[Beat]:
+    """Return the local ranks that a signal has stopped; none when all ranks are stopped, because then none waits."""
+    stopped = []
     for beat in beats:
-        if beat.rank not in here:
+        if beat.rank not in local_ranks:
             continue
         with contextlib.suppress(OSError):
             # The state follows the name, which may contain anything: T is stopped, t is traced.
             state = Path(f"/proc/{beat.pid}/stat").read_text().rpartition(") ")[2][:1]
-            found += [beat] if state == "T" else []
-    return found if len(found) < len(beats) else []
+            stopped += [beat] if state == "T" else []
+    return stopped if len(stopped) < len(beats) else []
 
 
-def _held_up_by(beats: list[Beat], stopped: list[Beat]) -> str:
+def _describe_wait(beats: list[Beat], stopped: list[Beat]) -> str:
     """Say which ranks the others wait for, by the beats or else because they are stopped."""
     names = ", ".join(f"rank {beat.rank} (process {beat.pid})" for beat in stopped)
     are = "is" if len(stopped) == 1 else "are"
@@ -263,7 +268,7 @@ _asked: list[int] = []
 """The signals received so far that ask for a stop."""
 
 
-def _pass_on(number: int, _frame: FrameType | None) -> None:
+def _forward(number: int, _frame: FrameType | None) -> None:
     _asked.append(number)
     if not _children():
         # No rank was started yet and none will be, so nothing could be saved.

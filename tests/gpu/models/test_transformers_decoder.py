@@ -40,7 +40,7 @@ def test_documents_are_kept_apart_however_they_are_run(
     decoder = opened(tmp_path / "model", dtype)
     exact = opened(tmp_path / "model", torch.float32)
     tokens_BT, documents_BT = rows()
-    head, documents = decoder.look("student", LENGTH)
+    head, documents = decoder.probe("student", LENGTH)
     assert head.choice == ("of the model" if family in OWN_LOGITS else "head(hidden)")
     if dtype == torch.float32:
         assert documents.choice == ("alone" if family in ALONE else "masked")
@@ -56,7 +56,7 @@ def test_documents_are_kept_apart_however_they_are_run(
 def test_rows_that_the_host_knows_are_run_without_waiting_for_the_gpu(tmp_path: Path) -> None:
     save_other(tmp_path / "model", "gpt_neox")
     decoder = opened(tmp_path / "model", torch.bfloat16)
-    decoder.look("student", LENGTH)
+    decoder.probe("student", LENGTH)
     tokens_BT, documents_BT = rows()
     remember(documents_BT, documents_BT.cpu().numpy())
     decoder.hidden(tokens_BT, documents_BT)

@@ -113,7 +113,7 @@ def test_memory_that_the_step_took_makes_the_references_larger_and_nothing_else(
     monkeypatch.setitem(judge.LOGITS, "cpu", 1 << 14)
     found = []
     for room in (0, 1 << 50):
-        monkeypatch.setattr(auditing, "_free_again", lambda _device, room=room: room)
+        monkeypatch.setattr(auditing, "_free_bytes", lambda _device, room=room: room)
         run = make_run(world)
         run.step(1)
         assert not run.failures()

@@ -419,6 +419,6 @@ def test_streamed_text_is_the_text_before_the_first_stop_string(
     while at < len(text) and not state.stopped:
         at += data.draw(st.integers(1, 5))
         state.update(text[:at])
-        given_out += state.sure(last=at >= len(text))
+        given_out += state.take_final(last=at >= len(text))
     places = [place for stop in stops if (place := text[:at].find(stop)) >= 0]
     assert given_out == text[: min(places)] if places else given_out == text

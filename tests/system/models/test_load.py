@@ -26,7 +26,7 @@ from engine.models import load as subject
 from engine.models.config import ModelConfig
 from engine.models.decoder import Decoder
 from engine.models.load import load_decoder, new_decoder, save_decoder
-from engine.models.names import names_for, permute_rows, turned_heads
+from engine.models.names import names_for, permute_rows, rotated_heads
 from engine.models.read_config import config_of
 from engine.models.rope import RopeScaling, divisors
 from engine.quant.blocks import BLOCK_TYPES
@@ -328,7 +328,7 @@ class MemoryFile:
             found: Tensor | QuantTensor = tensor
             if blocks and tensor.dim() == 2:
                 found = quantize(tensor, BLOCK_TYPES[blocks], effort=0)
-            if permuted and (heads := turned_heads(decoder.config, ours)):
+            if permuted and (heads := rotated_heads(decoder.config, ours)):
                 found = permute_rows(found, heads)
             self.held[names[ours]] = found
 

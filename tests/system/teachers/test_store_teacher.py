@@ -190,7 +190,7 @@ def test_what_was_noted_is_read_from_the_host_and_found_by_the_tensors_themselve
     tokens_BT, documents_BT, _ = batch.to_torch(CPU)
     wanted = teacher.hidden(tokens_BT, documents_BT)  # not noted: read back
     with monkeypatch.context() as patch:
-        patch.setattr("engine.teachers.store.teacher._read_back", None)
+        patch.setattr("engine.teachers.store.teacher._copy_to_host", None)
         teacher.note(batch, tokens_BT, documents_BT)
         teacher.prefetch(tokens_BT, documents_BT)
         assert torch.equal(teacher.hidden(tokens_BT, documents_BT), wanted)
@@ -565,7 +565,7 @@ def test_stored_outputs_of_other_rows_are_named_by_the_audit_of_a_step(
 def test_a_teacher_that_does_not_fit_is_not_loaded_to_be_compared(
     kit: Kit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(build, "ROOM", 1e12)
+    monkeypatch.setattr(build, "FREE_SHARE", 1e12)
     spec = kit.spec(tmp_path, teacher__cache=str(tmp_path / "store"), train__steps=2)
     make_store(spec, tmp_path / "store", form="hidden")
     run, code = carry_out(spec, tmp_path / "run", "checkpoint.at_end=false")

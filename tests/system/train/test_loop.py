@@ -195,7 +195,7 @@ def test_the_time_between_two_step_lines_is_divided_among_what_the_host_did(
 def test_a_large_checkpoint_is_read_back_while_the_run_goes_on(
     kit: Kit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loop, "READ_BESIDE_BYTES", 0)
+    monkeypatch.setattr(loop, "READ_IN_BACKGROUND_BYTES", 0)
     sets = ("train.steps=6", "checkpoint.every=2", "checkpoint.keep_last=1")
     run, code = carry_out(kit.spec(tmp_path), tmp_path / "run", *sets)
     view = Follower(run).read_all()
@@ -212,7 +212,7 @@ def test_a_large_checkpoint_is_read_back_while_the_run_goes_on(
 def test_a_large_checkpoint_that_cannot_be_resumed_from_ends_the_run(
     kit: Kit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loop, "READ_BESIDE_BYTES", 0)
+    monkeypatch.setattr(loop, "READ_IN_BACKGROUND_BYTES", 0)
     monkeypatch.setattr(manifest, "digest_of", lambda path: (path.stat().st_size, "0" * 64))
     run, code = carry_out(kit.spec(tmp_path), tmp_path / "run", "train.steps=6")
     view = Follower(run).read_all()

@@ -441,7 +441,7 @@ def test_a_long_prompt_and_what_follows_have_the_long_factors() -> None:
     found = []
     for first, last in ((0, 22), (22, 23), (23, 26)):
         position_BT = torch.arange(first, last)[None]
-        caches = forward._gathered(position_BT, torch.tensor([[1]]))
+        caches = forward._torch_caches(position_BT, torch.tensor([[1]]))
         length_BT = torch.tensor([[last]])
         found.append(
             decoder.hidden_with_cache(tokens_BT[:, first:last], position_BT, length_BT, caches)[0]

@@ -22,9 +22,9 @@ from engine.models.names import (
     hf_names,
     joined,
     names_for,
-    neighbours_turn,
     permute_rows,
-    turned_heads,
+    rotated_heads,
+    rotates_neighbours,
     unpermute_rows,
 )
 from engine.quant.blocks import BLOCK_TYPES
@@ -225,7 +225,7 @@ def test_blocks_move_with_their_row_and_keep_every_byte(name: str) -> None:
 
 def test_the_heads_of_q_and_k_are_turned_and_nothing_else() -> None:
     config = make_config(family="qwen2", layers=1)
-    turned = {ours: turned_heads(config, ours) for ours in hf_names(config)}
+    turned = {ours: rotated_heads(config, ours) for ours in hf_names(config)}
     assert {ours: heads for ours, heads in turned.items() if heads} == {
         "layers.0.attention.q.weight": 4,
         "layers.0.attention.q.bias": 4,
@@ -233,22 +233,22 @@ def test_the_heads_of_q_and_k_are_turned_and_nothing_else() -> None:
         "layers.0.attention.k.bias": 2,
     }
     norms = [ours for ours in hf_names(make_config(family="qwen3")) if "_norm" in ours]
-    assert norms and not any(turned_heads(config, ours) for ours in norms)
+    assert norms and not any(rotated_heads(config, ours) for ours in norms)
 
 
 def test_only_llama_is_stored_for_turning_neighbours() -> None:
     llama, qwen = make_config(family="llama"), make_config(family="qwen3")
-    assert neighbours_turn(llama, "gguf", {}, "x")
-    assert not neighbours_turn(llama, "hf", {}, "x")
-    assert not neighbours_turn(qwen, "gguf", {}, "x")
-    assert neighbours_turn(llama, "apr", {"rope_type": 0}, "x")
-    assert not neighbours_turn(llama, "apr", {"rope_type": 2}, "x")
-    assert not neighbours_turn(qwen, "apr", {"rope_type": 2}, "x")
-    assert not neighbours_turn(qwen, "apr", {}, "x")
+    assert rotates_neighbours(llama, "gguf", {}, "x")
+    assert not rotates_neighbours(llama, "hf", {}, "x")
+    assert not rotates_neighbours(qwen, "gguf", {}, "x")
+    assert rotates_neighbours(llama, "apr", {"rope_type": 0}, "x")
+    assert not rotates_neighbours(llama, "apr", {"rope_type": 2}, "x")
+    assert not rotates_neighbours(qwen, "apr", {"rope_type": 2}, "x")
+    assert not rotates_neighbours(qwen, "apr", {}, "x")
     with pytest.raises(WeightsError, match="rope_type: x — expected 0 or 2 for llama, found None"):
-        neighbours_turn(llama, "apr", {}, "x")
+        rotates_neighbours(llama, "apr", {}, "x")
     with pytest.raises(WeightsError, match="expected 2 or none for qwen3, found 0"):
-        neighbours_turn(qwen, "apr", {"rope_type": 0}, "x")
+        rotates_neighbours(qwen, "apr", {"rope_type": 0}, "x")
 
 
 def test_a_tied_model_may_bring_its_head() -> None:

@@ -65,7 +65,7 @@ def test_logits_and_gradients_are_those_of_each_document_by_itself(
     wanted_BTV.square().mean().backward()
     decoder = opened(tmp_path / "model", ModelSection())
     untold_BTV = decoder.logits(tokens_BT, documents_BT)
-    head, documents = decoder.look("student", LENGTH)
+    head, documents = decoder.probe("student", LENGTH)
     assert head.choice == ("of the model" if family in OWN_LOGITS else "head(hidden)")
     assert documents.choice == ("alone" if family in ALONE else "masked")
     found_BTV = decoder.logits(tokens_BT, documents_BT)
@@ -105,9 +105,9 @@ def test_a_window_shorter_than_the_rows_is_kept(tmp_path: Path) -> None:
     model = save_other(tmp_path / "model", "mistral", **WINDOWED)
     tokens_BT, documents_BT = rows()
     decoder = opened(tmp_path / "model")
-    _, short = decoder.look("student", 4)
+    _, short = decoder.probe("student", 4)
     assert short.choice == "masked"
-    _, long = decoder.look("student", LENGTH)
+    _, long = decoder.probe("student", LENGTH)
     assert long.choice == "alone" and "what it is alone" in long.reason
     wanted_BTV = each_alone(model, tokens_BT, documents_BT)
     found_BTV = decoder.logits(tokens_BT, documents_BT)
@@ -136,7 +136,7 @@ def test_a_model_that_looks_at_the_document_in_front_is_run_one_by_one(tmp_path:
         return real(**named)
 
     decoder.model.transformer.forward = forgets_documents
-    _, documents = decoder.look("student", LENGTH)
+    _, documents = decoder.probe("student", LENGTH)
     assert documents.choice == "alone"
     assert "sees the one before it" in documents.reason
 

@@ -31,9 +31,9 @@ from engine.models.decoder import Decoder
 from engine.plan.knobs import choose_graphs
 from engine.spec.sections import StudentSection
 from engine.train import cuda_graphs
-from engine.train.beside import ModelHash
-from engine.train.capture_student import capture_student, go_on_without_graphs
-from engine.train.cuda_graphs import LEAST_ROOM, Graphs, NotCaptured, _capture
+from engine.train.background import ModelHash
+from engine.train.capture_student import capture_student, log_no_graphs
+from engine.train.cuda_graphs import MIN_CAPACITY, Graphs, NotCaptured, _capture
 from engine.train.to_events import write
 from engine.train.trainer import Trainer
 from tests.support.budgets import budget_of, config, item, spec_of
@@ -128,7 +128,7 @@ def test_steps_of_a_run_whose_layers_cannot_be_captured_are_those_of_layers_laun
         found.append(step)
         if step.step == 3:
             other.graphs = Graphs(other.student, 4, 32, torch.float32, said.append)
-    assert len(said) == 1 and "requires CUDA" in said[0] and f"{LEAST_ROOM} documents" in said[0]
+    assert len(said) == 1 and "requires CUDA" in said[0] and f"{MIN_CAPACITY} documents" in said[0]
     assert other.graphs is None
     keys = ("step", "loss", "grad_norm", "lr", "position", "updated")
     of = [[[getattr(s, key) for key in keys] for s in steps] for steps in (wanted, found)]
@@ -164,7 +164,7 @@ def test_layers_that_cannot_be_captured_are_launched_one_by_one_and_the_log_says
         write(log, choose_graphs("on", **GPU))
 
         def given_up(why: str) -> None:
-            go_on_without_graphs(7, why, partial(write, log))
+            log_no_graphs(7, why, partial(write, log))
 
         assert capture_student(trainer, length=32, given_up=given_up) is None
     assert trainer.graphs is None and next(iter(trainer.steps())).updated
@@ -237,7 +237,7 @@ def test_memory_that_runs_out_before_a_capture_leaves_a_run_that_goes_on(
     trainer, said = build(kit), list[str]()
     trainer.graphs = Graphs(trainer.student, 4, 32, torch.float32, said.append)
     assert next(iter(trainer.steps())).updated and trainer.graphs is None
-    assert said == [f"room for {LEAST_ROOM} documents: CUDA out of memory. Tried 2.00 GiB."]
+    assert said == [f"room for {MIN_CAPACITY} documents: CUDA out of memory. Tried 2.00 GiB."]
 
 
 def with_documents(trainer: Trainer, every: int) -> Trainer:
@@ -283,7 +283,7 @@ def test_a_batch_of_more_documents_than_there_is_room_for_is_captured_anew() -> 
     trainer = with_documents(gpu_trainer("fused"), 200)
     capture_student(trainer, length=256)
     assert trainer.graphs is not None
-    for every, captures in ((40, 1), (1024 // (2 * LEAST_ROOM), 2), (200, 2)):
+    for every, captures in ((40, 1), (1024 // (2 * MIN_CAPACITY), 2), (200, 2)):
         with_documents(trainer, every)
         trainer._ahead = None
         given = trainer._on_device(trainer._part_at(0, 0))
@@ -311,7 +311,7 @@ def test_what_a_graph_cannot_do_is_refused_or_done_by_the_layers_themselves() ->
     # A second backward pass would be added to a gradient that it overwrites.
     with trainer.autocast():
         hidden_BTD = trainer.hidden(*trainer.batches.take(0, 4).to_torch("cuda")[:2])
-    with pytest.raises(InternalError, match="no gradient from before"):
+    with pytest.raises(InternalError, match="no gradients before the backward pass"):
         torch.autograd.backward(hidden_BTD.float().sum())
     # And weights that moved would be the old ones.
     weight = trainer.student.norm.weight
@@ -382,7 +382,7 @@ def test_memory_that_runs_out_under_a_capture_leaves_a_run_that_goes_on(update: 
     agreement = capture_student(other, length=256, given_up=said.append)
     assert agreement is not None and other.graphs is not None and not said
     # The next batch is captured anew, and now there is no memory for it.
-    other.graphs._room = 0
+    other.graphs._capacity = 0
     greedy.wants_too_much = True
     for one, another in zip(plain.steps(), other.steps(), strict=True):
         assert another.loss == pytest.approx(one.loss, rel=2e-3)
@@ -400,7 +400,7 @@ def test_memory_that_runs_out_under_a_capture_leaves_a_run_that_goes_on(update: 
 ASKS = """
 import torch
 from tests.support.gpu_trainers import gpu_trainer
-from engine.train.beside import ModelHash
+from engine.train.background import ModelHash
 from engine.train.capture_student import capture_student
 from engine.errors import TrainingFailed
 

@@ -11,7 +11,7 @@ import torch
 from engine.log.events import Evaluated, Phase
 from engine.train import loop as loops
 from engine.train import step as steps
-from engine.train.beside import Beside
+from engine.train.background import Background
 from engine.train.data import _Said
 from engine.train.loop import TrainingLoop
 from engine.train.step import HostTime
@@ -34,9 +34,9 @@ def test_after_a_part_within_another_the_outer_one_goes_on(monkeypatch: pytest.M
     clock = Clock()
     monkeypatch.setattr(steps, "time", clock)
     host = HostTime()
-    with host.of("outer"):
+    with host.measure("outer"):
         clock.now_s += 1
-        with host.of("inner"):
+        with host.measure("inner"):
             clock.now_s += 2
         clock.now_s += 4
     clock.now_s += 8
@@ -68,7 +68,7 @@ def test_eval_s_is_the_time_that_passes(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_what_waits_for_a_thread_does_not_poll_it() -> None:
-    beside = Beside(lambda: 5, "five")
+    beside = Background(lambda: 5, "five")
     assert beside.result() == 5
     joined: list[bool] = []
     beside._thread = SimpleNamespace(join=lambda: joined.append(True))  # type: ignore[assignment]

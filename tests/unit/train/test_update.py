@@ -75,7 +75,7 @@ def test_a_tied_embedding_gets_the_gradient_that_autograd_gives_it(kit: Kit) -> 
         if looked is not None:
             looked.add_gradient()
         slopes.append({n: p.grad for n, p in student.named_parameters()})
-    assert EmbeddingRows.possible(trainer.student)
+    assert EmbeddingRows.applies_to(trainer.student)
     for name, grad in slopes[0].items():
         assert grad is not None
         torch.testing.assert_close(slopes[1][name], grad, rtol=1e-5, atol=1e-6, msg=name)

@@ -1,4 +1,4 @@
-"""What a run does beside its start: its answers and errors arrive where they are asked for, and a run that ends does
+"""Work in background threads: its results and errors arrive where they are read, and a run that ends does
 not wait for a hash."""
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from engine.log.events import ModelReady
 from engine.models.config import ModelConfig
 from engine.models.decoder import Decoder, Tensors
 from engine.models.load import new_decoder
-from engine.train import beside
-from engine.train.beside import Beside, ModelHash
+from engine.train import background
+from engine.train.background import Background, ModelHash
 from tests.support.kit import tiny_config
 from tests.support.run_events import example_of
 
@@ -31,12 +31,12 @@ def ready(sha256: str) -> ModelReady:
 
 
 def test_an_answer_and_an_error_arrive_where_they_are_asked_for() -> None:
-    assert Beside(lambda: 7, "seven").result() == 7
+    assert Background(lambda: 7, "seven").result() == 7
 
     def broken() -> int:
         raise ValueError("no such thing")
 
-    work = Beside(broken, "broken")
+    work = Background(broken, "broken")
     for _ in range(2):
         with pytest.raises(ValueError, match="no such thing"):
             work.result()
@@ -58,7 +58,7 @@ def test_a_run_that_ends_waits_for_no_further_tensor(monkeypatch: pytest.MonkeyP
         assert ended.wait(60)
         return tensors(found)
 
-    monkeypatch.setattr(beside, "tensors_sha256", slow)
+    monkeypatch.setattr(background, "tensors_sha256", slow)
     found = ModelHash(Tensors(decoder()), ready, lines.append)
     assert begun.wait(60)
     stopping = threading.Thread(target=found.give_up)
@@ -94,5 +94,5 @@ def test_a_hash_of_tensors_on_a_gpu_is_that_on_the_host(
 
 def test_a_hash_that_is_computed_already_is_logged_when_its_model_is_there() -> None:
     lines = list[object]()
-    assert ModelHash(Beside(lambda: "af", "hash"), ready, lines.append).result() == "af"
+    assert ModelHash(Background(lambda: "af", "hash"), ready, lines.append).result() == "af"
     assert [line.sha256 for line in lines if isinstance(line, ModelReady)] == ["af"]

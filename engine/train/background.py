@@ -1,5 +1,5 @@
-"""Run work in threads while a run continues: fresh weights, the hashes of its models and files, and reading large
-checkpoints back."""
+"""Run work in background threads while a run continues: initialising weights, hashing models and files, and reading
+large checkpoints back."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from engine.train.to_events import Log
 T = TypeVar("T")
 
 
-class Beside(Generic[T]):
+class Background(Generic[T]):
     """A function that runs in a daemon thread."""
 
     def __init__(self, work: Callable[[], T], name: str) -> None:
@@ -31,7 +31,7 @@ class Beside(Generic[T]):
     def _run(self) -> None:
         try:
             self._answer = self._work()
-        except BaseException as error:  # noqa: BLE001 - raised where the result is asked for
+        except BaseException as error:  # noqa: BLE001 - raised again by `result`
             self._error = error
 
     @property
@@ -49,11 +49,11 @@ class Beside(Generic[T]):
         return self._answer  # type: ignore[return-value]
 
 
-class _GivenUp(Exception):
+class _Cancelled(Exception):
     pass
 
 
-class _Watched(Mapping[str, Tensor]):
+class _Cancellable(Mapping[str, Tensor]):
     """Tensors whose reading raises once `stop` is set."""
 
     def __init__(self, tensors: Mapping[str, Tensor], stop: threading.Event) -> None:
@@ -61,7 +61,7 @@ class _Watched(Mapping[str, Tensor]):
 
     def __getitem__(self, name: str) -> Tensor:
         if self._stop.is_set():
-            raise _GivenUp
+            raise _Cancelled
         return self._tensors[name]
 
     def __iter__(self) -> Iterator[str]:
@@ -76,39 +76,40 @@ class ModelHash:
 
     def __init__(
         self,
-        tensors: Mapping[str, Tensor] | Beside[str],
+        tensors: Mapping[str, Tensor] | Background[str],
         ready: Callable[[str], ModelReady],
         log: Log,
     ) -> None:
-        """`tensors` may be what already computes their hash. `ready` makes the line that is logged once it is known."""
+        """`tensors` may be a thread that already computes their hash. `ready` makes the event to log from the hash."""
         self._stop = threading.Event()
-        # One stream for all tensors: torch has 32 of them, and taking one for each would also take that in which a
-        # graph is captured. It waits for what was launched so far; a wait within a capture would end it.
+        # One stream for all tensors: torch hands out 32 in turn, so one for each tensor would sooner or later be the
+        # stream in which a graph is captured. It waits for the work launched so far; a wait during a capture would
+        # invalidate the capture.
         stream: torch.cuda.Stream | None = None
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
             stream.wait_stream(torch.cuda.current_stream())
         computed = (
             tensors.result
-            if isinstance(tensors, Beside)
-            else partial(tensors_sha256, _Watched(tensors, self._stop))
+            if isinstance(tensors, Background)
+            else partial(tensors_sha256, _Cancellable(tensors, self._stop))
         )
 
         def work() -> str:
             with torch.cuda.stream(stream):
                 sha256 = computed()
             if self._stop.is_set():
-                raise _GivenUp
+                raise _Cancelled
             log(ready(sha256))
             return sha256
 
-        self._work = Beside(work, "hash of a model")
+        self._work = Background(work, "hash of a model")
 
     def result(self) -> str:
-        """Wait for the hash, which is logged then, and return it."""
+        """Wait until the hash is logged, and return it."""
         return self._work.result()
 
     def give_up(self) -> None:
-        """Stop computing the hash; it is not logged. For a run that ends."""
+        """Stop computing the hash, which is then not logged; for a run that ends early."""
         self._stop.set()
         self._work.wait()
