@@ -10,13 +10,13 @@ the data are bit for bit what they would be without it.
       documents_in_rows          documents of the corpus that are in no row, or in that of another split, cut or altered
       padding_not_trained        padding with labels, which teaches the student to produce padding
       end_is_learnt              ends of texts and turns that are never a label
-      resume_continues           a resume of which a tensor, moment, counter, random generator, the step or the row
-                                 is not as in the checkpoint's files
+      resume_continues           a resume whose tensors, moments, counters, random generators, step or row differ from
+                                 the checkpoint's files
     at the start
       weights_alive              zero, constant or non-finite matrices
       no_token_leaks             a model that transformers runs whose tokens attend to later ones or to another document
       teacher_knows_text         a teacher whose cross entropy is no better than guessing: random weights, wrong
-                                 tokenizer, wrong forward pass; of text that it does not know it is unknown
+                                 tokenizer, wrong forward pass; unknown for text that it does not know
       eval_baseline              an evaluation that gives a good score to a model that knows nothing
       teacher_fp8_within_noise_floor
                                  a teacher whose outputs fp8 changes more than 4-bit weights would
@@ -24,7 +24,7 @@ the data are bit for bit what they would be without it.
       teacher_not_student        the same model on both sides
     of a real step: the first of a session, some later ones, the last (engine/audit)
       step_rows                  rows that are not the corpus's, or are met twice
-      step_labels                labels that are missing, shifted, or stand where none belongs
+      step_labels                labels that are missing, shifted, or are where none belongs
       step_teacher               a teacher that computes something else in the step than its weights say
       step_student               a student that does
       step_loss_parts            tokens left out of the loss, another temperature or divergence
@@ -43,10 +43,10 @@ the data are bit for bit what they would be without it.
       artefact                   files that hold other tensors than the trained ones: of the start, of another
                                  type, with another head, fewer or more
 
-What they are, what a failure means and what to do is in `catalogue.py`, which needs no torch.
+`engine/catalogue.py`, which needs no torch, says what each is, what a failure means and what to do.
 
-    check.py, catalogue.py     the types, the catalogue       no torch
-    context.py                 what a check may look at
+    result.py                  the result of a check, without torch
+    context.py                 what a check can read
     runner.py                  when each check runs, and the guarantee that it changes nothing
     data.py vocabulary.py weights.py forward.py teacher.py checkpoint.py
     artefact.py resources.py   the checks

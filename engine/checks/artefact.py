@@ -72,7 +72,7 @@ class Artefact:
         return str(self.dtype).removeprefix("torch.")
 
 
-def _adapter(student: Decoder, saved: Artefact) -> Answer:
+def _compare_adapters(student: Decoder, saved: Artefact) -> Answer:
     """Compare the adapters in the folder with those in memory. An adapter whose B is still 0 got no gradient."""
     live = adapter_tensors(student, saved.dtype)
     numbers = Numbers(tensors=len(live))
@@ -110,24 +110,24 @@ def samples_of(student: nn.Module) -> dict[str, Sample]:
 def artefact(context: Context, saved: Artefact) -> Answer:
     student = context.student
     if is_adapted(student):
-        return _adapter(student, saved)
+        return _compare_adapters(student, saved)
     live: dict[str, Tensor] = student.state_dict()
     numbers = Numbers(tensors=len(live))
-    differing, other_type, found = [], [], set()
+    differing, wrong_dtype, stored_names = [], [], set()
     moved = 0
     try:
         with open_weights(saved.folder) as weights:
             config = config_of(weights, saved.how)
-            if other := _other_config(config, student.config):
+            if difference := _config_difference(config, student.config):
                 return numbers.failed(
-                    f"config.json differs from the student's configuration: {other}"
+                    f"config.json differs from the student's configuration: {difference}"
                 )
             for name, stored in _tensors(weights, config, saved):
-                found.add(name)
+                stored_names.add(name)
                 if name not in live:
                     continue
                 if stored.is_floating_point() and stored.dtype != saved.dtype:
-                    other_type.append(f"{name} in {stored.dtype}")
+                    wrong_dtype.append(f"{name} in {stored.dtype}")
                 elif not same_bits(stored.to(live[name].device), _rounded(live[name], saved.dtype)):
                     differing.append(name)
                 if name in saved.start:
@@ -136,20 +136,20 @@ def artefact(context: Context, saved: Artefact) -> Answer:
                     moved += int((sample.of(stored) != before).sum())
     except EngineError as error:
         return numbers.failed(f"{saved.folder.name} cannot be read: {error}")
-    differing += sorted(live.keys() - found)
-    unexpected = sorted(found - live.keys())
+    differing += sorted(live.keys() - stored_names)
+    unexpected = sorted(stored_names - live.keys())
     sampled = sum(sample.before.numel() for sample in saved.start.values())
     numbers |= dict(
         differing=len(differing),
         left_over=len(unexpected),
-        other_type=len(other_type),
+        other_type=len(wrong_dtype),
         moved=moved,
         sampled=sampled,
     )
     wanted = saved.save_as
-    if other_type:
+    if wrong_dtype:
         return numbers.failed(
-            f"{len(other_type)} of {len(live)} tensors are not in {wanted}, first {other_type[0]}"
+            f"{len(wrong_dtype)} of {len(live)} tensors are not in {wanted}, first {wrong_dtype[0]}"
         )
     if differing:
         return numbers.failed(
@@ -159,8 +159,8 @@ def artefact(context: Context, saved: Artefact) -> Answer:
         return numbers.failed(
             f"{len(unexpected)} saved tensors are not in the student, first {unexpected[0]}"
         )
-    if other := _other_logits(saved, student.config):
-        return numbers.failed(other)
+    if difference := _logits_difference(saved, student.config):
+        return numbers.failed(difference)
     if not moved:
         keeps = "" if saved.dtype == torch.float32 else ": student.save_as=fp32 rounds less"
         return numbers.unknown(
@@ -173,7 +173,7 @@ def artefact(context: Context, saved: Artefact) -> Answer:
 
 
 @torch.no_grad()
-def _other_logits(saved: Artefact, wanted: ModelConfig) -> str:
+def _logits_difference(saved: Artefact, wanted: ModelConfig) -> str:
     """Describe how the student differs where `model.engine` is not set, as in `engine generate`; empty where it does
     not differ."""
     if not isinstance(wanted, TransformersConfig) or wanted.folder:
@@ -191,12 +191,12 @@ def _other_logits(saved: Artefact, wanted: ModelConfig) -> str:
         return (
             f"the native decoder, which reads {saved.folder.name} from now on, refuses it: {error}"
         )
-    apart = float((trained_BTV - read_BTV).abs().amax() / trained_BTV.abs().amax())
-    if apart <= SAME_LOGITS:
+    distance = float((trained_BTV - read_BTV).abs().amax() / trained_BTV.abs().amax())
+    if distance <= SAME_LOGITS:
         return ""
     return (
         f"the native decoder, which reads {saved.folder.name} from now on, gives other logits than transformers, "
-        f"which trained it: they differ by {apart:.1e} of the largest logit, expected up to {SAME_LOGITS:.0e}"
+        f"which trained it: they differ by {distance:.1e} of the largest logit, expected up to {SAME_LOGITS:.0e}"
     )
 
 
@@ -204,13 +204,13 @@ def _rounded(live: Tensor, dtype: torch.dtype) -> Tensor:
     return live.to(dtype if live.is_floating_point() else live.dtype)
 
 
-def _other_config(found: ModelConfig, wanted: ModelConfig) -> str:
+def _config_difference(saved: ModelConfig, wanted: ModelConfig) -> str:
     """Describe the first difference between two configurations; empty when there is none."""
     # transformers saves further keys; these determine which tensors there are.
     every = ("family", "tie_word_embeddings", "names", "vocab_size")
     keys = every if not wanted.native else tuple(wanted.__dataclass_fields__)
     for key in keys:
-        here, there = getattr(found, key, None), getattr(wanted, key)
+        here, there = getattr(saved, key, None), getattr(wanted, key)
         if here != there:
             return f"{key} is {here}, expected {there}"
     return ""

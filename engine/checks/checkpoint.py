@@ -119,7 +119,7 @@ def differences(
     # A tied tensor is stored once, under its first name.
     tensors: dict[str, Tensor] = {}
     for name, tensor in student.state_dict(keep_vars=True).items():
-        if not any(tensor is one for one in tensors.values()):
+        if not any(tensor is known for known in tensors.values()):
             tensors[name] = tensor
     state = read_json(path / "state.json", "checkpoint", limits.CHECKPOINT_STATE)
     try:
@@ -144,7 +144,7 @@ def differences(
         ]
     found = {
         "tensors": (len(tensors), _differing_tensors(path, tensors)),
-        "moments": (2 * len(parameters), [one for one in moments if one not in counters]),
+        "moments": (2 * len(parameters), [name for name in moments if name not in counters]),
         "update counters": (len(parameters), counters),
         "random generators": (len(random_states), random),
     }
@@ -183,7 +183,7 @@ def _differing_tensors(path: Path, live: Mapping[str, Tensor]) -> list[str]:
 def _differing_moments(
     path: Path, live: Mapping[str, Tensor], held: Mapping[Tensor, Mapping[str, Tensor]]
 ) -> list[str]:
-    """Return the names of AdamW's values that differ between the checkpoint and `held`, or that one of both lacks."""
+    """Return the names of AdamW's values that differ between the checkpoint and `held`, or that either lacks."""
     differing = []
     with _stored(path, "optimizer.safetensors") as stored:
         for name, parameter in live.items():
@@ -204,7 +204,7 @@ def _stored(path: Path, file: str, prefix: str = "") -> Iterator[Callable[[str],
     if not (path / file).exists():
 
         def part(name: str) -> Tensor | None:
-            return read_parts(path, lambda one: one == prefix + name).get(prefix + name)
+            return read_parts(path, lambda stored: stored == prefix + name).get(prefix + name)
 
         yield part
         return

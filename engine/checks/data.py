@@ -87,11 +87,11 @@ def batch_not_degenerate(context: Context) -> Answer:
 def documents_in_rows(context: Context) -> Answer:
     """Read and tokenize some documents of the corpus again, for up to a second, and search them in the rows."""
     numbers = Numbers(looked_at=0)
-    for name, one in context.read_again(context.sampled_documents.keys()):
+    for name, document in context.read_again(context.sampled_documents.keys()):
         numbers["looked_at"] += 1
-        found_in = [split for split, stream in context.streams.items() if _has(stream, one)]
-        if found_in != [wanted := context.sampled_documents[name]]:
-            where = " and ".join(found_in) or "no"
+        splits = [split for split, stream in context.streams.items() if _has(stream, document)]
+        if splits != [wanted := context.sampled_documents[name]]:
+            where = " and ".join(splits) or "no"
             return numbers.failed(
                 f"{name}, read and tokenized again, is expected whole in the {wanted} rows, found in {where} rows"
             )
@@ -102,12 +102,12 @@ def documents_in_rows(context: Context) -> Answer:
     )
 
 
-def _has(stream: TokenStream, one: Encoded) -> bool:
+def _has(stream: TokenStream, document: Encoded) -> bool:
     """Return whether a stream has a document with the same labels."""
-    for index in np.flatnonzero(stream.lengths == len(one.ids)):
-        place = slice(stream.starts[index], stream.starts[index + 1])
-        if np.array_equal(stream.tokens[place], one.ids):
-            return stream.labelled is None or np.array_equal(stream.labelled[place], one.labels)
+    for index in np.flatnonzero(stream.lengths == len(document.ids)):
+        span = slice(stream.starts[index], stream.starts[index + 1])
+        if np.array_equal(stream.tokens[span], document.ids):
+            return stream.labelled is None or np.array_equal(stream.labelled[span], document.labels)
     return False
 
 
@@ -138,7 +138,7 @@ def end_is_learnt(context: Context) -> Answer:
     if tokenizer is None:
         return unknown("no tokenizer is known, so the special tokens are not known either")
     special = map(tokenizer.id_of, tokenizer.special_tokens)
-    ids = [tokenizer.end_of_text_id, *(one for one in special if one is not None)]
+    ids = [tokenizer.end_of_text_id, *(id_ for id_ in special if id_ is not None)]
     stream, length = context.train_stream, context.spec.data.seq_len
     rows = np.unique((stream.starts[1 : 1 + CHECKED_DOCUMENTS] - 1) // length)
     batch = context.batches.rows(rows[rows < len(stream) // length])
@@ -156,8 +156,8 @@ def end_is_learnt(context: Context) -> Answer:
         return numbers.passed(
             f"{labelled:,} of {count:,} special tokens in {len(batch.row_ids)} rows are labels"
         )
-    found = sorted(set(batch.tokens_BT[:, 1:][special_BT].tolist()))
-    names = ", ".join(repr(tokenizer.decode([one])) for one in found[:4])
+    unlearnt = sorted(set(batch.tokens_BT[:, 1:][special_BT].tolist()))
+    names = ", ".join(repr(tokenizer.decode([id_])) for id_ in unlearnt[:4])
     return numbers.failed(
         f"the special tokens {names} occur {count:,} times in {len(batch.row_ids)} rows and are never a label"
     )
@@ -170,10 +170,10 @@ def split_disjoint(context: Context, step: object = None) -> Answer:
     wanted = set(_digests(held, np.ones(len(held.lengths), dtype=bool)))
     # Only documents with the length of a held-out one can be copies of it.
     candidates = np.isin(train.lengths, held.lengths)
-    copies = len({one for one in _digests(train, candidates) if one in wanted})
+    copies = len({digest for digest in _digests(train, candidates) if digest in wanted})
     searched, held_tokens = predicted(train), predicted(held)
-    found = shared_windows(searched, held_tokens)
-    shared, windows = int(found.sum()), len(found)
+    is_shared_W = shared_windows(searched, held_tokens)
+    shared, windows = int(is_shared_W.sum()), len(is_shared_W)
     near = near_copies(train, held)
     train.release()
     held.release()
@@ -198,10 +198,10 @@ def split_disjoint(context: Context, step: object = None) -> Answer:
         )
     allowed = NEAR_COPY_SHARE * near.compared * near.searched
     if len(near.pairs) > allowed and (near.searched == 1 or len(near.pairs) >= MIN_NEAR_COPIES):
-        one, _, alike = near.pairs[0]
+        document, _, alike = near.pairs[0]
         return numbers.failed(
             f"{len(near.pairs)} of {near.compared} held-out documents differ from a training document in few tokens, "
-            f"such as {_beginning(context, one)} ({alike:.0%} alike)"
+            f"such as {_beginning(context, document)} ({alike:.0%} alike)"
         )
     sample = "" if near.searched == 1 else f" in a sample of {near.searched:.1%} of them"
     return numbers.passed(

@@ -50,11 +50,11 @@ def no_token_leaks(context: Context) -> Answer:
         own = float(moved_BT[:, middle:end].norm())
         if own == 0:
             return numbers.failed(f"{whose}: a changed token changes no hidden state")
-        for what, others in (
+        for what, positions in (
             ("earlier tokens", slice(middle)),
             ("tokens of another document", slice(end, None)),
         ):
-            numbers[f"{whose} leak"] = leak = float(moved_BT[:, others].norm()) / own
+            numbers[f"{whose} leak"] = leak = float(moved_BT[:, positions].norm()) / own
             if not leak <= LEAK:
                 return numbers.failed(
                     f"{whose}: a changed token changes {what} by {leak:.1e} of the change of its own document's later "

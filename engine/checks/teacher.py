@@ -129,17 +129,17 @@ def stored_outputs(context: Context) -> Answer:
         return passed("the teacher's outputs are computed, not read")
     if isinstance(teacher.proof, str):
         return unknown(teacher.proof)
-    found, limit = teacher.proof, context.spec.gate.cache_cosine
+    proof, limit = teacher.proof, context.spec.gate.cache_cosine
     numbers = Numbers(
-        least=found.least_cosine,
+        least=proof.least_cosine,
         limit=limit,
-        distance=found.largest_distance,
-        rows=found.rows,
-        tokens=found.tokens,
+        distance=proof.largest_distance,
+        rows=proof.rows,
+        tokens=proof.tokens,
     )
-    if found.within(limit):
-        return numbers.passed(found.text(limit))
-    return numbers.failed(f"stored outputs differ from the teacher's: {found.text(limit)}")
+    if proof.within(limit):
+        return numbers.passed(proof.text(limit))
+    return numbers.failed(f"stored outputs differ from the teacher's: {proof.text(limit)}")
 
 
 def teacher_fp8_within_noise_floor(context: Context) -> Answer:

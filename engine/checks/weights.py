@@ -1,6 +1,6 @@
 """Read the tensors of a decoder in any storage format, and check that they are finite and not constant."""
 
-# Shapes: D, E widths; R sampled rows
+# Shapes: D, E widths; N requested rows; U rows without repeats
 
 from __future__ import annotations
 
@@ -57,8 +57,8 @@ def weights_of(decoder: Decoder) -> Weight:
         tensor = held(decoder, name)
         if isinstance(tensor, Tensor):
             return tensor.detach()[rows_N].float()
-        found, which_N = torch.unique(rows_N, return_inverse=True)
-        return rows_of(take_rows(tensor, found), 0, len(found))[which_N]
+        rows_U, which_N = torch.unique(rows_N, return_inverse=True)
+        return rows_of(take_rows(tensor, rows_U), 0, len(rows_U))[which_N]
 
     return weight
 

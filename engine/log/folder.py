@@ -32,6 +32,7 @@ from engine.log.read import Liveness, writer_is_alive
 from engine.log.write import read_boot_id, read_host, sync_folder
 
 RESERVE_BYTES = 64 << 10
+"""Size of the reserve in bytes: enough for the last log lines."""
 _RANK_LOG = re.compile(r"([1-9][0-9]{0,5})\.jsonl")
 _HOST_LOG = re.compile(r"(device|watch)-([\w.-]{1,64})\.jsonl", re.ASCII)
 COMMAND = "command"
@@ -62,7 +63,7 @@ class RunFolder:
 
     @property
     def resolved(self) -> Path:
-        """The settings as each session decided them, the last one's; a run of before has none."""
+        """Settings as the last session resolved `auto`; runs of earlier versions have none."""
         return self.path / "resolved.json"
 
     @property
@@ -82,19 +83,19 @@ class RunFolder:
         return self._of_host("watch.jsonl")
 
     def rank_log(self, rank: int) -> Path:
-        """Return the log of a rank of several: the run's own of the first one."""
+        """Return the log of a rank; the first rank writes the run's own."""
         return self.path / "ranks" / f"{rank}.jsonl" if rank else self.events
 
     def logs(self) -> dict[str, Path]:
         """Return the logs of the run by source: the three that every run has, `device HOST` and `watch HOST` of each
-        further host, and `rank 1`, `rank 2`, ..., as far as they are there."""
-        found = {"events": self.events, "device": self.device, "watch": self.watch}
+        further host, and `rank 1`, `rank 2`, ..., where they exist."""
+        logs = {"events": self.events, "device": self.device, "watch": self.watch}
         names = [] if self.host else sorted(_names(self.path))
         for match in filter(None, map(_HOST_LOG.fullmatch, names)):
-            found[f"{match[1]} {match[2]}"] = self.path / match[0]
+            logs[f"{match[1]} {match[2]}"] = self.path / match[0]
         matches = filter(None, map(_RANK_LOG.fullmatch, _names(self.path / "ranks")))
         ranks = sorted(int(match[1]) for match in matches)
-        return found | {f"rank {rank}": self.rank_log(rank) for rank in ranks}
+        return logs | {f"rank {rank}": self.rank_log(rank) for rank in ranks}
 
     @property
     def stderr(self) -> Path:
@@ -144,11 +145,11 @@ class RunFolder:
         )
 
     def _silent_s(self) -> float:
-        written = [0.0]
+        changed_s = [0.0]
         for log in (self.events, self.watch, self.device):
             with contextlib.suppress(OSError):
-                written.append(log.stat().st_mtime)
-        return abs(time.time() - max(written))
+                changed_s.append(log.stat().st_mtime)
+        return abs(time.time() - max(changed_s))
 
     def read_receipt(self) -> dict[str, Any] | None:
         """Read the receipt; None when the run has not written one. Raises RunLogError for an invalid one."""
@@ -157,20 +158,22 @@ class RunFolder:
         return read_json_object(self.receipt, "receipt", limits.RUN_FILE, error=RunLogError)
 
     def write_resolved(self, spec: Mapping[str, Any]) -> None:
-        """Raises DiskFull, RunLogError."""
+        """Write resolved.json. Raises DiskFull, RunLogError."""
         write_whole(self.resolved, json.dumps({"spec": spec}, indent=2, sort_keys=True) + "\n")
 
     def read_effective(self) -> dict[str, Any]:
         """Read effective.json, whose `spec` has a table of settings per section. Raises RunLogError."""
-        found = read_json_object(
+        effective = read_json_object(
             self.effective, "settings", limits.RUN_FILE, having=("spec",), error=RunLogError
         )
-        spec = found["spec"]
-        if not isinstance(spec, dict) or not all(isinstance(one, dict) for one in spec.values()):
+        spec = effective["spec"]
+        if not isinstance(spec, dict) or not all(
+            isinstance(section, dict) for section in spec.values()
+        ):
             raise RunLogError.expected(
                 "settings", self.effective, "sections under 'spec'", "others"
             )
-        return found
+        return effective
 
 
 def _names(folder: Path) -> list[str]:
@@ -196,7 +199,7 @@ class WatchedCommand:
 
     @property
     def line(self) -> str:
-        """The command as typed; of an imported run it may be on no record."""
+        """The command as typed; `unknown` if an imported run does not record it."""
         return shlex.join(self.arguments) or "unknown"
 
     @property
@@ -211,14 +214,14 @@ class WatchedCommand:
 
 def read_command(run: RunFolder) -> WatchedCommand | None:
     """Return the command of a watched script; None for a run of the engine. Raises RunLogError."""
-    found = run.read_effective().get(COMMAND)
-    if not isinstance(found, dict):
+    command = run.read_effective().get(COMMAND)
+    if not isinstance(command, dict):
         return None
-    words, commit = found.get("arguments"), found.get("commit")
-    part_of, pid = found.get("part_of"), found.get("pid")
+    words, commit = command.get("arguments"), command.get("commit")
+    part_of, pid = command.get("part_of"), command.get("pid")
     return WatchedCommand(
         arguments=tuple(map(str, words)) if isinstance(words, list) else (),
-        folder=str(found.get("folder") or "unknown"),
+        folder=str(command.get("folder") or "unknown"),
         commit=commit if isinstance(commit, str) else None,
         part_of=part_of if isinstance(part_of, str) else None,
         pid=pid if isinstance(pid, int) and pid > 0 else None,
@@ -246,12 +249,12 @@ def settings_of(run: RunFolder) -> dict[str, object]:
     except RunLogError:
         return {}
     return {
-        f"{section}.{key}": value for section, found in spec.items() for key, value in found.items()
+        f"{section}.{key}": value for section, keys in spec.items() for key, value in keys.items()
     }
 
 
 def is_run(path: Path) -> bool:
-    """Whether `path` is a run folder; False for a folder that may not be read."""
+    """Return whether `path` is a run folder; False for a folder that may not be read."""
     return os.path.isfile(path / "effective.json")
 
 

@@ -1,5 +1,5 @@
-"""The lines in which every surface shows what was seen of the identities of a watched script (`engine/catalogue.py`).
-No torch."""
+"""The results of the identities of a watched script (`engine/catalogue.py`), as lines that every surface shows. No
+torch."""
 
 from __future__ import annotations
 
@@ -57,31 +57,31 @@ def outcomes(view: RunView) -> list[Outcome]:
     does not undo a contradiction.
     """
     worst: dict[str, Judged] = {}
-    for one in view.identities:
-        if one.id not in worst or _badness(one) > _badness(worst[one.id]):
-            worst[one.id] = one
+    for judged in view.identities:
+        if judged.id not in worst or _badness(judged) > _badness(worst[judged.id]):
+            worst[judged.id] = judged
     ids = dict.fromkeys([*BY_ID[IDENTITY], *worst])
-    found = [Outcome(id, BY_ID[IDENTITY].get(id), worst.get(id)) for id in ids]
-    return sorted(found, key=lambda one: list(SIGNS).index(one.level))
+    results = [Outcome(id, BY_ID[IDENTITY].get(id), worst.get(id)) for id in ids]
+    return sorted(results, key=lambda outcome: list(SIGNS).index(outcome.level))
 
 
-def _badness(one: Judged) -> int:
-    return LEVELS.index(one.level) if one.level in LEVELS else -1
+def _badness(judged: Judged) -> int:
+    return LEVELS.index(judged.level) if judged.level in LEVELS else -1
 
 
 def identity_lines(view: RunView) -> list[str]:
     """Render every identity with its level, and of those that may be wrong what that means and what to do."""
     if view.watched is None:
         return [UNSEEN_COMMAND]
-    found = outcomes(view)
+    results = outcomes(view)
     lines = [
         ", ".join(
-            f"{sum(one.level == level for one in found)} {LEVEL_WORDS.get((IDENTITY, level), level)}"
+            f"{sum(outcome.level == level for outcome in results)} {LEVEL_WORDS.get((IDENTITY, level), level)}"
             for level in SIGNS
         )
     ]
-    for one in found:
-        lines.append(f"{SIGNS[one.level]} {one.id}: {one.text}")
-        if one.level in (FAIL, SUSPICION) and one.about is not None:
-            lines += [f"  means: {one.means}", f"  do: {one.remedy}"]
+    for outcome in results:
+        lines.append(f"{SIGNS[outcome.level]} {outcome.id}: {outcome.text}")
+        if outcome.level in (FAIL, SUSPICION) and outcome.about is not None:
+            lines += [f"  means: {outcome.means}", f"  do: {outcome.remedy}"]
     return lines

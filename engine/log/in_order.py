@@ -20,8 +20,9 @@ from engine.log.read import BrokenLog, LogReader, RankReader
 from engine.log.view import SOURCES, Source
 
 STRIDE = 2048
-"""Most lines of one log in a stretch."""
+"""Maximum number of lines of one log in a stretch."""
 BLOCK_BYTES = 2 << 20
+"""Bytes of a log that are read at a time."""
 
 
 class Line(NamedTuple):
@@ -69,7 +70,7 @@ def blocks(source: Source, reader: LogReader, max_bytes: int) -> Iterator[list[L
         raise fault
 
 
-class _Ahead:
+class _LogAhead:
     """One log, read ahead of what has been returned."""
 
     def __init__(self, source: Source, reader: LogReader) -> None:
@@ -94,7 +95,7 @@ class InOrder:
 
     def __init__(self, run: RunFolder) -> None:
         self._logs = {
-            source: _Ahead(source, (LogReader if source in SOURCES else RankReader)(path))
+            source: _LogAhead(source, (LogReader if source in SOURCES else RankReader)(path))
             for source, path in run.logs().items()
         }
 
@@ -114,16 +115,17 @@ class InOrder:
         return self
 
     def __next__(self) -> Stretch:
-        waiting = [(n, log) for n, log in enumerate(self._logs.values()) if log.fill()]
-        if not waiting:
+        logs_left = [(n, log) for n, log in enumerate(self._logs.values()) if log.fill()]
+        if not logs_left:
             raise StopIteration
-        # As far as every log has been read.
+        # The time up to which every log has been read.
         until_s, first = min(
-            (log.lines[min(log.done + STRIDE, len(log.lines)) - 1].order_s, n) for n, log in waiting
+            (log.lines[min(log.done + STRIDE, len(log.lines)) - 1].order_s, n)
+            for n, log in logs_left
         )
         lines = {}
         for place, (source, log) in enumerate(self._logs.items()):
-            # At this very time an earlier log may have more lines, which come first.
+            # Logs up to `first` also give their lines at exactly this time, because those come first.
             bisect = bisect_right if place <= first else bisect_left
             end = bisect(log.lines, until_s, log.done, key=attrgetter("order_s"))
             lines[source], log.done = log.lines[log.done : end], end

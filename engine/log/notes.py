@@ -33,8 +33,8 @@ def read_notes(run: RunFolder) -> Notes:
     path = run.path / NAME
     if not os.path.lexists(path):
         return Notes()
-    found = read_json_object(path, "notes", limits.NOTES_FILE, error=RunLogError)
-    tags, text = found.get("tags", []), found.get("note", "")
+    fields = read_json_object(path, "notes", limits.NOTES_FILE, error=RunLogError)
+    tags, text = fields.get("tags", []), fields.get("note", "")
     if not isinstance(text, str) or not isinstance(tags, list):
         raise RunLogError.expected(
             "notes", path, "a list `tags` and a string `note`", "other types"
@@ -77,16 +77,16 @@ def change_notes(
 
 def checked_tags(tags: Iterable[object]) -> tuple[str, ...]:
     """Return tags without repetitions. Raises BadInput."""
-    found: dict[str, None] = {}
+    unique: dict[str, None] = {}
     for tag in tags:
         if not isinstance(tag, str) or not tag or not tag.isprintable() or " " in tag:
             raise BadInput(f"tag: expected one word without spaces, found {ascii(tag)[:80]}")
         if len(tag) > limits.TAG.most:
             raise BadInput(f"tag: expected {limits.TAG}, found {len(tag):,}")
-        found[tag] = None
-    if len(found) > limits.TAGS.most:
-        raise BadInput(f"tags: expected {limits.TAGS}, found {len(found):,}")
-    return tuple(found)
+        unique[tag] = None
+    if len(unique) > limits.TAGS.most:
+        raise BadInput(f"tags: expected {limits.TAGS}, found {len(unique):,}")
+    return tuple(unique)
 
 
 def checked_note(text: str) -> str:

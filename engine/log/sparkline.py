@@ -13,14 +13,14 @@ BARS, ASCII_BARS = "▁▂▃▄▅▆▇█", "0123456789"
 def sparkline(values: Values, width: int = 60, *, ascii_only: bool = False) -> str:
     """Draw the values, each cell the mean of its interval; a dot where the interval holds an absent or non-finite
     value, in ASCII an x."""
-    bars, odd = (ASCII_BARS, "x") if ascii_only else (BARS, "·")
+    bars, gap_sign = (ASCII_BARS, "x") if ascii_only else (BARS, "·")
     low, high = value_range(values)
     drawn = []
     for begin, end in intervals(len(values), min(width, len(values))):
-        share = values[begin:end]
-        known = finite_of(share)
-        if len(known) < len(share):
-            drawn.append(odd)
+        part = values[begin:end]
+        known = finite_of(part)
+        if len(known) < len(part):
+            drawn.append(gap_sign)
         else:
             height = (math.fsum(known) / len(known) - low) / (high - low)
             drawn.append(bars[min(len(bars) - 1, int(height * len(bars)))])

@@ -64,11 +64,11 @@ class Diagnosis:
 
     def as_json(self) -> dict[str, Any]:
         """Return one JSON value; readings as in the run log, flat, with `_source` and `_absent`."""
-        around: dict[str, Any] = {}
+        surroundings: dict[str, Any] = {}
         for item in fields(self.surroundings):
             value = getattr(self.surroundings, item.name)
             if isinstance(value, Reading):
-                around |= event_fields(item.name, value)
+                surroundings |= event_fields(item.name, value)
         return {
             "verdict": self.verdict.level.name.lower(),
             "reason": self.verdict.reason,
@@ -78,7 +78,7 @@ class Diagnosis:
                 for m in self.missing
             ],
             "versions": {name: r.value for name, r in self.surroundings.versions.items()},
-            "surroundings": around,
+            "surroundings": surroundings,
             "allocator": {
                 "knob": self.allocator.knob,
                 "choice": self.allocator.choice,
@@ -129,7 +129,7 @@ def diagnose(
             *_missing_gpu(facts, surroundings),
             *_missing_answers(probes),
             *_missing_memory(facts),
-            *_missing_witnesses(facts, surroundings),
+            *_missing_evidence(facts, surroundings),
         ),
     )
 
@@ -162,7 +162,7 @@ def _broken(facts: DeviceFacts, surroundings: Surroundings, allocator: Decision)
 
 def _missing_gpu(facts: DeviceFacts, surroundings: Surroundings) -> Iterator[Missing]:
     cuda = facts.cuda
-    seen = bool(facts.gpus or cuda.devices)
+    any_gpu = bool(facts.gpus or cuda.devices)
     if cuda.state is CudaState.NONE_VISIBLE:
         yield Missing(
             what="CUDA's facts",
@@ -170,7 +170,7 @@ def _missing_gpu(facts: DeviceFacts, surroundings: Surroundings) -> Iterator[Mis
             rules_out="a run on a GPU, and which kind of memory it has",
             counts=True,
         )
-    elif not seen and cuda.state is not CudaState.BROKEN and surroundings.pci_gpus.number:
+    elif not any_gpu and cuda.state is not CudaState.BROKEN and surroundings.pci_gpus.number:
         yield Missing(
             what="the GPU on the PCI bus",
             reason=f"{cuda.count.absent}; the driver is not installed, or this container was not given the GPU",
@@ -224,8 +224,8 @@ def _missing_memory(facts: DeviceFacts) -> Iterator[Missing]:
             )
 
 
-def _missing_witnesses(facts: DeviceFacts, surroundings: Surroundings) -> Iterator[Missing]:
-    witnesses = (
+def _missing_evidence(facts: DeviceFacts, surroundings: Surroundings) -> Iterator[Missing]:
+    evidence = (
         (
             "memory pressure (PSI)",
             surroundings.memory_pressure_pct,
@@ -269,6 +269,6 @@ def _missing_witnesses(facts: DeviceFacts, surroundings: Surroundings) -> Iterat
             bool(facts.cuda.devices),
         ),
     )
-    for what, reading, rules_out, counts in witnesses:
+    for what, reading, rules_out, counts in evidence:
         if reading.absent is not None:
             yield Missing(what=what, reason=reading.absent, rules_out=rules_out, counts=counts)

@@ -178,11 +178,11 @@ def read_facts(
 def _memories(
     gpus: tuple[GpuFacts, ...], cuda: CudaFacts, memory: HostMemory, cgroup: CgroupMemory
 ) -> tuple[GpuMemory, ...]:
-    found = tuple(
+    memories = tuple(
         classify(match.gpu, match.cuda, memory, cgroup, by=match.by)
         for match in match_gpus(gpus, cuda.devices)
     )
-    return found or (classify(None, None, memory, cgroup, by="there is no GPU"),)
+    return memories or (classify(None, None, memory, cgroup, by="there is no GPU"),)
 
 
 def _cuda_lines(device: CudaDevice) -> list[str]:

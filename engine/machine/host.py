@@ -31,7 +31,7 @@ from engine.machine.reading import Reading, absent, measured
 
 RESERVE_BYTES = 8 * 1024**3
 RESERVE_SHARE = 0.08
-"""Share of MemTotal. The larger of the two is left to the operating system: judgement, not measurement."""
+"""Share of MemTotal, 0 to 1. The larger of the two is left to the operating system: judgement, not measurement."""
 # A v1 cgroup without a limit reports the largest multiple of the page size; no machine has 4 EiB.
 _NO_LIMIT_BYTES = 1 << 62
 _CGROUP_MOUNT = Path("/sys/fs/cgroup")
@@ -82,14 +82,14 @@ def usable_host_bytes(memory: HostMemory, cgroup: CgroupMemory) -> Reading:
     if available.number is None or total.number is None:
         return available if available.number is None else total
     reserve = max(RESERVE_BYTES, int(RESERVE_SHARE * total.number))
-    room = measured(
+    usable = measured(
         max(0, int(available.number) - reserve),
         f"{available.source} - max(8 GiB, {RESERVE_SHARE:.0%} of MemTotal)",
     )
     group = cgroup.headroom_bytes
-    if group.number is not None and group.number < (room.number or 0):
+    if group.number is not None and group.number < (usable.number or 0):
         return group
-    return room
+    return usable
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -188,8 +188,8 @@ class Host:
                 words += [] if isinstance(period, Reading) else period.split()
             if len(words) == 2 and words[0].isdecimal() and words[1].isdecimal() and int(words[1]):
                 quotas.append(measured(int(words[0]) / int(words[1]), str(level / name)))
-        none = absent("no CPU quota is set", str(group.directory))
-        return min(quotas, key=lambda r: r.number or 0, default=none)
+        no_quota = absent("no CPU quota is set", str(group.directory))
+        return min(quotas, key=lambda r: r.number or 0, default=no_quota)
 
     def process(self, pid: int) -> ProcessReadings:
         folder = self.proc / str(pid)
@@ -227,18 +227,22 @@ class Host:
         version, path = (1, v1[0]) if v1 else (2, v2[0])
         for line in mounts.splitlines():
             before, _, after = line.partition(" - ")
-            place, kind = before.split(), after.split()
-            if len(place) < 5 or len(kind) < 3 or kind[0] != ("cgroup2", "cgroup")[version == 1]:
+            mount_fields, filesystem_fields = before.split(), after.split()
+            if (
+                len(mount_fields) < 5
+                or len(filesystem_fields) < 3
+                or filesystem_fields[0] != ("cgroup2", "cgroup")[version == 1]
+            ):
                 continue
-            if version == 1 and controller not in kind[2].split(","):
+            if version == 1 and controller not in filesystem_fields[2].split(","):
                 continue
-            # A container may mount only its part of the tree: `place[3]` is the root's cgroup.
-            if ".." in Path(path).parts or not Path(path).is_relative_to(place[3]):
+            # A container may mount only its part of the tree: `mount_fields[3]` is the root's cgroup.
+            if ".." in Path(path).parts or not Path(path).is_relative_to(mount_fields[3]):
                 continue
-            mount = Path(place[4])
+            mount = Path(mount_fields[4])
             if mount.is_relative_to(_CGROUP_MOUNT):
                 mount = self.cgroups / mount.relative_to(_CGROUP_MOUNT)
-            directory = mount / Path(path).relative_to(place[3])
+            directory = mount / Path(path).relative_to(mount_fields[3])
             return Cgroup(version=version, directory=directory, mount=mount)
         return absent(f"group {path} of v{version} lies in no mount visible here", str(listing))
 
@@ -250,7 +254,7 @@ class Host:
             )
         limit_name, current_name, peak_name = _MEMORY_FILES[group.version]
         limits: list[Reading] = []
-        rooms: list[Reading] = []
+        headrooms: list[Reading] = []
         for level in group.levels():
             limit = read_first(level / limit_name, r"(\d+)\s", int)
             current = read_first(level / current_name, r"(\d+)\s", int)
@@ -259,15 +263,17 @@ class Host:
             limits.append(limit)
             if current.number is not None:
                 source = f"{limit.source} - {current_name}"
-                rooms.append(measured(max(0, limit.number - current.number), source))
+                headrooms.append(measured(max(0, limit.number - current.number), source))
         own = read_text(group.directory / limit_name)
         # Without the cgroup's own file nothing is known: it may be the root cgroup, which has none.
-        none = own if isinstance(own, Reading) else absent("no limit is set", str(group.directory))
+        no_limit = (
+            own if isinstance(own, Reading) else absent("no limit is set", str(group.directory))
+        )
         return CgroupMemory(
-            limit_bytes=min(limits, key=lambda r: r.number or 0, default=none),
+            limit_bytes=min(limits, key=lambda r: r.number or 0, default=no_limit),
             current_bytes=read_first(group.directory / current_name, r"(\d+)\s", int),
             peak_bytes=read_first(group.directory / peak_name, r"(\d+)\s", int),
-            headroom_bytes=min(rooms, key=lambda r: r.number or 0, default=none),
+            headroom_bytes=min(headrooms, key=lambda r: r.number or 0, default=no_limit),
         )
 
 

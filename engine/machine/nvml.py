@@ -54,7 +54,7 @@ _INIT_REASONS = {
     18: "the NVIDIA driver in the kernel and its library differ in version: reboot after an update",
 }
 PROCESSES_KEPT = 32
-"""Most processes of a GPU in a sample."""
+"""Maximum number of processes of a GPU in a sample."""
 _FIRST_PID_NAMESPACE = 0xEFFFFFFC
 """PROC_PID_INIT_INO of linux/proc_ns.h."""
 _ADDRESSING_MODES = {0: "none", 1: "hmm", 2: "ats"}
@@ -138,11 +138,11 @@ class _Gpu:
             if self.memory.not_supported or self.memory.gpu_lost:
                 word = LOST if self.memory.gpu_lost else NOT_SUPPORTED
                 status = measured(word, answer.source)
-            none = absent(answer.missing, answer.source)
-            return none, none, status
+            unread = absent(answer.missing, answer.source)
+            return unread, unread, status
         if not answer.value.total:
-            none = absent("NVML reports a total of 0 bytes, which is no reading", answer.source)
-            return none, none, measured(TOTAL_IS_ZERO, answer.source)
+            unread = absent("NVML reports a total of 0 bytes, which is no reading", answer.source)
+            return unread, unread, measured(TOTAL_IS_ZERO, answer.source)
         return (
             measured(int(answer.value.total), answer.source),
             measured(int(answer.value.used), answer.source),
@@ -223,18 +223,20 @@ class Nvml:
         self, index: int, pids: Container[int], proc: Path = Path("/proc")
     ) -> tuple[Reading, Reading]:
         """Return the bytes of a GPU that these processes use for CUDA, and every process that does, by its name."""
-        found = self.ask(index, "nvmlDeviceGetComputeRunningProcesses")
-        if isinstance(found, Reading):
-            return found, found
+        processes = self.ask(index, "nvmlDeviceGetComputeRunningProcesses")
+        if isinstance(processes, Reading):
+            return processes, processes
         source = "nvmlDeviceGetComputeRunningProcesses"
-        used = [one.usedGpuMemory for one in found if one.pid in pids]
-        if not used and not _has_the_hosts_pids(proc):
-            other = "NVML lists processes by the host's ids, which are others here"
-            return absent(other, source), absent(other, source)
+        used = [process.usedGpuMemory for process in processes if process.pid in pids]
+        if not used and not _is_in_host_namespace(proc):
+            reason = (
+                "NVML lists processes by the host's ids, which differ from those in this container"
+            )
+            return absent(reason, source), absent(reason, source)
         listed = measured(
             ";".join(
-                f"{one.pid} {'-' if one.usedGpuMemory is None else one.usedGpuMemory} {program_name(one.pid, proc)}"
-                for one in found[:PROCESSES_KEPT]
+                f"{p.pid} {'-' if p.usedGpuMemory is None else p.usedGpuMemory} {program_name(p.pid, proc)}"
+                for p in processes[:PROCESSES_KEPT]
             ),
             source,
         )
@@ -256,7 +258,7 @@ class Nvml:
         self._module.nvmlShutdown()
 
 
-def _has_the_hosts_pids(proc: Path) -> bool:
+def _is_in_host_namespace(proc: Path) -> bool:
     try:
         return (proc / "self/ns/pid").stat().st_ino == _FIRST_PID_NAMESPACE
     except OSError:
@@ -271,7 +273,7 @@ def find_binding(
     Both provide a module of the same name, so only package metadata can tell them apart.
     """
 
-    ours, deprecated = version_of("nvidia-ml-py"), version_of("pynvml")
+    current, deprecated = version_of("nvidia-ml-py"), version_of("pynvml")
     warning = None
     if deprecated is not None:
         warning = (
@@ -279,8 +281,8 @@ def find_binding(
             "of torch print a warning and can hide nvidia-ml-py; pip uninstall pynvml, then "
             "pip install --force-reinstall nvidia-ml-py"
         )
-    if ours is not None:
-        return measured(f"nvidia-ml-py {ours}", "package metadata"), warning
+    if current is not None:
+        return measured(f"nvidia-ml-py {current}", "package metadata"), warning
     return absent("the distribution nvidia-ml-py is not installed", "package metadata"), warning
 
 

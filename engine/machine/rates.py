@@ -2,7 +2,7 @@
 
     ~/.cache/apr-workbench/rates/<device, dtype, threads>.json    or below $XDG_CACHE_HOME
 
-The best that was ever measured is kept: what a part of a step may reach, whoever used the machine at other times.
+The best rates ever measured are kept, because other processes on the machine only lower a measurement.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from engine.files import read_json_object, user_cache
 from engine.machine.reading import Reading, absent, measured
 
 TIME_LIMIT_S = 60.0
-"""Loading torch takes most of it."""
+"""Seconds that the measurement may take; loading torch takes most of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,17 +45,17 @@ def machine_name(gpu: str, dtype: str, threads: int) -> str:
 def kept_rates(machine: str) -> Rates | None:
     """Return the best rates measured on a machine of this name; None when none can be read."""
     try:
-        found = read_json_object(
+        fields = read_json_object(
             _path(machine), "rates of this machine", limits.RUN_FILE, having=("flops", "bytes")
         )
-        rates = Rates(float(found["flops"]), float(found["bytes"]))
+        rates = Rates(float(fields["flops"]), float(fields["bytes"]))
     except (BadInput, TypeError, ValueError):
         return None
     return rates if rates.flops > 0 and rates.bytes > 0 else None
 
 
 def keep_rates(machine: str, now: Rates) -> Rates:
-    """Keep the better of these rates and those kept, and return them. What cannot be written is not kept."""
+    """Keep the best of these rates and those kept before, and return it. Errors of writing are ignored."""
     before = kept_rates(machine)
     best = now if before is None else now.best(before)
     path = _path(machine)
@@ -78,14 +78,14 @@ def measure_in_child() -> tuple[Reading, Reading]:
             capture_output=True,
             timeout=TIME_LIMIT_S,
         )
-        found = json.loads(done.stdout.splitlines()[-1])
-        machine, now = found["machine"], Rates(float(found["flops"]), float(found["bytes"]))
+        fields = json.loads(done.stdout.splitlines()[-1])
+        machine, now = fields["machine"], Rates(float(fields["flops"]), float(fields["bytes"]))
     except subprocess.TimeoutExpired:
-        none = absent(f"not measured within {TIME_LIMIT_S:g} s", source)
-        return none, none
+        unread = absent(f"not measured within {TIME_LIMIT_S:g} s", source)
+        return unread, unread
     except (OSError, IndexError, KeyError, TypeError, ValueError):
-        none = absent("torch could not measure here: the GPU's memory may be in use", source)
-        return none, none
+        unread = absent("torch could not measure here: the GPU's memory may be in use", source)
+        return unread, unread
     best = keep_rates(machine, now)
     return (
         measured(int(float(f"{now.flops:.3g}")), f"{machine}; {best.flops:.3g} at best here"),

@@ -34,6 +34,7 @@ FLAGS = ("-O2", "-shared", "-fPIC")
 # Before glibc 2.34 these were separate libraries; since then they are empty.
 LIBRARIES = ("-ldl", "-lpthread")
 LONGEST_COMPILE_S = 120
+"""Seconds after which a compiler is ended."""
 _DIGEST_BYTES = 32
 
 
@@ -63,7 +64,7 @@ def compiled_library(source: Path, folder: Path | None = None) -> CompiledLibrar
         key.update(len(part).to_bytes(8, "little") + part)
     folder = folder or user_cache("c")
     path = folder / f"{source.stem}-{key.hexdigest()[:20]}.so"
-    why = _what_is_wrong(path)
+    why = _reason_to_compile(path)
     if why is not None:
         library = _compile(compiler, text, source.name)
         try:
@@ -88,12 +89,12 @@ def compiled_library(source: Path, folder: Path | None = None) -> CompiledLibrar
 def _find_compiler(name: str) -> tuple[str, str]:
     """Return the compiler's path and its full version output."""
     for command in COMPILERS:
-        found = shutil.which(command)
-        if found is None:
+        path = shutil.which(command)
+        if path is None:
             continue
-        asked = subprocess.run([found, "--version"], capture_output=True, text=True, check=False)
-        if asked.returncode == 0 and asked.stdout.strip():
-            return found, asked.stdout
+        version = subprocess.run([path, "--version"], capture_output=True, text=True, check=False)
+        if version.returncode == 0 and version.stdout.strip():
+            return path, version.stdout
     raise BadInput.expected(
         "C compiler",
         name,
@@ -103,7 +104,7 @@ def _find_compiler(name: str) -> tuple[str, str]:
     )
 
 
-def _what_is_wrong(path: Path) -> str | None:
+def _reason_to_compile(path: Path) -> str | None:
     """Return why the cached library must not be loaded; None when it may be."""
     try:
         owner, content = path.stat().st_uid, path.read_bytes()
@@ -134,10 +135,10 @@ def _compile(compiler: str, text: bytes, name: str) -> bytes:
                 f"C compiler: {name} — expected an end within {LONGEST_COMPILE_S} s, found none"
             ) from error
         if done.returncode != 0:
-            said = done.stderr.decode(errors="replace").strip()
+            message = done.stderr.decode(errors="replace").strip()
             raise EngineError(
                 f"C compiler: {name} — expected exit code 0 of {' '.join(command)}, "
-                f"found {done.returncode}: {said[:2000]}",
+                f"found {done.returncode}: {message[:2000]}",
                 hint="headers of the C library may be missing (Debian: apt-get install libc6-dev); "
                 "memory.allocator=native needs no compiler",
             )

@@ -68,21 +68,21 @@ class Ranks:
         dist.all_gather_into_tensor(flat, values_N)
         return flat.view(self.world, -1)
 
-    def tell(self, said: object) -> object:
-        """Broadcast rank 0's `said` to every rank. It must be small and picklable; a collective."""
+    def tell(self, value: object) -> object:
+        """Broadcast rank 0's `value` to every rank. It must be small and picklable; a collective."""
         if not self.many:
-            return said
-        words = [said]
-        dist.broadcast_object_list(words, src=0)
-        return words[0]
+            return value
+        values = [value]
+        dist.broadcast_object_list(values, src=0)
+        return values[0]
 
-    def collect(self, said: T) -> list[T]:
-        """Return every rank's `said` in rank order, on each rank. The same conditions as for `tell`."""
+    def collect(self, value: T) -> list[T]:
+        """Return every rank's `value` in rank order, on each rank. The same conditions as for `tell`."""
         if not self.many:
-            return [said]
-        words: list[Any] = [None] * self.world
-        dist.all_gather_object(words, said)
-        return words
+            return [value]
+        values: list[Any] = [None] * self.world
+        dist.all_gather_object(values, value)
+        return values
 
     def wait_for_all(self) -> None:
         if self.many:
@@ -91,19 +91,21 @@ class Ranks:
 
 def ranks_here() -> Ranks:
     """Read this process's place from torchrun's variables. ValueError when some of them are missing."""
-    said = {name: os.environ[name] for name in VARIABLES if name in os.environ}
-    if not said:
+    variables = {name: os.environ[name] for name in VARIABLES if name in os.environ}
+    if not variables:
         return Ranks()
-    if len(said) < len(VARIABLES):
-        missing = ", ".join(name for name in VARIABLES if name not in said)
+    if len(variables) < len(VARIABLES):
+        missing = ", ".join(name for name in VARIABLES if name not in variables)
         raise ValueError(f"environment: expected {', '.join(VARIABLES)}, found no {missing}")
     return Ranks(
-        rank=int(said["RANK"]), world=int(said["WORLD_SIZE"]), local_rank=int(said["LOCAL_RANK"])
+        rank=int(variables["RANK"]),
+        world=int(variables["WORLD_SIZE"]),
+        local_rank=int(variables["LOCAL_RANK"]),
     )
 
 
 def use_own_gpu(ranks: Ranks, wanted: str) -> None:
-    """Make "cuda" mean this rank's GPU, unless the device that is `wanted` is another. Raises BadInput when this
+    """Make "cuda" mean this rank's GPU, unless the CPU is `wanted`. Raises BadInput when this
     machine has too few GPUs; does nothing without one."""
     gpus = torch.cuda.device_count()
     if not ranks.many or gpus == 0 or wanted == "cpu":
@@ -166,8 +168,8 @@ def shard(
         module.set_force_sum_reduction_for_comms(True)
         # The oldest supported torch may lack these methods; a hung rank is then found by its steps alone.
         for name, collective in (
-            ("set_custom_all_gather", _Gathering(entering)),
-            ("set_custom_reduce_scatter", _Reducing(entering)),
+            ("set_custom_all_gather", _AnnouncedAllGather(entering)),
+            ("set_custom_reduce_scatter", _AnnouncedReduceScatter(entering)),
         ):
             if hasattr(module, name):
                 getattr(module, name)(collective)
@@ -176,23 +178,23 @@ def shard(
 
 
 # FSDP2 and DTensor take a third as long to import as torch itself. A run on one GPU never needs them, and
-# where they were never imported nothing is sharded. Another thread may be importing them (torch's compiler does): until
-# the class is there nothing is of it.
+# where they were never imported nothing is sharded. Another thread may be importing them (torch's compiler does); until
+# the class exists, nothing can be an instance of it.
 
 
 def is_fsdp(module: nn.Module) -> TypeGuard[FSDPModule]:
-    """Whether FSDP2 shards this module."""
+    """Return whether FSDP2 shards this module."""
     loaded = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
     return loaded is not None and isinstance(module, loaded)
 
 
 def is_shared(tensor: Tensor) -> TypeGuard[DTensor]:
-    """Whether this rank holds only a shard of the tensor."""
+    """Return whether this rank holds only a shard of the tensor."""
     loaded = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
     return loaded is not None and isinstance(tensor, loaded)
 
 
-class _Announced:
+class _AnnouncedCollective:
     """An FSDP2 collective that calls `entering` when this rank enters it."""
 
     def __init__(self, entering: Callable[[], None]) -> None:
@@ -202,7 +204,7 @@ class _Announced:
         return torch.empty(*size, dtype=dtype, device=device)
 
 
-class _Gathering(_Announced):
+class _AnnouncedAllGather(_AnnouncedCollective):
     def __call__(
         self,
         output_tensor: Tensor,
@@ -217,7 +219,7 @@ class _Gathering(_Announced):
         return work
 
 
-class _Reducing(_Announced):
+class _AnnouncedReduceScatter(_AnnouncedCollective):
     def __call__(
         self,
         output_tensor: Tensor,
@@ -265,10 +267,10 @@ def own_part(tensor: Tensor) -> Tensor:
 
 
 def part_like(value: Tensor, like: Tensor) -> Tensor:
-    """Return what this rank has of a value that is whole, where `like` is sharded; a view. No communication.
+    """Return this rank's part, a view, of a complete `value` laid out as `like`. No communication.
 
-    FSDP2 gives each rank one chunk of the sharded dimension (`torch.chunk`), and the last ones none where there are
-    fewer chunks.
+    FSDP2 gives each rank one chunk of the sharded dimension (`torch.chunk`), and the last ranks get none where there
+    are fewer chunks than ranks.
     """
     if not is_shared(like):
         return value
@@ -287,8 +289,8 @@ def put(target: Tensor, value: Tensor) -> None:
     if not is_shared(target):
         target.copy_(value)
         return
-    ours = distribute(value, target)
-    target.to_local().copy_(ours.to_local())
+    own_shard = distribute(value, target)
+    target.to_local().copy_(own_shard.to_local())
 
 
 def distribute(value: Tensor, like: DTensor) -> DTensor:

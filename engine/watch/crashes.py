@@ -51,8 +51,8 @@ CRASHES = (
         "look at the kernel's log (`dmesg`) and at the scheduler's",
     ),
 )
-"""Crashes by the words that they print, those that explain others first."""
-CRASHED = re.compile("|".join(f"(?:{one.words.pattern})" for one in CRASHES))
+"""Known crashes, those that explain others first."""
+CRASHED = re.compile("|".join(f"(?:{crash.words.pattern})" for crash in CRASHES))
 TRACEBACK = "Traceback (most recent call last):"
 EXCEPTION = re.compile(
     r"^(?:\[rank\d+\]: ?)?([A-Za-z_][\w.]*(?:Error|Exception|Interrupt|Exit))\b(.*)"
@@ -60,5 +60,5 @@ EXCEPTION = re.compile(
 
 
 def about_crash(reason: str) -> Crash | None:
-    """Return the row of a reason that begins with its words."""
-    return next((one for one in CRASHES if reason.startswith(one.what)), None)
+    """Return the crash that a reason begins with; None for any other reason."""
+    return next((crash for crash in CRASHES if reason.startswith(crash.what)), None)

@@ -187,7 +187,7 @@ def _lines(frames: Sequence[Mapping[str, Any]]) -> Iterator[str]:
 
 
 def has_answered(run: Path, since_unix_s: float) -> bool:
-    """Whether every rank that has a pipe has written a whole answer since then."""
+    """Return whether every rank that has a pipe has written a whole answer since then."""
     traces, refused = read(run, since_unix_s)
     return not refused and len(traces) >= len(list((run / FOLDER).glob(f"{_PIPE}*.pipe")))
 

@@ -1,7 +1,7 @@
 """Observe the process of a run from outside: sample the machine, follow the logs, and record how it ended.
 
-Nothing here starts, stops or signals anything. The supervisor of our own trainer (`engine.watch.supervisor`) and
-that of a watched command (`engine.attach.supervisor`) are built on it.
+Nothing here starts, stops or signals anything. The supervisor of the engine's trainer (`engine.watch.supervisor`)
+and that of a watched command (`engine.attach.supervisor`) are built on it.
 """
 
 from __future__ import annotations
@@ -64,14 +64,14 @@ class RunObserver:
     ) -> None:
         """`stop(why, now)` is called where a setting of the run says that a stall ends it. `process` returns the
         process that trains, where `pid` may only have started it, or a rank of it, and the file to which it writes
-        its stacks. `attached_pids` returns the processes that train, the first of them first, where `pid` ran already
-        and no probe inside it reports them."""
+        its stacks. `attached_pids` returns the processes that train, the first of them first, where `pid` was
+        already running and no probe inside it reports them."""
         self.run, self.pid, self.watch, self.device = run, pid, watch, device
         self._is_first = not run.host
         """Whether this is the first host: what concerns the run and not a machine is done there alone."""
         self._begun_s = time.monotonic()
         self.before = read_kill_counters(pid=pid)
-        """The kernel's counters that those at the end are compared with."""
+        """The kernel's counters at the start; those at the end are compared with them."""
         self._sample_seconds = sample_seconds
         self._guard, self._clocks = MemoryGuard(), ClockWatch()
         self._integrated_gpu = False
@@ -82,7 +82,7 @@ class RunObserver:
         self.notices: Notices | None = None
 
     def begin(self) -> None:
-        """Read what is known of the machine, and get ready to sample it."""
+        """Log the facts of the machine, and prepare to sample it."""
         nvml = open_nvml()
         facts = read_facts(nvml=nvml)
         self._integrated_gpu = facts.has_integrated_gpu is True
@@ -103,7 +103,7 @@ class RunObserver:
         self._next_sample_s = self._next_tick_s if self._sample_seconds else math.inf
 
     def tick(self) -> MemoryActions:
-        """Do what is due: sample, read the logs, judge. Returns what the machine's memory is like."""
+        """Do what is due: sample, read the logs, evaluate the rules. Returns what the machine's memory demands."""
         if time.monotonic() >= self._next_sample_s:
             self._next_sample_s = max(self._next_sample_s + self._sampler.tick_s, time.monotonic())
             self._sample()
@@ -112,10 +112,10 @@ class RunObserver:
             self._segments.tick()
         if self.notices is not None:
             self.notices.tick(self.watcher.follower)
-        found = self._check_machine()
+        actions = self._check_machine()
         # Missed ticks (a suspended machine) are skipped, not made up for.
         self._next_tick_s = max(self._next_tick_s + TICK_S, time.monotonic())
-        return found
+        return actions
 
     @property
     def left_s(self) -> float:
@@ -185,15 +185,15 @@ class RunObserver:
         self._write_exit(returncode, exit_, unreadable if killed else None, rank)
 
     def record_exit_of(self, host: str, exit_: TrainerExited) -> None:
-        """Write that the process ended because of a rank on another host, as that one's supervisor recorded it."""
+        """Write that the process ended because of a rank on another host, as the supervisor there recorded it."""
         self.watcher.judge_end()
         sentence = f"on host {host}: {exit_.sentence}"
         self.watch.write(msgspec.structs.replace(exit_, trainer_pid=self.pid, sentence=sentence))
         self.watch.sync()
 
     def notify(self, wanted: str, terminal: int | None) -> None:
-        """Send messages to the receivers `wanted` from now on; none, with a note, where they cannot be found."""
-        # Imported here: the trainer's start must not wait for what few runs need.
+        """Send messages to the receivers `wanted` from now on; if one cannot be found, log a note and send none."""
+        # Imported here: few runs need it, and the trainer's start must not wait for it.
         from engine.notify.receivers import choose_receivers
 
         try:
@@ -259,9 +259,9 @@ class RunObserver:
     def _check_machine(self) -> MemoryActions:
         for sentence in self._clocks.check():
             self.write_watch(Note(level="warning", text=sentence))
-        found = self._guard.check()
-        if found.low:
-            # Sync: if the machine hangs, the last readings are what remains to look at.
+        actions = self._guard.check()
+        if actions.low:
+            # Sync now: if the machine hangs, the last readings are all that remains.
             with contextlib.suppress(RunLogError, DiskFull):
                 self.device.sync()
-        return found
+        return actions

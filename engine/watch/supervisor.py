@@ -52,18 +52,17 @@ from engine.machine.threads import VARIABLE, choose_thread_wait
 from engine.signals import AGAIN_S, GRACE_S, descendants, end
 from engine.spec import RunSpec, spec_from_dict
 from engine.watch import flight_recorder
-from engine.watch.exit_cause import (
-    exception_name,
-)
+from engine.watch.exit_cause import exception_name
 from engine.watch.hosts import Place
 from engine.watch.hosts import lost_hosts as lost_hosts_of
 from engine.watch.machine_guard import MemoryActions
 from engine.watch.observe import RunObserver
 
 TRAINER = "APR_WORKBENCH_TRAINER"
-"""Environment variable with the module and arguments to start in place of `engine.train`, with the same
-arguments after them: drills do (`engine.drills.planting`). The watch log records it."""
+"""Environment variable with the module and arguments that drills (`engine.drills.planting`) start in place of
+`engine.train`; the usual arguments follow them. The watch log records it."""
 _LAST_BYTES = 1 << 20
+"""Bytes at the end of a log in which the start of training is searched."""
 LAUNCHER_BYTES = {b"d": "detached", b"h": "hangup"}
 
 
@@ -143,44 +142,44 @@ class _Supervisor:
         returncode = trainer.wait()
         end(self.started.values())
         os.close(keep_alive)
-        several = self.place is not None and self.place.hosts > 1 and returncode != 0
-        lost_hosts = lost_hosts_of(self.run) if several and not self.run.host else ""
-        # What the trainer's own log says of its end.
+        failed_on_hosts = self.place is not None and self.place.hosts > 1 and returncode != 0
+        lost_hosts = lost_hosts_of(self.run) if failed_on_hosts and not self.run.host else ""
+        # The end as the trainer's own log records it.
         view = Follower(self.run).read_all()
         finished, lost, stderr = view.own_finished, read_lost_rank(self.run), _tail(self.run.stderr)
         exception = exception_name(stderr)
         if self.place is not None and self.run.host and lost is not None:
-            # A further host accounts for its own ranks alone.
+            # A host other than the first records the ends of its own ranks only.
             own = self.place.ranks(settings.compute.gpus)
             lost = lost if lost.rank in own else None
         if lost is not None:
-            # What the ranks print is in one file, and the first rank may only have lost this one.
-            said = view.ranks_now.get(lost.rank)
-            finished = finished if lost.rank == 0 else said.ended if said is not None else None
+            # All ranks print to one file, and the first rank may have failed only because it lost this one.
+            report = view.ranks_now.get(lost.rank)
+            finished = finished if lost.rank == 0 else report.ended if report is not None else None
             if finished is not None and finished.state == "failed":
                 exception = None
                 words = finished.reason.partition("\n")[0].removeprefix(f"rank {lost.rank}: ")
                 lost = replace(lost, sentence=f"{lost.sentence}, {words}")
         at_stop = view.own_finished is not None and view.own_finished.state == "stopped"
-        asked_elsewhere = "of another host" if several and at_stop else None
+        stop_elsewhere = "of another host" if failed_on_hosts and at_stop else None
         record = partial(
             self.observer.record_exit,
             returncode,
-            stop_requested=self.stop_signal or asked_elsewhere,
+            stop_requested=self.stop_signal or stop_elsewhere,
             finished=finished is not None,
             exception=exception,
             stderr=stderr,
             reason=finished.reason if finished is not None and finished.state == "failed" else "",
             lost_rank=lost,
         )
-        host = view.rank_hosts.get(lost.rank, "") if several and lost is not None else ""
-        elsewhere = view.hosts_now[host].own_exit if host in view.hosts_now else None
-        if elsewhere is not None and not lost_hosts:
-            # What ended that rank was seen there.
-            self.observer.record_exit_of(host, elsewhere)
+        host = view.rank_hosts.get(lost.rank, "") if failed_on_hosts and lost is not None else ""
+        exit_elsewhere = view.hosts_now[host].own_exit if host in view.hosts_now else None
+        if exit_elsewhere is not None and not lost_hosts:
+            # The supervisor of that host saw what ended the rank.
+            self.observer.record_exit_of(host, exit_elsewhere)
         else:
             record(lost_hosts=lost_hosts)
-        if several and self.run.host and (lost_hosts := lost_hosts_of(self.run)):
+        if failed_on_hosts and self.run.host and (lost_hosts := lost_hosts_of(self.run)):
             record(lost_hosts=lost_hosts)
         self.observer.close_notices()
         if self.ended_early is not None:
@@ -193,11 +192,11 @@ class _Supervisor:
         self._forward_all(trainer)
         while True:
             self._act_on_memory(trainer, observer.tick())
-            while (left := observer.left_s) > 0:
+            while (left_s := observer.left_s) > 0:
                 if time.monotonic() >= self.leave_by_s:
                     self._end_early(trainer)
-                left = min(left, max(0.0, self.leave_by_s - time.monotonic()))
-                for key, _ in self.selector.select(left):
+                left_s = min(left_s, max(0.0, self.leave_by_s - time.monotonic()))
+                for key, _ in self.selector.select(left_s):
                     match key.data:
                         case "trainer":
                             return
@@ -232,29 +231,29 @@ class _Supervisor:
         if training_has_begun(self.run):
             self.leave_by_s, self.started = math.inf, {}
             return
-        again = self.ended_early is not None
+        is_second = self.ended_early is not None
         self.ended_early = self.asked
-        self.leave_by_s = math.inf if again else time.monotonic() + AGAIN_S
-        if not again:
+        self.leave_by_s = math.inf if is_second else time.monotonic() + AGAIN_S
+        if not is_second:
             text = f"the trainer is still there {GRACE_S:g} s after {self.stop_signal}, before its first step: "
             self.observer.write_watch(Note(level="info", text=f"{text}it is ended"))
         self.started = descendants(trainer.pid) | self.started
-        trainer.send_signal(signal.SIGKILL if again else self.asked)
+        trainer.send_signal(signal.SIGKILL if is_second else self.asked)
 
-    def _act_on_memory(self, trainer: subprocess.Popen[bytes], found: MemoryActions) -> None:
-        if not (found.stop or found.end):
-            if found.why:
-                self.observer.write_watch(Note(level="info", text=found.why))
+    def _act_on_memory(self, trainer: subprocess.Popen[bytes], actions: MemoryActions) -> None:
+        if not (actions.stop or actions.end):
+            if actions.why:
+                self.observer.write_watch(Note(level="info", text=actions.why))
             return
         settings = self.observer.watcher.settings
         if settings is not None and settings.watch.on_thrash == "stop":
-            self._stop(trainer, found.why, "watch.on_thrash", now=found.end)
-        elif found.stop:
-            text = f"{found.why}; watch.on_thrash = report"
+            self._stop(trainer, actions.why, "watch.on_thrash", now=actions.end)
+        elif actions.stop:
+            text = f"{actions.why}; watch.on_thrash = report"
             self.observer.write_watch(Note(level="warning", text=text))
 
     def _stop(self, trainer: subprocess.Popen[bytes], why: str, setting: str, *, now: bool) -> None:
-        """Do what a setting with the value `stop` asks for."""
+        """Stop the trainer, or kill it `now`, because `setting` is `stop`."""
         number = signal.SIGKILL if now else signal.SIGTERM
         self.stop_signal = f"{number.name}, {setting} = stop"
         self.observer.write_watch(
@@ -264,14 +263,14 @@ class _Supervisor:
 
 
 def training_has_begun(run: RunFolder) -> bool:
-    """Whether the trainer that writes the log now has started its steps. Cheap: reads only the end of the log."""
+    """Return whether the trainer that writes the log now has started its steps; only the log's end is read."""
     try:
         with open_plain(run.events) as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - _LAST_BYTES))
             last = file.read()
     except OSError:
         return False
-    # A session that does not fit into this part of the log has steps in it.
+    # A session too long for this part of the log must have steps.
     before, opened, session = last.rpartition(b'"kind":"log_opened"')
     return f'"name":"{TRAINING}"'.encode() in (session if opened else before + session) or (
         not opened and len(last) >= _LAST_BYTES
@@ -279,7 +278,7 @@ def training_has_begun(run: RunFolder) -> bool:
 
 
 def _tail(path: Path) -> str:
-    """Return the last 16 KiB of a text file, where a traceback ends; nothing of one that cannot be read."""
+    """Return the last 16 KiB of a text file, where a traceback ends; empty if it cannot be read."""
     try:
         with open_plain(path) as file:
             file.seek(max(0, path.stat().st_size - 16384))
@@ -295,7 +294,7 @@ def _spec(run: RunFolder) -> RunSpec:
 def _start_trainer(
     run: RunFolder, flags: list[str], place: Place | None
 ) -> tuple[subprocess.Popen[bytes], int]:
-    """Start the trainer; return it and our end of its keep-alive pipe."""
+    """Start the trainer; return it and the supervisor's end of its keep-alive pipe."""
     read_end, write_end = os.pipe2(os.O_CLOEXEC)
     spec = _spec(run)
     ranks = spec.compute.gpus

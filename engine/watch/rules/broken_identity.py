@@ -7,7 +7,7 @@ from engine.log.events import FAIL, IDENTITY
 from engine.watch.rules.rule import CannotJudge, Case, Span, Symptom, rule
 
 NAMED = 3
-"""So many contradictions are counted out in the title."""
+"""Maximum number of contradictions that the title names."""
 
 
 @rule(
@@ -19,19 +19,19 @@ def identity_fails(case: Case) -> Symptom | None:
         raise CannotJudge("a run of the engine is judged by its audit (engine checks)")
     if not case.view.identities:
         raise CannotJudge("no identity has been checked yet")
-    wrong = [one for one in case.view.identities if one.level == FAIL]
+    wrong = [identity for identity in case.view.identities if identity.level == FAIL]
     if not wrong:
         return None
     first = wrong[0]
     about = BY_ID[IDENTITY].get(first.id)
-    names = list(dict.fromkeys(one.id for one in wrong))
+    names = list(dict.fromkeys(identity.id for identity in wrong))
     more = f" (and {', '.join(names[1:NAMED])})" if len(names) > 1 else ""
     begun_s = case.view.session_unix_s or 0.0
     return Symptom(
         f"{first.id}{more}: {first.text}",
         [
             ("step", float(first.step), "the first at which it failed"),
-            *((name, one, "as measured") for name, one in first.numbers.items() if one is not None),
+            *((name, n, "as measured") for name, n in first.numbers.items() if n is not None),
         ],
         Span(
             first_step=first.step,
@@ -42,6 +42,6 @@ def identity_fails(case: Case) -> Symptom | None:
         meaning=about.means
         if about
         else "a property that must hold in every training run does not hold in this one",
-        no_flip=about.remedy_with(first.framework) if about else "look at engine checks RUN",
+        no_flip=about.remedy_with(first.framework) if about else "read `engine checks RUN`",
         part=first.id,
     )

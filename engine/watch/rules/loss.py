@@ -39,36 +39,37 @@ STAYS_NEAR = 0.03
 STAYS_VOCABULARY = 32
 """Smallest number of classes that is judged; with fewer, a loss near ln V may be the best possible."""
 CONSTANT_STEPS, CONSTANT, ZERO_LOSS = 50, 2e-6, 1e-5
-"""Fewest losses; share of the first by which rounding lets them differ; size of a loss that counts as 0."""
+"""Minimum number of losses; share of the first by which rounding lets them differ; loss up to which it counts as 0."""
 RISE_FROM, RISE_ROWS = 100, 30
-"""Steps since the start, and steps that are logged, from which a rise is not the transient of a warm-up."""
+"""Steps since the start, and logged steps, from which a rise is not the transient of a warm-up."""
 RISE_FIRST, RISE_NEWEST = 5, 50
+"""Number of first and of newest steps whose median losses are compared."""
 RISE_TIMES = 1.2
 """Ratio to the level of the first steps."""
 RISE_SIGMAS = 3.0
 """Distance of a cross entropy above the very first loss, in robust sigmas of the newest steps."""
 RISE_SIGMAS_UNKNOWN, RISE_SIGMAS_OF_LOG = 4.0, 6.0
-"""Distance of a loss of unknown kind above the first ones, in robust sigmas of the newest steps: of the loss, or of its
-logarithm, which a first loss close to 0 is further below."""
+"""Distance of a loss of unknown kind above the first ones, in robust sigmas of the newest losses, or of their
+logarithms; the lower of the two limits counts."""
 RISE_BELOW = 25
-"""Number of steps of which one may be below the limit: a noisy loss is lower now and then."""
+"""One of so many steps may be below the limit, because a noisy loss is sometimes lower."""
 RISE_WITHIN = 10
 """Logged steps within which a loss of unknown kind must have risen; later, a curriculum may have become harder."""
 RISE_SLOWS = 1.65
-"""Ratio of that rise to the one of the next twice as many steps: a term that is annealed goes on rising."""
+"""Ratio of that rise to the rise in the next 2 * RISE_WITHIN steps: an annealed term continues to rise."""
 RISE_LUCK = 2.0
-"""Robust sigmas by which the first loss may be below its level."""
+"""Robust sigmas by which one lucky first batch may be below the true level."""
 RISE_RETURNS = 0.25
-"""Share of the rise by which a loss that is coming back fell between the last two windows."""
+"""Share of the rise by which the loss falls between the last two windows if it recovers."""
 RISE_FAR = 3.0
-"""Ratio of the lowest loss after an explosion to the first one, with which its scatter does not matter."""
+"""Ratio of the lowest loss after an explosion to the first one from which the scatter is ignored."""
 RISE_EXPLODES, RISE_EXPLODES_ROWS = 10.0, 3
-"""Ratio of the losses of an explosion to the first one and to those of the end; their number in the first RISE_WITHIN,
-so that one bad batch is none. After it a loss that is not below the first one has learnt nothing."""
+"""Ratio of the losses of an explosion to the first one and to those of the end, and their minimum number in the first
+RISE_WITHIN steps: one bad batch is no explosion. A loss that stays above the first one after it has learnt nothing."""
 DESTROYED = (
     "the first updates destroyed the initial weights: most often the learning rate is far too large"
 )
-"""Meaning of a loss that rose at once."""
+"""Meaning of a loss that rose in the first steps."""
 ALPHA_STEPS = 50
 ALPHA_NEAR = 0.02
 ALPHA_CE_NEAR = 0.05
@@ -81,16 +82,18 @@ SPIKE_BEFORE, SPIKE_WINDOW = 50, 100
 SPIKE_SIGMAS, SPIKE_RATIO = 8.0, 1.5
 """Height of a spike in sigmas and as a ratio. Sigmas alone flag a ripple on a smooth curve, a ratio a noisy batch."""
 SPIKE_TRIED, SPIKE_PEAKS, SPIKE_BACK, SPIKE_AFTER = 20, 3, 30, 5
-"""High losses of a log that are examined; most peaks of a third of its height near a spike; steps within which it is
-over; steps after it that are needed."""
+"""Number of high losses of a log that are examined; maximum number of peaks near a spike with a third of its height;
+steps within which it must be over; minimum number of steps after it."""
 SPIKE_SIGMAS_OF_LOG = 5.0
+"""Height of a spike of an imported log in robust sigmas of the logarithm."""
 SINCE_ROWS = 2000
-"""Steps before a window in which the first one of what is wrong is searched."""
+"""Number of steps before a window in which the first wrong step is searched."""
 HELDOUT_LEAST = 4
 HELDOUT_WORSE_NATS = 0.05
 HELDOUT_SIGMAS = 3.0
-"""Least distance above the best, in robust sigmas of the change between two evaluations, with HELDOUT_NOISE of them."""
+"""Minimum distance above the best, in robust sigmas of the change between two evaluations."""
 HELDOUT_NOISE = 8
+"""Number of evaluations from which their noise is estimated."""
 HELDOUT_IN_A_ROW = 3
 
 
@@ -100,7 +103,7 @@ HELDOUT_IN_A_ROW = 3
 )
 def non_finite(case: Case) -> Symptom | None:
     if case.view.is_foreign:
-        return _not_finite_loss(case)
+        return _non_finite_losses(case)
     seen = case.view.non_finite
     if not seen:
         case.steps(1, at_least=1)
@@ -118,8 +121,8 @@ def non_finite(case: Case) -> Symptom | None:
     )
 
 
-def _not_finite_loss(case: Case) -> Symptom | None:
-    """Judge a watched script by its losses. A single one may be infinite in a step that its gradient scaler skips."""
+def _non_finite_losses(case: Case) -> Symptom | None:
+    """Judge a watched script by its losses. A single loss may be infinite in a step that the gradient scaler skips."""
     rows = case.steps(NON_FINITE_STEPS, at_least=1)
     losses = case.view.steps.values("loss", rows.start, rows.stop)
     known = [loss for loss in losses if loss is not None]
@@ -133,14 +136,14 @@ def _not_finite_loss(case: Case) -> Symptom | None:
         "the loss is not finite; whether the weights are is unknown",
         case.lower_rate(10),
     )
-    levels = {one.level for one in case.view.identities if one.id == "finite_weights"}
+    levels = {i.level for i in case.view.identities if i.id == "finite_weights"}
     if FAIL in levels:
         meaning = "the weights are NaN and remain NaN: the model learns nothing any more"
     elif PASS in levels:
         meaning = "the weights are finite: the loss alone is not"
         has_labels = not any(
-            one.id == "label_coverage" and one.numbers.get("labels") == 0
-            for one in case.view.identities
+            identity.id == "label_coverage" and identity.numbers.get("labels") == 0
+            for identity in case.view.identities
         )
         remedy = {
             "no_flip": "check what the loss divides by or takes the logarithm of"
@@ -191,7 +194,7 @@ def loss_stays_at_guessing(case: Case) -> Symptom | None:
         raise CannotJudge(f"needs {STAYS_FROM} steps since the start of the run")
     name, low = case.cross_entropy, (1 - STAYS_NEAR) * ceiling
     ce = mean(case.column(name, rows))
-    # At ln V or above it is `loss_not_below_guessing`; one that was lower and came back is no start.
+    # At ln V or above `loss_not_below_guessing` applies; a loss that was lower half-way did learn something.
     half_way = range(rows.start // 2, rows.start // 2 + GUESSING_STEPS)
     if not low <= ce < ceiling or mean(case.column(name, half_way)) < low:
         return None
@@ -236,45 +239,54 @@ def loss_is_constant(case: Case) -> Symptom | None:
     f"{RISE_EXPLODES:g} times both; from step {RISE_FROM} and {RISE_ROWS} logged steps on",
 )
 def loss_rose_for_good(case: Case) -> Symptom | None:
-    everything = case.steps(len(case.view.steps), at_least=RISE_ROWS, session=False)
+    all_rows = case.steps(len(case.view.steps), at_least=RISE_ROWS, session=False)
     if case.view.last_step < RISE_FROM:
         raise CannotJudge(f"needs {RISE_FROM} steps since the start of the run")
-    first_step, second_step = case.column("step", everything[:2])
+    first_step, second_step = case.column("step", all_rows[:2])
     if first_step > 2 * (second_step - first_step):
         raise CannotJudge("the first steps of the run are not in its log")
     is_known = _is_cross_entropy(case)
     if not is_known:
         case.must_be_meant_to_fall()
-    rows = everything[-min(RISE_NEWEST, len(everything) // 2) :]
-    newest, start = case.column("loss", rows), case.column("loss", everything[:RISE_FIRST])
+    rows = all_rows[-min(RISE_NEWEST, len(all_rows) // 2) :]
+    newest, start = case.column("loss", rows), case.column("loss", all_rows[:RISE_FIRST])
     now, lowest = median(newest), sorted(newest)[len(newest) // RISE_BELOW]
-    level, one = median(start), start[0]
+    level, first_loss = median(start), start[0]
     if (
-        exploded := _exploded(case.pairs("loss", "step", everything[:RISE_WITHIN]), now)
+        explosion := _exploded(case.pairs("loss", "step", all_rows[:RISE_WITHIN]), now)
     ) is not None:
-        peak, step = exploded
+        peak, step = explosion
         return Symptom(
-            f"the loss rose from {one:.3g} to {peak:.4g} and is {now:.3g} after {case.view.last_step} steps: "
+            f"the loss rose from {first_loss:.3g} to {peak:.4g} and is {now:.3g} after {case.view.last_step} steps: "
             "not below its start",
-            [(f"loss, median of the newest {len(newest)}", now, f"expected less than {one:.4g}")],
-            replace(case.span(everything), first_step=step),
+            [
+                (
+                    f"loss, median of the newest {len(newest)}",
+                    now,
+                    f"expected less than {first_loss:.4g}",
+                )
+            ],
+            replace(case.span(all_rows), first_step=step),
             meaning=DESTROYED,
             **case.lower_rate(100),
         )
-    if now < RISE_TIMES * min(level, one):
+    if now < RISE_TIMES * min(level, first_loss):
         return None
     if is_known:
         above_level = now >= RISE_TIMES * level and lowest > level
-        above_one = (
-            now >= max(RISE_TIMES * one, one + RISE_SIGMAS * sigma(newest)) and min(newest) > one
+        above_first = (
+            now >= max(RISE_TIMES * first_loss, first_loss + RISE_SIGMAS * sigma(newest))
+            and min(newest) > first_loss
         )
     else:
-        losses = case.column("loss", everything)
-        above_level, above_one = (_rose_at_once(losses, each, newest) for each in (level, one))
+        losses = case.column("loss", all_rows)
+        above_level, above_first = (
+            _rose_at_once(losses, start_loss, newest) for start_loss in (level, first_loss)
+        )
     if level > 0 and above_level:
-        first, held = level, f"the median of the first {RISE_FIRST}"
-    elif one > 0 and above_one:
-        first, held = one, "the first loss"
+        first, reference = level, f"the median of the first {RISE_FIRST}"
+    elif first_loss > 0 and above_first:
+        first, reference = first_loss, "the first loss"
     else:
         return None
     return Symptom(
@@ -283,7 +295,7 @@ def loss_rose_for_good(case: Case) -> Symptom | None:
             (
                 f"loss, median of the newest {len(newest)}",
                 now,
-                f"expected less than {RISE_TIMES:g} times {first:.4g}, {held}",
+                f"expected less than {RISE_TIMES:g} times {first:.4g}, {reference}",
             ),
             ("loss, lowest without outliers", lowest, f"{first:.4g} at the start"),
         ],
@@ -294,8 +306,8 @@ def loss_rose_for_good(case: Case) -> Symptom | None:
 
 
 def _exploded(losses: Sequence[tuple[float, float]], now: float) -> tuple[float, int] | None:
-    """Return the peak of an explosion in the first steps, and its first step; None if the loss is `now` below the first
-    one, or there was none."""
+    """Return the peak of an explosion in the first steps, and its first step; None if there was none, or if `now`, the
+    present loss, is below the first."""
     first = losses[0][0]
     high = [(loss, step) for loss, step in losses if loss >= RISE_EXPLODES * max(first, now)]
     if not 0 < first <= now or len(high) < RISE_EXPLODES_ROWS:
@@ -304,7 +316,7 @@ def _exploded(losses: Sequence[tuple[float, float]], now: float) -> tuple[float,
 
 
 def _since(case: Case, name: str, rows: range, limit: float, window: int) -> Span:
-    """Return the span of the rows, begun as early as the mean of each window before them is not below the limit."""
+    """Return the span of the rows, extended back over each window whose mean loss is not below the limit."""
     begin = rows.start
     for stop in range(begin, max(0, begin - SINCE_ROWS), -window):
         before = case.view.steps.values(name, max(0, stop - window), stop)
@@ -315,28 +327,28 @@ def _since(case: Case, name: str, rows: range, limit: float, window: int) -> Spa
 
 
 def _scatter(newest: Sequence[float], rest: Sequence[float]) -> float:
-    """Scatter in robust sigmas: of the newest steps about their median, or from step to step if that is more."""
+    """Return the larger of two robust sigmas: of the newest losses, and of the changes from step to step."""
     steps = [(right - left) / math.sqrt(2) for left, right in itertools.pairwise(rest)]
     return max(sigma(newest), sigma(steps))
 
 
 def _rose_at_once(losses: list[float], first: float, newest: list[float]) -> bool:
-    """Whether a loss of unknown kind rose from `first` within its first steps by more than it scatters, and has stayed
-    up since, as after a step that was far too large. What may be negative has no level to be compared with."""
+    """Return whether a loss of unknown kind rose from `first` within its first steps by more than its scatter, and has
+    stayed up since, as after a step that was far too large. False for a loss that may be negative: it has no ratios."""
     if min(losses) <= 0:
         return False
     rest, window = losses[RISE_WITHIN:], len(newest)
     reached, after = median(rest[:RISE_WITHIN]), median(rest[RISE_WITHIN : 3 * RISE_WITHIN])
     now, before = median(newest), median(losses[-2 * window : -window])
     spread = _scatter(newest, rest)
-    # The scatter of some losses is a share of them, and as large as a rise to many times the start.
+    # Some losses scatter in proportion to their size; after a rise that scatter can be as large as the rise.
     sigma_of_log = _scatter([math.log(x) for x in newest], [math.log(x) for x in rest])
     scatter = min(
         first + RISE_SIGMAS_UNKNOWN * spread, first * math.exp(RISE_SIGMAS_OF_LOG * sigma_of_log)
     )
     # `first` may be one lucky batch.
     at_once = reached - first - RISE_LUCK * min(spread, first)
-    # It exploded, and what it has been since then, with all its later spikes, is far above the start.
+    # It exploded, and even its lowest loss since then is far above the start.
     if max(losses[:RISE_WITHIN]) > now and min(rest) >= RISE_FAR * first:
         return True
     return (
@@ -362,11 +374,11 @@ def teacher_off_text(case: Case) -> Symptom | None:
     check = case.view.checks.get("teacher_knows_text")
     names = ("ce", "frequencies", "ln_vocabulary")
     numbers = {} if check is None else check.numbers
-    found = [value for name in names if (value := numbers.get(name)) is not None]
-    if check is None or len(found) < len(names):
+    values = [value for name in names if (value := numbers.get(name)) is not None]
+    if check is None or len(values) < len(names):
         raise CannotJudge("teacher_knows_text has no numbers in this session")
-    ce, frequencies, ln_v = found
-    # Where it is a failure the check says so itself.
+    ce, frequencies, ln_v = values
+    # If it is a failure, the check reports it itself.
     if check.level != "unknown" or not ce >= frequencies:
         return None
     return Symptom(
@@ -456,22 +468,24 @@ def loss_spike(case: Case) -> Symptom | None:
     losses = [loss for loss, _ in numbered]
     if len(losses) <= SPIKE_BEFORE:
         raise CannotJudge(f"needs {SPIKE_BEFORE + 1} finite losses")
-    found: list[tuple[float, int, float]] = []
+    spikes: list[tuple[float, int, float]] = []
     for index in range(SPIKE_BEFORE, len(losses)):
         # The median of the steps before moves little: computing it every ten steps is enough, and cheap.
         if (index - SPIKE_BEFORE) % 10 == 0:
             before = losses[index - SPIKE_BEFORE : index]
-            usual = median(before)
-            spread = MAD_TO_SIGMA * median([abs(x - usual) for x in before])
-            limit = max(usual + SPIKE_SIGMAS * spread, SPIKE_RATIO * usual)
+            level = median(before)
+            spread = MAD_TO_SIGMA * median([abs(x - level) for x in before])
+            limit = max(level + SPIKE_SIGMAS * spread, SPIKE_RATIO * level)
         if losses[index] > limit:
-            found.append((-losses[index], index, limit))
-    found.sort()
+            spikes.append((-losses[index], index, limit))
+    spikes.sort()
     if is_log:
-        found = [one for one in found[:SPIKE_TRIED] if _is_spike(case, rows, losses, one[1])]
-    if not found:
+        spikes = [
+            spike for spike in spikes[:SPIKE_TRIED] if _is_spike(case, rows, losses, spike[1])
+        ]
+    if not spikes:
         return None
-    loss, index, limit = -found[0][0], *found[0][1:]
+    loss, index, limit = -spikes[0][0], *spikes[0][1:]
     step = int(numbered[index][1])
     shown = "" if case.view.is_foreign else f" (`engine data RUN --step {step}` shows it)"
     return Symptom(
@@ -491,23 +505,23 @@ def loss_spike(case: Case) -> Symptom | None:
 
 
 def _is_spike(case: Case, rows: range, losses: list[float], index: int) -> bool:
-    """Whether a high loss of a log is over soon and not one of many in a noisy curve, a harder stage of a curriculum,
-    or a warm restart: the rate was raised, or the loss rose twice before at the same distance."""
+    """Return whether a high loss of a log is a spike: over soon, and not one of many in a noisy curve, a harder stage
+    of a curriculum, or a warm restart (the rate was raised, or the loss had risen twice before at that interval)."""
     near = losses[max(0, index - SPIKE_WINDOW) : index + SPIKE_WINDOW]
     before = losses[index - SPIKE_BEFORE : index]
-    usual, height = median(before), losses[index] - median(before)
-    above = [loss > usual + height / 3 for loss in near]
+    level, height = median(before), losses[index] - median(before)
+    above = [loss > level + height / 3 for loss in near]
     peaks = sum(now and not before for before, now in itertools.pairwise([False, *above]))
     after = losses[index + 1 : index + 1 + SPIKE_BACK]
-    if peaks > SPIKE_PEAKS or len(after) < SPIKE_AFTER or min(after) > usual + height / 3:
+    if peaks > SPIKE_PEAKS or len(after) < SPIKE_AFTER or min(after) > level + height / 3:
         return False
     if min(before) > 0:
         logs = [math.log(loss) for loss in before]
         if math.log(losses[index]) - median(logs) < SPIKE_SIGMAS_OF_LOG * sigma(logs):
             return False
     old, new = (
-        [rate for rate in case.view.steps.values("lr", *around) if rate is not None]
-        for around in ((max(0, index - 5), index), (max(0, index - 1), index + 2))
+        [rate for rate in case.view.steps.values("lr", *rows_near) if rate is not None]
+        for rows_near in ((max(0, index - 5), index), (max(0, index - 1), index + 2))
     )
     if old and new and max(new) > SPIKE_RATIO * min(old):
         return False
@@ -523,13 +537,13 @@ def _is_spike(case: Case, rows: range, losses: list[float], index: int) -> bool:
 
 def rate_and_norm(case: Case, rows: range, before: int) -> list[Number]:
     """Return the learning rate and the gradient norm before a row, each with its median until then."""
-    found: list[Number] = []
+    numbers: list[Number] = []
     for name in ("lr", "grad_norm"):
         known = case.view.steps.values(name, rows.start, rows.start + before)
-        finite = [one for one in known if one is not None and math.isfinite(one)]
+        finite = [value for value in known if value is not None and math.isfinite(value)]
         if finite:
-            found.append((f"{name} before it", finite[-1], f"median {median(finite):.4g}"))
-    return found
+            numbers.append((f"{name} before it", finite[-1], f"median {median(finite):.4g}"))
+    return numbers
 
 
 @rule(
@@ -554,15 +568,15 @@ def heldout_diverging(case: Case) -> Symptom | None:
     if len(since) < HELDOUT_IN_A_ROW or min(since[-HELDOUT_IN_A_ROW:]) < limit:
         return None
     watched = case.view.is_foreign
-    then, now = _train_ce(case, evals[best].step), _train_ce(case, evals[-1].step)
-    if now >= then:
+    ce_at_best, ce_now = _train_ce(case, evals[best].step), _train_ce(case, evals[-1].step)
+    if ce_now >= ce_at_best:
         return None
     return Symptom(
         f"held-out loss has been above its best ({losses[best]:.3f} at step {evals[best].step}) for "
         f"{len(since)} evaluations, while the training loss fell",
         [
             ("held-out loss", losses[-1], f"best {losses[best]:.4f} + {HELDOUT_WORSE_NATS:g}"),
-            ("training ce now", now, f"{then:.4f} at the best"),
+            ("training ce now", ce_now, f"{ce_at_best:.4f} at the best"),
         ],
         replace(case.span(case.steps(1, at_least=1, session=False)), first_step=evals[best].step),
         meaning="the model memorises its training set"

@@ -18,16 +18,21 @@ from engine.watch.rules.rule import NO_SETTINGS, CannotJudge, Case, Symptom, med
 
 PART_WARM_UP = 4
 """Number of first steps that are skipped: compilers and caches are still warming up."""
-BESIDE_TIMES, OTHERS_TIMES, PART_TIMES = 4.0, 3.0, 10.0
+COMPARED_TIMES, PART_RATIO, ALONE_TIMES = 4.0, 3.0, 10.0
+"""Ratio of a part's measured to its computed time from which it is slow; that ratio relative to the median of the other
+parts; the ratio where fewer than two other parts are known."""
 PART_SHARE, PART_LEAST_S = 0.1, 0.02
-"""Smallest part of a step that is judged, as a share of the step and in seconds."""
+"""Smallest part of a step that is judged: as a share of the step, 0 to 1, and in seconds."""
 MACHINE_TIMES = 5.0
 """Ratio of measured to computed time from which a machine is slow. Parts of many small operations reach 3 on a machine
 at its usual clock."""
 OF_MATMULS = frozenset({"student", "loss", "backward", "teacher"})
+"""Parts of a step whose time is mostly matmuls."""
 LAUNCH_S = {"cuda": 10e-6, "cpu": 20e-6}
+"""Seconds to launch one operation."""
 DATA_STEPS = 20
 DATA_SHARE = 0.2
+"""Share of the step time, 0 to 1, from which waiting for data raises the alert."""
 MORE_WORKERS = "loader.workers=4"
 """Setting that the probe can change in a script whose steps wait for data."""
 DATA_LEAST_S = 0.5
@@ -35,7 +40,7 @@ DATA_LEAST_S = 0.5
 DATA_BURST_S = 5.0
 """Smallest total wait in seconds if most steps do not wait: a single slow read of the disk is not a pattern."""
 OUTSIDE_SHARE = 1 / 3
-BESIDE_SHARE, BESIDE_LEAST_S = 0.5, 20.0
+SELDOM_SHARE, SELDOM_LEAST_S = 0.5, 20.0
 BIMODAL_STEPS, BIMODAL_LEAST = 200, 60
 BIMODAL_RATIO = 1.8
 BIMODAL_SHARE = 0.15
@@ -48,14 +53,13 @@ SLOWER_LEAST_S = 0.05
 DRIFT_WARM_UP, DRIFT_STEPS = 20, 50
 DRIFT_RATIO = 1.5
 DRIFT_LEAST_S = 30.0
-"""Least seconds of slow steps where the machine's load is read: a mean over a minute, it does not show at once that
-another job takes the CPU.
-"""
+"""Minimum duration of slow steps, in seconds, where the machine's load is read: a mean over a minute, the load does not
+show at once that another job takes the CPU."""
 LEAST_STEP_S = 0.005
 """Shortest step that is judged, in seconds: shorter ones vary with the operating system's scheduling."""
 
 
-class _Lost(NamedTuple):
+class _LostTime(NamedTuple):
     """Time that a part takes of the newest steps."""
 
     rows: range
@@ -68,24 +72,26 @@ class _Lost(NamedTuple):
     least_s: float
 
 
-def _lost(case: Case, part: str, whole: str, least: float) -> _Lost | None:
+def _lost_time(case: Case, part: str, whole: str, least: float) -> _LostTime | None:
     """Return the time of column `part` within column `whole`; None if it is below the share `least`, or too short to be
     worth fixing."""
     rows = case.steps(DATA_STEPS, at_least=DATA_STEPS)
     times = case.pairs(part, whole, rows)
-    seconds, of = sum(p for p, _ in times), sum(w for _, w in times)
-    share = seconds / of if of > 0 else 0.0
-    usual = median([p / w for p, w in times if w > 0] or [0.0])
-    least_s = DATA_LEAST_S if usual >= least else DATA_BURST_S
+    seconds, total_s = sum(p for p, _ in times), sum(w for _, w in times)
+    share = seconds / total_s if total_s > 0 else 0.0
+    median_share = median([p / w for p, w in times if w > 0] or [0.0])
+    least_s = DATA_LEAST_S if median_share >= least else DATA_BURST_S
     if share < least or seconds < least_s:
         return None
-    parts, wholes = (case.view.steps.values(one, rows.start, rows.stop) for one in (part, whole))
+    parts, wholes = (
+        case.view.steps.values(column, rows.start, rows.stop) for column in (part, whole)
+    )
     lossy = [
         row
         for row, p, w in zip(rows, parts, wholes, strict=True)
         if p is not None and w is not None and p >= least * w
     ]
-    return _Lost(rows, lossy, len(times), share, seconds, least_s)
+    return _LostTime(rows, lossy, len(times), share, seconds, least_s)
 
 
 class _Part(NamedTuple):
@@ -114,7 +120,7 @@ def _parts(case: Case) -> tuple[range, Rates, dict[str, _Part]]:
     launch_s = LAUNCH_S["cuda" if started.device.startswith("cuda") else "cpu"]
     parts = {}
     for part, (flops, moved, launches) in started.costs.items():
-        taken = [one.get(part, math.nan) for one in case.view.recent_phases]
+        taken = [phases.get(part, math.nan) for phases in case.view.recent_phases]
         if all(map(math.isfinite, taken)) and len(taken) == PHASES_KEPT:
             needs_s = flops / rates.flops + moved / rates.bytes + launches * launch_s
             parts[part] = _Part(median(taken), needs_s)
@@ -126,8 +132,8 @@ def _parts(case: Case) -> tuple[range, Rates, dict[str, _Part]]:
 def _numbers(rates: Rates, parts: dict[str, _Part]) -> list[tuple[str, float, str]]:
     return [
         *(
-            (f"{part}, seconds", one.seconds, f"needs {one.needs_s:.3g} at the rates below")
-            for part, one in parts.items()
+            (f"{name}, seconds", part.seconds, f"needs {part.needs_s:.3g} at the rates below")
+            for name, part in parts.items()
         ),
         ("matmul, GFLOP/s", rates.flops / 1e9, "measured by `engine doctor`"),
         ("copy, GB/s", rates.bytes / 1e9, "measured by `engine doctor`"),
@@ -136,8 +142,8 @@ def _numbers(rates: Rates, parts: dict[str, _Part]) -> list[tuple[str, float, st
 
 @rule(
     reads=("costs", "phases", "rates of `engine doctor`"),
-    threshold=f"{BESIDE_TIMES:g} times what its FLOPs, bytes and launches need at the rates that `engine doctor` has "
-    f"measured, and {OTHERS_TIMES:g} times what the other parts take of theirs; {PART_TIMES:g} times where fewer than "
+    threshold=f"{COMPARED_TIMES:g} times what its FLOPs, bytes and launches need at the rates that `engine doctor` has "
+    f"measured, and {PART_RATIO:g} times what the other parts take of theirs; {ALONE_TIMES:g} times where fewer than "
     f"two others are known; median of {PHASES_KEPT} steps, {PART_SHARE:.0%} of the step or more",
 )
 def slow_part(case: Case) -> Symptom | None:
@@ -145,16 +151,16 @@ def slow_part(case: Case) -> Symptom | None:
     least_s = max(PART_LEAST_S, PART_SHARE * median(case.column("step_s", rows)))
 
     def is_slow(part: str) -> bool:
-        others = [parts[one].times for one in parts.keys() & OF_MATMULS - {part}]
-        limit = max(BESIDE_TIMES, OTHERS_TIMES * median(others or [0.0]))
+        others = [parts[name].times for name in parts.keys() & OF_MATMULS - {part}]
+        limit = max(COMPARED_TIMES, PART_RATIO * median(others or [0.0]))
         if len(others) < 2:
-            limit = PART_TIMES
+            limit = ALONE_TIMES
         return parts[part].seconds >= least_s and parts[part].times >= limit
 
     slow = [part for part in parts if is_slow(part)]
     if not slow:
         return None
-    part = max(slow, key=lambda one: parts[one].seconds)
+    part = max(slow, key=lambda name: parts[name].seconds)
     return Symptom(
         f"{part} takes {parts[part].times:.0f} times what its arithmetic needs on this machine",
         _numbers(rates, parts),
@@ -174,19 +180,19 @@ def slow_part(case: Case) -> Symptom | None:
 def slow_machine(case: Case) -> Symptom | None:
     rows, rates, parts = _parts(case)
     # A part that needs no matmul may wait for a disk.
-    of = {
-        part: one
-        for part, one in parts.items()
-        if part in OF_MATMULS and case.started.costs[part][0]
+    matmuls = {
+        name: part
+        for name, part in parts.items()
+        if name in OF_MATMULS and case.started.costs[name][0]
     }
-    if len(of) < 2:
+    if len(matmuls) < 2:
         raise CannotJudge("fewer than two parts of its steps have matmuls and are timed")
-    least = min(one.times for one in of.values())
-    if least < MACHINE_TIMES or sum(one.seconds for one in of.values()) < PART_LEAST_S:
+    least = min(part.times for part in matmuls.values())
+    if least < MACHINE_TIMES or sum(part.seconds for part in matmuls.values()) < PART_LEAST_S:
         return None
     return Symptom(
         f"every part of a step takes {least:.0f} times what it needs on this machine, or more",
-        _numbers(rates, of),
+        _numbers(rates, matmuls),
         case.span(rows),
         meaning="the whole machine is slow: its clock is throttled or limited, or other processes use it",
         no_flip="check clocks, temperature and power (`engine tail RUN`) and other processes; `engine doctor` "
@@ -200,8 +206,8 @@ def slow_machine(case: Case) -> Symptom | None:
     f"{DATA_BURST_S:g} s where most steps do not wait",
 )
 def data_wait(case: Case) -> Symptom | None:
-    found = _lost(case, "data_s", "step_s", DATA_SHARE)
-    if found is None:
+    lost = _lost_time(case, "data_s", "step_s", DATA_SHARE)
+    if lost is None:
         return None
     if case.view.imported is not None:
         remedy = {"no_flip": "give the DataLoader more workers in the script"}
@@ -212,12 +218,12 @@ def data_wait(case: Case) -> Symptom | None:
             "no_flip": "nothing to flip: check the code that reads and prepares the data, and other users of that disk"
         }
     return Symptom(
-        f"{100 * found.share:.0f} % of the step time is waiting for data",
+        f"{100 * lost.share:.0f} % of the step time is waiting for data",
         [
-            ("data_s / step_s", found.share, f"at least {DATA_SHARE:g}"),
-            ("seconds waited", found.seconds, f"at least {found.least_s:g} in {found.steps} steps"),
+            ("data_s / step_s", lost.share, f"at least {DATA_SHARE:g}"),
+            ("seconds waited", lost.seconds, f"at least {lost.least_s:g} in {lost.steps} steps"),
         ],
-        case.span(found.rows),
+        case.span(lost.rows),
         meaning="the next batch is not ready when the step begins: reading, tokenizing or packing is too slow",
         **remedy,
     )
@@ -229,32 +235,32 @@ def data_wait(case: Case) -> Symptom | None:
     f"and {DATA_LEAST_S:g} s; {DATA_BURST_S:g} s where it is not so of most steps",
 )
 def unaccounted(case: Case) -> Symptom | None:
-    found = _lost(case, "outside_s", "wall_s", OUTSIDE_SHARE)
-    if found is None:
+    lost = _lost_time(case, "outside_s", "wall_s", OUTSIDE_SHARE)
+    if lost is None:
         return None
     parts = {part: case.view.host_s.get(part) or 0.0 for part in OUTSIDE}
     most = f", lately most in: {max(parts, key=lambda part: parts[part])}"
-    if sum(parts.values()) < found.seconds / found.steps / 2:
+    if sum(parts.values()) < lost.seconds / lost.steps / 2:
         # The newest step did not lose time like the others. If most steps lose time, the next one shows where.
-        if found.least_s == DATA_LEAST_S:
+        if lost.least_s == DATA_LEAST_S:
             return None
         most = ""
-    case.must_have_had_the_cpu(found.lossy)
+    case.must_have_had_the_cpu(lost.lossy)
     return Symptom(
-        f"{100 * found.share:.0f} % of the time between steps is spent outside training{most}",
+        f"{100 * lost.share:.0f} % of the time between steps is spent outside training{most}",
         [
-            ("outside_s / wall_s", found.share, f"at least {OUTSIDE_SHARE:.2g}"),
+            ("outside_s / wall_s", lost.share, f"at least {OUTSIDE_SHARE:.2g}"),
             (
                 "seconds outside",
-                found.seconds,
-                f"at least {found.least_s:g} in {found.steps} steps",
+                lost.seconds,
+                f"at least {lost.least_s:g} in {lost.steps} steps",
             ),
             *(
                 (f"seconds in: {part}", spent, "of the newest step")
                 for part, spent in parts.items()
             ),
         ],
-        case.span(found.rows),
+        case.span(lost.rows),
         meaning="training waits for code that runs after each step, or for the disk of the log",
         no_flip="nothing to flip: check the code that runs after a step, and the disk of the run folder",
     )
@@ -262,8 +268,8 @@ def unaccounted(case: Case) -> Symptom | None:
 
 @rule(
     reads=("evaluations", "checkpoints"),
-    threshold=f"{BESIDE_SHARE:.0%} of the time from the first step of a session to the newest in evaluations and "
-    f"checkpoints, and {BESIDE_LEAST_S:g} s",
+    threshold=f"{SELDOM_SHARE:.0%} of the time from the first step of a session to the newest in evaluations and "
+    f"checkpoints, and {SELDOM_LEAST_S:g} s",
 )
 def seldom_training(case: Case) -> Symptom | None:
     if case.view.is_foreign:
@@ -271,12 +277,12 @@ def seldom_training(case: Case) -> Symptom | None:
     rows = case.steps(len(case.view.steps), at_least=DATA_STEPS)
     span = case.span(rows)
     whole_s = span.to_unix_s - span.from_unix_s
-    # What follows the newest step is not yet in that time.
+    # Work after the newest step is not part of that time.
     steps = range(span.first_step, span.last_step)
     evals = [e.eval_s or 0.0 for e in case.view.evals if e.subject == "student" and e.step in steps]
     saves = [c.save_s or 0.0 for c in case.view.checkpoints if c.step in steps]
     spent_s = sum(evals) + sum(saves)
-    if spent_s < max(BESIDE_LEAST_S, BESIDE_SHARE * whole_s):
+    if spent_s < max(SELDOM_LEAST_S, SELDOM_SHARE * whole_s):
         return None
     mostly_evals = sum(evals) >= sum(saves)
     most, key = ("evaluations", "eval") if mostly_evals else ("checkpoints", "checkpoint")
@@ -308,7 +314,7 @@ def step_time_bimodal(case: Case) -> Symptom | None:
     # Split at the widest gap that leaves enough steps on either side.
     cut = max(range(least, len(times) - least + 1), key=lambda i: times[i] - times[i - 1])
     low, high = times[:cut], times[cut:]
-    gap, spread = high[0] - low[-1], max(_spread(low), _spread(high))
+    gap, spread = high[0] - low[-1], max(_percentile_range(low), _percentile_range(high))
     fast, slow = median(low), median(high)
     if fast < LEAST_STEP_S or slow < BIMODAL_RATIO * fast or gap < BIMODAL_GAP * spread:
         return None
@@ -328,8 +334,8 @@ def step_time_bimodal(case: Case) -> Symptom | None:
     )
 
 
-def _spread(times: list[float]) -> float:
-    """Distance between the 10th and the 90th percentile, so that a few outliers do not widen a group."""
+def _percentile_range(times: list[float]) -> float:
+    """Return the distance from the 10th to the 90th percentile, which a few outliers do not change."""
     tenth = len(times) // 10
     return times[-1 - tenth] - times[tenth]
 
@@ -340,11 +346,11 @@ def _spread(times: list[float]) -> float:
     f"{DRIFT_STEPS} after {DRIFT_WARM_UP}",
 )
 def step_time_drift(case: Case) -> Symptom | None:
-    everything = case.steps(10**9, at_least=DRIFT_WARM_UP + 3 * DRIFT_STEPS)
-    begin = everything.start + DRIFT_WARM_UP
+    all_rows = case.steps(10**9, at_least=DRIFT_WARM_UP + 3 * DRIFT_STEPS)
+    begin = all_rows.start + DRIFT_WARM_UP
     before = median(case.column("step_s", range(begin, begin + DRIFT_STEPS)))
     # Two consecutive windows: a short job of another user is not drift.
-    rows = everything[-2 * DRIFT_STEPS :]
+    rows = all_rows[-2 * DRIFT_STEPS :]
     halves = rows[:DRIFT_STEPS], rows[DRIFT_STEPS:]
     now = min(median(case.column("step_s", half)) for half in halves)
     if before < LEAST_STEP_S or now < DRIFT_RATIO * before:
@@ -374,8 +380,8 @@ def step_time_drift(case: Case) -> Symptom | None:
 def median_step_s(view: RunView) -> float:
     """Return the median step time of a run after its first steps; NaN where too few are timed."""
     times = view.steps.values("step_s", PART_WARM_UP, len(view.steps))
-    found = [one for one in times if one is not None and math.isfinite(one)]
-    return median(found) if len(found) >= PHASES_KEPT else math.nan
+    finite = [s for s in times if s is not None and math.isfinite(s)]
+    return median(finite) if len(finite) >= PHASES_KEPT else math.nan
 
 
 @rule(

@@ -19,7 +19,7 @@ from torch import Tensor
 from engine.checkpoint_folders import published
 from engine.checks.artefact import (
     Artefact,
-    _other_logits,
+    _logits_difference,
     same_bits,
 )
 from engine.data.batches import heldout_rows
@@ -303,7 +303,7 @@ def test_what_transformers_saved_is_the_same_to_the_native_decoder(
 ) -> None:
     wanted = read_config(by_transformers.folder, by_transformers.how)
     assert not wanted.native and read_config(by_transformers.folder).native
-    assert _other_logits(by_transformers, wanted) == ""
+    assert _logits_difference(by_transformers, wanted) == ""
 
 
 def test_a_student_that_the_native_decoder_reads_as_another_is_named(
@@ -316,7 +316,7 @@ def test_a_student_that_the_native_decoder_reads_as_another_is_named(
         return dataclasses.replace(read(raw, where), rope_theta=300.0)
 
     monkeypatch.setattr(ModelConfig, "from_dict", other_rotation)
-    assert "gives other logits than transformers" in _other_logits(by_transformers, wanted)
+    assert "gives other logits than transformers" in _logits_difference(by_transformers, wanted)
 
 
 def test_a_student_that_the_native_decoder_refuses_is_named(by_transformers: Artefact) -> None:
@@ -326,7 +326,7 @@ def test_a_student_that_the_native_decoder_refuses_is_named(by_transformers: Art
     # transformers converts any type while it loads.
     tensors["model.norm.weight"] = tensors["model.norm.weight"].double()
     save_file(tensors, file, {"format": "pt"})
-    found = _other_logits(by_transformers, wanted)
+    found = _logits_difference(by_transformers, wanted)
     assert "from now on, refuses it" in found and "model.norm.weight" in found
 
 
