@@ -127,9 +127,9 @@ def differences(
     except (LookupError, TypeError) as error:
         return f"state.json cannot be read: {error!r}"
     places = [
-        f"{name} {found} in the run, {stored[name]} in the file"
-        for name, found in (("step", step), ("row", row))
-        if found != stored[name]
+        f"{name} {count} in the run, {stored[name]} in the file"
+        for name, count in (("step", step), ("row", row))
+        if count != stored[name]
     ]
     parameters = dict(student.named_parameters())
     moments = _differing_moments(path, parameters, held)
@@ -142,17 +142,17 @@ def differences(
             or name not in random_states
             or not same_bits(file.get(name), random_states[name])
         ]
-    found = {
+    by_kind = {
         "tensors": (len(tensors), _differing_tensors(path, tensors)),
         "moments": (2 * len(parameters), [name for name in moments if name not in counters]),
         "update counters": (len(parameters), counters),
         "random generators": (len(random_states), random),
     }
-    for what, (count, differing) in found.items():
-        numbers |= {what: count, f"{what} differing": len(differing)}
+    for kind, (count, differing) in by_kind.items():
+        numbers |= {kind: count, f"{kind} differing": len(differing)}
     wrong = [
-        f"{len(differing)} of {count} {what}, first {differing[0]}"
-        for what, (count, differing) in found.items()
+        f"{len(differing)} of {count} {kind}, first {differing[0]}"
+        for kind, (count, differing) in by_kind.items()
         if differing
     ]
     return "; ".join([*wrong, *places])
@@ -189,10 +189,10 @@ def _differing_moments(
         for name, parameter in live.items():
             moments = held.get(parameter, {})
             for key in dict.fromkeys((*ADAMW_KEYS, *moments)):
-                found, moment = stored(f"{key}/{name}"), moments.get(key)
-                if found is None and moment is None:
+                stored_moment, moment = stored(f"{key}/{name}"), moments.get(key)
+                if stored_moment is None and moment is None:
                     continue  # not updated yet, or frozen
-                if moment is None or not same_part(found, moment):
+                if moment is None or not same_part(stored_moment, moment):
                     differing.append(f"{key}/{name}")
     return differing
 
@@ -211,8 +211,8 @@ def _stored(path: Path, file: str, prefix: str = "") -> Iterator[Callable[[str],
     with open_weights(path / file) as weights:
 
         def get(name: str) -> Tensor | None:
-            found = weights.get(name) if name in weights.tensors else None
-            assert found is None or isinstance(found, Tensor)
-            return found
+            tensor = weights.get(name) if name in weights.tensors else None
+            assert tensor is None or isinstance(tensor, Tensor)
+            return tensor
 
         yield get

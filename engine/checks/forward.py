@@ -50,15 +50,15 @@ def no_token_leaks(context: Context) -> Answer:
         own = float(moved_BT[:, middle:end].norm())
         if own == 0:
             return numbers.failed(f"{whose}: a changed token changes no hidden state")
-        for what, positions in (
+        for unrelated, positions in (
             ("earlier tokens", slice(middle)),
             ("tokens of another document", slice(end, None)),
         ):
             numbers[f"{whose} leak"] = leak = float(moved_BT[:, positions].norm()) / own
             if not leak <= LEAK:
                 return numbers.failed(
-                    f"{whose}: a changed token changes {what} by {leak:.1e} of the change of its own document's later "
-                    f"tokens, expected up to {LEAK:.0e}"
+                    f"{whose}: a changed token changes {unrelated} by {leak:.1e} of the change of its own document's "
+                    f"later tokens, expected up to {LEAK:.0e}"
                 )
     return numbers.passed(
         f"a changed token changes only later tokens of its document, in the {' and the '.join(models)}"

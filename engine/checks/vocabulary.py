@@ -14,11 +14,11 @@ from engine.verdict import Answer, Numbers, failed
 
 
 def vocabulary_by_bytes(context: Context) -> Answer:
-    known = {whose: t for whose, t in context.tokenizers.items() if t is not None}
-    unknown = [whose for whose in context.tokenizers if whose not in known]
+    known = {owner: t for owner, t in context.tokenizers.items() if t is not None}
+    unknown = [owner for owner in context.tokenizers if owner not in known]
     ids = context.student.config.vocab_size
     differing = one_sided = texts = 0
-    for (whose, first), (other, second) in combinations(known.items(), 2):
+    for (owner, first), (other_owner, second) in combinations(known.items(), 2):
         if first.sha256 == second.sha256:
             continue
         comparison = compare(first, second, ids)
@@ -28,8 +28,8 @@ def vocabulary_by_bytes(context: Context) -> Answer:
         if comparison.differing:
             id_, here, there = comparison.differing[0]
             return failed(
-                f"{len(comparison.differing):,} of {ids:,} ids differ: id {id_} is {here!r} in {whose} "
-                f"and {there!r} in {other}",
+                f"{len(comparison.differing):,} of {ids:,} ids differ: id {id_} is {here!r} in {owner} "
+                f"and {there!r} in {other_owner}",
                 ids=ids,
                 differing=len(comparison.differing),
                 shared=comparison.shared,
@@ -37,7 +37,7 @@ def vocabulary_by_bytes(context: Context) -> Answer:
         if comparison.split:
             return failed(
                 f"{len(comparison.split):,} of {comparison.texts:,} texts are tokenized differently: "
-                f"{comparison.split[0].said(whose, other)}",
+                f"{comparison.split[0].said(owner, other_owner)}",
                 ids=ids,
                 differing=0,
                 texts=comparison.texts,
@@ -53,8 +53,8 @@ def vocabulary_by_bytes(context: Context) -> Answer:
             f"the tokenizer of {', '.join(unknown)} is not known, so its ids were not compared"
         )
     if len(known) == 1:
-        whose = next(iter(known))
+        owner = next(iter(known))
         return numbers.passed(
-            f"the only tokenizer is that of the {whose}, and the text is tokenized with it"
+            f"the only tokenizer is that of the {owner}, and the text is tokenized with it"
         )
     return numbers.passed(f"every id below {ids:,} is the same token in {', '.join(known)}")

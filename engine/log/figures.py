@@ -165,8 +165,8 @@ def _machine_bytes(view: RunView) -> float | None:
 
 def _cores(view: RunView) -> float | None:
     facts = view.facts or {}
-    found = facts.get("cpu_effective", facts.get("cpu_count"))
-    return float(found) if isinstance(found, int | float) else None
+    count = facts.get("cpu_effective", facts.get("cpu_count"))
+    return float(count) if isinstance(count, int | float) else None
 
 
 # The charts of reports and notebooks.

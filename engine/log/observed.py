@@ -140,8 +140,8 @@ def lines_of(path: Path) -> Iterator[Line]:
     except FileNotFoundError:
         return
     except OSError as error:
-        found = error.strerror or str(error)
-        raise RunLogError.expected("run log", path, "to read it", found) from error
+        reason = error.strerror or str(error)
+        raise RunLogError.expected("run log", path, "to read it", reason) from error
 
 
 def run_id(run: RunFolder) -> str:
@@ -189,12 +189,12 @@ def observations(run: RunFolder) -> list[Observed]:
 def observation(run: RunFolder, name: str) -> Observed:
     """Return the newest failure of that name, such as `alert gpu_idle`; without a name, the one with the strongest
     evidence. Raises BadInput."""
-    found = observations(run)
-    for observed in found:
+    all_observed = observations(run)
+    for observed in all_observed:
         if name in ("", observed.name, observed.id) or name == observed.kind == "exit":
             return observed
     known = (
-        ", ".join(observed.name for observed in found)
+        ", ".join(observed.name for observed in all_observed)
         or "nothing: no check failed, no alert, no bad end"
     )
     raise BadInput.expected("observation", run.path, name or "something that went wrong", known)
@@ -280,8 +280,8 @@ def _exception_sign(ended: ScriptEnded | None) -> str:
 
 def raised_at(observed: Observed) -> tuple[str, int] | None:
     """Return the file's name and the line that raised what was observed; None where that is not known."""
-    found = re.search(r" at ([^/\s:]+):(\d+)", observed.sign) if observed.kind == "exit" else None
-    return None if found is None else (found[1], int(found[2]))
+    match = re.search(r" at ([^/\s:]+):(\d+)", observed.sign) if observed.kind == "exit" else None
+    return None if match is None else (match[1], int(match[2]))
 
 
 def _without_numbers(text: str) -> str:
@@ -307,8 +307,8 @@ def is_shown(observed: Observed, view: RunView, *, steps: int) -> bool | None:
     match observed.kind:
         case "alert":
             alert = view.alerts.get(observed.id)
-            found = None if alert is None else _failure_of(alert, _Work())
-            return True if found is not None and found.is_same(observed) else no
+            failure = None if alert is None else _failure_of(alert, _Work())
+            return True if failure is not None and failure.is_same(observed) else no
         case "check":
             check = view.checks.get(observed.id)
             if check is not None and check.level == FAIL:

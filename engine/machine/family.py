@@ -76,11 +76,11 @@ def program_name(pid: int, proc: Path) -> str:
 
 def members(pid: int, proc: Path) -> list[int]:
     """Return `pid` and its descendants. Raises OSError when `pid` does not exist, or the kernel has no such lists."""
-    found: list[int] = []
+    pids: list[int] = []
     to_visit = [pid]
-    while to_visit and len(found) < MOST:
+    while to_visit and len(pids) < MOST:
         current = to_visit.pop()
-        found.append(current)
+        pids.append(current)
         try:
             threads = os.listdir(proc / str(current) / "task")
             for thread in threads:
@@ -91,7 +91,7 @@ def members(pid: int, proc: Path) -> list[int]:
             # A descendant may end at any moment; `pid` itself must exist.
             if current == pid:
                 raise
-    return found
+    return pids
 
 
 def _sum(pids: list[int], proc: Path, file: str, pattern: re.Pattern[bytes]) -> int | str:

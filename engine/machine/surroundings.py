@@ -161,8 +161,8 @@ def find_command(name: str) -> Reading:
 
 def _first_command(commands: Sequence[str]) -> Reading:
     for command in commands:
-        if (found := find_command(command)).value is not None:
-            return found
+        if (program := find_command(command)).value is not None:
+            return program
     which = commands[0] if len(commands) == 1 else f"none of {', '.join(commands)}"
     return absent(f"{which} is {'not ' if len(commands) == 1 else ''}on the PATH", "PATH")
 

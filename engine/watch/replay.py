@@ -110,18 +110,18 @@ def diagnose_events(events: Iterable[tuple[AnyEvent, float]]) -> Diagnosis:
 def _sibling_step_s(run: RunFolder, view: RunView) -> dict[str, float]:
     """Return the median step times of the newest MAX_SIBLINGS runs in the same folder that completed with its
     settings on its machine, and began before it."""
-    found: dict[str, float] = {}
+    step_s: dict[str, float] = {}
     with suppress(BadInput):
         spec = run.read_effective()["spec"]
         for other in find_runs(run.path.parent):
-            if other.name == run.name or len(found) == MAX_SIBLINGS:
+            if other.name == run.name or len(step_s) == MAX_SIBLINGS:
                 continue
             with suppress(BadInput):
                 if other.read_effective()["spec"] == spec:
                     sibling = Follower(other, files=True).read_all()
                     if _is_comparable(sibling, view):
-                        found[other.name] = median_step_s(sibling)
-    return found
+                        step_s[other.name] = median_step_s(sibling)
+    return step_s
 
 
 def _is_comparable(sibling: RunView, view: RunView) -> bool:

@@ -120,7 +120,7 @@ class RunsSnapshot:
 class _FoundRun:
     """A run in a folder; `made_ns` is when its settings were written."""
 
-    run: RunFolder
+    folder: RunFolder
     name: str
     made_ns: int
 
@@ -138,7 +138,7 @@ class _SideFiles:
 class _Ended:
     """An ended run that was read to its end: its row, and the sizes of its logs at that time."""
 
-    found: _FoundRun
+    run: _FoundRun
     sizes: tuple[int, ...]
     row: RunRow
     began_unix_s: float
@@ -171,8 +171,8 @@ def _notes_ns(folder: str) -> int:
         return -1
 
 
-def _newest_first(found: Iterable[_FoundRun]) -> list[_FoundRun]:
-    return sorted(found, key=lambda one: (one.made_ns, one.name), reverse=True)
+def _newest_first(runs: Iterable[_FoundRun]) -> list[_FoundRun]:
+    return sorted(runs, key=lambda run: (run.made_ns, run.name), reverse=True)
 
 
 def _runs_in(
@@ -248,8 +248,8 @@ class RunsFeed:
         rows = [
             self._kept_row(key, now_unix_s)
             if key in self._ended and key not in to_examine
-            else self._row(key, found, now_unix_s, until_s)
-            for key, found in runs.items()
+            else self._row(key, run, now_unix_s, until_s)
+            for key, run in runs.items()
         ]
         return RunsSnapshot(
             folders=self.folders,
@@ -278,20 +278,20 @@ class RunsFeed:
     def _find(self, to_examine: Set[str]) -> tuple[dict[str, _FoundRun], str | None]:
         runs: dict[str, _FoundRun] = {}
         known = {
-            str(ended.found.run.path): ended.found
+            str(ended.run.folder.path): ended.run
             for key, ended in self._ended.items()
             if key not in to_examine
         }
         problems = []
         for folder in self.folders:
             try:
-                for found in find_all(folder, known):
-                    path = found.run.path
+                for run in find_all(folder, known):
+                    path = run.folder.path
                     # Kept, because resolving walks the whole path, and a run does not move while it is listed.
                     key = self._real.get(path) or os.path.realpath(path)
                     self._real[path] = key
                     if (key in self._ended and key not in to_examine) or self._accepts(path):
-                        runs.setdefault(key, found)
+                        runs.setdefault(key, run)
             except OSError as problem:
                 problems.append(f"{folder} — expected to list it, found {problem.strerror}")
         return runs, "; ".join(problems) or None
@@ -302,46 +302,46 @@ class RunsFeed:
         self._side_files = {key: b for key, b in self._side_files.items() if key in runs}
         self._real = {path: key for path, key in self._real.items() if key in runs}
 
-    def _row(self, key: str, found: _FoundRun, now_unix_s: float, until_s: float) -> RunRow:
+    def _row(self, key: str, run: _FoundRun, now_unix_s: float, until_s: float) -> RunRow:
         if key not in self._ended and key not in self._followers and time.monotonic() >= until_s:
-            return _row_of(found, RunView(), READING, now_unix_s - found.made_ns / 1e9, None)
+            return _row_of(run, RunView(), READING, now_unix_s - run.made_ns / 1e9, None)
         try:
             sizes = _sizes(key)
         except OSError as problem:
-            return _row_of(found, RunView(), UNREADABLE, None, not_read(found.run, problem))
-        ended, side_files = self._ended.get(key), self._read_side_files(key, found)
-        if ended is not None and (ended.sizes, ended.found.made_ns) == (sizes, found.made_ns):
+            return _row_of(run, RunView(), UNREADABLE, None, not_read(run.folder, problem))
+        ended, side_files = self._ended.get(key), self._read_side_files(key, run)
+        if ended is not None and (ended.sizes, ended.run.made_ns) == (sizes, run.made_ns):
             if (ended.row.tags, ended.row.note) != (side_files.notes.tags, side_files.notes.text):
                 row = replace(ended.row, tags=side_files.notes.tags, note=side_files.notes.text)
                 self._ended[key] = replace(ended, row=row)
             return self._kept_row(key, now_unix_s)
         follower = self._followers.get(key)
         if follower is None:
-            follower = Follower(found.run, files=True)
+            follower = Follower(run.folder, files=True)
             self._followers[key] = follower
         state, error = self._read(follower, until_s)
         view, alive = follower.view, follower.alive
         is_alive = alive.trainer or alive.supervisor
-        made_unix_s = found.made_ns / 1e9
+        made_unix_s = run.made_ns / 1e9
         began_unix_s = made_unix_s if view.first_unix_s is None else view.first_unix_s
-        row = _row_of(found, view, state, now_unix_s - began_unix_s, error, side_files, alive=alive)
+        row = _row_of(run, view, state, now_unix_s - began_unix_s, error, side_files, alive=alive)
         is_over = state == UNREADABLE or (state != READING and has_ended(state))
         if is_over and not is_alive:
-            self._ended[key] = _Ended(found, sizes, row, began_unix_s)
+            self._ended[key] = _Ended(run, sizes, row, began_unix_s)
             del self._followers[key]
         else:
             self._ended.pop(key, None)
         return row
 
-    def _read_side_files(self, key: str, found: _FoundRun) -> _SideFiles:
+    def _read_side_files(self, key: str, run: _FoundRun) -> _SideFiles:
         """Return the settings and the notes of a run, read again when their files have changed."""
-        times, before = (found.made_ns, _notes_ns(key)), self._side_files.get(key)
+        times, before = (run.made_ns, _notes_ns(key)), self._side_files.get(key)
         if before is not None and before.times == times:
             return before
         is_known = before is not None and before.times[0] == times[0]
-        settings = before.settings if before and is_known else settings_of(found.run)
+        settings = before.settings if before and is_known else settings_of(run.folder)
         try:
-            notes = read_notes(found.run)
+            notes = read_notes(run.folder)
         except RunLogError as problem:
             notes = Notes(text=one_line(problem.message))
         self._side_files[key] = _SideFiles(times, settings, notes)
@@ -361,7 +361,7 @@ class RunsFeed:
 
 
 def _row_of(
-    found: _FoundRun,
+    run: _FoundRun,
     view: RunView,
     state: str,
     age_s: float | None,
@@ -371,15 +371,15 @@ def _row_of(
     alive: Liveness | None = None,
 ) -> RunRow:
     student = view.eval_of("student")
-    verdict = verdict_of(view, state, found.run.path)
+    verdict = verdict_of(view, state, run.folder.path)
     alerts = [(level_text(alert), name) for name, alert in view.alerts.items()]
     settings = {} if side_files is None else side_files.settings
     notes = Notes() if side_files is None else side_files.notes
     is_read = state not in (UNREADABLE, READING)
     is_alive = alive is not None and (alive.trainer or alive.supervisor)
     return RunRow(
-        path=found.run.path,
-        name=found.name,
+        path=run.folder.path,
+        name=run.name,
         state=state,
         last_step=view.last_step,
         total_steps=view.total_steps,

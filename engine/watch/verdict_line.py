@@ -361,8 +361,8 @@ def _counts_of_judged(view: RunView) -> str:
         and len(view.steps) >= fewest
         and ("watch" in view.clocks or view.imported is not None)
     ):
-        of = ", of which only the logged numbers could be judged" if view.imported else ""
-        parts.append(f"no alert in {view.last_step:,} steps{of}")
+        limitation = ", of which only the logged numbers could be judged" if view.imported else ""
+        parts.append(f"no alert in {view.last_step:,} steps{limitation}")
     return ", ".join(parts) if passed or (parts and len(view.steps)) else ""
 
 

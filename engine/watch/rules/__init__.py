@@ -24,7 +24,10 @@ from engine.watch.rules.rule import Rule
 
 def rules_of(*families: ModuleType) -> tuple[Rule, ...]:
     return tuple(
-        found for family in families for found in vars(family).values() if isinstance(found, Rule)
+        member
+        for family in families
+        for member in vars(family).values()
+        if isinstance(member, Rule)
     )
 
 

@@ -104,16 +104,20 @@ HELDOUT_IN_A_ROW = 3
 def non_finite(case: Case) -> Symptom | None:
     if case.view.is_foreign:
         return _non_finite_losses(case)
-    seen = case.view.non_finite
-    if not seen:
+    non_finite_numbers = case.view.non_finite
+    if not non_finite_numbers:
         case.steps(1, at_least=1)
         return None
-    first, last = seen[0], seen[-1]
+    first, last = non_finite_numbers[0], non_finite_numbers[-1]
     rows = case.steps(1, at_least=1, session=False)
     return Symptom(
         f"{first.id} was {first.text} at step {first.step}"
-        + (f", and {len(seen) - 1} more up to step {last.step}" if len(seen) > 1 else ""),
-        [("numbers that are not finite", len(seen), "expected 0")],
+        + (
+            f", and {len(non_finite_numbers) - 1} more up to step {last.step}"
+            if len(non_finite_numbers) > 1
+            else ""
+        ),
+        [("numbers that are not finite", len(non_finite_numbers), "expected 0")],
         case.span(rows),
         meaning="the weights or a batch gave NaN or infinity; everything after it is suspect",
         part=first.id,

@@ -149,13 +149,13 @@ def schedule_not_as_set(case: Case) -> Symptom | None:
     # A resume drops the events after its step, and those of the newest step may not be logged yet.
     known = range(begun + 1, done + is_over)
     wrong: list[Number] = []
-    for what, setting, due, made in (
+    for action, setting, expected, made in (
         ("evaluated", "eval.every", evaluations, evaluated),
         ("saved", "checkpoint.every", saves, saved),
     ):
-        for step in sorted((due ^ made) & {*known})[:1]:
-            state, by = ("is not", "due") if step in due else ("is", "not due")
-            wrong.append((f"step {step} {state} {what}", step, f"{by} by {setting} and the end"))
+        for step in sorted((expected ^ made) & {*known})[:1]:
+            state, by = ("is not", "due") if step in expected else ("is", "not due")
+            wrong.append((f"step {step} {state} {action}", step, f"{by} by {setting} and the end"))
     if done > last:
         wrong.append((f"step {done} is trained", done, f"the session was to end after {last}"))
     elif is_over and not asked and done < last:
@@ -187,10 +187,12 @@ def resumed_as_another(case: Case) -> Symptom | None:
             "the settings of the models or the data, the versions or the device have changed"
         )
     wrong = []
-    for what in before.keys() & now.keys() - ({"run"} if old != new else set()):
-        was, is_ = (msgspec.structs.asdict(event) for event in (before[what], now[what]))
+    for event_name in before.keys() & now.keys() - ({"run"} if old != new else set()):
+        was, is_ = (
+            msgspec.structs.asdict(event) for event in (before[event_name], now[event_name])
+        )
         wrong += [
-            f"{what}.{name} is {is_[name]!s:.24}, {was[name]!s:.24} before"
+            f"{event_name}.{name} is {is_[name]!s:.24}, {was[name]!s:.24} before"
             for name in was.keys() - NOT_COMPARED
             if was[name] != is_[name]
         ]

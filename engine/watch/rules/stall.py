@@ -355,5 +355,5 @@ def stalled_at_start(case: Case) -> Symptom | None:
 def stalled(case: Case) -> Symptom | None:
     if not _steps_in_session(case):
         raise CannotJudge("no step was done in this session: see stalled_at_start")
-    what = f"no step after step {case.view.last_step}"
-    return _stall_symptom(case, what)
+    title = f"no step after step {case.view.last_step}"
+    return _stall_symptom(case, title)
