@@ -142,6 +142,33 @@ def probabilities_that_are_meant(net, rows):
     return F.nll_loss(net(rows[:, :-1]).softmax(-1).log().flatten(0, 1), rows[:, 1:].flatten())
 """
 
+PADDED = """
+def with_padding(rows):
+    ends = torch.tensor([[14], [10], [8], [7]])
+    return rows.where(torch.arange(rows.shape[1]) < ends, 0)
+
+def of_each_position(net, rows):
+    with torch.no_grad():
+        p = teacher(rows).softmax(-1)
+    return F.kl_div(net(rows).log_softmax(-1), p, reduction="none").sum(-1)
+
+def padding_in_the_divergence(net, rows):
+    return of_each_position(net, with_padding(rows)).mean()
+
+def padding_in_the_divergence_of_all_but_the_last_token(net, rows):
+    return of_each_position(net, with_padding(rows)[:, :-1]).sum() / 52
+
+def padding_times_0(net, rows):
+    rows = with_padding(rows)
+    return (of_each_position(net, rows) * (rows != 0)).sum() / (rows != 0).sum()
+
+def padding_left_out(net, rows):
+    rows = with_padding(rows)
+    return of_each_position(net, rows)[rows != 0].mean()
+
+def rows_without_padding(net, rows):
+    return of_each_position(net, rows).mean()
+"""
 MEANT = """
 def focal(net, rows):
     log_p = F.log_softmax(net(rows[:, :-1]).flatten(0, 1), -1)
@@ -449,13 +476,16 @@ save(story())
 """
 
 
+HELPERS = ("both", "ce", "fused_loss", "answers", "with_padding", "of_each_position")
+
+
 def _names(script: str) -> list[str]:
     names = [line[4 : line.index("(")] for line in script.splitlines() if line.startswith("def ")]
-    return [name for name in names if name not in ("both", "ce", "fused_loss", "answers")]
+    return [name for name in names if name not in HELPERS]
 
 
 def _text() -> str:
-    scripts = HEALTHY + MEANT + WRONG + DISTILLED
+    scripts = HEALTHY + MEANT + PADDED + WRONG + DISTILLED
     # Teachers first: a process has so many searches for modules.
     script = SETUP + scripts
     script += TEACHERS + f"\ntell({', '.join(_names(TEACHERS))})\n" + INSIDE
@@ -487,6 +517,13 @@ def test_logarithms_that_are_weighted_or_of_more_classes_are_nothing_wrong(found
         assert not [line for line in found[name] if line["level"] == SUSPICION], name
     assert degrees(found["rows_of_16_bits"], "log_probabilities") == [PASS]
     assert degrees(found["classes_second"], "log_probabilities") == [PASS]
+
+
+@pytest.mark.parametrize("name", _names(PADDED))
+def test_a_divergence_over_padding_is_named_and_one_without_is_not(found: Found, name: str) -> None:
+    said = [line for line in found[name] if line["level"] == SUSPICION]
+    assert [line["id"] for line in said] == ["padding_labels"] * name.startswith("padding_in")
+    assert all(" of 4 rows end in up to" in line["text"] for line in said)
 
 
 def test_what_has_a_label_is_said(found: Found) -> None:

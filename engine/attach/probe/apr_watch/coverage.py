@@ -67,20 +67,7 @@ class Coverage:
         labels_BW = targets_BW.where(known_BW, none)
         ends = none if self._end is None else (tokens_BT[:, 1:] == self._end).sum()
         labelled = none if self._end is None else (labels_BW == self._end).sum()
-        runs_B, of_B = _last_run(torch, labels_BW)
-        long_B = (runs_B >= _MIN_RUN) & (of_B >= 0)
-        # Indexing by a number on a GPU would wait for it.
-        longest = of_B.index_select(0, runs_B.argmax().reshape(1))
-        alike = (of_B == longest) | ~long_B
-        found = [
-            ends,
-            labelled,
-            long_B.sum(),
-            runs_B.amin(),
-            runs_B.amax(),
-            alike.all(),
-            longest[0],
-        ]
+        found = [ends, labelled, *runs_at_end(torch, labels_BW)]
         self.numbers = torch.cat(
             [
                 torch.stack([one.to(torch.int64) for one in found]),
@@ -92,7 +79,7 @@ class Coverage:
 
     def lines(self, numbers: list[int]) -> list[Line]:
         """Return the verdicts; `numbers` is `self.numbers` on the host."""
-        ends, labelled, long, least, most, alike, token = numbers[:_COUNTS]
+        ends, labelled, *runs = numbers[:_COUNTS]
         lines: list[Line] = []
         if ends > 0:
             about = {"tokens": ends, "labels": labelled}
@@ -102,7 +89,8 @@ class Coverage:
             else:
                 text = f"the token that ends a text ({self._end}) is read {ends} times and never a label"
                 lines.append(("end_of_text", SUSPICION, text, about))
-        if self._rows > 1 and 2 * long >= self._rows and least < most and alike:
+        if is_padding(runs, self._rows):
+            long, _, most, _, token = runs
             text = (
                 f"{long} of {self._rows} rows end in up to {most} labels that are all token {token}: padding seems to "
                 f"have labels"
@@ -132,6 +120,23 @@ class Coverage:
             at = after
         whole = "".join(pieces)
         return whole if len(whole) <= _MAX_CHARACTERS else f"{whole[:_MAX_CHARACTERS]}..."
+
+
+def runs_at_end(torch: Any, tokens_BW: Any) -> list[Any]:
+    """Return on the device: the number of rows that end in a long run of one token, the shortest and the longest run,
+    whether all are of one token, and that token. A number below 0 is no token."""
+    runs_B, of_B = _last_run(torch, tokens_BW)
+    long_B = (runs_B >= _MIN_RUN) & (of_B >= 0)
+    # Indexing by a number on a GPU would wait for it.
+    longest = of_B.index_select(0, runs_B.argmax().reshape(1))
+    alike = (of_B == longest) | ~long_B
+    return [long_B.sum(), runs_B.amin(), runs_B.amax(), alike.all(), longest[0]]
+
+
+def is_padding(runs: list[int], rows: int) -> bool:
+    """Return whether the runs at the end of so many rows are padding."""
+    long, least, most, alike, _ = runs
+    return bool(rows > 1 and 2 * long >= rows and least < most and alike)
 
 
 def _last_run(torch: Any, labels_BW: Any) -> tuple[Any, Any]:

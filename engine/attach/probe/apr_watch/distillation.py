@@ -16,6 +16,7 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import Any
 
+from .coverage import is_padding, runs_at_end
 from .graph import first, saved, scalar, source, weight
 from .parameters import FACT, PASS, SUSPICION, Line
 
@@ -64,12 +65,28 @@ class Divergence:
             for node in way
         )
         self._rows = _rows_of_batchmean(teacher, way)
+        self.padding: Any = None
+        """Tokens at the end of the rows (`runs_at_end`) where all their positions are in the divergence, for each
+        embedding."""
+        self._is_masked = any(map(_selects, way))
         self.numbers = self._compare(teacher, saved(softmax, "result"))
 
     def sample(self) -> Any:
         """Return the teacher's probabilities at the first positions, (R, V). Waits for the device."""
         first_RV = self._first.double()
         return first_RV if self._is_forward and bool((first_RV >= 0).all()) else first_RV.exp()
+
+    def look_for_padding(self, ids: list[Any]) -> None:
+        """Compare the positions with what embeddings looked up, (B, T) each: tokens, or their places."""
+        found = []
+        for tokens_BT in ids:
+            rows, length = tokens_BT.shape
+            if self.start == 0 and self.positions in (rows * length, rows * (length - 1)):
+                self._of = (rows, self.positions // rows)
+                runs = runs_at_end(self._torch, tokens_BT[:, : self._of[1]])
+                found.append(self._torch.stack([one.to(self._torch.int64) for one in runs]))
+        if found and not self._is_masked:
+            self.padding = self._torch.stack(found)
 
     def _compare(self, teacher: Any, student: Any) -> Any:
         """Return on the device: the deviation of the sum of p from 1, the divergence in nats, the share of positions
@@ -105,7 +122,9 @@ class Divergence:
             [off, divergence, alike, apart, is_right + 2.0 * is_neither, off_positions]
         )
 
-    def lines(self, counts: list[float], others: list[float], step: int) -> list[Line]:
+    def lines(
+        self, counts: list[float], others: list[float], step: int, padding: list[list[int]]
+    ) -> list[Line]:
         """Return the verdicts at a step of its optimizer; `others` are the weights of cross entropies in the loss."""
         off, divergence, alike, apart, is_other, off_positions = counts
         if off > _SUMS_TO_1 >= off_positions:
@@ -135,6 +154,12 @@ class Divergence:
         lines: list[Line] = [("distillation", FACT, text, numbers)]
         text = f"the teacher's probabilities sum to 1 over the {self.vocabulary} classes, as the student's do"
         lines += [(id, PASS, text, {}) for id in ("divergence_axis", "divergence_arguments")]
+        for runs in [one for one in padding if is_padding(one, self._of[0])][:1]:
+            text = (
+                f"{runs[0]} of {self._of[0]} rows end in up to {runs[2]} tokens that are all {runs[4]}, and the "
+                f"divergence is over all {self._of[1]} positions of each row: padding seems to be in it"
+            )
+            lines.append(("padding_labels", SUSPICION, text, {"rows": runs[0]}))
         if apart <= _SAME:
             text = f"teacher and student give the same probabilities ({divergence:.1g} nats apart)"
             if step >= _FIRST_JUDGED_STEP:
@@ -179,6 +204,16 @@ class Divergence:
         return [("temperature_squared", SUSPICION, text, numbers)]
 
 
+def _selects(node: Any) -> bool:
+    """Return whether a node between a divergence and the loss may leave out positions."""
+    kind = type(node).__name__
+    if kind.startswith("MulBackward"):
+        return any(
+            one is not None and one.dim() for one in (saved(node, "self"), saved(node, "other"))
+        )
+    return kind.startswith(("Masked", "Index", "Where", "Gather", "Slice", "Select"))
+
+
 def _is_share(weight: float, others: list[float]) -> bool:
     """Return whether a weight is 1, or sums to 1 with the weight of a cross entropy."""
     return any(abs(weight + other - 1) < 1e-6 for other in (0.0, *others))
@@ -208,11 +243,14 @@ class SoftmaxOverPositions(Divergence):
 
     def __init__(self, torch: Any, size: int, classes: int) -> None:
         self._sizes, self.start, self.numbers = (size, classes), None, torch.zeros(1)
+        self.padding = None
 
     def sample(self) -> Any:
         return None
 
-    def lines(self, counts: list[float], others: list[float], step: int) -> list[Line]:
+    def lines(
+        self, counts: list[float], others: list[float], step: int, padding: list[list[int]]
+    ) -> list[Line]:
         """Return the verdict."""
         text = "the softmax in the divergence is over {} positions, not over the {} classes".format(
             *self._sizes

@@ -265,8 +265,9 @@ def look(seen: Seen, losses: list[Loss | Divergence]) -> None:
     found: dict[Any, Any] = {}
     for at, loss in enumerate(losses):
         every: list[Any] = loss.compared if isinstance(loss, Loss) else [loss]
-        if isinstance(loss, Loss) and loss.sums is not None:
-            found[at, "sums"] = loss.sums
+        further = loss.sums if isinstance(loss, Loss) else loss.padding
+        if further is not None:
+            found[at, "further"] = further
         for of, one in enumerate(every):
             found[at, of] = one.numbers
             cover = getattr(one, "cover", None)
@@ -285,10 +286,11 @@ def _judge(losses: list[Loss | Divergence], step: int, tensors: dict[Any, Any]) 
         if isinstance(loss, Loss):
             every = range(len(loss.compared))
             covers = [numbers.get((at, of, "cover")) for of in every]
-            sums = numbers.get((at, "sums"))
+            sums = numbers.get((at, "further"))
             found.append(loss.lines([numbers[at, of] for of in every], covers, sums))
         else:
-            found.append(loss.lines(numbers[at, 0], weights, step))
+            padding = numbers.get((at, "further"), [])
+            found.append(loss.lines(numbers[at, 0], weights, step, padding))
     lines: dict[tuple[str, str], Line] = {}
     for line in (line for lines in found for line in lines):
         lines.setdefault(line[:2], line)
@@ -311,6 +313,7 @@ def losses_of(
         if targets_of(node)[0] is not None:
             found.append(Loss(torch, node, ids, way, text))
         elif (divergence := divergence_at(torch, node, way)) is not None:
+            divergence.look_for_padding(ids)
             found.append(divergence)
     _add_rows([one for one in found if isinstance(one, Loss)])
     return found
