@@ -31,7 +31,7 @@ from engine.formats.weights import WeightFile
 from engine.models.attention import remember
 from engine.models.config import ModelConfig
 from engine.models.decoder import Decoder
-from engine.models.fp8 import DTYPE, product
+from engine.models.fp8 import DTYPE, matmul
 from engine.models.frozen import freeze, join
 from engine.models.fused import use_kernels
 from engine.models.load import load_decoder, load_packed_decoder
@@ -178,7 +178,7 @@ def _fp8_rate(device: torch.device) -> float | None:
     left, right = (torch.randn(side, side, device=device).to(DTYPE) for _ in range(2))
     scale_M1 = torch.ones(side, 1, device=device)
     timing = time_arms(
-        {"fp8": lambda: product(left, scale_M1, right, scale_M1[:, 0], None, torch.bfloat16)},
+        {"fp8": lambda: matmul(left, scale_M1, right, scale_M1[:, 0], None, torch.bfloat16)},
         device,
         rounds=10,
     )["fp8"]

@@ -37,7 +37,7 @@ def vocabulary_by_bytes(context: Context) -> Answer:
         if comparison.split:
             return failed(
                 f"{len(comparison.split):,} of {comparison.texts:,} texts are tokenized differently: "
-                f"{comparison.split[0].said(owner, other_owner)}",
+                f"{comparison.split[0].describe(owner, other_owner)}",
                 ids=ids,
                 differing=0,
                 texts=comparison.texts,

@@ -163,7 +163,7 @@ def perplexity(
                 against.path,
                 f"the tokens of {model.path}: one text has to be the same tokens for both",
                 f"{len(compared.split):,} of {compared.texts:,} texts in others: "
-                f"{compared.split[0].said('the first', 'the second')}",
+                f"{compared.split[0].describe('the first', 'the second')}",
             )
     most = min(one.decoder.config.max_position_embeddings for one in models)
     length = min(length, most)

@@ -1,17 +1,17 @@
-"""Generates text from a model, many sequences at once.
+"""Generate text from a model, many sequences at once.
 
-    slots       sequences that run side by side; when one ends, its slot is given to the next prompt
+    slots       sequences that run at the same time; when one ends, its slot is given to the next prompt
     prompt      run at once into the pages of its slot; equal prompts that begin together are run once
     step        one token of every slot, chosen on the device
 
 A sequence depends on its prompt, its key, the seed and the weights, and on the number of slots, which is
 part of a matmul's shape; on nothing that the other slots do (`engine.generation.forward`).
 
-On a GPU the device is up to AHEAD steps ahead of the host. A sequence that the host sees to have ended, by a stop
-string, is cut there.
+On a GPU the device is up to AHEAD steps ahead of the host. When the host finds a stop string, the tokens after it are
+dropped.
 
-NaN or infinite logits raise `NoAnswer`: the argmax of NaN looks like any other token. What was generated
-before is not lost: it has been given out.
+NaN or infinite logits raise `NoAnswer`: the argmax of NaN looks like any other token. The tokens before
+are not lost: they were already yielded.
 
 Not covered: beam search, penalties.
 """
@@ -37,12 +37,12 @@ from engine.models.transformers_decoder import TransformersDecoder
 from engine.units import format_bytes
 
 SLOTS = 8
-"""Number of sequences that run side by side."""
+"""Number of sequences that run at the same time."""
 AHEAD = 2
 """Largest number of steps that the GPU may be ahead of the host."""
 FREE_SHARE = 8
-"""New prompts begin once one of this many slots is free: a pass over prompts costs about as much for one as for
-several."""
+"""Inverse of the share of slots that must be free for new prompts to begin: a pass over prompts costs about as much
+for one as for several."""
 MEMORY_SHARE = 0.9
 """Largest part of a GPU's free memory that the cache takes."""
 
@@ -145,15 +145,17 @@ class Generator:
     ) -> None:
         self._decoder, self._sampling, self._slots = decoder, sampling, slots
         self._ends, self._capacity = frozenset(end_ids), capacity
-        wanted = slots * pages_for(capacity) if pages is None else pages
+        wanted_pages = slots * pages_for(capacity) if pages is None else pages
         dtype = decoder.dtype if dtype is None else dtype
-        held = _pages(decoder, wanted, pages_for(capacity), slots, cache_bytes, dtype)
-        self._pool = PagePool(held + 1)
+        pages_in_cache = _pages(
+            decoder, wanted_pages, pages_for(capacity), slots, cache_bytes, dtype
+        )
+        self._pool = PagePool(pages_in_cache + 1)
         self._device = Slots(
             decoder,
             slots=slots,
             capacity=capacity,
-            pages=held + 1,
+            pages=pages_in_cache + 1,
             sampling=sampling,
             ends=end_ids,
             graph=choose_cuda_graph(decoder, cuda_graph).choice == "on",
@@ -161,7 +163,7 @@ class Generator:
         )
 
     def refresh(self) -> None:
-        """Take over what an update made of the model's weights."""
+        """Copy the model's weights again after an update."""
         self._device.refresh()
 
     def generate(
@@ -174,7 +176,7 @@ class Generator:
         rows: int | None = None,
     ) -> Iterator[Generated]:
         """Yield the tokens of each prompt's continuation, as `generate` does; `max_tokens` may be given for each
-        prompt. One call at a time; one that is not read to its end gives up its sequences.
+        prompt. One call at a time; closing the iterator early abandons its sequences.
         """
         limits = [max_tokens] * len(prompts) if isinstance(max_tokens, int) else list(max_tokens)
         _check(self._decoder, prompts, limits)
@@ -226,44 +228,46 @@ class _Run:
         """Yield the tokens of all sequences."""
         pending: deque[tuple[Chosen, list[tuple[int, _Sequence]]]] = deque()
         while True:
-            if begun := self._admit():
-                pending.append(begun)
-            wanted = [
+            if started := self._admit():
+                pending.append(started)
+            unfinished = [
                 (slot, sequence)
                 for slot, sequence in enumerate(self._running)
                 if sequence is not None and sequence.asked < sequence.limit
             ]
-            if wanted:
-                pending.append((self._device.step(), wanted))
-                for _, sequence in wanted:
+            if unfinished:
+                pending.append((self._device.step(), unfinished))
+                for _, sequence in unfinished:
                     sequence.asked += 1
             elif not pending:
                 return
-            while pending and (len(pending) > AHEAD or not wanted):
+            while pending and (len(pending) > AHEAD or not unfinished):
                 yield from self._read(*pending.popleft())
                 # A free slot is filled as soon as the queue has room for that.
                 if self._may_admit() and len(pending) <= HISTORY // 2:
                     break
 
     def abandon(self) -> None:
-        """Give up the sequences that still run."""
-        left = [(slot, each) for slot, each in enumerate(self._running) if each is not None]
-        if left:
-            self._device.stop([slot for slot, _ in left])
-            for _, sequence in left:
+        """Stop the sequences that still run, and release their pages."""
+        running = [
+            (slot, sequence) for slot, sequence in enumerate(self._running) if sequence is not None
+        ]
+        if running:
+            self._device.stop([slot for slot, _ in running])
+            for _, sequence in running:
                 self._pool.release(sequence.pages)
 
-    def _read(self, chosen: Chosen, of: list[tuple[int, _Sequence]]) -> Iterator[Generated]:
+    def _read(self, chosen: Chosen, sequences: list[tuple[int, _Sequence]]) -> Iterator[Generated]:
         """Yield the tokens of one step, and free the slots of sequences that ended."""
-        tokens, log_p = (each.tolist() for each in chosen.wait())
-        broken = None
+        tokens, log_p = (array.tolist() for array in chosen.wait())
+        non_finite = None
         stopped = []
-        for slot, sequence in of:
+        for slot, sequence in sequences:
             if sequence.ended:
                 continue
             token = tokens[slot]
             if token < 0:
-                broken = broken or (sequence.index, -token)
+                non_finite = non_finite or (sequence.index, -token)
                 continue
             sequence.tokens.append(token)
             ended: Ended | None = None
@@ -281,12 +285,12 @@ class _Run:
             yield Generated(sequence.index, token, ended, log_p[slot])
         if stopped:
             self._device.stop(stopped)
-        if broken is not None:
-            index, bad = broken
+        if non_finite is not None:
+            index, bad = non_finite
             raise not_finite(f"sequence {index}", bad, self._ids)
 
     def _may_admit(self) -> bool:
-        """Whether new sequences should begin now."""
+        """Return whether new sequences should begin now."""
         free = self._running.count(None)
         if not self._waiting or not free:
             return False
@@ -297,14 +301,14 @@ class _Run:
         if not self._may_admit():
             return None
         admitted: list[Admitted] = []
-        begun: list[tuple[int, _Sequence]] = []
-        known: dict[tuple[int, ...], int] = {}
+        started: list[tuple[int, _Sequence]] = []
+        index_by_prompt: dict[tuple[int, ...], int] = {}
         for slot, running in enumerate(self._running):
             if running is not None or not self._waiting:
                 continue
             index = self._waiting[0]
             prompt = self._prompts[index]
-            like = known.get(tuple(prompt))
+            like = index_by_prompt.get(tuple(prompt))
             shared = [] if like is None else admitted[like].pages[: len(prompt) // PAGE]
             if self._needs[index] - len(shared) > self._pool.free:
                 break
@@ -312,25 +316,25 @@ class _Run:
             self._pool.share(shared)
             pages = shared + self._pool.take(self._needs[index] - len(shared))
             if like is None:
-                known[tuple(prompt)] = len(admitted)
+                index_by_prompt[tuple(prompt)] = len(admitted)
             admitted.append(
                 Admitted(slot, prompt, self._keys[index], self._limits[index], pages, like)
             )
             sequence = _Sequence(index, pages, self._limits[index], [], asked=1)
-            begun.append((slot, sequence))
+            started.append((slot, sequence))
             self._running[slot] = sequence
-        return (self._device.begin(admitted), begun) if admitted else None
+        return (self._device.begin(admitted), started) if admitted else None
 
 
 def _pages(
     decoder: Decoder,
     wanted: int,
-    least: int,
+    needed: int,
     slots: int,
     cache_bytes: int | None,
     dtype: torch.dtype,
 ) -> int:
-    """Return how many pages the cache has, at most `wanted`. Raises BadInput if it would be fewer than `least`."""
+    """Return how many pages the cache has, at most `wanted`. Raises BadInput if it would be fewer than `needed`."""
     if isinstance(decoder, TransformersDecoder):
         return wanted
     if cache_bytes is None:
@@ -343,11 +347,11 @@ def _pages(
         cache_bytes = int(MEMORY_SHARE * free) - 12 * slots * decoder.config.vocab_size
     page = PAGE * token_bytes(decoder.config, dtype.itemsize)
     fits = cache_bytes // page
-    if fits < least:
+    if fits < needed:
         raise BadInput.expected(
             "generate",
             "the longest sequence",
-            f"room for its keys and values, {format_bytes(least * page)}",
+            f"room for its keys and values, {format_bytes(needed * page)}",
             format_bytes(max(cache_bytes, 0)),
             hint="ask for fewer tokens, or give less text",
         )
@@ -363,18 +367,18 @@ def not_finite(where: str, bad: int, ids: int) -> NoAnswer:
 
 def _check(decoder: Decoder, prompts: Sequence[Sequence[int]], limits: Sequence[int]) -> None:
     assert min(limits, default=1) >= 1
-    most, ids = decoder.config.max_position_embeddings, decoder.config.vocab_size
+    positions, ids = decoder.config.max_position_embeddings, decoder.config.vocab_size
     for index, prompt in enumerate(prompts):
         if not prompt:
             raise BadInput.expected("prompt", index, "at least one token", "none")
         if max(prompt) >= ids or min(prompt) < 0:
             raise BadInput.expected("prompt", index, f"ids below {ids:,}", f"{max(prompt):,}")
     needed = max(map(add, map(len, prompts), limits), default=0)
-    if needed > most:
+    if needed > positions:
         raise BadInput.expected(
             "prompt",
             f"the longest, and {max(limits, default=0):,} tokens to come",
-            f"at most {most:,} tokens, the positions of the model",
+            f"at most {positions:,} tokens, the positions of the model",
             f"{needed:,}",
             hint="ask for fewer tokens, or give less text",
         )

@@ -1,4 +1,4 @@
-"""Chooses the next token from logits.
+"""Choose the next token from logits.
 
     p = softmax(logits / temperature)
     of these the top_k largest, of those the fewest that reach top_p, of those the ones with at least
@@ -32,7 +32,7 @@ from engine.errors import BadInput
 # Shapes: B rows, V vocabulary
 
 LEFT_OUT = -1e30
-"""Logit of a token that cannot be drawn: finite, so that it is not taken for a broken one."""
+"""Logit of a token that cannot be drawn: finite, so that it does not count as a non-finite logit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,14 +49,14 @@ class Sampling:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name, holds, wanted in (
+        for name, is_valid, expected in (
             ("temperature", 0 <= self.temperature < float("inf"), "at least 0"),
             ("top_k", self.top_k >= 0, "at least 0"),
             ("top_p", 0 < self.top_p <= 1, "above 0 and at most 1"),
             ("min_p", 0 <= self.min_p <= 1, "between 0 and 1"),
         ):
-            if not holds:
-                raise BadInput.expected("sampling", name, wanted, str(getattr(self, name)))
+            if not is_valid:
+                raise BadInput.expected("sampling", name, expected, str(getattr(self, name)))
 
     @property
     def greedy(self) -> bool:
@@ -64,7 +64,7 @@ class Sampling:
 
     @property
     def truncates(self) -> bool:
-        """Whether some tokens cannot be drawn."""
+        """Return whether some tokens cannot be drawn."""
         return not self.greedy and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
 
 
@@ -110,14 +110,14 @@ def choose(logits_BV: Tensor, sampling: Sampling, uniform_B: Tensor) -> Choice:
         scores_BV = scores_BV / sampling.temperature
     log_p_BV = scores_BV.log_softmax(-1)
     if sampling.greedy:
-        # The first of equal maxima: argmax does not promise which one it returns.
+        # The first of equal maxima: argmax of the scores may return any of them.
         token_B = (scores_BV == scores_BV.amax(-1, keepdim=True)).int().argmax(-1)
     else:
         kept_BV = truncate(scores_BV, sampling).softmax(-1)
         sum_BV = kept_BV.cumsum(-1)
         target_B1 = uniform_B[:, None] * sum_BV[:, -1:]
         token_B = torch.searchsorted(sum_BV, target_B1, right=True)[:, 0]
-        # A target that rounding carries to the very end takes the last token that can be drawn.
+        # Rounding may put a target at the very end; then the last token that can be drawn is taken.
         id_V = torch.arange(kept_BV.shape[-1], device=kept_BV.device)
         token_B = torch.minimum(token_B, torch.where(kept_BV > 0, id_V, 0).amax(-1))
     return Choice(token_B, log_p_BV.gather(-1, token_B[:, None])[:, 0].float(), bad_B)
@@ -141,6 +141,6 @@ def truncate(scores_BV: Tensor, sampling: Sampling) -> Tensor:
         keep_BV = torch.empty_like(keep_BV).scatter_(-1, id_BV, keep_BV)
         scores_BV = scores_BV.masked_fill(~keep_BV & finite_BV, LEFT_OUT)
     if sampling.min_p > 0:
-        least_B1 = scores_BV.amax(-1, keepdim=True) + math.log(sampling.min_p)
-        scores_BV = scores_BV.masked_fill((scores_BV < least_B1) & finite_BV, LEFT_OUT)
+        min_score_B1 = scores_BV.amax(-1, keepdim=True) + math.log(sampling.min_p)
+        scores_BV = scores_BV.masked_fill((scores_BV < min_score_B1) & finite_BV, LEFT_OUT)
     return scores_BV

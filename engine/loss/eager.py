@@ -130,7 +130,7 @@ def _bucketed(
     q_CV.scatter_(1, ids_CK, 0)
     tail_q_C1 = q_CV.sum(dim=1, keepdim=True)
     kept_CK = torch.where(p_CK == 0, 0, p_CK * (log_p_CK - log_q_CK))
-    # What rounding leaves of K numbers that sum to 1 is not a tail.
+    # A rest within the rounding error of a sum of K numbers is no tail.
     empty_C1 = tail_p_C1 <= p_CK.shape[1] * torch.finfo(p_CK.dtype).eps
     tail_C1 = torch.where(empty_C1, 0, tail_p_C1 * (tail_p_C1.log() - tail_q_C1.log()))
     q_CV.mul_(1 - torch.where(empty_C1, 0, tail_p_C1 / tail_q_C1))

@@ -25,11 +25,11 @@ from engine.models.head import multiply, project
 # D student width, K target tokens per position
 
 NONE = -1e30
-"""Below every logit; the maximum for rows without kept logits."""
+"""Number below every logit: the maximum of rows without kept logits."""
 
 
 class FusedForm:
-    """Base of the two below: the student's logits, and dz of `FUSED_HELD` chunks."""
+    """Base of the fused forms: the student's logits, and dz of `FUSED_HELD` chunks."""
 
     held = FUSED_HELD
 
@@ -39,16 +39,16 @@ class FusedForm:
         self._buffers = [
             row_buffer(rows, vocabulary, torch.float32, device) for _ in range(job.buffers)
         ]
-        held = min(rows * FUSED_HELD, len(job.labels_M))
-        self._dz_GV = row_buffer(held, vocabulary, like.dtype, device)
+        kept_rows = min(rows * FUSED_HELD, len(job.labels_M))
+        self._dz_GV = row_buffer(kept_rows, vocabulary, like.dtype, device)
         self._begun = 0
 
     def _student_logits(
         self, h_CD: Tensor, w_VD: Tensor | None, chunk: slice
     ) -> tuple[Tensor, Tensor]:
         """Return a chunk's logits, and the location for its dz."""
-        count, place = chunk.stop - chunk.start, chunk.start - self._begun
-        z_CV, dz_CV = self._buffers[0][:count], self._dz_GV[place : place + count]
+        count, row = chunk.stop - chunk.start, chunk.start - self._begun
+        z_CV, dz_CV = self._buffers[0][:count], self._dz_GV[row : row + count]
         if w_VD is None:
             z_CV.copy_(h_CD)
         else:
@@ -124,7 +124,7 @@ class FusedSparseChunks(FusedForm):
             log_p_CK = log_probs_NK[chunk].float()
             p_CK = log_p_CK.exp()
             tail_C = 1 - p_CK.sum(1)
-            # What rounding leaves of K numbers that sum to 1 is not a tail.
+            # A rest within the rounding error of a sum of K numbers is no tail.
             tail_C = torch.where(tail_C <= p_CK.shape[1] * torch.finfo(p_CK.dtype).eps, 0, tail_C)
             kept_4C[0] = z_CK.amax(1)
             below_CK = z_CK - kept_4C[0][:, None]

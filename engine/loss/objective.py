@@ -65,9 +65,9 @@ from engine.models.head import DenseHead, Head, multiply, operand_dtype, sum_dty
 
 IGNORE_LABEL = -100
 LOWEST_DIVERGENCE = -1e-4
-"""Nats. A lower divergence of a row cannot be rounding."""
+"""Lowest divergence of a row that rounding can cause, in nats."""
 LARGEST_DZ_SUM = 1e-4
-"""To be multiplied by max(1, T). A larger |sum of a row of dz| cannot be rounding."""
+"""Largest |sum of a row of dz| that rounding can cause, at T <= 1; otherwise times T."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,9 +128,9 @@ def distillation_loss(
     memory nothing here waits for the device; labels on a GPU cost one sync, because the number of
     labelled rows must be known. `denominator` is the number of labelled tokens of the whole optimizer
     step over all ranks: a float, or a 0-d tensor that is never read on the host. `student_head_VD` may be
-    the embedding itself; its gradient is added to the embedding's own. None says that the hidden states are the
-    student's logits (D = V). The teacher's head may be a matrix
-    or a `Head` that yields slices of one; only its first V rows are read.
+    the embedding itself; its gradient is added to the embedding's own. None means that the hidden states are
+    the student's logits (D = V). The teacher's head may be a matrix or a `Head` that yields slices of one; only
+    its first V rows are read.
 
     Matmuls run in the dtype of the hidden states, or of autocast when it is on, and give fp32 logits: on
     a CPU the operands are widened to fp32, on a GPU the fp32 accumulator is kept. dW is accumulated over
@@ -147,8 +147,8 @@ def distillation_loss(
     With alpha = 1 the teacher is not used and may be None. Raises ValueError for arguments that do not
     fit together.
     """
-    given = teacher_hidden_NE is not None or targets is not None
-    check_objective(alpha, temperature, given, divergence, beta)
+    has_teacher = teacher_hidden_NE is not None or targets is not None
+    check_objective(alpha, temperature, has_teacher, divergence, beta)
     if isinstance(denominator, float | int) and not (0 < denominator < math.inf):
         raise ValueError(f"denominator: expected a finite count above 0, found {denominator}")
     if student_head_VD is None:
@@ -270,9 +270,9 @@ class _ChunkedLoss(torch.autograd.Function):
         # The operands already have their dtype; autocast would narrow the fp32 matmuls and sums below.
         with torch.autocast(device.type, enabled=False):
             if rows:
-                totals = _all_chunks(h_MD, w_VD, dh_MD, dw_VD, job)
+                totals = _run_chunks(h_MD, w_VD, dh_MD, dw_VD, job)
         if job.finished:
-            # Held directly and not saved, so that backward can give the tensors away without a copy.
+            # An attribute and not `save_for_backward`, so that backward can return the tensors without a copy.
             ctx.gradients = (dh_MD, dw_VD)
         else:
             ctx.save_for_backward(dh_MD, dw_VD)
@@ -297,15 +297,15 @@ class _ChunkedLoss(torch.autograd.Function):
         if ctx.gradients is None:
             raise RuntimeError("undivided loss: expected one backward pass, found a second")
         (dh_MD, dw_VD), ctx.gradients = ctx.gradients, None
-        # A broken promise must be visible: whatever flows through the hidden states is then NaN.
-        one = torch.where(upstream == 1, upstream, math.nan)
+        # A broken promise must be visible: the gradients of the hidden states, or else of the head, become NaN.
+        one_or_nan = torch.where(upstream == 1, upstream, math.nan)
         if dh_MD is None and dw_VD is not None:
-            dw_VD.mul_(one)
+            dw_VD.mul_(one_or_nan)
         dw_VD = None if dw_VD is None else dw_VD.to(head_dtype)
-        return _scaled(dh_MD, one, hidden_dtype), dw_VD, None
+        return _scaled(dh_MD, one_or_nan, hidden_dtype), dw_VD, None
 
 
-def _all_chunks(
+def _run_chunks(
     h_MD: Tensor, w_VD: Tensor | None, dh_MD: Tensor | None, dw_VD: Tensor | None, job: Job
 ) -> Totals:
     rows = len(h_MD)
@@ -347,8 +347,8 @@ def _terms(job: Job, totals: Totals | None, device: torch.device) -> list[Tensor
     """Return loss, ce, kd, agreeing, lowest and largest sum; sums over no rows are 0."""
     if totals is None:
         zero = torch.zeros((), dtype=torch.float64, device=device)
-        taught = None if job.teacher is None else zero
-        return [zero, zero, taught, taught, None, None]
+        zero_kd = None if job.teacher is None else zero
+        return [zero, zero, zero_kd, zero_kd, None, None]
     loss, kd = totals.ce, None
     if totals.divergence is not None:
         kd = job.temperature**2 * totals.divergence
@@ -377,7 +377,7 @@ def check_objective(
         known = ", ".join(DIVERGENCES)
         raise ValueError(f"divergence: expected one of {known}, found {divergence}")
     if DIVERGENCES[divergence].mixture and not 0 < beta < 1:
-        # At either end the mixture equals one of the two, and the divergence is always 0.
+        # At 0 and 1 the mixture equals one of the two distributions, and the divergence is always 0.
         raise ValueError(f"beta: expected a weight between 0 and 1, found {beta}")
 
 

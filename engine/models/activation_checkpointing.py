@@ -49,14 +49,14 @@ def checkpointed(run: RunLayer) -> RunLayer:
     return run_checkpointed
 
 
-def _some(layers: nn.ModuleList, run: RunLayer, run_others: RunLayer) -> RunLayer:
+def _run_chosen(layers: nn.ModuleList, run: RunLayer, run_others: RunLayer) -> RunLayer:
     """Return a function that runs `layers` by `run`, and others by `run_others`."""
     chosen = {id(layer) for layer in layers}
 
-    def run_one(layer: nn.Module, x_BTD: Tensor, attention_inputs: AttentionInputs) -> Tensor:
+    def run_either(layer: nn.Module, x_BTD: Tensor, attention_inputs: AttentionInputs) -> Tensor:
         return (run if id(layer) in chosen else run_others)(layer, x_BTD, attention_inputs)
 
-    return run_one
+    return run_either
 
 
 def configure_layers(
@@ -67,7 +67,7 @@ def configure_layers(
     kept_layers: int = 0,
 ) -> None:
     """Apply the chosen attention and checkpointing to the decoder. With checkpointing, the last
-    `kept_layers` keep their activations all the same: the backward pass frees theirs before it recomputes any.
+    `kept_layers` keep their activations nevertheless: the backward pass frees them before it recomputes any layer.
     """
     decoder.packed = packed
     if isinstance(decoder, TransformersDecoder):
@@ -76,7 +76,9 @@ def configure_layers(
     sharded = any(is_fsdp(layer) for layer in decoder.layers)
     run: RunLayer = without_hooks if sharded else run_layer
     if checkpointing:
-        run = _some(decoder.layers[: len(decoder.layers) - kept_layers], checkpointed(run), run)
+        run = _run_chosen(
+            decoder.layers[: len(decoder.layers) - kept_layers], checkpointed(run), run
+        )
     decoder.run_layer = run_layer if sharded else run
     if sharded:
         for layer in decoder.layers:

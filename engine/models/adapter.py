@@ -1,10 +1,10 @@
-"""Low-rank adapters (LoRA, Hu et al. 2021, arXiv 2106.09685): a frozen decoder of which small matrices are trained.
+"""Low-rank adapters (LoRA, Hu et al. 2021, arXiv 2106.09685): small trained matrices added to a frozen decoder.
 
     y = W x + b + s B A x        A (R, I) and B (O, R) in fp32; s = alpha / R, or alpha / sqrt(R) (rsLoRA, arXiv
                                  2312.03732)
 
-B is 0 at first, so that the decoder begins as its base. The base's weights are buffers that are no part of the state
-dict: what a checkpoint and an optimizer hold are A and B alone.
+B starts at 0, so that the decoder starts as its base. The base's weights are non-persistent buffers: checkpoints and
+the optimizer hold A and B alone.
 
 Adapters are saved as the peft library saves them, with Hugging Face names, and merged into their base when they are
 loaded: W + s B A, in fp32.
@@ -44,10 +44,10 @@ from engine.spec.sections import StudentSection
 # Shapes: I inputs, O outputs, R rank
 
 BASE_ROWS = "base_rows"
-"""Key of the metadata of an adapter file: the first number of each adapted matrix of the base, as JSON."""
+"""Metadata key of an adapter file. Its value is the first number of each adapted matrix of the base, as JSON."""
 _PREFIX = "base_model.model."
-_SAME = 0.01
-"""Largest relative difference of numbers of one base in two formats of floats."""
+_SAME_BASE_TOLERANCE = 0.01
+"""Largest relative difference of a number of the base between two float formats."""
 
 
 def is_adapted(decoder: nn.Module) -> bool:
@@ -61,8 +61,8 @@ def scale_of(rank: int, alpha: float, rslora: bool) -> float:
 def adapt(
     decoder: Decoder, student: StudentSection, seed: int, start: AdapterFolder | None = None
 ) -> Decoder:
-    """Freeze a decoder in place and give it adapters: those of `start`, or new ones, of which A is drawn by `seed` as
-    peft draws it. Raises BadInput, also for a start that has other settings, and WeightsError."""
+    """Freeze a decoder in place and add adapters: those of `start`, or new ones whose A is drawn from `seed` as peft
+    draws it. Raises BadInput, also for a start with other settings, and WeightsError."""
     targets = targets_of(decoder.config, student.adapter_targets)
     if start is not None:
         _check_settings(student, start)
@@ -90,7 +90,7 @@ def adapt(
     for module in decoder.modules():
         module._non_persistent_buffers_set.update(module._buffers)
     if start is not None:
-        _take(decoder, start)
+        _load_adapters(decoder, start)
     return decoder
 
 
@@ -104,18 +104,18 @@ def _check_settings(student: StudentSection, start: AdapterFolder) -> None:
             raise BadInput.expected(
                 f"student.{name}",
                 start.path,
-                f"{start.about.get(key, False)}, as the adapter has that is gone on from",
+                f"{start.about.get(key, False)}, as in the adapter that training continues from",
                 str(given),
             )
 
 
 @torch.no_grad()
-def _take(decoder: Decoder, start: AdapterFolder) -> None:
-    """Take the matrices of an adapter over. Raises WeightsError where it adapts other matrices."""
-    names = {name: parameter for name, parameter, _ in _named(decoder)}
+def _load_adapters(decoder: Decoder, start: AdapterFolder) -> None:
+    """Copy the matrices of a saved adapter. Raises WeightsError if it adapts other matrices."""
+    names = {name: parameter for name, parameter, _ in _named_matrices(decoder)}
     with open_weights(start.path / ADAPTER_FILE) as weights:
-        if odd := sorted(names.keys() ^ weights.tensors.keys()):
-            found = f"{odd[0]} in one of them alone"
+        if differing := sorted(names.keys() ^ weights.tensors.keys()):
+            found = f"{differing[0]} in one of them alone"
             expected = "the matrices of student.adapter_targets"
             raise WeightsError.expected("adapter", start.path, expected, found)
         for name, parameter in names.items():
@@ -127,19 +127,19 @@ def _take(decoder: Decoder, start: AdapterFolder) -> None:
             parameter.copy_(tensor)
 
 
-def _named(decoder: Decoder) -> Iterator[tuple[str, Tensor, LoraLinear]]:
+def _named_matrices(decoder: Decoder) -> Iterator[tuple[str, Tensor, LoraLinear]]:
     """Yield the matrices of the adapters with the names that peft gives them, and their layers."""
     names = hf_names(decoder.config)
     for path, module in decoder.named_modules():
         if isinstance(module, LoraLinear):
-            of = f"{_PREFIX}{names[f'{path}.weight'].removesuffix('.weight')}"
-            yield f"{of}.lora_A.weight", module.lora_A, module
-            yield f"{of}.lora_B.weight", module.lora_B, module
+            hf_path = f"{_PREFIX}{names[f'{path}.weight'].removesuffix('.weight')}"
+            yield f"{hf_path}.lora_A.weight", module.lora_A, module
+            yield f"{hf_path}.lora_B.weight", module.lora_B, module
 
 
 def adapter_tensors(decoder: Decoder, dtype: torch.dtype) -> dict[str, Tensor]:
     """Return the adapters in `dtype` by the names that peft gives them."""
-    return {name: one.detach().to(dtype) for name, one, _ in _named(decoder)}
+    return {name: matrix.detach().to(dtype) for name, matrix, _ in _named_matrices(decoder)}
 
 
 def write_adapter(
@@ -147,7 +147,7 @@ def write_adapter(
 ) -> None:
     """Write the adapters into a folder as peft does. Raises WeightsError and DiskFull."""
     targets = targets_of(decoder.config, student.adapter_targets)
-    about: dict[str, Any] = {
+    config: dict[str, Any] = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": _base_of(student),
@@ -162,34 +162,34 @@ def write_adapter(
         "inference_mode": True,
         "modules_to_save": None,
     }
-    text = json.dumps(about, indent=2, sort_keys=True)
+    text = json.dumps(config, indent=2, sort_keys=True)
     (folder / ADAPTER_CONFIG).write_text(text + "\n")
-    # Not in the configuration, in which peft warns of a key that it does not know.
+    # In the metadata and not in the configuration, because peft warns of unknown keys there.
     metadata = {"format": "pt", BASE_ROWS: json.dumps(base_rows(decoder))}
     write_safetensors(folder / ADAPTER_FILE, adapter_tensors(decoder, dtype), metadata)
 
 
 def _base_of(student: StudentSection) -> str:
-    """Return the path of the base: the student's, or that of the adapter which it goes on from."""
+    """Return the path of the base: the student's, or the base of the adapter that training continues from."""
     folder = Path(student.path)
     return str(base_of(folder, read_adapter(folder))) if is_adapter(folder) else student.path
 
 
 def base_rows(decoder: Decoder) -> list[float]:
-    """Return the first number of each adapted matrix: they tell another base apart."""
-    return [one.first_weight() for one in decoder.modules() if isinstance(one, LoraLinear)]
+    """Return the first number of each adapted matrix of the base, by which another base is detected."""
+    return [layer.first_weight() for layer in decoder.modules() if isinstance(layer, LoraLinear)]
 
 
 @torch.no_grad()
 def merge(decoder: Decoder, folder: Path, about: Mapping[str, Any]) -> Decoder:
-    """Add an adapter to the weights of its base, in place, in fp32 before it is rounded. Raises WeightsError for one
-    that does not fit the base, or that was trained on another one."""
+    """Add an adapter to the weights of its base, in place; the sum is computed in fp32 and then rounded. Raises
+    WeightsError for an adapter that does not fit the base, or that was trained on another one."""
     by_module = {hf.removesuffix(".weight"): ours for ours, hf in hf_names(decoder.config).items()}
     rank = int(about["r"])
     scale = scale_of(rank, float(about["lora_alpha"]), bool(about.get("use_rslora")))
     rows = []
     with open_weights(folder / ADAPTER_FILE) as weights:
-        known = _rows_in(weights.metadata.get(BASE_ROWS, "null"))
+        recorded_rows = _rows_in(weights.metadata.get(BASE_ROWS, "null"))
         pairs: dict[str, dict[str, Tensor]] = {}
         for name in weights.tensors:
             path, _, part = name.removeprefix(_PREFIX).removesuffix(".weight").rpartition(".")
@@ -198,21 +198,21 @@ def merge(decoder: Decoder, folder: Path, about: Mapping[str, Any]) -> Decoder:
             tensor = weights.get(name)
             assert isinstance(tensor, Tensor)
             pairs.setdefault(path, {})[part] = tensor.float()
-    order = {ours: place for place, ours in enumerate(by_module.values())}
-    for path, pair in sorted(pairs.items(), key=lambda one: order[by_module[one[0]]]):
+    order = {ours: index for index, ours in enumerate(by_module.values())}
+    for path, pair in sorted(pairs.items(), key=lambda item: order[by_module[item[0]]]):
         weight_OI = decoder.get_parameter(by_module[path])
         shapes = {part: tuple(tensor.shape) for part, tensor in pair.items()}
-        wanted = {"lora_A": (rank, weight_OI.shape[1]), "lora_B": (weight_OI.shape[0], rank)}
-        if shapes != wanted:
-            raise WeightsError.expected("adapter", f"{folder}, {path}", str(wanted), str(shapes))
+        expected = {"lora_A": (rank, weight_OI.shape[1]), "lora_B": (weight_OI.shape[0], rank)}
+        if shapes != expected:
+            raise WeightsError.expected("adapter", f"{folder}, {path}", str(expected), str(shapes))
         rows.append(float(weight_OI[0, 0]))
         delta_OI = pair["lora_B"].to(weight_OI.device) @ pair["lora_A"].to(weight_OI.device)
         weight_OI.copy_(weight_OI.float() + scale * delta_OI)
-    if known is not None and not (
-        len(known) == len(rows)
+    if recorded_rows is not None and not (
+        len(recorded_rows) == len(rows)
         and all(
-            math.isclose(one, other, rel_tol=_SAME, abs_tol=1e-6)
-            for one, other in zip(known, rows, strict=True)
+            math.isclose(recorded, actual, rel_tol=_SAME_BASE_TOLERANCE, abs_tol=1e-6)
+            for recorded, actual in zip(recorded_rows, rows, strict=True)
         )
     ):
         raise WeightsError.expected(
@@ -226,10 +226,10 @@ def merge(decoder: Decoder, folder: Path, about: Mapping[str, Any]) -> Decoder:
 
 
 def _rows_in(text: str) -> list[float] | None:
-    """Return the numbers of the base in an adapter's metadata; None where another program wrote it."""
+    """Return the numbers of the base from an adapter's metadata; None if another program wrote the file."""
     try:
-        found = parse_json(text, ADAPTER_FILE, "adapter")
+        rows = parse_json(text, ADAPTER_FILE, "adapter")
     except BadInput:
         return None
-    is_known = isinstance(found, list) and all(type(one) is float for one in found)
-    return found if is_known else None
+    is_valid = isinstance(rows, list) and all(type(row) is float for row in rows)
+    return rows if is_valid else None

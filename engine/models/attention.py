@@ -22,9 +22,9 @@ synchronise. So the code that makes a batch records them with `remember`. Withou
 from the GPU, which is slower and gives the same result. The reference is the masked path of
 `engine.models.decoder`.
 
-Covered: CUDA from capability 8.0 on, fp16 and bf16, head widths up to 256 in multiples of 8, GQA, sliding windows.
-The tokens of a document must be contiguous in
-their row: a document that returns after another one counts as a new document.
+Covered: CUDA from capability 8.0 on, fp16 and bf16, head widths up to 256 in multiples of 8, GQA, sliding windows. The
+tokens of a document must be contiguous in their row: a document that returns after another one counts as a new
+document.
 """
 
 from __future__ import annotations
@@ -43,8 +43,9 @@ from engine.kernels.cudnn_attention import Ragged
 # Shapes: B rows, T tokens, N = B*T, S documents, H query heads, K key/value heads, E width of a head,
 # L a length that is at least that of every document
 
-LEAST_CAPABILITY = (8, 0)
-MOST_HEAD_DIM = 256
+MIN_CAPABILITY = (8, 0)
+"""Lowest compute capability with packed attention."""
+MAX_HEAD_DIM = 256
 LENGTH_STEP = 128
 """The kernels' own block size: a finer bound would not launch fewer blocks."""
 
@@ -60,11 +61,11 @@ class Packing(NamedTuple):
     """The same documents for cuDNN; None for torch's kernel."""
 
 
-_KNOWN: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+_PACKINGS: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 """Boundaries recorded by `remember`, for document tensors that are still alive."""
 
 
-_ON_HOST: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+_STARTS_ON_HOST: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 """The same boundaries in host memory."""
 
 
@@ -73,21 +74,21 @@ def remember(documents_BT: Tensor, on_host_BT: NDArray[np.int64]) -> None:
     afterwards.
     """
     on_host_S = starts_of(on_host_BT)
-    _ON_HOST[documents_BT] = on_host_S
+    _STARTS_ON_HOST[documents_BT] = on_host_S
     starts = torch.from_numpy(on_host_S)
     if documents_BT.is_cuda:
         starts = starts.pin_memory()
     longest = int(starts.diff().max())
-    _KNOWN[documents_BT] = _packing(starts.to(documents_BT.device, non_blocking=True), longest)
+    _PACKINGS[documents_BT] = _packing(starts.to(documents_BT.device, non_blocking=True), longest)
 
 
 def packing_of(documents_BT: Tensor) -> Packing:
     """Return the packing of a batch on any device. Synchronises with a GPU unless `remember` was
     called.
     """
-    if documents_BT in _KNOWN:
-        known: Packing = _KNOWN[documents_BT]
-        return known
+    if documents_BT in _PACKINGS:
+        packing: Packing = _PACKINGS[documents_BT]
+        return packing
     begins_N = begins(documents_BT).flatten()
     end = torch.full((1,), begins_N.numel(), device=begins_N.device)
     starts_S = torch.cat([begins_N.nonzero().squeeze(1), end]).int()
@@ -98,11 +99,11 @@ def starts_on_host(documents_BT: Tensor) -> list[int]:
     """Return the first token of each document in the flattened batch, and the end. Synchronises with a GPU unless
     `remember` was called.
     """
-    if documents_BT in _ON_HOST:
-        known: NDArray[np.int32] = _ON_HOST[documents_BT]
+    if documents_BT in _STARTS_ON_HOST:
+        starts_S: NDArray[np.int32] = _STARTS_ON_HOST[documents_BT]
     else:
-        known = starts_of(documents_BT.cpu().numpy())
-    starts: list[int] = known.tolist()
+        starts_S = starts_of(documents_BT.cpu().numpy())
+    starts: list[int] = starts_S.tolist()
     return starts
 
 
@@ -127,18 +128,18 @@ def begins(documents_BT: Tensor) -> Tensor:
 
 def positions(documents_BT: Tensor) -> Tensor:
     """Return the position of each token in its document, (B, T)."""
-    place_T = torch.arange(documents_BT.shape[1], device=documents_BT.device)
-    first_BT = torch.where(begins(documents_BT), place_T, 0).cummax(dim=1).values
-    return place_T - first_BT
+    index_T = torch.arange(documents_BT.shape[1], device=documents_BT.device)
+    first_BT = torch.where(begins(documents_BT), index_T, 0).cummax(dim=1).values
+    return index_T - first_BT
 
 
 def lengths(documents_BT: Tensor) -> Tensor:
     """Return how many tokens the document of each token has, (B, T)."""
-    place_T = torch.arange(documents_BT.shape[1], device=documents_BT.device)
+    index_T = torch.arange(documents_BT.shape[1], device=documents_BT.device)
     ends_BT = torch.ones_like(documents_BT, dtype=torch.bool)
     ends_BT[:, :-1] = documents_BT[:, 1:] != documents_BT[:, :-1]
-    last_BT = torch.where(ends_BT, place_T, documents_BT.shape[1]).flip(1).cummin(1).values.flip(1)
-    return last_BT - place_T + positions(documents_BT) + 1
+    last_BT = torch.where(ends_BT, index_T, documents_BT.shape[1]).flip(1).cummin(1).values.flip(1)
+    return last_BT - index_T + positions(documents_BT) + 1
 
 
 def attend_packed(
@@ -155,7 +156,7 @@ def attend_packed(
     Scores are multiplied by `scale`, or 1/sqrt(E); a token attends to at most `window` tokens, itself included.
     """
     starts_S, longest, ragged = packing
-    q_NHE, k_NKE, v_NKE = (each.flatten(0, 1) for each in (q_BTHE, k_BTKE, v_BTKE))
+    q_NHE, k_NKE, v_NKE = (x.flatten(0, 1) for x in (q_BTHE, k_BTKE, v_BTKE))
     if ragged is not None and cudnn_attention.takes(q_NHE, k_NKE):
         out_NHE = cudnn_attention.attend(q_NHE, k_NKE, v_NKE, ragged, scale=scale, window=window)
         return out_NHE.view(q_BTHE.shape)

@@ -18,7 +18,7 @@ There is no `nn.Parameter` here and no gradient of a weight: such a model is use
 frozen base of adapters, whose inputs have a gradient (`Fp8Linear.add_input_gradient`). Source of the
 scheme: "FP8 Formats for Deep Learning" (Micikevicius et al., 2022), and its rowwise form in
 `torch._scaled_mm`. Not covered: e5m2, scales of blocks inside a row, matrices whose sides are not
-multiples of 16, which the tensor cores do not take.
+multiples of 16, which the tensor cores do not support.
 
 **The head** (`round_head`), where it is not the embedding, has one scale for all of its weights and one for all
 hidden states, both powers of two: the tensor cores then return fp32 logits, and the values of the codes are exact in
@@ -49,6 +49,7 @@ if TYPE_CHECKING:
 
 DTYPE = torch.float8_e4m3fn
 LARGEST = 448.0
+"""Largest value of a code."""
 SMALLEST_SCALE = 1e-12
 """Scale of an all-zero row, whose codes are zeros whatever the scale."""
 LARGEST_ROW = 32768
@@ -81,7 +82,7 @@ def dequantise_rows(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     return (codes.float() * scale).to(dtype)
 
 
-def product(
+def matmul(
     codes_MK: Tensor,
     scale_M1: Tensor,
     weight_NK: Tensor,
@@ -142,9 +143,9 @@ def normed_codes(
 
     x_MD = x_BTD.flatten(0, 1)
     y_MD = None if y_BTD is None else y_BTD.flatten(0, 1)
-    kept_MD = x_MD if y_MD is None else torch.empty_like(x_MD)
-    codes_MD, scale_M1 = norm_to_fp8(y_MD, x_MD, norm.weight, norm.eps, kept_MD)
-    return kept_MD.view(x_BTD.shape), Rounded(codes_MD.view(DTYPE), scale_M1, x_BTD.shape, dtype)
+    sum_MD = x_MD if y_MD is None else torch.empty_like(x_MD)
+    codes_MD, scale_M1 = norm_to_fp8(y_MD, x_MD, norm.weight, norm.eps, sum_MD)
+    return sum_MD.view(x_BTD.shape), Rounded(codes_MD.view(DTYPE), scale_M1, x_BTD.shape, dtype)
 
 
 def round_norms(decoder: Decoder) -> None:
@@ -157,24 +158,24 @@ def round_norms(decoder: Decoder) -> None:
 
 def kernels_of(decoder: nn.Module) -> list[Variant]:
     """Return every kernel that the layers of a decoder in fp8 launch."""
-    layers = [each for each in decoder.modules() if isinstance(each, Fp8Linear)]
+    layers = [module for module in decoder.modules() if isinstance(module, Fp8Linear)]
     if not layers or not has_kernels(layers[0].codes.device):
         return []
     from engine.kernels.fp8_quantise import norm_variant, takes, variant
 
     norms = [
-        norm_variant(each.attention_norm.weight.shape[0], torch.bfloat16, add=add)
-        for each in decoder.modules()
-        if isinstance(each, Layer)
-        and each.normed is normed_codes
-        and each.attention_norm is not None
+        norm_variant(module.attention_norm.weight.shape[0], torch.bfloat16, add=add)
+        for module in decoder.modules()
+        if isinstance(module, Layer)
+        and module.normed is normed_codes
+        and module.attention_norm is not None
         for add in (False, True)
     ]
-    gated = {id(each.down) for each in decoder.modules() if isinstance(each, Fp8FeedForward)}
-    wanted = {(each.codes.shape[1], id(each) in gated) for each in layers}
+    gated = {id(module.down) for module in decoder.modules() if isinstance(module, Fp8FeedForward)}
+    columns_and_gated = {(layer.codes.shape[1], id(layer) in gated) for layer in layers}
     rows = [
         variant(columns, torch.bfloat16, gated=is_gated)
-        for columns, is_gated in sorted(wanted)
+        for columns, is_gated in sorted(columns_and_gated)
         if takes(columns)
     ]
     return list(dict.fromkeys([*norms, *rows]))
@@ -186,7 +187,7 @@ class Fp8Linear(nn.Module):
     def __init__(self, codes_NK: Tensor, scale_N: Tensor, bias_N: Tensor | None) -> None:
         super().__init__()
         self.first: float | None = None
-        """The first weight before it was rounded, by which an adapter knows its base."""
+        """First weight before rounding, by which an adapter recognises its base."""
         # Stored as bytes: not every build can compare, hash or sample fp8 tensors.
         self.codes: Tensor
         self.scale: Tensor
@@ -264,7 +265,7 @@ class Fp8FeedForward(nn.Module):
         gate, down = self.gate, self.down
         joined_BTG = _multiply(x_BTD, gate.joined_codes, gate.joined_scale, None)
         codes_MF, scale_M1 = to_codes(joined_BTG.flatten(0, -2), gated=True)
-        y_MD = product(codes_MF, scale_M1, down.codes.view(DTYPE), down.scale, None, x_BTD.dtype)
+        y_MD = matmul(codes_MF, scale_M1, down.codes.view(DTYPE), down.scale, None, x_BTD.dtype)
         return y_MD.view(x_BTD.shape)
 
 
@@ -275,7 +276,7 @@ def _multiply(
         codes_MK, scale_M1 = x.codes_MK, x.scale_M1
     else:
         codes_MK, scale_M1 = to_codes(x.reshape(-1, x.shape[-1]))
-    out_MN = product(codes_MK, scale_M1, codes_NK.view(DTYPE), scale_N, bias_N, x.dtype)
+    out_MN = matmul(codes_MK, scale_M1, codes_NK.view(DTYPE), scale_N, bias_N, x.dtype)
     return out_MN.view(*x.shape[:-1], out_MN.shape[-1])
 
 
@@ -303,7 +304,7 @@ def round_layer(layer: nn.Module) -> None:
         parts: list[Fp8Linear] = [layer.get_submodule(name) for name in group]  # type: ignore[misc]
         layer.set_submodule(group[0], Fp8Together(parts))
     mlp: FeedForward = layer.mlp  # type: ignore[assignment]
-    # Another activation has no kernel of its own: `down` quantises its input itself.
+    # Only silu has a kernel that quantises; with other activations `down` quantises its input itself.
     if mlp.activation is F.silu:
         layer.mlp = Fp8FeedForward(mlp.gate, mlp.up, mlp.down)  # type: ignore[arg-type]
 
@@ -369,11 +370,11 @@ class Fp8Slices:
         output, codes_VD = self.output, self.output.codes[self.first : self.columns].view(DTYPE)
         fits = len(codes_VD) % MULTIPLE == 0 and out_NV.is_contiguous()
         if not out_NV.is_cuda or not fits or out_NV.dtype != torch.float32:
-            read_ND = self.operand(hidden_ND)
+            operand_ND = self.operand(hidden_ND)
             for first, weight_RD in self:
-                place = first - self.first
-                part_NR = out_NV[:, place : place + len(weight_RD)]
-                multiply(part_NR, read_ND, weight_RD.t(), scale=scale)
+                column = first - self.first
+                part_NR = out_NV[:, column : column + len(weight_RD)]
+                multiply(part_NR, operand_ND, weight_RD.t(), scale=scale)
             return
         torch._scaled_mm(
             _to_codes(hidden_ND, output.input_scale),
@@ -387,7 +388,7 @@ class Fp8Slices:
 
 
 def _power_of_two(largest: float) -> float:
-    """Return the least power of two that scales `largest` to at most half of the largest code."""
+    """Return the smallest power of two that scales `largest` to at most half of the largest code."""
     return 2.0 ** math.ceil(math.log2(max(largest, SMALLEST_SCALE) * 2 / LARGEST))
 
 
@@ -401,8 +402,8 @@ def _values(codes: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
 
 @torch.no_grad()
 def round_head(decoder: Decoder) -> None:
-    """Replace the head of a decoder with an `Fp8Output`, unless it is the embedding or the tensor cores cannot take its
-    sides.
+    """Replace the head of a decoder with an `Fp8Output`, unless it is the embedding or its sides are no multiples of
+    MULTIPLE.
     """
     head = decoder.head
     if not isinstance(head, nn.Linear) or any(side % MULTIPLE for side in head.weight.shape):

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from engine.kernels.dequantize import has_triton
-from engine.models.attention import LEAST_CAPABILITY
+from engine.models.attention import MIN_CAPABILITY
 from engine.models.config import ModelConfig
 from engine.models.decoder import (
     ACTIVATIONS,
@@ -44,7 +44,7 @@ def has_kernels(device: torch.device) -> bool:
     """Return whether our kernels run on `device`."""
     if device.type != "cuda" or not has_triton():
         return False
-    return torch.cuda.get_device_capability(device) >= LEAST_CAPABILITY
+    return torch.cuda.get_device_capability(device) >= MIN_CAPABILITY
 
 
 def use_kernels(decoder: Decoder, *, frozen: bool) -> None:

@@ -6,8 +6,8 @@
 
 GGUF and .apr files are read by our own decoder alone.
 
-A config.json of several models has that of its language model in `text_config`. transformers runs the whole where it
-has a causal language model for it; else the language model is run alone, by whichever of the two has it.
+The config.json of a model of several parts has that of its language model in `text_config`. transformers runs the
+whole if it has a causal language model class for it; else the language model is run alone, by either engine.
 """
 
 from __future__ import annotations
@@ -69,16 +69,16 @@ def _config_alone(raw: Mapping[str, object], where: Path, how: ModelSection) -> 
 
 
 def _text_part(raw: Mapping[str, object]) -> dict[str, object] | None:
-    """Return the configuration of the language model of several; None where there is one model."""
+    """Return the configuration of the language model in a model of several parts; None for other models."""
     text = raw.get("text_config")
     if not isinstance(text, Mapping):
         return None
-    of_the_whole = ("text_config", "vision_config", "architectures", "auto_map")
-    return {**{key: raw[key] for key in raw if key not in of_the_whole}, **text}
+    keys_of_whole = ("text_config", "vision_config", "architectures", "auto_map")
+    return {**{key: raw[key] for key in raw if key not in keys_of_whole}, **text}
 
 
 def _runs_in_transformers(raw: Mapping[str, object], where: Path, how: ModelSection) -> bool:
-    """Whether transformers makes a model of a configuration that the native decoder refuses."""
+    """Return whether transformers accepts a configuration that the native decoder refuses."""
     sizes = {key: raw.get(key) for key in SIZES}
     if any(isinstance(size, int) and size > SIZES[key].most for key, size in sizes.items()):
         return False
@@ -92,7 +92,7 @@ def _runs_in_transformers(raw: Mapping[str, object], where: Path, how: ModelSect
 
 
 def why_not_native(raw: Mapping[str, object], how: ModelSection) -> str | None:
-    """Return why transformers runs a model, or None where our own decoder does or nothing can."""
+    """Return the reason why transformers runs a model; None if our own decoder does, or if neither can."""
     name = raw.get("model_type")
     if how.engine == "native" or not isinstance(name, str) or raw.get("quantization_config"):
         return None

@@ -16,7 +16,7 @@ multiply-add counts as two FLOPs, and O is LAUNCHES.
 2 W forward and 4 W backward are the count of Kaplan et al. 2020 (arXiv:2001.08361, section 2.1). Attention is that of
 PaLM (arXiv:2204.02311, appendix B), halved: a token attends to half of its row on average, in q k^T and in p v, and to
 less in rows that hold several documents. Bytes and launches are those of layers in fp32 in which no operation is fused.
-So a step needs no more than this, and what takes many times as long does something else.
+So a step needs no more than this; a part that takes many times as long does other work.
 
 FLOPs per token leave recomputation out (the convention of MFU), and so are an upper bound of a useful rate. The
 datasheet's dense bf16 rate is one that no matmul reaches (on an H200 the largest reach 0.8 of it), so a share of 1 is
@@ -103,33 +103,35 @@ def step_costs(
     recomputes: bool = False,
     chunk_rows: int = 0,
 ) -> dict[str, Cost]:
-    """Return the cost of each part of a step of N tokens in `passes` micro-batches, of which the loss takes
+    """Return the cost of each part of a step of N tokens in `passes` micro-batches; the loss computes
     `chunk_rows` tokens at a time (0: not known). `teacher` is None when the objective uses none; one whose outputs are
     `stored` is not run."""
     layers, parameters = forward_cost(student, tokens, seq_len, passes), count_parameters(student)
-    again = 3.0 if recomputes else 2.0
-    found = {
+    times_forward = 3.0 if recomputes else 2.0
+    costs = {
         "student": layers,
         "backward": Cost(
-            flops=again * layers.flops,
+            flops=times_forward * layers.flops,
             moved_bytes=2 * layers.moved_bytes + 4.0 * parameters,
-            launches=again * layers.launches,
+            launches=times_forward * layers.launches,
         ),
         "optimizer": Cost(moved_bytes=4.0 * ADAMW_TIMES * parameters, launches=LAUNCHES),
     }
     # Logits, and the gradients of hidden states and head.
     heads, models = 6.0 * tokens * student.vocab_size * student.hidden_size, 1
     if teacher is not None:
-        read = Cost(moved_bytes=8.0 * tokens * teacher.hidden_size, launches=LAUNCHES * passes)
-        found["teacher"] = read if stored else forward_cost(teacher, tokens, seq_len, passes)
+        stored_cost = Cost(
+            moved_bytes=8.0 * tokens * teacher.hidden_size, launches=LAUNCHES * passes
+        )
+        costs["teacher"] = stored_cost if stored else forward_cost(teacher, tokens, seq_len, passes)
         heads, models = heads + 2.0 * tokens * teacher.vocab_size * teacher.hidden_size, 2
     chunks = -(-tokens // passes // chunk_rows) if chunk_rows else 4
-    found["loss"] = Cost(
+    costs["loss"] = Cost(
         flops=heads,
         moved_bytes=SOFTMAX_TIMES * 4.0 * tokens * student.vocab_size * models,
         launches=LAUNCHES * passes * chunks,
     )
-    return found
+    return costs
 
 
 def flops_per_token(student: ModelConfig, teacher: ModelConfig | None, seq_len: int) -> float:
@@ -142,6 +144,6 @@ def peak_flops(device_name: str, gpus: int = 1) -> Reading:
     """Return the dense bf16 FLOP/s of `gpus` devices of this name; absent when the name is unknown."""
     for name, rate in DENSE_BF16_FLOPS.items():
         if name in device_name:
-            several = "" if gpus == 1 else f", of {gpus} GPUs"
-            return measured(gpus * rate, f"NVIDIA's datasheet of {name}, dense bf16{several}")
+            of_gpus = "" if gpus == 1 else f", of {gpus} GPUs"
+            return measured(gpus * rate, f"NVIDIA's datasheet of {name}, dense bf16{of_gpus}")
     return absent(f"no rate is known for {device_name}", "datasheets")

@@ -1,6 +1,6 @@
 """Overview of the data of a spec: documents, tokens, what has a label, and what was left out and why.
 
-Everything is counted on the tokens that the models would read, of a part of the corpus where it is large.
+All numbers are of the tokens that the models would read; for a large corpus, of a part of it.
 """
 
 # Shapes: B rows, T tokens of a row
@@ -30,12 +30,14 @@ from engine.plan.inputs import Inputs, open_corpus_of
 from engine.spec import RunSpec
 from engine.units import format_bytes, format_count
 
-LOOKED_AT_BYTES = 16 << 20
-"""Text that is tokenized unless all is asked for: some seconds."""
+TOKENIZED_BYTES = 16 << 20
+"""Size of the text that is tokenized by default, which takes some seconds."""
 BARS = 40
+"""Length of the longest bar of a histogram, in characters."""
 SAMPLE_TOKENS = 400
-"""Tokens of a document that are shown."""
+"""Largest number of tokens shown of a document."""
 REASONS = 10
+"""Largest number of reasons, remarks and copies that are listed."""
 
 
 Marked = tuple[str, bool]
@@ -118,7 +120,7 @@ class Overview:
     def lines(self) -> list[str]:
         """Format it for people, without the samples."""
         part = (
-            f" (of at most {format_bytes(LOOKED_AT_BYTES)}; {self.beyond_bytes:,} documents were not read)"
+            f" (of at most {format_bytes(TOKENIZED_BYTES)}; {self.beyond_bytes:,} documents were not read)"
             if self.beyond_bytes
             else ""
         )
@@ -133,8 +135,8 @@ class Overview:
                 f"{share:.1%} of them with a label; {side.rows:,} rows of {self.seq_len:,}"
             )
             if side.padding:
-                places = side.rows * self.seq_len
-                lines.append(f"{'':9} {side.padding / places:.1%} of their places are padding")
+                positions = side.rows * self.seq_len
+                lines.append(f"{'':9} {side.padding / positions:.1%} of their places are padding")
             if side.unlabelled_rows:
                 lines.append(
                     f"{'':9} {side.unlabelled_rows:,} rows have no label and are not taken"
@@ -147,7 +149,7 @@ class Overview:
             lines.append(
                 f"{self.longer_than_a_row:,} are longer than a row; the rest of each is in the next one"
             )
-        told = []
+        remarks = []
         for copies, words in (
             (self.repeated, "training documents have the tokens of another one"),
             (self.dropped, "documents are dropped from train, because their text is held out"),
@@ -157,23 +159,26 @@ class Overview:
             ),
         ):
             if copies.count:
-                told.append(f"{copies.count:,} {words}:")
-                told += [f"    {name} is {other}" for name, other in copies.names]
+                remarks.append(f"{copies.count:,} {words}:")
+                remarks += [f"    {name} is {other}" for name, other in copies.names]
                 if copies.count > len(copies.names):
-                    told.append(f"    and {copies.count - len(copies.names):,} more")
+                    remarks.append(f"    and {copies.count - len(copies.names):,} more")
         if self.partly_labelled:
-            told.append(f"{self.partly_labelled:,} conversations have a turn without labels")
-        told += [f"{one.count:,} left out: {one.text} (as {one.example})" for one in self.left_out]
-        for one in self.remarks:
-            example = f" (as {one.example})" if one.example else ""
-            told.append(f"in {one.count:,}: {one.text}{example}")
-        return [*lines, *(["", *told] if told else [])]
+            remarks.append(f"{self.partly_labelled:,} conversations have a turn without labels")
+        remarks += [
+            f"{reason.count:,} left out: {reason.text} (as {reason.example})"
+            for reason in self.left_out
+        ]
+        for remark in self.remarks:
+            example = f" (as {remark.example})" if remark.example else ""
+            remarks.append(f"in {remark.count:,}: {remark.text}{example}")
+        return [*lines, *(["", *remarks] if remarks else [])]
 
     def _histogram(self) -> list[str]:
         most = max((count for _, count in self.lengths), default=1)
         lines = []
         for high, count in self.lengths:
-            # A group with something in it has a bar.
+            # A group that is not empty has a bar of at least one character.
             bar = "#" * max(bool(count), round(BARS * count / most))
             lines.append(f"{f'to {high:,}':>12} {count:>9,} {bar}".rstrip())
         return lines
@@ -192,84 +197,84 @@ def look_at_data(
     Raises CorpusError, TokenizerError.
     """
     data = spec.data
-    most = data.max_bytes or None
+    max_bytes = data.max_bytes or None
     if not everything:
-        most = min(most or LOOKED_AT_BYTES, LOOKED_AT_BYTES)
-    part = dataclasses.replace(data, max_bytes=most or 0)
+        max_bytes = min(max_bytes or TOKENIZED_BYTES, TOKENIZED_BYTES)
+    part = dataclasses.replace(data, max_bytes=max_bytes or 0)
     corpus = open_corpus_of(part, lambda done: progress("splitting the corpus", done, None))
     stream = dataclasses.replace(part, packing=STREAM)
-    whole = inputs.load_tokens(stream, progress, corpus=corpus)
+    unpacked = inputs.load_tokens(stream, progress, corpus=corpus)
     packed = inputs.load_tokens(part, progress, corpus=corpus)
-    train, held = whole.train, whole.heldout
+    train, heldout = unpacked.train, unpacked.heldout
     lengths = train.lengths
-    near = near_copies(train, held)
+    near = near_copies(train, heldout)
     repeated, first = _repeated(corpus.train, train)
-    copied, of = (
-        side.numbers[np.array([pair[place] for pair in near.pairs], dtype=np.int64)]
-        for place, side in enumerate((corpus.heldout, corpus.train))
+    copied, originals = (
+        side.numbers[np.array([pair[side_index] for pair in near.pairs], dtype=np.int64)]
+        for side_index, side in enumerate((corpus.heldout, corpus.train))
     )
     return Overview(
         source=data.corpus,
         seq_len=data.seq_len,
         train=_part(corpus.train, train, packed.train, data.seq_len, "train"),
-        heldout=_part(corpus.heldout, held, packed.heldout, data.seq_len, "held-out"),
+        heldout=_part(corpus.heldout, heldout, packed.heldout, data.seq_len, "held-out"),
         steps=spec.train.steps,
         passes=spec.train.steps * spec.rows_per_step * data.seq_len / len(packed.train)
-        if not corpus.beyond_max_bytes or data.max_bytes == most
+        if not corpus.beyond_max_bytes or data.max_bytes == max_bytes
         else None,
         behind_a_cut=labels_after_a_cut(packed.train, data.seq_len) if corpus.train.chats else None,
         lengths=_groups(lengths[lengths > 0].tolist()),
         longer_than_a_row=int((lengths > data.seq_len).sum()),
         repeated=_copies(corpus, repeated, first),
         dropped=_copies(corpus, corpus.dropped, corpus.heldout.like(corpus.dropped)),
-        near_copies=_copies(corpus, copied, of),
+        near_copies=_copies(corpus, copied, originals),
         compared=near.compared,
-        left_out=_reasons(corpus, (*corpus.faults, *train.left_out, *held.left_out)),
+        left_out=_reasons(corpus, (*corpus.faults, *train.left_out, *heldout.left_out)),
         remarks=tuple(
-            Reason(text=one.reason, count=one.count, example=one.example)
-            for one in remarks_of(whole)[:REASONS]
+            Reason(text=remark.reason, count=remark.count, example=remark.example)
+            for remark in remarks_of(unpacked)[:REASONS]
         ),
-        partly_labelled=train.partly_labelled + held.partly_labelled,
+        partly_labelled=train.partly_labelled + heldout.partly_labelled,
         beyond_bytes=corpus.beyond_max_bytes,
         samples=_samples(corpus.train, train, inputs, samples),
     )
 
 
-def _copies(corpus: Corpus, numbers: Int64Array, of: Int64Array) -> Copies:
+def _copies(corpus: Corpus, numbers: Int64Array, originals: Int64Array) -> Copies:
     if not len(numbers):
         return Copies(count=0, names=())
-    shown = numbers[:REASONS], of[:REASONS]
-    read = corpus.train.index.read(np.concatenate(shown))
-    names = {number: one.place or one.name for number, one in read}
+    shown = numbers[:REASONS], originals[:REASONS]
+    documents = corpus.train.index.read(np.concatenate(shown))
+    names = {number: document.place or document.name for number, document in documents}
     pairs = tuple((names[a], names[b]) for a, b in zip(*(x.tolist() for x in shown), strict=True))
     return Copies(count=len(numbers), names=pairs)
 
 
 def _repeated(split: Split, stream: TokenStream) -> tuple[Int64Array, Int64Array]:
-    """Return the documents whose tokens an earlier one of the split has, and that one, as numbers of the index."""
-    there = np.flatnonzero(stream.lengths)
-    cuts = zip(stream.starts[there], stream.starts[there + 1], strict=True)
+    """Return the documents with the tokens of an earlier one of the split, and the earlier ones, as index numbers."""
+    not_empty = np.flatnonzero(stream.lengths)
+    cuts = zip(stream.starts[not_empty], stream.starts[not_empty + 1], strict=True)
     digests = [hashlib.blake2b(stream.tokens[a:b].tobytes()).digest() for a, b in cuts]
     earlier: dict[bytes, int] = {}
     pairs = [
-        (place, earlier[one])
-        for place, one in zip(there.tolist(), digests, strict=True)
-        if earlier.setdefault(one, place) != place
+        (index, earlier[digest])
+        for index, digest in zip(not_empty.tolist(), digests, strict=True)
+        if earlier.setdefault(digest, index) != index
     ]
-    found = np.array(pairs, dtype=np.int64).reshape(-1, 2)
-    return split.numbers[found[:, 0]], split.numbers[found[:, 1]]
+    pairs_N2 = np.array(pairs, dtype=np.int64).reshape(-1, 2)
+    return split.numbers[pairs_N2[:, 0]], split.numbers[pairs_N2[:, 1]]
 
 
 def _part(split: Split, stream: TokenStream, packed: TokenStream, seq_len: int, what: str) -> Part:
     rows = count_rows(packed, seq_len, what)
-    # Of text all tokens but the first of each document are to be predicted.
-    every = len(stream) - int(np.count_nonzero(stream.lengths))
+    # In plain text all tokens but the first of each document are predicted.
+    predicted = len(stream) - int(np.count_nonzero(stream.lengths))
     return Part(
         documents=split.document_count,
         conversations=split.chats,
         text_bytes=split.size_bytes,
         tokens=len(stream),
-        labelled=every if stream.labelled is None else stream.labelled_count,
+        labelled=predicted if stream.labelled is None else stream.labelled_count,
         rows=rows,
         unlabelled_rows=rows - len(labelled_rows(packed, seq_len, what)),
         padding=len(packed) - packed.token_count,
@@ -286,14 +291,14 @@ def _groups(lengths: Sequence[int]) -> tuple[tuple[int, int], ...]:
 
 def _reasons(corpus: Corpus, conversations: Iterable[LeftOut]) -> tuple[Reason, ...]:
     counts: dict[str, LeftOut] = {}
-    for one in corpus.skipped:
-        count_left_out(counts, one)
+    for record in corpus.skipped:
+        count_left_out(counts, record)
     reasons = [*counts.values(), *conversations]
     totals: Counter[str] = Counter()
     examples: dict[str, str] = {}
-    for found in reasons:
-        totals[found.reason] += found.count
-        examples.setdefault(found.reason, found.example)
+    for left_out in reasons:
+        totals[left_out.reason] += left_out.count
+        examples.setdefault(left_out.reason, left_out.example)
     return tuple(
         Reason(text=text, count=count, example=examples[text])
         for text, count in totals.most_common(REASONS)
@@ -307,23 +312,23 @@ def _samples(split: Split, stream: TokenStream, inputs: Inputs, count: int) -> t
     if not count:
         return ()
     shown = with_tokens[np.arange(count) * len(with_tokens) // count]
-    names = {place: one.name for place, one in split.index.read(split.numbers[shown])}
-    found = []
+    names = {number: document.name for number, document in split.index.read(split.numbers[shown])}
+    samples = []
     for number in shown.tolist():
         start, length = int(stream.starts[number]), int(stream.lengths[number])
         ids = stream.tokens[start : start + min(length, SAMPLE_TOKENS)].astype(np.int64)
         labelled = np.ones(len(ids), dtype=np.bool_)
-        # Nothing comes before the first token that it could be predicted from.
+        # The first token has no earlier token to be predicted from.
         labelled[0] = False
         if stream.labelled is not None:
             labelled &= stream.labelled[start : start + len(ids)]
         parts = marked(inputs.tokenizer, ids, labelled)
-        found.append(
+        samples.append(
             Sample(
                 name=names[int(split.numbers[number])], tokens=length, shown=len(ids), parts=parts
             )
         )
-    return tuple(found)
+    return tuple(samples)
 
 
 def marked(

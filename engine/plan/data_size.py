@@ -2,8 +2,8 @@
 
 A corpus of at most `SAMPLED_BYTES` is split and tokenized as the run would, so its numbers are exact and a corpus too
 small for one row is refused. Of a larger one the first megabytes are tokenized, and the tokens of the rest follow from
-its bytes. Every record of the first `LISTED_BYTES` is read, so that those with a fault are counted; how many there are
-beyond is estimated from the sizes of the files.
+its bytes. Every record of the first `LISTED_BYTES` is read, so that those with a fault are counted; the number of the
+others is estimated from the sizes of the files.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from engine.spec.sections import DataSection
 from engine.units import format_bytes, format_count
 
 LISTED_BYTES = 64 << 20
-"""Text that is listed; of a file of records, listing reads every record."""
+"""Size of the text that is listed; listing a file of records reads every record."""
 SAMPLED_BYTES = 2 << 20
-"""Text that is tokenized: a second on a slow core."""
+"""Size of the text that is tokenized, which takes a second on a slow core."""
 MANY_PASSES = 10
-"""Passes over a text beyond which a model is more likely to memorise it than to learn from it."""
+"""Number of epochs above which a model is more likely to memorise a text than to learn from it."""
 PIECE_BYTES = 16 << 20
-"""A larger document is not read for the sample."""
+"""Largest size of a document that is read for the sample."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,7 +79,7 @@ class DataSize:
         if self.not_read != 0:
             rest = "the others" if self.not_read is None else f"about {self.not_read:,} more"
             lines.append(f"data: {self.read:,} documents were read, {rest} were not")
-        lines += [f"data: {one}" for one in self.left_out]
+        lines += [f"data: {fault}" for fault in self.left_out]
         lines += behind_a_cut_lines(self.behind_a_cut, "data: ")
         lines.append(
             f"steps: {steps:,} of {self.tokens_per_step:,} tokens each, {passes_text(self.passes)}"
@@ -88,7 +88,7 @@ class DataSize:
 
 
 def passes_text(passes: float | None) -> str:
-    """Say how often steps train on the same text, and what many times do."""
+    """Describe how often the steps train on the same text, with advice if that is many times."""
     if passes is None:
         return "an unknown number of passes over the training text"
     text = f"{passes:.3g} passes over the training text"
@@ -98,7 +98,7 @@ def passes_text(passes: float | None) -> str:
 
 
 def behind_a_cut_lines(share: float | None, prefix: str = "") -> list[str]:
-    """Say how many labels of conversations are predicted without their question; nothing where none is."""
+    """Describe how many labels of conversations are predicted without their question; empty if none are."""
     if not share:
         return []
     return [
@@ -112,8 +112,8 @@ def measure_data(spec: RunSpec, inputs: Inputs) -> DataSize:
     data, train = spec.data, spec.train
     per_step = spec.rows_per_step * data.seq_len
     documents = texts = listed = 0
-    sample, whole = _Sample(), True
-    labelled = behind = None
+    sample, all_listed = _Sample(), True
+    labelled = behind_a_cut = None
     faults = RecordFaults(shown(data.corpus), data.skip_at_most)
     for item in list_pieces(
         data.corpus, include_tests=data.include_tests, columns=column_names(data.columns)
@@ -124,7 +124,7 @@ def measure_data(spec: RunSpec, inputs: Inputs) -> DataSize:
         listed += item.size_bytes
         if listed > LISTED_BYTES:
             tokens, listed = None, listed - item.size_bytes
-            whole = False
+            all_listed = False
             break
         if item.size_bytes > limits.UNCUT_TEXT.most and isinstance(text := item.read(), str):
             try:
@@ -139,7 +139,7 @@ def measure_data(spec: RunSpec, inputs: Inputs) -> DataSize:
     else:
         if listed <= SAMPLED_BYTES:
             return _exact(spec, inputs, per_step)
-        tokens, labelled, behind = sample.estimate(spec, inputs, listed, texts)
+        tokens, labelled, behind_a_cut = sample.estimate(spec, inputs, listed, texts)
     faults.refuse_too_many(documents)
     passes = None
     if tokens is not None:
@@ -148,17 +148,17 @@ def measure_data(spec: RunSpec, inputs: Inputs) -> DataSize:
             trained = min(trained, tokens * data.max_bytes / listed)
         passes = train.steps * per_step / trained
     return DataSize(
-        documents=documents if whole else None,
-        text_bytes=listed if whole else None,
+        documents=documents if all_listed else None,
+        text_bytes=listed if all_listed else None,
         tokens=tokens,
         exact=False,
         sampled_bytes=0 if tokens is None else sample.size_bytes,
         tokens_per_step=per_step,
         passes=passes,
         labelled=labelled,
-        behind_a_cut=behind,
+        behind_a_cut=behind_a_cut,
         read=documents + faults.count,
-        not_read=0 if whole else _not_read(data, documents, listed),
+        not_read=0 if all_listed else _not_read(data, documents, listed),
         left_out=faults.left_out,
     )
 
@@ -168,33 +168,33 @@ def _not_read(data: DataSection, documents: int, size_bytes: int) -> int | None:
     files = list_files(
         data.corpus, include_tests=data.include_tests, columns=column_names(data.columns)
     )
-    paths = [one.path for one in files if not isinstance(one, Skipped)]
+    paths = [file.path for file in files if not isinstance(file, Skipped)]
     if not documents or any(path.suffix in (".gz", ".zst", ".parquet") for path in paths):
         return None
-    every = sum(path.stat().st_size for path in paths)
-    return max(1, round(documents * every / size_bytes) - documents)
+    total_bytes = sum(path.stat().st_size for path in paths)
+    return max(1, round(documents * total_bytes / size_bytes) - documents)
 
 
 def _exact(spec: RunSpec, inputs: Inputs, per_step: int) -> DataSize:
     data = spec.data
     corpus = open_corpus_of(data)
     train = inputs.rows(corpus.train.documents, data)
-    held = inputs.rows(corpus.heldout.documents, data)
-    labelled_rows(held, data.seq_len, "held-out")
+    heldout = inputs.rows(corpus.heldout.documents, data)
+    labelled_rows(heldout, data.seq_len, "held-out")
     labelled_rows(train, data.seq_len, "train")
     size = corpus.train.size_bytes + corpus.heldout.size_bytes
     return DataSize(
         documents=corpus.train.document_count + corpus.heldout.document_count,
         text_bytes=size,
-        tokens=train.token_count + held.token_count,
+        tokens=train.token_count + heldout.token_count,
         exact=True,
         sampled_bytes=size,
         tokens_per_step=per_step,
         passes=spec.train.steps * per_step / len(train),
-        labelled=_share(train),
-        behind_a_cut=_behind(train, data.seq_len),
-        read=len(corpus.train.index) + sum(one.count for one in corpus.faults),
-        left_out=(*corpus.faults, *train.left_out, *held.left_out),
+        labelled=_share_labelled(train),
+        behind_a_cut=_share_behind_a_cut(train, data.seq_len),
+        read=len(corpus.train.index) + sum(fault.count for fault in corpus.faults),
+        left_out=(*corpus.faults, *train.left_out, *heldout.left_out),
     )
 
 
@@ -206,7 +206,7 @@ class _Sample:
         self.size_bytes = 0
 
     def add(self, piece: Piece) -> None:
-        """Take a document, unless there are enough."""
+        """Add a document, unless the sample is large enough."""
         if self.size_bytes >= SAMPLED_BYTES or piece.size_bytes > PIECE_BYTES:
             return
         if isinstance(text := piece.read(), str):
@@ -218,8 +218,8 @@ class _Sample:
     def estimate(
         self, spec: RunSpec, inputs: Inputs, listed: int, texts: int
     ) -> tuple[int | None, float | None, float | None]:
-        """Return the tokens of `listed` bytes with so many texts in them, the share of the tokens that are labelled,
-        and that of the labels that follow a cut."""
+        """Return the number of tokens in `listed` bytes with `texts` texts, the share of the tokens that are labelled,
+        and the share of the labels that follow a cut."""
         if not self.size_bytes:
             return None, None, None
         stream = inputs.tokenize(self.documents, spec.data)
@@ -227,12 +227,12 @@ class _Sample:
         ends = sum(not document.is_chat for document in self.documents)
         tokens = round((len(stream) - ends) / self.size_bytes * listed) + texts
         packed = inputs.pack(stream, spec.data)
-        return tokens, _share(stream), _behind(packed, spec.data.seq_len)
+        return tokens, _share_labelled(stream), _share_behind_a_cut(packed, spec.data.seq_len)
 
 
-def _behind(packed: TokenStream, seq_len: int) -> float | None:
+def _share_behind_a_cut(packed: TokenStream, seq_len: int) -> float | None:
     return None if packed.labelled is None else labels_after_a_cut(packed, seq_len)
 
 
-def _share(stream: TokenStream) -> float | None:
+def _share_labelled(stream: TokenStream) -> float | None:
     return None if stream.labelled is None else stream.labelled_count / max(1, stream.token_count)

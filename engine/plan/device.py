@@ -31,7 +31,7 @@ CONTEXT_BYTES = 768 * 2**20
 """Device memory of a process outside torch's allocator: CUDA's context and the code of kernels. On an H100 it was
 0.5 GiB before the first kernel, and up to 0.7 at the end of a run."""
 FRAGMENTS_SHARE = 0.03
-"""Share of what the allocator may reserve that a plan leaves for pieces between tensors; up to 0.025 was measured."""
+"""Share of the allocator's limit that a plan leaves for fragmentation, 0 to 1; up to 0.025 was measured."""
 DEVICE_SHARE = 0.95
 """Share of a GPU's total memory; the rest is for fragmentation and for later allocations of the driver."""
 
@@ -81,7 +81,7 @@ def set_up_device(
     if spec.compute.deterministic != torch.are_deterministic_algorithms_enabled():
         torch.use_deterministic_algorithms(spec.compute.deterministic)
     torch.manual_seed(spec.train.seed)
-    decided = {one.knob: one.choice for one in (chosen, allocator, precision, threads, wait)}
+    decided = {d.knob: d.choice for d in (chosen, allocator, precision, threads, wait)}
     return spec.with_values(decided), ComputeDevice(
         device=device,
         memory=memory,
@@ -90,15 +90,15 @@ def set_up_device(
 
 
 def _available(device: torch.device, facts: DeviceFacts) -> Reading:
-    """Return how much of the memory it computes in this run may use, as of now."""
+    """Return the memory of the device that this run may use, as of now."""
     if device.type != "cuda":
         pools = [facts.memory.available_bytes, facts.cgroup_memory.headroom_bytes]
         known = [pool for pool in pools if pool.number is not None]
         if not known:
             return absent(str(pools[0].absent), pools[0].source)
-        least = min(known, key=lambda pool: pool.number or 0)
-        room = max(0, int(least.number or 0) - HOST_RESERVE_BYTES)
-        return measured(room, f"{least.source} less {format_bytes(HOST_RESERVE_BYTES)}")
+        smallest = min(known, key=lambda pool: pool.number or 0)
+        usable_bytes = max(0, int(smallest.number or 0) - HOST_RESERVE_BYTES)
+        return measured(usable_bytes, f"{smallest.source} less {format_bytes(HOST_RESERVE_BYTES)}")
     if facts.has_integrated_gpu:
         return facts.memories[0].usable_bytes
     free, total = torch.cuda.mem_get_info(device)
@@ -123,5 +123,9 @@ def limited(available: Reading, limit_bytes: int, *, on_gpu: bool) -> Reading:
     if on_gpu:
         planned = round((1 - FRAGMENTS_SHARE) * max(0, limit_bytes - CONTEXT_BYTES))
         source += f" less {format_bytes(limit_bytes - planned)} for CUDA's context and fragments"
-    there = available.number
-    return available if there is not None and there <= planned else measured(planned, source)
+    available_bytes = available.number
+    return (
+        available
+        if available_bytes is not None and available_bytes <= planned
+        else measured(planned, source)
+    )

@@ -28,8 +28,8 @@ fewer rows are slower, and a quantised head is dequantised again for each chunk.
 """
 
 
-SHORTEST = 256
-"""Tokens of the shortest row that is tried."""
+MIN_ROW_TOKENS = 256
+"""Length of the shortest row that is tried, in tokens."""
 
 
 def longest_on_card(plan: MemoryPlan, *, stored: str | None) -> int:
@@ -38,9 +38,9 @@ def longest_on_card(plan: MemoryPlan, *, stored: str | None) -> int:
     `plan` is for a GPU and decides nothing yet; its row's number and length, and its memory, are replaced.
     """
     card_bytes = CARD_GIB << 30
-    room = limited(measured(card_bytes, "the card"), card_bytes, on_gpu=True)
-    card = replace(plan, available=room)
-    longest, tokens = 0, SHORTEST
+    available = limited(measured(card_bytes, "the card"), card_bytes, on_gpu=True)
+    card = replace(plan, available=available)
+    longest, tokens = 0, MIN_ROW_TOKENS
     while tokens <= plan.student.max_position_embeddings:
         row = card.changed({"train.rows": 1, "data.seq_len": tokens})
         if not fit(row, stored=stored)[0].budget().fits:
@@ -52,7 +52,7 @@ def longest_on_card(plan: MemoryPlan, *, stored: str | None) -> int:
 def on_card(tokens: int) -> str:
     """Describe the result of `longest_on_card`."""
     if not tokens:
-        return f"{ON_CARD} not even one row of {SHORTEST} tokens a step"
+        return f"{ON_CARD} not even one row of {MIN_ROW_TOKENS} tokens a step"
     return f"{ON_CARD} one row of up to {tokens:,} tokens a step"
 
 
@@ -65,63 +65,66 @@ def fit(plan: MemoryPlan, *, stored: str | None) -> tuple[MemoryPlan, list[Decis
     spec, number = plan.spec, plan.available.number
     available_bytes = None if number is None else int(number)
     wanted_rows = spec.loss.chunk_rows
-    usual = wanted_rows or plan.chunk_rows
-    fewer = [] if wanted_rows else [rows for rows in FEWER_CHUNK_ROWS if rows < usual]
+    default_rows = wanted_rows or plan.chunk_rows
+    fewer = [] if wanted_rows else [rows for rows in FEWER_CHUNK_ROWS if rows < default_rows]
 
-    def with_rows(backend: str, again: bool, rows: int) -> MemoryPlan:
-        recomputes = "on" if again else "off"
+    def with_rows(backend: str, recompute: bool, rows: int) -> MemoryPlan:
+        recomputes = "on" if recompute else "off"
         chosen = {"teacher.backend": backend, "student.checkpointing": recomputes}
         return plan.changed({**chosen, "loss.chunk_rows": rows})
 
-    def fitted(backend: str, again: bool) -> MemoryPlan:
+    def fitted(backend: str, recompute: bool) -> MemoryPlan:
         """Return the plan with the most tokens per chunk that fits; if none fits, with the fewest."""
-        tried = [with_rows(backend, again, rows) for rows in (usual, *fewer)]
+        tried = [with_rows(backend, recompute, rows) for rows in (default_rows, *fewer)]
         if available_bytes is None:
             return tried[0]
         return next((p for p in tried if p.total_bytes <= available_bytes), tried[-1])
 
-    forced, blocks = spec.student.checkpointing == "on", plan.teacher_packed_bytes is not None
+    always_recompute, blocks = (
+        spec.student.checkpointing == "on",
+        plan.teacher_packed_bytes is not None,
+    )
     backend = KNOBS["teacher.backend"].decide(
         plan,
         quantised_blocks=blocks,
-        dense_bytes=fitted("dequantized", forced).total_bytes,
-        packed_bytes=fitted("quantized", forced).total_bytes if blocks else None,
+        dense_bytes=fitted("dequantized", always_recompute).total_bytes,
+        packed_bytes=fitted("quantized", always_recompute).total_bytes if blocks else None,
         available_bytes=available_bytes,
         stored=stored,
     )
-    again = KNOBS["student.checkpointing"].decide(
+    recompute = KNOBS["student.checkpointing"].decide(
         plan,
         without_bytes=fitted(backend.choice, False).total_bytes,
         with_bytes=fitted(backend.choice, True).total_bytes,
         available_bytes=available_bytes,
     )
-    found = fitted(backend.choice, again.choice == "on")
-    if again.choice == "on" and not forced and available_bytes is not None:
-        found = _fewest_layers(found, available_bytes)
+    chosen_plan = fitted(backend.choice, recompute.choice == "on")
+    if recompute.choice == "on" and not always_recompute and available_bytes is not None:
+        chosen_plan = _fewest_layers(chosen_plan, available_bytes)
         count = plan.student.num_hidden_layers
-        if found.kept_layers:
-            of = f"; of the first {count - found.kept_layers} of {count} layers, with {format_bytes(found.total_bytes)}"
-            again = replace(again, reason=again.reason + of)
-    decisions = [backend, again]
+        if chosen_plan.kept_layers:
+            layers = f"; of the first {count - chosen_plan.kept_layers} of {count} layers"
+            layers += f", with {format_bytes(chosen_plan.total_bytes)}"
+            recompute = replace(recompute, reason=recompute.reason + layers)
+    decisions = [backend, recompute]
     if wanted_rows or fewer:
-        rows = found.spec.loss.chunk_rows
-        usually = with_rows(backend.choice, again.choice == "on", usual)
+        rows = chosen_plan.spec.loss.chunk_rows
+        default_plan = with_rows(backend.choice, recompute.choice == "on", default_rows)
         decisions.append(
             KNOBS["loss.chunk_rows"].decide(
                 plan,
                 taken_rows=rows,
-                usual_rows=usual,
+                usual_rows=default_rows,
                 fewer_rows=fewer,
-                usual_bytes=usually.total_bytes,
+                usual_bytes=default_plan.total_bytes,
                 available_bytes=available_bytes,
             )
         )
-    return found, decisions
+    return chosen_plan, decisions
 
 
 def _fewest_layers(plan: MemoryPlan, available_bytes: int) -> MemoryPlan:
-    """Return the plan with the fewest layers that recompute their activations and which fits; the same one if none
-    but all of them do."""
+    """Return the plan that fits with the fewest layers recomputing their activations; `plan` itself if all must."""
     count = plan.student.num_hidden_layers
     tried = (replace(plan, kept_layers=kept) for kept in range(count - 1, 0, -1))
-    return next((one for one in tried if one.total_bytes <= available_bytes), plan)
+    return next((p for p in tried if p.total_bytes <= available_bytes), plan)

@@ -27,7 +27,7 @@ from engine.divergences import DIVERGENCES, fused_divergences
 from engine.kernels import cudnn_attention
 from engine.machine.allocator import choose_allocator
 from engine.machine.threads import choose_thread_wait
-from engine.models.attention import LEAST_CAPABILITY, MOST_HEAD_DIM
+from engine.models.attention import MAX_HEAD_DIM, MIN_CAPABILITY
 from engine.models.config import ModelConfig
 from engine.models.transformers_config import TransformersConfig
 from engine.runtime.device import Capability, choose_device, choose_precision, choose_threads
@@ -43,10 +43,10 @@ from engine.units import (
 KERNEL_CAPABILITY = (8, 0)
 """The lowest compute capability that our kernels compile for."""
 SAVED_S_PER_LAYER = 2.2e-3 / 24
-"""Seconds a step and layer, whatever the tokens: gaps between its kernels, on one H200."""
+"""Seconds that a graph saves per step and layer, the gaps between kernels, measured on one H200."""
 FEW_TOKENS = 4096
 """Tokens of a step up to which one H200 computes a layer with adapters faster than its host launches it."""
-OF_TRANSFORMERS = "transformers runs the layers"
+RUN_BY_TRANSFORMERS = "transformers runs the layers"
 ONLY_NATIVE = "packed attention, captured layers, weights in blocks or 8 bits, and several GPUs"
 SHARDED_FROM_BYTES = 16 * 2**30
 """Size of a checkpoint, at 12 bytes a parameter; below it, gathering on the first rank takes only seconds."""
@@ -61,7 +61,7 @@ SETTINGS = {
     "allocator": "memory.allocator",
     "deterministic": "compute.deterministic",
 }
-"""Facts that are settings, as they are decided by then."""
+"""Settings that are facts of later choices, by the name of the fact."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class Knob:
     choose: Callable[..., Decision]
     """Called with the value that the user set (`auto` or 0 for an automatic choice) and the facts."""
     known_as: tuple[tuple[str, str], ...] = ()
-    """Facts that the run has under another name than the chooser, or as a setting."""
+    """Pairs of a chooser's fact and its name in the run, or the setting that it is."""
 
     @property
     def facts(self) -> set[str]:
@@ -83,29 +83,29 @@ class Knob:
         """The setting's allowed values, default and meaning."""
         return next(option for option in options() if option.key == self.key)
 
-    def decide(self, known: Any, **computed: Any) -> Decision:
+    def decide(self, run_facts: Any, **computed: Any) -> Decision:
         """Return the decision for a run.
 
-        `known` has a `spec` and the other facts as attributes; a fact in `computed` takes precedence.
+        `run_facts` has a `spec` and the other facts as attributes; a fact in `computed` takes precedence.
         """
         names = SETTINGS | dict(self.known_as)
 
         for fact in self.facts - computed.keys():
             name = names.get(fact, fact)
-            computed[fact] = known.spec.value(name) if "." in name else getattr(known, name)
-        return self.choose(known.spec.value(self.key), **computed)
+            computed[fact] = run_facts.spec.value(name) if "." in name else getattr(run_facts, name)
+        return self.choose(run_facts.spec.value(self.key), **computed)
 
 
-# What runs the models
+# The engine that runs the models
 
 
 def choose_engine(wanted: str, *, student: ModelConfig, teacher: ModelConfig | None) -> Decision:
-    """Report what runs teacher and student, as their configurations were read: our decoder or transformers."""
+    """Report whether our decoder or transformers runs teacher and student, by their configurations."""
     models = {"teacher": teacher, "student": student}
-    others = {
+    by_transformers = {
         whose: config for whose, config in models.items() if isinstance(config, TransformersConfig)
     }
-    if not others:
+    if not by_transformers:
         return Decision(
             knob="model.engine",
             choice="native",
@@ -113,12 +113,15 @@ def choose_engine(wanted: str, *, student: ModelConfig, teacher: ModelConfig | N
             rejected=(("transformers", f"without {ONLY_NATIVE}"),),
             overridden=wanted != "auto",
         )
-    each = "; ".join(f"the {whose} is a {one.title}: {one.why}" for whose, one in others.items())
+    reasons = "; ".join(
+        f"the {whose} is a {config.title}: {config.why}"
+        for whose, config in by_transformers.items()
+    )
     return Decision(
         knob="model.engine",
-        choice="transformers" if teacher is None or len(others) == 2 else "by_family",
-        reason=f"{each}. Runs without {ONLY_NATIVE}",
-        rejected=(("native", each),),
+        choice="transformers" if teacher is None or len(by_transformers) == 2 else "by_family",
+        reason=f"{reasons}. Runs without {ONLY_NATIVE}",
+        rejected=(("native", reasons),),
         impossible=("native",),
         overridden=wanted != "auto",
     )
@@ -176,15 +179,15 @@ def choose_graphs(
     memory = f"needs {format_bytes(needed_bytes)} in the place of {format_bytes(given_bytes)}"
     fits = available_bytes is not None and needed_bytes <= available_bytes
     chosen = "on" if host_bound and fits and hindrance is None else "off"
-    what = f"{gain}, and the run {memory}"
+    effect = f"{gain}, and the run {memory}"
     return decide(
         knob,
         wanted,
         chosen,
-        hindrance or f"with it {what}",
+        hindrance or f"with it {effect}",
         against={
             "off": "a gap before each of some thousand kernels",
-            "on": hindrance or what,
+            "on": hindrance or effect,
         },
         refused=refused,
     )
@@ -217,16 +220,16 @@ def choose_attention(
     heads = config.head_dim
     why_not = None
     if not config.native:
-        why_not = f"{OF_TRANSFORMERS}, with its own attention"
+        why_not = f"{RUN_BY_TRANSFORMERS}, with its own attention"
     elif device != "cuda" or capability is None:
         why_not = "a CPU has no kernel for packed documents"
-    elif capability < LEAST_CAPABILITY:
-        needed, found = format_capability(LEAST_CAPABILITY), format_capability(capability)
+    elif capability < MIN_CAPABILITY:
+        needed, found = format_capability(MIN_CAPABILITY), format_capability(capability)
         why_not = f"needs compute capability {needed}, this GPU has {found}"
     elif precision not in ("bf16", "fp8"):
         why_not = f"its kernel takes bf16, and matmuls are in {precision}"
-    elif heads > MOST_HEAD_DIM or heads % 8:
-        why_not = f"its kernel takes heads of up to {MOST_HEAD_DIM} in multiples of 8, here they have {heads}"
+    elif heads > MAX_HEAD_DIM or heads % 8:
+        why_not = f"its kernel takes heads of up to {MAX_HEAD_DIM} in multiples of 8, here they have {heads}"
     refused = {}
     if why_not is not None:
         refused = {"packed": ("a GPU and a model that have it", why_not, f"--set {knob}=masked")}
@@ -251,27 +254,27 @@ def choose_loss_kernel(
     wanted: str, *, device: str, capability: Capability, has_triton: bool, divergence: str
 ) -> Decision:
     """Choose the form of the loss. Raises BadInput for `fused` when it cannot run."""
-    lacks = _lacks_for_kernels(device, capability, has_triton)
-    if lacks is None and not DIVERGENCES[divergence].fused:
-        lacks = f"loss.divergence {' or '.join(fused_divergences())}", divergence
+    lacking = _lacking_for_kernels(device, capability, has_triton)
+    if lacking is None and not DIVERGENCES[divergence].fused:
+        lacking = f"loss.divergence {' or '.join(fused_divergences())}", divergence
     fused = "everything between the matmuls in one kernel, which reads each logit once from memory"
     eager = "the same in plain torch, in about ten passes over the logits"
     anywhere = "plain torch runs anywhere"
-    return _fused_or("loss.kernel", wanted, lacks, fused, {"eager": eager}, anywhere, fused)
+    return _choose_fused("loss.kernel", wanted, lacking, fused, {"eager": eager}, anywhere, fused)
 
 
 def choose_update(
     wanted: str, *, device: str, capability: Capability, has_triton: bool, ranks: int
 ) -> Decision:
     """Choose the implementation of the optimizer update. Raises BadInput for `fused` when it cannot run."""
-    lacks = _lacks_for_kernels(device, capability, has_triton)
-    if lacks is None and ranks > 1:
-        lacks = "weights that one GPU has whole", f"weights shared out over {ranks} ranks"
+    lacking = _lacking_for_kernels(device, capability, has_triton)
+    if lacking is None and ranks > 1:
+        lacking = "weights that one GPU has whole", f"weights shared out over {ranks} ranks"
     fused = "norm, clipping and AdamW read and write each number once"
-    torchs = "torch's passes over gradients and weights"
+    by_torch = "torch's passes over gradients and weights"
     anywhere = "torch's own runs anywhere"
-    return _fused_or(
-        "train.update", wanted, lacks, fused, {"torch": torchs}, anywhere, "set by hand"
+    return _choose_fused(
+        "train.update", wanted, lacking, fused, {"torch": by_torch}, anywhere, "set by hand"
     )
 
 
@@ -279,10 +282,10 @@ def choose_layer_kernels(
     wanted: str, *, device: str, capability: Capability, has_triton: bool
 ) -> Decision:
     """Choose what computes the parts of a layer between its matmuls. Raises BadInput for `fused` when it cannot run."""
-    return _fused_or(
+    return _choose_fused(
         "kernels.layers",
         wanted,
-        _lacks_for_kernels(device, capability, has_triton),
+        _lacking_for_kernels(device, capability, has_triton),
         "each value between two matmuls is read and written once",
         {"torch": "torch's passes over each value"},
         "torch's own runs anywhere",
@@ -294,20 +297,23 @@ def choose_attention_kernel(
     wanted: str, *, device: str, capability: Capability, deterministic: bool
 ) -> Decision:
     """Choose what computes packed attention. Raises BadInput for `cudnn` when it cannot run."""
-    lacks = None
+    lacking = None
     if device != "cuda" or capability is None:
-        lacks = "a GPU", "a CPU"
+        lacking = "a GPU", "a CPU"
     elif capability < cudnn_attention.LEAST_CAPABILITY:
-        least = format_capability(cudnn_attention.LEAST_CAPABILITY)
-        lacks = f"a GPU of compute capability {least} or later", format_capability(capability)
+        min_capability = format_capability(cudnn_attention.LEAST_CAPABILITY)
+        lacking = (
+            f"a GPU of compute capability {min_capability} or later",
+            format_capability(capability),
+        )
     elif not cudnn_attention.is_installed():
-        lacks = "the package nvidia-cudnn-frontend", "none installed"
+        lacking = "the package nvidia-cudnn-frontend", "none installed"
     elif deterministic:
-        lacks = "gradients whose last bits may vary", "compute.deterministic"
+        lacking = "gradients whose last bits may vary", "compute.deterministic"
     cudnn = "about half the time of torch's kernel"
     anywhere = "torch's kernel runs on every GPU that packs documents"
-    return _fused_or(
-        *("kernels.attention", wanted, lacks, cudnn, {"flash": "torch's flash attention"}),
+    return _choose_fused(
+        *("kernels.attention", wanted, lacking, cudnn, {"flash": "torch's flash attention"}),
         *(anywhere, "set by hand"),
         ours="cudnn",
     )
@@ -324,7 +330,7 @@ def give_up_cudnn(whose: str, why: str) -> Decision:
     )
 
 
-def _lacks_for_kernels(
+def _lacking_for_kernels(
     device: str, capability: Capability, has_triton: bool
 ) -> tuple[str, str] | None:
     """Return what our kernels need and what is present instead; None when they can run."""
@@ -336,10 +342,10 @@ def _lacks_for_kernels(
     return None if has_triton else ("triton", "none installed")
 
 
-def _fused_or(
+def _choose_fused(
     knob: str,
     wanted: str,
-    lacks: tuple[str, str] | None,
+    lacking: tuple[str, str] | None,
     fused: str,
     plain: dict[str, str],
     anywhere: str,
@@ -348,20 +354,20 @@ def _fused_or(
 ) -> Decision:
     """Choose between the faster kernel `ours`, described by `fused`, and the one `plain` form, which runs `anywhere`.
 
-    `lacks` is what the kernel needs and what is present instead. `unwanted` is the reason against the
+    `lacking` is what the kernel needs and what is present instead. `unwanted` is the reason against the
     kernel when it could run and the user set the other form.
     """
     (name,) = plain
     reasons, against, refused = {ours: fused, **plain}, {ours: unwanted, **plain}, {}
-    if lacks is not None:
+    if lacking is not None:
         reasons[name] = anywhere
-        against[ours] = "needs {}; here is {}".format(*lacks)
-        refused[ours] = (*lacks, f"`--set {knob}=auto` runs with any")
-    best = ours if lacks is None else name
+        against[ours] = "needs {}; here is {}".format(*lacking)
+        refused[ours] = (*lacking, f"`--set {knob}=auto` runs with any")
+    best = ours if lacking is None else name
     return decide(knob, wanted, best, reasons, against=against, refused=refused, explained=True)
 
 
-# What memory decides: the numbers are bytes that the whole run needs at its peak on each GPU
+# Decided by memory: the numbers are bytes that the whole run needs at its peak on each GPU
 
 
 def choose_checkpointing(
@@ -370,13 +376,13 @@ def choose_checkpointing(
     """Decide whether activations are recomputed in the backward pass, by the memory needed either way."""
     without = f"without it the run needs {format_need(without_bytes, available_bytes)}"
     within = f"with it {format_bytes(with_bytes)}"
-    helps, neither = _helps(without_bytes, with_bytes, available_bytes)
+    fits_only_with, neither = _fits_only_smaller(without_bytes, with_bytes, available_bytes)
     if wanted == "auto" and neither:
         without += f", and {within} it does not fit either"
     return decide(
         "student.checkpointing",
         wanted,
-        "on" if helps else "off",
+        "on" if fits_only_with else "off",
         {"on": f"{without}, {within}", "off": without},
         against={"off": without, "on": f"{within}, and a third more of the forward pass"},
         explained=True,
@@ -434,21 +440,21 @@ def choose_teacher_shard(
     knob = "teacher.shard"
     if stored is not None:
         why = "its outputs are stored: a rank that misses a row asks the teacher alone"
-        every = "without teacher.cache every rank asks the teacher in every step"
-        refused = {"on": ("a teacher that computes", "one whose outputs are stored", every)}
+        hint = "without teacher.cache every rank asks the teacher in every step"
+        refused = {"on": ("a teacher that computes", "one whose outputs are stored", hint)}
         return decide(
             knob, wanted, "off", why, against={"on": why}, refused=refused, explained=True
         )
     needs = format_need(whole_bytes, available_bytes)
     whole = f"with the teacher whole on each GPU the run needs {needs}"
     shared = f"with its layers shared by {ranks} GPUs {format_bytes(shared_bytes)}"
-    helps, neither = _helps(whole_bytes, shared_bytes, available_bytes)
+    fits_only_shared, neither = _fits_only_smaller(whole_bytes, shared_bytes, available_bytes)
     if wanted == "auto" and neither:
         whole += f", and {shared} it does not fit either"
     return decide(
         knob,
         wanted,
-        "on" if helps else "off",
+        "on" if fits_only_shared else "off",
         {"on": f"{whole}, {shared}", "off": whole},
         against={"off": whole, "on": f"{shared}: gathers every layer"},
     )
@@ -490,15 +496,17 @@ def choose_sharded(wanted: str, *, whole_bytes: int) -> Decision:
     )
 
 
-def _helps(plain_bytes: int, less_bytes: int, available_bytes: int | None) -> tuple[bool, bool]:
+def _fits_only_smaller(
+    plain_bytes: int, less_bytes: int, available_bytes: int | None
+) -> tuple[bool, bool]:
     """Return whether a run fits only with the smaller need, and whether it fits with neither."""
     if available_bytes is None or plain_bytes <= available_bytes:
         return False, False
     return less_bytes <= available_bytes, less_bytes > available_bytes
 
 
-_OF_STUDENT = (("config", "student"), ("precision", "student.precision"))
-_OF_TEACHER = (("config", "teacher"), ("precision", "teacher.precision"))
+_STUDENT_FACTS = (("config", "student"), ("precision", "student.precision"))
+_TEACHER_FACTS = (("config", "teacher"), ("precision", "teacher.precision"))
 
 _KNOBS = (
     Knob("model.engine", choose_engine),
@@ -511,14 +519,14 @@ _KNOBS = (
     Knob("loss.kernel", choose_loss_kernel),
     Knob("kernels.layers", choose_layer_kernels),
     Knob("kernels.attention", choose_attention_kernel),
-    Knob("student.attention", partial(choose_attention, "student.attention"), _OF_STUDENT),
-    Knob("teacher.attention", partial(choose_attention, "teacher.attention"), _OF_TEACHER),
+    Knob("student.attention", partial(choose_attention, "student.attention"), _STUDENT_FACTS),
+    Knob("teacher.attention", partial(choose_attention, "teacher.attention"), _TEACHER_FACTS),
     Knob("teacher.shard", choose_teacher_shard),
-    Knob("teacher.backend", choose_backend, _OF_TEACHER),
+    Knob("teacher.backend", choose_backend, _TEACHER_FACTS),
     Knob("student.checkpointing", choose_checkpointing),
     Knob("loss.chunk_rows", choose_chunk_rows),
     Knob("student.reshard", choose_reshard),
-    Knob("student.graphs", choose_graphs, _OF_STUDENT),
+    Knob("student.graphs", choose_graphs, _STUDENT_FACTS),
     Knob("train.update", choose_update),
     Knob("checkpoint.sharded", choose_sharded),
 )

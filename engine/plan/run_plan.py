@@ -38,8 +38,8 @@ from engine.teachers.store.keys import HIDDEN, Identity
 from engine.teachers.store.manifest import check_teacher_files, fitting_manifest, uses_cache
 from engine.units import format_capability
 
-LOOKED_AT = 1024
-"""Rows of the run that are looked up in the store before it begins."""
+SAMPLED_ROWS = 1024
+"""Number of rows that are looked up in the store before the run begins."""
 
 Log: TypeAlias = Callable[[Decision], None]
 
@@ -72,9 +72,9 @@ class Stored:
     @property
     def words(self) -> str:
         """The reason for reading the store, with its numbers."""
-        identity, each = self.identity, self.identity.token_bytes
         where = f"{self.found:,} of {self.rows:,} rows looked for are there"
-        return f"{len(self.store):,} rows are stored: {identity.words}, {each:,.0f} bytes per token; {where}"
+        size = f"{self.identity.token_bytes:,.0f} bytes per token"
+        return f"{len(self.store):,} rows are stored: {self.identity.words}, {size}; {where}"
 
 
 def batches_of(spec: RunSpec, stream: TokenStream) -> Batches:
@@ -102,18 +102,18 @@ def find_stored(spec: RunSpec, inputs: Inputs, stream: TokenStream) -> Stored | 
     assert inputs.teacher is not None
     fitting_manifest(spec, inputs.teacher, inputs.student)
     store = open_store(spec.teacher.cache)
-    known = check_teacher_files(spec.teacher.path, store.manifest, store.path)
+    evidence = check_teacher_files(spec.teacher.path, store.manifest, store.path)
     batches = batches_of(spec, stream)
     # Single rows, spread evenly over what the run takes, at most one epoch.
     rows = min(rows_of_run(spec), batches.rows_per_epoch)
-    positions = np.unique(np.linspace(0, rows - 1, min(rows, LOOKED_AT)).astype(np.int64))
+    positions = np.unique(np.linspace(0, rows - 1, min(rows, SAMPLED_ROWS)).astype(np.int64))
     found = sum(
         key in store for at in positions for key in store.identity.keys(batches.take(int(at), 1))
     )
     return Stored(
         store=store,
         config=inputs.teacher,
-        teacher_known=known,
+        teacher_known=evidence,
         rows=len(positions),
         found=found,
     )
@@ -194,17 +194,17 @@ class RunFacts:
 @dataclass(frozen=True, slots=True)
 class Plan:
     spec: RunSpec
-    """The resolved spec: what was asked for, with the decided value in the place of each `auto` and 0, and off what has
-    no place in this run."""
+    """The resolved spec: the user's settings, with a decision for each `auto` and 0. Settings without an effect in this
+    run are off."""
     inputs: Inputs
     compute: ComputeDevice
     store: Stored | None
     """The store that replaces the teacher when the run reads its outputs."""
     budget: MemoryBudget
     kept_layers: int
-    """With student.checkpointing: how many of the student's last layers keep their activations all the same."""
+    """With student.checkpointing: how many of the student's last layers keep their activations nevertheless."""
     shares_weights: bool = False
-    """Whether the frozen base of adapters is the teacher itself, held once."""
+    """Whether the teacher's weights are also the frozen base of adapters, held once."""
     card_tokens: int | None = None
     """Tokens of the longest row that fits a GPU with `CARD_GIB`, where adapters are trained on a GPU."""
 
@@ -230,7 +230,7 @@ def plan_run(
     store = find_stored(spec, inputs, stream)
     facts = RunFacts(spec=spec, inputs=inputs, compute=compute, store=store, log=log)
     facts.take("model.engine")
-    facts.settle(without_place(facts))
+    facts.settle(without_effect(facts))
     if store:
         log(store.precision)
         facts.settle({"teacher.precision": store.precision.choice})
@@ -273,28 +273,28 @@ def refuse_fp8_base(capability: tuple[int, int] | None) -> None:
         )
 
 
-def without_place(facts: RunFacts) -> dict[str, str]:
-    """Return settings that are not decided, because nothing of the run depends on them."""
-    found: dict[str, str] = {}
+def without_effect(facts: RunFacts) -> dict[str, str]:
+    """Return values of the settings that are not decided, because nothing in the run depends on them."""
+    settings: dict[str, str] = {}
     if facts.spec.compute.gpus == 1:
-        found |= dict.fromkeys(("teacher.shard", "student.reshard", "checkpoint.sharded"), "off")
+        settings |= dict.fromkeys(("teacher.shard", "student.reshard", "checkpoint.sharded"), "off")
     if facts.inputs.context:
-        # The ranks' passes differ in number, and gathering a layer is a collective.
-        found["teacher.shard"] = "off"
+        # The number of passes differs between ranks, but gathering a layer is a collective.
+        settings["teacher.shard"] = "off"
     if facts.spec.student.adapter != "none":
         # Each GPU has the frozen student and its small adapters whole.
-        found |= dict.fromkeys(("student.reshard", "checkpoint.sharded"), "off")
+        settings |= dict.fromkeys(("student.reshard", "checkpoint.sharded"), "off")
     if facts.teacher is None:
-        found |= {
+        settings |= {
             "teacher.precision": "fp32",
             "teacher.attention": "masked",
             "teacher.shard": "off",
         }
-    return found
+    return settings
 
 
 def choose_layer_execution(facts: RunFacts) -> None:
-    """Decide what runs between matmuls, and whether attention is packed."""
+    """Choose the kernels between the matmuls, and decide whether attention is packed."""
     facts.take("kernels.layers")
     facts.take("student.attention")
     if facts.teacher is not None:
@@ -303,7 +303,7 @@ def choose_layer_execution(facts: RunFacts) -> None:
 
 
 def plan_memory(facts: RunFacts) -> MemoryPlan:
-    """Decide what memory depends on, and return the plan with those choices.
+    """Decide the settings that memory depends on, and return the plan with them.
 
     These are the teacher's backend, checkpointing, tokens per chunk of the loss, sharding over ranks, and
     CUDA graphs.
@@ -311,30 +311,32 @@ def plan_memory(facts: RunFacts) -> MemoryPlan:
     spec, ranks = facts.spec, facts.spec.compute.gpus
     size = facts.inputs.teacher_size if facts.teacher is not None else None
     packed = size if size is not None and size.matrices else None
-    each = ITEM_BYTES[spec.teacher.precision]
-    # What is decided last is as it is without that decision.
-    before = {"teacher.shard": "off", "student.graphs": "off"}
-    whole = MemoryPlan(
-        spec=spec.with_values({**before, "student.reshard": "on" if ranks > 1 else "off"}),
+    itemsize = ITEM_BYTES[spec.teacher.precision]
+    # Settings that are decided last start as off.
+    undecided = {"teacher.shard": "off", "student.graphs": "off"}
+    initial = MemoryPlan(
+        spec=spec.with_values({**undecided, "student.reshard": "on" if ranks > 1 else "off"}),
         teacher=facts.teacher,
         student=facts.student,
         available=facts.compute.available,
-        teacher_packed_bytes=packed.weight_bytes(each) if packed else None,
-        teacher_packed_layers=packed.layer_bytes(each) if packed else (),
+        teacher_packed_bytes=packed.weight_bytes(itemsize) if packed else None,
+        teacher_packed_layers=packed.layer_bytes(itemsize) if packed else (),
         shares_heads=(facts.capability or (0, 0))[0] == 9,
         student_blocks=facts.inputs.student_blocks,
         is_one_file=facts.inputs.is_one_file,
         context=len(facts.inputs.context),
         store=facts.store.identity if facts.store else None,
     )
-    if whole.adapted and whole.on_gpu:
-        facts.card_tokens = longest_on_card(whole, stored=facts.stored)
-    plan, decisions = fit(whole, stored=facts.stored)
+    if initial.adapted and initial.on_gpu:
+        facts.card_tokens = longest_on_card(initial, stored=facts.stored)
+    plan, decisions = fit(initial, stored=facts.stored)
     if ranks > 1 and facts.teacher is not None:
-        shared, theirs = fit(whole.changed({"teacher.shard": "on"}), stored=facts.stored)
+        shared, shared_decisions = fit(
+            initial.changed({"teacher.shard": "on"}), stored=facts.stored
+        )
         needed = {"whole_bytes": plan.total_bytes, "shared_bytes": shared.total_bytes}
         if facts.take("teacher.shard", **needed) == "on":
-            plan, decisions = shared, theirs
+            plan, decisions = shared, shared_decisions
     for decision in decisions:
         facts.log(decision)
     if ranks > 1 and not plan.adapted:

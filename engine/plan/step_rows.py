@@ -1,7 +1,7 @@
 """The data that one step of a run trained on: its rows, their documents by name, and their text, proved by content.
 
 The run's records (`engine.log.rows`) have a hash of each row. The corpus is read again, and each hash is looked up in
-it: first as the row that was due, and if that differs, among all rows of both splits.
+it: first as the prescribed row, and if that differs, among all rows of both splits.
 """
 
 # Shapes: B rows, T tokens of a row
@@ -32,8 +32,8 @@ from engine.plan.inputs import Inputs, open_corpus_of
 from engine.spec import RunSpec
 from engine.units import format_count
 
-AT_ONCE = 1 << 20
-"""Tokens whose rows are hashed at a time."""
+HASHED_TOKENS = 1 << 20
+"""Number of tokens whose rows are hashed at a time."""
 SPLITS = ("training", "held-out")
 
 
@@ -43,9 +43,10 @@ class Piece:
 
     document: str
     begin: int
-    """The first of its tokens in the row, of all `length` tokens of the document."""
+    """Index in the document of its first token in the row."""
     tokens: int
     length: int
+    """Number of tokens of the whole document."""
 
     def __str__(self) -> str:
         if self.tokens == self.length:
@@ -59,9 +60,9 @@ class StepRow:
     hash: str
     rank: int
     turn: int
-    """The training row that was due, by the order of the data."""
+    """The prescribed training row, by the order of the data."""
     row: int | None
-    """The row that it is; None where the corpus has none like it."""
+    """The row of the corpus with this content; None if there is none."""
     split: str
     """Split of `row`, one of SPLITS."""
     labels: int = 0
@@ -94,13 +95,13 @@ class StepRows:
     rows: tuple[StepRow, ...]
 
     def as_dict(self) -> dict[str, Any]:
-        """Return it for JSON, with its description."""
-        found = asdict(self)
-        for one, row in zip(found["rows"], self.rows, strict=True):
-            one |= {"in_turn": row.in_turn, "says": str(row)}
-            for part, piece in zip(one["pieces"], row.pieces, strict=True):
-                part["says"] = str(piece)
-        return {**found, "about": self.lines()}
+        """Return the fields for JSON, with a description."""
+        fields = asdict(self)
+        for row_fields, row in zip(fields["rows"], self.rows, strict=True):
+            row_fields |= {"in_turn": row.in_turn, "says": str(row)}
+            for piece_fields, piece in zip(row_fields["pieces"], row.pieces, strict=True):
+                piece_fields["says"] = str(piece)
+        return {**fields, "about": self.lines()}
 
     def lines(self) -> list[str]:
         """Format it for people, without the text of the rows."""
@@ -124,7 +125,8 @@ class StepRows:
 def rows_of_step(
     run: RunFolder, spec: RunSpec, inputs: Inputs, step: int, progress: Progress = no_progress
 ) -> StepRows:
-    """Raises BadInput where the step is not on record, CorpusError where the corpus is another one now, RunLogError."""
+    """Return the rows that a step trained on. Raises BadInput for a step that is not recorded, CorpusError for a corpus
+    that has changed, and RunLogError."""
     trained, ranks, digest = _recorded(run, step)
     done, data = _logged(run, step)
     tokens = inputs.load_tokens(spec.data, progress)
@@ -137,9 +139,9 @@ def rows_of_step(
             hint="restore the files as they were",
         )
     streams = dict(zip(SPLITS, (tokens.train, tokens.heldout), strict=True))
-    turns = _turns(spec, tokens.train, [rank for rank, _ in trained], ranks, step)
-    found = _found(trained, turns, streams, spec.data.seq_len)
-    names = _Names(spec, inputs, streams, found, progress)
+    prescribed = _prescribed_rows(spec, tokens.train, [rank for rank, _ in trained], ranks, step)
+    corpus_rows = _find_in_corpus(trained, prescribed, streams, spec.data.seq_len)
+    names = _RowFormatter(spec, inputs, streams, corpus_rows, progress)
     agrees = None
     if done is not None and done.rows_digest is not None:
         agrees = done.rows_digest == digest.hex()
@@ -149,7 +151,7 @@ def rows_of_step(
         seq_len=spec.data.seq_len,
         ranks=ranks,
         digest_agrees=agrees,
-        rows=tuple(names.row(*one) for one in zip(trained, turns, found, strict=True)),
+        rows=tuple(names.row(*row) for row in zip(trained, prescribed, corpus_rows, strict=True)),
     )
 
 
@@ -157,33 +159,34 @@ def _recorded(run: RunFolder, step: int) -> tuple[list[tuple[int, TrainedRow]], 
     """Return the rows of a step with their ranks, how many ranks there are, and the running digest of the first rank
     after it."""
     rows, digest, last = [], NO_ROWS, 0
-    first = _file(run, 0, step)
+    first = _record_file(run, 0, step)
     ranks = read_ranks(first) if first.exists() else 0
     for rank in range(ranks):
-        for number, of_step in itertools.groupby(
-            read_rows(_file(run, rank, step)), lambda r: r.step
+        for number, step_rows in itertools.groupby(
+            read_rows(_record_file(run, rank, step)), lambda r: r.step
         ):
             last = max(last, number)
             if number > step:
                 break
-            part = list(of_step)
+            part = list(step_rows)
             if rank == 0:
                 digest = extended(digest, [row.hash for row in part])
             if number == step:
                 rows += [(rank, row) for row in part]
     if not rows:
-        until = f"those of steps up to {last:,}" if last else "none"
-        raise BadInput.expected("rows", run.path / "rows", f"the rows of step {step:,}", until)
+        present = f"those of steps up to {last:,}" if last else "none"
+        raise BadInput.expected("rows", run.path / "rows", f"the rows of step {step:,}", present)
     return rows, ranks, digest
 
 
-def _file(run: RunFolder, rank: int, step: int) -> Path:
-    """Return the file that has the step: those of other numbers of ranks were set aside as RANK-until-STEP.bin."""
+def _record_file(run: RunFolder, rank: int, step: int) -> Path:
+    """Return the file that holds the step: files of another number of ranks were renamed to RANK-until-STEP.bin."""
     path = path_of(run, rank)
-    aside = [
-        (int(one.stem.rpartition("-")[2]), one) for one in path.parent.glob(f"{rank}-until-*.bin")
+    earlier = [
+        (int(file.stem.rpartition("-")[2]), file)
+        for file in path.parent.glob(f"{rank}-until-*.bin")
     ]
-    return min((one for one in aside if one[0] >= step), default=(0, path))[1]
+    return min((item for item in earlier if item[0] >= step), default=(0, path))[1]
 
 
 def _logged(run: RunFolder, step: int) -> tuple[StepDone | None, DataReady | None]:
@@ -197,54 +200,58 @@ def _logged(run: RunFolder, step: int) -> tuple[StepDone | None, DataReady | Non
     return done, data
 
 
-def _turns(
-    spec: RunSpec, stream: TokenStream, of_rank: list[int], ranks: int, step: int
+def _prescribed_rows(
+    spec: RunSpec, stream: TokenStream, row_ranks: list[int], ranks: int, step: int
 ) -> list[int]:
-    """Return the row that was due for each row that a step trained on; `of_rank` has their ranks."""
+    """Return the prescribed row for each row that a step trained on; `row_ranks` are their ranks."""
     rows, passes = spec.train.rows, spec.train.accumulation
     batches = Batches(stream, seq_len=spec.data.seq_len, rows_per_batch=rows, seed=spec.train.seed)
-    due: dict[int, Iterator[int]] = {}
+    rows_by_rank: dict[int, Iterator[int]] = {}
     for rank in range(ranks):
         numbers = [((step - 1) * passes + index) * ranks + rank for index in range(passes)]
-        of_passes = [batches.row_ids_at(number * rows, rows) for number in numbers]
-        due[rank] = iter(np.concatenate(of_passes).tolist())
-    return [next(due[rank], -1) for rank in of_rank]
+        passes_rows = [batches.row_ids_at(number * rows, rows) for number in numbers]
+        rows_by_rank[rank] = iter(np.concatenate(passes_rows).tolist())
+    return [next(rows_by_rank[rank], -1) for rank in row_ranks]
 
 
-def _found(
+def _find_in_corpus(
     trained: list[tuple[int, TrainedRow]],
     turns: list[int],
     streams: dict[str, TokenStream],
     length: int,
 ) -> list[tuple[str, int] | None]:
-    """Return the row that each is, with its split."""
+    """Return the split and number of the corpus row with the content of each trained row; None if there is none."""
     train = streams[SPLITS[0]]
-    due = hashes_of(gather_rows(train, length, np.maximum(np.array(turns), 0)))
-    found: list[tuple[str, int] | None] = [
-        (SPLITS[0], turn) if one.row == row.hash else None
-        for (_, row), turn, one in zip(trained, turns, due, strict=True)
+    hashes = hashes_of(gather_rows(train, length, np.maximum(np.array(turns), 0)))
+    corpus_rows: list[tuple[str, int] | None] = [
+        (SPLITS[0], turn) if corpus_row.row == row.hash else None
+        for (_, row), turn, corpus_row in zip(trained, turns, hashes, strict=True)
     ]
-    if None not in found:
-        return found
-    known: dict[bytes, tuple[str, int]] = {}
-    sought = {row.hash for (_, row), one in zip(trained, found, strict=True) if one is None}
+    if None not in corpus_rows:
+        return corpus_rows
+    rows_by_hash: dict[bytes, tuple[str, int]] = {}
+    missing = {
+        row.hash
+        for (_, row), corpus_row in zip(trained, corpus_rows, strict=True)
+        if corpus_row is None
+    }
     for split, stream in streams.items():
-        each = max(1, AT_ONCE // length)
-        for first in range(0, len(stream) // length, each):
-            row_ids = np.arange(first, min(first + each, len(stream) // length))
-            for number, one in zip(
+        rows_at_once = max(1, HASHED_TOKENS // length)
+        for first in range(0, len(stream) // length, rows_at_once):
+            row_ids = np.arange(first, min(first + rows_at_once, len(stream) // length))
+            for number, corpus_row in zip(
                 row_ids, hashes_of(gather_rows(stream, length, row_ids)), strict=True
             ):
-                if one.row in sought:
-                    known.setdefault(one.row, (split, int(number)))
+                if corpus_row.row in missing:
+                    rows_by_hash.setdefault(corpus_row.row, (split, int(number)))
     return [
-        known.get(row.hash) if one is None else one
-        for (_, row), one in zip(trained, found, strict=True)
+        rows_by_hash.get(row.hash) if corpus_row is None else corpus_row
+        for (_, row), corpus_row in zip(trained, corpus_rows, strict=True)
     ]
 
 
-class _Names:
-    """Makes rows to show: with the names of their documents, which the corpus has."""
+class _RowFormatter:
+    """Describes rows with the names of their documents, which it reads from the corpus."""
 
     def __init__(
         self,
@@ -261,7 +268,7 @@ class _Names:
         )
         self._numbers = {SPLITS[0]: corpus.train.numbers, SPLITS[1]: corpus.heldout.numbers}
         self._in_split: dict[str, Int64Array] = {}
-        """The document of the split that each document of a stream is; FILLS for padding."""
+        """Index in the split of each document of a stream; FILLS for padding."""
         if data.packing == STREAM:
             self._in_split = {
                 split: np.arange(len(stream.lengths)) for split, stream in streams.items()
@@ -271,17 +278,18 @@ class _Names:
             for split, stream in zip(SPLITS, (whole.train, whole.heldout), strict=True):
                 placed = places(stream.lengths, data.seq_len, data.packing)
                 self._in_split[split] = np.array([number for number, _ in placed])
-        self._names = self._read(corpus, [one for one in found if one is not None])
+        self._names = self._read(corpus, [row for row in found if row is not None])
 
     def _read(self, corpus: Corpus, rows: list[tuple[str, int]]) -> dict[int, str]:
-        wanted = {
+        numbers = {
             int(self._numbers[split][in_split])
             for split, row in rows
             for in_split in self._in_split[split][np.unique(self._batch(split, row).documents_BT)]
             if in_split != FILLS
         }
         return {
-            n: one.name for n, one in corpus.train.index.read(np.array(sorted(wanted), np.int64))
+            n: document.name
+            for n, document in corpus.train.index.read(np.array(sorted(numbers), np.int64))
         }
 
     def _batch(self, split: str, row: int) -> Batch:
@@ -290,11 +298,11 @@ class _Names:
     def row(
         self, trained: tuple[int, TrainedRow], turn: int, found: tuple[str, int] | None
     ) -> StepRow:
-        rank, one = trained
+        rank, trained_row = trained
         split, row = found or (SPLITS[0], None)
-        shown = StepRow(hash=one.hash.hex(), rank=rank, turn=turn, row=row, split=split)
+        result = StepRow(hash=trained_row.hash.hex(), rank=rank, turn=turn, row=row, split=split)
         if row is None:
-            return shown
+            return result
         batch, stream = self._batch(split, row), self._streams[split]
         tokens_T, labels_T = batch.tokens_BT[0], batch.labels_BT[0]
         numbers, begins, counts = np.unique(
@@ -316,7 +324,7 @@ class _Names:
                 )
         is_label_T = np.append(False, labels_T[:-1] != IGNORED)
         return replace(
-            shown,
+            result,
             labels=int((labels_T != IGNORED).sum()),
             pieces=tuple(pieces),
             text=marked(self._inputs.tokenizer, tokens_T, is_label_T),

@@ -1,7 +1,7 @@
 """The passes of a teacher that reads a context before each document (`engine.teachers.in_context`); without torch.
 
-Documents with their contexts are put one after the other into passes of a fixed number of tokens: those of the batch,
-or of one context and one row where these are more. So memory is that of a batch, and kernels see one shape.
+Documents with their contexts are packed into passes of a fixed number of tokens: as many as the batch has, or one
+context and one row if these have more. So memory is that of a batch, and kernels see one shape.
 """
 
 from __future__ import annotations
@@ -24,30 +24,30 @@ def pass_tokens(rows: int, length: int, context: int) -> int:
 
 
 def passes(starts: Sequence[int], context: int, size: int) -> Iterator[_Pass]:
-    """Yield for each pass the places of its tokens in the flattened batch followed by the context, their documents,
+    """Yield for each pass the indices of its tokens in the flattened batch followed by the context, their documents,
     and which of them are kept.
 
-    `starts` are the first tokens of the documents, and the end. What is left of a pass is filled with the last token of
+    `starts` are the first tokens of the documents, and the end. The rest of a pass is filled with the last token of
     the context, as a document of its own.
     """
     total = starts[-1]
-    before = np.arange(total, total + context, dtype=np.int64)
-    places: list[NDArray[np.int64]] = []
+    context_tokens = np.arange(total, total + context, dtype=np.int64)
+    documents: list[NDArray[np.int64]] = []
     used = 0
 
-    def filled() -> _Pass:
-        rest = np.full(size - used, total + context - 1, dtype=np.int64)
-        parts = [*places, rest]
+    def finish_pass() -> _Pass:
+        padding = np.full(size - used, total + context - 1, dtype=np.int64)
+        parts = [*documents, padding]
         pass_M = np.concatenate(parts)
         documents_M = np.repeat(np.arange(len(parts)), [len(part) for part in parts])
         kept_K = np.flatnonzero(pass_M < total)
         return pass_M, documents_M[None], kept_K
 
     for first, end in pairwise(starts):
-        document = np.concatenate([before, np.arange(first, end, dtype=np.int64)])
+        document = np.concatenate([context_tokens, np.arange(first, end, dtype=np.int64)])
         if used + len(document) > size:
-            yield filled()
-            places, used = [], 0
-        places.append(document)
+            yield finish_pass()
+            documents, used = [], 0
+        documents.append(document)
         used += len(document)
-    yield filled()
+    yield finish_pass()

@@ -1,7 +1,7 @@
 """A frozen decoder used as a teacher, with dense or block-quantised weights.
 
-It is frozen by construction: the decoder has no `nn.Parameter` (`engine.models.frozen`), so there
-is nothing that an optimizer could be given, and hidden states are computed in inference mode,
+It is frozen by construction: the decoder has no `nn.Parameter` (`engine.models.frozen`), so an
+optimizer finds nothing to train, and hidden states are computed in inference mode,
 without autograd.
 
 A teacher computes in its own precision, inside and outside of autocast, so that its output does not

@@ -1,4 +1,4 @@
-"""Detects a student that equals its teacher: the same values, whatever dtype or format holds them.
+"""Detect a student that equals its teacher: the same values, whatever dtype or format holds them.
 
 A student equal to its teacher has a KL of zero from the first step on, learns nothing from it, and
 every curve of the run looks healthy. File hashes do not show it: one model may be stored in bf16 on
@@ -67,7 +67,7 @@ def same_values(one: Decoder, other: Decoder) -> bool:
     names = [name for name in tensor_names(one) if name != "head.weight"]
     if names != [name for name in tensor_names(other) if name != "head.weight"]:
         return False
-    if one.config.native:  # tied in one and not in the other, it may still have the same values
+    if one.config.native:  # a head that only one model ties may still have the same values
         names.append("head.weight")
     if any(_shape(one, name) != _shape(other, name) for name in names):
         return False
@@ -84,7 +84,7 @@ def _equal(one: Tensor | PackedMatrix, other: Tensor | PackedMatrix) -> bool:
     ):
         return True
     return all(
-        # As integers, for NaN does not equal itself.
+        # As integers, because NaN does not equal itself.
         torch.equal(*(each.to(torch.bfloat16).contiguous().view(torch.int16) for each in pair))
         for pair in zip(_parts(one), _parts(other), strict=True)
     )
@@ -100,14 +100,14 @@ def _shape(decoder: Decoder, name: str) -> tuple[int, ...]:
     return tuple(stored_tensor(decoder, name).shape)
 
 
-def _parts(held: Tensor | PackedMatrix) -> Iterator[Tensor]:
+def _parts(stored: Tensor | PackedMatrix) -> Iterator[Tensor]:
     """Yield the values in order, a limited number of rows at a time."""
-    rows = max(1, PART_VALUES // held.shape[-1])
-    if isinstance(held, Tensor):
-        yield from torch.split(held, rows)
+    rows = max(1, PART_VALUES // stored.shape[-1])
+    if isinstance(stored, Tensor):
+        yield from torch.split(stored, rows)
         return
-    for first in range(0, held.rows, rows):
-        count = min(rows, held.rows - first)
-        part = torch.empty(count, held.columns, dtype=torch.bfloat16, device=held.device)
-        dequantize_rows_reference(held, part, first, count)
+    for first in range(0, stored.rows, rows):
+        count = min(rows, stored.rows - first)
+        part = torch.empty(count, stored.columns, dtype=torch.bfloat16, device=stored.device)
+        dequantize_rows_reference(stored, part, first, count)
         yield part

@@ -1,4 +1,4 @@
-"""Shards a teacher's layers over the ranks: each rank holds 1/world of every layer and all-gathers
+"""Shard a teacher's layers over the ranks: each rank holds 1/world of every layer and all-gathers
 a layer before it computes it.
 
     part of layer i    this rank's share of the layer's bytes, all that it keeps of the layer
@@ -13,12 +13,12 @@ is even, it is already gathered when the next batch begins.
 
 The gather moves raw bytes, so it works alike for floats, quantised blocks and fp8 codes, and
 block-quantised weights cost a third of the traffic of floats. A layer's modules hold views into its
-buffer at fixed addresses, so joined matrices and block planes work as in an
-unsharded teacher, and the output is bit-identical to its output. FSDP2 shards parameters, of which
+buffer at fixed addresses, so joined matrices and block planes work as in an unsharded teacher, and the
+output is bit-identical. FSDP2 shards parameters, of which
 a frozen teacher has none.
 
 Every gather is a collective of the run's single process group, issued in program order, which is
-the same on every rank. Code that reads a layer's weights must call `Decoder.reach` first, on every
+the same on every rank. Code that reads a layer's weights must call `Decoder.gather_for` first, on every
 rank.
 
 The embedding, the last norm and the head are replicated on every rank. Not covered: one rank
@@ -40,6 +40,7 @@ from engine.models.packed import PackedLinear
 from engine.runtime.ranks import Ranks
 
 BUFFERS = 2
+"""Number of buffers for gathered layers."""
 ALIGNMENT_BYTES = 512
 """Alignment of each tensor in a buffer and of each rank's share. It equals that of torch's
 allocator, so that the same kernels are chosen.
@@ -70,9 +71,9 @@ class ShardedLayers:
         self._parts: list[Tensor] = []
         self._places: list[list[_Place]] = []
         self._buffers: list[Tensor] = []
-        self._lies: list[int | None] = [None] * BUFFERS
+        self._layer_in_buffer: list[int | None] = [None] * BUFFERS
         """Index of the layer that each buffer holds or is receiving."""
-        self._arrived: list[Any] = [None] * BUFFERS
+        self._gathered_events: list[Any] = [None] * BUFFERS
         self._stream: Any = None
         self.gathered = 0
         """Number of layer gathers so far."""
@@ -110,19 +111,18 @@ class ShardedLayers:
             like = torch.empty_strided(place.shape, place.stride, dtype=place.dtype, device="meta")
             setattr(place.module, place.name, like)
             if isinstance(place.module, PackedLinear):
-                _ = (
-                    place.module.packed
-                )  # drops the cached matrix, which would keep the loaded blocks alive
+                # Drops the cached matrix, which would keep the loaded blocks in memory.
+                _ = place.module.packed
 
     def _own_part(self, storages: list[tuple[int, torch.UntypedStorage]], size: int) -> Tensor:
-        each = _aligned(-(-size // self._ranks.world))
-        begin = self._ranks.rank * each
-        part = torch.zeros(each, dtype=torch.uint8, device=self._device)
+        part_bytes = _aligned(-(-size // self._ranks.world))
+        begin = self._ranks.rank * part_bytes
+        part = torch.zeros(part_bytes, dtype=torch.uint8, device=self._device)
         for start, storage in storages:
-            low, high = max(start, begin), min(start + storage.nbytes(), begin + each)
+            low, high = max(start, begin), min(start + storage.nbytes(), begin + part_bytes)
             if low < high:
-                held = torch.empty(0, dtype=torch.uint8, device=self._device).set_(storage)
-                part[low - begin : high - begin] = held[low - start : high - start]
+                source = torch.empty(0, dtype=torch.uint8, device=self._device).set_(storage)
+                part[low - begin : high - begin] = source[low - start : high - start]
         return part
 
     def install(self, decoder: Decoder) -> None:
@@ -135,7 +135,7 @@ class ShardedLayers:
         if self._device.type == "cuda":
             # High priority, because layers wait for the gathered weights.
             self._stream = torch.cuda.Stream(self._device, priority=-1)  # type: ignore[no-untyped-call]
-            self._arrived = [torch.cuda.Event() for _ in range(BUFFERS)]  # type: ignore[no-untyped-call]
+            self._gathered_events = [torch.cuda.Event() for _ in range(BUFFERS)]  # type: ignore[no-untyped-call]
         for index, places in enumerate(self._places):
             storage = self._buffers[index % BUFFERS].untyped_storage()
             for place in places:
@@ -148,15 +148,17 @@ class ShardedLayers:
         """See `engine.models.decoder.Shards`. This also starts gathering the next layer."""
         self._gather(index)
         if self._stream is not None:
-            torch.cuda.current_stream(self._device).wait_event(self._arrived[index % BUFFERS])
+            torch.cuda.current_stream(self._device).wait_event(
+                self._gathered_events[index % BUFFERS]
+            )
         following = (index + 1) % len(self._parts)
         if following % BUFFERS != index % BUFFERS:
             self._gather(following)
 
     def _gather(self, index: int) -> None:
-        if self._lies[index % BUFFERS] == index:
+        if self._layer_in_buffer[index % BUFFERS] == index:
             return
-        self._lies[index % BUFFERS] = index
+        self._layer_in_buffer[index % BUFFERS] = index
         self.gathered += 1
         self._entering()
         part = self._parts[index]
@@ -168,7 +170,7 @@ class ShardedLayers:
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             dist.all_gather_into_tensor(buffer, part)
-            self._arrived[index % BUFFERS].record(self._stream)
+            self._gathered_events[index % BUFFERS].record(self._stream)
 
 
 def _aligned(size: int) -> int:

@@ -1,4 +1,4 @@
-"""Cuts a teacher with a larger vocabulary down to the student's, and measures what the cut drops.
+"""Cut a teacher with a larger vocabulary down to the student's, and measure the probability that the cut drops.
 
 Two checkpoints of one family pad the same tokenizer to different widths: Qwen2.5-7B has 152064 rows
 where Qwen2.5-0.5B has 151936. The teacher's columns beyond the student's are cut before the
@@ -33,6 +33,7 @@ from engine.teachers.protocol import Teacher
 # width, R rows of a part of the head
 
 PART_ROWS = 8192
+"""Number of head rows whose logits are computed at once."""
 CHUNK = 1024
 """Number of tokens, with `PART_ROWS` head rows, processed at once: 32 MiB of logits."""
 
@@ -85,15 +86,15 @@ class TruncatingTeacher:
         are accumulated over parts of the head as log-sum-exps.
         """
         head = self.inner.head()
-        found = []
+        parts = []
         for batch in batches:
             tokens_BT, documents_BT, labels_BT = batch.to_torch(device)
             hidden_NE = self.inner.hidden(tokens_BT, documents_BT)[labels_BT >= 0]
-            found += [
+            parts += [
                 _dropped(chunk_NE, head, self._vocab_size, temperature)
                 for chunk_NE in torch.split(hidden_NE, CHUNK)
             ]
-        dropped_N = torch.cat(found) if found else torch.empty(0)
+        dropped_N = torch.cat(parts) if parts else torch.empty(0)
         if not len(dropped_N):
             return DroppedMass(mean=math.nan, largest=math.nan, tokens=0)
         return DroppedMass(
@@ -136,9 +137,9 @@ def _dropped(hidden_NE: Tensor, head: Head, vocab_size: int, temperature: float)
         for weight_RE in torch.split(weight_SE, PART_ROWS):
             logits_NR = kept_N.new_empty(len(hidden_NE), len(weight_RE))
             multiply(logits_NR, hidden_NE, weight_RE.t(), scale=1 / temperature)
-            here = min(max(vocab_size - first, 0), len(weight_RE))
-            kept_N = torch.logaddexp(kept_N, logits_NR[:, :here].logsumexp(1))
-            cut_N = torch.logaddexp(cut_N, logits_NR[:, here:].logsumexp(1))
+            kept_rows = min(max(vocab_size - first, 0), len(weight_RE))
+            kept_N = torch.logaddexp(kept_N, logits_NR[:, :kept_rows].logsumexp(1))
+            cut_N = torch.logaddexp(cut_N, logits_NR[:, kept_rows:].logsumexp(1))
             first += len(weight_RE)
     # Not computed as 1 - kept: the result is far below the rounding error of 1.
     return (cut_N - torch.logaddexp(kept_N, cut_N)).exp()

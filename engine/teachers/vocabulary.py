@@ -1,4 +1,4 @@
-"""Checks that a token id means the same to the teacher, to the student and in the training text.
+"""Check that a token id means the same to the teacher, to the student and in the training text.
 
 Distillation compares probabilities id by id. With two tokenizers of different families every number
 is still finite, every curve still falls, and the student is trained on noise. So where the
@@ -7,8 +7,8 @@ defines is reported but is no error (checkpoints of one family add special token
 unknown tokenizer is also reported, never assumed to be equal.
 
 Where all tokens are the same, both encode texts made for it (`engine.formats.tokenizer_probes`): with other
-merges, or another normalizer, a model reads its text in tokens that it was not trained on. Texts in whose ids
-there is one that only one of the two defines are not compared.
+merges, or another normalizer, a model reads its text in tokens that it was not trained on. Texts with an
+id that only one of the two defines are not compared.
 
 Ids at and beyond the student's vocabulary are cut from the teacher, so they are not compared.
 
@@ -36,7 +36,7 @@ class Split:
     here: tuple[str, ...]
     there: tuple[str, ...]
 
-    def said(self, whose: str, other: str) -> str:
+    def describe(self, whose: str, other: str) -> str:
         """Show the text and the tokens that each of the two makes of it."""
         return (
             f"{self.text!r} is {_listed(self.here)} in {whose} and {_listed(self.there)} in {other}"
@@ -66,25 +66,29 @@ class Comparison:
 
 def compare(here: Tokenizer, there: Tokenizer, ids: int) -> Comparison:
     """Compare the tokens with ids below `ids` of both, and the tokens that both make of texts."""
-    mine, theirs = here.tokens(), there.tokens()
+    tokens_here, tokens_there = here.tokens(), there.tokens()
     differing = []
     shared = set()
     one_sided = 0
     for id_ in range(ids):
-        a, b = mine.get(id_), theirs.get(id_)
-        if a is None or b is None:
-            one_sided += a is not b
-        elif a == b:
+        token_here, token_there = tokens_here.get(id_), tokens_there.get(id_)
+        if token_here is None or token_there is None:
+            one_sided += token_here is not token_there
+        elif token_here == token_there:
             shared.add(id_)
         else:
-            differing.append((id_, a, b))
+            differing.append((id_, token_here, token_there))
     texts = [] if differing else probes(here, there)
     split = [
-        Split(text=text, here=tuple(mine[i] for i in one), there=tuple(theirs[i] for i in other))
-        for text, one, other in zip(
+        Split(
+            text=text,
+            here=tuple(tokens_here[i] for i in ids_here),
+            there=tuple(tokens_there[i] for i in ids_there),
+        )
+        for text, ids_here, ids_there in zip(
             texts, here.encode_each(texts), there.encode_each(texts), strict=True
         )
-        if one != other and shared.issuperset(one) and shared.issuperset(other)
+        if ids_here != ids_there and shared.issuperset(ids_here) and shared.issuperset(ids_there)
     ]
     return Comparison(
         differing=tuple(differing),
@@ -111,34 +115,40 @@ def check_vocabularies(known: Mapping[str, Tokenizer | None], ids: int) -> tuple
     ]
     present = [(whose, tokenizer) for whose, tokenizer in known.items() if tokenizer is not None]
     for index, (whose, tokenizer) in enumerate(present):
-        for other, another in present[index + 1 :]:
-            if tokenizer.sha256 == another.sha256:
+        for other_owner, other_tokenizer in present[index + 1 :]:
+            if tokenizer.sha256 == other_tokenizer.sha256:
                 continue
-            found = compare(tokenizer, another, ids)
+            found = compare(tokenizer, other_tokenizer, ids)
             if found.differing:
-                raise _refusal(whose, tokenizer, other, another, found, ids)
+                raise _refusal(whose, tokenizer, other_owner, other_tokenizer, found, ids)
             if found.split:
-                raise _refusal_of_text(whose, tokenizer, other, another, found)
+                raise _refusal_of_text(whose, tokenizer, other_owner, other_tokenizer, found)
             if found.one_sided:
                 notes.append(
                     f"vocabulary: {found.shared:,} of {ids:,} ids are the same token in "
-                    f"{whose} and {other}, none is another; {found.one_sided:,} are a token "
+                    f"{whose} and {other_owner}, none is another; {found.one_sided:,} are a token "
                     "in one of them alone"
                 )
     return tuple(notes)
 
 
 def _refusal(
-    whose: str, tokenizer: Tokenizer, other: str, another: Tokenizer, found: Comparison, ids: int
+    whose: str,
+    tokenizer: Tokenizer,
+    other_owner: str,
+    other_tokenizer: Tokenizer,
+    found: Comparison,
+    ids: int,
 ) -> TokenizerError:
     listed = "".join(
-        f"\n  id {id_:,}: {whose} {a!r}, {other} {b!r}" for id_, a, b in found.differing[:LISTED]
+        f"\n  id {id_:,}: {whose} {a!r}, {other_owner} {b!r}"
+        for id_, a, b in found.differing[:LISTED]
     )
-    left = len(found.differing) - LISTED
-    more = f"\n  ... and {left:,} more" if left > 0 else ""
+    unlisted = len(found.differing) - LISTED
+    more = f"\n  ... and {unlisted:,} more" if unlisted > 0 else ""
     return TokenizerError.expected(
         "vocabulary",
-        f"{tokenizer.path} ({whose}), {another.path} ({other})",
+        f"{tokenizer.path} ({whose}), {other_tokenizer.path} ({other_owner})",
         f"the same token for every id below {ids:,}",
         f"{len(found.differing):,} that differ:{listed}{more}",
         hint="teacher and student must come from one family: probabilities are compared id by id",
@@ -146,14 +156,18 @@ def _refusal(
 
 
 def _refusal_of_text(
-    whose: str, tokenizer: Tokenizer, other: str, another: Tokenizer, found: Comparison
+    whose: str,
+    tokenizer: Tokenizer,
+    other_owner: str,
+    other_tokenizer: Tokenizer,
+    found: Comparison,
 ) -> TokenizerError:
-    listed = "".join(f"\n  {one.said(whose, other)}" for one in found.split[:LISTED])
-    left = len(found.split) - LISTED
-    more = f"\n  ... and {left:,} more" if left > 0 else ""
+    listed = "".join(f"\n  {split.describe(whose, other_owner)}" for split in found.split[:LISTED])
+    unlisted = len(found.split) - LISTED
+    more = f"\n  ... and {unlisted:,} more" if unlisted > 0 else ""
     return TokenizerError.expected(
         "vocabulary",
-        f"{tokenizer.path} ({whose}), {another.path} ({other})",
+        f"{tokenizer.path} ({whose}), {other_tokenizer.path} ({other_owner})",
         "the same tokens for every text",
         f"{len(found.split):,} of {found.texts:,} texts in other tokens, all ids being the same:{listed}{more}",
         hint="both models read the text in one tokenizer's tokens; if a model was trained with the other "

@@ -18,17 +18,16 @@ ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
 def grow_segments(environment: MutableMapping[str, str]) -> None:
-    """Let torch's allocator grow its segments, unless the environment has settings of the user's: what one size leaves
-    free then serves another, where a run within a limit otherwise ends up out of memory with gigabytes free. Before
-    torch is imported."""
+    """Let torch's allocator grow its segments, unless the user has set it up. Blocks of one size can then be reused for
+    another; otherwise a run within a limit may run out of memory with gigabytes free. Call before torch is imported."""
     if not any(name in environment for name in ALLOCATOR_SETTINGS):
         environment[ALLOCATOR_SETTINGS[0]] = "expandable_segments:True"
 
 
 def name_triton(environment: MutableMapping[str, str]) -> None:
-    """Name Triton's folder for compiled kernels and its assembler, Triton's own by default. Torch's compiler names
-    others for the rest of the process, but only where it compiles and finds nothing kept: the same kernels would have
-    other keys in the next start, and be compiled again."""
+    """Name Triton's folder for compiled kernels and its assembler, Triton's own by default. Torch's compiler sets
+    other paths for the rest of the process, but only if it compiles something that is not in its cache: the same
+    kernels would then have other keys at the next start, and be compiled again."""
     home = Path(environment.get("TRITON_HOME") or Path.home())
     environment.setdefault("TRITON_CACHE_DIR", str(home / ".triton" / "cache"))
     triton = find_spec("triton")
@@ -59,7 +58,7 @@ def main() -> int:
     # Default handling until the run installs its own handlers: nothing has started, and a traceback would not
     # help.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    # Comes first because importing torch may hang too.
+    # Before torch is imported, because that may hang too.
     register(arguments.run, int(os.environ.get("RANK", "0")))
     # Imported objects stay alive: scanning them for garbage, now and at exit, takes a fifth of a start's CPU
     # time.
@@ -82,7 +81,7 @@ def main() -> int:
         # Stopped before the log could record it.
         return stopped.exit_code
     except EngineError as error:
-        # An error that could not be logged, because writing the log is what failed.
+        # The log itself could not be written, so the error is not in it.
         say(error)
         return error.exit_code
 

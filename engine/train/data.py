@@ -24,9 +24,9 @@ from engine.train import to_events
 from engine.train.to_events import Log
 from engine.units import format_bytes
 
-TOKENIZED_S, LEAST_CPUS = 3.0, 1.25
+TOKENIZED_S, MIN_CPUS = 3.0, 1.25
 """Minimum seconds of tokenizing for the warning about one CPU, and the number of CPUs used that counts as several."""
-SAID_EVERY_S = 10.0
+PROGRESS_EVERY_S = 10.0
 """Interval between logged progress lines, in seconds."""
 
 
@@ -40,8 +40,8 @@ class Data:
     ready: DataReady
 
 
-class _Said:
-    """Logs what is being done to the corpus: when it begins, and how far it is every few seconds."""
+class _Progress:
+    """Logs the beginning of each stage of reading the corpus, and its progress every PROGRESS_EVERY_S."""
 
     def __init__(self, log: Log, source: str) -> None:
         self._log, self._source = log, source
@@ -50,7 +50,7 @@ class _Said:
 
     def __call__(self, what: str, done: int, total: int | None) -> None:
         now = time.monotonic()
-        if what == self._what and now < self._at_s + SAID_EVERY_S:
+        if what == self._what and now < self._at_s + PROGRESS_EVERY_S:
             return
         detail = self._source
         if what == self._what and done:
@@ -62,11 +62,11 @@ class _Said:
 
 
 def one_cpu_of_many(tokenizer: Tokenizer) -> str:
-    """Say that texts were tokenized by one CPU alone where there are more; empty when they were not."""
+    """Return a warning if only one of several CPUs tokenized texts; empty otherwise."""
     cpus, took_s = len(os.sched_getaffinity(0)), tokenizer.encoded_s
-    if took_s < TOKENIZED_S or tokenizer.encoded_cpu_s > LEAST_CPUS * took_s:
+    if took_s < TOKENIZED_S or tokenizer.encoded_cpu_s > MIN_CPUS * took_s:
         return ""
-    # Where others want the CPUs, one may be all there was.
+    # On a busy machine, only one CPU may have been free.
     if cpus == 1 or os.getloadavg()[0] > cpus + 1:
         return ""
     return (
@@ -82,14 +82,14 @@ def prepare_data(spec: RunSpec, inputs: Inputs, seen: DataReady | None, log: Log
     from it.
     """
     data = spec.data
-    tokens = inputs.load_tokens(data, _Said(log, data.corpus))
+    tokens = inputs.load_tokens(data, _Progress(log, data.corpus))
     if not tokens.is_kept:
         log(Note(level="warning", text=f"tokens: {tokens.note}"))
     if text := one_cpu_of_many(inputs.tokenizer):
         log(Note(level="warning", text=text))
     log(Phase(name="taking the rows", detail=tokens.note))
-    train, held = tokens.train, tokens.heldout
-    rows = heldout_rows(held, data.seq_len, spec.eval.rows)
+    train, heldout = tokens.train, tokens.heldout
+    rows = heldout_rows(heldout, data.seq_len, spec.eval.rows)
     ready = to_events.data(data.corpus, tokens, data.seq_len)
     log(ready)
     begun = ready if seen is None else seen
@@ -105,7 +105,7 @@ def prepare_data(spec: RunSpec, inputs: Inputs, seen: DataReady | None, log: Log
             )
     return Data(
         stream=train,
-        heldout_stream=held,
+        heldout_stream=heldout,
         heldout=list(rows.split(EVAL_ROWS_AT_ONCE)),
         again=tokens.again,
         ready=ready,

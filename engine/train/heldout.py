@@ -4,7 +4,7 @@ Every evaluation uses the same rows, so two losses differ only because the model
 untrained student and teacher are all evaluated by the same function. Logits are kept in fp32 whatever the
 dtype of the hidden states: rounding them to bf16 would hide the differences of interest.
 
-What a model makes of one fixed prompt of that text (`continued`) shows what a loss means.
+The continuation of one fixed held-out prompt (`continued`) illustrates a loss.
 """
 
 from __future__ import annotations
@@ -63,23 +63,23 @@ def heldout_loss(
 
 
 PROMPT = 16
-"""Tokens of a prompt at most."""
+"""Largest length of a prompt, in tokens."""
 
 
 def prompt_of(heldout: Sequence[Batch]) -> list[int]:
-    """Return the tokens before a label of the first held-out rows, PROMPT of them where their document has as many;
-    of a conversation those before what is to be learnt of it."""
+    """Return the tokens up to a labelled position in the first held-out rows, PROMPT of them if a document has so many;
+    in a conversation they are those before the assistant's text."""
     best: list[int] = []
     for batch in heldout[:1]:
         for tokens_T, documents_T, labels_T in zip(
             batch.tokens_BT, batch.documents_BT, batch.labels_BT, strict=True
         ):
-            for place in (labels_T >= 0).nonzero()[0].tolist()[: 4 * PROMPT]:
-                first = max(0, place + 1 - PROMPT)
-                same = documents_T[first : place + 1] == documents_T[place]
-                found = tokens_T[first : place + 1][same].tolist()
-                if len(found) > len(best):
-                    best = found
+            for position in (labels_T >= 0).nonzero()[0].tolist()[: 4 * PROMPT]:
+                first = max(0, position + 1 - PROMPT)
+                in_document = documents_T[first : position + 1] == documents_T[position]
+                prompt = tokens_T[first : position + 1][in_document].tolist()
+                if len(prompt) > len(best):
+                    best = prompt
                 if len(best) == PROMPT:
                     return best
     return best
@@ -94,23 +94,23 @@ def continued(
     device: torch.device,
     autocast: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext,
 ) -> list[int]:
-    """Return as many tokens after `prompt` as `guess` has, each the one that a model finds most likely after those
+    """Return as many tokens after `prompt` as `guess` has, each the most probable one after the tokens
     before it.
 
     Passes over the whole row replace every token by the most likely one until none changes: the k-th is right after
     k passes at the latest, and a text that repeats itself, or a good guess, takes few (Santilli et al., "Accelerating
     Transformer Inference for Translation via Parallel Decoding", 2023). Draws nothing at random.
     """
-    # Another model's guess may have ids that this one lacks.
-    begun = [*prompt, *(min(one, head.vocab_size - 1) for one in guess)]
-    tokens_BT = torch.tensor([begun], device=device)
+    # The guess of another model may contain ids beyond this vocabulary.
+    row = [*prompt, *(min(token, head.vocab_size - 1) for token in guess)]
+    tokens_BT = torch.tensor([row], device=device)
     documents_BT = torch.zeros_like(tokens_BT)
     for _ in range(len(guess) + 1):
         with autocast():
             hidden_ND = hidden(tokens_BT, documents_BT)[0, len(prompt) - 1 : -1]
-        found_N = logits_of(hidden_ND, head, head.vocab_size).argmax(1)
-        if torch.equal(found_N, tokens_BT[0, len(prompt) :]):
+        tokens_N = logits_of(hidden_ND, head, head.vocab_size).argmax(1)
+        if torch.equal(tokens_N, tokens_BT[0, len(prompt) :]):
             break
-        tokens_BT[0, len(prompt) :] = found_N
-    found: list[int] = tokens_BT[0, len(prompt) :].tolist()
-    return found
+        tokens_BT[0, len(prompt) :] = tokens_N
+    tokens: list[int] = tokens_BT[0, len(prompt) :].tolist()
+    return tokens

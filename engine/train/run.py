@@ -1,4 +1,4 @@
-"""The composition root: puts a run together, top to bottom.
+"""Compose a run from top to bottom: the composition root.
 
     settings -> device -> data -> plan -> teacher -> student -> (resume) -> steps, each logged ->
     held-out losses -> student, saved, read back and evaluated -> receipt
@@ -70,7 +70,7 @@ from engine.train.ranks.sharding import (
 from engine.train.stop_request import StopRequest
 from engine.train.trainer import Trainer
 
-_OF_DEVICE = re.compile(r"CUDA error: |CUDNN_STATUS_|CUBLAS_STATUS_|CUSOLVER_STATUS_|NCCL error")
+_DEVICE_ERROR = re.compile(r"CUDA error: |CUDNN_STATUS_|CUBLAS_STATUS_|CUSOLVER_STATUS_|NCCL error")
 LAST_LINE_S = 0.2
 """Seconds that the log's last line may take in a process that is about to exit."""
 
@@ -114,16 +114,16 @@ def run(
             finished = job.stopped()
         except BaseException as error:  # noqa: BLE001 - the last place that can say how the run ended
             reason, code = why_failed(error)
-            known = as_engine_error(error)
-            if isinstance(known, DiskFull) and ranks.first:
+            engine_error = as_engine_error(error)
+            if isinstance(engine_error, DiskFull) and ranks.first:
                 folder.free_reserve()
-            say(error if error is known else trace_of(error))
+            say(error if error is engine_error else trace_of(error))
             finished = job.failed(reason, code)
         else:
             leave(ranks)
         stop.answered()
-        for one in job.hashes:
-            one.give_up()
+        for model_hash in job.hashes:
+            model_hash.give_up()
         if ranks.first:
             folder.free_reserve()
         for text in library_warnings():
@@ -132,7 +132,7 @@ def run(
         try:
             log.sync()
         except EngineError as error:
-            # A reader of the log should see what the exit code says, if a line can still be written.
+            # The log should agree with the exit code, if a line can still be written.
             with contextlib.suppress(EngineError):
                 log.write(job.failed(str(error), error.exit_code))
             raise
@@ -146,11 +146,11 @@ def why_failed(error: BaseException) -> tuple[str, int]:
         return f"the {where} allocator refused: {error}", EXIT_FAIL
     # The failure of a kernel, library or collective is raised by an unrelated later call.
     if isinstance(error, (torch.AcceleratorError, torch.distributed.DistBackendError)) or (
-        isinstance(error, RuntimeError) and _OF_DEVICE.search(str(error))
+        isinstance(error, RuntimeError) and _DEVICE_ERROR.search(str(error))
     ):
         return f"the device failed: {error}", EXIT_FAIL
-    if (known := as_engine_error(error)) is not None:
-        return str(known), known.exit_code
+    if (engine_error := as_engine_error(error)) is not None:
+        return str(engine_error), engine_error.exit_code
     text = ": ".join(filter(None, (type(error).__name__, str(error))))
     if isinstance(error, KeyboardInterrupt):
         return f"{text}: code raised it, no signal did", EXIT_INTERRUPTED
@@ -173,11 +173,11 @@ class _Job:
     ) -> None:
         self.folder, self.stop = folder, stop
         self.asked = self.spec = spec
-        """The requested settings, which identify the run, and the settings with all decisions, which it uses."""
+        """Requested settings, `asked`, which identify the run, and those with all decisions, `spec`, which it uses."""
         self._write = partial(to_events.write, log)
         self.ranks = ranks
         self.recorded: Path | None = None
-        """Folder of the run whose written rows this one replays; None where it writes its own."""
+        """Folder of the run whose written rows this run replays; None if it writes its own."""
         self.before = before
         """The log of a resumed run's earlier sessions."""
         self.begun_s = time.monotonic()
@@ -188,11 +188,11 @@ class _Job:
         self.hashes: list[ModelHash] = []
         """Hashes of the models, computed in threads."""
         self.loop: TrainingLoop | None = None
-        """None until there is something to train."""
+        """The training loop; None until the models are built."""
 
-    def log(self, found: to_events.Loggable) -> None:
-        """Write one line, and after it what transformers warned of meanwhile."""
-        self._write(found)
+    def log(self, value: to_events.Loggable) -> None:
+        """Write one line to the log, and after it the new warnings of transformers."""
+        self._write(value)
         for text in library_warnings():
             self._write(Note(level="warning", text=text))
 
@@ -213,8 +213,8 @@ class _Job:
         )
 
     def log_stopped(self) -> None:
-        """Write the end of a session whose process exits in a signal handler. The handler may have interrupted
-        a write, whose lock it must not wait for: a thread does that, for as long as there is time."""
+        """Write the end of a session whose process exits in a signal handler. A thread writes it, for
+        at most LAST_LINE_S: the handler may have interrupted a write, and must not wait for its lock."""
 
         def write() -> None:
             with contextlib.suppress(EngineError):
@@ -232,8 +232,8 @@ class _Job:
         for note in inputs.notes:
             log(Note(level="warning", text=note))
         compute = self._join_ranks()
-        seen = self.before.data if self.before else None
-        data = prepare_data(self.asked, inputs, seen, self.log)
+        first_data = self.before.data if self.before else None
+        data = prepare_data(self.asked, inputs, first_data, self.log)
         with compute.memory.use():
             log(Phase(name="planning"))
             plan = plan_run(self.spec, inputs, compute, data.stream, self.log)
@@ -254,71 +254,71 @@ class _Job:
             )
             self.hashes = builder.hashes
             fresh = builder.fresh_student()
-            taught = builder.teacher(self.before)
-            student, student_sha256 = builder.student(fresh, taught.decoder)
+            teacher = builder.teacher(self.before)
+            student, student_sha256 = builder.student(fresh, teacher.decoder)
             untrained = samples_of(student)  # before a resume replaces the weights
             log(Phase(name="setting up the trainer"))
             builder.warm_up()
-            trainer = builder.trainer(student, taught.teacher, Ranks(), taught.decoder)
+            trainer = builder.trainer(student, teacher.teacher, Ranks(), teacher.decoder)
         self.loop = loop = TrainingLoop(
             log,
             plan,
             data,
-            teacher_decoder=taught.decoder,
+            teacher_decoder=teacher.decoder,
             keeper=self.keeper,
             checks=self.checks,
             compiles=self.compiles,
             stop=self.stop,
         )
         if self.before is not None:
-            student_sha256()  # of the weights that a resume replaces
+            student_sha256()  # before a resume replaces the weights
         resumed_from = self._resume(trainer, loop, allow_fallback, allow_restart)
         if (
             self.before is not None
             and "teacher" in self.before.models
-            and taught.sha256 is not None
+            and teacher.sha256 is not None
         ):
-            taught.sha256()  # refuses another teacher than the run's
-        self._put_to_run(trainer, plan)
-        begun = self._begun(trainer, plan, resumed_from)
-        log(begun)
-        if changed := versions_changed(self.before, begun):
+            teacher.sha256()  # refuses another teacher than the run's
+        self._configure_student(trainer, plan)
+        started = self._start_event(trainer, plan, resumed_from)
+        log(started)
+        if changed := versions_changed(self.before, started):
             log(Note(level="warning", text=changed))
         self._evaluate_untrained(trainer, loop, data, builder)
-        student_sha256()  # of the weights before the first step
+        student_sha256()  # before the first step changes the weights
         loop.check(trainer)
         if ranks.many:
-            trainer = self._shard(trainer, builder, taught.decoder)
+            trainer = self._shard(trainer, builder, teacher.decoder)
             loop.check_with(trainer)
             # After this, nothing references the unsharded state that every rank had.
-            self._put_to_run(trainer, plan)
+            self._configure_student(trainer, plan)
         with compute.memory.use():  # AdamW allocates its moments in the first step
             ended_early = loop.train(trainer)
-        if taught.sha256 is not None and self.stop.reason is None:
-            taught.sha256()
+        if teacher.sha256 is not None and self.stop.reason is None:
+            teacher.sha256()
         self.compiles.counts(loop.step, self.log)
-        if isinstance(taught.teacher, CachedTeacher):
+        if isinstance(teacher.teacher, CachedTeacher):
             steps = trainer.step - (resumed_from or 0)
             text, trained = (
-                taught.teacher.summary,
+                teacher.teacher.summary,
                 steps * spec.train.rows * spec.train.accumulation,
             )
             log(Note(level="info", text=text))
-            if taught.teacher.asked < trained:
-                text = f"teacher outputs: {trained:,} rows were trained on, and {taught.teacher.asked:,} asked for"
+            if teacher.teacher.asked < trained:
+                text = f"teacher outputs: {trained:,} rows were trained on, and {teacher.teacher.asked:,} asked for"
                 log(Note(level="error", text=text))
         if ended_early is not None:
             return ended_early
         if spec.checkpoint.at_end:
             hashes = {"student_start": student_sha256()}
-            if taught.sha256 is not None:
-                hashes = {"teacher": taught.sha256(), **hashes}
-            self._leave_results(trainer, loop, inputs, data, hashes, untrained)
+            if teacher.sha256 is not None:
+                hashes = {"teacher": teacher.sha256(), **hashes}
+            self._save_results(trainer, loop, inputs, data, hashes, untrained)
         return RunFinished(
             state="completed", reason="every step done", exit_code=0, step=trainer.step
         )
 
-    def _put_to_run(self, trainer: Trainer, plan: Plan) -> None:
+    def _configure_student(self, trainer: Trainer, plan: Plan) -> None:
         def given_up(why: str) -> None:
             log_no_graphs(trainer.step + 1, why, self.log)
 
@@ -365,7 +365,7 @@ class _Job:
             self.ranks.wait_for_all()
         return trainer.step
 
-    def _begun(self, trainer: Trainer, plan: Plan, resumed_from: int | None) -> RunStarted:
+    def _start_event(self, trainer: Trainer, plan: Plan, resumed_from: int | None) -> RunStarted:
         on_gpu = trainer.device.type == "cuda"
         name = torch.cuda.get_device_name(trainer.device) if on_gpu else "a CPU"
         inputs, spec, seq_len = plan.inputs, plan.spec, plan.spec.data.seq_len
@@ -380,11 +380,11 @@ class _Job:
             recomputes=spec.student.checkpointing == "on",
             chunk_rows=trainer.loss.chunk_rows,
         )
-        known = {"teacher"} if teacher is not None and teacher.native else set()
+        comparable = {"teacher"} if teacher is not None and teacher.native else set()
         if inputs.student.native and not self.ranks.many:
-            known |= costs.keys() - {"teacher"}
-        # Ranks wait for one another in the parts of a model that they share.
-        known -= {"teacher"} if spec.teacher.shard == "on" else set()
+            comparable |= costs.keys() - {"teacher"}
+        # The time of a sharded model includes waiting for other ranks, so its cost is no lower bound of it.
+        comparable -= {"teacher"} if spec.teacher.shard == "on" else set()
         return to_events.start(
             self.folder.name,
             self.asked,
@@ -392,7 +392,7 @@ class _Job:
             resumed_from,
             flops_per_token(inputs.student, teacher, seq_len),
             peak_flops(name, self.ranks.world),
-            {part: cost for part, cost in costs.items() if part in known},
+            {part: cost for part, cost in costs.items() if part in comparable},
         )
 
     def _evaluate_untrained(
@@ -400,8 +400,8 @@ class _Job:
     ) -> None:
         """Evaluate the teacher and the untrained student: the loss to approach, and the loss at the start.
 
-        A GPU does so at once: it has more room before the optimizer has its moments. A CPU takes as long for that as
-        for some steps, and makes its first step before.
+        On a GPU this is done now, when there is most free memory: the optimizer has no moments yet. On a CPU it takes
+        as long as some steps, so it follows the first step.
         """
 
         def evaluate(untrained: Callable[[], Decoder]) -> None:
@@ -412,7 +412,7 @@ class _Job:
         if not evaluates_late(self.spec):
             if trainer.step == 0:
                 evaluate(lambda: trainer.student)
-        # A stop may have come before.
+        # An earlier session may have been stopped before its evaluation.
         elif trainer.step == 0 or self.before is None or self.before.eval_of("untrained") is None:
 
             def evaluate_late() -> None:
@@ -425,10 +425,10 @@ class _Job:
     def _evaluate_teacher(self, trainer: Trainer, loop: TrainingLoop, data: Data) -> None:
         teacher = trainer.teacher
         if isinstance(teacher, CachedTeacher) and not holds_heldout(teacher, data.heldout):
-            known = recall_heldout(teacher, data.heldout)
-            self.log(known)
-            if isinstance(known, Evaluated) and known.loss is not None:
-                loop.heldout_losses["teacher"] = known.loss
+            recalled = recall_heldout(teacher, data.heldout)
+            self.log(recalled)
+            if isinstance(recalled, Evaluated) and recalled.loss is not None:
+                loop.heldout_losses["teacher"] = recalled.loss
         elif teacher is not None:
             loop.evaluate("teacher", teacher.hidden, teacher.head(), trainer)
 
@@ -440,7 +440,7 @@ class _Job:
         trainer.optimizer.zero_grad(set_to_none=True)
         trainer.optimizer.state.clear()
         if is_adapted(trainer.student):
-            # Its file has been compared with it bit by bit; its base need not be loaded once more.
+            # The saved adapters equal the trained ones bit by bit, so the base need not be loaded again.
             loop.evaluate(
                 "student", trainer.student.hidden, head_of(trainer.student), trainer, saved=True
             )
@@ -452,8 +452,8 @@ class _Job:
     def _shard(self, alone: Trainer, builder: Builder, teacher_decoder: Decoder | None) -> Trainer:
         """Return an equivalent trainer with its student sharded over the ranks."""
         check_same_weights(alone.student, "student", self.ranks)
-        over = f"over {self.ranks.world} ranks"
-        self.log(Phase(name="sharding the student", detail=over))
+        detail = f"over {self.ranks.world} ranks"
+        self.log(Phase(name="sharding the student", detail=detail))
         trainer = shard_trainer(
             alone,
             self.spec,
@@ -467,7 +467,7 @@ class _Job:
         self.keeper.sharded = self.spec.checkpoint.sharded == "on"
         return trainer
 
-    def _leave_results(
+    def _save_results(
         self,
         trainer: Trainer,
         loop: TrainingLoop,
@@ -476,7 +476,7 @@ class _Job:
         hashes: dict[str, str],
         untrained: Mapping[str, Sample],
     ) -> None:
-        """Save the student, prove and evaluate what was saved, and write the receipt.
+        """Save the student, check and evaluate the saved files, and write the receipt.
 
         `hashes` are those of the models that the run began with; `untrained` are samples of that student.
         """
@@ -489,13 +489,13 @@ class _Job:
             partial(digest_files, self.folder.student), "hash of the student's files"
         )
         self.log(Phase(name="reading the saved student back", detail=str(self.folder.student)))
-        proof = Artefact(
+        artefact = Artefact(
             folder=self.folder.student,
             dtype=torch_dtype(self.spec.student.save_as),
             how=self.asked.model,
             start=untrained,
         )
-        loop.check_saved(proof, student)
+        loop.check_saved(artefact, student)
         self.log(saved)
         del student  # the full copy of a sharded one
         self._evaluate_saved(trainer, loop)

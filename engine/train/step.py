@@ -10,11 +10,11 @@ from the first mark to the last. The time between the previous step's end and th
 `idle`: the device had no work. It is known only when this step was launched while the previous one was in
 flight; otherwise it would measure the pause between the two.
 
-`HostTime` divides the host's time from one record of a step to the next, without a gap, so that nothing a run waits for
-is in no number: the phases are of the device, and know nothing of what the host does between two steps.
+`HostTime` divides the host's time between two records of steps, without a gap, so that every wait is in some number:
+the phases are device time, and do not show what the host does between two steps.
 
-Work of the teacher on a stream of its own is no phase: `teacher` is how long the step's stream waited for
-it. On a CPU, marks are times of the host's clock.
+Work of the teacher on its own stream is no phase: `teacher` is the time that the step's stream waited for it. On a
+CPU, marks are times of the host's clock.
 """
 
 from __future__ import annotations
@@ -63,27 +63,27 @@ class TeacherOutput(NamedTuple):
 
 
 class StepObserver:
-    """Sees the real steps of a trainer at named points; does nothing by default.
+    """Base of observers, which the trainer calls at named points of each step. Does nothing by default.
 
         begun -> forwarded, for each micro-batch -> gradients -> updated
 
-    An observer must change nothing that it sees. On a GPU it sees tensors whose values are still being
-    computed: reading them waits for the device, copying them does not.
+    An observer must not change anything. On a GPU it gets tensors whose values are still being computed:
+    reading them waits for the device, copying them does not.
     """
 
     def begun(self, step: int) -> None:
-        """Weights and moments are those before `step`."""
+        """Called while weights and moments are those before `step`."""
 
     def forwarded(
         self, micro: MicroBatch, student_hidden_BTD: Tensor, teacher: TeacherOutput
     ) -> None:
-        """The hidden states of both are computed; the loss of this micro-batch is not."""
+        """Called when the hidden states of student and teacher are computed, before the loss of this micro-batch."""
 
     def gradients(self, step: int) -> None:
-        """Every `.grad` of this rank holds the sum over the step's micro-batches, neither clipped nor applied."""
+        """Called when every `.grad` of this rank is the sum over the micro-batches, before clipping and update."""
 
     def updated(self, step: int) -> None:
-        """Weights and moments are those after `step`."""
+        """Called when weights and moments are those after `step`."""
 
 
 class BeatObserver(StepObserver):
@@ -103,10 +103,10 @@ class StepNumbers(NamedTuple, Generic[_T]):
     """The numbers of one step: 0-d fp32 tensors on the device, later floats on the host."""
 
     loss: _T
-    """This and the next three are parts of the step's mean: over micro-batches and ranks they add up."""
+    """Part of the step's mean, as are the next three: over micro-batches and ranks they add up."""
     ce: _T
     kd: _T
-    """0 without a teacher, as is `agreement` where it is not known."""
+    """0 without a teacher; `agreement` is also 0 where it is not known."""
     agreement: _T
     asked_to_stop: _T
     """Number of ranks that were asked to stop."""
@@ -115,7 +115,7 @@ class StepNumbers(NamedTuple, Generic[_T]):
     grad_norm: _T
     """The global norm before clipping."""
     lowest_kl: _T
-    """Infinite when no row has one."""
+    """Lowest divergence of a row; infinite without one."""
     largest_dz_sum: _T
 
     @staticmethod
@@ -139,7 +139,7 @@ class StepNumbers(NamedTuple, Generic[_T]):
             asked_to_stop=grad_norm.new_full((), float(asked_to_stop)),
             waited_s=grad_norm.new_full((), waited_s),
             grad_norm=grad_norm,
-            # Over all micro-batches the worst row counts.
+            # The worst row of all micro-batches.
             lowest_kl=over("lowest_kl", torch.minimum, math.inf),
             largest_dz_sum=over("largest_dz_sum", torch.maximum, 0.0),
         )
@@ -149,18 +149,18 @@ class StepNumbers(NamedTuple, Generic[_T]):
         """Return the numbers of the whole step; one collective with several ranks."""
         if not ranks.many:
             return own
-        # In double: a square leaves the range of fp32 long before the norm does.
-        each = StepNumbers(*ranks.gather(torch.stack(own).double()).unbind(1))
+        # In fp64: the square of a norm overflows fp32 long before the norm does.
+        by_rank = StepNumbers(*ranks.gather(torch.stack(own).double()).unbind(1))
         return StepNumbers(
-            loss=each.loss.sum().float(),
-            ce=each.ce.sum().float(),
-            kd=each.kd.sum().float(),
-            agreement=each.agreement.sum().float(),
-            asked_to_stop=each.asked_to_stop.sum().float(),
-            waited_s=each.waited_s.amax().float(),
-            grad_norm=each.grad_norm.square().sum().sqrt().float(),
-            lowest_kl=each.lowest_kl.amin().float(),
-            largest_dz_sum=each.largest_dz_sum.amax().float(),
+            loss=by_rank.loss.sum().float(),
+            ce=by_rank.ce.sum().float(),
+            kd=by_rank.kd.sum().float(),
+            agreement=by_rank.agreement.sum().float(),
+            asked_to_stop=by_rank.asked_to_stop.sum().float(),
+            waited_s=by_rank.waited_s.amax().float(),
+            grad_norm=by_rank.grad_norm.square().sum().sqrt().float(),
+            lowest_kl=by_rank.lowest_kl.amin().float(),
+            largest_dz_sum=by_rank.largest_dz_sum.amax().float(),
         )
 
 
@@ -178,7 +178,7 @@ class PhaseTimer:
         self._marks: list[tuple[str, Any]] = []
 
     def mark(self, phase: str) -> None:
-        """Count the work launched from now on as `phase`; empty: as no part of the step."""
+        """Count the work launched from now on as `phase`; an empty name counts it as no part of the step."""
         if self._cuda:
             event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
             event.record()
@@ -188,7 +188,7 @@ class PhaseTimer:
 
     @property
     def phase(self) -> str:
-        """Name of the phase that work is counted as at present."""
+        """Name of the current phase; empty outside of phases."""
         return self._marks[-1][0] if self._marks else ""
 
     def end(self) -> None:
@@ -202,13 +202,13 @@ class PhaseTimer:
 
     def seconds(self) -> dict[str, float]:
         """Return the seconds of each phase, and `idle` where it is known. Call `wait` first."""
-        found: dict[str, float] = {}
+        seconds: dict[str, float] = {}
         for (phase, begun), (_, ended) in zip(self._marks, self._marks[1:], strict=False):
             if phase:
-                found[phase] = found.get(phase, 0.0) + self._between(begun, ended)
+                seconds[phase] = seconds.get(phase, 0.0) + self._between(begun, ended)
         if self._before is not None:
-            found[IDLE] = self._between(self._before, self._marks[0][1])
-        return found
+            seconds[IDLE] = self._between(self._before, self._marks[0][1])
+        return seconds
 
     def _between(self, begun: Any, ended: Any) -> float:
         if self._cuda:
@@ -217,17 +217,17 @@ class PhaseTimer:
 
 
 class HostTime:
-    """Divides the time of the host's main thread among what it does, without a gap: what is in no part is REST. A part
-    begun within another ends when it does, and the outer one goes on."""
+    """Divides the time of the host's main thread into parts, without a gap; time in no part is REST. When a nested part
+    ends, the outer one continues."""
 
     def __init__(self) -> None:
-        self._now, self._since_s = REST, time.perf_counter()
+        self._part, self._since_s = REST, time.perf_counter()
         self._spent: dict[str, float] = {}
 
     @contextlib.contextmanager
     def measure(self, part: str) -> Iterator[None]:
-        """Count what is done within as `part`."""
-        outer = self._now
+        """Count the time within the context as `part`."""
+        outer = self._part
         self._switch(part)
         try:
             yield
@@ -236,14 +236,14 @@ class HostTime:
 
     def take(self) -> dict[str, float]:
         """Return the seconds of each part since the last call; they add up to the time between the two."""
-        self._switch(self._now)
+        self._switch(self._part)
         spent, self._spent = self._spent, {}
         return spent
 
     def _switch(self, part: str) -> None:
         now_s = time.perf_counter()
-        self._spent[self._now] = self._spent.get(self._now, 0.0) + now_s - self._since_s
-        self._now, self._since_s = part, now_s
+        self._spent[self._part] = self._spent.get(self._part, 0.0) + now_s - self._since_s
+        self._part, self._since_s = part, now_s
 
 
 class Fetched(NamedTuple):
@@ -261,7 +261,7 @@ class LaunchedStep:
     step: int
     lr: float
     rows: int
-    """Over all ranks, as are `tokens` and `labelled`."""
+    """Number of rows over all ranks; `tokens` and `labelled` are also over all ranks."""
     tokens: int
     labelled: int
     position: int
@@ -275,7 +275,7 @@ class LaunchedStep:
     written: Sequence[Written] = ()
     """The written rows of the step."""
     write_s: float = 0.0
-    """Host seconds of writing."""
+    """Host seconds of generating the written rows."""
     written_sums: Tensor | None = None
     """Sums of cross entropy and divergence over the written tokens, in nats, valid when `on_host` is."""
     on_host: Tensor
@@ -283,20 +283,20 @@ class LaunchedStep:
 
     @property
     def numbers(self) -> StepNumbers[float]:
-        """The numbers of the step; `timer.wait` comes first."""
+        """The numbers of the step. Call `timer.wait` first."""
         return StepNumbers[float](*self.on_host.tolist())
 
 
 def broken_invariants(step: StepDone, temperature: float) -> Iterator[str]:
     """Describe the numbers of a step's loss that are mathematically impossible."""
-    most = LARGEST_DZ_SUM * max(1.0, temperature)
+    largest = LARGEST_DZ_SUM * max(1.0, temperature)
     if step.lowest_kl is not None and step.lowest_kl < LOWEST_DIVERGENCE:
         yield (
             f"step {step.step}: a row's divergence is {step.lowest_kl:.2e} nats: "
             f"expected at least {LOWEST_DIVERGENCE:.0e}, which is rounding"
         )
-    if step.largest_dz_sum is not None and step.largest_dz_sum > most:
+    if step.largest_dz_sum is not None and step.largest_dz_sum > largest:
         yield (
             f"step {step.step}: the gradients of a row's logits sum to {step.largest_dz_sum:.2e}: "
-            f"expected at most {most:.0e}, which is rounding"
+            f"expected at most {largest:.0e}, which is rounding"
         )

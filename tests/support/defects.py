@@ -465,7 +465,7 @@ def later_chunks_without_gradient() -> AbstractContextManager[None]:
 
         return spoilt
 
-    return replaced(objective, "_all_chunks", make)
+    return replaced(objective, "_run_chunks", make)
 
 
 @_between("step_gradients")

@@ -1,9 +1,9 @@
-"""Whether stored teacher outputs are those that the teacher computes: rows of the store, asked of the teacher again.
+"""Check whether stored teacher outputs are those that the teacher computes, by computing some rows of the store again.
 
     cosine(stored, computed)              for each token; the smallest one counts
-    |stored - computed| / |computed|      the same: of outputs that are scaled, the cosine is 1
+    |stored - computed| / |computed|      the largest counts; it shows a wrong scale, where the cosine is 1
 
-Of hidden states if those are stored, otherwise of the probabilities: one component for each token that either side
+Hidden states are compared if they are stored, otherwise probabilities: one component for each token that either side
 kept, and one for the rest. They are computed here, from the logits alone, and not by the code that fills a store.
 Sampled targets are drawn again with their own random numbers, so they are equal or nearly so; that those numbers are
 independent of one another, between rows, tokens and draws, is checked too.
@@ -32,14 +32,15 @@ from engine.teachers.store.folder import Store
 from engine.teachers.store.keys import TOP_K, Identity, uniforms
 from engine.teachers.store.teacher import CachedTeacher
 
-AT_ONCE = 4
-LEAST_COMPARED, MOST_COMPARED = 4, 64
+BATCH_ROWS = 4
+MIN_COMPARED, MAX_COMPARED = 4, 64
 COMPARED_FLOPS = {"cpu": 1e11, "cuda": 1e15}
 """FLOPs, by device, for recomputing stored rows with the teacher before they are used: a few seconds of work."""
 DEVIATIONS = 6.5
+"""Largest correlation of independent random numbers, in standard deviations."""
 DRAW_ROUNDING = 2e-3
-"""Distance by which a number may lie outside the interval of its id, in probability: two passes round differently."""
-LOOKED_UP = 1024
+"""Largest distance of a random number from the interval of its id, in probability: two passes round differently."""
+SEARCHED_ROWS = 1024
 """Number of rows of a run, evenly spread, that are searched in the store."""
 
 
@@ -55,9 +56,9 @@ class Fidelity:
     """Description of draws whose random numbers depend on each other; empty if none do."""
 
     def within(self, cosine: float) -> bool:
-        """Whether no token is further than outputs of one length are that have this cosine."""
+        """Return whether each token has this cosine or more, and no more than the distance that belongs to it."""
         distance = math.sqrt(2 * (1 - cosine))
-        # Written so that NaN fails.
+        # `>=` and `<=`, so that NaN fails.
         same = self.least_cosine >= cosine and self.largest_distance <= 1.1 * distance
         return same and not self.alike
 
@@ -69,38 +70,40 @@ class Fidelity:
 
 
 def affordable_rows(teacher: ModelConfig, seq_len: int, device: torch.device) -> int:
-    """Return how many rows of a store may be compared with the teacher in little time."""
+    """Return the number of stored rows that the teacher can recompute within COMPARED_FLOPS."""
     row_flops = 2 * count_parameters(teacher) * seq_len
-    return min(MOST_COMPARED, max(LEAST_COMPARED, int(COMPARED_FLOPS[device.type] / row_flops)))
+    return min(MAX_COMPARED, max(MIN_COMPARED, int(COMPARED_FLOPS[device.type] / row_flops)))
 
 
 def stored_rows(batches: Batches, store: Store, count: int, taken: int) -> list[Batch]:
-    """Return at most `count` of the `taken` rows of a run that are stored, in batches of AT_ONCE: what takes the output
-    of another row of its batch shows too. Half of them are those at the ends of shards, where a store was continued;
-    the others are spread evenly."""
+    """Return at most `count` of the `taken` rows of a run that are stored, in batches of BATCH_ROWS, so that swapped
+    outputs of rows in one batch are found too. Half of them are at the ends of shards, where a store was continued; the
+    others are spread evenly."""
     rows = min(batches.rows_per_epoch, taken)
-    places = np.unique(np.linspace(0, rows - 1, min(rows, LOOKED_UP)).astype(np.int64))
-    found: list[tuple[int, int]] = []
-    for at in places:
-        row = batches.take(int(at), 1)
+    positions = np.unique(np.linspace(0, rows - 1, min(rows, SEARCHED_ROWS)).astype(np.int64))
+    stored: list[tuple[int, int]] = []
+    for position in positions:
+        row = batches.take(int(position), 1)
         (key,) = store.identity.keys(row)
         if key in store:
-            found.append((store.from_edge(key), int(row.row_ids[0])))
-    at_ends = [row_id for _, row_id in sorted(found)[: count // 2]]
-    others = [row_id for _, row_id in found if row_id not in at_ends]
+            stored.append((store.from_edge(key), int(row.row_ids[0])))
+    at_ends = [row_id for _, row_id in sorted(stored)[: count // 2]]
+    others = [row_id for _, row_id in stored if row_id not in at_ends]
     spread = np.linspace(0, len(others) - 1, min(len(others), count - len(at_ends)))
     ids = np.array([*at_ends, *(others[int(at)] for at in spread)], dtype=np.int64)
-    return [batches.rows(ids[first : first + AT_ONCE]) for first in range(0, len(ids), AT_ONCE)]
+    return [
+        batches.rows(ids[first : first + BATCH_ROWS]) for first in range(0, len(ids), BATCH_ROWS)
+    ]
 
 
 @torch.inference_mode()
 def compare(
     stored: CachedTeacher, teacher: Teacher, batches: Sequence[Batch], device: torch.device
 ) -> Fidelity:
-    """Ask `teacher`, cut to the student's vocabulary where logits are stored, for rows that are stored."""
+    """Compare stored rows with `teacher`, which is cut to the student's vocabulary unless hidden states are stored."""
     cosines, distances = [], []
     for batch in batches:
-        kept, computed = _both(stored, teacher, batch, device)
+        kept, computed = _stored_and_computed(stored, teacher, batch, device)
         cosines.append(F.cosine_similarity(kept, computed, dim=-1).cpu())
         distances.append(((kept - computed).norm(dim=-1) / computed.norm(dim=-1)).cpu())
     cosine_N, distance_N = torch.cat(cosines), torch.cat(distances)
@@ -115,7 +118,7 @@ def compare(
 
 
 def numbers_of(identity: Identity, batches: Sequence[Batch]) -> NDArray[np.float64]:
-    """Return the random numbers (B, T, K) that the stored rows of some batches were drawn with; none of other forms."""
+    """Return the random numbers (B, T, K) by which the stored rows of batches were drawn; empty for other forms."""
     shape = (identity.seq_len, identity.count)
     if identity.seed is None:
         return np.empty((0, *shape))
@@ -124,24 +127,24 @@ def numbers_of(identity: Identity, batches: Sequence[Batch]) -> NDArray[np.float
 
 
 def alike(numbers_BTK: NDArray[np.float64]) -> str:
-    """Say which neighbours among random numbers are alike, or that they are not spread evenly; empty where neither is
-    so. Of independent ones a correlation is beyond DEVIATIONS / sqrt(count) less than once in 10^9 times."""
+    """Describe a correlation of neighbouring random numbers, or that they are not uniform; empty if both tests pass.
+    Independent numbers have a correlation beyond DEVIATIONS / sqrt(count) less than once in 10^9 times."""
     if not numbers_BTK.size:
         return ""
     scaled = (numbers_BTK - 0.5) * math.sqrt(12)
     mean, variance = float(scaled.mean()), float((scaled**2).mean())
     centred = scaled - mean
     for axis, what in enumerate(("rows", "tokens", "draws")):
-        one, other = np.delete(centred, -1, axis), np.delete(centred, 0, axis)
-        if one.size and abs(float((one * other).mean())) > DEVIATIONS / math.sqrt(one.size):
+        left, right = np.delete(centred, -1, axis), np.delete(centred, 0, axis)
+        if left.size and abs(float((left * right).mean())) > DEVIATIONS / math.sqrt(left.size):
             return f"neighbouring {what} are drawn with numbers that depend on one another"
-    # The square of such a number has the variance 4/5.
+    # The square of a scaled number has variance 4/5.
     if max(abs(mean), abs(variance - 1)) > DEVIATIONS / math.sqrt(scaled.size):
         return "the numbers that are drawn with are not spread evenly over [0, 1)"
     return ""
 
 
-def _both(
+def _stored_and_computed(
     stored: CachedTeacher, teacher: Teacher, batch: Batch, device: torch.device
 ) -> tuple[Tensor, Tensor]:
     """Return the stored and the computed output of each token, in float64."""
@@ -152,15 +155,15 @@ def _both(
     identity = stored.store.identity
     kept = stored.targets(tokens_BT, documents_BT)
     assert kept is not None
-    computed = _computed(identity, hidden_NE, teacher.head(), identity.keys(batch), kept.ids_NK)
+    computed = _compute(identity, hidden_NE, teacher.head(), identity.keys(batch), kept.ids_NK)
     return _spread(kept, stored.vocab_size), _spread(computed, stored.vocab_size)
 
 
-def _computed(
+def _compute(
     identity: Identity, hidden_NE: Tensor, head: Head, keys: Sequence[bytes], stored_NK: Tensor
 ) -> SparseTargets:
-    """Return what a store is to hold of these tokens, of a row for each of `keys`; a stored draw that is one up to
-    rounding is taken as it is."""
+    """Return what a store should hold for these tokens, one row for each of `keys`. A stored draw that is right up to
+    rounding is returned unchanged."""
     assert identity.vocabulary is not None and identity.temperature is not None
     kept: list[tuple[Tensor, Tensor | None]] = []
     rows = zip(hidden_NE.chunk(len(keys)), stored_NK.chunk(len(keys)), keys, strict=True)
@@ -175,11 +178,11 @@ def _computed(
             numbers_TK = torch.from_numpy(uniforms(identity.seed, key, shape)).to(p_TV.device)
             sums_TV = F.pad(p_TV.cumsum(1), (1, 0))
             ids_TK = torch.searchsorted(sums_TV, numbers_TK, right=True) - 1
-            found_TK = stored_TK.long()
-            below_TK = sums_TV.gather(1, found_TK) - numbers_TK
-            above_TK = numbers_TK - sums_TV.gather(1, found_TK + 1)
+            stored_ids_TK = stored_TK.long()
+            below_TK = sums_TV.gather(1, stored_ids_TK) - numbers_TK
+            above_TK = numbers_TK - sums_TV.gather(1, stored_ids_TK + 1)
             drawn_TK = torch.maximum(below_TK, above_TK) <= DRAW_ROUNDING
-            ids_TK = torch.where(drawn_TK, found_TK, ids_TK.clamp(max=identity.vocabulary - 1))
+            ids_TK = torch.where(drawn_TK, stored_ids_TK, ids_TK.clamp(max=identity.vocabulary - 1))
             kept.append((ids_TK, None))
     ids, log_probs = zip(*kept, strict=True)
     return SparseTargets(
@@ -190,7 +193,7 @@ def _computed(
 
 
 def _spread(outputs: SparseTargets, vocabulary: int) -> Tensor:
-    """Probabilities over the vocabulary, with one more column for the rest (N, V + 1)."""
+    """Return probabilities over the vocabulary, with one more column for the rest, (N, V + 1)."""
     ids_NK = outputs.ids_NK.long()
     if outputs.log_probs_NK is None:
         p_NK = torch.full(

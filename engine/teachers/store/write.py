@@ -40,10 +40,10 @@ from engine.teachers.store.keys import HIDDEN, CacheError, Identity
 from engine.teachers.store.outputs import TORCH_DTYPES, sparse_parts
 from engine.units import format_bytes
 
-ROOM = 64 * 2**20
+RESERVE_BYTES = 64 * 2**20
 """Bytes kept free on the disk beyond the plan, for the log, the manifest and other small files."""
 AHEAD = 2
-"""Number of batches that may be on their way to the disk while the teacher runs on the next one."""
+"""Largest number of batches that wait to be written while the teacher runs on the next one."""
 
 # Shapes: B rows, T tokens, N = B*T
 
@@ -59,10 +59,10 @@ class Walk:
 
     def __iter__(self) -> Iterator[Batch]:
         yield from self.heldout
-        each = self.batches.rows_per_batch
+        batch_rows = self.batches.rows_per_batch
         # Whole batches, as training takes them: the last of an epoch continues into the next.
-        for position in range(0, self.rows, each):
-            yield self.batches.take(position, each)
+        for position in range(0, self.rows, batch_rows):
+            yield self.batches.take(position, batch_rows)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,15 +95,15 @@ class StorePlan:
 
     def lines(self) -> list[str]:
         """Return the plan as text for people."""
-        identity, each = self.identity, self.identity.token_bytes
+        identity, token_bytes = self.identity, self.identity.token_bytes
         shards = -(-self.missing // self.rows_per_shard)
-        known = [f"{self.stored:,} stored already"] if self.stored else []
-        known += [f"{self.repeated:,} equal to another"] if self.repeated else []
+        not_missing = [f"{self.stored:,} stored already"] if self.stored else []
+        not_missing += [f"{self.repeated:,} equal to another"] if self.repeated else []
         return [
             f"teacher outputs: {identity.words}",
             f"  rows    {self.missing:,} to do"
-            + (f", of {self.rows:,}: {', '.join(known)}" if known else ""),
-            f"  tokens  {self.tokens:,}, {each:,.0f} bytes each",
+            + (f", of {self.rows:,}: {', '.join(not_missing)}" if not_missing else ""),
+            f"  tokens  {self.tokens:,}, {token_bytes:,.0f} bytes each",
             f"  disk    {format_bytes(self.disk_bytes)} in {shards:,} shards, of "
             f"{format_bytes(self.free_bytes)} that are free",
         ]
@@ -123,11 +123,11 @@ class StorePlan:
 
     def refuse_if_too_big(self, out: Path) -> None:
         """Raise DiskFull when the plan does not fit on the disk."""
-        if self.disk_bytes + ROOM > self.free_bytes:
+        if self.disk_bytes + RESERVE_BYTES > self.free_bytes:
             raise DiskFull.expected(
                 "teacher outputs",
                 out,
-                f"{format_bytes(self.disk_bytes)} free and {format_bytes(ROOM)} to spare",
+                f"{format_bytes(self.disk_bytes)} free and {format_bytes(RESERVE_BYTES)} to spare",
                 format_bytes(self.free_bytes),
                 hint="--rows does less, --form top_k or sampled needs less a token, --out writes elsewhere",
             )
@@ -138,15 +138,15 @@ def same_identity(store: Store, identity: Identity) -> Identity:
 
     Raises CacheError when a field that is set differs from the store's.
     """
-    theirs = dataclasses.asdict(store.identity)
-    ours = dataclasses.asdict(identity)
-    differing = [name for name, value in ours.items() if value not in ("", theirs[name])]
+    stored = dataclasses.asdict(store.identity)
+    given = dataclasses.asdict(identity)
+    differing = [name for name, value in given.items() if value not in ("", stored[name])]
     if differing:
         raise CacheError.expected(
             "teacher.cache",
             store.path,
-            ", ".join(f"{name} {ours[name]}" for name in differing),
-            ", ".join(f"{theirs[name]}" for name in differing),
+            ", ".join(f"{name} {given[name]}" for name in differing),
+            ", ".join(f"{stored[name]}" for name in differing),
             hint="a store holds one form of one teacher; give another folder with --out",
         )
     return store.identity
@@ -210,8 +210,8 @@ def fill_store(
     `stopped` is asked before each batch whether to end early, with the rows so far in a shard;
     `progress(rows, seconds)` is called with the number of rows that the teacher has processed.
     """
-    to_store = _Rows(teacher, device, writer)
-    begun, done, seen = time.monotonic(), 0, set[bytes]()
+    pipeline = _RowPipeline(teacher, device, writer)
+    begun_s, done, seen = time.monotonic(), 0, set[bytes]()
     writing: deque[Future[None]] = deque()
     with ThreadPoolExecutor(1, thread_name_prefix="shards") as thread:
         for batch in walk:
@@ -225,19 +225,19 @@ def fill_store(
                 seen.add(key)
             if not rows:
                 continue
-            parts, copied = _to_host(to_store.compute(batch, keys))
-            writing.append(thread.submit(to_store.write, parts, copied, rows))
+            parts, copied = _to_host(pipeline.compute(batch, keys))
+            writing.append(thread.submit(pipeline.write, parts, copied, rows))
             while len(writing) > AHEAD:
                 writing.popleft().result()
             done += len(rows)
-            progress(done, time.monotonic() - begun)
+            progress(done, time.monotonic() - begun_s)
         while writing:
             writing.popleft().result()
         thread.submit(writer.finish).result()
 
 
 @dataclass(frozen=True, slots=True)
-class _Rows:
+class _RowPipeline:
     """The pipeline from a batch of rows to the store."""
 
     teacher: Teacher

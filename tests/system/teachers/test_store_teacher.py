@@ -30,7 +30,7 @@ from engine.spec import RunSpec, load_spec
 from engine.teachers.frozen import DequantizedTeacher
 from engine.teachers.protocol import GivesTargets, KnowsRows, NoHiddenStates, Prefetches, Teacher
 from engine.teachers.store import outputs, write
-from engine.teachers.store.fidelity import LEAST_COMPARED, alike
+from engine.teachers.store.fidelity import MIN_COMPARED, alike
 from engine.teachers.store.folder import open_store, shard_path
 from engine.teachers.store.keys import CacheError, Identity, uniforms
 from engine.teachers.store.outputs import as_targets, sparse_parts
@@ -481,7 +481,7 @@ def test_a_run_compares_its_stored_outputs_with_the_teacher_before_it_uses_them(
     checks = Follower(run).read_all().checks
     check = checks["stored_outputs"]
     assert code == 0 and check.level == "pass", check
-    assert check.numbers["rows"] > LEAST_COMPARED
+    assert check.numbers["rows"] > MIN_COMPARED
     assert checks["step_teacher"].level == "pass", checks["step_teacher"]
     assert [one for one in checks.values() if one.level == "fail"] == []
 

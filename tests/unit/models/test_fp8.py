@@ -19,7 +19,7 @@ from engine.models.fp8 import (
     Fp8Together,
     dequantise_rows,
     fp8_linear,
-    product,
+    matmul,
     quantise_rows,
     round_head,
     round_layer,
@@ -76,7 +76,7 @@ def test_a_bad_number_makes_its_row_nan_and_no_other(bad: float) -> None:
 def test_a_product_is_that_of_the_values_that_codes_stand_for() -> None:
     x_MK, weight_NK, bias_N = torch.randn(7, 64), torch.randn(32, 64), torch.randn(32)
     (a, s), (b, t) = quantise_rows(x_MK), quantise_rows(weight_NK)
-    found_MN = product(a, s, b, t.squeeze(1), bias_N, torch.float32)
+    found_MN = matmul(a, s, b, t.squeeze(1), bias_N, torch.float32)
     values_MK, values_NK = (dequantise_rows(*each, torch.float64) for each in ((a, s), (b, t)))  # type: ignore[misc]
     wanted_MN = values_MK @ values_NK.t() + bias_N.double()
     assert torch.allclose(found_MN.double(), wanted_MN, rtol=1e-5, atol=1e-5)

@@ -64,10 +64,10 @@ def test_asking_the_device_gives_what_the_host_says(ids_BT: NDArray[np.int64]) -
 def test_what_is_remembered_ends_with_the_tensor() -> None:
     tensor = torch.zeros(2, 8, dtype=torch.int64)
     remember(tensor, np.zeros((2, 8), np.int64))
-    assert tensor in attention._KNOWN
-    before = len(attention._KNOWN)
+    assert tensor in attention._PACKINGS
+    before = len(attention._PACKINGS)
     del tensor
-    assert len(attention._KNOWN) == before - 1
+    assert len(attention._PACKINGS) == before - 1
 
 
 LONG = LongRope(

@@ -14,7 +14,7 @@ from engine.log.write import LogWriter
 from engine.machine.reading import measured
 from engine.plan.device import ComputeDevice
 from engine.plan.inputs import Inputs
-from engine.plan.run_plan import RunFacts, choose_layer_execution, without_place
+from engine.plan.run_plan import RunFacts, choose_layer_execution, without_effect
 from engine.runtime.managed import memory_scope
 from engine.spec import spec_from_dict
 from engine.train.to_events import write
@@ -63,7 +63,7 @@ def layer_execution(
             store=store,
             log=partial(write, log),
         )
-        facts.settle(without_place(facts))
+        facts.settle(without_effect(facts))
         choose_layer_execution(facts)
     return {key for key in PLAIN if facts.spec.value(key) in ON}
 

@@ -12,7 +12,7 @@ from engine.log.events import Evaluated, Phase
 from engine.train import loop as loops
 from engine.train import step as steps
 from engine.train.background import Background
-from engine.train.data import _Said
+from engine.train.data import _Progress
 from engine.train.loop import TrainingLoop
 from engine.train.step import HostTime
 
@@ -78,7 +78,7 @@ def test_what_waits_for_a_thread_does_not_poll_it() -> None:
 
 def test_progress_on_the_corpus_is_not_logged_for_every_document() -> None:
     logged: list[Any] = []
-    say = _Said(logged.append, "corpus")
+    say = _Progress(logged.append, "corpus")
     for done in range(1000):
         say("tokenizing", done, 1000)
     phases = [one.name for one in logged if isinstance(one, Phase)]
