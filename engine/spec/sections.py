@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from engine.divergences import DIVERGENCES
+from engine.limits import SPEC_PROMPT
 
 LONGEST_WAIT_S = 30 * 86400
 SWITCH = ("auto", "off", "on")
@@ -116,6 +117,7 @@ class TeacherSection:
         "",
         "Text that the teacher alone reads before each document, such as a system prompt with its special tokens: the "
         "student learns to do without it. Empty means none.",
+        most=SPEC_PROMPT.most,
         changes_results=True,
     )
     allow_identical: bool = setting(

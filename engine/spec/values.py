@@ -69,7 +69,8 @@ def check_value(option: Option, value: Any) -> tuple[Any, str | None]:
                 return value, f"expected a text in quotes, {found}"
             if option.allowed and value not in option.allowed:
                 return value, f"expected one of {', '.join(option.allowed)}, {found}"
-            if (problem := text_problem(value)) is not None:
+            limit = limits.SPEC_TEXT if option.most is None else limits.SPEC_PROMPT
+            if (problem := text_problem(value, limit)) is not None:
                 return value, problem
         case "int" | "float":
             if isinstance(value, bool) or not isinstance(value, int | float):
@@ -85,11 +86,11 @@ def check_value(option: Option, value: Any) -> tuple[Any, str | None]:
     return value, None
 
 
-def text_problem(text: str) -> str | None:
+def text_problem(text: str, limit: limits.Limit = limits.SPEC_TEXT) -> str | None:
     """Return why no setting can have this text; None where one can."""
     size = len(text.encode("utf-8", "surrogateescape"))
-    if size > limits.SPEC_TEXT.most:
-        return f"expected a text of {limits.SPEC_TEXT}, found {size:,}"
+    if size > limit.most:
+        return f"expected a text of {limit}, found {size:,}"
     if "\0" in text:
         return "expected a text without NUL, found one"
     return None

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from engine import limits
 from engine.errors import BadInput, SpecError
 from engine.spec import (
     RunSpec,
@@ -270,3 +271,14 @@ def test_every_setting_says_whether_it_changes_results_as_a_person_decided() -> 
     decided = dict.fromkeys(CHANGES_RESULTS.split(), True)
     decided |= dict.fromkeys(KEEPS_RESULTS.split(), False)
     assert {option.key: option.changes_results for option in options()} == decided
+
+
+def test_a_prompt_that_the_teacher_reads_may_be_longer_than_other_texts() -> None:
+    prompt, student = 'line "one"\\\n' * 2000, {"student": {"config": "student.json"}}
+    spec = spec_from_dict({**student, "teacher": {"path": "t", "context": prompt}})
+    again = tomllib.loads(spec_to_toml(spec))
+    assert again["teacher"]["context"] == prompt
+    assert max(map(len, spec_to_toml(spec).splitlines())) < limits.SPEC_LINE.most
+    for key, text in (("context", "x" * 33_000), ("path", "x" * 4001)):
+        with pytest.raises(SpecError, match=rf"teacher.{key}: expected a text of at most"):
+            spec_from_dict({**student, "teacher": {"path": "t", key: text}})
