@@ -231,7 +231,11 @@ def _demo(options: argparse.Namespace) -> int:
 
 def _on_policy_demo(spec: Path, out: Path, options: argparse.Namespace) -> int:
     """Train a student on the corpus unless one is given, let it go on with what it writes, and compare both."""
-    given = [one.partition("=")[2] for one in options.sets if one.startswith("student.path=")]
+    given = [
+        assignment.partition("=")[2]
+        for assignment in options.sets
+        if assignment.startswith("student.path=")
+    ]
     sets, first = list(options.sets), out.with_name(f"{out.name}-corpus")
     student = Path(given[-1]) if given else first / "student"
     if not given:

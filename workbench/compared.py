@@ -97,11 +97,11 @@ class Compared:
         return points
 
     def has(self, metric: Metric) -> bool:
-        """Whether the run has a value of the metric, finite or not."""
+        """Return whether the run has a value of the metric, finite or not."""
         if not metric.column:
             return any(y is not None for _, y in self._evaluations("step"))
-        found = self.view.steps.range(metric.column)
-        return found.low is not None or found.non_finite
+        span = self.view.steps.range(metric.column)
+        return span.low is not None or span.non_finite
 
     def extent(self, metric: Metric, axis: str) -> tuple[float, float] | None:
         """Return the lowest and the highest x; None before there is any."""
@@ -126,17 +126,19 @@ class Compared:
         # A copy, because an array that numpy views as a buffer cannot grow, and the token counts grow at each poll.
         known = xs[: len(steps)]
         edges = equal_widths(known, low + origin, high + origin, count)
-        found = buckets(known, steps.column(metric.column), edges)
+        bucket_list = buckets(known, steps.column(metric.column), edges)
         if origin:
-            found = [
-                replace(one, x_first=one.x_first - origin, x_last=one.x_last - origin)
-                for one in found
+            bucket_list = [
+                replace(bucket, x_first=bucket.x_first - origin, x_last=bucket.x_last - origin)
+                for bucket in bucket_list
             ]
         if axis != "tokens":
             # Empty buckets are dropped: only the distance between two neighbours decides whether they are joined.
-            found = [one for one in found if one.low is not None or one.non_finite]
+            bucket_list = [
+                bucket for bucket in bucket_list if bucket.low is not None or bucket.non_finite
+            ]
         last = steps.last(metric.column)
-        return Trace(name=name, buckets=tuple(found), last=last, gap=self._gap(metric, axis))
+        return Trace(name=name, buckets=tuple(bucket_list), last=last, gap=self._gap(metric, axis))
 
     def samples(self, metric: Metric, axis: str) -> Samples:
         """Return every row that has the metric."""
@@ -216,13 +218,13 @@ class Comparison:
 
     def extent(self, metric: Metric, axis: str) -> tuple[float, float] | None:
         """Return the x range that covers all runs."""
-        found = [x for run in self.runs if (x := run.extent(metric, axis)) is not None]
-        return (min(x[0] for x in found), max(x[1] for x in found)) if found else None
+        extents = [x for run in self.runs if (x := run.extent(metric, axis)) is not None]
+        return (min(x[0] for x in extents), max(x[1] for x in extents)) if extents else None
 
     def metrics(self) -> tuple[Metric, ...]:
         """Return the metrics that a run has; the first one before there is any."""
-        found = [x for x in METRICS if any(run.has(x) for run in self.runs)]
-        return tuple(found) or METRICS[:1]
+        logged = [x for x in METRICS if any(run.has(x) for run in self.runs)]
+        return tuple(logged) or METRICS[:1]
 
 
 class CompareFeed:

@@ -55,7 +55,7 @@ def rows_of(fields: Mapping[str, Any]) -> Iterator[Row]:
     """Yield the parts of a diagnosis, its verdict first."""
     level = fields["verdict"]
     missing = [_missing(m) for m in fields["missing"] if m["counts"]]
-    unneeded = [_missing(m) for m in fields["missing"] if not m["counts"]]
+    not_needed = [_missing(m) for m in fields["missing"] if not m["counts"]]
     verdict = [f"verdict: {level.upper()}", f"  {one_line(fields['reason'])}"]
     yield _row("verdict", level.upper(), verdict, TONE_OF[Level[level.upper()]])
     broken = [f"  {one_line(text)}" for text in fields["broken"]]
@@ -68,31 +68,31 @@ def rows_of(fields: Mapping[str, Any]) -> Iterator[Row]:
     )
     yield _row(
         "not needed",
-        _count(unneeded),
-        ["not here, and not needed by a run", *(line for lines in unneeded for line in lines)],
+        _count(not_needed),
+        ["not here, and not needed by a run", *(line for lines in not_needed for line in lines)],
     )
     allocator = fields["allocator"]
-    said = [
+    allocator_lines = [
         f"{allocator['knob']} = {allocator['choice']}",
         f"  {one_line(allocator['reason'])}",
         *(f"  not {name}: {one_line(why)}" for name, why in allocator["rejected"]),
     ]
-    yield _row("memory allocator", allocator["choice"], said)
+    yield _row("memory allocator", allocator["choice"], allocator_lines)
     yield _row("facts", "what the machine reports", ["facts", *_readings(fields["facts"])])
-    around = fields["surroundings"]
-    yield _row("around a run", "what a run can read", ["around a run", *_readings(around)])
+    surroundings = fields["surroundings"]
+    yield _row("around a run", "what a run can read", ["around a run", *_readings(surroundings)])
     versions = fields["versions"]
     numbers = [f"  {name}: {version or 'not here'}" for name, version in versions.items()]
     yield _row("versions", f"engine {versions.get('engine')}", ["versions", *numbers])
     for gpu in sorted({query["gpu"] for query in fields["nvml_queries"]}):
-        mine = [query for query in fields["nvml_queries"] if query["gpu"] == gpu]
-        works = sum(query["works"] for query in mine)
+        queries = [query for query in fields["nvml_queries"] if query["gpu"] == gpu]
+        works = sum(query["works"] for query in queries)
         lines = [
             f"  {'+' if q['works'] else '?'} {q['what']}: {q['absent'] or 'answers'}, "
             f"{format_seconds(q['cost_s'])}; {q['asked']}"
-            for q in mine
+            for q in queries
         ]
-        text = f"{works} of {len(mine)} answer"
+        text = f"{works} of {len(queries)} answer"
         yield _row(f"NVML of GPU {gpu}", text, [f"NVML queries, GPU {gpu}", *lines])
 
 

@@ -44,6 +44,7 @@ EXAMPLES = Path(str(importlib.resources.files("engine.demo")))
 OPTIONS = {option.key: option for option in options()}
 SECTIONS = tuple(dict.fromkeys(key.split(".")[0] for key in KEYS))
 SPECS_FOUND = 200
+"""Maximum number of spec files to begin from."""
 RUNS_OFFERED = 50
 """Past runs to begin from, the newest."""
 ESSENTIALS = (
@@ -188,7 +189,7 @@ class Draft:
         """Return every setting with its value and the value's source."""
         given = dict(parse_set(argument) for argument in self.environment)
         lines = key_lines(self.text)
-        found = []
+        settings = []
         for key, option in OPTIONS.items():
             section, name = key.split(".")
             part = self.tree.get(section)
@@ -201,8 +202,8 @@ class Draft:
             else:
                 value, source = value_text(option.default), "default"
             wrong = tuple(p for p in problems if f"{key}: " in p)
-            found.append(Setting(option=option, value=value, source=source, problems=wrong))
-        return found
+            settings.append(Setting(option=option, value=value, source=source, problems=wrong))
+        return settings
 
     def save_as(self, path: Path) -> Draft:
         """Write all settings as a new spec file, and return the draft of that file. Raises BadInput when it
@@ -289,15 +290,15 @@ def draft_like(run: RunFolder, environ: Mapping[str, str] = os.environ) -> Draft
         draft = open_draft(run.spec, environ)
     base, _ = draft.build(check_paths=False)
     for key in KEYS:
-        value, had = _of(wanted, key), None if base is None else _of(base, key)
-        if key not in ("run.name", "run.out") and value != had:
+        value, base_value = _value_of(wanted, key), None if base is None else _value_of(base, key)
+        if key not in ("run.name", "run.out") and value != base_value:
             draft = draft.edited(key, value_text(value))
     parent = run.path.resolve().parent
     draft = draft.edited("run.out", str(parent))
     return draft.edited("run.name", free_name(parent, run.path.resolve().name))
 
 
-def _of(spec: RunSpec, key: str) -> Any:
+def _value_of(spec: RunSpec, key: str) -> Any:
     section, name = key.split(".")
     return getattr(getattr(spec, section), name)
 
@@ -315,12 +316,12 @@ def free_name(folder: Path, name: str) -> str:
 
 def find_specs(folders: Sequence[Path]) -> list[Path]:
     """Return the spec files in some folders and in the working folder, newest first, and the demo's last."""
-    found: dict[str, Path] = {}
+    by_real_path: dict[str, Path] = {}
     for folder in (Path(), *folders):
         for path in _tomls(folder):
-            if len(found) < SPECS_FOUND and _is_spec(path):
-                found.setdefault(os.path.realpath(path), path)
-    specs = sorted(found.values(), key=lambda path: path.stat().st_mtime, reverse=True)
+            if len(by_real_path) < SPECS_FOUND and _is_spec(path):
+                by_real_path.setdefault(os.path.realpath(path), path)
+    specs = sorted(by_real_path.values(), key=lambda path: path.stat().st_mtime, reverse=True)
     demo = EXAMPLES / "demo.toml"
     return [*specs, *([demo] if demo.is_file() else [])]
 

@@ -126,14 +126,16 @@ class DrillsFeed:
         self.results = results_in(*self._folders)
         now_unix_s = time.time()
         levels = [
-            self.results[one.id].result.level for one in self._known if one.id in self.results
+            self.results[drill.id].result.level for drill in self._known if drill.id in self.results
         ]
         counts = ", ".join(
             f"{levels.count(word)} {word}" for word in ("pass", "fail", "unknown") if word in levels
         )
         return Listing(
             head=f"drills: {len(self._known)}, last results: {counts or 'none'}",
-            rows=tuple(_row(one, self.results.get(one.id), now_unix_s) for one in self._known),
+            rows=tuple(
+                _row(drill, self.results.get(drill.id), now_unix_s) for drill in self._known
+            ),
         )
 
 

@@ -43,7 +43,7 @@ class Target:
     """Whether it is known to be a watched script, which cannot be resumed."""
 
     def can(self, action: str) -> bool:
-        """Whether `stop` or `resume` is possible now."""
+        """Return whether `stop` or `resume` is possible now."""
         if action == "stop":
             return self.alive
         if self.is_command:
@@ -184,8 +184,8 @@ class RunFeed:
             state = READING if error is None else UNREADABLE
             words = f"{state.upper()} {share_read:.0%}" if state == READING else state.upper()
             status = " | ".join([words, *status.split(" | ")[1:]])
-        ours = self._command is None and error is None and not behind
-        verified = self._verified.words(view.last_step) if ours and has_ended(state) else ""
+        is_own = self._command is None and error is None and not behind
+        verified = self._verified.words(view.last_step) if is_own and has_ended(state) else ""
         return Snapshot(
             run=self.run,
             view=view,

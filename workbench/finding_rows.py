@@ -108,10 +108,10 @@ class FindingFeed:
 def listing_of(checked: Checked) -> Listing:
     """Return the rows of a verified finding."""
     verdict, finding, bundle = checked.verdict, checked.finding, checked.bundle
-    said = f"{verdict.level.name}: {one_line(verdict.reason)}"
-    head = f"{bundle.path.name}: {said}"
+    verdict_text = f"{verdict.level.name}: {one_line(verdict.reason)}"
+    head = f"{bundle.path.name}: {verdict_text}"
     title = one_line(finding.title) if finding else "cannot be read"
-    details = [str(bundle.path), f"  {said}", *_section("changed", checked.faults)]
+    details = [str(bundle.path), f"  {verdict_text}", *_section("changed", checked.faults)]
     if finding is not None:
         details += lines(finding, checked.broken)
     if isinstance(finding, Finding):
@@ -122,21 +122,24 @@ def listing_of(checked: Checked) -> Listing:
     return Listing(head=head, rows=(first, *rows))
 
 
-def _section(title: str, found: Iterable[object]) -> list[str]:
+def _section(title: str, entries: Iterable[object]) -> list[str]:
     """Return a heading with its lines; empty where there are no lines."""
-    shown = [f"  {one_line(str(line))}" for line in found]
+    shown = [f"  {one_line(str(line))}" for line in entries]
     return [title, *shown] if shown else []
 
 
 def _rows(checked: Checked, finding: Finding) -> Iterator[Row]:
-    seen = finding.observed
+    observed = finding.observed
     words: tuple[str, ...] = (
-        f"{seen.name} of {seen.run}",
-        f"  {one_line(seen.text)}",
-        f"  after {seen.step} steps, {seen.after_s:.0f} s; line {seen.seq} of {seen.log}.jsonl",
+        f"{observed.name} of {observed.run}",
+        f"  {one_line(observed.text)}",
+        f"  after {observed.step} steps, {observed.after_s:.0f} s; line {observed.seq} of {observed.log}.jsonl",
     )
     yield Row(
-        key="observed", sign="*", text=f"observed {seen.name}: {one_line(seen.text)}", lines=words
+        key="observed",
+        sign="*",
+        text=f"observed {observed.name}: {one_line(observed.text)}",
+        lines=words,
     )
     for cause in finding.causes:
         sign, tone = SIGNS[finding.level_of(cause)]
@@ -148,14 +151,14 @@ def _rows(checked: Checked, finding: Finding) -> Iterator[Row]:
         )
         yield Row(key=cause.id, sign=sign, tone=tone, text=cause_words(finding, cause), lines=words)
         for test in tests_of(finding, cause):
-            said = test_words(test, checked.broken)
+            test_text = test_words(test, checked.broken)
             broken = test.id in checked.broken
             yield Row(
                 key=test.id,
                 sign="!" if broken else ">",
                 tone="bad" if broken else "plain",
-                text=f"  {said}",
-                lines=(said, *_test_lines(checked.bundle, test)),
+                text=f"  {test_text}",
+                lines=(test_text, *_test_lines(checked.bundle, test)),
             )
     for number, note in enumerate(finding.notes, start=1):
         words = (one_line(note.text), f"  {one_line(note.author)}, {note.at}; it supports nothing")
@@ -184,8 +187,8 @@ def _test_lines(bundle: Bundle, test: Test) -> Iterator[str]:
 
 
 def of_flip(flip: Path) -> tuple[RunFolder, list[Suspect]]:
-    """The run of a flip that something went wrong in, its source or an arm A, and its change as what would end that.
-    Raises BadInput, RunLogError."""
+    """Return the run of a flip in which something went wrong (its source, or an arm A), and the change of the flip as a
+    cause of that. Raises BadInput, RunLogError."""
     plan = read_plan_of(flip)
     source = [RunFolder(Path(plan.source))] if is_run(Path(plan.source)) else []
     arms = [run for run in find_runs(flip / "arms") if run.name[3:4] == "a"]

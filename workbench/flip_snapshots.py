@@ -243,7 +243,7 @@ def _without_seed(lines: Sequence[str]) -> list[str]:
     return [line for line in lines if not line.startswith(("plan sha256", "source"))]
 
 
-def going_on(flips: Path, source: Path) -> Path | None:
+def running_flip(flips: Path, source: Path) -> Path | None:
     """Return the running flip of a run in a folder of flips; None when there is none."""
     for path in find_flips(flips):
         try:

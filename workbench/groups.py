@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     Floats = NDArray[np.float64]
 
 FOR_DEVIATION = 3
-"""Least runs with a value whose standard deviation is shown."""
+"""Minimum number of runs with a value whose standard deviation is shown."""
 
 
 def band_words(runs: Iterable[int]) -> str:
@@ -105,39 +105,39 @@ def spread_of(samples: Sequence[Samples], low: float, high: float, count: int) -
     import numpy as np
 
     xs = np.linspace(low, high, max(1, count) if high > low else 1)
-    each = [_columns(one, xs) for one in samples]
-    values = np.stack([found for found, _ in each])
+    columns_of_runs = [_columns(run, xs) for run in samples]
+    values = np.stack([statistics for statistics, _ in columns_of_runs])
     known = np.isfinite(values[:, 0])
     runs = known.sum(axis=0)
     with np.errstate(invalid="ignore", over="ignore"):
         mean = np.where(known, values[:, 0], 0.0).sum(axis=0) / np.where(runs, runs, math.nan)
         squares = np.where(known, values[:, 0] - mean, 0.0) ** 2
-        several = runs >= FOR_DEVIATION
-        deviation = np.sqrt(squares.sum(axis=0) / np.where(several, runs - 1, math.nan))
+        has_deviation = runs >= FOR_DEVIATION
+        deviation = np.sqrt(squares.sum(axis=0) / np.where(has_deviation, runs - 1, math.nan))
         lower, upper = mean - deviation, mean + deviation
     return Spread(
         xs=xs,
         mean=mean,
-        low=np.where(several, lower, np.fmin.reduce(values[:, 1])),
-        high=np.where(several, upper, np.fmax.reduce(values[:, 2])),
-        non_finite=np.sum([bad for _, bad in each], axis=0),
+        low=np.where(has_deviation, lower, np.fmin.reduce(values[:, 1])),
+        high=np.where(has_deviation, upper, np.fmax.reduce(values[:, 2])),
+        non_finite=np.sum([bad for _, bad in columns_of_runs], axis=0),
     )
 
 
-def _columns(one: Samples, xs: Floats) -> tuple[Floats, NDArray[np.int64]]:
+def _columns(samples: Samples, xs: Floats) -> tuple[Floats, NDArray[np.int64]]:
     """Return mean, lowest and highest of one run in each column, and how many of its values are not finite."""
     import numpy as np
 
-    found = np.full((3, len(xs)), math.nan)
+    statistics = np.full((3, len(xs)), math.nan)
     bad = np.zeros(len(xs), np.int64)
     # Rows are in the order of x, so those of a column lie between two bounds.
-    begin = np.searchsorted(one.xs, xs[0])
-    end = np.searchsorted(one.xs, xs[-1], side="right")
-    inner = np.searchsorted(one.xs, xs[:-1] / 2 + xs[1:] / 2)
+    begin = np.searchsorted(samples.xs, xs[0])
+    end = np.searchsorted(samples.xs, xs[-1], side="right")
+    inner = np.searchsorted(samples.xs, xs[:-1] / 2 + xs[1:] / 2)
     bounds = np.concatenate([[begin], inner, [end]])
     full = np.flatnonzero(np.diff(bounds))
     if len(full):
-        ys, first = one.ys[begin:end], bounds[full] - begin
+        ys, first = samples.ys[begin:end], bounds[full] - begin
         finite = np.isfinite(ys)
         rows = np.add.reduceat(finite, first, dtype=np.int64)
         bad[full] = np.diff(first, append=len(ys)) - rows
@@ -149,15 +149,15 @@ def _columns(one: Samples, xs: Floats) -> tuple[Floats, NDArray[np.int64]]:
                 np.minimum.reduceat(low, first),
                 np.maximum.reduceat(high, first),
             )
-        found[:, full] = np.where(rows, parts, math.nan)
-    after = np.searchsorted(one.xs, xs)
-    between = np.isnan(found[0]) & (bad == 0) & (after > 0) & (after < len(one.xs))
-    at = np.flatnonzero(between)
-    right = after[at]
+        statistics[:, full] = np.where(rows, parts, math.nan)
+    after = np.searchsorted(samples.xs, xs)
+    between = np.isnan(statistics[0]) & (bad == 0) & (after > 0) & (after < len(samples.xs))
+    joined = np.flatnonzero(between)
+    right = after[joined]
     left = right - 1
     with np.errstate(invalid="ignore", over="ignore", divide="ignore"):
-        apart = one.xs[right] - one.xs[left]
-        share = (xs[at] - one.xs[left]) / apart
-        line = one.ys[left] * (1 - share) + one.ys[right] * share
-    found[:, at] = np.where(np.isfinite(line) & (apart <= one.gap), line, math.nan)
-    return found, bad
+        apart = samples.xs[right] - samples.xs[left]
+        share = (xs[joined] - samples.xs[left]) / apart
+        line = samples.ys[left] * (1 - share) + samples.ys[right] * share
+    statistics[:, joined] = np.where(np.isfinite(line) & (apart <= samples.gap), line, math.nan)
+    return statistics, bad

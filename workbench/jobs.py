@@ -24,6 +24,7 @@ from engine.units import format_seconds
 from workbench.engine_commands import ENGINE
 
 TAIL_BYTES = 16 << 10
+"""Bytes at the end of the output that are read."""
 
 
 class Job:
@@ -71,8 +72,8 @@ class Job:
         """Return why it ended without a result: the error that it printed, and the hint below it."""
         command = f"engine {self.arguments[0]}"
         causes = [line[2:] for line in self._tail() if line.startswith(f"  {command}: ")]
-        said = dict.fromkeys([*causes[-1:], self.newest_line])
-        return "\n".join(filter(None, said)) or f"{command} ended with code {self.code}"
+        lines = dict.fromkeys([*causes[-1:], self.newest_line])
+        return "\n".join(filter(None, lines)) or f"{command} ended with code {self.code}"
 
     def lines(self) -> tuple[str, ...]:
         """Return the command, its state, and the end of its output."""

@@ -107,15 +107,15 @@ class Log:
 
     def lines(self, start: int, stop: int) -> list[LogLine]:
         """Return rows [start, stop)."""
-        found: list[LogLine] = []
+        lines: list[LogLine] = []
         for stretch in self._stretches(start, stop):
             if isinstance(stretch, _Aside):
-                found.append(stretch.line)
+                lines.append(stretch.line)
             else:
                 first = stretch.begin.number
                 part = self.parts.lines(stretch.begin, stretch.end)
-                found += part[stretch.number - first : stretch.last - first]
-        return found
+                lines += part[stretch.number - first : stretch.last - first]
+        return lines
 
     def _stretches(self, start: int, stop: int) -> Iterator[_Aside | _Stretch]:
         """Yield rows [start, stop) as asides, and as stretches of the trainer's lines that are read together."""
@@ -238,7 +238,7 @@ class LogBook:
 
 
 def matches(text: str, pattern: str) -> bool:
-    """Whether a line matches a filter: words to look for, ignoring case; with `!` before them, words to leave
+    """Return whether a line matches a filter: words to look for, ignoring case; with `!` before them, words to leave
     out."""
     if pattern.startswith("!"):
         return len(pattern) == 1 or pattern[1:].casefold() not in text.casefold()
@@ -246,7 +246,7 @@ def matches(text: str, pattern: str) -> bool:
 
 
 def step_rule(pattern: str) -> bool | None:
-    """Whether a filter shows every step (True), none (False), or some (None)."""
+    """Return whether a filter shows every step (True), none (False), or some (None)."""
     hides = pattern.startswith("!")
     words = pattern[1:] if hides else pattern
     if not words:

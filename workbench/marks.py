@@ -87,7 +87,7 @@ class FlipFinder:
         if now_s - self._looked_s < LOOK_FOR_FLIPS_S:
             return self._found
         self._looked_s = now_s
-        found = []
+        flips = []
         for path in self._paths():
             try:
                 plan, verdict = read_plan_of(path), read_verdict(path)
@@ -98,8 +98,8 @@ class FlipFinder:
                 continue
             words = "no verdict yet" if verdict is None else f"{verdict['verdict']}"
             changes = ", ".join(map(str, plan.changes)) or plan.name
-            found.append(FlipSeen(path, began_unix_s, changes, words))
-        self._found = tuple(found)
+            flips.append(FlipSeen(path, began_unix_s, changes, words))
+        self._found = tuple(flips)
         return self._found
 
     def _paths(self) -> list[Path]:
@@ -122,14 +122,14 @@ def all_marks(view: RunView, flips: Sequence[FlipSeen] = ()) -> tuple[Mark, ...]
         row = min(steps.find("step", step), len(steps) - 1)
         return (steps.value("unix_s", row) if row >= 0 else None) or 0.0
 
-    found = [_stretch(part, time_of) for part in _stretches(view.non_finite)]
+    marks = [_stretch(part, time_of) for part in _stretches(view.non_finite)]
     timed = [line for line in view.marks if not _is_over(line.event)]
     rows = steps.find_each("clock_s", [line.unix_s for line in timed])
     for line, row in zip(timed, rows, strict=True):
         event, unix_s, step = line.event, line.unix_s, step_of(row)
         if isinstance(event, Judged):
             began, began_s = first_seen(view, line)
-            found.append(Mark(kind="alert", step=float(began or step), unix_s=began_s, alert=event))
+            marks.append(Mark(kind="alert", step=float(began or step), unix_s=began_s, alert=event))
         elif isinstance(event, Compiled):
             kind: Kind = "late compile" if event.after_warm_up else "compile"
             words = (
@@ -138,9 +138,9 @@ def all_marks(view: RunView, flips: Sequence[FlipSeen] = ()) -> tuple[Mark, ...]
                 f"differs in: {', '.join(event.differs) or '-'}",
                 f"at {clock_text(unix_s)}",
             )
-            found.append(Mark(kind=kind, step=step, unix_s=unix_s, words=words))
+            marks.append(Mark(kind=kind, step=step, unix_s=unix_s, words=words))
         elif isinstance(event, RunStarted) and event.resumed_from is not None:
-            found.append(
+            marks.append(
                 Mark(
                     kind="restart",
                     step=float(event.resumed_from),
@@ -154,23 +154,23 @@ def all_marks(view: RunView, flips: Sequence[FlipSeen] = ()) -> tuple[Mark, ...]
             )
     for saved in view.checkpoints:
         title = f"checkpoint {Path(saved.path).name}{', best so far' if saved.best else ''}"
-        about = (
+        words_of_checkpoint = (
             title,
             f"step {saved.step}, {format_bytes(saved.size_bytes)} in {format_seconds(saved.save_s)}",
             f"manifest sha256 {saved.manifest_sha256}",
         )
-        found.append(
+        marks.append(
             Mark(
                 kind="checkpoint",
                 step=float(saved.step),
                 unix_s=time_of(saved.step),
-                words=about,
+                words=words_of_checkpoint,
             )
         )
     for flip in flips:
         title = f"flip {flip.name}: {flip.verdict}"
         lines = (title, f"began at {clock_text(flip.began_unix_s)}", f"folder: {flip.folder}")
-        found.append(
+        marks.append(
             Mark(
                 kind="flip",
                 step=step_of(steps.find("clock_s", flip.began_unix_s)),
@@ -179,8 +179,8 @@ def all_marks(view: RunView, flips: Sequence[FlipSeen] = ()) -> tuple[Mark, ...]
                 folder=flip.folder,
             )
         )
-    found.sort(key=lambda mark: (mark.step, PRIORITY.index(mark.kind)))
-    return tuple(found)
+    marks.sort(key=lambda mark: (mark.step, PRIORITY.index(mark.kind)))
+    return tuple(marks)
 
 
 def _is_over(event: AnyEvent) -> bool:

@@ -73,7 +73,7 @@ def speed_words(snapshot: Snapshot, width: int, ascii_only: bool) -> list[str]:
     return [
         *_pace_lines(snapshot.view),
         *_step_bars(snapshot.view, width, ascii_only),
-        *_bound(snapshot.view),
+        *_peak_lines(snapshot.view),
         *start_words(snapshot.view, width, ascii_only),
     ]
 
@@ -102,9 +102,9 @@ def _pace_lines(view: RunView) -> list[str]:
             return ["the imported log has no times of steps"]
         return ["no step of this session timed yet"]
     typical = f"{format_seconds(times[len(times) // 2])} a step"
-    around = f"{format_seconds(times[0])} to {format_seconds(times[-1])} in the last {len(times)}"
+    span = f"{format_seconds(times[0])} to {format_seconds(times[-1])} in the last {len(times)}"
     rate = "" if pace is None else f"{format_count(pace)} tok/s, "
-    return [f"{rate}{typical} (median; {around})"]
+    return [f"{rate}{typical} (median; {span})"]
 
 
 def _step_bars(view: RunView, width: int, ascii_only: bool) -> list[str]:
@@ -133,7 +133,7 @@ def _bars(parts: Mapping[str, float], width: int, ascii_only: bool) -> list[str]
     return lines
 
 
-def _bound(view: RunView) -> list[str]:
+def _peak_lines(view: RunView) -> list[str]:
     started, pace = view.started, view.tokens_per_second()
     if started is None or pace is None:
         return []
@@ -218,9 +218,9 @@ def alert_words(snapshot: Snapshot) -> list[str]:
 
 def _alert_lines(snapshot: Snapshot) -> list[str]:
     alerts = snapshot.view.alerts
-    more = len(alerts) - ALERTS_SHOWN
+    hidden = len(alerts) - ALERTS_SHOWN
     newest = list(islice(reversed(alerts.values()), ALERTS_SHOWN))[::-1]
-    lines = [f"and {more:,} earlier alerts, in the log"] if more > 0 else []
+    lines = [f"and {hidden:,} earlier alerts, in the log"] if hidden > 0 else []
     return lines + [line for alert in newest for line in alert_lines(alert)]
 
 
@@ -434,5 +434,5 @@ def pane_of(id_: str) -> Pane:
 def page_panes() -> dict[str, Words]:
     """Return the panes of the notebook's page in order, each with the function that makes its lines."""
     shown = sorted((p.page, n, p) for n, p in enumerate(PANES) if p.page is not None)
-    found = {pane.id: pane.page_words or pane.words for _, _, pane in shown}
-    return {id_: words for id_, words in found.items() if words is not None}
+    words_by_pane = {pane.id: pane.page_words or pane.words for _, _, pane in shown}
+    return {id_: words for id_, words in words_by_pane.items() if words is not None}

@@ -28,6 +28,7 @@ from workbench.feed import Snapshot, command_of
 from workbench.log_pages import LogBook
 
 BUDGET_S = 0.25
+"""Seconds of reading between two answers."""
 PAGE_BYTES = 256 << 10
 KEPT = -1
 """Marks a session row that the fold has not changed."""
@@ -121,11 +122,11 @@ class ReplayFeed:
             return []
         reader = self._stretches.reader(source)
         point = reader.points[bisect_right(reader.points, first, key=lambda p: p.number) - 1]
-        again, lines = LogReader(reader.path, at=point), []
+        rereader, lines = LogReader(reader.path, at=point), []
         with suppress(BrokenLog):
-            for block in blocks(source, again, PAGE_BYTES):
+            for block in blocks(source, rereader, PAGE_BYTES):
                 lines += block
-                if again.lines_read >= first + count:
+                if rereader.lines_read >= first + count:
                     break
         wanted = lines[first - point.number : first + count - point.number]
         return [line.event for line in wanted if line.order_s <= unix_s]
@@ -137,7 +138,7 @@ def _folded(view: RunView, later: RunView, between: Mapping[Source, list[AnyEven
     opens = any(
         type(event) in (LogOpened, RunStarted) for events in between.values() for event in events
     )
-    if opens or not _goes_on(view, later):
+    if opens or not _is_prefix(view, later):
         # A resume may remove rows, and its counts depend on all of them.
         for source, events in between.items():
             view = fold(view, source, batches_of(events))
@@ -167,8 +168,8 @@ def _folded(view: RunView, later: RunView, between: Mapping[Source, list[AnyEven
     )
 
 
-def _goes_on(view: RunView, later: RunView) -> bool:
-    """Whether the rows of a view are a prefix of those of a later one."""
+def _is_prefix(view: RunView, later: RunView) -> bool:
+    """Return whether the rows of a view are a prefix of those of a later one."""
     pairs = [(view.steps, later.steps), (view.hosts, later.hosts)]
     pairs += [(table, later.gpu_tables[n]) for n, table in view.gpu_tables.items()]
     return all(table.columns is longer.columns for table, longer in pairs)

@@ -14,13 +14,13 @@ PATH = re.compile(r"(?<![^\s(=\[{'\"`])/[\w.@+-][^\s:;,)\]}'\"`]*")
 
 
 def stamps(paths: Iterable[Path]) -> frozenset[tuple[Path, int, int, int]]:
-    """Return what differs once the content of one of these files has changed; a file that is not there has no part."""
-    found = set()
+    """Return path, time of change, size and inode of each file that exists; it differs once a file has changed."""
+    stamps_found = set()
     for path in paths:
         with contextlib.suppress(OSError):
             stat = path.stat()
-            found.add((path, stat.st_mtime_ns, stat.st_size, stat.st_ino))
-    return frozenset(found)
+            stamps_found.add((path, stat.st_mtime_ns, stat.st_size, stat.st_ino))
+    return frozenset(stamps_found)
 
 
 def path_text(value: str | Path, here: Path | None = None) -> str:

@@ -22,25 +22,25 @@ class StepRowsFeed:
     def __init__(self, run: Path, step: int) -> None:
         self._run = run
         self.step = max(step, 1)
-        """The step that the next poll looks at."""
+        """The step that the next poll reads."""
         self._seen: dict[int, Listing] = {}
 
     def poll(self) -> Listing:
-        """Raises InternalError with what the command said where the step is not on record."""
+        """Return the rows of the step. Raises InternalError with the command's message where it is not on record."""
         step = self.step
         if step not in self._seen:
             command = ["data", str(self._run), "--step", str(step), "--json"]
-            found = listing_of(ask_json(command, REFUSAL, dict[str, Any]))
+            listing = listing_of(ask_json(command, REFUSAL, dict[str, Any]))
             while len(self._seen) >= KEPT:
                 del self._seen[next(iter(self._seen))]
-            self._seen[step] = found
+            self._seen[step] = listing
         return self._seen[step]
 
 
-def listing_of(found: Mapping[str, Any]) -> Listing:
+def listing_of(fields: Mapping[str, Any]) -> Listing:
     return Listing(
-        head="\n".join(found["about"]),
-        rows=tuple(_row(number, row) for number, row in enumerate(found["rows"], start=1)),
+        head="\n".join(fields["about"]),
+        rows=tuple(_row(number, row) for number, row in enumerate(fields["rows"], start=1)),
     )
 
 

@@ -45,17 +45,17 @@ def page(head: Mapping[str, Any], rows: Sequence[Any], cursor: int, max_bytes: i
     texts: list[str] = []
     for row in rows[cursor:]:
         # ASCII, so that characters that cannot be seen are.
-        one = json.dumps(marked(row() if callable(row) else row), allow_nan=False)
-        if len(one) >= left:
+        row_text = json.dumps(marked(row() if callable(row) else row), allow_nan=False)
+        if len(row_text) >= left:
             if texts:
                 break
             # Escaping doubles a character at most.
-            one = json.dumps({UNTRUSTED: clipped(one, left // 2 - _ROOM), "is_cut": True})
-        texts.append(one)
-        left -= len(one) + 1
+            row_text = json.dumps({UNTRUSTED: clipped(row_text, left // 2 - _ROOM), "is_cut": True})
+        texts.append(row_text)
+        left -= len(row_text) + 1
     after = cursor + len(texts)
-    more = f', "next_cursor": {after}' if after < len(rows) else ""
-    return f"{text}{','.join(texts)}]{more}}}"
+    next_page = f', "next_cursor": {after}' if after < len(rows) else ""
+    return f"{text}{','.join(texts)}]{next_page}}}"
 
 
 def marked(value: Any) -> Any:
@@ -63,9 +63,9 @@ def marked(value: Any) -> Any:
     value = plain(value)
     if not isinstance(value, dict):
         return value if _is_own(value) else {UNTRUSTED: value}
-    told = {name: one for name, one in value.items() if one not in ("", None, [], {})}
-    own = {name: one for name, one in told.items() if _is_own(one)}
-    text = {name: one for name, one in told.items() if name not in own}
+    filled = {name: field for name, field in value.items() if field not in ("", None, [], {})}
+    own = {name: field for name, field in filled.items() if _is_own(field)}
+    text = {name: field for name, field in filled.items() if name not in own}
     return own | ({UNTRUSTED: text} if text else {})
 
 

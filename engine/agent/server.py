@@ -50,7 +50,7 @@ INSTRUCTIONS = (
     "more max_bytes. A reading that is missing is unknown, never 0."
 )
 COMMAND_S = 600
-"""Most seconds that a command takes which a tool runs."""
+"""Maximum time of a command that a tool runs, in seconds."""
 _ENVELOPE = ("v", "seq", "t_s", "nf")
 
 Answer: TypeAlias = tuple[dict[str, Any], list[Any]]
@@ -64,7 +64,7 @@ def _paging(
         int, Field(ge=LEAST_BYTES, le=MOST_BYTES, description="of the answer")
     ] = DEFAULT_BYTES,
 ) -> str:
-    """Have the parameters that every tool has."""
+    """Declare the parameters that every tool has."""
     raise NotImplementedError
 
 
@@ -78,18 +78,22 @@ class Tools:
 
     def list_runs(self) -> Answer:
         """List runs, newest first: id, state, level of the verdict, last step, loss; name, verdict, tags and note."""
-        found = self._runs()
-        where = {} if found else {"folders": [str(one.absolute()) for one in self.folders]}
-        return {"count": len(found)} | where, [functools.partial(_row, run) for run in found]
+        runs = self._runs()
+        searched = {} if runs else {"folders": [str(folder.absolute()) for folder in self.folders]}
+        return {"count": len(runs)} | searched, [functools.partial(_row, run) for run in runs]
 
     def verdict(self, run: Run) -> Answer:
         """Say how a run is: its verdict, what was seen, what to do; then what else was found, by weight."""
         follower, head, faults = self._read(run)
         view, path = follower.view, follower.run.path
-        found = verdict_of(view, follower.state, path)
-        said = [{"line": line} for line in run_verdict_lines(view, follower.state, path)]
-        head |= {"level": found.level.lower(), "since_step": found.since, "of": view.total_steps}
-        return head, [*faults, *said, *found.as_dict()["others"]]
+        verdict = verdict_of(view, follower.state, path)
+        verdict_lines = [{"line": line} for line in run_verdict_lines(view, follower.state, path)]
+        head |= {
+            "level": verdict.level.lower(),
+            "since_step": verdict.since,
+            "of": view.total_steps,
+        }
+        return head, [*faults, *verdict_lines, *verdict.as_dict()["others"]]
 
     def series(
         self,
@@ -101,19 +105,19 @@ class Tools:
         """Return a column of a run as rows of step and value, keeping the lowest and highest of each interval."""
         follower, head, _ = self._read(run)
         view = follower.view
-        found: Any = [one for one in held_out(view) if one[0] >= since][-most:]
+        values: Any = [point for point in held_out(view) if point[0] >= since][-most:]
         if name != "held_out":
-            of, _, column = name.rpartition(".")
+            source, _, column = name.rpartition(".")
             gpus = {f"gpu{at}": table for at, table in view.gpu_tables.items()}
-            table = {"": view.steps, "host": view.hosts, **gpus}.get(of)
+            table = {"": view.steps, "host": view.hosts, **gpus}.get(source)
             if table is None or column not in table.columns:
                 known = ", ".join((table or view.steps).columns)
                 raise BadInput.expected("series", run, f"held_out, host., gpu0. or {known}", name)
-            x = "unix_s" if of else "step"
+            x = "unix_s" if source else "step"
             first = table.find(x, since)
-            found = points(table.column(x, first), table.column(column, first), most // 3)
+            values = points(table.column(x, first), table.column(column, first), most // 3)
         # Six digits are enough to read.
-        rows = [[x, y if y is None else float(f"{y:.6g}")] for x, y in found]
+        rows = [[x, y if y is None else float(f"{y:.6g}")] for x, y in values]
         return head | {"points": len(rows)}, rows
 
     def alerts(
@@ -123,8 +127,8 @@ class Tools:
         follower, head, faults = self._read(run)
         view = follower.view
         judged = [*view.alerts.values(), *view.checks.values(), *view.identities, *view.non_finite]
-        rows = [_fields(one) for one in judged if passed or one.level != PASS]
-        errors = [{"rank": one.rank, "error": one.note.text} for one in view.errors]
+        rows = [_fields(judgement) for judgement in judged if passed or judgement.level != PASS]
+        errors = [{"rank": error.rank, "error": error.note.text} for error in view.errors]
         return head | {"count": len(rows)}, [*faults, *rows, *errors]
 
     def decisions(self, run: Run) -> Answer:
@@ -135,7 +139,7 @@ class Tools:
     def settings(self, run: Run) -> Answer:
         """List the settings of a run that differ from the defaults; of a watched script its command."""
         folder = self._run(run)
-        defaults = {one.key: one.default for one in options()}
+        defaults = {option.key: option.default for option in options()}
         rows: list[Any] = [
             {"setting": key, "value": value, "default": defaults.get(key)}
             for key, value in settings_of(folder).items()
@@ -149,17 +153,20 @@ class Tools:
         """Return text that models wrote in a run, newest first, with its prompt."""
         follower, head, _ = self._read(run)
         view = follower.view
-        found: list[Any] = [*(one for one in view.evals if one.sample), *view.wrote]
-        found.sort(key=lambda one: -one.step)
-        return head | {"count": len(found)}, [*map(_fields, found)]
+        samples: list[Any] = [
+            *(evaluation for evaluation in view.evals if evaluation.sample),
+            *view.wrote,
+        ]
+        samples.sort(key=lambda sample: -sample.step)
+        return head | {"count": len(samples)}, [*map(_fields, samples)]
 
     def diagnose(
         self, path: Annotated[str, Field(description="a run, any log, or a folder of logs")]
     ) -> Answer:
         """Judge a run, or the log of any training tool: the verdict first, then the evidence."""
-        found = _json_of("diagnose", "--json", "--", path)
-        del found["schema"]
-        return {}, sorted(_parts(found), key=lambda part: "verdict" not in part)
+        answer = _json_of("diagnose", "--json", "--", path)
+        del answer["schema"]
+        return {}, sorted(_parts(answer), key=lambda part: "verdict" not in part)
 
     def propose_flip(
         self, run: Run, alert: Annotated[str, Field(description="only of this alert")] = ""
@@ -167,21 +174,21 @@ class Tools:
         """List the changes that would test what is suspected of a run, most urgent first; or why one cannot be."""
         folder = self._run(run)
         rows = [
-            proposal_fields(one)
-            for one in _proposals(folder)
-            if not alert or one.source.startswith(f"alert {alert}:")
+            proposal_fields(proposal)
+            for proposal in _proposals(folder)
+            if not alert or proposal.source.startswith(f"alert {alert}:")
         ]
         return {"id": id_of(folder), "count": len(rows)}, rows
 
     def list_flips(self) -> Answer:
         """List flips, newest first: what was tested, the verdict, its reason and numbers."""
-        found = _json_of("flips", "--json", "--", str(self.flips))
-        for one in found:
+        flips = _json_of("flips", "--json", "--", str(self.flips))
+        for flip in flips:
             # A row for each run, which its folder has.
-            one.pop("raw_runs", None)
-            del one["schema"]
+            flip.pop("raw_runs", None)
+            del flip["schema"]
         # Inside a field, because names in the file of a verdict may be anything.
-        return {}, [{"flip": one} for one in found]
+        return {}, [{"flip": flip} for flip in flips]
 
     def read_finding(
         self, name: Annotated[str, Field(description="empty: list all")] = ""
@@ -190,8 +197,8 @@ class Tools:
         if "/" in name:
             raise BadInput.expected("finding", self.evidence, "a name without folders", name)
         if name:
-            found = find_bundle(name, self.evidence).read()
-            return {}, [{"line": line} for line in lines(found)]
+            finding_read = find_bundle(name, self.evidence).read()
+            return {}, [{"line": line} for line in lines(finding_read)]
         rows = []
         for bundle in find_bundles(self.evidence):
             try:
@@ -213,7 +220,11 @@ class Tools:
     ) -> Answer:
         """Start an experiment that propose_flip names. It takes minutes; list_flips has its verdict."""
         folder = self._run(run)
-        possible = {one.assignment: one for one in _proposals(folder) if not one.impossible}
+        possible = {
+            proposal.assignment: proposal
+            for proposal in _proposals(folder)
+            if not proposal.impossible
+        }
         if assignment not in possible:
             expected = "; ".join(possible) or "nothing: propose_flip says why"
             raise BadInput.expected("flip", run, expected, assignment)
@@ -221,12 +232,12 @@ class Tools:
         out = self.flips / f"{time.strftime('%Y%m%d-%H%M%S')}-{id_of(folder)}"
         words = ["flip", str(folder.path), *possible[assignment].options, "--out", str(out)]
         plan = _engine(*words, "--dry-run").stderr
-        with out.with_name(f"{out.name}.txt").open("xb") as said:
+        with out.with_name(f"{out.name}.txt").open("xb") as output:
             started = subprocess.Popen(
                 [*child.command("engine"), *words],
                 stdin=subprocess.DEVNULL,
-                stdout=said,
-                stderr=said,
+                stdout=output,
+                stderr=output,
                 env=child.environment(),
                 start_new_session=True,
             )
@@ -239,16 +250,16 @@ class Tools:
         return {"id": id_of(folder)}, [{"done": stop(folder)}]
 
     def _runs(self) -> list[RunFolder]:
-        found = ((run, folder) for folder in self.folders for run in find_runs(folder))
-        return [run for run, folder in found if _is_inside(run, folder.resolve())]
+        candidates = ((run, folder) for folder in self.folders for run in find_runs(folder))
+        return [run for run, folder in candidates if _is_inside(run, folder.resolve())]
 
     def _run(self, wanted: str) -> RunFolder:
-        found = {id_of(run): run for run in self._runs()}
-        named = [run for id, run in found.items() if wanted in (id, run.name, str(run.path))]
-        if wanted in found or len(named) == 1:
-            return found.get(wanted) or named[0]
-        there = "more than one of that name" if named else "none"
-        raise BadInput.expected("run", wanted, "an id of list_runs", there)
+        by_id = {id_of(run): run for run in self._runs()}
+        named = [run for id, run in by_id.items() if wanted in (id, run.name, str(run.path))]
+        if wanted in by_id or len(named) == 1:
+            return by_id.get(wanted) or named[0]
+        problem = "more than one of that name" if named else "none"
+        raise BadInput.expected("run", wanted, "an id of list_runs", problem)
 
     def _read(self, wanted: str) -> tuple[Follower, dict[str, Any], list[Any]]:
         """Read a run. Return it with what heads an answer, and what kept its logs from being read to their ends."""
@@ -268,50 +279,50 @@ def id_of(run: RunFolder) -> str:
 
 
 def _is_inside(run: RunFolder, folder: Path) -> bool:
-    """Whether no link leads from the run, or from a file of it that is read, out of `folder`."""
+    """Return whether no link leads from the run, or from a file of it that is read, out of `folder`."""
     files = (run.path, run.effective, run.path / NAME, *run.logs().values())
-    return all(one.resolve().is_relative_to(folder) for one in files)
+    return all(file.resolve().is_relative_to(folder) for file in files)
 
 
 def _row(run: RunFolder) -> dict[str, Any]:
-    follower, told = Follower(run, files=True), {"id": id_of(run), "name": run.name}
+    follower, fields = Follower(run, files=True), {"id": id_of(run), "name": run.name}
     try:
         view = follower.read_all()
         notes = read_notes(run)
     except RunLogError as error:
         # One broken log must not hide the others.
-        return told | {"fault": error.message}
-    found = verdict_of(view, follower.state, run.path)
-    return told | {
+        return fields | {"fault": error.message}
+    verdict = verdict_of(view, follower.state, run.path)
+    return fields | {
         "state": follower.state,
-        "level": found.level.lower(),
+        "level": verdict.level.lower(),
         "step": view.last_step,
         "loss": view.steps.last("loss"),
-        "verdict": found.line,
+        "verdict": verdict.line,
         "tags": list(notes.tags),
         "note": notes.text,
     }
 
 
 def _fields(event: Any) -> dict[str, Any]:
-    return {name: one for name, one in plain(event).items() if name not in _ENVELOPE}
+    return {name: value for name, value in plain(event).items() if name not in _ENVELOPE}
 
 
 def _proposals(run: RunFolder) -> tuple[Proposal, ...]:
     return proposals(Follower(run, files=True).read_all(), settings_of(run), read_command(run))
 
 
-def _parts(found: dict[str, Any]) -> Iterator[dict[str, Any]]:
+def _parts(fields: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Yield the fields of a value, and the entries of a list of them one by one."""
-    for name, value in found.items():
-        many = isinstance(value, list) and value and isinstance(value[0], dict)
-        yield from ({name: one} for one in (value if many else [value]) if one)
+    for name, value in fields.items():
+        is_list_of_rows = isinstance(value, list) and value and isinstance(value[0], dict)
+        yield from ({name: part} for part in (value if is_list_of_rows else [value]) if part)
 
 
 def _engine(*words: str) -> subprocess.CompletedProcess[str]:
     """Run a command of the engine in a process of its own, which no log can harm the server in. Raises BadInput."""
     try:
-        done = subprocess.run(
+        process = subprocess.run(
             [*child.command("engine"), *words],
             stdin=subprocess.DEVNULL,
             capture_output=True,
@@ -322,9 +333,9 @@ def _engine(*words: str) -> subprocess.CompletedProcess[str]:
         )
     except subprocess.TimeoutExpired:
         raise BadInput(f"engine {words[0]}: took more than {COMMAND_S} s") from None
-    if done.returncode > EXIT_UNKNOWN and not done.stdout:
-        raise BadInput(done.stderr.strip())
-    return done
+    if process.returncode > EXIT_UNKNOWN and not process.stdout:
+        raise BadInput(process.stderr.strip())
+    return process
 
 
 def _json_of(*words: str) -> Any:
@@ -362,7 +373,7 @@ def _paged(tool: Callable[..., Answer]) -> Callable[..., str]:
                 raise
             raise ToolError(printable(str(known))) from None
 
-    own, shared = (inspect.signature(one, eval_str=True) for one in (tool, _paging))
+    own, shared = (inspect.signature(function, eval_str=True) for function in (tool, _paging))
     parameters = [*own.parameters.values(), *shared.parameters.values()]
     call.__signature__ = shared.replace(parameters=parameters)  # type: ignore[attr-defined]
     return call

@@ -109,7 +109,7 @@ def put_json(name: str, value: Mapping[str, Any] | Sequence[Any], *, flush: bool
     if isinstance(value, Mapping):
         found: Any = head | plain(value, longest)
     else:
-        found = [head | plain(one, longest) for one in value]
+        found = [head | plain(entry, longest) for entry in value]
     put(json.dumps(found, allow_nan=False), exact=True, flush=flush)
 
 
@@ -131,7 +131,7 @@ def plain(value: Any, longest: int | None = limits.LOG_TEXT.most) -> Any:
     if isinstance(value, msgspec.Struct):
         value = msgspec.structs.asdict(value)
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        value = {one.name: getattr(value, one.name) for one in dataclasses.fields(value)}
+        value = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
     if isinstance(value, Mapping):
         return {plain(k, longest): plain(v, longest) for k, v in value.items()}
     return [plain(v, longest) for v in value] if isinstance(value, list | tuple) else value

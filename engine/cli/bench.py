@@ -152,10 +152,10 @@ def _teacher(arguments: argparse.Namespace, shape: str, device: Any) -> tuple[li
             config = config_named(shape)
             weights = RandomWeights(config, "q4_k_m", device)
         with weights:
-            found, extra = bench_teacher(
+            measured, extra = bench_teacher(
                 weights, config, device, rows=count, seq_len=seq_len, rounds=arguments.rounds
             )
-        rows += found
+        rows += measured
     return rows, extra
 
 
@@ -195,14 +195,14 @@ def _loss(arguments: argparse.Namespace, shape: str, device: Any) -> tuple[list[
         ]
     rows: list[Any] = []
     extra: dict[str, Any] = {}
-    for each in shapes:
-        found, extra = bench_loss(device, each, rounds=arguments.rounds)
-        rows += found
+    for loss_shape in shapes:
+        measured, extra = bench_loss(device, loss_shape, rounds=arguments.rounds)
+        rows += measured
     return rows, extra
 
 
 def _check_kd(arguments: argparse.Namespace) -> None:
-    """Raises BadInput for invalid numbers."""
+    """Refuse invalid numbers. Raises BadInput."""
     numbers = {"--steps": arguments.steps, "--seq-len": arguments.seq_len}
     numbers["--rows"] = min(arguments.rows or [1])
     for name, number in numbers.items():

@@ -60,7 +60,10 @@ def _list_checks(as_json: bool) -> int:
         keys = ("id", "question", "means", "remedy", "stops")
         put_json(
             "check",
-            [{key: getattr(one, key) for key in keys} | {"when": one.when.value} for one in CHECKS],
+            [
+                {key: getattr(check, key) for key in keys} | {"when": check.when.value}
+                for check in CHECKS
+            ],
         )
         return 0
     for about in CHECKS:
@@ -82,19 +85,19 @@ def _answers(path: Path, as_json: bool) -> int:
     run = open_run(path)
     follower = Follower(run)
     follower.read_all()
-    # Checks are in the log: settings that cannot be read do not keep anybody from their results.
+    # Checks are in the log: settings that cannot be read must not hide their results.
     with contextlib.suppress(RunLogError):
         if read_command(run) is not None:
             return _identities(path, follower.view, as_json)
     view = follower.view
-    found = view.own_checks
+    own_checks = view.own_checks
     named: list[tuple[str, About | None]] = [(about.id, about) for about in CHECKS]
-    # What an earlier version asked, its answers still count.
-    named += [(id, BY_ID["check"].get(now)) for id, now in RETIRED.items() if id in found]
+    # The results of checks of an earlier version still count.
+    named += [(id, BY_ID["check"].get(now)) for id, now in RETIRED.items() if id in own_checks]
     answers: list[tuple[str, About | None, int, Judged | None, Verdict]] = []
     for id, about in named:
-        seen: list[tuple[int, Judged | None]] = [*view.failures(id)] or [(0, found.get(id))]
-        answers += [(id, about, rank, check, _verdict(check)) for rank, check in seen]
+        results: list[tuple[int, Judged | None]] = [*view.failures(id)] or [(0, own_checks.get(id))]
+        answers += [(id, about, rank, check, _verdict(check)) for rank, check in results]
     verdicts = [verdict for *_, verdict in answers]
     wrong = view.errors or view.ended_by_rank is not None
     overall = Verdict(Level.FAIL, "") if wrong else lowest(verdicts)
@@ -135,7 +138,7 @@ def _answers(path: Path, as_json: bool) -> int:
         put(textwrap.fill(line, WIDTH, subsequent_indent=" " * 4))
     if view.ended_by_rank is not None:
         put(textwrap.fill(f"ended: {one_line(view.ended_by_rank.reason)}", WIDTH))
-    total = sum(check.cost_s or 0.0 for check in found.values())
+    total = sum(check.cost_s or 0.0 for check in own_checks.values())
     counts = {level: sum(v.level.name == level for v in verdicts) for level in ("PASS", "FAIL")}
     errors = errors_text(len(view.errors))
     put(
@@ -157,23 +160,23 @@ def _identities(path: Path, view: RunView, as_json: bool) -> int:
     from engine.log.text import error_lines
     from engine.verdict import Level, Verdict
 
-    found = outcomes(view)
-    levels = {one.level for one in view.identities}
+    results = outcomes(view)
+    levels = {identity.level for identity in view.identities}
     level = Level.PASS if levels & {PASS, SUSPICION} else Level.UNKNOWN
     if FAIL in levels or view.errors:
         level = Level.FAIL
     if as_json:
         rows = [
             {
-                "id": one.id,
-                "level": one.level,
-                "text": one.text,
-                "numbers": {} if one.seen is None else one.seen.numbers,
-                "step": None if one.seen is None else one.seen.step,
-                "means": one.means,
-                "remedy": one.remedy,
+                "id": outcome.id,
+                "level": outcome.level,
+                "text": outcome.text,
+                "numbers": {} if outcome.seen is None else outcome.seen.numbers,
+                "step": None if outcome.seen is None else outcome.seen.step,
+                "means": outcome.means,
+                "remedy": outcome.remedy,
             }
-            for one in found
+            for outcome in results
         ]
         errors = errors_json(view.errors)
         put_json("identities", {"run": path, "level": level, "identities": rows, "errors": errors})

@@ -76,18 +76,18 @@ class Place(NamedTuple):
         found: dict[str, str] = {}
         for action in self.parser._actions:
             if isinstance(action, argparse._SubParsersAction):
-                found |= {one.dest: one.help or "" for one in action._choices_actions}
+                found |= {choice.dest: choice.help or "" for choice in action._choices_actions}
             elif not action.option_strings:
                 found |= dict.fromkeys(map(str, action.choices or ()), "")
         return found
 
     @property
     def options(self) -> list[argparse.Action]:
-        return [one for one in self.parser._actions if one.option_strings]
+        return [action for action in self.parser._actions if action.option_strings]
 
     @property
     def takes_run(self) -> bool:
-        taken = (str(one.metavar).split("|") for one in self.parser._actions)
+        taken = (str(action.metavar).split("|") for action in self.parser._actions)
         return any("RUN" in words or "PATH" in words for words in taken)
 
 
@@ -109,28 +109,30 @@ def _places(parser: argparse.ArgumentParser, at: tuple[str, ...]) -> Iterator[Pl
     yield Place(at, parser)
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
-            for name, one in action.choices.items():
-                yield from _places(one, (*at, name))
+            for name, subparser in action.choices.items():
+                yield from _places(subparser, (*at, name))
 
 
 def _table(places: list[Place]) -> str:
-    def either(found: list[Place]) -> str:
-        return "|".join(shlex.quote(f"{' '.join(one.at)} ") for one in found)
+    def either(subset: list[Place]) -> str:
+        return "|".join(shlex.quote(f"{' '.join(place.at)} ") for place in subset)
 
     choices, words = [], []
     for place in places:
         at = "".join(f"{name} " for name in place.at)
-        names = [name for one in place.options for name in one.option_strings]
+        names = [name for option in place.options for name in option.option_strings]
         words.append(f"    {shlex.quote(at)}) found=({shlex.join([*place.commands, *names])}) ;;")
-        for one in place.options:
-            if one.choices is not None:
-                either_name = "|".join(shlex.quote(f"{at}{name}") for name in one.option_strings)
-                choices.append(f"  {either_name}) found=({shlex.join(map(str, one.choices))}) ;;")
+        for option in place.options:
+            if option.choices is not None:
+                either_name = "|".join(shlex.quote(f"{at}{name}") for name in option.option_strings)
+                choices.append(
+                    f"  {either_name}) found=({shlex.join(map(str, option.choices))}) ;;"
+                )
     return _TABLE % {
         "places": either(places[1:]),
         "choices": "\n".join(choices),
         "words": "\n".join(words),
-        "with_runs": either([one for one in places if one.takes_run]),
+        "with_runs": either([place for place in places if place.takes_run]),
     }
 
 
@@ -142,15 +144,15 @@ def _fish(places: list[Place]) -> Iterator[str]:
         start = f"complete -c engine -n {_quoted('; and '.join(seen) or 'true')}"
         for name, help in following.items():
             yield f"{start} -f -a {name} -d {_quoted(help)}"
-        for one in place.options:
+        for option in place.options:
             names = [
                 f"{'-l' if n.startswith('--') else '-s'} {n.lstrip('-')}"
-                for n in one.option_strings
+                for n in option.option_strings
             ]
-            value = "" if one.nargs == 0 else " -r"
-            if one.choices is not None:
-                value = f" -x -a {_quoted(' '.join(map(str, one.choices)))}"
-            yield f"{start} {' '.join(names)}{value} -d {_quoted(one.help or '')}"
+            value = "" if option.nargs == 0 else " -r"
+            if option.choices is not None:
+                value = f" -x -a {_quoted(' '.join(map(str, option.choices)))}"
+            yield f"{start} {' '.join(names)}{value} -d {_quoted(option.help or '')}"
         if place.takes_run:
             runs = (
                 "(for one in runs/*/effective.json; string replace -- /effective.json '' $one; end)"

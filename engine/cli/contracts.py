@@ -67,7 +67,7 @@ def _validate(a: argparse.Namespace) -> int:
     from engine.contracts.problems import PV, WARNING
 
     loaded = checked_contracts(a.files, Path())
-    problems = sorted(problem for one in loaded for problem in one.problems)
+    problems = sorted(problem for file in loaded for problem in file.problems)
     if a.rules == "pv":
         problems = [p for p in problems if p.rule.startswith(PV)]
     warnings = sum(problem.severity == WARNING for problem in problems)
@@ -95,7 +95,7 @@ def _run(a: argparse.Namespace) -> int:
 
     if a.jobs < 1:
         raise UsageError("contracts run: expected --jobs of 1 or more")
-    known = {one.path.stem: one for one in checked_contracts((), Path())}
+    known = {file.path.stem: file for file in checked_contracts((), Path())}
     for id_ in a.ids:
         _expect(id_, known)
     ids = dict.fromkeys(a.ids or known)

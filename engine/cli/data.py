@@ -58,11 +58,11 @@ def run(arguments: argparse.Namespace) -> int:
     from engine.spec.environment import sets_from_environment
 
     if arguments.subject.is_dir():
-        found = open_run(arguments.subject)
-        must_have_settings(found)
+        folder = open_run(arguments.subject)
+        must_have_settings(folder)
         if arguments.set:
             raise UsageError("--set — expected a spec file, found a run, whose settings are fixed")
-        spec = spec_from_dict(found.read_effective()["spec"])
+        spec = spec_from_dict(folder.read_effective()["spec"])
     elif arguments.step is not None:
         if not arguments.subject.exists():
             open_run(arguments.subject)
@@ -93,31 +93,38 @@ def _show_data(
 ) -> int:
     from engine.plan.data_overview import look_at_data
 
-    found = look_at_data(
+    overview = look_at_data(
         spec, inputs, samples=arguments.samples, everything=arguments.all, progress=progress
     )
     status.clear()
-    asked = None
+    first_steps = None
     if arguments.ask_teacher and spec.has_teacher:
         from engine.cli.first_steps import measure_first_steps
         from engine.plan.data_size import measure_data
 
-        asked = measure_first_steps(spec, measure_data(spec, inputs))
-    code = EXIT_FAIL if asked is not None and (asked.failed or asked.teacher_fails) else 0
+        first_steps = measure_first_steps(spec, measure_data(spec, inputs))
+    code = (
+        EXIT_FAIL
+        if first_steps is not None and (first_steps.failed or first_steps.teacher_fails)
+        else 0
+    )
     if arguments.json:
-        put_json("data", dataclasses.asdict(found) | {"first_steps": asked and asked.to_dict()})
+        put_json(
+            "data",
+            dataclasses.asdict(overview) | {"first_steps": first_steps and first_steps.to_dict()},
+        )
         return code
-    for line in found.lines():
+    for line in overview.lines():
         put(line)
-    if asked is not None:
-        put(asked.asked_text)
+    if first_steps is not None:
+        put(first_steps.asked_text)
     elif spec.has_teacher:
         put("teacher: not asked whether it knows this text (--ask-teacher)")
     for text in inputs.models:
         put(text)
     for note in inputs.notes:
         put(f"note: {note}")
-    for sample in found.samples:
+    for sample in overview.samples:
         put(f"\n--- {sample.name}, {sample.tokens:,} tokens")
         put_marked(sample.parts)
         if sample.tokens > sample.shown:
@@ -135,15 +142,15 @@ def _show_step(
     from engine.log.folder import RunFolder
     from engine.plan.step_rows import rows_of_step
 
-    found = rows_of_step(RunFolder(arguments.subject), spec, inputs, arguments.step, progress)
+    step_rows = rows_of_step(RunFolder(arguments.subject), spec, inputs, arguments.step, progress)
     status.clear()
     if arguments.json:
-        put_json("step", found.as_dict())
+        put_json("step", step_rows.as_dict())
         return 0
-    for line in found.lines():
+    for line in step_rows.lines():
         put(line)
-    for number, row in enumerate(found.rows):
-        rank = f", rank {row.rank}" if found.ranks > 1 else ""
+    for number, row in enumerate(step_rows.rows):
+        rank = f", rank {row.rank}" if step_rows.ranks > 1 else ""
         put(f"\n--- {number + 1}{rank}: {row}, {row.labels:,} labels")
         for piece in row.pieces:
             put(piece)

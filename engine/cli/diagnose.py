@@ -26,9 +26,9 @@ if TYPE_CHECKING:
     from engine.watch.verdict_line import RunVerdict
 
 FOLLOW_S = 1.0
-"""Seconds between two looks at a log that is followed."""
-_SHOWN = 20
-"""Most files that are named of those that are no log."""
+"""Seconds between two checks of a log that is followed."""
+_NO_LOGS_LISTED = 20
+"""Maximum number of files without values that are listed by name."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -91,20 +91,20 @@ def run(arguments: argparse.Namespace) -> int:
     from engine.watch.verdict_line import verdict_of
 
     folder = open_run(arguments.path)
-    found = diagnose(folder, read_settings(folder), siblings=True)
-    state = found.view.state(folder.liveness())
-    verdict = verdict_of(found.judged_view, state, folder.path)
-    changes = _changes(found.view, settings_of(folder), arguments.baseline)
+    diagnosis = diagnose(folder, read_settings(folder), siblings=True)
+    state = diagnosis.view.state(folder.liveness())
+    verdict = verdict_of(diagnosis.judged_view, state, folder.path)
+    changes = _changes(diagnosis.view, settings_of(folder), arguments.baseline)
     if arguments.json:
-        told = {"verdict": verdict.as_dict(), **_changes_json(changes)}
-        put_json("diagnosis", as_json(str(folder.path), found) | told)
+        extra = {"verdict": verdict.as_dict(), **_changes_json(changes)}
+        put_json("diagnosis", as_json(str(folder.path), diagnosis) | extra)
     else:
-        for line in diagnosis_lines(found, state, folder.name, folder.path, arguments.all):
+        for line in diagnosis_lines(diagnosis, state, folder.name, folder.path, arguments.all):
             put(line)
         _put_changes(changes, arguments.baseline)
-    if found.fault is not None:
-        raise RunLogError(found.fault)
-    code = EXIT_FAIL if found.failed else verdict.exit_code
+    if diagnosis.fault is not None:
+        raise RunLogError(diagnosis.fault)
+    code = EXIT_FAIL if diagnosis.failed else verdict.exit_code
     return _exit_code(code, verdict.level, arguments.fail_on, changes)
 
 
@@ -115,7 +115,7 @@ def _exit_code(
 
     if fail_on is None:
         return code
-    is_suspect = level == SUSPECT or any(one.is_worse for one in changes or ())
+    is_suspect = level == SUSPECT or any(change.is_worse for change in changes or ())
     fails = code == EXIT_FAIL or (fail_on == "suspect" and is_suspect)
     return EXIT_FAIL if fails else EXIT_PASS
 
@@ -133,13 +133,13 @@ def _changes(
     logs = find_logs(baseline) if os.path.lexists(baseline) else []
     if len(logs) != 1:
         raise BadInput.expected("--baseline", baseline, "one run or log", f"{len(logs)}")
-    old, read = _judged(logs[0])
-    known = read.recorded.settings if read else settings_of(open_run(logs[0].path))
-    return compare(view, old.view) + compare_settings(settings, known)
+    old_diagnosis, old_log = _judged(logs[0])
+    old_settings = old_log.recorded.settings if old_log else settings_of(open_run(logs[0].path))
+    return compare(view, old_diagnosis.view) + compare_settings(settings, old_settings)
 
 
 def _changes_json(changes: list[Change] | None) -> dict[str, Any]:
-    return {} if changes is None else {"compared": [one._asdict() for one in changes]}
+    return {} if changes is None else {"compared": [change._asdict() for change in changes]}
 
 
 def _put_changes(changes: list[Change] | None, baseline: Path | None) -> None:
@@ -147,7 +147,7 @@ def _put_changes(changes: list[Change] | None, baseline: Path | None) -> None:
 
     if changes is None:
         return
-    differ = [one for one in changes if one.why]
+    differ = [change for change in changes if change.why]
     rows: list[tuple[str, ...]] = [("differs", "new", "old", "")] if differ else []
     for name, new, old, why, is_worse in differ:
         shown = [f"{x:.4g}" if isinstance(x, float) else str(x or "none") for x in (new, old)]
@@ -157,10 +157,10 @@ def _put_changes(changes: list[Change] | None, baseline: Path | None) -> None:
     for row in rows:
         cells = (f"{cell:{width}}" for cell, width in zip(row, widths, strict=False))
         put(one_line(f"  {'  '.join(cells)}  {row[3]}".rstrip()))
-    if same := [one.name for one in changes if not one.why]:
+    if same := [change.name for change in changes if not change.why]:
         put(f"  the same within noise: {', '.join(same)}")
     if not changes:
-        put("  nothing that both have")
+        put("  no curve, time or setting is in both")
 
 
 def _list_rules(*, as_json: bool) -> None:
@@ -184,65 +184,67 @@ def _list_rules(*, as_json: bool) -> None:
         put(f"  reads: {', '.join(rule.reads)}")
 
 
-def diagnosis_lines(found: Any, state: str, name: str, path: object, everything: bool) -> list[str]:
+def diagnosis_lines(
+    diagnosis: Any, state: str, name: str, path: object, everything: bool
+) -> list[str]:
     """Render a diagnosis, the verdict first."""
     from engine.log.text import ending_text, has_ended, one_line
     from engine.watch.verdict_line import run_verdict_lines
 
-    head, *rest = _diagnosis_lines(name, found, everything=everything)
-    exit_ = found.view.exit
+    head, *rest = _diagnosis_lines(name, diagnosis, everything=everything)
+    exit_ = diagnosis.view.exit
     if has_ended(state) and state != "completed":
-        ended = [f"ended: {state}: {one_line(ending_text(found.view, state))}"]
-        if exit_ is not None and found.view.finished is not None:
+        ended = [f"ended: {state}: {one_line(ending_text(diagnosis.view, state))}"]
+        if exit_ is not None and diagnosis.view.finished is not None:
             ended.append(f"exit: {exit_.state}: {one_line(exit_.sentence)}")
         rest = [*ended, *rest]
-    return [*run_verdict_lines(found.judged_view, state, path), head, *rest]
+    return [*run_verdict_lines(diagnosis.judged_view, state, path), head, *rest]
 
 
-def _diagnosis_lines(name: str, found: Any, *, everything: bool) -> list[str]:
+def _diagnosis_lines(name: str, diagnosis: Any, *, everything: bool) -> list[str]:
     from engine.catalogue import BY_ID
     from engine.log.text import alert_lines, clock_text, error_lines, errors_text, one_line
     from engine.units import format_seconds
 
-    count, judged = len(found.raised), len(found.judged)
-    rules = judged + len(found.unjudged)
+    count, judged = len(diagnosis.raised), len(diagnosis.judged)
+    rules = judged + len(diagnosis.unjudged)
     head = (
         f"{name}: {count} alert{'' if count == 1 else 's'}; {judged} of {rules} rules could judge"
     )
-    if found.failed:
-        head += f"; {len(found.failed)} check{'' if len(found.failed) == 1 else 's'} failed"
-    if found.errors:
-        head += f"; {errors_text(len(found.errors))}"
+    if diagnosis.failed:
+        head += f"; {len(diagnosis.failed)} check{'' if len(diagnosis.failed) == 1 else 's'} failed"
+    if diagnosis.errors:
+        head += f"; {errors_text(len(diagnosis.errors))}"
     lines = [head]
-    for _, check in found.failed:
+    for _, check in diagnosis.failed:
         lines += ["", f"check {check.id}: {one_line(check.text)}", f"  at step {check.step}"]
         if (about := BY_ID["check"].get(check.id)) is not None:
             lines += [f"  {about.means}", f"  do: {about.remedy}"]
-    if found.errors:
-        lines += ["", *error_lines(found.errors, name)]
-    for entry in found.raised:
+    if diagnosis.errors:
+        lines += ["", *error_lines(diagnosis.errors, name)]
+    for entry in diagnosis.raised:
         end = "active at the end of the log"
         if entry.cleared_unix_s is not None:
             end = f"over after {format_seconds(entry.cleared_unix_s - entry.unix_s)}"
         if not entry.replayed:
-            end += "; said while the run went on, and not found again in its logs"
+            end += "; raised while the run was active, and not again from its logs"
         head, *rest = alert_lines(entry.alert)
         lines += ["", head, f"  raised at {clock_text(entry.unix_s)}, {end}", *rest]
     if everything:
-        spoke = {entry.alert.id for entry in found.raised}
-        quiet = [id for id in found.judged if id not in spoke]
+        spoke = {entry.alert.id for entry in diagnosis.raised}
+        quiet = [id for id in diagnosis.judged if id not in spoke]
         lines += ["", "found nothing", *(f"  {id}" for id in quiet)]
         lines += ["", "could not judge"]
-        lines += [one_line(f"  {id}: {reason}") for id, reason in found.unjudged.items()]
+        lines += [one_line(f"  {id}: {reason}") for id, reason in diagnosis.unjudged.items()]
     return lines
 
 
-def as_json(path: str, found: Any) -> dict[str, Any]:
+def as_json(path: str, diagnosis: Any) -> dict[str, Any]:
     """Return a diagnosis as one JSON value."""
     envelope = ("v", "seq", "t_s", "nf")
 
-    def event(found: Any) -> dict[str, Any] | None:
-        fields = {} if found is None else plain(found)
+    def event(logged: Any) -> dict[str, Any] | None:
+        fields = {} if logged is None else plain(logged)
         return {n: v for n, v in fields.items() if n not in envelope} or None
 
     def alert(entry: Any) -> dict[str, Any]:
@@ -251,14 +253,14 @@ def as_json(path: str, found: Any) -> dict[str, Any]:
 
     return {
         "run": path,
-        "alerts": [alert(entry) for entry in found.raised],
-        "checks": [{**(event(check) or {}), "rank": rank} for rank, check in found.failed],
-        "errors": errors_json(found.errors),
-        "finished": event(found.view.finished or found.view.ended_by_rank),
-        "exit": event(found.view.exit),
-        "judged": list(found.judged),
-        "unjudged": found.unjudged,
-        "fault": found.fault,
+        "alerts": [alert(entry) for entry in diagnosis.raised],
+        "checks": [{**(event(check) or {}), "rank": rank} for rank, check in diagnosis.failed],
+        "errors": errors_json(diagnosis.errors),
+        "finished": event(diagnosis.view.finished or diagnosis.view.ended_by_rank),
+        "exit": event(diagnosis.view.exit),
+        "judged": list(diagnosis.judged),
+        "unjudged": diagnosis.unjudged,
+        "fault": diagnosis.fault,
     }
 
 
@@ -267,7 +269,7 @@ def _follow(arguments: argparse.Namespace) -> int:
     from engine.interchange.kinds import find_logs
     from engine.log.text import clock_text, has_ended
 
-    path, stamp, shown, said = arguments.path, None, None, ""
+    path, stamp, shown, last_wait = arguments.path, None, None, ""
     while True:
         logs = find_logs(path)
         if len(logs) != 1:
@@ -276,14 +278,14 @@ def _follow(arguments: argparse.Namespace) -> int:
         if now != stamp:
             stamp = now
             try:
-                found, _ = _judged(logs[0])
+                diagnosis, _ = _judged(logs[0])
             except BadInput as error:  # nothing to judge so far, or a line that is half written
-                waits = f"waiting: {error.message}"
-                if shown is None and waits != said:
-                    say(said := waits)
+                wait = f"waiting: {error.message}"
+                if shown is None and wait != last_wait:
+                    say(last_wait := wait)
                 time.sleep(FOLLOW_S)
                 continue
-            state, verdict = _verdict(found, logs[0], str(path))
+            state, verdict = _verdict(diagnosis, logs[0], str(path))
             if (verdict.level, verdict.id, verdict.since) != shown:
                 shown = verdict.level, verdict.id, verdict.since
                 if arguments.json:
@@ -297,30 +299,31 @@ def _follow(arguments: argparse.Namespace) -> int:
 
 
 def _stamp(path: Path) -> list[tuple[int, int]]:
-    """Return what differs once a file at or in a path has grown."""
+    """Return the size and the time of the last change of each file at or in a path."""
     files = sorted(path.rglob("*")) if path.is_dir() else [path]
-    found = []
+    stamps = []
     for file in files:
         with contextlib.suppress(OSError):
-            about = file.stat()
-            found.append((about.st_size, about.st_mtime_ns))
-    return found
+            status = file.stat()
+            stamps.append((status.st_size, status.st_mtime_ns))
+    return stamps
 
 
 def diagnose_logs(arguments: argparse.Namespace) -> int:
+    """Diagnose a log, standard input, or every log in a folder."""
     from engine.interchange.kinds import find_logs
 
     if str(arguments.path) == "-":
-        return _one(_standard_input(), None, "-", arguments)
+        return _diagnose_one(_standard_input(), None, "-", arguments)
     logs = find_logs(arguments.path)
     if len(logs) != 1:
         if arguments.baseline is not None:
             raise BadInput.expected("diagnose", arguments.path, "one log", f"{len(logs)}")
-        return _many(logs, arguments)
+        return _diagnose_folder(logs, arguments)
     try:
-        return _one(_judged(logs[0]), logs[0], logs[0].name, arguments)
+        return _diagnose_one(_judged(logs[0]), logs[0], logs[0].name, arguments)
     except BadInput as error:
-        raise type(error)(error.message) from None  # its hint is for an import
+        raise type(error)(error.message) from None  # the hint is about `engine import`
 
 
 def _standard_input() -> tuple[Diagnosis, JudgedLog]:
@@ -344,30 +347,30 @@ def _judged(log: Log) -> tuple[Diagnosis, JudgedLog | None]:
 
     if log.read is None:
         run = open_run(log.path)
-        found = diagnose(run, read_settings(run))
-        if found.fault is not None:
-            raise RunLogError(found.fault)
-        return found, None
+        diagnosis = diagnose(run, read_settings(run))
+        if diagnosis.fault is not None:
+            raise RunLogError(diagnosis.fault)
+        return diagnosis, None
     recorded = Recorded(path=log.path, most=VALUES_MOST)
     log.read(recorded, {})
     judged = diagnose_recorded(recorded, log.source, {})
     return judged.found, judged
 
 
-def _verdict(found: Diagnosis, log: Log | None, name: str) -> tuple[str, RunVerdict]:
+def _verdict(diagnosis: Diagnosis, log: Log | None, name: str) -> tuple[str, RunVerdict]:
     from engine.log.folder import open_run
     from engine.watch.verdict_line import verdict_of
 
-    view = found.view
+    view = diagnosis.view
     if log is not None and log.read is None:
         state = view.state(open_run(log.path).liveness())
     else:
         assert view.finished is not None, "every log that is read has an end"
         state = view.finished.state
-    return state, verdict_of(found.judged_view, state, name)
+    return state, verdict_of(diagnosis.judged_view, state, name)
 
 
-def _one(
+def _diagnose_one(
     judged: tuple[Diagnosis, JudgedLog | None],
     log: Log | None,
     name: str,
@@ -375,39 +378,39 @@ def _one(
 ) -> int:
     from engine.log.folder import open_run, settings_of
 
-    found, read = judged
-    state, verdict = _verdict(found, log, name)
-    settings = read.recorded.settings if read else settings_of(open_run(Path(name)))
-    changes = _changes(found.view, settings, arguments.baseline)
-    code = EXIT_FAIL if found.failed else verdict.exit_code
+    diagnosis, judged_log = judged
+    state, verdict = _verdict(diagnosis, log, name)
+    settings = judged_log.recorded.settings if judged_log else settings_of(open_run(Path(name)))
+    changes = _changes(diagnosis.view, settings, arguments.baseline)
+    code = EXIT_FAIL if diagnosis.failed else verdict.exit_code
     code = _exit_code(code, verdict.level, arguments.fail_on, changes)
     if arguments.json:
-        notes = [note.text for note in read.notes] if read else []
-        told = {"verdict": verdict.as_dict(), "read": notes, **_changes_json(changes)}
-        put_json("diagnosis", as_json(name, found) | told)
+        notes = [note.text for note in judged_log.notes] if judged_log else []
+        extra = {"verdict": verdict.as_dict(), "read": notes, **_changes_json(changes)}
+        put_json("diagnosis", as_json(name, diagnosis) | extra)
         return code
-    for line in diagnosis_lines(found, state, name, name, arguments.all):
+    for line in diagnosis_lines(diagnosis, state, name, name, arguments.all):
         put(line)
-    if arguments.series and read is not None:
+    if arguments.series and judged_log is not None:
         put("\nread")
-        for note in read.notes:
+        for note in judged_log.notes:
             put(f"  {note.text}")
-        for line in _series_lines(read):
+        for line in _series_lines(judged_log):
             put(f"  {line}")
     _put_changes(changes, arguments.baseline)
     return code
 
 
 def _series_lines(read: JudgedLog) -> Iterable[str]:
-    ours = {theirs: name for name, theirs in read.names.items()}
+    our_names = {tag: name for name, tag in read.names.items()}
     for name, series in read.recorded.series.items():
         if series.steps:
-            as_ours = f", as {ours[name]}" if name in ours else ""
+            as_ours = f", as {our_names[name]}" if name in our_names else ""
             last, steps = series.values[-1], f"steps {series.steps[0]:,} to {series.steps[-1]:,}"
             yield f"{name}{as_ours}: {series.seen:,} values, {steps}, last {last:.6g}"
 
 
-def _many(logs: list[Log], arguments: argparse.Namespace) -> int:
+def _diagnose_folder(logs: list[Log], arguments: argparse.Namespace) -> int:
     from engine.interchange.sources import NotALog
     from engine.log.text import one_line
     from engine.watch.verdict_line import ENDED, HEALTHY, SUSPECT, UNDECIDED, WRONG
@@ -441,7 +444,7 @@ def _many(logs: list[Log], arguments: argparse.Namespace) -> int:
         for _, why in unread:
             put(f"  not read: {why}")
         if arguments.series:
-            for log in not_logs[:_SHOWN]:
+            for log in not_logs[:_NO_LOGS_LISTED]:
                 put(f"  no values: {log.name}")
     codes = {_exit_code(v.exit_code, v.level, arguments.fail_on) for _, v in rows}
     if EXIT_FAIL in codes:

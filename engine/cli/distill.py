@@ -4,7 +4,7 @@
     engine distill kd.toml --check                  are the inputs sound, and what would it take? two steps are made
     engine distill kd.toml --set loss.alpha=0.5     with one setting changed
     engine distill --resume runs/kd-20260101-120000 continue after a kill, a stop or a full disk; with
-                                                    --set KEY=VALUE --allow-change KEY otherwise than it began
+                                                    --set KEY=VALUE --allow-change KEY with another setting
     engine distill kd.toml --smoke 20               20 steps, and what the whole run would take
     engine distill kd.toml --gpus 4                 on four GPUs of this machine, with torchrun
     engine distill kd.toml --detach                 start and return; prints the run folder
@@ -56,7 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_flag(
         parser,
         "--allow-fallback",
-        "with --resume: when the newest checkpoint is damaged, or is not what the run was, continue from an older one",
+        "with --resume: when the newest checkpoint is damaged, or not of this run, continue from an older one",
     )
     add_flag(
         parser,
@@ -171,7 +171,7 @@ def _join(arguments: argparse.Namespace) -> int:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class _Asked:
+class _NewRun:
     """A new run whose inputs are sound."""
 
     spec: RunSpec
@@ -182,7 +182,7 @@ class _Asked:
     """Its folder, which does not exist."""
 
 
-def _asked(arguments: argparse.Namespace) -> _Asked:
+def _check_new_run(arguments: argparse.Namespace) -> _NewRun:
     from engine.notify.receivers import choose_receivers
     from engine.plan.inputs import check_inputs
     from engine.spec import load_spec
@@ -203,7 +203,7 @@ def _asked(arguments: argparse.Namespace) -> _Asked:
             hint="choose another with --out, or continue it with --resume",
         )
     choose_receivers(spec.notify.to, os.environ)
-    return _Asked(spec=spec, text=text, sets=sets, inputs=check_inputs(spec, path), path=path)
+    return _NewRun(spec=spec, text=text, sets=sets, inputs=check_inputs(spec, path), path=path)
 
 
 def _check(arguments: argparse.Namespace) -> int:
@@ -213,21 +213,21 @@ def _check(arguments: argparse.Namespace) -> int:
     from engine.plan.data_size import measure_data
 
     if arguments.resume:
-        raise UsageError("--check and --check-inputs look at a spec; --resume continues a run")
-    asked = _asked(arguments)
-    spec = asked.spec
-    size = measure_data(spec, asked.inputs)
+        raise UsageError("--check and --check-inputs are for a new run; --resume continues one")
+    new_run = _check_new_run(arguments)
+    spec = new_run.spec
+    size = measure_data(spec, new_run.inputs)
     say(f"{arguments.spec}: the spec and its inputs are sound")
-    engines = _engines(asked.inputs)
-    notes = [*asked.inputs.notes, *library_warnings()]
+    engines = _engines(new_run.inputs)
+    notes = [*new_run.inputs.notes, *library_warnings()]
     for line in (
-        *asked.inputs.models,
+        *new_run.inputs.models,
         *(f"{whose}: run by {words}" for whose, words in engines.items()),
         *(f"warning: {note}" for note in notes),
         *size.lines(spec.train.steps),
     ):
         say(line)
-    found = {
+    record = {
         "engines": engines,
         "notes": notes,
         "spec_sha256": spec.sha256,
@@ -239,10 +239,10 @@ def _check(arguments: argparse.Namespace) -> int:
         from engine.cli.first_steps import measure_first_steps
 
         steps = measure_first_steps(spec, size)
-        found["first_steps"] = steps.to_dict()
-        more = [text for text in steps.warnings if text not in notes]
-        notes += more
-        for text in more:
+        record["first_steps"] = steps.to_dict()
+        new_warnings = [text for text in steps.warnings if text not in notes]
+        notes += new_warnings
+        for text in new_warnings:
             say(f"warning: {text}")
         code = EXIT_UNKNOWN if steps.step_s.number is None else 0
         if steps.failed:
@@ -254,7 +254,7 @@ def _check(arguments: argparse.Namespace) -> int:
             if steps.teacher_fails:
                 code = EXIT_FAIL
     if arguments.json:
-        put_json("distill-check", found)
+        put_json("distill-check", record)
     return code
 
 
@@ -262,31 +262,31 @@ def _engines(inputs: Inputs) -> dict[str, str]:
     """Return what runs each model, by its owner."""
     from engine.models.transformers_config import TransformersConfig
 
-    found = {}
-    for whose, config in (("teacher", inputs.teacher), ("student", inputs.student)):
+    engines = {}
+    for role, config in (("teacher", inputs.teacher), ("student", inputs.student)):
         if isinstance(config, TransformersConfig):
-            found[whose] = f"transformers, as a {config.title}: {config.why}"
+            engines[role] = f"transformers, as a {config.title}: {config.why}"
         elif config is not None:
-            found[whose] = "the native decoder"
-    return found
+            engines[role] = "the native decoder"
+    return engines
 
 
 def _start(arguments: argparse.Namespace) -> RunFolder:
     from engine.log.folder import create_run
     from engine.version import VERSION
 
-    asked = _asked(arguments)
-    path = asked.path
-    run = dataclasses.replace(asked.spec.run, name=path.name, out=str(path.parent))
-    spec = dataclasses.replace(asked.spec, run=run)
+    new_run = _check_new_run(arguments)
+    path = new_run.path
+    run = dataclasses.replace(new_run.spec.run, name=path.name, out=str(path.parent))
+    spec = dataclasses.replace(new_run.spec, run=run)
     effective = {
         "engine": VERSION,
         "spec_file": str(arguments.spec.absolute()),
-        "sets": asked.sets,
+        "sets": new_run.sets,
         "spec": spec.to_dict(),
         "spec_sha256": spec.sha256,
     }
-    return create_run(path, asked.text, effective)
+    return create_run(path, new_run.text, effective)
 
 
 def _resume(arguments: argparse.Namespace) -> RunFolder:
@@ -343,10 +343,12 @@ def _settings_to_resume(
     if not sets:
         return spec
     changed = build_spec(spec.to_dict(), file="effective.json", base=Path("/"), sets=sets)
-    found = _differing(spec, changed)
-    refused = [key for key in found if key not in allowed]
+    changed_keys = _differing(spec, changed)
+    refused = [key for key in changed_keys if key not in allowed]
     if refused:
-        words = ", ".join(f"{key} = {found[key][1]!r} (was {found[key][0]!r})" for key in refused)
+        words = ", ".join(
+            f"{key} = {changed_keys[key][1]!r} (was {changed_keys[key][0]!r})" for key in refused
+        )
         flags = " ".join(f"--allow-change {key}" for key in refused)
         raise BadInput.expected(
             "settings",
@@ -387,19 +389,19 @@ def _write_changes(folder: RunFolder, effective: dict[str, Any], spec: RunSpec) 
     from engine.log.folder import write_whole
     from engine.spec import spec_from_dict
 
-    found = _differing(spec_from_dict(effective["spec"]), spec)
-    if not found:
+    changed_keys = _differing(spec_from_dict(effective["spec"]), spec)
+    if not changed_keys:
         return
     changes = [
         {"key": key, "was": was, "is": value, "spec_sha256": effective.get("spec_sha256")}
-        for key, (was, value) in found.items()
+        for key, (was, value) in changed_keys.items()
     ]
-    whole = effective | {
+    new_effective = effective | {
         "changes": [*effective.get("changes", []), *changes],
         "spec": spec.to_dict(),
         "spec_sha256": spec.sha256,
     }
-    write_whole(folder.effective, json.dumps(whole, indent=2, sort_keys=True) + "\n")
+    write_whole(folder.effective, json.dumps(new_effective, indent=2, sort_keys=True) + "\n")
 
 
 def _project(run: RunFolder, code: int, *, as_json: bool) -> int:
@@ -412,17 +414,20 @@ def _project(run: RunFolder, code: int, *, as_json: bool) -> int:
     from engine.watch.projection import project, projection_lines
 
     spec = spec_from_dict(run.read_effective()["spec"])
-    found = project(Follower(run).read_all(), spec)
+    projection = project(Follower(run).read_all(), spec)
     if as_json:
-        fields = dataclasses.asdict(found) | {"total_s": found.total_s, "missing": found.missing}
+        fields = dataclasses.asdict(projection) | {
+            "total_s": projection.total_s,
+            "missing": projection.missing,
+        }
         put_json("projection", fields | {"run": run.path, "exit_code": code})
     else:
-        for line in projection_lines(found):
+        for line in projection_lines(projection):
             put(line)
         key = "train.stop_after"
         say(f"go on with it: {resume_command(run)} --set {key}=0 --allow-change {key}")
     if code:
         return code
-    if found.failed:
+    if projection.failed:
         return EXIT_FAIL
-    return EXIT_UNKNOWN if found.unknown or found.step_s is None else 0
+    return EXIT_UNKNOWN if projection.unknown or projection.step_s is None else 0

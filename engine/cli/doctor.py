@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from engine.machine.reading import Reading
 
 NARROWEST, WIDEST = 40, 120
+"""Minimum and maximum width of the report, in columns."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -41,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     from engine.spec.environment import sets_from_environment
 
-    wanted = dict(one.split("=", 1) for one in sets_from_environment(os.environ))
+    wanted = dict(assignment.split("=", 1) for assignment in sets_from_environment(os.environ))
     diagnosis = _examine(wanted.get("memory.allocator", "auto"))
     if arguments.json:
         put_json("doctor", diagnosis.as_json())
@@ -81,10 +82,10 @@ def _examine(wanted_allocator: str) -> Diagnosis:
     kernel_log = measured("readable", log) if unreadable is None else absent(unreadable, log)
     _say("measuring a matmul and a copy")
     matmul, copy = measure_in_child()
-    around = replace(
+    surroundings = replace(
         read_surroundings(kernel_log, COMPILERS), matmul_flops_per_s=matmul, copy_bytes_per_s=copy
     )
-    return diagnose(facts, probes, around, wanted_allocator)
+    return diagnose(facts, probes, surroundings, wanted_allocator)
 
 
 def _say(text: str) -> None:
@@ -112,14 +113,14 @@ def report_lines(diagnosis: Diagnosis, width: int) -> list[str]:
                 )
             )
 
-    around = diagnosis.surroundings
+    surroundings = diagnosis.surroundings
     section("Machine", iter(diagnosis.facts.lines()))
-    section("Versions", (f"{name}: {_value(r)}" for name, r in around.versions.items()))
+    section("Versions", (f"{name}: {_value(r)}" for name, r in surroundings.versions.items()))
     section("Around a run", _surroundings(diagnosis))
     section("Memory allocator", iter(diagnosis.allocator.lines()))
     for gpu in diagnosis.facts.gpus:
-        mine = [probe for probe in diagnosis.probes if probe.gpu == gpu.index]
-        section(f"NVML queries, GPU {gpu.index}", _matrix(mine))
+        gpu_probes = [probe for probe in diagnosis.probes if probe.gpu == gpu.index]
+        section(f"NVML queries, GPU {gpu.index}", _probe_lines(gpu_probes))
     section("Broken", iter(diagnosis.broken))
     for counts, title in (
         (True, "Cannot be measured here"),
@@ -142,23 +143,23 @@ def _value(reading: Reading) -> str:
 
 
 def _surroundings(diagnosis: Diagnosis) -> Iterator[str]:
-    around = diagnosis.surroundings
+    surroundings = diagnosis.surroundings
     for name, reading in (
-        ("C compiler", around.c_compiler),
-        ("kernel log", around.kernel_log),
-        ("attaching to a trainer", around.attach),
-        ("py-spy", around.py_spy),
-        ("memory pressure, all tasks, %", around.memory_pressure_pct),
-        ("OOM kills since boot", around.vmstat_oom_kill),
-        ("OOM kills of the control group", around.memcg_oom_kill),
-        ("NVIDIA GPUs on the PCI bus", around.pci_gpus),
-        ("matmul, FLOP/s", around.matmul_flops_per_s),
-        ("copy, bytes/s", around.copy_bytes_per_s),
+        ("C compiler", surroundings.c_compiler),
+        ("kernel log", surroundings.kernel_log),
+        ("attaching to a trainer", surroundings.attach),
+        ("py-spy", surroundings.py_spy),
+        ("memory pressure, all tasks, %", surroundings.memory_pressure_pct),
+        ("OOM kills since boot", surroundings.vmstat_oom_kill),
+        ("OOM kills of the control group", surroundings.memcg_oom_kill),
+        ("NVIDIA GPUs on the PCI bus", surroundings.pci_gpus),
+        ("matmul, FLOP/s", surroundings.matmul_flops_per_s),
+        ("copy, bytes/s", surroundings.copy_bytes_per_s),
     ):
         yield f"{name}: {_value(reading)}"
 
 
-def _matrix(probes: list[Probe]) -> Iterator[str]:
+def _probe_lines(probes: list[Probe]) -> Iterator[str]:
     from engine.units import format_seconds
 
     name = max((len(probe.capability.what) for probe in probes), default=0)

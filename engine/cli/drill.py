@@ -77,17 +77,17 @@ def _list(drills: tuple[Drill, ...], *, as_json: bool) -> int:
     if as_json:
         fields = ("id", "what", "happened")
         rows = [
-            {name: getattr(one, name) for name in fields}
-            | {"must_be_named_by": [e.name for e in one.expected], "needs": one.needs}
-            for one in drills
+            {name: getattr(drill, name) for name in fields}
+            | {"must_be_named_by": [e.name for e in drill.expected], "needs": drill.needs}
+            for drill in drills
         ]
         put_json("drill", rows)
         return 0
-    for one in drills:
-        needs = f"  (needs: {', '.join(one.needs)})" if one.needs else ""
-        put(f"{one.id}: {one.what}{needs}")
-        put(f"  happened: {one.happened}")
-        put(f"  must be named by: {' or '.join(e.name for e in one.expected)}")
+    for drill in drills:
+        needs = f"  (needs: {', '.join(drill.needs)})" if drill.needs else ""
+        put(f"{drill.id}: {drill.what}{needs}")
+        put(f"  happened: {drill.happened}")
+        put(f"  must be named by: {' or '.join(e.name for e in drill.expected)}")
     return 0
 
 
@@ -96,16 +96,16 @@ def _drill(arguments: argparse.Namespace, drills: tuple[Drill, ...], folder: Pat
     from engine.drills.text import as_json, lines_of, table
     from engine.verdict import Level, lowest
 
-    _refuse_taken(folder, [one.id for one in drills])
+    _refuse_taken(folder, [drill.id for drill in drills])
     results = []
-    for one in drills:
-        done = carry_out(one, folder, device=arguments.device)
+    for drill in drills:
+        done = carry_out(drill, folder, device=arguments.device)
         results.append(done)
         said = lines_of(done)
         # The table comes last; until then these lines show progress.
         (say if arguments.all or arguments.json else put)("\n".join(said))
         if done.verdict.level == Level.PASS and not arguments.keep:
-            _remove(folder, one.id)
+            _remove(folder, drill.id)
     rows = [as_json(done) for done in results]
     lines = table(results)
     verdict = lowest(done.verdict for done in results)

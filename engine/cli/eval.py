@@ -34,8 +34,8 @@ from engine.cli.arguments import (
     prepare_threads,
 )
 from engine.cli.eval_text import (
-    Judged,
-    Said,
+    ProgramProgress,
+    ProgressLines,
     figures_json,
     no_answer_json,
     perplexity_json,
@@ -52,8 +52,8 @@ if TYPE_CHECKING:
     from engine.evaluate.results import Result
     from engine.evaluate.sandbox import Sandbox
 
-_ASKED_ALIKE = ("settings", "stops", "precision", "weights", "sandbox")
-"""Properties of two sets of results that a comparison has to mention when they differ."""
+_COMPARED = ("settings", "stops", "precision", "weights", "sandbox")
+"""Properties of two sets of results; a comparison mentions those that differ."""
 
 
 class Side(NamedTuple):
@@ -83,7 +83,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         code = kinds.add_parser(name, help=f"programming problems in {what}")
         add_model(code)
         add_path(code, "--data", "FILE", ".jsonl or .json, or gzipped", required=True)
-        add_number(code, "--samples", limits.SAMPLES, "(1)", default=1, metavar="N", least=1)
+        add_number(
+            code,
+            "--samples",
+            limits.SAMPLES,
+            "programs of each problem (1)",
+            default=1,
+            metavar="N",
+            least=1,
+        )
         add_sampling(code)
         add_path(code, "--results", "FILE", "where results go (MODEL-WHAT.jsonl here)")
         add_path(
@@ -122,13 +130,13 @@ def _perplexity(arguments: argparse.Namespace) -> int:
     against = None if arguments.against is None else open_asked(arguments, arguments.against)
     data_sha256 = documents_sha256(documents)
     try:
-        found = perplexity(
+        figures = perplexity(
             model,
             documents,
             against=against,
             length=arguments.length,
             skipped=skipped,
-            progress=Said("tokens"),
+            progress=ProgressLines("tokens"),
         )
     except NoAnswer as error:
         if arguments.json:
@@ -137,9 +145,9 @@ def _perplexity(arguments: argparse.Namespace) -> int:
         raise
     if arguments.json:
         models = perplexity_json(model, against)
-        put_json("perplexity", {**models, **figures_json(found), "data_sha256": data_sha256})
+        put_json("perplexity", {**models, **figures_json(figures), "data_sha256": data_sha256})
     else:
-        put("\n".join(perplexity_lines(found, against)))
+        put("\n".join(perplexity_lines(figures, against)))
     return EXIT_PASS
 
 
@@ -176,42 +184,44 @@ def _problems(arguments: argparse.Namespace) -> int:
 def _evaluate(
     arguments: argparse.Namespace,
     problems: Problems,
-    other: Side | None,
+    against_side: Side | None,
     path: Path,
     sandbox: Sandbox,
 ) -> int:
     from engine.evaluate.humaneval import self_test
     from engine.evaluate.report import compare, latest, report
 
-    def prove() -> dict[str, str]:
+    def run_self_test() -> dict[str, str]:
         say(f"sandbox: {sandbox.version}; self-test of {len(problems.problems)} problems")
-        said = Said("trials of the self-test")
-        left_out = self_test(sandbox, problems.problems, progress=said, unfit=arguments.unfit)
+        lines = ProgressLines("trials of the self-test")
+        left_out = self_test(sandbox, problems.problems, progress=lines, unfit=arguments.unfit)
         for name, reason in left_out.items():
             say(f"left out of the count: {name}: {reason}")
         return left_out
 
     against = arguments.against
-    mine = _judge(arguments, arguments.model, path, problems, sandbox, prove)
-    left_out = mine.about["left_out"]
+    own = _judge(arguments, arguments.model, path, problems, sandbox, run_self_test)
+    left_out = own.about["left_out"]
     judged = _without(problems, left_out)
-    found, lines = report(judged, arguments.samples, mine.lines), latest(judged, mine.lines)
-    compared, unlike = None, []
+    summary, lines = report(judged, arguments.samples, own.lines), latest(judged, own.lines)
+    compared, differences = None, []
     if against is not None:
-        if other is None:
-            place = path.with_name(_results_file(against, problems).name)
-            if place == path:
-                place = path.with_name(f"against-{path.name}")
-            other = _judge(arguments, against, place, problems, sandbox, lambda: left_out)
-            say(f"{against}: {place}")
-        compared = compare(lines, latest(judged, other.lines))
-        unlike = _unlike(mine.about, other.about)
+        if against_side is None:
+            against_path = path.with_name(_results_file(against, problems).name)
+            if against_path == path:
+                against_path = path.with_name(f"against-{path.name}")
+            against_side = _judge(
+                arguments, against, against_path, problems, sandbox, lambda: left_out
+            )
+            say(f"{against}: {against_path}")
+        compared = compare(lines, latest(judged, against_side.lines))
+        differences = _unlike(own.about, against_side.about)
     if arguments.json:
-        put_json("problems", report_json(found, mine.about, lines, compared, unlike))
+        put_json("problems", report_json(summary, own.about, lines, compared, differences))
     else:
-        put("\n".join(report_lines(found, mine.about, lines, compared, unlike)))
+        put("\n".join(report_lines(summary, own.about, lines, compared, differences)))
         put(path)
-    return EXIT_PASS if found.known else EXIT_UNKNOWN
+    return EXIT_PASS if summary.known else EXIT_UNKNOWN
 
 
 def _refuse_usage(arguments: argparse.Namespace) -> None:
@@ -238,7 +248,7 @@ def _read(arguments: argparse.Namespace) -> Problems:
 
 
 def _without(problems: Problems, names: Container[str]) -> Problems:
-    left = tuple(one for one in problems.problems if one.task_id not in names)
+    left = tuple(problem for problem in problems.problems if problem.task_id not in names)
     return replace(problems, problems=left)
 
 
@@ -276,15 +286,15 @@ def _refuse_no_model(path: Path) -> None:
 
 def _unlike(mine: dict[str, Any], other: dict[str, Any]) -> list[str]:
     """Describe in what two sets of results differ besides the model."""
-    found = []
-    for key in _ASKED_ALIKE:
-        ours, theirs = mine.get(key), other.get(key)
-        if isinstance(ours, dict) and isinstance(theirs, dict):
-            names = [name for name in ours if ours[name] != theirs.get(name)]
-            found += [f"{name} {ours[name]} here, {theirs.get(name)} there" for name in names]
-        elif ours != theirs:
-            found.append(f"{key} {ours} here, {theirs} there")
-    return found
+    differences = []
+    for key in _COMPARED:
+        here, there = mine.get(key), other.get(key)
+        if isinstance(here, dict) and isinstance(there, dict):
+            names = [name for name in here if here[name] != there.get(name)]
+            differences += [f"{name} {here[name]} here, {there.get(name)} there" for name in names]
+        elif here != there:
+            differences.append(f"{key} {here} here, {there} there")
+    return differences
 
 
 def _results_file(model: Path, problems: Problems) -> Path:
@@ -298,13 +308,13 @@ def _results_file(model: Path, problems: Problems) -> Path:
 def _judge(
     arguments: argparse.Namespace,
     path: Path,
-    where: Path,
+    results_path: Path,
     problems: Problems,
     sandbox: Sandbox,
-    fit: Callable[[], dict[str, str]],
+    run_self_test: Callable[[], dict[str, str]],
 ) -> Side:
-    """Judge every program of one model that `where` does not have yet. `fit` runs when everything is open, and
-    returns the problems that are left out, with reasons."""
+    """Judge every program of one model that `results_path` does not have yet. `run_self_test` is called when everything
+    is open, and returns the problems that are left out, with reasons."""
     from engine.evaluate.humaneval import Settings, evaluate, room
     from engine.evaluate.problems import STOPS
     from engine.evaluate.results import open_results, read_results, refuse_other
@@ -326,15 +336,15 @@ def _judge(
         "stops": list(STOPS[problems.benchmark]),
         "sandbox": {"rules": RULES, "cpu_s": sandbox.cpu_s, "clock_s": sandbox.clock_s},
     }
-    refuse_other(where, about, later=("problems", "without"))
-    left_out = fit()
+    refuse_other(results_path, about, later=("problems", "without"))
+    left_out = run_self_test()
     judged = _without(problems, left_out)
     about |= {
         "problems": len(judged.problems),
         "without": sorted({*arguments.without, *left_out}),
         "left_out": left_out,
     }
-    results = open_results(where, about)
+    results = open_results(results_path, about)
     try:
         if results.done:
             say(f"{results.path}: {len(results.done)} are finished")
@@ -346,8 +356,8 @@ def _judge(
             settings,
             rows=arguments.rows,
             cuda_graph=arguments.cuda_graph,
-            progress=Judged(),
+            progress=ProgramProgress(),
         )
     finally:
         results.close()
-    return Side(about, read_results(where)[1])
+    return Side(about, read_results(results_path)[1])

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 _PROGRESS_EVERY_S = 5.0
 _FEW = 20
-"""Documents; with fewer, a bootstrap interval over them is too narrow."""
+"""Number of documents below which a bootstrap interval over them is too narrow."""
 
 
 def no_answer_json(
@@ -29,25 +29,25 @@ def no_answer_json(
     return {"benchmark": benchmark, **about, "mode": "unknown", "error": error.message}
 
 
-def figures_json(found: Perplexity) -> dict[str, object]:
+def figures_json(result: Perplexity) -> dict[str, object]:
     """Return what was evaluated, and the sums over each document that it comes from."""
     from dataclasses import asdict
 
     figures: dict[str, Figure | None] = {
-        "loss": found.loss,
-        "against_loss": found.against,
-        "difference": found.difference,
-        "kl": found.kl,
-        "top1_agreement": found.agreement,
+        "loss": result.loss,
+        "against_loss": result.against,
+        "difference": result.difference,
+        "kl": result.kl,
+        "top1_agreement": result.agreement,
     }
     return {
-        "length": found.length,
-        "tokens": found.tokens,
-        "interval": _interval_words(found),
-        **{name: None if one is None else asdict(one) for name, one in figures.items()},
-        "perplexity": _exp(found.loss.value),
-        "documents": [asdict(one) for one in found.documents],
-        "skipped": [asdict(one) for one in found.skipped],
+        "length": result.length,
+        "tokens": result.tokens,
+        "interval": _interval_words(result),
+        **{name: None if figure is None else asdict(figure) for name, figure in figures.items()},
+        "perplexity": _exp(result.loss.value),
+        "documents": [asdict(document) for document in result.documents],
+        "skipped": [asdict(document) for document in result.skipped],
     }
 
 
@@ -65,35 +65,39 @@ def perplexity_json(model: Model, against: Model | None) -> dict[str, object]:
     }
 
 
-def perplexity_lines(found: Perplexity, against: Model | None) -> list[str]:
+def perplexity_lines(result: Perplexity, against: Model | None) -> list[str]:
     header = f"{'nats/token':>10}  {'tokens':>9}  "
     header += (
         "document" if against is None else f"{'against':>10}  {'KL':>8}  {'top-1':>7}  document"
     )
     lines = [header]
-    for one in found.documents:
-        line = f"{one.nats / one.tokens:10.4f}  {one.tokens:9,}  "
-        if one.against_nats is not None and one.kl is not None and one.agreed is not None:
-            line += f"{one.against_nats / one.tokens:10.4f}  {one.kl / one.tokens:8.4f}  "
-            line += f"{one.agreed / one.tokens:7.1%}  "
-        lines.append(line + one.name)
-    lines += [f"skipped  {one.name}: {one.reason}" for one in found.skipped]
-    lines.append(f"loss {_figure(found.loss)}, {found.tokens:,} tokens")
-    lines.append(f"perplexity {_figure(found.loss, exponential=True)}")
+    for document in result.documents:
+        line = f"{document.nats / document.tokens:10.4f}  {document.tokens:9,}  "
+        if (
+            document.against_nats is not None
+            and document.kl is not None
+            and document.agreed is not None
+        ):
+            line += f"{document.against_nats / document.tokens:10.4f}  {document.kl / document.tokens:8.4f}  "
+            line += f"{document.agreed / document.tokens:7.1%}  "
+        lines.append(line + document.name)
+    lines += [f"skipped  {document.name}: {document.reason}" for document in result.skipped]
+    lines.append(f"loss {_figure(result.loss)}, {result.tokens:,} tokens")
+    lines.append(f"perplexity {_figure(result.loss, exponential=True)}")
     for name, figure, share in (
-        ("against: loss", found.against, False),
-        ("difference", found.difference, False),
-        ("KL(against || model)", found.kl, False),
-        ("top-1 agreement", found.agreement, True),
+        ("against: loss", result.against, False),
+        ("difference", result.difference, False),
+        ("KL(against || model)", result.kl, False),
+        ("top-1 agreement", result.agreement, True),
     ):
         if figure is not None:
             lines.append(f"{name} {_figure(figure, share=share)}")
-    lines.append(f"intervals: {_interval_words(found)}")
+    lines.append(f"intervals: {_interval_words(result)}")
     return lines
 
 
-def _interval_words(found: Perplexity) -> str:
-    count = len(found.documents)
+def _interval_words(result: Perplexity) -> str:
+    count = len(result.documents)
     words = f"95 %, percentile bootstrap over {count} documents"
     return f"{words}; with fewer than {_FEW} it is too narrow" if count < _FEW else words
 
@@ -114,84 +118,88 @@ def _exp(nats: float) -> float:
 
 
 def report_json(
-    found: Report,
+    summary: Report,
     about: Mapping[str, Any],
-    lines: Sequence[Result],
+    results: Sequence[Result],
     compared: Compared | None,
-    unlike: Sequence[str],
+    differences: Sequence[str],
 ) -> dict[str, object]:
-    """Return the JSON of a report. `lines` hold the newest result of each program; `unlike` says in what the
+    """Return the JSON of a report. `results` hold the newest result of each program; `differences` says in what the
     compared results differ besides the model."""
     return {
         **{key: about[key] for key in ("benchmark", "model", "weights_sha256", "data_sha256")},
-        "mode": "measured" if found.known else "unknown",
-        "problems": found.problems,
-        "samples": found.samples,
+        "mode": "measured" if summary.known else "unknown",
+        "problems": summary.problems,
+        "samples": summary.samples,
         "without": about["without"],
         "left_out": about.get("left_out", {}),
         "settings": about["settings"],
-        "attempts": found.attempts,
-        "cut": _cut(lines),
+        "attempts": summary.attempts,
+        "cut": _cut(results),
         # A pass rate over a part of the problems does not describe the model.
-        "passed": found.passed if found.known else None,
-        "pass_at_k": {str(k): value for k, value in found.pass_at_k.items()} if found.known else {},
-        "interval": found.interval if found.known else None,
-        "harness": list(found.harness),
-        "compared": None if compared is None else compared._asdict() | {"unlike": list(unlike)},
+        "passed": summary.passed if summary.known else None,
+        "pass_at_k": {str(k): value for k, value in summary.pass_at_k.items()}
+        if summary.known
+        else {},
+        "interval": summary.interval if summary.known else None,
+        "harness": list(summary.harness),
+        "compared": None
+        if compared is None
+        else compared._asdict() | {"unlike": list(differences)},
         "per_problem_results": [
             {
-                "task_id": one.task_id,
-                "sample": one.sample,
-                "outcome": one.outcome,
-                "reason": one.reason,
-                "ended": one.ended,
+                "task_id": result.task_id,
+                "sample": result.sample,
+                "outcome": result.outcome,
+                "reason": result.reason,
+                "ended": result.ended,
             }
-            for one in lines
+            for result in results
         ],
     }
 
 
 def report_lines(
-    found: Report,
+    summary: Report,
     about: Mapping[str, Any],
-    lines: Sequence[Result],
+    results: Sequence[Result],
     compared: Compared | None,
-    unlike: Sequence[str],
+    differences: Sequence[str],
 ) -> list[str]:
-    text = [f"{one.outcome:8} {one.task_id:16} {one.reason}" for one in lines]
-    if not found.known:
-        missing = found.problems * found.samples - found.attempts
-        text.append(f"unknown: {missing} of {found.problems * found.samples} were not judged")
-        return [*text, *found.harness]
-    for k, value in found.pass_at_k.items():
+    text = [f"{result.outcome:8} {result.task_id:16} {result.reason}" for result in results]
+    if not summary.known:
+        missing = summary.problems * summary.samples - summary.attempts
+        text.append(f"unknown: {missing} of {summary.problems * summary.samples} were not judged")
+        return [*text, *summary.harness]
+    for k, value in summary.pass_at_k.items():
         line = f"pass@{k} {value:.1%}"
-        if k == 1 and found.interval is not None:
-            line += f" [{found.interval.low:.1%}, {found.interval.high:.1%}] (95 %, Wilson)"
+        if k == 1 and summary.interval is not None:
+            line += f" [{summary.interval.low:.1%}, {summary.interval.high:.1%}] (95 %, Wilson)"
         text.append(line)
-    text.append(f"{found.passed} of {found.attempts} programs, {found.problems} problems")
+    text.append(f"{summary.passed} of {summary.attempts} programs, {summary.problems} problems")
     left_out = about.get("left_out", {})
-    if asked := [name for name in about["without"] if name not in left_out]:
-        text.append(f"without {', '.join(asked)}")
+    if excluded := [name for name in about["without"] if name not in left_out]:
+        text.append(f"without {', '.join(excluded)}")
     text += [f"left out of the count: {name}: {reason}" for name, reason in left_out.items()]
-    if cut := _cut(lines):
+    if cut_programs := _cut(results):
         most = about["settings"]["max_tokens"]
-        text.append(f"{cut} programs were cut: they had not ended after {most:,} tokens")
+        text.append(f"{cut_programs} programs were cut: they had not ended after {most:,} tokens")
     if compared is not None:
         text.append(
             f"against: {compared.only_first} solved by this model alone, {compared.only_second} by the "
             f"other alone, {compared.both} by both, {compared.neither} by neither; McNemar p = "
             f"{compared.p:.3g}"
         )
-        text += [f"against: not asked alike: {one}" for one in unlike]
+        text += [f"against: another configuration: {difference}" for difference in differences]
     return text
 
 
 def _cut(lines: Sequence[Result]) -> int:
-    return sum(one.ended == "length" for one in lines)
+    return sum(result.ended == "length" for result in lines)
 
 
-class Said:
-    """Prints the progress of perplexity on stderr, a line every few seconds."""
+class ProgressLines:
+    """Prints progress on stderr, a line every few seconds."""
 
     def __init__(self, what: str) -> None:
         self.what = what
@@ -203,12 +211,12 @@ class Said:
             say(f"{done:,}/{total:,} {self.what}")
 
 
-class Judged:
+class ProgramProgress:
     """Prints the progress of judged programs in the same way."""
 
     def __init__(self) -> None:
-        self.said = Said("programs")
+        self.lines = ProgressLines("programs")
 
     def __call__(self, progress: Progress) -> None:
-        self.said.what = f"programs, {progress.passed} right"
-        self.said(progress.done, progress.total)
+        self.lines.what = f"programs, {progress.passed} right"
+        self.lines(progress.done, progress.total)

@@ -24,12 +24,12 @@ HELP = "list findings, read receipts"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     action = actions_of(parser)
-    listed = action("list", "the findings in a folder, newest first")
-    add_path(listed, "folder", "DIR", "(evidence)", nargs="?")
+    list_parser = action("list", "the findings in a folder, newest first")
+    add_path(list_parser, "folder", "DIR", "(evidence)", nargs="?")
     receipt = action("receipt", "what a run really did, compared with the files in its folder")
     add_run(receipt)
-    for made in (listed, receipt):
-        add_json(made)
+    for parser_of_action in (list_parser, receipt):
+        add_json(parser_of_action)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -89,12 +89,12 @@ def _receipt(a: argparse.Namespace) -> int:
     receipt, is_receipt = read_receipt_or_facts(folder, view)
     checks = check_receipt(folder, receipt, view) if is_receipt else {}
     verdict = lowest(checks.values())
-    left = not_compared(folder, receipt) if is_receipt else []
+    unchecked = not_compared(folder, receipt) if is_receipt else []
     if a.json:
         put_json(
             "receipt",
             {"receipt": receipt, "is_receipt": is_receipt, "level": verdict.level}
-            | {"checks": checks, "not_looked_at": left},
+            | {"checks": checks, "not_looked_at": unchecked},
         )
         return verdict.exit_code
     for line in receipt_lines(receipt):
@@ -103,6 +103,6 @@ def _receipt(a: argparse.Namespace) -> int:
         put("no receipt: the run did not finish; the lines above are from its logs")
     for check in checks.values():
         put(f"{check.level.name:7}  {check.reason}")
-    for what in left:
+    for what in unchecked:
         put(f"         not checked: {what}")
     return verdict.exit_code

@@ -1,5 +1,5 @@
-"""Measure the first steps of a spec: its own trainer makes two of them in a temporary folder, and its log says what
-they took.
+"""Measure the first steps of a spec: its own trainer makes two of them in a temporary folder, and its log has their
+time and memory.
 
 The run is an ordinary one: the same supervisor, trainer, models, rows of the same shape, and choices. It differs in
 what a user does not wait for here: of the first-minute checks only whether the teacher knows the text, one batch of
@@ -39,7 +39,7 @@ from engine.version import VERSION
 from engine.watch.start_and_stop import Launched, launch
 
 DEVICE = "compute.device"
-ASKED = "teacher_knows_text"
+TEACHER_CHECK = "teacher_knows_text"
 """The check that depends on the data and the teacher together."""
 STEPS = 2
 """The first step allocates optimizer state and compiles what was not compiled before; the second is the run's pace."""
@@ -80,8 +80,8 @@ class FirstSteps:
     def asked_text(self) -> str:
         """The result of the check of the teacher, and whether it stops the run."""
         if not self.teacher:
-            return f"teacher: not asked: {self.failed or f'checks leave out {ASKED}'}"
-        return f"{self.teacher}{f'; {ASKED} stops the run' * self.teacher_fails}"
+            return f"teacher: not asked: {self.failed or f'checks leave out {TEACHER_CHECK}'}"
+        return f"{self.teacher}{f'; {TEACHER_CHECK} stops the run' * self.teacher_fails}"
 
     def lines(self, steps: int) -> list[str]:
         """Format it for people."""
@@ -143,8 +143,8 @@ def _text_bytes(spec: RunSpec, size: DataSize) -> int | None:
     if size.documents and size.text_bytes is not None:
         document = 2 * size.text_bytes // size.documents
     wanted = max(SAMPLED_BYTES, document, round(tokens) * TOKEN_BYTES)
-    there = min(spec.data.max_bytes or wanted, size.text_bytes or wanted)
-    return None if there < wanted else wanted
+    available = min(spec.data.max_bytes or wanted, size.text_bytes or wanted)
+    return None if available < wanted else wanted
 
 
 def _shortened(spec: RunSpec, folder: Path, text_bytes: int | None) -> RunSpec:
@@ -152,9 +152,13 @@ def _shortened(spec: RunSpec, folder: Path, text_bytes: int | None) -> RunSpec:
     if text_bytes is not None:
         data = dataclasses.replace(data, max_bytes=text_bytes)
     rows = min(spec.eval.rows, EVAL_ROWS_AT_ONCE)
-    skip = ",".join(about.id for about in CHECKS if about.id != ASKED)
-    asked = spec.has_teacher and spec.checks.enabled and ASKED not in skipped_ids(spec.checks.skip)
-    checks = ChecksSection(enabled=asked, skip=skip, on_fail="report", every=-1)
+    skip = ",".join(about.id for about in CHECKS if about.id != TEACHER_CHECK)
+    has_check = (
+        spec.has_teacher
+        and spec.checks.enabled
+        and TEACHER_CHECK not in skipped_ids(spec.checks.skip)
+    )
+    checks = ChecksSection(enabled=has_check, skip=skip, on_fail="report", every=-1)
     return dataclasses.replace(
         spec.unheard,
         run=dataclasses.replace(spec.run, name="run", out=str(folder)),
@@ -182,24 +186,24 @@ def _why_failed(run: RunFolder, view: RunView) -> tuple[str, bool]:
     """Return why the trainer failed, of several the first that did, and whether that was for lack of a device."""
     lost = read_lost_rank(run)
     events = LogReader(run.events if lost is None else log_of(run, lost.rank)).poll()
-    ended = next((one for one in reversed(events) if isinstance(one, RunFinished)), None)
+    ended = next((event for event in reversed(events) if isinstance(event, RunFinished)), None)
     reason = ended.reason if ended is not None else ""
     if not reason:
         reason = view.exit.sentence if view.exit is not None else "no process recorded how it ended"
     # A table that explains the error, as of memory, would hide it here.
     first, *rest = reason.splitlines()
-    decided = any(isinstance(one, DecisionMade) and one.knob == DEVICE for one in events)
-    lacks = ended is not None and ended.exit_code == BadInput.exit_code and not decided
-    return "\n".join([first, *(line for line in rest if line.startswith("hint: "))]), lacks
+    has_device = any(isinstance(event, DecisionMade) and event.knob == DEVICE for event in events)
+    lacks_device = ended is not None and ended.exit_code == BadInput.exit_code and not has_device
+    return "\n".join([first, *(line for line in rest if line.startswith("hint: "))]), lacks_device
 
 
 def _read(
     spec: RunSpec, run: RunFolder, view: RunView, code: int, text_bytes: int | None
 ) -> FirstSteps:
     device = next((d.choice for d in view.decisions if d.knob == DEVICE), None)
-    asked = view.checks.get(ASKED)
-    if asked is not None and asked.text.startswith("skipped by"):
-        asked = None
+    check = view.checks.get(TEACHER_CHECK)
+    if check is not None and check.text.startswith("skipped by"):
+        check = None
     wanted = min(STEPS, spec.train.steps)
     failed, lacks = "", False
     if code or view.last_step < wanted:
@@ -235,8 +239,8 @@ def _read(
         text_bytes=text_bytes,
         failed=failed,
         exit_code=code,
-        teacher="" if asked is None else f"teacher: {asked.text}",
+        teacher="" if check is None else f"teacher: {check.text}",
         card=next((note.text for note in view.notes if note.text.startswith(ON_CARD)), ""),
         warnings=tuple(note.text for note in view.notes if note.text.startswith(WARNS)),
-        teacher_fails=asked is not None and asked.level == "fail" and spec.checks.on_fail == "stop",
+        teacher_fails=check is not None and check.level == "fail" and spec.checks.on_fail == "stop",
     )

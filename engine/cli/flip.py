@@ -56,35 +56,37 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="RUN|SPEC|COMMAND",
         help="arm A: a run folder or a spec; or, after --, the command of both arms",
     )
-    otherwise = "what arm B does otherwise; more than one names the bundle, not a cause"
-    add_repeated(parser, "--set", "KEY=VALUE", otherwise)
+    difference_help = (
+        "what differs in arm B; with several the verdict is about the bundle, not about one of them"
+    )
+    add_repeated(parser, "--set", "KEY=VALUE", difference_help)
     for arm in ("a", "b"):
         what = f"what replaces {{}} in the command of arm {arm.upper()}"
         parser.add_argument(f"--{arm}", metavar="WORDS", help=what)
-    in_copy = "of a watched run: a line of the script's copy for arm B, train.py:42=TEXT"
-    add_repeated(parser, "--line", "FILE:N=TEXT", in_copy)
+    line_help = "of a watched run: a line of the script's copy for arm B, train.py:42=TEXT"
+    add_repeated(parser, "--line", "FILE:N=TEXT", line_help)
     for arm in ("a", "b"):
         what = f"a variable of the environment of arm {arm.upper()}"
         add_repeated(parser, f"--env-{arm}", "NAME=VALUE", what)
     for name, metavar, default, what in (
         ("--hypothesis", "TEXT", "", "what is to be tested"),
-        ("--budget", "TIME", None, "of all pairs, as 90s or 5m (5m, or what the run needs)"),
-        ("--margin", "SHARE", "5%", "what is too small to matter (5%%)"),
+        ("--budget", "TIME", None, "time for all pairs, as 90s or 5m (5m, or what the run needs)"),
+        ("--margin", "SHARE", "5%", "difference that is too small to matter (5%%)"),
         ("--metric", "M", None, "step_s, peak_memory_bytes, energy_per_token_j, final_loss"),
     ):
         parser.add_argument(name, metavar=metavar, default=default, help=what)
     for name, limit, what in (
         ("--steps", limits.STEPS, "steps of each run (12, or what a watched run needs)"),
         ("--pairs", limits.PAIRS, "pairs at most (16)"),
-        ("--seed", limits.SEED, "of the order inside the pairs (from the clock)"),
+        ("--seed", limits.SEED, "seed of the order inside the pairs (from the clock)"),
     ):
         add_number(parser, name, limit, what, metavar="N")
     add_path(parser, "--out", "DIR", "the new flip folder (default: flips/DATE-KNOB)")
-    how = "auto uses those of the last day, run makes them first"
-    add_choice(parser, "--controls", ("auto", "run", "skip"), "auto", how)
+    controls_help = "controls: auto uses those of the last day, run makes them first"
+    add_choice(parser, "--controls", ("auto", "run", "skip"), "auto", controls_help)
     add_flag(parser, "--share", "measure while another experiment runs")
-    asked = "ask whether B ends what the run showed, not by how much a metric changes"
-    parser.add_argument("--ends", metavar="OBSERVATION", help=asked)
+    ends_help = "ask whether B ends what the run showed, not by how much a metric changes"
+    parser.add_argument("--ends", metavar="OBSERVATION", help=ends_help)
     add_path(parser, "--resume", "DIR", "go on with this flip instead")
     add_flag(parser, "--propose", "list what a run's alerts suggest to flip, start nothing")
     add_flag(parser, "--dry-run", "show the plan, start nothing")
@@ -141,28 +143,26 @@ def _propose(arguments: argparse.Namespace) -> int:
         raise UsageError("--propose: expected one run", hint="engine flip runs/NAME --propose")
     run = open_run(Path(arguments.source[0]))
     view = Follower(run).read_all()
-    found = proposals(view, settings_of(run), read_command(run))
+    suggestions = proposals(view, settings_of(run), read_command(run))
     if arguments.json:
-        put_json("proposal", [proposal_fields(one) for one in found])
+        put_json("proposal", [proposal_fields(proposal) for proposal in suggestions])
         return 0
-    for line in proposal_lines(found, arguments.source[0]):
+    for line in proposal_lines(suggestions, arguments.source[0]):
         put(line)
     return 0
 
 
 def _refuse_with_resume(arguments: argparse.Namespace) -> None:
-    given = [
-        f"--{name}"
-        for name in (*_OF_SPEC, *_OF_COMMAND, *_OF_PLAN)
-        if getattr(arguments, name.replace("-", "_"))
-    ]
+    given = [f"--{name}" for name in _PLAN_OPTIONS if getattr(arguments, name.replace("-", "_"))]
     if given:
         raise UsageError(f"--resume goes on with the plan as it was registered, without {given[0]}")
 
 
-_OF_SPEC = ("set",)
-_OF_COMMAND = ("a", "b", "env-a", "env-b", "line")
-_OF_PLAN = ("ends", "hypothesis", "steps", "pairs", "metric", "seed", "out", "dry-run")
+_PLAN_OPTIONS = (
+    *("set", "a", "b", "env-a", "env-b", "line"),
+    *("ends", "hypothesis", "steps", "pairs", "metric", "seed", "out", "dry-run"),
+)
+"""Options that describe a plan; with --resume there is one already."""
 
 
 def _plan(arguments: argparse.Namespace) -> Plan:
@@ -187,7 +187,7 @@ def _plan(arguments: argparse.Namespace) -> Plan:
     if of_command and not changes_words and not arguments.set:
         if watched is not None:
             raise UsageError(
-                "expected --set, --env-b, --line or --b, what arm B does otherwise",
+                "expected --set, --env-b, --line or --b: what differs in arm B",
                 hint=f"engine flip {watched} --propose",
             )
         raise UsageError(
@@ -196,7 +196,7 @@ def _plan(arguments: argparse.Namespace) -> Plan:
         )
     if not of_command and not arguments.set:
         raise UsageError(
-            "expected --set KEY=VALUE, what arm B does otherwise",
+            "expected --set KEY=VALUE: what differs in arm B",
             hint="`engine spec` lists the settings",
         )
     named = {"steps": arguments.steps, "pairs_max": arguments.pairs, "metric": arguments.metric}
@@ -250,10 +250,10 @@ def _ending_plan(arguments: argparse.Namespace) -> Plan:
     for name in ("a", "env_a", "hypothesis", "metric", "pairs"):
         if getattr(arguments, name):
             raise UsageError(
-                f"--ends asks of the run as it was, without --{name.replace('_', '-')}"
+                f"--ends compares with the run as it was: expected no --{name.replace('_', '-')}"
             )
     if arguments.controls == "run":
-        raise UsageError("--ends measures nothing, so that no control applies")
+        raise UsageError("--ends measures no metric: expected no --controls run")
     run = open_run(Path(arguments.source[0]))
     return ending_plan(
         run.path,
@@ -266,7 +266,7 @@ def _ending_plan(arguments: argparse.Namespace) -> Plan:
 
 
 def _watched(source: list[str]) -> Path | None:
-    """The folder of a watched run, if that is what is to be flipped."""
+    """Return the folder of the watched run that is to be flipped; None for another source."""
     from engine.log.folder import RunFolder, is_run, read_command
 
     path = Path(source[0])
@@ -281,12 +281,15 @@ def show_plan(
     time limit that suits its source."""
     from engine.flips import controls, surroundings, text
 
-    found = surroundings.find_resources(plan, surroundings.find_surroundings(plan))
-    plan = surroundings.with_room(plan, found, own_budget=own_budget)
-    first = len(controls.kinds_of(plan)) if use_controls == "run" else 0
-    for line in [*text.plan_lines(plan), *surroundings.resource_lines(plan, found, first)]:
+    resources = surroundings.find_resources(plan, surroundings.find_surroundings(plan))
+    plan = surroundings.with_room(plan, resources, own_budget=own_budget)
+    control_runs = len(controls.kinds_of(plan)) if use_controls == "run" else 0
+    for line in [
+        *text.plan_lines(plan),
+        *surroundings.resource_lines(plan, resources, control_runs),
+    ]:
         say(line)
-    surroundings.check_resources(plan, found)
+    surroundings.check_resources(plan, resources)
     if not dry_run:
         say(f"flip folder: {folder}")
     return plan

@@ -19,8 +19,8 @@ HELP = "list flips and their verdicts"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    whose = "folder of flip folders (flips)"
-    add_path(parser, "folder", None, whose, nargs="?", default=Path("flips"))
+    what = "folder of flip folders (flips)"
+    add_path(parser, "folder", None, what, nargs="?", default=Path("flips"))
     add_json(parser, "print one JSON list")
 
 
@@ -33,7 +33,7 @@ def run(arguments: argparse.Namespace) -> int:
     for path in find_flips(arguments.folder):
         try:
             fields = read_verdict(path)
-            rows.append((path, fields, "no verdict: it goes on, or it died"))
+            rows.append((path, fields, "no verdict: it is still running, or it was killed"))
         except RunLogError as error:
             # One broken verdict must not hide the others.
             rows.append((path, None, error.message))

@@ -71,8 +71,8 @@ def run(arguments: argparse.Namespace) -> int:
             put(f"{gate.level:7} {gate.id:8} {gate.reason}", flush=True)
     verdict = verdict_of(gates)
     if arguments.json:
-        found = [gate.as_dict() for gate in gates]
-        put_json("gate", {"level": verdict.level, "subject": arguments.subject, "gates": found})
+        rows = [gate.as_dict() for gate in gates]
+        put_json("gate", {"level": verdict.level, "subject": arguments.subject, "gates": rows})
     else:
         say(f"gates: {verdict.level.name.lower()}")
     return verdict.exit_code
@@ -89,15 +89,15 @@ def _subject(arguments: argparse.Namespace) -> Subject:
     if not path.is_dir():
         spec, _ = load_spec(path, sets_from_environment(os.environ) + arguments.set)
         return Subject(spec=spec, run=None, view=None, evaluations=evaluations, say=say)
-    found = open_run(path)
-    must_have_settings(found)
-    others = [text for text in arguments.set if not text.startswith("gate.")]
-    if others:
+    run = open_run(path)
+    must_have_settings(run)
+    other_sets = [text for text in arguments.set if not text.startswith("gate.")]
+    if other_sets:
         raise UsageError(
-            f"--set {others[0]} — expected a setting of [gate]: a finished run has its others"
+            f"--set {other_sets[0]} — expected a setting of [gate]: a finished run has its others"
         )
-    tree = found.read_effective()["spec"]
+    tree = run.read_effective()["spec"]
     spec = build_spec(
         tree, file="effective.json", base=Path("/"), sets=arguments.set, check_paths=False
     )
-    return Subject(spec=spec, run=found, view=view_of(found), evaluations=evaluations, say=say)
+    return Subject(spec=spec, run=run, view=view_of(run), evaluations=evaluations, say=say)

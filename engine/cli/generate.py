@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from engine.generation.sampling import Sampling
 
 _MOST_TOKENS = 512
+"""Default number of tokens to generate."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -157,5 +158,5 @@ def _prompt(arguments: argparse.Namespace) -> str:
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:
-        found = f"byte {error.start:,} that is not"
+        found = f"another byte at {error.start:,}"
         raise BadInput.expected("prompt", "standard input", "UTF-8", found) from None

@@ -36,9 +36,11 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 HELP = "write a first spec from a teacher, a student and data"
 LONGEST_ROW, SHORTEST_ROW = 1024, 32
+"""Maximum and minimum length of a row, in tokens."""
 HELD_OUT = (0.08, 0.2, 0.5)
 """Shares of the documents to hold out, the first that leaves a row of text on both sides."""
 LR_FRESH, LR_TRAINED, LR_ON_POLICY, LR_ADAPTER = 3e-4, 5e-5, 1e-5, 2e-4
+"""Learning rate of a student with fresh weights, with trained ones, on its own text, and of adapters."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -59,9 +61,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--columns",
         metavar="NAMES",
         default="",
-        help="of the records: prompt,completion or one name, where they are not found",
+        help="names in the records: prompt,completion or one name, where they are not found",
     )
-    parser.add_argument("--name", metavar="NAME", help="of the spec: NAME.toml (kd)")
+    parser.add_argument("--name", metavar="NAME", help="name of the spec: NAME.toml (kd)")
     add_flag(parser, "--on-policy", "the student learns on text that it writes itself")
     add_flag(parser, "--adapter", "train low-rank adapters of the student, which stays frozen")
     add_flag(parser, "--force", "replace NAME.toml where it exists")
@@ -88,8 +90,8 @@ class Model:
     def to_dict(self) -> dict[str, Any]:
         from engine.models.config import count_parameters
 
-        found = {"path": self.path, "family": self.config.family, "fresh": self.fresh}
-        return found | {"parameters": count_parameters(self.config)}
+        fields = {"path": self.path, "family": self.config.family, "fresh": self.fresh}
+        return fields | {"parameters": count_parameters(self.config)}
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -125,7 +127,7 @@ def run(arguments: argparse.Namespace) -> int:
         "data (folder, file, glob, or python-stdlib)",
         lambda given: _as_data(given, arguments.columns),
     )
-    text, inputs, size, spec = _first_that_fits(
+    text, inputs, size, spec = _find_fitting_spec(
         path, teacher, student, data, arguments.columns, arguments.on_policy, arguments.adapter
     )
 
@@ -175,12 +177,12 @@ def _answer(
             return check(default)
         raise UsageError(f"expected {flag}, found none", hint="without a terminal nothing is asked")
     while True:
-        said = ask(f"{question}{f' [{default}]' if default else ''}: ")
-        if said is None:
+        typed = ask(f"{question}{f' [{default}]' if default else ''}: ")
+        if typed is None:
             raise UsageError(f"expected {flag}, found no answer")
         try:
-            if said.strip() or default:
-                return check(said.strip() or default)
+            if typed.strip() or default:
+                return check(typed.strip() or default)
         except (BadInput, UsageError) as error:
             say(str(error))
 
@@ -192,7 +194,7 @@ def _as_name(name: str) -> str:
 
 
 def _as_teacher(path: str) -> Model:
-    if _is_shape(_there("--teacher", path)):
+    if _is_shape(_existing_path("--teacher", path)):
         raise BadInput.expected(
             "--teacher", path, "weights", "a JSON file", hint="give the folder that it is in"
         )
@@ -204,11 +206,11 @@ def _as_student(path: str) -> Model:
     from engine.models.config import CONFIG_FILE
     from engine.models.read_config import read_config
 
-    there = _there("--student", path)
-    if there.is_dir() and os.listdir(there) == [CONFIG_FILE]:
-        there, path = there / CONFIG_FILE, os.path.join(path, CONFIG_FILE)
-    if _is_shape(there):
-        return Model(path=path, config=read_config(there), fresh=True)
+    existing = _existing_path("--student", path)
+    if existing.is_dir() and os.listdir(existing) == [CONFIG_FILE]:
+        existing, path = existing / CONFIG_FILE, os.path.join(path, CONFIG_FILE)
+    if _is_shape(existing):
+        return Model(path=path, config=read_config(existing), fresh=True)
     return Model(path=path, config=_weights("--student", path), fresh=False)
 
 
@@ -217,7 +219,7 @@ def _as_data(path: str, columns: str) -> str:
     from engine.data.sources import STDLIB, column_names
 
     if path != STDLIB:
-        check_corpus(str(_there("--data", path)), columns=column_names(columns))
+        check_corpus(str(_existing_path("--data", path)), columns=column_names(columns))
     return path
 
 
@@ -226,33 +228,33 @@ def _weights(flag: str, path: str) -> ModelConfig:
     from engine.models.names import check_fits
     from engine.models.read_config import config_of
 
-    there = _there(flag, path)
-    with open_weights(there) as weights:
+    existing = _existing_path(flag, path)
+    with open_weights(existing) as weights:
         config = config_of(weights)
-        check_fits(config, weights, there, weights.convention)
+        check_fits(config, weights, existing, weights.convention)
         return config
 
 
-def _there(flag: str, path: str) -> Path:
+def _existing_path(flag: str, path: str) -> Path:
     """Return the path of what a flag names, that of a model by its name on the hub included. Raises BadInput where
     nothing has this path, or where no TOML file can hold it."""
     try:
         path.encode()
-        there = Path(path).expanduser()
-        found = there.exists() or (flag == "--data" and glob.has_magic(path))
+        existing = Path(path).expanduser()
+        exists = existing.exists() or (flag == "--data" and glob.has_magic(path))
     except (ValueError, RuntimeError, OSError) as error:
         raise BadInput(f"{flag}: expected a path, found {path!r}: {error}") from None
-    if path and not found and flag != "--data":
+    if path and not exists and flag != "--data":
         # The spec keeps the name; it is looked up again where the spec is read.
-        there = local_path(path)
-        found = there.exists()
-    if not path or not found:
+        existing = local_path(path)
+        exists = existing.exists()
+    if not path or not exists:
         raise BadInput(f"{flag}: expected a file or folder, found nothing at {path!r}")
-    return there
+    return existing
 
 
 def _is_shape(path: Path) -> bool:
-    """Whether a file is JSON, and not the index of a sharded model."""
+    """Return whether a file is JSON, and not the index of a sharded model."""
     from engine.files import open_regular
     from engine.formats.kinds import START_BYTES, Kind, kind_of
 
@@ -262,7 +264,7 @@ def _is_shape(path: Path) -> bool:
         return kind_of(file.read(START_BYTES)) is Kind.JSON
 
 
-def _first_that_fits(
+def _find_fitting_spec(
     path: Path,
     teacher: Model,
     student: Model,
@@ -332,16 +334,18 @@ def _text(
     on_policy: bool,
     adapter: bool,
 ) -> str:
-    named = f"columns = {_quoted(columns)}\n" if columns else ""
-    share = (
+    columns_line = f"columns = {_quoted(columns)}\n" if columns else ""
+    heldout_line = (
         "" if held_out == HELD_OUT[0] else f"heldout_fraction = {held_out}  # of few documents\n"
     )
-    packing = 'packing = "documents"  # no conversation is cut that fits\n' if has_chats else ""
+    packing_line = (
+        'packing = "documents"  # no conversation is cut that fits\n' if has_chats else ""
+    )
     lr = LR_FRESH if student.fresh else LR_ON_POLICY if on_policy else LR_TRAINED
-    adapted = ""
+    adapter_lines = ""
     if adapter:
         lr = LR_ADAPTER
-        adapted = (
+        adapter_lines = (
             'adapter = "lora"  # of a frozen student; saved as peft saves it\nadapter_rank = 16\n'
         )
     objective = """\
@@ -366,11 +370,11 @@ path = {_quoted(teacher.path)}  # {teacher.about}
 
 [student]
 {"config" if student.fresh else "path"} = {_quoted(student.path)}  # {student.about}
-{adapted}
+{adapter_lines}
 [data]
 corpus = {_quoted(data)}
-{named}seq_len = {seq_len}  # tokens in a row
-{packing}{share}
+{columns_line}seq_len = {seq_len}  # tokens in a row
+{packing_line}{heldout_line}
 {objective}
 [train]
 steps = 1000  # optimizer steps{{passes}}

@@ -47,11 +47,11 @@ def import_(arguments: argparse.Namespace) -> int:
 
     given: dict[str, str] = {}
     for text in arguments.map:
-        ours, equals, theirs = text.partition("=")
-        if not equals or not theirs or ours not in MAPPED or ours in given:
+        our_name, equals, tag = text.partition("=")
+        if not equals or not tag or our_name not in MAPPED or our_name in given:
             expected = f"NAME=TAG, once for each NAME of {', '.join(MAPPED)}"
             raise UsageError(f"--map: expected {expected}, found {text[:80]!r}")
-        given[ours] = theirs
+        given[our_name] = tag
     run, notes = import_run(
         arguments.source,
         arguments.path,
@@ -61,8 +61,8 @@ def import_(arguments: argparse.Namespace) -> int:
         partial=arguments.partial,
     )
     if arguments.json:
-        said = [{"level": note.level, "text": note.text} for note in notes]
-        put_json("import", {"run": run.path, "notes": said})
+        rows = [{"level": note.level, "text": note.text} for note in notes]
+        put_json("import", {"run": run.path, "notes": rows})
         return 0
     for note in notes:
         say(note.text if note.level == "info" else f"{note.level}: {note.text}")

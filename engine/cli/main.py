@@ -225,15 +225,15 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"engine {VERSION}")
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    for one in COMMANDS:
-        command = commands.add_parser(
-            one.name,
-            help=one.help,
-            description=inspect.getdoc(one.run) or sys.modules[one.run.__module__].__doc__,
+    for row in COMMANDS:
+        subparser = commands.add_parser(
+            row.name,
+            help=row.help,
+            description=inspect.getdoc(row.run) or sys.modules[row.run.__module__].__doc__,
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
-        one.add_arguments(command)
-        command.set_defaults(handler=one.run)
+        row.add_arguments(subparser)
+        subparser.set_defaults(handler=row.run)
     return parser
 
 

@@ -22,8 +22,8 @@ HELP = "serve runs to an agent (Model Context Protocol)"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    whose = "folders of run folders (runs)"
-    parser.add_argument("folders", nargs="*", type=Path, metavar="RUNS_FOLDER", help=whose)
+    what = "folders of run folders (runs)"
+    parser.add_argument("folders", nargs="*", type=Path, metavar="RUNS_FOLDER", help=what)
     add_flag(parser, "--allow-flips", "let the agent start proposed experiments")
     add_flag(parser, "--allow-stop", "let the agent stop runs")
     add_flag(parser, "--skill", "print the skill file")

@@ -36,19 +36,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     from engine.notify.receivers import ALL, choose_receivers, config_file
 
-    found = choose_receivers(",".join(arguments.receivers) or ALL, os.environ)
-    if not found:
+    receivers = choose_receivers(",".join(arguments.receivers) or ALL, os.environ)
+    if not receivers:
         raise BadInput.expected("receivers", config_file(), "some", "none")
-    rows: list[dict[str, object]] = [{"name": one.name, "where": one.where} for one in found]
+    rows: list[dict[str, object]] = [
+        {"name": receiver.name, "where": receiver.where} for receiver in receivers
+    ]
     if arguments.test:
-        for row, outcome in zip(rows, _send(found), strict=True):
+        for row, outcome in zip(rows, _send(receivers), strict=True):
             row |= {"sent": outcome.sent, "answer": outcome.text}
     if arguments.json:
         put_json("notify", {"receivers": rows})
     else:
         for row in rows:
-            said = f": {row['answer']}" if arguments.test else ""
-            put(f"{row['name']}: {row['where']}{said}")
+            answer = f": {row['answer']}" if arguments.test else ""
+            put(f"{row['name']}: {row['where']}{answer}")
     return 0 if all(row.get("sent", True) for row in rows) else EXIT_FAIL
 
 

@@ -81,7 +81,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     sets = sets_from_environment(os.environ) + arguments.set
     spec, _ = load_spec(arguments.spec, sets)
-    # Before torch is loaded, which what is wanted does.
+    # Before torch is loaded, which `_wanted` does.
     prepare_threads(spec.compute.thread_wait)
     wanted = _wanted(arguments, spec)
 

@@ -35,9 +35,11 @@ from engine.watch.verdict_line import SUSPECT, WRONG, run_verdict_lines, verdict
 POLL_S = 0.2
 PLAIN_EVERY_S = 5.0
 SETTLE_S = 10.0
+"""Seconds to wait for a trainer that outlived its supervisor."""
 RECURRING = ("training", "evaluating", "saving a checkpoint")
 """Phases that occur again and again."""
 QUIET = ("step", "log_opened", "host", "gpu", "device_facts")
+"""Kinds of events that are too frequent to print."""
 
 
 class _Progress:
@@ -51,7 +53,7 @@ class _Progress:
         view = follower.view
         for line in follower.new_lines():
             if line.unix_s > self.since_unix_s and not _is_quiet(line.event):
-                self.line.say(*_words(line))
+                self.line.say(*_event_lines(line))
         if self.line.redrawn or len(view.steps):
             bar = _bar(view) if self.line.redrawn else ""
             verdict = verdict_of(view, follower.state)
@@ -59,7 +61,7 @@ class _Progress:
             self.line.show(f"{bar}{status_text(view, follower.alive)}{wrong}")
 
 
-def _words(line: LogLine) -> list[str]:
+def _event_lines(line: LogLine) -> list[str]:
     """Render an alert in full, anything else on one line."""
     if isinstance(line.event, Judged) and line.event.raises_alert:
         return alert_lines(line.event)
@@ -67,7 +69,7 @@ def _words(line: LogLine) -> list[str]:
 
 
 def _is_quiet(event: AnyEvent) -> bool:
-    """Whether an event is too frequent to print here; it is in the log, and would bury the rare events."""
+    """Return whether an event is too frequent to print here; it is in the log, and would bury the rare events."""
     if isinstance(event, Phase):
         return event.name in RECURRING and not event.detail
     return kind_of(event) in QUIET

@@ -59,16 +59,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_path(parser, "run", "RUN", "folder of a finished run", nargs="?")
     add_path(parser, "folder", "DIR", "what to make", nargs="?")
     add_path(parser, "--verify", "DIR", "verify a folder instead")
-    parser.add_argument("--name", help="of the model (the name of DIR)")
+    parser.add_argument("--name", help="name of the model (the name of DIR)")
     parser.add_argument(
         "--gguf",
         choices=[*quants("gguf"), "none"],
-        help="(q4_k_m, where the format has the model's family)",
+        help="type of the GGUF file (q4_k_m, where the format has the model's family)",
     )
     parser.add_argument(
         "--apr",
         choices=[*quants("apr"), "none"],
-        help="(the student's own float type, where the format has the model's family)",
+        help="type of the .apr file (the student's own float type, where the format has the model's family)",
     )
     add_repeated(parser, "--eval", "FILE", "an evaluation of the student; repeatable", type=Path)
     parser.add_argument("--license", metavar="ID", help="instead of the one that is inherited")
@@ -123,16 +123,16 @@ def _publish(arguments: argparse.Namespace, name: str) -> int:
         Reporter(),
     )
     if arguments.json:
-        found = None if done.verification is None else done.verification.as_dict()
+        verification = None if done.verification is None else done.verification.as_dict()
         put_json(
             "publish",
             {
                 "folder": done.folder,
                 "bytes": done.bytes,
                 "was_there": done.was_there,
-                "missing": [one.what for one in done.proof.missing],
+                "missing": [proof.what for proof in done.proof.missing],
                 "weights_sha256": done.proof.weights_sha256,
-                "verification": found,
+                "verification": verification,
             },
         )
         return EXIT_PASS
@@ -147,8 +147,10 @@ def _summary(done: Published) -> list[str]:
 
     if done.was_there:
         return [f"{done.folder}: published before, from this run, and whole; nothing was changed"]
-    lines = [] if done.verification is None else _lines(done.verification)
-    lines += [f"unevaluated: the card says that it lacks {one.what}" for one in done.proof.missing]
+    lines = [] if done.verification is None else _outcome_lines(done.verification)
+    lines += [
+        f"unevaluated: the card says that it lacks {proof.what}" for proof in done.proof.missing
+    ]
     count = sum(1 for path in done.folder.iterdir() if path.is_file())
     return [*lines, f"{count} files, {format_bytes(done.bytes)}"]
 
@@ -156,15 +158,18 @@ def _summary(done: Published) -> list[str]:
 def _verify(arguments: argparse.Namespace) -> int:
     from engine.export.published import verify
 
-    found = verify(arguments.verify, say)
+    verification = verify(arguments.verify, say)
     if arguments.json:
-        put_json("publish-verify", {"folder": arguments.verify, **found.as_dict()})
+        put_json("publish-verify", {"folder": arguments.verify, **verification.as_dict()})
     else:
-        put("\n".join(_lines(found)))
-        say(f"{found.prompt!r} goes on with {found.text[:200]!r}")
-    return found.verdict.exit_code
+        put("\n".join(_outcome_lines(verification)))
+        say(f"{verification.prompt!r} goes on with {verification.text[:200]!r}")
+    return verification.verdict.exit_code
 
 
-def _lines(found: Verification) -> list[str]:
-    width = max(len(one.id) for one in found.outcomes)
-    return [f"{one.level:8} {one.id:{width}}  {one.reason}" for one in found.outcomes]
+def _outcome_lines(verification: Verification) -> list[str]:
+    width = max(len(outcome.id) for outcome in verification.outcomes)
+    return [
+        f"{outcome.level:8} {outcome.id:{width}}  {outcome.reason}"
+        for outcome in verification.outcomes
+    ]

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 POLL_S = 0.25
 SECTION_LINES = 500
-"""Most lines printed of a section; a log may have any number of them."""
+"""Maximum number of lines printed of a section; a log may have any number of them."""
 
 
 def add_runs_arguments(parser: argparse.ArgumentParser) -> None:
@@ -46,13 +46,13 @@ def add_runs_arguments(parser: argparse.ArgumentParser) -> None:
         default="",
         help="only runs for which all terms hold: a word, /regex/, state:WORD, tag:WORD, lr>0.001",
     )
-    either = parser.add_mutually_exclusive_group()
-    either.add_argument(
+    group = parser.add_mutually_exclusive_group()
+    group.add_argument(
         "--metrics",
         action="store_true",
         help="print them in the OpenMetrics format, for the textfile collector of node_exporter",
     )
-    either.add_argument(
+    group.add_argument(
         "--since",
         type=_since,
         default=0.0,
@@ -63,7 +63,7 @@ def add_runs_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _since(text: str) -> float:
-    """Return the Unix time that is meant by an age, a date or a Unix time."""
+    """Return the Unix time of an age, a date or a Unix time."""
     if age := re.fullmatch(r"(\d{1,6})([smhd])", text):
         return time.time() - int(age[1]) * {"s": 1, "m": 60, "h": 3600, "d": 86400}[age[2]]
     with contextlib.suppress(ValueError, OverflowError, argparse.ArgumentTypeError):
@@ -92,11 +92,13 @@ def list_runs(arguments: argparse.Namespace) -> int:
 
     if arguments.metrics:
         return _print_metrics(arguments.folder, arguments.filter)
-    found = [run for run in find_runs(arguments.folder) if last_change(run) >= arguments.since]
-    settings = {run.path: settings_of(run) for run in found} if arguments.filter else {}
-    wanted = parse_filter(arguments.filter, {key for one in settings.values() for key in one})
+    runs = [run for run in find_runs(arguments.folder) if last_change(run) >= arguments.since]
+    settings = {run.path: settings_of(run) for run in runs} if arguments.filter else {}
+    wanted = parse_filter(
+        arguments.filter, {key for run_settings in settings.values() for key in run_settings}
+    )
     rows: list[tuple[RunFolder, Follower | None, str]] = []
-    for folder in found:
+    for folder in runs:
         follower = Follower(folder)
         try:
             follower.read_all()
@@ -117,13 +119,15 @@ def list_runs(arguments: argparse.Namespace) -> int:
         put_json(
             "run",
             [
-                as_json(follower) if follower else {"run": run.path, "error": text, **_noted(run)}
+                as_json(follower)
+                if follower
+                else {"run": run.path, "error": text, **_notes_json(run)}
                 for run, follower, text in rows
             ],
         )
         return 0
-    if found and not rows:
-        say(f"none of the {len(found)} runs in {arguments.folder} matches {arguments.filter!r}")
+    if runs and not rows:
+        say(f"none of the {len(runs)} runs in {arguments.folder} matches {arguments.filter!r}")
     elif not rows:
         say(
             f"no runs in {arguments.folder}; start one with `engine distill SPEC.toml` or `apr-workbench demo`"
@@ -159,7 +163,7 @@ def _notes_of(run: RunFolder) -> Notes:
         return Notes()
 
 
-def _noted(run: RunFolder) -> dict[str, Any]:
+def _notes_json(run: RunFolder) -> dict[str, Any]:
     """Return the tags and the note of a run for JSON."""
     notes = _notes_of(run)
     return {"tags": list(notes.tags), "note": notes.text}
@@ -215,7 +219,7 @@ def tag(arguments: argparse.Namespace) -> int:
     else:
         notes = read_notes(run)
     if arguments.json:
-        put_json("tag", {"run": run.path, **_noted(run)})
+        put_json("tag", {"run": run.path, **_notes_json(run)})
         return 0
     put(f"tags  {' '.join(notes.tags) or 'none'}")
     put(f"note  {notes.text or 'none'}")
@@ -335,7 +339,7 @@ def _print_all(follower: Any, log_lines: int) -> None:
     log = view.lines[-log_lines:] if log_lines > 0 else []
     sections = {
         **({"alerts": alerts} if alerts else {}),
-        **_what_it_does(follower.run, view),
+        **_activity_sections(follower.run, view),
         "device": device_lines(view),
     }
     for heading, lines in sections.items():
@@ -350,14 +354,14 @@ def _print_all(follower: Any, log_lines: int) -> None:
     sys.stdout.flush()
 
 
-def _what_it_does(run: RunFolder, view: Any) -> dict[str, list[str]]:
+def _activity_sections(run: RunFolder, view: Any) -> dict[str, list[str]]:
     """Return the command and the identities of a watched script, or the decisions of a run of the engine."""
     from engine.errors import RunLogError
     from engine.log.folder import read_command
     from engine.log.identities import identity_lines
     from engine.log.text import command_lines, decision_lines
 
-    # Settings that cannot be read are those of a run of ours.
+    # A run whose settings cannot be read is shown as one of the engine.
     with contextlib.suppress(RunLogError):
         if (command := read_command(run)) is not None:
             return {"command": command_lines(view, command), "identities": identity_lines(view)}
@@ -384,7 +388,7 @@ def as_json(follower: Any, fault: Any = None) -> dict[str, Any]:
         "fault": None if fault is None else fault.message,
         "state": follower.state,
         "verdict": verdict_of(view, follower.state, follower.run.path).as_dict(),
-        **_noted(follower.run),
+        **_notes_json(follower.run),
         "step": view.last_step,
         "total_steps": view.total_steps,
         "batch_of_pass": view.batch,

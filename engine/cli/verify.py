@@ -64,7 +64,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     folder = open_run(arguments.run.absolute())
     log = digest_log(folder)
-    found = verify(
+    verification = verify(
         folder,
         steps=arguments.steps,
         step=arguments.step,
@@ -73,34 +73,34 @@ def run(arguments: argparse.Namespace) -> int:
         scratch=arguments.scratch,
         keep=arguments.keep,
     )
-    verdict = found.verdict
+    verdict = verification.verdict
     if log is not None:
-        _keep(folder, log, found)
+        _keep(folder, log, verification)
     if arguments.json:
-        put_json("verify", _fields(arguments, found))
+        put_json("verify", _fields(arguments, verification))
         return verdict.exit_code
-    width = max(map(len, found.lines), default=0)
-    for name, one in found.lines.items():
-        put(f"{one.level.name.lower():7}  {name:{width}}  {one.reason}")
-    for text in found.not_compared:
+    width = max(map(len, verification.lines), default=0)
+    for name, check in verification.lines.items():
+        put(f"{check.level.name.lower():7}  {name:{width}}  {check.reason}")
+    for text in verification.not_compared:
         put(f"not compared: {text}")
-    if found.kept is not None:
-        say(f"the replays: {found.kept}")
+    if verification.kept is not None:
+        say(f"the replays: {verification.kept}")
     put(f"{arguments.run}: {verdict}")
     return verdict.exit_code
 
 
-def _keep(folder: RunFolder, log: Log, found: Verified) -> None:
+def _keep(folder: RunFolder, log: Log, verification: Verified) -> None:
     """Keep the outcome in the run folder, or say why it is not kept."""
     from engine.errors import DiskFull, RunLogError
     from engine.verdict import Level
     from engine.verify.kept_outcome import NAME, keep_outcome
 
-    steps = found.steps if found.difference is None else found.difference.step
-    if not steps and found.verdict.level is not Level.FAIL:
+    steps = verification.steps if verification.difference is None else verification.difference.step
+    if not steps and verification.verdict.level is not Level.FAIL:
         return
     try:
-        kept = keep_outcome(folder, log, found.verdict, steps, found.rounding)
+        kept = keep_outcome(folder, log, verification.verdict, steps, verification.rounding)
     except (RunLogError, DiskFull) as error:
         say(f"{NAME} is not written: {error.message}")
         return
@@ -108,19 +108,19 @@ def _keep(folder: RunFolder, log: Log, found: Verified) -> None:
         say(f"{NAME} keeps the earlier outcome, of {kept.steps:,} steps: {kept.level}")
 
 
-def _fields(arguments: argparse.Namespace, found: Verified) -> dict[str, Any]:
+def _fields(arguments: argparse.Namespace, verification: Verified) -> dict[str, Any]:
     rows = [
-        {"name": name, "level": one.level, "reason": one.reason}
-        for name, one in found.lines.items()
+        {"name": name, "level": check.level, "reason": check.reason}
+        for name, check in verification.lines.items()
     ]
     return {
         "run": arguments.run,
-        "level": found.verdict.level,
-        "reason": found.verdict.reason,
-        "steps": found.steps,
-        "rounding": found.rounding or None,
-        "first_difference": found.difference,
+        "level": verification.verdict.level,
+        "reason": verification.verdict.reason,
+        "steps": verification.steps,
+        "rounding": verification.rounding or None,
+        "first_difference": verification.difference,
         "compared": rows,
-        "not_compared": found.not_compared,
-        "replay": found.kept,
+        "not_compared": verification.not_compared,
+        "replay": verification.kept,
     }

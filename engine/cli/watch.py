@@ -5,10 +5,10 @@
     engine watch --pid 4242         a process that runs already, from outside: Ctrl-C ends the watching alone
     apr-workbench runs/NAME         the same run on screen, from another terminal, now or later
 
-The script is not changed and keeps its terminal, its signals and its exit code. In a Python process of it that
-imports torch, a probe of the standard library alone (`apr_watch`) notes each optimizer step. Of a process that runs
-already only what the kernel, the GPU and py-spy tell is known: machine, stacks, whether it works at all, how it
-ended. Its steps and its loss are unknown.
+The script is not changed and keeps its terminal, its signals and its exit code. In each of its Python processes that
+imports torch, a probe that needs only the standard library (`apr_watch`) records each optimizer step. A process that
+runs already is seen through the kernel, the GPU and py-spy alone: its machine, its stacks, whether it works at all and
+how it ended are known, its steps and its loss are not.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         choices=["none"],
         default=[],
-        help="none: make no forward passes to ask the model (by default a few after the second step, of two rows, "
-        "that change nothing)",
+        help="none: run no forward passes to test the model (by default a few on two rows after the second step, "
+        "which change nothing)",
     )
     add_number(
         parser,
@@ -55,9 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         least=1,
         metavar="N",
     )
-    what = (
-        "lengthen every step by this share of itself, 0.1 is a tenth: to try what would be noticed"
-    )
+    what = "make every step longer by this share, 0.1 is a tenth: to try what would be noticed"
     add_real(parser, "--slow-by", 10.0, what, metavar="SHARE", default=0.0)
     what = "a variable of the command's environment, which the run folder keeps"
     add_repeated(parser, "--env", "NAME=VALUE", what)

@@ -1,4 +1,4 @@
-"""Five whys: what went wrong in a run, what may have caused it, and the experiments that tell.
+"""Five whys: what went wrong in a run, what may have caused it, and the tests that decide.
 
     engine why new runs/kd-1             begin one with what went wrong there, and list what may have caused it
     engine why new runs/kd-1 --seen "alert gpu_idle" --cause teacher.backend=dequantized
@@ -14,14 +14,14 @@
 
 What went wrong is a line of the run's log: an alert, a failed check, what contradicts a script, an exit. A cause is
 one change that would end it, as `engine flip RUN --propose` names them. A test is `engine flip --ends`, registered in
-the finding before it starts. It confirms the cause where runs as they were show the same failure (the same exception
-from the same line, the same words) and runs with the change, which did half as much work again, do not: in three pairs
-with seeds of their own. Each further test of a finding takes more pairs, so that trying many causes confirms none by
-luck. A run that fails otherwise or ends early counts for nothing; after two the cause could not be tested. Nothing else
-confirms anything, and `close` takes a confirmed cause alone.
+the finding before it starts. It confirms the cause when, in three pairs with their own seeds, the unchanged runs show
+the same failure (the same exception from the same line, the same words) and the changed runs, which work half as long
+again, do not. Each further test of a finding takes more pairs, so that trying many causes confirms none by luck. A run
+that fails in another way or ends early does not count; after two of them the cause could not be tested. Nothing else
+confirms a cause, and `close` takes only a confirmed one.
 
-A command acts on the only open finding in ./evidence, or on the one that --finding names. A test that was interrupted
-counts for nothing, and as one that was made. Findings of the first version open read-only.
+A command acts on the only open finding in ./evidence, or on the one that --finding names. An interrupted test decides
+nothing, but the next one takes more pairs, as after any test. Findings of the first version open read-only.
 
 Exit codes of check: 0 sound and closed with a cause, 1 something was changed or does not hold, 2 sound and open. Of
 check --all: 0 everything is unchanged and every recorded test holds, 1 something was changed or does not hold (it is
@@ -47,19 +47,23 @@ if TYPE_CHECKING:
     from engine.findings.check import Checked
     from engine.findings.finding import Finding
 
-HELP = "five whys: what went wrong, its possible causes, and the experiments that tell"
+HELP = "five whys: what went wrong, its possible causes, and the tests that decide"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = actions_of(parser)
 
     def action(name: str, text: str) -> argparse.ArgumentParser:
-        made = add(name, text)
+        parser_of_action = add(name, text)
         if name != "new":
-            made.add_argument("--finding", default="", metavar="NAME", help="slug or folder")
-        add_path(made, "--evidence", "DIR", "folder of findings", default=Path("evidence"))
-        add_json(made)
-        return made
+            parser_of_action.add_argument(
+                "--finding", default="", metavar="NAME", help="slug or folder"
+            )
+        add_path(
+            parser_of_action, "--evidence", "DIR", "folder of findings", default=Path("evidence")
+        )
+        add_json(parser_of_action)
+        return parser_of_action
 
     new = action("new", "begin a finding with what went wrong in a run")
     add_run(new)
@@ -75,8 +79,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     test = action("test", "run the next experiment, or go on with it")
     test.add_argument("--cause", default="", metavar="ID", help="c2 (default: the next open one)")
-    add_number(test, "--steps", limits.STEPS, "steps that a run without it makes", metavar="N")
-    test.add_argument("--budget", metavar="TIME", help="of all pairs, as 90s or 5m")
+    add_number(test, "--steps", limits.STEPS, "steps of a run without the change", metavar="N")
+    test.add_argument("--budget", metavar="TIME", help="time for all pairs, as 90s or 5m")
     add_path(test, "--out", "DIR", "the new flip folder (default: flips/DATE-KNOB)")
     add_flag(test, "--dry-run", "show the plan, start nothing")
     withdraw = action("withdraw", "mark a cause as no longer suspected; it stays on record")
@@ -113,15 +117,15 @@ def run(a: argparse.Namespace) -> int:
             return _say(bundle, bundle.load(), str(bundle.path), a)
         case "cause":
             finding = changes.suspect(bundle, a.change)
-            said = f"{finding.causes[-1].id}: {finding.causes[-1].change}"
+            message = f"{finding.causes[-1].id}: {finding.causes[-1].change}"
         case "withdraw":
-            finding, said = changes.withdraw(bundle, a.cause, a.reason), "withdrawn"
+            finding, message = changes.withdraw(bundle, a.cause, a.reason), "withdrawn"
         case "note":
-            finding, said = changes.note(bundle, a.text), "kept"
+            finding, message = changes.note(bundle, a.text), "kept"
         case _:
             finding = changes.close(bundle, a.unresolved)
-            said = finding.closed.text if finding.closed is not None else ""
-    return _say(bundle, finding, said, a)
+            message = finding.closed.text if finding.closed is not None else ""
+    return _say(bundle, finding, message, a)
 
 
 def _new(a: argparse.Namespace) -> int:
@@ -142,17 +146,17 @@ def _propose(run: Path) -> None:
     from engine.findings.changes import suspects_of
     from engine.log.folder import open_run
 
-    for one in suspects_of(open_run(run)):
-        say(f"engine why cause {one.assignment!r}   {one.why}")
+    for suspect in suspects_of(open_run(run)):
+        say(f"engine why cause {suspect.assignment!r}   {suspect.why}")
 
 
-def _say(bundle: Bundle, finding: Finding, said: str, a: argparse.Namespace) -> int:
+def _say(bundle: Bundle, finding: Finding, message: str, a: argparse.Namespace) -> int:
     from engine.findings.text import next_words
 
     if a.json:
         put_json("finding", _fields(bundle, finding))
         return 0
-    put(said)
+    put(message)
     if following := next_words(finding):
         say(f"next: {following}")
     return 0
@@ -162,8 +166,8 @@ def _fields(bundle: Bundle, finding: Finding) -> dict[str, Any]:
     import msgspec
 
     levels = {cause.id: finding.level_of(cause) for cause in finding.causes}
-    told = {"folder": bundle.path, "title": finding.title, "levels": levels}
-    return told | {"finding": msgspec.to_builtins(finding)}
+    summary = {"folder": bundle.path, "title": finding.title, "levels": levels}
+    return summary | {"finding": msgspec.to_builtins(finding)}
 
 
 def _show(bundle: Bundle, a: argparse.Namespace) -> int:
@@ -175,12 +179,14 @@ def _show(bundle: Bundle, a: argparse.Namespace) -> int:
     finding = bundle.read()
     for fault in checked.faults:
         say(f"changed: {fault}")
-    told = lines(finding, checked.broken)
+    shown_lines = lines(finding, checked.broken)
     if a.json:
-        fields = _fields(bundle, finding) if isinstance(finding, Finding) else {"lines": told}
+        fields = (
+            _fields(bundle, finding) if isinstance(finding, Finding) else {"lines": shown_lines}
+        )
         put_json("finding", fields)
     else:
-        put("\n".join(told))
+        put("\n".join(shown_lines))
     return 0
 
 
@@ -205,25 +211,25 @@ def _check_all(a: argparse.Namespace) -> int:
     if not checked:
         say(f"no findings in {a.evidence}: nothing was checked")
         return EXIT_UNKNOWN
-    if any(one.faults for one in checked):
+    if any(result.faults for result in checked):
         return EXIT_FAIL
-    return BadInput.exit_code if any(one.unread for one in checked) else 0
+    return BadInput.exit_code if any(result.unread for result in checked) else 0
 
 
 def _print_checked(checked: Sequence[Checked], *, as_json: bool) -> None:
     """Print the result of checking findings: their faults and notes."""
     if as_json:
-        put_json("finding-check", [one.as_fields() for one in checked])
+        put_json("finding-check", [result.as_fields() for result in checked])
         return
-    for one in checked:
-        verdict = one.verdict
-        put(f"{verdict.level.name:7}  {one.bundle.path.name}: {verdict.reason}")
-        for fault in one.faults:
+    for result in checked:
+        verdict = result.verdict
+        put(f"{verdict.level.name:7}  {result.bundle.path.name}: {verdict.reason}")
+        for fault in result.faults:
             put(f"         changed: {fault}")
-        for note in one.notes:
+        for note in result.notes:
             put(f"         note: {note}")
-        if one.finding is not None:
-            put(f"         seal {one.finding.seal}")
+        if result.finding is not None:
+            put(f"         seal {result.finding.seal}")
 
 
 def _test(bundle: Bundle, a: argparse.Namespace) -> int:
@@ -265,14 +271,14 @@ def _test(bundle: Bundle, a: argparse.Namespace) -> int:
     else:
         test, flip = begun
     finding = changes.record(bundle, test)
-    done = next(one for one in finding.tests if one.id == test.id)
+    done = next(recorded for recorded in finding.tests if recorded.id == test.id)
     _say(bundle, finding, f"{done.id} {done.verdict}: {done.reason}", a)
     level = finding.level_of(finding.cause(done.cause))
     return 0 if level == "refuted" or level.startswith("confirmed") else 2
 
 
 def _has_ended(flip: Path) -> bool:
-    """Whether a flip ran to its end."""
+    """Return whether a flip ran to its end."""
     from engine.flips.flip_folder import read_verdict
 
     verdict = read_verdict(flip)

@@ -124,15 +124,15 @@ def load_file(path: Path) -> Loaded:
     for double in duplicates:
         text = f"here a second time, first on line {double.first_line}"
         walk.add("SCHEMA-020", (double.key,), text, place=double.place)
-    read = walk.read(tree, CONTRACT)
-    if read is not None:
-        check_upstream(read, walk)
-        check_own(read, walk)
+    fields = walk.read(tree, CONTRACT)
+    if fields is not None:
+        check_upstream(fields, walk)
+        check_own(fields, walk)
     elif not walk.problems:
         walk.add("W-FORM", (), "expected a mapping, found nothing")
     loaded = Loaded(path, walk)
     if not loaded.is_broken:
-        loaded._contract = contract_of(path, raw, read)
+        loaded._contract = contract_of(path, raw, fields)
     return loaded
 
 
@@ -140,16 +140,16 @@ def load_all(paths: Iterable[Path]) -> list[Loaded]:
     """Read every file and apply the rules about all of them: unique names, `depends_on`."""
     loaded = [load_file(path) for path in paths]
     stems: dict[str, Path] = {}
-    for one in loaded:
-        first = stems.setdefault(one.path.stem, one.path)
-        if first is not one.path:
-            one.walk.add("W-STEM", (), f"{one.path.stem} is the name of {first} too")
-    for one in loaded:
-        if (contract := one.contract) is not None and contract.runs:
+    for file in loaded:
+        first = stems.setdefault(file.path.stem, file.path)
+        if first is not file.path:
+            file.walk.add("W-STEM", (), f"{file.path.stem} is the name of {first} too")
+    for file in loaded:
+        if (contract := file.contract) is not None and contract.runs:
             for i, stem in enumerate(contract.depends_on):
                 if stem not in stems:
-                    path = ("metadata", "depends_on", i)
-                    one.walk.add("W-REF", path, f"{stem} is not among the files read")
+                    reference = ("metadata", "depends_on", i)
+                    file.walk.add("W-REF", reference, f"{stem} is not among the files read")
     return loaded
 
 
@@ -188,7 +188,7 @@ def check_source(contract: Contract, sources: Sources, walk: Walk) -> None:
             text = f"no function {proof.harness}; expected module:function"
             walk.add("W-TEST", ("proof_harnesses", i, "harness"), text)
     for i, planted in enumerate(contract.planted):
-        field, text = _unplantable(planted.module, planted.replace, planted.by, sources)
+        field, text = _find_edit_fault(planted.module, planted.replace, planted.by, sources)
         if text:
             walk.add("W-EDIT", ("qa_gate", "planted", i, "edit", field), text)
     if not contract.binds:
@@ -203,7 +203,7 @@ def check_source(contract: Contract, sources: Sources, walk: Walk) -> None:
             walk.add("W-BIND", ("binds", i), text)
 
 
-def _unplantable(module: str, replace: str, by: str, sources: Sources) -> tuple[str, str]:
+def _find_edit_fault(module: str, replace: str, by: str, sources: Sources) -> tuple[str, str]:
     """Name the wrong field of a planted bug's edit, and why it is wrong; the reason is empty when the bug can
     be planted."""
     text = sources.text(sources.file_of(module))
@@ -218,19 +218,19 @@ def _unplantable(module: str, replace: str, by: str, sources: Sources) -> tuple[
         compile(text.replace(replace, by), module, "exec")
     except (SyntaxError, ValueError) as error:
         # Every test is red when a file does not compile, so that would prove nothing.
-        return "with", f"no Python any more: {error}"
+        return "with", f"the module no longer compiles: {error}"
     return "", ""
 
 
 def _check_markers(loaded: Sequence[Loaded], sources: Sources, *, whole: bool) -> None:
     """Report each `# contract:` comment whose contract does not bind the code below it, at the comment. With
     `whole`, all contracts were read, so a comment that names an unknown contract is a problem too."""
-    by_name = {one.path.stem: one for one in loaded}
-    contracts = {name: one.contract for name, one in by_name.items()}
+    by_name = {file.path.stem: file for file in loaded}
+    contracts = {name: file.contract for name, file in by_name.items()}
     for marker in sources.markers:
         contract = contracts.get(marker.contract)
         # Where no file has that name, the problem is attached to the first one.
-        one, words = by_name.get(marker.contract, loaded[0]), ""
+        marked_file, words = by_name.get(marker.contract, loaded[0]), ""
         if contract is not None:
             bound = {sources.place_of(reference) for reference in contract.binds}
             if (marker.file, marker.name) not in bound:
@@ -240,7 +240,7 @@ def _check_markers(loaded: Sequence[Loaded], sources: Sources, *, whole: bool) -
         if words:
             text = f"`# contract: {marker.contract}` {words}"
             file, place = sources.name_of(marker.file), (marker.line, 1)
-            one.walk.add("W-BIND", (marker.contract,), text, place=place, file=file)
+            marked_file.walk.add("W-BIND", (marker.contract,), text, place=place, file=file)
 
 
 def contract_files(paths: Sequence[Path], root: Path = Path()) -> list[Path]:
@@ -260,53 +260,56 @@ def contract_files(paths: Sequence[Path], root: Path = Path()) -> list[Path]:
     return out
 
 
-def contract_of(path: Path, raw: bytes, read: dict[str, Any]) -> Contract:
+def contract_of(path: Path, raw: bytes, fields: dict[str, Any]) -> Contract:
     """Build the contract of a file that was read without an error."""
-    metadata = read["metadata"]
-    equations = read.get("equations", {})
+    metadata = fields["metadata"]
+    equations = fields.get("equations", {})
     if isinstance(equations, list):
         equations = {row.get("id", f"equation_{i}"): row for i, row in enumerate(equations)}
     obligations = [
-        (row.get("id", ""), row.get("property", ""), _demoted(row))
-        for row in read.get("proof_obligations", ())
+        (row.get("id", ""), row.get("property", ""), _demoting_finding(row))
+        for row in fields.get("proof_obligations", ())
     ]
     return Contract(
         id=path.stem,
         sha256=hashlib.sha256(raw).hexdigest(),
-        runs=read.get("dialect") == DIALECT,
+        runs=fields.get("dialect") == DIALECT,
         description=metadata["description"],
-        demoted_by=_demoted(metadata),
+        demoted_by=_demoting_finding(metadata),
         depends_on=tuple(metadata.get("depends_on", ())),
         equations=tuple((name, row.get("formula", "")) for name, row in equations.items()),
         obligations=tuple((id_, says) for id_, says, by in obligations if not by),
         demoted=tuple((id_, says, by) for id_, says, by in obligations if by),
-        binds=tuple(read.get("binds", ())),
+        binds=tuple(fields.get("binds", ())),
         falsifiers=tuple(
-            msgspec.convert(row | {"test": _test(row), "demoted_by": _demoted(row)}, Falsifier)
-            for row in read.get("falsification_tests", ())
+            msgspec.convert(
+                row | {"test": _test_reference(row), "demoted_by": _demoting_finding(row)},
+                Falsifier,
+            )
+            for row in fields.get("falsification_tests", ())
         ),
         proofs=(
-            *(msgspec.convert(row, Proof) for row in read.get("proof_harnesses", ())),
+            *(msgspec.convert(row, Proof) for row in fields.get("proof_harnesses", ())),
             *(
-                msgspec.convert(row | {"engine": "kani", "bound": _unwound(row)}, Proof)
-                for row in read.get("kani_harnesses", ())
+                msgspec.convert(row | {"engine": "kani", "bound": _unwinding_bound(row)}, Proof)
+                for row in fields.get("kani_harnesses", ())
             ),
         ),
         planted=tuple(
             msgspec.convert(row | row["edit"], Planted)
-            for row in read.get("qa_gate", {}).get("planted", ())
+            for row in fields.get("qa_gate", {}).get("planted", ())
         ),
     )
 
 
-def _demoted(row: dict[str, Any]) -> str:
+def _demoting_finding(row: dict[str, Any]) -> str:
     by: str = row.get("demoted_by", "")
     return by if row.get("status") == "demoted" else ""
 
 
-def _test(row: dict[str, Any]) -> str:
+def _test_reference(row: dict[str, Any]) -> str:
     return row.get("test") or row.get("test_harness") or row.get("name") or ""
 
 
-def _unwound(row: dict[str, Any]) -> str:
+def _unwinding_bound(row: dict[str, Any]) -> str:
     return f"unwind {row['bound']}" if "bound" in row else ""

@@ -72,10 +72,10 @@ class Receipts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 def code_files(contract: Contract, sources: Sources) -> list[Path]:
-    """The files that a contract's receipts are bound to, whether they exist or not."""
+    """Return the files that a contract's receipts are bound to, whether they exist or not."""
     modules = [*contract.binds, *(planted.module for planted in contract.planted)]
     files = {sources.file_of(module.partition(":")[0]) for module in modules}
-    asking = {
+    importing = {
         sources.file_of(proof.harness.partition(":")[0])
         for proof in contract.proofs
         if proof.engine != "kani"
@@ -86,14 +86,14 @@ def code_files(contract: Contract, sources: Sources) -> list[Path]:
             file = sources.root / split_node(target)[0]
             folders = [folder for folder in file.parents if folder.is_relative_to(sources.root)]
             files |= {folder / "conftest.py" for folder in folders if folder != sources.root}
-            asking.add(file)
-    for file in asking:
+            importing.add(file)
+    for file in importing:
         files |= {file, *sources.helpers(file)}
     return sorted(files)
 
 
 def code_hash(contract: Contract, sources: Sources) -> str:
-    """One hash of all code that a contract's receipts are bound to."""
+    """Return one hash of all code that a contract's receipts are bound to."""
     digest = hashlib.sha256()
     for file in code_files(contract, sources):
         text = sources.text(file)
@@ -103,7 +103,7 @@ def code_hash(contract: Contract, sources: Sources) -> str:
 
 
 def tools() -> dict[str, str | None]:
-    """Versions of the packages that run contracts; None for one that is not installed."""
+    """Return the versions of the packages that run contracts; None for one that is not installed."""
     return installed_versions(_PACKAGES)
 
 
@@ -135,13 +135,13 @@ def read_receipts(folder: Path, contract: str) -> dict[str, Receipt]:
         return {}
     raw = read_bytes(path, "receipts", limits.CONTRACT_RECEIPTS)
     try:
-        found = msgspec.json.decode(raw, type=Receipts)
+        stored = msgspec.json.decode(raw, type=Receipts)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise BadInput.expected(
             "receipts", path, "what `engine contracts run` writes", str(error)
         ) from None
-    if found.schema != SCHEMA or found.contract != contract:
+    if stored.schema != SCHEMA or stored.contract != contract:
         raise BadInput.expected(
-            "receipts", path, f"{SCHEMA} of {contract}", f"{found.schema} of {found.contract}"
+            "receipts", path, f"{SCHEMA} of {contract}", f"{stored.schema} of {stored.contract}"
         )
-    return {receipt.check: receipt for receipt in found.receipts}
+    return {receipt.check: receipt for receipt in stored.receipts}

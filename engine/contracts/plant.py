@@ -19,15 +19,17 @@ def plant(bug: dict[str, str]) -> None:
     loader: Any = importlib.machinery.SourceFileLoader
     load: Callable[..., CodeType | None] = loader.get_code
 
-    def spoilt(self: importlib.machinery.SourceFileLoader, fullname: str) -> CodeType | None:
+    def get_changed_code(
+        self: importlib.machinery.SourceFileLoader, fullname: str
+    ) -> CodeType | None:
         if fullname != bug["module"]:
             return load(self, fullname)
-        with Path(bug["seen"]).open("a", encoding="utf-8") as seen:
-            seen.write(f"{os.getpid()}\n")
+        with Path(bug["seen"]).open("a", encoding="utf-8") as seen_file:
+            seen_file.write(f"{os.getpid()}\n")
         text = self.get_data(self.path).decode("utf-8").replace(bug["replace"], bug["with"])
         return compile(text, self.path, "exec", dont_inherit=True)
 
-    loader.get_code = spoilt
+    loader.get_code = get_changed_code
 
 
 if "APR_PLANTED" in os.environ:

@@ -22,15 +22,15 @@ The first group has the ids, severities and counts of upstream's `pv validate`:
     SCHEMA-018       no kind at the top: it is read from metadata
     SCHEMA-019       no key at the top that is almost the name of a block
     SCHEMA-020       no key twice in a mapping
-    SCHEMA-021       what is not applicable says why, in na_reason
-    SCHEMA-022       what is not applicable says who verifies it, in na_owner
-    SCHEMA-023       na_reason and na_owner are for what is not applicable
+    SCHEMA-021       an obligation that is not applicable says why, in na_reason
+    SCHEMA-022       an obligation that is not applicable says who verifies it, in na_owner
+    SCHEMA-023       na_reason and na_owner are only for obligations that are not applicable
     PROVABILITY-001  a kernel has obligations, tests and harnesses, no fewer tests than obligations
 
 The `W-` rules are ours; they cover what went wrong there (`W-` is a prefix, not a severity):
 
     W-YAML           the file can be read: one document, no aliases, anchors, tags; within size and depth
-    W-FORM           every value has the form of its key, and what must be there is
+    W-FORM           every value has the form of its key, and every required value is there
     W-KEY            every key that is read here is known
     W-STEM           no two files with one name
     W-LVL            no level, count or verdict is written by hand: receipts say them
@@ -41,7 +41,7 @@ has to satisfy no more rules here than there, apart from keys and forms that ups
     W-REF            obligations have unique ids, and every id that is named is there
     W-CLAIM          every active obligation has an active test or a proof
     W-TOL            numeric obligations have a tolerance, and each says where it comes from
-    W-DEMOTE         what is demoted names the finding that demoted it, nothing else does
+    W-DEMOTE         a demoted claim names the finding that demoted it, and no other does
     W-CTRL           every active test is turned red by a planted bug
     W-TEST           every test and harness is there to be run
     W-EDIT           the text that a planted bug replaces is there exactly once

@@ -16,12 +16,13 @@ from typing import Any
 import pytest
 
 _DETAIL = 300
+"""Maximum length of a detail, in characters."""
 _nodes: list[str] = []
 _outcomes: dict[str, dict[str, str]] = {}
 _errors: list[str] = []
 
 
-def _asked(nodeid: str) -> str | None:
+def _requested_node(nodeid: str) -> str | None:
     for node in _nodes:
         if nodeid == node or nodeid.startswith((f"{node}[", f"{node}::")):
             return node
@@ -33,16 +34,17 @@ def pytest_configure() -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    kept = [item for item in items if _asked(item.nodeid) is not None]
+    kept = [item for item in items if _requested_node(item.nodeid) is not None]
     config.hook.pytest_deselected(items=[item for item in items if item not in kept])
     items[:] = kept
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    node = _asked(item.nodeid)
+    node = _requested_node(item.nodeid)
     if os.environ.get("APR_CONTRACT_MUTATED") and any(
-        found["outcome"] == "failed" and _asked(id_) == node for id_, found in _outcomes.items()
+        outcome["outcome"] == "failed" and _requested_node(id_) == node
+        for id_, outcome in _outcomes.items()
     ):
         pytest.skip("this planted bug was seen already")
 
@@ -76,8 +78,9 @@ def pytest_collectreport(report: pytest.CollectReport) -> None:
 
 
 def pytest_sessionfinish() -> None:
-    found = {
-        node: [value for id_, value in _outcomes.items() if _asked(id_) == node] for node in _nodes
+    by_node = {
+        node: [value for id_, value in _outcomes.items() if _requested_node(id_) == node]
+        for node in _nodes
     }
-    text = json.dumps({"nodes": found, "errors": _errors})
+    text = json.dumps({"nodes": by_node, "errors": _errors})
     Path(os.environ["APR_CONTRACT_REPORT"]).write_text(text, encoding="utf-8")

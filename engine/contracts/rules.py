@@ -50,13 +50,13 @@ def check_upstream(contract: dict[str, Any], walk: Walk) -> None:
         ("SCHEMA-001", "references", "empty: a contract says what it rests on"),
         ("SCHEMA-002", "version", "empty"),
     ):
-        if _empty(metadata, ("metadata", field), walk):
+        if _is_empty(metadata, ("metadata", field), walk):
             walk.add(rule, ("metadata", field), text)
     if metadata.get("kind", "kernel") == "kernel" and not metadata.get("registry"):
         _check_kernel(contract, walk)
     for rule, block, field, text in NOT_EMPTY:
         for path, row in _rows(contract, block):
-            if _empty(row, (*path, field), walk):
+            if _is_empty(row, (*path, field), walk):
                 walk.add(rule, (*path, field), text)
     for rule, block, field, text in UNIQUE:
         _check_unique(_rows(contract, block), field, set(), rule, text, walk)
@@ -66,15 +66,15 @@ def check_upstream(contract: dict[str, Any], walk: Walk) -> None:
 
 def _rows(contract: dict[str, Any], *block: str) -> Rows:
     """Return the readable rows of a block, each with its path."""
-    found: Any = contract
+    block_value: Any = contract
     for key in block:
-        found = found.get(key, {})
-    items = found.items() if isinstance(found, dict) else enumerate(found)
+        block_value = block_value.get(key, {})
+    items = block_value.items() if isinstance(block_value, dict) else enumerate(block_value)
     return [((*block, key), row) for key, row in items if isinstance(row, dict)]
 
 
-def _empty(row: dict[str, Any], path: Path, walk: Walk) -> bool:
-    """Whether a field is absent or blank; False when a wrong type of it was already reported."""
+def _is_empty(row: dict[str, Any], path: Path, walk: Walk) -> bool:
+    """Return whether a field is absent or blank; False when its wrong type was already reported."""
     return row.get(str(path[-1])) in (None, "", [], {}) and path not in walk.broken
 
 
@@ -88,12 +88,12 @@ def _check_unique(rows: Rows, field: str, seen: set[str], rule: str, text: str, 
 
 
 def _check_kernel(contract: dict[str, Any], walk: Walk) -> None:
-    if _empty(contract, ("equations",), walk):
+    if _is_empty(contract, ("equations",), walk):
         walk.add("SCHEMA-003", ("equations",), "expected one equation or more, found none")
     for path, row in _rows(contract, "equations"):
-        if _empty(row, (*path, "formula"), walk):
+        if _is_empty(row, (*path, "formula"), walk):
             walk.add("SCHEMA-004", (*path, "formula"), "empty")
-    if _empty(contract, ("qa_gate",), walk):
+    if _is_empty(contract, ("qa_gate",), walk):
         walk.add("SCHEMA-013", ("qa_gate",), "none: nothing says when the contract is kept")
     blocks = ("proof_obligations", "falsification_tests", "kani_harnesses")
     counts = {block: len(contract.get(block, ())) for block in blocks}
@@ -119,7 +119,7 @@ def _check_obligation(path: Path, row: dict[str, Any], known: Iterable[str], wal
         walk.add("SCHEMA-017", (*path, "parent_contract"), text)
     for rule, field in (("SCHEMA-021", "na_reason"), ("SCHEMA-022", "na_owner")):
         if row.get("applies_to") == "not_applicable":
-            if _empty(row, (*path, field), walk):
+            if _is_empty(row, (*path, field), walk):
                 walk.add(rule, (*path, field), "not_applicable, and this is empty")
         elif field in row:
             walk.add("SCHEMA-023", (*path, field), "only with applies_to: not_applicable")
@@ -151,19 +151,19 @@ def check_own(contract: dict[str, Any], walk: Walk) -> None:
     _check_ids(obligations, tests, active, proofs, planted, walk)
     if _is_demoted(metadata):
         return  # a demoted contract claims nothing
-    answered = {id_ for _, row in active for id_ in row.get("obligations", ())}
-    answered |= {row.get("obligation") for _, row in proofs}
+    covered = {id_ for _, row in active for id_ in row.get("obligations", ())}
+    covered |= {row.get("obligation") for _, row in proofs}
     for path, row in obligations:
         if _is_demoted(row):
             continue
-        if "id" in row and row["id"] not in answered:
+        if "id" in row and row["id"] not in covered:
             text = f"{row['id']} is claimed, but no active test or proof covers it"
             walk.add("W-CLAIM", path, text)
-        tolerance, here = row.get("tolerance"), (*path, "tolerance")
+        tolerance, tolerance_path = row.get("tolerance"), (*path, "tolerance")
         if isinstance(tolerance, float):
-            walk.add("W-TOL", here, "a bare number: expected value, kind and derivation")
-        elif tolerance is None and row.get("type") in NUMERIC and here not in walk.broken:
-            walk.add("W-TOL", here, f"none, on an obligation of type {row['type']}")
+            walk.add("W-TOL", tolerance_path, "a bare number: expected value, kind and derivation")
+        elif tolerance is None and row.get("type") in NUMERIC and tolerance_path not in walk.broken:
+            walk.add("W-TOL", tolerance_path, f"none, on an obligation of type {row['type']}")
     caught = {id_ for _, row in planted for id_ in row.get("turns_red", ())}
     for path, row in active:
         if "id" in row and row["id"] not in caught:
@@ -180,7 +180,7 @@ def _check_ids(
 ) -> None:
     """Check that every id occurs once, and that every id that is referred to exists."""
     for path, row in obligations:
-        if _empty(row, (*path, "id"), walk):
+        if _is_empty(row, (*path, "id"), walk):
             walk.add("W-REF", (*path, "id"), "an obligation without an id cannot be named")
     text = "{} is the id of an earlier obligation"
     _check_unique(obligations, "id", set(), "W-REF", text, walk)
@@ -198,17 +198,17 @@ def _check_ids(
         (planted, "turns_red", active),
     ):
         known = {row["id"] for _, row in targets if "id" in row}
-        for path, id_ in _named(rows, field):
+        for path, id_ in _references(rows, field):
             if id_ is not None and id_ not in known:
                 near = nearest(id_, known) if known else ""
                 walk.add("W-REF", path, f"{id_} does not exist{near}")
 
 
-def _named(rows: Rows, field: str) -> Iterator[tuple[Path, str | None]]:
+def _references(rows: Rows, field: str) -> Iterator[tuple[Path, str | None]]:
     """Yield the ids that a field of each row refers to, whether it holds one or a list."""
     for path, row in rows:
-        found = row.get(field, ())
-        if isinstance(found, str):
-            yield (*path, field), found
+        references = row.get(field, ())
+        if isinstance(references, str):
+            yield (*path, field), references
         else:
-            yield from (((*path, field, i), id_) for i, id_ in enumerate(found))
+            yield from (((*path, field, i), id_) for i, id_ in enumerate(references))

@@ -37,9 +37,12 @@ from engine.signals import scratch_folder
 TESTS_LIMIT_S = 900.0
 COMMAND_LIMIT_S = 3600.0
 _TAIL = 400
+"""Maximum length of the last line of an output, in characters."""
 _NOT_INHERITED = ("APR_", "PYTEST_", "MANAGED_MEMORY", "PYTHONPATH")
 """Prefixes of variables that a shell, or a test that runs this, may have set."""
-_MADE = r"(?:pytest-of-[\w.-]*(?:/pytest-\d*)?/?|apr-contract-\w*/?|tmp[a-z0-9_]{8}(?![\w.-])/?)?"
+_TEMPORARY_NAMES = (
+    r"(?:pytest-of-[\w.-]*(?:/pytest-\d*)?/?|apr-contract-\w*/?|tmp[a-z0-9_]{8}(?![\w.-])/?)?"
+)
 """Names that pytest, tempfile and a run of a contract give in the folder of temporary files. A text that was cut
 may end within it."""
 
@@ -84,8 +87,8 @@ class Runner:
 
     def _checks(self, contract: Contract) -> Iterator[_Checked]:
         # The file was read without an error: a contract with errors is not run.
-        read = Ran(argv=["validate"], rc=0)
-        yield _Checked(kinds.VALID, kinds.VALID, read, {"problems": {"errors": 0}})
+        validated = Ran(argv=["validate"], rc=0)
+        yield _Checked(kinds.VALID, kinds.VALID, validated, {"problems": {"errors": 0}})
         if tests := _tests_of(contract.active):
             self.tell(f"{contract.id}: {len(tests)} tests")
             tested = run_tests(tests, self.root, TESTS_LIMIT_S)
@@ -99,14 +102,16 @@ class Runner:
                 yield _Checked(kinds.COMMAND, falsifier.id, ran, {}, detail=ran.tail)
         for proof in contract.proofs:
             self.tell(f"{contract.id}: proof {proof.id}")
-            ran, said = run_proof(proof, self.root)
-            cases = {"cases": {"all": said["cases"]}}
-            yield _Checked(kinds.PROOF, proof.id, ran, cases, said["result"], said["detail"])
+            ran, answer = run_proof(proof, self.root)
+            cases = {"cases": {"all": answer["cases"]}}
+            yield _Checked(kinds.PROOF, proof.id, ran, cases, answer["result"], answer["detail"])
         for planted in contract.planted:
             self.tell(f"{contract.id}: planted bug {planted.id}")
             # Commands of the engine take no planted bugs.
-            asked = [one for one in contract.active if one.id in planted.turns_red]
-            if tests := _tests_of(asked):
+            must_fail = [
+                falsifier for falsifier in contract.active if falsifier.id in planted.turns_red
+            ]
+            if tests := _tests_of(must_fail):
                 tested = run_tests(tests, self.root, TESTS_LIMIT_S, planted)
                 result, detail = "not loaded", tested.trouble
                 if tested.was_planted:
@@ -135,7 +140,7 @@ def without_machine(text: str, root: Path) -> str:
     folders = {"/tmp", tempfile.gettempdir(), os.path.realpath(tempfile.gettempdir())}
     text = text.replace(str(root), ".")
     for folder in sorted(folders, key=len, reverse=True):
-        text = re.sub(rf"(?<![\w.-]){re.escape(folder)}/{_MADE}", "TMP/", text)
+        text = re.sub(rf"(?<![\w.-]){re.escape(folder)}/{_TEMPORARY_NAMES}", "TMP/", text)
     return text
 
 
@@ -151,7 +156,7 @@ class Ran:
     @property
     def tail(self) -> str:
         lines = [line for line in (self.stderr or self.stdout).splitlines() if line.strip()]
-        return " ".join(lines[-1].split())[-_TAIL:] if lines else "it said nothing"
+        return " ".join(lines[-1].split())[-_TAIL:] if lines else "it printed nothing"
 
 
 def start(arguments: Sequence[str], root: Path, limit_s: float, env: dict[str, str]) -> Ran:
@@ -229,23 +234,23 @@ def run_tests(
         if planted is not None:
             tested.was_planted = (folder / "seen").exists()
         try:
-            found = json.loads(report.read_text("utf-8"))
+            outcomes = json.loads(report.read_text("utf-8"))
         except (OSError, ValueError):
-            found = {"nodes": {}, "errors": [f"no report: {tested.ran.tail}"]}
-    tested.trouble = next(iter(found["errors"]), "")
+            outcomes = {"nodes": {}, "errors": [f"no report: {tested.ran.tail}"]}
+    tested.trouble = next(iter(outcomes["errors"]), "")
     for id_, node in nodes.items():
-        _count(tested, id_, found["nodes"].get(node, []))
+        _count(tested, id_, outcomes["nodes"].get(node, []))
     return tested
 
 
 def _count(tested: Tested, id_: str, outcomes: list[dict[str, str]]) -> None:
     words = ("passed", "failed", "errors", "skipped", "xfailed")
-    found = [one["outcome"] for one in outcomes]
-    counts = {word: found.count(word) for word in words}
+    words_of_outcomes = [outcome["outcome"] for outcome in outcomes]
+    counts = {word: words_of_outcomes.count(word) for word in words}
     tested.counts[id_] = {"collected": len(outcomes), **counts}
     # The detail is that of the worst outcome.
-    said = {one["outcome"]: one["detail"] for one in reversed(outcomes)}
-    worst = [said[word] for word in words[1:] if word in said]
+    details = {outcome["outcome"]: outcome["detail"] for outcome in reversed(outcomes)}
+    worst = [details[word] for word in words[1:] if word in details]
     tested.details[id_] = worst[0] if worst else tested.trouble
 
 
@@ -283,11 +288,11 @@ def run_proof(proof: Proof, root: Path) -> tuple[Ran, dict[str, Any]]:
         return _run_crosshair(proof, root)
     ran = start(["-m", "engine.contracts.proving", proof.harness], root, proof.timeout_s, {})
     try:
-        said = json.loads(ran.stdout.strip().splitlines()[-1])
+        answer = json.loads(ran.stdout.strip().splitlines()[-1])
     except (ValueError, IndexError):
         how = "stopped at its limit" if ran.rc is None else f"exit {ran.rc}"
-        said = {"result": UNKNOWN, "cases": 0, "detail": f"{how}: {ran.tail}"}
-    return ran, said
+        answer = {"result": UNKNOWN, "cases": 0, "detail": f"{how}: {ran.tail}"}
+    return ran, answer
 
 
 def _run_crosshair(proof: Proof, root: Path) -> tuple[Ran, dict[str, Any]]:

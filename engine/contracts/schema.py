@@ -73,7 +73,7 @@ def _words(text: str) -> frozenset[str]:
 
 
 def _fields(kind: Shape, names: str) -> dict[str, Shape]:
-    """Fields that share one shape."""
+    """Return fields that share one shape."""
     return dict.fromkeys(names.split(), kind)
 
 
@@ -210,10 +210,10 @@ class Walk:
         file: str = "",
     ) -> None:
         """Add a problem at a value, or at the nearest enclosing value that exists; or at a place of another file."""
-        known = path
-        while known and known not in self.marks:
-            known = known[:-1]
-        line, column = place or self.marks.get(known, (1, 1))
+        nearest_path = path
+        while nearest_path and nearest_path not in self.marks:
+            nearest_path = nearest_path[:-1]
+        line, column = place or self.marks.get(nearest_path, (1, 1))
         self.problems.append(
             Problem(
                 file=file or self.file,
@@ -233,38 +233,45 @@ class Walk:
         if value is None:
             return None
         if isinstance(shape, tuple):
-            alike = [one for one in shape if _form(one) is _form(value)]
-            if alike:
-                return self.read(node, alike[0], path)
+            alternatives = [
+                alternative for alternative in shape if _container(alternative) is _container(value)
+            ]
+            if alternatives:
+                return self.read(node, alternatives[0], path)
         match shape:
             case Block() if isinstance(value, dict):
                 return self._block(node, shape, path)
             case Named(item) if isinstance(value, dict):
-                return {key: self._item(one, item, (*path, key)) for key, one in value.items()}
+                return {
+                    key: self._item(item_node, item, (*path, key))
+                    for key, item_node in value.items()
+                }
             case list() if isinstance(value, list):
-                return [self._item(one, shape[0], (*path, i)) for i, one in enumerate(value)]
+                return [
+                    self._item(item_node, shape[0], (*path, i)) for i, item_node in enumerate(value)
+                ]
             case frozenset() if isinstance(value, str):
                 if (word := value.strip()) in shape:
                     return word
                 near = nearest(word, shape)
-                return self._bad(path, f"expected a known word, found {word!r}{near}")
+                return self._report(path, f"expected a known word, found {word!r}{near}")
             case AtLeast(least) if isinstance(value, int) and not isinstance(value, bool):
                 if value >= least:
                     return value
-                return self._bad(path, f"expected {least} or more, found {value}")
+                return self._report(path, f"expected {least} or more, found {value}")
         if shape is object or (shape is bool and isinstance(value, bool)):
             return value
         if shape is float and isinstance(value, int | float) and not isinstance(value, bool):
             return float(value)
         if shape in (str, VERBATIM) and isinstance(value, str):
             return value.strip() if shape is str else value
-        return self._bad(path, f"expected {_told(shape)}, found {_found(value)}")
+        return self._report(path, f"expected {_shape_text(shape)}, found {_value_text(value)}")
 
     def _item(self, node: Node, shape: Shape, path: Path) -> Any:
         """Read an item of a list or of a mapping with free keys; an empty item is a problem."""
         value = self.read(node, shape, path)
         if value is None and path not in self.broken:
-            self._bad(path, "expected a value, found nothing")
+            self._report(path, "expected a value, found nothing")
         return value
 
     def _block(self, node: Node, shape: Block, path: Path) -> dict[str, Any]:
@@ -274,7 +281,7 @@ class Walk:
             here = (*path, name)
             if name not in shape.fields:
                 self.marks[here] = (inner.key_line, inner.key_column)
-                self._unknown(key, shape, path)
+                self._report_unknown(key, shape, path)
             elif name in out or here in self.broken:
                 self.marks[(*path, key)] = (inner.key_line, inner.key_column)
                 text = f"{key} is another name of {name}, which is here too"
@@ -286,20 +293,20 @@ class Walk:
                 self.add("W-FORM", (*path, name), "expected a value, found none")
         return out
 
-    def _unknown(self, key: str, shape: Block, path: Path) -> None:
+    def _report_unknown(self, key: str, shape: Block, path: Path) -> None:
         rule, text = (None if path else almost_a_block(key)) or (
             "W-KEY",
             f"a key that is not known{nearest(key, {*shape.fields, *shape.aliases})}",
         )
         self.add(rule, (*path, key), text)
 
-    def _bad(self, path: Path, text: str) -> None:
+    def _report(self, path: Path, text: str) -> None:
         self.broken.add(path)
         self.add("W-FORM", path, text)
 
 
 def almost_a_block(key: str) -> tuple[str, str] | None:
-    """The problem that upstream reports for an unknown key at the top; None for keys that it ignores."""
+    """Return the problem that upstream reports for an unknown key at the top; None for keys that it ignores."""
     if key == "kind":
         return "SCHEMA-018", "not read here: the kind of a contract is metadata.kind"
     for block in BLOCKS:
@@ -323,8 +330,8 @@ def _dotted(path: Iterable[str | int]) -> str:
     return out
 
 
-def _form(value: Any) -> type:
-    """Whether a value, or a shape, is a mapping, a list or a scalar."""
+def _container(value: Any) -> type:
+    """Return the container of a value or of a shape: dict, list, or object for a scalar."""
     if isinstance(value, dict | Block | Named):
         return dict
     return list if isinstance(value, list) else object
@@ -338,16 +345,16 @@ _FORMS: dict[object, str] = {
 }
 
 
-def _told(shape: Shape) -> str:
+def _shape_text(shape: Shape) -> str:
     if isinstance(shape, tuple):
-        return " or ".join(map(_told, shape))
+        return " or ".join(map(_shape_text, shape))
     if isinstance(shape, AtLeast):
         return "an integer"
-    form = _form(shape)
+    form = _container(shape)
     return _FORMS.get(shape if form is object else form, "text")
 
 
-def _found(value: Any) -> str:
+def _value_text(value: Any) -> str:
     match value:
         case dict():
             return "a mapping"

@@ -70,7 +70,7 @@ class Sources:
         return self.file_of(module), name
 
     def has(self, reference: str) -> bool:
-        """Whether `module:name` exists."""
+        """Return whether `module:name` exists."""
         file, name = self.place_of(reference)
         return name in self.names(file)
 
@@ -87,9 +87,9 @@ class Sources:
                     continue
                 starts = {line: name for name, line in self.names(file).items()}
                 for number, comment in _comments(text):
-                    if found := _MARK.fullmatch(comment):
+                    if mark := _MARK.fullmatch(comment):
                         name = starts.get(number + 1, "")
-                        out += [Marker(file, number, id_, name) for id_ in found["ids"].split(", ")]
+                        out += [Marker(file, number, id_, name) for id_ in mark["ids"].split(", ")]
         return out
 
     def helpers(self, file: Path) -> list[Path]:
@@ -98,7 +98,7 @@ class Sources:
         tops = ["tests."]
         if file.is_relative_to(self.root):
             tops.append(f"{file.relative_to(self.root).parts[0]}.")
-        found = set()
+        paths = set()
         for node in ast.walk(_tree(self.text(file))):
             names = []
             if isinstance(node, ast.Import):
@@ -108,10 +108,10 @@ class Sources:
             for name in names:
                 own = name.removeprefix(f"{file.parent.name}.")
                 if "." not in own:
-                    found.add(file.parent / f"{own}.py")
+                    paths.add(file.parent / f"{own}.py")
                 if name.startswith(tuple(tops)):
-                    found.add(self.file_of(name))
-        return sorted(path for path in found if path.is_file())
+                    paths.add(self.file_of(name))
+        return sorted(path for path in paths if path.is_file())
 
 
 def _tree(text: str | None) -> ast.Module:

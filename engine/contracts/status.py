@@ -106,10 +106,10 @@ def meet(a: Answer, b: Answer) -> Answer:
 # contract: verdict-lattice-v1
 def meet_all(answers: Iterable[Answer]) -> Answer:
     """Return the meet of a set. The meet of an empty set is NotRun, not Pass, because nothing was checked."""
-    found = list(answers)
-    if not found:
+    listed = list(answers)
+    if not listed:
         return Answer(Rank.NOT_RUN, "nothing was asked")
-    return functools.reduce(meet, found)
+    return functools.reduce(meet, listed)
 
 
 def answer_of(receipt: Receipt, contract: Contract, code_sha256: str) -> Answer:
@@ -123,14 +123,14 @@ def answer_of(receipt: Receipt, contract: Contract, code_sha256: str) -> Answer:
         return Answer(Rank.PASS if errors == 0 else Rank.FAIL, f"{errors} error(s)")
     for bug in contract.planted:
         if receipt.kind == PLANTED and bug.id == receipt.check:
-            return _caught(receipt, bug.turns_red)
-    judges = {TEST: _tested, COMMAND: _commanded, PROOF: _proven}
+            return _planted_answer(receipt, bug.turns_red)
+    judges = {TEST: _test_answer, COMMAND: _command_answer, PROOF: _proof_answer}
     if (judge := judges.get(receipt.kind)) is not None:
         return judge(receipt)
     return Answer(Rank.NO_CHECKABLE, f"a receipt of a kind that is not known: {receipt.kind}")
 
 
-def _tested(receipt: Receipt) -> Answer:
+def _test_answer(receipt: Receipt) -> Answer:
     counts = receipt.counts.get(receipt.check, {})
     collected = counts.get("collected", 0)
 
@@ -153,7 +153,7 @@ def _tested(receipt: Receipt) -> Answer:
     return Answer(Rank.PASS, f"{collected} of {collected} passed")
 
 
-def _commanded(receipt: Receipt) -> Answer:
+def _command_answer(receipt: Receipt) -> Answer:
     if receipt.rc == 0:
         return Answer(Rank.PASS, "exit 0")
     if receipt.rc == 1:
@@ -162,18 +162,18 @@ def _commanded(receipt: Receipt) -> Answer:
     return Answer(Rank.NO_CHECKABLE, f"{how}: {receipt.detail}")
 
 
-def _proven(receipt: Receipt) -> Answer:
+def _proof_answer(receipt: Receipt) -> Answer:
     if receipt.result == ABSENT:
         return Answer(Rank.TOOL_ABSENT, receipt.detail)
     if receipt.result == REFUTED:
         return Answer(Rank.FAIL, f"counterexample: {receipt.detail}")
-    asked = receipt.counts.get("cases", {}).get("all", 0) > 0
-    if receipt.result == PROVED and receipt.rc == 0 and asked:
+    has_cases = receipt.counts.get("cases", {}).get("all", 0) > 0
+    if receipt.result == PROVED and receipt.rc == 0 and has_cases:
         return Answer(Rank.PASS, receipt.detail)
     return Answer(Rank.NO_CHECKABLE, receipt.detail or f"no answer (exit {receipt.rc})")
 
 
-def _caught(receipt: Receipt, turns_red: Sequence[str]) -> Answer:
+def _planted_answer(receipt: Receipt, turns_red: Sequence[str]) -> Answer:
     if receipt.result != WAS_PLANTED:
         return Answer(Rank.POSITIVE_CONTROL_FAILED, f"not planted: {receipt.detail}")
     missed = [id_ for id_ in turns_red if not receipt.counts.get(id_, {}).get("failed")]
@@ -252,24 +252,24 @@ def overview(
     when there is no contract. Loads no torch and starts no process, so screens and notebooks can call it."""
     folder = receipts if receipts.is_absolute() else root / receipts
     now_s, sources = now_s or time.time(), Sources(root)
-    return [_status(one, sources, folder, now_s) for one in checked_contracts(paths, root)]
+    return [_status(file, sources, folder, now_s) for file in checked_contracts(paths, root)]
 
 
-def _status(one: Loaded, sources: Sources, folder: Path, now_s: float) -> Status:
-    contract, checks = one.contract, tuple[Check, ...]()
+def _status(file: Loaded, sources: Sources, folder: Path, now_s: float) -> Status:
+    contract, checks = file.contract, tuple[Check, ...]()
     if contract is None:
         answer = Answer(Rank.FAIL, "the file has errors")
     else:
         try:
-            found = read_receipts(folder, contract.id)
-            checks = tuple(_checks(contract, found, code_hash(contract, sources), now_s))
+            receipts = read_receipts(folder, contract.id)
+            checks = tuple(_checks(contract, receipts, code_hash(contract, sources), now_s))
             answer = _overall(contract, checks)
         except BadInput as error:
             answer = Answer(Rank.NOT_RUN, error.message)
     return Status(
-        id=one.path.stem,
-        path=one.path,
-        problems=tuple(str(problem) for problem in one.problems),
+        id=file.path.stem,
+        path=file.path,
+        problems=tuple(str(problem) for problem in file.problems),
         contract=contract,
         answer=answer,
         checks=checks,
@@ -277,22 +277,25 @@ def _status(one: Loaded, sources: Sources, folder: Path, now_s: float) -> Status
 
 
 def _checks(
-    contract: Contract, found: dict[str, Receipt], code_sha256: str, now_s: float
+    contract: Contract, receipts: dict[str, Receipt], code_sha256: str, now_s: float
 ) -> Iterable[Check]:
     for id_, kind, says, *more in (
         (VALID, VALID, "the file has no errors"),
         *(
             (
-                one.id,
+                falsifier.id,
                 TEST,
-                one.prediction,
-                one.test,
-                f"if it fails: {one.if_fails}",
-                *([f"not as published: {one.differs}"] if one.differs else ()),
+                falsifier.prediction,
+                falsifier.test,
+                f"if it fails: {falsifier.if_fails}",
+                *([f"not as published: {falsifier.differs}"] if falsifier.differs else ()),
             )
-            for one in contract.active
+            for falsifier in contract.active
         ),
-        *((one.id, PROOF, f"{one.engine} {one.harness}, {one.bound}") for one in contract.proofs),
+        *(
+            (proof.id, PROOF, f"{proof.engine} {proof.harness}, {proof.bound}")
+            for proof in contract.proofs
+        ),
         *(
             (
                 bug.id,
@@ -304,21 +307,21 @@ def _checks(
         ),
     ):
         answer, age_s = Answer(Rank.NOT_RUN, "no receipt; `engine contracts run`"), None
-        if (receipt := found.get(id_)) is not None:
+        if (receipt := receipts.get(id_)) is not None:
             answer, age_s = answer_of(receipt, contract, code_sha256), now_s - receipt.unix_s
         yield Check(id=id_, kind=kind, says=says, more=tuple(more), answer=answer, age_s=age_s)
 
 
 def _overall(contract: Contract, checks: Sequence[Check]) -> Answer:
-    """The meet of its tests, proofs and planted bugs: one skipped check makes it Unknown."""
-    asked = [c for c in checks if c.kind != VALID]
+    """Return the meet of its tests, proofs and planted bugs: one skipped check makes it Unknown."""
+    counted = [c for c in checks if c.kind != VALID]
     if contract.demoted_by:
         return Answer(Rank.REPORT, f"demoted by {contract.demoted_by}")
     if not contract.runs:
         return Answer(Rank.NO_CHECKABLE, "not of dialect engine-1: nothing in it runs here")
-    lowest = meet_all(check.answer for check in asked)
+    lowest = meet_all(check.answer for check in counted)
     if lowest.rank is Rank.PASS:
-        return Answer(Rank.PASS, f"{len(asked)} checks passed")
-    ids = [check.id for check in asked if check.answer.rank is lowest.rank]
-    more = f" and {len(ids) - 1} more" if len(ids) > 1 else ""
-    return Answer(lowest.rank, f"{ids[0]}{more}: {lowest.text}" if ids else lowest.text)
+        return Answer(Rank.PASS, f"{len(counted)} checks passed")
+    ids = [check.id for check in counted if check.answer.rank is lowest.rank]
+    others = f" and {len(ids) - 1} more" if len(ids) > 1 else ""
+    return Answer(lowest.rank, f"{ids[0]}{others}: {lowest.text}" if ids else lowest.text)

@@ -14,7 +14,7 @@ SIGNS = {Level.PASS: "+", Level.FAIL: "!", Level.UNKNOWN: "?"}
 
 
 def summary(status: Status) -> str:
-    """One line: `+ PASS kd-loss-v1: proven, 3h02m old`, with the reason when it does not pass."""
+    """Return one line: `+ PASS kd-loss-v1: proven, 3h02m old`, with the reason when it does not pass."""
     level = status.answer.level
     why = "" if level is Level.PASS else f"; {one_line(str(status.answer))}"
     age = "never run" if status.age_s is None else f"{_age(status.age_s)} old"
@@ -23,7 +23,7 @@ def summary(status: Status) -> str:
 
 
 def contract_lines(status: Status) -> Iterator[str]:
-    """Everything about one contract: its result, equations, claims, and each check with its last result."""
+    """Yield everything about one contract: its result, equations, claims, and each check with its last result."""
     yield f"{status.id}: {status.answer.level.name}"
     yield f"  {one_line(str(status.answer))}"
     age = "no receipt yet" if status.age_s is None else f"oldest receipt {_age(status.age_s)} old"

@@ -88,9 +88,9 @@ def parse_tree(raw: bytes) -> tuple[Node, list[Duplicate]]:
         line = raw[: error.start].count(b"\n") + 1
         raise Unreadable(f"expected UTF-8, found other bytes at byte {error.start}", line) from None
     for pattern, what in ((_CONTROL, "a control character"), (_DIRECTIVE, "a directive")):
-        if found := pattern.search(text):
-            line, column = _place(text, found.start())
-            raise Unreadable(f"expected text, found {what} ({found[0]!r})", line, column)
+        if match := pattern.search(text):
+            line, column = _place(text, match.start())
+            raise Unreadable(f"expected text, found {what} ({match[0]!r})", line, column)
     loader = _LOADER(text)
     try:
         builder = _Builder(loader)
@@ -146,27 +146,27 @@ class _Builder:
         if isinstance(event, yaml.ScalarEvent):
             node.value = event.value if event.style else resolve(event.value)
         elif isinstance(event, yaml.SequenceStartEvent):
-            node.value = [self.node(one, depth + 1) for one in self.until(yaml.SequenceEndEvent)]
+            node.value = [self.node(item, depth + 1) for item in self.until(yaml.SequenceEndEvent)]
         else:
             node.value = self.mapping(depth)
         return node
 
     def mapping(self, depth: int) -> dict[str, Node]:
-        found: dict[str, Node] = {}
+        nodes: dict[str, Node] = {}
         for key in self.until(yaml.MappingEndEvent):
             if not isinstance(key, yaml.ScalarEvent):
                 raise _unreadable(key, "expected a word as key, found a list or a mapping")
             if not key.style and resolve(key.value) is None:
                 raise _unreadable(key, "expected a word as key, found none")
             place, name = _place_of(key), key.value
-            if name in found:
-                self.duplicates.append(Duplicate(name, place, found[name].key_line))
+            if name in nodes:
+                self.duplicates.append(Duplicate(name, place, nodes[name].key_line))
             event = self.next_event()
             _refuse_references(event)
             node = self.node(event, depth + 1)
             node.key_line, node.key_column = place
-            found.setdefault(name, node)
-        return found
+            nodes.setdefault(name, node)
+        return nodes
 
 
 def _refuse_references(event: Any) -> None:

@@ -35,7 +35,9 @@ from engine.machine.kill_counters import read_kill_counters
 from engine.verdict import Level, Verdict
 
 LIMIT_S = 90.0
+"""Seconds within which a run reaches BEGUN_STEPS, or its second session."""
 ENDING_S = 20.0
+"""Seconds within which a run whose incident was named ends by itself."""
 BEGUN_STEPS = 3
 """Steps of a run before it is killed, or stopped to be resumed."""
 
@@ -105,8 +107,8 @@ def _run(drill: Drill, run: Attended, spec: Path, inputs: Path, group: Path | No
     if drill.act == "kill" and run.wait(lambda view: view.last_step >= BEGUN_STEPS, LIMIT_S):
         effect_unix_s = run.kill()
     run.wait(lambda view: named_as(names_of(view), drill.expected) is not None, drill.limit_s)
-    said = named_as(names_of(run.view), drill.expected)
-    if said is not None and said.kind != ALERT:
+    named = named_as(names_of(run.view), drill.expected)
+    if named is not None and named.kind != ALERT:
         # A run whose incident is named ends by itself; one that hangs does not.
         run.wait(lambda view: view.exit is not None, ENDING_S)
     return effect_unix_s
@@ -124,14 +126,14 @@ def judged(
 ) -> Drilled:
     """Judge the drill by the logs of a run that has ended."""
     view = run.view
-    said = [naming for naming in names_of(view) if naming.unix_s < run.ended_unix_s]
-    named = named_as(said, drill.expected)
-    others = tuple(dict.fromkeys(n.name for n in said if n is not named))
+    namings = [naming for naming in names_of(view) if naming.unix_s < run.ended_unix_s]
+    named = named_as(namings, drill.expected)
+    others = tuple(dict.fromkeys(n.name for n in namings if n is not named))
     state = run.follower.state
     if named is None:
-        expected = " or ".join(one.name for one in drill.expected)
-        found = ", ".join(others) or "nothing"
-        text = f"expected {expected}, found {found}; the run: {state}"
+        expected = " or ".join(accepted.name for accepted in drill.expected)
+        others_text = ", ".join(others) or "nothing"
+        text = f"expected {expected}, found {others_text}; the run: {state}"
         failed = Verdict(Level.FAIL, text)
         return Drilled(drill=drill, verdict=failed, others=others, state=state, cost_s=cost_s)
     rows = range(view.session_row, len(view.steps))

@@ -225,7 +225,7 @@ DRILLS: tuple[Drill, ...] = (
 
 def drill(id: str) -> Drill:
     """Return the drill of that id. Raises BadInput."""
-    known = {one.id: one for one in DRILLS}
+    known = {drill.id: drill for drill in DRILLS}
     if id not in known:
         import difflib
 

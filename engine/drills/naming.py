@@ -44,16 +44,16 @@ class Naming(Name):
 class Expected(Name):
     """An accepted name: the text that it must contain, and the flip that it must suggest."""
 
-    def is_met_by(self, said: Naming) -> bool:
+    def is_met_by(self, naming: Naming) -> bool:
         return (
-            (self.kind, self.id) == (said.kind, said.id)
-            and self.text in said.text
-            and self.flip in said.flip
+            (self.kind, self.id) == (naming.kind, naming.id)
+            and self.text in naming.text
+            and self.flip in naming.flip
         )
 
 
 def names_of(view: RunView) -> list[Naming]:
-    """Everything that was named in the newest session, in order of time."""
+    """Return all names given in the newest session, in order of time."""
     begun = view.session_unix_s or view.trainer_started_unix_s or 0.0
     return [
         naming
@@ -77,12 +77,12 @@ def _names(event: object, unix_s: float) -> Iterator[Naming]:
             what = first.split()[0] if colon and first else "run"
             yield Naming(REFUSAL, what, one_line(event.reason), unix_s=unix_s)
         case TrainerExited() if event.state not in QUIET_EXITS:
-            said, sure = one_line(event.sentence), event.certainty
-            yield Naming(EXIT, event.state, said, unix_s=unix_s, certainty=sure)
+            sentence, certainty = one_line(event.sentence), event.certainty
+            yield Naming(EXIT, event.state, sentence, unix_s=unix_s, certainty=certainty)
         case _:
             return
 
 
-def named_as(said: Sequence[Naming], expected: Sequence[Expected]) -> Naming | None:
+def named_as(namings: Sequence[Naming], expected: Sequence[Expected]) -> Naming | None:
     """Return the first name that is accepted."""
-    return next((n for n in said if any(e.is_met_by(n) for e in expected)), None)
+    return next((n for n in namings if any(e.is_met_by(n) for e in expected)), None)

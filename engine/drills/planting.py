@@ -39,7 +39,9 @@ if TYPE_CHECKING:
     from engine.kernels.compiler import Variant
 
 AFTER = 6
+"""Step at which a hang begins."""
 LEAK_BYTES = 64 << 20
+"""Bytes that each step leaks."""
 WAIT_CYCLES = 1 << 38
 """Two minutes of an H200, so that the kernel ends by itself."""
 WAIT_S = 0.75
@@ -67,11 +69,11 @@ def _before(owner: Any, name: str, act: Callable[..., object]) -> AbstractContex
     """Call `act` with the arguments of `owner.name` before each call of it."""
 
     def make(call: Callable[..., Any]) -> Callable[..., Any]:
-        def spoilt(*given: Any, **named: Any) -> Any:
+        def planted_call(*given: Any, **named: Any) -> Any:
             act(*given, **named)
             return call(*given, **named)
 
-        return spoilt
+        return planted_call
 
     return replaced(owner, name, make)
 
@@ -117,11 +119,11 @@ def log_slow() -> AbstractContextManager[None]:
 
 def deadlock() -> AbstractContextManager[None]:
     """Two threads take two locks in opposite orders."""
-    first, second, both = threading.Lock(), threading.Lock(), threading.Barrier(2)
+    first, second, barrier = threading.Lock(), threading.Lock(), threading.Barrier(2)
 
     def take(here: threading.Lock, there: threading.Lock) -> None:
         with here:
-            both.wait()
+            barrier.wait()
             with there:
                 pass
 
@@ -147,7 +149,7 @@ def _at_update(act: Callable[[int], object]) -> AbstractContextManager[None]:
     """Call `act` with the number of the step, from 1, before each update of the weights."""
 
     def make(build: Callable[..., torch.optim.AdamW]) -> Callable[..., torch.optim.AdamW]:
-        def spoilt(*arguments: Any) -> torch.optim.AdamW:
+        def planted_call(*arguments: Any) -> torch.optim.AdamW:
             optimizer, steps = build(*arguments), itertools.count(1)
 
             def before(*_: Any) -> None:
@@ -156,7 +158,7 @@ def _at_update(act: Callable[[int], object]) -> AbstractContextManager[None]:
             optimizer.register_step_pre_hook(before)
             return optimizer
 
-        return spoilt
+        return planted_call
 
     return replaced(trainer, "build_optimizer", make)
 
@@ -173,13 +175,16 @@ def stale_body() -> Iterator[None]:
     def make(compile_for: Callable[..., tuple[Any, bool]]) -> Callable[..., tuple[Any, bool]]:
         planted: list[Variant] = []
 
-        def spoilt(variant: Variant, arch: int) -> tuple[Any, bool]:
+        def planted_call(variant: Variant, arch: int) -> tuple[Any, bool]:
             if not planted:
                 planted.append(variant)
-                _lay_over(compile_for(variant, arch)[0], compile_for(_other(variant), arch)[0])
+                _copy_over(
+                    compile_for(variant, arch)[0],
+                    compile_for(_with_other_constant(variant), arch)[0],
+                )
             return compile_for(variant, arch)
 
-        return spoilt
+        return planted_call
 
     before = os.environ.get("TRITON_CACHE_DIR")
     with tempfile.TemporaryDirectory() as folder, replaced(registry, "compile_for", make):
@@ -192,8 +197,8 @@ def stale_body() -> Iterator[None]:
                 os.environ["TRITON_CACHE_DIR"] = before
 
 
-def _other(variant: Variant) -> Variant:
-    """The same kernel with its last integer constant doubled."""
+def _with_other_constant(variant: Variant) -> Variant:
+    """Return the same kernel with its last integer constant doubled."""
     name, value = next(
         (name, value) for name, value in reversed(variant.constants) if type(value) is int
     )
@@ -201,7 +206,7 @@ def _other(variant: Variant) -> Variant:
     return dataclasses.replace(variant, constants=constants)
 
 
-def _lay_over(victim: Any, other: Any) -> None:
+def _copy_over(victim: Any, other: Any) -> None:
     """Copy every file of the compiled kernel `other`, the index included, over that of `victim`."""
     here, there = (Path(next(iter(b.metadata_group.values()))).parent for b in (victim, other))
     for file in there.iterdir():

@@ -96,8 +96,8 @@ def start(
     environment = {name: value for name, value in child.environment().items() if name != TRAINER}
     if plant:
         environment[TRAINER] = f"engine.drills.planting {plant} --"
-    unheard = [] if "--resume" in arguments else ["--set", "notify.to=none"]
-    command = child.command("engine", "distill", *arguments, *unheard, "--detach")
+    no_messages = [] if "--resume" in arguments else ["--set", "notify.to=none"]
+    command = child.command("engine", "distill", *arguments, *no_messages, "--detach")
     if group is not None:
         # The shell moves itself, so that whatever it starts is created inside the group.
         enter = 'echo $$ > "$0" && exec "$@"'
@@ -119,19 +119,19 @@ class Attended:
     def view(self) -> RunView:
         return self.follower.view
 
-    def wait(self, seen: Callable[[RunView], bool], limit_s: float) -> bool:
-        """Wait until the view fulfils `seen` (True), or until the run or the time has ended (False)."""
+    def wait(self, condition: Callable[[RunView], bool], limit_s: float) -> bool:
+        """Wait until the view fulfils `condition` (True), or until the run or the time has ended (False)."""
         deadline_s = time.monotonic() + limit_s
         while True:
             # Check for the end before reading, so that the read includes everything written before it.
             over = self.has_ended()
             with contextlib.suppress(RunLogError):
                 self.follower.poll()
-            if seen(self.view):
+            if condition(self.view):
                 return True
             if over or time.monotonic() > deadline_s:
                 return False
-            self._look_for_death()
+            self._note_death()
             time.sleep(POLL_S)
 
     def has_ended(self) -> bool:
@@ -142,7 +142,7 @@ class Attended:
             and not (alive.trainer or alive.supervisor)
         )
 
-    def _look_for_death(self) -> None:
+    def _note_death(self) -> None:
         pid = self.view.trainer_pid
         if pid is None or self.died_unix_s is not None or self.view.exit is not None:
             return

@@ -24,12 +24,12 @@ def _when(drilled: Drilled) -> str:
 
 
 def table(results: Sequence[Drilled]) -> list[str]:
-    """One line for each drill under a heading, aligned; then why some did not pass; the counts of the
-    verdicts last."""
+    """Return a line for each drill under a heading, aligned; then why some did not pass; last the counts of the
+    verdicts."""
     why = [
-        f"{one.verdict.level.name} {one.drill.id}: {clipped(one.verdict.reason, EVIDENCE_LETTERS)}"
-        for one in results
-        if one.verdict.level is not Level.PASS
+        f"{result.verdict.level.name} {result.drill.id}: {clipped(result.verdict.reason, EVIDENCE_LETTERS)}"
+        for result in results
+        if result.verdict.level is not Level.PASS
     ]
     lines = aligned([HEAD, *map(_row, results)])
     return [*lines, *why, count_of([drilled.verdict.level.name for drilled in results])]
@@ -55,7 +55,7 @@ def count_of(levels: Sequence[str]) -> str:
 
 
 def lines_of(drilled: Drilled) -> list[str]:
-    """One drill with its evidence."""
+    """Return the lines of one drill with its evidence."""
     drill = drilled.drill
     lines = [f"{drilled.verdict.level.name:7}  {drill.id}: {drill.what}"]
     if drilled.named is not None:

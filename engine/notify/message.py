@@ -18,7 +18,7 @@ _TITLES = {
     TEST: "a test message",
 }
 _LONGEST = 1500
-"""Characters of one text: the services refuse or cut longer messages (Discord: 2,000)."""
+"""Maximum length of a text, in characters: the services refuse or cut longer messages (Discord: 2,000)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +45,7 @@ class Message:
     def text(self) -> str:
         at = [] if self.step is None else [f"step {self.step:,}"]
         do = [f"do: {self.do}"] if self.do else []
-        return "\n".join(_line(one) for one in [self.verdict, *do, *at, f"look: {self.look}"])
+        return "\n".join(_line(line) for line in [self.verdict, *do, *at, f"look: {self.look}"])
 
     def as_dict(self) -> dict[str, Any]:
         fields = {
@@ -62,7 +62,7 @@ def _line(text: str) -> str:
 def body_of(format: str, message: dict[str, Any]) -> tuple[bytes, dict[str, str]]:
     """Return the body and the headers of a POST, from `Message.as_dict`."""
     title, text = message["title"], message["text"]
-    both = clipped(f"{title}\n{text}", _LONGEST)
+    whole = clipped(f"{title}\n{text}", _LONGEST)
     if format == "ntfy":
         # A header has ASCII only; a long body would become an attachment.
         coded = base64.b64encode(title.encode()).decode()
@@ -71,10 +71,10 @@ def body_of(format: str, message: dict[str, Any]) -> tuple[bytes, dict[str, str]
     body: dict[str, Any] = message
     if format == "slack":
         # Names of channels and people stand between < and >.
-        safe = both.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+        safe = whole.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
         body = {"text": safe}
     elif format == "discord":
-        body = {"content": both, "allowed_mentions": {"parse": []}}
+        body = {"content": whole, "allowed_mentions": {"parse": []}}
     return json.dumps(body).encode(), {"Content-Type": "application/json"}
 
 

@@ -83,29 +83,29 @@ def read_receivers() -> dict[str, Receiver]:
 def choose_receivers(wanted: str, environ: Mapping[str, str]) -> list[Receiver]:
     """Return the receivers in a list with commas: names of the user's file, `all` of them, `none`, `$VARIABLE` with a
     URL in it, or a URL. Raises BadInput."""
-    found: list[Receiver] = []
+    receivers: list[Receiver] = []
     for word in dict.fromkeys(map(str.strip, wanted.split(","))):
         if word == ALL:
-            found += read_receivers().values()
+            receivers += read_receivers().values()
         elif "://" in word:
-            found.append(_webhook("--notify", f"url-{len(found) + 1}", word))
+            receivers.append(_webhook("--notify", f"url-{len(receivers) + 1}", word))
         elif re.fullmatch(r"\$\w+", word):
-            found.append(_webhook(f"notify: {word}", word, environ.get(word[1:], "")))
+            receivers.append(_webhook(f"notify: {word}", word, environ.get(word[1:], "")))
         elif word not in ("", NOBODY):
             known = read_receivers()
             if word not in known:
                 names = ", ".join([ALL, NOBODY, *known])
-                said = word if NAME.fullmatch(word) else "another text"
-                raise BadInput.expected("notify", config_file(), f"one of {names}", said)
-            found.append(known[word])
-    return found
+                shown = word if NAME.fullmatch(word) else "another text"
+                raise BadInput.expected("notify", config_file(), f"one of {names}", shown)
+            receivers.append(known[word])
+    return receivers
 
 
 def _receiver(where: str, name: str, table: Any) -> Receiver:
     if not NAME.fullmatch(name) or name in (ALL, NOBODY):
         raise BadInput(f"{where} — expected a name of letters, digits, - and _, not all or none")
     match table:
-        case {"webhook": url, **more} if more in ({}, *({"format": one} for one in FORMATS)):
+        case {"webhook": url, **more} if more in ({}, *({"format": known} for known in FORMATS)):
             return _webhook(where, name, url, str(more.get("format", "")))
         case {"command": [*words], **more} if words and not more:
             return Receiver(name=name, command=tuple(map(str, words)))

@@ -73,19 +73,20 @@ class Delivery:
         if self._child.poll() is None:
             if time.monotonic() < self._by_s:
                 return None
-            # With the commands that it has started.
+            # The whole session, with the commands that the child has started.
             with contextlib.suppress(OSError):
                 os.killpg(self._child.pid, signal.SIGKILL)
             self._child.wait()
-        found: dict[str, tuple[bool, str]] = {}
+        results_by_number: dict[str, tuple[bool, str]] = {}
         with self._results as results:
             results.seek(0)
             for line in results:
                 number, sent, text = line.rstrip("\n").split(" ", 2)
-                found[number] = (sent == "sent", text)
+                results_by_number[number] = (sent == "sent", text)
         late = (False, f"no answer within {LIMIT_S:g} s")
         self.outcomes = [
-            Outcome(one, *found.get(str(n), late)) for n, one in enumerate(self._receivers)
+            Outcome(receiver, *results_by_number.get(str(n), late))
+            for n, receiver in enumerate(self._receivers)
         ]
         return self.outcomes
 
@@ -127,9 +128,9 @@ def _post(receiver: Receiver, message: dict[str, Any]) -> tuple[bool, str]:
         coded = base64.b64encode(unquote(user).encode()).decode()
         headers["Authorization"] = f"Basic {coded}"
     url = parts._replace(netloc=place, fragment="").geturl()
-    asked = request.Request(url, data=body, headers=headers, method="POST")
+    post = request.Request(url, data=body, headers=headers, method="POST")
     try:
-        with request.build_opener(Refuse).open(asked, timeout=LIMIT_S) as answer:
+        with request.build_opener(Refuse).open(post, timeout=LIMIT_S) as answer:
             answer.read(ANSWER_BYTES)
             return True, f"HTTP {answer.status}"
     except HTTPError as error:
@@ -161,7 +162,7 @@ def _run(receiver: Receiver, message: dict[str, Any]) -> tuple[bool, str]:
 
 
 def main() -> None:
-    # Where the process that kills it is gone.
+    # Ends this process where the one that would kill it is gone.
     signal.setitimer(signal.ITIMER_REAL, LIMIT_S + 1)
     message, receivers, terminal = json.load(sys.stdin)
 

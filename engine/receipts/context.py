@@ -105,9 +105,9 @@ def allowed_environment(
     for name in sorted(environ):
         if not is_run_variable(name) or is_secret_name(name):
             continue
-        done = redactor.text(environ[name])
-        variables[name] = done.text
-        redacted |= {sort: redacted.get(sort, 0) + n for sort, n in done.found.items()}
+        replaced = redactor.text(environ[name])
+        variables[name] = replaced.text
+        redacted |= {sort: redacted.get(sort, 0) + n for sort, n in replaced.found.items()}
     return {"variables": variables, "redacted": redacted}
 
 
@@ -131,8 +131,8 @@ def checkout_state(
             # The checkout contains the folder but does not track it, such as a project with its .venv.
             return nothing | {"why": "its files are in no git checkout"}
         changed = _git(folder, "diff", "HEAD", "--name-only", "-z", *path).split(b"\0")[:-1]
-        unknown = _git(folder, "ls-files", "--others", "--exclude-standard", "-z", *path)
-        names = sorted(unknown.split(b"\0")[:-1])
+        untracked = _git(folder, "ls-files", "--others", "--exclude-standard", "-z", *path)
+        names = sorted(untracked.split(b"\0")[:-1])
         state = nothing | {"commit": commit, "dirty_files": len(changed) + len(names)}
         if changed or names:
             difference = _git(

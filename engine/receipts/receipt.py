@@ -53,7 +53,7 @@ _RECEIPT_NAMES = {
     **{"device": "device_facts", "device of the steps": "device"},
     **{"settings": "spec", "folder of the student": "student"},
 }
-"""Names in a receipt of facts that have another name there."""
+"""Names that facts have in a receipt, where they differ."""
 _UNSEALED = frozenset(
     {
         *("notes.json", "verified.json", "memory.held", "reserve", "stop-asked"),
@@ -139,7 +139,7 @@ def facts_of(run: RunFolder, view: RunView) -> dict[str, Any]:
 def logs_of(run: RunFolder) -> tuple[Path, ...]:
     """Return the append-only files of a run."""
     hosts = [RunFolder(run.path, host_of(source)) for source in run.logs() if host_of(source)]
-    further = {path: None for one in hosts for path in (one.device, one.watch, one.stderr)}
+    further = {path: None for host in hosts for path in (host.device, host.watch, host.stderr)}
     return run.events, run.device, run.watch, run.stderr, *further
 
 
@@ -237,8 +237,10 @@ def _names(run: RunFolder) -> list[str]:
     """Return the files of a run folder that a receipt covers, as paths in it."""
     files = (path for path in run.path.rglob("*") if path.is_symlink() or not path.is_dir())
     parts = (path.relative_to(run.path).parts for path in files)
-    ours = (one for one in parts if one[0] not in _UNSEALED and one != (run.receipt.name,))
-    return sorted("/".join(one) for one in ours)
+    covered_parts = (
+        part for part in parts if part[0] not in _UNSEALED and part != (run.receipt.name,)
+    )
+    return sorted("/".join(part) for part in covered_parts)
 
 
 def _sha256(path: Path, limit: Limit, first_bytes: int | None = None) -> str | None:
@@ -262,12 +264,12 @@ def differences(run: RunFolder, view: RunView) -> list[Difference]:
     """List the settings whose effective value differs from the requested one, in the order of the settings."""
     effective = effective_of(run)
     spec = _flat(effective.get("spec") or {})
-    found = list(_changed_in_parsing(_requested(run, effective), spec))
+    changes = list(_changed_in_parsing(_requested(run, effective), spec))
     for decision in view.decisions:
-        asked = spec.get(decision.knob)
-        if asked is not None and str(asked) != decision.choice:
-            found.append(Difference(decision.knob, asked, decision.choice, decision.reason))
-    return found + list(_changed_in_run(spec, view))
+        requested = spec.get(decision.knob)
+        if requested is not None and str(requested) != decision.choice:
+            changes.append(Difference(decision.knob, requested, decision.choice, decision.reason))
+    return changes + list(_changed_in_run(spec, view))
 
 
 # The reasons below are compared with those in stored receipts: a new wording would fail every older receipt.
@@ -275,14 +277,18 @@ def _changed_in_parsing(requested: dict[str, Any], spec: dict[str, Any]) -> Iter
     for key, value in requested.items():
         if key not in spec or spec[key] == value:
             continue
-        took = spec[key]
-        if isinstance(value, str) and isinstance(took, str) and took.endswith(Path(value).name):
+        effective = spec[key]
+        if (
+            isinstance(value, str)
+            and isinstance(effective, str)
+            and effective.endswith(Path(value).name)
+        ):
             why = "a path is kept whole"
         elif key.startswith("run."):
             why = "where the run is kept"
         else:
             why = "settings are kept in their own type"
-        yield Difference(key, value, took, why)
+        yield Difference(key, value, effective, why)
 
 
 def _changed_in_run(spec: dict[str, Any], view: RunView) -> Iterator[Difference]:
@@ -305,36 +311,38 @@ def _changed_in_run(spec: dict[str, Any], view: RunView) -> Iterator[Difference]
 
 def _flat(tree: dict[str, Any]) -> dict[str, Any]:
     """Flatten the settings to `section.key`."""
-    found: dict[str, Any] = {}
+    flat: dict[str, Any] = {}
     for section, settings in tree.items():
         if isinstance(settings, dict):
-            found |= {f"{section}.{name}": value for name, value in settings.items()}
+            flat |= {f"{section}.{name}": value for name, value in settings.items()}
         else:
-            found[section] = settings
-    return found
+            flat[section] = settings
+    return flat
 
 
 def _requested(run: RunFolder, effective: dict[str, Any]) -> dict[str, Any]:
     """Return the requested settings: spec.toml, overridden by the command line."""
-    asked: dict[str, Any] = {}
+    requested: dict[str, Any] = {}
     with contextlib.suppress(BadInput):
-        asked = _flat(read_spec(run.spec)[0])
+        requested = _flat(read_spec(run.spec)[0])
     for argument in effective.get("sets") or []:
         with contextlib.suppress(SpecError):
             key, value = parse_set(argument)
-            asked[key] = value
-    return asked
+            requested[key] = value
+    return requested
 
 
 def effective_of(run: RunFolder) -> dict[str, Any]:
     """Return the content of effective.json, such as a run's settings by section; empty when it cannot be read."""
     try:
-        found = run.read_effective()
+        effective = run.read_effective()
     except RunLogError:
         return {}
-    sets = found.get("sets")
-    return found | {
-        "sets": [one for one in sets if isinstance(one, str)] if isinstance(sets, list) else None
+    sets = effective.get("sets")
+    return effective | {
+        "sets": [assignment for assignment in sets if isinstance(assignment, str)]
+        if isinstance(sets, list)
+        else None
     }
 
 
@@ -343,7 +351,7 @@ def rows_of(view: RunView) -> dict[str, Any]:
     non-finite value is not applied."""
     steps = view.steps.values("step")
     rows = view.steps.values("rows")
-    bad = _not_applied(view)
+    bad = _skipped_steps(view)
     seen = sum(n or 0 for n in rows)
     trained = sum(n or 0 for step, n in zip(steps, rows, strict=True) if step not in bad)
     return {
@@ -357,12 +365,12 @@ def rows_of(view: RunView) -> dict[str, Any]:
 
 def _tokens_trained(view: RunView) -> int:
     """Count the tokens of the steps whose gradient was applied."""
-    bad = _not_applied(view)
+    bad = _skipped_steps(view)
     tokens = zip(view.steps.values("step"), view.steps.values("tokens"), strict=True)
     return int(sum(n or 0 for step, n in tokens if step not in bad))
 
 
-def _not_applied(view: RunView) -> set[int]:
+def _skipped_steps(view: RunView) -> set[int]:
     """Return the steps whose update was skipped because a number was not finite."""
     of_weights = ("heldout_loss", "weight_norm")
     return {event.step for event in view.non_finite if event.id not in of_weights}
@@ -397,13 +405,13 @@ def check_receipt(run: RunFolder, receipt: dict[str, Any], view: RunView) -> dic
             if found and (early := _ends_early(logs[name], log["bytes"], receipt)):
                 out[name] = Verdict(Level.FAIL, f"{text}: {early}")
     out |= check_student_files(run, receipt)
-    there = _names(run)
+    names = _names(run)
     for name, file in (receipt.get("files") or {}).items():
-        found = _sha256(run.path / name, STUDENT_FILE) if name in there else None
+        found = _sha256(run.path / name, STUDENT_FILE) if name in names else None
         out[name] = _equal(f"sha256 of {name}", file["sha256"], found)
     return (
         out
-        | {"files": _every_file(run, receipt, there)}
+        | {"files": _every_file(run, receipt, names)}
         | _agreement(run, receipt, view)
         | _checkpoints(run, receipt)
     )
@@ -436,14 +444,14 @@ def _every_file(run: RunFolder, receipt: dict[str, Any], names: Sequence[str]) -
         return Verdict(Level.UNKNOWN, "files of the folder: the receipt does not list them")
     named = {*receipt["files"], *(receipt.get("logs") or {})}
     named |= {f"{run.student.name}/{name}" for name in receipt.get("student_files") or {}}
-    there = [name for name in names if not name.startswith(f"{run.checkpoints.name}/")]
-    if extra := [name for name in there if name not in named]:
+    present = [name for name in names if not name.startswith(f"{run.checkpoints.name}/")]
+    if extra := [name for name in present if name not in named]:
         rest = f" and {len(extra) - 1} more" if len(extra) > 1 else ""
         return Verdict(
             Level.FAIL,
             f"{extra[0]}{rest}: the receipt does not list this file; move your own files out of the run folder",
         )
-    return Verdict(Level.PASS, f"the receipt lists all {len(there)} files")
+    return Verdict(Level.PASS, f"the receipt lists all {len(present)} files")
 
 
 def not_compared(run: RunFolder, receipt: dict[str, Any]) -> list[str]:
@@ -547,8 +555,8 @@ def _equal(what: str, recorded: Any, found: Any) -> Verdict:
     if found is None:
         return Verdict(Level.FAIL, f"{what}: expected {_short(recorded)}, found nothing to compare")
     if isinstance(recorded, dict) and isinstance(found, dict):
-        both = {**recorded, **found}
-        key = next((k for k in both if not _agrees(recorded.get(k), found.get(k))), None)
+        keys = {**recorded, **found}
+        key = next((k for k in keys if not _agrees(recorded.get(k), found.get(k))), None)
         if key is not None:
             what, recorded, found = f"{what}: {key}", recorded.get(key), found.get(key)
     if not _agrees(recorded, found):
@@ -558,8 +566,8 @@ def _equal(what: str, recorded: Any, found: Any) -> Verdict:
 
 def _agrees(recorded: Any, found: Any) -> bool:
     if isinstance(recorded, dict) and isinstance(found, dict):
-        both = {**recorded, **found}
-        return all(_agrees(recorded.get(key), found.get(key)) for key in both)
+        keys = {**recorded, **found}
+        return all(_agrees(recorded.get(key), found.get(key)) for key in keys)
     return bool(recorded == found)
 
 

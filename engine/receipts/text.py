@@ -22,18 +22,21 @@ def receipt_lines(receipt: dict[str, Any]) -> Iterator[str]:
             yield f"{name}: {_compact(value)}"
             continue
         yield name
-        items = value.items() if isinstance(value, dict) else ((None, one) for one in value)
+        items = value.items() if isinstance(value, dict) else ((None, item) for item in value)
         for key, inner in islice(items, _ENTRIES_SHOWN):
             yield f"  {_compact(inner)}" if key is None else f"  {key}: {_compact(inner)}"
         if (hidden := len(value) - _ENTRIES_SHOWN) > 0:
             yield f"  and {hidden:,} more"
     yield "decisions"
-    for made in receipt.get("decisions") or []:
-        how = "set by the user" if made["overridden"] else f"because {made['reason']}"
-        yield f"  {made['knob']}: {made['choice']}, {how}"
+    for decision in receipt.get("decisions") or []:
+        how = "set by the user" if decision["overridden"] else f"because {decision['reason']}"
+        yield f"  {decision['knob']}: {decision['choice']}, {how}"
     yield "differences from the requested settings"
-    for one in receipt.get("differences") or []:
-        yield f"  {one['key']}: requested {one['requested']}, effective {one['effective']} ({one['why']})"
+    for difference in receipt.get("differences") or []:
+        key, requested, effective, why = (
+            difference[name] for name in ("key", "requested", "effective", "why")
+        )
+        yield f"  {key}: requested {requested}, effective {effective} ({why})"
 
 
 def _compact(value: Any) -> str:

@@ -37,13 +37,13 @@ _LEFT, _RIGHT, _TOP, _BOTTOM = 74, 106, 24, 22
 _LETTER, _ROW = 7, 12
 """Width and height of a letter with some margin, because the font depends on the viewer."""
 _NAMED = 12
-"""Letters of a name at the end of its line."""
+"""Maximum length of a name at the end of its line, in letters."""
 _SWATCH = 8
 """Width of the piece of line before a name: the colours of lines are too weak for text, which is in ink."""
 PAGE_ROWS = 20_000
 """Number of intervals of all series of a page together, which keeps a page with many GPUs below 5 MB."""
 MARKS = 200
-"""The newest alerts and compiles of a chart in a browser."""
+"""Maximum number of alerts and compiles of a chart in a browser: the newest."""
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#C46A9C", "#B58900", "#3D97CC")
 """Colours of lines: those of Okabe and Ito, with 3:1 to light and to dark ground (`workbench.plot.series`)."""
 FAINT = "#888888"
@@ -141,7 +141,7 @@ def browser_charts(view: RunView) -> dict[str, Any]:
     value that is not finite; `step` has the step at each of its seconds."""
     figures, begin = figures_of(view), view.first_unix_s or 0.0
     curves = {"step": Curve(name="step", table=view.steps, column="step")}
-    curves |= {series_key(figure, one): one for figure in figures for one in figure.curves}
+    curves |= {series_key(figure, curve): curve for figure in figures for curve in figure.curves}
     series = {}
     for key, curve in curves.items():
         rows = points(
@@ -160,11 +160,11 @@ def browser_charts(view: RunView) -> dict[str, Any]:
 def _apart(seconds: Iterable[float]) -> list[float]:
     """Return seconds to the millisecond, each later than the one before: chart.js finds a row's step by its second, and
     two steps may be logged in one instant."""
-    found: list[float] = []
-    for one in seconds:
-        at = round(one, 3)
-        found.append(max(at, round(found[-1] + 0.001, 3)) if found else at)
-    return found
+    distinct: list[float] = []
+    for second in seconds:
+        at = round(second, 3)
+        distinct.append(max(at, round(distinct[-1] + 0.001, 3)) if distinct else at)
+    return distinct
 
 
 def compared_charts(
@@ -180,14 +180,14 @@ def compared_charts(
             continue
         points_only = not metric.column
         lines = []
-        for name, found in zip(names, rows, strict=True):
+        for name, values in zip(names, rows, strict=True):
             key = f"{metric.name}.{name}"
             lines.append([key, name])
             series[key] = [
-                [x for x, _ in found],
+                [x for x, _ in values],
                 [
                     float(f"{y:.6g}") if y is not None and math.isfinite(y) else None
-                    for _, y in found
+                    for _, y in values
                 ],
             ]
         unit = metric.unit if metric.unit == "s" else ""
@@ -195,8 +195,8 @@ def compared_charts(
         chart = {"id": metric.name, "title": title, "unit": unit, "points": points_only}
         charts.append({**chart, "series": lines, "levels": [], "marks": []})
         drawn = [
-            Series(name=name, rows=found, points=points_only)
-            for name, found in zip(names, rows, strict=True)
+            Series(name=name, rows=values, points=points_only)
+            for name, values in zip(names, rows, strict=True)
         ]
         stills.append(
             line_chart(title, drawn, x_name="step", unit=unit, ends=(0.0, max(high, 1.0)))
@@ -215,7 +215,7 @@ def _rows_of(view: RunView, column: str) -> tuple[Row, ...]:
 
 
 def flip_figure(plan: Plan, pairs: Sequence[Pair]) -> str:
-    """B over A of each comparable pair, between the edges of the margin."""
+    """Draw B over A of each comparable pair, between the edges of the margin."""
     known = [(p.number, d) for p in pairs if (d := p.difference) is not None]
     rows = tuple((float(number), math.exp(d)) for number, d in known)
     ends = (0.5, max([p.number for p in pairs], default=1) + 0.5)
@@ -248,13 +248,13 @@ def line_chart(
     and y of dashed lines, `signs` x, a character and what it means; `ends` are those of the x axis, where they are
     not those of the series.
     """
-    drawn = [one for one in series if one.rows]
-    values = [y for one in drawn for _, y in one.rows]
+    drawn = [curve for curve in series if curve.rows]
+    values = [y for curve in drawn for _, y in curve.rows]
     low, high = (
         (0.0, 100.0) if unit == "%" else value_range([*values, *(y for _, y in levels if drawn)])
     )
-    begin = min((one.rows[0][0] for one in drawn), default=0.0) if ends is None else ends[0]
-    end = max((one.rows[-1][0] for one in drawn), default=1.0) if ends is None else ends[1]
+    begin = min((curve.rows[0][0] for curve in drawn), default=0.0) if ends is None else ends[0]
+    end = max((curve.rows[-1][0] for curve in drawn), default=1.0) if ends is None else ends[1]
     inner_w, inner_h = WIDTH - _LEFT - _RIGHT, HEIGHT - _TOP - _BOTTOM
 
     def x_of(x: float) -> float:
@@ -298,24 +298,24 @@ def line_chart(
         parts.append(_rule(_LEFT, y_of(y), _LEFT + inner_w, y_of(y), dash="6 4"))
         names.append((y_of(y), name, ""))
     # As in chart.js, a line without rows keeps its colour: of runs compared, each has the same in all charts.
-    for number, one in enumerate(series):
-        if not one.rows:
+    for number, curve in enumerate(series):
+        if not curve.rows:
             continue
         colour = COLOURS[number % len(COLOURS)]
-        at = None
-        for piece in _pieces(one.rows):
+        end_y = None
+        for piece in _pieces(curve.rows):
             places = [(x_of(x), y_of(y)) for x, y in piece]
-            at = places[-1][1]
-            if one.line and len(places) > 1:
+            end_y = places[-1][1]
+            if curve.line and len(places) > 1:
                 parts.append(_line(places, colour))
-            if one.points or len(places) == 1:
+            if curve.points or len(places) == 1:
                 parts += [_diamond(x, y, colour) for x, y in places]
         parts += [
             _text(x_of(x), _TOP + 10, "×", "middle", "odd")
-            for x, y in one.rows
+            for x, y in curve.rows
             if y is not None and not math.isfinite(y)
         ]
-        names.append((_TOP if at is None else at, one.name, colour))
+        names.append((_TOP if end_y is None else end_y, curve.name, colour))
     parts += _signs(signs, x_of)
     parts += _names(names)
     return "\n".join([*parts, "</svg>"]) + "\n"
@@ -326,8 +326,8 @@ def _signs(
 ) -> Iterator[str]:
     """Yield what happened along the upper edge, where there is room; a pointer on it gets the words."""
     last = -math.inf
-    for at, sign, words in sorted(signs):
-        x = x_of(at)
+    for place, sign, words in sorted(signs):
+        x = x_of(place)
         if x - last >= _LETTER:
             last = x
             yield _text(x, _TOP + 10, sign, "middle", words=words)
@@ -358,8 +358,8 @@ def _names(names: Sequence[tuple[float, str, str]]) -> Iterator[str]:
 def _text(
     x: float, y: float, text: str, anchor: str = "start", paint: str = "ink", words: str = ""
 ) -> str:
-    said = as_html(text) + (f"<title>{as_html(words)}</title>" if words else "")
-    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" class="{paint}">{said}</text>'
+    content = as_html(text) + (f"<title>{as_html(words)}</title>" if words else "")
+    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" class="{paint}">{content}</text>'
 
 
 def _line(places: Sequence[tuple[float, float]], colour: str) -> str:
@@ -368,7 +368,7 @@ def _line(places: Sequence[tuple[float, float]], colour: str) -> str:
 
 
 def _rule(x0: float, y0: float, x1: float, y1: float, *, dash: str = "") -> str:
-    """A tick, or with `dash` a level."""
+    """Draw a tick, or with `dash` a level."""
     dashed = f' stroke-dasharray="{dash}"' if dash else ""
     ends = f'x1="{x0:.1f}" y1="{y0:.1f}" x2="{x1:.1f}" y2="{y1:.1f}"'
     return f'<line {ends} stroke="{FAINT}"{dashed}/>'

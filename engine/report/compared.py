@@ -77,37 +77,37 @@ def all_settings(
 
 def _effective_settings(effective: Mapping[str, Any], view: RunView) -> dict[str, str]:
     spec = effective.get("spec")
-    found: dict[str, str] = {}
+    settings: dict[str, str] = {}
     for section, values in (spec if isinstance(spec, dict) else {}).items():
         if isinstance(values, dict):
-            found |= {f"{section}.{name}": str(value) for name, value in values.items()}
+            settings |= {f"{section}.{name}": str(value) for name, value in values.items()}
     for decision in view.decisions:
-        asked = found.get(decision.knob)
-        if asked is not None and asked != decision.choice:
-            found[decision.knob] = f"{asked}: {decision.choice}"
+        requested = settings.get(decision.knob)
+        if requested is not None and requested != decision.choice:
+            settings[decision.knob] = f"{requested}: {decision.choice}"
     for role, model in view.models.items():
-        found[f"{role} weights"] = f"{model.sha256[:12]} {model.precision}"
+        settings[f"{role} weights"] = f"{model.sha256[:12]} {model.precision}"
     if view.started is not None:
         for name in ("device", "engine", "torch", "python"):
-            found[name] = str(getattr(view.started, name))
-    return {key: value for key, value in found.items() if key not in NOT_SETTINGS}
+            settings[name] = str(getattr(view.started, name))
+    return {key: value for key, value in settings.items() if key not in NOT_SETTINGS}
 
 
 def _command_settings(command: WatchedCommand, view: RunView) -> dict[str, str]:
     """Return what is known of a watched script; its settings are unknown."""
-    found = {
+    settings = {
         "command.line": command.line,
         "command.folder": command.folder,
         "command.commit": commit_text(command) or "unknown",
     }
-    if (one := view.watched) is not None:
-        found |= {
-            "optimizer": f"{one.optimizer} of {format_count(one.parameters)} parameters",
-            "device": one.device,
-            "torch": one.torch,
-            "python": one.python,
+    if (watched := view.watched) is not None:
+        settings |= {
+            "optimizer": f"{watched.optimizer} of {format_count(watched.parameters)} parameters",
+            "device": watched.device,
+            "torch": watched.torch,
+            "python": watched.python,
         }
-    return found
+    return settings
 
 
 ABSENT = "-"
@@ -143,20 +143,20 @@ def _place(key: str) -> tuple[int, int]:
 def differing(runs: Sequence[Comparable], text: Callable[[str], str] = str) -> list[Difference]:
     """Return the settings that differ, numbers first, each value as `text` has it. A run whose settings cannot be read
     is left out of the comparison."""
-    known = [place for place, run in enumerate(runs) if _is_known(run)]
-    found = []
-    for key in dict.fromkeys(key for place in known for key in runs[place].settings):
+    comparable = [index for index, run in enumerate(runs) if _is_known(run)]
+    differences = []
+    for key in dict.fromkeys(key for index in comparable for key in runs[index].settings):
         values: dict[str, list[int]] = {}
-        for place in known:
-            values.setdefault(runs[place].settings.get(key, ABSENT), []).append(place)
+        for index in comparable:
+            values.setdefault(runs[index].settings.get(key, ABSENT), []).append(index)
         if len(values) > 1:
             grouped = tuple((tuple(at), text(value)) for value, at in values.items())
-            found.append(Difference(key=key, values=grouped))
-    return sorted(found, key=lambda one: _place(one.key))
+            differences.append(Difference(key=key, values=grouped))
+    return sorted(differences, key=lambda difference: _place(difference.key))
 
 
 def _is_known(run: Comparable) -> bool:
-    """Whether its settings are recorded (`section.name`), not only the models and device from its log."""
+    """Return whether its settings are recorded (`section.name`), not only the models and device from its log."""
     return any("." in key for key in run.settings)
 
 

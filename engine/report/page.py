@@ -62,9 +62,9 @@ from engine.watch.verdict_line import run_verdict_lines, verdict_of
 
 LETTERS = "ABCDEF"
 MOST_COMPARED = len(LETTERS)
-"""Most runs that are compared: charts have so many colours."""
+"""Maximum number of runs that are compared: charts have as many colours."""
 OPEN_LINES = 12
-"""Most lines of samples that are shown unfolded."""
+"""Maximum number of lines of samples that are shown unfolded."""
 _HOME = re.compile(r"(?<![\w.~-])/(?:home/[^/\s\"'<>&]+|Users/[^/\s\"'<>&]+|root)(?![\w.-])")
 """A home folder in a path: of Linux, of macOS, and of root."""
 
@@ -106,9 +106,9 @@ def report(*paths: Path, with_home: bool = False) -> str:
     Raises BadInput for anything else, and RunLogError for a flip that cannot be read. When the log of a run
     breaks off, the page says so.
     """
-    found = content_of(*paths)
-    body = page_body(found)
-    return _page(found.title, body if with_home else without_home(body))
+    content = content_of(*paths)
+    body = page_body(content)
+    return _page(content.title, body if with_home else without_home(body))
 
 
 def content_of(path: Path, *others: Path, links: Sequence[str] = ()) -> Content:
@@ -122,8 +122,8 @@ def content_of(path: Path, *others: Path, links: Sequence[str] = ()) -> Content:
         return Content(title=f"flip {path.resolve().name}", body="\n".join(_flip_parts(path)))
     if is_run(path):
         return _run_content(RunFolder(path))
-    found = "another folder" if path.is_dir() else "a file" if path.exists() else "nothing there"
-    raise BadInput.expected("report", path, "a run, a flip or a finding", found)
+    kind = "another folder" if path.is_dir() else "a file" if path.exists() else "nothing there"
+    raise BadInput.expected("report", path, "a run, a flip or a finding", kind)
 
 
 def without_home(html: str) -> str:
@@ -242,18 +242,21 @@ def _compared_content(paths: Sequence[Path], links: Sequence[str]) -> Content:
             raise BadInput.expected("report", path, "a run, to be compared with others", found)
     runs = [_read(RunFolder(path)) for path in paths]
     letters = LETTERS[: len(runs)]
-    names = [f"{letter} {one.run.name}" for letter, one in zip(letters, runs, strict=True)]
-    charts, stills = compared_charts(names, [one.view for one in runs])
+    names = [f"{letter} {read.run.name}" for letter, read in zip(letters, runs, strict=True)]
+    charts, stills = compared_charts(names, [read.view for read in runs])
     boxes = []
-    for at, (name, one) in enumerate(zip(names, runs, strict=True)):
+    for at, (name, read) in enumerate(zip(names, runs, strict=True)):
         heading = f'<a href="{as_html(links[at])}">{as_html(name)}</a>' if links else as_html(name)
-        boxes.append(one.verdict(f"<div>{heading}</div>"))
+        boxes.append(read.verdict(f"<div>{heading}</div>"))
     changed = [
         (
-            one.key,
-            *(next((text for of, text in one.values if at in of), "") for at in range(len(runs))),
+            difference.key,
+            *(
+                next((text for of, text in difference.values if at in of), "")
+                for at in range(len(runs))
+            ),
         )
-        for one in differing(runs)
+        for difference in differing(runs)
     ]
     note = settings_note(runs, letters)
     parts = [
@@ -315,11 +318,11 @@ def _identity(
             role,
             f"{format_count(model.parameters)} parameters, {model.precision}, sha256 {model.sha256[:12]}",
         )
-    one = view.started or view.watched
-    if one is not None:
-        yield "device", one.device
-        yield "torch", one.torch
-        yield "python", one.python
+    program = view.started or view.watched
+    if program is not None:
+        yield "device", program.device
+        yield "torch", program.torch
+        yield "python", program.python
     if view.started is not None:
         yield "engine", view.started.engine
     tool = receipt.get("tool")
@@ -333,17 +336,17 @@ def _identity(
 def _samples(view: RunView) -> Iterator[str]:
     """Yield what the models wrote, folded where it is long."""
     if has_samples(view):
-        found = sample_lines(view)
-        yield _folded("Samples of text", _lines(found), is_open=len(found) <= OPEN_LINES)
+        samples = sample_lines(view)
+        yield _folded("Samples of text", _lines(samples), is_open=len(samples) <= OPEN_LINES)
 
 
 def _checks(view: RunView) -> str:
     """Return the checks: one line that unfolds, unfolded where one failed."""
-    counts, *found = check_lines(view)
-    is_open = any(one.level == FAIL for one in view.checks.values()) or bool(
+    counts, *checks = check_lines(view)
+    is_open = any(check.level == FAIL for check in view.checks.values()) or bool(
         error_lines(view.errors)
     )
-    return _folded(f"Checks: {counts}", _lines(found or ["none"]), is_open=is_open)
+    return _folded(f"Checks: {counts}", _lines(checks or ["none"]), is_open=is_open)
 
 
 def _settings(run: RunFolder, view: RunView) -> Iterator[str]:
@@ -356,12 +359,12 @@ def _settings(run: RunFolder, view: RunView) -> Iterator[str]:
         if isinstance(table, dict)
         for name, value in table.items()
     }
-    became = {one.knob: one.choice for one in view.decisions}
+    chosen = {decision.knob: decision.choice for decision in view.decisions}
     defaults = {option.key: option.default for option in options()}
 
     def row(key: str) -> tuple[str, ...]:
         value = "" if key not in values else str(values[key])
-        return key, value, became.get(key, "") if became.get(key, "") != value else ""
+        return key, value, chosen.get(key, "") if chosen.get(key, "") != value else ""
 
     changed = [key for key in values if key in defaults and values[key] != defaults[key]]
     if changed:
@@ -369,7 +372,7 @@ def _settings(run: RunFolder, view: RunView) -> Iterator[str]:
         yield f"<h2>Settings that differ from their defaults</h2>\n{table}"
     if values:
         yield _folded("All settings", _table(("setting", "value", "chosen"), map(row, values)))
-    decisions = [(one.knob, one.choice, one.reason) for one in view.decisions]
+    decisions = [(decision.knob, decision.choice, decision.reason) for decision in view.decisions]
     if decisions:
         yield _folded(
             f"Decisions: {len(decisions)}", _table(("setting", "chosen", "because"), decisions)
@@ -378,17 +381,19 @@ def _settings(run: RunFolder, view: RunView) -> Iterator[str]:
 
 def _files(run: RunFolder, view: RunView, receipt: Mapping[str, Any]) -> Iterator[str]:
     """Yield the files of the run and of what it read, by their hashes."""
-    rows = [(f"{role}: {one.source}", "", one.sha256) for role, one in view.models.items()]
+    rows = [(f"{role}: {model.source}", "", model.sha256) for role, model in view.models.items()]
     if view.data is not None:
         rows += [
             ("training tokens", format_count(view.data.train_tokens), view.data.train_sha256),
             ("held-out tokens", format_count(view.data.heldout_tokens), view.data.heldout_sha256),
         ]
     for kind, folder in (("student_files", f"{run.student.name}/"), ("files", ""), ("logs", "")):
-        found = receipt.get(kind)
-        for name, one in found.items() if isinstance(found, dict) else ():
-            if isinstance(one, dict) and isinstance(one.get("bytes"), int):
-                rows.append((f"{folder}{name}", format_bytes(one["bytes"]), str(one.get("sha256"))))
+        files = receipt.get(kind)
+        for name, entry in files.items() if isinstance(files, dict) else ():
+            if isinstance(entry, dict) and isinstance(entry.get("bytes"), int):
+                rows.append(
+                    (f"{folder}{name}", format_bytes(entry["bytes"]), str(entry.get("sha256")))
+                )
     if rows:
         yield _folded(f"Files: {len(rows)}", _table(("file", "size", "sha256"), rows))
 
@@ -419,11 +424,15 @@ def _flip_parts(path: Path) -> list[str]:
     for count, pair in enumerate(pairs, start=1):
         table.append(pair_line(plan, pair, interval_of(plan, pairs[:count])))
     try:
-        said = ["no verdict: it goes on, or it died"] if verdict is None else verdict_lines(verdict)
+        verdict_text = (
+            ["no verdict: it is still running, or it was killed"]
+            if verdict is None
+            else verdict_lines(verdict)
+        )
     except (KeyError, TypeError) as error:
         raise RunLogError.expected("verdict", path, "the fields of one", repr(error)) from error
     return [
-        _section("Verdict", said),
+        _section("Verdict", verdict_text),
         *([flip_figure(plan, pairs)] if plan.observed is None else ()),
         _section("Plan, registered before the first run", plan_lines(plan)),
         _section("Pairs", table),
@@ -434,10 +443,10 @@ def _finding_content(bundle: Bundle) -> Content:
     checked = check_bundle(bundle)
     finding = bundle.read()
     is_older = isinstance(finding, Older)
-    said = lines(finding, checked.broken)
+    tree = lines(finding, checked.broken)
     parts = [
         _lines([f"verified: {checked.verdict.level.name.lower()}: {checked.verdict.reason}"]),
-        f"<h2>{'Claims' if is_older else 'Causes and tests'}</h2>\n{hanging(said)}",
+        f"<h2>{'Claims' if is_older else 'Causes and tests'}</h2>\n{hanging(tree)}",
         *[_section("Changed", map(str, checked.faults))] * bool(checked.faults),
         *[_section("Notes", checked.notes)] * bool(checked.notes),
     ]

@@ -56,15 +56,15 @@ class _Site:
                 keys = page.removeprefix("/page/").removeprefix(f"{COMPARE}?runs=").split(",")
                 if len(keys) > report.MOST_COMPARED:
                     return None
-                found = []
+                paths = []
                 for key in keys:
                     # A key that is not known costs a walk through the folders: the first one ends it.
                     if (path := self._folders.find(key)) is None:
                         return None
-                    found.append(path)
-                render = report_page(self._folders, found)
+                    paths.append(path)
+                render = report_page(self._folders, paths)
             for idle in [
-                key for key, one in self._topics.items() if key != "/" and not one.readers
+                key for key, topic in self._topics.items() if key != "/" and not topic.readers
             ]:
                 if len(self._topics) >= MOST_TOPICS:
                     del self._topics[idle]
@@ -84,12 +84,12 @@ class _Site:
         return HTMLResponse(document(state, wanted, page if topic else "/"), state.status)
 
     async def metrics(self, request: Request) -> Response:
-        found = await asyncio.get_running_loop().run_in_executor(self._pool, self._runs)
-        rows = [row for row in found.rows if row.state != READING]
+        snapshot = await asyncio.get_running_loop().run_in_executor(self._pool, self._runs)
+        rows = [row for row in snapshot.rows if row.state != READING]
         return Response(metrics_text(rows), media_type=CONTENT_TYPE)
 
     async def follow(self, request: Request) -> ASGIApp:
-        readers = sum(one.readers for one in self._topics.values())
+        readers = sum(topic.readers for topic in self._topics.values())
         if readers >= MOST_READERS:
             return PlainTextResponse(f"{MOST_READERS} pages are open already.\n", 503)
         topic = self.topic(request.query_params.get("page", "/"))
@@ -100,14 +100,14 @@ def build_app(given: Sequence[Path], token: str, port: int) -> ASGIApp:
     """Return the application for some folders. Raises BadInput when one is not there."""
     site = _Site(given)
 
-    of_report = {"/report.js": report.SCRIPT, "/report.css": report.STYLE}
+    report_files = {"/report.js": report.SCRIPT, "/report.css": report.STYLE}
 
     async def file(request: Request) -> Response:
         path = request.url.path
-        if path not in of_report:
+        if path not in report_files:
             return FileResponse(_HERE / path.lstrip("/"))
         kind = "text/javascript" if path.endswith(".js") else "text/css"
-        return Response(of_report[path], media_type=kind)
+        return Response(report_files[path], media_type=kind)
 
     routes = [
         Route("/", site.show),
@@ -115,7 +115,7 @@ def build_app(given: Sequence[Path], token: str, port: int) -> ASGIApp:
         Route(COMPARE, site.show),
         Route("/events", site.follow),
         Route("/metrics", site.metrics),
-        *(Route(path, file) for path in (*of_report, "/page.js", "/page.css")),
+        *(Route(path, file) for path in (*report_files, "/page.js", "/page.css")),
     ]
     pages = Starlette(routes=routes)
     pages.router.redirect_slashes = False
@@ -124,24 +124,24 @@ def build_app(given: Sequence[Path], token: str, port: int) -> ASGIApp:
 
 def listen(port: int | None) -> tuple[socket.socket, str]:
     """Return a socket on 127.0.0.1, and a sentence when it is not on PORT because that is taken. Raises BadInput when
-    a named port is."""
-    heard = socket.socket()
-    heard.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    `port` is taken."""
+    listener = socket.socket()
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     # Accepted sockets inherit both. The kernel would buffer megabytes for a client that reads nothing, for ever.
-    heard.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BYTES)
-    heard.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, STALLED_MS)
-    said = ""
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BYTES)
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, STALLED_MS)
+    notice = ""
     try:
-        heard.bind(("127.0.0.1", PORT if port is None else port))
+        listener.bind(("127.0.0.1", PORT if port is None else port))
     except OSError as error:
         if port is not None:
-            heard.close()
+            listener.close()
             found = error.strerror or str(error)
             raise BadInput.expected("serve", f"port {port}", "a free port", found) from None
-        heard.bind(("127.0.0.1", 0))
-        said = f"port {PORT} is taken; another is used"
-    heard.listen()
-    return heard, said
+        listener.bind(("127.0.0.1", 0))
+        notice = f"port {PORT} is taken; another is used"
+    listener.listen()
+    return listener, notice
 
 
 def server_of(app: ASGIApp) -> uvicorn.Server:

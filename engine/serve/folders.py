@@ -18,7 +18,7 @@ from engine.log.folder import is_run
 from engine.watch.runs_feed import find_all
 
 MOST_FILES = 20_000
-"""Most files of a run, a flip or a finding that has a page."""
+"""Maximum number of files of a run, a flip or a finding that has a page."""
 NOT_READ = frozenset({"checkpoints", "student"})
 """Folders of a run that no page reads: a model may be a link into a cache."""
 
@@ -29,8 +29,8 @@ class Folders:
     def __init__(self, given: Sequence[Path]) -> None:
         for path in given:
             if not path.is_dir():
-                found = "something else" if os.path.lexists(path) else "nothing there"
-                raise BadInput.expected("serve", path, "a folder of runs, or one run", found)
+                problem = "something else" if os.path.lexists(path) else "nothing there"
+                raise BadInput.expected("serve", path, "a folder of runs, or one run", problem)
         self.given = tuple(given)
         self._roots = tuple(os.path.realpath(path) for path in given)
         self._by_key: dict[str, Path] = {}
@@ -39,8 +39,8 @@ class Folders:
         """Return the folder of a run, a flip or a finding by its key."""
         path = self._by_key.get(key)
         if path is None or not path.is_dir():
-            found = [run.folder.path for folder in self.given for run in find_all(folder, {})]
-            self._by_key = {key_of(one): one for one in [*found, *self.flips_and_findings()]}
+            runs = [run.folder.path for folder in self.given for run in find_all(folder, {})]
+            self._by_key = {key_of(path): path for path in [*runs, *self.flips_and_findings()]}
             path = self._by_key.get(key)
         return path
 
@@ -55,27 +55,30 @@ class Folders:
         return any(os.path.commonpath([real, root]) == root for root in self._roots)
 
     def stamp(self, folder: Path) -> frozenset[tuple[str, int, int]]:
-        """Return what differs once a file in a run, a flip or a finding has changed. Raises BadInput when a link in it
-        leads out of the folders, or when it has more files than MOST_FILES."""
-        found: set[tuple[str, int, int]] = set()
-        waiting = [str(folder)]
-        self._must_hold(waiting[0])
-        while waiting:
-            with contextlib.suppress(FileNotFoundError), os.scandir(waiting.pop()) as entries:
+        """Return path, time of change and size of each file of a run, a flip or a finding. Raises BadInput when a link
+        in it leads out of the folders, or when it has more files than MOST_FILES."""
+        stamps: set[tuple[str, int, int]] = set()
+        unread_folders = [str(folder)]
+        self._must_hold(unread_folders[0])
+        while unread_folders:
+            with (
+                contextlib.suppress(FileNotFoundError),
+                os.scandir(unread_folders.pop()) as entries,
+            ):
                 for entry in entries:
                     if entry.name in NOT_READ:
                         continue
                     if entry.is_symlink():
                         self._must_hold(entry.path)
                     elif entry.is_dir():
-                        waiting.append(entry.path)
+                        unread_folders.append(entry.path)
                     with contextlib.suppress(FileNotFoundError):
-                        is_at = entry.stat()
-                        found.add((entry.path, is_at.st_mtime_ns, is_at.st_size))
-            if len(found) > MOST_FILES:
+                        status = entry.stat()
+                        stamps.add((entry.path, status.st_mtime_ns, status.st_size))
+            if len(stamps) > MOST_FILES:
                 expected = f"at most {MOST_FILES:,} files"
                 raise BadInput.expected("serve", folder, expected, "more")
-        return frozenset(found)
+        return frozenset(stamps)
 
     def accepts(self, folder: Path) -> bool:
         """Return whether all of a folder lies in the folders that are served."""

@@ -77,19 +77,19 @@ def report_page(folders: Folders, paths: Sequence[Path]) -> Callable[[], State]:
 
     def render() -> State:
         nonlocal stamp, state
-        now: object
+        new_stamp: object
         try:
-            now = [
+            new_stamp = [
                 (folders.stamp(path), RunFolder(path).liveness() if is_run(path) else None)
                 for path in paths
             ]
-            if now != stamp:
-                found = content_of(*paths, links=links)
-                state = _article(found.title, without_home(page_body(found)))
+            if new_stamp != stamp:
+                content = content_of(*paths, links=links)
+                state = _article(content.title, without_home(page_body(content)))
         except (EngineError, OSError) as error:
-            if (now := str(error)) != stamp:
-                state = error_state(now)
-        stamp = now
+            if (new_stamp := str(error)) != stamp:
+                state = error_state(new_stamp)
+        stamp = new_stamp
         return state
 
     return render
@@ -125,16 +125,16 @@ def list_page(folders: Folders, read: Callable[[], RunsSnapshot]) -> Callable[[]
         rows = sorted(snapshot.rows, key=_place)
         drawn = {f"part-{key_of(row.path)}": (row, _run_row(row)) for row in rows}
         listed = {path: _listed(folders, path, others) for path in folders.flips_and_findings()}
-        more = {f"part-{key_of(path)}": text for path, text in listed.items() if text}
+        other_rows = {f"part-{key_of(path)}": text for path, text in listed.items() if text}
 
         def parts(wanted: str) -> Parts:
-            said = snapshot.error or ""
+            message = snapshot.error or ""
             fits = Filter()
             try:
                 names = {name for row in rows for name in row.settings} if wanted else ()
                 fits = parse_filter(wanted, names)
             except BadInput as error:
-                said = error.message
+                message = error.message
             shown = {
                 id: text
                 for id, (row, text) in drawn.items()
@@ -142,9 +142,9 @@ def list_page(folders: Folders, read: Callable[[], RunsSnapshot]) -> Callable[[]
             }
             live = sum(row.alive for row in rows)
             head = f"{len(shown):,} of {len(rows):,} runs, {live} live"
-            lines = f'<h1>{head}</h1><p class="said">{as_html(said)}</p>'
+            lines = f'<h1>{head}</h1><p class="said">{as_html(message)}</p>'
             return {"part-head": f'<header id="part-head">{lines}</header>', **shown} | (
-                {} if wanted else more
+                {} if wanted else other_rows
             )
 
         return State(title="runs", parts=parts)
@@ -184,11 +184,15 @@ def _listed(folders: Folders, path: Path, known: dict[Path, tuple[object, str]])
         try:
             if is_bundle(path):
                 what = "finding"
-                found = Bundle(path).read()
-                words = f"{found.title}: {state_words(found)}"
+                finding = Bundle(path).read()
+                words = f"{finding.title}: {state_words(finding)}"
             else:
                 fields = read_verdict(path)
-                words = verdict_line(fields) if fields else "no verdict: it goes on, or it died"
+                words = (
+                    verdict_line(fields)
+                    if fields
+                    else "no verdict: it is still running, or it was killed"
+                )
         except (EngineError, KeyError, TypeError) as error:
             words = str(error)
         cells = ("name", as_html(path.name)), ("state", what)

@@ -39,8 +39,8 @@ class State:
 def version_of(parts: Parts) -> str:
     """Return a hash of what is shown, the same after a restart."""
     found = blake2b(digest_size=8)
-    for one in parts.values():
-        found.update(one.encode())
+    for part in parts.values():
+        found.update(part.encode())
     return found.hexdigest()
 
 

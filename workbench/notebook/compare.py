@@ -48,14 +48,14 @@ class Compare:
         feed = CompareFeed({n: open_run(Path(run)) for n, run in enumerate(runs)})
         self.comparison = feed.read_all()
         self.snapshots = tuple(run.snapshot for run in self.comparison.runs)
-        found = differences(self.comparison.runs)
-        if by and by not in groupings(found):
-            shared = ", ".join(groupings(found)) or "none"
+        differing_settings = differences(self.comparison.runs)
+        if by and by not in groupings(differing_settings):
+            shared = ", ".join(groupings(differing_settings)) or "none"
             raise UsageError(
                 f"Compare: expected a setting that several runs share, found {by!r}: {shared}"
             )
         self._by = by
-        self._groups = groups_by(self.comparison.runs, found, by) if by else ()
+        self._groups = groups_by(self.comparison.runs, differing_settings, by) if by else ()
 
     def curves(self, metric: Metric) -> list[Curve]:
         """Return a metric over steps: a line for each run or group."""
@@ -82,10 +82,10 @@ class Compare:
         metrics = self.comparison.metrics()
         rows = -(-len(metrics) // ACROSS)
         figure = make_subplots(rows=rows, cols=ACROSS, subplot_titles=[x.title for x in metrics])
-        for place, metric in enumerate(metrics):
-            at = {"row": place // ACROSS + 1, "col": place % ACROSS + 1}
+        for index, metric in enumerate(metrics):
+            position = {"row": index // ACROSS + 1, "col": index % ACROSS + 1}
             for number, curve in enumerate(self.curves(metric)):
-                for part, how in _drawn_parts(curve, COLOURS[number % len(COLOURS)]):
+                for part, style in _drawn_parts(curve, COLOURS[number % len(COLOURS)]):
                     figure.add_scatter(
                         x=[x for x, _ in part],
                         # A non-finite value leaves a gap in the line.
@@ -94,9 +94,9 @@ class Compare:
                         # Plotly interprets some HTML in names.
                         name=as_html(curve.name),
                         legendgroup=str(number),
-                        showlegend=place == 0 and part is curve.rows,
-                        **how,
-                        **at,
+                        showlegend=index == 0 and part is curve.rows,
+                        **style,
+                        **position,
                     )
         figure.update_xaxes(title="step")
         figure.update_layout(height=300 * rows)
@@ -122,16 +122,16 @@ class Compare:
         drawn = []
         for metric in self.comparison.metrics():
             curves = self.curves(metric)
-            series = [Series(name=one.name, rows=one.rows) for one in curves]
+            series = [Series(name=curve.name, rows=curve.rows) for curve in curves]
             # After the names of all groups, because a legend counts the names that do not fit.
             series += [
-                Series(name=f"{words} of {one.name}", rows=rows)
-                for one in curves
-                for words, rows in (("low", one.low), ("high", one.high))
+                Series(name=f"{words} of {curve.name}", rows=rows)
+                for curve in curves
+                for words, rows in (("low", curve.low), ("high", curve.high))
                 if rows is not None
             ]
-            said = f" by {self._grouping_words()}" if self._by else ""
-            drawn.append(line_chart(f"{metric.title}{said}", series, x_name="step"))
+            grouping = f" by {self._grouping_words()}" if self._by else ""
+            drawn.append(line_chart(f"{metric.title}{grouping}", series, x_name="step"))
         bundle: dict[str, Any] = {
             "text/plain": "\n".join(self.lines()),
             "text/html": still_html("compare", drawn, self.lines()),
@@ -158,11 +158,11 @@ def _curve(name: str, run: Compared, metric: Metric) -> Curve:
     return Curve(name, points(samples.xs, samples.ys, LIMIT))
 
 
-def _band_curve(name: str, found: Spread) -> Curve:
+def _band_curve(name: str, spread: Spread) -> Curve:
     """Return mean and band. A column without a value has None, and one with a value that is not finite has NaN as
     its mean, which a figure marks."""
 
-    mean, band = found.mean_trace(name).buckets, found.band_trace(name).buckets
+    mean, band = spread.mean_trace(name).buckets, spread.band_trace(name).buckets
     return Curve(
         name,
         tuple((x.x_first, math.nan if x.non_finite else x.low) for x in mean),

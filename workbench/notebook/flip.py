@@ -27,7 +27,7 @@ from engine.report.chart import flip_figure
 from engine.terminal import as_html
 from engine.units import parse_time
 from workbench.feed import RunFeed, command_of
-from workbench.flip_snapshots import FlipFeed, FlipSnapshot, Wanted, flip_lines, going_on
+from workbench.flip_snapshots import FlipFeed, FlipSnapshot, Wanted, flip_lines, running_flip
 from workbench.jobs import Job
 from workbench.notebook.panel import Panel, hide_still
 
@@ -96,7 +96,7 @@ class Flip(Panel):
         self._stop_button.on_click(lambda _: self.stop())
         buttons = ipywidgets.HBox([self._start_button, self._stop_button, self._said])
         form = [self._choice, self._set, self._hypothesis, self._budget]
-        folder = self._out or going_on(self._flips, self._run.path)
+        folder = self._out or running_flip(self._flips, self._run.path)
         if folder is not None and (folder / "pairs.jsonl").is_file():
             self._feed = FlipFeed(folder)
         self._begin(ipywidgets.VBox([*form, buttons, self._progress]))
@@ -137,7 +137,7 @@ class Flip(Panel):
     def start(self) -> Path:
         """Start the flip that the form describes, or attach to the one already started; returns its folder. Raises
         BadInput, UsageError."""
-        feed = self._begun()
+        feed = self._start_once()
         self._wake.set()
         return feed.folder
 
@@ -147,17 +147,17 @@ class Flip(Panel):
             self._started.stop()
 
     def _start(self) -> str:
-        return f"folder: {self._begun().folder}"
+        return f"folder: {self._start_once().folder}"
 
-    def _begun(self) -> FlipFeed:
+    def _start_once(self) -> FlipFeed:
         # A second click while the first is being answered must not start a second flip.
         with self._starting:
             feed = self._feed
             if feed is None:
-                feed = self._feed = self._start_what_the_form_says()
+                feed = self._feed = self._start_form()
         return feed
 
-    def _start_what_the_form_says(self) -> FlipFeed:
+    def _start_form(self) -> FlipFeed:
         wanted = self._form()
         if not wanted.assignment:
             raise UsageError("Flip: expected a setting to change, found none")
@@ -179,9 +179,9 @@ class Flip(Panel):
 
     def _choose(self, change: Any) -> None:
         """Copy the choice into the form, on any thread."""
-        found = self._choice.value
-        if found:
-            self._set.value, self._hypothesis.value = found
+        chosen = self._choice.value
+        if chosen:
+            self._set.value, self._hypothesis.value = chosen
 
     # The polling thread.
 
@@ -220,11 +220,12 @@ class Flip(Panel):
         if self._suggested:
             return
         self._suggested = True
-        found = proposals(RunFeed(self._run).read_all().view, command=command_of(self._run))
+        suggestions = proposals(RunFeed(self._run).read_all().view, command=command_of(self._run))
         options = [
-            (f"{s.assignment}   {s.source}"[:160], (s.assignment, s.hypothesis)) for s in found
+            (f"{s.assignment}   {s.source}"[:160], (s.assignment, s.hypothesis))
+            for s in suggestions
         ]
-        self._ends = {one.assignment: one.ends for one in found}
+        self._ends = {proposal.assignment: proposal.ends for proposal in suggestions}
         self._choice.options = [*self._choice.options, *options]
 
     def _plan(self) -> None:

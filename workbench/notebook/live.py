@@ -106,8 +106,8 @@ class Live(Panel):
         self._begin(ipywidgets.VBox([row, self._plot]))
 
     def __repr__(self) -> str:
-        of = self._spec if self._feed is None else self._feed.run.path
-        return f"Live({str(of)!r})"
+        source = self._spec if self._feed is None else self._feed.run.path
+        return f"Live({str(source)!r})"
 
     @property
     def run(self) -> RunFolder | None:

@@ -46,8 +46,8 @@ def still_html(key: str, figures: Sequence[str], lines: Sequence[str]) -> str:
         f'<img style="{_FIGURE}" src="data:image/svg+xml;base64,{b64encode(svg.encode()).decode()}">'
         for svg in figures
     )
-    said = as_html("\n".join(lines))
-    return f'<div data-apr-static="{as_html(key)}">{_FOLLOW}{drawn}<pre>{said}</pre></div>'
+    text = as_html("\n".join(lines))
+    return f'<div data-apr-static="{as_html(key)}">{_FOLLOW}{drawn}<pre>{text}</pre></div>'
 
 
 def hide_still(key: str) -> str:
@@ -153,10 +153,10 @@ class Panel(ABC):
 
         def work() -> None:
             try:
-                said = str(call() or "")
+                message = str(call() or "")
             except EngineError as error:
-                said = str(error)
-            self._say(said)
+                message = str(error)
+            self._say(message)
             self._wake.set()
 
         self._say(f"{name}: asking the engine")

@@ -52,8 +52,9 @@ LOW = 9
 TALL = 12
 """Number of rows from which the values under the cursor take two rows."""
 LEAST_UPPER, LEAST_BAND = 5, 3
-"""Fewest rows of the lines and of a band; bands and lanes are drawn only if there are more rows."""
+"""Minimum rows of the lines and of a band; bands and lanes are drawn only if there are more rows."""
 CLIP = 3.0
+"""Multiple of the median at which the axis of a clipped band ends."""
 FEW = 8
 """Number of values up to which a level is drawn even if it flattens the curve."""
 APART = 20
@@ -210,15 +211,15 @@ class _Drawing:
         chart, width, height = self.chart, self.width, self.height
         if not (self.lines or chart.points or chart.signs or chart.lanes):
             return centred("nothing logged yet", width, height)
-        most = 2 if height >= (LOW if chart.signs is None else TALL) else 1
+        legend_limit = 2 if height >= (LOW if chart.signs is None else TALL) else 1
         legend = self.legend()
-        if any(line.letter for line in chart.lines) and needs_rows(legend, width) > most:
+        if any(line.letter for line in chart.lines) and needs_rows(legend, width) > legend_limit:
             # The letter of each line matters more than its value, which the heading shows as well.
             legend = self.legend(values=False)
         if width < MIN_WIDTH or height < MIN_HEIGHT:
             return legend_rows(legend, width, height, pad=True)
         is_low = height < LOW
-        head = legend_rows(legend, width, most)
+        head = legend_rows(legend, width, legend_limit)
         readout = [fit([Span(text, "legend")], width) for text in chart.readout]
         if is_low:
             head, readout = readout[:1] or head, []
@@ -228,19 +229,19 @@ class _Drawing:
         rows = height - len(head) - len(readout) - 1 - has_labels - has_signs
         lanes, bands, of_band = self.parts(rows)
         hidden = [band for band in chart.bands if band not in bands]
-        found = [*head, *self.upper(rows - len(lanes) - of_band * len(bands), hidden)]
+        drawn = [*head, *self.upper(rows - len(lanes) - of_band * len(bands), hidden)]
         if has_signs:
-            found.append(
+            drawn.append(
                 self.framed(self.signs(" " * self.columns), {0: "marks"}, is_tick=False)[0]
             )
         for band in bands:
-            found += self.band(band, of_band)
-        found += [self.lane(lane) for lane in lanes]
+            drawn += self.band(band, of_band)
+        drawn += [self.lane(lane) for lane in lanes]
         edge, labels = self.x_rows()
         if is_low:
             edge = (edge[0], *self.signs(edge[1].text).text(0))
-        found += [edge, *([labels] if has_labels else []), *readout]
-        return [fit(row, width) for row in found]
+        drawn += [edge, *([labels] if has_labels else []), *readout]
+        return [fit(row, width) for row in drawn]
 
     def parts(self, rows: int) -> tuple[Sequence[LaneRow], Sequence[Band], int]:
         """Return the lanes and bands that there is room for in `rows`, and the rows of a band."""
@@ -266,8 +267,8 @@ class _Drawing:
         for line in chart.lines if any(line.letter for line in chart.lines) else self.lines:
             form, role = glyphs.traces[line.slot], f"trace{line.slot}"
             if line.letter:
-                said = "no value" if line.value is None else chart.y_text(line.value)
-                words = f" {said}" if values else ""
+                value_text = "no value" if line.value is None else chart.y_text(line.value)
+                words = f" {value_text}" if values else ""
                 words = f" {line.trace.name}{words}" if line.named else words
                 form = f"{line.letter} {form}"
             else:
@@ -285,18 +286,18 @@ class _Drawing:
         """Return where lines are not finite."""
         if self.chart.fault:
             return [f" {self.chart.fault}"]
-        found: dict[str, tuple[float, int]] = {}
+        by_letter: dict[str, tuple[float, int]] = {}
         for line in self.lines:
-            odd = [bucket for bucket in line.trace.buckets if bucket.non_finite]
-            if odd:
-                # Of values, not of columns, which are as many as a width has; and once where a line has a band.
-                first, count = found.get(line.letter, (math.inf, 0))
-                seen = sum(bucket.non_finite for bucket in odd)
-                found[line.letter] = min(first, odd[0].x_first), max(count, seen)
+            faulty = [bucket for bucket in line.trace.buckets if bucket.non_finite]
+            if faulty:
+                # Values are counted, not columns, whose number depends on the width; a line with a band counts once.
+                first, count = by_letter.get(line.letter, (math.inf, 0))
+                values = sum(bucket.non_finite for bucket in faulty)
+                by_letter[line.letter] = min(first, faulty[0].x_first), max(count, values)
         return [
             f"{letter and ' '}{letter} not finite: {self.chart.x_text(first)}"
             + (f" and {count - 1} more" if count > 1 else "")
-            for letter, (first, count) in found.items()
+            for letter, (first, count) in by_letter.items()
         ]
 
     # Areas.
@@ -404,13 +405,13 @@ class _Drawing:
         for index, bucket in enumerate(known):
             column = self.column((bucket.x_first + bucket.x_last) / 2)
             # Each line starts at another offset, so that the letters of coinciding lines are all visible.
-            due = column - last >= APART and column % APART >= 3 * line.slot
+            is_due = column - last >= APART and column % APART >= 3 * line.slot
             assert bucket.low is not None and bucket.high is not None
             dot = y_axis.dot(bucket.low / 2 + bucket.high / 2)
-            if dot is None or not (due or index == len(known) - 1):
+            if dot is None or not (is_due or index == len(known) - 1):
                 continue
             row = canvas.cell(0, dot)[1]
-            if canvas.role(column, row) in (role, None) or due:
+            if canvas.role(column, row) in (role, None) or is_due:
                 canvas.char(column, row, line.letter, role)
                 last = column
 

@@ -6,7 +6,7 @@
      3 BA         ┊  x├─●─┤│      ┊            0.957 [0.941, 0.973]
 
 A row is a pair, with its arms in the order in which they ran; `x` is the ratio B/A of that pair alone, the
-bar the interval of all pairs so far, which is valid however often one looks. The two dotted lines are the
+bar the interval of all pairs so far, which is valid however often it is checked. The two dotted lines are the
 margin: an interval outside it decides, one inside it shows that the arms are equal. The axis is logarithmic;
 values beyond it are drawn as an arrow at its end.
 """
@@ -93,12 +93,12 @@ def _pair_row(
         if math.isfinite(interval.high):
             text += f" [{math.exp(interval.low):.3f}, {math.exp(interval.high):.3f}]"
     if pair.difference is not None:
-        (own,) = axis.dots_of((pair.difference,))
-        if cells[own][0] != middle:
-            cells[own] = ("x", "mark")
+        (ratio_dot,) = axis.dots_of((pair.difference,))
+        if cells[ratio_dot][0] != middle:
+            cells[ratio_dot] = ("x", "mark")
     else:
-        odd = next((o for o in (pair.a, pair.b) if not o.completed), pair.a)
-        text = f"{odd.arm} {odd.state}"
+        incomplete = next((o for o in (pair.a, pair.b) if not o.completed), pair.a)
+        text = f"{incomplete.arm} {incomplete.state}"
     order = "B A" if pair.b_first else "A B"
     spans = [Span(f"{pair.number:>3} {order}  ", "legend")]
     spans += [Span(char, role) for char, role in cells]

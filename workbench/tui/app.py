@@ -73,16 +73,16 @@ def refresh_seconds(environ: Mapping[str, str]) -> float:
 
 class EscapeSelector(selectors.SelectSelector):
     """Waits after input for the rest of an escape sequence alone, so that the escape key is seen once ESCDELAY is over;
-    Textual's input thread looks only when 0.1 s without input have passed."""
+    Textual's input thread checks only after 0.1 s without input."""
 
     _has_input = False
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         if self._has_input and timeout is not None:
             timeout = min(timeout, constants.ESCAPE_DELAY)
-        found = super().select(timeout)
-        self._has_input = bool(found)
-        return found
+        ready = super().select(timeout)
+        self._has_input = bool(ready)
+        return ready
 
 
 # The thread makes its selector by this name.
@@ -258,25 +258,25 @@ class WorkbenchApp(App[None]):
             text, what = capture(screen).text, "the screen"
         text = "\n".join(drawable(line, ascii_only=False) for line in text.splitlines()) + "\n"
         count = text.count("\n")
-        said = f"copied {what}, {count} line{'' if count == 1 else 's'}"
+        message = f"copied {what}, {count} line{'' if count == 1 else 's'}"
         if len(text.encode()) > CLIPBOARD_BYTES:
-            said += "; too long for the clipboard of a terminal"
+            message += "; too long for the clipboard of a terminal"
         else:
             self.copy_to_clipboard(text)
         try:
-            said += f", and to {path_text(save_copy(self._folder(), text))}"
+            message += f", and to {path_text(save_copy(self._folder(), text))}"
         except EngineError as problem:
             self._not_saved(problem)
-        self.notify(said, markup=False)
+        self.notify(message, markup=False)
 
     def action_save(self) -> None:
         """Save the screen and the focused pane."""
         screen = self.screen
         pane = pane_of(screen)
-        taken = [capture(screen), *([] if pane is None else [capture(screen, pane)])]
+        captures = [capture(screen), *([] if pane is None else [capture(screen, pane)])]
         run = getattr(screen, "run", None)
         try:
-            files = save(self._folder(), run.name if isinstance(run, RunFolder) else None, taken)
+            files = save(self._folder(), run.name if isinstance(run, RunFolder) else None, captures)
         except EngineError as problem:
             self._not_saved(problem)
             return

@@ -34,6 +34,7 @@ from workbench.tui.printable import drawable
 FOLDER = "apr-workbench-captures"
 FOLDER_VARIABLE = "APR_WORKBENCH_CAPTURES"
 NAME_LENGTH = 60
+"""Maximum length of the name of a run in the name of a file, in characters."""
 
 
 @runtime_checkable
@@ -54,12 +55,12 @@ class Capture:
 
 
 def pane_of(screen: Screen[Any]) -> Widget | None:
-    """Return the pane that has the focus: the widget of class `pane` around the focused one, else that one
-    itself; None when nothing has the focus."""
+    """Return the pane that has the focus: the closest ancestor of the focused widget with the class `pane`, else the
+    focused widget; None when nothing has the focus."""
     if screen.focused is None:
         return None
-    around = [node for node in screen.focused.ancestors_with_self if isinstance(node, Widget)]
-    return next((node for node in around if node.has_class("pane")), screen.focused)
+    ancestors = [node for node in screen.focused.ancestors_with_self if isinstance(node, Widget)]
+    return next((node for node in ancestors if node.has_class("pane")), screen.focused)
 
 
 def name_of(widget: Widget) -> str:
@@ -152,9 +153,9 @@ def save(folder: Path, run: str | None, captures: Sequence[Capture]) -> list[Pat
         stem += "-" + re.sub(r"[^A-Za-z0-9._]+", "-", run).strip("-.")[:NAME_LENGTH]
     with _writing_in(folder):
         return [
-            _write_new(folder / f"{stem}-{one.name}.{suffix}", content)
-            for one in captures
-            for suffix, content in (("txt", one.text), ("svg", one.svg))
+            _write_new(folder / f"{stem}-{item.name}.{suffix}", content)
+            for item in captures
+            for suffix, content in (("txt", item.text), ("svg", item.svg))
         ]
 
 
@@ -169,7 +170,7 @@ def save_copy(folder: Path, text: str) -> Path:
 
 @contextmanager
 def _writing_in(folder: Path) -> Iterator[None]:
-    """Make a folder to write in. Raises BadInput or DiskFull where that fails, or what is done meanwhile."""
+    """Make a folder for the files that the context writes. Raises BadInput or DiskFull where either fails."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         yield

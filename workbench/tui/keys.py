@@ -20,7 +20,7 @@ from textual.widget import Widget
 
 
 def acts(node: object, name: str) -> bool:
-    """Whether an action of a screen or widget changes more than the display; a class adds its own actions to
+    """Return whether an action of a screen or widget changes more than the display; a class adds its own actions to
     those of its bases."""
     return any(name in vars(kind).get("ACTING", ()) for kind in type(node).__mro__)
 
@@ -33,13 +33,13 @@ def resolved(app: App[Any], node: DOMNode, action: str) -> tuple[DOMNode, str, t
 
 
 def is_refused(app: App[Any], node: DOMNode, action: str) -> bool:
-    """Whether read-only mode refuses an action, as a binding of `node` names it."""
+    """Return whether read-only mode refuses an action, as a binding of `node` names it."""
     target, name, _ = resolved(app, node, action)
     return bool(getattr(app, "read_only", False)) and acts(target, name)
 
 
 def is_offered(app: App[Any], node: DOMNode, action: str) -> bool:
-    """Whether an action, as a binding of `node` names it, would do something now."""
+    """Return whether an action, as a binding of `node` names it, would do something now."""
     target, name, parameters = resolved(app, node, action)
     return not is_refused(app, node, action) and bool(target.check_action(name, parameters))
 
@@ -57,13 +57,13 @@ def active_keys(screen: Screen[Any]) -> list[Keys]:
 
     Keys of one action are one binding. Bindings without a description are internal and left out.
     """
-    found: dict[DOMNode, list[Binding]] = {}
+    by_owner: dict[DOMNode, list[Binding]] = {}
     for active in screen.active_bindings.values():
         binding = active.binding
         if not binding.description or not is_offered(screen.app, active.node, binding.action):
             continue
-        found.setdefault(active.node, []).append(binding)
-    return [Keys(node, _joined(found[node])) for node in _chain(screen) if node in found]
+        by_owner.setdefault(active.node, []).append(binding)
+    return [Keys(node, _joined(by_owner[node])) for node in _chain(screen) if node in by_owner]
 
 
 def _chain(screen: Screen[Any]) -> list[DOMNode]:

@@ -28,12 +28,12 @@ class Layout:
 
 
 def is_tiny(width: int, height: int) -> bool:
-    """Whether only the first line of a screen fits the terminal."""
+    """Return whether only the first line of a screen fits the terminal."""
     return width < 40 or height < 10
 
 
 def is_low(width: int, height: int) -> bool:
-    """Whether one pane fits the screen, and only if everything else is short."""
+    """Return whether one pane fits the screen, and only if everything else is short."""
     return height < SINGLE and not is_tiny(width, height)
 
 

@@ -78,11 +78,11 @@ class Command:
 
 def runs_to_open(context: Context) -> list[RunFolder]:
     """Return the runs of the folders that were named; for a run that was named, also its neighbours."""
-    found: dict[str, RunFolder] = {}
+    by_path: dict[str, RunFolder] = {}
     for folder in context.folders:
         for run in find_runs(folder.absolute().parent if is_run(folder) else folder):
-            found.setdefault(str(run.path.absolute()), run)
-    return list(found.values())
+            by_path.setdefault(str(run.path.absolute()), run)
+    return list(by_path.values())
 
 
 class OpensRuns(Protocol):
@@ -200,8 +200,8 @@ class WorkbenchCommands(Provider):
             if self.workbench.context.read_only and name in STARTING:
                 where = READ_ONLY
             if name not in offered:
-                said = partial(self.app.notify, where, title=f"{name}: not here", markup=False)
-                yield Command(f"{name} (not here)", where, said, ALSO.get(name, ""))
+                notify = partial(self.app.notify, where, title=f"{name}: not here", markup=False)
+                yield Command(f"{name} (not here)", where, notify, ALSO.get(name, ""))
 
 
 def _help(words: str) -> str:

@@ -37,8 +37,8 @@ class Place:
         # A flip needs a run. Without one, the list of flips is opened instead.
         screen_of = FLIPS if self.name == "flip" and run is None else self.screen
         module, _, name = screen_of.partition(".")
-        made = getattr(import_module(f"workbench.tui.screens.{module}"), name)
-        screen: Screen[Any] = made(context, **({self.takes: run} if self.takes else {}))
+        screen_class = getattr(import_module(f"workbench.tui.screens.{module}"), name)
+        screen: Screen[Any] = screen_class(context, **({self.takes: run} if self.takes else {}))
         return screen
 
 

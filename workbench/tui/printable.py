@@ -67,7 +67,7 @@ class Printable(LineFilter):
 
 
 def is_utf8(environ: Mapping[str, str]) -> bool:
-    """Whether the locale of an environment is UTF-8 and its terminal has more than a few hundred
+    """Return whether the locale of an environment is UTF-8 and its terminal has more than a few hundred
     glyphs."""
     # The Linux console and a dumb terminal have no braille, whatever the locale says.
     if environ.get("TERM") in ("linux", "dumb"):

@@ -39,7 +39,7 @@ def _theme(
     plain text, which makes them more alike."""
     background, surface, panel = ground
     foreground, muted = text
-    written = {
+    text_colours = {
         "primary": primary,
         "secondary": primary,
         "warning": warning,
@@ -61,7 +61,7 @@ def _theme(
         success=success,
         error=error,
         accent=accent,
-        variables={f"text-{role}": colour for role, colour in written.items()},
+        variables={f"text-{role}": colour for role, colour in text_colours.items()},
     )
 
 
@@ -128,8 +128,8 @@ def chosen_theme(option: str | None, environ: Mapping[str, str]) -> str:
     Few terminals report their background (in `COLORFGBG`); the others are assumed to be dark. Raises
     UsageError for an unknown name.
     """
-    asked = [("--theme", option), *((name, environ.get(name)) for name in THEME_VARIABLES)]
-    for source, name in asked:
+    sources = [("--theme", option), *((name, environ.get(name)) for name in THEME_VARIABLES)]
+    for source, name in sources:
         if name:
             return _checked(name, source)
     ground = environ.get("COLORFGBG", "").rpartition(";")[2]

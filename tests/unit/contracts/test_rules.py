@@ -143,7 +143,7 @@ def test_every_id_that_is_named_is_there_and_no_id_is_there_twice(
         (put("metadata", "demoted_by", value="a finding"), "only with status: demoted"),
         (put(TEST, 0, "status", value="demoted"), "by which finding?"),
         (put(*PLANTED, "edit", "with", value="return 2 * x"), "nothing is changed"),
-        (put(*PLANTED, "edit", "with", value="return ("), "no Python any more"),
+        (put(*PLANTED, "edit", "with", value="return ("), "the module no longer compiles"),
         (put(*PLANTED, "edit", "module", value="thing.gone"), "no module thing.gone"),
         (put(TEST, 0, "test", value="pytest something"), "expected python:, bench: or flip:"),
         (put(TEST, 0, "test", value="python:tests/gone.py::test_x"), "no file tests/gone.py"),

@@ -174,7 +174,7 @@ def test_a_comparison_says_in_what_it_is_not_of_like_and_refuses_several_program
     assert eval_("--against", other(samples=2)) == (64, [])
     assert "expected samples 1, found 2" in capsys.readouterr().err
     assert eval_("--against", other(samples=1, max_tokens=99))[0] == 0
-    assert "not asked alike: max_tokens 4 here, 99 there" in capsys.readouterr().out
+    assert "another configuration: max_tokens 4 here, 99 there" in capsys.readouterr().out
 
 
 def test_one_evaluation_at_a_time_writes_a_file_of_results(tmp_path: Path) -> None:

@@ -74,7 +74,7 @@ def test_whatever_was_named_while_a_run_lived_is_named_when_it_is_dead(
     assert all(f": {each.id}: " in out for each in RULES)
     assert all(f"check {about.id}: {about.id} is off" in out for about in CHECKS)
     assert "disk: full" in out and "exit: CRASHED: It crashed with SIGSEGV." in out
-    assert out.count("said while the run went on") == len(RULES) - len(replayed)
+    assert out.count("raised while the run was active") == len(RULES) - len(replayed)
 
 
 def test_json_is_one_value_with_the_numbers(

@@ -60,8 +60,9 @@ plot and one other pane are shown."""
 FRAME = 5
 """Cells of a pane that its border, padding and scroll bar take."""
 FAR = 10
+"""Columns of dots that the cursor moves with shift or comma and full stop."""
 NAME = 8
-"""Least cells of a name in the legend of a grid."""
+"""Minimum width of a name in the legend of a grid, in cells."""
 ENOUGH = 4
 """Number of charts that must fit next to each other for the grid to be the default; else one large chart is shown."""
 
@@ -204,8 +205,8 @@ class CompareScreen(PollingScreen):
         metrics, columns = self._shown_metrics(comparison, plot, legend)
         is_grid = len(metrics) > 1
         plot.columns, plot.legend = columns, legend if is_grid or groups else ()
-        said = f"{len(metrics)} of {len(comparison.metrics())} metrics"
-        title = f"1 {said if is_grid else metrics[0].name} by {axis}"
+        count_words = f"{len(metrics)} of {len(comparison.metrics())} metrics"
+        title = f"1 {count_words if is_grid else metrics[0].name} by {axis}"
         title += f", grouped by {self._group_by}" if groups else ""
         plot.border_title = f"{title}{', log y' if self._log_y else ''}"
         plot.charts = tuple(
@@ -256,12 +257,12 @@ class CompareScreen(PollingScreen):
                     f"{name} {'no value' if mean is None else metric.text(mean)}"
                     for name, mean in zip(names, means, strict=True)
                 ]
-            said = f"{self._group_by}: {band_words(len(group.runs) for group in groups)}"
-            first = ((Span(said, "legend"), Span("", "legend")),)
+            grouping_words = f"{self._group_by}: {band_words(len(group.runs) for group in groups)}"
+            first = ((Span(grouping_words, "legend"), Span("", "legend")),)
         else:
             room = width // len(runs) - NAME
             names = list(distinct_names(tuple(x.snapshot.run.name for x in runs), max(NAME, room)))
-        slots = [one.slot for one in groups or runs]
+        slots = [group.slot for group in groups or runs]
         return (
             *first,
             *(
@@ -336,8 +337,8 @@ class CompareScreen(PollingScreen):
         runs = []
         for run in comparison.runs:
             value = self._value(run, metric)
-            said = "no value" if value is None else metric.text(value)
-            runs.append(HeadedRun(run.slot, run.snapshot.run.name, said))
+            value_text = "no value" if value is None else metric.text(value)
+            runs.append(HeadedRun(run.slot, run.snapshot.run.name, value_text))
         first = [f"compare {metric.name}"]
         if self._cursor is not None:
             first = [f"{axis} {axis_text(axis, self._cursor)}", metric.name]

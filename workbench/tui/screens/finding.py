@@ -158,7 +158,7 @@ def finding_form(run: RunFolder, suspects: Sequence[Suspect] = ()) -> FormScreen
     observation(run, "")
     seen, proposed = observations(run), suspects_of(run)
     folder: Path = beside([run.path.parent], EVIDENCE)[0]
-    known = {one.assignment: one for one in (*suspects, *proposed)}
+    known = {suspect.assignment: suspect for suspect in (*suspects, *proposed)}
 
     def send(v: Values) -> str:
         names = [v["other"]] if v["other"] else [v["cause"]] if v["cause"] != LATER else []
@@ -166,9 +166,9 @@ def finding_form(run: RunFolder, suspects: Sequence[Suspect] = ()) -> FormScreen
         return str(changes.begin(folder, run, v["seen"], chosen).path)
 
     fields = (
-        Field(name="seen", label="went wrong", options=tuple(one.name for one in seen)),
+        Field(name="seen", label="went wrong", options=tuple(failure.name for failure in seen)),
         Field(name="cause", label="ended by", options=(*known, LATER)),
         Field(name="other", label="or by", hint="another change: KEY=VALUE, NAME=VALUE, or words"),
     )
-    note = "\n".join(f"{one.name}: {one_line(one.text)}" for one in seen[:SHOWN])
+    note = "\n".join(f"{failure.name}: {one_line(failure.text)}" for failure in seen[:SHOWN])
     return FormScreen(f"why? a finding about {run.name}", fields, send, note=note)

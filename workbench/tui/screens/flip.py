@@ -29,7 +29,7 @@ from workbench.flip_snapshots import (
     FlipFeed,
     FlipSnapshot,
     flip_details,
-    going_on,
+    running_flip,
     verdict_of,
 )
 from workbench.jobs import Job
@@ -47,9 +47,9 @@ SHORT = 18
 class Suggested(Message):
     """The flips that a run suggests were found."""
 
-    def __init__(self, found: tuple[Proposal, ...]) -> None:
+    def __init__(self, suggestions: tuple[Proposal, ...]) -> None:
         super().__init__()
-        self.found = found
+        self.suggestions = suggestions
 
 
 class FlipScreen(PollingScreen):
@@ -103,23 +103,23 @@ class FlipScreen(PollingScreen):
         self,
         context: Context,
         run: RunFolder | None,
-        found: tuple[Proposal, ...] | None = None,
+        suggestions: tuple[Proposal, ...] | None = None,
         *,
         folder: Path | None = None,
     ) -> None:
-        """`found` are the run's suggestions; None reads them from the run."""
+        """`suggestions` are the run's suggestions; None reads them from the run."""
         super().__init__(context)
         assert run is not None or folder is not None, "a run to flip, or a flip"
-        self._run, self._found, self._flips = run, found, Path(FLIPS)
+        self._run, self._suggestions, self._flips = run, suggestions, Path(FLIPS)
         self._feed: FlipFeed | None = None if folder is None else FlipFeed(folder)
         self._started: Job | None = None
         self._snapshot: FlipSnapshot | None = None
         self._folded = True
-        self._looked = folder is not None
-        self._called = run.name if run is not None else folder.name if folder is not None else ""
+        self._has_searched = folder is not None
+        self._subject = run.name if run is not None else folder.name if folder is not None else ""
 
     def compose(self) -> ComposeResult:
-        yield Static(f"flip {self._called}: what to test?", id="head", markup=False)
+        yield Static(f"flip {self._subject}: what to test?", id="head", markup=False)
         with Vertical(id="before"):
             yield FlipForm(watched=self._run is not None and command_of(self._run) is not None)
             yield FlipPlan(self._run, self._flips)
@@ -132,29 +132,29 @@ class FlipScreen(PollingScreen):
 
     def on_mount(self) -> None:
         # Textual calls the handlers of every class, including PollingScreen's own.
-        if self._feed is None and self._found is not None:
-            self.query_one(FlipForm).found = self._found
+        if self._feed is None and self._suggestions is not None:
+            self.query_one(FlipForm).suggestions = self._suggestions
 
     def on_resize(self) -> None:
         self.set_class(self.size.height < SHORT, "-short")
 
     def poll(self) -> Polled:
-        if not self._looked and self._run is not None:
-            self._looked = True
-            folder = going_on(self._flips, self._run.path)
+        if not self._has_searched and self._run is not None:
+            self._has_searched = True
+            folder = running_flip(self._flips, self._run.path)
             if folder is not None:
                 self._feed = FlipFeed(folder)
-            elif self._found is None:
+            elif self._suggestions is None:
                 view = RunFeed(self._run).read_all().view
-                found = proposals(view, settings_of(self._run), command_of(self._run))
-                self.post_message(Suggested(found))
+                suggestions = proposals(view, settings_of(self._run), command_of(self._run))
+                self.post_message(Suggested(suggestions))
         return Polled(None if self._feed is None else self._feed.poll())
 
     # Before the flip starts.
 
     @on(Suggested)
     def suggest(self, message: Suggested) -> None:
-        self.query_one(FlipForm).found = message.found
+        self.query_one(FlipForm).suggestions = message.suggestions
 
     @on(FlipForm.Changed)
     def preview(self, message: FlipForm.Changed) -> None:
@@ -197,7 +197,7 @@ class FlipScreen(PollingScreen):
         if not self.has_class("-begun"):
             self.set_class(True, "-begun")
             self.call_after_refresh(self.query_one("#details").focus)
-        self.query_one("#head", Static).update(f"flip {self._called}: {snapshot.state}")
+        self.query_one("#head", Static).update(f"flip {self._subject}: {snapshot.state}")
         self.query_one(ForestPlot).snapshot = snapshot
         self._draw_lines(snapshot)
 

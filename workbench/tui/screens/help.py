@@ -26,8 +26,8 @@ from workbench.tui.printable import as_title
 from workbench.tui.widgets.key_bar import grouped
 
 WIDTH, SHARE = 80, 96
-"""Greatest width of the box, and its greatest share of the screen in percent."""
-AROUND = 8
+"""Maximum width of the box in cells, and its maximum share of the screen in percent."""
+FRAME_CELLS = 8
 """Cells of a row taken by border, padding and scroll bar."""
 KEY_CELLS = 13
 """Width of the column of keys."""
@@ -44,8 +44,8 @@ def key_lines(bindings: Sequence[Binding], note: str = "") -> list[str]:
 
 def help_of(widget: Widget | None) -> tuple[str, list[str]] | None:
     """Return name and paragraphs of the innermost widget around `widget` that has help."""
-    around = [] if widget is None else widget.ancestors_with_self
-    for node in around:
+    nodes = [] if widget is None else widget.ancestors_with_self
+    for node in nodes:
         text = node.HELP if isinstance(node, Widget) else None
         if text:
             heading, _, rest = text.strip().replace("`", "").partition("\n")
@@ -84,7 +84,7 @@ class HelpScreen(ModalScreen[None]):
     def compose(self) -> ComposeResult:
         below = self.app.screen_stack[-2]
         outer = min(WIDTH, self.app.size.width * SHARE // 100)
-        width = max(20, outer - AROUND)
+        width = max(20, outer - FRAME_CELLS)
         lines: list[Content] = []
         for heading, words in self._sections(below):
             lines += [Content.styled(heading, "bold"), *map(Content, _wrapped(words, width))]

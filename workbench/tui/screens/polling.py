@@ -126,7 +126,7 @@ class PollingScreen(Screen[None]):
         self.tick()
 
     @on(ScreenResume)
-    def look_again(self) -> None:
+    def poll_on_return(self) -> None:
         if not self.POLLS_BEHIND:
             self.tick()
 

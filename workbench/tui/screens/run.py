@@ -178,7 +178,6 @@ class RunScreen(PollingScreen):
         self._snapshot: Snapshot | None = None
         self._chosen, self._zoomed, self._paused = PANES[0].id, False, False
         self._flip_finder = FlipFinder(run)
-        self._flips: tuple[FlipSeen, ...] = ()
         self._marks: tuple[Mark, ...] = ()
         self._marked: tuple[RunView, tuple[FlipSeen, ...]] | None = None
         """View and flips that the marks were made from."""
@@ -194,12 +193,14 @@ class RunScreen(PollingScreen):
             with _Row(id="top"):
                 for column in ("left", "right"):
                     with _Column(id=column):
-                        yield from (self._made(pane) for pane in PANES if pane.column == column)
-            yield from (self._made(pane) for pane in PANES if pane.column == "below")
+                        yield from (
+                            self._make_pane(pane) for pane in PANES if pane.column == column
+                        )
+            yield from (self._make_pane(pane) for pane in PANES if pane.column == "below")
         yield PaneTabs(TABS)
         yield KeyBar()
 
-    def _made(self, pane: Pane) -> Widget:
+    def _make_pane(self, pane: Pane) -> Widget:
         title = pane.numbered_title()
         if pane.id == "loss":
             return TimelinePane(title, ascii_only=self.context.ascii_only, id=pane.id)
@@ -223,12 +224,11 @@ class RunScreen(PollingScreen):
 
     def poll(self) -> Polled:
         snapshot = self._with_progress(self._feed.poll())
-        # Walks long lists and reads other folders, so it stays out of the drawing thread.
-        seen = snapshot.view, self._flip_finder.look()
-        # A poll that found nothing new must not walk them again: quitting waits for the poll.
-        if self._marked is None or seen[0] is not self._marked[0] or seen[1] is not self._marked[1]:
-            self._marks, self._flips = all_marks(*seen), seen[1]
-            self._marked = seen
+        # Marks are made here, not in the drawing thread: that walks long lists and reads other folders.
+        view, flips = snapshot.view, self._flip_finder.look()
+        # A poll that found nothing new must not make them again: quitting waits for the poll.
+        if self._marked is None or view is not self._marked[0] or flips is not self._marked[1]:
+            self._marks, self._marked = all_marks(view, flips), (view, flips)
         return Polled(snapshot)
 
     @on(Polled)
@@ -242,12 +242,12 @@ class RunScreen(PollingScreen):
             if not now.startswith(VERIFYING):
                 self.notify(now, markup=False)
         if not self._paused:
-            self._hand_down()
+            self._update_panes()
         self.draw_keys()
-        if _needs(before) != _needs(self._snapshot):
+        if _layout_inputs(before) != _layout_inputs(self._snapshot):
             self.lay_out()
 
-    def _hand_down(self) -> None:
+    def _update_panes(self) -> None:
         snapshot = self.shown
         if snapshot is None:
             return
@@ -255,7 +255,9 @@ class RunScreen(PollingScreen):
             self.query_one(StatusLine).snapshot = snapshot
             line = self.query_one(TimelinePane)
             line.whole = self._snapshot if self._replay is not None else None
-            line.marks = self._marks if self._replay is None else _until(self._marks, snapshot)
+            line.marks = (
+                self._marks if self._replay is None else _marks_until(self._marks, snapshot)
+            )
             line.snapshot = snapshot
             self.query_one(LogPane).snapshot = snapshot
             for pane in PANES:
@@ -266,7 +268,7 @@ class RunScreen(PollingScreen):
                     text = self.query_one(f"#{pane.id}", TextPane)
                     text.show(lines_for)
                     text.show_title(pane.numbered_title(watched=snapshot.command is not None))
-            self._tell_replay()
+            self._show_replay_position()
 
     # Layout.
 
@@ -352,13 +354,13 @@ class RunScreen(PollingScreen):
     def action_pause(self) -> None:
         if self._replay is not None:
             self._replay.is_playing = not self._replay.is_playing
-            self._tell_replay()
+            self._show_replay_position()
             self.draw_keys()
             return
         self._paused = not self._paused
         self.query_one(StatusLine).paused = self._paused
         if not self._paused:
-            self._hand_down()
+            self._update_panes()
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
         if action == "scrub":
@@ -415,18 +417,18 @@ class RunScreen(PollingScreen):
         line.show_time(begin)
         line.focus()
         self.draw_keys()
-        self._tell_replay()
+        self._show_replay_position()
 
     def _end_replay(self) -> None:
         if self._replay is not None:
             self._replay.close()
         self._player.pause()
         self._replay, self._past = None, None
-        self._hand_down()
+        self._update_panes()
         self.draw_keys()
         self.lay_out()
 
-    def _tell_replay(self) -> None:
+    def _show_replay_position(self) -> None:
         live, replay = self._snapshot, self._replay
         words = ""
         if replay is not None and live is not None:
@@ -438,7 +440,7 @@ class RunScreen(PollingScreen):
         if replay is not None and live is not None and replay.is_playing:
             replay.tick(live.view.last_unix_s or 0.0)
             self.query_one(TimelinePane).show_time(replay.unix_s)
-            self._tell_replay()
+            self._show_replay_position()
             if not replay.is_playing:
                 self.draw_keys()
 
@@ -447,8 +449,8 @@ class RunScreen(PollingScreen):
         """Draw the run as it was."""
         if self._replay is not None:
             before, self._past = self._past, message.snapshot
-            self._hand_down()
-            if _needs(before) != _needs(self._past):
+            self._update_panes()
+            if _layout_inputs(before) != _layout_inputs(self._past):
                 self.lay_out()
 
     @on(TimelinePane.Moved)
@@ -460,7 +462,7 @@ class RunScreen(PollingScreen):
             # After the last step the end of the run can still be shown.
             is_end = last is not None and message.unix_s >= last
             replay.seek(live.view.last_unix_s or 0.0 if is_end else message.unix_s)
-            self._tell_replay()
+            self._show_replay_position()
 
     def action_scrub(self, columns: int) -> None:
         self.query_one(TimelinePane).action_move(columns)
@@ -468,7 +470,7 @@ class RunScreen(PollingScreen):
     def action_speed(self) -> None:
         if self._replay is not None:
             self._replay.next_speed()
-            self._tell_replay()
+            self._show_replay_position()
             self.draw_keys()
 
     # Keys that act on the run, or ask why.
@@ -558,18 +560,22 @@ class RunScreen(PollingScreen):
         snapshot = self.shown
         if snapshot is None or self.context.read_only:
             return
-        found = proposals(snapshot.view, settings_of(self.run), snapshot.command)
+        suggestions = proposals(snapshot.view, settings_of(self.run), snapshot.command)
         if mark is not None and mark.alert is not None:
-            named = of_alert(mark.alert)
-            others = [one for one in found if one.assignment != named.assignment]
-            found = (named, *others)
-        self._push_flip(found)
+            of_mark = of_alert(mark.alert)
+            others = [
+                proposal for proposal in suggestions if proposal.assignment != of_mark.assignment
+            ]
+            suggestions = (of_mark, *others)
+        self._push_flip(suggestions)
 
     def _push_flip(
-        self, found: tuple[Proposal, ...] | None = None, folder: Path | None = None
+        self, suggestions: tuple[Proposal, ...] | None = None, folder: Path | None = None
     ) -> None:
         self.app.push_screen(
-            FlipScreen(self.context, self.run if folder is None else None, found, folder=folder)
+            FlipScreen(
+                self.context, self.run if folder is None else None, suggestions, folder=folder
+            )
         )
 
     def action_batch(self) -> None:
@@ -595,11 +601,11 @@ def has_rows(snapshot: Snapshot) -> bool:
     return snapshot.command is None and snapshot.view.last_step >= 1
 
 
-def _needs(snapshot: Snapshot | None) -> object:
+def _layout_inputs(snapshot: Snapshot | None) -> object:
     """Return the values that decide which panes are visible."""
     return snapshot and (snapshot.state, snapshot.alive, bool(snapshot.view.alerts))
 
 
-def _until(marks: tuple[Mark, ...], snapshot: Snapshot) -> tuple[Mark, ...]:
+def _marks_until(marks: tuple[Mark, ...], snapshot: Snapshot) -> tuple[Mark, ...]:
     """Return the marks that existed at the time of a past snapshot."""
     return tuple(mark for mark in marks if mark.unix_s <= snapshot.now_unix_s)

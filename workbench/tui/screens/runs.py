@@ -171,9 +171,9 @@ class RunsScreen(PollingScreen):
     def show(self, message: Polled) -> None:
         """Pass the rows to the table."""
         self._snapshot = message.snapshot
-        there = {row.path for row in message.snapshot.rows}
-        if not there.issuperset(self._marked):
-            self._marked = {path: slot for path, slot in self._marked.items() if path in there}
+        present = {row.path for row in message.snapshot.rows}
+        if not present.issuperset(self._marked):
+            self._marked = {path: slot for path, slot in self._marked.items() if path in present}
         self._draw()
 
     @property
@@ -202,13 +202,13 @@ class RunsScreen(PollingScreen):
     def _heading(self, snapshot: RunsSnapshot, count: int) -> str:
         """Return the first line, at most as wide as the screen where possible; `count` is the number of runs
         that match the filter."""
-        every = len(snapshot.rows)
-        counted = f"{every}" if not self._pattern else f"{count} of {every}"
+        total = len(snapshot.rows)
+        counted = f"{total}" if not self._pattern else f"{count} of {total}"
         parts = []
-        going_on = sum(row.alive for row in snapshot.rows)
-        parts += [f"{going_on} running"] if going_on else []
-        ill = sum(bool(row.alerts) and row.alive for row in snapshot.rows)
-        parts += [f"! {ill} with alerts"] if ill else []
+        running = sum(row.alive for row in snapshot.rows)
+        parts += [f"{running} running"] if running else []
+        with_alerts = sum(bool(row.alerts) and row.alive for row in snapshot.rows)
+        parts += [f"! {with_alerts} with alerts"] if with_alerts else []
         if self._marked:
             parts.append(
                 f"marked {''.join(series_style(slot).letter for slot in sorted(self._marked.values()))}"
@@ -216,7 +216,7 @@ class RunsScreen(PollingScreen):
         parts += ["still reading"] if snapshot.behind else []
         parts += ["read-only"] if self.context.read_only else []
         parts += [snapshot.error] if snapshot.error else []
-        counted += f" run{'' if every == 1 else 's'} in "
+        counted += f" run{'' if total == 1 else 's'} in "
         # The user knows the folders best, so they are shortened first.
         room = self.size.width - len(counted) - sum(len(part) + 2 for part in parts) - 2
         return "  ".join([counted + shortened(_folders(snapshot), max(12, room)), *parts])

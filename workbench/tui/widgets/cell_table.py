@@ -34,7 +34,7 @@ class CellTable(DataTable[Text]):
         self, old_coordinate: Coordinate, new_coordinate: Coordinate
     ) -> None:
         super().watch_cursor_coordinate(old_coordinate, new_coordinate)
-        # All else that moves it are keys and the mouse.
+        # Otherwise a key or the mouse has moved it.
         self._is_moved |= not self._is_filling
 
     @property
@@ -52,8 +52,8 @@ class CellTable(DataTable[Text]):
         """Draw other rows; `cells` renders the texts of one row and must depend on them alone."""
         before, self._is_filling = self.key, True
         widths = [
-            max([1, title.cell_len, *(cell_len(row[place]) for row in texts.values())])
-            for place, title in enumerate(titles)
+            max([1, title.cell_len, *(cell_len(row[index]) for row in texts.values())])
+            for index, title in enumerate(titles)
         ]
         if ([*names], widths) != self._head:
             # With known column widths Textual need not measure every cell.
@@ -93,12 +93,12 @@ class CellTable(DataTable[Text]):
         columns = self.ordered_columns
         cells = [column.label for column in columns] if is_header else self.get_row_at(row)
         segments = []
-        for place, (column, cell) in enumerate(zip(columns, cells, strict=True)):
-            style = base + _at(row, place) + over + Style.parse(str(cell.style)) + last
+        for index, (column, cell) in enumerate(zip(columns, cells, strict=True)):
+            style = base + _mouse_style(row, index) + over + Style.parse(str(cell.style)) + last
             segments.append(Segment(_padded(cell, column.width), style))
         room = self.size.width - sum(column.width for column in columns)
-        beyond = base + self._row_styles(row, css_first=False)[0] + _at(row, None)
-        strip = Strip([*segments, Segment(" " * max(0, room), beyond)])
+        rest_style = base + self._row_styles(row, css_first=False)[0] + _mouse_style(row, None)
+        strip = Strip([*segments, Segment(" " * max(0, room), rest_style)])
         return strip.crop_extend(left, left + self.size.width, self.rich_style).simplify()
 
     def _row_styles(self, row: int, *, css_first: bool) -> tuple[Style, Style]:
@@ -141,10 +141,10 @@ class CellTable(DataTable[Text]):
 
 
 @lru_cache(4096)
-def _at(row: int, column: int | None) -> Style:
+def _mouse_style(row: int, column: int | None) -> Style:
     """Return the style by which Textual finds the cell under the mouse; None is right of the last column."""
-    place = {"row": row, "column": column or 0}
-    return Style.from_meta(place if column is not None else {**place, "out_of_bounds": True})
+    cell = {"row": row, "column": column or 0}
+    return Style.from_meta(cell if column is not None else {**cell, "out_of_bounds": True})
 
 
 def _padded(cell: Text, width: int) -> str:

@@ -43,9 +43,9 @@ def field_lines(fields: Sequence[Field], prefix: str = "") -> Iterator[Horizonta
 
 def values_in(form: Widget, fields: Sequence[Field], prefix: str = "") -> dict[str, str]:
     """Return the current values of the fields of a form."""
-    found = {}
+    values = {}
     for field in fields:
         widget = form.query_one(f"#{prefix}{field.name}")
         assert isinstance(widget, Input | Choice)
-        found[field.name] = widget.value.strip()
-    return found
+        values[field.name] = widget.value.strip()
+    return values

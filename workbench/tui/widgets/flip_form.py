@@ -36,7 +36,7 @@ START = (
     Field(name="steps", label="steps", value="12", hint="of each run"),
     Field(name="controls", label="controls", options=("auto", "run", "skip")),
 )
-OF_WATCHED = {
+WATCHED_HINTS = {
     "assignment": "loader.workers=4, NAME=VALUE of its environment, or --option value",
     "budget": "what 8 pairs of this run need",
     "steps": "so many that a run lasts some seconds",
@@ -85,17 +85,17 @@ Enter starts; tab moves through the fields; the plan below is the one that will 
     }
     """
 
-    found: reactive[tuple[Proposal, ...] | None] = reactive(None, init=False)
+    suggestions: reactive[tuple[Proposal, ...] | None] = reactive(None, init=False)
     """The run's suggestions; None while they are not known."""
 
     def __init__(self, *, watched: bool = False) -> None:
         """Make the form; `watched` is whether the run is a watched script."""
         super().__init__(id="form")
         self._fields = tuple(
-            replace(one, value="", hint=OF_WATCHED[one.name])
-            if watched and one.name in OF_WATCHED
-            else one
-            for one in START
+            replace(field, value="", hint=WATCHED_HINTS[field.name])
+            if watched and field.name in WATCHED_HINTS
+            else field
+            for field in START
         )
 
     def compose(self) -> ComposeResult:
@@ -105,16 +105,16 @@ Enter starts; tab moves through the fields; the plan below is the one that will 
     def on_mount(self) -> None:
         self.query_one(KeyedList).display = False
 
-    def watch_found(self, found: tuple[Proposal, ...] | None) -> None:
+    def watch_suggestions(self, suggestions: tuple[Proposal, ...] | None) -> None:
         options = self.query_one(KeyedList)
-        options.draw(_prompts(found or (), WIDE))
-        options.display = bool(found)
+        options.draw(_prompts(suggestions or (), WIDE))
+        options.display = bool(suggestions)
         self.call_after_refresh(self.on_resize)
-        possible = [i for i, one in enumerate(found or ()) if not one.impossible]
-        for place in range(len(found or ())):
+        possible = [i for i, proposal in enumerate(suggestions or ()) if not proposal.impossible]
+        for place in range(len(suggestions or ())):
             if place not in possible:
                 options.disable_option_at_index(place)
-        if not possible or not (found and found[possible[0]].seen):
+        if not possible or not (suggestions and suggestions[possible[0]].seen):
             options.highlighted = None
             self._input("assignment").focus()
             return
@@ -125,8 +125,8 @@ Enter starts; tab moves through the fields; the plan below is the one that will 
         """Wrap the suggestions to the width of their list."""
         options = self.query_one(KeyedList)
         width = options.scrollable_content_region.width
-        if width > 0 and options.option_count == len(self.found or ()):
-            options.draw(_prompts(self.found or (), width))
+        if width > 0 and options.option_count == len(self.suggestions or ()):
+            options.draw(_prompts(self.suggestions or (), width))
 
     def _input(self, name: str) -> Input:
         return self.query_one(f"#{name}", Input)
@@ -135,23 +135,23 @@ Enter starts; tab moves through the fields; the plan below is the one that will 
     def wanted(self) -> Wanted:
         """Return the flip that the form describes; a proposal that would end something asks just that."""
         values = values_in(self, self._fields)
-        ends = {one.assignment: one.ends for one in self.found or ()}
+        ends = {proposal.assignment: proposal.ends for proposal in self.suggestions or ()}
         return Wanted(**values, ends=ends.get(values["assignment"], ""))
 
     @on(OptionList.OptionHighlighted)
     def fill(self, event: OptionList.OptionHighlighted) -> None:
         """Fill the form with the suggestion under the cursor."""
         event.stop()
-        if self.found is None or event.option_index >= len(self.found):
+        if self.suggestions is None or event.option_index >= len(self.suggestions):
             return
-        proposal = self.found[event.option_index]
+        proposal = self.suggestions[event.option_index]
         if not proposal.impossible:
             self._input("assignment").value = proposal.assignment
             self._input("hypothesis").value = proposal.hypothesis
 
     @on(Input.Changed)
     @on(Choice.Changed)
-    def tell(self, event: Message) -> None:
+    def post_change(self, event: Message) -> None:
         event.stop()
         self.post_message(self.Changed(self.wanted))
 
@@ -162,10 +162,10 @@ Enter starts; tab moves through the fields; the plan below is the one that will 
         self.post_message(self.Sent())
 
 
-def _prompts(found: Sequence[Proposal], width: int) -> dict[str, Content]:
+def _prompts(suggestions: Sequence[Proposal], width: int) -> dict[str, Content]:
     """Return the suggestions as rows of a width."""
     prompts = {}
-    for place, proposal in enumerate(found):
+    for place, proposal in enumerate(suggestions):
         text, style = f"  {proposal.assignment}   {one_line(proposal.source)}", ""
         if proposal.ends:
             text = f"  {proposal.hypothesis}: {proposal.assignment}   {one_line(proposal.source)}"

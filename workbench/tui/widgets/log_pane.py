@@ -314,9 +314,9 @@ class LogPane(Vertical):
         view = self.view
         following = "following" if view.follow else "not following, f follows the end"
         total = 0 if view.book is None else len(view.book)
-        some = f", {view.shown} of {total} lines" if view.pattern else f", {total} lines"
-        looked = view.share_filtered
-        far = f", searched {looked:.0%}" if looked < 1 else ""
-        title = f"{self._title}, {following}{some}{far}"
+        count_words = f", {view.shown} of {total} lines" if view.pattern else f", {total} lines"
+        searched = view.share_filtered
+        progress_words = f", searched {searched:.0%}" if searched < 1 else ""
+        title = f"{self._title}, {following}{count_words}{progress_words}"
         if title != self.border_title:
             self.border_title = title

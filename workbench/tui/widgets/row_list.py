@@ -96,7 +96,7 @@ a row repeats its colour: `+` good, `!` bad, `?` not known, `-` does not count.
     def whole_text(self) -> str:
         """Return every row, as lines."""
         lines = lines_of(self.rows, WHOLE)
-        return "\n".join(prompt_of(*one).plain for one in zip(self.rows, lines, strict=True))
+        return "\n".join(prompt_of(*pair).plain for pair in zip(self.rows, lines, strict=True))
 
     def wanted_width(self, most: int) -> int:
         """Return the width at which no row needs a second line, with the words of the rows if that is at most
@@ -104,7 +104,7 @@ a row repeats its colour: `+` good, `!` bad, `?` not known, `-` does not count.
         lines = lines_of(self.rows, WHOLE)
         bare = lines_of([replace(row, words="") for row in self.rows], WHOLE)
         widths = [
-            max(map(len, some), default=0) + SIGN_CELLS + FRAME_CELLS for some in (lines, bare)
+            max(map(len, texts), default=0) + SIGN_CELLS + FRAME_CELLS for texts in (lines, bare)
         ]
         return next((width for width in widths if width <= most), most)
 

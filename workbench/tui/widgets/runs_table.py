@@ -33,12 +33,12 @@ VERDICT_CELLS = 64
 BAR_CELLS = 8
 SETTING_CELLS = 16
 SETTINGS_SHOWN = 12
-"""Most settings that differ which have a column."""
+"""Maximum number of differing settings that have a column."""
 NAMED = frozenset({"run.name", "run.out", "teacher.path", "student.path", "train.steps"})
 """Settings that other columns show: the name of the run or of a model, and the number of steps."""
 
 
-def _maybe(write: Callable[[float], str], value: float | None) -> str:
+def _text_or_absent(write: Callable[[float], str], value: float | None) -> str:
     return ABSENT if value is None else write(value)
 
 
@@ -124,14 +124,14 @@ BEFORE = (
     ),
     Column(
         name="loss",
-        text=lambda row: _maybe(format_value, row.loss),
+        text=lambda row: _text_or_absent(format_value, row.loss),
         value=lambda row: row.loss,
         rank=20,
         optional=False,
     ),
     Column(
         name="held-out",
-        text=lambda row: _maybe(format_value, row.heldout),
+        text=lambda row: _text_or_absent(format_value, row.heldout),
         value=lambda row: row.heldout,
         rank=40,
     ),
@@ -152,20 +152,22 @@ AFTER = (
     _text_column("student", lambda row: row.student, 130, least=12),
     Column(
         name="tok/s",
-        text=lambda row: _maybe(format_count, row.tokens_per_second),
+        text=lambda row: _text_or_absent(format_count, row.tokens_per_second),
         value=lambda row: row.tokens_per_second,
         rank=100,
         largest_first=True,
     ),
     Column(
         name=AGE,
-        text=lambda row: _maybe(format_seconds, None if row.age_s is None else max(0.0, row.age_s)),
+        text=lambda row: _text_or_absent(
+            format_seconds, None if row.age_s is None else max(0.0, row.age_s)
+        ),
         value=lambda row: row.age_s,
         rank=120,
     ),
     Column(
         name="left",
-        text=lambda row: _maybe(format_seconds, row.left_s),
+        text=lambda row: _text_or_absent(format_seconds, row.left_s),
         value=lambda row: row.left_s,
         rank=150,
     ),
@@ -213,13 +215,13 @@ def fixed_columns(*, ascii_only: bool) -> tuple[tuple[Column, ...], tuple[Column
 def differing(rows: Sequence[RunRow]) -> list[Column]:
     """Return a column for each setting that differs between the runs that have it, in the order of the specs, numeric
     ones first."""
-    found: dict[str, dict[str, object]] = {}
+    texts_by_name: dict[str, dict[str, object]] = {}
     for settings in {id(row.settings): row.settings for row in rows}.values():
         for name, value in settings.items():
-            found.setdefault(name, {}).setdefault(setting_text(value), value)
+            texts_by_name.setdefault(name, {}).setdefault(setting_text(value), value)
     values = {
         name: list(by_text.values())
-        for name, by_text in found.items()
+        for name, by_text in texts_by_name.items()
         if len(by_text) > 1 and name not in NAMED
     }
     numeric = {name for name in values if all(number_of(v) is not None for v in values[name])}
@@ -230,10 +232,10 @@ def differing(rows: Sequence[RunRow]) -> list[Column]:
         _setting_column(
             name,
             name if shorts.count(short) > 1 or short in taken else short,
-            SETTING if place < FIRST_SETTINGS else LATER_SETTING,
+            SETTING if index < FIRST_SETTINGS else LATER_SETTING,
             is_number=name in numeric,
         )
-        for place, (name, short) in enumerate(zip(names, shorts, strict=True))
+        for index, (name, short) in enumerate(zip(names, shorts, strict=True))
     ]
 
 
@@ -242,7 +244,7 @@ def _setting_column(name: str, title: str, rank: int, *, is_number: bool) -> Col
         if (value := row.settings.get(name)) is None:
             return ABSENT
         words = setting_text(value)
-        # Of a path the end tells most.
+        # The end of a path distinguishes it best.
         return shortened(words.rstrip("/").rpartition("/")[2] or words, SETTING_CELLS)
 
     def key(row: RunRow) -> Key:
@@ -270,7 +272,7 @@ def in_order(rows: Sequence[RunRow], column: Column, *, backwards: bool) -> list
 
 
 def _is_as_before(before: RunRow, row: RunRow) -> bool:
-    """Whether nothing of a run has changed but its age."""
+    """Return whether nothing of a run has changed but its age."""
     return replace(before, age_s=row.age_s) == row
 
 
@@ -391,17 +393,19 @@ class RunsTable(CellTable):
         """Return the width of each column that fits, without its gap. In the order of their ranks columns get the
         least they need; what is left goes to the name, the verdict and the rest of the texts."""
         name_least = NAME_CELLS[self.size.width >= ROOMY]
-        differ = {
+        differing_models = {
             name for name, text in MODELS.items() if len({text(row) for row in self.rows_shown}) > 1
         }
         widths: dict[str, int] = {}
-        for column in sorted(self._columns, key=lambda c: MODEL if c.name in differ else c.rank):
+        for column in sorted(
+            self._columns, key=lambda c: MODEL if c.name in differing_models else c.rank
+        ):
             if column.name not in wanted:
                 continue
             if column.rank > SETTING and VERDICT in widths:
-                more = max(0, min(room, min(wanted[VERDICT], VERDICT_CELLS) - widths[VERDICT]))
-                widths[VERDICT] += more
-                room -= more
+                added = max(0, min(room, min(wanted[VERDICT], VERDICT_CELLS) - widths[VERDICT]))
+                widths[VERDICT] += added
+                room -= added
             least = name_least if column is NAME else column.least
             cells = min(wanted[column.name], least or wanted[column.name])
             if not column.rank or cells + self._before_text(column) <= room:
@@ -409,9 +413,9 @@ class RunsTable(CellTable):
                 room -= cells + self._before_text(column)
         for name, most in WIDENED:
             if name in widths:
-                more = max(0, min(room, min(wanted[name], most) - widths[name]))
-                widths[name] += more
-                room -= more
+                added = max(0, min(room, min(wanted[name], most) - widths[name]))
+                widths[name] += added
+                room -= added
         return widths
 
     def _words(self, row: RunRow) -> list[str]:

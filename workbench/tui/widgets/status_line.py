@@ -29,9 +29,9 @@ from workbench.tui.names import cut_at_end, shortened
 
 WIDE, NARROW = 100, 60
 VERDICT_ROWS = 3
-"""Most rows of a verdict on a narrow terminal."""
+"""Maximum number of rows of a verdict on a narrow terminal."""
 TODO_ROWS = 2
-"""Most rows of what to do, below a verdict of one row."""
+"""Maximum number of rows of what to do, below a verdict of one row."""
 
 
 def bar_text(done: int, total: int, cells: int, *, ascii_only: bool) -> str:
@@ -93,7 +93,7 @@ def compact(name: str, flags: Sequence[str], share: str, status: str, width: int
 
 
 COMMAND_CELLS = 16
-"""The least of a command that is worth showing."""
+"""Minimum width of a command, in cells; where less is left, none is shown."""
 
 
 def with_command(top: str, command: WatchedCommand | None, width: int) -> str:
@@ -107,15 +107,15 @@ def with_command(top: str, command: WatchedCommand | None, width: int) -> str:
     return f"{top}  {one_line(shortened(command.short, room))}{commit}"
 
 
-def what_to_press(found: RunVerdict, snapshot: Snapshot) -> str:
+def what_to_press(verdict: RunVerdict, snapshot: Snapshot) -> str:
     """Return the next action of a verdict with the keys of the screen in the place of commands."""
     if snapshot.view.imported is not None:
-        return one_line(found.action)
+        return one_line(verdict.action)
     resume = f"engine distill --resume {snapshot.run.path}"
-    todo = found.action.replace(resume, "press R to resume it")
+    todo = verdict.action.replace(resume, "press R to resume it")
     if todo.startswith("test it: "):
         todo = f"press F to test {todo.removeprefix('test it: ')}"
-    elif found.id.startswith("identity "):
+    elif verdict.id.startswith("identity "):
         todo = f"press F to test the change: {todo}"
     return one_line(todo)
 
@@ -143,22 +143,26 @@ class StatusLine(Static):
 
     on_resize = watch_paused = watch_replay = watch_snapshot
 
-    def _verdict(self, found: RunVerdict, snapshot: Snapshot, width: int) -> list[Content]:
+    def _verdict(self, verdict_of_run: RunVerdict, snapshot: Snapshot, width: int) -> list[Content]:
         """Return the verdict in the colour of its level, and what to do in the same row, or below it on a screen
         that is not low."""
-        line = found.signed(ascii_only=self._ascii_only)
-        style = f"bold $text-{LEVEL_ROLES[found.level]}"
-        verdict = Content.styled(cut_at_end(line, VERDICT_ROWS * width), style)
-        todo = one_line(found.action) if self._read_only else what_to_press(found, snapshot)
+        line = verdict_of_run.signed(ascii_only=self._ascii_only)
+        style = f"bold $text-{LEVEL_ROLES[verdict_of_run.level]}"
+        styled = Content.styled(cut_at_end(line, VERDICT_ROWS * width), style)
+        todo = (
+            one_line(verdict_of_run.action)
+            if self._read_only
+            else what_to_press(verdict_of_run, snapshot)
+        )
         if not todo:
-            return [verdict]
+            return [styled]
         if len(line) + len(todo) + 6 <= width:
-            return [Content.assemble(verdict, "  ", ("do:", "bold"), f" {todo}")]
+            return [Content.assemble(styled, "  ", ("do:", "bold"), f" {todo}")]
         if is_low(*self.app.size) or is_tiny(*self.app.size):
-            return [verdict]
+            return [styled]
         rows = TODO_ROWS if len(line) <= width else 1
         cut = cut_at_end(todo, rows * width - 6)
-        return [verdict, Content.assemble("  ", ("do:", "bold"), f" {cut}")]
+        return [styled, Content.assemble("  ", ("do:", "bold"), f" {cut}")]
 
     def _write(self) -> None:
         snapshot = self.snapshot
@@ -169,12 +173,12 @@ class StatusLine(Static):
         before = [self.replay, *before] if self.replay else before
         after = ["read-only"] if self._read_only else []
         share, flags = heading(snapshot, width, ascii_only=self._ascii_only)
-        name, found, low = self._run_name, None, is_low(*self.app.size)
+        name, verdict, low = self._run_name, None, is_low(*self.app.size)
         if snapshot.error is None and not snapshot.behind:
-            found = verdict_of(snapshot.view, snapshot.state, snapshot.run.path)
-            if low and found.level == HEALTHY:
+            verdict = verdict_of(snapshot.view, snapshot.state, snapshot.run.path)
+            if low and verdict.level == HEALTHY:
                 # A row of its own would be missed by the chart.
-                name = f"{found.sign(ascii_only=self._ascii_only)} {name}"
+                name = f"{verdict.sign(ascii_only=self._ascii_only)} {name}"
         if width < NARROW and low:
             states = [*before, *flags, *after]
             top, below = compact(name, states, share, snapshot.status, max(1, width))
@@ -188,8 +192,8 @@ class StatusLine(Static):
             _bold_to(top, "  ", "bold"),
             _bold_to(below, " | ", f"bold reverse $text-{state_role(snapshot.state)}"),
         ]
-        if found is not None and (not low or found.level != HEALTHY):
-            lines = [*self._verdict(found, snapshot, max(1, width - 2)), *lines]
+        if verdict is not None and (not low or verdict.level != HEALTHY):
+            lines = [*self._verdict(verdict, snapshot, max(1, width - 2)), *lines]
         if snapshot.error is not None:
             lines += [Content(line) for line in snapshot.error.splitlines()]
         # A layout redraws the whole screen, so it is requested only when the row count changes.

@@ -72,8 +72,8 @@ class TimelinePane(ChartView, can_focus=True):
 
     On top the student's losses on held-out text, with the teacher's and its own at the start as levels: only
     these can be compared, and the gap closed says how far the student has come. Without evaluations, or on
-    demand, the training loss is on top, or the training loss with its parts CE and KD; a mixture of both is no
-    loss that a teacher has. Below it the training loss and the step times in bands of their own, and lanes: how
+    demand, the training loss is on top, or the training loss with its parts CE and KD; a teacher has no loss that
+    corresponds to their mixture. Below it the training loss and the step times in bands of their own, and lanes: how
     busy the GPU's SMs were, its memory (`mem`: of all processes, `own`: the trainer's), its power of the limit
     and its tensor cores, per GPU; before the first step they are all there is. Every column shows the lowest
     and highest of all its steps. NaN is drawn as a cross; lines break there and at gaps.
@@ -290,9 +290,9 @@ class TimelinePane(ChartView, can_focus=True):
         """Return the readings under the cursor."""
         snapshot = self.snapshot
         lanes = [] if snapshot is None else lanes_of(snapshot.view)
-        (at,) = self._times([cursor])
-        found = [(lane.name, lane.at(at)) for lane in lanes]
-        return [f"{name} {share:.0%}" for name, share in found if share is not None]
+        (unix_s,) = self._times([cursor])
+        shares = [(lane.name, lane.at(unix_s)) for lane in lanes]
+        return [f"{name} {share:.0%}" for name, share in shares if share is not None]
 
     # Positions.
 
@@ -380,13 +380,13 @@ class TimelinePane(ChartView, can_focus=True):
 
     def action_mark(self, side: int) -> None:
         first, last = self._ends()
-        at = self.window.cursor
-        if at is None:
-            at = first - 1 if side > 0 else last + 1
+        cursor = self.window.cursor
+        if cursor is None:
+            cursor = first - 1 if side > 0 else last + 1
         places = sorted({min(max(self._place(mark), first), last) for mark in self.marks})
-        beyond = [x for x in places if (x > at if side > 0 else x < at)]
-        if beyond:
-            self._move_to(beyond[0] if side > 0 else beyond[-1])
+        candidates = [x for x in places if (x > cursor if side > 0 else x < cursor)]
+        if candidates:
+            self._move_to(candidates[0] if side > 0 else candidates[-1])
 
     def _under(self) -> list[Mark]:
         """Return the marks in the column of the cursor."""

@@ -24,7 +24,7 @@ from tests.support.judged import alert_event, is_alert
 from tests.support.run_folders import Scene, completed
 from tests.support.screens import on_screen, poll, press, settle, shows, texts_of, words_of
 from workbench.feed import RunFeed
-from workbench.flip_snapshots import FlipFeed, FlipsFeed, Wanted, going_on
+from workbench.flip_snapshots import FlipFeed, FlipsFeed, Wanted, running_flip
 from workbench.plot.canvas import plain
 from workbench.plot.forest import render_forest
 from workbench.tui.screens.flip import FlipScreen
@@ -144,7 +144,7 @@ def test_enter_runs_it_and_the_verdict_comes_onto_the_screen(
     assert verdict is not None and f"{verdict['verdict']} ({verdict['class']})" in shown[0]
     assert (
         FlipFeed(folder).poll().verdict == verdict
-        and going_on(tmp_path / "flips", ended_run) is None
+        and running_flip(tmp_path / "flips", ended_run) is None
     )
 
 
