@@ -53,7 +53,9 @@ NOTE = Limit(what="the note of a run", most=1000, unit="characters")
 
 # Specs and --set.
 SPEC_FILE = Limit(what="a spec", most=256 * KIB, unit="bytes")
-SPEC_LINE = Limit(what="a line of a spec", most=128 * KIB, unit="characters")
+SPEC_LINE = Limit(
+    what="a line of a spec without its texts in double quotes", most=16 * KIB, unit="characters"
+)
 SPEC_DEPTH = Limit(what="nesting of lists and tables in a spec or a --set", most=8, unit="levels")
 SPEC_KEYS = Limit(what="keys of a spec", most=1000, unit="keys")
 SPEC_KEY = Limit(what="a key of a spec or of a --set", most=200, unit="characters")
