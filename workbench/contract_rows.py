@@ -42,9 +42,11 @@ class ContractsFeed:
         """Return the current status of every contract. Raises BadInput where there is none."""
         if self._seen is None or self._stamps() != self._seen:
             self._statuses = tuple(overview(root=self._root, receipts=self._receipts))
-            found = [status.contract for status in self._statuses if status.contract is not None]
+            contracts = [
+                status.contract for status in self._statuses if status.contract is not None
+            ]
             sources = Sources(self._root)
-            self._code = {file for contract in found for file in code_files(contract, sources)}
+            self._code = {file for contract in contracts for file in code_files(contract, sources)}
             self._seen = self._stamps()
         return self._statuses
 

@@ -33,7 +33,7 @@ REFUSAL = "engine drill --list — expected a list of drills, found {said}"
 NO_RESULT = "no result yet: n runs it (a few seconds), or `engine drill {id} --out DIR`"
 
 
-class Known(msgspec.Struct, frozen=True, kw_only=True):
+class KnownDrill(msgspec.Struct, frozen=True, kw_only=True):
     """One drill as `engine drill --list --json` prints it."""
 
     id: str
@@ -59,7 +59,7 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
+class DatedResult:
     """A result and its location."""
 
     result: Result
@@ -74,15 +74,15 @@ class Found:
         return folder if is_run(folder) else None
 
 
-def known_drills() -> tuple[Known, ...]:
+def known_drills() -> tuple[KnownDrill, ...]:
     """Return every drill. Raises InternalError when the engine does not list them."""
-    return ask_json(["drill", "--list", "--json"], REFUSAL, tuple[Known, ...])
+    return ask_json(["drill", "--list", "--json"], REFUSAL, tuple[KnownDrill, ...])
 
 
-def results_in(*folders: Path) -> dict[str, Found]:
+def results_in(*folders: Path) -> dict[str, DatedResult]:
     """Return the newest result of each drill from the *.json files of some folders and their subfolders. A file
     without results of drills is skipped."""
-    newest: dict[str, Found] = {}
+    newest: dict[str, DatedResult] = {}
     for file in _files(folders):
         try:
             fields = msgspec.json.decode(
@@ -93,16 +93,16 @@ def results_in(*folders: Path) -> dict[str, Found]:
         except (BadInput, RecursionError, msgspec.DecodeError, msgspec.ValidationError):
             continue
         for result in results:
-            found = Found(result=result, file=file, at_unix_s=at_unix_s)
-            before = newest.get(result.drill)
-            if before is None or _rank(before) < _rank(found):
-                newest[result.drill] = found
+            candidate = DatedResult(result=result, file=file, at_unix_s=at_unix_s)
+            best = newest.get(result.drill)
+            if best is None or _rank(best) < _rank(candidate):
+                newest[result.drill] = candidate
     return newest
 
 
-def _rank(found: Found) -> tuple[bool, float]:
+def _rank(candidate: DatedResult) -> tuple[bool, float]:
     """Rank a result: one that could be judged outranks a newer one that could not."""
-    return found.result.level != "unknown", found.at_unix_s or 0.0
+    return candidate.result.level != "unknown", candidate.at_unix_s or 0.0
 
 
 def _files(folders: Sequence[Path]) -> Iterator[Path]:
@@ -116,8 +116,8 @@ class DrillsFeed:
 
     def __init__(self, folders: Sequence[Path] = (EVIDENCE, DRILLS)) -> None:
         self._folders = tuple(folders)
-        self._known: tuple[Known, ...] | None = None
-        self.results: dict[str, Found] = {}
+        self._known: tuple[KnownDrill, ...] | None = None
+        self.results: dict[str, DatedResult] = {}
 
     def poll(self) -> Listing:
         """Return the list of drills. Raises InternalError when the engine does not list them."""
@@ -139,33 +139,33 @@ class DrillsFeed:
         )
 
 
-def _row(known: Known, found: Found | None, now_unix_s: float) -> Row:
-    level = found.result.level if found is not None else "not run"
-    at_unix_s = None if found is None else found.at_unix_s
+def _row(drill: KnownDrill, last: DatedResult | None, now_unix_s: float) -> Row:
+    level = last.result.level if last is not None else "not run"
+    at_unix_s = None if last is None else last.at_unix_s
     age = "" if at_unix_s is None else age_text(now_unix_s - at_unix_s)
-    tone = "quiet" if found is None else TONE_OF[Level[level.upper()]]
+    tone = "quiet" if last is None else TONE_OF[Level[level.upper()]]
     return Row(
-        key=known.id,
-        name=known.id,
+        key=drill.id,
+        name=drill.id,
         text=f"{level.upper():7}  {age:>7}",
-        words=known.what,
+        words=drill.what,
         tone=tone,
-        lines=tuple(_lines(known, found, age)),
+        lines=tuple(_lines(drill, last, age)),
     )
 
 
-def _lines(known: Known, found: Found | None, age: str) -> Iterator[str]:
-    yield f"{known.id}"
-    yield f"  incident: {known.what}"
-    yield f"  happened: {known.happened}"
-    yield f"  must be named by: {' or '.join(known.must_be_named_by)}"
-    if known.needs:
-        yield f"  needs: {', '.join(known.needs)}"
+def _lines(drill: KnownDrill, last: DatedResult | None, age: str) -> Iterator[str]:
+    yield f"{drill.id}"
+    yield f"  incident: {drill.what}"
+    yield f"  happened: {drill.happened}"
+    yield f"  must be named by: {' or '.join(drill.must_be_named_by)}"
+    if drill.needs:
+        yield f"  needs: {', '.join(drill.needs)}"
     yield "last result"
-    if found is None:
-        yield f"  {NO_RESULT.format(id=known.id)}"
+    if last is None:
+        yield f"  {NO_RESULT.format(id=drill.id)}"
         return
-    result = found.result
+    result = last.result
     when = f"{age} ago" if age else "time not recorded"
     yield f"  {result.level.upper()}, {when}"
     if result.named_by is not None:
@@ -176,8 +176,8 @@ def _lines(known: Known, found: Found | None, age: str) -> Iterator[str]:
     if result.state:
         cost = "" if result.cost_s is None else f", {format_seconds(result.cost_s)} in all"
         yield f"  the run ended {result.state}{cost}"
-    yield f"  from {found.file}"
-    yield f"  its run: {found.run or 'not kept (kept with --keep, or where the drill did not pass)'}"
+    yield f"  from {last.file}"
+    yield f"  its run: {last.run or 'not kept (kept with --keep, or where the drill did not pass)'}"
 
 
 def _when(result: Result) -> str:

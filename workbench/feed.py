@@ -126,8 +126,8 @@ class _Verified:
         # Imported here: the first frame does not need it.
         from engine.verify.kept_outcome import NAME, is_stale, outcome_text, read_outcome
 
-        seen = stamps((self._run.path / NAME, self._run.events)), last_step
-        if seen != self._seen:
+        stamp = stamps((self._run.path / NAME, self._run.events)), last_step
+        if stamp != self._seen:
             try:
                 outcome = read_outcome(self._run)
             except RunLogError as problem:
@@ -136,7 +136,7 @@ class _Verified:
                 stale = outcome is not None and is_stale(self._run, outcome)
                 text = outcome_text(outcome, stale=stale, last_step=last_step)
                 self._words = text if outcome is None else f"verified: {text}"
-            self._seen = seen
+            self._seen = stamp
         return self._words
 
 

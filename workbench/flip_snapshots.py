@@ -164,8 +164,8 @@ def _controls(folder: Path) -> Iterator[str]:
         if (path / "pairs.jsonl").is_file():
             plan, pairs = read_plan_of(path), read_pairs(path)
             interval = interval_of(plan, pairs)
-            seen = "" if interval is None else f", B/A {interval_text(interval)}"
-            yield f"control {path.name}: {count_of(len(pairs))}{seen}"
+            ratio = "" if interval is None else f", B/A {interval_text(interval)}"
+            yield f"control {path.name}: {count_of(len(pairs))}{ratio}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -326,8 +326,8 @@ def flip_details(snapshot: FlipSnapshot) -> list[str]:
 def flip_lines(snapshot: FlipSnapshot) -> list[str]:
     """Return all lines of a flip: its state, the verdict in a sentence, and the details."""
     lines = [f"{snapshot.folder.name}: {snapshot.state}"]
-    if said := verdict_of(snapshot):
-        lines += ["verdict", *_indented(said)]
+    if verdict := verdict_of(snapshot):
+        lines += ["verdict", *_indented(verdict)]
     return [*lines, *flip_details(snapshot)]
 
 

@@ -56,8 +56,10 @@ def samples_of(
     import numpy as np
 
     values = np.array(ys, dtype=np.float64)
-    known = ~is_absent(values)
-    return Samples(xs=np.array(xs, dtype=np.float64)[known] - origin, ys=values[known], gap=gap)
+    is_logged = ~is_absent(values)
+    return Samples(
+        xs=np.array(xs, dtype=np.float64)[is_logged] - origin, ys=values[is_logged], gap=gap
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

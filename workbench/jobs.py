@@ -78,8 +78,8 @@ class Job:
     def lines(self) -> tuple[str, ...]:
         """Return the command, its state, and the end of its output."""
         alive = self.is_alive
-        took = format_seconds((self._ended_s or time.monotonic()) - self._begun_s)
-        state = f"running, {took}" if alive else f"{_ending(self.code)} after {took}"
+        duration = format_seconds((self._ended_s or time.monotonic()) - self._begun_s)
+        state = f"running, {duration}" if alive else f"{_ending(self.code)} after {duration}"
         return (f"engine {shlex.join(self.arguments)}: {state}", *self._tail())
 
     def _tail(self) -> list[str]:

@@ -107,10 +107,10 @@ def put_json(name: str, value: Mapping[str, Any] | Sequence[Any], *, flush: bool
     """Write an answer to stdout as one line: an object, or a list of objects, each with its schema first."""
     head, longest = {"schema": schema_of(name)}, limits.LOG_TEXT.most if name in OF_LOGS else None
     if isinstance(value, Mapping):
-        found: Any = head | plain(value, longest)
+        document: Any = head | plain(value, longest)
     else:
-        found = [head | plain(entry, longest) for entry in value]
-    put(json.dumps(found, allow_nan=False), exact=True, flush=flush)
+        document = [head | plain(entry, longest) for entry in value]
+    put(json.dumps(document, allow_nan=False), exact=True, flush=flush)
 
 
 def plain(value: Any, longest: int | None = limits.LOG_TEXT.most) -> Any:

@@ -73,13 +73,13 @@ class Place(NamedTuple):
     @property
     def commands(self) -> dict[str, str]:
         """The commands, actions or words that follow, with their help."""
-        found: dict[str, str] = {}
+        names: dict[str, str] = {}
         for action in self.parser._actions:
             if isinstance(action, argparse._SubParsersAction):
-                found |= {choice.dest: choice.help or "" for choice in action._choices_actions}
+                names |= {choice.dest: choice.help or "" for choice in action._choices_actions}
             elif not action.option_strings:
-                found |= dict.fromkeys(map(str, action.choices or ()), "")
-        return found
+                names |= dict.fromkeys(map(str, action.choices or ()), "")
+        return names
 
     @property
     def options(self) -> list[argparse.Action]:
@@ -138,10 +138,10 @@ def _table(places: list[Place]) -> str:
 
 def _fish(places: list[Place]) -> Iterator[str]:
     for place in places:
-        seen = [f"__fish_seen_subcommand_from {name}" for name in place.at]
+        conditions = [f"__fish_seen_subcommand_from {name}" for name in place.at]
         if following := place.commands:
-            seen.append(f"not __fish_seen_subcommand_from {' '.join(following)}")
-        start = f"complete -c engine -n {_quoted('; and '.join(seen) or 'true')}"
+            conditions.append(f"not __fish_seen_subcommand_from {' '.join(following)}")
+        start = f"complete -c engine -n {_quoted('; and '.join(conditions) or 'true')}"
         for name, help in following.items():
             yield f"{start} -f -a {name} -d {_quoted(help)}"
         for option in place.options:

@@ -42,13 +42,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     run_.add_argument("ids", nargs="*", metavar="IDS", help="contracts (all)")
     add_number(run_, "--jobs", limits.JOBS, "contracts at once (1)", default=1, metavar="N")
     status = action("status", "the level each contract has reached, from its receipts alone")
-    listed = action("list", "every contract with its equations, last result and age")
+    list_parser = action("list", "every contract with its equations, last result and age")
     show = action("show", "everything of one contract")
     show.add_argument("id", metavar="ID")
-    kept = Path("evidence/contracts")
-    for made in (run_, status, listed, show):
-        add_json(made)
-        add_path(made, "--receipts", "DIR", "(evidence/contracts)", default=kept)
+    receipts = Path("evidence/contracts")
+    for subparser in (run_, status, list_parser, show):
+        add_json(subparser)
+        add_path(subparser, "--receipts", "DIR", "(evidence/contracts)", default=receipts)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -95,23 +95,23 @@ def _run(a: argparse.Namespace) -> int:
 
     if a.jobs < 1:
         raise UsageError("contracts run: expected --jobs of 1 or more")
-    known = {file.path.stem: file for file in checked_contracts((), Path())}
+    by_id = {file.path.stem: file for file in checked_contracts((), Path())}
     for id_ in a.ids:
-        _expect(id_, known)
-    ids = dict.fromkeys(a.ids or known)
-    for problem in (problem for id_ in ids for problem in known[id_].problems):
+        _expect(id_, by_id)
+    ids = dict.fromkeys(a.ids or by_id)
+    for problem in (problem for id_ in ids for problem in by_id[id_].problems):
         say(problem)
-    contracts = [known[id_].contract for id_ in ids]
+    contracts = [by_id[id_].contract for id_ in ids]
     runner = Runner(Path(), a.receipts, say)
     runner.run([contract for contract in contracts if contract and contract.is_run], a.jobs)
     return _print([s for s in overview(receipts=a.receipts) if s.id in ids], as_json=a.json)
 
 
-def _expect(id_: str, known: Iterable[str]) -> None:
+def _expect(id_: str, ids: Iterable[str]) -> None:
     from engine.errors import BadInput
 
-    if id_ not in known:
-        raise BadInput.expected("contract", id_, f"one of {', '.join(known)}", "none of them")
+    if id_ not in ids:
+        raise BadInput.expected("contract", id_, f"one of {', '.join(ids)}", "none of them")
 
 
 def _status(a: argparse.Namespace) -> int:

@@ -429,8 +429,8 @@ def _diagnose_folder(logs: list[Log], arguments: argparse.Namespace) -> int:
     rows.sort(key=lambda row: order.index(row[1].level))
     if not rows and not unread:
         expected = "a log with the values of a run"
-        found = f"{len(not_logs)} files that have none" if not_logs else "none"
-        raise BadInput.expected("diagnose", arguments.path, expected, found)
+        problem = f"{len(not_logs)} files that have none" if not_logs else "none"
+        raise BadInput.expected("diagnose", arguments.path, expected, problem)
     if arguments.json:
         put_json("diagnoses", _many_json(rows, unread, not_logs))
     else:

@@ -222,7 +222,7 @@ def _check(arguments: argparse.Namespace) -> int:
     notes = [*new_run.inputs.notes, *library_warnings()]
     for line in (
         *new_run.inputs.models,
-        *(f"{whose}: run by {words}" for whose, words in engines.items()),
+        *(f"{role}: run by {words}" for role, words in engines.items()),
         *(f"warning: {note}" for note in notes),
         *size.lines(spec.train.steps),
     ):

@@ -99,16 +99,16 @@ def _drill(arguments: argparse.Namespace, drills: tuple[Drill, ...], folder: Pat
     _refuse_taken(folder, [drill.id for drill in drills])
     results = []
     for drill in drills:
-        done = carry_out(drill, folder, device=arguments.device)
-        results.append(done)
-        said = lines_of(done)
+        drilled = carry_out(drill, folder, device=arguments.device)
+        results.append(drilled)
+        lines_of_drill = lines_of(drilled)
         # The table comes last; until then these lines show progress.
-        (say if arguments.all or arguments.json else put)("\n".join(said))
-        if done.verdict.level == Level.PASS and not arguments.keep:
+        (say if arguments.all or arguments.json else put)("\n".join(lines_of_drill))
+        if drilled.verdict.level == Level.PASS and not arguments.keep:
             _remove(folder, drill.id)
-    rows = [as_json(done) for done in results]
+    rows = [as_json(drilled) for drilled in results]
     lines = table(results)
-    verdict = lowest(done.verdict for done in results)
+    verdict = lowest(drilled.verdict for drilled in results)
     value = {"unix_s": round(time.time()), "level": verdict.level.name.lower(), "drills": rows}
     if arguments.out is not None:
         (folder / "drills.json").write_text(json.dumps(value, indent=1) + "\n")

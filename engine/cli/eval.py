@@ -169,11 +169,11 @@ def _problems(arguments: argparse.Namespace) -> int:
     if arguments.against is not None:
         arguments.against = model_argument(arguments.against)
     _refuse_no_model(arguments.model)
-    other = _read_other(arguments.against, problems)
+    against_side = _read_other(arguments.against, problems)
     path = arguments.results or _results_file(arguments.model, problems)
     read_if_any(path)
     try:
-        return _evaluate(arguments, problems, other, path, open_sandbox())
+        return _evaluate(arguments, problems, against_side, path, open_sandbox())
     except NoAnswer as error:
         if arguments.json:
             about = {"model": str(arguments.model.resolve()), "data_sha256": problems.sha256}
@@ -215,7 +215,7 @@ def _evaluate(
             )
             say(f"{against}: {against_path}")
         compared = compare(lines, latest(judged, against_side.lines))
-        differences = _unlike(own.about, against_side.about)
+        differences = _differences(own.about, against_side.about)
     if arguments.json:
         put_json("problems", report_json(summary, own.about, lines, compared, differences))
     else:
@@ -284,11 +284,11 @@ def _refuse_no_model(path: Path) -> None:
     open_weights(model_path(path)).close()
 
 
-def _unlike(mine: dict[str, Any], other: dict[str, Any]) -> list[str]:
-    """Describe in what two sets of results differ besides the model."""
+def _differences(about: dict[str, Any], against_about: dict[str, Any]) -> list[str]:
+    """Describe how two sets of results differ besides the model."""
     differences = []
     for key in _COMPARED:
-        here, there = mine.get(key), other.get(key)
+        here, there = about.get(key), against_about.get(key)
         if isinstance(here, dict) and isinstance(there, dict):
             names = [name for name in here if here[name] != there.get(name)]
             differences += [f"{name} {here[name]} here, {there.get(name)} there" for name in names]

@@ -129,21 +129,21 @@ def _watch_pid(arguments: argparse.Namespace) -> int:
             f"{name} — expected no other option with --pid, which starts no command, found {name}",
             hint="engine watch --pid PID",
         )
-    found = find_process(arguments.pid)
-    held = hold(found)
+    process = find_process(arguments.pid)
+    handles = hold(process)
     notify = _notify(arguments)
     folder = new_run(
-        found.arguments,
+        process.arguments,
         arguments.runs,
         arguments.name,
-        found.variables,
-        pid=found.pid,
-        runs_in=found.folder,
+        process.variables,
+        pid=process.pid,
+        runs_in=process.folder,
     )
     say(
-        f"watching process {found.pid}; Ctrl-C ends the watching alone; apr-workbench {folder.path}"
+        f"watching process {process.pid}; Ctrl-C ends the watching alone; apr-workbench {folder.path}"
     )
-    watch_process(folder, found, held, notify)
+    watch_process(folder, process, handles, notify)
     if not arguments.quiet:
         for line in summary_lines(folder):
             say(line)

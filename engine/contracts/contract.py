@@ -158,9 +158,9 @@ def checked_contracts(paths: Sequence[Path], root: Path) -> list[Loaded]:
     source."""
     loaded = load_all(contract_files(paths, root))
     sources = Sources(root)
-    for one in loaded:
-        if (contract := one.contract) is not None and contract.runs:
-            check_source(contract, sources, one.walk)
+    for file in loaded:
+        if (contract := file.contract) is not None and contract.runs:
+            check_source(contract, sources, file.walk)
     # Comments that name other contracts concern none of the given files.
     _check_markers(loaded, sources, whole=not paths)
     return loaded

@@ -278,15 +278,15 @@ class Walk:
         out: dict[str, Any] = {}
         for key, inner in node.value.items():
             name = shape.aliases.get(key, key)
-            here = (*path, name)
+            value_path = (*path, name)
             if name not in shape.fields:
-                self.marks[here] = (inner.key_line, inner.key_column)
+                self.marks[value_path] = (inner.key_line, inner.key_column)
                 self._report_unknown(key, shape, path)
-            elif name in out or here in self.broken:
+            elif name in out or value_path in self.broken:
                 self.marks[(*path, key)] = (inner.key_line, inner.key_column)
                 text = f"{key} is another name of {name}, which is here too"
                 self.add("SCHEMA-020", (*path, key), text)
-            elif (value := self.read(inner, shape.fields[name], here)) is not None:
+            elif (value := self.read(inner, shape.fields[name], value_path)) is not None:
                 out[name] = value
         for name in shape.needs:
             if name not in out and (*path, name) not in self.broken:

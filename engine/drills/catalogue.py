@@ -225,15 +225,15 @@ DRILLS: tuple[Drill, ...] = (
 
 def drill(id: str) -> Drill:
     """Return the drill of that id. Raises BadInput."""
-    known = {drill.id: drill for drill in DRILLS}
-    if id not in known:
+    by_id = {drill.id: drill for drill in DRILLS}
+    if id not in by_id:
         import difflib
 
-        near = difflib.get_close_matches(id, known, n=1)
+        near = difflib.get_close_matches(id, by_id, n=1)
         raise BadInput.expected(
             "drill",
             id,
             "an id of `engine drill --list`",
             "no drill with this id" + (f"; did you mean {near[0]}?" if near else ""),
         )
-    return known[id]
+    return by_id[id]

@@ -121,10 +121,10 @@ def deadlock() -> AbstractContextManager[None]:
     """Two threads take two locks in opposite orders."""
     first, second, barrier = threading.Lock(), threading.Lock(), threading.Barrier(2)
 
-    def take(here: threading.Lock, there: threading.Lock) -> None:
-        with here:
+    def take(first_lock: threading.Lock, second_lock: threading.Lock) -> None:
+        with first_lock:
             barrier.wait()
-            with there:
+            with second_lock:
                 pass
 
     def lock_up() -> None:
@@ -208,12 +208,14 @@ def _with_other_constant(variant: Variant) -> Variant:
 
 def _copy_over(victim: Any, other: Any) -> None:
     """Copy every file of the compiled kernel `other`, the index included, over that of `victim`."""
-    here, there = (Path(next(iter(b.metadata_group.values()))).parent for b in (victim, other))
-    for file in there.iterdir():
+    victim_folder, other_folder = (
+        Path(next(iter(b.metadata_group.values()))).parent for b in (victim, other)
+    )
+    for file in other_folder.iterdir():
         content = file.read_bytes()
         if file.name.startswith("__grp__"):
-            content = content.replace(str(there).encode(), str(here).encode())
-        (here / file.name).write_bytes(content)
+            content = content.replace(str(other_folder).encode(), str(victim_folder).encode())
+        (victim_folder / file.name).write_bytes(content)
 
 
 def main() -> int:

@@ -492,7 +492,7 @@ def _agreement(run: RunFolder, receipt: dict[str, Any], view: RunView) -> dict[s
     if view.student is not None:
         models["student"] = view.student.sha256
     started = view.started
-    found: dict[str, Any] = {
+    logged: dict[str, Any] = {
         "model_sha256": models,
         "heldout_loss_nats": {e.subject: e.loss for e in view.evals if e.loss is not None},
         "steps": view.last_step,
@@ -501,26 +501,26 @@ def _agreement(run: RunFolder, receipt: dict[str, Any], view: RunView) -> dict[s
         "best_step": next((c.step for c in reversed(view.checkpoints) if c.best), None),
     } | {name: facts[name] for name in _COMPARED_FACTS}
     seed = facts["seeds"]["train.seed"]
-    found["seeds"] |= {"torch.manual_seed": seed, "philox_key_of_the_order": [seed, "epoch"]}
-    found["outcome"] = view.finished.state if view.finished is not None else "completed"
+    logged["seeds"] |= {"torch.manual_seed": seed, "philox_key_of_the_order": [seed, "epoch"]}
+    logged["outcome"] = view.finished.state if view.finished is not None else "completed"
     if view.data is not None:
-        found |= {
+        logged |= {
             f"{side}_sha256": facts["data"][f"{side}_sha256"] for side in ("train", "heldout")
         }
     if started is not None:
         versions = {"engine": started.engine, "torch": started.torch}
-        found |= {"run": started.name, "spec_sha256": started.spec_sha256}
-        found |= {"device of the steps": started.device, **versions}
-        found |= {"packages": versions | {"python": started.python}}
-        found |= {"tool": {"version": started.engine}}
+        logged |= {"run": started.name, "spec_sha256": started.spec_sha256}
+        logged |= {"device of the steps": started.device, **versions}
+        logged |= {"packages": versions | {"python": started.python}}
+        logged |= {"tool": {"version": started.engine}}
     if "redacted" not in receipt:
         # In texts secrets are replaced; the hash of the settings is that before redaction.
-        found |= {"settings": effective_of(run).get("spec")}
-        found |= {"folder of the student": None if view.student is None else view.student.path}
-    found = json.loads(json.dumps(found))
+        logged |= {"settings": effective_of(run).get("spec")}
+        logged |= {"folder of the student": None if view.student is None else view.student.path}
+    logged = json.loads(json.dumps(logged))
     whole = receipt.get("whole_sha256") or {}
     out = {}
-    for name, value in found.items():
+    for name, value in logged.items():
         recorded = receipt.get(_RECEIPT_NAMES.get(name, name))
         if isinstance(recorded, dict) and isinstance(value, dict):
             # A receipt may have further keys.

@@ -38,10 +38,10 @@ class State:
 
 def version_of(parts: Parts) -> str:
     """Return a hash of what is shown, the same after a restart."""
-    found = blake2b(digest_size=8)
+    digest = blake2b(digest_size=8)
     for part in parts.values():
-        found.update(part.encode())
-    return found.hexdigest()
+        digest.update(part.encode())
+    return digest.hexdigest()
 
 
 class Topic:

@@ -56,8 +56,8 @@ def _columns(table: Table) -> dict[str, pandas.Series]:
         values = table.values(name)
         if None in values:
             # An object column distinguishes NaN from absent, which pandas' float columns cannot.
-            found = [pandas.NA if value is None else value for value in values]
-            columns[name] = pandas.Series(found, dtype="object")
+            entries = [pandas.NA if value is None else value for value in values]
+            columns[name] = pandas.Series(entries, dtype="object")
         else:
             columns[name] = pandas.Series(values, dtype="float64")
     return columns

@@ -80,7 +80,7 @@ def pane_text(screen: Screen[Any], widget: Widget) -> str:
     """Return the title and the text of a pane."""
     inner = screen.focused if screen.focused in widget.walk_children(with_self=True) else None
     text = next(
-        (found for node in (inner, widget) if node is not None and (found := _whole_text(node))),
+        (whole for node in (inner, widget) if node is not None and (whole := _whole_text(node))),
         None,
     )
     if text is None:

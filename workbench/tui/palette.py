@@ -161,8 +161,8 @@ class WorkbenchCommands(Provider):
                 yield Command(place.name, place.tooltip, visit, ALSO.get(place.name, ""))
         for keys in nodes:
             if keys.node is app:
-                found = (self._of_key(keys, binding) for binding in keys.bindings)
-                yield from (command for command in found if command is not None)
+                commands = (self._of_key(keys, binding) for binding in keys.bindings)
+                yield from (command for command in commands if command is not None)
         words = "the whole screen as text"
         yield Command("copy the screen", words, partial(app.run_action, "copy(True)"))
         yield Command(

@@ -80,9 +80,9 @@ class FindingScreen(BrowseScreen[FindingFeed]):
         def sent(values: Values) -> str:
             return next_words(send(values)) or "closed"
 
-        def done(said: str | None) -> None:
-            if said is not None:
-                self.notify(said, markup=False)
+        def done(message: str | None) -> None:
+            if message is not None:
+                self.notify(message, markup=False)
                 self.tick()
 
         self.app.push_screen(FormScreen(title, fields, sent), done)
@@ -90,11 +90,11 @@ class FindingScreen(BrowseScreen[FindingFeed]):
     # Keys
 
     def action_test(self) -> None:
-        asked = ["why", "test", "--finding", str(self.bundle.path)]
+        arguments = ["why", "test", "--finding", str(self.bundle.path)]
         key, finding = "" if self.selected is None else self.selected.key, self._feed.finding
         if finding is not None and key in {cause.id for cause in finding.causes}:
-            asked += ["--cause", key]
-        self.start_job([*asked, "--evidence", str(self.bundle.path.parent)])
+            arguments += ["--cause", key]
+        self.start_job([*arguments, "--evidence", str(self.bundle.path.parent)])
 
     def action_cause(self) -> None:
         hint = "teacher.backend=dequantized, OMP_NUM_THREADS=1, --lr 1e-4, train.py:42=TEXT"
@@ -146,8 +146,8 @@ def ask_why(screen: PollingScreen, form: Callable[[], FormScreen]) -> None:
         try:
             screen.app.call_from_thread(screen.app.push_screen, form(), begun)
         except EngineError as problem:
-            said = partial(screen.notify, str(problem), severity="warning", markup=False)
-            screen.app.call_from_thread(said)
+            notify = partial(screen.notify, str(problem), severity="warning", markup=False)
+            screen.app.call_from_thread(notify)
 
     screen.run_worker(make, thread=True)
 
@@ -156,19 +156,19 @@ def finding_form(run: RunFolder, suspects: Sequence[Suspect] = ()) -> FormScreen
     """Return a form for a new finding about a run, filled in; its result is the folder of the finding. Raises BadInput
     where nothing went wrong in the run."""
     observation(run, "")
-    seen, proposed = observations(run), suspects_of(run)
+    failures, proposed = observations(run), suspects_of(run)
     folder: Path = beside([run.path.parent], EVIDENCE)[0]
-    known = {suspect.assignment: suspect for suspect in (*suspects, *proposed)}
+    by_assignment = {suspect.assignment: suspect for suspect in (*suspects, *proposed)}
 
     def send(v: Values) -> str:
         names = [v["other"]] if v["other"] else [v["cause"]] if v["cause"] != LATER else []
-        chosen = [known.get(name, Suspect(name)) for name in names]
+        chosen = [by_assignment.get(name, Suspect(name)) for name in names]
         return str(changes.begin(folder, run, v["seen"], chosen).path)
 
     fields = (
-        Field(name="seen", label="went wrong", options=tuple(failure.name for failure in seen)),
-        Field(name="cause", label="ended by", options=(*known, LATER)),
+        Field(name="seen", label="went wrong", options=tuple(failure.name for failure in failures)),
+        Field(name="cause", label="ended by", options=(*by_assignment, LATER)),
         Field(name="other", label="or by", hint="another change: KEY=VALUE, NAME=VALUE, or words"),
     )
-    note = "\n".join(f"{failure.name}: {one_line(failure.text)}" for failure in seen[:SHOWN])
+    note = "\n".join(f"{failure.name}: {one_line(failure.text)}" for failure in failures[:SHOWN])
     return FormScreen(f"why? a finding about {run.name}", fields, send, note=note)

@@ -279,8 +279,8 @@ class TimelinePane(ChartView, can_focus=True):
         done = min(row, len(steps) - 1)
         words = step_words(steps, done) if done >= 0 else "nothing logged here yet"
         under = [mark.title for mark in self._under()]
-        many = f" (and {len(under) - 3} more)" if len(under) > 3 else ""
-        marks = "; ".join(under[:3]) + many + (" (enter)" if under else "")
+        hidden_words = f" (and {len(under) - 3} more)" if len(under) > 3 else ""
+        marks = "; ".join(under[:3]) + hidden_words + (" (enter)" if under else "")
         words = "  ".join([words, *self._lane_words(cursor)])
         if self.size.height >= TWO_ROWS:
             return (words, marks) if marks else tuple(textwrap.wrap(words, self.size.width)[:2])
@@ -371,8 +371,12 @@ class TimelinePane(ChartView, can_focus=True):
         rows = table.find(self._x, high) - table.find(self._x, low) + 1
         cells = columns_of(self.size.width)
         cursor = self.window.cursor
-        here = len(table) - 1 if cursor is None else self._row_of(cursor)
-        row = here + columns * max(1, rows // cells) if cursor is not None or columns < 0 else here
+        current_row = len(table) - 1 if cursor is None else self._row_of(cursor)
+        row = (
+            current_row + columns * max(1, rows // cells)
+            if cursor is not None or columns < 0
+            else current_row
+        )
         self._move_to(table.value(self._x, min(max(0, row), len(table) - 1)) or 0.0)
 
     def action_end_of(self, side: int) -> None:
@@ -495,8 +499,8 @@ def levels_of(view: RunView, on_top: str) -> tuple[Level, ...]:
     """Return what the losses on top are compared with: on held-out text those of the teacher and of the start; in
     training that of a uniform guess over V tokens (ln V), and CE's share of it in the objective."""
     if on_top == "held-out":
-        known = references(view).items()
-        return tuple(Level(y=loss, name=name, always=True) for name, loss in known)
+        losses = references(view).items()
+        return tuple(Level(y=loss, name=name, always=True) for name, loss in losses)
     student, levels = view.models.get("student"), []
     if student is not None and student.vocab_size > 1:
         guessing = math.log(student.vocab_size)
