@@ -213,7 +213,7 @@ def _check(arguments: argparse.Namespace) -> int:
     from engine.plan.data_size import measure_data
 
     if arguments.resume:
-        raise UsageError("--check and --check-inputs are for a new run; --resume continues one")
+        raise UsageError("--check and --check-inputs are for a new run; --resume continues a run")
     new_run = _check_new_run(arguments)
     spec = new_run.spec
     size = measure_data(spec, new_run.inputs)
