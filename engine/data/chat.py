@@ -119,17 +119,17 @@ def encode_chats(
     Raises CorpusError for messages if there is no template, and TokenizerError if the tokenizer has no
     token that ends a text where one is to be added.
     """
-    proofs = [_prove(one, tokenizer, template, turns) for one in conversations]
+    proofs = [_prove(conversation, tokenizer, template, turns) for conversation in conversations]
     texts = [proof.text for proof in proofs if isinstance(proof, _Proved)]
     encoded = iter(_encode(tokenizer, texts))
     chats: list[Chat | Skipped] = []
     for conversation, proof in zip(conversations, proofs, strict=True):
         if isinstance(proof, _Proved):
-            found = next(encoded)
-            if isinstance(found, str):
-                chats.append(Skipped(name=conversation.name, reason=found))
+            tokens = next(encoded)
+            if isinstance(tokens, str):
+                chats.append(Skipped(name=conversation.name, reason=tokens))
             else:
-                chats.append(_labelled(conversation, proof, *found, tokenizer, template))
+                chats.append(_label(conversation, proof, *tokens, tokenizer, template))
         else:
             chats.append(proof)
     return chats
@@ -144,7 +144,7 @@ def _encode(
     except TextTooLong as error:
         if len(texts) == 1:
             return [error.reason]
-    return [found for text in texts for found in _encode(tokenizer, [text])]
+    return [encoded for text in texts for encoded in _encode(tokenizer, [text])]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -176,7 +176,7 @@ class _Unproved(Exception):
     """A turn that could not be located in the rendered text; the message is the reason."""
 
 
-def _labelled(
+def _label(
     conversation: Conversation,
     proved: _Proved,
     ids: NDArray[np.uint32],
@@ -231,10 +231,10 @@ def _prove(
             hint="use the tokenizer of an instruct model, or give prompt and completion as text",
         )
     assistant = [i for i, one in enumerate(conversation.messages) if one["role"] == ASSISTANT]
-    wanted = [i for i in assistant if i >= conversation.labels_from]
-    if not wanted:
+    requested = [i for i in assistant if i >= conversation.labels_from]
+    if not requested:
         return Skipped(name=conversation.name, reason=NO_ASSISTANT)
-    messages = conversation.messages[: wanted[-1] + 1]
+    messages = conversation.messages[: requested[-1] + 1]
     try:
         whole = template.render(
             messages, tools=conversation.tools, find_marks=True, name=conversation.name
@@ -242,21 +242,21 @@ def _prove(
     except Unrenderable as error:
         reason = f"the template refuses the conversation: {error}"
         return Skipped(name=conversation.name, reason=reason)
-    turning = _Turning(
+    finder = _TurnFinder(
         conversation=conversation,
         messages=messages,
         template=template,
         whole=whole,
         special=_special(tokenizer.special_tokens, template.eos_token),
     )
-    remarks = turning.not_written()
+    remarks = finder.note_unwritten()
     spans: dict[int, _Span] = {}
     reasons: list[str] = []
     # The last turn first: the tokens that end turns may be known from it alone.
-    for index in reversed(wanted if turns == "all" else wanted[-1:]):
+    for index in reversed(requested if turns == "all" else requested[-1:]):
         try:
-            turning.must_have_labels(index)
-            span = turning.span(index)
+            finder.must_have_labels(index)
+            span = finder.span(index)
         except _Unproved as error:
             reasons.append(str(error))
             continue
@@ -267,23 +267,23 @@ def _prove(
     if not spans:
         return Skipped(name=conversation.name, reason=reasons[0])
     remarks += [f"a turn has no labels: {reason}" for reason in reasons]
-    remarks += turning.invented_text(spans)
-    last = spans[max(spans)]
+    remarks += finder.invented_text(spans)
+    last_span = spans[max(spans)]
     # Text after a turn without an end-of-turn token does not end it, and text after the last label is not trained on.
-    is_whole = last.ended and max(spans) == wanted[-1]
+    is_whole = last_span.ended and max(spans) == requested[-1]
     return _Proved(
-        text=whole.text if is_whole else whole.text[: last.end],
+        text=whole.text if is_whole else whole.text[: last_span.end],
         spans=tuple(spans[index] for index in sorted(spans)),
         turns=len(assistant),
-        proof="marks" if turning.by_mark & spans.keys() else "prefix",
-        is_cut=max(spans) != wanted[-1],
+        proof="marks" if finder.by_mark & spans.keys() else "prefix",
+        is_cut=max(spans) != requested[-1],
         reason=reasons[-1] if reasons else None,
         remarks=tuple(remarks),
     )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Turning:
+class _TurnFinder:
     """Finds the turns of one rendered conversation."""
 
     conversation: Conversation
@@ -299,22 +299,22 @@ class _Turning:
     lost: dict[int, list[str]] = field(default_factory=dict)
     """Fields that the template does not write, for each turn that has no labels because of them."""
 
-    def not_written(self) -> list[str]:
+    def note_unwritten(self) -> list[str]:
         """Return remarks on parts that the template does not write; those that cost a turn its labels go to `lost`."""
         tools = self.conversation.tools
-        found = []
+        remarks = []
         if not tools_are_written(self.template, self.messages, tools):
-            found.append("the template does not write the tools")
+            remarks.append("the template does not write the tools")
         for index, message in enumerate(self.messages):
             role = message["role"]
             for name in unwritten_fields(self.template, self.messages, index, tools):
                 if role == ASSISTANT and costs_labels(name):
                     self.lost.setdefault(index, []).append(name)
                 else:
-                    found.append(f'the template does not write "{name}" of {role} messages')
+                    remarks.append(f'the template does not write "{name}" of {role} messages')
             if len(message) > 2 and message.get("weight") not in (None, 0, 1):
-                found.append(WEIGHED)
-        return list(dict.fromkeys(found))
+                remarks.append(WEIGHED)
+        return list(dict.fromkeys(remarks))
 
     def must_have_labels(self, index: int) -> None:
         """Raise _Unproved for a turn that its record excludes, or that the template does not write completely."""
@@ -326,19 +326,19 @@ class _Turning:
 
     def invented_text(self, spans: Mapping[int, _Span]) -> list[str]:
         """Return remarks on labelled text that the template adds before answers."""
-        found = []
+        remarks = []
         for index, span in spans.items():
             message = self.messages[index]
             turn = self.whole.text[span.start : span.end]
             if text := invented(turn, message, _answer(message)):
-                found.append(f"the template writes {text[:200]!a} before an answer, with labels")
-        return list(dict.fromkeys(found))
+                remarks.append(f"the template writes {text[:200]!a} before an answer, with labels")
+        return list(dict.fromkeys(remarks))
 
     def span(self, index: int) -> _Span:
         """Return where message `index` is. Raises _Unproved."""
-        found: _Span | None = None
+        span: _Span | None = None
         try:
-            found = self._by_prefix(index)
+            span = self._by_prefix(index)
         except (_Unproved, Unrenderable) as error:
             reason = str(error)
             if isinstance(error, Unrenderable):
@@ -351,13 +351,13 @@ class _Turning:
                 self.by_mark.add(index)
             elif likened is None:
                 raise _Unproved(reason) from None
-            found = marked or likened
-        assert found is not None
-        if found.ended:
-            end = self.special.at_end(self.whole.text[found.start : found.end])
+            span = marked or likened
+        assert span is not None
+        if span.ended:
+            end = self.special.at_end(self.whole.text[span.start : span.end])
             assert end is not None
             self.ends.add(end)
-        return found
+        return span
 
     def _render(self, count: int, *, prompt: bool) -> str:
         return self.template.render(
@@ -369,8 +369,8 @@ class _Turning:
 
     def _by_prefix(self, index: int) -> _Span:
         whole = self.whole.text
-        last = index + 1 == len(self.messages)
-        through = whole if last else self._render(index + 1, prompt=False)
+        is_last = index + 1 == len(self.messages)
+        through = whole if is_last else self._render(index + 1, prompt=False)
         prompt = self._render(index, prompt=True)
         if not through.startswith(prompt):
             raise _Unproved(OTHER_PROMPT)
@@ -395,9 +395,11 @@ class _Turning:
             try:
                 base, prompt = (
                     self.template.render(
-                        [_QUESTION], tools=self.conversation.tools, add_generation_prompt=asked
+                        [_QUESTION],
+                        tools=self.conversation.tools,
+                        add_generation_prompt=with_prompt,
                     ).text
-                    for asked in (False, True)
+                    for with_prompt in (False, True)
                 )
             except Unrenderable:
                 base = prompt = ""
@@ -406,15 +408,15 @@ class _Turning:
 
     def _by_likeness(self, index: int) -> _Span | None:
         """Find a message by its rendering after a short question; None if the text does not contain it."""
-        message = {key: one for key, one in self.messages[index].items() if key != "name"}
+        message = {key: value for key, value in self.messages[index].items() if key != "name"}
         header, tools = self._header(), self.conversation.tools
         if not header:
             return None
         try:
             prompt = self.template.render([_QUESTION], tools=tools, add_generation_prompt=True).text
             answered = self.template.render([_QUESTION, message], tools=tools).text
-            last = index + 1 == len(self.messages)
-            through = self.whole.text if last else self._render(index + 1, prompt=False)
+            is_last = index + 1 == len(self.messages)
+            through = self.whole.text if is_last else self._render(index + 1, prompt=False)
             turn = answered[len(prompt) :]
             length, ended = self._end(turn, message)
         except (Unrenderable, _Unproved):
@@ -453,14 +455,14 @@ class _Turning:
     def _after_header(self, index: int, start: int, end: int) -> bool:
         """Return whether a mark begins where the model begins to generate."""
         whole, message = self.whole.text, self.messages[index]
-        written = whole[start:end].lstrip()
+        marked_text = whole[start:end].lstrip()
         content, reasoning = _answer(message), message.get("reasoning_content")
         begins = [
             text for text in (content, "<think>", reasoning) if isinstance(text, str) and text
         ]
-        if any(written.startswith(text) for text in begins):
+        if any(marked_text.startswith(text) for text in begins):
             return True
-        if content == "" and self.special.are_all(written):
+        if content == "" and self.special.are_all(marked_text):
             return True
         try:
             without = self._render(index, prompt=False)
@@ -475,28 +477,28 @@ class _Turning:
 
         Raises _Unproved if the content is missing, or is followed by anything but an end of the turn.
         """
-        written = len(turn.rstrip())
+        length = len(turn.rstrip())
         answer = _answer(message)
         if answer is None or message.get("tool_calls"):
             if answer and answer not in turn:
                 raise _Unproved(OTHER_CONTENT)
-            return written, self.special.at_end(turn[:written]) is not None
+            return length, self.special.at_end(turn[:length]) is not None
         begin = _after_reasoning(turn, message)
         if turn.find(answer, begin) < 0:
             begin = 0  # the template left the reasoning out, and what looked like it belongs to the answer
         # A short answer may also be part of a header, so what follows it decides.
-        at = turn.find(answer, begin)
-        while at >= 0:
-            end = self.special.end_of_run(turn, at + len(answer))
+        position = turn.find(answer, begin)
+        while position >= 0:
+            end = self.special.end_of_run(turn, position + len(answer))
             if end is not None:
                 return end, True
-            at = turn.find(answer, at + 1) if answer else -1
+            position = turn.find(answer, position + 1) if answer else -1
         # A special token that belongs neither to the content nor to the end begins something else, such as the next
         # turn, which some templates always open.
         count = self.special.count
-        ends = turn[:written].endswith(answer) if answer else not turn[begin:written]
+        ends = turn[:length].endswith(answer) if answer else not turn[begin:length]
         if ends and count(turn) == count(str(message["content"])):
-            return written, False
+            return length, False
         raise _Unproved(OTHER_CONTENT)
 
 
@@ -507,19 +509,19 @@ def _ends_named(text: str, header: str, name: object) -> bool:
         return False
     if text.endswith(begin + name + end):
         return True
-    at = text.rfind(begin + role)
-    between = text[at + len(begin + role) : len(text) - len(end)]
-    return at >= 0 and name in between and len(between) <= len(name) + _AROUND_A_NAME
+    position = text.rfind(begin + role)
+    between = text[position + len(begin + role) : len(text) - len(end)]
+    return position >= 0 and name in between and len(between) <= len(name) + _AROUND_A_NAME
 
 
 def _after_reasoning(turn: str, message: Message) -> int:
     """Return where the reasoning in a turn ends, 0 if there is none."""
-    at = turn.rfind("</think>")
-    if at >= 0:
-        return at + len("</think>")
+    position = turn.rfind("</think>")
+    if position >= 0:
+        return position + len("</think>")
     reasoning = next((message[key] for key in REASONING if message.get(key)), None)
-    at = turn.find(reasoning.strip()) if isinstance(reasoning, str) else -1
-    return at + len(reasoning.strip()) if at >= 0 and isinstance(reasoning, str) else 0
+    position = turn.find(reasoning.strip()) if isinstance(reasoning, str) else -1
+    return position + len(reasoning.strip()) if position >= 0 and isinstance(reasoning, str) else 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -64,7 +64,7 @@ _WEIGHTS = ("weight", "train")
 """Keys that set whether a turn of ShareGPT has labels."""
 _OTHER_FORMS = frozenset({"function_call", "tool_calls", "refusal"})
 """Keys of a message whose value may need conversion before a template can read it."""
-_SHORT = {"human": "user", "gpt": ASSISTANT, "system": "system"}
+_SHORT_ROLES = {"human": "user", "gpt": ASSISTANT, "system": "system"}
 _FORMS = '"messages", "conversations", or "prompt" and "completion"'
 LONE_SURROGATE = "a lone surrogate, which is not valid Unicode text"
 _NAMED = frozenset({"role", "content", "tool_calls", "name", *REASONING})
@@ -121,23 +121,23 @@ def read_with_json(record: object, where: str) -> tuple[Conversation, str]:
         if isinstance(prompt, str) and isinstance(completion, str):
             if not completion:
                 bad_record(f'{where}, "completion"', "a text that is not empty", "an empty one")
-            written = _written([prompt, completion], where)
-            return Conversation(name=_name(written), pair=(prompt, completion)), written
+            json_text = _dump_checked([prompt, completion], where)
+            return Conversation(name=_name(json_text), pair=(prompt, completion)), json_text
         if isinstance(prompt, str) or isinstance(completion, str):
-            found = f"{_kind(prompt)} and {_kind(completion)}"
-            bad_record(where, '"prompt" and "completion" both texts or both lists', found)
-        first = _messages(prompt, f'{where}, "prompt"')
-        messages = first + _messages(completion, f'{where}, "completion"')
-        labels_from = len(first)
+            kinds = f"{_kind(prompt)} and {_kind(completion)}"
+            bad_record(where, '"prompt" and "completion" both texts or both lists', kinds)
+        prompt_messages = _messages(prompt, f'{where}, "prompt"')
+        messages = prompt_messages + _messages(completion, f'{where}, "completion"')
+        labels_from = len(prompt_messages)
     else:
         keys = ", ".join(ascii(key) for key in list(record)[:5]) or "no keys"
         bad_record(where, f"an object with {_FORMS}", f"one with {keys}")
-    written = named_by = _written([messages, tools, labels_from], where)
-    if any([len(one) > 2 and _has_unnamed_keys(one) for one in messages]):
-        named_by = _dumps([[_named(one) for one in messages], tools, labels_from])
+    json_text = named_by = _dump_checked([messages, tools, labels_from], where)
+    if any([len(message) > 2 and _has_unnamed_keys(message) for message in messages]):
+        named_by = _dumps([[_named_parts(message) for message in messages], tools, labels_from])
     name = _name(named_by)
     chat = Conversation(name=name, messages=messages, tools=tools, labels_from=labels_from)
-    return chat, written
+    return chat, json_text
 
 
 def bad_record(
@@ -155,30 +155,30 @@ def bad_record(
     raise error
 
 
-def _messages(found: object, where: str) -> tuple[Message, ...]:
-    if isinstance(found, str) and found.lstrip().startswith("["):
-        found = _parsed(found, where)
-    if not isinstance(found, list) or not found:
-        bad_record(where, "a list of messages", "an empty list" if found == [] else _kind(found))
+def _messages(value: object, where: str) -> tuple[Message, ...]:
+    if isinstance(value, str) and value.lstrip().startswith("["):
+        value = _parse(value, where)
+    if not isinstance(value, list) or not value:
+        bad_record(where, "a list of messages", "an empty list" if value == [] else _kind(value))
     messages: list[Message] = []
-    for number, one in enumerate(found):
-        if type(one) is dict and len(one) == 2:
+    for number, message in enumerate(value):
+        if type(message) is dict and len(message) == 2:
             # Fast path: most messages need no conversion.
-            role, content = one.get("role"), one.get("content")
+            role, content = message.get("role"), message.get("content")
             if role is None:
-                role, content = _SHORT.get(str(one.get("from"))), one.get("value")
+                role, content = _SHORT_ROLES.get(str(message.get("from"))), message.get("value")
             if role in ("user", ASSISTANT, "system") and type(content) is str:
                 messages.append({"role": role, "content": content})
                 continue
-        messages.append(_message(one, f"{where}[{number}]"))
+        messages.append(_message(message, f"{where}[{number}]"))
     return tuple(messages)
 
 
-def _message(found: object, where: str) -> Message:
-    if not isinstance(found, dict):
-        bad_record(where, 'an object with "role" and "content"', _kind(found))
-    if "role" in found:
-        role = found["role"]
+def _message(value: object, where: str) -> Message:
+    if not isinstance(value, dict):
+        bad_record(where, 'an object with "role" and "content"', _kind(value))
+    if "role" in value:
+        role = value["role"]
         if not isinstance(role, str) or not role:
             bad_record(f'{where}, "role"', "a text", _kind(role))
         role = _ALIASES.get(role, role)
@@ -186,25 +186,25 @@ def _message(found: object, where: str) -> Message:
             found_role = f"{role!a:.40}"
             reason = f"a role that chat templates do not know, {found_role}"
             bad_record(f'{where}, "role"', f"one of {', '.join(ROLES)}", found_role, reason=reason)
-        message = {**found}
+        message = {**value}
         del message["role"]
         content = message.pop("content", None)
         message = {"role": role, **message}
-    elif "from" in found:
-        speaker, content = found["from"], found.get("value")
+    elif "from" in value:
+        speaker, content = value["from"], value.get("value")
         role = _SHAREGPT.get(speaker) if isinstance(speaker, str) else None
         if role is None:
             bad_record(f'{where}, "from"', f"one of {', '.join(_SHAREGPT)}", f"{speaker!a:.40}")
-        message = {"role": role, **{key: found[key] for key in _WEIGHTS if key in found}}
+        message = {"role": role, **{key: value[key] for key in _WEIGHTS if key in value}}
         if speaker == _SHAREGPT_CALL:
             message["tool_calls"], content = _calls(content, f'{where}, "value"'), None
     else:
-        keys = ", ".join(ascii(key) for key in list(found)[:5]) or "no keys"
+        keys = ", ".join(ascii(key) for key in list(value)[:5]) or "no keys"
         bad_record(where, '"role" and "content", or "from" and "value"', keys)
     if not _OTHER_FORMS.isdisjoint(message):
-        content = _converted(message, content, where)
+        content = _convert_variants(message, content, where)
     if isinstance(content, list):
-        content = _joined(content, where)
+        content = _join_parts(content, where)
     if content is None:
         if not (message.get("tool_calls") or message.get("reasoning_content")):
             bad_record(where, "a content that is text", "null")
@@ -214,28 +214,28 @@ def _message(found: object, where: str) -> Message:
     return {"role": role, "content": content, **message}  # "role" stays the first key
 
 
-def _converted(message: dict[str, Any], content: Any, where: str) -> Any:
+def _convert_variants(message: dict[str, Any], content: Any, where: str) -> Any:
     """Convert the variants of OpenAI and Arrow in place into the form that templates read; return the content."""
     call = message.pop("function_call", None)
     if call is not None and not message.get("tool_calls"):
         message["tool_calls"] = _calls(call, f'{where}, "function_call"')
     if isinstance(message.get("tool_calls"), str):
-        message["tool_calls"] = _parsed(message["tool_calls"], f'{where}, "tool_calls"')
+        message["tool_calls"] = _parse(message["tool_calls"], f'{where}, "tool_calls"')
     if isinstance(calls := message.get("tool_calls"), list):
-        message["tool_calls"] = [_call(one) if isinstance(one, dict) else one for one in calls]
+        message["tool_calls"] = [_call(call) if isinstance(call, dict) else call for call in calls]
     if content is None and isinstance(message.get("refusal"), str):
         content = message.pop("refusal")
     return content
 
 
-def _calls(found: object, where: str) -> list[dict[str, Any]]:
+def _calls(value: object, where: str) -> list[dict[str, Any]]:
     """Return function calls that are given as JSON text, as a list, or as one object."""
-    if isinstance(found, str):
-        found = _parsed(found, where)
-    calls: list[Any] = found if isinstance(found, list) else [found]
-    if not calls or not all(isinstance(one, dict) and "name" in one for one in calls):
-        bad_record(where, 'a call with "name" and "arguments"', _kind(found))
-    return [{"type": "function", "function": dict(one)} for one in calls]
+    if isinstance(value, str):
+        value = _parse(value, where)
+    calls: list[Any] = value if isinstance(value, list) else [value]
+    if not calls or not all(isinstance(call, dict) and "name" in call for call in calls):
+        bad_record(where, 'a call with "name" and "arguments"', _kind(value))
+    return [{"type": "function", "function": dict(call)} for call in calls]
 
 
 def _call(call: dict[str, Any]) -> dict[str, Any]:
@@ -249,19 +249,19 @@ def _call(call: dict[str, Any]) -> dict[str, Any]:
     return {**call, "function": holder} if isinstance(function, dict) else holder
 
 
-def _pairs(found: list[Any]) -> dict[str, Any] | None:
+def _pairs(items: list[Any]) -> dict[str, Any] | None:
     """Return a list of key-value pairs as a dictionary; None for any other list."""
     pairs: dict[str, Any] = {}
-    for one in found:
-        if isinstance(one, dict) and one.keys() == {"key", "value"}:
-            one = one["key"], one["value"]
-        if not isinstance(one, list | tuple) or len(one) != 2 or not isinstance(one[0], str):
+    for item in items:
+        if isinstance(item, dict) and item.keys() == {"key", "value"}:
+            item = item["key"], item["value"]
+        if not isinstance(item, list | tuple) or len(item) != 2 or not isinstance(item[0], str):
             return None
-        pairs[one[0]] = one[1]
+        pairs[item[0]] = item[1]
     return pairs
 
 
-def _joined(parts: list[Any], where: str) -> str:
+def _join_parts(parts: list[Any], where: str) -> str:
     """Join the parts of a content into one text, which is what text-only templates expect."""
     texts = []
     for part in parts:
@@ -275,19 +275,19 @@ def _joined(parts: list[Any], where: str) -> str:
     return "".join(texts)
 
 
-def _tools(found: object, where: str) -> tuple[Any, ...] | None:
+def _tools(value: object, where: str) -> tuple[Any, ...] | None:
     """Return the tools, which may be a list, JSON text, or a list of JSON texts."""
     place = f'{where}, "tools"'
-    if isinstance(found, str) and found:
-        found = _parsed(found, place)
-    if found in (None, "", []):
+    if isinstance(value, str) and value:
+        value = _parse(value, place)
+    if value in (None, "", []):
         return None
-    if not isinstance(found, list):
-        bad_record(place, "a list, or one as JSON", _kind(found))
-    return tuple(_parsed(one, place) if isinstance(one, str) else one for one in found)
+    if not isinstance(value, list):
+        bad_record(place, "a list, or one as JSON", _kind(value))
+    return tuple(_parse(tool, place) if isinstance(tool, str) else tool for tool in value)
 
 
-def _parsed(text: str, where: str) -> Any:
+def _parse(text: str, where: str) -> Any:
     try:
         return parse_json(text, where, "conversation", error=BadRecord)
     except BadRecord as error:
@@ -295,67 +295,67 @@ def _parsed(text: str, where: str) -> Any:
         raise
 
 
-def _written(content: object, where: str) -> str:
+def _dump_checked(content: object, where: str) -> str:
     """Return the content as JSON. Raises BadRecord for values that JSON or UTF-8 cannot represent, at any depth."""
     try:
-        written = _dumps(content)
+        text = _dumps(content)
     except RecursionError:
         bad_record(where, f"JSON nested {limits.JSON_DEPTH}", "more")
     except ValueError:
-        at = next(
-            where_at
-            for where_at, one in _leaves(content)
-            if isinstance(one, float) and not math.isfinite(one)
+        leaf = next(
+            leaf_place
+            for leaf_place, value in _leaves(content)
+            if isinstance(value, float) and not math.isfinite(value)
         )
         bad_record(
-            f"{where}{at}",
+            f"{where}{leaf}",
             "a finite number",
             "NaN or an infinity",
             reason="a number that is NaN or an infinity, which JSON cannot represent",
         )
     # JSON can spell half of a surrogate pair, which no UTF-8 text can hold.
-    if "\\ud" in written:
-        for at, one in _leaves(content):
+    if "\\ud" in text:
+        for leaf, value in _leaves(content):
             try:
-                str(one).encode("utf-8")
+                str(value).encode("utf-8")
             except UnicodeEncodeError as error:
-                code = ord(str(one)[error.start])
+                code = ord(str(value)[error.start])
                 bad_record(
-                    f"{where}{at}",
+                    f"{where}{leaf}",
                     "Unicode text",
                     f"the lone surrogate U+{code:04X} at character {error.start:,}",
                     reason=LONE_SURROGATE,
                 )
-    return written
+    return text
 
 
-def _leaves(content: object, at: str = "") -> Iterator[tuple[str, object]]:
+def _leaves(content: object, place: str = "") -> Iterator[tuple[str, object]]:
     """Yield the keys and the innermost values of JSON, each with its place."""
     if isinstance(content, dict):
-        for key, one in content.items():
-            yield f"{at}, a key", key
-            yield from _leaves(one, f"{at}, {key!a}")
+        for key, child in content.items():
+            yield f"{place}, a key", key
+            yield from _leaves(child, f"{place}, {key!a}")
     elif isinstance(content, list | tuple):
-        for number, one in enumerate(content):
-            yield from _leaves(one, f"{at}[{number}]" if at else at)
+        for number, child in enumerate(content):
+            yield from _leaves(child, f"{place}[{number}]" if place else place)
     else:
-        yield at, content
+        yield place, content
 
 
 def _has_unnamed_keys(message: Message) -> bool:
     """Return whether a message has keys that its conversation's name does not depend on."""
     calls = message.get("tool_calls")
     return not message.keys() <= _NAMED or (
-        isinstance(calls, list) and any(isinstance(one, dict) and "id" in one for one in calls)
+        isinstance(calls, list) and any(isinstance(call, dict) and "id" in call for call in calls)
     )
 
 
-def _named(message: Message) -> dict[str, Any]:
+def _named_parts(message: Message) -> dict[str, Any]:
     """Return the parts of a message that its conversation's name depends on, without ids: those differ in each copy."""
-    named = {key: one for key, one in message.items() if key in _NAMED}
+    named = {key: value for key, value in message.items() if key in _NAMED}
     if isinstance(calls := named.get("tool_calls"), list):
         named["tool_calls"] = [
-            {key: one for key, one in call.items() if key != "id"}
+            {key: value for key, value in call.items() if key != "id"}
             if isinstance(call, dict)
             else call
             for call in calls
@@ -366,8 +366,8 @@ def _named(message: Message) -> dict[str, Any]:
 _dumps = json.JSONEncoder(sort_keys=True, separators=(",", ":"), allow_nan=False).encode
 
 
-def _name(written: str) -> str:
-    return f"chat-{hashlib.sha256(written.encode()).hexdigest()[:16]}"
+def _name(text: str) -> str:
+    return f"chat-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
 
 
 def _kind(value: object) -> str:

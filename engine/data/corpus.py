@@ -70,8 +70,10 @@ class Split:
     def documents(self) -> tuple[Document, ...]:
         """The documents with their texts, all in memory; only for a corpus bounded by `max_bytes`."""
         place = {number: place for place, number in enumerate(self.numbers.tolist())}
-        found = sorted((place[number], one) for number, one in self.index.read(self.numbers))
-        return tuple(one for _, one in found)
+        ordered = sorted(
+            (place[number], document) for number, document in self.index.read(self.numbers)
+        )
+        return tuple(document for _, document in ordered)
 
     def like(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return, for each document in `numbers`, the first document of the split with the same text."""
@@ -82,13 +84,13 @@ class Split:
     @property
     def sha256(self) -> str:
         """Hash of the names and texts in order, with their lengths. All texts are loaded into memory."""
-        whole = hashlib.sha256()
+        digest = hashlib.sha256()
         for document in self.documents:
-            for part in (document.name.encode("utf-8"), document.text.encode("utf-8")):
+            for text in (document.name.encode("utf-8"), document.text.encode("utf-8")):
                 # The length keeps "ab" + "c" and "a" + "bc" apart.
-                whole.update(len(part).to_bytes(8, "little"))
-                whole.update(part)
-        return whole.hexdigest()
+                digest.update(len(text).to_bytes(8, "little"))
+                digest.update(text)
+        return digest.hexdigest()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,21 +150,21 @@ class Index:
                 continue
             if item.remark:
                 self.remarks[item.remark] += 1
-            found: str | Skipped = ""
+            text: str | Skipped = ""
             try:
-                found = item.read()
+                text = item.read()
             except CorpusError as error:
                 if max_bytes is None:
                     raise
                 self.unusable[len(positions)] = error
-            if isinstance(found, Skipped):
-                self._skipped[len(positions)] = found
+            if isinstance(text, Skipped):
+                self._skipped[len(positions)] = text
                 kinds.append(_SKIPPED)
-                found = ""
+                text = ""
             else:
                 kinds.append(_CHAT if item.is_chat else _TEXT)
             positions.append(_position(item.name))
-            digests.append(_position(found) if item.digest is None else item.digest)
+            digests.append(_position(text) if item.digest is None else item.digest)
             sizes.append(item.size_bytes)
             done += item.size_bytes
             progress(done)
@@ -214,14 +216,14 @@ class Index:
 
     def read(self, numbers: NDArray[np.int64]) -> Iterator[tuple[int, Document]]:
         """Yield these documents in the order of the files. Raises CorpusError if they have changed."""
-        wanted = np.zeros(len(self) + 1, dtype=np.bool_)
-        wanted[numbers] = True
+        is_requested = np.zeros(len(self) + 1, dtype=np.bool_)
+        is_requested[numbers] = True
         number = -1
         for item in self._list():
             if isinstance(item, Skipped):
                 continue
             number += 1
-            if not wanted[min(number, len(self))]:
+            if not is_requested[min(number, len(self))]:
                 continue
             text = item.read()
             if (
@@ -296,16 +298,16 @@ def open_corpus(
         raise _no_train(source, index, train_numbers, len(copies), max_bytes)
 
     train = index.split(numbers)
-    kept = train.document_count + heldout.document_count
+    kept_count = train.document_count + heldout.document_count
     return Corpus(
         source=source,
         train=train,
         heldout=heldout,
-        skipped=tuple(sorted(index.skipped, key=lambda one: one.name)),
+        skipped=tuple(sorted(index.skipped, key=lambda item: item.name)),
         faults=index.faults.left_out,
         remarks=index.remarks,
         dropped=copies,
-        beyond_max_bytes=len(index) - kept - len(copies) - index.left_out,
+        beyond_max_bytes=len(index) - kept_count - len(copies) - index.left_out,
     )
 
 
@@ -321,12 +323,12 @@ def check_corpus(source: str, *, include_tests: bool = False, columns: Sequence[
     read_bytes, chats = 0, False
     for item in list_pieces(source, include_tests=include_tests, columns=columns):
         chats |= isinstance(item, Piece) and item.is_chat
-        found = item.read() if isinstance(item, Piece) else item
-        if isinstance(found, Skipped):
-            if not faults.add(found):
-                skipped.append(found)
+        text = item.read() if isinstance(item, Piece) else item
+        if isinstance(text, Skipped):
+            if not faults.add(text):
+                skipped.append(text)
             continue
-        read_bytes += len(found)
+        read_bytes += len(text)
         if read_bytes >= CHECK_BYTES:
             break
     if not read_bytes:

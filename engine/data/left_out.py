@@ -37,15 +37,17 @@ class LeftOut:
     """File and line of the first one, or its name."""
 
     def __str__(self) -> str:
-        more = f", first {self.example}" if self.count > 1 else f" ({self.example})"
-        return f"{self.count:,} left out: {self.reason}{more}"
+        example = f", first {self.example}" if self.count > 1 else f" ({self.example})"
+        return f"{self.count:,} left out: {self.reason}{example}"
 
 
-def count_left_out(counts: dict[str, LeftOut], one: Skipped) -> None:
+def count_left_out(counts: dict[str, LeftOut], skipped: Skipped) -> None:
     """Add one to the count of its reason, or to "other reasons" if there are too many."""
-    reason = one.reason if one.reason in counts or len(counts) < _REASONS else "other reasons"
-    before = counts.get(reason, LeftOut(reason=reason, count=0, example=one.name))
-    counts[reason] = replace(before, count=before.count + 1)
+    reason = (
+        skipped.reason if skipped.reason in counts or len(counts) < _REASONS else "other reasons"
+    )
+    previous = counts.get(reason, LeftOut(reason=reason, count=0, example=skipped.name))
+    counts[reason] = replace(previous, count=previous.count + 1)
 
 
 class RecordFaults:
@@ -61,13 +63,13 @@ class RecordFaults:
     def left_out(self) -> tuple[LeftOut, ...]:
         return tuple(sorted(self._counts.values(), key=lambda one: -one.count))
 
-    def add(self, one: Skipped) -> bool:
+    def add(self, skipped: Skipped) -> bool:
         """Count `one` if it is an invalid record; return whether it is."""
-        if one.fault is None:
+        if skipped.fault is None:
             return False
-        self.first = self.first or one.fault
+        self.first = self.first or skipped.fault
         self.count += 1
-        count_left_out(self._counts, one)
+        count_left_out(self._counts, skipped)
         return True
 
     def refuse_too_many(self, documents: int) -> None:

@@ -19,10 +19,12 @@ WINDOW = 64
 MOST_TOKENS = 1 << 26
 """Most tokens of either split whose windows are compared; they take about two seconds."""
 MOST_WINDOWS = 1 << 16
+"""Most windows that are compared, spread evenly over the held-out split."""
 
 SHINGLE = 8
 """Tokens of a shingle: a document is described by its set of them. One changed token changes this many shingles."""
 LEAST_TOKENS = 64
+"""Fewest tokens of a document that is compared."""
 ALIKE = 0.5
 """Jaccard similarity of shingles from which documents are near copies, 0 to 1: that of one changed token in 20."""
 PERMUTATIONS = 128
@@ -48,50 +50,50 @@ class NearCopies:
 def near_copies(train: TokenStream, heldout: TokenStream) -> NearCopies:
     """Find held-out documents that differ from a training document in few tokens, by MinHash (Broder 1997) of their
     shingles. If there are too many documents, a sample is compared."""
-    held, held_DP, _ = _sketches(heldout, MOST_HELDOUT)
-    trained, trained_DP, searched = _sketches(train, MOST_TRAIN)
+    chosen_heldout, heldout_DP, _ = _sketches(heldout, MOST_HELDOUT)
+    chosen_train, train_DP, searched = _sketches(train, MOST_TRAIN)
     pairs = []
-    for number, sketch_P in zip(held, held_DP if trained else (), strict=False):
-        alike_D = (trained_DP == sketch_P).mean(axis=1)
+    for number, sketch_P in zip(chosen_heldout, heldout_DP if chosen_train else (), strict=False):
+        alike_D = (train_DP == sketch_P).mean(axis=1)
         nearest = int(alike_D.argmax())
         if alike_D[nearest] >= ALIKE:
-            pairs.append((number, trained[nearest], float(alike_D[nearest])))
-    return NearCopies(pairs=tuple(pairs), compared=len(held), searched=searched)
+            pairs.append((number, chosen_train[nearest], float(alike_D[nearest])))
+    return NearCopies(pairs=tuple(pairs), compared=len(chosen_heldout), searched=searched)
 
 
-def _sketches(stream: TokenStream, most: int) -> tuple[list[int], NDArray[np.uint32], float]:
+def _sketches(stream: TokenStream, limit: int) -> tuple[list[int], NDArray[np.uint32], float]:
     """Return a sample spread evenly over the documents that are long enough, their MinHashes, shape (D, P), and the
     share of those documents in the sample, 0 to 1."""
     from rensa import RMinHash
 
     lengths = np.minimum(stream.lengths, MOST_OF_ONE)
-    enough = lengths >= LEAST_TOKENS
+    is_long = lengths >= LEAST_TOKENS
     if stream.padding is not None:
-        enough &= ~stream.padding
-    places = np.flatnonzero(enough)
-    room = MOST_COMPARED * len(places) // max(int(lengths[enough].sum()), 1)
-    count = min(len(places), most, max(room, 1))
+        is_long &= ~stream.padding
+    places = np.flatnonzero(is_long)
+    room = MOST_COMPARED * len(places) // max(int(lengths[is_long].sum()), 1)
+    count = min(len(places), limit, max(room, 1))
     chosen: list[int] = []
     sketches: list[NDArray[np.uint32]] = []
     # In small batches: the rolling hash needs 50 bytes per token.
-    for part in np.array_split(
+    for batch in np.array_split(
         places[np.arange(count) * len(places) // max(count, 1)], max(count // 64, 1)
     ):
-        texts = [(i, _labels_of(stream, i)) for i in part.tolist()]
-        found = [(i, rolling(text, SHINGLE)) for i, text in texts if len(text) >= LEAST_TOKENS]
-        if not found:
+        texts = [(i, _labels_of(stream, i)) for i in batch.tolist()]
+        hashed = [(i, rolling(text, SHINGLE)) for i, text in texts if len(text) >= LEAST_TOKENS]
+        if not hashed:
             continue
         matrix = RMinHash.digest_matrix_from_flat_token_hashes(
-            np.concatenate([hashes for _, hashes in found]),
-            starts_of([len(hashes) for _, hashes in found]).astype(np.uint64),
+            np.concatenate([hashes for _, hashes in hashed]),
+            starts_of([len(hashes) for _, hashes in hashed]).astype(np.uint64),
             PERMUTATIONS,
             0,
         )
-        chosen += [i for i, _ in found]
+        chosen += [i for i, _ in hashed]
         sketches.append(np.array(matrix.to_rows(), dtype=np.uint32))
     stream.release()
-    none = np.empty((0, PERMUTATIONS), dtype=np.uint32)
-    return chosen, np.concatenate([none, *sketches]), count / max(len(places), 1)
+    empty = np.empty((0, PERMUTATIONS), dtype=np.uint32)
+    return chosen, np.concatenate([empty, *sketches]), count / max(len(places), 1)
 
 
 def _labels_of(stream: TokenStream, document: int) -> NDArray[np.generic]:
@@ -127,21 +129,21 @@ def shared_windows(
         starts = starts[np.linspace(0, len(starts) - 1, MOST_WINDOWS).astype(np.int64)]
     if len(starts) == 0 or len(train) < window:
         return np.zeros(len(starts), dtype=np.bool_)
-    # Only these windows: hashes at all positions of a large corpus need 50 bytes per token.
+    # Only these windows are hashed: hashes at all positions of a large corpus need 50 bytes per token.
     hashes = np.concatenate(
         [
-            rolling(heldout[part[:, None] + np.arange(window)], window)[:, 0]
-            for part in np.array_split(starts, -(-len(starts) // 4096))
+            rolling(heldout[batch[:, None] + np.arange(window)], window)[:, 0]
+            for batch in np.array_split(starts, -(-len(starts) // 4096))
         ]
     )
-    wanted = np.unique(hashes)
-    found = np.zeros(len(wanted), dtype=np.bool_)
+    unique_hashes = np.unique(hashes)
+    is_shared = np.zeros(len(unique_hashes), dtype=np.bool_)
     step = 1 << 20
-    for first in range(0, len(train) - window + 1, step):
-        here = rolling(train[first : first + step + window - 1], window)
-        places = np.minimum(np.searchsorted(wanted, here), len(wanted) - 1)
-        found[places[wanted[places] == here]] = True
-    return found[np.searchsorted(wanted, hashes)]
+    for start in range(0, len(train) - window + 1, step):
+        train_hashes = rolling(train[start : start + step + window - 1], window)
+        places = np.minimum(np.searchsorted(unique_hashes, train_hashes), len(unique_hashes) - 1)
+        is_shared[places[unique_hashes[places] == train_hashes]] = True
+    return is_shared[np.searchsorted(unique_hashes, hashes)]
 
 
 _BASE = 0x9E3779B97F4A7C15

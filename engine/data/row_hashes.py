@@ -42,23 +42,23 @@ def row_hashes(
     ends = [*places[1:].tolist(), rows * length]
     documents = zip(places.tolist(), ends, labelled.tolist(), strict=True)
     size = 4 * length
-    found = []
+    hashes = []
     for row, count in enumerate(begins_BT.sum(axis=1).tolist()):
         if count == 1:
             # Its labels follow its tokens in memory, so one call hashes both; that halves the time of a short row.
-            whole = numbers[2 * size * row : 2 * size * (row + 1)]
-            found.append(RowHash(hashlib.blake2b(whole, digest_size=HASH_BYTES).digest()))
+            row_bytes = numbers[2 * size * row : 2 * size * (row + 1)]
+            hashes.append(RowHash(hashlib.blake2b(row_bytes, digest_size=HASH_BYTES).digest()))
             next(documents)
             continue
-        every, with_labels = [], []
-        for first, end, has_labels in itertools.islice(documents, count):
-            # `first` and `end` count tokens over all rows, and each earlier row also has its labels in `numbers`.
-            begin, after = size * row + 4 * first, size * row + 4 * end
-            digest = hashlib.blake2b(numbers[begin:after], digest_size=HASH_BYTES)
-            digest.update(numbers[begin + size : after + size])
-            every.append(digest.digest())
+        digests, with_labels = [], []
+        for start, end, has_labels in itertools.islice(documents, count):
+            # `start` and `end` count tokens over all rows, and each earlier row also has its labels in `numbers`.
+            begin_byte, end_byte = size * row + 4 * start, size * row + 4 * end
+            digest = hashlib.blake2b(numbers[begin_byte:end_byte], digest_size=HASH_BYTES)
+            digest.update(numbers[begin_byte + size : end_byte + size])
+            digests.append(digest.digest())
             if has_labels:
-                with_labels.append(every[-1])
-        joined = hashlib.blake2b(b"".join(every), digest_size=HASH_BYTES)
-        found.append(RowHash(joined.digest(), tuple(with_labels)))
-    return found
+                with_labels.append(digests[-1])
+        joined = hashlib.blake2b(b"".join(digests), digest_size=HASH_BYTES)
+        hashes.append(RowHash(joined.digest(), tuple(with_labels)))
+    return hashes

@@ -18,8 +18,8 @@ What counts, so that no operation costs more than it is charged for:
 - Operators, comparisons, slices, `~` and what is written go through functions here. So does every call, and every
   filter and test that reads a value as a whole. One whose arguments say how much it makes (`center`, `replace`, `%`,
   `round`, ...) is charged before it begins.
-- A list that holds another one twice, and that one another twice, is a tree of millions of nodes in the memory of a
-  few: it is walked and charged before it is written, compared or hashed.
+- A list that holds the same list twice, which holds a third twice, and so on, has millions of nodes in the memory of a
+  few. Every value is therefore walked and charged before it is written, compared or hashed.
 - Methods that no such function knows are refused, and filters that are random or search HTML do not exist.
 """
 
@@ -50,15 +50,15 @@ OPEN, CLOSE = "\ufdd0", "\ufdd1"
 _DEPTH = 2 * limits.JSON_DEPTH.most
 _CHECK_EVERY = 20_000
 """Steps between two readings of the clock: a few milliseconds."""
-_READ = 6
-"""Two to the power of it: characters that are read in a step."""
-_WIDTH = 10_000
+_READ_SHIFT = 6
+"""Binary logarithm of the number of characters that are read in a step."""
+_MAX_WIDTH = 10_000
 """The largest width or precision of a number or text that is formatted."""
-_DIGITS = 4300
+_MAX_DIGITS = 4300
 """Most digits of an integer in text: Python's own limit."""
-_NAME = 1000
+_MAX_NAME = 1000
 """Most characters of an attribute's name or of a time format."""
-_SLOW_TEXT = 1 << 16
+_MAX_SLOW_TEXT = 1 << 16
 """Most characters that a filter of quadratic time may read."""
 
 
@@ -80,8 +80,8 @@ class Budget:
     __slots__ = (
         "_check_at",
         "_deadline_s",
-        "_given",
-        "_steps_given",
+        "_inputs",
+        "_steps_granted",
         "characters",
         "items",
         "steps",
@@ -90,19 +90,19 @@ class Budget:
     def __init__(self) -> None:
         self.begin({})
 
-    def begin(self, given: Mapping[str, Any]) -> None:
+    def begin(self, inputs: Mapping[str, Any]) -> None:
         """Start the budget of a new rendering."""
-        self.steps = self._steps_given = limits.TEMPLATE_STEPS.most
+        self.steps = self._steps_granted = limits.TEMPLATE_STEPS.most
         self.characters = limits.TEMPLATE_CHARACTERS.most
         self.items = limits.TEMPLATE_ITEMS.most
         self._check_at = self.steps - _CHECK_EVERY
         self._deadline_s = 0.0
-        self._given: Mapping[str, Any] | None = given
+        self._inputs: Mapping[str, Any] | None = inputs
 
     @property
     def spent(self) -> int:
         """Number of steps spent."""
-        return self._steps_given - max(self.steps, 0)
+        return self._steps_granted - max(self.steps, 0)
 
     def charge(self, steps: int) -> None:
         self.steps -= steps
@@ -111,7 +111,7 @@ class Budget:
 
     def _check(self) -> None:
         now_s = time.thread_time()
-        # The clock is read when there is something to measure: most renderings end before.
+        # The time limit begins at the first check, which most renderings end before.
         self._deadline_s = self._deadline_s or now_s + limits.TEMPLATE_TIME.most
         if now_s > self._deadline_s:
             raise OverBudget(f"the template takes longer than {_amount(limits.TEMPLATE_TIME)}")
@@ -121,12 +121,12 @@ class Budget:
 
     def _extend(self, limit: limits.Limit) -> None:
         """Add the allowance of a conversation of this size; only the first call adds it."""
-        if self._given is not None:
-            characters, count = _size_of(self._given)
-            self._given = None
+        if self._inputs is not None:
+            characters, count = _size_of(self._inputs)
+            self._inputs = None
             extra = 16 * (characters + 64 * count)
             self.steps += extra
-            self._steps_given += extra
+            self._steps_granted += extra
             self.characters += 8 * characters
             self.items += 16 * count
         if self.steps < 0 or self.characters < 0 or self.items < 0:
@@ -143,7 +143,7 @@ class Budget:
         self.items -= count
         if self.items < 0:
             self._extend(limits.TEMPLATE_ITEMS)
-        self.charge(count >> _READ)
+        self.charge(count >> _READ_SHIFT)
 
     def made(self, value: Any) -> Any:
         """Charge for a new value and return it."""
@@ -157,7 +157,7 @@ class Budget:
         """Charge for reading a whole value and return it."""
         if type(value) is str:
             if len(value) > 256:
-                self.charge(len(value) >> _READ)
+                self.charge(len(value) >> _READ_SHIFT)
         elif value is not None and type(value) not in _SCALARS:
             self.weigh(value)
         return value
@@ -165,10 +165,10 @@ class Budget:
     def weigh(self, value: Any, depth: int = 0) -> int:
         """Charge for a value and everything in it; return its approximate length as text."""
         if isinstance(value, str):
-            self.charge(1 + (len(value) >> _READ))
+            self.charge(1 + (len(value) >> _READ_SHIFT))
             return len(value) + 2
         if isinstance(value, dict):
-            children: Iterable[Any] = (part for pair in value.items() for part in pair)
+            children: Iterable[Any] = (child for pair in value.items() for child in pair)
         elif isinstance(value, list | tuple):
             children = value
         else:
@@ -177,7 +177,7 @@ class Budget:
         if depth > _DEPTH:
             raise OverBudget(f"the template nests lists and tables more than {_DEPTH} levels deep")
         self.charge(4 + 4 * len(value))
-        return 4 + sum(2 + self.weigh(one, depth + 1) for one in children)
+        return 4 + sum(2 + self.weigh(child, depth + 1) for child in children)
 
     def text(self, value: Any) -> str:
         """Return a value as the text that is rendered."""
@@ -185,15 +185,15 @@ class Budget:
             if type(value) not in _SCALARS:
                 self.weigh(value)
             value = str(value)
-        written: str = value
-        self.characters -= len(written)
+        text: str = value
+        self.characters -= len(text)
         if self.characters < 0:
             self._extend(limits.TEMPLATE_CHARACTERS)
-        return written
+        return text
 
     def joined(self, values: tuple[Any, ...]) -> str:
         """Return the result of `~`."""
-        return "".join([self.text(one) for one in values])
+        return "".join([self.text(value) for value in values])
 
     def plus(self, value: Any, *others: Any) -> Any:
         for other in others:
@@ -205,30 +205,30 @@ class Budget:
             return value
         return self.made(value)
 
-    def contains(self, value: Any, where: Any) -> bool:
+    def contains(self, value: Any, container: Any) -> bool:
         """Return the result of `in`."""
-        if isinstance(where, str):
-            self.charge(1 + (len(where) >> _READ))
-        elif isinstance(where, list | tuple | range):
-            self.compare(value, len(where))
+        if isinstance(container, str):
+            self.charge(1 + (len(container) >> _READ_SHIFT))
+        elif isinstance(container, list | tuple | range):
+            self.compare(value, len(container))
         else:
             self.read(value)
-        return value in where
+        return value in container
 
     def compare(self, value: Any, count: int) -> None:
         """Charge for comparing a value with others."""
-        before = self.steps
+        steps_before = self.steps
         self.read(value)
-        self.charge(count * (1 + before - self.steps))
+        self.charge(count * (1 + steps_before - self.steps))
 
 
 _SCALARS = frozenset({int, float, bool, type(None)})
 
 
-def _size_of(given: Any) -> tuple[int, int]:
+def _size_of(inputs: Any) -> tuple[int, int]:
     """Return the number of characters and of values in a template's input, which contains no value twice."""
     characters = count = 0
-    waiting = [given]
+    waiting = [inputs]
     while waiting:
         value = waiting.pop()
         count += 1
@@ -270,7 +270,7 @@ class _Code(CodeGenerator):
         self.writeline(f"{', '.join(_FUNCTIONS)} = environment.functions")
 
     def visit_Template(self, node: nodes.Template, frame: Frame | None = None) -> None:
-        self._bodies |= {id(node.body), *(id(one.body) for one in node.find_all(nodes.Block))}
+        self._bodies |= {id(node.body), *(id(block.body) for block in node.find_all(nodes.Block))}
         super().visit_Template(node, frame)
 
     def visit_For(self, node: nodes.For, frame: Frame) -> None:
@@ -304,36 +304,36 @@ class _Code(CodeGenerator):
             self.write(",))")
             return
         self.write("made(markup_join((")
-        for one in node.nodes:
-            self._visit_read(one, frame)
+        for child in node.nodes:
+            self._visit_read(child, frame)
             self.write(", ")
         self.write(")))")
 
     def visit_Compare(self, node: nodes.Compare, frame: Frame) -> None:
-        first = node.ops[0]
-        if len(node.ops) == 1 and first.op in ("in", "notin"):
-            # Looked for in something that the template spells out.
-            spelt = isinstance(first.expr, nodes.List | nodes.Tuple) and all(
-                isinstance(one, nodes.Const) for one in first.expr.items
+        first_operation = node.ops[0]
+        if len(node.ops) == 1 and first_operation.op in ("in", "notin"):
+            # Searching a literal list takes no longer than the literal is.
+            is_literal = isinstance(first_operation.expr, nodes.List | nodes.Tuple) and all(
+                isinstance(operation, nodes.Const) for operation in first_operation.expr.items
             )
-            if not spelt:
-                self.write("(not contains(" if first.op == "notin" else "(contains(")
-                self._visit_all([node.expr, first.expr], frame)
+            if not is_literal:
+                self.write("(not contains(" if first_operation.op == "notin" else "(contains(")
+                self._visit_all([node.expr, first_operation.expr], frame)
                 self.write("))")
                 return
         # With a constant a comparison takes no longer than the constant is.
         constant = len(node.ops) == 1 and (
-            isinstance(node.expr, nodes.Const) or isinstance(first.expr, nodes.Const)
+            isinstance(node.expr, nodes.Const) or isinstance(first_operation.expr, nodes.Const)
         )
         self.write("(")
         visit = self.visit if constant else self._visit_read
         visit(node.expr, frame)
-        for one in node.ops:
-            self.write(f" {_COMPARISONS[one.op]} ")
-            if (one.op in ("in", "notin") and len(node.ops) > 1) or len(node.ops) > 1:
-                self._visit_read(one.expr, frame)
+        for operation in node.ops:
+            self.write(f" {_COMPARISONS[operation.op]} ")
+            if len(node.ops) > 1:
+                self._visit_read(operation.expr, frame)
             else:
-                self.visit(one.expr, frame)
+                self.visit(operation.expr, frame)
         self.write(")")
 
     def visit_Getitem(self, node: nodes.Getitem, frame: Frame) -> None:
@@ -354,10 +354,10 @@ class _Code(CodeGenerator):
         self.write("}")
 
     def _visit_all(self, values: Iterable[nodes.Node], frame: Frame) -> None:
-        for index, one in enumerate(values):
+        for index, value in enumerate(values):
             if index:
                 self.write(", ")
-            self.visit(one, frame)
+            self.visit(value, frame)
 
     def _visit_read(self, node: nodes.Node, frame: Frame) -> None:
         self.write("read(" if not isinstance(node, nodes.Const) else "(")
@@ -407,8 +407,8 @@ def _steps_of(body: Iterable[nodes.Node]) -> int:
         steps += 1
         if isinstance(node, nodes.TemplateData):
             steps += min(len(node.data), 256) >> 3
-        own = ("body",) if isinstance(node, nodes.For | nodes.Macro | nodes.CallBlock) else ()
-        waiting += node.iter_child_nodes(exclude=own)
+        bodies = ("body",) if isinstance(node, nodes.For | nodes.Macro | nodes.CallBlock) else ()
+        waiting += node.iter_child_nodes(exclude=bodies)
     return steps
 
 
@@ -416,7 +416,7 @@ class _Unmarked(Extension):
     """Parses `{% generation %}` as its content only."""
 
     tags = {"generation"}  # noqa: RUF012 (as the base class has it)
-    around = ("", "")
+    marks = ("", "")
 
     def parse(self, parser: Parser) -> nodes.Node:
         line = next(parser.stream).lineno
@@ -425,12 +425,12 @@ class _Unmarked(Extension):
         return nodes.CallBlock(self.call_method("_content"), [], [], body).set_lineno(line)
 
     def _content(self, caller: Macro) -> str:
-        before, after = self.around
-        return f"{before}{caller()}{after}"
+        open_mark, close_mark = self.marks
+        return f"{open_mark}{caller()}{close_mark}"
 
 
 class _Marking(_Unmarked):
-    around = (OPEN, CLOSE)
+    marks = (OPEN, CLOSE)
 
 
 class _Formatter(SandboxedFormatter):
@@ -465,15 +465,16 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         self.filters["tojson"] = _to_json
         for name in _NO_FILTERS:
             del self.filters[name]
-        self.filters = {name: self._filter(name, one) for name, one in self.filters.items()}
+        self.filters = {
+            name: self._filter(name, function) for name, function in self.filters.items()
+        }
         self.filters[_CONDITION] = self._condition
         for name in _COMPARING_TESTS:
             self.tests[name] = self._test(self.tests[name])  # type: ignore[arg-type]
         self.tests["in"] = self.budget.contains
-        for name in ("lipsum",):
-            del self.globals[name]
+        del self.globals["lipsum"]
         self.globals["raise_exception"] = self._raise_exception
-        self.globals["strftime_now"] = lambda form: now.strftime(_short(form))
+        self.globals["strftime_now"] = lambda form: now.strftime(_time_format(form))
         # The class itself would lead to others.
         self.globals["dict"] = lambda *pairs, **named: self.budget.made(dict(*pairs, **named))
         self.globals["namespace"] = _Namespace
@@ -487,7 +488,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
 
     def getattr(self, obj: Any, attribute: str) -> Any:
         # The key of a message, without the exceptions that looking for an attribute would raise.
-        if type(obj) is dict and attribute not in _OF_DICT:
+        if type(obj) is dict and attribute not in _DICT_ATTRIBUTES:
             try:
                 return obj[attribute]
             except KeyError:
@@ -513,8 +514,8 @@ class _Sandbox(ImmutableSandboxedEnvironment):
             return self._call_method(obj, owner, obj.__name__, args, kwargs)
         self.budget.charge(4 + len(args) + len(kwargs))
         if kind is not Macro and kind is not LoopContext:
-            for one in args:
-                self.budget.read(one)
+            for argument in args:
+                self.budget.read(argument)
         return super().call(context, obj, *args, **kwargs)
 
     def _call_method(
@@ -523,16 +524,18 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         budget = self.budget
         known = next((names for kind, names in _METHODS.items() if isinstance(owner, kind)), {})
         if name not in known:
-            found = f"{type(owner).__name__}.{name}"
-            raise SecurityError(f"{found} is a method that a chat template may not call")
+            called = f"{type(owner).__name__}.{name}"
+            raise SecurityError(f"{called} is a method that a chat template may not call")
         budget.charge(2 + len(args))
         if name == "join":
             # What a filter yields is read once, and its length is needed before it is joined.
-            args = tuple([*one] if isinstance(one, Iterator) else one for one in args)
-        for one in (*args, *kwargs.values()):
-            budget.read(one)
+            args = tuple(
+                [*argument] if isinstance(argument, Iterator) else argument for argument in args
+            )
+        for argument in (*args, *kwargs.values()):
+            budget.read(argument)
         if isinstance(owner, str):
-            budget.charge(len(owner) >> _READ)
+            budget.charge(len(owner) >> _READ_SHIFT)
         measure = known[name]
         if measure is not None:
             measure(budget, owner, *args, **kwargs)
@@ -548,8 +551,8 @@ class _Sandbox(ImmutableSandboxedEnvironment):
             if is_map:
                 args, kwargs = (), dict(*args)
             self.budget.charge(len(text) >> 2)
-            found: str = type(text)(_Formatter(self).vformat(text, args, kwargs))
-            return found
+            result: str = type(text)(_Formatter(self).vformat(text, args, kwargs))
+            return result
 
         return formatted
 
@@ -575,44 +578,44 @@ class _Sandbox(ImmutableSandboxedEnvironment):
     def _filter(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         """Return a filter that charges for what it reads and makes."""
         budget = self.budget
-        first = 0 if _PassArg.from_obj(function) is None else 1
+        value_index = 0 if _PassArg.from_obj(function) is None else 1
         measure, shallow, lazy = _MEASURED.get(name), name in _SHALLOW, name in _LAZY
 
         @functools.wraps(function)
         def run(*args: Any, **kwargs: Any) -> Any:
-            given = args[first:]
+            arguments = args[value_index:]
             budget.charge(2)
             if shallow:
-                for one in (*given[1:], *kwargs.values()):
-                    budget.read(one)
+                for argument in (*arguments[1:], *kwargs.values()):
+                    budget.read(argument)
             else:
-                for one in (*given, *kwargs.values()):
-                    budget.read(one)
+                for argument in (*arguments, *kwargs.values()):
+                    budget.read(argument)
             if measure is not None:
-                value = given[0]
+                value = arguments[0]
                 if isinstance(value, Iterator):
                     value = [*value]
                     budget.make_items(8 * len(value))
                     budget.read(value)
-                    args = (*args[:first], value, *given[1:])
-                measure(budget, value, *given[1:], **kwargs)
-            found = function(*args, **kwargs)
-            if lazy and isinstance(found, Iterator):
-                depth = 1 + getattr(given[0], "depth", 0)
+                    args = (*args[:value_index], value, *arguments[1:])
+                measure(budget, value, *arguments[1:], **kwargs)
+            result = function(*args, **kwargs)
+            if lazy and isinstance(result, Iterator):
+                depth = 1 + getattr(arguments[0], "depth", 0)
                 if depth > _DEPTH:
                     raise OverBudget(f"the template nests filters more than {_DEPTH} levels deep")
-                extra = [*given[1:], *kwargs.values()]
-                each = sum(len(one) for one in extra if isinstance(one, str))
-                return _Counted(found, budget, 4 + each, depth)
-            return budget.made(found)
+                options = [*arguments[1:], *kwargs.values()]
+                steps = sum(len(argument) for argument in options if isinstance(argument, str))
+                return _Counted(result, budget, 4 + steps, depth)
+            return budget.made(result)
 
         return run
 
     def _test(self, function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)
         def run(*args: Any) -> Any:
-            for one in args:
-                self.budget.read(one)
+            for argument in args:
+                self.budget.read(argument)
             return function(*args)
 
         return run
@@ -631,20 +634,20 @@ def _refuse_long(size: int) -> None:
 
 
 def _refuse_digits(bits: int, what: str) -> None:
-    if bits > 3 * _DIGITS:
+    if bits > 3 * _MAX_DIGITS:
         raise SecurityError(f"{what} is more than a chat template may compute")
 
 
 def _refuse_widths(form: str) -> None:
-    widths = [int(found[:9]) for found in re.findall("[0-9]+", form)]
-    if max(widths, default=0) > _WIDTH:
+    widths = [int(digits[:9]) for digits in re.findall("[0-9]+", form)]
+    if max(widths, default=0) > _MAX_WIDTH:
         raise SecurityError(f"a width of {max(widths):,} is more than a chat template may fill")
 
 
-def _short(form: object) -> str:
-    if isinstance(form, str) and len(form) <= _NAME:
+def _time_format(form: object) -> str:
+    if isinstance(form, str) and len(form) <= _MAX_NAME:
         return form
-    raise SecurityError(f"a form of the time has at most {_NAME:,} characters")
+    raise SecurityError(f"a form of the time has at most {_MAX_NAME:,} characters")
 
 
 # What a method or filter makes, charged before it begins: each gets the value and the arguments.
@@ -662,8 +665,8 @@ def _measure_replace(
     budget: Budget, value: Any, old: Any = "", new: Any = "", count: Any = None
 ) -> None:
     value, old, new = budget.text(value), budget.text(old), budget.text(new)
-    found = value.count(old)
-    budget.make(found * len(new))
+    count_found = value.count(old)
+    budget.make(count_found * len(new))
 
 
 def _measure_join(budget: Budget, value: Any, d: Any = "", attribute: Any = None) -> None:
@@ -677,8 +680,8 @@ def _measure_text_join(budget: Budget, value: str, items: Any) -> None:
 
 
 def _measure_split(budget: Budget, value: str, sep: Any = None, maxsplit: Any = -1) -> None:
-    most = value.count(sep) if isinstance(sep, str) and sep else len(value) // 2
-    budget.make_items(8 * (most if _int(maxsplit) < 0 else min(most, _int(maxsplit))))
+    pieces = value.count(sep) if isinstance(sep, str) and sep else len(value) // 2
+    budget.make_items(8 * (pieces if _int(maxsplit) < 0 else min(pieces, _int(maxsplit))))
 
 
 def _measure_split_right(budget: Budget, value: str, sep: Any = None, maxsplit: Any = -1) -> None:
@@ -688,7 +691,7 @@ def _measure_split_right(budget: Budget, value: str, sep: Any = None, maxsplit: 
 
 def _measure_right(budget: Budget, value: str, sep: Any = "", *rest: Any) -> None:
     # Python searches from the right by trying each place.
-    budget.charge(len(value) * (len(sep) if isinstance(sep, str) else 1) >> _READ)
+    budget.charge(len(value) * (len(sep) if isinstance(sep, str) else 1) >> _READ_SHIFT)
 
 
 def _measure_lines(budget: Budget, value: str, *rest: Any, **named: Any) -> None:
@@ -697,7 +700,7 @@ def _measure_lines(budget: Budget, value: str, *rest: Any, **named: Any) -> None
 
 def _measure_strip(budget: Budget, value: Any, chars: Any = None) -> None:
     if isinstance(value, str) and isinstance(chars, str):
-        budget.charge(len(value) * len(chars) >> _READ)
+        budget.charge(len(value) * len(chars) >> _READ_SHIFT)
 
 
 def _measure_find(budget: Budget, value: Any, sought: Any, *rest: Any) -> None:
@@ -708,8 +711,8 @@ def _measure_percent(budget: Budget, form: str, values: Any) -> None:
     _refuse_widths(form)
     if "*" in form:
         raise SecurityError("a chat template may not give a width as an argument")
-    budget.make(len(form) + form.count("%") * (_WIDTH if re.search("[0-9]{2}", form) else 0))
-    # Each may be written as often as it is named.
+    budget.make(len(form) + form.count("%") * (_MAX_WIDTH if re.search("[0-9]{2}", form) else 0))
+    # A format may write each value as often as it names it.
     count = form.count("%(") or 1
     budget.make(count * budget.weigh(values))
 
@@ -722,9 +725,9 @@ def _measure_indent(
     budget: Budget, value: Any, width: Any = 4, first: bool = False, blank: bool = False
 ) -> None:
     text = value if isinstance(value, str) else budget.text(value)
-    each = len(width) if isinstance(width, str) else max(_int(width), 0)
-    _refuse_long(each)
-    budget.make((1 + text.count("\n")) * each)
+    indent = len(width) if isinstance(width, str) else max(_int(width), 0)
+    _refuse_long(indent)
+    budget.make((1 + text.count("\n")) * indent)
     _measure_lines(budget, text)
 
 
@@ -746,22 +749,22 @@ def _measure_round(budget: Budget, value: Any, precision: Any = 0, method: Any =
 
 
 def _measure_number(budget: Budget, value: Any, *rest: Any, **named: Any) -> None:
-    if isinstance(value, str) and len(value) > _DIGITS:
-        raise SecurityError(f"a number has at most {_DIGITS:,} digits")
+    if isinstance(value, str) and len(value) > _MAX_DIGITS:
+        raise SecurityError(f"a number has at most {_MAX_DIGITS:,} digits")
 
 
 def _measure_sort(budget: Budget, value: Any, *rest: Any, **named: Any) -> None:
     _refuse_names(rest, named)
-    before = budget.steps
+    steps_before = budget.steps
     budget.read(value)
-    budget.charge((10 + before - budget.steps) * 32)
+    budget.charge((10 + steps_before - budget.steps) * 32)
     budget.make_items(4 * _length(value))
 
 
 def _measure_sum(budget: Budget, value: Any, attribute: Any = None, start: Any = 0) -> None:
     _refuse_names((attribute,), {})
     if not isinstance(start, int | float):
-        # Each list is added to all before it.
+        # Each addition copies the sum of all lists before it.
         budget.make_items(_length(value) * (budget.weigh(value) + budget.weigh(start)))
 
 
@@ -770,8 +773,8 @@ def _measure_names(budget: Budget, value: Any, *rest: Any, **named: Any) -> None
 
 
 def _measure_slow(budget: Budget, value: Any, *rest: Any, **named: Any) -> None:
-    if budget.weigh(value) > _SLOW_TEXT:
-        raise SecurityError(f"a text of more than {_SLOW_TEXT:,} characters is not wrapped")
+    if budget.weigh(value) > _MAX_SLOW_TEXT:
+        raise SecurityError(f"a text of more than {_MAX_SLOW_TEXT:,} characters is not wrapped")
     budget.charge(64 * budget.weigh(value))
 
 
@@ -792,18 +795,18 @@ def _measure_json(
     sort_keys: bool = False,
 ) -> None:
     _refuse_long(_int(indent) if indent is not None else 0)
-    before = budget.steps
+    steps_before = budget.steps
     size = budget.weigh(value)
-    nodes_ = before - budget.steps
-    each = sum(map(len, separators)) if isinstance(separators, list | tuple) else 0
-    each += _DEPTH * max(_int(indent), 0) if indent is not None else 0
-    budget.make((size if ensure_ascii else 0) + nodes_ * each)
+    node_count = steps_before - budget.steps
+    per_node = sum(map(len, separators)) if isinstance(separators, list | tuple) else 0
+    per_node += _DEPTH * max(_int(indent), 0) if indent is not None else 0
+    budget.make((size if ensure_ascii else 0) + node_count * per_node)
 
 
 def _refuse_names(values: Iterable[Any], named: Mapping[str, Any]) -> None:
-    for one in (*values, *named.values()):
-        if isinstance(one, str) and len(one) > _NAME:
-            raise SecurityError(f"the name of an attribute has at most {_NAME:,} characters")
+    for name in (*values, *named.values()):
+        if isinstance(name, str) and len(name) > _MAX_NAME:
+            raise SecurityError(f"the name of an attribute has at most {_MAX_NAME:,} characters")
 
 
 def _length(value: Any) -> int:
@@ -904,7 +907,7 @@ _MEASURED: dict[str, Callable[..., None]] = {
     "wordcount": _measure_words,
     "wordwrap": _measure_slow,
 }
-_PLAIN = (
+_UNMEASURED = (
     *("capitalize", "casefold", "count", "endswith", "find", "index", "isalnum", "isalpha"),
     *("isascii", "isdecimal", "isdigit", "isidentifier", "islower", "isnumeric", "isprintable"),
     *("isspace", "istitle", "isupper", "lower", "partition", "removeprefix", "removesuffix"),
@@ -912,7 +915,7 @@ _PLAIN = (
 )
 _METHODS: dict[type, dict[str, Callable[..., None] | None]] = {
     str: {
-        **dict.fromkeys(_PLAIN),
+        **dict.fromkeys(_UNMEASURED),
         **dict.fromkeys(("center", "ljust", "rjust", "zfill"), _measure_width),
         **dict.fromkeys(("lstrip", "rstrip", "strip"), _measure_strip),
         **dict.fromkeys(("rfind", "rindex", "rpartition"), _measure_right),
@@ -929,8 +932,8 @@ _METHODS: dict[type, dict[str, Callable[..., None] | None]] = {
     int: dict.fromkeys(("bit_length", "conjugate")),
     float: dict.fromkeys(("is_integer", "conjugate")),
 }
-"""The methods that a template may call, and what charges for more than reading the value and the arguments."""
-_OF_DICT = frozenset(dir(dict))
+"""Methods that a template may call; each function charges for more than reading the value and the arguments."""
+_DICT_ATTRIBUTES = frozenset(dir(dict))
 
 
 def _to_json(
@@ -988,18 +991,18 @@ class Program:
         """Steps of the last rendering."""
         return self._environment.budget.spent
 
-    def run(self, given: dict[str, Any]) -> str:
-        """Return what it renders. Raises Unrenderable if it refuses or fails, OverBudget if it would not end."""
-        self._environment.budget.begin(given)
+    def run(self, inputs: dict[str, Any]) -> str:
+        """Return the text. Raises Unrenderable if the template refuses or fails, OverBudget for too much work."""
+        self._environment.budget.begin(inputs)
         try:
-            text = "".join(self._template.root_render_func(self._template.new_context(given)))
+            text = "".join(self._template.root_render_func(self._template.new_context(inputs)))
         except TemplateError as error:
             raise Unrenderable(one_line(error.message or type(error).__name__)) from None
         except (RecursionError, MemoryError) as error:
             raise Unrenderable(f"the template ends in a {type(error).__name__}") from None
         except Unrenderable:
             raise
-        # A template fails like any program does, on a key that is missing or a number that is a text.
+        # A template can raise anything, as on a missing key or a text where it expects a number.
         except Exception as error:  # noqa: BLE001
             raise Unrenderable(f"{type(error).__name__}: {one_line(str(error))}") from None
         if len(text) > limits.CORPUS_DOCUMENT.most:
@@ -1019,6 +1022,6 @@ def _amount(limit: limits.Limit) -> str:
 
 
 def one_line(text: str) -> str:
-    found = " ".join(text[:4000].split())[:200]
+    line = " ".join(text[:4000].split())[:200]
     # A template can refuse with half of a surrogate pair, which no file or terminal takes.
-    return found.encode("utf-8", "backslashreplace").decode()
+    return line.encode("utf-8", "backslashreplace").decode()

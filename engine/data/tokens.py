@@ -71,8 +71,8 @@ class TokenStream:
     def release(self) -> None:
         """Release the pages that were read from mapped files. Without it the whole corpus would count as resident
         after an epoch; the next read gets them from the page cache."""
-        for one in self.maps:
-            one.madvise(mmap.MADV_DONTNEED)
+        for mapped in self.maps:
+            mapped.madvise(mmap.MADV_DONTNEED)
 
     @property
     def labelled_count(self) -> int:
@@ -80,8 +80,8 @@ class TokenStream:
         if self.labelled is None:
             return len(self)
         count = 0
-        for first in range(0, len(self), READ_AT_ONCE):
-            count += int(np.count_nonzero(self.labelled[first : first + READ_AT_ONCE]))
+        for start in range(0, len(self), READ_AT_ONCE):
+            count += int(np.count_nonzero(self.labelled[start : start + READ_AT_ONCE]))
             self.release()
         return count
 
@@ -153,39 +153,44 @@ class Encoder:
         yield from self._encode(batch)
 
     def _encode(self, documents: Sequence[Document]) -> Iterator[Encoded]:
-        texts = [one for one in documents if not one.is_chat]
+        texts = [document for document in documents if not document.is_chat]
         # A chat model's tokenizer may have no end-of-text token, and conversations need none.
         end_of_text_id = self.tokenizer.end_of_text_id if texts else 0
         encoded = iter(self._encode_texts(texts))
         # Records were validated when they were read.
         conversations = [
-            replace(read_conversation(json.loads(one.text), one.name), name=one.place or one.name)
-            for one in documents
-            if one.is_chat
+            replace(
+                read_conversation(json.loads(document.text), document.name),
+                name=document.place or document.name,
+            )
+            for document in documents
+            if document.is_chat
         ]
         chats = iter(encode_chats(conversations, self.tokenizer, self.template, turns=self.turns))
         for document in documents:
-            found = next(chats if document.is_chat else encoded)
-            if isinstance(found, Skipped):
-                yield Encoded(ids=np.empty(0, self.dtype), left_out=found)
-            elif isinstance(found, Chat):
+            result = next(chats if document.is_chat else encoded)
+            if isinstance(result, Skipped):
+                yield Encoded(ids=np.empty(0, self.dtype), left_out=result)
+            elif isinstance(result, Chat):
                 yield Encoded(
-                    ids=found.ids.astype(self.dtype),
-                    labelled=found.labelled,
-                    partly_labelled=found.reason is not None,
-                    remarks=tuple(Skipped(name=found.name, reason=one) for one in found.remarks),
+                    ids=result.ids.astype(self.dtype),
+                    labelled=result.labelled,
+                    partly_labelled=result.reason is not None,
+                    remarks=tuple(
+                        Skipped(name=result.name, reason=document) for document in result.remarks
+                    ),
                 )
             else:
-                yield Encoded(ids=np.append(found, end_of_text_id).astype(self.dtype))
+                yield Encoded(ids=np.append(result, end_of_text_id).astype(self.dtype))
 
     def _encode_texts(self, texts: Sequence[Document]) -> list[NDArray[np.uint32] | Skipped]:
         """Return the tokens of each text, or a Skipped for one that cannot be tokenized."""
         try:
-            return [*self.tokenizer.encode_documents([one.text for one in texts])]
+            return [*self.tokenizer.encode_documents([document.text for document in texts])]
         except TextTooLong as error:
             if len(texts) == 1:
                 return [Skipped(name=texts[0].place or texts[0].name, reason=error.reason)]
-        return [found for one in texts for found in self._encode_texts([one])]
+        return [found for document in texts for found in self._encode_texts([document])]
 
 
 def read_again(
@@ -193,20 +198,20 @@ def read_again(
 ) -> Iterator[tuple[str, Encoded]]:
     """Read named documents of a source again and yield (name, tokens), each tokenized separately. Stops when all
     `names` are found, or after AGAIN_SECONDS and at least one document. Raises CorpusError and TokenizerError."""
-    begun_s, wanted = time.monotonic(), set(names)
+    begun_s, missing = time.monotonic(), set(names)
     for piece in list_pieces(source, include_tests=include_tests, columns=columns):
         is_over = time.monotonic() > begun_s + AGAIN_SECONDS
-        if not wanted or (is_over and len(wanted) < len(names)):
+        if not missing or (is_over and len(missing) < len(names)):
             return
-        if piece.name not in wanted or isinstance(piece, Skipped):
+        if piece.name not in missing or isinstance(piece, Skipped):
             continue
-        wanted.discard(piece.name)
+        missing.discard(piece.name)
         text = piece.read()
         if isinstance(text, Skipped):
             continue
         if piece.is_chat:
             document = Document(name=piece.name, text=text, is_chat=True)
-            yield from ((piece.name, one) for one in encoder.encode([document]))
+            yield from ((piece.name, encoded) for encoded in encoder.encode([document]))
         else:
             ids = np.append(encoder.tokenizer.encode_whole(text), encoder.tokenizer.end_of_text_id)
             yield piece.name, Encoded(ids=ids.astype(encoder.dtype))
@@ -225,26 +230,26 @@ def tokenize(
     and the tokenizer has no end-of-text token, CorpusError if conversations have no template or none can be rendered.
     """
     encoder = Encoder(tokenizer=tokenizer, template=template, turns=turns)
-    found = list(encoder.encode(documents))
-    tokens = [one.ids for one in found]
+    encoded = list(encoder.encode(documents))
+    tokens = [document.ids for document in encoded]
     counts: dict[str, LeftOut] = {}
     remarks: dict[str, LeftOut] = {}
-    for one in found:
-        if one.left_out is not None:
-            count_left_out(counts, one.left_out)
-        for remark in one.remarks:
+    for document in encoded:
+        if document.left_out is not None:
+            count_left_out(counts, document.left_out)
+        for remark in document.remarks:
             count_left_out(remarks, remark)
     left_out = tuple(counts.values())
     refuse_nothing(left_out, sum(map(len, tokens)))
     labelled = None
     if any(document.is_chat for document in documents):
-        labelled = np.concatenate([one.labels for one in found])
+        labelled = np.concatenate([document.labels for document in encoded])
     return make_stream(
         np.concatenate(tokens) if tokens else np.empty(0, encoder.dtype),
         starts_of([len(ids) for ids in tokens]),
         labelled=labelled,
         left_out=left_out,
-        partly_labelled=sum(one.partly_labelled for one in found),
+        partly_labelled=sum(document.partly_labelled for document in encoded),
         remarks=tuple(remarks.values()),
     )
 
@@ -280,10 +285,10 @@ class StreamDigest:
     def end(self, starts: NDArray[np.int64], labelled: Iterable[NDArray[np.bool_]]) -> str:
         """Return the hash, once all tokens were added. All parts of the labels except the last must have a multiple of
         8 tokens."""
-        for first in range(0, int(starts[-1]), _HASHED_AT_ONCE):
-            low, high = np.searchsorted(starts, (first, first + _HASHED_AT_ONCE), side="right")
+        for start in range(0, int(starts[-1]), _HASHED_AT_ONCE):
+            low, high = np.searchsorted(starts, (start, start + _HASHED_AT_ONCE), side="right")
             near = slice(max(0, int(low) - 1), int(high) + 1)
-            cut = np.clip(starts[near], first, first + _HASHED_AT_ONCE)
+            cut = np.clip(starts[near], start, start + _HASHED_AT_ONCE)
             documents = np.arange(near.start, near.start + len(cut) - 1, dtype="<u4")
             self._digest.update(np.repeat(documents, np.diff(cut)).data)
         for part in labelled:
@@ -305,8 +310,8 @@ def make_stream(
     assert tokens.ndim == 1 and starts[0] == 0 and starts[-1] == len(tokens)
     assert labelled is None or labelled.shape == tokens.shape
     digest = StreamDigest()
-    for first in range(0, len(tokens), _HASHED_AT_ONCE):
-        digest.tokens(tokens[first : first + _HASHED_AT_ONCE])
+    for start in range(0, len(tokens), _HASHED_AT_ONCE):
+        digest.tokens(tokens[start : start + _HASHED_AT_ONCE])
     for values in (tokens, starts, labelled, padding):
         if values is not None:
             values.flags.writeable = False

@@ -41,12 +41,12 @@ def unwritten_fields(
 ) -> tuple[str, ...]:
     """Return the fields of a message that the template does not write; empty if it refuses the conversation so far."""
     known, kind = template.known, _kind(messages, index, tools)
-    found = known.get(kind)
-    if found is None:
+    fields = known.get(kind)
+    if fields is None:
         if len(known) >= MOST_KINDS:
             return ()
-        found = known[kind] = tuple(_unwritten(template, messages[: index + 1], tools))
-    return found
+        fields = known[kind] = tuple(_find_unwritten(template, messages[: index + 1], tools))
+    return fields
 
 
 def tools_are_written(template: ChatTemplate, messages: Sequence[Message], tools: Tools) -> bool:
@@ -54,19 +54,21 @@ def tools_are_written(template: ChatTemplate, messages: Sequence[Message], tools
     if tools is None:
         return True
     if "tools" not in template.known:
-        written = _differs(template, messages, tools, messages, None)
-        template.known["tools"] = () if written else ("tools",)
+        differs = _differs(template, messages, tools, messages, None)
+        template.known["tools"] = () if differs else ("tools",)
     return not template.known["tools"]
 
 
 def _kind(messages: Sequence[Message], index: int, tools: Tools) -> tuple[Any, ...]:
     message = messages[index]
-    before = messages[index - 1]["role"] if index else ""
+    previous_role = messages[index - 1]["role"] if index else ""
     if len(message) == 2:
         content = message.get("content")
-        return message["role"], before, tools is None, type(content), bool(content)
-    values = tuple((key, type(one).__name__, bool(one)) for key, one in sorted(message.items()))
-    return message["role"], before, tools is None, values, _shape(message.get(_CALLS))
+        return message["role"], previous_role, tools is None, type(content), bool(content)
+    values = tuple(
+        (key, type(value).__name__, bool(value)) for key, value in sorted(message.items())
+    )
+    return message["role"], previous_role, tools is None, values, _shape(message.get(_CALLS))
 
 
 def _shape(calls: object) -> tuple[Any, ...]:
@@ -76,7 +78,9 @@ def _shape(calls: object) -> tuple[Any, ...]:
     shapes = []
     for call in calls[:1]:
         function = _function(call)
-        shapes += [(key, type(one).__name__, bool(one)) for key, one in sorted(function.items())]
+        shapes += [
+            (key, type(value).__name__, bool(value)) for key, value in sorted(function.items())
+        ]
     return len(calls) > 1, *shapes
 
 
@@ -88,15 +92,17 @@ def _function(call: object) -> dict[str, Any]:
     return function if isinstance(function, dict) else {}
 
 
-def _unwritten(template: ChatTemplate, messages: Sequence[Message], tools: Tools) -> Iterator[str]:
-    for name, others in _changed(messages[-1]).items():
-        for what, other in others:
-            if not _differs(template, messages, tools, [*messages[:-1], other], tools):
-                yield f"{name}{what}"
+def _find_unwritten(
+    template: ChatTemplate, messages: Sequence[Message], tools: Tools
+) -> Iterator[str]:
+    for name, changes in _change_fields(messages[-1]).items():
+        for part, changed_message in changes:
+            if not _differs(template, messages, tools, [*messages[:-1], changed_message], tools):
+                yield f"{name}{part}"
                 break
 
 
-def _changed(message: Message) -> dict[str, list[tuple[str, Message]]]:
+def _change_fields(message: Message) -> dict[str, list[tuple[str, Message]]]:
     """Return, for each field of a message, (the part of the field, the message with that part removed or changed)."""
     fields: dict[str, list[tuple[str, Message]]] = {}
     for key, value in message.items():
@@ -105,21 +111,25 @@ def _changed(message: Message) -> dict[str, list[tuple[str, Message]]]:
         if key == "content":
             fields[key] = [("", {**message, key: f"{value}0"})]
         elif key == _CALLS and isinstance(value, list):
-            fields[key] = _other_calls(message, value)
+            fields[key] = _change_calls(message, value)
         elif key in REASONING:
-            without = {name: one for name, one in message.items() if name not in REASONING}
+            without = {
+                name: field_value for name, field_value in message.items() if name not in REASONING
+            }
             fields[_REASONING] = [("", without)]
         else:
-            fields[key] = [("", {name: one for name, one in message.items() if name != key})]
+            fields[key] = [
+                ("", {name: field_value for name, field_value in message.items() if name != key})
+            ]
     return fields
 
 
-def _other_calls(message: Message, calls: list[Any]) -> list[tuple[str, Message]]:
-    others: list[tuple[str, Message]] = [
-        ("", {name: one for name, one in message.items() if name != _CALLS})
+def _change_calls(message: Message, calls: list[Any]) -> list[tuple[str, Message]]:
+    changes: list[tuple[str, Message]] = [
+        ("", {name: value for name, value in message.items() if name != _CALLS})
     ]
     if len(calls) > 1:
-        others.append((" after the first", {**message, _CALLS: calls[:-1]}))
+        changes.append((" after the first", {**message, _CALLS: calls[:-1]}))
     function = _function(calls[0])
     arguments = function.get("arguments")
     changed: object = None
@@ -129,23 +139,27 @@ def _other_calls(message: Message, calls: list[Any]) -> list[tuple[str, Message]
         changed = '{"0": "0"}'
     for key, value in (("name", f"0{function.get('name')}"), ("arguments", changed)):
         if function.get(key) and value is not None:
-            other = {**function, key: value}
-            call = {**calls[0], "function": other} if "function" in calls[0] else other
-            others.append((f" in their {key}", {**message, _CALLS: [call, *calls[1:]]}))
-    return others
+            changed_function = {**function, key: value}
+            call = (
+                {**calls[0], "function": changed_function}
+                if "function" in calls[0]
+                else changed_function
+            )
+            changes.append((f" in their {key}", {**message, _CALLS: [call, *calls[1:]]}))
+    return changes
 
 
 def _differs(
     template: ChatTemplate,
     messages: Sequence[Message],
     tools: Tools,
-    other: Sequence[Message],
+    changed_messages: Sequence[Message],
     other_tools: Tools,
 ) -> bool:
     """Return whether two conversations render differently. A refusal counts: the template then read the field."""
     try:
-        written = template.render(messages, tools=tools).text
-        return template.render(other, tools=other_tools).text != written
+        text = template.render(messages, tools=tools).text
+        return template.render(changed_messages, tools=other_tools).text != text
     except Unrenderable:
         return True
 
@@ -156,5 +170,5 @@ def invented(turn: str, message: Mapping[str, Any], answer: str | None) -> str:
         return ""
     if "</think>" in str(message.get("content")):
         return ""
-    before, found, _ = turn.partition(answer)
-    return before if found and before.strip() else ""
+    prefix, separator, _ = turn.partition(answer)
+    return prefix if separator and prefix.strip() else ""

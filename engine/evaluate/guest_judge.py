@@ -63,34 +63,32 @@ class Other:
     """A return value that is no plain data. Only its truth value can be used; any other operation fails the
     program."""
 
-    __slots__ = ("_said", "_true", "_watch")
+    __slots__ = ("_message", "_true", "_watch")
 
-    def __init__(self, said: str, watch: Watch, *, true: bool) -> None:
-        self._said, self._watch, self._true = said, watch, true
+    def __init__(self, message: str, watch: Watch, *, true: bool) -> None:
+        self._message, self._watch, self._true = message, watch, true
 
     def __bool__(self) -> bool:
         return self._true
 
     def _refuse(self, *_: object) -> Any:
-        raise self._watch.end("fail", self._said)
+        raise self._watch.end("fail", self._message)
 
     __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = __hash__ = _refuse
     __getattr__ = __call__ = __iter__ = __len__ = __getitem__ = __contains__ = _refuse
 
     def __repr__(self) -> str:
-        return (
-            f"<{self._said}>"  # matches no form that a test expects; an error's text may contain it
-        )
+        return f"<{self._message}>"  # matches no form that a test expects; an error's text may contain it
 
 
 class Function:
     """A function, class or method of the program."""
 
-    def __init__(self, ask: Callable[..., object], name: str, **more: object) -> None:
-        self.ask, self.name, self.more = ask, name, more
+    def __init__(self, ask: Callable[..., object], name: str, **fields: object) -> None:
+        self.ask, self.name, self.fields = ask, name, fields
 
     def __call__(self, *args: object, **kwargs: object) -> object:
-        return self.ask(self.name, name=self.name, args=args, kwargs=kwargs, **self.more)
+        return self.ask(self.name, name=self.name, args=args, kwargs=kwargs, **self.fields)
 
 
 def main() -> None:
@@ -134,14 +132,14 @@ def judge(
 
     def number(value: object) -> int | None:
         if isinstance(value, Other):
-            raise watch.end("fail", value._said)
-        if isinstance(value, Function) and "of" in value.more:
+            raise watch.end("fail", value._message)
+        if isinstance(value, Function) and "of" in value.fields:
             # The program returned this method where the tests expect data.
             reason = f"the program has a method {value.name} where the tests want data"
             raise watch.end("fail", reason)
         return value._asked[1] if isinstance(value, Reference) else None
 
-    def of(number: object) -> Reference:
+    def reference_to(number: object) -> Reference:
         if not (isinstance(number, int) and task["classes"]):
             raise ValueError("an object where none is known")
         return references.setdefault(number, Reference(ask, number))
@@ -162,80 +160,83 @@ def judge(
             send(calls, request)
         except OSError:
             raise watch.end("fail", "the program ended before its tests did") from None
-        found = answer()
-        if found is None:
+        reply = answer()
+        if reply is None:
             raise watch.end("fail", "the program ended before its tests did")
-        if "raised" in found:
-            thrown = transported(found)
+        if "raised" in reply:
+            thrown = rebuild_exception(reply)
             if "get" in request and isinstance(thrown, AttributeError):
                 raise thrown  # `hasattr` must see that the attribute does not exist
             raise watch.raised(thrown)
-        if "not_plain" in found:
-            said = f"{what} gives a {str(found['not_plain'])[:200]}, which is no plain data"
-            return Other(said, watch, true=found.get("true") is True)
-        if "method" in found and "get" in request:
+        if "not_plain" in reply:
+            message = f"{what} gives a {str(reply['not_plain'])[:200]}, which is no plain data"
+            return Other(message, watch, true=reply.get("true") is True)
+        if "method" in reply and "get" in request:
             return Function(ask, str(request["get"]), of=request["of"])
         try:
-            return unpack(found["value"], of)
+            return unpack(reply["value"], reference_to)
         except (TypeError, ValueError, KeyError, AttributeError, ArithmeticError, RecursionError):
             raise watch.end("fail", "the program answers nonsense") from None
         except MemoryError:
             raise watch.end("fail", "the program answers more than there is memory for") from None
 
-    def define(wanted: Iterable[str]) -> None:
-        for name in wanted:
+    def define(function_names: Iterable[str]) -> None:
+        for name in function_names:
             names[name] = Function(ask, name, keep=name in task["classes"])
 
     def run() -> None:
         try:
             setup, tree = ast.parse(task["setup"], "<setup>"), ast.parse(task["tests"])
-            used, made = loaded(setup), set(defined(setup))
-            wanted = loaded(tree) - set(defined(tree))
+            setup_reads, setup_defines = names_read(setup), set(names_defined(setup))
+            tests_read = names_read(tree) - set(names_defined(tree))
             code = compile(watched(setup, watch, task["setup"]), "<setup>", "exec")
             test_code = compile(watched(tree, watch, task["tests"]), "<tests>", "exec")
         except Exception as error:  # noqa: BLE001 - whatever the problem's code raises
-            raise own(error, watch) from None
-        first = answer()
-        if not first or "hello" not in first:
+            raise end_for_own_error(error, watch) from None
+        hello = answer()
+        if not hello or "hello" not in hello:
             raise watch.end("harness", "the program's sandbox did not start")
         try:
             begin()
         except OSError:
             reason = "the outcome is not awaited, or the program is gone"
             raise watch.end("harness", reason) from None
-        second = answer()
-        if second is None:
+        ready = answer()
+        if ready is None:
             raise watch.end("fail", "the program ended while it was defined")
-        if "raised" in second:
-            raise transported(second)
-        if "ready" not in second:
+        if "raised" in ready:
+            raise rebuild_exception(ready)
+        if "ready" not in ready:
             raise watch.end("fail", "the program answers nonsense")
         random.seed(0)  # tests that draw random cases draw the same ones every time
-        given = {*task["entries"], *task["classes"]}
-        plain = {"__name__", *dir(builtins)} - given
+        program_names = {*task["entries"], *task["classes"]}
+        plain = {"__name__", *dir(builtins)} - program_names
         # Before the setup, which may create objects of the program's classes.
-        define(used - made - plain)
+        define(setup_reads - setup_defines - plain)
         try:
             exec(code, names)
         except Exception as error:
             if count:
                 raise  # the reference solution gets past this point, as the self-test showed
-            raise own(error, watch) from None
-        define((wanted - plain - set(names)) | given)
+            raise end_for_own_error(error, watch) from None
+        define((tests_read - plain - set(names)) | program_names)
         exec(test_code, names)
         watch.go_on()
 
-    def outcome() -> tuple[str, str]:
+    def decide() -> tuple[str, str]:
         try:
             run()
         except Ended as error:
             return error.args[0], error.args[1]
         except BaseException as error:  # noqa: BLE001 - nothing but an outcome leaves this process
             if getattr(error, "from_program", False):
-                return "fail", f"the program raises {said(error)}"
+                return "fail", f"the program raises {describe(error)}"
             if isinstance(error, AssertionError):
-                return "fail", f"an assertion does not hold: {line_of(error, task['tests'])}"
-            return "fail", f"the tests raise {said(error)}: {line_of(error, task['tests'])}"
+                return "fail", f"an assertion does not hold: {last_test_line(error, task['tests'])}"
+            return (
+                "fail",
+                f"the tests raise {describe(error)}: {last_test_line(error, task['tests'])}",
+            )
         if not count:
             return "harness", "the tests call nothing"
         if task["held"] is not None and (missed := watch.missed(task["held"])):
@@ -246,58 +247,58 @@ def judge(
         return "pass", f"{count} calls, {sum(watch.held)} assertions"
 
     names: dict[str, Any] = {"__name__": "tests", **watch.names()}
-    found, reason = outcome()
-    return Judged(found, reason[:MOST_REASON], watch.held)
+    outcome, reason = decide()
+    return Judged(outcome, reason[:MOST_REASON], watch.held)
 
 
-def transported(found: dict[str, Any]) -> Exception:
+def rebuild_exception(reply: dict[str, Any]) -> Exception:
     """Rebuild the exception that the program raised, as the built-in one of its name."""
-    kind: Any = getattr(builtins, str(found["raised"]), None)
+    kind: Any = getattr(builtins, str(reply["raised"]), None)
     if not (isinstance(kind, type) and issubclass(kind, Exception)):
         kind = RuntimeError
     error: Exception
-    text = str(found.get("text", ""))[:MOST_REASON]
+    text = str(reply.get("text", ""))[:MOST_REASON]
     try:
         error = kind(text)
     except TypeError:  # UnicodeDecodeError and the like need more than a text
-        error = RuntimeError(f"{str(found['raised'])[:100]}: {text}")
+        error = RuntimeError(f"{str(reply['raised'])[:100]}: {text}")
     error.from_program = True  # type: ignore[attr-defined]  # distinguishes it from what the tests raise
     return error
 
 
-def own(error: Exception, watch: Watch) -> Ended:
-    return watch.end("harness", f"the problem's own code raises {said(error)}")
+def end_for_own_error(error: Exception, watch: Watch) -> Ended:
+    return watch.end("harness", f"the problem's own code raises {describe(error)}")
 
 
-def loaded(tree: ast.AST) -> set[str]:
-    return {one.id for one in ast.walk(tree) if isinstance(one, ast.Name)}
+def names_read(tree: ast.AST) -> set[str]:
+    return {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
 
 
-def defined(tree: ast.AST) -> Iterator[str]:
+def names_defined(tree: ast.AST) -> Iterator[str]:
     """Yield the names that the tests define themselves."""
-    for one in ast.walk(tree):
-        if isinstance(one, ast.FunctionDef | ast.ClassDef):
-            yield one.name
-        elif isinstance(one, ast.arg):
-            yield one.arg
-        elif isinstance(one, ast.Name) and not isinstance(one.ctx, ast.Load):
-            yield one.id
-        elif isinstance(one, ast.alias):
-            yield (one.asname or one.name).split(".")[0]
-        elif isinstance(one, ast.ExceptHandler) and one.name:
-            yield one.name
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.arg):
+            yield node.arg
+        elif isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load):
+            yield node.id
+        elif isinstance(node, ast.alias):
+            yield (node.asname or node.name).split(".")[0]
+        elif isinstance(node, ast.ExceptHandler) and node.name:
+            yield node.name
 
 
-def said(error: BaseException) -> str:
+def describe(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"[:300]
 
 
-def line_of(error: BaseException, text: str) -> str:
+def last_test_line(error: BaseException, text: str) -> str:
     """The last line of the tests in an error's traceback."""
-    at, trace = 0, error.__traceback__
+    number, trace = 0, error.__traceback__
     while trace is not None:
         if trace.tb_frame.f_code.co_filename == "<tests>":
-            at = trace.tb_lineno
+            number = trace.tb_lineno
         trace = trace.tb_next
     lines = text.splitlines()
-    return lines[at - 1].strip()[:300] if 0 < at <= len(lines) else "?"
+    return lines[number - 1].strip()[:300] if 0 < number <= len(lines) else "?"

@@ -102,7 +102,7 @@ class _Judged(NamedTuple):
     trial: Trial
     held: list[int]
     """Number of times that each assertion of the tests held."""
-    said: bool = True
+    is_verdict: bool = True
     """Whether the verdict came from the judge or from its limits; False when the judge died of something
     else."""
 
@@ -122,9 +122,9 @@ class Sandbox:
     def try_program(self, program: str, tests: Exam) -> Trial:
         """Run `program` against `tests`."""
         if tests.reference is None:
-            return self._judged(program, tests, None).trial
+            return self._judge(program, tests, None).trial
         if tests not in self._held:
-            trial, held, _ = self._judged(tests.reference, tests, None)
+            trial, held, _ = self._judge(tests.reference, tests, None)
             if trial.outcome != "pass":
                 if program == tests.reference:
                     return trial
@@ -134,21 +134,21 @@ class Sandbox:
             self._held[tests] = held
             if program == tests.reference:
                 return trial
-        return self._judged(program, tests, self._held[tests]).trial
+        return self._judge(program, tests, self._held[tests]).trial
 
-    def _judged(self, program: str, tests: Exam, held: list[int] | None) -> _Judged:
+    def _judge(self, program: str, tests: Exam, held: list[int] | None) -> _Judged:
         """Run a trial until there is a verdict; after TRIES without one, return the last result."""
         judged = _Judged(Trial("harness", "not tried"), [])
         for _ in range(TRIES):
             try:
-                judged = self._once(program, tests, held)
+                judged = self._try_once(program, tests, held)
             except OSError as error:  # of this process: no pipe, file or process available
-                judged = _Judged(Trial("harness", f"no sandbox: {error}"), [], said=False)
-            if judged.said and judged.trial.outcome != "harness":
+                judged = _Judged(Trial("harness", f"no sandbox: {error}"), [], is_verdict=False)
+            if judged.is_verdict and judged.trial.outcome != "harness":
                 break
         return judged
 
-    def _once(self, program: str, tests: Exam, held: list[int] | None) -> _Judged:
+    def _try_once(self, program: str, tests: Exam, held: list[int] | None) -> _Judged:
         limits = _limits_of(self.cpu_s)
         nonce = secrets.token_hex(16)
         deadline_s = time.monotonic() + self.clock_s
@@ -160,7 +160,7 @@ class Sandbox:
             result_out, result_in = os.pipe()
             stack.callback(os.close, result_out)
             ends.add(result_in)
-            wanted = {
+            judge_task = {
                 "nonce": nonce,
                 "limits": limits,
                 "setup": tests.setup,
@@ -169,30 +169,30 @@ class Sandbox:
                 "classes": tests.classes,
                 "held": held,
             }
-            task = _file(stack, json.dumps(wanted).encode())
+            task = _file(stack, json.dumps(judge_task).encode())
             judge = self._start(stack, "judge", answers_out, calls_in, (task, result_in))
             task = _file(stack, json.dumps({"limits": limits, "program": program}).encode())
             running = self._start(stack, "program", calls_out, answers_in, (task,))
             # Descriptors that stay open here would keep the pipes open after their ends are gone.
             _close(ends)
-            read, over = _read_all(result_out, deadline_s)
-            if not over:
-                found = f"not finished after {self.clock_s:g} s"
-                if _begun(read):
-                    return _Judged(Trial("fail", found), [])
-                return _Judged(Trial("harness", f"{found}, nor begun"), [], said=False)
+            result, is_over = _read_all(result_out, deadline_s)
+            if not is_over:
+                reason = f"not finished after {self.clock_s:g} s"
+                if _has_begun(result):
+                    return _Judged(Trial("fail", reason), [])
+                return _Judged(Trial("harness", f"{reason}, nor begun"), [], is_verdict=False)
             status = _status(judge, deadline_s)
-            judged = _verdict(read, status, nonce)
-            if not judged.said and _signal(status) == signal.SIGXCPU and _begun(read):
-                found = f"more than {self.cpu_s} s of CPU time to judge its answers"
-                return _Judged(Trial("fail", found), [])
+            judged = _verdict(result, status, nonce)
+            if not judged.is_verdict and _signal(status) == signal.SIGXCPU and _has_begun(result):
+                reason = f"more than {self.cpu_s} s of CPU time to judge its answers"
+                return _Judged(Trial("fail", reason), [])
             trial = judged.trial
             ended = _status(running, time.monotonic() + 2.0)
         if trial.reason.startswith("the program ended") and ended is not None:
-            return _Judged(Trial("fail", f"{trial.reason}: {self._how(ended)}"), [])
+            return _Judged(Trial("fail", f"{trial.reason}: {self._describe_end(ended)}"), [])
         return judged
 
-    def _how(self, status: int) -> str:
+    def _describe_end(self, status: int) -> str:
         """Describe how the program ended, from bubblewrap's exit status."""
         number = _signal(status)
         if number == signal.SIGXCPU:
@@ -221,7 +221,7 @@ class Sandbox:
             str(number),
             _inner_python(),
             *("-I", "-S", "-B", "-c", start),
-            *(str(one) for one in files),
+            *(str(descriptor) for descriptor in files),
         ]
         process = subprocess.Popen(
             command,
@@ -238,23 +238,23 @@ class Sandbox:
 
 def _bwrap_arguments() -> list[str]:
     """bubblewrap's arguments, except the filter and the command."""
-    here = Path(__file__).parent
+    folder = Path(__file__).parent
     arguments = [
         *("--unshare-all", "--unshare-user", "--die-with-parent", "--new-session"),
         *("--uid", "65534", "--gid", "65534", "--hostname", "sandbox"),
         *("--cap-drop", "ALL", "--clearenv", "--setenv", "PYTHONHASHSEED", "0"),
         *("--ro-bind", "/usr", "/usr"),
     ]
-    for folder in _HOST_FOLDERS:
-        if os.path.islink(folder):
-            arguments += ["--symlink", os.readlink(folder), folder]
-        elif os.path.isdir(folder):
-            arguments += ["--ro-bind", folder, folder]
+    for host_folder in _HOST_FOLDERS:
+        if os.path.islink(host_folder):
+            arguments += ["--symlink", os.readlink(host_folder), host_folder]
+        elif os.path.isdir(host_folder):
+            arguments += ["--ro-bind", host_folder, host_folder]
     prefix = str(Path(sys.base_prefix).resolve())
     if not prefix.startswith("/usr/") and prefix != "/usr":
         arguments += ["--ro-bind", prefix, prefix]
     for name in _GUESTS:
-        arguments += ["--ro-bind", str(here / name), f"/guest/engine/evaluate/{name}"]
+        arguments += ["--ro-bind", str(folder / name), f"/guest/engine/evaluate/{name}"]
     for device in ("null", "zero", "urandom"):
         arguments += ["--dev-bind", f"/dev/{device}", f"/dev/{device}"]
     return [*arguments, "--dir", "/tmp", "--remount-ro", "/", "--chdir", "/tmp"]
@@ -281,11 +281,11 @@ def open_sandbox(*, cpu_s: int = CPU_S, clock_s: float = CLOCK_S) -> Sandbox:
     """Open the sandbox of this machine, tested with one program. Raises `NoAnswer` when there is none."""
     if sys.platform != "linux" or seccomp_filter() is None:
         found = f"{sys.platform} on {platform.machine()}"
-        raise _refused("Linux on x86-64 or AArch64", found, None)
+        raise _no_sandbox("Linux on x86-64 or AArch64", found, None)
     bwrap = shutil.which("bwrap")
     if bwrap is None:
-        raise _refused("bubblewrap", "no bwrap on the path", _INSTALL)
-    said = subprocess.run([bwrap, "--version"], capture_output=True, text=True, check=False)
+        raise _no_sandbox("bubblewrap", "no bwrap on the path", _INSTALL)
+    version = subprocess.run([bwrap, "--version"], capture_output=True, text=True, check=False)
     try:
         plain = subprocess.run(
             [bwrap, *_bwrap_arguments(), _inner_python(), "-I", "-S", "-c", "print(6 * 7)"],
@@ -296,18 +296,18 @@ def open_sandbox(*, cpu_s: int = CPU_S, clock_s: float = CLOCK_S) -> Sandbox:
         )
     except subprocess.TimeoutExpired:
         found = f"nothing said for {clock_s:g} s"
-        raise _refused("a sandbox that starts", found, None) from None
+        raise _no_sandbox("a sandbox that starts", found, None) from None
     if plain.stdout.strip() != "42":
         found = plain.stderr.strip()[:500] or f"exit status {plain.returncode}"
-        raise _refused("a sandbox that starts", found, _APPARMOR)
-    sandbox = Sandbox(bwrap=bwrap, version=said.stdout.strip(), cpu_s=cpu_s, clock_s=clock_s)
+        raise _no_sandbox("a sandbox that starts", found, _APPARMOR)
+    sandbox = Sandbox(bwrap=bwrap, version=version.stdout.strip(), cpu_s=cpu_s, clock_s=clock_s)
     trial = sandbox.try_program("def f():\n    return 42", Exam(setup="", tests="assert f() == 42"))
     if trial.outcome != "pass":
-        raise _refused("a right program to pass", f"{trial.outcome}: {trial.reason}", None)
+        raise _no_sandbox("a right program to pass", f"{trial.outcome}: {trial.reason}", None)
     return sandbox
 
 
-def _refused(expected: str, found: str, hint: str | None) -> NoAnswer:
+def _no_sandbox(expected: str, found: str, hint: str | None) -> NoAnswer:
     return NoAnswer(
         f"sandbox: generated programs run in no other place — expected {expected}, found {found}",
         hint=hint,
@@ -315,25 +315,27 @@ def _refused(expected: str, found: str, hint: str | None) -> NoAnswer:
 
 
 # contract: eval-no-fake-pass-v1
-def _verdict(said: bytes, status: int | None, nonce: str) -> _Judged:
+def _verdict(result: bytes, status: int | None, nonce: str) -> _Judged:
     try:
-        record = json.loads(said)
+        record = json.loads(result)
         outcome, reason = record["outcome"], str(record["reason"])
-        held = [int(one) for one in record["held"]]
+        held = [int(count) for count in record["held"]]
         known = record["nonce"] == nonce and outcome in ("pass", "fail", "harness")
     except (ValueError, KeyError, TypeError):
         known = False
     if not known or status != 0:
         without = f"the judge ended without a verdict, exit status {status}"
-        if _begun(said):
-            return _Judged(Trial("fail", f"{without}, of the program's answers"), [], said=False)
-        return _Judged(Trial("harness", without), [], said=False)
+        if _has_begun(result):
+            return _Judged(
+                Trial("fail", f"{without}, of the program's answers"), [], is_verdict=False
+            )
+        return _Judged(Trial("harness", without), [], is_verdict=False)
     return _Judged(Trial(outcome, reason), held)
 
 
-def _begun(said: bytes) -> bool:
+def _has_begun(result: bytes) -> bool:
     """Whether the judge let the program begin."""
-    return said.startswith(b"\n")
+    return result.startswith(b"\n")
 
 
 def _signal(status: int | None) -> int:
@@ -364,15 +366,15 @@ def _file(stack: ExitStack, content: bytes) -> int:
 
 def _read_all(number: int, deadline_s: float) -> tuple[bytes, bool]:
     """Read until the other end closes or writes too much (True), or until the deadline (False)."""
-    read = b""
+    result = b""
     while (left_s := deadline_s - time.monotonic()) > 0:
         if not select.select([number], [], [], left_s)[0]:
             break
         piece = os.read(number, _MOST_RESULT_BYTES)
-        if not piece or len(read) > _MOST_RESULT_BYTES:
-            return read, True
-        read += piece
-    return read, False
+        if not piece or len(result) > _MOST_RESULT_BYTES:
+            return result, True
+        result += piece
+    return result, False
 
 
 def _status(process: subprocess.Popen[bytes], deadline_s: float) -> int | None:

@@ -86,7 +86,7 @@ _TEMPLATE_KEY = {"gguf": "tokenizer.chat_template", "apr": "chat_template"}
 # .apr key -> GGUF key.
 _ORIGIN = {key: f"general.{key}" for key in ("name", "author", "version", "description", "license")}
 # Keys that the GGUF writer computes by itself.
-_OF_THE_GGUF = (
+_COMPUTED_KEYS = (
     "general.architecture",
     "general.file_type",
     "general.quantization_version",
@@ -133,20 +133,20 @@ class Converted:
         return 8 * self.bytes / self.weights
 
 
-def format_of(target: Path, asked: str | None) -> str:
+def format_of(target: Path, requested: str | None) -> str:
     """Return the requested format, or that of the target's suffix."""
-    if asked is not None:
-        return asked
-    found = _FORMAT_OF_SUFFIX.get(target.suffix.lower())
-    if found is None and not target.suffix[1:].isalpha():
-        found = "safetensors"  # a folder named after a version: qwen2.5-0.5
-    if found is None:
+    if requested is not None:
+        return requested
+    format_ = _FORMAT_OF_SUFFIX.get(target.suffix.lower())
+    if format_ is None and not target.suffix[1:].isalpha():
+        format_ = "safetensors"  # a folder named after a version: qwen2.5-0.5
+    if format_ is None:
         raise UsageError(
             f"target: {target} — expected a .gguf, an .apr, or a folder for safetensors, "
             f"found {target.suffix}",
             hint="say which with --format",
         )
-    return found
+    return format_
 
 
 def convert(
@@ -211,8 +211,8 @@ def convert(
             tokenizer=tokenizer_json is not None,
         )
         names = names_for(CONVENTION_OF[done.format], config)
-        ours = _converted(weights, config, types, device, done, on_tensor)
-        tensors = joined(names, ours)
+        converted = _convert_tensors(weights, config, types, device, done, on_tensor)
+        tensors = joined(names, converted)
         _write(done, weights, config, tensors, tokenizer_json, origin or {})
         done.warnings = tuple(weights.warnings)
     done.elapsed_s = time.monotonic() - started_s
@@ -239,14 +239,17 @@ def rounding_of(done: Converted, text: Path, device: str = "cpu") -> Rounding:
     source, target = (
         open_model(path, device=device, precision="fp32") for path in (done.source, done.target)
     )
-    found = perplexity(target, documents, against=source, skipped=skipped)
-    assert found.kl is not None and found.agreement is not None
+    comparison = perplexity(target, documents, against=source, skipped=skipped)
+    assert comparison.kl is not None and comparison.agreement is not None
     return Rounding(
-        text=text, tokens=found.tokens, kl=found.kl.value, top1_agreement=found.agreement.value
+        text=text,
+        tokens=comparison.tokens,
+        kl=comparison.kl.value,
+        top1_agreement=comparison.agreement.value,
     )
 
 
-def _converted(
+def _convert_tensors(
     weights: WeightFile,
     config: ModelConfig,
     types: dict[str, BlockType],
@@ -258,22 +261,22 @@ def _converted(
     writer is done with it."""
     convention = CONVENTION_OF[done.format]
     names = names_for(convention, config)
-    for count, (ours, name, source) in enumerate(sources(weights, config), 1):
-        # One of them makes every output of the new file NaN, far from its cause.
+    for count, (our_name, name, source) in enumerate(sources(weights, config), 1):
+        # A single NaN or infinity makes every output of the new file NaN, far from its cause.
         refuse_non_finite(weights.path, non_finite_values(name, source))
-        tensor = _as_type(source, types[ours], name, device, done)
+        tensor = _as_type(source, types[our_name], name, device, done)
         if convention == "gguf":
-            tensor = shifted(config, ours, tensor, 1)
-        if _neighbours(config, convention) and (heads := rotated_heads(config, ours)):
+            tensor = shifted(config, our_name, tensor, 1)
+        if _rotates_neighbours(config, convention) and (heads := rotated_heads(config, our_name)):
             tensor = permute_rows(tensor, heads)
-        done.tensors[types[ours].name] = done.tensors.get(types[ours].name, 0) + 1
+        done.tensors[types[our_name].name] = done.tensors.get(types[our_name].name, 0) + 1
         done.weights += math.prod(tensor.shape)
         done.bytes += tensor.nbytes
-        yield ours, tensor
-        on_tensor(Progress(done=count, total=len(types), name=names[ours]))
+        yield our_name, tensor
+        on_tensor(Progress(done=count, total=len(types), name=names[our_name]))
 
 
-def _neighbours(config: ModelConfig, convention: str) -> bool:
+def _rotates_neighbours(config: ModelConfig, convention: str) -> bool:
     """Whether readers of a format rotate neighbouring dimensions (interleaved RoPE): those of .apr do as
     those of GGUF."""
     return config.kind.turns_neighbours and convention != "hf"
@@ -281,24 +284,24 @@ def _neighbours(config: ModelConfig, convention: str) -> bool:
 
 def _as_type(
     source: Tensor | QuantTensor,
-    wanted: BlockType,
+    target_type: BlockType,
     name: str,
     device: torch.device,
     done: Converted,
 ) -> Tensor | QuantTensor:
-    held = source.type.name if isinstance(source, QuantTensor) else _TYPE_OF[source.dtype]
-    if held == wanted.name:
+    source_type = source.type.name if isinstance(source, QuantTensor) else _TYPE_OF[source.dtype]
+    if source_type == target_type.name:
         done.kept += 1
         return source
     values = source.to(device)
     if isinstance(values, QuantTensor):
         values = values.dequantize()
-    found = quantize(values, wanted, name=name)
-    if wanted.name not in FLOATS:
+    quantized = quantize(values, target_type, name=name)
+    if target_type.name not in FLOATS:
         done.quantized += 1
-        return found
+        return quantized
     done.cast += 1
-    return found.blocks.view(FLOATS[wanted.name]).view(found.shape)
+    return quantized.blocks.view(FLOATS[target_type.name]).view(quantized.shape)
 
 
 def _write(
@@ -322,7 +325,7 @@ def _write(
             source=weights.folder if weights.format == "safetensors" else None,
         )
         return
-    metadata = _about(weights, done.format, origin)
+    metadata = _metadata_for(weights, done.format, origin)
     write = write_apr
     if done.format == "gguf":
         write = write_gguf
@@ -331,7 +334,7 @@ def _write(
             stored = divisors(config.rope_scaling, config.rope_theta, config.head_dim)
             tensors = chain([(ROPE_DIVISORS, torch.tensor(stored))], tensors)
     else:
-        metadata["rope_type"] = APR_NEIGHBOURS if _neighbours(config, "apr") else APR_HALVES
+        metadata["rope_type"] = APR_NEIGHBOURS if _rotates_neighbours(config, "apr") else APR_HALVES
     write(
         done.target,
         config=raw,
@@ -341,39 +344,39 @@ def _write(
     )
 
 
-def _about(weights: WeightFile, format_: str, origin: Mapping[str, str]) -> dict[str, Any]:
+def _metadata_for(weights: WeightFile, format_: str, origin: Mapping[str, str]) -> dict[str, Any]:
     """Return metadata for a new file of `format_`, "gguf" or "apr"; it always has a name.
 
     `origin` is added, by the keys of .apr: `name`, `author`, `version`, `description`, `license`.
     """
-    found: dict[str, Any] = {}
+    metadata: dict[str, Any] = {}
     if weights.format == format_ == "apr":
         # Leave out what the writer computes by itself.
-        found = {k: v for k, v in weights.metadata.items() if not k.startswith("tokenizer.")}
+        metadata = {k: v for k, v in weights.metadata.items() if not k.startswith("tokenizer.")}
     elif weights.format == format_ == "gguf":
         general = [key for key in weights.metadata if key.startswith("general.")]
-        found = {key: weights.metadata[key] for key in general if key not in _OF_THE_GGUF}
+        metadata = {key: weights.metadata[key] for key in general if key not in _COMPUTED_KEYS}
     elif weights.format != "safetensors":
         pairs = [(a, g) if format_ == "gguf" else (g, a) for a, g in _ORIGIN.items()]
-        said = {new: weights.metadata.get(old) for old, new in pairs}
-        found = {key: value for key, value in said.items() if value is not None}
+        values = {new: weights.metadata.get(old) for old, new in pairs}
+        metadata = {key: value for key, value in values.items() if value is not None}
     template = _chat_template(weights)
     if template is not None:
-        found[_TEMPLATE_KEY[format_]] = template
+        metadata[_TEMPLATE_KEY[format_]] = template
     for key, value in origin.items():
-        found[key if format_ == "apr" else _ORIGIN[key]] = value
+        metadata[key if format_ == "apr" else _ORIGIN[key]] = value
     name = "name" if format_ == "apr" else _ORIGIN["name"]
-    if not isinstance(found.get(name), str):
+    if not isinstance(metadata.get(name), str):
         plain = weights.format == "safetensors"
-        found[name] = weights.folder.resolve().name if plain else weights.path.stem
-    return found
+        metadata[name] = weights.folder.resolve().name if plain else weights.path.stem
+    return metadata
 
 
 def _chat_template(weights: WeightFile) -> str | None:
     """Return the template, or None. Raises `WeightsError` for a file that cannot be read."""
     if weights.format != "safetensors":
-        found = weights.metadata.get(_TEMPLATE_KEY[weights.format])
-        return found if isinstance(found, str) else None
+        template = weights.metadata.get(_TEMPLATE_KEY[weights.format])
+        return template if isinstance(template, str) else None
     path = weights.folder / TEMPLATE_FILE
     if path.exists():
         return read_text(path, "chat template", limits.MODEL_TEXT, error=WeightsError)
@@ -381,8 +384,12 @@ def _chat_template(weights: WeightFile) -> str | None:
     if not path.exists():
         return None
     record = read_json_object(path, "tokenizer configuration", limits.MODEL_CONFIG)
-    found = record.get("chat_template")
-    if isinstance(found, list):
-        named = [one for one in found if isinstance(one, dict) and one.get("name") == "default"]
-        found = named[0].get("template") if named else None
-    return found if isinstance(found, str) else None
+    template = record.get("chat_template")
+    if isinstance(template, list):
+        named = [
+            entry
+            for entry in template
+            if isinstance(entry, dict) and entry.get("name") == "default"
+        ]
+        template = named[0].get("template") if named else None
+    return template if isinstance(template, str) else None

@@ -26,7 +26,7 @@ SCHEMA = 1
 
 
 def write_manifest(folder: Path) -> None:
-    files = {name: one for name, one in digest_files(folder).items() if _is_ours(name)}
+    files = {name: entry for name, entry in digest_files(folder).items() if _is_ours(name)}
     record = {"schema": SCHEMA, "files": files}
     (folder / MANIFEST).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
@@ -38,7 +38,7 @@ def read_manifest(folder: Path) -> dict[str, dict[str, Any]] | None:
         files = record["files"]
         if record["schema"] != SCHEMA or not isinstance(files, dict):
             return None
-        assert all({"bytes", "sha256"} <= one.keys() for one in files.values())
+        assert all({"bytes", "sha256"} <= entry.keys() for entry in files.values())
     except (BadInput, KeyError, TypeError, AttributeError, AssertionError):
         return None
     return files
@@ -49,18 +49,18 @@ def check_manifest(folder: Path) -> Verdict:
     files = read_manifest(folder)
     if files is None:
         return Verdict(Level.FAIL, f"{MANIFEST} cannot be read")
-    found = {name: one for name, one in digest_files(folder).items() if _is_ours(name)}
-    for name, one in sorted(files.items()):
-        if name not in found:
+    present = {name: entry for name, entry in digest_files(folder).items() if _is_ours(name)}
+    for name, entry in sorted(files.items()):
+        if name not in present:
             return Verdict(Level.FAIL, f"{name} is lost")
-        if found[name]["bytes"] != one["bytes"]:
-            sizes = f"{found[name]['bytes']:,} bytes, expected {one['bytes']:,}"
+        if present[name]["bytes"] != entry["bytes"]:
+            sizes = f"{present[name]['bytes']:,} bytes, expected {entry['bytes']:,}"
             return Verdict(Level.FAIL, f"{name} has {sizes}")
-        if found[name]["sha256"] != one["sha256"]:
+        if present[name]["sha256"] != entry["sha256"]:
             return Verdict(Level.FAIL, f"{name} has other content than when it was published")
-    if added := sorted(found.keys() - files.keys()):
+    if added := sorted(present.keys() - files.keys()):
         return Verdict(Level.UNKNOWN, f"{', '.join(added[:3])}: added since it was published")
-    total = sum(int(one["bytes"]) for one in files.values())
+    total = sum(int(entry["bytes"]) for entry in files.values())
     return Verdict(Level.PASS, f"{len(files)} files, {total:,} bytes, as they were published")
 
 

@@ -2,7 +2,7 @@
 
 A pickle can name any function and have it called. `torch.load(weights_only=True)` has an unpickler of its own, which
 makes tensors and containers of them, and refuses every other name before anything is called; nothing else here reads
-the file. It is asked for by a command of its own and never happens by itself.
+the file. Only a command of its own converts a pickle; no other command does it on the way.
 
 Any architecture is converted: names and values are those of the file. A head that is the embedding's own memory is
 written once where config.json says that the two are tied.
@@ -51,13 +51,13 @@ def unpickle(
     counted: list[int] = []
 
     def tensors() -> Iterator[tuple[str, Tensor]]:
-        held: dict[tuple[int, tuple[int, ...], tuple[int, ...]], str] = {}
-        for file in _files(source):
+        written: dict[tuple[int, tuple[int, ...], tuple[int, ...]], str] = {}
+        for file in _list_files(source):
             for name, tensor in _read(file).items():
                 memory = (tensor.data_ptr(), tuple(tensor.shape), tensor.stride())
-                if config.get("tie_word_embeddings") and memory in held:
+                if config.get("tie_word_embeddings") and memory in written:
                     continue
-                held[memory] = name
+                written[memory] = name
                 counted.append(tensor.nbytes)
                 on_tensor(name)
                 yield name, tensor.contiguous()
@@ -83,8 +83,8 @@ def unpickle(
     return Unpickled(target=target, tensors=len(counted), bytes=sum(counted))
 
 
-def _files(source: Path) -> list[Path]:
-    """The files of the checkpoint. Raises WeightsError."""
+def _list_files(source: Path) -> list[Path]:
+    """Return the files of the checkpoint. Raises WeightsError."""
     index = source / PICKLE_INDEX
     if not index.exists():
         if not (source / PICKLE_FILE).is_file():
@@ -92,10 +92,12 @@ def _files(source: Path) -> list[Path]:
                 "weights", source, f"{PICKLE_FILE} or {PICKLE_INDEX}", "neither"
             )
         return [source / PICKLE_FILE]
-    found = read_json_object(index, "index", limits.WEIGHTS_HEADER).get("weight_map")
-    if not isinstance(found, dict) or not all(isinstance(name, str) for name in found.values()):
+    weight_map = read_json_object(index, "index", limits.WEIGHTS_HEADER).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(
+        isinstance(name, str) for name in weight_map.values()
+    ):
         raise WeightsError.expected("index", index, "`weight_map`, names to files", "none")
-    names = sorted(set(found.values()))
+    names = sorted(set(weight_map.values()))
     for name in names:
         if escapes(name) or not (source / name).is_file():
             raise WeightsError.expected("index", index, "files in its folder", name)
@@ -103,36 +105,39 @@ def _files(source: Path) -> list[Path]:
 
 
 def _read(file: Path) -> dict[str, Tensor]:
-    """The tensors of one file, by name, mapped from the disk where it can be. Raises WeightsError."""
+    """Return the tensors of one file, by name; they are mapped from the disk if it is a zip archive. Raises
+    WeightsError."""
     try:
-        found = torch.load(
+        tensors = torch.load(
             file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file)
         )
     except pickle.UnpicklingError as error:
-        said = str(error).split("\n")
-        reason = next((line for line in said if "Unsupported" in line or "GLOBAL" in line), said[0])
+        lines = str(error).split("\n")
+        reason = next(
+            (line for line in lines if "Unsupported" in line or "GLOBAL" in line), lines[0]
+        )
         raise WeightsError.expected(
             "weights", file, "tensors and nothing else in the pickle", reason.strip()
         ) from error
     except (OSError, RuntimeError, EOFError, ValueError, KeyError, AttributeError) as error:
         text = str(error).split("\n")[0] or type(error).__name__
         raise WeightsError.expected("weights", file, "a whole file of torch.save", text) from error
-    if not isinstance(found, dict) or not found:
+    if not isinstance(tensors, dict) or not tensors:
         raise WeightsError.expected(
-            "weights", file, "names and their tensors", type(found).__name__
+            "weights", file, "names and their tensors", type(tensors).__name__
         )
-    other = [name for name, one in found.items() if not _is_plain(name, one)]
-    if other:
+    unsupported = [name for name, tensor in tensors.items() if not _is_plain(name, tensor)]
+    if unsupported:
         raise WeightsError.expected(
-            "weights", file, "names and their dense tensors alone", f"others: {other[:4]}"
+            "weights", file, "names and their dense tensors alone", f"others: {unsupported[:4]}"
         )
-    return found
+    return tensors
 
 
-def _is_plain(name: object, one: object) -> bool:
+def _is_plain(name: object, tensor: object) -> bool:
     return (
         isinstance(name, str)
-        and isinstance(one, Tensor)
-        and one.layout == torch.strided
-        and not one.is_quantized
+        and isinstance(tensor, Tensor)
+        and tensor.layout == torch.strided
+        and not tensor.is_quantized
     )

@@ -66,8 +66,8 @@ def is_adapter(folder: Path) -> bool:
 
 
 def read_adapter(folder: Path) -> dict[str, Any]:
-    """Return the content of an adapter's configuration. Raises WeightsError for one that is not LoRA, or that says what
-    is not covered."""
+    """Return the content of an adapter's configuration. Raises WeightsError for one that is not LoRA, or that uses an
+    option that `load_decoder` does not merge."""
     about = read_json_object(
         folder / ADAPTER_CONFIG, "adapter", limits.MODEL_CONFIG, error=WeightsError
     )
@@ -78,15 +78,15 @@ def read_adapter(folder: Path) -> dict[str, Any]:
         raise WeightsError.expected("adapter", where, "LORA with a rank of at least 1", found)
     if not isinstance(alpha, int | float):
         raise WeightsError.expected("adapter", where, "a number as lora_alpha", repr(alpha))
-    odd = [
+    unsupported = [
         name
         for name in ("use_dora", "fan_in_fan_out", "modules_to_save", "rank_pattern")
         if about.get(name)
     ]
-    odd += ["alpha_pattern"] if about.get("alpha_pattern") else []
-    odd += ["bias"] if about.get("bias", "none") != "none" else []
-    if odd:
-        raise WeightsError.expected("adapter", where, "plain LoRA", ", ".join(odd))
+    unsupported += ["alpha_pattern"] if about.get("alpha_pattern") else []
+    unsupported += ["bias"] if about.get("bias", "none") != "none" else []
+    if unsupported:
+        raise WeightsError.expected("adapter", where, "plain LoRA", ", ".join(unsupported))
     return about
 
 

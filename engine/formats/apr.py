@@ -174,24 +174,24 @@ class AprFile(WeightFile):
             raw_metadata = file.read(header.metadata_bytes)
             file.seek(header.index_start)
             raw_index = file.read(index_limit_bytes(header))
-        self.metadata, odd = read_metadata(path, raw_metadata, header.metadata_start)
-        every = read_index(path, header, raw_index, dtypes or {})
-        self._data_end, unclaimed = check_extent(path, header, every)
+        self.metadata, oddities = read_metadata(path, raw_metadata, header.metadata_start)
+        all_tensors = read_index(path, header, raw_index, dtypes or {})
+        self._data_end, unclaimed = check_extent(path, header, all_tensors)
         self.tensors = {
-            name: info for name, info in every.items() if not name.startswith(TRAINING_PREFIX)
+            name: info for name, info in all_tensors.items() if not name.startswith(TRAINING_PREFIX)
         }
-        said = [*header.warnings, *odd, *unsupported(self.metadata, path)]
+        warnings = [*header.warnings, *oddities, *unsupported(self.metadata, path)]
         if unclaimed:
-            said.append(f"{path}: {unclaimed:,} bytes of the data belong to no tensor")
-        if len(every) > len(self.tensors):
-            left_out = len(every) - len(self.tensors)
-            said.append(f"{path}: {left_out} tensors of optimizer state left out")
+            warnings.append(f"{path}: {unclaimed:,} bytes of the data belong to no tensor")
+        if len(all_tensors) > len(self.tensors):
+            left_out = len(all_tensors) - len(self.tensors)
+            warnings.append(f"{path}: {left_out} tensors of optimizer state left out")
         for name, info in self.tensors.items():
             if not info.bytes:
-                said.append(f"{path}, tensor {json.dumps(name)}: no values")
+                warnings.append(f"{path}, tensor {json.dumps(name)}: no values")
         if self._data_end == self._file_bytes:
-            said.append(f"{path}: no footer, so damaged data would not be seen")
-        self.warnings = tuple(said)
+            warnings.append(f"{path}: no footer, so damaged data would not be seen")
+        self.warnings = tuple(warnings)
         self._verified = False
 
     def get(self, name: str) -> Tensor | QuantTensor:
@@ -266,9 +266,9 @@ class AprFile(WeightFile):
         zeros = 1 - int(codes_E.count_nonzero()) / len(codes_E)
         if len(codes_E) >= _DENSITY_VALUES and zeros > 0.995:
             where = f"{self.path}, tensor {json.dumps(info.name)}"
-            said = f"ST14 {where}: {zeros:.2%} of APR_Q8 are zero"
-            if said not in self.warnings:
-                self.warnings += (said,)
+            warning = f"ST14 {where}: {zeros:.2%} of APR_Q8 are zero"
+            if warning not in self.warnings:
+                self.warnings += (warning,)
         return codes_E.float() * scale
 
 
@@ -279,14 +279,14 @@ def _blocks(flat: Tensor, info: TensorInfo) -> Tensor | QuantTensor:
     kind = BLOCK_TYPES[info.dtype]
     *lead, row_values = info.shape
     row_blocks = -(-row_values // kind.block_size)
-    found = QuantTensor(
+    tensor = QuantTensor(
         blocks=flat.view(*lead, row_blocks * kind.block_bytes),
         type=kind,
         shape=(*lead, row_blocks * kind.block_size),
     )
-    if found.shape == info.shape:
-        return found
-    return found.dequantize()[..., :row_values].contiguous()
+    if tensor.shape == info.shape:
+        return tensor
+    return tensor.dequantize()[..., :row_values].contiguous()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -360,19 +360,19 @@ def check_extent(
 
     Raises `WeightsError` for overlapping tensors, a truncated file and bytes after the footer.
     """
-    end, before, unclaimed = header.data_start, "the index", 0
+    end, previous, unclaimed = header.data_start, "the index", 0
     for info in sorted(tensors.values(), key=lambda info: (info.start, info.bytes)):
         name = f"tensor {json.dumps(info.name)}"
         if info.bytes and info.start < end:
-            refuse("AP08", path, f"{name} after {before}", f"it overlaps at byte {info.start:,}")
+            refuse("AP08", path, f"{name} after {previous}", f"it overlaps at byte {info.start:,}")
         if info.bytes:
             unclaimed += info.start - end
-            end, before = info.start + align(info.bytes), name
-    rest = header.file_bytes - end
-    if rest < 0:
+            end, previous = info.start + align(info.bytes), name
+    extra_bytes = header.file_bytes - end
+    if extra_bytes < 0:
         expected = f"{end:,} bytes of padded data"
         refuse("AP08", path, expected, f"a file of {header.file_bytes:,}", CUT_SHORT)
-    if rest not in (0, FOOTER_BYTES):
+    if extra_bytes not in (0, FOOTER_BYTES):
         expected = f"{end:,} bytes, or {end + FOOTER_BYTES:,} with a footer"
         hint = "another file may be hidden after the weights"
         refuse("AP08", path, expected, f"{header.file_bytes:,}", hint)
@@ -408,13 +408,15 @@ def _check_sections(path: Path, header: AprHeader) -> None:
         (24, "the index", header.metadata_start + header.metadata_bytes, header.index_start),
         (32, "the data", header.index_start, header.data_start),
     )
-    for field, what, after, start in sections:
+    for field, section, earliest, start in sections:
         where = f"{path} @{field}"
-        if start < after or start > end:
-            expected = f"{what} to start between bytes {after:,} and {end:,}, the end of the file"
+        if start < earliest or start > end:
+            expected = (
+                f"{section} to start between bytes {earliest:,} and {end:,}, the end of the file"
+            )
             refuse("AP08", where, expected, f"{start:,}", CUT_SHORT if start > end else None)
         if start % ALIGNMENT:
-            refuse("AP08", where, f"{what} to start at a multiple of 64", f"{start:,}")
+            refuse("AP08", where, f"{section} to start at a multiple of 64", f"{start:,}")
     if header.tensor_count > TENSORS_LIMIT:
         expected = f"at most {TENSORS_LIMIT:,} tensors"
         refuse("AP10", f"{path} @8", expected, f"{header.tensor_count:,}")
@@ -429,7 +431,7 @@ def read_index(
     """
     tensors: dict[str, TensorInfo] = {}
     cursor = _Cursor(path=path, raw=raw, first_byte=header.index_start)
-    before = b""
+    previous = b""
     for number in range(header.tensor_count):
         where = f"{path} @{cursor.byte}, tensor {number}"
         (name_bytes,) = cursor.take(_HEAD, where)
@@ -441,10 +443,10 @@ def read_index(
         except UnicodeDecodeError as error:
             found = f"{_quoted(raw_name)}, with another byte at {error.start}"
             refuse("AP13", where, "a name in UTF-8", found)
-        if raw_name <= before:
-            found = "it a second time" if raw_name == before else f"it after {_quoted(before)}"
+        if raw_name <= previous:
+            found = "it a second time" if raw_name == previous else f"it after {_quoted(previous)}"
             refuse("AP10", where, f"{_quoted(raw_name)} in sorted order", found)
-        before = raw_name
+        previous = raw_name
         where = f"{where}, {json.dumps(name)}"
         dtype_id, dims = cursor.take(_MIDDLE, where)
         if dims > DIMS_LIMIT:
@@ -542,20 +544,20 @@ def _dtype(
         ggml = f", which is {GGML_NAMES[number]} in GGUF" if number in GGML_NAMES else ""
         known = ", ".join(f"{i} {name}" for i, name in sorted(_NAMES.items()))
         refuse("AP05", where, f"one of the dtypes {known}", f"unknown dtype byte {number}{ggml}")
-    ours, ggml = AMBIGUOUS[number]
-    fits = [name for name in (ours, ggml) if size_of(name, shape) == size]
-    said = dtypes.get(number)
-    if said not in fits or said == "Q8_1":
+    apr_type, ggml = AMBIGUOUS[number]
+    fits = [name for name in (apr_type, ggml) if size_of(name, shape) == size]
+    chosen = dtypes.get(number)
+    if chosen not in fits or chosen == "Q8_1":
         fitting = " and ".join(fits) or "neither"
-        found = f"{said or 'neither said'}, and {size:,} bytes that fit {fitting}"
+        found = f"{chosen or 'neither said'}, and {size:,} bytes that fit {fitting}"
         refuse(
             "AP06",
             where,
-            f"ambiguous dtype {number} to be {ours}, as old writers meant, or {ggml}, as GGUF does",
+            f"ambiguous dtype {number} to be {apr_type}, as old writers meant, or {ggml}, as GGUF does",
             found,
-            f"open it with apr_dtypes={{{number}: {fits[0]!r}}}" if fits and not said else None,
+            f"open it with apr_dtypes={{{number}: {fits[0]!r}}}" if fits and not chosen else None,
         )
-    return said
+    return chosen
 
 
 def _check_size(where: str, dtype: str, shape: tuple[int, ...], size: int) -> None:
@@ -565,9 +567,9 @@ def _check_size(where: str, dtype: str, shape: tuple[int, ...], size: int) -> No
     if size == expected:
         return
     hint = None
-    other = _GGML_SHADOWED.get(dtype)
-    if other is not None and shape and size == size_of(other, shape):
-        hint = f"that is the size of {other}, which has the same number in GGUF"
+    ggml_type = _GGML_SHADOWED.get(dtype)
+    if ggml_type is not None and shape and size == size_of(ggml_type, shape):
+        hint = f"that is the size of {ggml_type}, which has the same number in GGUF"
     elif dtype in ROW_BLOCKS and size == size_of(dtype, shape[::-1]):
         hint = "that is the size with rows and columns swapped"
     elif dtype in ROW_BLOCKS and size == size_of(dtype, (math.prod(shape),)):

@@ -49,12 +49,12 @@ def check_values(weights: WeightFile, names: Iterable[str] | None = None) -> lis
 
     Tensors with fewer than two values are skipped: a single number is always constant.
     """
-    found = []
+    problems = []
     for name in weights.tensors if names is None else names:
         problem = _check(f"{weights.path}, tensor {json.dumps(name)}", name, weights.get(name))
         if problem is not None:
-            found.append(problem)
-    return found
+            problems.append(problem)
+    return problems
 
 
 def _check(where: str, name: str, tensor: Tensor | QuantTensor) -> ValueProblem | None:
@@ -65,20 +65,20 @@ def _check(where: str, name: str, tensor: Tensor | QuantTensor) -> ValueProblem 
     low, high = math.inf, -math.inf
     for values_RN in _slices(tensor):
         # Two numbers distinguish the usual slice from one whose values must be counted.
-        least, most = (float(bound) for bound in values_RN.aminmax())
-        if not (math.isfinite(least) and math.isfinite(most)):
+        smallest, largest = (float(bound) for bound in values_RN.aminmax())
+        if not (math.isfinite(smallest) and math.isfinite(largest)):
             nan += int(values_RN.isnan().sum())
             infinite += int(values_RN.isinf().sum())
-        low, high = min(low, least), max(high, most)
+        low, high = min(low, smallest), max(high, largest)
     if nan or infinite:
-        parts = [(nan, "NaN"), (infinite, "infinite")]
-        said = " and ".join(f"{count / total:.2%} is {what}" for count, what in parts if count)
-        said += f" ({nan + infinite:,} of {total:,} values)"
-        return ValueProblem(tensor=name, text=f"ST14 {where}: {said}", finite=False)
+        counts = [(nan, "NaN"), (infinite, "infinite")]
+        text = " and ".join(f"{count / total:.2%} is {kind}" for count, kind in counts if count)
+        text += f" ({nan + infinite:,} of {total:,} values)"
+        return ValueProblem(tensor=name, text=f"ST14 {where}: {text}", finite=False)
     if low != high:
         return None
-    said = f"all {total:,} values are {low:g}"
-    return ValueProblem(tensor=name, text=f"ST14 {where}: {said}", finite=True)
+    text = f"all {total:,} values are {low:g}"
+    return ValueProblem(tensor=name, text=f"ST14 {where}: {text}", finite=True)
 
 
 def _slices(tensor: Tensor | QuantTensor) -> Iterator[Tensor]:
@@ -95,13 +95,13 @@ def _slices(tensor: Tensor | QuantTensor) -> Iterator[Tensor]:
         values_RN = tensor.reshape(-1, tensor.shape[-1])
         ordered = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
         for begin in range(0, len(values_RN), rows):
-            part = values_RN[begin : begin + rows]
-            if part.is_complex():
-                part = torch.view_as_real(part)
+            values = values_RN[begin : begin + rows]
+            if values.is_complex():
+                values = torch.view_as_real(values)
             # Not every dtype can be ordered on the CPU; fp64 holds all their values.
-            yield part if part.dtype in ordered else part.to(torch.float64)
+            yield values if values.dtype in ordered else values.to(torch.float64)
         return
     blocks_RB = tensor.blocks.reshape(-1, tensor.blocks.shape[-1])
     for begin in range(0, len(blocks_RB), rows):
-        part = blocks_RB[begin : begin + rows]
-        yield replace(tensor, blocks=part, shape=(len(part), tensor.shape[-1])).dequantize()
+        values = blocks_RB[begin : begin + rows]
+        yield replace(tensor, blocks=values, shape=(len(values), tensor.shape[-1])).dequantize()

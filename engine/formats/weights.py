@@ -131,8 +131,8 @@ def open_regular(path: Path, what: str) -> BinaryIO:
 
 def identity_of(descriptor: int) -> tuple[int, ...]:
     """Return what changes if a file is replaced or modified: device, inode, size and mtime."""
-    found = os.fstat(descriptor)
-    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+    status = os.fstat(descriptor)
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 
 _PIECE_BYTES = 1 << 28
@@ -199,17 +199,17 @@ class OpenFile:
 
         if not count:
             return torch.empty(0, dtype=dtype)
-        taken = self._scratch.take(count)
+        array = self._scratch.take(count)
         try:
             self._check()
-            done = _fill(self._descriptor, taken.data, start)
+            done = _fill(self._descriptor, array.data, start)
             self._check()
         except OSError as error:
             # A disk error on a file that could be opened.
             self._refuse("readable data", error.strerror or str(error))
         if done < count:
             self._refuse(f"{start + count:,} bytes", f"{start + done:,} bytes")
-        return torch.from_numpy(taken).view(dtype)
+        return torch.from_numpy(array).view(dtype)
 
     def close(self) -> None:
         self._scratch.release()
@@ -224,11 +224,13 @@ class OpenFile:
         if self._descriptor < 0:
             with open_regular(self.path, self.what) as file:
                 self._descriptor = os.dup(file.fileno())
-        now = identity_of(self._descriptor)
-        if now == self.identity:
+        current = identity_of(self._descriptor)
+        if current == self.identity:
             return
-        if now[:2] == self.identity[:2] and now[2] != self.identity[2]:
-            self._refuse(f"{self.identity[2]:,} bytes, as when it was opened", f"{now[2]:,} bytes")
+        if current[:2] == self.identity[:2] and current[2] != self.identity[2]:
+            self._refuse(
+                f"{self.identity[2]:,} bytes, as when it was opened", f"{current[2]:,} bytes"
+            )
         self._refuse("the file that was opened", "another, or one that was written to since")
 
     def _refuse(self, expected: str, found: str) -> NoReturn:
@@ -246,25 +248,25 @@ def _fill(descriptor: int, view: memoryview, start: int) -> int:
     contiguous bytes read. Raises OSError.
     """
     count = len(view)
-    parts = max(1, min(_READERS, os.cpu_count() or 1, count // _READER_BYTES))
-    bounds = [count * part // parts for part in range(parts + 1)]
-    came = [0] * parts
+    readers = max(1, min(_READERS, os.cpu_count() or 1, count // _READER_BYTES))
+    bounds = [count * reader // readers for reader in range(readers + 1)]
+    counts = [0] * readers
     failures: list[OSError] = []
 
-    def fill(part: int) -> None:
-        done, end = bounds[part], bounds[part + 1]
+    def fill(reader: int) -> None:
+        done, end = bounds[reader], bounds[reader + 1]
         try:
             while done < end:
                 piece = view[done : min(end, done + _PIECE_BYTES)]
-                got = os.preadv(descriptor, [piece], start + done)
-                if not got:
+                count_read = os.preadv(descriptor, [piece], start + done)
+                if not count_read:
                     break
-                done += got
+                done += count_read
         except OSError as error:
             failures.append(error)
-        came[part] = done - bounds[part]
+        counts[reader] = done - bounds[reader]
 
-    threads = [threading.Thread(target=fill, args=(part,)) for part in range(1, parts)]
+    threads = [threading.Thread(target=fill, args=(reader,)) for reader in range(1, readers)]
     for thread in threads:
         thread.start()
     fill(0)
@@ -272,9 +274,9 @@ def _fill(descriptor: int, view: memoryview, start: int) -> int:
         thread.join()
     if failures:
         raise failures[0]
-    for part in range(parts):
-        if came[part] < bounds[part + 1] - bounds[part]:
-            return bounds[part] + came[part]
+    for reader in range(readers):
+        if counts[reader] < bounds[reader + 1] - bounds[reader]:
+            return bounds[reader] + counts[reader]
     return count
 
 
@@ -287,7 +289,7 @@ class _JsonRefused(ValueError):
     """JSON that `json` accepts and this module does not."""
 
 
-class _TwiceError(_JsonRefused):
+class _DuplicateKey(_JsonRefused):
     """An object has a duplicate key: `json` would silently keep the last value."""
 
 
@@ -321,39 +323,41 @@ def parse_object(
     """
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found: dict[str, Any] = {}
+        record: dict[str, Any] = {}
         for key, value in pairs:
-            if key in found and twice is None:
-                raise _TwiceError(f"the key {json.dumps(key)} twice")
-            if key in found and twice is not None:
+            if key in record and twice is None:
+                raise _DuplicateKey(f"the key {json.dumps(key)} twice")
+            if key in record and twice is not None:
                 twice.append(key)
             key.encode()  # a lone surrogate could be neither printed nor written again
-            found[key] = value
-        return found
+            record[key] = value
+        return record
 
     coded = f"{code} {what}".lstrip()
     try:
         text = raw.decode()
         # A callback for each integer takes time, so it is used only if it could find something.
         integer = _integer if no_minus_zero and b"-0" in raw else None
-        found = json.loads(
+        record = json.loads(
             text, object_pairs_hook=unique, parse_constant=_constant, parse_int=integer
         )
     except UnicodeDecodeError as error:
-        at = first_byte + error.start
-        raise WeightsError.expected(coded, path, "UTF-8", f"another byte at byte {at}") from error
+        offset = first_byte + error.start
+        raise WeightsError.expected(
+            coded, path, "UTF-8", f"another byte at byte {offset}"
+        ) from error
     except json.JSONDecodeError as error:
-        at = first_byte + len(text[: error.pos].encode())
-        raise WeightsError.expected(coded, path, "JSON", f"{error.msg} at byte {at}") from error
+        offset = first_byte + len(text[: error.pos].encode())
+        raise WeightsError.expected(coded, path, "JSON", f"{error.msg} at byte {offset}") from error
     except RecursionError as error:
         raise WeightsError.expected(coded, path, "JSON", "brackets nested too deep") from error
     except MemoryError as error:
         raise WeightsError.expected(coded, path, "JSON that fits in memory", "more") from error
     except ValueError as error:
         # A duplicate key, NaN, a number of thousands of digits, or a lone surrogate.
-        if isinstance(error, _TwiceError):
+        if isinstance(error, _DuplicateKey):
             coded = f"{twice_code} {what}".lstrip()
         raise WeightsError.expected(coded, path, "JSON with unique keys", str(error)) from error
-    if not isinstance(found, dict):
-        raise WeightsError.expected(coded, path, "a JSON object", f"{type(found).__name__}")
-    return found
+    if not isinstance(record, dict):
+        raise WeightsError.expected(coded, path, "a JSON object", f"{type(record).__name__}")
+    return record

@@ -119,7 +119,7 @@ PARTS = frozenset({"train", "training", "validation", "val", "valid", "eval", "t
 """Names of sibling folders that Keras and others write for one run."""
 
 
-def read_tensorboard(recorded: Recorded, given: Mapping[str, str]) -> None:
+def read_tensorboard(recorded: Recorded, columns: Mapping[str, str]) -> None:
     """Read the event files of one run: one file, or all files in a folder and its sub-folders. The name of a sub-folder
     becomes a prefix of its values' names. Raises BadInput."""
     try:
@@ -148,11 +148,11 @@ def read_tensorboard(recorded: Recorded, given: Mapping[str, str]) -> None:
                 break
             # OverflowError and MemoryError come from an impossible length, _NO_NUMBER from a tensor without a number.
             except (errors.OpError, DecodeError, OverflowError, MemoryError, *_NO_NUMBER) as error:
-                said = "a record of another format"
+                found = "a record of another format"
                 if isinstance(error, errors.OpError):
-                    said = f"a record that {str(error.message).removeprefix(str(file)).strip()}"
+                    found = f"a record that {str(error.message).removeprefix(str(file)).strip()}"
                 expected = "a whole record of TensorBoard"
-                recorded.broken(_EVENTS, f"{file} record {number + 1}", expected, said)
+                recorded.broken(_EVENTS, f"{file} record {number + 1}", expected, found)
                 break
             number += 1
 
@@ -182,10 +182,10 @@ def _event_files(path: Path) -> tuple[Path, list[Path]]:
 
 def _take_event(recorded: Recorded, event: Any, prefix: str, scalars: set[str], where: str) -> None:
     if event.HasField("session_log") and event.session_log.status == event.session_log.START:
-        # The writer says that it begins again here.
-        for name, one in recorded.series.items():
+        # The writer restarted here, and repeats steps that were already logged.
+        for name, series in recorded.series.items():
             if name.startswith(prefix):
-                one.rewind(event.step)
+                series.rewind(event.step)
     for value in event.summary.value:
         name, plugin = prefix + value.tag, value.metadata.plugin_data.plugin_name
         if plugin == "scalars":
@@ -206,10 +206,10 @@ def _take_event(recorded: Recorded, event: Any, prefix: str, scalars: set[str], 
 def _hyperparameters(content: bytes) -> dict[str, Any]:
     from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
-    found = HParamsPluginData.FromString(content).session_start_info.hparams
+    parameters = HParamsPluginData.FromString(content).session_start_info.hparams
     return {
         name: getattr(value, value.WhichOneof("kind") or "null_value")
-        for name, value in found.items()
+        for name, value in parameters.items()
     }
 
 
@@ -221,7 +221,7 @@ _BLOCK, _HEAD = 1 << 15, struct.Struct("<IHB")
 _FULL, _FIRST, _MIDDLE, _LAST = 1, 2, 3, 4
 
 
-def read_wandb(recorded: Recorded, given: Mapping[str, str]) -> None:
+def read_wandb(recorded: Recorded, columns: Mapping[str, str]) -> None:
     """Read the log of an offline run: its file, its folder, or the folder `wandb` with one run in it. Raises
     BadInput."""
     try:
@@ -256,7 +256,7 @@ def read_wandb(recorded: Recorded, given: Mapping[str, str]) -> None:
         )
     # The step is a column that the script logs in every row; otherwise it is `_step`, W&B's count of calls.
     shared = [name for name in (rows[0] if rows else ()) if all(name in row for row in rows)]
-    _take_rows(recorded, enumerate(rows, 1), given, shared)
+    _take_rows(recorded, enumerate(rows, 1), columns, shared)
     recorded.series.pop("_step", None)
 
 
@@ -267,12 +267,12 @@ class _Broken(ValueError):
 def _run_file(path: Path) -> Path:
     if path.is_file() or not path.is_dir():
         return path
-    found = sorted({file.resolve() for file in (*path.glob("*.wandb"), *path.glob("*/*.wandb"))})
-    if len(found) != 1:
-        names = ", ".join(str(file.parent.name) for file in found[:4])
-        text = f"{len(found)}: {names}" if found else "none"
+    files = sorted({file.resolve() for file in (*path.glob("*.wandb"), *path.glob("*/*.wandb"))})
+    if len(files) != 1:
+        names = ", ".join(str(file.parent.name) for file in files[:4])
+        text = f"{len(files)}: {names}" if files else "none"
         raise BadInput.expected(_RUN, path, "one run-ID.wandb", text, hint="name one run's folder")
-    return found[0]
+    return files[0]
 
 
 def _records(path: Path) -> Iterator[bytes]:
@@ -283,9 +283,9 @@ def _records(path: Path) -> Iterator[bytes]:
             raise _Broken(f"{magic!r} at its beginning")
         parts: list[bytes] = []
         while True:
-            left = _BLOCK - file.tell() % _BLOCK
-            if left < _HEAD.size:
-                file.read(left)
+            block_left = _BLOCK - file.tell() % _BLOCK
+            if block_left < _HEAD.size:
+                file.read(block_left)
             head = file.read(_HEAD.size)
             if not head and not parts:
                 return
@@ -342,10 +342,10 @@ _LARGEST = 1.7976931348623157e308
 """Value by which MLflow's database represents infinity."""
 
 
-def read_mlflow(recorded: Recorded, given: Mapping[str, str]) -> None:
+def read_mlflow(recorded: Recorded, columns: Mapping[str, str]) -> None:
     """Read a run of MLflow's file store: its folder in `mlruns/EXPERIMENT/`. Raises BadInput."""
     path, recorded.name = recorded.path, recorded.path.resolve().name
-    files = sorted(one for one in (path / "metrics").rglob("*") if one.is_file())
+    files = sorted(path for path in (path / "metrics").rglob("*") if path.is_file())
     if not files:
         raise BadInput.expected(_MLFLOW, path, "files in its folder metrics", "none")
     for file in files:
@@ -357,8 +357,8 @@ def read_mlflow(recorded: Recorded, given: Mapping[str, str]) -> None:
                 number += 1
                 where = f"{file} line {number}"
                 try:
-                    time_ms, value, step = line.split()[:3]
-                    point = int(step), int(time_ms) / 1000, float(value)
+                    time_ms, reading, step = line.split()[:3]
+                    point = int(step), int(time_ms) / 1000, float(reading)
                 except ValueError:
                     recorded.broken(_MLFLOW, where, "TIME VALUE STEP", f"{line[:_SHOWN]!r}")
                     break
@@ -366,18 +366,18 @@ def read_mlflow(recorded: Recorded, given: Mapping[str, str]) -> None:
     for file in sorted((path / "params").glob("*")):
         recorded.settings[file.name] = read_text(file, _MLFLOW, limits.RUN_FILE).strip()
     about = read_text(path / "meta.yaml", _MLFLOW, limits.RUN_FILE)
-    for key, _, said in (line.partition(": ") for line in about.splitlines()):
+    for key, _, value in (line.partition(": ") for line in about.splitlines()):
         if key == "run_name":
-            recorded.name = said.strip("'\"") or recorded.name
+            recorded.name = value.strip("'\"") or recorded.name
         elif key == "status":
-            recorded.exit_code = _STATUS.get(said)
+            recorded.exit_code = _STATUS.get(value)
 
 
 def mlflow_runs(path: Path) -> list[tuple[str, str]]:
     """Return the id and the name of each run in a database of MLflow. Raises BadInput."""
     with _database(path) as database:
-        found = database.execute("SELECT run_uuid, name FROM runs ORDER BY start_time").fetchall()
-    return [(str(run), str(name or run)) for run, name in found]
+        runs = database.execute("SELECT run_uuid, name FROM runs ORDER BY start_time").fetchall()
+    return [(str(run), str(name or run)) for run, name in runs]
 
 
 def read_mlflow_database(recorded: Recorded, run: str) -> None:
@@ -421,7 +421,7 @@ def _database(path: Path) -> Iterator[sqlite3.Connection]:
 _STATE = "state of a trainer"
 
 
-def read_trainer_state(recorded: Recorded, given: Mapping[str, str]) -> None:
+def read_trainer_state(recorded: Recorded, columns: Mapping[str, str]) -> None:
     """Read the log in a `trainer_state.json` of Transformers. Raises BadInput."""
     path, recorded.name = recorded.path, recorded.path.resolve().parent.name
     recorded.take_file(path, _STATE)
@@ -429,7 +429,7 @@ def read_trainer_state(recorded: Recorded, given: Mapping[str, str]) -> None:
     rows = state["log_history"]
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
         raise BadInput.expected(_STATE, path, "a list of objects in log_history", "something else")
-    _take_rows(recorded, enumerate(rows, 1), given, ("step",))
+    _take_rows(recorded, enumerate(rows, 1), columns, ("step",))
 
 
 # Tables.
@@ -441,7 +441,7 @@ Row: TypeAlias = tuple[int, dict[str, Any]]
 _TORN = "the last line is cut off and was left out: its writer was killed, or is still writing"
 
 
-def read_table(recorded: Recorded, given: Mapping[str, str]) -> None:
+def read_table(recorded: Recorded, columns: Mapping[str, str]) -> None:
     """Read a table with a header: .csv, .tsv, .jsonl (an object a line) or .parquet. Raises BadInput."""
     path = recorded.path
     readers: dict[str, Callable[[Recorded], Iterator[Row]]] = {
@@ -452,7 +452,7 @@ def read_table(recorded: Recorded, given: Mapping[str, str]) -> None:
         raise BadInput.expected(_TABLE, path, expected, path.suffix or "no ending")
     recorded.take_file(path, _TABLE)
     rows = readers[path.suffix.lower()](recorded)
-    _take_rows(recorded, rows, given)
+    _take_rows(recorded, rows, columns)
 
 
 def _csv_rows(recorded: Recorded) -> Iterator[Row]:
@@ -460,9 +460,11 @@ def _csv_rows(recorded: Recorded) -> Iterator[Row]:
     with open_regular(path, _TABLE) as raw, io.TextIOWrapper(raw, "utf-8-sig", newline="") as file:
         line = 1
         try:
-            first = file.readline(limits.LOG_LINE.most)
-            separator = max("\t,;" if path.suffix.lower() == ".tsv" else ",;\t", key=first.count)
-            header = next(csv.reader([first], delimiter=separator, strict=True), [])
+            first_line = file.readline(limits.LOG_LINE.most)
+            separator = max(
+                "\t,;" if path.suffix.lower() == ".tsv" else ",;\t", key=first_line.count
+            )
+            header = next(csv.reader([first_line], delimiter=separator, strict=True), [])
             if header and not header[0]:
                 header[0] = "index"  # of pandas
             if len(header) != len(set(header)) or not all(header):
@@ -470,7 +472,7 @@ def _csv_rows(recorded: Recorded) -> Iterator[Row]:
                     _TABLE,
                     f"{path} line 1",
                     "a different name for each column",
-                    f"{first[:_SHOWN]!r}",
+                    f"{first_line[:_SHOWN]!r}",
                 )
                 return
             reader = csv.reader(file, delimiter=separator, strict=True)
@@ -531,12 +533,12 @@ def _parquet_rows(recorded: Recorded) -> Iterator[Row]:
                     number += 1
                     yield number, row
         except (OSError, pyarrow.ArrowException) as error:
-            said = " ".join(str(error).split())[:80]
-            recorded.broken(_TABLE, f"{recorded.path} row {number + 1}", "Parquet", said)
+            reason = " ".join(str(error).split())[:80]
+            recorded.broken(_TABLE, f"{recorded.path} row {number + 1}", "Parquet", reason)
 
 
 def _take_rows(
-    recorded: Recorded, rows: Iterable[Row], given: Mapping[str, str], names: Collection[str] = ()
+    recorded: Recorded, rows: Iterable[Row], columns: Mapping[str, str], names: Collection[str] = ()
 ) -> None:
     """Add the numbers of the rows to the series.
 
@@ -554,12 +556,14 @@ def _take_rows(
         where = f"{path} line {line}"
         if number == 1:
             names = names or row.keys()
-            for ours in {"step", "time"} & given.keys():
-                if given[ours] not in names:
-                    found = ", ".join(list(names)[:8])
-                    raise BadInput.expected("--map", f"{ours}={given[ours]}", "a column", found)
-            step_name = given.get("step") or find(STEP, names) or _epochs([row for _, row in begin])
-            time_name = given.get("time") or find(TIME, names)
+            for role in {"step", "time"} & columns.keys():
+                if columns[role] not in names:
+                    shown = ", ".join(list(names)[:8])
+                    raise BadInput.expected("--map", f"{role}={columns[role]}", "a column", shown)
+            step_name = (
+                columns.get("step") or find(STEP, names) or _epochs([row for _, row in begin])
+            )
+            time_name = columns.get("time") or find(TIME, names)
             recorded.is_timed = time_name is not None
         step = number if step_name is None else _whole(row.get(step_name))
         unix_s = file_unix_s if time_name is None else _unix_s(row.get(time_name))
@@ -570,20 +574,20 @@ def _take_rows(
         for name, value in _flat(row):
             if name not in (step_name, time_name):
                 try:
-                    found_number = _number(value)
+                    reading = _number(value)
                 except (*_NO_NUMBER, OverflowError):
                     recorded.left_out.setdefault(name, f"{value!r:.{_SHOWN}}")
                     continue
-                if found_number is not None:
-                    recorded.add(name, step, unix_s, found_number, where)
+                if reading is not None:
+                    recorded.add(name, step, unix_s, reading, where)
 
 
 def _epochs(begin: Sequence[Mapping[str, Any]]) -> str | None:
     """Return the name of the epoch column if the first two rows have consecutive epochs, else None."""
     name = find(("epoch",), begin[0]) or ""
     epochs = [_whole(row.get(name)) for row in begin]
-    is_each = len(epochs) == 2 and None not in epochs and epochs[1] == (epochs[0] or 0) + 1
-    return name if is_each else None
+    is_consecutive = len(epochs) == 2 and None not in epochs and epochs[1] == (epochs[0] or 0) + 1
+    return name if is_consecutive else None
 
 
 def _flat(row: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -61,14 +61,14 @@ class Session:
 
 def read_sessions(run: RunFolder) -> list[Session]:
     """Read the sessions of a run that have at least one step from its log. Raises RunLogError."""
-    found: list[Session] = []
+    sessions: list[Session] = []
     for line in lines_of(run.events):
         event = line.event
         if isinstance(event, LogOpened):
-            found.append(Session())
-        if not found:
+            sessions.append(Session())
+        if not sessions:
             continue  # a log that does not begin with log_opened cannot be compared
-        session = found[-1]
+        session = sessions[-1]
         match event:
             case RunStarted():
                 session.started = event
@@ -89,7 +89,7 @@ def read_sessions(run: RunFolder) -> list[Session]:
                 session.evaluated.append(event)
             case RunFinished():
                 session.finished = event
-    return [session for session in found if session.steps]
+    return [session for session in sessions if session.steps]
 
 
 def settings_at(effective: dict[str, Any], sha256: str) -> dict[str, Any] | None:
@@ -97,11 +97,11 @@ def settings_at(effective: dict[str, Any], sha256: str) -> dict[str, Any] | None
     newest changes. None where none has this hash."""
     settings: dict[str, Any] = copy.deepcopy(effective["spec"])
     changes = effective.get("changes")
-    left = list(changes) if isinstance(changes, list) else []
+    newest_changes = list(changes) if isinstance(changes, list) else []
     while settings_sha256(settings) != sha256:
-        if not left:
+        if not newest_changes:
             return None
-        change = left.pop()
+        change = newest_changes.pop()
         try:
             section, name = change["key"].split(".")
             settings[section][name] = change["was"]
@@ -136,20 +136,21 @@ class ChangedSettings(Exception):
 
 def stretches(sessions: Sequence[Session], effective: dict[str, Any]) -> list[Stretch]:
     """Return the stretches of a run in order. Raises ChangedSettings."""
-    found: list[Stretch] = []
+    joined: list[Stretch] = []
     for begin, end, session in _kept_steps(sessions):
         assert session.started is not None
         sha256 = session.started.spec_sha256
         if (settings := settings_at(effective, sha256)) is None:
-            now = settings_sha256(effective["spec"])
+            current_sha256 = settings_sha256(effective["spec"])
             raise ChangedSettings(
-                f"the settings of step {begin + 1} have hash {sha256[:16]}, those of effective.json {now[:16]}"
+                f"the settings of step {begin + 1} have hash {sha256[:16]}, "
+                f"those of effective.json {current_sha256[:16]}"
             )
-        steps = {n: one for n, one in session.steps.items() if begin < n <= end}
-        recorded = {n: one for n, one in session.recorded.items() if begin < n <= end}
-        last = found[-1] if found else None
+        steps = {n: record for n, record in session.steps.items() if begin < n <= end}
+        recorded = {n: record for n, record in session.recorded.items() if begin < n <= end}
+        last = joined[-1] if joined else None
         if last is not None and _step_settings(last.settings) == _step_settings(settings):
-            found[-1] = dataclasses.replace(
+            joined[-1] = dataclasses.replace(
                 last,
                 end=end,
                 sessions=(*last.sessions, session),
@@ -157,7 +158,7 @@ def stretches(sessions: Sequence[Session], effective: dict[str, Any]) -> list[St
                 recorded=last.recorded | recorded,
             )
             continue
-        found.append(
+        joined.append(
             Stretch(
                 begin=begin,
                 end=end,
@@ -167,19 +168,25 @@ def stretches(sessions: Sequence[Session], effective: dict[str, Any]) -> list[St
                 recorded=recorded,
             )
         )
-    return found
+    return joined
 
 
 def _kept_steps(sessions: Sequence[Session]) -> Iterator[tuple[int, int, Session]]:
     """Yield the steps of each session that no later session ran again."""
     for number, session in enumerate(sessions):
-        later = [one.begin for one in sessions[number + 1 :] if one.started is not None]
-        end = min((session.last_step, *later))
+        later_begins = [
+            later_session.begin
+            for later_session in sessions[number + 1 :]
+            if later_session.started is not None
+        ]
+        end = min((session.last_step, *later_begins))
         if session.started is not None and session.begin < end:
             yield session.begin, end, session
 
 
 def _step_settings(settings: dict[str, Any]) -> dict[str, Any]:
-    found = {name: dict(part) for name, part in settings.items() if name not in NO_STEP_SECTIONS}
-    found.get("train", {}).pop("stop_after", None)
-    return found
+    kept = {
+        name: dict(section) for name, section in settings.items() if name not in NO_STEP_SECTIONS
+    }
+    kept.get("train", {}).pop("stop_after", None)
+    return kept

@@ -69,10 +69,10 @@ class Subject:
 
     @cached_property
     def teacher_precision(self) -> str:
-        wanted, cuda = self.spec.teacher.precision, self.device.type == "cuda"
-        capability = torch.cuda.get_device_capability(self.device) if cuda else None
+        setting, is_cuda = self.spec.teacher.precision, self.device.type == "cuda"
+        capability = torch.cuda.get_device_capability(self.device) if is_cuda else None
         return choose_teacher_precision(
-            wanted, device=self.device.type, capability=capability
+            setting, device=self.device.type, capability=capability
         ).choice
 
     @cached_property
@@ -84,24 +84,24 @@ class Subject:
                 return decision.choice
         config, size = self.inputs.teacher, self.inputs.teacher_size
         assert config is not None
-        each = ITEM_BYTES[self.teacher_precision]
-        packed = size.weight_bytes(each) if size is not None and size.matrices else None
-        wanted = self.spec.teacher.backend
+        item_bytes = ITEM_BYTES[self.teacher_precision]
+        packed = size.weight_bytes(item_bytes) if size is not None and size.matrices else None
+        setting = self.spec.teacher.backend
         return choose_backend(
-            "auto" if wanted == "cached" else wanted,
+            "auto" if setting == "cached" else setting,
             config=config,
             quantised_blocks=packed is not None,
-            dense_bytes=each * count_parameters(config),
+            dense_bytes=item_bytes * count_parameters(config),
             packed_bytes=packed,
-            available_bytes=self._room(),
+            available_bytes=self._available_bytes(),
             precision=self.teacher_precision,
         ).choice
 
-    def _room(self) -> int | None:
+    def _available_bytes(self) -> int | None:
         if self.device.type == "cuda":
             return int(_WEIGHTS_SHARE * torch.cuda.mem_get_info(self.device)[0])
-        found = read_facts().memory.available_bytes.number
-        return None if found is None else int(_WEIGHTS_SHARE * found)
+        available = read_facts().memory.available_bytes.number
+        return None if available is None else int(_WEIGHTS_SHARE * available)
 
     @cached_property
     def rows(self) -> Rows:
@@ -115,8 +115,10 @@ class Subject:
             rows_per_batch=self.spec.train.rows,
             seed=self.spec.train.seed,
         )
-        held = tokens.heldout
-        return Rows(batches=batches, heldout=heldout_rows(held, data.seq_len, self.spec.eval.rows))
+        heldout = tokens.heldout
+        return Rows(
+            batches=batches, heldout=heldout_rows(heldout, data.seq_len, self.spec.eval.rows)
+        )
 
     @cached_property
     def teacher(self) -> BuiltTeacher:

@@ -5,10 +5,9 @@
     eval      the lower end of Wilson's 95 % interval of pass@1 >= gate.pass_at_1
 
 The held-out losses are those that the run logged on the same rows: of the saved student, read back from its
-files, of the same student before its first step, and of the teacher. A run that did not complete, or saves no
-student, has no loss of the first kind; nor has one whose files have changed since. A loss that is not the receipt's
-fails. An evaluation counts if it is
-of the run's own weights and every program of it was judged.
+files, of the same student before its first step, and of the teacher. The result is unknown for a run that did not
+complete, that saves no student, or whose student's files have changed since. A loss that differs from the receipt's
+fails. An evaluation counts if it is of the run's own weights and every program of it was judged.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ HELDOUT, EVAL = "heldout", "eval"
 
 # contract: phase-gates-v1
 def heldout_target(subject: Subject) -> Outcome:
-    run, view, wanted = subject.run, subject.view, subject.spec.gate
+    run, view, gate = subject.run, subject.view, subject.spec.gate
     if run is None or view is None:
         text = "a spec has no student yet: `engine distill SPEC`, then `engine gate RUN`"
         return unknown(HELDOUT, text)
@@ -42,54 +41,54 @@ def heldout_target(subject: Subject) -> Outcome:
         for event in view.evals
         if event.subject != "student" or event.saved
     }
-    loss, before, teacher = (losses.get(name) for name in ("student", "untrained", "teacher"))
+    loss, untrained, teacher = (losses.get(name) for name in ("student", "untrained", "teacher"))
     numbers = {
         f"{name}_loss": value
-        for name, value in (("student", loss), ("untrained", before), ("teacher", teacher))
+        for name, value in (("student", loss), ("untrained", untrained), ("teacher", teacher))
         if value is not None
     }
-    if loss is None or before is None:
-        whose = "the saved student" if loss is None else "the untrained student"
-        return unknown(HELDOUT, f"no held-out loss of {whose} in the log", **numbers)
+    if loss is None or untrained is None:
+        absent = "the saved student" if loss is None else "the untrained student"
+        return unknown(HELDOUT, f"no held-out loss of {absent} in the log", **numbers)
     if changed := changed_since(run):
         return unknown(HELDOUT, f"its held-out loss is of other files: {changed}", **numbers)
-    # The receipt's are of the evaluations themselves, not of the log.
+    # The receipt has the losses of the evaluations themselves, which a changed log does not change.
     reported = (run.read_receipt() or {}).get("heldout_loss_nats") or {}
     for name, value in losses.items():
         if name in reported and value != reported[name]:
             text = f"the held-out loss of the {name} is {value!r} here, {reported[name]!r} in {run.receipt.name}"
             return answered(HELDOUT, Level.FAIL, text, **numbers)
-    said = [f"loss {loss:.4f}, untrained {before:.4f}"]
+    texts = [f"loss {loss:.4f}, untrained {untrained:.4f}"]
     levels = []
-    if wanted.heldout_loss:
-        said.append(f"at most {wanted.heldout_loss:g}")
-        levels.append(Level.PASS if loss <= wanted.heldout_loss else Level.FAIL)
-    if wanted.heldout_share == 0:
-        levels.append(Level.PASS if loss < before else Level.FAIL)
-    elif teacher is None or not teacher < before:
-        said.append("no teacher's loss below it, so no share of the way")
+    if gate.heldout_loss:
+        texts.append(f"at most {gate.heldout_loss:g}")
+        levels.append(Level.PASS if loss <= gate.heldout_loss else Level.FAIL)
+    if gate.heldout_share == 0:
+        levels.append(Level.PASS if loss < untrained else Level.FAIL)
+    elif teacher is None or not teacher < untrained:
+        texts.append("no teacher's loss below it, so no share of the way")
         levels.append(Level.UNKNOWN)
     else:
-        numbers["share"] = share = (before - loss) / (before - teacher)
-        said.append(
-            f"{share:.1%} of the way to the teacher's {teacher:.4f}, at least {wanted.heldout_share:.1%}"
+        numbers["share"] = share = (untrained - loss) / (untrained - teacher)
+        texts.append(
+            f"{share:.1%} of the way to the teacher's {teacher:.4f}, at least {gate.heldout_share:.1%}"
         )
-        levels.append(Level.PASS if share >= wanted.heldout_share else Level.FAIL)
-    return answered(HELDOUT, min(levels), ", ".join(said), **numbers)
+        levels.append(Level.PASS if share >= gate.heldout_share else Level.FAIL)
+    return answered(HELDOUT, min(levels), ", ".join(texts), **numbers)
 
 
 def changed_since(run: RunFolder) -> str:
     """Name a file of the student that is not as its receipt says; empty when all are."""
-    found = check_student_files(run, run.read_receipt() or {})
-    return next((v.reason for v in found.values() if v.level is not Level.PASS), "") or (
-        "" if found else "the run has no receipt of them"
+    verdicts = check_student_files(run, run.read_receipt() or {})
+    return next((v.reason for v in verdicts.values() if v.level is not Level.PASS), "") or (
+        "" if verdicts else "the run has no receipt of them"
     )
 
 
 # contract: phase-gates-v1
 def eval_threshold(subject: Subject) -> Outcome:
-    wanted = subject.spec.gate.pass_at_1
-    if wanted == 0:
+    threshold = subject.spec.gate.pass_at_1
+    if threshold == 0:
         return does_not_apply(EVAL, "no threshold is set (gate.pass_at_1)")
     if subject.run is None:
         return unknown(EVAL, "a spec has no student yet: gate the run")
@@ -106,26 +105,31 @@ def eval_threshold(subject: Subject) -> Outcome:
     gates = []
     for path in subject.evaluations:
         try:
-            found, about = report_of_file(path)
+            report, about = report_of_file(path)
         except BadInput as error:
             gates.append(unknown(EVAL, error.message))
             continue
         if about.get("weights_sha256") != weights:
             gates.append(unknown(EVAL, f"{path} is of other weights than the run's"))
-        elif not found.known or found.interval is None:
-            every = found.problems * found.samples
-            text = f"{path}: {every - found.attempts} of {every} programs were not judged"
+        elif not report.known or report.interval is None:
+            every = report.problems * report.samples
+            text = f"{path}: {every - report.attempts} of {every} programs were not judged"
             gates.append(unknown(EVAL, text))
         else:
-            low, high = found.interval
+            low, high = report.interval
             text = (
-                f"{found.benchmark} pass@1 {found.pass_at_k[1]:.1%} [{low:.1%}, {high:.1%}], its lower end "
-                f"at least {wanted:.1%}"
+                f"{report.benchmark} pass@1 {report.pass_at_k[1]:.1%} [{low:.1%}, {high:.1%}], its lower end "
+                f"at least {threshold:.1%}"
             )
             if left_out := about.get("without"):
                 text += f" (without {', '.join(left_out)})"
-            level = Level.PASS if low >= wanted else Level.FAIL
-            numbers = {"pass_at_1": found.pass_at_k[1], "low": low, "high": high, "limit": wanted}
+            level = Level.PASS if low >= threshold else Level.FAIL
+            numbers = {
+                "pass_at_1": report.pass_at_k[1],
+                "low": low,
+                "high": high,
+                "limit": threshold,
+            }
             gates.append(answered(EVAL, level, text, **numbers))
     worst = min(gates, key=lambda gate: gate.verdict.level if gate.verdict else Level.PASS)
     text = "; ".join(gate.reason for gate in gates)

@@ -2,8 +2,8 @@
 
     final loss < initial loss        over gate.smoke_steps steps; the final loss is taken before the last update
 
-The batch is the run's first. Every step has the same rows, so the result is not luck of the rows: whatever
-the model learns of them shows in the loss. Whether the batch can be learnt is computed first, from the
+The batch is the run's first. Every step has the same rows, so other rows cannot change the loss: whatever
+the model learns shows in it. Whether the batch can be learnt is computed first, from the
 labels: a model that gives the same distribution for the same context cannot have a lower cross entropy than
 
     H = mean over labels of -log (fraction of this label among the labels of its context)
@@ -83,25 +83,27 @@ def smoke(subject: Subject) -> Outcome:
             entropies.append(nan_if_absent(step.ce))
     except TrainingFailed as error:
         return answered(ID, Level.FAIL, error.message)
-    first, last = losses[0], losses[-1]
+    first_loss, last_loss = losses[0], losses[-1]
     numbers = {
-        "initial_loss": first,
-        "final_loss": last,
+        "initial_loss": first_loss,
+        "final_loss": last_loss,
         "initial_cross_entropy": entropies[0],
         "least_cross_entropy": least,
         "steps": steps,
     }
     if not all(math.isfinite(loss) for loss in losses):
-        at = next(i for i, loss in enumerate(losses) if not math.isfinite(loss))
-        return answered(ID, Level.FAIL, f"the loss of step {at + 1} is {losses[at]}", **numbers)
+        index = next(i for i, loss in enumerate(losses) if not math.isfinite(loss))
+        return answered(
+            ID, Level.FAIL, f"the loss of step {index + 1} is {losses[index]}", **numbers
+        )
     if least > LEARNABLE * entropies[0]:
         text = (
             f"the first batch cannot be learnt: {least:.2f} of the {entropies[0]:.2f} nats of its labels cannot be "
             f"predicted by any model"
         )
         return unknown(ID, text, **numbers)
-    text = f"loss {first:.4f} -> {last:.4f} in {steps} steps on one batch ({least:.2f} nats cannot be learnt)"
-    return answered(ID, Level.PASS if last < first else Level.FAIL, text, **numbers)
+    text = f"loss {first_loss:.4f} -> {last_loss:.4f} in {steps} steps on one batch ({least:.2f} nats cannot be learnt)"
+    return answered(ID, Level.PASS if last_loss < first_loss else Level.FAIL, text, **numbers)
 
 
 # contract: phase-gates-v1
@@ -112,18 +114,18 @@ def least_cross_entropy(batch: Batch) -> float | None:
         batch.tokens_BT, batch.documents_BT, batch.labels_BT, strict=True
     ):
         start = 0
-        for at, label in enumerate(labels_T.tolist()):
-            if at and documents_T[at] != documents_T[at - 1]:
-                start = at
+        for position, label in enumerate(labels_T.tolist()):
+            if position and documents_T[position] != documents_T[position - 1]:
+                start = position
             if label >= 0:
-                labels[_digest(tokens_T[start : at + 1])][label] += 1
-    count = sum(seen.total() for seen in labels.values())
+                labels[_digest(tokens_T[start : position + 1])][label] += 1
+    count = sum(counts.total() for counts in labels.values())
     if not count:
         return None
     nats = sum(
-        -times * math.log(times / seen.total())
-        for seen in labels.values()
-        for times in seen.values()
+        -times * math.log(times / counts.total())
+        for counts in labels.values()
+        for times in counts.values()
     )
     return nats / count
 

@@ -50,16 +50,16 @@ def teacher_parity(subject: Subject) -> Outcome:
     spec = subject.spec
     if not spec.has_teacher:
         return does_not_apply(TEACHER, "the run has no teacher")
-    given = spec.gate.teacher_reference
+    reference_path = spec.gate.teacher_reference
     inexact = subject.teacher_backend == "quantized" or subject.teacher_precision == "fp8"
-    if not inexact and not given:
+    if not inexact and not reference_path:
         return does_not_apply(
             TEACHER,
             f"the teacher is dense, in {subject.teacher_precision}: no part of it is quantised "
             "(gate.teacher_reference compares it with another model)",
         )
-    parts = list(subject.rows.heldout.split(ROWS))[:1]
-    path = given or spec.teacher.path
+    batches = list(subject.rows.heldout.split(ROWS))[:1]
+    path = reference_path or spec.teacher.path
     teacher = subject.teacher.teacher
     columns = subject.inputs.student.vocab_size
     subject.say(f"loading the reference: {path} (fp32)")
@@ -69,25 +69,25 @@ def teacher_parity(subject: Subject) -> Outcome:
         return unknown(TEACHER, text)
     kl = agreed = 0.0
     count = 0
-    for batch in parts:
+    for batch in batches:
         tokens_BT, documents_BT, labels_BT = batch.to_torch(subject.device)
-        kept = (labels_BT.flatten() >= 0).nonzero().squeeze(1)
-        ours_NE = teacher.hidden(tokens_BT, documents_BT).flatten(0, 1)[kept]
-        theirs_NE = reference.hidden(tokens_BT, documents_BT).flatten(0, 1)[kept]
-        for first in range(0, len(kept), _CHUNK):
-            part = slice(first, first + _CHUNK)
-            q_NV = log_probabilities(ours_NE[part], teacher.head(), columns).double()
-            p_NV = log_probabilities(theirs_NE[part], head_of(reference), columns).double()
+        labelled = (labels_BT.flatten() >= 0).nonzero().squeeze(1)
+        ours_NE = teacher.hidden(tokens_BT, documents_BT).flatten(0, 1)[labelled]
+        theirs_NE = reference.hidden(tokens_BT, documents_BT).flatten(0, 1)[labelled]
+        for start in range(0, len(labelled), _CHUNK):
+            chunk = slice(start, start + _CHUNK)
+            q_NV = log_probabilities(ours_NE[chunk], teacher.head(), columns).double()
+            p_NV = log_probabilities(theirs_NE[chunk], head_of(reference), columns).double()
             kl += float((p_NV.exp() * (p_NV - q_NV)).sum())
             agreed += float((p_NV.argmax(-1) == q_NV.argmax(-1)).sum())
-        count += len(kept)
+        count += len(labelled)
     if not count:
         return unknown(TEACHER, "the held-out rows have no label")
     limit = spec.gate.teacher_kl or NOISE_FLOORS["q4_k_m"].kl
     mean = kl / count
-    which = given or "the values in its blocks, in fp32"
+    reference_name = reference_path or "the values in its blocks, in fp32"
     text = (
-        f"{subject.teacher_backend}, {subject.teacher_precision}: KL {mean:.2g} from {which}, at most "
+        f"{subject.teacher_backend}, {subject.teacher_precision}: KL {mean:.2g} from {reference_name}, at most "
         f"{limit:.2g}; {agreed / count:.1%} rank the same id first ({count:,} tokens)"
     )
     # Written so that NaN fails.
@@ -107,8 +107,8 @@ def cache_fidelity(subject: Subject) -> Outcome:
         return unknown(CACHE, f"{folder} is empty: fill it with `engine prepare`")
     store = open_store(folder)
     identity = store.identity
-    taken = spec.train.steps * spec.rows_per_step
-    chosen = stored_rows(subject.rows.batches, store, spec.gate.cache_rows, taken)
+    rows_taken = spec.train.steps * spec.rows_per_step
+    chosen = stored_rows(subject.rows.batches, store, spec.gate.cache_rows, rows_taken)
     if not chosen:
         text = f"no row of the run is in {folder}: fill it with `engine prepare`"
         return unknown(CACHE, text)
@@ -129,17 +129,17 @@ def cache_fidelity(subject: Subject) -> Outcome:
     )
     subject.say(f"{len(chosen)} stored rows, asked of the teacher again")
     try:
-        found = compare(stored, built.teacher, chosen, subject.device)
+        fidelity = compare(stored, built.teacher, chosen, subject.device)
     finally:
         stored.close()
     limit = spec.gate.cache_cosine
     return answered(
         CACHE,
-        Level.PASS if found.within(limit) else Level.FAIL,
-        f"{identity.words}: {found.text(limit)}",
-        least=found.least_cosine,
-        mean=found.mean_cosine,
-        distance=found.largest_distance,
+        Level.PASS if fidelity.within(limit) else Level.FAIL,
+        f"{identity.words}: {fidelity.text(limit)}",
+        least=fidelity.least_cosine,
+        mean=fidelity.mean_cosine,
+        distance=fidelity.largest_distance,
         limit=limit,
-        rows=found.rows,
+        rows=fidelity.rows,
     )
