@@ -132,42 +132,43 @@ class _Sample:
 class _Step:
     """An observed step with the references that several stages share, each computed once when it is first needed."""
 
-    seen: ObservedStep
+    observed: ObservedStep
 
     @property
     def device(self) -> torch.device:
-        return self.seen.passes[0].student_hidden_ND.device
+        return self.observed.passes[0].student_hidden_ND.device
 
     @property
     def positions(self) -> int:
-        return sum(one.tokens_BT.numel() for one in self.seen.passes)
+        return sum(pass_.tokens_BT.numel() for pass_ in self.observed.passes)
 
     @cached_property
     def student_sample(self) -> _Sample:
         """All rows where the budget allows their gradients, otherwise some rows."""
-        size = self.seen.student.parameters
+        size = self.observed.student.parameters
         whole = 8 * size * self.positions <= REFERENCE_FLOPS[self.device.type]
-        return self._sample(self.seen.student, 0 if whole else 2 * size)
+        return self._sample(self.observed.student, 0 if whole else 2 * size)
 
     @cached_property
     def teacher_sample(self) -> _Sample:
-        assert self.seen.teacher is not None
+        assert self.observed.teacher is not None
         taught = [
-            one.teacher_hidden_NE is not None or one.targets is not None for one in self.seen.passes
+            pass_.teacher_hidden_NE is not None or pass_.targets is not None
+            for pass_ in self.observed.passes
         ]
-        return self._sample(self.seen.teacher, 2 * self.seen.teacher.parameters, taught)
+        return self._sample(self.observed.teacher, 2 * self.observed.teacher.parameters, taught)
 
     def _sample(self, model: Model, flops: int, of_passes: Sequence[bool] | None = None) -> _Sample:
         """Draw the rows that the budget allows at `flops` per token, seeded by the run's seed and the step, of the
         passes for which `of_passes` is True, by default of all. All rows where `flops` is 0."""
-        seen = self.seen
+        observed = self.observed
         all_rows = [
             (index, row)
-            for index, one in enumerate(seen.passes)
+            for index, pass_ in enumerate(observed.passes)
             if of_passes is None or of_passes[index]
-            for row in range(one.tokens_BT.shape[0])
+            for row in range(pass_.tokens_BT.shape[0])
         ]
-        tokens = seen.passes[0].tokens_BT.shape[1]
+        tokens = observed.passes[0].tokens_BT.shape[1]
         # LongRoPE turns short and long documents differently.
         if flops and not model.shape.long_factors:
             tokens = min(tokens, COMPARED_TOKENS)
@@ -176,34 +177,34 @@ class _Step:
             budget = HIDDEN_STATES_SHARE * REFERENCE_FLOPS[self.device.type]
             count = max(1, int(budget // (flops * tokens)))
         if count < len(all_rows):
-            generator = torch.Generator().manual_seed(seen.seed * 1_000_003 + seen.step)
+            generator = torch.Generator().manual_seed(observed.seed * 1_000_003 + observed.step)
             drawn = torch.randperm(len(all_rows), generator=generator)[:count].tolist()
             all_rows = sorted(all_rows[index] for index in drawn)
         rows = [
             [row for index, row in all_rows if index == number]
-            for number in range(len(seen.passes))
+            for number in range(len(observed.passes))
         ]
         return _Sample(rows, tokens, gradients=not flops)
 
     @cached_property
     def scale(self) -> int:
         """Factor by which the student's reference uses larger chunks than the memory plan counts."""
-        runs, one = self.seen.student.runs, self.seen.passes[0]
+        runs, pass_ = self.observed.student.runs, self.observed.passes[0]
         if not isinstance(runs, reference.PlainDecoder):
             return 1
         counted = layer_bytes(
             intermediate=runs.shape.intermediate_size,
-            width=one.student_hidden_ND.shape[1],
+            width=pass_.student_hidden_ND.shape[1],
             heads=runs.shape.heads,
-            tokens=one.tokens_BT.numel(),
-            row=one.tokens_BT.shape[1],
+            tokens=pass_.tokens_BT.numel(),
+            row=pass_.tokens_BT.shape[1],
             backward=True,
-        ) + logits_bytes(one.tokens_BT.numel(), self.seen.student.vocabulary)
-        return memory_scale(counted, self.seen.free_bytes)
+        ) + logits_bytes(pass_.tokens_BT.numel(), self.observed.student.vocabulary)
+        return memory_scale(counted, self.observed.free_bytes)
 
     @cached_property
     def student(self) -> Model:
-        model = self.seen.student
+        model = self.observed.student
         if not isinstance(model.runs, reference.PlainDecoder):
             return model
         return replace(model, runs=replace(model.runs, pairs=self.scale * model.runs.pairs))
@@ -218,27 +219,27 @@ class _Step:
             return [
                 [
                     model.runs.forward(
-                        one.tokens_BT[part, : chosen.tokens],
-                        one.documents_BT[part, : chosen.tokens],
+                        pass_.tokens_BT[chunk, : chosen.tokens],
+                        pass_.documents_BT[chunk, : chosen.tokens],
                         keep=keep,
                         rounding=rounding,
                     )
-                    for part in (rows[i : i + size] for i in range(0, len(rows), size))
+                    for chunk in (rows[i : i + size] for i in range(0, len(rows), size))
                 ]
-                for one, rows in zip(self.seen.passes, chosen.rows, strict=True)
+                for pass_, rows in zip(self.observed.passes, chosen.rows, strict=True)
             ]
 
     @contextlib.contextmanager
     def matmul_precision(self, model: Model) -> Iterator[None]:
         """Allow TF32 matmuls on a GPU for the reference of a model in 16 bits or fewer: they are five times as fast and
         round an eighth as much as the model does."""
-        before = torch.get_float32_matmul_precision()
+        previous = torch.get_float32_matmul_precision()
         if self.device.type == "cuda" and model.rounding >= 8 * TF32:
             torch.set_float32_matmul_precision("high")
         try:
             yield
         finally:
-            torch.set_float32_matmul_precision(before)
+            torch.set_float32_matmul_precision(previous)
 
     @cached_property
     def student_forwards(self) -> list[list[Forward]]:
@@ -247,38 +248,38 @@ class _Step:
 
     @cached_property
     def teacher_forwards(self) -> list[list[Forward]]:
-        assert self.seen.teacher is not None
-        return self.forwards(self.seen.teacher, self.teacher_sample)
+        assert self.observed.teacher is not None
+        return self.forwards(self.observed.teacher, self.teacher_sample)
 
     @cached_property
     def loss(self) -> _Loss:
         """The reference loss of the hidden states that the step's loss received."""
-        seen = self.seen
-        count = max(sum(int((_labels(one) != IGNORED).sum()) for one in seen.passes), 1)
+        observed = self.observed
+        count = max(sum(int((_labels(pass_) != IGNORED).sum()) for pass_ in observed.passes), 1)
         head_gradient_VD = None
-        if any(one.name == seen.student.head_name for one in seen.parameters):
-            shape = seen.student.vocabulary, seen.passes[0].student_hidden_ND.shape[1]
+        if any(parameter.name == observed.student.head_name for parameter in observed.parameters):
+            shape = observed.student.vocabulary, observed.passes[0].student_hidden_ND.shape[1]
             head_gradient_VD = torch.zeros(shape, device=self.device)
         total, gradients, objective = reference.LossSums(), [], 0.0
-        for one in seen.passes:
-            teacher: tuple[Tensor, reference.HeadRows] | reference.Targets | None = one.targets
-            if one.teacher_hidden_NE is not None and seen.teacher_head is not None:
-                teacher = (one.teacher_hidden_NE, seen.teacher_head)
+        for pass_ in observed.passes:
+            teacher: tuple[Tensor, reference.HeadRows] | reference.Targets | None = pass_.targets
+            if pass_.teacher_hidden_NE is not None and observed.teacher_head is not None:
+                teacher = (pass_.teacher_hidden_NE, observed.teacher_head)
             # TF32 represents 16-bit operands exactly, so their products are exact.
-            with self.matmul_precision(seen.student):
+            with self.matmul_precision(observed.student):
                 sums, gradient_ND = reference.loss(
-                    one.objective,
-                    one.student_hidden_ND,
-                    seen.student_head,
-                    _labels(one),
+                    pass_.objective,
+                    pass_.student_hidden_ND,
+                    observed.student_head,
+                    _labels(pass_),
                     teacher,
-                    vocabulary=seen.student.vocabulary,
+                    vocabulary=observed.student.vocabulary,
                     denominator=count,
                     head_gradient_VD=head_gradient_VD,
                     chunk_numbers=self.scale * LOGITS[self.device.type],
                 )
             gradients.append(gradient_ND)
-            alpha, T = one.objective.alpha, one.objective.temperature
+            alpha, T = pass_.objective.alpha, pass_.objective.temperature
             objective += alpha * sums.ce + (1 - alpha) * T**2 * sums.divergence
             total.ce += sums.ce
             total.divergence += sums.divergence
@@ -287,7 +288,7 @@ class _Step:
         return _Loss(
             labelled=count,
             ce=total.ce / count,
-            kd=total.divergence / count * seen.wanted.objective.temperature**2,
+            kd=total.divergence / count * observed.wanted.objective.temperature**2,
             total=objective / count,
             agreement=total.agreeing / count,
             hidden_gradients=gradients,
@@ -296,20 +297,20 @@ class _Step:
         )
 
 
-def _joined(groups: Sequence[Forward]) -> Tensor:
-    return torch.cat([one.hidden_ND for one in groups])
+def _join_hidden(groups: Sequence[Forward]) -> Tensor:
+    return torch.cat([group.hidden_ND for group in groups])
 
 
-def _labels(one: ObservedPass) -> Tensor:
+def _labels(pass_: ObservedPass) -> Tensor:
     """Return the labels of a pass on the device of its hidden states, (N,)."""
-    return one.labels_BT.flatten().to(one.student_hidden_ND.device)
+    return pass_.labels_BT.flatten().to(pass_.student_hidden_ND.device)
 
 
 @dataclass(frozen=True, slots=True)
 class _Updated:
     """A finished step: what was observed before its update and after it."""
 
-    seen: ObservedStep
+    observed: ObservedStep
     loss: _Loss | str
     """The reference loss, or the reason why there is none."""
     logged: Logged
@@ -319,22 +320,24 @@ class _Updated:
 # contract: distill-batch-honesty-v1
 class StepJudge:
     """Judges a step in two parts: models, loss and gradients before the update changes the weights; the update once the
-    step is logged. A stage whose judgement raises is unknown, with the error as the reason."""
+    step is logged. A stage whose judgement raises an error is unknown, with the error as the reason."""
 
-    def __init__(self, seen: ObservedStep) -> None:
+    def __init__(self, observed: ObservedStep) -> None:
         """Judge the first part; whole tensors are released afterwards."""
-        step = _Step(seen)
+        step = _Step(observed)
         self._found = {id: _timed(judge, step) for id, judge in BEFORE_UPDATE.items()}
         self._loss: _Loss | str = "its reference could not be computed"
         if "loss" in step.__dict__:
             self._loss = replace(step.loss, hidden_gradients=[], head_gradient_VD=None)
-        self._seen = replace(seen, passes=(), student_head=reference.LOGITS, teacher_head=None)
+        self._observed = replace(
+            observed, passes=(), student_head=reference.LOGITS, teacher_head=None
+        )
 
     def after_update(
         self, logged: Logged, after: Mapping[str, UpdatedParameter]
     ) -> list[tuple[About, Answer, float]]:
         """Return the answers of all stages, with the seconds that each took."""
-        done = _Updated(self._seen, self._loss, logged, after)
+        done = _Updated(self._observed, self._loss, logged, after)
         found = self._found | {id: _timed(judge, done) for id, judge in AFTER_UPDATE.items()}
         return [(about, *found[about.id]) for about in STAGES]
 
@@ -342,10 +345,10 @@ class StepJudge:
 _T = TypeVar("_T")
 
 
-def _timed(judge: Callable[[_T], Answer], of: _T) -> tuple[Answer, float]:
+def _timed(judge: Callable[[_T], Answer], subject: _T) -> tuple[Answer, float]:
     begun_s = time.perf_counter()
     try:
-        answer = judge(of)
+        answer = judge(subject)
     except Exception as error:  # noqa: BLE001 - an audit that breaks must not end the run
         answer = unknown(f"the audit raised {type(error).__name__}: {error}")
     return answer, time.perf_counter() - begun_s
@@ -355,57 +358,59 @@ def _timed(judge: Callable[[_T], Answer], of: _T) -> tuple[Answer, float]:
 
 
 def _rows(step: _Step) -> Answer:
-    seen: list[int] = []
-    passes, wanted = len(step.seen.passes), step.seen.wanted.passes
+    row_ids: list[int] = []
+    passes, wanted = len(step.observed.passes), step.observed.wanted.passes
     if passes != wanted:
         return Numbers(passes=passes, wanted=wanted).failed(
             f"the step trained on {passes} micro-batches, expected {wanted}"
         )
-    for number, one in enumerate(step.seen.passes):
-        corpus = one.corpus
-        shapes = tuple(one.tokens_BT.shape), tuple(corpus.tokens_BT.shape)
-        if shapes[0] != shapes[1] or len(one.row_ids) != len(corpus.row_ids):
-            return Numbers(rows=len(one.row_ids), wanted=len(corpus.row_ids)).failed(
+    for number, pass_ in enumerate(step.observed.passes):
+        corpus = pass_.corpus
+        shapes = tuple(pass_.tokens_BT.shape), tuple(corpus.tokens_BT.shape)
+        if shapes[0] != shapes[1] or len(pass_.row_ids) != len(corpus.row_ids):
+            return Numbers(rows=len(pass_.row_ids), wanted=len(corpus.row_ids)).failed(
                 f"micro-batch {number + 1} has {shapes[0][0]} rows of {shapes[0][1]} tokens, the spec sets "
                 f"{shapes[1][0]} of {shapes[1][1]}"
             )
-        if list(one.row_ids) != list(corpus.row_ids):
-            pairs = enumerate(zip(one.row_ids, corpus.row_ids, strict=True))
+        if list(pass_.row_ids) != list(corpus.row_ids):
+            pairs = enumerate(zip(pass_.row_ids, corpus.row_ids, strict=True))
             place = next(i for i, (a, b) in pairs if a != b)
-            return Numbers(taken=one.row_ids[place], wanted=corpus.row_ids[place]).failed(
+            return Numbers(taken=pass_.row_ids[place], wanted=corpus.row_ids[place]).failed(
                 f"micro-batch {number + 1}, row {place + 1}: expected row {corpus.row_ids[place]:,} of the corpus, "
-                f"found row {one.row_ids[place]:,}"
+                f"found row {pass_.row_ids[place]:,}"
             )
-        for what, trained_BT, there_BT in (
-            ("token", one.tokens_BT.cpu(), corpus.tokens_BT),
-            ("document number", one.documents_BT.cpu(), corpus.documents_BT),
+        for kind, trained_BT, corpus_BT in (
+            ("token", pass_.tokens_BT.cpu(), corpus.tokens_BT),
+            ("document number", pass_.documents_BT.cpu(), corpus.documents_BT),
         ):
-            if first := first_difference(trained_BT, there_BT):
-                return Numbers(differing=first.differing).failed(
-                    f"{_position_text(number, first.row, first.token)}: the step trained on {what} {first.found}, the "
-                    f"corpus has {first.wanted}; {first.differing:,} of {trained_BT.numel():,} differ"
+            if difference := first_difference(trained_BT, corpus_BT):
+                return Numbers(differing=difference.differing).failed(
+                    f"{_position_text(number, difference.row, difference.token)}: the step trained on {kind} "
+                    f"{difference.found}, the corpus has {difference.wanted}; {difference.differing:,} of "
+                    f"{trained_BT.numel():,} differ"
                 )
-        seen += one.row_ids
-    repeated = len(seen) - len(set(seen))
-    numbers = Numbers(rows=len(seen), repeated=repeated)
-    if repeated and step.seen.wanted.rows_distinct:
-        return numbers.failed(f"{repeated} of {len(seen)} rows of the step are duplicates")
-    return numbers.passed(f"all {len(seen)} rows are those of the spec, token by token")
+        row_ids += pass_.row_ids
+    repeated = len(row_ids) - len(set(row_ids))
+    numbers = Numbers(rows=len(row_ids), repeated=repeated)
+    if repeated and step.observed.wanted.rows_distinct:
+        return numbers.failed(f"{repeated} of {len(row_ids)} rows of the step are duplicates")
+    return numbers.passed(f"all {len(row_ids)} rows are those of the spec, token by token")
 
 
 def _labels_are_next(step: _Step) -> Answer:
     labelled = 0
-    for number, one in enumerate(step.seen.passes):
-        corpus = one.corpus
+    for number, pass_ in enumerate(step.observed.passes):
+        corpus = pass_.corpus
         wanted_BT = reference.next_tokens(
-            one.tokens_BT.cpu(), one.documents_BT.cpu(), corpus.after_B
+            pass_.tokens_BT.cpu(), pass_.documents_BT.cpu(), corpus.after_B
         )
         wanted_BT = torch.where(corpus.predicted_BT, wanted_BT, IGNORED)
-        labels_BT = one.labels_BT.cpu()
-        if first := first_difference(labels_BT, wanted_BT):
-            return Numbers(differing=first.differing).failed(
-                f"{_position_text(number, first.row, first.token)}: the label is {_label_text(first.found)}, expected "
-                f"{_label_text(first.wanted)}; {first.differing:,} of {labels_BT.numel():,} differ"
+        labels_BT = pass_.labels_BT.cpu()
+        if difference := first_difference(labels_BT, wanted_BT):
+            return Numbers(differing=difference.differing).failed(
+                f"{_position_text(number, difference.row, difference.token)}: the label is "
+                f"{_label_text(difference.found)}, expected {_label_text(difference.wanted)}; "
+                f"{difference.differing:,} of {labels_BT.numel():,} differ"
             )
         labelled += int((labels_BT != IGNORED).sum())
     numbers = Numbers(labelled=labelled)
@@ -448,15 +453,15 @@ def _errors(
     step: _Step,
     chosen: _Sample,
     forwards: Sequence[Sequence[Forward]],
-    seen: Sequence[Tensor | None],
+    hidden: Sequence[Tensor | None],
 ) -> _Errors:
     errors, sizes, places = [], [], []
-    for number, (groups, hidden_ND) in enumerate(zip(forwards, seen, strict=True)):
+    for number, (groups, hidden_ND) in enumerate(zip(forwards, hidden, strict=True)):
         rows = chosen.rows[number]
         if not rows or hidden_ND is None:
             continue
-        length = step.seen.passes[number].tokens_BT.shape[1]
-        wanted_ND = _joined(groups).float()
+        length = step.observed.passes[number].tokens_BT.shape[1]
+        wanted_ND = _join_hidden(groups).float()
         found_BTD = hidden_ND.view(-1, length, hidden_ND.shape[1])
         found_ND = found_BTD[rows, : chosen.tokens].flatten(0, 1).float()
         errors.append((found_ND - wanted_ND).norm(dim=1))
@@ -470,16 +475,16 @@ def _forward_pass(
     model: Model,
     chosen: _Sample,
     forwards: Sequence[Sequence[Forward]],
-    seen: Sequence[Tensor | None],
-    whose: str,
+    hidden: Sequence[Tensor | None],
+    role: str,
 ) -> Answer:
     allowed = _allowed(model)
-    found = _errors(step, chosen, forwards, seen)
-    relative_P = (found.error_P / found.size_P).nan_to_num(math.inf)
+    errors = _errors(step, chosen, forwards, hidden)
+    relative_P = (errors.error_P / errors.size_P).nan_to_num(math.inf)
     # The error of one position averages over fewer numbers than that of all positions.
     over_P = relative_P > 4 * allowed
     positions = len(relative_P)
-    error = found.relative(torch.ones_like(over_P))
+    error = errors.relative(torch.ones_like(over_P))
     numbers = Numbers(
         error=error,
         worst=float(relative_P.amax()),
@@ -495,18 +500,18 @@ def _forward_pass(
     if over_P.any() or not error <= allowed:
         # Some models, above all those of random weights, amplify rounding errors into other hidden states.
         rounding_P, checked_P = _moved_by_rounding(
-            step, model, chosen.tokens, forwards, found, over_P
+            step, model, chosen.tokens, forwards, errors, over_P
         )
         numbers["decided_by_rounding"] = int(rounding_P.sum())
         accepted = ROUNDED_PER_SHOWN * int(rounding_P.sum())
         ratio = positions / int(checked_P.sum())
         if int((over_P & checked_P).sum()) > accepted or int(over_P.sum()) > accepted * ratio:
-            first = int(over_P.nonzero()[0])
+            first_over = int(over_P.nonzero()[0])
             return numbers.failed(
-                f"{text}; first at {_position_text(*found.places[first])}: {float(relative_P[first]):.2g}"
+                f"{text}; first at {_position_text(*errors.places[first_over])}: {float(relative_P[first_over]):.2g}"
             )
         kept_P = ~(over_P | rounding_P)
-        error = found.relative(kept_P)
+        error = errors.relative(kept_P)
         if not error <= allowed:
             return numbers.failed(text)
         excluded = positions - int(kept_P.sum())
@@ -515,7 +520,7 @@ def _forward_pass(
             return numbers.unknown(
                 f"rounding decides the hidden states of {excluded:,} of {positions:,} tokens"
             )
-    found_text = f"hidden states of {positions:,} tokens of the {whose} are within {error:.1e} of"
+    found_text = f"hidden states of {positions:,} tokens of the {role} are within {error:.1e} of"
     if not model.proved:
         return numbers.unknown(
             f"not proved: the reference is the same module in fp32. {found_text} it{decided}"
@@ -528,22 +533,22 @@ def _moved_by_rounding(
     model: Model,
     length: int,
     forwards: Sequence[Sequence[Forward]],
-    found: _Errors,
+    errors: _Errors,
     over_P: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """Return which sampled positions exceed the tolerance when errors of one rounding are added, and which were checked
     this way: those of the rows that differ most; (P,) each."""
-    plain_ND = torch.cat([_joined(groups) for groups in forwards if groups])
+    plain_ND = torch.cat([_join_hidden(groups) for groups in forwards if groups])
     plain_RTD = plain_ND.view(-1, length, plain_ND.shape[1])
     moved_P, checked_P = torch.zeros_like(over_P), torch.zeros_like(over_P)
     worst_R = over_P.view(-1, length).sum(1).sort(descending=True, stable=True).indices
     for place in worst_R[:ROUNDED_ROWS].tolist():
-        number, row, _ = found.places[place * length]
-        one, begin = step.seen.passes[number], place * length
+        number, row, _ = errors.places[place * length]
+        pass_, begin = step.observed.passes[number], place * length
         with step.matmul_precision(model):
             change_TD = model.runs.forward(
-                one.tokens_BT[row : row + 1, :length],
-                one.documents_BT[row : row + 1, :length],
+                pass_.tokens_BT[row : row + 1, :length],
+                pass_.documents_BT[row : row + 1, :length],
                 rounding=model.rounding,
             ).hidden_ND
         plain_TD = plain_RTD[place].float()
@@ -556,45 +561,45 @@ def _moved_by_rounding(
 
 
 def _student(step: _Step) -> Answer:
-    seen = step.seen
-    hidden = [one.student_hidden_ND for one in seen.passes]
+    observed = step.observed
+    hidden = [pass_.student_hidden_ND for pass_ in observed.passes]
     answer = _forward_pass(
-        step, seen.student, step.student_sample, step.student_forwards, hidden, "student"
+        step, observed.student, step.student_sample, step.student_forwards, hidden, "student"
     )
-    return _with_shape_check(answer, seen.student)
+    return _with_shape_check(answer, observed.student)
 
 
 def _teacher(step: _Step) -> Answer:
-    seen = step.seen
-    if all(one.teacher_hidden_NE is None and one.targets is None for one in seen.passes):
+    observed = step.observed
+    if all(pass_.teacher_hidden_NE is None and pass_.targets is None for pass_ in observed.passes):
         return Numbers().passed("the objective has no teacher")
-    if changed := seen.teacher_changed:
+    if changed := observed.teacher_changed:
         return Numbers(changed=len(changed)).failed(
             f"the step changed {len(changed)} tensors of the teacher, first {changed[0]}"
         )
-    if seen.teacher is None:
-        return unknown(seen.no_teacher)
-    if any(one.targets is not None for one in seen.passes):
-        return _targets(step, seen.teacher)
+    if observed.teacher is None:
+        return unknown(observed.no_teacher)
+    if any(pass_.targets is not None for pass_ in observed.passes):
+        return _targets(step, observed.teacher)
     # A pass whose objective has no teacher has no rows in the sample.
-    hidden = [one.teacher_hidden_NE for one in seen.passes]
+    hidden = [pass_.teacher_hidden_NE for pass_ in observed.passes]
     answer = _forward_pass(
-        step, seen.teacher, step.teacher_sample, step.teacher_forwards, hidden, "teacher"
+        step, observed.teacher, step.teacher_sample, step.teacher_forwards, hidden, "teacher"
     )
-    answer = _with_shape_check(answer, seen.teacher)
-    if answer.verdict.level is Level.FAIL or seen.teacher_head in (None, reference.LOGITS):
+    answer = _with_shape_check(answer, observed.teacher)
+    if answer.verdict.level is Level.FAIL or observed.teacher_head in (None, reference.LOGITS):
         return answer
-    assert seen.teacher_head is not None
-    count = seen.student.vocabulary
+    assert observed.teacher_head is not None
+    count = observed.student.vocabulary
     rows = torch.arange(0, count, max(1, count // HEAD_ROWS_COMPARED), device=step.device)
-    wanted_RE = seen.teacher.weight(seen.teacher.head_name, rows)
-    found_RE = torch.cat([seen.teacher_head(int(row), 1).float() for row in rows.tolist()])
+    wanted_RE = observed.teacher.weight(observed.teacher.head_name, rows)
+    found_RE = torch.cat([observed.teacher_head(int(row), 1).float() for row in rows.tolist()])
     error = float((found_RE - wanted_RE).norm() / wanted_RE.norm())
     numbers = Numbers(**answer.numbers, head_error=error)
-    if not error <= 2 * seen.teacher.rounding + 4 * ROUNDING:
+    if not error <= 2 * observed.teacher.rounding + 4 * ROUNDING:
         return numbers.failed(
             f"the relative error of the head in the loss to the teacher's head is {error:.2g}, expected up to "
-            f"{2 * seen.teacher.rounding + 4 * ROUNDING:.1g}"
+            f"{2 * observed.teacher.rounding + 4 * ROUNDING:.1g}"
         )
     return replace(answer, numbers=dict(numbers))
 
@@ -602,29 +607,29 @@ def _teacher(step: _Step) -> Answer:
 def _targets(step: _Step, model: Model) -> Answer:
     """Compare stored teacher targets with the reference's distribution at the loss's temperature: the probabilities of
     the top tokens, or the likelihood of sampled tokens."""
-    ids, found, hidden = [], [], []
-    for number, one in enumerate(step.seen.passes):
+    ids, log_probs, hidden = [], [], []
+    for number, pass_ in enumerate(step.observed.passes):
         rows, tokens = step.teacher_sample.rows[number], step.teacher_sample.tokens
-        if one.targets is None or not rows:
+        if pass_.targets is None or not rows:
             continue
-        shape = (*one.tokens_BT.shape, -1)
-        hidden.append(_joined(step.teacher_forwards[number]))
-        ids.append(one.targets.ids_NK.view(shape)[rows, :tokens].flatten(0, 1))
-        if one.targets.log_probs_NK is not None:
-            found.append(one.targets.log_probs_NK.view(shape)[rows, :tokens].flatten(0, 1))
-    hidden_PE, vocabulary = torch.cat(hidden), step.seen.student.vocabulary
-    every = -(-len(hidden_PE) // max(TARGETS_COMPARED, 4 * LOGITS[step.device.type] // vocabulary))
-    ids_PK = torch.cat(ids).to(step.device)[::every].long()
+        shape = (*pass_.tokens_BT.shape, -1)
+        hidden.append(_join_hidden(step.teacher_forwards[number]))
+        ids.append(pass_.targets.ids_NK.view(shape)[rows, :tokens].flatten(0, 1))
+        if pass_.targets.log_probs_NK is not None:
+            log_probs.append(pass_.targets.log_probs_NK.view(shape)[rows, :tokens].flatten(0, 1))
+    hidden_PE, vocabulary = torch.cat(hidden), step.observed.student.vocabulary
+    stride = -(-len(hidden_PE) // max(TARGETS_COMPARED, 4 * LOGITS[step.device.type] // vocabulary))
+    ids_PK = torch.cat(ids).to(step.device)[::stride].long()
     logits = [
-        hidden_PE[::every] @ model.weight(model.head_name, rows_R).T
+        hidden_PE[::stride] @ model.weight(model.head_name, rows_R).T
         for rows_R in torch.split(torch.arange(vocabulary), reference.HEAD_ROWS)
     ]
-    scaled_PV = torch.cat(logits, dim=1).double() / step.seen.wanted.objective.temperature
+    scaled_PV = torch.cat(logits, dim=1).double() / step.observed.wanted.objective.temperature
     log_p_PV = torch.log_softmax(scaled_PV, dim=1)
     allowed = TARGETS_ALLOWED * _allowed(model)
     numbers = Numbers(positions=len(ids_PK), all_positions=step.positions, allowed=allowed)
-    if found:
-        p_PK = torch.cat(found).to(step.device)[::every].double().exp()
+    if log_probs:
+        p_PK = torch.cat(log_probs).to(step.device)[::stride].double().exp()
         wanted_PK = log_p_PV.gather(1, ids_PK).exp()
         best_PK = log_p_PV.topk(ids_PK.shape[1], dim=1).values.exp()
         error = float((p_PK - wanted_PK).norm() / wanted_PK.norm())
@@ -679,33 +684,37 @@ def _first_out_of_tolerance(error: Tensor, allowed: Tensor) -> tuple[int, int] |
 
 def _locate(differing: tuple[int, int], parameters: Sequence[ObservedParameter]) -> tuple[int, str]:
     """Return the index and its name in the sampled rows of all parameters, which are concatenated."""
-    at, others = differing
-    sizes = [one.before.numel() for one in parameters]
+    index, others = differing
+    sizes = [parameter.before.numel() for parameter in parameters]
     ends = list(itertools.accumulate(sizes))
-    number = bisect.bisect(ends, at)
-    one = parameters[number]
-    place = at - ends[number] + sizes[number]
-    return at, _weight_text(one.name, place, one.before, one.rows_R, others, ends[-1])
+    number = bisect.bisect(ends, index)
+    parameter = parameters[number]
+    place = index - ends[number] + sizes[number]
+    return index, _weight_text(
+        parameter.name, place, parameter.before, parameter.rows_R, others, ends[-1]
+    )
 
 
 def _weight_text(
-    name: str, at: int, part: Tensor, rows: Sequence[int] | Tensor, others: int, total: int
+    name: str, index: int, weights: Tensor, rows: Sequence[int] | Tensor, others: int, total: int
 ) -> str:
-    row, *columns = (int(index) for index in torch.unravel_index(torch.tensor(at), part.shape))
-    where = f"{name}[{', '.join(map(str, (int(rows[row]), *columns)))}]"
-    return f"{where}, and {others:,} others of {total:,},"
+    row, *columns = (
+        int(dimension) for dimension in torch.unravel_index(torch.tensor(index), weights.shape)
+    )
+    element = f"{name}[{', '.join(map(str, (int(rows[row]), *columns)))}]"
+    return f"{element}, and {others:,} others of {total:,},"
 
 
 # Loss
 
 
 def _loss_parts(step: _Updated) -> Answer:
-    ref, seen, logged = step.loss, step.seen, step.logged
+    ref, observed, logged = step.loss, step.observed, step.logged
     if isinstance(ref, str):
         return unknown(ref)
     # A logit is a sum of rounded products; a log-sum-exp changes by no more than the largest change of a logit.
-    rounding = 8 * step.seen.logit_rounding * ref.largest_logit
-    T = seen.wanted.objective.temperature
+    rounding = 8 * step.observed.logit_rounding * ref.largest_logit
+    T = observed.wanted.objective.temperature
     numbers = Numbers()
     pairs = [("ce", "the cross entropy", logged.ce, ref.ce, 1.0)]
     if logged.kd is not None:
@@ -731,7 +740,7 @@ def _loss_parts(step: _Updated) -> Answer:
 
 def _total_loss(step: _Updated) -> Answer:
     logged, ref = step.logged, step.loss
-    alpha, mixed = step.seen.wanted.objective.alpha, step.seen.wanted.mixed
+    alpha, mixed = step.observed.wanted.objective.alpha, step.observed.wanted.mixed
     loss = alpha * logged.ce + (1 - alpha) * (logged.kd or 0.0)
     allowed = 4e-6 * (1 + abs(logged.ce) + abs(logged.kd or 0.0))
     if mixed:
@@ -739,7 +748,7 @@ def _total_loss(step: _Updated) -> Answer:
         if isinstance(ref, str):
             return unknown(ref)
         loss = ref.total
-        allowed = 2e-5 * (1 + abs(loss)) + 16 * step.seen.logit_rounding * ref.largest_logit
+        allowed = 2e-5 * (1 + abs(loss)) + 16 * step.observed.logit_rounding * ref.largest_logit
     numbers = Numbers(loss=logged.loss, reference=loss, alpha=alpha)
     if not logged.applied:
         return numbers.unknown(NOT_APPLIED)
@@ -757,7 +766,7 @@ def _total_loss(step: _Updated) -> Answer:
 
 
 def _gradients(step: _Step) -> Answer:
-    seen = step.seen
+    observed = step.observed
     answer = _hidden_gradients(step)
     if answer.verdict.level is not Level.PASS:
         return answer
@@ -767,35 +776,37 @@ def _gradients(step: _Step) -> Answer:
             "FLOPs than the audit's budget",
             **answer.numbers,
         )
-    upstream = [one.student_gradient_ND.float() for one in seen.passes]  # type: ignore[union-attr]
+    upstream = [pass_.student_gradient_ND.float() for pass_ in observed.passes]  # type: ignore[union-attr]
     weight_answer = _weight_gradients(step, upstream, step.loss.head_gradient_VD)
     return replace(weight_answer, numbers={**answer.numbers, **weight_answer.numbers})
 
 
 def _hidden_gradients(step: _Step) -> Answer:
     """Compare the loss's gradients of the hidden states with the reference's at every position."""
-    ref, seen = step.loss, step.seen
+    ref, observed = step.loss, step.observed
     square = size = 0.0
     worst: tuple[float, int, int] = (0.0, 0, 0)
     # The error that rounding a logit adds to the gradient of its position grows with the norm of the head's rows.
     length = 1.0
-    if seen.student_head is not reference.LOGITS:
-        rows_RD = seen.student_head(0, min(64, seen.student.vocabulary)).float()
+    if observed.student_head is not reference.LOGITS:
+        rows_RD = observed.student_head(0, min(64, observed.student.vocabulary)).float()
         length = float(rows_RD.norm(dim=1).mean())
-    floor = 16 * seen.logit_rounding * ref.largest_logit * length / ref.labelled
-    relative = max(1e-4, 4 * seen.student.rounding)
-    for number, (one, wanted_ND) in enumerate(zip(seen.passes, ref.hidden_gradients, strict=True)):
-        if one.student_gradient_ND is None:
-            labelled = int((_labels(one) != IGNORED).sum())
+    floor = 16 * observed.logit_rounding * ref.largest_logit * length / ref.labelled
+    relative = max(1e-4, 4 * observed.student.rounding)
+    for number, (pass_, wanted_ND) in enumerate(
+        zip(observed.passes, ref.hidden_gradients, strict=True)
+    ):
+        if pass_.student_gradient_ND is None:
+            labelled = int((_labels(pass_) != IGNORED).sum())
             if labelled:
                 return Numbers(labelled=labelled).failed(
                     f"no gradient reached the student's hidden states of pass {number + 1}"
                 )
             continue
-        found_ND = one.student_gradient_ND.double()
-        without_N = (_labels(one) == IGNORED) & (found_ND.abs().sum(1) > 0)
+        found_ND = pass_.student_gradient_ND.double()
+        without_N = (_labels(pass_) == IGNORED) & (found_ND.abs().sum(1) > 0)
         if without_N.any():
-            row, token = divmod(int(without_N.nonzero()[0]), one.tokens_BT.shape[1])
+            row, token = divmod(int(without_N.nonzero()[0]), pass_.tokens_BT.shape[1])
             return Numbers(leaking=int(without_N.sum())).failed(
                 f"{int(without_N.sum())} positions without a label receive a gradient, first "
                 f"{_position_text(number, row, token)}"
@@ -803,7 +814,7 @@ def _hidden_gradients(step: _Step) -> Answer:
         error_N = (found_ND - wanted_ND).norm(dim=1)
         square += float(error_N.square().sum())
         size += float(wanted_ND.square().sum())
-        roundings = LOG_ROUNDINGS if one.objective.divergence != "forward_kl" else 1
+        roundings = LOG_ROUNDINGS if pass_.objective.divergence != "forward_kl" else 1
         allowed_N = relative * 8 * wanted_ND.norm(dim=1) + roundings * floor
         excess_N = (error_N / allowed_N).nan_to_num(math.inf)
         if len(excess_N) and float(excess_N.amax()) > worst[0]:
@@ -812,9 +823,9 @@ def _hidden_gradients(step: _Step) -> Answer:
     numbers = Numbers(hidden_error=error, hidden_allowed=relative, floor=floor)
     if worst[0] > 1:
         _, number, place = worst
-        one = seen.passes[number]
-        row, token = divmod(place, one.tokens_BT.shape[1])
-        found = float(one.student_gradient_ND[place].double().norm())  # type: ignore[index]
+        pass_ = observed.passes[number]
+        row, token = divmod(place, pass_.tokens_BT.shape[1])
+        found = float(pass_.student_gradient_ND[place].double().norm())  # type: ignore[index]
         wanted = float(ref.hidden_gradients[number][place].norm())
         return numbers.failed(
             f"the relative error of the hidden states' gradient to that of the loss is {error:.2g}; largest at "
@@ -848,47 +859,50 @@ def _weight_gradients(
     step: _Step, upstream: Sequence[Tensor], head_gradient_VD: Tensor | None
 ) -> Answer:
     """Compare the gradients of the weights with those of the plain decoder."""
-    seen, model = step.seen, step.student
-    total = max(sum(one.numbers for one in seen.parameters), 1)
+    observed, model = step.observed, step.student
+    total = max(sum(parameter.numbers for parameter in observed.parameters), 1)
     # In 16 bits the backward pass of each layer adds an error of a few percent.
     relative = max(2e-3, 32 * model.rounding)
     # Tolerance of a gradient that is zero except for rounding, such as that of a key's bias.
-    floor = 64 * model.rounding * seen.gradient_norm
+    floor = 64 * model.rounding * observed.gradient_norm
     head_floor = 0.0 if head_gradient_VD is None else _head_rounding(step)
     worst, compared = 0.0, 0
     outside: dict[str, _OutOfTolerance] = {}
-    for one, wanted in _wanted_gradients(step, step.student_forwards, upstream, head_gradient_VD):
-        if one.gradient is None:
+    for parameter, wanted in _wanted_gradients(
+        step, step.student_forwards, upstream, head_gradient_VD
+    ):
+        if parameter.gradient is None:
             if float(wanted.norm()) > floor:
                 return Numbers(wanted=float(wanted.norm())).failed(
-                    f"{one.name} has no gradient: it is frozen, or detached from the loss"
+                    f"{parameter.name} has no gradient: it is frozen, or detached from the loss"
                 )
             continue
-        found = one.gradient.double()
+        found = parameter.gradient.double()
         share = math.sqrt(found.numel() / total)
         # One transfer for both numbers: each one waits for the device.
         error, length = torch.stack([(found - wanted).norm(), wanted.norm()]).tolist()
         allowed = relative * length + floor * max(share, 1e-3)
-        if one.name == model.head_name:
+        if parameter.name == model.head_name:
             allowed += head_floor
         compared += 1
         if error <= allowed:
             worst = max(worst, error / allowed)
         else:
-            outside[one.name] = _OutOfTolerance(found, wanted, error, allowed)
+            outside[parameter.name] = _OutOfTolerance(found, wanted, error, allowed)
     numbers = Numbers(tensors=compared, of_allowed=worst)
     decided = ""
     if outside:
         # Where the gradients of many tokens cancel, the remainder may be rounding.
         forwards = step.forwards(model, step.student_sample, keep=True, rounding=model.rounding)
-        for one, moved in _wanted_gradients(step, forwards, upstream, head_gradient_VD):
-            far = outside.get(one.name)
-            if far is not None and not far.explained_by_rounding(moved):
-                length = float(far.wanted.norm())
-                numbers["of_allowed"] = far.error / far.allowed
+        for parameter, moved in _wanted_gradients(step, forwards, upstream, head_gradient_VD):
+            mismatch = outside.get(parameter.name)
+            if mismatch is not None and not mismatch.explained_by_rounding(moved):
+                length = float(mismatch.wanted.norm())
+                numbers["of_allowed"] = mismatch.error / mismatch.allowed
                 return numbers.failed(
-                    f"the relative error of the gradient of {one.name} to the plain decoder's is "
-                    f"{far.error / max(length, 1e-300):.2g}: norm {float(far.found.norm()):.3g}, expected {length:.3g}"
+                    f"the relative error of the gradient of {parameter.name} to the plain decoder's is "
+                    f"{mismatch.error / max(length, 1e-300):.2g}: norm {float(mismatch.found.norm()):.3g}, "
+                    f"expected {length:.3g}"
                 )
         numbers["decided_by_rounding"] = len(outside)
         if 2 * len(outside) > compared:
@@ -897,7 +911,7 @@ def _weight_gradients(
             )
         decided = f", except {len(outside)} that rounding decides"
     return numbers.passed(
-        f"gradients of {compared} tensors match those of the logged loss over all rows of {len(seen.passes)} "
+        f"gradients of {compared} tensors match those of the logged loss over all rows of {len(observed.passes)} "
         f"micro-batches{decided}"
     )
 
@@ -905,11 +919,13 @@ def _weight_gradients(
 def _head_rounding(step: _Step) -> float:
     """Return the norm of the error that rounding the logits adds to the gradient of the head: that of each position
     times its hidden state. Where teacher and student are nearly equal it is much of the gradient."""
-    ref, seen = step.loss, step.seen
-    logs = any(one.objective.divergence != "forward_kl" for one in seen.passes)
-    each = 16 * seen.logit_rounding * ref.largest_logit / max(ref.labelled, 1)
-    square = sum(float(one.student_hidden_ND.double().square().sum()) for one in seen.passes)
-    return (LOG_ROUNDINGS if logs else 1) * each * math.sqrt(square)
+    ref, observed = step.loss, step.observed
+    logs = any(pass_.objective.divergence != "forward_kl" for pass_ in observed.passes)
+    per_position = 16 * observed.logit_rounding * ref.largest_logit / max(ref.labelled, 1)
+    square = sum(
+        float(pass_.student_hidden_ND.double().square().sum()) for pass_ in observed.passes
+    )
+    return (LOG_ROUNDINGS if logs else 1) * per_position * math.sqrt(square)
 
 
 def _wanted_gradients(
@@ -922,24 +938,24 @@ def _wanted_gradients(
 
     `upstream` is the gradient of each pass's hidden states, (N, D).
     """
-    observed = {one.name: one for one in step.seen.parameters}
+    observed = {parameter.name: parameter for parameter in step.observed.parameters}
     flows = [
         flow_ND
         for groups, of_pass_ND in zip(forwards, upstream, strict=True)
-        for flow_ND in torch.split(of_pass_ND, [len(one.tokens_N) for one in groups])
+        for flow_ND in torch.split(of_pass_ND, [len(group.tokens_N) for group in groups])
     ]
-    passes = [one for groups in forwards for one in groups]
+    passes = [group for groups in forwards for group in groups]
     student = step.student
     with step.matmul_precision(student):
         for name, gradients in _with_head(
             student.runs.backward(passes, flows), head_gradient_VD, student.head_name
         ):
-            one = observed.get(name)
-            if one is None:
+            parameter = observed.get(name)
+            if parameter is None:
                 continue
-            places_R = one.rows_R.to(step.device)
+            places_R = parameter.rows_R.to(step.device)
             zero = torch.zeros((), device=step.device)
-            yield one, sum((g[places_R].double() for g in gradients), zero)
+            yield parameter, sum((g[places_R].double() for g in gradients), zero)
 
 
 def _with_head(
@@ -961,50 +977,55 @@ def _with_head(
 
 def _clipping(step: _Updated) -> Answer:
     # Summed in fp32 on a CPU, the squares of a large matrix lose some 1e-4.
-    found, wanted = step.logged.grad_norm, step.seen.gradient_norm
-    numbers = Numbers(logged=found, reference=wanted, limit=step.seen.wanted.clip_norm)
+    found, wanted = step.logged.grad_norm, step.observed.gradient_norm
+    numbers = Numbers(logged=found, reference=wanted, limit=step.observed.wanted.clip_norm)
     if not abs(found - wanted) <= 2e-3 * wanted:
         return numbers.failed(
             f"the gradient norm is logged as {found:.6g}, the norm of the gradients is {wanted:.6g}"
         )
-    factor = reference.clip_factor(wanted, step.seen.wanted.clip_norm)
+    factor = reference.clip_factor(wanted, step.observed.wanted.clip_norm)
     clipped = f", clipped to {factor:.2%}" if factor < 1 else ""
     return numbers.passed(f"the logged {found:.6g} is the norm of the gradients{clipped}")
 
 
 def _moments(step: _Updated) -> Answer:
-    seen, adam = step.seen, step.seen.wanted.adam
+    observed, adam = step.observed, step.observed.wanted.adam
     if not step.logged.applied:
         return unknown(NOT_APPLIED)
-    factor = reference.clip_factor(step.logged.grad_norm, seen.wanted.clip_norm)
+    factor = reference.clip_factor(step.logged.grad_norm, observed.wanted.clip_norm)
     compared: list[ObservedParameter] = []
-    found: list[tuple[Tensor, Tensor]] = []
+    updated_moments: list[tuple[Tensor, Tensor]] = []
     counted = step.logged.updates
-    for one in seen.parameters:
-        after = step.after[one.name]
-        if one.gradient is None or after.moments is None:
+    for parameter in observed.parameters:
+        after = step.after[parameter.name]
+        if parameter.gradient is None or after.moments is None:
             continue
-        if (one.updates, after.updates) != (counted, counted + 1):
-            reset = "; its state was reset" if one.moments is None else ""
-            return Numbers(before=one.updates, after=after.updates, wanted=counted).failed(
-                f"the optimizer counts {one.updates:,} updates of {one.name} before the step and {after.updates:,} "
-                f"after it, expected {counted:,} and {counted + 1:,}{reset}. AdamW's bias correction uses that count"
+        if (parameter.updates, after.updates) != (counted, counted + 1):
+            reset = "; its state was reset" if parameter.moments is None else ""
+            return Numbers(before=parameter.updates, after=after.updates, wanted=counted).failed(
+                f"the optimizer counts {parameter.updates:,} updates of {parameter.name} before the step and "
+                f"{after.updates:,} after it, expected {counted:,} and {counted + 1:,}{reset}. AdamW's bias correction "
+                "uses that count"
             )
-        compared.append(one)
-        found.append(after.moments)
+        compared.append(parameter)
+        updated_moments.append(after.moments)
     if not compared:
         return unknown("the optimizer has no moments for any parameter")
-    gradients = _flat(one.gradient for one in compared if one.gradient is not None)
+    gradients = _flat(
+        parameter.gradient for parameter in compared if parameter.gradient is not None
+    )
     g = gradients * factor
     mean, square = (
         _flat(
-            torch.zeros_like(one.before) if one.moments is None else one.moments[place]
-            for one in compared
+            torch.zeros_like(parameter.before)
+            if parameter.moments is None
+            else parameter.moments[place]
+            for parameter in compared
         )
         for place in (0, 1)
     )
     scales = (mean.abs() + g.abs(), square + g * g)
-    for place, (what, want, scale, floor) in enumerate(
+    for place, (moment, want, scale, floor) in enumerate(
         zip(
             ("mean", "mean square"),
             reference.moments(adam, g, mean, square),
@@ -1013,13 +1034,13 @@ def _moments(step: _Updated) -> Answer:
             strict=True,
         )
     ):
-        now = _flat(moments[place] for moments in found)
-        differing = _first_out_of_tolerance((now - want).abs(), 1e-5 * scale + floor)
+        updated = _flat(moments[place] for moments in updated_moments)
+        differing = _first_out_of_tolerance((updated - want).abs(), 1e-5 * scale + floor)
         if differing is not None:
-            at, text = _locate(differing, compared)
+            index, text = _locate(differing, compared)
             return Numbers(clip_factor=factor).failed(
-                f"the {what} of {text} is {float(now[at]):.6g}, AdamW computes {float(want[at]):.6g} from the gradient "
-                f"{float(gradients[at]):.4g} clipped by {factor:.4g}"
+                f"the {moment} of {text} is {float(updated[index]):.6g}, AdamW computes {float(want[index]):.6g} from "
+                f"the gradient {float(gradients[index]):.4g} clipped by {factor:.4g}"
             )
     return Numbers(compared=len(g), clip_factor=factor).passed(
         f"{len(g):,} moments match AdamW's of the clipped gradients"
@@ -1027,7 +1048,7 @@ def _moments(step: _Updated) -> Answer:
 
 
 def _weights(step: _Updated) -> Answer:
-    seen, logged, wanted = step.seen, step.logged, step.seen.wanted
+    observed, logged, wanted = step.observed, step.logged, step.observed.wanted
     numbers = Numbers(rate=wanted.rate, logged=logged.lr)
     if not abs(logged.lr - wanted.rate) <= 1e-9 + 1e-6 * wanted.rate:
         return numbers.failed(
@@ -1036,18 +1057,18 @@ def _weights(step: _Updated) -> Answer:
     if not logged.applied:
         return numbers.unknown(NOT_APPLIED)
     moments: list[tuple[Tensor, Tensor]] = []
-    for one in seen.parameters:
-        if (its_moments := step.after[one.name].moments) is None:
-            return numbers.failed(f"{one.name} is not in the optimizer: it is never trained")
-        moments.append(its_moments)
-    before = _flat(one.before for one in seen.parameters)
-    after = _flat(step.after[one.name].after for one in seen.parameters)
-    decays = [wanted.decay if one.decays else 0.0 for one in seen.parameters]
-    counts = [float(step.after[one.name].updates) for one in seen.parameters]
-    sizes = torch.tensor([one.before.numel() for one in seen.parameters])
+    for parameter in observed.parameters:
+        if (parameter_moments := step.after[parameter.name].moments) is None:
+            return numbers.failed(f"{parameter.name} is not in the optimizer: it is never trained")
+        moments.append(parameter_moments)
+    before = _flat(parameter.before for parameter in observed.parameters)
+    after = _flat(step.after[parameter.name].after for parameter in observed.parameters)
+    decays = [wanted.decay if parameter.decays else 0.0 for parameter in observed.parameters]
+    counts = [float(step.after[parameter.name].updates) for parameter in observed.parameters]
+    sizes = torch.tensor([parameter.before.numel() for parameter in observed.parameters])
     decay, count = (
-        torch.tensor(each, dtype=torch.float64).repeat_interleave(sizes).to(before)
-        for each in (decays, counts)
+        torch.tensor(values, dtype=torch.float64).repeat_interleave(sizes).to(before)
+        for values in (decays, counts)
     )
     update = reference.step_of_adamw(
         wanted.adam,
@@ -1061,17 +1082,17 @@ def _weights(step: _Updated) -> Answer:
     allowed = 2e-3 * update.abs() + 4 * ROUNDING * before.abs() + 1e-30
     differing = _first_out_of_tolerance((after - before - update).abs(), allowed)
     if differing is not None:
-        at, text = _locate(differing, seen.parameters)
+        index, text = _locate(differing, observed.parameters)
         return numbers.failed(
-            f"{text} went from {float(before[at]):.7g} to {float(after[at]):.7g}, AdamW at the spec's learning rate of "
-            f"{wanted.rate:.3g} moves it by {float(update[at]):.4g}"
+            f"{text} went from {float(before[index]):.7g} to {float(after[index]):.7g}, AdamW at the spec's learning "
+            f"rate of {wanted.rate:.3g} moves it by {float(update[index]):.4g}"
         )
-    due, moved = int((update != 0).sum()), int((after != before).sum())
-    total = sum(one.numbers for one in seen.parameters)
+    expected, moved = int((update != 0).sum()), int((after != before).sum())
+    total = sum(parameter.numbers for parameter in observed.parameters)
     numbers |= dict(compared=len(before), all_parameters=total, moved=moved)
-    if moved < MIN_MOVED_SHARE * due:
+    if moved < MIN_MOVED_SHARE * expected:
         return numbers.unknown(
-            f"{moved:,} of {due:,} weights changed at a learning rate of {wanted.rate:.2g}: the other updates are "
+            f"{moved:,} of {expected:,} weights changed at a learning rate of {wanted.rate:.2g}: the other updates are "
             "smaller than the last bit of their weights"
         )
     return numbers.passed(
@@ -1079,9 +1100,9 @@ def _weights(step: _Updated) -> Answer:
     )
 
 
-def _flat(parts: Iterable[Tensor]) -> Tensor:
+def _flat(tensors: Iterable[Tensor]) -> Tensor:
     """Concatenate many small tensors, so that a GPU compares them in one kernel."""
-    return torch.cat([part.flatten() for part in parts]).double()
+    return torch.cat([tensor.flatten() for tensor in tensors]).double()
 
 
 BEFORE_UPDATE: dict[str, Callable[[_Step], Answer]] = {

@@ -150,7 +150,7 @@ def epoch_order(rows: int, seed: int, epoch: int) -> Int64Array:
     return np.argsort(words, kind="stable").astype(np.int64)
 
 
-def count_rows(stream: TokenStream, seq_len: int, what: str) -> int:
+def count_rows(stream: TokenStream, seq_len: int, split: str) -> int:
     """Return the number of full rows in the stream.
 
     Raises CorpusError when there is none; `what` names the split in the message.
@@ -160,7 +160,7 @@ def count_rows(stream: TokenStream, seq_len: int, what: str) -> int:
     if rows == 0:
         raise CorpusError.expected(
             "corpus",
-            what,
+            split,
             f"at least {seq_len:,} tokens, which is one row",
             f"{len(stream):,}",
             hint=f"lower seq_len to at most {len(stream)}, or add text" if len(stream) else None,
@@ -168,36 +168,36 @@ def count_rows(stream: TokenStream, seq_len: int, what: str) -> int:
     return rows
 
 
-def labelled_rows(stream: TokenStream, seq_len: int, what: str) -> Int64Array:
+def labelled_rows(stream: TokenStream, seq_len: int, split: str) -> Int64Array:
     """Return the rows that have a label, in order.
 
     Raises CorpusError when there is none; `what` names the split in the message.
     """
-    rows = count_rows(stream, seq_len, what)
+    rows = count_rows(stream, seq_len, split)
     if stream.labelled is None:
         return np.arange(rows, dtype=np.int64)
     parts = []
     at_once = max(1, READ_AT_ONCE // seq_len)
-    for first in range(0, rows, at_once):
-        begin, end = first * seq_len, min(rows, first + at_once) * seq_len
+    for first_row in range(0, rows, at_once):
+        begin, end = first_row * seq_len, min(rows, first_row + at_once) * seq_len
         has_label = np.zeros(end - begin, dtype=np.bool_)
         following = stream.labelled[begin + 1 : end + 1]
         has_label[: len(following)] = following
         # The last token of a document predicts nothing.
         low, high = np.searchsorted(stream.starts, (begin + 1, end + 1))
         has_label[stream.starts[low:high] - 1 - begin] = False
-        parts.append(first + np.flatnonzero(has_label.reshape(-1, seq_len).any(1)))
+        parts.append(first_row + np.flatnonzero(has_label.reshape(-1, seq_len).any(1)))
         stream.release()
-    found = np.concatenate(parts)
-    if not len(found):
+    labelled = np.concatenate(parts)
+    if not len(labelled):
         raise CorpusError.expected(
             "corpus",
-            what,
+            split,
             "a row with something that the assistant wrote",
             f"none of {rows:,}",
             hint="raise data.seq_len, or check the conversations",
         )
-    return found.astype(np.int64)
+    return labelled.astype(np.int64)
 
 
 def labels_after_a_cut(stream: TokenStream, seq_len: int) -> float:
@@ -205,9 +205,9 @@ def labels_after_a_cut(stream: TokenStream, seq_len: int) -> float:
     beginning."""
     after_cut = labels = 0
     at_once = max(1, READ_AT_ONCE // seq_len) * seq_len
-    for first in range(0, len(stream) - 1, at_once):
+    for start in range(0, len(stream) - 1, at_once):
         # A label is predicted from the position before it.
-        from_N = np.arange(first, min(first + at_once, len(stream) - 1), dtype=np.int64)
+        from_N = np.arange(start, min(start + at_once, len(stream) - 1), dtype=np.int64)
         documents_N = stream.documents_at(from_N)
         labelled_N = from_N + 1 < stream.starts[documents_N + 1]
         if stream.labelled is not None:

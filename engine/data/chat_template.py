@@ -115,7 +115,7 @@ class ChatTemplate:
     _compiled: dict[tuple[str, bool], Program] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
-    _used: _Used = field(default_factory=lambda: _Used(), init=False, repr=False, compare=False)
+    _used: _Usage = field(default_factory=lambda: _Usage(), init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         for name in self.texts:
@@ -161,24 +161,24 @@ class ChatTemplate:
             raise TokenizerError.expected(
                 "chat template", self.where, f"a template named {name!r}", f"only {known}"
             )
-        given = {
+        inputs = {
             **self.special_tokens,
             **self.variables,
-            "messages": [_normalised(message) for message in messages],
+            "messages": [_normalise(message) for message in messages],
             "tools": tools,
             "documents": None,
             "add_generation_prompt": add_generation_prompt,
         }
-        text = self._run(name, given, conversation, marking=False)
+        text = self._run(name, inputs, conversation, marking=False)
         if not find_marks or "generation" not in self.texts[name]:
             return Rendered(text=text, marks=() if find_marks else None)
-        marked = self._run(name, given, conversation, marking=True)
+        marked = self._run(name, inputs, conversation, marking=True)
         return Rendered(text=text, marks=_marks(marked, text))
 
-    def _run(self, name: str, given: dict[str, Any], conversation: str, *, marking: bool) -> str:
+    def _run(self, name: str, inputs: dict[str, Any], conversation: str, *, marking: bool) -> str:
         program, used = self._compile(name, marking=marking), self._used
         try:
-            return program.run(given)
+            return program.run(inputs)
         except OverBudget as error:
             used.over += 1
             if used.over >= _OVER_BUDGET:
@@ -200,20 +200,20 @@ class ChatTemplate:
         ) from None
 
     def _compile(self, name: str, *, marking: bool) -> Program:
-        found = self._compiled.get((name, marking))
-        if found is None:
+        program = self._compiled.get((name, marking))
+        if program is None:
             try:
-                found = Program(self.texts[name], self.now, marking=marking)
+                program = Program(self.texts[name], self.now, marking=marking)
             except NoTemplate as error:
                 raise TokenizerError.expected(
                     "chat template", self.where, "a Jinja template", str(error)
                 ) from None
-            self._compiled[name, marking] = found
-        return found
+            self._compiled[name, marking] = program
+        return program
 
 
 @dataclass(slots=True)
-class _Used:
+class _Usage:
     """Totals over all renderings of a template."""
 
     count: int = 0
@@ -238,7 +238,7 @@ def find_chat_template(
     texts, where = _files(folder), folder / TEMPLATE_FILE
     if not texts:
         where = folder / CONFIG_FILE
-        texts = _named(config.get("chat_template"), where)
+        texts = _templates_by_name(config.get("chat_template"), where)
     if not texts:
         return None
     return _template(texts, _special_tokens(folder, config), str(where), variables, now)
@@ -267,7 +267,11 @@ def template_of(
         return None
     tokens = tokenizer.tokens()
     ids = {name: weights.metadata.get(role_key.format(role)) for role, name in _ROLES.items()}
-    special = {name: tokens[one] for name, one in ids.items() if type(one) is int and one in tokens}
+    special = {
+        name: tokens[token_id]
+        for name, token_id in ids.items()
+        if type(token_id) is int and token_id in tokens
+    }
     return _template(texts, special, f"{weights.path}, key {key}", variables, now)
 
 
@@ -293,41 +297,43 @@ def _files(folder: Path) -> dict[str, str]:
     if (folder / TEMPLATE_FILE).exists():
         paths[DEFAULT] = folder / TEMPLATE_FILE
     if (folder / TEMPLATE_FOLDER).is_dir():
-        paths |= {one.stem: one for one in sorted((folder / TEMPLATE_FOLDER).glob("*.jinja"))}
+        paths |= {file.stem: file for file in sorted((folder / TEMPLATE_FOLDER).glob("*.jinja"))}
     return {
         name: read_text(path, "chat template", limits.MODEL_TEXT, error=TokenizerError)
         for name, path in paths.items()
     }
 
 
-def _named(found: object, where: Path) -> dict[str, str]:
+def _templates_by_name(setting: object, where: Path) -> dict[str, str]:
     """Return the templates of a tokenizer_config.json by name."""
-    if found is None:
+    if setting is None:
         return {}
-    if isinstance(found, str):
-        return {DEFAULT: found}
+    if isinstance(setting, str):
+        return {DEFAULT: setting}
     texts: dict[str, str] = {}
-    for one in found if isinstance(found, list) else [found]:
-        name, text = (one.get("name"), one.get("template")) if isinstance(one, dict) else (0, 0)
+    for entry in setting if isinstance(setting, list) else [setting]:
+        name, text = (
+            (entry.get("name"), entry.get("template")) if isinstance(entry, dict) else (0, 0)
+        )
         if not isinstance(name, str) or not isinstance(text, str):
             raise TokenizerError.expected(
                 "chat template",
                 f"{where}, key 'chat_template'",
                 'a text, or a list of {"name": ..., "template": ...}',
-                one_line(repr(one)),
+                one_line(repr(entry)),
             )
         texts[name] = text
     return texts
 
 
 def _special_tokens(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    given = dict(config)
+    settings = dict(config)
     if "added_tokens_decoder" not in config:
-        given |= _read_object(folder / MAP_FILE)
-    extra = given.get("extra_special_tokens")
-    given |= extra if isinstance(extra, dict) else {}
+        settings |= _read_object(folder / MAP_FILE)
+    extra = settings.get("extra_special_tokens")
+    settings |= extra if isinstance(extra, dict) else {}
     tokens: dict[str, str] = {}
-    for name, token in given.items():
+    for name, token in settings.items():
         # A token is given as its text, or as an object with the flags of a tokenizer.json.
         text = token.get("content") if isinstance(token, dict) else token
         if name.endswith("_token") and isinstance(text, str):
@@ -343,13 +349,13 @@ def _read_object(path: Path) -> dict[str, Any]:
     )
 
 
-def _normalised(message: Message) -> dict[str, Any]:
+def _normalise(message: Message) -> dict[str, Any]:
     """Return a message without null values, and with reasoning under both names that templates read."""
-    found = {key: value for key, value in message.items() if value is not None}
+    kept = {key: value for key, value in message.items() if value is not None}
     for key in REASONING:
-        if key in found:
-            return {"thinking": found[key], **found, "reasoning_content": found[key]}
-    return found
+        if key in kept:
+            return {"thinking": kept[key], **kept, "reasoning_content": kept[key]}
+    return kept
 
 
 def _marks(marked: str, text: str) -> tuple[tuple[int, int], ...] | None:

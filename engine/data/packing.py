@@ -38,16 +38,16 @@ def places(lengths: NDArray[np.int64], seq_len: int, packing: str) -> Iterator[t
     if packing == STREAM:
         yield from ((number, int(length)) for number, length in enumerate(lengths))
         return
-    there = np.flatnonzero(lengths)
+    nonempty = np.flatnonzero(lengths)
     together = WINDOW if packing == DOCUMENTS else 1
-    for first in range(0, len(there), together):
-        window = there[first : first + together]
+    for start in range(0, len(nonempty), together):
+        window = nonempty[start : start + together]
         sizes = lengths[window].tolist()
         for row in _bins(sizes, seq_len):
-            for one in row:
-                yield int(window[one]), sizes[one]
-            if left := -sum(sizes[one] for one in row) % seq_len:
-                yield FILLS, left
+            for index in row:
+                yield int(window[index]), sizes[index]
+            if free := -sum(sizes[index] for index in row) % seq_len:
+                yield FILLS, free
 
 
 def pack(stream: TokenStream, seq_len: int, packing: str, padding_id: int) -> TokenStream:
@@ -65,10 +65,10 @@ def pack(stream: TokenStream, seq_len: int, packing: str, padding_id: int) -> To
     for number, begin, length in zip(numbers, starts, lengths, strict=False):
         if number == FILLS:
             continue
-        here = slice(begin, begin + length)
+        target = slice(begin, begin + length)
         source = slice(stream.starts[number], stream.starts[number + 1])
-        tokens[here] = stream.tokens[source]
-        labelled[here] = True if stream.labelled is None else stream.labelled[source]
+        tokens[target] = stream.tokens[source]
+        labelled[target] = True if stream.labelled is None else stream.labelled[source]
     return make_stream(
         tokens,
         starts,
@@ -86,17 +86,19 @@ def _bins(lengths: list[int], seq_len: int) -> list[list[int]]:
     rows: list[list[int]] = []
     # (free tokens, row), sorted.
     room: list[tuple[int, int]] = []
-    for one in sorted(range(len(lengths)), key=lambda one: (-lengths[one], one)):
-        length = lengths[one]
-        at = bisect.bisect_left(room, (length, -1)) if length < seq_len else len(room)
-        if at < len(room):
-            left, row = room.pop(at)
-            rows[row].append(one)
-            left -= length
+    for document in sorted(
+        range(len(lengths)), key=lambda document: (-lengths[document], document)
+    ):
+        length = lengths[document]
+        place = bisect.bisect_left(room, (length, -1)) if length < seq_len else len(room)
+        if place < len(room):
+            free, row = room.pop(place)
+            rows[row].append(document)
+            free -= length
         else:
-            row, left = len(rows), -length % seq_len
-            rows.append([one])
-        if left:
-            bisect.insort(room, (left, row))
+            row, free = len(rows), -length % seq_len
+            rows.append([document])
+        if free:
+            bisect.insort(room, (free, row))
     # A long document stays first: it begins a row.
     return sorted(([first, *sorted(others)] for first, *others in rows), key=min)

@@ -146,7 +146,9 @@ def recognise(path: Path, name: str, columns: tuple[str, ...] = ()) -> DataFile:
         if os.fstat(file.fileno()).st_size > limits.CORPUS_FILE.most:
             refuse_size(path, limits.CORPUS_FILE)
         head = file.read(4)
-    found = next((how for magic, how in _MAGIC.items() if head.startswith(magic)), "")
+    detected = next(
+        (name_found for magic, name_found in _MAGIC.items() if head.startswith(magic)), ""
+    )
     kind, compression = _kind_of_name(path.name)
     if kind == "parquet" and compression:
         raise unusable(
@@ -157,29 +159,30 @@ def recognise(path: Path, name: str, columns: tuple[str, ...] = ()) -> DataFile:
         )
     if kind is None and not compression:
         # No known ending.
-        kind, compression = ("parquet", "") if found == "parquet" else ("text", found)
+        kind, compression = ("parquet", "") if detected == "parquet" else ("text", detected)
     expected = "parquet" if kind == "parquet" else compression
-    if expected != found:
-        raise _wrong_name(path, kind or "text", expected, found)
+    if expected != detected:
+        raise _wrong_name(path, kind or "text", expected, detected)
     return DataFile(
         path=path,
         name=name,
         kind="parquet" if kind == "parquet" else "json" if kind == "json" else "text",
-        compression="gzip" if found == "gzip" else "zstd" if found == "zstd" else "",
+        compression="gzip" if detected == "gzip" else "zstd" if detected == "zstd" else "",
         columns=columns,
     )
 
 
-def _wrong_name(path: Path, kind: str, by_name: str, found: str) -> CorpusError:
+def _wrong_name(path: Path, kind: str, by_name: str, detected: str) -> CorpusError:
     plain = path.with_suffix("") if path.suffix in _COMPRESSED_SUFFIXES else path
-    if found == "parquet":
+    if detected == "parquet":
         hint = f"name it {plain.with_suffix('.parquet').name}"
     elif by_name == "parquet":
         hint = "a Parquet file begins with PAR1; rename the file to match its content"
     else:
-        hint = f"name it {plain.name}{next((s for s, how in _COMPRESSED_SUFFIXES.items() if how == found), '')}"
+        suffix_of = {compression: suffix for suffix, compression in _COMPRESSED_SUFFIXES.items()}
+        hint = f"name it {plain.name}{suffix_of.get(detected, '')}"
     expected = f"{_KIND_NAMES[by_name or kind]}, as its name says"
-    return unusable(shown(path), expected, _KIND_NAMES[found], hint=shown(hint))
+    return unusable(shown(path), expected, _KIND_NAMES[detected], hint=shown(hint))
 
 
 def read_records(file: DataFile) -> Iterator[Record | Skipped]:
@@ -192,8 +195,8 @@ def read_records(file: DataFile) -> Iterator[Record | Skipped]:
             yield _record_or_skipped(_record_of_row, file, f"row {number:,}", row)
         return
     with open_stream(file) as stream:
-        first = stream.peek(len(_BOM))[: len(_BOM)]
-        start = len(stream.read(len(_BOM))) if first == _BOM else 0
+        begin = stream.peek(len(_BOM))[: len(_BOM)]
+        start = len(stream.read(len(_BOM))) if begin == _BOM else 0
         if _begins_list(stream):
             yield from _elements(file, stream, start)
             return
@@ -204,16 +207,16 @@ def read_records(file: DataFile) -> Iterator[Record | Skipped]:
                 start += raw
                 continue
             if raw.strip():
-                yield _record_or_skipped(_record_of, file, place, raw, start)
+                yield _record_or_skipped(_parse_record, file, place, raw, start)
             start += len(raw)
 
 
 def _record_or_skipped(
-    read: Callable[..., Record], file: DataFile, place: str, *given: Any
+    read: Callable[..., Record], file: DataFile, place: str, *arguments: Any
 ) -> Record | Skipped:
     """Return what `read` returns, or a Skipped with its BadRecord."""
     try:
-        return read(file, place, *given)
+        return read(file, place, *arguments)
     except BadRecord as error:
         return Skipped(name=f"{file.name} {place}", reason=error.reason, fault=error)
 
@@ -229,7 +232,7 @@ def _refuse_long(file: DataFile, place: str, start_byte: int) -> NoReturn:
     bad_record(where, f"{limit.what} of {limit}", "more", what="corpus")
 
 
-def _record_of(file: DataFile, place: str, raw: bytes, start_byte: int) -> Record:
+def _parse_record(file: DataFile, place: str, raw: bytes, start_byte: int) -> Record:
     """Parse the JSON of one record, which begins at `start_byte`."""
     where = f"{file.where} {place}"
     raw = raw.rstrip(b"\r\n")
@@ -280,26 +283,26 @@ def _content(file: DataFile, place: str, where: str, record: Any, source: str) -
             return _named_chat({"conversations": key}, record, where, place)
     elif is_conversation(record) or "text" not in record:
         if CHAT_KEYS.isdisjoint(record):
-            found = f"an object with {_listed(record)}"
+            found = f"an object with {_list_names(record)}"
             bad_record(where, _WANTED, found, hint=RECORD_HINT, what="corpus")
         if "text" in record:
             remark = TEXT_NOT_READ
-        chat, written = read_with_json(record, where)
-        _check_shape(record, source, where, file.columns, chat, written)
+        chat, json_text = read_with_json(record, where)
+        _check_shape(record, source, where, file.columns, chat, json_text)
         return Record(place=place, chat=chat.name, text=source.strip(), remark=remark)
     _check_shape(record, source, where, file.columns)
     text = record[key]
     if not isinstance(text, str):
-        wanted = f"text or messages in {json.dumps(key)}" if columns else _WANTED
+        expected = f"text or messages in {json.dumps(key)}" if columns else _WANTED
         found = f"a {json.dumps(key)} of type {_type(text)}"
-        bad_record(where, wanted, found, what="corpus")
+        bad_record(where, expected, found, what="corpus")
     try:
         # JSON can spell half of a surrogate pair, which no UTF-8 text can hold.
         text.encode("utf-8")
     except UnicodeEncodeError as error:
         found = f"the lone surrogate U+{ord(text[error.start]):04X} at character {error.start:,}"
-        wanted = f"Unicode text in {json.dumps(key)}"
-        bad_record(where, wanted, found, reason=LONE_SURROGATE, what="corpus")
+        expected = f"Unicode text in {json.dumps(key)}"
+        bad_record(where, expected, found, reason=LONE_SURROGATE, what="corpus")
     return Record(place=place, chat="", text=text)
 
 
@@ -309,7 +312,7 @@ def _check_shape(
     where: str,
     columns: Sequence[str],
     chat: Conversation | None = None,
-    written: str = "",
+    json_text: str = "",
 ) -> None:
     """Refuse nesting that later readers cannot follow, and a duplicate key in an object that is read.
 
@@ -321,16 +324,16 @@ def _check_shape(
     keys = source.count('":')
     if keys != flat and "\\" in source:
         keys -= source.count('\\":')
-    lists = sum([type(one) is list for one in record.values()])
+    lists = sum([type(value) is list for value in record.values()])
     if keys != flat or lists > bool(messages):
-        most = limits.JSON_DEPTH.most
+        limit = limits.JSON_DEPTH.most
         brackets = max(source.count("["), source.count("{"))
-        if brackets > most and depth_of(record) > most:
+        if brackets > limit and depth_of(record) > limit:
             bad_record(where, f"JSON nested {limits.JSON_DEPTH}", "more", what="corpus")
     # A row of a table was not parsed from JSON.
     if keys == flat or not source:
         return
-    if written and keys == len(record) + written.count('":') - written.count('\\":'):
+    if json_text and keys == len(record) + json_text.count('":') - json_text.count('\\":'):
         return
     if keys == _count_keys(record):
         return
@@ -350,36 +353,40 @@ def _count_keys(record: dict[str, Any]) -> int:
     count = 0
     waiting: list[Any] = [record]
     while waiting:
-        one = waiting.pop()
-        if isinstance(one, dict):
-            count += len(one)
-            one = one.values()
-        waiting += [each for each in one if isinstance(each, dict | list)]
+        value = waiting.pop()
+        if isinstance(value, dict):
+            count += len(value)
+            value = value.values()
+        waiting += [child for child in value if isinstance(child, dict | list)]
     return count
 
 
 def _duplicate_key(source: str, columns: Sequence[str]) -> str | None:
     """Return the first duplicate key in an object of the parts of a record that are read."""
-    found: list[tuple[dict[str, Any], str]] = []
+    duplicates: list[tuple[dict[str, Any], str]] = []
 
     def table(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        made = dict(pairs)
-        if len(made) < len(pairs):
+        mapping = dict(pairs)
+        if len(mapping) < len(pairs):
             counts = Counter(key for key, _ in pairs)
-            found.append((made, next(key for key, count in counts.items() if count > 1)))
-        return made
+            duplicates.append((mapping, next(key for key, count in counts.items() if count > 1)))
+        return mapping
 
     record = json.loads(source, object_pairs_hook=table)
-    read = {*_CHAT_COLUMNS, "text", *columns}
-    waiting = [one for key, one in record.items() if key in read]
+    read_keys = {*_CHAT_COLUMNS, "text", *columns}
+    waiting = [value for key, value in record.items() if key in read_keys]
     inside = {id(record)}
     while waiting:
-        one = waiting.pop()
-        if isinstance(one, dict | list):
-            inside.add(id(one))
-            waiting += one.values() if isinstance(one, dict) else one
+        value = waiting.pop()
+        if isinstance(value, dict | list):
+            inside.add(id(value))
+            waiting += value.values() if isinstance(value, dict) else value
     return next(
-        (key for made, key in found if id(made) in inside and (made is not record or key in read)),
+        (
+            key
+            for mapping, key in duplicates
+            if id(mapping) in inside and (mapping is not record or key in read_keys)
+        ),
         None,
     )
 
@@ -401,27 +408,27 @@ def _as_json(record: object, where: str) -> str:
     except UnicodeEncodeError:
         return json.dumps(record)
     except (TypeError, ValueError) as error:
-        wanted = "a conversation of texts and numbers"
-        bad_record(where, wanted, str(error), what="corpus")
+        expected = "a conversation of texts and numbers"
+        bad_record(where, expected, str(error), what="corpus")
     return text
 
 
-def _refuse_absent(columns: Sequence[str], there: Sequence[str], where: str) -> None:
-    absent = [name for name in columns if name not in there]
+def _refuse_absent(columns: Sequence[str], present: Sequence[str], where: str) -> None:
+    absent = [name for name in columns if name not in present]
     if absent:
         bad_record(
             where,
             f"the column {json.dumps(absent[0])} that data.columns names",
-            _listed(there),
+            _list_names(present),
             hint="data.columns takes one or two of these",
             what="corpus",
         )
 
 
-def _listed(names: Sequence[str] | Mapping[str, Any]) -> str:
-    some = list(names)
-    more = f" and {len(some) - 5:,} more" if len(some) > 5 else ""
-    return (", ".join(ascii(name)[:80] for name in some[:5]) or "no keys") + more
+def _list_names(names: Sequence[str] | Mapping[str, Any]) -> str:
+    listed = list(names)
+    rest = f" and {len(listed) - 5:,} more" if len(listed) > 5 else ""
+    return (", ".join(ascii(name)[:80] for name in listed[:5]) or "no keys") + rest
 
 
 # A list of JSON
@@ -430,52 +437,52 @@ def _listed(names: Sequence[str] | Mapping[str, Any]) -> str:
 def _elements(file: DataFile, stream: IO[bytes], start: int) -> Iterator[Record | Skipped]:
     """Yield the records of one JSON list without holding its whole text in memory."""
     decoder, parse = codecs.getincrementaldecoder("utf-8")(), json.JSONDecoder().raw_decode
-    text, at, byte, ended, size = "", 0, start, False, _READ_AT_ONCE
+    text, index, byte, ended, size = "", 0, start, False, _READ_AT_ONCE
 
     def move(to: int) -> None:
-        nonlocal at, byte
-        byte += len(text[at:to].encode("utf-8"))
-        at = to
+        nonlocal index, byte
+        byte += len(text[index:to].encode("utf-8"))
+        index = to
 
     def read_more() -> None:
-        nonlocal text, at, ended
+        nonlocal text, index, ended
         raw = stream.read(size)
         ended = not raw
         try:
-            text, at = text[at:] + decoder.decode(raw, final=ended), 0
+            text, index = text[index:] + decoder.decode(raw, final=ended), 0
         except UnicodeDecodeError as error:
-            place = byte + len(text[at:].encode("utf-8")) + error.start
-            found = f"0x{error.object[error.start]:02x} ({error.reason})"
-            raise unusable(f"{file.where}, byte {place:,}", "UTF-8 text", found) from None
+            place = byte + len(text[index:].encode("utf-8")) + error.start
+            character = f"0x{error.object[error.start]:02x} ({error.reason})"
+            raise unusable(f"{file.where}, byte {place:,}", "UTF-8 text", character) from None
 
     def following() -> str:
         """Move to the next character that is no white space, and return it; empty at the end of the file."""
         while True:
-            space = _SPACE.match(text, at)
+            space = _SPACE.match(text, index)
             assert space is not None
             move(space.end())
-            if at < len(text):
-                return text[at]
+            if index < len(text):
+                return text[index]
             if ended:
                 return ""
             read_more()
 
-    def expect(what: str, found: str) -> CorpusError:
-        shown_found = "the end of the file" if not found else repr(text[at : at + 20])
-        return unusable(f"{file.where}, byte {byte:,}", what, shown_found)
+    def expect(expected: str, character: str) -> CorpusError:
+        shown_found = "the end of the file" if not character else repr(text[index : index + 20])
+        return unusable(f"{file.where}, byte {byte:,}", expected, shown_found)
 
     assert following() == "["
-    move(at + 1)
+    move(index + 1)
     number = 0
-    while (found := following()) != "]" or number:
+    while (character := following()) != "]" or number:
         number += 1
         where = f"{file.where} record {number:,}"
-        if found in ",]":
-            raise expect(f"JSON as record {number:,} of the list", found)
+        if character in ",]":
+            raise expect(f"JSON as record {number:,} of the list", character)
         while True:
             try:
-                record, end = parse(text, at)
-                if end < len(text) or ended or found in '{["':
+                record, end = parse(text, index)
+                if end < len(text) or ended or character in '{["':
                     break
                 # A number or a word may go on.
             except (ValueError, RecursionError) as error:
@@ -486,32 +493,32 @@ def _elements(file: DataFile, stream: IO[bytes], start: int) -> Iterator[Record 
                 if not cut or ended:
                     place = byte
                     if isinstance(error, json.JSONDecodeError):
-                        place += len(text[at : error.pos].encode("utf-8"))
+                        place += len(text[index : error.pos].encode("utf-8"))
                     message = (
                         error.msg
                         if isinstance(error, json.JSONDecodeError)
                         else _parser_message(error)
                     )
                     raise unusable(f"{where}, byte {place:,}", _WANTED, message) from None
-            if len(text) - at > limits.CORPUS_DOCUMENT.most:
+            if len(text) - index > limits.CORPUS_DOCUMENT.most:
                 refuse_size(file.path, limits.CORPUS_DOCUMENT)
             # The size doubles each time, so that a long element is parsed only a few times.
-            size = max(_READ_AT_ONCE, len(text) - at)
+            size = max(_READ_AT_ONCE, len(text) - index)
             read_more()
         size = _READ_AT_ONCE
-        source, begins = text[at:end], byte
+        source, begins = text[index:end], byte
         move(end)
         where = f"{where}, byte {begins:,}"
         yield _record_or_skipped(_content, file, f"record {number:,}", where, record, source)
         _refuse_bomb(file, byte)
-        if (found := following()) == "]":
+        if (character := following()) == "]":
             break
-        if found != ",":
-            raise expect("a comma or the end of the list", found)
-        move(at + 1)
-    move(at + 1)
-    if found := following():
-        raise expect("nothing after the list", found)
+        if character != ",":
+            raise expect("a comma or the end of the list", character)
+        move(index + 1)
+    move(index + 1)
+    if character := following():
+        raise expect("nothing after the list", character)
 
 
 # Parquet
@@ -538,17 +545,19 @@ def _rows(file: DataFile) -> Iterator[tuple[int, dict[str, Any]]]:
             raise unusable(file.where, "a complete Parquet file", message) from None
 
 
-def _columns(file: DataFile, there: list[str]) -> list[str]:
+def _columns(file: DataFile, present: list[str]) -> list[str]:
     if file.columns:
-        _refuse_absent(file.columns, there, file.where)
-        return list(dict.fromkeys([*file.columns, *(n for n in ("tools", "system") if n in there)]))
-    if CHAT_KEYS.isdisjoint(there):
-        if "text" in there:
+        _refuse_absent(file.columns, present, file.where)
+        return list(
+            dict.fromkeys([*file.columns, *(n for n in ("tools", "system") if n in present)])
+        )
+    if CHAT_KEYS.isdisjoint(present):
+        if "text" in present:
             return ["text"]
         raise unusable(
-            file.where, "a column of texts or conversations", _listed(there), hint=RECORD_HINT
+            file.where, "a column of texts or conversations", _list_names(present), hint=RECORD_HINT
         )
-    return [name for name in (*_CHAT_COLUMNS, "text") if name in there]
+    return [name for name in (*_CHAT_COLUMNS, "text") if name in present]
 
 
 def _record_of_row(file: DataFile, place: str, row: dict[str, Any]) -> Record:
@@ -556,21 +565,21 @@ def _record_of_row(file: DataFile, place: str, row: dict[str, Any]) -> Record:
     # The columns of a table hold every key that any row has, with null where this one has none.
     record = {name: _plain(value) for name, value in row.items()}
     source = "" if file.columns or not is_conversation(record) else _as_json(record, where)
-    found = _content(file, place, where, record, source)
-    if len(found.text) > limits.CORPUS_DOCUMENT.most:
+    result = _content(file, place, where, record, source)
+    if len(result.text) > limits.CORPUS_DOCUMENT.most:
         _refuse_long(file, place, 0)
-    return found
+    return result
 
 
 def _plain(value: Any) -> Any:
     """Return a value without nulls, and with each Arrow map (a list of pairs) as a dictionary."""
     if isinstance(value, dict):
-        return {key: _plain(one) for key, one in value.items() if one is not None}
+        return {key: _plain(child) for key, child in value.items() if child is not None}
     if not isinstance(value, list):
         return value
-    if value and all(isinstance(one, tuple) for one in value):
-        return {key: _plain(one) for key, one in value}
-    return [_plain(one) for one in value]
+    if value and all(isinstance(child, tuple) for child in value):
+        return {key: _plain(child) for key, child in value}
+    return [_plain(child) for child in value]
 
 
 # Bytes
@@ -665,13 +674,13 @@ def lines(
 ) -> Iterator[bytes | int]:
     """Yield the lines of a stream, each with its line end. For a line longer than the limit of a document, yield its
     length if `skip_long`, else raise CorpusError."""
-    most = limits.CORPUS_DOCUMENT.most
+    limit = limits.CORPUS_DOCUMENT.most
     with _readable(file.where):
-        if not file.compression and os.fstat(stream.fileno()).st_size <= most:
+        if not file.compression and os.fstat(stream.fileno()).st_size <= limit:
             yield from stream  # no line is longer than its file
             return
-        while line := stream.readline(most + 1):
-            if len(line) <= most:
+        while line := stream.readline(limit + 1):
+            if len(line) <= limit:
                 yield line
                 continue
             if not skip_long:

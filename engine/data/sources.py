@@ -126,11 +126,11 @@ class Piece:
 
 
 def _read_document(path: Path) -> bytes:
-    most = limits.CORPUS_DOCUMENT.most
+    limit = limits.CORPUS_DOCUMENT.most
     with open_regular(path, "corpus", error=CorpusError) as file:
         try:
             # A huge sparse file is refused by its size, before anything is read.
-            if os.fstat(file.fileno()).st_size > most or len(raw := file.read(most + 1)) > most:
+            if os.fstat(file.fileno()).st_size > limit or len(raw := file.read(limit + 1)) > limit:
                 refuse_size(path, limits.CORPUS_DOCUMENT)
         except OSError as error:
             refuse_unreadable(path, error)
@@ -150,14 +150,14 @@ def list_pieces(
     files = list_files(source, include_tests=include_tests, columns=columns)
     listed = (
         item
-        for found in files
-        for item in ((found,) if isinstance(found, Skipped) else _pieces(found, columns))
+        for file in files
+        for item in ((file,) if isinstance(file, Skipped) else _pieces(file, columns))
     )
-    most, most_text = limits.CORPUS_PIECES.most, limits.CORPUS_TEXT.most
+    most_pieces, most_text = limits.CORPUS_PIECES.most, limits.CORPUS_TEXT.most
     for count, item in enumerate(listed, start=1):
         size += item.size_bytes if isinstance(item, Piece) else 0
-        if count > most or size > most_text:
-            limit = limits.CORPUS_PIECES if count > most else limits.CORPUS_TEXT
+        if count > most_pieces or size > most_text:
+            limit = limits.CORPUS_PIECES if count > most_pieces else limits.CORPUS_TEXT
             raise unusable(shown(source), str(limit), "more")
         yield item
 
@@ -182,21 +182,21 @@ def list_files(
         yield SourceFile(path=path, name=_utf8_name(path.name, path), kind="alone")
 
 
-def _pieces(found: SourceFile, columns: tuple[str, ...]) -> Iterator[Piece | Skipped]:
-    status = _stat(found.path)
+def _pieces(source_file: SourceFile, columns: tuple[str, ...]) -> Iterator[Piece | Skipped]:
+    status = _stat(source_file.path)
     # Checked before anything opens it: opening a FIFO waits for a writer.
-    _refuse_special(found.path, status.st_mode)
+    _refuse_special(source_file.path, status.st_mode)
     if status.st_size == 0:
-        if found.kind == "alone":
+        if source_file.kind == "alone":
             # A file of procfs looks empty; opening it says what it is.
-            open_regular(found.path, "corpus", error=CorpusError).close()
-        yield Skipped(name=found.name, reason="empty")
-    elif found.kind == "text":
-        yield Piece(name=found.name, file=found, size_bytes=status.st_size)
+            open_regular(source_file.path, "corpus", error=CorpusError).close()
+        yield Skipped(name=source_file.name, reason="empty")
+    elif source_file.kind == "text":
+        yield Piece(name=source_file.name, file=source_file, size_bytes=status.st_size)
     else:
-        file = recognise(found.path, found.name, columns)
+        file = recognise(source_file.path, source_file.name, columns)
         if file.kind == "text":
-            _refuse_columns(str(found.path), columns)
+            _refuse_columns(str(source_file.path), columns)
             yield from _passages(file)
         else:
             yield from _records(file)
@@ -258,14 +258,14 @@ def _folder(
     """Yield what a folder holds, or the files in it that match a glob."""
     has_text, has_tables = _kinds_in(root, glob_parts)
     is_text = has_text and not columns
-    others = found = 0
+    other_kinds = taken = 0
     for path in _walk(root, glob_parts):
         if isinstance(path, Skipped):
             yield path
             continue
         is_record, is_json = has_record_suffix(path.name), path.suffix == ".json"
         if (not is_record and path.suffix not in TEXT_SUFFIXES) or (is_text and is_json):
-            others += 1
+            other_kinds += 1
             continue
         reason = ""
         if path.name.startswith("."):
@@ -279,16 +279,16 @@ def _folder(
         if reason:
             yield Skipped(name=_name(path, root), reason=reason)
             continue
-        found += 1
+        taken += 1
         kind: Literal["text", "records"] = "records" if is_record else "text"
         yield SourceFile(path=path, name=_name(path, root), kind=kind)
-    if not found:
+    if not taken:
         if has_text:
             _refuse_columns(str(root), columns)
         raise unusable(
             shown(root.joinpath(*glob_parts)),
             f"files that {'match and ' if glob_parts else ''}end in {_KINDS}",
-            f"none ({others:,} of other kinds)",
+            f"none ({other_kinds:,} of other kinds)",
             hint="give a text file with another ending by its own path",
         )
 
@@ -401,7 +401,7 @@ def _stat(path: Path) -> os.stat_result:
 def _refuse_special(path: Path, mode: int) -> None:
     if stat.S_ISREG(mode):
         return
-    found = next((what for test, what in _SPECIAL_FILES if test(mode)), "something else")
+    found = next((kind for test, kind in _SPECIAL_FILES if test(mode)), "something else")
     raise unusable(shown(path), "a regular file", found, hint="copy its text to a file first")
 
 

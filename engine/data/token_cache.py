@@ -69,7 +69,9 @@ AGAIN_BYTES = 1 << 16
 MOST_BYTES = 64 << 30
 """Size of the cache, in bytes, from which the least recently used folders are removed."""
 _READ_AT_ONCE = 1 << 22
+"""Bytes read and hashed at a time."""
 _WRITTEN_AT_ONCE = 1 << 20
+"""Bytes of tokens that are written at a time."""
 _ABANDONED_S = 7 * 86400
 """Age from which an unfinished folder is taken for that of a killed process, in seconds."""
 _SIDES = ("train", "heldout")
@@ -121,8 +123,8 @@ class Recipe:
                 template.now.isoformat() if template.reads_clock else "",
             ]
         # No part may have a repr with an address in it, which would change the key at every start.
-        written = json.dumps(parts, sort_keys=True)
-        return hashlib.sha256(written.encode()).hexdigest()[:32]
+        text = json.dumps(parts, sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,16 +156,16 @@ class Tokens:
 
 def remarks_of(tokens: Tokens) -> tuple[LeftOut, ...]:
     """Return the warnings about parts of records that are not read, rendered or labelled, the most frequent first."""
-    found: dict[str, LeftOut] = {
+    remarks: dict[str, LeftOut] = {
         reason: LeftOut(reason=reason, count=count, example="")
         for reason, count in tokens.beside.items()
     }
-    for one in (*tokens.train.remarks, *tokens.heldout.remarks):
-        before = found.get(one.reason)
-        found[one.reason] = (
-            one if before is None else replace(before, count=before.count + one.count)
+    for remark in (*tokens.train.remarks, *tokens.heldout.remarks):
+        previous = remarks.get(remark.reason)
+        remarks[remark.reason] = (
+            remark if previous is None else replace(previous, count=previous.count + remark.count)
         )
-    return tuple(sorted(found.values(), key=lambda one: -one.count))
+    return tuple(sorted(remarks.values(), key=lambda remark: -remark.count))
 
 
 def load_tokens(
@@ -180,30 +182,30 @@ def load_tokens(
     if the disk is full, else RunLogError.
     """
     root = root or user_cache("tokens")
-    content, stamp = _content(recipe, progress)
+    content, stamp = _hash_content(recipe, progress)
     entry = root / recipe.key(content)
     try:
         # Before the lock, because a read-only cache cannot have a lock file.
-        if isinstance(found := _find(entry, progress), Tokens):
-            return found
+        if isinstance(cached := _find_cached(entry, progress), Tokens):
+            return cached
         root.mkdir(mode=0o700, parents=True, exist_ok=True)
         with _locked(root / f"{entry.name}.lock", progress):
-            if isinstance(found := _find(entry, progress), Tokens):
-                return found
+            if isinstance(cached := _find_cached(entry, progress), Tokens):
+                return cached
             partial = entry.with_name(f".{entry.name}-{secrets.token_hex(4)}")
             with partial_output(partial):
                 partial.mkdir(mode=0o700)
-                _make(recipe, corpus, partial, content, stamp, progress)
+                _make_tokens(recipe, corpus, partial, content, stamp, progress)
                 if entry.exists():
                     shutil.rmtree(entry)
                 partial.rename(entry)
-            _bound(entry)
-            return _open(entry, f"{found}, and kept in {entry}", progress, is_kept=True)
+            _remove_old_folders(entry)
+            return _open(entry, f"{cached}, and kept in {entry}", progress, is_kept=True)
     except OSError as error:
         why = f"the cache {root} cannot be used ({error.strerror or error})"
     try:
         with scratch_folder("apr-workbench-tokens-") as folder:
-            _make(recipe, corpus, folder, content, stamp, progress)
+            _make_tokens(recipe, corpus, folder, content, stamp, progress)
             # The files stay mapped after the folder is removed.
             note = f"{why}: they are made for this process only"
             return _open(folder, note, progress, is_kept=False)
@@ -217,17 +219,17 @@ def load_tokens(
         ) from error
 
 
-def _find(entry: Path, progress: Progress) -> Tokens | str:
-    """Return the tokens in a folder of the cache, or the reason why they must be made."""
+def _find_cached(entry: Path, progress: Progress) -> Tokens | str:
+    """Return the tokens in a folder of the cache, or a note that says why they are made."""
     if not entry.exists():
         return "made for the first time"
     try:
-        found = _open(entry, f"read from {entry}", progress, is_kept=True)
+        tokens = _open(entry, f"read from {entry}", progress, is_kept=True)
     except (BadInput, KeyError, TypeError, ValueError) as error:
         return f"now made because those kept were damaged: {error}"
     with contextlib.suppress(OSError):
         os.utime(entry)  # marks it as the most recently used
-    return found
+    return tokens
 
 
 @contextlib.contextmanager
@@ -248,9 +250,9 @@ def _locked(path: Path, progress: Progress) -> Iterator[None]:
             path.unlink(missing_ok=True)
 
 
-def _bound(newest: Path) -> None:
+def _remove_old_folders(newest: Path) -> None:
     """Remove the least recently used folders, and those that killed processes left."""
-    found = []
+    folders = []
     for path in newest.parent.iterdir():
         with contextlib.suppress(OSError):
             used = path.stat().st_mtime
@@ -258,20 +260,20 @@ def _bound(newest: Path) -> None:
                 if time.time() - used > _ABANDONED_S:
                     shutil.rmtree(path, ignore_errors=True)
             elif path.is_dir():
-                size = sum(one.stat().st_size for one in path.iterdir())
-                found.append((path == newest, used, size, path))
-    kept = 0
+                size = sum(file.stat().st_size for file in path.iterdir())
+                folders.append((path == newest, used, size, path))
+    kept_bytes = 0
     # A process that has mapped a removed file can still read it.
-    for is_newest, _, size, path in sorted(found, reverse=True):
-        kept += size
-        if kept > MOST_BYTES and not is_newest:
+    for is_newest, _, size, path in sorted(folders, reverse=True):
+        kept_bytes += size
+        if kept_bytes > MOST_BYTES and not is_newest:
             shutil.rmtree(path, ignore_errors=True)
 
 
 # The content of a corpus
 
 
-def _content(recipe: Recipe, progress: Progress) -> tuple[str, str]:
+def _hash_content(recipe: Recipe, progress: Progress) -> tuple[str, str]:
     """Return a hash of the names and contents of a corpus, and one of the state of its files on disk."""
     content, stamp = hashlib.sha256(), hashlib.sha256()
     done = 0
@@ -285,9 +287,9 @@ def _content(recipe: Recipe, progress: Progress) -> tuple[str, str]:
             with open_regular(file.path, "corpus", error=CorpusError) as stream:
                 if os.fstat(stream.fileno()).st_size > limits.CORPUS_FILE.most:
                     raise CorpusError.expected("corpus", file.path, str(limits.CORPUS_FILE), "more")
-                while part := stream.read(_READ_AT_ONCE):
-                    sha256.update(part)
-                    done += len(part)
+                while chunk := stream.read(_READ_AT_ONCE):
+                    sha256.update(chunk)
+                    done += len(chunk)
                     progress("reading the corpus", done, None)
         except OSError as error:
             raise CorpusError.expected(
@@ -308,12 +310,12 @@ def _state(path: Path) -> bytes:
 
 def _check_unchanged(recipe: Recipe, stamp: str) -> None:
     """Raise CorpusError if the files changed since their content was hashed for the key."""
-    now = hashlib.sha256()
+    current = hashlib.sha256()
     with contextlib.suppress(OSError):
         for file in _files(recipe):
             if not isinstance(file, Skipped):
-                now.update(_state(file.path))
-    if now.hexdigest() != stamp:
+                current.update(_state(file.path))
+    if current.hexdigest() != stamp:
         raise CorpusError.expected(
             "corpus",
             recipe.source,
@@ -326,7 +328,7 @@ def _check_unchanged(recipe: Recipe, stamp: str) -> None:
 # Making
 
 
-def _make(
+def _make_tokens(
     recipe: Recipe,
     corpus: Corpus | None,
     folder: Path,
@@ -345,22 +347,22 @@ def _make(
         progress=lambda done: progress("splitting the corpus", done, None),
     )
     with (folder / "tokens").open("w+b") as tokens, (folder / "labelled").open("w+b") as labelled:
-        made = _Making(recipe=recipe, corpus=corpus, tokens=tokens, labelled=labelled)
-        made.encode(progress)
+        maker = _Maker(recipe=recipe, corpus=corpus, tokens=tokens, labelled=labelled)
+        maker.encode(progress)
         streams = {}
         for side in _SIDES:
-            streams[side] = made.arrange(side, folder, progress)
+            streams[side] = maker.arrange(side, folder, progress)
     for name in ("tokens", "labelled"):
         (folder / name).unlink()
     _check_unchanged(recipe, stamp)
     manifest = {
         "format": FORMAT,
         "skipped": len(corpus.skipped) + len(corpus.dropped) + sum(n.count for n in corpus.faults),
-        "faults": [asdict(one) for one in corpus.faults],
+        "faults": [asdict(fault) for fault in corpus.faults],
         "beside": dict(corpus.remarks),
         "dropped": _names(corpus.train.index, corpus.dropped[:NAMED]),
         "dropped_count": len(corpus.dropped),
-        "repeated": made.repeated,
+        "repeated": maker.repeated,
         "streams": streams,
         "files": {path.name: _size_and_hash(path, progress) for path in sorted(folder.iterdir())},
     }
@@ -368,8 +370,9 @@ def _make(
     (folder / _MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
 
 
-class _Making:
-    """Tokenizes a corpus in the order of its files, then writes the tokens in the order of each split."""
+class _Maker:
+    """Tokenizes a corpus in the order of its files, then writes the tokens in the order of each split. Two files in
+    the folder hold the tokens and labels in between."""
 
     def __init__(
         self, *, recipe: Recipe, corpus: Corpus, tokens: IO[bytes], labelled: IO[bytes]
@@ -378,7 +381,9 @@ class _Making:
         self._tokens, self._labelled = tokens, labelled
         self._has_chats = corpus.train.chats + corpus.heldout.chats > 0
         self._starts = np.zeros(1, dtype=np.int64)
-        self._names = dict.fromkeys((*_again(corpus.train), *_again(corpus.heldout)), "")
+        self._names = dict.fromkeys(
+            (*_choose_again(corpus.train), *_choose_again(corpus.heldout)), ""
+        )
         """Names of the documents that a run reads again, by number."""
         self._hashes = np.zeros(len(self._index), dtype=np.uint64)
         """Hash of the tokens of each document. Shape (P,)."""
@@ -405,20 +410,20 @@ class _Making:
                     self._names[number] = document.name
                 yield document
 
-        for one in self._recipe.encoder.encode(documents()):
+        for encoded in self._recipe.encoder.encode(documents()):
             number = numbers.popleft()
-            lengths[number] = len(one.ids)
-            ids = _little(one.ids)
+            lengths[number] = len(encoded.ids)
+            ids = _little(encoded.ids)
             self._hashes[number] = _short_hash(ids)
             self._tokens.write(ids)
             if self._has_chats:
-                self._labelled.write(one.labels.tobytes())
+                self._labelled.write(encoded.labels.tobytes())
             side = _SIDES[int(is_heldout[number])]
-            self._partly_labelled[side] += one.partly_labelled
-            for remark in one.remarks:
+            self._partly_labelled[side] += encoded.partly_labelled
+            for remark in encoded.remarks:
                 count_left_out(self._remarks[side], remark)
-            if one.left_out is not None:
-                count_left_out(self._left_out[side], one.left_out)
+            if encoded.left_out is not None:
+                count_left_out(self._left_out[side], encoded.left_out)
             done += int(self._index.sizes[number])
             progress("tokenizing", done, total)
         self._tokens.flush()
@@ -429,15 +434,15 @@ class _Making:
     def _leave_copies_out(self, lengths: NDArray[np.int64]) -> None:
         """Leave out training documents with the same tokens as a held-out document: their records differ only in parts
         that are not rendered, such as an id, or in white space that a template strips."""
-        held, train = self._corpus.heldout.numbers, self._corpus.train.numbers
-        held, train = held[lengths[held] > 0], train[lengths[train] > 0]
-        is_copy = np.isin(self._hashes[train], self._hashes[held])
-        kept = self._hashes[train[~is_copy]]
-        self.repeated = len(kept) - len(np.unique(kept))
+        heldout, train = self._corpus.heldout.numbers, self._corpus.train.numbers
+        heldout, train = heldout[lengths[heldout] > 0], train[lengths[train] > 0]
+        is_copy = np.isin(self._hashes[train], self._hashes[heldout])
+        kept_hashes = self._hashes[train[~is_copy]]
+        self.repeated = len(kept_hashes) - len(np.unique(kept_hashes))
         self._copies = train[is_copy]
         if not len(self._copies):
             return
-        if not len(kept):
+        if not len(kept_hashes):
             raise CorpusError.expected(
                 "corpus",
                 self._recipe.source,
@@ -445,10 +450,10 @@ class _Making:
                 f"none of {len(train):,}",
                 hint="add other documents",
             )
-        first = self._copies[0]
-        other = held[self._hashes[held] == self._hashes[first]][0]
-        pair = dict(self._index.read(np.array([first, other])))
-        text = " is ".join(pair[number].place or pair[number].name for number in (first, other))
+        copy = self._copies[0]
+        original = heldout[self._hashes[heldout] == self._hashes[copy]][0]
+        pair = dict(self._index.read(np.array([copy, original])))
+        text = " is ".join(pair[number].place or pair[number].name for number in (copy, original))
         self._left_out["train"][COPY] = LeftOut(reason=COPY, count=len(self._copies), example=text)
 
     def arrange(self, side: str, folder: Path, progress: Progress) -> dict[str, Any]:
@@ -460,7 +465,7 @@ class _Making:
         lengths = self._starts[split.numbers + 1] - begins
         if side == "train":
             lengths[np.isin(split.numbers, self._copies)] = 0
-        again = split.numbers[np.isin(split.numbers, _again(split)) & (lengths > 0)].tolist()
+        again = split.numbers[np.isin(split.numbers, _choose_again(split)) & (lengths > 0)].tolist()
         refuse_nothing(left_out, int(lengths.sum()))
         is_packed = recipe.packing != STREAM
         has_labels = split.chats > 0 or is_packed
@@ -514,10 +519,10 @@ class _Making:
         }
 
 
-def _again(split: Split) -> list[int]:
+def _choose_again(split: Split) -> list[int]:
     """Return the numbers of up to AGAIN documents, spread evenly over the small ones among the first AGAIN_AMONG."""
-    first = np.sort(split.numbers[split.numbers < AGAIN_AMONG])
-    small = first[split.index.sizes[first] <= AGAIN_BYTES]
+    early = np.sort(split.numbers[split.numbers < AGAIN_AMONG])
+    small = early[split.index.sizes[early] <= AGAIN_BYTES]
     count = min(AGAIN, len(small))
     chosen: list[int] = small[np.arange(count) * len(small) // max(count, 1)].tolist()
     return chosen
@@ -525,7 +530,7 @@ def _again(split: Split) -> list[int]:
 
 def _names(index: Index, numbers: NDArray[np.int64]) -> list[str]:
     # The source is read again only if there are any.
-    return [one.name for _, one in index.read(numbers)] if len(numbers) else []
+    return [document.name for _, document in index.read(numbers)] if len(numbers) else []
 
 
 def _short_hash(document: bytes) -> int:
@@ -545,8 +550,8 @@ def _read_at(file: IO[bytes], begin: int, size: int) -> bytes:
 
 def _labels_in(file: IO[bytes]) -> Iterator[NDArray[np.bool_]]:
     file.seek(0)
-    while part := file.read(_READ_AT_ONCE):
-        yield np.frombuffer(part, dtype=np.bool_)
+    while chunk := file.read(_READ_AT_ONCE):
+        yield np.frombuffer(chunk, dtype=np.bool_)
 
 
 # Reading
@@ -561,8 +566,8 @@ def _open(folder: Path, note: str, progress: Progress, *, is_kept: bool) -> Toke
     if manifest.pop("sha256") != _digest(manifest):
         raise CorpusError.expected("tokens", path, "what was written", "something else")
     for name, expected in manifest["files"].items():
-        if (found := _size_and_hash(folder / name, progress)) != expected:
-            raise CorpusError.expected("tokens", folder / name, str(expected), str(found))
+        if (actual := _size_and_hash(folder / name, progress)) != expected:
+            raise CorpusError.expected("tokens", folder / name, str(expected), str(actual))
     streams = manifest["streams"]
     sides = {side: _stream(folder, side, manifest) for side in _SIDES}
     return Tokens(
@@ -575,7 +580,7 @@ def _open(folder: Path, note: str, progress: Progress, *, is_kept: bool) -> Toke
             for name in streams[side].get("again", ())
         },
         skipped=manifest["skipped"],
-        faults=tuple(LeftOut(**one) for one in manifest["faults"]),
+        faults=tuple(LeftOut(**entry) for entry in manifest["faults"]),
         beside=manifest["beside"],
         dropped=tuple(manifest["dropped"]),
         dropped_count=manifest["dropped_count"],
@@ -589,8 +594,8 @@ def _stream(folder: Path, side: str, manifest: dict[str, Any]) -> TokenStream:
     about = manifest["streams"][side]
     maps: list[mmap.mmap] = []
 
-    def mapped(what: str, dtype: str) -> Any:
-        path = folder / f"{side}.{what}"
+    def map_file(name: str, dtype: str) -> Any:
+        path = folder / f"{side}.{name}"
         if path.name not in manifest["files"]:
             return None
         # An empty file cannot be mapped.
@@ -601,14 +606,14 @@ def _stream(folder: Path, side: str, manifest: dict[str, Any]) -> TokenStream:
         return np.frombuffer(maps[-1], dtype)
 
     return TokenStream(
-        tokens=mapped("tokens", np.dtype(about["dtype"]).newbyteorder("<").str),
-        starts=mapped("starts", "<i8"),
+        tokens=map_file("tokens", np.dtype(about["dtype"]).newbyteorder("<").str),
+        starts=map_file("starts", "<i8"),
         sha256=about["sha256"],
-        labelled=mapped("labelled", "bool"),
-        padding=mapped("padding", "bool"),
-        left_out=tuple(LeftOut(**one) for one in about["left_out"]),
+        labelled=map_file("labelled", "bool"),
+        padding=map_file("padding", "bool"),
+        left_out=tuple(LeftOut(**entry) for entry in about["left_out"]),
         partly_labelled=about["partly_labelled"],
-        remarks=tuple(LeftOut(**one) for one in about["remarks"]),
+        remarks=tuple(LeftOut(**entry) for entry in about["remarks"]),
         maps=tuple(maps),
     )
 
@@ -616,9 +621,9 @@ def _stream(folder: Path, side: str, manifest: dict[str, Any]) -> TokenStream:
 def _size_and_hash(path: Path, progress: Progress) -> list[Any]:
     sha256, size = hashlib.sha256(), 0
     with open_regular(path, "tokens", error=CorpusError) as file:
-        while part := file.read(_READ_AT_ONCE):
-            sha256.update(part)
-            size += len(part)
+        while chunk := file.read(_READ_AT_ONCE):
+            sha256.update(chunk)
+            size += len(chunk)
             progress("hashing the tokens", size, None)
     return [size, sha256.hexdigest()]
 

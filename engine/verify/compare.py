@@ -103,13 +103,13 @@ class FirstDifference:
     replayed: Any
 
     def __str__(self) -> str:
-        was, now = (
+        recorded, replayed = (
             # Nine digits tell numbers in fp32 apart.
-            ", ".join(f"{number:.9g}" for number in one) if isinstance(one, list) else one
-            for one in (self.recorded, self.replayed)
+            ", ".join(f"{number:.9g}" for number in value) if isinstance(value, list) else value
+            for value in (self.recorded, self.replayed)
         )
-        where = f"step {self.step}: {self.stage}: {self.field}"
-        return f"{where}: recorded {was}, replayed {now}"
+        place = f"step {self.step}: {self.stage}: {self.field}"
+        return f"{place}: recorded {recorded}, replayed {replayed}"
 
 
 @dataclass(frozen=True)
@@ -125,118 +125,140 @@ class Compared:
     """Reason why the replay has no more steps; empty where it has all."""
 
 
-def compare_steps(record: Stretch, again: Session, *, rounded: bool) -> Compared:
+def compare_steps(record: Stretch, replay: Session, *, rounded: bool) -> Compared:
     """Compare the steps of a stretch in order, up to the first difference."""
     lacking: Counter[str] = Counter()
     for step in range(record.begin + 1, record.end + 1):
-        was, now, done = record.steps.get(step), again.steps.get(step), step - record.begin - 1
-        if was is None:
+        recorded, replayed, done = (
+            record.steps.get(step),
+            replay.steps.get(step),
+            step - record.begin - 1,
+        )
+        if recorded is None:
             missing = FirstDifference(
                 step=step, stage="step_rows", field="step", recorded=None, replayed=step
             )
             return Compared(done, missing, lacking)
-        if now is None:
-            return Compared(done, None, lacking, _reason_for_end(again))
+        if replayed is None:
+            return Compared(done, None, lacking, _reason_for_end(replay))
         lacking.update(
             field.name
             for field in FIELDS
             if not field.of_recorded
-            and getattr(was, field.name) is None
-            and getattr(now, field.name) is not None
+            and getattr(recorded, field.name) is None
+            and getattr(replayed, field.name) is not None
         )
-        first = next(differences(record, again, step, rounded=rounded), None)
-        if first is not None:
-            return Compared(done, first, lacking)
+        difference = next(differences(record, replay, step, rounded=rounded), None)
+        if difference is not None:
+            return Compared(done, difference, lacking)
     return Compared(record.end - record.begin, None, lacking)
 
 
 def differences(
-    record: Stretch, again: Session, step: int, *, rounded: bool
+    record: Stretch, replay: Session, step: int, *, rounded: bool
 ) -> Iterator[FirstDifference]:
     """Yield the differences in one step, in the order in which a step computes the fields."""
-    of_step = record.steps[step], again.steps[step]
-    of_recorded = record.recorded.get(step), again.recorded.get(step)
+    of_step = record.steps[step], replay.steps[step]
+    of_recorded = record.recorded.get(step), replay.recorded.get(step)
     since = min(step - record.begin, MAX_ROUNDING_STEPS)
     for field in FIELDS:
         pair = of_recorded if field.of_recorded else of_step
-        was, now = (getattr(each, field.name, None) for each in pair)
+        recorded, replayed = (getattr(event, field.name, None) for event in pair)
         # The digest of rows is cumulative, and that of a replay begins with its first step.
-        if was in (None, []) or now in (None, []) or (field.name == "rows_digest" and record.begin):
+        if (
+            recorded in (None, [])
+            or replayed in (None, [])
+            or (field.name == "rows_digest" and record.begin)
+        ):
             continue
         if rounded and field.first:
             if step > record.begin + 1:
                 continue
             if field.name in ("mean", "square", "weight"):
-                was, now = _where_gradients_agree(*of_recorded, was, now)
+                recorded, replayed = _where_gradients_agree(*of_recorded, recorded, replayed)
         # A teacher's rounding does not grow: its weights are the same in every step.
         rounding_steps = (1 if field.name == "teacher" else since) if rounded else 0
-        if not agrees(field, was, now, rounding_steps, _floor(field, of_step[0], again)):
+        if not agrees(field, recorded, replayed, rounding_steps, _floor(field, of_step[0], replay)):
             yield FirstDifference(
-                step=step, stage=field.stage, field=field.name, recorded=was, replayed=now
+                step=step, stage=field.stage, field=field.name, recorded=recorded, replayed=replayed
             )
 
 
-def _reason_for_end(again: Session) -> str:
-    ended = again.finished
+def _reason_for_end(replay: Session) -> str:
+    ended = replay.finished
     if ended is None:
         return "its log has no end"
     if ended.state == "completed":
-        return f"the settings end at step {again.last_step}"
+        return f"the settings end at step {replay.last_step}"
     return ended.reason or ended.state
 
 
 def _where_gradients_agree(
-    record: Any, again: Any, was: list[float], now: list[float]
+    record: Any, replay: Any, recorded: list[float], replayed: list[float]
 ) -> tuple[list[float], list[float]]:
     """Return the numbers of a moment or a weight whose gradients agree within 5 %, in both records."""
-    pairs = zip(record.gradient, again.gradient, strict=True)
-    kept = [abs(one - other) <= 0.05 * abs(one) for one, other in pairs] or [False] * len(was)
-    one, other = (list(itertools.compress(each, kept)) for each in (was, now))
-    return one, other
+    pairs = zip(record.gradient, replay.gradient, strict=True)
+    is_close = [abs(a - b) <= 0.05 * abs(a) for a, b in pairs] or [False] * len(recorded)
+    return [*itertools.compress(recorded, is_close)], [*itertools.compress(replayed, is_close)]
 
 
-def _floor(field: Field, step: StepDone, again: Session) -> float:
+def _floor(field: Field, step: StepDone, replay: Session) -> float:
     """Return the absolute tolerance of a single gradient or weight."""
-    if field.name == "gradient" and again.started is not None:
+    if field.name == "gradient" and replay.started is not None:
         return (
             GRADIENT_ROUNDING
             * (step.grad_norm or 0.0)
-            / math.sqrt(again.started.trainable_parameters)
+            / math.sqrt(replay.started.trainable_parameters)
         )
     return UPDATE_ROUNDING * (step.lr or 0.0) if field.name == "weight" else 0.0
 
 
-def agrees(field: Field, was: Any, now: Any, rounding_steps: int, floor: float = 0.0) -> bool:
+def agrees(
+    field: Field, recorded: Any, replayed: Any, rounding_steps: int, floor: float = 0.0
+) -> bool:
     """Return whether a number or vector of the record agrees with the replay's within `rounding_steps` times the
     field's tolerance plus `floor`. With 0 steps every bit must be equal; two NaN are equal."""
-    one, other = (each if isinstance(each, list) else [each] for each in (was, now))
-    if len(one) == len(other) and all(map(_same_number, one, other)):
+    recorded_values, replayed_values = (
+        value if isinstance(value, list) else [value] for value in (recorded, replayed)
+    )
+    if len(recorded_values) == len(replayed_values) and all(
+        map(_same_number, recorded_values, replayed_values)
+    ):
         return True
-    if not rounding_steps or not field.relative + field.absolute or len(one) != len(other):
+    if (
+        not rounding_steps
+        or not field.relative + field.absolute
+        or len(recorded_values) != len(replayed_values)
+    ):
         return False
-    if not all(isinstance(x, float) and math.isfinite(x) for x in (*one, *other)):
+    if not all(
+        isinstance(x, float) and math.isfinite(x) for x in (*recorded_values, *replayed_values)
+    ):
         return False
-    apart, length = math.dist(one, other), max(math.hypot(*one), math.hypot(*other))
+    apart, length = (
+        math.dist(recorded_values, replayed_values),
+        max(math.hypot(*recorded_values), math.hypot(*replayed_values)),
+    )
     return apart <= rounding_steps * (field.relative * length + field.absolute) + floor
 
 
-def _same_number(one: Any, other: Any) -> bool:
-    return bool(one == other or (one != one and other != other))
+def _same_number(recorded: Any, replayed: Any) -> bool:
+    return bool(recorded == replayed or (recorded != recorded and replayed != replayed))
 
 
-def compare_rows(run: RunFolder, again: RunFolder, record: Stretch) -> Verdict | None:
+def compare_rows(run: RunFolder, replay: RunFolder, record: Stretch) -> Verdict | None:
     """Compare the rows of every rank by content; None where the run did not record them."""
     try:
         ranks = read_ranks(path_of(run, 0))
-        if ranks != read_ranks(path_of(again, 0)):
+        if ranks != read_ranks(path_of(replay, 0)):
             return Verdict(
                 Level.UNKNOWN, f"the run recorded {ranks} ranks, the replay has another number"
             )
         for rank in range(ranks):
-            for (step, was), (_, now) in zip(
-                _rows(run, rank, record), _rows(again, rank, record), strict=True
+            for (step, recorded), (_, replayed) in zip(
+                _rows(run, rank, record), _rows(replay, rank, record), strict=True
             ):
-                if was != now:
+                if recorded != replayed:
                     text = f"step {step}: rank {rank} trained on different rows than the replay"
                     return Verdict(Level.FAIL, text)
     except (RunLogError, ValueError):
@@ -251,23 +273,26 @@ def _rows(run: RunFolder, rank: int, record: Stretch) -> Iterator[tuple[int, lis
         yield step, [row.hash for row in of_step]
 
 
-def compare_written(record: Stretch, again: Session) -> Verdict | None:
+def compare_written(record: Stretch, replay: Session) -> Verdict | None:
     """Compare the recorded texts with those that the replayed models draw; None where no model wrote.
 
     A replay that samples the texts itself has the same rows, which `compare_rows` checks. A replay that is given the
     recorded texts has the same model up to rounding: each text has about the same entropy, and the random numbers that
     chose the tokens lie within the intervals of cumulative probability of those tokens.
     """
-    recorded = {n: one for session in record.sessions for n, one in session.wrote.items()}
-    steps = [n for n in recorded if record.begin < n <= record.end and n in again.wrote]
+    recorded = {n: event for session in record.sessions for n, event in session.wrote.items()}
+    steps = [n for n in recorded if record.begin < n <= record.end and n in replay.wrote]
     for step in steps:
-        was, now = recorded[step], again.wrote[step]
-        apart = now.drawn_apart
+        recorded_text, replayed_text = recorded[step], replay.wrote[step]
+        apart = replayed_text.drawn_apart
         if apart is None:
             continue
-        if not agrees(WRITTEN, was.entropy, now.entropy, 1):
-            text = f"step {step}: recorded {was.entropy:.4f} nats per written token, replayed {now.entropy:.4f}"
-            return Verdict(Level.FAIL, text)
+        if not agrees(WRITTEN, recorded_text.entropy, replayed_text.entropy, 1):
+            return Verdict(
+                Level.FAIL,
+                f"step {step}: recorded {recorded_text.entropy:.4f} nats per written token, "
+                f"replayed {replayed_text.entropy:.4f}",
+            )
         if not apart <= MAX_DRAW_DISTANCE:
             return Verdict(
                 Level.FAIL,
@@ -276,25 +301,30 @@ def compare_written(record: Stretch, again: Session) -> Verdict | None:
             )
     if not steps:
         return None
-    if again.wrote[steps[0]].drawn_apart is None:
+    if replay.wrote[steps[0]].drawn_apart is None:
         return Verdict(Level.PASS, "the replay sampled the texts again")
     text = "the replayed model gives each token the probability with which it was drawn, within rounding"
     return Verdict(Level.PASS, text)
 
 
-def compare_losses(record: Sequence[Evaluated], again: Session, steps: int) -> Verdict | None:
+def compare_losses(record: Sequence[Evaluated], replay: Session, steps: int) -> Verdict | None:
     """Compare the held-out losses that both have, `steps` steps after both had the same weights; 0 for equal bits."""
-    known = {(one.subject, one.step, one.saved): one for one in record}
+    recorded_losses = {(event.subject, event.step, event.saved): event for event in record}
     compared = []
-    for now in again.evaluated:
-        if (was := known.get((now.subject, now.step, now.saved))) is None:
+    for replayed in replay.evaluated:
+        if (
+            recorded := recorded_losses.get((replayed.subject, replayed.step, replayed.saved))
+        ) is None:
             continue
-        whose = f"{'saved ' if now.saved else ''}{now.subject} at step {now.step}"
-        same_loss = agrees(HELDOUT, was.loss, now.loss, min(steps, MAX_ROUNDING_STEPS))
-        if was.labelled != now.labelled or not same_loss:
-            text = f"recorded {was.loss!r} over {was.labelled} tokens, replayed {now.loss!r} over {now.labelled}"
-            return Verdict(Level.FAIL, f"{whose}: {text}")
-        compared.append(whose)
+        name = f"{'saved ' if replayed.saved else ''}{replayed.subject} at step {replayed.step}"
+        same_loss = agrees(HELDOUT, recorded.loss, replayed.loss, min(steps, MAX_ROUNDING_STEPS))
+        if recorded.labelled != replayed.labelled or not same_loss:
+            return Verdict(
+                Level.FAIL,
+                f"{name}: recorded {recorded.loss!r} over {recorded.labelled} tokens, "
+                f"replayed {replayed.loss!r} over {replayed.labelled}",
+            )
+        compared.append(name)
     if not compared:
         return None
     return Verdict(Level.PASS, f"equal for the {', '.join(compared)}")
@@ -306,47 +336,51 @@ def same(names: Sequence[str], recorded: object, replayed: object) -> Verdict:
         lacks = "the run did not record it" if recorded is None else "the replay did not record it"
         return Verdict(Level.UNKNOWN, lacks)
     for name in names:
-        was, now = getattr(recorded, name), getattr(replayed, name)
-        if was != now:
-            return Verdict(Level.FAIL, f"{name}: recorded {was}, replayed {now}")
+        recorded_value, replayed_value = getattr(recorded, name), getattr(replayed, name)
+        if recorded_value != replayed_value:
+            return Verdict(
+                Level.FAIL, f"{name}: recorded {recorded_value}, replayed {replayed_value}"
+            )
     lacking = [name for name in names if getattr(recorded, name) in ("", None)]
     if lacking:
         return Verdict(Level.UNKNOWN, f"the log does not have {', '.join(lacking)}")
     return Verdict(Level.PASS, f"equal: {', '.join(names)}")
 
 
-def why_rounded(run: RunFolder, record: Stretch, again: RunFolder, fresh: Session) -> list[str]:
+def why_rounded(run: RunFolder, record: Stretch, replay: RunFolder, fresh: Session) -> list[str]:
     """Return the reasons why a replay's numbers may differ from the record by rounding; empty where they may not."""
-    now = fresh.started
-    assert now is not None
+    replayed = fresh.started
+    assert replayed is not None
     why: dict[str, None] = {}
     for session in record.sessions:
-        was = session.started
-        assert was is not None
-        if was.device != "cpu" or now.device != "cpu":
-            why[f"device {was.device}, replayed on {now.device}"] = None
-        if was.torch != now.torch:
-            why[f"torch {was.torch}, replayed with {now.torch}"] = None
-        if was.machine != now.machine:
-            why[f"machine {was.machine or 'not logged'}, replayed on {now.machine}"] = None
-    return [*why, *_changed_decisions(run, record, again)]
+        recorded = session.started
+        assert recorded is not None
+        if recorded.device != "cpu" or replayed.device != "cpu":
+            why[f"device {recorded.device}, replayed on {replayed.device}"] = None
+        if recorded.torch != replayed.torch:
+            why[f"torch {recorded.torch}, replayed with {replayed.torch}"] = None
+        if recorded.machine != replayed.machine:
+            why[f"machine {recorded.machine or 'not logged'}, replayed on {replayed.machine}"] = (
+                None
+            )
+    return [*why, *_changed_decisions(run, record, replay)]
 
 
-def _changed_decisions(run: RunFolder, record: Stretch, again: RunFolder) -> list[str]:
+def _changed_decisions(run: RunFolder, record: Stretch, replay: RunFolder) -> list[str]:
     """Describe the automatic settings for which the replay made another decision."""
-    both = []
-    for path in (run.resolved, again.resolved):
+    specs = []
+    for path in (run.resolved, replay.resolved):
         try:
-            both.append(read_json_object(path, "settings", RUN_FILE, error=RunLogError)["spec"])
+            specs.append(read_json_object(path, "settings", RUN_FILE, error=RunLogError)["spec"])
         except (RunLogError, KeyError):
             return [f"decisions that cannot be read ({path.name})"]
-    was, now = both
+    recorded, replayed = specs
     return [
-        f"{section}.{name} = {was.get(section, {}).get(name)}, replayed with {value}"
-        for section, values in now.items()
+        f"{section}.{name} = {recorded.get(section, {}).get(name)}, replayed with {value}"
+        for section, values in replayed.items()
         if section not in NO_STEP_SECTIONS
         for name, value in values.items()
         if f"{section}.{name}" != "train.stop_after"
         and record.settings.get(section, {}).get(name) != value
-        and was.get(section, {}).get(name, value) != value
+        and recorded.get(section, {}).get(name, value) != value
     ]

@@ -54,10 +54,10 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
 
 def digest_log(run: RunFolder) -> Log | None:
     """Return the current size and hash of the log; None for a log that cannot be read."""
-    found = digest_of_log(run.events)
-    if found is None or found["sha256"] is None:
+    digest = digest_of_log(run.events)
+    if digest is None or digest["sha256"] is None:
         return None
-    return Log(bytes=found["bytes"], sha256=found["sha256"])
+    return Log(bytes=digest["bytes"], sha256=digest["sha256"])
 
 
 def keep_outcome(run: RunFolder, log: Log, verdict: Verdict, steps: int, rounding: str) -> Outcome:
@@ -76,11 +76,16 @@ def keep_outcome(run: RunFolder, log: Log, verdict: Verdict, steps: int, roundin
         log=log,
     )
     try:
-        before = read_outcome(run)
+        previous = read_outcome(run)
     except RunLogError:
-        before = None  # a malformed outcome is replaced
-    if before is not None and before.log == log and before.steps > steps and new.level != "fail":
-        return before
+        previous = None  # a malformed outcome is replaced
+    if (
+        previous is not None
+        and previous.log == log
+        and previous.steps > steps
+        and new.level != "fail"
+    ):
+        return previous
     text = json.dumps(msgspec.to_builtins(new), indent=2) + "\n"
     write_whole(run.path / NAME, text, "outcome")
     return new
@@ -92,9 +97,9 @@ def read_outcome(run: RunFolder) -> Outcome | None:
     path = run.path / NAME
     if not os.path.lexists(path):
         return None
-    found = read_json_object(path, "outcome", RUN_FILE, error=RunLogError)
+    record = read_json_object(path, "outcome", RUN_FILE, error=RunLogError)
     try:
-        return msgspec.convert(found, Outcome)
+        return msgspec.convert(record, Outcome)
     except msgspec.ValidationError as error:
         words = clipped(str(error), 200)
         raise RunLogError.expected("outcome", path, "the fields of an outcome", words) from None
@@ -121,8 +126,8 @@ def outcome_text(outcome: Outcome | None, *, stale: bool, last_step: int) -> str
     if outcome.level != "pass":
         return f"{outcome.level}: {clipped(one_line(outcome.reason), MAX_REASON_CHARACTERS)}, {day}"
     steps = f"{outcome.steps:,}" + (f" of {last_step:,}" if outcome.steps < last_step else "")
-    how = "within rounding" if outcome.rounding else "to the bit"
-    return f"pass, {steps} steps {how}, {day}"
+    precision = "within rounding" if outcome.rounding else "to the bit"
+    return f"pass, {steps} steps {precision}, {day}"
 
 
 _NAMES: dict[Level, Literal["pass", "unknown", "fail"]] = {

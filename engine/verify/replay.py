@@ -105,16 +105,18 @@ def train_again(
     try:
         follower = Follower(run)
         line = StatusLine(plain_every_s=5.0, plain_at_once=False)
-        first: tuple[int, float] | None = None
+        first_seen: tuple[int, float] | None = None
         while launched.process.poll() is None:
             follower.poll()
             view, now_s = follower.view, time.monotonic()
             text = view.phase.name if view.phase is not None else "starting"
             if (done := view.last_step) > stretch.begin:
-                first = first or (done, now_s)
-                pace_s = (now_s - first[1]) / max(done - first[0], 1)
-                left = f", {format_seconds(pace_s * (stretch.end - done))} left" if pace_s else ""
-                text = f"step {done} of {stretch.end}{left}"
+                first_seen = first_seen or (done, now_s)
+                pace_s = (now_s - first_seen[1]) / max(done - first_seen[0], 1)
+                remaining = (
+                    f", {format_seconds(pace_s * (stretch.end - done))} left" if pace_s else ""
+                )
+                text = f"step {done} of {stretch.end}{remaining}"
             line.show(f"replay: {text}")
             time.sleep(POLL_S)
         line.clear()
@@ -131,13 +133,13 @@ def _settings_sha256_of(checkpoint: Path) -> str:
     return str(state.get("spec_sha256", ""))
 
 
-def _changes(was: dict[str, Any], spec: RunSpec, sha256: str) -> list[dict[str, Any]]:
+def _changes(recorded: dict[str, Any], spec: RunSpec, sha256: str) -> list[dict[str, Any]]:
     """Return the changed settings in the form that a resume reads."""
     changes = [
-        {"key": f"{section}.{name}", "was": was.get(section, {}).get(name), "is": value}
-        for section, part in spec.to_dict().items()
-        for name, value in part.items()
-        if was.get(section, {}).get(name, value) != value
+        {"key": f"{section}.{name}", "was": recorded.get(section, {}).get(name), "is": value}
+        for section, fields in spec.to_dict().items()
+        for name, value in fields.items()
+        if recorded.get(section, {}).get(name, value) != value
     ]
     return [change | {"spec_sha256": sha256} for change in changes]
 

@@ -24,46 +24,50 @@ shapes on an H200 it is 8e-4 and 0.1."""
 
 
 def compare_checkpoints(
-    run: RunFolder, again: RunFolder, step: int, rounding_steps: int
+    run: RunFolder, replay: RunFolder, step: int, rounding_steps: int
 ) -> Verdict | None:
     """Compare both runs' checkpoints of a step; None where one has none. `rounding_steps` is 0 for equal bits."""
-    was, now = (one.checkpoints / folder_name(step) for one in (run, again))
-    if not was.is_dir() or not now.is_dir():
+    saved, replayed = (folder.checkpoints / folder_name(step) for folder in (run, replay))
+    if not saved.is_dir() or not replayed.is_dir():
         return None
     try:
         states = [
             read_json_object(path / "state.json", "checkpoint", RUN_FILE, error=CheckpointError)
-            for path in (was, now)
+            for path in (saved, replayed)
         ]
     except CheckpointError as error:
         return Verdict(Level.FAIL, error.message)
     for name in STATE:
-        found, wanted = (state.get(name) for state in states)
-        if found != wanted:
-            return Verdict(Level.FAIL, f"{name}: saved {found}, the replay saves {wanted}")
-    return _compare_tensors(was, now, rounding_steps)
+        saved_value, replayed_value = (state.get(name) for state in states)
+        if saved_value != replayed_value:
+            return Verdict(
+                Level.FAIL, f"{name}: saved {saved_value}, the replay saves {replayed_value}"
+            )
+    return _compare_tensors(saved, replayed, rounding_steps)
 
 
-def compare_students(run: RunFolder, again: RunFolder, rounding_steps: int) -> Verdict | None:
+def compare_students(run: RunFolder, replay: RunFolder, rounding_steps: int) -> Verdict | None:
     """Compare both runs' saved students: tensors by value, other files byte by byte."""
-    was, now = run.path / "student", again.path / "student"
-    if not was.is_dir() or not now.is_dir():
+    saved, replayed = run.path / "student", replay.path / "student"
+    if not saved.is_dir() or not replayed.is_dir():
         return None
-    files, wanted = (digest_files(one, without=TENSORS) for one in (was, now))
-    if others := sorted(files.keys() ^ wanted.keys()):
+    files, replayed_files = (digest_files(folder, without=TENSORS) for folder in (saved, replayed))
+    if others := sorted(files.keys() ^ replayed_files.keys()):
         return Verdict(Level.FAIL, f"only one of the two students has {', '.join(others)}")
     for name in sorted(files):
-        if files[name] != wanted[name]:
+        if files[name] != replayed_files[name]:
             return Verdict(Level.FAIL, f"{name} differs from the file that the replay saved")
-    return _compare_tensors(was, now, rounding_steps)
+    return _compare_tensors(saved, replayed, rounding_steps)
 
 
-def _compare_tensors(was: Path, now: Path, rounding_steps: int) -> Verdict:
+def _compare_tensors(saved: Path, replayed: Path, rounding_steps: int) -> Verdict:
     """Compare the tensors of all safetensors files of two folders: bit by bit, or by the norm of their difference in
     groups where rounding is allowed."""
     import torch
 
-    names = [sorted(path.name for path in one.glob("*.safetensors")) for one in (was, now)]
+    names = [
+        sorted(path.name for path in folder.glob("*.safetensors")) for folder in (saved, replayed)
+    ]
     if names[0] != names[1] or not names[0]:
         text = f"the run saved {', '.join(names[0]) or 'no tensors'}, the replay {', '.join(names[1]) or 'no tensors'}"
         return Verdict(Level.UNKNOWN, text)
@@ -73,25 +77,28 @@ def _compare_tensors(was: Path, now: Path, rounding_steps: int) -> Verdict:
         # Work that a replay omits draws random numbers too.
         if file == "rng.safetensors":
             continue
-        for name, found, wanted in _tensors(was / file, now / file):
-            if found is None or wanted is None:
+        for name, tensor, replayed_tensor in _tensors(saved / file, replayed / file):
+            if tensor is None or replayed_tensor is None:
                 return Verdict(Level.FAIL, f"{file}: only one of the two files has {name}")
-            if (found.shape, found.dtype) != (wanted.shape, wanted.dtype):
+            if (tensor.shape, tensor.dtype) != (replayed_tensor.shape, replayed_tensor.dtype):
                 return Verdict(
                     Level.FAIL,
-                    f"{file}: {name} is {tuple(found.shape)} {found.dtype}, the replay saves {tuple(wanted.shape)} "
-                    f"{wanted.dtype}",
+                    f"{file}: {name} is {tuple(tensor.shape)} {tensor.dtype}, the replay saves "
+                    f"{tuple(replayed_tensor.shape)} {replayed_tensor.dtype}",
                 )
             count += 1
-            if not rounding_steps and not torch.equal(found, wanted):
-                apart = float((found.double() - wanted.double()).norm() / wanted.double().norm())
+            if not rounding_steps and not torch.equal(tensor, replayed_tensor):
+                apart = float(
+                    (tensor.double() - replayed_tensor.double()).norm()
+                    / replayed_tensor.double().norm()
+                )
                 text = f"{file}: {name} differs from the replay's by {apart:.2g} (relative), expected equal bits"
                 return Verdict(Level.FAIL, text)
             if rounding_steps:
                 group = f"{file}: {name.split('/')[0]}" if "/" in name else file
                 apart_2, length_2 = squares.get(group, (0.0, 0.0))
-                apart_2 += float((found.float() - wanted.float()).square().sum())
-                squares[group] = apart_2, length_2 + float(wanted.float().square().sum())
+                apart_2 += float((tensor.float() - replayed_tensor.float()).square().sum())
+                squares[group] = apart_2, length_2 + float(replayed_tensor.float().square().sum())
     if not rounding_steps:
         return Verdict(Level.PASS, f"{count} tensors equal the replay's to the bit")
     relative = {
@@ -108,20 +115,23 @@ def _compare_tensors(was: Path, now: Path, rounding_steps: int) -> Verdict:
     )
 
 
-def _tensors(was: Path, now: Path) -> Iterator[tuple[str, Any, Any]]:
+def _tensors(saved: Path, replayed: Path) -> Iterator[tuple[str, Any, Any]]:
     """Yield the name of each tensor with its values in both files; None where a file lacks it."""
     from safetensors import SafetensorError, safe_open
 
     try:
-        with safe_open(was, framework="pt") as one, safe_open(now, framework="pt") as other:
-            known = set(one.keys()), set(other.keys())
+        with (
+            safe_open(saved, framework="pt") as saved_file,
+            safe_open(replayed, framework="pt") as replayed_file,
+        ):
+            known = set(saved_file.keys()), set(replayed_file.keys())
             for name in sorted(known[0] | known[1]):
                 yield (
                     name,
-                    one.get_tensor(name) if name in known[0] else None,
-                    other.get_tensor(name) if name in known[1] else None,
+                    saved_file.get_tensor(name) if name in known[0] else None,
+                    replayed_file.get_tensor(name) if name in known[1] else None,
                 )
     except (OSError, SafetensorError) as error:
         raise CheckpointError(
-            f"{was} — expected tensors that can be read, found {error}"
+            f"{saved} — expected tensors that can be read, found {error}"
         ) from error

@@ -60,23 +60,25 @@ class Verified:
 
     @property
     def verdict(self) -> Verdict:
-        found = lowest(self.lines.values())
-        how = "within rounding" if self.rounding else "to the bit"
-        agreeing = f"the replay matches {self.steps} recorded steps {how}"
-        if found.level is Level.PASS:
+        lowest_verdict = lowest(self.lines.values())
+        precision = "within rounding" if self.rounding else "to the bit"
+        agreeing = f"the replay matches {self.steps} recorded steps {precision}"
+        if lowest_verdict.level is Level.PASS:
             return Verdict(Level.PASS, agreeing)
-        first, *others = [name for name, one in self.lines.items() if one.level is found.level]
-        text = f"{first}: {found.reason}"
+        first, *others = [
+            name for name, verdict in self.lines.items() if verdict.level is lowest_verdict.level
+        ]
+        text = f"{first}: {lowest_verdict.reason}"
         if others:
             text += f"; and {', '.join(others)}"
         if self.steps and self.difference is None:
             text += f"; {agreeing}"
-        return Verdict(found.level, text)
+        return Verdict(lowest_verdict.level, text)
 
     def add(self, name: str, verdict: Verdict | None) -> None:
         """Add the verdict of one comparison; the lowest of several replays is kept."""
-        before = self.lines.get(name)
-        if verdict is not None and (before is None or verdict.level < before.level):
+        previous = self.lines.get(name)
+        if verdict is not None and (previous is None or verdict.level < previous.level):
             self.lines[name] = verdict
 
 
@@ -103,290 +105,302 @@ def verify(
         )
     # Hashing gigabytes of files overlaps with the replay.
     receipt = Background(partial(_compare_receipt, run), "hash of the run's files")
-    found = Verified()
+    result = Verified()
     sessions = read_sessions(run)
-    parts = _parts(run, sessions, found)
-    if parts:
+    run_stretches = _read_stretches(run, sessions, result)
+    if run_stretches:
         with replay_folder(run, scratch, keep=keep) as folder:
-            verifying = _Verifying(run, sessions, folder, found)
+            verifying = _Verifier(run, sessions, folder, result)
             if data:
-                verifying.data(parts[0])
+                verifying.data(run_stretches[0])
             if step is not None:
-                verifying.step(parts, step)
+                verifying.step(run_stretches, step)
             else:
-                verifying.steps(parts, steps, chain=chain)
+                verifying.steps(run_stretches, steps, chain=chain)
             if keep:
-                found.kept = folder
-    of_files = receipt.result()
-    found.lines = of_files.lines | found.lines
-    found.not_compared[:0] = of_files.not_compared
+                result.kept = folder
+    receipt_result = receipt.result()
+    result.lines = receipt_result.lines | result.lines
+    result.not_compared[:0] = receipt_result.not_compared
     if chain:
-        found.not_compared = [one for one in found.not_compared if "their contents" not in one]
-    return found
+        result.not_compared = [text for text in result.not_compared if "their contents" not in text]
+    return result
 
 
-def _parts(run: RunFolder, sessions: Sequence[Session], found: Verified) -> list[Stretch]:
+def _read_stretches(run: RunFolder, sessions: Sequence[Session], result: Verified) -> list[Stretch]:
     """Return the stretches of a run. Where there are none, add a line with the reason and return an empty list."""
     if not sessions or sessions[0].started is None:
-        found.lines["steps"] = Verdict(Level.UNKNOWN, "the log has no step to compare")
+        result.lines["steps"] = Verdict(Level.UNKNOWN, "the log has no step to compare")
         return []
     try:
-        parts = stretches(sessions, run.read_effective())
+        run_stretches = stretches(sessions, run.read_effective())
     except ChangedSettings as error:
-        found.lines["settings"] = Verdict(Level.FAIL, str(error))
-        found.lines["steps"] = Verdict(Level.UNKNOWN, "no replay: the settings are missing")
+        result.lines["settings"] = Verdict(Level.FAIL, str(error))
+        result.lines["steps"] = Verdict(Level.UNKNOWN, "no replay: the settings are missing")
         return []
     text = "effective.json has the hash that the run logged"
-    found.lines["settings"] = Verdict(Level.PASS, text)
-    return parts
+    result.lines["settings"] = Verdict(Level.PASS, text)
+    return run_stretches
 
 
 def _compare_receipt(run: RunFolder) -> Verified:
     """Compare the files of the folder with the hashes in its receipt."""
-    found = Verified()
+    result = Verified()
     view = Follower(run).read_all()
     receipt, is_receipt = read_receipt_or_facts(run, view)
     if not is_receipt:
         if view.receipt is not None:
             text = "the log records a receipt, but receipt.json is missing"
-            found.lines["receipt"] = Verdict(Level.FAIL, text)
+            result.lines["receipt"] = Verdict(Level.FAIL, text)
         else:
-            found.not_compared.append("files: the run ended without a receipt of their hashes")
-        return found
+            result.not_compared.append("files: the run ended without a receipt of their hashes")
+        return result
     answers = check_receipt(run, receipt, view)
-    wrong = {name: one for name, one in answers.items() if one.level is not Level.PASS}
-    for name, one in wrong.items():
-        found.lines[f"receipt: {name}"] = one
+    wrong = {name: verdict for name, verdict in answers.items() if verdict.level is not Level.PASS}
+    for name, verdict in wrong.items():
+        result.lines[f"receipt: {name}"] = verdict
     if not wrong:
         text = f"{len(answers)} entries match the files of the folder"
-        found.lines["receipt"] = Verdict(Level.PASS, text)
-    found.not_compared += not_compared(run, receipt)
-    return found
+        result.lines["receipt"] = Verdict(Level.PASS, text)
+    result.not_compared += not_compared(run, receipt)
+    return result
 
 
-class _Verifying:
+class _Verifier:
     """Replays one run, each stretch in its own folder below `folder`."""
 
     def __init__(
-        self, run: RunFolder, sessions: Sequence[Session], folder: Path, found: Verified
+        self, run: RunFolder, sessions: Sequence[Session], folder: Path, result: Verified
     ) -> None:
-        self._run, self._sessions, self._folder, self._found = run, sessions, folder, found
-        self._last = max(one.last_step for one in sessions)
-        self._made = 0
+        self._run, self._sessions, self._folder, self._result = run, sessions, folder, result
+        self._last = max(session.last_step for session in sessions)
+        self._replay_count = 0
         self._saved = {step_of(path): path for path in reversed([*published(run.checkpoints)])}
 
-    def data(self, part: Stretch) -> None:
+    def data(self, stretch: Stretch) -> None:
         """Read and tokenize the corpus again, and compare its tokens with those that the run trained on."""
-        ready = part.sessions[0].data
+        ready = stretch.sessions[0].data
         try:
-            spec = spec_from_dict(part.settings)
+            spec = spec_from_dict(stretch.settings)
             inputs = check_inputs(spec, self._folder)
             tokens = inputs.load_tokens(spec.data, root=self._folder / "tokens")
         except EngineError as error:
             verdict = Verdict(Level.UNKNOWN, f"the corpus cannot be read again: {error.message}")
         else:
             pairs = [("train", tokens.train), ("heldout", tokens.heldout)]
-            other = [
-                f"{name}: recorded {was[:16]}, read again {stream.sha256[:16]}"
+            differing = [
+                f"{name}: recorded {recorded[:16]}, read again {stream.sha256[:16]}"
                 for name, stream in pairs
-                if ready is not None and (was := getattr(ready, f"{name}_sha256")) != stream.sha256
+                if ready is not None
+                and (recorded := getattr(ready, f"{name}_sha256")) != stream.sha256
             ]
             count = sum(stream.token_count for _, stream in pairs)
             text = f"{count:,} tokens match the corpus, read and tokenized again"
-            verdict = Verdict(Level.FAIL, other[0]) if other else Verdict(Level.PASS, text)
+            verdict = Verdict(Level.FAIL, differing[0]) if differing else Verdict(Level.PASS, text)
             if ready is None:
                 verdict = Verdict(Level.UNKNOWN, "the run did not record it")
-        self._found.add("corpus", verdict)
+        self._result.add("corpus", verdict)
 
-    def steps(self, parts: Sequence[Stretch], steps: int | None, *, chain: bool) -> None:
+    def steps(self, run_stretches: Sequence[Stretch], steps: int | None, *, chain: bool) -> None:
         """Replay the steps of a run in order; with `chain`, from checkpoint to checkpoint."""
         last = self._last if steps is None else min(steps, self._last)
         if last < self._last:
             text = f"steps {last + 1} to {self._last}: not requested"
-            self._found.not_compared.append(text)
-        for part in parts:
-            for piece in self._pieces(part.between(0, last), chain=chain):
-                self._replay(piece, saves=chain)
+            self._result.not_compared.append(text)
+        for stretch in run_stretches:
+            for piece in self._pieces(stretch.between(0, last), chain=chain):
+                self._replay_and_compare(piece, saves=chain)
 
-    def _pieces(self, part: Stretch, *, chain: bool) -> Iterator[Stretch]:
+    def _pieces(self, stretch: Stretch, *, chain: bool) -> Iterator[Stretch]:
         """Yield the parts of a stretch that are replayed one after the other."""
-        if part.begin >= part.end:
+        if stretch.begin >= stretch.end:
             return
-        cuts = [n for n in self._saved if part.begin < n < part.end] if chain else []
-        for begin, end in zip((part.begin, *cuts), (*cuts, part.end), strict=True):
-            yield part.between(begin, end)
+        cuts = [n for n in self._saved if stretch.begin < n < stretch.end] if chain else []
+        for begin, end in zip((stretch.begin, *cuts), (*cuts, stretch.end), strict=True):
+            yield stretch.between(begin, end)
 
-    def _replay(self, piece: Stretch, *, saves: bool) -> None:
+    def _replay_and_compare(self, piece: Stretch, *, saves: bool) -> None:
         """Replay a stretch and compare it."""
-        found = self._found
-        if (replayed := self._replayed(piece, saves=saves)) is None:
+        result = self._result
+        if (replayed := self._run_replay(piece, saves=saves)) is None:
             return
-        again, fresh, why = replayed
+        replay_run, fresh, why = replayed
         record = piece.sessions[0]
         assert record.started is not None and fresh.started is not None
-        found.add("settings as built", same(BUILT_FIELDS, record.started, fresh.started))
-        found.add("data", same(DATA_FIELDS, record.data, fresh.data))
+        result.add("settings as built", same(BUILT_FIELDS, record.started, fresh.started))
+        result.add("data", same(DATA_FIELDS, record.data, fresh.data))
         for role in dict.fromkeys((*record.models, *fresh.models)):
             # A resumed session logs the student as it was before the first step.
             if role != "student" or not (piece.begin or record.begin):
                 of_role = (record.models.get(role), fresh.models.get(role))
-                found.add(f"{role} as loaded", same(("sha256", "parameters"), *of_role))
+                result.add(f"{role} as loaded", same(("sha256", "parameters"), *of_role))
         if record.started.engine != fresh.started.engine:
             text = f"the run was trained by engine {record.started.engine}, replayed by {fresh.started.engine}"
-            found.not_compared.append(f"the engine's code at the time of the run: {text}")
+            result.not_compared.append(f"the engine's code at the time of the run: {text}")
         compared = compare_steps(piece, fresh, rounded=bool(why))
-        found.steps += compared.steps
+        result.steps += compared.steps
         self._add_steps(piece, compared)
-        found.add("written text", compare_written(piece, fresh))
+        result.add("written text", compare_written(piece, fresh))
         if compared.difference is not None:
             return
         length = piece.end - piece.begin if why else 0
-        rows = compare_rows(self._run, again, piece)
+        rows = compare_rows(self._run, replay_run, piece)
         if rows is None:
-            found.not_compared.append(f"rows by content, {piece}: the run did not record them")
-        found.add("rows", rows)
-        evaluated = [one for session in self._sessions for one in session.evaluated]
+            result.not_compared.append(f"rows by content, {piece}: the run did not record them")
+        result.add("rows", rows)
+        evaluated = [event for session in self._sessions for event in session.evaluated]
         losses = f"held-out losses, {piece}" if saves else "held-out losses"
-        found.add(losses, compare_losses(evaluated, fresh, length))
+        result.add(losses, compare_losses(evaluated, fresh, length))
         if saves:
-            at = f"checkpoint of step {piece.end}"
-            found.add(at, compare_checkpoints(self._run, again, piece.end, length))
+            name = f"checkpoint of step {piece.end}"
+            result.add(name, compare_checkpoints(self._run, replay_run, piece.end, length))
             if piece.end == self._last:
-                found.add("saved student", compare_students(self._run, again, length))
+                result.add("saved student", compare_students(self._run, replay_run, length))
 
-    def _replayed(
+    def _run_replay(
         self, piece: Stretch, *, saves: bool = False, audited: int = 0
     ) -> tuple[RunFolder, Session, list[str]] | None:
         """Replay a stretch and return its run folder, its session and the reasons for rounding. Where that is not
         possible, add a line with the reason and return None.
 
-        Where numbers are rounded in another way a model soon writes another text, so such a replay is given the
-        recorded one. Most often the device tells that beforehand.
+        Where numbers are rounded in another way a model soon writes another text, so such a replay reads the recorded
+        text. Any device but a CPU rounds in another way; elsewhere only the first replay shows whether it did.
         """
         writes = piece.settings.get("rollout", {}).get("share", 0) > 0
-        given = writes and not all(
-            one.started is not None and one.started.device == "cpu" for one in piece.sessions
+        reads_written = writes and not all(
+            session.started is not None and session.started.device == "cpu"
+            for session in piece.sessions
         )
         while True:
-            again = self._train(piece, saves=saves, audited=audited, given=given)
-            fresh = None if again is None else self._first_session(piece, again)
-            if again is None or fresh is None:
+            replay_run = self._train_replay(
+                piece, saves=saves, audited=audited, reads_written=reads_written
+            )
+            fresh = None if replay_run is None else self._first_session(piece, replay_run)
+            if replay_run is None or fresh is None:
                 return None
-            why = why_rounded(self._run, piece, again, fresh)
+            why = why_rounded(self._run, piece, replay_run, fresh)
             if why:
-                self._found.rounding = f"{ROUNDING}, because of {'; '.join(why)}"
-            if given or not (why and writes):
-                return again, fresh, why
-            given = True
+                self._result.rounding = f"{ROUNDING}, because of {'; '.join(why)}"
+            if reads_written or not (why and writes):
+                return replay_run, fresh, why
+            reads_written = True
 
-    def _train(
-        self, piece: Stretch, *, saves: bool = False, audited: int = 0, given: bool = False
+    def _train_replay(
+        self, piece: Stretch, *, saves: bool = False, audited: int = 0, reads_written: bool = False
     ) -> RunFolder | None:
-        """Replay a stretch and return its run folder; with `given` on the rows that the run wrote. Where that is not
-        possible, add a line with the reason and return None."""
+        """Replay a stretch and return its run folder; with `reads_written` it trains on the rows that the run wrote.
+        Where that is not possible, add a line with the reason and return None."""
         checkpoint = None
         if piece.begin and (checkpoint := self._saved.get(piece.begin)) is None:
             text = f"settings were changed at step {piece.begin}, whose checkpoint no longer exists"
-            self._found.add(str(piece), Verdict(Level.UNKNOWN, text))
+            self._result.add(str(piece), Verdict(Level.UNKNOWN, text))
             return None
-        self._made += 1
-        folder = self._folder / f"run-{self._made}"
+        self._replay_count += 1
+        folder = self._folder / f"run-{self._replay_count}"
         try:
             spec = replayed_spec(piece, folder, saves=saves, audited=audited)
             check_inputs(spec, folder)
-            written_by = self._run.path.absolute() if given else None
+            written_by = self._run.path.absolute() if reads_written else None
             return replay.train_again(spec, piece, checkpoint, written_by=written_by)
         except (BadInput, SpecError) as error:
             text = f"no replay: {error.message}"
-            self._found.add(str(piece), Verdict(Level.UNKNOWN, text))
+            self._result.add(str(piece), Verdict(Level.UNKNOWN, text))
             return None
 
-    def _first_session(self, piece: Stretch, again: RunFolder) -> Session | None:
+    def _first_session(self, piece: Stretch, replay_run: RunFolder) -> Session | None:
         """Return the session of a replay. Where it ran no step, add a line with the reason and return None."""
-        sessions = read_sessions(again)
+        sessions = read_sessions(replay_run)
         if sessions and sessions[0].started is not None:
             return sessions[0]
-        view = Follower(again).read_all()
+        view = Follower(replay_run).read_all()
         reason = view.finished.reason if view.finished is not None else ""
         reason = reason or (view.exit.sentence if view.exit is not None else "its log has no end")
         text = f"the replay ran no step: {reason.splitlines()[0]}"
-        self._found.add(str(piece), Verdict(Level.UNKNOWN, text))
+        self._result.add(str(piece), Verdict(Level.UNKNOWN, text))
         return None
 
     def _add_steps(self, piece: Stretch, compared: Compared, *, explain: bool = True) -> None:
         name, count = str(piece), compared.steps
         for field_name, of_steps in compared.lacking.items():
             text = f"{of_steps} of {piece.end - piece.begin} steps of the log lack it"
-            self._found.add(f"steps: {field_name}", Verdict(Level.UNKNOWN, text))
+            self._result.add(f"steps: {field_name}", Verdict(Level.UNKNOWN, text))
         if (difference := compared.difference) is not None:
-            self._found.difference = self._found.difference or difference
-            text = self._explained(piece, difference) if explain else str(difference)
-            self._found.add(name, Verdict(Level.FAIL, text))
+            self._result.difference = self._result.difference or difference
+            text = self._explain(piece, difference) if explain else str(difference)
+            self._result.add(name, Verdict(Level.FAIL, text))
         elif compared.ended:
             level = Level.FAIL if compared.ended.startswith("the settings end") else Level.UNKNOWN
             text = f"the replay has no step {piece.begin + count + 1}: {compared.ended}"
-            self._found.add(name, Verdict(level, text))
+            self._result.add(name, Verdict(level, text))
         else:
-            how = self._found.rounding or "every bit the same"
-            self._found.add(name, Verdict(Level.PASS, f"{count} steps agree: {how}"))
+            precision = self._result.rounding or "every bit the same"
+            self._result.add(name, Verdict(Level.PASS, f"{count} steps agree: {precision}"))
 
-    def _explained(self, piece: Stretch, difference: FirstDifference) -> str:
+    def _explain(self, piece: Stretch, difference: FirstDifference) -> str:
         """Describe where the record differs, and by an audit of the replay which side is wrong."""
         text = str(difference)
-        if before := difference.step - piece.begin - 1:
-            text += f"; {before} steps before it agree"
+        if agreeing := difference.step - piece.begin - 1:
+            text += f"; {agreeing} steps before it agree"
         if difference.recorded is None:
             return text
-        answers = self._textbook(piece, difference.step)
-        wrong = [f"{id}: {one.reason}" for id, one in answers.items() if one.level is Level.FAIL]
+        answers = self._replay_with_audit(piece, difference.step)
+        wrong = [
+            f"{id}: {verdict.reason}"
+            for id, verdict in answers.items()
+            if verdict.level is Level.FAIL
+        ]
         if wrong:
             return f"{text}; the audit of the replayed step fails {wrong[0]}"
-        proved = sum(one.level is Level.PASS for one in answers.values())
+        proved = sum(verdict.level is Level.PASS for verdict in answers.values())
         if proved:
             text += f"; the audit of the replayed step passes {proved} of {len(answers)} stages"
         return text
 
-    def _textbook(self, piece: Stretch, step: int) -> dict[str, Verdict]:
+    def _replay_with_audit(self, piece: Stretch, step: int) -> dict[str, Verdict]:
         """Replay and audit `step`, and return the verdicts by stage; empty where it cannot be replayed."""
-        replayed = self._replayed(self._up_to(piece, step), audited=step)
-        return {} if replayed is None else _audited(replayed[1], step)
+        replayed = self._run_replay(self._from_checkpoint(piece, step), audited=step)
+        return {} if replayed is None else _audit_verdicts(replayed[1], step)
 
-    def _up_to(self, part: Stretch, step: int) -> Stretch:
+    def _from_checkpoint(self, stretch: Stretch, step: int) -> Stretch:
         """Return the steps after the nearest checkpoint before `step`, up to `step`."""
-        earlier = [n for n in self._saved if part.begin < n < step]
-        return part.between(max(earlier, default=part.begin), step)
+        checkpoints = [n for n in self._saved if stretch.begin < n < step]
+        return stretch.between(max(checkpoints, default=stretch.begin), step)
 
-    def step(self, parts: Sequence[Stretch], step: int) -> None:
+    def step(self, run_stretches: Sequence[Stretch], step: int) -> None:
         """Replay and audit `step` from the nearest checkpoint before it, and add a line for each stage."""
-        part = next((one for one in parts if one.begin < step <= one.end), None)
-        if part is None:
+        stretch = next((item for item in run_stretches if item.begin < step <= item.end), None)
+        if stretch is None:
             raise UsageError(f"--step: expected a step of the run, 1 to {self._last}, found {step}")
-        piece, found = self._up_to(part, step), self._found
-        if (replayed := self._replayed(piece, audited=step)) is None:
+        piece, result = self._from_checkpoint(stretch, step), self._result
+        if (replayed := self._run_replay(piece, audited=step)) is None:
             return
-        again, fresh, why = replayed
+        replay_run, fresh, why = replayed
         if step > piece.begin + 1:
-            before = piece.between(piece.begin, step - 1)
-            compared = compare_steps(before, fresh, rounded=bool(why))
-            found.steps += compared.steps
-            self._add_steps(before, compared, explain=False)
-        rows = compare_rows(self._run, again, piece)
+            earlier = piece.between(piece.begin, step - 1)
+            compared = compare_steps(earlier, fresh, rounded=bool(why))
+            result.steps += compared.steps
+            self._add_steps(earlier, compared, explain=False)
+        rows = compare_rows(self._run, replay_run, piece)
         if rows is not None and rows.level is Level.FAIL:
-            found.add("rows", rows)
-        found.add("written text", compare_written(piece, fresh))
-        differing = {one.stage: one for one in differences(piece, fresh, step, rounded=bool(why))}
-        answers = _audited(fresh, step)
+            result.add("rows", rows)
+        result.add("written text", compare_written(piece, fresh))
+        differing = {
+            item.stage: item for item in differences(piece, fresh, step, rounded=bool(why))
+        }
+        answers = _audit_verdicts(fresh, step)
         for about in STAGES:
             verdict = answers.get(about.id, Verdict(Level.UNKNOWN, "the replay did not audit it"))
             if about.id in differing:
-                found.difference = found.difference or differing[about.id]
+                result.difference = result.difference or differing[about.id]
                 verdict = Verdict(Level.FAIL, str(differing[about.id]))
-            found.add(about.id, verdict)
-        found.steps += not differing
+            result.add(about.id, verdict)
+        result.steps += not differing
 
 
-def _audited(session: Session, step: int) -> dict[str, Verdict]:
+def _audit_verdicts(session: Session, step: int) -> dict[str, Verdict]:
     answers = ((about.id, session.audited.get((step, about.id))) for about in STAGES)
     return {
-        id: Verdict(Level[one.level.upper()], one.text) for id, one in answers if one is not None
+        id: Verdict(Level[judged.level.upper()], judged.text)
+        for id, judged in answers
+        if judged is not None
     }

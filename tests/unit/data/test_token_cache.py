@@ -272,7 +272,7 @@ def test_a_cache_that_cannot_be_written_gives_tokens_for_this_process_alone(
     assert not found.is_kept and "cannot be used" in found.note and str(no_folder) in found.note
     assert_equal(found.train, expected.train)
 
-    make, calls = token_cache._make, []
+    make, calls = token_cache._make_tokens, []
 
     def full(made: Recipe, corpus: Corpus | None, folder: Path, *rest: Any) -> None:
         calls.append(folder)
@@ -281,7 +281,7 @@ def test_a_cache_that_cannot_be_written_gives_tokens_for_this_process_alone(
         make(made, corpus, folder, *rest)
 
     problem = errno.ENOSPC, "No space left on device"
-    monkeypatch.setattr(token_cache, "_make", full)
+    monkeypatch.setattr(token_cache, "_make_tokens", full)
     found = load_tokens(recipe, root=tmp_path / "full")
     assert not found.is_kept and "No space left" in found.note
     assert_equal(found.train, expected.train)
@@ -353,7 +353,7 @@ def test_the_cache_keeps_what_was_used_last(
 
 
 def entry_of(root: Path, recipe: Recipe) -> Path:
-    return root / recipe.key(token_cache._content(recipe, token_cache.no_progress)[0])
+    return root / recipe.key(token_cache._hash_content(recipe, token_cache.no_progress)[0])
 
 
 def test_progress_of_tokenizing_ends_with_all_bytes(root: Path, recipe: Recipe) -> None:
