@@ -126,7 +126,10 @@ class Loss:
             self._scores = _SCORES[type(made).__name__]
             # Each logarithm is rounded relative to its size, of which the mean is at most log C.
             rounding = self._torch.finfo(scores.dtype).eps * math.log(scores.shape[1])
-            off = (scores.detach()[:_SUMMED].double().exp().sum(1) - 1).abs().amax()
+            some = scores.detach()[:_SUMMED]
+            for axis in range(2, scores.dim()):
+                some = some.narrow(axis, 0, 1)
+            off = (some.double().exp().sum(1) - 1).abs().amax()
             self.sums = off - rounding
 
     def _leave_out(self, left_out: Any) -> None:
