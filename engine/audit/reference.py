@@ -232,19 +232,21 @@ class PlainDecoder:
         flows = [flow_ND.to(weight("norm.weight").dtype) for flow_ND in upstream]
 
         def part_backward(
-            place: int, prefix: str, names: Sequence[str], run: Callable[..., Tensor]
+            index: int, prefix: str, names: Sequence[str], run: Callable[..., Tensor]
         ) -> Iterator[tuple[str, Tensor]]:
-            parts = {name: weight(prefix + name).detach().requires_grad_() for name in names}
-            sums = [torch.zeros_like(part) for part in parts.values()]
-            for number, one in enumerate(passes):
-                x_ND = one.inputs[place].detach().requires_grad_()
+            weights = {name: weight(prefix + name).detach().requires_grad_() for name in names}
+            sums = [torch.zeros_like(weight_) for weight_ in weights.values()]
+            for number, pass_ in enumerate(passes):
+                x_ND = pass_.inputs[index].detach().requires_grad_()
                 with torch.enable_grad():
                     # A scalar whose gradient is the upstream gradient: autograd on a scalar imports no compiler.
                     # A rounding factor of the forward pass is a factor of the backward pass too.
-                    y_ND = run(x_ND, one.documents_BT, one.turns, parts, one.rounding)
+                    y_ND = run(x_ND, pass_.documents_BT, pass_.turns, weights, pass_.rounding)
                     scalar_loss = (y_ND * flows[number]).sum()
-                flows[number], *found = torch.autograd.grad(scalar_loss, [x_ND, *parts.values()])
-                for total, gradient in zip(sums, found, strict=True):
+                flows[number], *gradients = torch.autograd.grad(
+                    scalar_loss, [x_ND, *weights.values()]
+                )
+                for total, gradient in zip(sums, gradients, strict=True):
                     total += gradient
             yield from ((prefix + name, total) for name, total in zip(names, sums, strict=True))
 
@@ -259,12 +261,12 @@ class PlainDecoder:
                 index, f"layers.{index}.", _names(shape), functools.partial(self._layer, index)
             )
         embedding = torch.zeros_like(weight("embed.weight"))
-        for one, flow_ND in zip(passes, flows, strict=True):
-            embedding.index_add_(0, one.tokens_N, flow_ND * shape.embedding_scale)
+        for pass_, flow_ND in zip(passes, flows, strict=True):
+            embedding.index_add_(0, pass_.tokens_N, flow_ND * shape.embedding_scale)
         yield "embed.weight", embedding
 
-    def _layer(self, index: int, *given: Any) -> Tensor:
-        return _layer(self.shape, index, self.pairs, *given)
+    def _layer(self, index: int, *arguments: Any) -> Tensor:
+        return _layer(self.shape, index, self.pairs, *arguments)
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,27 +281,27 @@ class InContext:
     ) -> Forward:
         tokens: list[int] = []
         documents: list[int] = []
-        kept: list[int] = []
-        before: tuple[int, int] | None = None
-        for row, (ids, of) in enumerate(
+        document_positions: list[int] = []
+        previous: tuple[int, int] | None = None
+        for row, (ids, document_ids) in enumerate(
             zip(tokens_BT.tolist(), documents_BT.tolist(), strict=True)
         ):
-            for token, document in zip(ids, of, strict=True):
-                if before != (row, document):
-                    before = row, document
+            for token, document in zip(ids, document_ids, strict=True):
+                if previous != (row, document):
+                    previous = row, document
                     number = documents[-1] + 1 if documents else 0
                     tokens += self.context
                     documents += [number] * len(self.context)
-                kept.append(len(tokens))
+                document_positions.append(len(tokens))
                 tokens.append(token)
                 documents.append(number)
-        found = self.plain.forward(
-            *(torch.tensor([one], device=tokens_BT.device) for one in (tokens, documents)),
+        forward = self.plain.forward(
+            *(torch.tensor([values], device=tokens_BT.device) for values in (tokens, documents)),
             keep=keep,
             rounding=rounding,
         )
-        kept_N = torch.tensor(kept, device=tokens_BT.device)
-        return replace(found, hidden_ND=found.hidden_ND[kept_N])
+        positions_N = torch.tensor(document_positions, device=tokens_BT.device)
+        return replace(forward, hidden_ND=forward.hidden_ND[positions_N])
 
     def backward(
         self, passes: Sequence[Forward], upstream: Sequence[Tensor]
@@ -335,23 +337,23 @@ class AdaptedDecoder:
     ) -> Iterator[tuple[str, Tensor]]:
         """Yield the name and the gradient of every A and B."""
         for name, gradient_OI in self.plain.backward(passes, upstream):
-            if (one := self.adapters.get(name)) is not None:
+            if (adapter := self.adapters.get(name)) is not None:
                 stem, wide = name.removesuffix(".weight"), gradient_OI.dtype
-                yield f"{stem}.lora_A", one.scale * one.b_OR.to(wide).T @ gradient_OI
-                yield f"{stem}.lora_B", one.scale * gradient_OI @ one.a_RI.to(wide).T
+                yield f"{stem}.lora_A", adapter.scale * adapter.b_OR.to(wide).T @ gradient_OI
+                yield f"{stem}.lora_B", adapter.scale * gradient_OI @ adapter.a_RI.to(wide).T
 
 
 def merged(weight: Weight, adapters: Mapping[str, LowRank]) -> Weight:
     """Return weights with adapters added, in the dtype of the weights."""
 
-    def found(name: str, rows_N: Tensor | None = None) -> Tensor:
+    def adapted(name: str, rows_N: Tensor | None = None) -> Tensor:
         base = weight(name, rows_N)
-        if (one := adapters.get(name)) is None:
+        if (adapter := adapters.get(name)) is None:
             return base
-        b_OR = one.b_OR if rows_N is None else one.b_OR[rows_N]
-        return base + one.scale * b_OR.to(base.dtype) @ one.a_RI.to(base.dtype)
+        b_OR = adapter.b_OR if rows_N is None else adapter.b_OR[rows_N]
+        return base + adapter.scale * b_OR.to(base.dtype) @ adapter.a_RI.to(base.dtype)
 
-    return found
+    return adapted
 
 
 def _widened(weight: Weight, rounding: float) -> Weight:
@@ -437,7 +439,7 @@ def _attention(
 ) -> Tensor:
     """Compute attention of each token to itself and the earlier tokens of its document."""
     window, scalar = shape.window_of(index), shape.query_scalar or shape.head_dim
-    found = []
+    projections = []
     for name in "qkv":
         y = x_ND @ parts[f"attention.{name}.weight"].T + parts.get(f"attention.{name}.bias", 0.0)
         y_NHE = y.reshape(len(x_ND), -1, shape.head_dim)
@@ -446,8 +448,8 @@ def _attention(
             y_NHE = _norm(shape, y, norm).view(y_NHE.shape)
         elif norm is not None:
             y_NHE = _norm(shape, y_NHE, norm)
-        found.append(_perturbed(y_NHE, rounding))
-    q_NHE, k_NKE, v_NKE = found
+        projections.append(_perturbed(y_NHE, rounding))
+    q_NHE, k_NKE, v_NKE = projections
     if index not in shape.layers_without_rope:
         rotations_NR = turns[window is not None]
         q_NHE, k_NKE = (_perturbed(_rotate(y, rotations_NR), rounding) for y in (q_NHE, k_NKE))
@@ -460,19 +462,19 @@ def _attention(
     )
     count = max(1, pairs // (rows * length))
     outputs = []
-    for first in range(0, length, count):
-        last = min(first + count, length)
-        queries_BHTE = q_BHTE[:, :, first:last]
-        seen_BTS = documents_BT[:, first:last, None] == documents_BT[:, None, :last]
-        seen_BTS = seen_BTS.tril(first)
+    for begin in range(0, length, count):
+        end = min(begin + count, length)
+        queries_BHTE = q_BHTE[:, :, begin:end]
+        seen_BTS = documents_BT[:, begin:end, None] == documents_BT[:, None, :end]
+        seen_BTS = seen_BTS.tril(begin)
         if window is not None:
-            seen_BTS = seen_BTS.triu(first - window + 1)
-        given = queries_BHTE, k_BHSE[:, :, :last], v_BHSE[:, :, :last], seen_BTS, scalar, rounding
+            seen_BTS = seen_BTS.triu(begin - window + 1)
+        arguments = queries_BHTE, k_BHSE[:, :, :end], v_BHSE[:, :, :end], seen_BTS, scalar, rounding
         # The weights of all queries would not fit in memory for the backward pass.
         if torch.is_grad_enabled() and count < length:
-            outputs.append(_Recomputed.apply(*given))  # type: ignore[no-untyped-call]
+            outputs.append(_Recomputed.apply(*arguments))  # type: ignore[no-untyped-call]
         else:
-            outputs.append(_attend(*given))
+            outputs.append(_attend(*arguments))
     outputs_ND = torch.cat(outputs, 1).flatten(0, 1)
     return _perturbed(outputs_ND, rounding) @ parts["attention.o.weight"].T
 
@@ -491,11 +493,11 @@ def _attend(
     scores_BHTS = scores_BHTS.masked_fill(~seen_BTS[:, None], -math.inf)
     if rounding:
         sizes_BHTS = q_BHTE.detach().abs() @ k_BHSE.detach().abs().transpose(2, 3)
-        given = scores_BHTS, v_BHSE, sizes_BHTS / math.sqrt(scalar), rounding
-        found_BHTE: Tensor = _RoundedAttention.apply(*given)  # type: ignore[no-untyped-call]
+        arguments = scores_BHTS, v_BHSE, sizes_BHTS / math.sqrt(scalar), rounding
+        output_BHTE: Tensor = _RoundedAttention.apply(*arguments)  # type: ignore[no-untyped-call]
     else:
-        found_BHTE = torch.softmax(scores_BHTS, dim=3) @ v_BHSE
-    return found_BHTE.transpose(1, 2).flatten(2)
+        output_BHTE = torch.softmax(scores_BHTS, dim=3) @ v_BHSE
+    return output_BHTE.transpose(1, 2).flatten(2)
 
 
 class _RoundedAttention(torch.autograd.Function):
@@ -540,10 +542,10 @@ class _Recomputed(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *flows: Tensor) -> tuple[Tensor | None, ...]:
-        given = [part.detach().requires_grad_() for part in ctx.saved_tensors]
+        inputs = [saved.detach().requires_grad_() for saved in ctx.saved_tensors]
         with torch.enable_grad():
-            scalar_loss = (_attend(*given, *ctx.others) * flows[0]).sum()
-        return *torch.autograd.grad(scalar_loss, given), *(None for _ in ctx.others)
+            scalar_loss = (_attend(*inputs, *ctx.others) * flows[0]).sum()
+        return *torch.autograd.grad(scalar_loss, inputs), *(None for _ in ctx.others)
 
 
 def _rotate(x_THE: Tensor, rotations_TR: Tensor) -> Tensor:
@@ -809,11 +811,11 @@ def step_of_sgd(sgd: SGD, gradient: Tensor, buffer: Tensor | None, *, rate: floa
     return -rate * g
 
 
-def warmup_steps(asked: int, steps: int) -> int:
+def warmup_steps(requested: int, steps: int) -> int:
     """Return the number of warm-up steps: `asked`, or where that is -1 the default of a tenth of a run below 200 steps,
     a fiftieth of one of 1,000 or more, and 20 steps between."""
-    if asked != -1:
-        return asked
+    if requested != -1:
+        return requested
     return steps // 10 if steps < 200 else 20 if steps < 1000 else steps // 50
 
 

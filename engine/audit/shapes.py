@@ -127,7 +127,7 @@ def shape_in_gguf(reader: Any) -> tuple[str, Shape]:
         "head_dim": head_dim,
         "eps": value("attention.layer_norm_rms_epsilon"),
         "theta": value("rope.freq_base") or 10000.0,
-        "tied": all(one.name != "output.weight" for one in reader.tensors),
+        "tied": all(tensor.name != "output.weight" for tensor in reader.tensors),
         # llama.cpp writes 0 for none.
         "window": value("attention.sliding_window") or None,
         "rotary_dim": value("rope.dimension_count") or head_dim,
@@ -138,11 +138,11 @@ def shape_in_gguf(reader: Any) -> tuple[str, Shape]:
         **_of_gemma(family, value("embedding_length")),
     }
     if family == "gemma3":
-        layers, wide = value("block_count"), value("embedding_length") // heads
+        layers, width_per_head = value("block_count"), value("embedding_length") // heads
         shape |= {
             "layers_without_window": tuple(range(5, layers, 6)),
             "local_theta": 10000.0,
-            "query_scalar": wide if layers == 62 else head_dim,
+            "query_scalar": width_per_head if layers == 62 else head_dim,
             "activation": "gelu_pytorch_tanh",
             "position_factor": value("rope.scaling.factor") or 1.0,
         }

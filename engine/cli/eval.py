@@ -336,7 +336,7 @@ def _judge(
         "stops": list(STOPS[problems.benchmark]),
         "sandbox": {"rules": RULES, "cpu_s": sandbox.cpu_s, "clock_s": sandbox.clock_s},
     }
-    refuse_other(results_path, about, later=("problems", "without"))
+    refuse_other(results_path, about, unknown_keys=("problems", "without"))
     left_out = run_self_test()
     judged = _without(problems, left_out)
     about |= {

@@ -62,8 +62,8 @@ class Watch:
         """Raise `Ended` if the outcome is fixed, or if an exception of the program disappeared without a
         handler. It is called at each point that tests reach only while they go on."""
         if self._end is None and (lost := self._raised) is not None:
-            said = f"{type(lost).__name__}: {lost}"[:300]
-            self.end("fail", f"the program raises {said}, which no handler of the tests caught")
+            text = f"{type(lost).__name__}: {lost}"[:300]
+            self.end("fail", f"the program raises {text}, which no handler of the tests caught")
         if self._end is not None:
             raise Ended(*self._end)
 
@@ -85,9 +85,9 @@ class Watch:
         if by_block:
             self._raised = None
 
-    def missed(self, wanted: Sequence[int]) -> str | None:
+    def missed(self, counts: Sequence[int]) -> str | None:
         """Return the line of the first assertion that held less often than `wanted`; None when there is none."""
-        for line, held, least in zip(self.lines, self.held, wanted, strict=True):
+        for line, held, least in zip(self.lines, self.held, counts, strict=True):
             if held < least:
                 return line
         return None
@@ -145,16 +145,16 @@ class _Rewriter(ast.NodeTransformer):
         return node
 
 
-def _block_caught(where: ast.stmt) -> ast.Expr:
-    made = _call("<caught>", where)
-    call: Any = made.value
+def _block_caught(site: ast.stmt) -> ast.Expr:
+    statement = _call("<caught>", site)
+    call: Any = statement.value
     call.keywords = [ast.keyword("by_block", ast.Constant(True))]
-    return made
+    return statement
 
 
-def _call(name: str, where: ast.stmt, *arguments: ast.expr) -> ast.Expr:
-    made = ast.Expr(ast.Call(ast.Name(name, ast.Load()), list(arguments), []))
-    return ast.copy_location(made, where)
+def _call(name: str, site: ast.stmt, *arguments: ast.expr) -> ast.Expr:
+    statement = ast.Expr(ast.Call(ast.Name(name, ast.Load()), list(arguments), []))
+    return ast.copy_location(statement, site)
 
 
 def _called(value: ast.expr) -> str:

@@ -37,10 +37,10 @@ class Objects:
         self.kept: list[object] = []  # kept as long as the program runs, so that an id stays unique
         self.numbers: dict[int, int] = {}
 
-    def keep_like(self, made: object) -> None:
+    def keep_like(self, value: object) -> None:
         # A built-in type is sent as a value, even if it replaces a class of the tests.
-        if type(made) not in TYPES.values():
-            self.kinds.add(type(made))
+        if type(value) not in TYPES.values():
+            self.kinds.add(type(value))
 
     def number(self, value: object) -> int | None:
         if type(value) not in self.kinds:
@@ -75,35 +75,35 @@ def main() -> None:
     objects = Objects()
     while (call := receive(calls)) is not None:
         try:
-            answer = answered(call, names, objects)
+            answer = answer_call(call, names, objects)
         except Exception as error:  # noqa: BLE001 - whatever the program raises is its answer
             answer = {"raised": type(error).__name__, "text": str(error)[:500]}
         send(answers, answer)
 
 
-def answered(call: dict[str, Any], names: dict[str, Any], objects: Objects) -> dict[str, object]:
-    found: Any
+def answer_call(call: dict[str, Any], names: dict[str, Any], objects: Objects) -> dict[str, object]:
+    target: Any
     if "of" in call:
-        this = objects.of(call["of"])
+        owner = objects.of(call["of"])
         if "set" in call:
-            setattr(this, call["set"], unpack(call["value"], objects.of))
+            setattr(owner, call["set"], unpack(call["value"], objects.of))
             return {"value": None}
-        found = getattr(this, call["get"] if "get" in call else call["name"])
+        target = getattr(owner, call["get"] if "get" in call else call["name"])
         if "get" in call:
-            if callable(found) and objects.number(found) is None:
+            if callable(target) and objects.number(target) is None:
                 return {"method": True}
-            return given(found, objects)
+            return encode_result(target, objects)
     elif call["name"] in names:
-        found = names[call["name"]]
+        target = names[call["name"]]
     else:
         raise NameError(f"name {call['name']!r} is not defined")
-    value = found(*unpack(call["args"], objects.of), **unpack(call["kwargs"], objects.of))
+    value = target(*unpack(call["args"], objects.of), **unpack(call["kwargs"], objects.of))
     if call.get("keep"):
         objects.keep_like(value)
-    return given(value, objects)
+    return encode_result(value, objects)
 
 
-def given(value: object, objects: Objects) -> dict[str, object]:
+def encode_result(value: object, objects: Objects) -> dict[str, object]:
     try:
         return {"value": pack(value, objects.number)}
     except NotPlain as error:

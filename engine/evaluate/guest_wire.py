@@ -52,8 +52,8 @@ def pack(value: object, number: Callable[[object], int | None] = _no_object, dep
     value. Raises `NotPlain`."""
     if depth > MOST_DEPTH:
         raise NotPlain(f"value nested more than {MOST_DEPTH} deep")
-    if (of := number(value)) is not None:
-        return {"object": of}
+    if (object_number := number(value)) is not None:
+        return {"object": object_number}
     if value is None or value is True or value is False:
         return value
     if isinstance(value, int | float | str):
@@ -64,17 +64,17 @@ def pack(value: object, number: Callable[[object], int | None] = _no_object, dep
         return float.__mul__(value, 1.0) if isinstance(value, float) else str.__str__(value)
     inner = depth + 1
     if isinstance(value, list):
-        return [pack(one, number, inner) for one in list.__iter__(value)]
+        return [pack(item, number, inner) for item in list.__iter__(value)]
     if isinstance(value, tuple):
-        return {"tuple": [pack(one, number, inner) for one in tuple.__iter__(value)]}
+        return {"tuple": [pack(item, number, inner) for item in tuple.__iter__(value)]}
     if isinstance(value, set):
-        return {"set": [pack(one, number, inner) for one in set.__iter__(value)]}
+        return {"set": [pack(item, number, inner) for item in set.__iter__(value)]}
     if isinstance(value, frozenset):
-        return {"frozenset": [pack(one, number, inner) for one in frozenset.__iter__(value)]}
+        return {"frozenset": [pack(item, number, inner) for item in frozenset.__iter__(value)]}
     if isinstance(value, dict):
         items = dict.items(value)
         return {
-            "dict": [[pack(key, number, inner), pack(one, number, inner)] for key, one in items]
+            "dict": [[pack(key, number, inner), pack(item, number, inner)] for key, item in items]
         }
     if isinstance(value, bytes):
         return {"bytes": bytes.hex(value)}
@@ -96,14 +96,14 @@ def _object(number: object) -> object:
     raise ValueError("an object where none is known")
 
 
-def unpack(value: Any, of: Callable[[Any], object] = _object, depth: int = 0) -> Any:
+def unpack(value: Any, object_of: Callable[[Any], object] = _object, depth: int = 0) -> Any:
     """Convert JSON data back to a value. `of` returns the object with a given number. Raises whatever Python
     raises for malformed data."""
     if depth > MOST_DEPTH:
         raise ValueError(f"data nested more than {MOST_DEPTH} deep")
     depth += 1
     if isinstance(value, list):
-        return [unpack(one, of, depth) for one in value]
+        return [unpack(item, object_of, depth) for item in value]
     if not isinstance(value, dict):
         return value
     ((kind, inner),) = value.items()
@@ -112,7 +112,9 @@ def unpack(value: Any, of: Callable[[Any], object] = _object, depth: int = 0) ->
             raise ValueError(f"an integer of more than {MOST_BITS:,} bits")
         return int(inner, 16)
     if kind == "dict":
-        return {unpack(key, of, depth): unpack(one, of, depth) for key, one in inner}
+        return {
+            unpack(key, object_of, depth): unpack(item, object_of, depth) for key, item in inner
+        }
     if kind == "bytes":
         return bytes.fromhex(inner)
     if kind == "complex":
@@ -120,9 +122,9 @@ def unpack(value: Any, of: Callable[[Any], object] = _object, depth: int = 0) ->
     if kind == "type":
         return TYPES[inner]
     if kind == "object":
-        return of(inner)
-    made: Any = {"tuple": tuple, "set": set, "frozenset": frozenset}[kind]
-    return made(unpack(one, of, depth) for one in inner)
+        return object_of(inner)
+    items: Any = {"tuple": tuple, "set": set, "frozenset": frozenset}[kind]
+    return items(unpack(item, object_of, depth) for item in inner)
 
 
 def send(file: IO[bytes], record: Mapping[str, object]) -> None:

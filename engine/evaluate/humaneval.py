@@ -55,24 +55,24 @@ def room(model: Model, problems: Problems, wanted: int | None) -> int:
     """
     prompts = [problem.prompt for problem in problems.problems]
     lengths = [len(ids) for ids in model.tokenizer.encode_documents(prompts)]
-    most = model.decoder.config.max_position_embeddings
-    least = 1 if wanted is None else wanted
-    long = [
+    positions = model.decoder.config.max_position_embeddings
+    needed = 1 if wanted is None else wanted
+    too_long = [
         f"{problem.task_id} ({length:,})"
         for problem, length in zip(problems.problems, lengths, strict=True)
-        if length + least > most
+        if length + needed > positions
     ]
-    if long:
-        more = f", and {len(long) - _LISTED} more" if len(long) > _LISTED else ""
+    if too_long:
+        rest = f", and {len(too_long) - _LISTED} more" if len(too_long) > _LISTED else ""
         raise BadInput.expected(
             "prompts",
             model.path,
-            f"at most {most:,} tokens, the positions of the model, with {least:,} to come",
-            f"too long: {', '.join(long[:_LISTED])}{more}",
+            f"at most {positions:,} tokens, the positions of the model, with {needed:,} to come",
+            f"too long: {', '.join(too_long[:_LISTED])}{rest}",
             hint="ask for fewer --max-tokens, or leave a problem out by --without TASK_ID, and the "
             "report says so",
         )
-    return min(MOST_TOKENS, most - max(lengths)) if wanted is None else wanted
+    return min(MOST_TOKENS, positions - max(lengths)) if wanted is None else wanted
 
 
 def self_test(
@@ -93,32 +93,34 @@ def self_test(
     wrong: list[str] = []
     done, total = 0, 2 * len(problems) + len(hostiles)
 
-    def tried(some: Sequence[Problem], completions: Sequence[str]) -> Iterator[tuple[str, Trial]]:
+    def try_all(
+        chosen: Sequence[Problem], completions: Sequence[str]
+    ) -> Iterator[tuple[str, Trial]]:
         nonlocal done
-        for problem, trial in zip(some, trials(sandbox, some, completions), strict=True):
+        for problem, trial in zip(chosen, trials(sandbox, chosen, completions), strict=True):
             done += 1
             progress(done, total)
             yield problem.task_id, trial
 
-    for name, trial in tried(problems, [problem.reference for problem in problems]):
+    for name, trial in try_all(problems, [problem.reference for problem in problems]):
         if trial.outcome != "pass":
             left_out[name] = f"{UNFIT}: {trial.outcome}, {trial.reason}"
     if left_out and len(left_out) > min(unfit, len(problems) - 1):
         wrong = [f"{name}: {reason}" for name, reason in left_out.items()]
-    kept = [problem for problem in problems if problem.task_id not in left_out]
+    judgeable = [problem for problem in problems if problem.task_id not in left_out]
     total -= len(left_out)
-    for name, trial in tried(kept, [""] * len(kept)):
+    for name, trial in try_all(judgeable, [""] * len(judgeable)):
         if trial.outcome != "fail":
             wrong.append(f"{name}: an empty solution: {trial.outcome}, {trial.reason}")
     wrong.extend(f"not contained: {line}" for line in not_contained(sandbox, hostiles))
     progress(total, total)
     if wrong:
         listed = "".join(f"\n  {line}" for line in wrong[:_LISTED])
-        more = f"\n  ... and {len(wrong) - _LISTED} more" if len(wrong) > _LISTED else ""
+        rest = f"\n  ... and {len(wrong) - _LISTED} more" if len(wrong) > _LISTED else ""
         raise NoAnswer(
             f"self-test: {len(problems)} problems — expected every reference solution to pass"
             + (f" but {unfit}" if unfit else "")
-            + f", every empty one to fail, every hostile program to be contained, found{listed}{more}",
+            + f", every empty one to fail, every hostile program to be contained, found{listed}{rest}",
             hint="a problem that cannot be judged is left out by --without TASK_ID, or up to N of them by "
             "--unfit N, and the report says so",
         )
@@ -150,11 +152,11 @@ def evaluate(
     pending: dict[Future[Trial], Result] = {}
 
     def record(*, wait: bool) -> None:
-        for future in [one for one in pending if wait or one.done()]:
+        for future in [future for future in pending if wait or future.done()]:
             trial, about = future.result(), pending.pop(future)
             results.add(replace(about, outcome=trial.outcome, reason=trial.reason))
             if progress is not None:
-                passed = sum(one.outcome == "pass" for one in results.done.values())
+                passed = sum(result.outcome == "pass" for result in results.done.values())
                 progress(Progress(len(results.done), total, passed))
 
     with ThreadPoolExecutor(_workers()) as pool:
@@ -211,7 +213,7 @@ def trials(
     sandbox: Sandbox, problems: Sequence[Problem], completions: Sequence[str]
 ) -> Iterator[Trial]:
     """Try one completion of each problem, in their order, with one trial per processor at a time."""
-    programs = [one.program(text) for one, text in zip(problems, completions, strict=True)]
+    programs = [problem.program(text) for problem, text in zip(problems, completions, strict=True)]
     with ThreadPoolExecutor(_workers()) as pool:
         yield from pool.map(sandbox.try_program, programs, [problem.tests for problem in problems])
 

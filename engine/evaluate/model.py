@@ -61,14 +61,14 @@ def open_model(
     precision = choose_precision("precision", precision, device).choice
     dtype = torch_dtype(precision)
     with open_weights(path) as opened:
-        found = _tokenizer(opened, tokenizer)
-        found.fits(config_of(opened).vocab_size, str(path))
+        own_tokenizer = _tokenizer(opened, tokenizer)
+        own_tokenizer.fits(config_of(opened).vocab_size, str(path))
         load = load_packed_decoder if weights == "packed" else load_decoder
         decoder = load(opened, dtype, device)
     return Model(
         path=path,
         decoder=freeze(decoder),
-        tokenizer=found,
+        tokenizer=own_tokenizer,
         device=torch.device(device),
         precision=precision,
         weights=weights,
@@ -93,16 +93,16 @@ def weights_sha256(path: str | Path) -> str:
     result is about."""
     with open_weights(model_path(path)) as weights:
         files = sorted({info.file for info in weights.tensors.values()})
-    whole = hashlib.sha256()
+    digest = hashlib.sha256()
     for file in files:
         with open_regular(file, "weights") as opened:
-            whole.update(hashlib.file_digest(opened, "sha256").digest())
-    return whole.hexdigest()
+            digest.update(hashlib.file_digest(opened, "sha256").digest())
+    return digest.hexdigest()
 
 
-def _tokenizer(weights: WeightFile, given: str | Path | None) -> Tokenizer:
-    if given is not None:
-        return open_tokenizer(given)
+def _tokenizer(weights: WeightFile, path: str | Path | None) -> Tokenizer:
+    if path is not None:
+        return open_tokenizer(path)
     raw = weights.tokenizer_json()
     if raw is None:
         raise TokenizerError.expected(

@@ -112,13 +112,13 @@ def read_documents(source: str) -> tuple[list[Document], list[Skipped]]:
         size += 0 if isinstance(item, Skipped) else item.size_bytes
         if size > limits.JUDGED_TEXT.most:
             raise CorpusError.expected("documents", source, str(limits.JUDGED_TEXT), "more")
-        found = item if isinstance(item, Skipped) else item.read()
-        if isinstance(found, Skipped):
-            skipped.append(found)
+        text = item if isinstance(item, Skipped) else item.read()
+        if isinstance(text, Skipped):
+            skipped.append(text)
         elif not isinstance(item, Skipped):
-            documents.append(Document(name=item.name, text=found))
+            documents.append(Document(name=item.name, text=text))
     if not documents:
-        if (fault := next((one.fault for one in skipped if one.fault), None)) is not None:
+        if (fault := next((skip.fault for skip in skipped if skip.fault), None)) is not None:
             raise fault
         raise CorpusError.expected("documents", source, "at least one", "none")
     return documents, skipped
@@ -127,8 +127,8 @@ def read_documents(source: str) -> tuple[list[Document], list[Skipped]]:
 def documents_sha256(documents: Sequence[Document]) -> str:
     """One hash over names and texts, in their order."""
     digest = hashlib.sha256()
-    for one in documents:
-        digest.update(json.dumps([one.name, one.text]).encode() + b"\n")
+    for document in documents:
+        digest.update(json.dumps([document.name, document.text]).encode() + b"\n")
     return digest.hexdigest()
 
 
@@ -165,8 +165,8 @@ def perplexity(
                 f"{len(compared.split):,} of {compared.texts:,} texts in others: "
                 f"{compared.split[0].describe('the first', 'the second')}",
             )
-    most = min(one.decoder.config.max_position_embeddings for one in models)
-    length = min(length, most)
+    positions = min(one.decoder.config.max_position_embeddings for one in models)
+    length = min(length, positions)
     encoded = model.tokenizer.encode_documents([document.text for document in documents])
     end = model.tokenizer.end_of_text_id
     losses: list[DocumentLoss] = []
@@ -218,9 +218,11 @@ class _Sums:
 
     def row(self, document: int, first: int) -> RowLoss:
         """Return the sums added since the previous row."""
-        now = (self.count, *self.nats, self.divergence, self.agreed)
-        tokens, nats, *others = (x - before for x, before in zip(now, self._before, strict=True))
-        self._before = now
+        current = (self.count, *self.nats, self.divergence, self.agreed)
+        tokens, nats, *others = (
+            x - previous for x, previous in zip(current, self._before, strict=True)
+        )
+        self._before = current
         against_nats, kl, agreed = others if len(self.nats) == 2 else (None, None, None)
         return RowLoss(
             document=document,
@@ -234,37 +236,39 @@ class _Sums:
 
     def of(self, name: str, models: Sequence[Model]) -> DocumentLoss:
         """Return the sums. Raises `NoAnswer` when one is not finite, or when a model's logits were all equal."""
-        for one, value in zip((*models, models[0]), (*self.nats, self.divergence), strict=True):
+        for model, value in zip((*models, models[0]), (*self.nats, self.divergence), strict=True):
             if not math.isfinite(value):
                 raise NoAnswer(
-                    f"loss: {name} — expected a finite number, found {value} from {one.path}"
+                    f"loss: {name} — expected a finite number, found {value} from {model.path}"
                 )
-        for one, differ in zip(models, self.logits_differ, strict=True):
+        for model, differ in zip(models, self.logits_differ, strict=True):
             if not differ:
                 raise NoAnswer(
                     f"logits: {name} — expected some that differ, found the same one for every id at "
-                    f"every position from {one.path}",
+                    f"every position from {model.path}",
                     hint="look for weights that are zero, or so large that a norm's sum overflows",
                 )
-        two = len(models) == 2
+        has_other = len(models) == 2
         return DocumentLoss(
             name=name,
             tokens=self.count,
             nats=self.nats[0],
-            against_nats=self.nats[1] if two else None,
-            kl=self.divergence if two else None,
-            agreed=self.agreed if two else None,
+            against_nats=self.nats[1] if has_other else None,
+            kl=self.divergence if has_other else None,
+            agreed=self.agreed if has_other else None,
         )
 
 
 def _row(row_T: Tensor, models: Sequence[Model], sums: _Sums) -> None:
     """Add the losses of every model for each token of a row after the first."""
-    hidden = [one.decoder.hidden(row_T[None, :-1].to(one.device)).flatten(0, 1) for one in models]
-    heads = [head_of(one.decoder) for one in models]
-    for first in range(0, len(row_T) - 1, CHUNK):
-        label_N = row_T[1 + first : 1 + first + CHUNK]
+    hidden = [
+        model.decoder.hidden(row_T[None, :-1].to(model.device)).flatten(0, 1) for model in models
+    ]
+    heads = [head_of(model.decoder) for model in models]
+    for start in range(0, len(row_T) - 1, CHUNK):
+        label_N = row_T[1 + start : 1 + start + CHUNK]
         logs = [
-            log_probabilities(hidden_ND[first : first + CHUNK], head, head.vocab_size)
+            log_probabilities(hidden_ND[start : start + CHUNK], head, head.vocab_size)
             for head, hidden_ND in zip(heads, hidden, strict=True)
         ]
         for index, log_NV in enumerate(logs):

@@ -67,39 +67,39 @@ class Problems:
 def read_problems(path: str | Path, benchmark: str) -> Problems:
     """Read the problems of a file; `benchmark` is `humaneval` or `mbpp`. Raises `BadInput`."""
     path = Path(path)
-    raw = _unpacked(read_bytes(path, "problems", limits.PROBLEM_FILE), path)
+    raw = _decompress(read_bytes(path, "problems", limits.PROBLEM_FILE), path)
     make = {"humaneval": _humaneval, "mbpp": _mbpp}[benchmark]
-    found: dict[str, Problem] = {}
+    by_id: dict[str, Problem] = {}
     for where, record in _records(raw, path):
         problem = _problem(record, where, benchmark, make)
-        if len(found) == limits.PROBLEMS.most:
+        if len(by_id) == limits.PROBLEMS.most:
             raise BadInput.expected("problems", path, str(limits.PROBLEMS), "more")
-        if problem.task_id in found:
+        if problem.task_id in by_id:
             raise BadInput.expected(
                 "problems", where, "each task_id once", f"{problem.task_id} again"
             )
-        found[problem.task_id] = problem
-    if not found:
+        by_id[problem.task_id] = problem
+    if not by_id:
         raise BadInput.expected("problems", path, "at least one problem", "none")
     return Problems(
         benchmark=benchmark,
-        problems=tuple(found.values()),
+        problems=tuple(by_id.values()),
         sha256=hashlib.sha256(raw).hexdigest(),
     )
 
 
-def _unpacked(raw: bytes, path: Path) -> bytes:
+def _decompress(raw: bytes, path: Path) -> bytes:
     if not raw.startswith(_GZIP):
         return raw
-    most = limits.PROBLEM_TEXT.most
+    limit = limits.PROBLEM_TEXT.most
     try:
         # A gzip file of megabytes can hold gigabytes of zeros.
         with gzip.GzipFile(fileobj=io.BytesIO(raw)) as file:
-            text = file.read(most + 1)
+            text = file.read(limit + 1)
     except (OSError, EOFError, zlib.error) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise BadInput.expected("problems", path, "a readable file", reason) from error
-    if len(text) > most:
+    if len(text) > limit:
         raise BadInput.expected("problems", path, f"{limits.PROBLEM_TEXT}, decompressed", "more")
     return text
 
@@ -142,13 +142,15 @@ def _problem(
     try:
         return make(record)
     except _Wrong as error:
-        other = next((name for name, key in _TOLD_BY.items() if key in record), benchmark)
+        benchmark_found = next((name for name, key in _TOLD_BY.items() if key in record), benchmark)
         raise BadInput.expected(
             "problems",
             where,
             f"{error.expected}, as in {benchmark}",
             error.found,
-            hint=None if other == benchmark else f"it looks like one of `engine eval {other}`",
+            hint=None
+            if benchmark_found == benchmark
+            else f"it looks like one of `engine eval {benchmark_found}`",
         ) from None
 
 
@@ -179,7 +181,7 @@ def _mbpp(record: Mapping[str, Any]) -> Problem:
     setup = "\n".join(_texts(record, "test_imports")) if "test_imports" in record else ""
     if "test_setup_code" in record:
         setup = _text(record, "test_setup_code")
-    used = _used(code, "\n".join([setup, *tests]))
+    used = _find_used(code, "\n".join([setup, *tests]))
     # Escaped so that no quotes in the task end the docstring.
     shown = f"{text}\n{tests[0]}".replace('"""', "'''")
     return Problem(
@@ -206,18 +208,18 @@ class _Used(NamedTuple):
     classes: tuple[str, ...] = ()
 
 
-def _used(code: str, tests: str) -> _Used:
+def _find_used(code: str, tests: str) -> _Used:
     try:
         top = ast.parse(code).body
-        named = {one.id for one in ast.walk(ast.parse(tests)) if isinstance(one, ast.Name)}
+        named = {node.id for node in ast.walk(ast.parse(tests)) if isinstance(node, ast.Name)}
     except (SyntaxError, ValueError, RecursionError, MemoryError):  # the last: nested too deep
         return _Used()  # the self-test reports what is wrong with them
     imports = [
-        f"import {one.name}" + (f" as {one.asname}" if one.asname else "")
+        f"import {node.name}" + (f" as {node.asname}" if node.asname else "")
         for statement in top
         if isinstance(statement, ast.Import)
-        for one in statement.names
-        if (one.asname or one.name.split(".")[0]) in named
+        for node in statement.names
+        if (node.asname or node.name.split(".")[0]) in named
     ]
     return _Used(
         imports="".join(f"{line}\n" for line in imports),
@@ -230,7 +232,7 @@ def _names(
     top: Sequence[ast.stmt], kind: type[ast.FunctionDef | ast.ClassDef], named: Set[str]
 ) -> tuple[str, ...]:
     """The functions or classes that the tests name. A function may have the name of a built-in one."""
-    return tuple(sorted({one.name for one in top if isinstance(one, kind)} & named))
+    return tuple(sorted({node.name for node in top if isinstance(node, kind)} & named))
 
 
 def _text(record: Mapping[str, Any], key: str) -> str:

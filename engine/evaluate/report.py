@@ -44,14 +44,16 @@ class Report:
 def latest(problems: Problems, results: Iterable[Result]) -> list[Result]:
     """Return the last result of each program, in the order of the problems."""
     order = {problem.task_id: place for place, problem in enumerate(problems.problems)}
-    last = {(one.task_id, one.sample): one for one in results if one.task_id in order}
-    return sorted(last.values(), key=lambda one: (order[one.task_id], one.sample))
+    by_program = {
+        (result.task_id, result.sample): result for result in results if result.task_id in order
+    }
+    return sorted(by_program.values(), key=lambda result: (order[result.task_id], result.sample))
 
 
 def report(problems: Problems, samples: int, results: Sequence[Result]) -> Report:
     """Compute the figures of the judged programs."""
-    found = latest(problems, results)
-    return _counted(problems.benchmark, len(problems.problems), samples, found)
+    judged = latest(problems, results)
+    return _count(problems.benchmark, len(problems.problems), samples, judged)
 
 
 def report_of_file(path: str | Path) -> tuple[Report, dict[str, Any]]:
@@ -66,34 +68,37 @@ def report_of_file(path: str | Path) -> tuple[Report, dict[str, Any]]:
         raise BadInput.expected(
             "results", path, "its benchmark, problems and settings", "a first line without them"
         ) from None
-    return _counted(benchmark, problems, samples, results), about
+    return _count(benchmark, problems, samples, results), about
 
 
-def _counted(benchmark: str, problems: int, samples: int, results: Sequence[Result]) -> Report:
-    last = {(one.task_id, one.sample): one for one in results}
-    judged = [one for one in last.values() if one.outcome != "harness"]
-    right: dict[str, list[int]] = {}
-    for one in judged:
-        counts = right.setdefault(one.task_id, [0, 0])
+def _count(benchmark: str, problems: int, samples: int, results: Sequence[Result]) -> Report:
+    by_program = {(result.task_id, result.sample): result for result in results}
+    judged = [result for result in by_program.values() if result.outcome != "harness"]
+    by_problem: dict[str, list[int]] = {}
+    for result in judged:
+        counts = by_problem.setdefault(result.task_id, [0, 0])
         counts[0] += 1
-        counts[1] += one.outcome == "pass"
+        counts[1] += result.outcome == "pass"
     # A problem of which no program was judged stays in the total, with 0 programs of which 0 passed.
-    every = [(count, passed) for count, passed in right.values()]
-    every += [(0, 0)] * (problems - len(every))
-    pass_at = {k: value for k in KS if (value := mean_pass_at_k(every, k)) is not None}
-    shares = [passed / count for count, passed in right.values()]
+    all_counts = [(count, passed) for count, passed in by_problem.values()]
+    all_counts += [(0, 0)] * (problems - len(all_counts))
+    pass_at = {k: value for k in KS if (value := mean_pass_at_k(all_counts, k)) is not None}
+    shares = [passed / count for count, passed in by_problem.values()]
     return Report(
         benchmark=benchmark,
         problems=problems,
         samples=samples,
         attempts=len(judged),
-        passed=sum(passed for _, passed in right.values()),
+        passed=sum(passed for _, passed in by_problem.values()),
         harness=tuple(
-            f"{one.task_id}: {one.reason}" for one in last.values() if one.outcome == "harness"
+            f"{result.task_id}: {result.reason}"
+            for result in by_program.values()
+            if result.outcome == "harness"
         ),
         pass_at_k=pass_at,
         interval=wilson(sum(shares), len(shares)),
-        known=len(right) == problems > 0 and all(count == samples for count, _ in right.values()),
+        known=len(by_problem) == problems > 0
+        and all(count == samples for count, _ in by_problem.values()),
     )
 
 
@@ -113,9 +118,9 @@ def compare(first: Sequence[Result], second: Sequence[Result]) -> Compared:
     finished."""
     sides = [
         {
-            one.task_id: one.outcome == "pass"
-            for one in side
-            if one.sample == 0 and one.outcome != "harness"
+            result.task_id: result.outcome == "pass"
+            for result in side
+            if result.sample == 0 and result.outcome != "harness"
         }
         for side in (first, second)
     ]

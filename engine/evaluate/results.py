@@ -67,33 +67,35 @@ class Results:
 
 
 def refuse_other(
-    path: str | Path, about: Mapping[str, Any], later: Sequence[str] = ()
+    path: str | Path, about: Mapping[str, Any], unknown_keys: Sequence[str] = ()
 ) -> tuple[list[Result], int]:
     """Return the results in a file of the evaluation that is `about` this, and the bytes of its whole lines;
     empty when there is no file. Raises `BadInput` when the file is about another evaluation or is no file of
     results. `later` lists keys that are not known yet."""
     path = Path(path)
-    held = read_if_any(path)
-    if held is None:
+    existing = read_if_any(path)
+    if existing is None:
         return [], 0
-    found, results, keep = held
-    wanted = _beginning(about)
+    recorded, results, keep = existing
+    expected = _beginning(about)
     if not keep:
         raw = read_bytes(path, "results", limits.RESULTS)
-        if json.dumps(wanted).encode().startswith(raw) or (later and raw.startswith(_BEGINNING)):
+        if json.dumps(expected).encode().startswith(raw) or (
+            unknown_keys and raw.startswith(_BEGINNING)
+        ):
             return [], 0  # killed before its first line was complete
-    unasked = {*later, *_WORDS}
-    other = [
+    unasked = {*unknown_keys, *_WORDS}
+    differing = [
         key
-        for key in {**wanted, **found}
-        if key not in unasked and wanted.get(key) != found.get(key)
+        for key in {**expected, **recorded}
+        if key not in unasked and expected.get(key) != recorded.get(key)
     ]
-    if other:
+    if differing:
         raise BadInput.expected(
             "results",
             path,
-            f"those of this evaluation, with {other[0]} {wanted.get(other[0])!r}",
-            f"{found.get(other[0])!r}",
+            f"those of this evaluation, with {differing[0]} {expected.get(differing[0])!r}",
+            f"{recorded.get(differing[0])!r}",
             hint="name another file, or remove this one",
         )
     return results, keep
@@ -125,7 +127,9 @@ def open_results(path: str | Path, about: Mapping[str, Any]) -> Results:
             raise
     except OSError as error:
         raise write_error("results", path, "a file to append to", error) from error
-    done = {(one.task_id, one.sample): one for one in results if one.outcome != "harness"}
+    done = {
+        (result.task_id, result.sample): result for result in results if result.outcome != "harness"
+    }
     return Results(path, file, done)
 
 

@@ -50,9 +50,9 @@ class Card:
 def card_text(card: Card) -> str:
     lines = ["---", *_front_matter(card), "---", "", f"# {card.name}", ""]
     lines += _warning(card)
-    lines += _what(card)
+    lines += _summary(card)
     lines += ["## Metrics", "", *_metrics(card), ""]
-    lines += ["## How it was made", "", *_made(card), ""]
+    lines += ["## How it was made", "", *_training_lines(card), ""]
     lines += ["## Base models and licence", "", *_bases(card), ""]
     lines += ["## Files", "", *_table(("file", "what it is"), card.files), ""]
     lines += ["## Loading it", "", *_loading(card), ""]
@@ -74,25 +74,27 @@ def _front_matter(card: Card) -> list[str]:
     if names:
         lines += ["base_model:", *(f"- {json.dumps(name)}" for name in dict.fromkeys(names))]
     lines += ["tags:", *(f"- {json.dumps(tag)}" for tag in tags)]
-    results = _index(card)
+    results = _model_index(card)
     if results:
         # The Hub rejects an index without results.
         lines.append(f"model-index: {json.dumps([{'name': card.name, 'results': results}])}")
     return lines
 
 
-def _index(card: Card) -> list[dict[str, Any]]:
-    found = []
-    for one in card.proof.evaluations:
+def _model_index(card: Card) -> list[dict[str, Any]]:
+    results = []
+    for evaluation in card.proof.evaluations:
         metrics = [
             {"type": metric.name, "name": metric.name, "value": round(metric.value, 6)}
-            for metric in _with_perplexity(one.metrics)
+            for metric in _with_perplexity(evaluation.metrics)
             if metric.subject == "student"
         ]
         if metrics:
-            dataset = _DATASETS.get(one.benchmark, {"type": one.benchmark, "name": one.title})
-            found.append({"task": _TASK, "dataset": dataset, "metrics": metrics})
-    return found
+            dataset = _DATASETS.get(
+                evaluation.benchmark, {"type": evaluation.benchmark, "name": evaluation.title}
+            )
+            results.append({"task": _TASK, "dataset": dataset, "metrics": metrics})
+    return results
 
 
 def _warning(card: Card) -> list[str]:
@@ -100,12 +102,12 @@ def _warning(card: Card) -> list[str]:
         return []
     return [
         "> **Unevaluated.** This model was published without:",
-        *(f"> - {one.what}" for one in card.proof.missing),
+        *(f"> - {missing.what}" for missing in card.proof.missing),
         "",
     ]
 
 
-def _what(card: Card) -> list[str]:
+def _summary(card: Card) -> list[str]:
     config = card.config
     shape = (
         f"{config['num_hidden_layers']} layers, {config['hidden_size']:,} wide, "
@@ -120,12 +122,14 @@ def _what(card: Card) -> list[str]:
 
 def _metrics(card: Card) -> list[str]:
     rows = []
-    for one, source in zip(card.proof.evaluations, card.evaluation_files, strict=True):
-        for metric in _with_perplexity(one.metrics):
-            where = f"`{source}`" if source else "`receipt.json`"
+    for evaluation, source in zip(card.proof.evaluations, card.evaluation_files, strict=True):
+        for metric in _with_perplexity(evaluation.metrics):
+            source_text = f"`{source}`" if source else "`receipt.json`"
             if source is None and card.proof.receipt is None:
-                where = "the run's log (it has no receipt)"
-            rows.append((one.title, metric.subject, metric.name, _value(metric), where))
+                source_text = "the run's log (it has no receipt)"
+            rows.append(
+                (evaluation.title, metric.subject, metric.name, _value(metric), source_text)
+            )
     if not rows:
         return ["None: nothing was measured."]
     head = ("on", "of", "metric", "value [95 %]", "source")
@@ -134,21 +138,22 @@ def _metrics(card: Card) -> list[str]:
 
 def _details(evaluations: Sequence[Evaluation]) -> list[str]:
     hashes = (
-        f"; data sha256 `{one.data_sha256}`" if one.data_sha256 else "" for one in evaluations
+        f"; data sha256 `{evaluation.data_sha256}`" if evaluation.data_sha256 else ""
+        for evaluation in evaluations
     )
     return [
-        f"- {one.title}: {one.detail}{sha256}"
-        for one, sha256 in zip(evaluations, hashes, strict=True)
+        f"- {evaluation.title}: {evaluation.detail}{sha256}"
+        for evaluation, sha256 in zip(evaluations, hashes, strict=True)
     ]
 
 
 def _with_perplexity(metrics: Iterable[Metric]) -> list[Metric]:
     """Add the perplexity, its exponential, after each loss in nats per token."""
-    found = []
+    extended = []
     for metric in metrics:
-        found.append(metric)
+        extended.append(metric)
         if metric.name == "loss" and metric.value < 700:
-            found.append(
+            extended.append(
                 Metric(
                     name="perplexity",
                     value=math.exp(metric.value),
@@ -157,7 +162,7 @@ def _with_perplexity(metrics: Iterable[Metric]) -> list[Metric]:
                     subject=metric.subject,
                 )
             )
-    return found
+    return extended
 
 
 def _value(metric: Metric) -> str:
@@ -169,7 +174,7 @@ def _value(metric: Metric) -> str:
     return f"{text} [{form.format(metric.low)}, {form.format(metric.high)}]"
 
 
-def _made(card: Card) -> list[str]:
+def _training_lines(card: Card) -> list[str]:
     proof = card.proof
     receipt = proof.receipt or {}
     spec = receipt.get("spec") or {}
@@ -193,10 +198,14 @@ def _made(card: Card) -> list[str]:
         )
     hashes = receipt.get("model_sha256") or {}
     lines += [f"- {name.replace('_', ' ')}: tensors sha256 `{hashes[name]}`" for name in hashes]
-    unknown = [one.reason for one in proof.verdicts.values() if one.level == Level.UNKNOWN]
-    held = sum(one.level == Level.PASS for one in proof.verdicts.values())
+    unknown = [
+        verdict.reason for verdict in proof.verdicts.values() if verdict.level == Level.UNKNOWN
+    ]
+    passed = sum(verdict.level == Level.PASS for verdict in proof.verdicts.values())
     if proof.verdicts:
-        lines.append(f"- {held} lines of the receipt were compared with the run's folder and match")
+        lines.append(
+            f"- {passed} lines of the receipt were compared with the run's folder and match"
+        )
     lines += [f"- not verified: {reason}" for reason in unknown]
     lines.append(replay_line(proof))
     lines.append(f"- made and published by apr-workbench {VERSION}")
@@ -246,17 +255,17 @@ def _loading(card: Card) -> list[str]:
 
 
 def _verification(card: Card) -> list[str]:
-    found = card.verification
-    if found is None:
+    verification = card.verification
+    if verification is None:
         return ["**Not verified**: it was published with --unverified."]
-    rows = [(one.id, one.level, one.reason) for one in found.outcomes]
+    rows = [(outcome.id, outcome.level, outcome.reason) for outcome in verification.outcomes]
     return [
         *_table(("way", "verdict", "what was seen"), rows),
         "",
-        f"After `{found.prompt!r}` it goes on, greedily, with:",
+        f"After `{verification.prompt!r}` it goes on, greedily, with:",
         "",
         "```",
-        *found.text.replace("```", "'''").splitlines(),
+        *verification.text.replace("```", "'''").splitlines(),
         "```",
         "",
         "The same again: `engine publish --verify THIS_FOLDER`.",

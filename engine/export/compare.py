@@ -53,8 +53,8 @@ class Difference(NamedTuple):
         return self.gap <= FLOAT_TOLERANCE
 
     def __str__(self) -> str:
-        how = "a tie" if self.tie else f"{self.gap:.2g} of the logits' size apart"
-        return f"step {self.step + 1}: token {self.theirs} instead of {self.ours}, {how}"
+        size_text = "a tie" if self.tie else f"{self.gap:.2g} of the logits' size apart"
+        return f"step {self.step + 1}: token {self.theirs} instead of {self.ours}, {size_text}"
 
 
 def first_difference(
@@ -72,18 +72,18 @@ def first_difference(
 def distance(reference: Sequence[Logits], other: Sequence[Logits]) -> float:
     """Largest difference over root mean square; NaN when a logit is not finite."""
     largest = max(float(np.abs(a - b).max()) for a, b in zip(reference, other, strict=True))
-    finite = all(bool(np.isfinite(one).all()) for one in other)
+    finite = all(bool(np.isfinite(logits).all()) for logits in other)
     return largest / _size(reference) if finite else float("nan")
 
 
 def divergence(reference: Sequence[Logits], other: Sequence[Logits]) -> tuple[float, float]:
     """Mean KL in nats, and the fraction of positions with the same top token; from position 1 on."""
-    kls, same = [], []
+    kls, is_same_top = [], []
     for a, b in zip(reference, other, strict=True):
-        p_TV, q_TV = (torch.from_numpy(one[1:]).double().log_softmax(-1) for one in (a, b))
+        p_TV, q_TV = (torch.from_numpy(logits[1:]).double().log_softmax(-1) for logits in (a, b))
         kls.append((p_TV.exp() * (p_TV - q_TV)).sum(-1))
-        same.append((p_TV.argmax(-1) == q_TV.argmax(-1)).double())
-    return float(torch.cat(kls).mean()), float(torch.cat(same).mean())
+        is_same_top.append((p_TV.argmax(-1) == q_TV.argmax(-1)).double())
+    return float(torch.cat(kls).mean()), float(torch.cat(is_same_top).mean())
 
 
 # contract: publication-v1
@@ -93,41 +93,41 @@ def as_float(id_: str, answer: Answered | Absent | Crashed, reference: Answered)
     if not isinstance(answer, Answered):
         return _no_answer(id_, answer)
     numbers: dict[str, float] = {}
-    level, found = _same_in_float(answer, reference, numbers)
-    return answered(id_, level, f"{answer.version}: {found}", **numbers)
+    level, text = _compare_floats(answer, reference, numbers)
+    return answered(id_, level, f"{answer.version}: {text}", **numbers)
 
 
-def _same_in_float(
+def _compare_floats(
     answer: Answered, reference: Answered, numbers: dict[str, float]
 ) -> tuple[Level, str]:
-    if other := _other_ids(answer, reference):
-        return Level.FAIL, other
+    if problem := _other_ids(answer, reference):
+        return Level.FAIL, problem
     if _other_shapes(answer, reference):
         sizes = f"{answer.logits[0].shape[1]:,} ids, expected {reference.logits[0].shape[1]:,}"
         return Level.FAIL, sizes
-    apart = distance(reference.logits, answer.logits)
+    relative = distance(reference.logits, answer.logits)
     steps = len(reference.tokens[0])
-    numbers |= {"logits_apart": apart, "limit": FLOAT_TOLERANCE, "steps": float(steps)}
+    numbers |= {"logits_apart": relative, "limit": FLOAT_TOLERANCE, "steps": float(steps)}
     ties = []
     for row, ours, theirs, logits_TV in zip(
         reference.rows, reference.tokens, answer.tokens, reference.logits, strict=True
     ):
-        at = first_difference(row[: len(row) - len(ours)], ours, theirs, logits_TV)
-        if at is not None and not at.tie:
-            return Level.FAIL, str(at)
-        ties += [at] if at is not None else []
+        difference = first_difference(row[: len(row) - len(ours)], ours, theirs, logits_TV)
+        if difference is not None and not difference.tie:
+            return Level.FAIL, str(difference)
+        ties += [difference] if difference is not None else []
     # Written so that NaN fails.
-    if not apart <= FLOAT_TOLERANCE:
-        return Level.FAIL, f"logits {apart:.2g} of their size apart, at most {FLOAT_TOLERANCE:g}"
+    if not relative <= FLOAT_TOLERANCE:
+        return Level.FAIL, f"logits {relative:.2g} of their size apart, at most {FLOAT_TOLERANCE:g}"
     if ties:
         text = f"{len(ties)} of {len(reference.rows)} texts differ from a tie on: {ties[0]}"
         return Level.UNKNOWN, text
     if answer.text != reference.text:
-        other = next(a for a, b in zip(answer.text, reference.text, strict=True) if a != b)
-        return Level.FAIL, f"the same tokens are other text: {other[:60]!r}"
+        problem = next(a for a, b in zip(answer.text, reference.text, strict=True) if a != b)
+        return Level.FAIL, f"the same tokens are other text: {problem[:60]!r}"
     return Level.PASS, (
         f"the same ids, {steps} greedy tokens and text of {len(reference.rows)} prompts; "
-        f"logits {apart:.1e} of their size apart"
+        f"logits {relative:.1e} of their size apart"
     )
 
 
@@ -135,11 +135,13 @@ def _other_ids(answer: Answered, reference: Answered) -> str:
     """Say where the ids of a text differ; empty when none does."""
     for index, (ours, theirs) in enumerate(zip(reference.ids, answer.ids, strict=False)):
         if ours != theirs:
-            at = next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), 0)
-            near = slice(max(0, at - 2), at + 6)
+            position = next(
+                (i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), 0
+            )
+            near = slice(max(0, position - 2), position + 6)
             return (
-                f"text {index + 1}, token {at + 1} of {len(ours)}: {theirs[near]} there and {ours[near]} here: another "
-                "tokenizer"
+                f"text {index + 1}, token {position + 1} of {len(ours)}: {theirs[near]} there and {ours[near]} here: "
+                "another tokenizer"
             )
     return ""
 
@@ -153,8 +155,8 @@ def within(
         return _no_answer(id_, answer)
     if _other_shapes(answer, reference):
         return answered(id_, Level.FAIL, f"{answer.version}: another number of ids")
-    if other := _other_ids(answer, reference):
-        return answered(id_, Level.FAIL, f"{answer.version}: {other}")
+    if problem := _other_ids(answer, reference):
+        return answered(id_, Level.FAIL, f"{answer.version}: {problem}")
     kl, agreement = divergence(reference.logits, answer.logits)
     text = f"{answer.version}: KL {kl:.2g} from {than}, top-1 {agreement:.1%}; noise of the type {limit:.2g}"
     level = Level.PASS if kl <= limit else Level.FAIL
@@ -177,18 +179,18 @@ def same_values(file: WeightFile, plain: WeightFile) -> Verdict:
     if config_of(file) != config:
         return Verdict(Level.FAIL, "another configuration")
     bytes_ = kept = 0
-    for (ours, name, found), (_, _, source) in zip(
+    for (our_name, name, tensor), (_, _, source) in zip(
         sources(file, config), sources(plain, config), strict=True
     ):
         assert isinstance(source, Tensor), "safetensors have no blocks"
-        if isinstance(found, QuantTensor):
-            same = torch.equal(found.blocks, quantize(source, found.type, name=name).blocks)
+        if isinstance(tensor, QuantTensor):
+            is_same = torch.equal(tensor.blocks, quantize(source, tensor.type, name=name).blocks)
         else:
-            same = torch.equal(_bits(found), _bits(source.to(found.dtype)))
-            kept += found.dtype == source.dtype
-        if not same:
-            return Verdict(Level.FAIL, f"{name} ({ours}) has other values than the safetensors")
-        bytes_ += found.nbytes
+            is_same = torch.equal(_bits(tensor), _bits(source.to(tensor.dtype)))
+            kept += tensor.dtype == source.dtype
+        if not is_same:
+            return Verdict(Level.FAIL, f"{name} ({our_name}) has other values than the safetensors")
+        bytes_ += tensor.nbytes
     count = len(file.tensors)
     text = f"{count} tensors, {bytes_:,} bytes: the values of the safetensors, {kept} with the same bytes"
     return Verdict(Level.PASS, text)

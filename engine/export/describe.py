@@ -49,7 +49,7 @@ def describe(path: str | Path, *, tensors: bool = False) -> Description:
                 warnings.append(str(error))
         infos = tuple(weights.tensors.values())
         architecture = (raw or {}).get("model_type")
-        found: Description = {
+        description: Description = {
             "path": str(path),
             "format": weights.format,
             "convention": weights.convention,
@@ -67,7 +67,7 @@ def describe(path: str | Path, *, tensors: bool = False) -> Description:
             "warnings": warnings,
         }
         if tensors:
-            found["table"] = [
+            description["table"] = [
                 {
                     "name": info.name,
                     "dtype": info.dtype,
@@ -78,22 +78,22 @@ def describe(path: str | Path, *, tensors: bool = False) -> Description:
                 }
                 for info in infos
             ]
-        return found
+        return description
 
 
-def description_lines(found: Description) -> list[str]:
+def description_lines(description: Description) -> list[str]:
     """Format a description for people."""
-    bits = found["bits_per_weight"]
+    bits = description["bits_per_weight"]
     lines = [
-        f"{found['path']}: {found['format']}, {found['architecture'] or 'architecture unknown'}"
-        f"{'' if found['runs'] else ' (cannot be run here: see the warnings)'}",
-        f"  {found['tensors']} tensors, {format_count(found['weights'])} weights, "
-        f"{format_bytes(found['bytes'])}"
+        f"{description['path']}: {description['format']}, {description['architecture'] or 'architecture unknown'}"
+        f"{'' if description['runs'] else ' (cannot be run here: see the warnings)'}",
+        f"  {description['tensors']} tensors, {format_count(description['weights'])} weights, "
+        f"{format_bytes(description['bytes'])}"
         f"{'' if bits is None else f', {bits:.2f} bits per weight'}",
     ]
-    if found["config"] is not None:
-        lines.append(f"  {_shape_text(found['config'])}")
-    vocabulary = found["vocabulary"]
+    if description["config"] is not None:
+        lines.append(f"  {_shape_text(description['config'])}")
+    vocabulary = description["vocabulary"]
     rows, tokens = vocabulary["rows"], vocabulary["tokens"]
     lines.append(
         f"  vocabulary: {'unknown' if rows is None else f'{rows:,} rows'}, "
@@ -102,16 +102,21 @@ def description_lines(found: Description) -> list[str]:
         f"eos {', '.join(map(str, vocabulary['eos_token_ids'])) or 'none'}"
     )
     dtypes = [
-        (dtype, f"{of['tensors']} tensors", format_count(of["weights"]), format_bytes(of["bytes"]))
-        for dtype, of in found["dtypes"].items()
+        (
+            dtype,
+            f"{totals['tensors']} tensors",
+            format_count(totals["weights"]),
+            format_bytes(totals["bytes"]),
+        )
+        for dtype, totals in description["dtypes"].items()
     ]
     tensors = [
-        (one["name"], one["dtype"], str(one["shape"]), format_bytes(one["bytes"]))
-        for one in found.get("table", ())
+        (tensor["name"], tensor["dtype"], str(tensor["shape"]), format_bytes(tensor["bytes"]))
+        for tensor in description.get("table", ())
     ]
     for rows in (dtypes, tensors):
         lines += [f"  {line}" for line in aligned(rows, right=(2, 3))]
-    return lines + [f"warning: {text}" for text in found["warnings"]]
+    return lines + [f"warning: {text}" for text in description["warnings"]]
 
 
 def _configuration(
@@ -195,5 +200,5 @@ def _shape_text(config: Mapping[str, Any]) -> str:
         ("head_dim", "each"),
         ("max_position_embeddings", "positions"),
     )
-    said = [f"{config[key]:,} {word}" for key, word in words if isinstance(config.get(key), int)]
-    return ", ".join([*said, "tied head" if config.get("tie_word_embeddings") else "own head"])
+    texts = [f"{config[key]:,} {word}" for key, word in words if isinstance(config.get(key), int)]
+    return ", ".join([*texts, "tied head" if config.get("tie_word_embeddings") else "own head"])

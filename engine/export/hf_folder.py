@@ -81,19 +81,19 @@ def _write_shards(
 ) -> list[dict[str, int]]:
     """Write the shards and return name -> bytes of the tensors in each; shard i is the file `_part(i)`."""
     shards: list[dict[str, int]] = []
-    held: dict[str, Tensor] = {}
+    shard: dict[str, Tensor] = {}
 
     def flush() -> None:
         # transformers rejects a file whose metadata does not name the framework of its tensors.
-        write_safetensors(partial / _part(len(shards)), held, {"format": "pt"})
-        shards.append({name: tensor.nbytes for name, tensor in held.items()})
-        held.clear()
+        write_safetensors(partial / _part(len(shards)), shard, {"format": "pt"})
+        shards.append({name: tensor.nbytes for name, tensor in shard.items()})
+        shard.clear()
 
     for name, tensor in tensors:
         assert isinstance(tensor, Tensor), "tensor_types gives safetensors float types"
-        if held and sum(t.nbytes for t in held.values()) + tensor.nbytes > SHARD_BYTES:
+        if shard and sum(t.nbytes for t in shard.values()) + tensor.nbytes > SHARD_BYTES:
             flush()
-        held[name] = tensor
+        shard[name] = tensor
     flush()
     return shards
 

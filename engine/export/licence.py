@@ -64,33 +64,35 @@ class Licence:
 
 def bases_of(receipt_spec: dict[str, Any], hashes: dict[str, Any]) -> tuple[Base, ...]:
     """The models that a run with these settings started from; `hashes` are the receipt's."""
-    found = []
+    bases = []
     student, teacher = receipt_spec.get("student") or {}, receipt_spec.get("teacher") or {}
     if student.get("path"):
-        found.append(_base("student base", Path(student["path"]), hashes.get("student_start")))
+        bases.append(_base("student base", Path(student["path"]), hashes.get("student_start")))
     if teacher.get("path") and teacher.get("backend") != "none":
-        found.append(_base("teacher", Path(teacher["path"]), hashes.get("teacher")))
-    return tuple(found)
+        bases.append(_base("teacher", Path(teacher["path"]), hashes.get("teacher")))
+    return tuple(bases)
 
 
 # contract: publication-v1
-def inherited(bases: Sequence[Base], given: str | None) -> Licence:
+def inherited(bases: Sequence[Base], chosen: str | None) -> Licence:
     """The licence of a model made from `bases`; `given` is the publisher's choice, which overrides it."""
-    if given is not None:
-        return Licence(identifier=given, why="given by the publisher (--license)")
+    if chosen is not None:
+        return Licence(identifier=chosen, why="given by the publisher (--license)")
     if not bases:
         return Licence(
             identifier=UNKNOWN,
             why="the weights were made new and had no teacher: nothing to inherit from",
         )
     if lacking := [base for base in bases if base.licence is None]:
-        said = "; ".join(f"{base.words}: {base.why}" for base in lacking)
-        return Licence(identifier=UNKNOWN, why=said)
-    said = "; ".join(f"{base.licence_name or base.licence} of {base.words}" for base in bases)
+        reasons = "; ".join(f"{base.words}: {base.why}" for base in lacking)
+        return Licence(identifier=UNKNOWN, why=reasons)
+    reasons = "; ".join(f"{base.licence_name or base.licence} of {base.words}" for base in bases)
     if len({(base.licence, base.licence_name) for base in bases}) > 1:
-        return Licence(identifier=OTHER, why=f"the bases differ: {said}")
+        return Licence(identifier=OTHER, why=f"the bases differ: {reasons}")
     (first, *_) = bases
-    return Licence(identifier=str(first.licence), why=f"inherited: {said}", name=first.licence_name)
+    return Licence(
+        identifier=str(first.licence), why=f"inherited: {reasons}", name=first.licence_name
+    )
 
 
 def licence_files(bases: Sequence[Base], licence: Licence) -> dict[str, Base]:
@@ -99,22 +101,22 @@ def licence_files(bases: Sequence[Base], licence: Licence) -> dict[str, Base]:
     A single text is called `LICENSE`. With several texts, or when each base has its own licence, each is
     named after the role of its base.
     """
-    theirs: dict[bytes, Base] = {}
+    base_of_text: dict[bytes, Base] = {}
     for base in bases:
         if base.licence_file is not None and licence.identifier in (base.licence, OTHER):
             text = read_bytes(base.licence_file, "licence", limits.MODEL_TEXT)
-            theirs.setdefault(text, base)
-    found = list(theirs.values())
-    if len(found) == 1 and licence.identifier == bases[0].licence:
-        return {"LICENSE": found[0]}
-    return {f"LICENSE-{base.role.replace(' ', '-')}": base for base in found}
+            base_of_text.setdefault(text, base)
+    bases_with_text = list(base_of_text.values())
+    if len(bases_with_text) == 1 and licence.identifier == bases[0].licence:
+        return {"LICENSE": bases_with_text[0]}
+    return {f"LICENSE-{base.role.replace(' ', '-')}": base for base in bases_with_text}
 
 
 def _base(role: str, path: Path, sha256: Any) -> Base:
     folder = path if path.is_dir() else path.parent
     name, on_hub = _name_of(path)
     licence, licence_name, why = _licence_of(path)
-    files = (folder / one for one in _LICENCE_FILES)
+    files = (folder / file for file in _LICENCE_FILES)
     return Base(
         role=role,
         name=name,
@@ -122,16 +124,16 @@ def _base(role: str, path: Path, sha256: Any) -> Base:
         licence=licence,
         licence_name=licence_name,
         why=why,
-        licence_file=next((one for one in files if one.is_file()), None),
+        licence_file=next((file for file in files if file.is_file()), None),
         sha256=sha256 if isinstance(sha256, str) else None,
     )
 
 
 def _name_of(path: Path) -> tuple[str, bool]:
     """`org/name` when the path is in a cache of the Hub, otherwise the last part of the path."""
-    for part in (path, *path.parents):
-        if found := _HUB_FOLDER.search(part.name):
-            return f"{found[1]}/{found[2]}", True
+    for folder in (path, *path.parents):
+        if match := _HUB_FOLDER.search(folder.name):
+            return f"{match[1]}/{match[2]}", True
     return path.name, False
 
 
@@ -143,12 +145,16 @@ def _licence_of(path: Path) -> tuple[str | None, str | None, str]:
         readme = path / _README
         if not readme.is_file():
             return None, None, "no README.md in the folder of its weights"
-        said = front_matter(readme)
+        fields = front_matter(readme)
         # The Hub's identifiers are in lower case.
-        found = said.get("license", "").lower()
-        if not found:
+        identifier = fields.get("license", "").lower()
+        if not identifier:
             return None, None, "its README.md has no `license:` in its front matter"
-        return found, said.get("license_name") if found == OTHER else None, "its README.md"
+        return (
+            identifier,
+            fields.get("license_name") if identifier == OTHER else None,
+            "its README.md",
+        )
     try:
         with open_weights(path) as weights:
             licence = weights.metadata.get(_METADATA_KEYS.get(weights.format, ""))
@@ -167,9 +173,9 @@ def front_matter(readme: Path) -> dict[str, str]:
     except (OSError, BadInput):
         return {}
     lines = text.splitlines()
-    if not lines or lines[0].strip() != "---" or "---" not in (rest := lines[1:]):
+    if not lines or lines[0].strip() != "---" or "---" not in (body := lines[1:]):
         return {}
     pairs = (
-        line.split(":", 1) for line in rest[: rest.index("---")] if re.match(r"\w+:\s*\S", line)
+        line.split(":", 1) for line in body[: body.index("---")] if re.match(r"\w+:\s*\S", line)
     )
     return {key: value.strip().strip("'\"") for key, value in pairs}

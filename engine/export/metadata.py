@@ -8,8 +8,8 @@
     template        chat_template.jinja, tokenizer_config.json tokenizer.chat_template       chat_template
     name, licence   -                                          general.name, general.license name, license
 
-`Said` has a value for each thing that a file can say; what only one of two files can say is not compared.
-`other_types` holds the types of a GGUF's tensors against the mixture that the file names.
+`Said` has a value for each property of the table that a file has a place for; only properties that both files have are
+compared. `other_types` compares the types of a GGUF's tensors with the mixture that the file names.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ _SHORTER = {"Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}
 
 
 def said(path: str | Path) -> Said | None:
-    """Return what a folder, its config.json alone, or a GGUF file says; None for other paths, and for a GGUF where the
-    `gguf` library is not installed. Raises `BadInput` for a file that cannot be read."""
+    """Return the metadata of a folder, of its config.json alone, or of a GGUF file; None for other paths, and for a
+    GGUF where the `gguf` library is not installed. Raises `BadInput` for a file that cannot be read."""
     path = Path(path)
     if path.suffix == ".gguf":
         return _of_gguf(path) if find_spec("gguf") else None
@@ -81,48 +81,60 @@ def said(path: str | Path) -> Said | None:
 
 
 def said_in_apr(metadata: Mapping[str, Any], path: Path) -> Iterator[tuple[str, Said]]:
-    """Yield what the metadata of an .apr file says, by where in it: for this engine, and for other readers."""
-    whole = metadata.get("hf_config") or {}
+    """Yield the metadata of an .apr file as this engine reads it, and as other readers do."""
+    config = metadata.get("hf_config") or {}
     tokenizer = metadata.get("tokenizer.json.zlib.base64")
     raw = zlib.decompress(base64.b64decode(tokenizer)) if tokenizer else b"{}"
     yield (
         "hf_config, tokenizer.json and chat_template",
         {
-            **(of_config(whole) if whole else {}),
+            **(of_config(config) if config else {}),
             **_of_tokenizer(parse_json(raw, path, "tokenizer")),
             "template": metadata.get("chat_template", ""),
         },
     )
-    own = {name: metadata[key] for name, key in _IN_APR.items() if key in metadata}
-    own |= {
+    values = {name: metadata[key] for name, key in _IN_APR.items() if key in metadata}
+    values |= {
         role: _ids(metadata.get(f"tokenizer.{key}_token_id"))
         for role, key in (("bos", "bos"), ("end", "eos"))
     }
-    own["architecture"] = _architecture(metadata.get("architecture"))
-    own |= {"name": metadata.get("name"), "licence": metadata.get("license")}
+    values["architecture"] = _architecture(metadata.get("architecture"))
+    values |= {"name": metadata.get("name"), "licence": metadata.get("license")}
     if "tokenizer.vocabulary" in metadata:
-        own |= _tables(
+        values |= _tables(
             metadata["tokenizer.vocabulary"],
             metadata.get("tokenizer.token_type", []),
             metadata.get("tokenizer.merges", []),
         )
-    yield "its own keys", own
+    yield "its own keys", values
 
 
 def difference(wanted: Said, found: Said) -> str:
-    """Name the first thing that both say and that is not the same; empty when there is none."""
-    for name, here in found.items():
-        # A role that the one gives no token may have one in the other, by its tokenizer.
-        if wanted.get(name, []) == [] or _same(here, wanted[name]):
+    """Describe the first value that both have and that differs; empty when there is none."""
+    for name, found_value in found.items():
+        # A token that one file leaves out (an empty list) may be set in the other by its tokenizer.
+        if wanted.get(name, []) == [] or _is_same(found_value, wanted[name]):
             continue
-        there = wanted[name]
-        if isinstance(here, dict) and isinstance(there, dict):
-            at = min(key for key in here.keys() | there.keys() if here.get(key) != there.get(key))
-            return f"{name} of id {at}: {here.get(at)!r:.60}, expected {there.get(at)!r:.60}"
-        if isinstance(here, list) and isinstance(there, list) and len(here) == len(there) > 9:
-            at = next(place for place in range(len(here)) if here[place] != there[place])
-            return f"{name} {at}: {here[at]!r:.60}, expected {there[at]!r:.60}"
-        return f"{name}: {here!r:.60}, expected {there!r:.60}"
+        wanted_value = wanted[name]
+        if isinstance(found_value, dict) and isinstance(wanted_value, dict):
+            key = min(
+                key
+                for key in found_value.keys() | wanted_value.keys()
+                if found_value.get(key) != wanted_value.get(key)
+            )
+            return f"{name} of id {key}: {found_value.get(key)!r:.60}, expected {wanted_value.get(key)!r:.60}"
+        if (
+            isinstance(found_value, list)
+            and isinstance(wanted_value, list)
+            and len(found_value) == len(wanted_value) > 9
+        ):
+            key = next(
+                index
+                for index in range(len(found_value))
+                if found_value[index] != wanted_value[index]
+            )
+            return f"{name} {key}: {found_value[key]!r:.60}, expected {wanted_value[key]!r:.60}"
+        return f"{name}: {found_value!r:.60}, expected {wanted_value!r:.60}"
     return ""
 
 
@@ -150,22 +162,22 @@ def other_types(path: Path) -> str:
     special |= {
         f"blk.{layer}.{kind}.weight": "Q6_K" for layer in spared for kind in ("attn_v", "ffn_down")
     }
-    tied = all(one.name != "output.weight" for one in reader.tensors)
+    tied = all(tensor.name != "output.weight" for tensor in reader.tensors)
     special["token_embd.weight" if tied else "output.weight"] = "Q6_K"
-    for one in reader.tensors:
-        wanted = "F32"
-        if len(one.shape) == 2:
-            wanted = _MATRICES[mixture]
+    for tensor in reader.tensors:
+        expected = "F32"
+        if len(tensor.shape) == 2:
+            expected = _MATRICES[mixture]
             if mixture == _Q4_K_M:
-                wanted = special.get(one.name, wanted)
-            if "K" in wanted and one.shape[0] % 256:
-                wanted = _SHORTER[wanted]
-            if wanted.startswith("Q") and one.shape[0] % 32:
-                wanted = "F16"
-        if len(one.shape) < 3 and one.tensor_type.name != wanted:
+                expected = special.get(tensor.name, expected)
+            if "K" in expected and tensor.shape[0] % 256:
+                expected = _SHORTER[expected]
+            if expected.startswith("Q") and tensor.shape[0] % 32:
+                expected = "F16"
+        if len(tensor.shape) < 3 and tensor.tensor_type.name != expected:
             return (
-                f"general.file_type {mixture}: {one.name} is {one.tensor_type.name}, expected {wanted}, as llama.cpp "
-                "has it"
+                f"general.file_type {mixture}: {tensor.name} is {tensor.tensor_type.name}, expected {expected}, as "
+                "llama.cpp has it"
             )
     return ""
 
@@ -181,7 +193,7 @@ def of_config(raw: Mapping[str, Any]) -> Said:
         "architecture": _architecture(raw.get("model_type")),
         "classes": raw.get("architectures") or [],
         "window": _window(shape, positions),
-        "slowed": _slowed(shape),
+        "slowed": _slowed_frequencies(shape),
         "bos": _ids(raw.get("bos_token_id")),
         "ends": (ends := _ids(raw.get("eos_token_id")))[:_ENDS],
         "end": ends[:1],
@@ -193,7 +205,9 @@ def _of_gguf(path: Path) -> Said:
 
     reader = GGUFReader(path)
     family, shape = shape_in_gguf(reader)
-    embedding = next((one for one in reader.tensors if one.name == "token_embd.weight"), None)
+    embedding = next(
+        (tensor for tensor in reader.tensors if tensor.name == "token_embd.weight"), None
+    )
 
     def value(key: str) -> Any:
         field = reader.fields.get(key)
@@ -202,7 +216,7 @@ def _of_gguf(path: Path) -> Said:
     def token(role: str) -> list[int]:
         return _ids(value(f"tokenizer.ggml.{role}_token_id"))
 
-    divisors = [one.data for one in reader.tensors if one.name == "rope_freqs.weight"]
+    divisors = [tensor.data for tensor in reader.tensors if tensor.name == "rope_freqs.weight"]
     linear = value(f"{family}.rope.scaling.type") == "linear"
     added = {role: value(f"tokenizer.ggml.add_{role}_token") for role in ("bos", "eos")}
     around = [token(role) if on else [] for role, on in added.items()]
@@ -215,13 +229,13 @@ def _of_gguf(path: Path) -> Said:
         "architecture": family,
         "name": value("general.name"),
         "licence": value("general.license"),
-        "slowed": [float(one) for one in divisors[0]] if divisors else None,
+        "slowed": [float(tensor) for tensor in divisors[0]] if divisors else None,
         **_tables(
             value("tokenizer.ggml.tokens") or [],
             value("tokenizer.ggml.token_type") or [],
             value("tokenizer.ggml.merges") or [],
         ),
-        # Where it does not say, the name of its pre-tokenizer decides.
+        # In a file without these keys the name of the pre-tokenizer decides.
         **({"around": around} if None not in added.values() else {}),
         "bos": token("bos"),
         "ends": list(dict.fromkeys(token("eos") + token("eot") + token("eom"))),
@@ -232,24 +246,26 @@ def _of_gguf(path: Path) -> Said:
 def _of_tokenizer(raw: Mapping[str, Any]) -> Said:
     model = raw.get("model") or {}
     if not isinstance(model.get("vocab"), dict):
-        return {}  # no list of pieces with scores has the tables that are compared
+        return {}  # a unigram model has a list of pieces with scores, and not the tables that are compared
     tokens = {number: text for text, number in model["vocab"].items()}
     kinds = dict.fromkeys(tokens, _KINDS[NORMAL])
-    for one in raw.get("added_tokens") or ():
-        tokens[one["id"]] = one["content"]
-        kinds[one["id"]] = _KINDS[CONTROL if one.get("special") else USER_DEFINED]
-    merges = [one if isinstance(one, str) else " ".join(one) for one in model.get("merges") or ()]
+    for token in raw.get("added_tokens") or ():
+        tokens[token["id"]] = token["content"]
+        kinds[token["id"]] = _KINDS[CONTROL if token.get("special") else USER_DEFINED]
+    merges = [
+        token if isinstance(token, str) else " ".join(token) for token in model.get("merges") or ()
+    ]
     post = raw.get("post_processor") or {}
     around: list[list[int]] = [[], []]
     for step in post.get("processors", [post]):
         if step.get("type") == "TemplateProcessing":
-            behind = 0
+            is_after = 0
             for part in step["single"]:
                 if "Sequence" in part:
-                    behind = 1
+                    is_after = 1
                 else:
                     text = part["SpecialToken"]["id"]
-                    around[behind] += step["special_tokens"][text]["ids"]
+                    around[is_after] += step["special_tokens"][text]["ids"]
     return {"tokens": tokens, "kinds": kinds, "merges": merges, "around": around}
 
 
@@ -259,15 +275,15 @@ def _window(shape: Mapping[str, Any], positions: int | None) -> int | None:
     return None if positions and window and window >= positions else window
 
 
-def _slowed(shape: Mapping[str, Any]) -> list[float] | None:
-    """Return by what Llama 3.1's scaling divides the frequency of each pair; None where there is none."""
+def _slowed_frequencies(shape: Mapping[str, Any]) -> list[float] | None:
+    """Return the divisor of each pair's frequency in Llama 3.1's scaling; None for a model without it."""
     if not shape.get("low_freq_factor"):
         return None
     names = ("factor", "low_freq_factor", "high_freq_factor", "original")
     stretch = Stretch(**{name: shape[name] for name in names})
     width = shape["rotary_dim"]
     frequencies = [shape["theta"] ** (-2 * pair / width) for pair in range(width // 2)]
-    return [one / stretched(one, stretch) for one in frequencies]
+    return [frequency / stretched(frequency, stretch) for frequency in frequencies]
 
 
 def _tables(tokens: list[str], kinds: list[int], merges: list[str]) -> Said:
@@ -286,10 +302,10 @@ def _template(folder: Path) -> str:
     if (path := folder / "chat_template.jinja").is_file():
         return read_text(path, "chat template", limits.MODEL_TEXT)
     path = folder / "tokenizer_config.json"
-    found = _object(path).get("chat_template") if path.is_file() else None
-    if isinstance(found, list):
-        found = {one.get("name"): one.get("template") for one in found}.get("default")
-    return found or ""
+    template = _object(path).get("chat_template") if path.is_file() else None
+    if isinstance(template, list):
+        template = {entry.get("name"): entry.get("template") for entry in template}.get("default")
+    return template or ""
 
 
 def _object(path: Path) -> dict[str, Any]:
@@ -305,13 +321,13 @@ def _ids(found: Any) -> list[int]:
     return found if isinstance(found, list) else [] if found is None else [found]
 
 
-def _same(one: Any, other: Any, apart: float = 1e-6) -> bool:
-    if isinstance(one, list | tuple) and isinstance(other, list | tuple) and len(one) < 1000:
-        # Divisors of frequencies are computed in fp32 throughout by who writes them.
-        return len(one) == len(other) and all(
-            _same(*pair, 1e-3) for pair in zip(one, other, strict=True)
+def _is_same(left: Any, right: Any, tolerance: float = 1e-6) -> bool:
+    if isinstance(left, list | tuple) and isinstance(right, list | tuple) and len(left) < 1000:
+        # Writers compute the divisors of frequencies in fp32 throughout, so they differ by more than one rounding.
+        return len(left) == len(right) and all(
+            _is_same(*pair, 1e-3) for pair in zip(left, right, strict=True)
         )
-    # GGUF stores reals in fp32, and 0 for none.
-    if isinstance(one, float) or isinstance(other, float):
-        return math.isclose(one or 0, other or 0, rel_tol=apart)
-    return bool(one == other or not (one or other))
+    # GGUF stores reals in fp32, and 0 for an absent one.
+    if isinstance(left, float) or isinstance(right, float):
+        return math.isclose(left or 0, right or 0, rel_tol=tolerance)
+    return bool(left == right or not (left or right))

@@ -42,28 +42,30 @@ def tensor_types(config: ModelConfig, quant: str, format_: str) -> dict[str, Blo
             hint="a .gguf file has it" if format_ != "gguf" else None,
         )
     shapes = expected_tensors(config)
-    found = {}
-    for ours, hf in hf_names(config).items():
+    types = {}
+    for our_name, hf in hf_names(config).items():
         shape = shapes[hf]
-        wanted = "F32" if format_ != "safetensors" else matrix
+        type_name = "F32" if format_ != "safetensors" else matrix
         if len(shape) == 2:
-            wanted = _mixed(config, ours) if quant == "q4_k_m" else matrix
-        found[ours] = _fitting(wanted, shape[-1], format_)
-    return found
+            type_name = _type_in_mixture(config, our_name) if quant == "q4_k_m" else matrix
+        types[our_name] = _fitting_type(type_name, shape[-1], format_)
+    return types
 
 
-def _mixed(config: ModelConfig, ours: str) -> str:
+def _type_in_mixture(config: ModelConfig, our_name: str) -> str:
     """The type of a matrix in q4_k_m."""
     head = "embed.weight" if config.tie_word_embeddings else "head.weight"
-    if ours == head:
+    if our_name == head:
         return "Q6_K"
-    if config.kind.fused and ours.endswith(tuple(f".attention.{one}.weight" for one in "qkv")):
+    if config.kind.fused and our_name.endswith(
+        tuple(f".attention.{projection}.weight" for projection in "qkv")
+    ):
         return "Q5_K"
-    if ours.endswith((".attention.v.weight", ".mlp.down.weight")):
+    if our_name.endswith((".attention.v.weight", ".mlp.down.weight")):
         layers = config.num_hidden_layers
-        if _more_bits(int(ours.split(".")[1]), layers):
+        if _more_bits(int(our_name.split(".")[1]), layers):
             return "Q6_K"
-        if ours.endswith(".attention.v.weight") and layers == _SHARED_V_LAYERS:
+        if our_name.endswith(".attention.v.weight") and layers == _SHARED_V_LAYERS:
             return "Q5_K"
     return "Q4_K"
 
@@ -73,9 +75,9 @@ def _more_bits(layer: int, layers: int) -> bool:
     return layer < eighth or layer >= 7 * layers // 8 or (layer - eighth) % 3 == 2
 
 
-def _fitting(wanted: str, row_values: int, format_: str) -> BlockType:
+def _fitting_type(type_name: str, row_values: int, format_: str) -> BlockType:
     """The type for rows of a given length in a format."""
     if format_ != "apr":
-        return fallback(BLOCK_TYPES[wanted], row_values)
-    kind = BLOCK_TYPES[_INSTEAD_IN_APR.get(wanted, wanted)]
+        return fallback(BLOCK_TYPES[type_name], row_values)
+    kind = BLOCK_TYPES[_INSTEAD_IN_APR.get(type_name, type_name)]
     return kind if row_values % kind.block_size == 0 else BLOCK_TYPES["F32"]

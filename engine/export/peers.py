@@ -126,19 +126,19 @@ def ask(
         )
     except subprocess.TimeoutExpired:
         return Absent(f"no answer in {limit_s:g} s")
-    said = done.stdout.decode("utf-8", "replace").strip()
+    output = done.stdout.decode("utf-8", "replace").strip()
     if done.returncode == _ABSENT:
-        return Absent(said)
+        return Absent(output)
     if done.returncode != 0:
         code = done.returncode
-        how = f"ended by signal {-code}" if code < 0 else f"exit {code}"
-        last = done.stderr.decode("utf-8", "replace").strip()[-_TAIL:].splitlines()
-        return Crashed(f"{how}: {last[-1] if last else 'it said nothing'}")
-    answer = json.loads(said.splitlines()[-1])
+        ending = f"ended by signal {-code}" if code < 0 else f"exit {code}"
+        lines = done.stderr.decode("utf-8", "replace").strip()[-_TAIL:].splitlines()
+        return Crashed(f"{ending}: {lines[-1] if lines else 'it said nothing'}")
+    answer = json.loads(output.splitlines()[-1])
     with np.load(logits) as saved:
-        found = [saved[f"row{index}"] for index in range(len(answer["rows"]))]
+        arrays = [saved[f"row{index}"] for index in range(len(answer["rows"]))]
     logits.unlink()
-    return Answered(**answer, logits=found)
+    return Answered(**answer, logits=arrays)
 
 
 # The functions below run in the peer's own process.
@@ -155,8 +155,8 @@ def _engine(question: Question) -> Answer:
     tokenizer = model.tokenizer
     tokens: list[list[int]] = []
     for prompt in question["prompts"]:
-        found = generate(model.decoder, [prompt], max_tokens=question["steps"], slots=1)
-        tokens.append([one.token for one in found])
+        generated = generate(model.decoder, [prompt], max_tokens=question["steps"], slots=1)
+        tokens.append([one.token for one in generated])
 
     @torch.inference_mode()
     def logits(row: list[int]) -> Any:
@@ -167,7 +167,7 @@ def _engine(question: Question) -> Answer:
         "ids": [[int(one) for one in ids] for ids in tokenizer.encode_documents(question["texts"])],
         "tokens": tokens,
         "text": [tokenizer.decode(row) for row in tokens],
-        **_saved(question, tokens, logits),
+        **_save_logits(question, tokens, logits),
     }
 
 
@@ -180,10 +180,12 @@ def _transformers(question: Question) -> Answer:
         _absent("transformers", error)
     import torch
 
-    path, how = question["path"], {"local_files_only": True}
+    path, options = question["path"], {"local_files_only": True}
     library: Any = transformers
-    tokenizer = library.AutoTokenizer.from_pretrained(path, **how)
-    model = library.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, **how).eval()
+    tokenizer = library.AutoTokenizer.from_pretrained(path, **options)
+    model = library.AutoModelForCausalLM.from_pretrained(
+        path, dtype=torch.float32, **options
+    ).eval()
     model.generation_config = library.GenerationConfig(
         do_sample=False, max_new_tokens=question["steps"], pad_token_id=0
     )
@@ -191,8 +193,8 @@ def _transformers(question: Question) -> Answer:
     for prompt in question["prompts"]:
         ids = torch.tensor([prompt])
         with torch.inference_mode():
-            found = model.generate(ids, attention_mask=torch.ones_like(ids))
-        tokens.append(found[0, len(prompt) :].tolist())
+            output = model.generate(ids, attention_mask=torch.ones_like(ids))
+        tokens.append(output[0, len(prompt) :].tolist())
 
     @torch.inference_mode()
     def logits(row: list[int]) -> Any:
@@ -206,7 +208,7 @@ def _transformers(question: Question) -> Answer:
         ],
         "tokens": tokens,
         "text": [tokenizer.decode(row, **decode) for row in tokens],
-        **_saved(question, tokens, logits),
+        **_save_logits(question, tokens, logits),
     }
 
 
@@ -240,12 +242,12 @@ def _llama(question: Question) -> Answer:
     for prompt in question["prompts"]:
         model.reset()
         model.eval(prompt)
-        found: list[int] = []
+        continuation: list[int] = []
         for _ in range(question["steps"]):
             # The first of equal maxima, as in this engine.
-            found.append(int(model.scores[model.n_tokens - 1].argmax()))
-            model.eval(found[-1:])
-        tokens.append(found)
+            continuation.append(int(model.scores[model.n_tokens - 1].argmax()))
+            model.eval(continuation[-1:])
+        tokens.append(continuation)
     return {
         "version": f"llama-cpp-python {llama_cpp.__version__}",
         "ids": [
@@ -253,7 +255,7 @@ def _llama(question: Question) -> Answer:
         ],
         "tokens": tokens,
         "text": [model.detokenize(row, special=True).decode("utf-8", "replace") for row in tokens],
-        **_saved(question, tokens, logits),
+        **_save_logits(question, tokens, logits),
     }
 
 
@@ -264,23 +266,26 @@ def _plain_blocks(binding: Any) -> None:
     defaults = binding.llama_model_default_params
 
     def plain() -> Any:
-        found = defaults()
-        if hasattr(found, "use_extra_bufts"):
-            found.use_extra_bufts = False
-        return found
+        parameters = defaults()
+        if hasattr(parameters, "use_extra_bufts"):
+            parameters.use_extra_bufts = False
+        return parameters
 
     binding.llama_model_default_params = plain
 
 
-def _saved(
+def _save_logits(
     question: Question, tokens: list[list[int]], logits: Callable[[list[int]], Any]
 ) -> Answer:
     """Write the logits of each row to the file that the request names, and return the rows."""
     rows = question["rows"]
     if rows is None:
-        rows = [prompt + more for prompt, more in zip(question["prompts"], tokens, strict=True)]
-    found = {f"row{index}": logits(row) for index, row in enumerate(rows)}
-    np.savez(question["logits"], **found)
+        rows = [
+            prompt + continuation
+            for prompt, continuation in zip(question["prompts"], tokens, strict=True)
+        ]
+    arrays = {f"row{index}": logits(row) for index, row in enumerate(rows)}
+    np.savez(question["logits"], **arrays)
     return {"rows": rows}
 
 

@@ -58,8 +58,9 @@ VERIFICATION = "verification.json"
 RECEIPT = "receipt.json"
 DATA_RECEIPT = "data_receipt.json"
 NONE = "none"
-_ROOM = 4
-"""Multiple of the student's size: its copy, two conversions, and one in F32 for verification."""
+_SPACE_FACTOR = 4
+"""Free disk space that publishing needs, as a multiple of the student's size: its copy, two conversions, and one in
+F32 for verification."""
 
 Say = Callable[[str], None]
 Files = list[tuple[str, str]]
@@ -120,8 +121,8 @@ def publish(
     if not wanted.unevaluated:
         refuse_missing(proof)
     if wanted.folder.exists() or wanted.folder.is_symlink():
-        return _was_there(proof, wanted, say)
-    _refuse_without_room(run, wanted.folder)
+        return _accept_published(proof, wanted, say)
+    _refuse_full_disk(run, wanted.folder)
     with whole_folder(wanted.folder) as partial:
         verification = _write(proof, wanted, partial, say, on_tensor)
     return Published(
@@ -168,23 +169,27 @@ def whole_folder(folder: Path) -> Iterator[Path]:
         os.close(lock)
 
 
-def _was_there(proof: Proof, wanted: Wanted, say: Say) -> Published:
+def _accept_published(proof: Proof, wanted: Wanted, say: Say) -> Published:
     """Accept an existing folder if it was published from this run and is complete; otherwise refuse."""
 
-    def refused(expected: str, found: str, hint: str) -> BadInput:
+    def refusal(expected: str, found: str, hint: str) -> BadInput:
         return BadInput.expected("publish", wanted.folder, expected, found, hint=hint)
 
     receipt, anew = wanted.folder / RECEIPT, "remove the folder to publish again"
-    same = receipt.is_file() and proof.run.receipt.is_file()
-    if not same or file_sha256(receipt) != file_sha256(proof.run.receipt):
+    is_comparable = receipt.is_file() and proof.run.receipt.is_file()
+    if not is_comparable or file_sha256(receipt) != file_sha256(proof.run.receipt):
         expected = "a path where nothing is yet, or this run, published before"
-        raise refused(expected, "something else", "choose another name, or remove it")
-    whole = check_manifest(wanted.folder)
-    if whole.level != Level.PASS:
-        raise refused("this run as it was published before", whole.reason, anew)
-    there = {one["sha256"] for one in (read_manifest(wanted.folder) or {}).values()}
-    if new := [path for path in wanted.evaluations if file_sha256(path) not in there]:
-        raise refused(f"{new[0]} among what was published before", "a card without it", anew)
+        raise refusal(expected, "something else", "choose another name, or remove it")
+    manifest_verdict = check_manifest(wanted.folder)
+    if manifest_verdict.level != Level.PASS:
+        raise refusal("this run as it was published before", manifest_verdict.reason, anew)
+    published_hashes = {entry["sha256"] for entry in (read_manifest(wanted.folder) or {}).values()}
+    if unpublished := [
+        path for path in wanted.evaluations if file_sha256(path) not in published_hashes
+    ]:
+        raise refusal(
+            f"{unpublished[0]} among what was published before", "a card without it", anew
+        )
     card = read_text(wanted.folder / CARD, "card", limits.MODEL_TEXT)
     if replay_line(proof) not in card.splitlines():
         say("its card has another result of the replay; remove the folder to publish again")
@@ -216,33 +221,33 @@ def _write(
     known = {name for name, _ in files}
     added = sorted({path.name for path in partial.iterdir()} - known)
     files += [(name, "for transformers") for name in added]
-    for name, one in licence_files(bases, licence).items():
-        assert one.licence_file is not None
-        shutil.copyfile(one.licence_file, partial / name)
-        files.append((name, f"of {one.words}"))
+    for name, licensed in licence_files(bases, licence).items():
+        assert licensed.licence_file is not None
+        shutil.copyfile(licensed.licence_file, partial / name)
+        files.append((name, f"of {licensed.words}"))
     origin = {"name": wanted.name, "license": licence.identifier}
     if wanted.licence is None and licence.identifier == "unknown":
         del origin["license"]
     saved_as = str((spec.get("student") or {}).get("save_as", "fp32")).replace("fp32", "f32")
     config = read_config(partial)
-    for format_, asked, default in (
+    for format_, requested, default in (
         ("apr", wanted.apr, saved_as),
         ("gguf", wanted.gguf, "q4_k_m"),
     ):
         lacks = not config.native or (format_ == "apr" and not config.kind.apr)
-        if asked is None and lacks:
+        if requested is None and lacks:
             say(f"without {format_}: the format has no {config.kind.title} here")
-        if asked == NONE or (asked is None and lacks):
+        if requested == NONE or (requested is None and lacks):
             continue
-        quant = asked or default
+        quant = requested or default
         file = f"{wanted.name}{'' if quant == saved_as else '-' + quant.upper()}.{format_}"
         say(f"writing {file}")
-        made = convert(
+        converted = convert(
             partial, partial / file, quant, format_=format_, origin=origin, on_tensor=on_tensor
         )
-        files.append((file, f"{format_} in {quant}: {_words(made)}"))
+        files.append((file, f"{format_} in {quant}: {_describe_types(converted)}"))
     evaluations = _copy_evidence(proof, partial, files)
-    verification = None if wanted.unverified else _verified(partial, files, say)
+    verification = None if wanted.unverified else _verify_folder(partial, files, say)
     say("writing the card")
     card = Card(
         name=wanted.name,
@@ -265,7 +270,7 @@ def _write(
 
 def _copy_student(proof: Proof, partial: Path) -> Files:
     """Copy every file of the student byte for byte, and refuse a copy that differs from the receipt."""
-    said = {
+    descriptions = {
         "config.json": "shape of the model",
         "generation_config.json": "for transformers",
         "tokenizer.json": "tokenizer",
@@ -279,13 +284,13 @@ def _copy_student(proof: Proof, partial: Path) -> Files:
             raise BadInput.expected(
                 "student", path, f"sha256 {recorded['sha256'][:16]}, as the receipt says", "others"
             )
-        files.append((path.name, said.get(path.name, "weights")))
+        files.append((path.name, descriptions.get(path.name, "weights")))
     return files
 
 
 def _copy_evidence(proof: Proof, partial: Path, files: Files) -> list[str | None]:
     """Copy receipts, spec and evaluations; return the file of each evaluation."""
-    for path, name, what in (
+    for path, name, description in (
         (proof.run.receipt, RECEIPT, "what the run really did"),
         (proof.run.spec, "spec.toml", "what was asked for"),
         (proof.run.effective, "effective.json", "every setting after defaults"),
@@ -293,54 +298,57 @@ def _copy_evidence(proof: Proof, partial: Path, files: Files) -> list[str | None
     ):
         if path is not None and path.is_file():
             shutil.copyfile(path, partial / name)
-            files.append((name, what))
+            files.append((name, description))
     data = (proof.receipt or {}).get("data")
     if data:
         (partial / DATA_RECEIPT).write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
         files.append((DATA_RECEIPT, "which text was trained on, and in which order"))
-    found: list[str | None] = []
-    for one in proof.evaluations:
-        if one.file is None:
-            found.append(None)
+    names: list[str | None] = []
+    for evaluation in proof.evaluations:
+        if evaluation.file is None:
+            names.append(None)
             continue
-        name, number = f"evaluation_{one.benchmark}{one.file.suffix}", 2
+        name, number = f"evaluation_{evaluation.benchmark}{evaluation.file.suffix}", 2
         while (partial / name).exists():
-            name, number = f"evaluation_{one.benchmark}_{number}{one.file.suffix}", number + 1
-        shutil.copyfile(one.file, partial / name)
-        files.append((name, f"results of {one.title}"))
-        found.append(name)
-    return found
+            name, number = (
+                f"evaluation_{evaluation.benchmark}_{number}{evaluation.file.suffix}",
+                number + 1,
+            )
+        shutil.copyfile(evaluation.file, partial / name)
+        files.append((name, f"results of {evaluation.title}"))
+        names.append(name)
+    return names
 
 
-def _words(made: Converted) -> str:
+def _describe_types(converted: Converted) -> str:
     """Describe the types of its tensors, and say why a file may have none of the type that it is named after."""
-    types = ", ".join(f"{count} {kind}" for kind, count in made.tensors.items())
-    text = f"{types}; {made.bits_per_weight:.2f} bits a weight"
-    matrix = QUANTS[made.quant]
-    return text if matrix in made.tensors else f"{text}; no row fills a block of {matrix}"
+    types = ", ".join(f"{count} {kind}" for kind, count in converted.tensors.items())
+    text = f"{types}; {converted.bits_per_weight:.2f} bits a weight"
+    matrix = QUANTS[converted.quant]
+    return text if matrix in converted.tensors else f"{text}; no row fills a block of {matrix}"
 
 
-def _verified(partial: Path, files: Files, say: Say) -> Verification:
+def _verify_folder(partial: Path, files: Files, say: Say) -> Verification:
     # The first way compares the files with the manifest.
     write_manifest(partial)
-    found = verify(partial, say)
-    if found.verdict.level == Level.FAIL:
-        failed = [one for one in found.outcomes if one.level == "fail"]
+    verification = verify(partial, say)
+    if verification.verdict.level == Level.FAIL:
+        failed = [outcome for outcome in verification.outcomes if outcome.level == "fail"]
         raise VerificationFailed(
             "verification: expected the same answers every way, found"
-            + "".join(f"\n  {one.id}: {one.verdict}" for one in failed),
+            + "".join(f"\n  {outcome.id}: {outcome.verdict}" for outcome in failed),
             hint="nothing was published; --gguf none or --apr none leave a file out",
         )
-    text = json.dumps(found.as_dict(), indent=2) + "\n"
+    text = json.dumps(verification.as_dict(), indent=2) + "\n"
     (partial / VERIFICATION).write_text(text, encoding="utf-8")
     files.append((VERIFICATION, "how it was loaded and what came of it"))
-    return found
+    return verification
 
 
-def _refuse_without_room(run: RunFolder, folder: Path) -> None:
-    needed = _ROOM * _bytes(run.student)
-    there = next(path for path in (folder, *folder.absolute().parents) if path.is_dir())
-    free = shutil.disk_usage(there).free
+def _refuse_full_disk(run: RunFolder, folder: Path) -> None:
+    needed = _SPACE_FACTOR * _bytes(run.student)
+    existing = next(path for path in (folder, *folder.absolute().parents) if path.is_dir())
+    free = shutil.disk_usage(existing).free
     if free < needed:
         raise DiskFull.expected(
             "publish",

@@ -75,7 +75,7 @@ class Verification:
 
     @property
     def verdict(self) -> Verdict:
-        return lowest(one.verdict for one in self.outcomes if one.verdict is not None)
+        return lowest(outcome.verdict for outcome in self.outcomes if outcome.verdict is not None)
 
     def as_dict(self) -> dict[str, Any]:
         return {
@@ -88,14 +88,14 @@ class Verification:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Asked:
+class _Request:
     """The request that every implementation gets."""
 
     prompts: list[list[int]]
     steps: int
     scratch: Path
 
-    def of(
+    def send(
         self,
         kind: str,
         path: Path,
@@ -130,45 +130,45 @@ def verify(folder: Path, say: Callable[[str], None] = lambda text: None) -> Veri
         raise BadInput.expected(
             "model", folder, f"positions for {max(map(len, prompts))} tokens and one more", "fewer"
         )
-    asked_steps = min(STEPS, room)
+    steps = min(STEPS, room)
     with scratch_folder("engine-verify-") as scratch:
-        asked = _Asked(prompts=prompts, steps=asked_steps, scratch=scratch)
+        request = _Request(prompts=prompts, steps=steps, scratch=scratch)
         say("hashing the files")
         outcomes = [_files(folder), _metadata(folder, config.native)]
         say("this engine, on the safetensors")
-        reference = asked.of("engine", folder, None)
-        outcomes.append(_reference(reference, asked))
+        reference = request.send("engine", folder, None)
+        outcomes.append(_reference(reference, request))
         # Without the reference's outputs nothing else can be compared.
         if isinstance(reference, Answered):
-            outcomes += _others(folder, asked, reference, say)
+            outcomes += _compare_others(folder, request, reference, say)
     return Verification(
         outcomes=tuple(outcomes),
-        steps=asked_steps,
+        steps=steps,
         prompt=PROMPTS[1],
         text=reference.text[1] if isinstance(reference, Answered) else "",
     )
 
 
-def _others(
-    folder: Path, asked: _Asked, reference: Answered, say: Callable[[str], None]
+def _compare_others(
+    folder: Path, request: _Request, reference: Answered, say: Callable[[str], None]
 ) -> Iterator[Outcome]:
     for path in sorted(folder.glob("*.apr")):
         say(f"this engine, on {path.name}")
         yield _apr(path, folder)
     say("transformers")
-    yield as_float("transformers", asked.of("transformers", folder, reference.rows), reference)
+    yield as_float("transformers", request.send("transformers", folder, reference.rows), reference)
     say("llama.cpp, on the weights in F32")
-    yield _llama_float(folder, asked, reference)
+    yield _llama_float(folder, request, reference)
     for path in sorted(folder.glob("*.gguf")):
         say(f"this engine and llama.cpp, on {path.name}")
-        yield from _gguf(path, asked, reference)
+        yield from _gguf(path, request, reference)
 
 
 def _files(folder: Path) -> Outcome:
     if not (folder / MANIFEST).is_file():
         return unknown("files", f"no {MANIFEST} to compare them with")
-    found = check_manifest(folder)
-    return answered("files", found.level, found.reason)
+    verdict = check_manifest(folder)
+    return answered("files", verdict.level, verdict.reason)
 
 
 def _metadata(folder: Path, native: bool) -> Outcome:
@@ -176,8 +176,8 @@ def _metadata(folder: Path, native: bool) -> Outcome:
     if wrong := _wrong_ends(folder) or _wrong_max_length(folder):
         return answered("metadata", Level.FAIL, wrong)
     files = sorted([*folder.glob("*.apr"), *folder.glob("*.gguf")]) if native else []
-    wanted = said(folder) if files else None
-    if wanted is None:
+    expected = said(folder) if files else None
+    if expected is None:
         return unknown("metadata", "no .apr or GGUF file to compare with the folder")
     compared: list[str] = []
     absent: list[str] = []
@@ -185,18 +185,18 @@ def _metadata(folder: Path, native: bool) -> Outcome:
     called: Said = {}
     for path in files:
         try:
-            found = said_by(path)
+            records = said_by(path)
             if path.suffix == ".gguf" and (wrong := other_types(path)):
                 return answered("metadata", Level.FAIL, f"{path.name}, {wrong}")
         except BadInput as error:
             return answered("metadata", Level.FAIL, error.message)
-        for where, one in found:
+        for place, record in records:
             for key in ("name", "licence"):
-                if key in one:
-                    called.setdefault(key, one[key])
-            if wrong := difference(wanted | called, one):
-                return answered("metadata", Level.FAIL, f"{path.name}, {where}: {wrong}")
-        (compared if found else absent).append(path.name)
+                if key in record:
+                    called.setdefault(key, record[key])
+            if wrong := difference(expected | called, record):
+                return answered("metadata", Level.FAIL, f"{path.name}, {place}: {wrong}")
+        (compared if records else absent).append(path.name)
     if absent:
         text = f"{', '.join(absent)} not read: pip install 'apr-workbench[gguf]'"
         return unknown("metadata", text)
@@ -210,8 +210,8 @@ def said_by(path: Path) -> list[tuple[str, Said]]:
             # A file that no reader could load fails here too.
             rotates_neighbours(config_of(weights, NATIVE), "apr", weights.metadata, path)
             return list(said_in_apr(weights.metadata, path))
-    found = said(path)
-    return [] if found is None else [("its metadata", found)]
+    record = said(path)
+    return [] if record is None else [("its metadata", record)]
 
 
 def _wrong_ends(folder: Path) -> str:
@@ -224,50 +224,60 @@ def _wrong_ends(folder: Path) -> str:
     path = folder / GENERATION_FILE
     if not path.is_file():
         return ""
-    found = read_json_object(path, "model", MODEL_CONFIG).get("eos_token_id")
-    ends = set(found if isinstance(found, list) else [] if found is None else [found])
-    known, where = set(read_config(folder).eos_token_ids), "config.json"
+    eos = read_json_object(path, "model", MODEL_CONFIG).get("eos_token_id")
+    ends = set(eos if isinstance(eos, list) else [] if eos is None else [eos])
+    known, source = set(read_config(folder).eos_token_ids), "config.json"
     if not known and ends:
-        where = "tokenizer.json"
+        source = "tokenizer.json"
         with suppress(TokenizerError):
             known.add(open_tokenizer(folder).end_of_text_id)
     if known <= ends:
         return ""
-    return f"{GENERATION_FILE} ends a text at {sorted(ends)}, {where} at {sorted(known)}"
+    return f"{GENERATION_FILE} ends a text at {sorted(ends)}, {source} at {sorted(known)}"
 
 
 def _wrong_max_length(folder: Path) -> str:
     """Return how the maximum length in tokenizer_config.json contradicts config.json; empty if they agree. A file that
     this engine did not write, such as that of a base model, is not checked: its author may mean something else."""
     path = folder / TOKENIZER_CONFIG_FILE
-    found = read_json_object(path, "tokenizer", MODEL_CONFIG) if path.is_file() else {}
-    ours = {"tokenizer_class", LONGEST, "clean_up_tokenization_spaces", "eos_token", "pad_token"}
+    settings = read_json_object(path, "tokenizer", MODEL_CONFIG) if path.is_file() else {}
+    written_keys = {
+        "tokenizer_class",
+        LONGEST,
+        "clean_up_tokenization_spaces",
+        "eos_token",
+        "pad_token",
+    }
     config = read_json_object(folder / "config.json", "model", MODEL_CONFIG)
     positions = config.get("max_position_embeddings")
-    if not found.keys() <= ours or found.get(LONGEST) in (None, positions):
+    if not settings.keys() <= written_keys or settings.get(LONGEST) in (None, positions):
         return ""
-    return f"{path.name} has {LONGEST} {found[LONGEST]}, config.json has {positions} positions"
+    return f"{path.name} has {LONGEST} {settings[LONGEST]}, config.json has {positions} positions"
 
 
-def _reference(answer: Answered | Absent | Crashed, asked: _Asked) -> Outcome:
+def _reference(answer: Answered | Absent | Crashed, request: _Request) -> Outcome:
     """Check the engine's own outputs: finite logits, and a KV cache that changes no token."""
     if not isinstance(answer, Answered):
         return answered("engine", Level.FAIL, answer.reason)
-    for prompt, tokens, logits_TV in zip(asked.prompts, answer.tokens, answer.logits, strict=True):
+    for prompt, tokens, logits_TV in zip(
+        request.prompts, answer.tokens, answer.logits, strict=True
+    ):
         if not np.isfinite(logits_TV).all():
             return answered("engine", Level.FAIL, "logits that are not finite")
         # The token that follows each position of the continuation, computed without a cache.
-        whole = logits_TV[len(prompt) - 1 : -1].argmax(-1).tolist()
-        at = first_difference(prompt, tokens, whole, logits_TV)
-        if at is not None and not at.tie:
-            text = f"with a KV cache the model generates another token than without: {at}"
+        uncached = logits_TV[len(prompt) - 1 : -1].argmax(-1).tolist()
+        difference = first_difference(prompt, tokens, uncached, logits_TV)
+        if difference is not None and not difference.tie:
+            text = f"with a KV cache the model generates another token than without: {difference}"
             return answered("engine", Level.FAIL, text)
-    text = f"{answer.version}: {len(asked.prompts)} texts of {asked.steps} tokens, finite logits"
+    text = (
+        f"{answer.version}: {len(request.prompts)} texts of {request.steps} tokens, finite logits"
+    )
     return answered("engine", Level.PASS, text)
 
 
-def _llama_float(folder: Path, asked: _Asked, reference: Answered) -> Outcome:
-    path = asked.scratch / "float.gguf"
+def _llama_float(folder: Path, request: _Request, reference: Answered) -> Outcome:
+    path = request.scratch / "float.gguf"
     if (why := absent("llama")) is not None:
         # Checked first, so that no F32 file is written for nothing.
         return as_float("llama float", why, reference)
@@ -275,23 +285,25 @@ def _llama_float(folder: Path, asked: _Asked, reference: Answered) -> Outcome:
         convert(folder, path, "f32")
     except BadInput as error:
         return unknown("llama float", f"no GGUF can be made of it: {error.message}")
-    outcome = as_float("llama float", asked.of("llama", path, reference.rows), reference)
+    outcome = as_float("llama float", request.send("llama", path, reference.rows), reference)
     path.unlink()
     return outcome
 
 
-def _gguf(path: Path, asked: _Asked, reference: Answered) -> Iterator[Outcome]:
+def _gguf(path: Path, request: _Request, reference: Answered) -> Iterator[Outcome]:
     """Check the shipped file in this engine and in llama.cpp."""
     with open_weights(path) as weights:
         number = weights.metadata.get("general.file_type")
-    quant = next((name for name, one in FILE_TYPES.items() if one == number), None)
+    quant = next((name for name, file_type in FILE_TYPES.items() if file_type == number), None)
     # A float type rounds less than any block type.
     floor = NOISE_FLOORS.get(quant or "", NOISE_FLOORS["q8_0"])
-    ours = asked.of("engine", path, reference.rows, steps=1)
-    yield within(f"gguf {path.name}", ours, reference, floor.kl, "the safetensors")
-    theirs = asked.of("llama", path, reference.rows, steps=1)
-    if isinstance(ours, Answered):
-        yield within(f"llama {path.name}", theirs, ours, floor.kl, "this engine on it")
+    engine_answer = request.send("engine", path, reference.rows, steps=1)
+    yield within(f"gguf {path.name}", engine_answer, reference, floor.kl, "the safetensors")
+    llama_answer = request.send("llama", path, reference.rows, steps=1)
+    if isinstance(engine_answer, Answered):
+        yield within(
+            f"llama {path.name}", llama_answer, engine_answer, floor.kl, "this engine on it"
+        )
 
 
 def _apr(path: Path, folder: Path) -> Outcome:

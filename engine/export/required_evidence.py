@@ -109,33 +109,35 @@ def examine(run: RunFolder, evaluation_files: Sequence[Path] = ()) -> Proof:
     """
     view = view_of(run)
     place = shlex.quote(str(run.path))
-    again = f"engine distill --resume {place}"
+    resume_command = f"engine distill --resume {place}"
     if not run.student.is_dir():
         raise BadInput.expected(
             "student",
             run.path,
             "a finished run, with a folder student",
             f"none: the run is {view.state(run.liveness())}",
-            hint=f"finish it with {again}",
+            hint=f"finish it with {resume_command}",
         )
     receipt = run.read_receipt()
     missing, verdicts = [], {}
     state = view.state(run.liveness())
     if state != "completed":
-        missing.append(Missing(what=f"a completed run (it is {state})", command=again))
+        missing.append(Missing(what=f"a completed run (it is {state})", command=resume_command))
     if receipt is None:
-        missing.append(Missing(what="a receipt of the run", command=again))
+        missing.append(Missing(what="a receipt of the run", command=resume_command))
     else:
         verdicts = check_receipt(run, receipt, view)
         verdicts |= {"student": _check_student(run, receipt, view), ARTEFACT: _was_read_back(view)}
         _refuse_contradictions(run, verdicts)
     weights = weights_sha256(run.student)
     evaluations = [read_evaluation(path, weights) for path in evaluation_files]
-    own = heldout_of_the_run(receipt, view)
-    if own is not None:
-        evaluations.insert(0, own)
-    judged = [m for one in evaluations for m in one.metrics if m.subject == "student"]
-    if not judged:
+    heldout_evaluation = heldout_of_the_run(receipt, view)
+    if heldout_evaluation is not None:
+        evaluations.insert(0, heldout_evaluation)
+    student_metrics = [
+        m for evaluation in evaluations for m in evaluation.metrics if m.subject == "student"
+    ]
+    if not student_metrics:
         missing.append(
             Missing(
                 what="an evaluation of the student",
@@ -165,7 +167,7 @@ def refuse_missing(proof: Proof) -> None:
     """Raise `BadInput` with everything that is missing, and the commands that produce it."""
     if not proof.missing:
         return
-    listed = "".join(f"\n  {one.what}\n    make it: {one.command}" for one in proof.missing)
+    listed = "".join(f"\n  {item.what}\n    make it: {item.command}" for item in proof.missing)
     raise BadInput(
         f"evidence: {proof.run.path} — expected what a model card has to show, missing:{listed}",
         hint="--unevaluated publishes without it, and the card says so at its head",
@@ -175,8 +177,8 @@ def refuse_missing(proof: Proof) -> None:
 def _refuse_contradictions(run: RunFolder, verdicts: dict[str, Verdict]) -> None:
     wrong = [verdict.reason for verdict in verdicts.values() if verdict.level == Level.FAIL]
     if wrong:
-        more = [f"... and {len(wrong) - _LISTED} more"] if len(wrong) > _LISTED else []
-        listed = "".join(f"\n  {line}" for line in wrong[:_LISTED] + more)
+        rest = [f"... and {len(wrong) - _LISTED} more"] if len(wrong) > _LISTED else []
+        listed = "".join(f"\n  {line}" for line in wrong[:_LISTED] + rest)
         raise BadInput.expected(
             "receipt",
             run.receipt,
@@ -201,22 +203,22 @@ def _check_student(run: RunFolder, receipt: dict[str, Any], view: RunView) -> Ve
         text = f"tensors of the student: saved as {save_as} by a version that has no hash of them"
         return Verdict(Level.UNKNOWN, text)
     # The names of parameters depend on model.engine.
-    how = ModelSection(**((receipt.get("spec") or {}).get("model") or {}))
-    decoder = load_decoder(run.student, torch_dtype(str(save_as)), how=how)
-    found = tensors_sha256(dict(decoder.named_parameters()))
-    if found != expected:
-        text = f"tensors of the student: expected sha256 {expected[:16]}, found {found[:16]}"
+    model_section = ModelSection(**((receipt.get("spec") or {}).get("model") or {}))
+    decoder = load_decoder(run.student, torch_dtype(str(save_as)), how=model_section)
+    sha256 = tensors_sha256(dict(decoder.named_parameters()))
+    if sha256 != expected:
+        text = f"tensors of the student: expected sha256 {expected[:16]}, found {sha256[:16]}"
         return Verdict(Level.FAIL, text)
-    return Verdict(Level.PASS, f"tensors of the student: sha256 {found[:16]}")
+    return Verdict(Level.PASS, f"tensors of the student: sha256 {sha256[:16]}")
 
 
 def _was_read_back(view: RunView) -> Verdict:
     """Return what the run found when it read its saved student back."""
-    found = view.checks.get(ARTEFACT)
-    if found is None:
+    check = view.checks.get(ARTEFACT)
+    if check is None:
         return Verdict(Level.UNKNOWN, "the run did not read its saved student back")
-    level = next((one for one in Level if one.name.lower() == found.level), Level.UNKNOWN)
-    return Verdict(level, f"saved student, as the run read it back: {found.text}")
+    level = next((name for name in Level if name.name.lower() == check.level), Level.UNKNOWN)
+    return Verdict(level, f"saved student, as the run read it back: {check.text}")
 
 
 def file_sha256(path: Path) -> str:
@@ -313,9 +315,9 @@ def _perplexity(path: Path, record: dict[str, Any]) -> Evaluation:
 def _check_means(record: dict[str, Any], path: Path) -> None:
     """Raise BadInput for a record whose means are not those of its documents."""
     documents = record["documents"]
-    tokens = sum(one["tokens"] for one in documents)
-    wanted: dict[str, float] = {}
-    for name, parts in (
+    tokens = sum(document["tokens"] for document in documents)
+    means: dict[str, float] = {}
+    for name, keys in (
         ("loss", ("nats",)),
         ("against_loss", ("against_nats",)),
         ("difference", ("nats", "against_nats")),
@@ -323,37 +325,37 @@ def _check_means(record: dict[str, Any], path: Path) -> None:
         ("top1_agreement", ("agreed",)),
     ):
         if record[name] is not None:
-            sums = [math.fsum(one[part] for one in documents) for part in parts]
-            wanted[name] = (sums[0] - sum(sums[1:])) / tokens
-    found = {name: record[name]["value"] for name in wanted} | {"tokens": record["tokens"]}
-    for name, value in (wanted | {"tokens": tokens}).items():
-        if not math.isclose(found[name], value, rel_tol=1e-9, abs_tol=1e-9):
+            sums = [math.fsum(document[key] for document in documents) for key in keys]
+            means[name] = (sums[0] - sum(sums[1:])) / tokens
+    recorded = {name: record[name]["value"] for name in means} | {"tokens": record["tokens"]}
+    for name, value in (means | {"tokens": tokens}).items():
+        if not math.isclose(recorded[name], value, rel_tol=1e-9, abs_tol=1e-9):
             why = f"{value:,.7g} (of its documents)"
-            raise BadInput.expected(name, path, why, f"{found[name]:,.7g}")
+            raise BadInput.expected(name, path, why, f"{recorded[name]:,.7g}")
 
 
 def _problems(path: Path) -> Evaluation:
     """Count the lines of a file of results again."""
-    found, about = report_of_file(path)
-    if not found.known or found.interval is None:
-        wanted = found.problems * found.samples
+    report, about = report_of_file(path)
+    if not report.known or report.interval is None:
+        expected = report.problems * report.samples
         raise BadInput.expected(
             "evaluation",
             path,
             "a result for every program",
-            f"{wanted - found.attempts} of {wanted} programs without one",
+            f"{expected - report.attempts} of {expected} programs without one",
             hint="give the same `engine eval` command again: it continues where it was stopped",
         )
-    interval = {"low": found.interval.low, "high": found.interval.high}
+    interval = {"low": report.interval.low, "high": report.interval.high}
     left_out = about.get("without") or []
     return Evaluation(
-        title={"humaneval": "HumanEval", "mbpp": "MBPP"}[found.benchmark],
-        benchmark=found.benchmark,
+        title={"humaneval": "HumanEval", "mbpp": "MBPP"}[report.benchmark],
+        benchmark=report.benchmark,
         metrics=tuple(
             Metric(name=f"pass@{k}", value=value, subject="student", **(interval if k == 1 else {}))
-            for k, value in found.pass_at_k.items()
+            for k, value in report.pass_at_k.items()
         ),
-        detail=f"{found.passed} of {found.attempts} programs right, {found.problems} problems, {_drawn(about)}"
+        detail=f"{report.passed} of {report.attempts} programs right, {report.problems} problems, {_drawn(about)}"
         + (f", without {', '.join(left_out)}" if left_out else ""),
         data_sha256=about.get("data_sha256"),
         file=path,

@@ -1,8 +1,8 @@
 """Compare the curves of two logs at their common steps, and their settings.
 
 Values of neighbouring steps are not independent, so the differences at the common steps of the second half are
-summarised by the medians of BLOCKS blocks, and Student's t judges those. It is the noise within the two runs: another
-seed may differ by more.
+summarised by the medians of BLOCKS blocks, and Student's t test decides on those. It measures the noise within the two
+runs: runs with other seeds may differ by more.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ BETTER_LOW = frozenset({"loss", "ce", "kd", "step_s", "held_out"})
 EXACT = frozenset({"lr", "tokens"})
 """Names whose values have no noise."""
 BLOCKS, LEAST = 8, 16
+"""Number of blocks, and the minimum number of common steps in the second half."""
 ALPHA = 0.001
+"""Largest p value of a difference that is reported, 0 to 1."""
 MARGIN = 0.01
 """Smallest relative difference that counts."""
 
@@ -37,20 +39,23 @@ class Change(NamedTuple):
 
 
 def compare(new: RunView, old: RunView) -> list[Change]:
-    """Compare each curve that both have at LEAST common steps or more."""
-    found = []
+    """Compare each curve that has at least LEAST common steps in its second half."""
+    changes = []
     for name in CURVES:
-        found += _compared(name, _curve(new, name), _curve(old, name))
-    return found + _compared("held_out", _held_out(new), _held_out(old))
+        changes += _compare_curve(name, _curve(new, name), _curve(old, name))
+    return changes + _compare_curve("held_out", _held_out(new), _held_out(old))
 
 
 def compare_settings(new: Mapping[str, object], old: Mapping[str, object]) -> list[Change]:
-    """Return the settings that differ, those that one of the two lacks included."""
+    """Return the settings that differ, including settings that only one of the two has."""
     names = [name for name in {**new, **old} if new.get(name) != old.get(name)]
-    return [Change(name, _said(new.get(name)), _said(old.get(name)), "setting") for name in names]
+    return [
+        Change(name, _text_or_none(new.get(name)), _text_or_none(old.get(name)), "setting")
+        for name in names
+    ]
 
 
-def _said(value: object) -> str | None:
+def _text_or_none(value: object) -> str | None:
     return None if value is None else str(value)
 
 
@@ -61,29 +66,33 @@ def _curve(view: RunView, name: str) -> dict[float, float]:
 
 
 def _held_out(view: RunView) -> dict[float, float]:
-    evals = [one for one in view.evals if one.subject == "student" and one.loss is not None]
+    evals = [
+        evaluation
+        for evaluation in view.evals
+        if evaluation.subject == "student" and evaluation.loss is not None
+    ]
     return {e.step: e.loss for e in evals if e.loss is not None and math.isfinite(e.loss)}
 
 
-def _compared(name: str, new: dict[float, float], old: dict[float, float]) -> list[Change]:
+def _compare_curve(name: str, new: dict[float, float], old: dict[float, float]) -> list[Change]:
     common = sorted(new.keys() & old.keys())
     if name in EXACT:
         apart = [s for s in common if abs(new[s] - old[s]) > 1e-6 * max(abs(new[s]), abs(old[s]))]
         if not common:
             return []
-        at = apart[0] if apart else common[-1]
-        why = f"in {len(apart)} of {len(common)} steps, first {at:.0f}" if apart else ""
-        return [Change(name, new[at], old[at], why)]
+        step = apart[0] if apart else common[-1]
+        why = f"in {len(apart)} of {len(common)} steps, first {step:.0f}" if apart else ""
+        return [Change(name, new[step], old[step], why)]
     tail = common[len(common) // 2 :]
     if len(tail) < LEAST:
         return []
     size = len(tail) / BLOCKS
-    blocks = [tail[round(at * size) : round((at + 1) * size)] for at in range(BLOCKS)]
-    apart_by = [median([new[s] - old[s] for s in block]) for block in blocks]
-    now, before = (median([one[s] for s in tail]) for one in (new, old))
-    by = fmean(apart_by)
-    error = stdev(apart_by) / math.sqrt(BLOCKS)
-    p = t_tail(abs(by) / error, BLOCKS - 1) if error else float(by == 0)
-    differs = p < ALPHA and abs(by) > MARGIN * abs(before)
-    why = f"{by:+.3g}, p {p:.1g}" if differs else ""
-    return [Change(name, now, before, why, differs and by > 0 and name in BETTER_LOW)]
+    blocks = [tail[round(index * size) : round((index + 1) * size)] for index in range(BLOCKS)]
+    shifts = [median([new[s] - old[s] for s in block]) for block in blocks]
+    new_median, old_median = (median([curve[s] for s in tail]) for curve in (new, old))
+    shift = fmean(shifts)
+    error = stdev(shifts) / math.sqrt(BLOCKS)
+    p = t_tail(abs(shift) / error, BLOCKS - 1) if error else float(shift == 0)
+    differs = p < ALPHA and abs(shift) > MARGIN * abs(old_median)
+    why = f"{shift:+.3g}, p {p:.1g}" if differs else ""
+    return [Change(name, new_median, old_median, why, differs and shift > 0 and name in BETTER_LOW)]

@@ -2,10 +2,10 @@
 
     step         every number of its record; `phases/data`, `host/launch` and `losses/0` are the nested ones
     evaluation   held_out (the student), held_out/teacher, held_out/untrained
-    logged       what a script said, by its own names
+    logged       values that a script logged, by its own names
 
 A value that is absent is an empty cell, no value or null; NaN and infinities stay what they are. CSV and Parquet keep
-every bit; TensorBoard has 32 bits for a value. Of a resumed run, the steps that the resume repeats stand once.
+every bit; TensorBoard has 32 bits for a value. Steps that a resume repeats are written once.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def export_run(run: RunFolder, to: str, path: Path) -> int:
         hint = "--out names another"
         raise BadInput.expected("export", path, "nothing of that name", "something", hint=hint)
     series = read_series(run)
-    count = sum(len(one.steps) for one in series.values())
+    count = sum(len(values.steps) for values in series.values())
     if not count:
         raise BadInput.expected("run", run.path, "a step with a number", "none")
     try:
@@ -55,22 +55,22 @@ def read_series(run: RunFolder) -> dict[str, Series]:
             if isinstance(event, LogOpened):
                 opened_s = event.unix_s
             elif isinstance(event, RunStarted) and event.resumed_from is not None:
-                for one in series.values():
-                    one.rewind(event.resumed_from + 1)
+                for values in series.values():
+                    values.rewind(event.resumed_from + 1)
             for name, step, value in _values(event):
                 series.setdefault(name, Series()).add(step, opened_s + event.t_s, value)
     return series
 
 
 def _values(event: AnyEvent) -> Iterator[tuple[str, int, float]]:
-    found: Iterable[tuple[str, Any]] = ()
+    pairs: Iterable[tuple[str, Any]] = ()
     if isinstance(event, StepDone):
-        found = _nested(event)
+        pairs = _nested(event)
     elif isinstance(event, Evaluated):
-        found = [(_SUBJECTS.get(event.subject, f"held_out/{event.subject}"), event.loss)]
+        pairs = [(_SUBJECTS.get(event.subject, f"held_out/{event.subject}"), event.loss)]
     elif isinstance(event, Logged):
-        found = event.values.items()
-    for name, value in found:
+        pairs = event.values.items()
+    for name, value in pairs:
         if isinstance(value, int | float):
             yield name, event.step, float(value)  # type: ignore[union-attr]
 
@@ -79,16 +79,16 @@ def _nested(step: StepDone) -> Iterator[tuple[str, Any]]:
     for name in step.__struct_fields__:
         value = getattr(step, name)
         if isinstance(value, dict):
-            yield from ((f"{name}/{key}", one) for key, one in value.items())
+            yield from ((f"{name}/{key}", item) for key, item in value.items())
         elif isinstance(value, list):
-            yield from ((f"{name}/{at}", one) for at, one in enumerate(value))
+            yield from ((f"{name}/{index}", item) for index, item in enumerate(value))
         elif value is not None and name not in ENVELOPE:
             yield name, value
 
 
 @contextlib.contextmanager
 def _new_file(path: Path) -> Iterator[Path]:
-    """Give the name under which a file is written before it is there whole."""
+    """Yield the temporary name of a file, which gets its own name when it is complete."""
     partial = path.with_name(f"{path.name}.partial")
     try:
         yield partial
@@ -98,18 +98,20 @@ def _new_file(path: Path) -> Iterator[Path]:
 
 
 def _header(series: dict[str, Series]) -> list[str]:
-    # A name of a script's own may be one of ours.
+    # A script may log values named "step" or "unix_s" itself.
     return ["step", "unix_s", *(name for name in series if name not in ("step", "unix_s"))]
 
 
 def _rows(series: dict[str, Series], header: list[str]) -> Iterator[list[int | float | None]]:
     """Yield a row for each step; its time is that of its last value."""
-    at = {name: place for place, name in enumerate(header)}
+    column_of = {name: place for place, name in enumerate(header)}
     for step, points in by_step(series):
         row: list[int | float | None] = [step, 0.0, *[None] * (len(header) - 2)]
         for _, unix_s, name, value in points:
             if name not in ("step", "unix_s"):
-                row[at[name]] = int(value) if name in COUNTS and math.isfinite(value) else value
+                row[column_of[name]] = (
+                    int(value) if name in COUNTS and math.isfinite(value) else value
+                )
             row[1] = max(row[1] or 0.0, unix_s)
         yield row
 
@@ -147,9 +149,9 @@ def write_tensorboard(series: dict[str, Series], path: Path) -> None:
     writer = EventFileWriter(str(path))
     for step, points in by_step(series):
         for unix_s, at_once in groupby(
-            sorted(points, key=lambda one: one.unix_s), lambda one: one.unix_s
+            sorted(points, key=lambda point: point.unix_s), lambda point: point.unix_s
         ):
-            values = [Summary.Value(tag=one.name, simple_value=one.value) for one in at_once]
+            values = [Summary.Value(tag=point.name, simple_value=point.value) for point in at_once]
             writer.add_event(Event(step=step, wall_time=unix_s, summary=Summary(value=values)))
     writer.close()
 

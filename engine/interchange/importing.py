@@ -1,7 +1,7 @@
 """Make a run folder of what another tool has logged: the same records as of a script that is watched, at their times.
 
-The rules are asked afterwards, as a supervisor would have asked them while the run went on, and their alerts are
-written at their times into watch.jsonl, where every surface looks for them.
+The rules are evaluated afterwards, in the order in which a supervisor would have evaluated them during the run. Their
+alerts are written at their times into watch.jsonl, which every view reads.
 """
 
 from __future__ import annotations
@@ -51,16 +51,20 @@ from engine.units import format_count
 from engine.watch.replay import Diagnosis, diagnose, diagnose_events
 
 VALUES_MOST = 1 << 14
-"""Most values of a name that are judged where nothing is kept; of more, every second one, every fourth, and so on."""
+"""Maximum number of values of a name that are judged where no run folder is made; of more, every second value is
+judged, or every fourth, and so on."""
 STATE = "imported"
-"""The state of a run of which it is not known how it ended."""
+"""State of a run whose files do not say how it ended."""
 NON_FINITE_MOST = 1000
-"""Losses that are NaN or infinite of which each has a line of its own."""
+"""Maximum number of losses that are NaN or infinite and have a line of their own; the others are counted."""
 _AT_ONCE = 200
 """Names in one line of the log."""
 _SHOWN = 8
+"""Maximum number of names in a message."""
 _TEXT = 2000
+"""Maximum length of a setting's text, in characters."""
 _NAME = 100
+"""Maximum length of a run's name, in characters."""
 
 
 def import_run(
@@ -79,7 +83,7 @@ def import_run(
     given = given or {}
     recorded = Recorded(path=path, partial=partial)
     BY_SOURCE[source].read(recorded, given)
-    names = _names(recorded, source, given)
+    names = _find_names(recorded, source, given)
     name = name or re.sub(r"[^\w.-]+", "-", recorded.name).strip(".-")[:_NAME] or source
     place = (folder / name).absolute()
     if os.path.lexists(place):
@@ -87,10 +91,10 @@ def import_run(
         raise BadInput.expected("run folder", place, "a new folder", "one that exists", hint=hint)
     run = create_run(place, "", _effective(recorded))
     try:
-        notes, first = _first(recorded, source, names)
+        notes, first_events = _first_records(recorded, source, names)
         clock = _clock_of(recorded)
         with LogWriter(run.events, writer="import", monotonic=clock, wall=clock) as log:
-            _write_events(log, clock, recorded, first, names)
+            _write_events(log, clock, recorded, first_events, names)
             log.sync()
         _write_alerts(run)
     except BaseException:
@@ -111,18 +115,16 @@ class JudgedLog:
 
 def diagnose_recorded(recorded: Recorded, source: str, given: Mapping[str, str]) -> JudgedLog:
     """Judge what was recorded as the run folder that an import would make of it. Raises BadInput."""
-    names = _names(recorded, source, given)
-    notes, first = _first(recorded, source, names)
+    names = _find_names(recorded, source, given)
+    notes, first_events = _first_records(recorded, source, names)
     clock = _clock_of(recorded)
-    kept = _Kept(clock)
-    kept.write(LogOpened(unix_s=clock.now_s, boot_id="", pid=0, writer="import"))
-    _write_events(kept, clock, recorded, first, names)
-    return JudgedLog(
-        recorded=recorded, names=names, notes=notes, found=diagnose_events(kept.events)
-    )
+    log = _MemoryLog(clock)
+    log.write(LogOpened(unix_s=clock.now_s, boot_id="", pid=0, writer="import"))
+    _write_events(log, clock, recorded, first_events, names)
+    return JudgedLog(recorded=recorded, names=names, notes=notes, found=diagnose_events(log.events))
 
 
-class _Kept:
+class _MemoryLog:
     """A log in memory, with the times that its lines would have."""
 
     def __init__(self, clock: _Clock) -> None:
@@ -135,42 +137,44 @@ class _Kept:
         self.events.append((event, self.origin_s + t_s))
 
 
-def _names(recorded: Recorded, source: str, given: Mapping[str, str]) -> dict[str, str]:
+def _find_names(recorded: Recorded, source: str, given: Mapping[str, str]) -> dict[str, str]:
     names = our_names(recorded.series, given)
     if not any(ours not in HELD_OUT for ours in names) and recorded.crash is None:
-        found = _listed(recorded.series) or "no number"
+        shown = _list_some(recorded.series) or "no number"
         expected, hint = "a loss or another value of a step", "--map loss=NAME says which"
-        raise NotALog.expected(source, recorded.path, expected, found, hint=hint)
+        raise NotALog.expected(source, recorded.path, expected, shown, hint=hint)
     return names
 
 
-def _first(
+def _first_records(
     recorded: Recorded, source: str, names: dict[str, str]
 ) -> tuple[list[Note], list[Event]]:
     """Return the notes on the files, and the records that a log of them begins with."""
-    said = [("info", text) for text in _about(recorded, names)]
-    said += [("warning", text) for text in recorded.warnings]
-    notes = [Note(level=level, text=one_line(text)) for level, text in said]
+    texts = [("info", text) for text in _describe_names(recorded, names)]
+    texts += [("warning", text) for text in recorded.warnings]
+    notes = [Note(level=level, text=one_line(text)) for level, text in texts]
     path = str(recorded.path.absolute())
     imported = Imported(source=source, path=path, files=recorded.files, names=names)
     return notes, [imported, *notes, Phase(name=TRAINING)]
 
 
-def _listed(names: Iterable[str]) -> str:
-    there = sorted(names)
-    return ", ".join([*there[:_SHOWN], *([f"{len(there) - _SHOWN} more"] * (len(there) > _SHOWN))])
+def _list_some(names: Iterable[str]) -> str:
+    ordered = sorted(names)
+    return ", ".join(
+        [*ordered[:_SHOWN], *([f"{len(ordered) - _SHOWN} more"] * (len(ordered) > _SHOWN))]
+    )
 
 
-def _about(recorded: Recorded, names: Mapping[str, str]) -> list[str]:
-    """Say what became of every name."""
+def _describe_names(recorded: Recorded, names: Mapping[str, str]) -> list[str]:
+    """Return notes on the names in the files: which are read as the engine's, kept, left out or thinned out."""
     texts = [f"{ours} from {theirs}" for ours, theirs in names.items()]
     lines = [f"names: {', '.join(texts) or 'none'}"]
     if others := recorded.series.keys() - set(names.values()):
-        lines.append(f"logged under its own name: {_listed(others)}")
+        lines.append(f"logged under its own name: {_list_some(others)}")
     if recorded.left_out:
-        texts = [f"{name} ({what})" for name, what in recorded.left_out.items()]
-        lines.append(f"left out, no number: {_listed(texts)}")
-    if replaced := sum(one.replaced for one in recorded.series.values()):
+        texts = [f"{name} ({content})" for name, content in recorded.left_out.items()]
+        lines.append(f"left out, no number: {_list_some(texts)}")
+    if replaced := sum(series.replaced for series in recorded.series.values()):
         lines.append(
             f"{format_count(replaced)} values were replaced: a restart went back to an earlier step"
         )
@@ -178,7 +182,7 @@ def _about(recorded: Recorded, names: Mapping[str, str]) -> list[str]:
         lines.append(
             "no time of day in the log: times are counted from step to step, from the time of the file"
         )
-    if (every := max((one.every for one in recorded.series.values()), default=1)) > 1:
+    if (every := max((series.every for series in recorded.series.values()), default=1)) > 1:
         lines.append(f"long curves: every {every:,}th value is judged, and every non-finite one")
     return [*recorded.notes, *lines]
 
@@ -198,10 +202,10 @@ def _effective(recorded: Recorded) -> dict[str, Any]:
         "folder": recorded.folder,
         "commit": recorded.commit,
     }
-    kept: dict[str, Any] = parse_json(
+    redacted: dict[str, Any] = parse_json(
         redactor.text(json.dumps(spec)).text, recorded.path, "settings"
     )
-    return {"spec": kept, COMMAND: command}
+    return {"spec": redacted, COMMAND: command}
 
 
 def _leaves(settings: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:
@@ -217,7 +221,7 @@ def _leaves(settings: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str
 
 
 class _Clock:
-    """The time of the log's next line: that of the values, held where it goes back."""
+    """Time of the log's next line: the time of the values, which never goes back."""
 
     def __init__(self, begin_unix_s: float) -> None:
         self.now_s = begin_unix_s
@@ -230,30 +234,30 @@ class _Clock:
 
 
 def _clock_of(recorded: Recorded) -> _Clock:
-    times = [one.unix_s[0] for one in recorded.series.values() if one.unix_s]
+    times = [series.unix_s[0] for series in recorded.series.values() if series.unix_s]
     return _Clock(min(times, default=recorded.begin_unix_s))
 
 
 def _write_events(
-    log: LogWriter | _Kept,
+    log: LogWriter | _MemoryLog,
     clock: _Clock,
     recorded: Recorded,
-    first: Iterable[Event],
+    first_events: Iterable[Event],
     names: Mapping[str, str],
 ) -> None:
     ours_of = {theirs: ours for ours, theirs in names.items()}
-    last = non_finite = 0
-    for event in first:
+    last_step = non_finite = 0
+    for event in first_events:
         log.write(event)
     # A value that was logged long after its step must not delay later steps.
     waiting: list[tuple[float, Event]] = []
     for step, points in by_step(recorded.series):
-        last = step
+        last_step = step
         done_s, done, others = _events(step, points, ours_of)
         if done is not None:
             _write_in_time(log, clock, waiting, done_s)
             waiting = []
-            clock.reach(done_s if recorded.is_timed else clock.now_s + _known(done.step_s))
+            clock.reach(done_s if recorded.is_timed else clock.now_s + _plausible_s(done.step_s))
             log.write(done)
             if done.loss is not None and not math.isfinite(done.loss):
                 non_finite += 1
@@ -262,21 +266,24 @@ def _write_events(
         waiting += others
     _write_in_time(log, clock, waiting, math.inf)
     if non_finite > NON_FINITE_MOST:
-        more = non_finite - NON_FINITE_MOST
-        log.write(Note(level="error", text=f"{more} more losses are NaN or infinite"))
-    log.write(_end(recorded, last))
+        extra = non_finite - NON_FINITE_MOST
+        log.write(Note(level="error", text=f"{extra} more losses are NaN or infinite"))
+    log.write(_end(recorded, last_step))
 
 
 def _not_finite(step: int, loss: float) -> Judged:
     return Judged(by=NUMBER, id="loss", level=FAIL, text=name_of_non_finite(loss), step=step)
 
 
-def _known(seconds: float | None) -> float:
+def _plausible_s(seconds: float | None) -> float:
     return seconds if seconds is not None and 0 < seconds < limits.LOG_ELAPSED.most else 0.0
 
 
 def _write_in_time(
-    log: LogWriter | _Kept, clock: _Clock, events: Iterable[tuple[float, Event]], until_s: float
+    log: LogWriter | _MemoryLog,
+    clock: _Clock,
+    events: Iterable[tuple[float, Event]],
+    until_s: float,
 ) -> None:
     for unix_s, event in events:
         clock.reach(min(unix_s, until_s))
@@ -286,7 +293,8 @@ def _write_in_time(
 def _events(
     step: int, points: Iterable[Point], ours_of: Mapping[str, str]
 ) -> tuple[float, StepDone | None, list[tuple[float, Event]]]:
-    """Return the record of a step, if it has one, with its time in front; and its other records with theirs."""
+    """Return the time and the record of a step, None where it has no value of the engine's; and its other records, each
+    with its time."""
     values: dict[str, Any] = {}
     logged: dict[str, float | None] = {}
     evals: list[tuple[float, Event]] = []
@@ -304,39 +312,43 @@ def _events(
             done_s = max(done_s, unix_s)
     done = StepDone(step=step, **values) if values else None
     named = list(logged.items())
-    parts = [dict(named[begin : begin + _AT_ONCE]) for begin in range(0, len(named), _AT_ONCE)]
-    said: list[tuple[float, Event]] = [(logged_s, Logged(step=step, values=one)) for one in parts]
-    return done_s, done, said + evals
+    groups = [dict(named[begin : begin + _AT_ONCE]) for begin in range(0, len(named), _AT_ONCE)]
+    records: list[tuple[float, Event]] = [
+        (logged_s, Logged(step=step, values=group)) for group in groups
+    ]
+    return done_s, done, records + evals
 
 
 def _is_count(value: float) -> bool:
     return value.is_integer() and 0 <= value <= limits.LOG_COUNT.most
 
 
-def _end(recorded: Recorded, last: int) -> RunFinished:
+def _end(recorded: Recorded, last_step: int) -> RunFinished:
     if recorded.crash is not None:
         reason = one_line(recorded.crash)
-        return RunFinished(state="failed", reason=reason, exit_code=1, step=last)
+        return RunFinished(state="failed", reason=reason, exit_code=1, step=last_step)
     code = recorded.exit_code
     if code is None:
         reason = "how it ended is not in its files"
-        return RunFinished(state=STATE, reason=reason, exit_code=0, step=last)
+        return RunFinished(state=STATE, reason=reason, exit_code=0, step=last_step)
     state = "failed" if code else "completed"
     return RunFinished(
-        state=state, reason=f"exit code {code}, as its files say", exit_code=code, step=last
+        state=state, reason=f"exit code {code}, as its files say", exit_code=code, step=last_step
     )
 
 
 def _write_alerts(run: RunFolder) -> None:
-    found = diagnose(run, None).raised
-    if not found:
+    raised = diagnose(run, None).raised
+    if not raised:
         return
-    events: list[tuple[float, Judged]] = [(one.unix_s, one.alert) for one in found]
-    for one in found:
-        if one.cleared_unix_s is not None:
-            stood_s = one.cleared_unix_s - one.unix_s
-            events.append((one.cleared_unix_s, alert_over(one.alert.id, active_s=stood_s, step=0)))
-    events.sort(key=lambda one: (one[0], one[1].level != PASS))
+    events: list[tuple[float, Judged]] = [(item.unix_s, item.alert) for item in raised]
+    for item in raised:
+        if item.cleared_unix_s is not None:
+            stood_s = item.cleared_unix_s - item.unix_s
+            events.append(
+                (item.cleared_unix_s, alert_over(item.alert.id, active_s=stood_s, step=0))
+            )
+    events.sort(key=lambda item: (item[0], item[1].level != PASS))
     clock = _Clock(events[0][0])
     with LogWriter(run.watch, writer="import", monotonic=clock, wall=clock) as log:
         for unix_s, event in events:

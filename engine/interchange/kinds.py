@@ -25,7 +25,7 @@ from engine.interchange.text_log import read_text_log
 from engine.log.folder import is_run
 
 Reader: TypeAlias = Callable[[Recorded, Mapping[str, str]], None]
-"""Fills what is recorded of the files at its path; raises BadInput."""
+"""Function that reads the files at the path of a `Recorded` into it; raises BadInput."""
 
 
 class Kind(NamedTuple):
@@ -91,7 +91,7 @@ def _of_file(path: Path, *, is_named: bool = False) -> list[Log]:
     name = path.name.lower()
     if _EVENTS in name:
         return [Log(path, "tensorboard", read_tensorboard)]
-    kind = next((one for one in KINDS if name.endswith(one.endings)), None)
+    kind = next((known for known in KINDS if name.endswith(known.endings)), None)
     if kind is None:
         return [Log(path, "text", BY_SOURCE["text"].read)] if is_named else []
     if kind.source != "mlflow":
@@ -107,7 +107,7 @@ def _of_run(run: str, recorded: Recorded, given: Mapping[str, str]) -> None:
 
 
 def _below(folder: Path) -> Iterator[Log]:
-    seen = 0
+    file_count = 0
     for root, folders, files in os.walk(folder):
         place = Path(root)
         if is_run(place):
@@ -120,18 +120,24 @@ def _below(folder: Path) -> Iterator[Log]:
             continue
         if any(file.endswith(".wandb") for file in files):
             folders.clear()  # W&B's own log, and the libraries that were installed
-        # Of a trainer's checkpoints the newest has the log of all.
-        checkpoints = sorted((one for one in folders if one.startswith("checkpoint-")), key=_number)
+        # The newest checkpoint of a trainer has the log of all earlier ones.
+        checkpoints = sorted(
+            (name for name in folders if name.startswith("checkpoint-")), key=_number
+        )
         dropped = {*checkpoints[:-1], *(checkpoints if "trainer_state.json" in files else ())}
         folders[:] = sorted(
-            one for one in folders if not one.startswith(".") and one not in {*_SKIPPED, *dropped}
+            name
+            for name in folders
+            if not name.startswith(".") and name not in {*_SKIPPED, *dropped}
         )
-        parts = [one for one in folders if one in PARTS and any((place / one).glob(f"*{_EVENTS}*"))]
-        if parts or any(_EVENTS in file for file in files):
+        event_folders = [
+            name for name in folders if name in PARTS and any((place / name).glob(f"*{_EVENTS}*"))
+        ]
+        if event_folders or any(_EVENTS in file for file in files):
             yield Log(place, "tensorboard", read_tensorboard)
-            folders[:] = [one for one in folders if not any((place / one).glob(f"*{_EVENTS}*"))]
-        seen += len(files)
-        if seen > _FILES_MOST:
+            folders[:] = [name for name in folders if not any((place / name).glob(f"*{_EVENTS}*"))]
+        file_count += len(files)
+        if file_count > _FILES_MOST:
             raise BadInput.expected("logs", folder, f"at most {_FILES_MOST:,} files", "more")
         for file in sorted(files):
             if _EVENTS not in file and not (place / file).is_symlink():

@@ -1,4 +1,4 @@
-"""The one table of names: what other tools call the values of a step, and what they are called here."""
+"""The table of names: for each value of a step, the names that other tools use for it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from engine.log.events import Count, StepDone
 from engine.log.table import STEP_FIELDS
 
 HELD_OUT = {"held_out": "student", "held_out/teacher": "teacher", "held_out/untrained": "untrained"}
-"""The names of held-out losses, and whose each is."""
+"""Names of held-out losses, each with the model that it is of."""
 COUNTS = frozenset(
     field.name for field in msgspec.structs.fields(StepDone) if field.type == Count | None
 )
@@ -58,35 +58,37 @@ def plain(name: str) -> str:
     return re.sub(r"[^a-z0-9]+", "_", name.lower()).strip("_")
 
 
-def find(wanted: Iterable[str], names: Iterable[str]) -> str | None:
-    """Return the name that is written like the first of `wanted` that there is."""
-    # The shortest of those that are written alike: `step`, not `_step`.
-    there = {plain(name): name for name in sorted(names, key=len, reverse=True)}
-    return next((there[one] for one in wanted if one in there), None)
+def find(candidates: Iterable[str], names: Iterable[str]) -> str | None:
+    """Return the name that is spelt like the first of `candidates` that `names` has; None if it has none."""
+    # Of names that are spelt alike, the shortest: `step`, not `_step`.
+    by_plain_name = {plain(name): name for name in sorted(names, key=len, reverse=True)}
+    return next(
+        (by_plain_name[candidate] for candidate in candidates if candidate in by_plain_name), None
+    )
 
 
 def our_names(series: Mapping[str, Series], given: Mapping[str, str]) -> dict[str, str]:
-    """Return their name of each of OURS that is among the series: the one that `--map` gives, else the one in the
-    table with most values. Raises BadInput for a given name that is not there."""
+    """Return for each name in OURS the name of the series that has its values: the one that `--map` gives, else the one
+    of the table with most values. Raises BadInput for a given name that no series has."""
     for ours, theirs in given.items():
         if ours in OURS and theirs not in series:
             shown = ", ".join([*sorted(series)[:_SHOWN], *["..."] * (len(series) > _SHOWN)])
             raise BadInput.expected("--map", f"{ours}={theirs}", "a name in the files", shown)
-    found = {ours: theirs for ours, theirs in given.items() if ours in OURS}
+    chosen = {ours: theirs for ours, theirs in given.items() if ours in OURS}
     for ours in OURS:
         also = [plain(ours), *NAMES.get(ours, [])]
         places = {
             name: also.index(known)
             for name in series
-            if name not in given.values() and (known := _known(name, also, ours in TIMES))
+            if name not in given.values() and (known := _table_name(name, also, ours in TIMES))
         }
-        if ours not in found and places:
-            found[ours] = max(places, key=lambda name: (len(series[name].steps), -places[name]))
-    return {ours: found[ours] for ours in OURS if ours in found}
+        if ours not in chosen and places:
+            chosen[ours] = max(places, key=lambda name: (len(series[name].steps), -places[name]))
+    return {ours: chosen[ours] for ours in OURS if ours in chosen}
 
 
-def _known(name: str, among: Sequence[str], after_a_word: bool) -> str:
+def _table_name(name: str, among: Sequence[str], after_a_word: bool) -> str:
     """Return the name of the table that a name has, perhaps after its first word; empty if there is none."""
-    whole = plain(name)
-    shorter = whole.partition("_")[2] if after_a_word else ""
-    return next((one for one in (whole, shorter) if one in among), "")
+    plain_name = plain(name)
+    shorter = plain_name.partition("_")[2] if after_a_word else ""
+    return next((candidate for candidate in (plain_name, shorter) if candidate in among), "")

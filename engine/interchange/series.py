@@ -1,4 +1,4 @@
-"""The values of a run by name, each over its steps: what both directions pass on.
+"""The values of a run by name, each over its steps: import and export both use it.
 
 A step that is not above the one before is a restart: the values from that step on are replaced, as in a view
 of a resumed run, so that the steps of a series always increase.
@@ -22,7 +22,7 @@ class Point(NamedTuple):
     unix_s: float
     name: str
     value: float
-    """May be NaN or infinite; what is absent is no point."""
+    """May be NaN or infinite; an absent value has no point."""
 
 
 @dataclass(slots=True)
@@ -36,25 +36,27 @@ class Series:
     """Number of values that a restart has replaced."""
     seen: int = 0
     every: int = 1
-    """Number of values of which one is kept; more than 1 where `add` has thinned them."""
+    """One of this many values is kept; more than 1 where `add` has thinned them out."""
 
-    def add(self, step: int, unix_s: float, value: float, most: int | None = None) -> None:
-        """Add a value. With more than `most`, every second one is dropped, and so on; what is not finite is kept."""
+    def add(self, step: int, unix_s: float, value: float, limit: int | None = None) -> None:
+        """Add a value. At each `limit` values, every second one is dropped, except NaN and infinities."""
         self.seen += 1
         if self.seen % self.every and math.isfinite(value):
             return
         if self.steps and step <= self.steps[-1]:
             self.rewind(step)
-        if most is not None and len(self.steps) >= most:
+        if limit is not None and len(self.steps) >= limit:
             self.every *= 2
-            kept = [
-                at for at, one in enumerate(self.values) if not at % 2 or not math.isfinite(one)
+            indices = [
+                index
+                for index, stored in enumerate(self.values)
+                if not index % 2 or not math.isfinite(stored)
             ]
-            if len(kept) > 3 * most // 4:
-                kept = list(range(0, most, 2))
-            self.steps = array("q", [self.steps[at] for at in kept])
-            self.unix_s = array("d", [self.unix_s[at] for at in kept])
-            self.values = array("d", [self.values[at] for at in kept])
+            if len(indices) > 3 * limit // 4:
+                indices = list(range(0, limit, 2))
+            self.steps = array("q", [self.steps[index] for index in indices])
+            self.unix_s = array("d", [self.unix_s[index] for index in indices])
+            self.values = array("d", [self.values[index] for index in indices])
         self.steps.append(step)
         self.unix_s.append(unix_s)
         self.values.append(value)

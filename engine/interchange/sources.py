@@ -1,8 +1,8 @@
 """Read what other tools have logged of one run: TensorBoard's event files, an offline run of W&B, a run of MLflow, the
 state of a Transformers trainer, a table.
 
-Nothing is guessed of a broken file: it is refused with the place of the fault, or, where the user asks for it, read up
-to there. Everything is read before a run folder is made.
+A broken file is refused with the place of the fault, or, with `--partial`, read up to there. Everything is read before
+a run folder is made.
 """
 
 from __future__ import annotations

@@ -65,7 +65,7 @@ _SUMMARY = "train_runtime"
 _HINTS = ("loss", "step", "iter", "itr", "batch", "update", "it=", "it:", "it ")
 """One of these is in every line with values."""
 _PREFIX, _LONGER = 4, 8
-"""Characters that alike lines begin with, and by which their lengths may differ."""
+"""Number of equal characters at the beginning of two similar lines, and the largest difference of their lengths."""
 _ODD = ("nan", "NaN", "NAN", "inf", "Inf", "val", "rror")
 """Signs of a line that is parsed in any case."""
 _CHUNK, _AGAIN = 1 << 20, "\0"
@@ -76,7 +76,7 @@ _SHOWN = 80
 
 
 _WENT_ON = 2
-"""Most lines with values after a crash: the other ranks may print a last one. With more, it was caught."""
+"""Most lines with values after a crash: the other ranks may print a last one. With more, the exception was caught."""
 
 
 def read_text_log(recorded: Recorded, given: Mapping[str, str]) -> None:
@@ -96,21 +96,21 @@ def read_text_log(recorded: Recorded, given: Mapping[str, str]) -> None:
 
 def read_lines(recorded: Recorded, file: TextIO) -> None:
     """Read a stream of text. Raises BadInput where it has neither a value nor a crash."""
-    lines, rest = _Lines(recorded), ""
+    lines, unfinished = _LineReader(recorded), ""
     while chunk := file.read(_CHUNK):
         if chunk.endswith("\r"):
             chunk += file.read(1)
-        if "\r" in chunk:  # a bar is drawn again in its line
+        if "\r" in chunk:  # a progress bar is redrawn in its line
             chunk = chunk.replace("\r\n", "\n").replace("\r", f"{_AGAIN}\n")
-        whole = rest + chunk
-        parts = whole.split("\n")
-        rest = parts.pop()
-        if len(rest) > limits.LOG_LINE.most:
-            parts.append(rest + _AGAIN)
-            rest = ""
-        may_be_odd = any(sign in whole for sign in _ODD)
-        for line in parts:
-            # A line whose values would be thinned out is not parsed, if it looks as the one before and has no NaN.
+        text = unfinished + chunk
+        new_lines = text.split("\n")
+        unfinished = new_lines.pop()
+        if len(unfinished) > limits.LOG_LINE.most:
+            new_lines.append(unfinished + _AGAIN)
+            unfinished = ""
+        may_be_odd = any(sign in text for sign in _ODD)
+        for line in new_lines:
+            # A line whose values would be thinned out is not parsed if it looks like the line before and has no NaN.
             if (
                 lines.skip
                 and line[:_PREFIX] == lines.shape
@@ -122,7 +122,7 @@ def read_lines(recorded: Recorded, file: TextIO) -> None:
                 lines.number += not line.endswith(_AGAIN)
             else:
                 lines.take(line)
-    lines.take(rest)
+    lines.take(unfinished)
     lines.end()
 
 
@@ -134,14 +134,14 @@ class _Line(NamedTuple):
         return f"{self.path} line {self.number:,}"
 
 
-class _Lines:
+class _LineReader:
     def __init__(self, recorded: Recorded) -> None:
         self.recorded = recorded
         self.number = 1
         self.with_values = self.bars = self.others = self.not_read = 0
         self.first = self.first_not_read = ""
         self.step: int | None = None
-        """The newest step, epochs counted on."""
+        """The newest step, counted over all epochs."""
         self.offset, self.epoch, self.total = 0, 0, 0
         self.counted = False
         """Whether the lines have no step of their own."""
@@ -211,28 +211,30 @@ class _Lines:
 
     def look_for_crash(self, text: str, number: int) -> None:
         if CRASHED.search(text):
-            place = next(at for at, one in enumerate(CRASHES) if one.words.search(text))
+            place = next(
+                index for index, pattern in enumerate(CRASHES) if pattern.words.search(text)
+            )
             if self.crash is None or place < self.crash[0]:
                 self.crash, self.since_crash = (place, number, text), 0
         elif text.endswith(TRACEBACK):
             self.traced_at, self.since_crash = number, 0
-        elif self.traced_at and (found := EXCEPTION.match(text)):
-            self.exception, self.traced_at = f"{found[1]}{found[2]} (line {number:,})", 0
+        elif self.traced_at and (exception := EXCEPTION.match(text)):
+            self.exception, self.traced_at = f"{exception[1]}{exception[2]} (line {number:,})", 0
 
     def take_values(self, text: str, number: int, bar: re.Match[str] | None) -> bool:
         """Take the values of a line; returns whether it has any."""
         values: dict[str, float] = {}
-        step = of = epoch = None
+        step = position_total = epoch = None
         has_loss = is_train = False
         for name, inner, separator, digits, total, unit in _PAIR.findall(text):
             key = name if separator.isspace() else f"{name}="
-            kept, kind = self.names[key] if key in self.names else self.known(name, key)
-            if kept is None:
+            value_name, kind = self.names[key] if key in self.names else self.find_name(name, key)
+            if value_name is None:
                 continue
             value = float(digits.replace(",", "")) if "," in digits else float(digits)
             if kind == "step":
                 if step is None and value.is_integer():
-                    step, of = int(value), total
+                    step, position_total = int(value), total
                 continue
             if kind == "epoch" and digits.isdigit():
                 epoch = int(value)
@@ -240,10 +242,10 @@ class _Lines:
             if unit or inner:
                 unit = (unit or inner).lower()
                 value *= _UNITS.get(unit, 1.0)
-                kept = "step_time" if kind == "time" and unit == "ms" else kept
-            if kept == "loss" and _HELD_OUT.search(text[: text.index(name)]):
-                kept, kind = "val_loss", "held_out"
-            values.setdefault(kept, value)
+                value_name = "step_time" if kind == "time" and unit == "ms" else value_name
+            if value_name == "loss" and _HELD_OUT.search(text[: text.index(name)]):
+                value_name, kind = "val_loss", "held_out"
+            values.setdefault(value_name, value)
             has_loss |= kind in ("loss", "held_out")
             is_train |= kind == "loss"
         if not values or _SUMMARY in values or len(self.recorded.series) > _NAMES_MOST:
@@ -251,13 +253,13 @@ class _Lines:
         if (tune := _TORCHTUNE.match(text)) is not None:
             step = int(tune[2])
         elif step is None and bar is not None:
-            step, of = int(bar[1]), bar[2]
+            step, position_total = int(bar[1]), bar[2]
         elif step is None and (place := _POSITION.search(text)) is not None:
-            step, of = int(place[1]), place[2]
+            step, position_total = int(place[1]), place[2]
         if not has_loss and (step is None or bar is not None):
             return False
         self.read_time(text)
-        self.record(values, self.place(step, of, epoch, is_train), number)
+        self.record(values, self.next_step(step, position_total, epoch, is_train), number)
         return True
 
     def take_coqui(self, pair: re.Match[str], number: int) -> None:
@@ -269,49 +271,51 @@ class _Lines:
         self.skip = 0
 
     def read_time(self, text: str) -> None:
-        if (said := _TIME.search(text, 0, 64)) is not None:
+        if (stamp := _TIME.search(text, 0, 64)) is not None:
             with contextlib.suppress(ValueError):
                 self.unix_s = datetime.fromisoformat(
-                    said[0].replace(",", ".") + "+00:00"
+                    stamp[0].replace(",", ".") + "+00:00"
                 ).timestamp()
 
-    def record(self, values: Mapping[str, float], at: int, number: int) -> None:
+    def record(self, values: Mapping[str, float], step: int, number: int) -> None:
         """Record the values of a line at a step."""
         unix_s = self.recorded.begin_unix_s if self.unix_s is None else self.unix_s
         where, every = _Line(self.recorded.path, number), 1 << 30
         for name, value in values.items():
             series = self.recorded.series.get(name)
             if series is None:
-                self.recorded.add(name, at, unix_s, value, where)
+                self.recorded.add(name, step, unix_s, value, where)
                 every = 1
-            elif series.steps and series.steps[-1] == at:
+            elif series.steps and series.steps[-1] == step:
                 series.values[-1] = value  # a bar is drawn many times
             else:
-                self.recorded.add(name, at, unix_s, value, where)
+                self.recorded.add(name, step, unix_s, value, where)
                 every = min(every, series.every - series.seen % series.every)
         self.skip, self.last_names = every - 1, tuple(values)
 
-    def known(self, name: str, key: str) -> tuple[str | None, str]:
+    def find_name(self, name: str, key: str) -> tuple[str | None, str]:
         """Return the name and the kind of a value: the words before it, if a sign follows them or they are known."""
         words = name.split(" ")
         while len(words) > 1 and (words[0].isupper() or words[0].lower() in _NO_PART):
             del words[0]
-        whole, last = plain(" ".join(words)), plain(words[-1])
-        kind = _OURS.get(whole, "")
+        joined, last_word = plain(" ".join(words)), plain(words[-1])
+        kind = _OURS.get(joined, "")
         kind = "held_out" if kind in HELD_OUT else kind
-        # `data time` is no time of a step, and `kl loss` not the loss.
-        if last in _STEPS:
+        # Only whole names count: `data time` is no time of a step, and `kl loss` is not the loss.
+        if last_word in _STEPS:
             kind = "step"
-        elif whole in _STEP_TIMES:
+        elif joined in _STEP_TIMES:
             kind = "time"
-        elif whole in ("epoch", "mfu"):
-            kind = whole
-        found = (" ".join(words) if kind or key != name else None), kind
+        elif joined in ("epoch", "mfu"):
+            kind = joined
+        result = (" ".join(words) if kind or key != name else None), kind
         if len(self.names) < _NAMES_MOST:
-            self.names[key] = found
-        return found
+            self.names[key] = result
+        return result
 
-    def place(self, step: int | None, of: str | None, epoch: int | None, is_train: bool) -> int:
+    def next_step(
+        self, step: int | None, total: str | None, epoch: int | None, is_train: bool
+    ) -> int:
         """Return the step of a line, counted on over epochs."""
         if step is None and epoch is not None and not self.is_stepped and not self.counted:
             step = epoch
@@ -332,7 +336,7 @@ class _Lines:
         ):
             self.offset = self.offset + self.total if self.total else reached
         self.epoch = epoch or self.epoch
-        self.total = int(of) if of and epoch != step else 0
+        self.total = int(total) if total and epoch != step else 0
         self.step = step + self.offset
         return self.step
 
@@ -346,15 +350,15 @@ class _Lines:
         if not self.with_values and not recorded.crash:
             found = f"{self.number - 1:,} lines without one"
             raise NotALog.expected(_LOG, recorded.path, "a line with a loss, or a crash", found)
-        how = "as the lines have them"
+        step_source = "as the lines have them"
         if self.counted:
-            how = "the lines have none and are counted"
+            step_source = "the lines have none and are counted"
             steps = self.bar_steps
             rising = all(a < b for a, b in pairwise(steps))
             if steps and len(steps) == self.step and rising:
-                how = "of the progress bar after each line"
+                step_source = "of the progress bar after each line"
                 for series in recorded.series.values():
-                    series.steps = array("q", [steps[at - 1] for at in series.steps])
+                    series.steps = array("q", [steps[count - 1] for count in series.steps])
         counts = [
             f"{self.with_values:,} with values",
             f"{self.bars:,} progress bars without",
@@ -364,19 +368,19 @@ class _Lines:
             counts.append(
                 f"{self.not_read:,} with a loss that could not be read (first {self.first_not_read})"
             )
-        recorded.notes += [f"lines: {', '.join(counts)}", f"steps: {how}"]
+        recorded.notes += [f"lines: {', '.join(counts)}", f"steps: {step_source}"]
         if self.first:
             recorded.notes.append(f"first with values: {self.first}")
 
     def say_crash(self) -> None:
         if self.crash is not None:
             place, number, text = self.crash
-            said = f"{CRASHES[place].what}, line {number:,}: {text[:200]}"
+            sentence = f"{CRASHES[place].what}, line {number:,}: {text[:200]}"
         elif self.exception:
-            said = f"ended by {self.exception[:250]}"
+            sentence = f"ended by {self.exception[:250]}"
         else:
             return
         if self.since_crash > _WENT_ON:
-            self.recorded.warnings.append(f"{said}; it went on")
+            self.recorded.warnings.append(f"{sentence}; it went on")
         else:
-            self.recorded.crash = said
+            self.recorded.crash = sentence

@@ -112,16 +112,16 @@ class Problems:
         if self.found:
             self.found.sort(key=lambda item: item[0])
             texts = [text for _, text in self.found]
-            if (more := len(texts) - limits.SPEC_PROBLEMS.most) > 0:
-                texts = [*texts[:-more], f"{self.file}: {more:,} more problems"]
+            if (extra := len(texts) - limits.SPEC_PROBLEMS.most) > 0:
+                texts = [*texts[:-extra], f"{self.file}: {extra:,} more problems"]
             raise SpecError(texts)
 
 
 def nearest(key: str) -> str:
     """Return what to write instead of an unknown key, as the end of a message."""
     name = key.rsplit(".", 1)[-1]
-    if other := OTHER_NAMES.get(key) or OTHER_NAMES.get(name):
-        return f"; did you mean {other}?"
+    if setting := OTHER_NAMES.get(key) or OTHER_NAMES.get(name):
+        return f"; did you mean {setting}?"
     # A setting in another section, unless several sections have one of that name.
     close = [k for k in KEYS if k.rsplit(".", 1)[-1] == name]
     if len(close) != 1:
@@ -325,26 +325,26 @@ def build_spec(
 def _from_hub(key: str, named: str, path: str) -> tuple[str, str | None]:
     """Return the path of a model in the hub's cache where a setting has its name, or why it cannot be read; any other
     path as it is."""
-    asked = hub_cache.hub_name(named)
-    if asked is None:
+    model = hub_cache.hub_name(named)
+    if model is None:
         return path, None
-    wanted = _FROM_HUB[key]
+    part = _FROM_HUB[key]
     try:
-        folder = hub_cache.find_snapshot(asked, wanted).folder
+        folder = hub_cache.find_snapshot(model, part).folder
     except BadInput as error:
         return path, error.message.removeprefix("model: ")
-    return str(folder / hub_cache.CONFIG_FILE if wanted == "config" else folder), None
+    return str(folder / hub_cache.CONFIG_FILE if part == "config" else folder), None
 
 
 def models_of_hub(spec: RunSpec) -> dict[str, hub_cache.Snapshot]:
     """Return the snapshots of the hub's cache that a spec reads, by setting. Raises BadInput where one is gone, or not
     whole."""
-    found: dict[str, hub_cache.Snapshot] = {}
-    for key, wanted in _FROM_HUB.items():
+    snapshots: dict[str, hub_cache.Snapshot] = {}
+    for key, part in _FROM_HUB.items():
         if (snapshot := hub_cache.snapshot_of(str(spec.value(key)))) is not None:
-            snapshot.check(wanted)
-            found[key] = snapshot
-    return found
+            snapshot.check(part)
+            snapshots[key] = snapshot
+    return snapshots
 
 
 def _as_section(key: str, value: Any) -> str:
@@ -364,11 +364,11 @@ def _refuse_many(keys: int, sets: int, file: str) -> None:
 def _resolved(base: Path, text: str) -> tuple[str, str | None]:
     """Resolve a path, or say why it cannot be resolved: an unknown home folder, a loop of links."""
     try:
-        found = str((base / Path(text).expanduser()).resolve())
+        resolved = str((base / Path(text).expanduser()).resolve())
     except (OSError, RuntimeError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         return text, f"expected a path, found {shown(text)}: {shown(reason)}"
-    return found, path_problem(found)
+    return resolved, path_problem(resolved)
 
 
 def _with_ending(resolved: str, base: Path, named: str) -> str:
@@ -383,13 +383,13 @@ def _with_ending(resolved: str, base: Path, named: str) -> str:
 def read_spec(path: Path) -> tuple[dict[str, Any], str]:
     """Return the content of a TOML file, unchecked, and its text. Raises BadInput."""
     text = read_text(path, "spec", limits.SPEC_FILE)
-    return _parsed(text, path), text
+    return _parse_toml(text, path), text
 
 
 _QUOTED = re.compile(r'"(?:[^"\\]|\\.)*"')
 
 
-def _parsed(text: str, path: Path) -> dict[str, Any]:
+def _parse_toml(text: str, path: Path) -> dict[str, Any]:
     for number, line in enumerate(text.splitlines(), start=1):
         # Of a key with n dots tomllib takes n^2 steps.
         if (length := len(_QUOTED.sub("", line))) > limits.SPEC_LINE.most:
@@ -405,9 +405,13 @@ def _parsed(text: str, path: Path) -> dict[str, Any]:
     # Checked before any code recurses into it.
     if depth_of(tree) > limits.SPEC_DEPTH.most:
         raise SpecError([f"{path}: expected values nested {limits.SPEC_DEPTH}, found more"])
-    if many := next((key for key, _ in _flatten(tree) if len(key) > limits.SPEC_KEY.most), None):
+    if long_key := next(
+        (key for key, _ in _flatten(tree) if len(key) > limits.SPEC_KEY.most), None
+    ):
         raise SpecError(
-            [f"{path}: {shown(many)}: expected a key of {limits.SPEC_KEY}, found {len(many):,}"]
+            [
+                f"{path}: {shown(long_key)}: expected a key of {limits.SPEC_KEY}, found {len(long_key):,}"
+            ]
         )
     return tree
 
@@ -421,7 +425,7 @@ def load_spec(path: Path, sets: list[str] | None = None) -> tuple[RunSpec, str]:
 def spec_of_text(text: str, path: Path, sets: list[str] | None = None) -> RunSpec:
     """Return the spec in a text that is, or will be, the file `path`. Raises SpecError."""
     return build_spec(
-        _parsed(text, path),
+        _parse_toml(text, path),
         file=str(path),
         base=path.resolve().parent,
         lines=key_lines(text),
@@ -436,19 +440,19 @@ def spec_from_dict(tree: dict[str, Any]) -> RunSpec:
 
 def spec_to_toml(spec: RunSpec) -> str:
     """Return the spec as TOML with every setting and its documentation, as `engine spec` prints it."""
-    out: list[str] = []
+    lines: list[str] = []
     section = ""
     for option in options():
         name, field = option.key.split(".")
         if name != section:
-            out += ([""] if out else []) + [f"[{name}]"]
+            lines += ([""] if lines else []) + [f"[{name}]"]
             section = name
         choices = f" One of: {', '.join(option.allowed)}." if option.allowed else ""
-        out += [
+        lines += [
             f"# {option.doc}{choices}",
             f"{field} = {_toml_value(spec.value(option.key))}",
         ]
-    return "\n".join(out) + "\n"
+    return "\n".join(lines) + "\n"
 
 
 def _toml_value(value: bool | int | float | str) -> str:

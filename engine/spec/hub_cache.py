@@ -49,14 +49,14 @@ class HubName:
     @property
     def download(self) -> str:
         """The command that fetches it into the cache."""
-        asked = "" if self.revision == MAIN else f" --revision {self.revision}"
-        return f"hf download {self.name}{asked}"
+        option = "" if self.revision == MAIN else f" --revision {self.revision}"
+        return f"hf download {self.name}{option}"
 
     def refusal(self, expected: str, found: str) -> BadInput:
         """Return the error, one line with the command that helps."""
-        asked = "" if self.revision == MAIN else f"@{self.revision}"
+        suffix = "" if self.revision == MAIN else f"@{self.revision}"
         return BadInput(
-            f"model: {self.name}{asked} — expected {expected}, found {found}; `{self.download}` fetches it"
+            f"model: {self.name}{suffix} — expected {expected}, found {found}; `{self.download}` fetches it"
         )
 
 
@@ -73,89 +73,89 @@ class Snapshot:
         """The description that commands and screens show."""
         return f"{self.name} at commit {self.commit}, from the hub cache: {self.folder}"
 
-    def check(self, wanted: Wanted, asked: HubName | None = None) -> None:
+    def check(self, part: Wanted, model: HubName | None = None) -> None:
         """Raise BadInput where a file that is `wanted` is missing: a download that did not end, or took a part."""
-        if missing := _missing(self.folder, wanted):
-            asked = asked or HubName(name=self.name, revision=self.commit)
-            raise asked.refusal(f"all of its snapshot {self.folder}", f"no {missing} in it")
+        if missing := _missing(self.folder, part):
+            model = model or HubName(name=self.name, revision=self.commit)
+            raise model.refusal(f"all of its snapshot {self.folder}", f"no {missing} in it")
 
 
 def cache_folder() -> Path:
     """Return the folder of the hub's cache, which need not exist."""
-    for variable, below in (
+    for variable, subfolder in (
         ("HF_HUB_CACHE", ""),
         ("HUGGINGFACE_HUB_CACHE", ""),
         ("HF_HOME", "hub"),
         ("XDG_CACHE_HOME", "huggingface/hub"),
     ):
         if value := os.environ.get(variable):
-            return Path(os.path.expandvars(os.path.expanduser(value)), below).absolute()
+            return Path(os.path.expandvars(os.path.expanduser(value)), subfolder).absolute()
     return Path.home() / ".cache/huggingface/hub"
 
 
 def hub_name(text: str | Path) -> HubName | None:
     """Return the name that a text is; None where it can only be a path."""
-    found = _NAME.fullmatch(str(text))
-    if found is None or str(text).lower().endswith(_FILE_ENDINGS):
+    match = _NAME.fullmatch(str(text))
+    if match is None or str(text).lower().endswith(_FILE_ENDINGS):
         return None
-    name, revision = found[1], found[2] or MAIN
+    name, revision = match[1], match[2] or MAIN
     if "--" in name or len(name) > limits.HUB_NAME.most or ".." in PurePosixPath(revision).parts:
         return None
     return HubName(name=name, revision=revision)
 
 
-def find_snapshot(asked: HubName, wanted: Wanted = "model") -> Snapshot:
+def find_snapshot(hub_model: HubName, part: Wanted = "model") -> Snapshot:
     """Return the snapshot of a model in the cache. Raises BadInput where it is not there, or not whole."""
     cache = cache_folder()
-    model = cache / f"models--{asked.name.replace('/', '--')}"
+    model = cache / f"models--{hub_model.name.replace('/', '--')}"
     if not model.is_dir():
         found = "neither"
         if not cache.is_dir():
             found = "nothing there, and no such cache"
-        raise asked.refusal(
+        raise hub_model.refusal(
             f"a file or folder of that path, or that model in the hub cache {cache}", found
         )
-    commit = _commit(model, asked)
+    commit = _commit(model, hub_model)
     folder = model / "snapshots" / commit
     if not folder.is_dir():
-        raise asked.refusal(f"the snapshot {commit} in {model}", _revisions(model))
-    snapshot = Snapshot(name=asked.name, commit=commit, folder=folder)
-    snapshot.check(wanted, asked)
+        raise hub_model.refusal(f"the snapshot {commit} in {model}", _revisions(model))
+    snapshot = Snapshot(name=hub_model.name, commit=commit, folder=folder)
+    snapshot.check(part, hub_model)
     return snapshot
 
 
 def snapshot_of(path: str | Path) -> Snapshot | None:
     """Return the snapshot that a path lies in, there or not; None for a path outside of a hub's cache."""
     parts = Path(path).parts
-    for at in range(len(parts) - 2):
-        owner, middle, commit = parts[at : at + 3]
+    for index in range(len(parts) - 2):
+        owner, middle, commit = parts[index : index + 3]
         if owner.startswith("models--") and middle == "snapshots" and _COMMIT.fullmatch(commit):
             name = owner.removeprefix("models--").replace("--", "/", 1)
-            return Snapshot(name=name, commit=commit, folder=Path(*parts[: at + 3]))
+            return Snapshot(name=name, commit=commit, folder=Path(*parts[: index + 3]))
     return None
 
 
-def local_path(given: str | Path, wanted: Wanted = "model") -> Path:
+def local_path(path_or_name: str | Path, part: Wanted = "model") -> Path:
     """Return where a model is that is given by its path or by its name on the hub: a path as it is, of a name the
     folder of its snapshot, or the config.json in it. Raises BadInput for a name that is not in the cache."""
-    asked = None if os.path.lexists(given) else hub_name(given)
-    if asked is None:
-        return Path(given)
-    folder = find_snapshot(asked, wanted).folder
-    return folder / CONFIG_FILE if wanted == "config" else folder
+    model = None if os.path.lexists(path_or_name) else hub_name(path_or_name)
+    if model is None:
+        return Path(path_or_name)
+    folder = find_snapshot(model, part).folder
+    return folder / CONFIG_FILE if part == "config" else folder
 
 
-def _commit(model: Path, asked: HubName) -> str:
+def _commit(model: Path, hub_model: HubName) -> str:
     """Return the commit of a revision."""
-    if _COMMIT.fullmatch(asked.revision):
-        return asked.revision
-    ref = model / "refs" / asked.revision
+    if _COMMIT.fullmatch(hub_model.revision):
+        return hub_model.revision
+    ref = model / "refs" / hub_model.revision
     if not ref.is_file():
-        raise asked.refusal(f"the revision {asked.revision} in {model}", _revisions(model))
+        raise hub_model.refusal(f"the revision {hub_model.revision} in {model}", _revisions(model))
     commit = read_text(ref, "revision", limits.HUB_REVISION).strip()
     # It becomes a part of a path.
     if not _COMMIT.fullmatch(commit):
-        raise asked.refusal(f"the 40 digits of a commit in {ref}", f"{commit!r:.60}")
+        raise hub_model.refusal(f"the 40 digits of a commit in {ref}", f"{commit!r:.60}")
     return commit
 
 
@@ -167,20 +167,22 @@ def _revisions(model: Path) -> str:
         for file in files[:_LISTED]:
             path = Path(folder, file)
             name = path.relative_to(refs).as_posix()
-            if (asked := hub_name(f"a/b@{name}")) and path.is_file():
-                named[asked.revision] = read_text(path, "revision", limits.HUB_REVISION).strip()
+            if (parsed := hub_name(f"a/b@{name}")) and path.is_file():
+                named[parsed.revision] = read_text(path, "revision", limits.HUB_REVISION).strip()
         if len(named) > _LISTED:
             break
     snapshots = model / "snapshots"
     commits = sorted(os.listdir(snapshots)) if snapshots.is_dir() else []
-    there = [name for name in sorted(named) if named[name] in commits]
-    there += [one for one in commits if _COMMIT.fullmatch(one) and one not in named.values()]
-    if not there:
+    revisions = [name for name in sorted(named) if named[name] in commits]
+    revisions += [
+        commit for commit in commits if _COMMIT.fullmatch(commit) and commit not in named.values()
+    ]
+    if not revisions:
         return "no snapshot at all"
-    return f"only {', '.join(there[:_LISTED])}" + (", ..." if there[_LISTED:] else "")
+    return f"only {', '.join(revisions[:_LISTED])}" + (", ..." if revisions[_LISTED:] else "")
 
 
-def _missing(folder: Path, wanted: Wanted) -> str | None:
+def _missing(folder: Path, part: Wanted) -> str | None:
     """Return the first file that is wanted of a snapshot and not there."""
     try:
         names = sorted(os.listdir(folder))
@@ -189,18 +191,18 @@ def _missing(folder: Path, wanted: Wanted) -> str | None:
     # A link to a blob that is gone.
     if broken := [name for name in names if not (folder / name).exists()]:
         return f"{broken[0]} (its link is broken)"
-    if wanted != "tokenizer" and CONFIG_FILE not in names:
+    if part != "tokenizer" and CONFIG_FILE not in names:
         single_files = any(name.endswith((".gguf", ".apr")) for name in names)
-        if wanted == "config" or not single_files:
+        if part == "config" or not single_files:
             return CONFIG_FILE
-    if wanted != "model":
+    if part != "model":
         return None
     for index in (name for name in names if name.endswith(_INDEX)):
         content = read_json_object(folder / index, "index of weights", limits.WEIGHTS_HEADER)
         shards = content.get("weight_map")
         # What is no map of names, or leaves the folder, is refused by the reader of the weights.
         listed = shards.values() if isinstance(shards, dict) else ()
-        for shard in sorted({one for one in listed if isinstance(one, str)}):
+        for shard in sorted({name for name in listed if isinstance(name, str)}):
             if PurePosixPath(shard).name == shard and not (folder / shard).exists():
                 return f"{shard}, which {index} lists"
     weights = any(name.lower().endswith(_WEIGHTS) for name in names)

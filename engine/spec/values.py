@@ -22,8 +22,8 @@ def parse_set(argument: str) -> tuple[str, Any]:
     key, equals, text = argument.partition("=")
     key = key.strip()
     if not equals or not key:
-        said = shown(argument)
-        raise SpecError([f"--set {said}: expected key=value, found no key or no ="])
+        argument_text = shown(argument)
+        raise SpecError([f"--set {argument_text}: expected key=value, found no key or no ="])
     if len(key) > limits.SPEC_KEY.most:
         found = f"{len(key):,}"
         raise SpecError([f"--set {shown(key)}: expected a key of {limits.SPEC_KEY}, found {found}"])

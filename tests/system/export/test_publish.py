@@ -22,7 +22,7 @@ from engine.errors import BadInput
 from engine.evaluate.model import open_model
 from engine.evaluate.statistics import wilson
 from engine.export.card import Card
-from engine.export.card import _made as made
+from engine.export.card import _training_lines as training_lines
 from engine.export.licence import bases_of, inherited
 from engine.export.manifest import MANIFEST, check_manifest
 from engine.export.publish import Published, Wanted, publish
@@ -283,9 +283,15 @@ def test_one_that_was_killed_is_begun_anew_and_two_at_once_refuse_each_other(
             ),
             "held-out tokens, where",
         ),
-        (("engine.export.card._index", lambda card: with_the_teacher(card)), "model-index a loss"),
-        (("engine.export.card._index", lambda card: []), "0 times the loss of the student"),
-        (("engine.export.card._made", lambda card: swapped(made(card))), "loss: 0.7 cross entropy"),
+        (
+            ("engine.export.card._model_index", lambda card: with_the_teacher(card)),
+            "model-index a loss",
+        ),
+        (("engine.export.card._model_index", lambda card: []), "0 times the loss of the student"),
+        (
+            ("engine.export.card._training_lines", lambda card: swapped(training_lines(card))),
+            "loss: 0.7 cross entropy",
+        ),
     ],
 )
 def test_other_figures_of_a_card_than_those_of_the_log_are_seen(
