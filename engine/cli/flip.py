@@ -282,7 +282,7 @@ def show_plan(
     from engine.flips import controls, surroundings, text
 
     resources = surroundings.find_resources(plan, surroundings.find_surroundings(plan))
-    plan = surroundings.with_room(plan, resources, own_budget=own_budget)
+    plan = surroundings.with_time_limits(plan, resources, own_budget=own_budget)
     control_runs = len(controls.kinds_of(plan)) if use_controls == "run" else 0
     for line in [
         *text.plan_lines(plan),

@@ -46,7 +46,8 @@ _LOG_TITLE = "# What was found, newest first\n"
 LARGEST_COPIED_BYTES = 8 << 20
 """Largest file that is copied, in bytes; of a larger one only hash and size are kept."""
 STACKS_COPIED = 8
-_OF_RUN = (
+"""Number of the latest stack dumps that are copied."""
+_RUN_FILES = (
     "events.jsonl",
     "watch.jsonl",
     "effective.json",
@@ -54,8 +55,8 @@ _OF_RUN = (
     "receipt.json",
     "stderr.txt",
 )
-_OF_ARM = _OF_RUN[:3]
-_OF_FLIP = ("plan.json", "pairs.jsonl", "verdict.json")
+_ARM_FILES = _RUN_FILES[:3]
+_FLIP_FILES = ("plan.json", "pairs.jsonl", "verdict.json")
 
 
 class Blob(NamedTuple):
@@ -71,14 +72,16 @@ def copy_run(run: RunFolder) -> Blobs:
     """Return the files that a finding keeps of the observed run, by their paths in the finding's folder."""
     stacks = sorted((run.path / "stacks").glob("*"))[-STACKS_COPIED:]
     hosts = sorted(run.path.glob("watch-*.jsonl"))
-    paths = [*(run.path / name for name in _OF_RUN), *hosts, *stacks]
+    paths = [*(run.path / name for name in _RUN_FILES), *hosts, *stacks]
     return _copies(run.path, paths, OBSERVED)
 
 
 def copy_flip(flip: Path, test: str) -> Blobs:
     """Return the files of a flip from which its verdict can be recomputed. Raises BadInput if one is too big."""
     arms = sorted(path for path in (flip / "arms").glob("*") if path.is_dir())
-    paths = [flip / name for name in _OF_FLIP] + [arm / name for arm in arms for name in _OF_ARM]
+    paths = [flip / name for name in _FLIP_FILES] + [
+        arm / name for arm in arms for name in _ARM_FILES
+    ]
     paths += sorted((flip / "code").rglob("*"))
     blobs = _copies(flip, paths, f"{TESTS}/{test}")
     for name, blob in blobs.items():
@@ -134,10 +137,8 @@ class Bundle:
         """Load the finding. Raises BadInput when it is not exactly as the tool left it, or of an earlier version."""
         found = self.read()
         if isinstance(found, Older):
-            found_text = "one of an earlier version, which is read-only"
-            raise BadInput.expected(
-                "finding", self.path, "a finding that can be changed", found_text
-            )
+            text = "one of an earlier version, which is read-only"
+            raise BadInput.expected("finding", self.path, "a finding that can be changed", text)
         return found
 
     def read(self) -> Finding | Older:
@@ -199,7 +200,7 @@ class Bundle:
         with self._locked():
             done = self.save(change(self.load()), blobs or {})
             if logged_seal(self.path) is not None:
-                _log(self.path, done)
+                _write_log_entry(self.path, done)
         return done
 
     def export(self, to: Path | None = None) -> Bundle:
@@ -214,7 +215,7 @@ class Bundle:
             copied = [name for name, file in finding.files.items() if file.is_copied]
             for name in (*copied, FINDING):
                 bundle._write(name, read_bytes(self.path / name, "finding", limits.ARTIFACT))
-        _log(bundle.path, finding)
+        _write_log_entry(bundle.path, finding)
         return bundle
 
 
@@ -233,7 +234,7 @@ def is_bundle(path: Path) -> bool:
 
 
 def find_bundles(folder: Path) -> list[Bundle]:
-    """The bundles in `folder`, or `folder` itself, in descending order of name."""
+    """Return the bundles in `folder`, or `folder` itself, in descending order of name."""
     if is_bundle(folder):
         return [Bundle(folder)]
     try:
@@ -268,9 +269,8 @@ def _is_open(bundle: Bundle) -> bool:
     try:
         return bundle.load().closed is None
     except BadInput:
-        return (
-            False  # A damaged or older one is not open: `find_bundle` must still find the others.
-        )
+        # A damaged or older one is not open: `find_bundle` must still find the others.
+        return False
 
 
 def log_entry(name: str, finding: Finding) -> str:
@@ -292,15 +292,15 @@ def logged_seal(bundle: Path) -> str | None:
 
 
 def _entries(text: str) -> list[str]:
-    """The head of LOG.md, then each of its entries."""
+    """Return the head of LOG.md, then each of its entries."""
     return re.split(r"(?m)^(?=## )", text)
 
 
-def _log(bundle: Path, finding: Finding) -> None:
+def _write_log_entry(bundle: Path, finding: Finding) -> None:
     """Put the entry of a finding on top, in place of an older entry of the same finding."""
     path = bundle.parent / LOG
-    there = os.path.lexists(path)
-    text = read_text(path, "log", limits.FINDINGS_LOG) if there else _LOG_TITLE
+    is_old = os.path.lexists(path)
+    text = read_text(path, "log", limits.FINDINGS_LOG) if is_old else _LOG_TITLE
     head, *entries = _entries(text)
     others = "".join(entry for entry in entries if f", `{bundle.name}/`\n" not in entry)
     gap = "\n" if others else ""

@@ -19,7 +19,7 @@ from engine.errors import BadInput, RunLogError
 from engine.findings.bundle import LOG, Blobs, Bundle, copy_flip, copy_run, path_of, slug_of
 from engine.findings.check import check_bundle, faults_of_test
 from engine.findings.finding import CannotClose, Cause, Closed, Finding, Note, Parent, Test
-from engine.flips.ending import ending_plan, registered
+from engine.flips.ending import ending_plan, split_kind
 from engine.flips.flip_folder import read_pairs, read_verdict
 from engine.flips.plan import Plan
 from engine.flips.proposals import proposals
@@ -48,8 +48,8 @@ def begin(
     why_of: Bundle | None = None,
 ) -> Bundle:
     """Create a finding in `folder` about what `run` showed: `alert ID`, `check ID`, `identity ID` or `exit`; without a
-    name about what proves most. Raises BadInput; also for an observation of another run than those that had the cause
-    of `why_of`."""
+    name, about the observation that proves most. Raises BadInput, also if `why_of` is given and `run` is not one of the
+    runs that had its cause."""
     observed = observation(run, name)
     slug = slug or slug_of(f"{run.name} {observed.id}")
     if not re.fullmatch(r"[a-z0-9][a-z0-9-]{0,63}", slug):
@@ -62,27 +62,30 @@ def begin(
     made = Finding(
         slug=slug,
         host=platform.node(),
-        source=_cleaned(source),
+        source=_redacted(source),
         observed=dataclasses.replace(
-            observed, run=_cleaned(observed.run), text=_cleaned(observed.text)
+            observed, run=_redacted(observed.run), text=_redacted(observed.text)
         ),
         parent=parent,
         **_signed(),
     )
-    for one in suspects:
-        made = _with_cause(made, run.path, one.assignment, one.why)
+    for possible in suspects:
+        made = _with_cause(made, run.path, *possible)
     return Bundle.create(folder, made, copy_run(run))
 
 
 def _with_cause(finding: Finding, run: Path, assignment: str, why: str) -> Finding:
-    """Add a possible cause. Raises BadInput for one that it has, and for what is no change of the observed run."""
+    """Add a possible cause. Raises BadInput for one that the finding has, or that does not change the observed run."""
     (change,) = ending_plan(run, finding.observed, assignment, order_seed=0).changes
-    assignment = _clean(assignment, "change")
-    kind, _ = registered(assignment)
-    if any((one.change, registered(one.assignment)[0]) == (change, kind) for one in finding.causes):
+    assignment = _must_have_words(assignment, "change")
+    kind, _ = split_kind(assignment)
+    if any(
+        (known.change, split_kind(known.assignment)[0]) == (change, kind)
+        for known in finding.causes
+    ):
         raise BadInput.expected("cause", finding.slug, "a new one", f"{change}, which it has")
     id_ = f"c{len(finding.causes) + 1}"
-    cause = Cause(id=id_, assignment=assignment, change=change, why=_cleaned(why), **_signed())
+    cause = Cause(id=id_, assignment=assignment, change=change, why=_redacted(why), **_signed())
     return replace(finding, closed=None, causes=(*finding.causes, cause))
 
 
@@ -94,13 +97,13 @@ def _signed() -> dict[str, Any]:
     return {"author": user, "at": now_utc()}
 
 
-def _cleaned(text: str) -> str:
+def _redacted(text: str) -> str:
     """Return a user's text for storage: without secrets, as valid UTF-8."""
     return Redactor().text(text.encode("utf-8", "backslashreplace").decode()).text.strip()
 
 
-def _clean(text: str, what: str) -> str:
-    if kept := _cleaned(text):
+def _must_have_words(text: str, what: str) -> str:
+    if kept := _redacted(text):
         return kept
     raise BadInput.expected(what, "of the finding", "some words", "none")
 
@@ -120,13 +123,13 @@ def parent_of(bundle: Bundle) -> Parent:
 
 
 def suspect(bundle: Bundle, assignment: str, why: str = "") -> Finding:
-    """Add a possible cause. Raises BadInput for what is no change of the observed run."""
+    """Add a possible cause. Raises BadInput for one that does not change the observed run."""
     run = _source(bundle, bundle.load())
     return bundle.change(lambda now: _with_cause(now, run, assignment, why))
 
 
 def _source(bundle: Bundle, finding: Finding) -> Path:
-    """The folder of the observed run. Raises BadInput where it is not there any more."""
+    """Return the folder of the observed run. Raises BadInput if it is not there any more."""
     path = bundle.path / finding.source
     found = run_id(RunFolder(path)) if path.is_dir() else "nothing there"
     if found != finding.observed.run_id:
@@ -148,9 +151,9 @@ def plan_test(
         _source(bundle, finding),
         finding.observed,
         chosen.assignment,
-        # Drawn, so that no two plans are the same.
+        # Random, so that no two plans are the same.
         order_seed=secrets.randbelow(1 << 31),
-        # Of all causes: whoever tries many is wrong more often.
+        # Counts the tests of all causes: with every further test a wrong verdict becomes more likely.
         attempt=len(finding.tests) + 1,
         steps=steps,
         budget_s=budget_s,
@@ -163,7 +166,7 @@ def register(bundle: Bundle, cause: Cause, plan: Plan, flip: Path) -> Test:
     plan of something else."""
     if os.path.lexists(flip):
         raise BadInput.expected("flip folder", flip, "a new one", "something")
-    where = _cleaned(os.path.relpath(flip.absolute(), bundle.path.resolve()))
+    where = _redacted(os.path.relpath(flip.absolute(), bundle.path.resolve()))
 
     def with_test(finding: Finding) -> Finding:
         if plan.observed != finding.observed:
@@ -177,7 +180,7 @@ def register(bundle: Bundle, cause: Cause, plan: Plan, flip: Path) -> Test:
 
 
 def pending(bundle: Bundle) -> tuple[Test, Path] | None:
-    """The test whose flip was begun and that has no verdict yet, with the flip's folder; None without one."""
+    """Return the test whose flip was begun and that has no verdict yet, with the flip's folder; None without one."""
     for test in bundle.load().tests:
         flip = Path(os.path.relpath(bundle.path / test.flip))
         if not test.verdict and flip.is_dir():
@@ -200,14 +203,14 @@ def record(bundle: Bundle, test: Test) -> Finding:
 
 
 def spend(bundle: Bundle, test: Test) -> Finding:
-    """Record a test that was interrupted. It counts for nothing, and as an attempt: who may end a test when a run does
-    not please him could otherwise confirm anything. Raises BadInput."""
+    """Record an interrupted test: its runs do not count, but the test counts as an attempt. Otherwise a user could
+    confirm anything by interrupting each test that goes badly. Raises BadInput."""
     reason = "interrupted: its runs count for nothing, and the next test takes more pairs"
     return _end_test(bundle, test, INVALID, reason, {})
 
 
 def _end_test(bundle: Bundle, test: Test, verdict: str, reason: str, copied: Blobs) -> Finding:
-    ended = replace(test, verdict=verdict, reason=_cleaned(reason))
+    ended = replace(test, verdict=verdict, reason=_redacted(reason))
 
     def with_verdict(finding: Finding) -> Finding:
         tests = tuple(ended if one.id == test.id else one for one in finding.tests)
@@ -220,9 +223,9 @@ def withdraw(bundle: Bundle, cause: str, why: str) -> Finding:
     """Mark a cause as no longer suspected; its tests still count as attempts. Raises BadInput."""
 
     def without(finding: Finding) -> Finding:
-        left = finding.cause(cause)
-        done = replace(left, withdrawn=_clean(why, "reason"))
-        causes = tuple(done if one is left else one for one in finding.causes)
+        suspected = finding.cause(cause)
+        withdrawn = replace(suspected, withdrawn=_must_have_words(why, "reason"))
+        causes = tuple(withdrawn if one is suspected else one for one in finding.causes)
         return replace(finding, closed=None, causes=causes)
 
     return bundle.change(without)
@@ -230,7 +233,7 @@ def withdraw(bundle: Bundle, cause: str, why: str) -> Finding:
 
 def note(bundle: Bundle, text: str) -> Finding:
     """Keep a person's words; they support nothing."""
-    kept = Note(text=_clean(text, "note"), **_signed())
+    kept = Note(text=_must_have_words(text, "note"), **_signed())
     return bundle.change(lambda now: replace(now, notes=(*now.notes, kept)))
 
 
@@ -248,7 +251,7 @@ def close(bundle: Bundle, unresolved: str = "") -> Finding:
             )
         done = Closed(
             outcome="unresolved" if unresolved else "root-cause",
-            text=_clean(unresolved or _root_cause(finding), "reason"),
+            text=_must_have_words(unresolved or _root_cause(finding), "reason"),
             **_signed(),
         )
         return replace(finding, closed=done)

@@ -26,9 +26,9 @@ from engine.files import read_bytes
 from engine.findings.bundle import FINDING, LOG, Bundle, logged_seal
 from engine.findings.finding import Finding, Test
 from engine.findings.older import LEVEL, Older
-from engine.flips.arms import Outcome, seen_in
+from engine.flips.arms import Outcome, shown_fields
 from engine.flips.command import LINE, LINE_VARIABLE, WORDS
-from engine.flips.ending import as_it_was, registered
+from engine.flips.ending import settings_as_run, split_kind
 from engine.flips.flip_folder import read_plan_of, read_record
 from engine.flips.judge import judge
 from engine.flips.pair import Pair, same_work
@@ -42,7 +42,7 @@ from engine.sealing import digest, now_utc
 from engine.spec import spec_from_dict
 from engine.verdict import Level, Verdict
 
-_BROKEN = (EngineError, OSError, ValueError, KeyError, TypeError, AttributeError)
+_READ_ERRORS = (EngineError, OSError, ValueError, KeyError, TypeError, AttributeError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +68,10 @@ class Checked:
     @property
     def broken(self) -> dict[str, str]:
         """Reasons why tests do not verify, by their ids."""
-        places = ((one.where.removeprefix("tests/").partition("/")[0], one) for one in self.faults)
-        return {place: fault.text for place, fault in reversed([*places])}
+        reasons: dict[str, str] = {}
+        for fault in self.faults:
+            reasons.setdefault(fault.where.removeprefix("tests/").partition("/")[0], fault.text)
+        return reasons
 
     @property
     def is_sound(self) -> bool:
@@ -118,22 +120,22 @@ def check_bundle(bundle: Bundle) -> Checked:
     except BadInput as error:
         return Checked(bundle=bundle, faults=(Fault(FINDING, error.message),))
     if isinstance(finding, Older):
-        faults = _file_faults(bundle, finding.files, {*finding.files}, finding.seal)
-        return Checked(bundle=bundle, finding=finding, faults=tuple(faults))
+        changed = _file_faults(bundle, finding.files, {*finding.files}, finding.seal)
+        return Checked(bundle=bundle, finding=finding, faults=tuple(changed))
     hashes = {name: file.sha256 for name, file in finding.files.items()}
     copied = {name for name, file in finding.files.items() if file.is_copied}
-    found = [*_file_faults(bundle, hashes, copied, finding.seal)]
-    if not found:
-        found += _observation_faults(bundle, finding)
+    faults = [*_file_faults(bundle, hashes, copied, finding.seal)]
+    if not faults:
+        faults += _observation_faults(bundle, finding)
         for test in finding.tests:
-            # One that did not verify when it was recorded has no copy, and counts for nothing.
+            # A test that did not verify when it was recorded has no copy, and does not count.
             is_copied = f"tests/{test.id}/plan.json" in hashes
             if test.verdict and (is_copied or test.verdict != INVALID):
                 flip = bundle.flip_of(test.id)
                 texts = faults_of_test(finding, test, bundle.observed, flip)
-                found += [Fault(test.id, text) for text in texts]
-        found += _closing_faults(bundle, finding)
-    return Checked(bundle=bundle, finding=finding, faults=tuple(found), notes=(*_notes(finding),))
+                faults += [Fault(test.id, text) for text in texts]
+        faults += _closing_faults(bundle, finding)
+    return Checked(bundle=bundle, finding=finding, faults=tuple(faults), notes=(*_notes(finding),))
 
 
 def _notes(finding: Finding) -> Iterator[str]:
@@ -174,8 +176,8 @@ def _file_faults(
 
 
 def _observation_faults(bundle: Bundle, finding: Finding) -> Iterator[Fault]:
-    """Compare the observation with the copies of the run's logs: as far as they were copied, and but for words where
-    secrets were taken out."""
+    """Compare the observation with the copied logs of the run, as far as they were copied; its texts only where nothing
+    was redacted."""
     seen = finding.observed
     files = {log: finding.files.get(f"observed/{log}.jsonl") for log in LOGS}
     is_whole = all(
@@ -185,11 +187,11 @@ def _observation_faults(bundle: Bundle, finding: Finding) -> Iterator[Fault]:
     if own is not None and not own.is_copied:
         return
     try:
-        said = [one for one in observations(bundle.observed) if one.name == seen.name]
+        named = [one for one in observations(bundle.observed) if one.name == seen.name]
     except EngineError as error:
         yield Fault("observed", error.message)
         return
-    same = [one for one in said if (one.log, one.seq) == (seen.log, seen.seq)]
+    same = [one for one in named if (one.log, one.seq) == (seen.log, seen.seq)]
     if is_whole:
         # An observation of an earlier version has no sign.
         same = [
@@ -231,7 +233,7 @@ def faults_of_test(finding: Finding, test: Test, observed: RunFolder, flip: Path
                 *_plan_faults(finding, test, observed, plan, header),
                 *_pair_faults(finding, test, plan, pairs, header["at"], flip),
             ]
-    except _BROKEN as error:
+    except _READ_ERRORS as error:
         return [f"its flip cannot be read: {error}"]
     if not found:
         judgement = judge(plan, pairs) or judge(plan, pairs, "ended")
@@ -255,20 +257,20 @@ def _plan_faults(
         yield "its plan asks about another observation"
     if (plan.changes, plan.changes_on_purpose) != (
         (cause.change,),
-        registered(cause.assignment)[0],
+        split_kind(cause.assignment)[0],
     ):
         yield f"its plan changes {' and '.join(map(str, plan.changes)) or 'nothing'}"
     number = 1 + [one.id for one in finding.tests].index(test.id)
     few = plan.pairs_min < pairs_to_confirm(plan.attempt) or plan.steps < finding.observed.step
-    # What speaks against a cause counts however it was asked for.
+    # A verdict against the cause counts whichever attempt its plan names.
     confirms = test.verdict in (ENDS_IT, ENDS_IT_HERE) and finding.observed.sign
     if few or plan.alpha > ALPHA or (confirms and plan.attempt < number):
         yield "its plan asks for fewer pairs or steps, or allows more chance, than a test has"
     if not cause.at <= test.at <= header["at"]:
         yield "the cause and the test were not registered before its flip"
     if plan.command is None:
-        # Both as they are read today: an earlier version had other settings.
-        if spec_from_dict(dict(plan.spec)).to_dict() != as_it_was(observed.path):
+        # Both as this version reads them: an earlier version had other settings.
+        if spec_from_dict(dict(plan.spec)).to_dict() != settings_as_run(observed.path):
             yield "its arm A has other settings than the observed run"
         return
     command = read_command(observed)
@@ -304,8 +306,8 @@ def _pair_faults(
                 yield f"{outcome.run} began before the flip"
             if run.read_effective().get("flip_sha256", test.plan_sha256) != test.plan_sha256:
                 yield f"{outcome.run} is of another flip"
-            seen = seen_in(plan, outcome.arm, run, outcome.state)
-            differ = {name for name in seen if seen[name] != getattr(outcome, name)}
+            fields = shown_fields(plan, outcome.arm, run, outcome.state)
+            differ = {name for name in fields if fields[name] != getattr(outcome, name)}
             if differ & {"shown", "trace"}:
                 yield f"{outcome.run}: its logs do not agree with the pair"
             if "code" in differ:

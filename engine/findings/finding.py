@@ -135,12 +135,12 @@ class Finding(Signed, frozen=True, kw_only=True):
         found = [cause for cause in self.causes if id_ in ("", cause.id)]
         if len(found) == 1:
             return found[0]
-        known = ", ".join(f"{one.id} ({one.assignment})" for one in self.causes) or "none"
+        known = ", ".join(f"{cause.id} ({cause.assignment})" for cause in self.causes) or "none"
         raise BadInput.expected("cause", self.slug, f"one of {known}", id_ or "none named")
 
     def level_of(self, cause: Cause) -> Level:
-        """Return how far the tests of a cause go: `confirmed` by one that it ends the observation and none that it does
-        not, `refuted` the other way."""
+        """Return the level of a cause: `confirmed` if a test shows that it ends the observation and none shows that it
+        does not, `refuted` the other way."""
         words = {test.verdict for test in self.tests if test.cause == cause.id}
         if cause.withdrawn:
             return "withdrawn"

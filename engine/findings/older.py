@@ -38,8 +38,10 @@ def read_older(raw: bytes, where: object) -> Older | None:
     if canonical(tree) != raw or digest(canonical({**tree, "seal": ""})) != tree.get("seal"):
         raise BadInput.expected("finding", where, "the content that was sealed", "other content")
     try:
-        kept = [one for one in tree.get("artifacts", ()) if one.get("kept", True)]
-        files = {_path_of(one): one["sha256"] for one in kept} | tree.get("derived", {})
+        kept = [artifact for artifact in tree.get("artifacts", ()) if artifact.get("kept", True)]
+        files = {_path_of(artifact): artifact["sha256"] for artifact in kept} | tree.get(
+            "derived", {}
+        )
         return Older(tree["title"], tuple(_lines(tree)), files, tree["seal"])
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise BadInput.expected("finding", where, f"a finding ({SCHEMA})", repr(error)) from None
@@ -57,10 +59,12 @@ def _lines(finding: dict[str, Any]) -> Iterator[str]:
     yield f"{one_line(finding['title'])}  [{LEVEL}]"
     yield f"  {one_line(end)}"
     for node in finding["nodes"]:
-        above = node.get("why_of")
-        why = f", why of {', '.join(above)}" if above else ""
+        parents = node.get("why_of")
+        why = f", why of {', '.join(parents)}" if parents else ""
         claim = f"{node['id']}  {node['kind']}, recorded as {node['status']}{why}: {node['claim']}"
         yield f"  {one_line(claim)}"
         if evidence := node.get("evidence"):
-            kinds = ", ".join(f"{one['says']} by {one['locator'].get('type')}" for one in evidence)
+            kinds = ", ".join(
+                f"{item['says']} by {item['locator'].get('type')}" for item in evidence
+            )
             yield f"      {one_line(kinds)}"

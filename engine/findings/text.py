@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from engine.findings.finding import Cause, Finding, Test
 from engine.findings.older import LEVEL, Older
-from engine.flips.ending import registered
+from engine.flips.ending import split_kind
 from engine.log.text import one_line
 
 _ESCAPES = str.maketrans(
@@ -15,14 +15,16 @@ _ESCAPES = str.maketrans(
 
 
 def state_words(finding: Finding | Older) -> str:
-    """Its level in one sentence, computed from its tests."""
+    """Return the state of a finding in one sentence, computed from its tests."""
     if isinstance(finding, Older):
         return LEVEL
     if (closed := finding.closed) is not None:
         what = "root cause" if closed.outcome == "root-cause" else "closed unresolved"
         return f"{what}: {closed.text} ({closed.at}, {closed.author})"
     if finding.confirmed:
-        return f"confirmed, to be closed: {', '.join(one.assignment for one in finding.confirmed)}"
+        return (
+            f"confirmed, to be closed: {', '.join(cause.assignment for cause in finding.confirmed)}"
+        )
     levels = [finding.level_of(cause) for cause in finding.causes]
     counts = [f"{levels.count(level)} {level}" for level in dict.fromkeys(levels)]
     return f"open: causes {', '.join(counts)}" if counts else "open: no cause was named"
@@ -45,13 +47,13 @@ def next_words(finding: Finding) -> str:
 
 
 def lines(finding: Finding | Older, broken: Mapping[str, str] | None = None) -> list[str]:
-    """Describe a finding. `broken` says of tests that do not verify why."""
+    """Describe a finding. `broken` has the reasons why tests do not verify, by their ids."""
     if isinstance(finding, Older):
         return [*finding.lines]
     seen = finding.observed
-    out = [f"{one_line(finding.title)}  [{one_line(state_words(finding))}]"]
-    out += [
-        f"  seen after {seen.step} steps, {seen.after_s:.0f} s: line {seen.seq} of {seen.log}.jsonl"
+    out = [
+        f"{one_line(finding.title)}  [{one_line(state_words(finding))}]",
+        f"  seen after {seen.step} steps, {seen.after_s:.0f} s: line {seen.seq} of {seen.log}.jsonl",
     ]
     if (parent := finding.parent) is not None:
         out += [f"  why of {parent.finding}: {parent.cause}"]
@@ -67,7 +69,7 @@ def tests_of(finding: Finding, cause: Cause) -> list[Test]:
 
 
 def cause_words(finding: Finding, cause: Cause) -> str:
-    kind, _ = registered(cause.assignment)
+    kind, _ = split_kind(cause.assignment)
     named = f"{kind}: " if kind else ""
     return f"{cause.id}  {finding.level_of(cause)}: {named}{one_line(str(cause.change))}"
 
@@ -75,8 +77,8 @@ def cause_words(finding: Finding, cause: Cause) -> str:
 def test_words(test: Test, broken: Mapping[str, str] | None = None) -> str:
     if why := (broken or {}).get(test.id):
         return f"{test.id}  does not verify: {why}"
-    said = f"{test.verdict}: {one_line(test.reason)}" if test.verdict else "registered, not ended"
-    return f"{test.id}  {said}"
+    text = f"{test.verdict}: {one_line(test.reason)}" if test.verdict else "registered, not ended"
+    return f"{test.id}  {text}"
 
 
 def readme(finding: Finding) -> str:

@@ -4,8 +4,8 @@ The run is a separate process that knows nothing of the experiment; everything k
 that takes too long is asked to stop, and killed if it does not react, because a process that hangs in a system call or
 was stopped by a signal cannot react. Its folder is kept.
 
-Times are medians over the steps after the warm-up, for a watched script `usual_step_s`. A run that did not complete has
-no metric value; its end is described by the exit attribution.
+Times are medians over the steps after the warm-up; for a watched script, `usual_step_s` averages them. A run that did
+not complete has no metric value; its end is described by the exit attribution.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from engine.files import open_plain
 from engine.flips import command
 from engine.flips.plan import BURSTS, Plan
 from engine.flips.script_folder import (
-    code_of,
     copy_folder,
+    hash_files,
     keep_code,
     read_code,
     remove_copy,
@@ -49,7 +49,7 @@ from engine.watch.start_and_stop import Launched, launch
 
 OVER_THE_LIMIT = "over the limit"
 ENDED_EARLY, NO_STEPS = "ended early", "not seen"
-"""States of a command that succeeded, and did too little."""
+"""States of a command that exited with code 0 after too few optimizer steps, or without any."""
 ANSWERED = "answered"
 """State of a run that was ended because its logs had answered the flip's question."""
 FROM_OUTSIDE = frozenset(
@@ -58,7 +58,7 @@ FROM_OUTSIDE = frozenset(
 """States that say nothing about the arm: something else ended it, or the cause is unknown."""
 _STEPS_COMPARED = 3
 _TAIL_BYTES = 4096
-_TOLD = 200
+_LAST_LINE_CHARS = 200
 POLL_S = 0.05
 STOP_GRACE_S = 10.0
 
@@ -82,7 +82,7 @@ class Outcome:
     no_value: str = ""
     """Reason why `value` is None."""
     shown: bool | None = None
-    """Whether its logs show what the flip asks about; None where they do not say, or nothing is asked."""
+    """Whether its logs show the observation of the plan; None where they cannot tell, or the plan has none."""
     metrics: dict[str, float] = field(default_factory=dict)
     losses: list[float | None] = field(default_factory=list)
     """Losses of the first steps; None for one that is NaN or infinite."""
@@ -99,13 +99,13 @@ class Outcome:
     alerts: list[str] = field(default_factory=list)
     """Alerts that were active at its end."""
     gpu_used_before_bytes: float | None = None
-    """Memory of the first GPU that others held when the run began; None without a GPU."""
+    """Memory of the first GPU that other processes held when the run began; None without a GPU."""
     neighbour_load: float | None = None
     """Mean number of other processes that ran or waited for a CPU."""
     suspended: bool = False
     """Whether the machine slept during the run."""
     trace: str = ""
-    """Hash of what it computed (`trace_of`), where the flip asks about an observation; equal for copies of one run."""
+    """Hash of what the run computed (`trace_of`), if the plan has an observation; equal for bit-identical runs."""
     code: str = ""
     """SHA-256 of the list of the script's files, before its line was changed; empty where no copy was made."""
 
@@ -130,7 +130,7 @@ def sum_up(
 ) -> Outcome:
     """Summarise a run whose processes have ended. `state` is the view's state; `over` means that the run was
     ended because it exceeded the plan's limit."""
-    state, reason = _ending(plan, view, state, over=over)
+    state, reason = _end_state(plan, view, state, over=over)
     metrics = metrics_of(view, plan.warm_up_steps)
     if plan.command is not None:
         # A command leaves in its folder what its logs lack.
@@ -141,7 +141,9 @@ def sum_up(
     value = metrics.get(plan.metric) if state == "completed" else None
     no_value = ""
     if value is None:
-        no_value = "it did not complete" if state != "completed" else _why_none(plan.metric, view)
+        no_value = (
+            "it did not complete" if state != "completed" else _why_no_value(plan.metric, view)
+        )
     teacher = view.eval_of("teacher")
     window = _window(view, plan.warm_up_steps)
     return Outcome(
@@ -162,12 +164,12 @@ def sum_up(
         late_compiles=sum(event.after_warm_up for event in view.compiles),
         alerts=sorted(view.alerts),
         gpu_used_before_bytes=(view.facts or {}).get("gpu0_memory_used_bytes"),
-        neighbour_load=_neighbours(view, window),
+        neighbour_load=_neighbour_load(view, window),
         suspended=any(note.text.startswith(SUSPENDED) for note in view.notes),
     )
 
 
-def _ending(plan: Plan, view: RunView, state: str, *, over: bool) -> tuple[str, str]:
+def _end_state(plan: Plan, view: RunView, state: str, *, over: bool) -> tuple[str, str]:
     if over:
         phase = view.phase.name if view.phase is not None else "starting"
         text = f"{view.last_step} steps in {plan.run_limit_s:.0f} s, the last phase was {phase}"
@@ -175,19 +177,19 @@ def _ending(plan: Plan, view: RunView, state: str, *, over: bool) -> tuple[str, 
             text += f"; {view.stack_dump.summary}"
         return OVER_THE_LIMIT, text
     if plan.kind == "command":
-        return _ending_of_command(plan, view, state)
-    done, own = view.finished, ""
+        return _end_state_of_command(plan, view, state)
+    done, own_reason = view.finished, ""
     if done is not None:
         # The plan's steps may be fewer than the spec's.
         made_its_steps = done.exit_code == 0 and view.last_step >= plan.steps
         if done.state == "completed" or made_its_steps:
             return "completed", done.reason
-        own = done.reason
+        own_reason = done.reason
     if view.exit is None:
-        return state, own
+        return state, own_reason
     # A run whose own log says that it stopped had been asked to; its exit code adds nothing.
     is_stopped = done is not None and done.state == "stopped"
-    return "stopped" if is_stopped else view.exit.state.lower(), own or view.exit.sentence
+    return "stopped" if is_stopped else view.exit.state.lower(), own_reason or view.exit.sentence
 
 
 def _last_line(run: RunFolder) -> str:
@@ -198,10 +200,10 @@ def _last_line(run: RunFolder) -> str:
             lines = file.read(_TAIL_BYTES).decode("utf-8", "replace").strip().splitlines()
     except OSError:
         return ""
-    return one_line(lines[-1])[:_TOLD] if lines else ""
+    return one_line(lines[-1])[:_LAST_LINE_CHARS] if lines else ""
 
 
-def _ending_of_command(plan: Plan, view: RunView, state: str) -> tuple[str, str]:
+def _end_state_of_command(plan: Plan, view: RunView, state: str) -> tuple[str, str]:
     if view.exit is None:
         return state, ""
     if view.exit.returncode != 0:
@@ -215,24 +217,24 @@ def _ending_of_command(plan: Plan, view: RunView, state: str) -> tuple[str, str]
 
 def metrics_of(view: RunView, warm_up_steps: int) -> dict[str, float]:
     """Compute every metric that the logs of a run allow, over the steps after the warm-up."""
-    out: dict[str, float] = {}
+    metrics: dict[str, float] = {}
     seconds = [s for s in view.steps.values("step_s", warm_up_steps) if s is not None and s > 0]
     tokens = [n for n in view.steps.values("tokens", warm_up_steps) if n is not None]
     if seconds:
-        out["step_s"] = usual_step_s(seconds) if view.is_foreign else statistics.median(seconds)
+        metrics["step_s"] = usual_step_s(seconds) if view.is_foreign else statistics.median(seconds)
     if seconds and tokens:
-        out["tokens_per_s"] = sum(tokens) / sum(seconds)
+        metrics["tokens_per_s"] = sum(tokens) / sum(seconds)
     losses = [x for x in view.steps.values("loss", warm_up_steps) if x is not None]
     if losses and all(map(math.isfinite, losses)):
-        out["final_loss"] = statistics.fmean(losses[-max(1, len(losses) // 4) :])
+        metrics["final_loss"] = statistics.fmean(losses[-max(1, len(losses) // 4) :])
     if view.memory_peak is not None and view.memory_peak.measured_bytes:
-        out["peak_memory_bytes"] = view.memory_peak.measured_bytes
+        metrics["peak_memory_bytes"] = view.memory_peak.measured_bytes
     window = _window(view, warm_up_steps)
     power = _mean(_first_gpu(view), "gpu_power_w", window)
     if window is not None and power and tokens[1:]:
         # The window begins when the first measured step is done, so that step's tokens are outside.
-        out["energy_per_token_j"] = power * (window[1] - window[0]) / sum(tokens[1:])
-    return out
+        metrics["energy_per_token_j"] = power * (window[1] - window[0]) / sum(tokens[1:])
+    return metrics
 
 
 def usual_step_s(seconds: Sequence[float]) -> float:
@@ -248,7 +250,7 @@ def usual_step_s(seconds: Sequence[float]) -> float:
     return statistics.median(statistics.fmean(seconds[b : b + BURSTS]) for b in begins)
 
 
-def _why_none(metric: str, view: RunView) -> str:
+def _why_no_value(metric: str, view: RunView) -> str:
     if metric == "peak_memory_bytes" and view.memory_peak is not None:
         return view.memory_peak.source
     if metric == "energy_per_token_j":
@@ -259,7 +261,7 @@ def _why_none(metric: str, view: RunView) -> str:
 
 
 def _window(view: RunView, warm_up_steps: int) -> tuple[float, float] | None:
-    """Wall times of the first and the last measured step."""
+    """Return the wall times of the first and the last measured step."""
     times = [t for t in view.steps.values("unix_s", warm_up_steps) if t is not None]
     return (times[0], times[-1]) if len(times) >= 2 else None
 
@@ -281,7 +283,7 @@ def _mean(table: Table | None, name: str, window: tuple[float, float] | None) ->
     return statistics.fmean(values) if values else None
 
 
-def _neighbours(view: RunView, window: tuple[float, float] | None) -> float | None:
+def _neighbour_load(view: RunView, window: tuple[float, float] | None) -> float | None:
     load = _mean(view.hosts, "load1", window)
     own_pct = _mean(view.hosts, "trainer_cpu_pct", window)
     return None if load is None or own_pct is None else max(0.0, load - own_pct / 100)
@@ -291,7 +293,7 @@ def _finite(value: float | None) -> float | None:
     return value if value is not None and math.isfinite(value) else None
 
 
-_OF_START = {
+_START_FACTS = {
     "device": "device",
     "rows per step": "rows_per_step",
     "seq_len": "seq_len",
@@ -299,10 +301,10 @@ _OF_START = {
     "engine": "engine",
     "torch": "torch",
 }
-_OF_DATA = {"training tokens": "train_sha256", "held-out tokens": "heldout_sha256"}
-_OF_STUDENT = {"student precision": "precision"}
-_OF_TEACHER = {"teacher precision": "precision", "teacher": "sha256"}
-_OF_SCRIPT = {
+_DATA_FACTS = {"training tokens": "train_sha256", "held-out tokens": "heldout_sha256"}
+_STUDENT_FACTS = {"student precision": "precision"}
+_TEACHER_FACTS = {"teacher precision": "precision", "teacher": "sha256"}
+_SCRIPT_FACTS = {
     "device": "device",
     "optimizer": "optimizer",
     "trainable parameters": "parameters",
@@ -312,24 +314,24 @@ _OF_SCRIPT = {
 
 
 def _facts(view: RunView) -> dict[str, Any]:
-    """The facts of `pair.FACTS` that the run has logged by now; a run that hangs has logged few."""
-    found = {
+    """Return the facts of `pair.FACTS` that the run has logged by now; a run that hangs has logged few."""
+    facts = {
         name: getattr(event, field)
         for event, fields in (
-            (view.started, _OF_START),
-            (view.data, _OF_DATA),
-            (view.models.get("student"), _OF_STUDENT),
-            (view.models.get("teacher"), _OF_TEACHER),
-            (view.watched, _OF_SCRIPT),
+            (view.started, _START_FACTS),
+            (view.data, _DATA_FACTS),
+            (view.models.get("student"), _STUDENT_FACTS),
+            (view.models.get("teacher"), _TEACHER_FACTS),
+            (view.watched, _SCRIPT_FACTS),
         )
         if event is not None
         for name, field in fields.items()
     }
     if view.watched is not None:
-        found["rows per step"] = view.steps.values("rows", 0, _STEPS_COMPARED)
+        facts["rows per step"] = view.steps.values("rows", 0, _STEPS_COMPARED)
     if len(view.steps):
-        found["tokens per step"] = view.steps.values("tokens", 0, _STEPS_COMPARED)
-    return found
+        facts["tokens per step"] = view.steps.values("tokens", 0, _STEPS_COMPARED)
+    return facts
 
 
 class Stopped(Exception):
@@ -367,29 +369,29 @@ def run_arm(
             )
             over = not answered and time.monotonic() - begun_s > plan.run_limit_s
             if answered or over:
-                _end(plan, launched, follower)
+                _end_run(plan, launched, follower)
                 break
             time.sleep(POLL_S)
     except BaseException:
         # When the experiment ends early, its arm ends with it.
-        _end(plan, launched, follower)
+        _end_run(plan, launched, follower)
         raise
     finally:
-        # Closing stdin tells the supervisor that we are gone; it may have gone first.
+        # Closing stdin tells the supervisor that the flip has ended; the supervisor may have exited first.
         with contextlib.suppress(BrokenPipeError):
             if launched.process.stdin is not None:
                 launched.process.stdin.close()
-        said = ""
+        refusal = ""
         if plan.command is not None and plan.command.copied:
-            remove_copy(plan.command.where(out_of(folder)))
+            remove_copy(plan.command.where(output_folder(folder)))
         if launched.process.stderr is not None:
-            # Of the watch itself: it has refused the command.
+            # `engine watch` itself writes to this pipe only when it refuses the command.
             with launched.process.stderr as pipe:
-                said = pipe.read().decode(errors="replace").strip()
+                refusal = pipe.read().decode(errors="replace").strip()
     if not is_run(folder):
-        raise BadInput(said)
+        raise BadInput(refusal)
     # Settle before the view is read: this reads the last lines of the logs.
-    state = _settled(follower)
+    state = _wait_for_end_state(follower)
     outcome = sum_up(
         plan,
         "B" if b else "A",
@@ -399,29 +401,29 @@ def run_arm(
         time.monotonic() - begun_s,
         over=over,
     )
-    seen = seen_in(plan, outcome.arm, launched.run, outcome.state)
-    if answered and seen["shown"] is not None:
-        seen["state"] = ANSWERED
-    return dataclasses.replace(outcome, **seen)
+    fields = shown_fields(plan, outcome.arm, launched.run, outcome.state)
+    if answered and fields["shown"] is not None:
+        fields["state"] = ANSWERED
+    return dataclasses.replace(outcome, **fields)
 
 
-def seen_in(plan: Plan, arm: str, run: RunFolder, state: str) -> dict[str, Any]:
-    """Return what the run of an arm that ended in `state` shows of what the plan asks, as fields of its outcome; none
-    where it asks nothing."""
+def shown_fields(plan: Plan, arm: str, run: RunFolder, state: str) -> dict[str, Any]:
+    """Return the fields of an outcome that say whether its run shows the observation of the plan; none where the plan
+    has no observation. `state` is the state in which the run ended."""
     if plan.observed is None:
         return {}
     try:
-        found, reason = shown(plan.observed, run, steps=plan.steps)
+        is_seen, reason = shown(plan.observed, run, steps=plan.steps)
     except RunLogError as error:
-        found, reason = None, error.message
+        is_seen, reason = None, error.message
     if state == OVER_THE_LIMIT and plan.observed.kind == "exit":
-        found, reason = None, f"it was ended after {plan.run_limit_s:.0f} s"
-    seen = {"shown": found, "reason": reason, "value": None, "no_value": reason}
+        is_seen, reason = None, f"it was ended after {plan.run_limit_s:.0f} s"
+    fields = {"shown": is_seen, "reason": reason, "value": None, "no_value": reason}
     if plan.attempt:
-        # Every run of an arm makes these steps.
-        seen["trace"] = trace_of(run, plan.steps if arm == "B" else plan.observed.step)
-        seen["code"] = read_code(code_folder(run.path))
-    return seen
+        # All runs of an arm make at least these steps, so their traces can be compared.
+        fields["trace"] = trace_of(run, plan.steps if arm == "B" else plan.observed.step)
+        fields["code"] = read_code(code_folder(run.path))
+    return fields
 
 
 def _start_spec(plan: Plan, b: bool, pair: int, folder: Path) -> Launched:
@@ -439,7 +441,7 @@ def _start_spec(plan: Plan, b: bool, pair: int, folder: Path) -> Launched:
 
 def _start_command(plan: Plan, b: bool, pair: int, folder: Path) -> Launched:
     assert plan.command is not None, "the arms are a command"
-    out = out_of(folder)
+    out = output_folder(folder)
     try:
         out.mkdir(parents=True)
     except OSError as error:
@@ -451,7 +453,7 @@ def _start_command(plan: Plan, b: bool, pair: int, folder: Path) -> Launched:
         try:
             copy_folder(Path(plan.command.folder), where)
             if plan.attempt:
-                keep_code(where, code_of(where), code_folder(folder))
+                keep_code(where, hash_files(where), code_folder(folder))
             for name, text in arm.lines.items():
                 write_line(where, name, text)
         except OSError as error:
@@ -461,7 +463,7 @@ def _start_command(plan: Plan, b: bool, pair: int, folder: Path) -> Launched:
     return command.start(folder, arm, where, steps=steps, slow_by=slow_by)
 
 
-def out_of(folder: Path) -> Path:
+def output_folder(folder: Path) -> Path:
     """Return the folder for the output of a command whose run folder is `folder`."""
     return folder.parent.parent / "out" / folder.name
 
@@ -471,7 +473,7 @@ def code_folder(folder: Path) -> Path:
     return folder.parent.parent / "code" / folder.name
 
 
-def _settled(follower: Follower) -> str:
+def _wait_for_end_state(follower: Follower) -> str:
     """Return the state after the supervisor has exited. A trainer that outlived it saves and logs its end first."""
     deadline_s = time.monotonic() + STOP_GRACE_S
     while True:
@@ -490,27 +492,27 @@ def _poll(follower: Follower) -> None:
         follower.poll()
 
 
-def _end(plan: Plan, launched: Launched, follower: Follower) -> None:
+def _end_run(plan: Plan, launched: Launched, follower: Follower) -> None:
     """Ask the run to stop; if it does not, kill its trainer, then its supervisor."""
     process, pid = launched.process, follower.view.trainer_pid
     # The engine's runs end their child processes; a command, such as a launcher, may leave its workers running.
-    left = descendants(pid) if plan.kind == "command" and pid is not None else {}
+    workers = descendants(pid) if plan.kind == "command" and pid is not None else {}
     if process.poll() is None:
         launched.send(signal.SIGTERM)
-        _wait(launched, follower)
+        _wait_for_exit(launched, follower)
     pid = follower.view.trainer_pid
     # The supervisor has not reaped the trainer yet, so the pid still belongs to the trainer.
     if process.poll() is None and pid is not None and follower.view.exit is None:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
-        _wait(launched, follower)
+        _wait_for_exit(launched, follower)
     if process.poll() is None:
         process.kill()
     process.wait()
-    end(left.values())
+    end(workers.values())
 
 
-def _wait(launched: Launched, follower: Follower) -> None:
+def _wait_for_exit(launched: Launched, follower: Follower) -> None:
     deadline_s = time.monotonic() + STOP_GRACE_S
     while launched.process.poll() is None and time.monotonic() < deadline_s:
         _poll(follower)

@@ -39,9 +39,7 @@ TRACKERS = {
     # Without it MLflow refuses to begin a run in files.
     "MLFLOW_ALLOW_FILE_STORE": "true",
 }
-"""Variables that keep runs of a few steps out of the user's projects."""
-
-
+"""Environment variables that keep these short runs out of the user's projects at experiment trackers."""
 LINE = re.compile(r"(?P<file>[^=:]+):(?P<number>[1-9]\d{0,6})")
 """The name of a line of a script, as `train.py:42`."""
 LINE_VARIABLE = "APR_FLIP_LINE"
@@ -99,9 +97,10 @@ class Command:
         places = {OUT: str(out), SEED: str(pair)}
         words = self.words
         if WORDS in settings:
-            own = settings.pop(WORDS) or ""
+            own_words = settings.pop(WORDS) or ""
             split = [
-                shlex.split(own) if word == WORDS else [word.replace(WORDS, own)] for word in words
+                shlex.split(own_words) if word == WORDS else [word.replace(WORDS, own_words)]
+                for word in words
             ]
             words = tuple(word for part in split for word in part)
         lines: dict[str, str] = {}
@@ -114,21 +113,23 @@ class Command:
                 (of_script if name in SCRIPT_SETTINGS else variables)[name] = text
         if lines:
             variables[LINE_VARIABLE] = "; ".join(f"{name}={text}" for name, text in lines.items())
-        made = [_replaced(word, places) for word in words]
+        filled = [_fill_in(word, places) for word in words]
         if self.copied:
-            inside = re.compile(rf"(^|=){re.escape(self.folder)}(?=/|$)")
+            folder_pattern = re.compile(rf"(^|=){re.escape(self.folder)}(?=/|$)")
             where = str(self.where(out))
-            # The program may be an interpreter that lies there, which is not copied.
-            made[1:] = [inside.sub(lambda found: found[1] + where, word) for word in made[1:]]
+            # The program keeps its path: it may be an interpreter in that folder, which is not copied.
+            filled[1:] = [
+                folder_pattern.sub(lambda match: match[1] + where, word) for word in filled[1:]
+            ]
         return Arm(
-            made,
-            {name: _replaced(text, places) for name, text in variables.items()},
+            filled,
+            {name: _fill_in(text, places) for name, text in variables.items()},
             of_script,
             lines,
         )
 
 
-def _replaced(text: str, places: Mapping[str, str]) -> str:
+def _fill_in(text: str, places: Mapping[str, str]) -> str:
     for place, value in places.items():
         text = text.replace(place, value)
     return text

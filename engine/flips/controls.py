@@ -1,4 +1,4 @@
-"""Controls: what the instrument was recently able to detect on this machine.
+"""Controls: which differences flips on this machine were recently able to detect.
 
     same   A against A, in at least four pairs, must be EQUIVALENT; its deviation is the noise floor
     slow   A made slower by twice the margin must be detected as slower
@@ -56,20 +56,20 @@ class Control:
 
     def answer(self) -> Verdict:
         level = Level.PASS if self.verdict == EXPECTED[self.kind] else Level.FAIL
-        said = f"{self.verdict} in"
+        text = f"{self.verdict} in"
         if self.verdict == INCONCLUSIVE:
-            level, said = Level.UNKNOWN, f"{UNDECIDED} after"
-        seen = "" if self.ratio is None else f", B/A {self.ratio:.3f}"
+            level, text = Level.UNKNOWN, f"{UNDECIDED} after"
+        ratio = "" if self.ratio is None else f", B/A {self.ratio:.3f}"
         noise = "" if self.deviation is None else f", deviation {self.deviation:.1%}"
         age = format_seconds(max(0.0, time.time() - self.at_unix_s))
         return Verdict(
             level,
-            f"{said} {count_of(self.pairs)}{seen}{noise}, {age} ago ({self.folder})",
+            f"{text} {count_of(self.pairs)}{ratio}{noise}, {age} ago ({self.folder})",
         )
 
 
 def kinds_of(plan: Plan) -> tuple[str, ...]:
-    """The kinds of control that exist for a plan's metric: waiting lengthens only a time by a known fraction."""
+    """Return the kinds of control that exist for a plan's metric: waiting lengthens only a time by a known fraction."""
     return (SAME, SLOW) if plan.metric == "step_s" else (SAME,)
 
 
@@ -87,24 +87,24 @@ def remember(control: Control) -> None:
 
 
 def find(plan: Plan, surroundings: Surroundings) -> dict[str, Control]:
-    """The newest control of each kind that applies to this plan, where there is one."""
-    return {c.kind: c for c in _read() if _speaks_of(c, plan, surroundings)}
+    """Return the newest control of each kind that applies to this plan, if there is one."""
+    return {c.kind: c for c in _read() if _applies_to(c, plan, surroundings)}
 
 
 def answers(plan: Plan, found: Mapping[str, Control], why_none: str) -> dict[str, Verdict]:
-    """The controls AA and positive as verdicts; `why_none` is the reason given for a missing control."""
-    out = {}
+    """Return the controls AA and positive as verdicts; `why_none` is the reason given for a missing control."""
+    verdicts = {}
     for name, kind in (("AA", SAME), ("positive", SLOW)):
         control = found.get(kind)
         if kind not in kinds_of(plan):
             text = f"waiting does not lengthen {plan.metric}: there is no positive control for it"
-            out[name] = Verdict(Level.UNKNOWN, text)
+            verdicts[name] = Verdict(Level.UNKNOWN, text)
         else:
-            out[name] = control.answer() if control else Verdict(Level.UNKNOWN, why_none)
-    return out
+            verdicts[name] = control.answer() if control else Verdict(Level.UNKNOWN, why_none)
+    return verdicts
 
 
-def _speaks_of(control: Control, plan: Plan, surroundings: Surroundings) -> bool:
+def _applies_to(control: Control, plan: Plan, surroundings: Surroundings) -> bool:
     return (
         control.kind in EXPECTED
         and bool(surroundings.machine)
@@ -131,16 +131,16 @@ def _file() -> Path:
 
 
 def _read() -> list[Control]:
-    """Every stored control, oldest first. Lines that cannot be read are skipped: another version wrote them,
+    """Return every stored control, oldest first. Lines that cannot be read are skipped: another version wrote them,
     or a killed writer tore them."""
     try:
         lines = read_bytes(_file(), "controls", limits.FLIP_FILE).splitlines()
     except BadInput:
         return []
-    found = []
+    controls = []
     for line in lines:
         try:
-            found.append(Control(**parse_json(line, _file(), "control")))
+            controls.append(Control(**parse_json(line, _file(), "control")))
         except (BadInput, TypeError):
             continue
-    return found
+    return controls

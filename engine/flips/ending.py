@@ -26,6 +26,7 @@ PAIRS_MAX = 8
 LONGEST_WAIT = 3.0
 """Maximum duration of an arm, relative to the time until the run showed the observation."""
 LEAST_WAIT_S = 60.0
+"""Minimum time limit of an arm, in seconds."""
 PYTHONS_OWN = frozenset({"PYTHONOPTIMIZE", "PYTHONWARNINGS", "PYTHONPATH", "PYTHONSTARTUP"})
 """Variables of Python that change which code runs: asserts, warnings, modules."""
 OBSERVERS = ("watch", "checks", "gate", "run")
@@ -43,23 +44,23 @@ def ending_plan(
     budget_s: float | None = None,
 ) -> Plan:
     """Make the plan of test number `attempt` of a finding. `assignment` is B's change as `engine flip --propose` names
-    it: a setting, a variable, or words of a command; with `data: `, `objective: ` or `model: ` before it one that
-    changes that on purpose. Raises BadInput, UsageError."""
-    how: dict[str, Any] = {"order_seed": order_seed, "steps": steps or steps_past(observed)}
-    kind, assignment = registered(assignment)
-    how["attempt"] = attempt
+    it: a setting, a variable, or words of a command. The prefix `data: `, `objective: ` or `model: ` says that the
+    change alters this on purpose. Raises BadInput, UsageError."""
+    steps = steps or steps_past(observed)
+    how: dict[str, Any] = {"order_seed": order_seed, "steps": steps, "attempt": attempt}
+    kind, assignment = split_kind(assignment)
     if read_command(RunFolder(path)) is not None:
         plan = watched_plan(path, difference(assignment), **how)
     else:
         plan = make_plan(path, [assignment], **how)
-        plan = dataclasses.replace(plan, spec=as_it_was(path))
+        plan = dataclasses.replace(plan, spec=settings_as_run(path))
     (change,) = plan.changes
     section = change.key.partition(".")[0]
-    # What is evaluated less is observed less; a stall is seen without any evaluation.
+    # Fewer evaluations observe less; a stall is observed without any.
     if section in OBSERVERS or (section == "eval" and observed.id not in STALLS):
-        expected = "a setting of the job"
-        raise BadInput.expected("change", str(change), expected, "one of who looks at it")
-    _must_be_of_the_job(path, observed, change)
+        found = "one of the checks that observe it"
+        raise BadInput.expected("change", str(change), "a setting of the job", found)
+    _refuse_hiding(path, observed, change)
     if plan.steps < observed.step:
         text = f"at least the {observed.step} after which the run showed it"
         raise BadInput.expected("steps", "of the flip", text, str(plan.steps))
@@ -79,27 +80,27 @@ def ending_plan(
     )
 
 
-def registered(assignment: str) -> tuple[str, str]:
-    """Return the kind of change that an assignment names in front, empty for none, and the change itself."""
+def split_kind(assignment: str) -> tuple[str, str]:
+    """Split an assignment into its prefix, one of KINDS or empty, and the change itself."""
     kind, colon, change = assignment.partition(": ")
     return (kind, change) if colon and kind in KINDS else ("", assignment)
 
 
 def steps_past(observed: Observed) -> int:
-    """Steps that a run makes before it counts as one that does not show it."""
+    """Return the steps that a run must make before it counts as one that does not show the observation."""
     return max(STEPS, observed.step + WARM_UP_STEPS, -(-3 * observed.step // 2))
 
 
-def as_it_was(path: Path) -> dict[str, dict[str, Any]]:
-    """The settings of the run itself, without checkpoints and without an end that cuts a hang short."""
+def settings_as_run(path: Path) -> dict[str, dict[str, Any]]:
+    """Return the settings of the run itself, without checkpoints, and without ending it when it hangs."""
     tree = load_source(path).to_dict()
     tree["checkpoint"] |= {"every": 0, "at_end": False}
     tree["watch"]["on_stall"] = "report"
     return tree
 
 
-def _must_be_of_the_job(path: Path, observed: Observed, change: Change) -> None:
-    """Refuse a change that alters who looks, or what raises, and not what is done. Raises BadInput."""
+def _refuse_hiding(path: Path, observed: Observed, change: Change) -> None:
+    """Refuse a change of a check, or of the statement that raises: it would hide the failure. Raises BadInput."""
 
     def refused(expected: str, found: str) -> BadInput:
         return BadInput.expected("change", str(change), expected, found)

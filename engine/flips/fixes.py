@@ -1,7 +1,8 @@
-"""Changes of one line of a watched script that would end what its identities show.
+"""Propose changes of one line of a watched script that would end a failure that its identities show.
 
 A fix is found in the script's syntax tree, at the lines that the probe saw (`Watched.places`) or at the only call in
-the file that can be meant. Where neither names one line, there is no fix: a guess would cost the flip that tests it.
+the file that can be meant. Where neither names one line, there is no fix: testing a wrong guess would
+waste a flip.
 What is proposed is a hypothesis, which `engine flip RUN --ends "identity ID" --line FILE:N=TEXT` tests.
 """
 
@@ -42,29 +43,30 @@ def fixes_of(view: RunView, command: WatchedCommand) -> list[Fix]:
         return []
     wrong: dict[str, Judged] = {}
     for level in (FAIL, SUSPICION):
-        for one in view.identities:
-            if one.level == level:
-                wrong.setdefault(one.id, one)
-    found = []
+        for judged in view.identities:
+            if judged.level == level:
+                wrong.setdefault(judged.id, judged)
+    fixes = []
     for id, seen in wrong.items():
-        if id in _FIXES and (edit := _made(_FIXES[id], seen, view, Path(command.folder))):
-            found.append(Fix(f"{IDENTITY} {id}", *edit, seen.text))
-    return found
+        if id in _FIXES and (edit := _propose(_FIXES[id], seen, view, Path(command.folder))):
+            fixes.append(Fix(f"{IDENTITY} {id}", *edit, seen.text))
+    return fixes
 
 
-def _made(make: _Make, seen: Judged, view: RunView, folder: Path) -> tuple[str, str] | None:
-    """Return the assignment and the effect of what `make` proposes, in the first file of the training in which it finds
-    one place."""
+def _propose(make: _Make, seen: Judged, view: RunView, folder: Path) -> tuple[str, str] | None:
+    """Return the assignment and the effect of the edit that `make` finds in the first of the script's files where it
+    finds one."""
     assert view.watched is not None, "the run is of a script"
-    places, names = view.watched.places, view.watched.names
-    for name in dict.fromkeys(place.rpartition(":")[0] for place in places.values()):
-        lines = {
-            key: int(place.rpartition(":")[2])
-            for key, place in places.items()
-            if place.rpartition(":")[0] == name and place.rpartition(":")[2].isdecimal()
-        }
+    files: dict[str, dict[str, int]] = {}
+    for key, place in view.watched.places.items():
+        name, _, line = place.rpartition(":")
+        lines = files.setdefault(name, {})
+        if line.isdecimal():
+            lines[key] = int(line)
+    for name, lines in files.items():
         try:
-            script = _Script(read_text(folder / name, "script", SCRIPT), lines, names)
+            text = read_text(folder / name, "script", SCRIPT)
+            script = _Script(text, lines, view.watched.names)
             if (edited := make(script, seen)) is None:
                 continue
             number, text, change = edited
@@ -104,25 +106,28 @@ class _Script:
         self, kinds: tuple[type[ast.stmt], ...], line: int, within: ast.AST | None = None
     ) -> ast.stmt | None:
         """Return the innermost statement of some kinds on or around a line."""
-        found = [
-            one
-            for one in ast.walk(within or self.tree)
-            if isinstance(one, kinds) and one.lineno <= line <= (one.end_lineno or 0)
+        statements = [
+            statement
+            for statement in ast.walk(within or self.tree)
+            if isinstance(statement, kinds)
+            and statement.lineno <= line <= (statement.end_lineno or 0)
         ]
-        return max(found, key=lambda one: (one.lineno, one.col_offset), default=None)
+        return max(
+            statements, key=lambda statement: (statement.lineno, statement.col_offset), default=None
+        )
 
     def simple(self, line: int | None) -> ast.stmt | None:
-        """Return the statement on a line if it has none inside it."""
-        found = self.innermost((ast.stmt,), line or 0)
-        return None if hasattr(found, "body") else found
+        """Return the statement on a line if no other statement is inside it."""
+        statement = self.innermost((ast.stmt,), line or 0)
+        return None if hasattr(statement, "body") else statement
 
     def function(self, line: int) -> ast.AST:
         """Return the innermost function around a line, or the module."""
         return self.innermost((ast.FunctionDef, ast.AsyncFunctionDef), line) or self.tree
 
     def loop_begins(self) -> ast.stmt | None:
-        """Return the first statement, without any inside it, of the loop around the backward pass; without a loop that
-        of its function."""
+        """Return the first simple statement of the loop around the backward pass, or of its function if there is
+        none."""
         line = self.places.get("backward", 0)
         around = self.function(line)
         body = getattr(self.innermost((ast.For, ast.While), line, around) or around, "body", [])
@@ -139,16 +144,16 @@ class _Script:
     def calls(self, *names: str) -> list[ast.Call]:
         """Return the calls of a function or method of one of these names."""
         return [
-            one
-            for one in ast.walk(self.tree)
-            if isinstance(one, ast.Call) and _name(one.func) in names
+            node
+            for node in ast.walk(self.tree)
+            if isinstance(node, ast.Call) and _name(node.func) in names
         ]
 
     def method(self, name: str, inside: ast.AST | None) -> tuple[ast.Call, ast.expr] | None:
         """Return the first call of a method in a statement, and what it is called on."""
-        for one in () if inside is None else ast.walk(inside):
-            if isinstance(one, ast.Call) and (of := _receiver(one, name)) is not None:
-                return one, of
+        for node in () if inside is None else ast.walk(inside):
+            if isinstance(node, ast.Call) and (receiver := _receiver(node, name)) is not None:
+                return node, receiver
         return None
 
     def source(self, node: ast.AST) -> str:
@@ -184,8 +189,8 @@ def _name(node: ast.expr) -> str:
     return node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", "")
 
 
-def _only(found: list[ast.Call]) -> ast.Call | None:
-    return found[0] if len(found) == 1 else None
+def _only(calls: list[ast.Call]) -> ast.Call | None:
+    return calls[0] if len(calls) == 1 else None
 
 
 def _step(script: _Script) -> tuple[ast.stmt, str] | None:
@@ -194,9 +199,9 @@ def _step(script: _Script) -> tuple[ast.stmt, str] | None:
     found = script.method("step", statement)
     if statement is None or found is None:
         return None
-    call, of = found
+    call, receiver = found
     # A gradient scaler is given the optimizer.
-    return statement, script.source(call.args[0] if call.args and _name(call.args[0]) else of)
+    return statement, script.source(call.args[0] if call.args and _name(call.args[0]) else receiver)
 
 
 def _zero_gradients(script: _Script, seen: Judged) -> _Edited | None:
@@ -209,16 +214,16 @@ def _zero_gradients(script: _Script, seen: Judged) -> _Edited | None:
 def _keep_gradients(script: _Script, seen: Judged) -> _Edited | None:
     backward, step = script.places.get("backward", 0), script.places.get("step", 0)
     between = [
-        one
-        for one in script.calls("zero_grad")
-        if backward < one.lineno < step
-        and isinstance(statement := script.simple(one.lineno), ast.Expr)
-        and statement.value is one
+        call
+        for call in script.calls("zero_grad")
+        if backward < call.lineno < step
+        and isinstance(statement := script.simple(call.lineno), ast.Expr)
+        and statement.value is call
     ]
-    one = _only(between)
-    if one is None:
+    call = _only(between)
+    if call is None:
         return None
-    return script.replaced(one, "pass", "keep the gradients until the optimizer steps")
+    return script.replaced(call, "pass", "keep the gradients until the optimizer steps")
 
 
 def _set_mode(name: str, mode: str, change: str, script: _Script, seen: Judged) -> _Edited | None:
@@ -226,7 +231,7 @@ def _set_mode(name: str, mode: str, change: str, script: _Script, seen: Judged) 
     step, backward = script.places.get("step"), script.places.get("backward")
     if not model or first is None or step is None or backward is None:
         return None
-    # The name is one of the function that steps.
+    # The recorded name belongs to the function that steps.
     if script.function(step) is not script.function(backward):
         return None
     return script.before(first, f"{model}.{mode}(); ", change)
@@ -235,13 +240,13 @@ def _set_mode(name: str, mode: str, change: str, script: _Script, seen: Judged) 
 def _schedule(script: _Script, seen: Judged) -> _Edited | None:
     schedule, step = script.names.get("schedule", ""), script.places.get("step", 0)
     steps = [
-        one
-        for one in script.calls("step")
-        if isinstance(one.func, ast.Attribute) and script.source(one.func.value) == schedule
+        call
+        for call in script.calls("step")
+        if isinstance(call.func, ast.Attribute) and script.source(call.func.value) == schedule
     ]
     if not schedule or "times for each step" not in seen.text or len(steps) < 2:
         return None
-    extra = max(steps, key=lambda one: abs(one.lineno - step))
+    extra = max(steps, key=lambda call: abs(call.lineno - step))
     statement = script.simple(extra.lineno)
     if not isinstance(statement, ast.Expr) or statement.value is not extra:
         return None
@@ -267,11 +272,11 @@ def _clip_before(script: _Script, seen: Judged) -> _Edited | None:
         return script.before(
             statement, f"{script.source(clip)}; ", "clip before the optimizer steps"
         )
-    own, scaler = script.simple(clip.lineno), script.method("step", statement)
-    if own is None or scaler is None or not scaler[0].args:
+    clip_statement, scaler = script.simple(clip.lineno), script.method("step", statement)
+    if clip_statement is None or scaler is None or not scaler[0].args:
         return None
     unscale = f"{script.source(scaler[1])}.unscale_({optimizer}); "
-    return script.before(own, unscale, "unscale the gradients before they are clipped")
+    return script.before(clip_statement, unscale, "unscale the gradients before they are clipped")
 
 
 def _shift_labels(script: _Script, seen: Judged) -> _Edited | None:
@@ -301,8 +306,8 @@ def _receiver(node: ast.expr, *methods: str) -> ast.expr | None:
 
 def _reshaped(node: ast.expr) -> ast.expr | None:
     """Return the name of the tensor that is reshaped."""
-    of = _receiver(node, "view", "reshape", "flatten")
-    return of if isinstance(of, ast.Name) else None
+    receiver = _receiver(node, "view", "reshape", "flatten")
+    return receiver if isinstance(receiver, ast.Name) else None
 
 
 def _times_squared(script: _Script, seen: Judged) -> _Edited | None:
@@ -321,12 +326,12 @@ def _unwrapped(
     calls = script.calls(*functions)
     call = _only(calls)
     if call is not None:
-        of = call.args[0] if call.args else None
+        logits = call.args[0] if call.args else None
         if isinstance(call.func, ast.Attribute) and not _is_library(call.func.value):
-            of = call.func.value
-        if of is None:
+            logits = call.func.value
+        if logits is None:
             return None
-        return script.replaced(call, script.source(of), what)
+        return script.replaced(call, script.source(logits), what)
     module = _only(script.calls(*functions.values())) if not calls else None
     if module is None or not isinstance(module.func, ast.Attribute):
         return None
@@ -340,13 +345,13 @@ def _is_library(node: ast.expr) -> bool:
 
 def _all_parameters(script: _Script, seen: Judged) -> _Edited | None:
     model = script.names.get("optimizer_model", "")
-    found = script.simple(script.places.get("optimizer"))
-    if not model or found is None:
+    statement = script.simple(script.places.get("optimizer"))
+    if not model or statement is None:
         return None
-    for one in ast.walk(found):
-        if isinstance(one, ast.Call) and one.args and one.lineno == script.places["optimizer"]:
+    for node in ast.walk(statement):
+        if isinstance(node, ast.Call) and node.args and node.lineno == script.places["optimizer"]:
             text = f"{model}.parameters()"
-            return script.replaced(one.args[0], text, f"give the optimizer all of {model}")
+            return script.replaced(node.args[0], text, f"give the optimizer all of {model}")
     return None
 
 

@@ -3,7 +3,7 @@
     register the plan -> a pair -> controls, if requested -> pair, judge, pair, judge, ... -> verdict
 
 Every run is an ordinary run in a process of its own. The order inside the pairs is drawn from the plan's
-seed. The judge looks after each pair, which the anytime-valid interval allows. Whatever happens to an arm is
+seed. The judge checks the pairs after each one, which the anytime-valid interval allows. Whatever happens to an arm is
 an outcome. An interruption keeps what was measured, and `resume_flip` continues with the same plan and order.
 
     verdict = run_flip(make_plan(Path("kd.toml"), ["compute.threads=1"], order_seed=7), Path("flips/x"))
@@ -52,13 +52,13 @@ class Watching:
     """Called as often as `on_arm`; True ends the running arm and then the flip."""
 
 
-NOBODY = Watching()
+NO_CALLBACKS = Watching()
 
 
 def run_flip(
     plan: Plan,
     folder: Path,
-    watching: Watching = NOBODY,
+    watching: Watching = NO_CALLBACKS,
     *,
     use_controls: Controls = "auto",
     share: bool = False,
@@ -78,7 +78,7 @@ def run_flip(
 
 def resume_flip(
     folder: Path,
-    watching: Watching = NOBODY,
+    watching: Watching = NO_CALLBACKS,
     *,
     use_controls: Controls = "auto",
     share: bool = False,

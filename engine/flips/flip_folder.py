@@ -3,7 +3,7 @@
     plan.json      written before the first arm
     pairs.jsonl    first line: the hash of the plan, the machine; then one line per pair, append only
     arms/NN-a      ordinary run folders, NN-b likewise; a second try after an interruption is NN-a.2
-    out/NN-a       of a command that is not ours, what it wrote to `{out}`
+    out/NN-a       what a watched command wrote to `{out}`
     controls/      folders of the same kind, when the controls were run with the flip
     verdict.json   written at the end; after an interruption it holds the verdict so far
 
@@ -61,19 +61,19 @@ class FlipFolder:
         self.pairs.append(pair)
 
     def run_folder(self, number: int, arm: str) -> Path:
-        """The path of a new folder for a run of an arm."""
+        """Return the path of a new folder for a run of an arm."""
         name = f"{number:02}-{arm.lower()}"
         tries = [name, *(f"{name}.{n}" for n in range(2, 100))]
-        # A run that was interrupted early has left what it was to write into, and no run folder.
-        places = ("arms", "out", "code")
+        # An early interruption may leave only the output or code folder of a run.
+        folders = ("arms", "out", "code")
         return next(
             self.path / "arms" / name
             for name in tries
-            if not any((self.path / place / name).exists() for place in places)
+            if not any((self.path / place / name).exists() for place in folders)
         )
 
     def write(self, verdict: Mapping[str, Any]) -> dict[str, Any]:
-        """Write verdict.json; returns its fields as whoever reads it finds them."""
+        """Write verdict.json, and return its fields as they will be read back."""
         text = json.dumps(verdict, indent=2, sort_keys=True, allow_nan=False)
         write_whole(self.path / "verdict.json", f"{text}\n")
         fields: dict[str, Any] = json.loads(text)
@@ -118,27 +118,18 @@ def open_flip(path: Path) -> tuple[FlipFolder, Plan]:
     return FlipFolder(path, fd, header, pairs), plan
 
 
-_BROKEN: tuple[type[Exception], ...] = (
-    OSError,
-    ValueError,
-    TypeError,
-    KeyError,
-    AttributeError,
-)
-
-
 @contextlib.contextmanager
-def _expecting(path: Path, what: str, *also: type[Exception]) -> Iterator[None]:
+def _expecting(path: Path, what: str) -> Iterator[None]:
     """Turn any error from reading a foreign or torn file into RunLogError."""
     try:
         yield
-    except _BROKEN + also as error:
+    except (BadInput, OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise RunLogError.expected("flip folder", path, what, str(error)) from error
 
 
 def read_plan_of(path: Path) -> Plan:
     """Read the plan of a flip as it is on disk now. Raises RunLogError."""
-    with _expecting(path, "a plan", BadInput):
+    with _expecting(path, "a plan"):
         return read_plan(read_text(path / "plan.json", "plan", limits.FLIP_FILE, error=RunLogError))
 
 
@@ -148,8 +139,8 @@ def read_pairs(path: Path) -> list[Pair]:
 
 
 def read_record(path: Path) -> tuple[dict[str, Any], list[Pair]]:
-    """Read the pairs of a flip, and what is before them: the hash of its plan, when it was registered, the machine.
-    Raises RunLogError."""
+    """Read the header of a flip (the hash of its plan, when it was registered, the machine) and its pairs. Raises
+    RunLogError."""
     with _expecting(path, "a header and pairs"):
         header, pairs, _ = _read(path / "pairs.jsonl")
     return header, pairs
@@ -160,18 +151,18 @@ def is_flip(path: Path) -> bool:
 
 
 def find_flips(folder: Path) -> list[Path]:
-    """The flips directly in `folder`, or `folder` itself, newest first; flips of controls are not included."""
+    """Return the flips directly in `folder`, or `folder` itself, newest first; flips of controls are not included."""
     if is_flip(folder):
         return [folder]
     if not folder.is_dir():
         return []
     return sorted(
-        filter(is_flip, folder.iterdir()), key=lambda p: (_made_ns(p), p.name), reverse=True
+        filter(is_flip, folder.iterdir()), key=lambda p: (_plan_time_ns(p), p.name), reverse=True
     )
 
 
-def _made_ns(path: Path) -> int:
-    """When the plan of a flip was written; 0 when there is none, or it has been deleted meanwhile."""
+def _plan_time_ns(path: Path) -> int:
+    """Return when the plan of a flip was written; 0 if there is none, or it has been deleted meanwhile."""
     try:
         return (path / "plan.json").stat().st_mtime_ns
     except OSError:

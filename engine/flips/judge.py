@@ -1,6 +1,6 @@
 """The verdict of a flip (verdict.json), from its plan, its pairs and the controls.
 
-`judge` looks at the pairs after each of them and returns one of VERDICTS, or None while more pairs are needed:
+`judge` checks the pairs after each one and returns one of VERDICTS, or None while more pairs are needed:
 
     PARITY_FAIL           the arms computed different things; ends the flip
     INVALID               the pairs do not test the setting: not flipped, fell back, no metric, dependent
@@ -69,11 +69,9 @@ from engine.verdict import Level, Verdict, lowest
 
 _NOT_ASKED = {"level": "not asked", "reason": "the setting may change what is computed"}
 FOREIGN_BYTES = 1 << 30
-"""Less than this is what a driver and a display hold."""
-
-
+"""GPU memory, in bytes, that a driver and a display may hold; more than this belongs to other programs."""
 UNTESTABLE = 2
-"""Number of pairs that count for nothing after which a test ends."""
+"""Number of pairs without a result after which a test ends."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,23 +111,24 @@ def judge(plan: Plan, pairs: Sequence[Pair], ended: str = "") -> Judgement | Non
                 text = "; ".join(findings.values())
                 return Judgement(INVALID, text, interval, findings=findings)
         if decided is not None:
-            return Judgement(decided, _in_words(plan, interval), interval)
+            return Judgement(decided, _describe_interval(plan, interval), interval)
     return Judgement(INCONCLUSIVE, ended, interval) if ended else None
 
 
 def _judge_shown(plan: Plan, pairs: Sequence[Pair], ended: str) -> Judgement | None:
     """Judge whether B's change ends what was observed.
 
-    One run of B that shows it decides: the change does not end it. A pair in which a run failed otherwise, was ended
-    from outside or did too little counts for nothing, and UNTESTABLE of them end the test. Of the others those in which
-    A alone shows it count: `pairs_to_confirm` of them in a row confirm, or `shown_to_confirm` where A shows it in some
-    runs only. Pairs whose runs are copies of each other to the bit are one; if all are, it is so for this seed alone.
+    One run of B that shows it decides: the change does not end it. A pair in which a run failed in
+    another way, was ended from outside or made too few steps has no result, and UNTESTABLE of them end the test. Of the
+    other pairs, those in which only A shows it count: `pairs_to_confirm` of them in a row confirm, or
+    `shown_to_confirm` if A shows it in some runs only. Pairs whose runs are bit-identical count as one; if all pairs
+    are, the verdict holds for this seed alone.
     """
     counted, spoilt = [], []
     for pair in pairs:
         if pair.b.shown:
             return Judgement(KEEPS_IT, f"B shows it too, in pair {pair.number}: {pair.b.reason}")
-        if why := _spoils(pair):
+        if why := _why_no_result(pair):
             spoilt.append(f"pair {pair.number}: {why}")
         else:
             counted.append(pair)
@@ -159,13 +158,13 @@ def _judge_shown(plan: Plan, pairs: Sequence[Pair], ended: str) -> Judgement | N
     return Judgement(INCONCLUSIVE, f"{text}, of {needed} that it takes; {ended}{also}")
 
 
-def _spoils(pair: Pair) -> str:
-    """Return why a pair counts for nothing; empty where it tells."""
-    for one in pair.arms:
-        if one.shown is None:
-            return f"{one.arm}: {one.reason}"
-        if one.ended_from_outside and not one.shown:
-            return f"{one.arm} was ended from outside: {one.reason}"
+def _why_no_result(pair: Pair) -> str:
+    """Return why a pair has no result; empty if it has one."""
+    for outcome in pair.arms:
+        if outcome.shown is None:
+            return f"{outcome.arm}: {outcome.reason}"
+        if outcome.ended_from_outside and not outcome.shown:
+            return f"{outcome.arm} was ended from outside: {outcome.reason}"
     return ""
 
 
@@ -199,21 +198,23 @@ def outcomes_of(pairs: Sequence[Pair]) -> list[Outcome]:
 def _did_not_complete(
     plan: Plan, pairs: Sequence[Pair], interval: Interval | None, ended: str
 ) -> Judgement | None:
-    by_itself = [o for o in outcomes_of(pairs) if not o.completed and not o.ended_from_outside]
-    both = [p for p in pairs if not p.a.completed and not p.b.completed]
-    if both and by_itself:
-        how = f"A {both[0].a.in_words()}, B {both[0].b.in_words()}"
-        text = f"neither arm completed in pair {both[0].number}: {how}"
+    own_failures = [o for o in outcomes_of(pairs) if not o.completed and not o.ended_from_outside]
+    neither = [p for p in pairs if not p.a.completed and not p.b.completed]
+    if neither and own_failures:
+        how = f"A {neither[0].a.in_words()}, B {neither[0].b.in_words()}"
+        text = f"neither arm completed in pair {neither[0].number}: {how}"
         return Judgement(INVALID, text, interval)
     for sides in ([(p.a, p.b) for p in pairs], [(p.b, p.a) for p in pairs]):
         if sides and all(not mine.completed and its.completed for mine, its in sides):
             hang = sides[0][0].state == OVER_THE_LIMIT
             enough = sign_bound(len(sides)) <= plan.alpha
-            return _always_failed(plan, sides) if hang or enough or (ended and by_itself) else None
-    if by_itself:
-        arm = by_itself[0].arm
-        count = sum(o.arm == arm for o in by_itself)
-        text = f"{arm} did not complete in {count} of {count_of(len(pairs))} ({by_itself[0].in_words()})"
+            return (
+                _always_failed(plan, sides) if hang or enough or (ended and own_failures) else None
+            )
+    if own_failures:
+        arm = own_failures[0].arm
+        count = sum(o.arm == arm for o in own_failures)
+        text = f"{arm} did not complete in {count} of {count_of(len(pairs))} ({own_failures[0].in_words()})"
         text += ": the times of the others are no fair sample of it"
         return Judgement(INVALID, text, interval)
     return None
@@ -250,10 +251,10 @@ def _findings(pairs: Sequence[Pair], interval: Interval) -> dict[str, str]:
     )
 
 
-def _in_words(plan: Plan, interval: Interval) -> str:
-    change, low, high = (math.expm1(one) for one in (interval.mean, interval.low, interval.high))
-    seen = f"{change:+.1%} [{low:+.1%}, {high:+.1%}] after {count_of(interval.pairs)}"
-    return f"{plan.metric} of B and A: {seen}"
+def _describe_interval(plan: Plan, interval: Interval) -> str:
+    change, low, high = (math.expm1(end) for end in (interval.mean, interval.low, interval.high))
+    text = f"{change:+.1%} [{low:+.1%}, {high:+.1%}] after {count_of(interval.pairs)}"
+    return f"{plan.metric} of B and A: {text}"
 
 
 # verdict.json
@@ -271,16 +272,16 @@ def conclude(
 ) -> dict[str, Any]:
     """Return the content of verdict.json. Ratios are B over A; an open end of the interval is None."""
     # Whether an arm shows an observation needs no control of the precision of a measurement.
-    held: dict[str, Verdict | None] = {} if plan.observed is not None else {**controls}
+    verdicts: dict[str, Verdict | None] = {} if plan.observed is not None else {**controls}
     counted = [p for p in flip.pairs if p.complete] or flip.pairs
     for proof, name in PROOFS.items():
         asked = [verdict for p in counted if (verdict := p.proofs[proof]) is not None]
-        held[name] = lowest(asked) if asked or not counted else None
+        verdicts[name] = lowest(asked) if asked or not counted else None
     outcomes = outcomes_of(flip.pairs)
     changed = [edited] if (edited := flip.edited()) else []
     if flip.began_with != surroundings:
         changed.append("it went on with another machine, device or engine than it began with")
-    missing = _why_no_measurement(plan, judgement, held, outcomes)
+    missing = _why_no_measurement(plan, judgement, verdicts, outcomes)
     interval, needed = judgement.interval, None
     if interval is not None and judgement.verdict == INCONCLUSIVE:
         needed = pairs_needed(interval, plan.margin)
@@ -313,20 +314,22 @@ def conclude(
         ],
         "censored": judgement.censored,
         "diagnostics": {
-            name: {one.run: value for one in outcomes if (value := getattr(one, name))}
+            name: {outcome.run: value for outcome in outcomes if (value := getattr(outcome, name))}
             for name in ("late_compiles", "slowed", "alerts")
         }
         | {
             "findings": judgement.findings,
             "deviation": interval.deviation if interval else None,
             "left_out": [
-                f"pair {pair.number}: {one.arm} {one.in_words()}"
+                f"pair {pair.number}: {outcome.arm} {outcome.in_words()}"
                 for pair in flip.pairs
-                for one in pair.arms
-                if one.ended_from_outside
+                for outcome in pair.arms
+                if outcome.ended_from_outside
             ],
             "neighbour_load": {
-                one.run: one.neighbour_load for one in outcomes if one.neighbour_load is not None
+                outcome.run: outcome.neighbour_load
+                for outcome in outcomes
+                if outcome.neighbour_load is not None
             },
         },
         # By the names in CONTROLS.
@@ -334,7 +337,7 @@ def conclude(
             name: _NOT_ASKED
             if proved is None
             else {"level": proved.level.name.lower(), "reason": proved.reason}
-            for name, proved in held.items()
+            for name, proved in verdicts.items()
         },
         # The other metrics, tested together.
         "guards": guards_of(plan, flip.pairs),
@@ -346,16 +349,16 @@ def conclude(
             if (flip.path / receipt).is_file()
         ],
     }
-    said = answer(fields)
+    words = answer(fields)
     return fields | {
-        "sentence": said.sentence,
-        "action": said.action,
-        "next": _commands(plan, flip, fields, said.options),
+        "sentence": words.sentence,
+        "action": words.action,
+        "next": _commands(plan, flip, fields, words.options),
     }
 
 
 def guards_of(plan: Plan, pairs: Sequence[Pair]) -> dict[str, dict[str, Any]]:
-    """The other metrics: B over A, and whether they differ, corrected for testing all of them at once."""
+    """Return the other metrics: B over A, and whether they differ, corrected for testing all of them at once."""
     ratios: dict[str, list[float]] = {}
     complete = [p for p in pairs if p.complete]
     for pair in complete:
@@ -378,40 +381,40 @@ def guards_of(plan: Plan, pairs: Sequence[Pair]) -> dict[str, dict[str, Any]]:
 def _why_no_measurement(
     plan: Plan,
     judgement: Judgement,
-    held: Mapping[str, Verdict | None],
+    verdicts: Mapping[str, Verdict | None],
     outcomes: Sequence[Outcome],
 ) -> list[str]:
     required, censored = VERDICTS[judgement.verdict].requires, judgement.censored
-    found = [] if required else [f"{judgement.verdict} measures nothing"]
+    reasons = [] if required else [f"{judgement.verdict} measures nothing"]
     if required and censored and censored["p"] > plan.alpha:
-        found.append(f"{count_of(censored['pairs'])} alone, which chance may do")
-    found += [
+        reasons.append(f"{count_of(censored['pairs'])} alone, which chance may do")
+    reasons += [
         f"{CONTROLS[name]}: {proved.reason}"
-        for name, proved in held.items()
+        for name, proved in verdicts.items()
         if name in required and proved is not None and proved.level != Level.PASS
     ]
     # Other users of the GPU, as far as the logs show them.
     others = max((outcome.gpu_used_before_bytes or 0.0 for outcome in outcomes), default=0.0)
     if others > FOREIGN_BYTES:
         text = f"{format_bytes(others)} of it were in use before a run began"
-        found.append(f"others on the GPU: {text}")
-    return found
+        reasons.append(f"others on the GPU: {text}")
+    return reasons
 
 
 def _commands(plan: Plan, flip: FlipFolder, fields: Mapping[str, Any], options: str) -> list[str]:
-    """The commands for the next action and for a look at the runs that did not complete."""
+    """Return the commands for the next action, and for reading the log of a run that did not complete."""
     if fields["interrupted"]:
         return [f"go on: engine flip --resume {flip.path}"]
-    out = []
+    commands = []
     if options:
-        usual = {"metric": "step_s", "margin": MARGIN, "steps": STEPS}
+        defaults = {"metric": "step_s", "margin": MARGIN, "steps": STEPS}
         texts = {"metric": plan.metric, "margin": f"{100 * plan.margin:g}%", "steps": plan.steps}
-        same = [
+        options_kept = [
             f" --{name} {text}"
             for name, text in texts.items()
-            if getattr(plan, name) != usual[name] and f"--{name}" not in options
+            if getattr(plan, name) != defaults[name] and f"--{name}" not in options
         ]
-        out.append(f"run: {plan.command_line(' '.join((''.join(same), options)))}")
+        commands.append(f"run: {plan.command_line(' '.join((''.join(options_kept), options)))}")
     if VERDICTS[fields["verdict"]].is_in_logs and flip.pairs:
         arms = fields["censored"].get("arm", "AB")
         failed = [
@@ -419,7 +422,6 @@ def _commands(plan: Plan, flip: FlipFolder, fields: Mapping[str, Any], options: 
             for run in fields["raw_runs"]
             if run["state"] != "completed" and run["arm"] in arms
         ]
-        # The first failed run is the place to look.
         run = failed[0] if failed else flip.pairs[-1].b.run
-        out.append(f"look: engine tail {flip.path / run}")
-    return out
+        commands.append(f"look: engine tail {flip.path / run}")
+    return commands

@@ -107,11 +107,9 @@ def asks_parity(keys: Iterable[str]) -> bool:
     return CHANGE_RESULTS.isdisjoint(keys)
 
 
-SAMPLING = "watch.sample_seconds"
 SLOWED_SHARE = 0.1
 """Largest allowed difference between the arms in the fraction of time that heat held the clocks down. A pair
-beyond it is worthless; the number is a judgement, not a law."""
-NO_CLOCKS = "no reading of the clocks fell into the measured steps of both arms"
+beyond it measures heat, not the setting. The value is a choice, not a measurement."""
 
 
 def proofs(plan: Plan, a: Outcome, b: Outcome, flip: Path) -> dict[str, Verdict | None]:
@@ -120,13 +118,13 @@ def proofs(plan: Plan, a: Outcome, b: Outcome, flip: Path) -> dict[str, Verdict 
     return {
         "flipped": flipped(plan, a, b),
         "equal": same_work(plan, a, b, flip) if is_asked else equal(plan, a, b),
-        # What a script computes is its own affair: its words may change it on purpose.
+        # The words of a script may change what it computes on purpose.
         "parity": None if is_asked or of_script else parity(plan, a, b),
     }
 
 
 def same_work(plan: Plan, a: Outcome, b: Outcome, flip: Path) -> Verdict | None:
-    """Fail a run that does not show what is asked, and left out work in which the other one failed."""
+    """Fail a pair whose B does not show the observation because it left out work in which A showed it."""
     if not a.shown or b.shown is not False:
         return None
     (change,) = plan.changes
@@ -143,7 +141,7 @@ def same_work(plan: Plan, a: Outcome, b: Outcome, flip: Path) -> Verdict | None:
     return Verdict(Level.FAIL, f"B did not do the work of A: {left_out}") if left_out else None
 
 
-def _changed(change: Change, b: Outcome) -> Verdict:
+def _prove_changed(change: Change, b: Outcome) -> Verdict:
     """Prove from its log that the probe changed a setting in arm B's script."""
     text = f"{change.key}={change.b}"
     if b.choices.get(change.key) == change.b:
@@ -161,13 +159,13 @@ def flipped(plan: Plan, a: Outcome, b: Outcome) -> Verdict:
     if plan.observed is None:
         for change in plan.changes:
             if plan.command is None:
-                verdicts.append(_decided(change, a, b))
+                verdicts.append(_prove_decided(change, a, b))
             elif change.key in SCRIPT_SETTINGS:
-                verdicts.append(_changed(change, b))
+                verdicts.append(_prove_changed(change, b))
     return lowest(verdicts)
 
 
-def _decided(change: Change, a: Outcome, b: Outcome) -> Verdict:
+def _prove_decided(change: Change, a: Outcome, b: Outcome) -> Verdict:
     """Prove that each arm's decision follows its setting, if the setting is a decision at all."""
     key = change.key
     for outcome, asked in ((a, change.a), (b, change.b)):
@@ -190,33 +188,37 @@ def _decided(change: Change, a: Outcome, b: Outcome) -> Verdict:
 
 
 def equal(plan: Plan, a: Outcome, b: Outcome) -> Verdict:
-    """Prove that nothing else differs: no device, precision, batch or model fell back. What a script does otherwise may
-    be meant."""
-    if (disturbed := _disturbed(a, b)) is not None:
+    """Prove that nothing else differs: no device, precision, batch or model fell back. A script may differ on
+    purpose, so its differences give UNKNOWN."""
+    if (disturbed := _find_disturbance(a, b)) is not None:
         return disturbed
-    both = [name for name in a.facts if name in b.facts]
-    for name in both:
+    common = [name for name in a.facts if name in b.facts]
+    for name in common:
         may_change = any(matches(key, FACTS.get(name, ())) for key in plan.keys)
         if not may_change and _differ(a.facts[name], b.facts[name]):
             text = f"{name} is {a.facts[name]!s:.40} in A and {b.facts[name]!s:.40} in B"
             if plan.command is not None:
                 return Verdict(Level.UNKNOWN, f"{text}, which may be meant")
             return Verdict(Level.FAIL, f"SilentFallback: {text}")
-    known = {*a.facts, *b.facts}
+    logged = {*a.facts, *b.facts}
     # A run without a teacher lacks the teacher's facts in both arms.
     expected = ["device"] if plan.command is not None else FACTS
     missing = [
-        name for name in expected if name not in both and (name in known or "teacher" not in name)
+        name
+        for name in expected
+        if name not in common and (name in logged or "teacher" not in name)
     ]
     if missing:
         return Verdict(Level.UNKNOWN, f"not in both logs: {', '.join(missing)}")
-    if SAMPLING not in plan.keys and a.facts["device"] != CPU and None in (a.slowed, b.slowed):
-        return Verdict(Level.UNKNOWN, NO_CLOCKS)
-    return Verdict(Level.PASS, f"the same in both arms: {', '.join(both)}")
+    is_sampled = "watch.sample_seconds" not in plan.keys
+    if is_sampled and a.facts["device"] != CPU and None in (a.slowed, b.slowed):
+        text = "no reading of the clocks fell into the measured steps of both arms"
+        return Verdict(Level.UNKNOWN, text)
+    return Verdict(Level.PASS, f"the same in both arms: {', '.join(common)}")
 
 
-def _disturbed(a: Outcome, b: Outcome) -> Verdict | None:
-    """Whether the machine itself treated the arms differently."""
+def _find_disturbance(a: Outcome, b: Outcome) -> Verdict | None:
+    """Return a failed verdict if the machine itself treated the arms differently."""
     if a.suspended or b.suspended:
         asleep = " and ".join(o.arm for o in (a, b) if o.suspended)
         return Verdict(Level.FAIL, f"Suspended: the machine slept in {asleep}")
@@ -244,17 +246,17 @@ def parity(plan: Plan, a: Outcome, b: Outcome) -> Verdict | None:
     losses = [(f"the loss of step {step}", *pair) for step, pair in steps]
     if a.teacher_loss is not None and b.teacher_loss is not None:
         losses.append(("the teacher's held-out loss", a.teacher_loss, b.teacher_loss))
-    for what, left, right in losses:
+    for name, left, right in losses:
         if left is None or right is None:
             if left != right:
-                return Verdict(Level.FAIL, f"{what} is finite in one arm alone")
+                return Verdict(Level.FAIL, f"{name} is finite in one arm alone")
             continue
         gap = abs(left - right) / max(abs(left), abs(right), 1e-30)
         if gap > plan.parity:
-            text = f"{what} is {left:.6g} in A and {right:.6g} in B, {gap:.2%} apart"
+            text = f"{name} is {left:.6g} in A and {right:.6g} in B, {gap:.2%} apart"
             return Verdict(Level.FAIL, f"{text} where {plan.parity:.2%} is allowed")
         if gap >= worst:
-            worst, where = gap, what
+            worst, where = gap, name
     if not losses:
         return Verdict(Level.UNKNOWN, "the arms have no losses to compare")
     return Verdict(Level.PASS, f"losses agree to {worst:.2g} of themselves ({where})")

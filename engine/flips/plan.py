@@ -43,6 +43,7 @@ from engine.spec import GONE, RunSpec, build_spec, load_spec, parse_set
 PAIRS_MIN = 4
 PAIRS_MAX = 16
 PAIRS_LIMIT = 64
+"""Largest number of pairs that --pairs accepts."""
 WARM_UP_STEPS = 3
 MEASURED_STEPS_MIN = 3
 STEPS = 12
@@ -54,8 +55,9 @@ MARGIN = 0.05
 BUDGET_S = 300.0
 RUN_LIMIT_S = 300.0
 LONGEST_S = 3 * 3600
-"""Maximum time of pairs that is proposed, in seconds."""
+"""Longest time of all pairs that an answer or an estimate proposes, in seconds."""
 PARITY = 0.02
+"""Allowed relative difference between the arms' losses at the same step."""
 
 
 class Metric(NamedTuple):
@@ -97,7 +99,7 @@ METRICS = {
 BURSTS = 24
 """Number of steps that are averaged for a script: a multiple of usual numbers of loader workers, which yield their
 batches in bursts."""
-OF_BURSTS = f"mean step time, of {4 * BURSTS} steps or more the median of the means of {BURSTS} in a row, seconds"
+_SCRIPT_STEP_S = f"mean step time, of {4 * BURSTS} steps or more the median of the means of {BURSTS} in a row, seconds"
 SHOWN = "shown"
 """Metric of a flip that tests whether a setting ends something observed."""
 _NAME = 40
@@ -139,7 +141,7 @@ class Plan:
     margin: float = MARGIN
     """Fraction below which a difference does not matter: 0.05 is 5 %."""
     alpha: float = ALPHA
-    """A verdict is wrong in at most this fraction of experiments, however often one looks."""
+    """A verdict is wrong in at most this fraction of experiments, however often the interval is checked."""
     pairs_min: int = PAIRS_MIN
     pairs_max: int = PAIRS_MAX
     steps: int = STEPS
@@ -149,14 +151,14 @@ class Plan:
     run_limit_s: float = RUN_LIMIT_S
     """A run that takes longer did not complete."""
     budget_s: float = BUDGET_S
-    """No pair is begun that would not end within this time."""
+    """A pair starts only if it is expected to end within this time."""
     parity: float = PARITY
     """Allowed relative difference between the arms' losses at the same step."""
     order_seed: int
     slow_a_by: float = 0.0
     """Fraction by which every step of A is deliberately lengthened in a control, otherwise 0."""
     spec: Mapping[str, Mapping[str, Any]]
-    """Settings of arm A; none where the arms are a command."""
+    """Settings of arm A; empty where the arms are a command."""
     source: str
     """Spec file or run folder that A comes from, or the line of the command."""
     level: float = LEVEL
@@ -166,7 +168,7 @@ class Plan:
     command: Command | None = None
     """Command of the arms; None for a spec."""
     attempt: int = 0
-    """Number of this test among all of its finding, from 1: the later, the more pairs it takes
+    """Number of this test among the tests of its finding, from 1; later tests need more pairs
     (`statistics.pairs_to_confirm`). 0 in plans of earlier versions, which any three pairs of runs decide."""
     observed: Observed | None = None
     """Observation that B must end; None for a flip that measures a metric."""
@@ -196,7 +198,7 @@ class Plan:
         if self.observed is not None:
             return f"whether a run shows {self.observed.name}"
         if self.metric == "step_s" and self.kind == "command":
-            return OF_BURSTS
+            return _SCRIPT_STEP_S
         return METRICS[self.metric].definition
 
     @property
@@ -234,7 +236,7 @@ class Plan:
     def order(self) -> list[bool]:
         """Return for each pair whether B runs first.
 
-        Each two pairs share a fair coin from `order_seed` and run in opposite orders. With one coin per pair,
+        Two consecutive pairs share a fair coin from `order_seed` and run in opposite orders. With one coin per pair,
         a few pairs would often all have the same order, and the same arm would always run second.
         """
         coins = random.Random(self.order_seed)
@@ -248,8 +250,8 @@ class Plan:
             return f"engine flip {self.source}{sets}{options}"
         arms, is_of_run = "", self.source != self.command.line
         for change in self.changes:
-            given = {} if is_of_run else {option_for(change.key, "a"): change.a}
-            for name, value in (given | {option_for(change.key): change.b}).items():
+            options_of_a = {} if is_of_run else {option_for(change.key, "a"): change.a}
+            for name, value in (options_of_a | {option_for(change.key): change.b}).items():
                 if value is not None:
                     text = value if change.key == WORDS else f"{change.key}={value}"
                     arms += f" {name} {shlex.quote(text)}"
@@ -282,8 +284,8 @@ class Plan:
         return build_spec(tree, file=f"arm {'B' if b else 'A'}", base=Path("/"), check_paths=False)
 
     def control(self, *, slow: bool) -> Plan:
-        """Return the plan of a control: A against A, or A made slower by twice the margin against A. The instrument
-        must be able to tell these on this machine before a verdict counts as measured."""
+        """Return the plan of a control: A against A, or A made slower by twice the margin against A. Flips on
+        this machine must tell these two cases apart before a verdict counts as measured."""
         return dataclasses.replace(
             self,
             hypothesis=f"A made slower by {200 * self.margin:g} % is seen as slower"
@@ -335,14 +337,14 @@ def make_plan(
 
 
 def _refuse_own_choices(source: Path, changes: Sequence[Change]) -> None:
-    """Refuse B's value where A leaves it to the engine and the run that A comes from logged that it chose the same."""
-    left = [change for change in changes if is_choice_of_the_engine(change.a)]
-    if not left or not is_run(source):
+    """Refuse a value of B that the engine chose by itself in the run that A comes from: both arms would be the same."""
+    automatic = [change for change in changes if is_choice_of_the_engine(change.a)]
+    if not automatic or not is_run(source):
         return
     logged = {one.knob: one for one in Follower(RunFolder(source)).read_all().decisions}
-    for change in left:
+    for change in automatic:
         decision = logged.get(change.key)
-        # A variable of the environment may be another one now.
+        # An overridden decision came from an environment variable, which may have changed since.
         if decision and not decision.overridden and decision.choice == as_choice(change.b):
             raise BadInput.expected(
                 f"--set {change.key}",
@@ -366,16 +368,16 @@ def make_command_plan(
     """Make a plan of a command with other words, another environment or a setting that the probe changes. Raises
     BadInput.
 
-    `a` and `b` have for each arm what replaces `{}`, under WORDS, and variables and settings of SCRIPT_SETTINGS by
-    their names; a variable that an arm lacks is as it is now, a setting is the script's own. `folder` is where it is
-    started, the current one without it; `source` is the run folder that it comes from.
+    `a` and `b` map WORDS to what replaces `{}` in each arm, and the names of variables and of SCRIPT_SETTINGS to their
+    values. A variable that an arm lacks keeps its current value, a setting that of the script. The command starts in
+    `folder`, by default the current one; `source` is the run folder that it comes from.
     """
-    usual: dict[str, str | None] = {
+    defaults: dict[str, str | None] = {
         name: None if name in SCRIPT_SETTINGS else os.environ.get(name) for name in {**a, **b}
     }
-    if WORDS in usual:
-        usual[WORDS] = ""
-    arms = {**usual, **a}, {**usual, **b}
+    if WORDS in defaults:
+        defaults[WORDS] = ""
+    arms = {**defaults, **a}, {**defaults, **b}
     command = Command(
         words=tuple(words), folder=folder or os.getcwd(), settings=arms[0], copied=copied
     )
@@ -419,8 +421,8 @@ def _check_command(
         try:
             program = command.arm(changed, Path(), 0).words[0]
         except ValueError as error:
-            own = changed[WORDS]
-            raise BadInput.expected("words", repr(own), "words of a shell", str(error)) from error
+            found = repr(changed[WORDS])
+            raise BadInput.expected("words", found, "words of a shell", str(error)) from error
         except IndexError:
             program = ""
         if "/" in program:
@@ -436,18 +438,18 @@ def _register(
     RUN_LIMIT_S."""
     plan = Plan(changes=changes, **fields)
     _check_numbers(plan)
-    what = " and ".join(map(str, changes)) or "nothing"
-    usual = f"{what} changes {plan.metric} by more than {100 * plan.margin:g} %"
+    changed = " and ".join(map(str, changes)) or "nothing"
+    hypothesis = f"{changed} changes {plan.metric} by more than {100 * plan.margin:g} %"
     return dataclasses.replace(
         plan,
-        hypothesis=plan.hypothesis or usual,
+        hypothesis=plan.hypothesis or hypothesis,
         run_limit_s=run_limit_s or min(RUN_LIMIT_S, plan.budget_s / 2),
     )
 
 
 def _check_numbers(plan: Plan) -> None:
     least = WARM_UP_STEPS + MEASURED_STEPS_MIN
-    for what, good, expected, found in (
+    for name, is_valid, expected, found in (
         ("metric", plan.metric in METRICS, f"one of {', '.join(METRICS)}", plan.metric),
         ("margin", 0 < plan.margin < 1, "a share between 0 and 1", f"{plan.margin:g}"),
         (
@@ -459,19 +461,21 @@ def _check_numbers(plan: Plan) -> None:
         ("pairs", 0 < plan.pairs_max <= PAIRS_LIMIT, f"1 to {PAIRS_LIMIT}", plan.pairs_max),
         ("budget", plan.budget_s > 0, "some seconds", f"{plan.budget_s:g}"),
     ):
-        if not good:
-            raise BadInput.expected(what, "of the flip", expected, str(found))
+        if not is_valid:
+            raise BadInput.expected(name, "of the flip", expected, str(found))
 
 
 def _changes(base: RunSpec, sets: Sequence[str]) -> tuple[Change, ...]:
     """Return the settings that B changes, each value parsed as its setting's type."""
-    asked = dict(parse_set(argument) for argument in sets)
-    if gone := [f"--set {key}: {GONE[key].refusal(asked[key])}" for key in asked if key in GONE]:
-        raise SpecError(gone)
+    requested = dict(parse_set(argument) for argument in sets)
+    if removed := [
+        f"--set {key}: {GONE[key].refusal(requested[key])}" for key in requested if key in GONE
+    ]:
+        raise SpecError(removed)
     changed = build_spec(base.to_dict(), file="the spec", base=Path("/"), sets=list(sets)).to_dict()
     tree = base.to_dict()
     changes, problems = [], []
-    for dotted in asked:
+    for dotted in requested:
         section, key = dotted.split(".")
         a, b = tree[section][key], changed[section][key]
         if section in EXTERNAL:

@@ -67,20 +67,19 @@ def proposals(
     command: WatchedCommand | None = None,
 ) -> tuple[Proposal, ...]:
     """Return each assignment once, from the first source that names it; what cannot be tested comes last.
-    `settings` are those of the run by dotted key, if they could be read; `command` is that of a watched run. There is
-    none for a run whose command is not on record, as of an imported log: nothing can be started again."""
-    if command is not None and not command.arguments:
-        return ()
+    `settings` are those of the run by dotted key, if they could be read; `command` is that of a watched run. An
+    imported log has no proposals: its command is not on record, so it cannot be started again."""
     if command is not None:
-        return _of_script(view, command)
+        return _script_proposals(view, command) if command.arguments else ()
     found: dict[str, Proposal] = {}
-    for proposal in (*_of_alerts(view), *_of_decisions(view)):
+    for proposal in (*_alert_proposals(view), *_decision_proposals(view)):
         found.setdefault(proposal.assignment, proposal)
     judged = [
-        replace(one, impossible=why_impossible(one, view, settings or {})) for one in found.values()
+        replace(proposal, impossible=why_impossible(proposal, view, settings or {}))
+        for proposal in found.values()
     ]
     # A stable sort: the order within both halves stays.
-    return tuple(sorted(judged, key=lambda one: bool(one.impossible)))
+    return tuple(sorted(judged, key=lambda proposal: bool(proposal.impossible)))
 
 
 def of_alert(alert: Judged) -> Proposal:
@@ -90,19 +89,19 @@ def of_alert(alert: Judged) -> Proposal:
     return Proposal(assignment, words, f"alert {alert.id}: {alert.text}")
 
 
-def why_impossible(one: Proposal, view: RunView, settings: Mapping[str, Any]) -> str:
-    """Return why a flip of this cannot show anything about this run; empty if it can."""
-    if one.knob not in KEYS or not one.value:
-        return f"{one.knob} is not a setting"
-    if one.knob in settings and as_choice(settings[one.knob]) == one.value:
-        return f"it is {one.value} already"
+def why_impossible(proposal: Proposal, view: RunView, settings: Mapping[str, Any]) -> str:
+    """Return why a flip of this proposal cannot show anything about this run; empty if it can."""
+    if proposal.knob not in KEYS or not proposal.value:
+        return f"{proposal.knob} is not a setting"
+    if proposal.knob in settings and as_choice(settings[proposal.knob]) == proposal.value:
+        return f"it is {proposal.value} already"
     chosen = {decision.knob: decision for decision in view.decisions}
-    decision = chosen.get(one.knob)
-    if decision is not None and decision.choice == one.value:
-        return f"the run chose {one.value} by itself: both arms would do the same"
-    if decision is not None and one.value in decision.impossible:
-        return dict(decision.rejected).get(one.value, "the run cannot have it on this machine")
-    if one.knob == "teacher.backend" and settings.get("teacher.path") == "":
+    decision = chosen.get(proposal.knob)
+    if decision is not None and decision.choice == proposal.value:
+        return f"the run chose {proposal.value} by itself: both arms would do the same"
+    if decision is not None and proposal.value in decision.impossible:
+        return dict(decision.rejected).get(proposal.value, "the run cannot have it on this machine")
+    if proposal.knob == "teacher.backend" and settings.get("teacher.path") == "":
         return "the run has no teacher"
     return ""
 
@@ -112,13 +111,13 @@ def _active(view: RunView) -> list[Judged]:
     return sorted(view.alerts.values(), key=lambda a: (a.level != FAIL, -a.to_unix_s))
 
 
-def _of_alerts(view: RunView) -> Iterator[Proposal]:
+def _alert_proposals(view: RunView) -> Iterator[Proposal]:
     for alert in _active(view):
         if alert.flip.startswith(_SET):
             yield of_alert(alert)
 
 
-def _of_decisions(view: RunView) -> Iterator[Proposal]:
+def _decision_proposals(view: RunView) -> Iterator[Proposal]:
     for decision in view.decisions:
         if decision.knob not in KEYS:
             continue
@@ -241,19 +240,19 @@ _MISSING = {
 }
 
 
-def _of_script(view: RunView, command: WatchedCommand) -> tuple[Proposal, ...]:
+def _script_proposals(view: RunView, command: WatchedCommand) -> tuple[Proposal, ...]:
     active = _active(view)
     found: list[tuple[bool, int, Proposal]] = []
     for idea in IDEAS:
         urgency = next((at for at, one in enumerate(active) if one.id in idea.alerts), len(active))
-        alert, missing = active[urgency : urgency + 1], _missing(idea, view)
+        alert, missing = active[urgency : urgency + 1], _missing_requirement(idea, view)
         if not alert and (idea.only_alert or missing):
             continue
         source = (
             f"alert {alert[0].id}: {alert[0].text}" if alert else "can be tried with any script"
         )
-        assignment, impossible = _for_command(idea, options_of(command.arguments))
-        impossible = missing or impossible or _is_so(assignment, view)
+        assignment, impossible = _as_option(idea, options_of(command.arguments))
+        impossible = missing or impossible or _why_unchanged(assignment, view)
         one = Proposal(assignment, idea.hypothesis, source, impossible, bool(alert))
         found.append((bool(impossible), urgency, one))
     fixes = [
@@ -264,7 +263,7 @@ def _of_script(view: RunView, command: WatchedCommand) -> tuple[Proposal, ...]:
     return (*fixes, *(one for *_, one in sorted(found, key=lambda each: each[:2])))
 
 
-def _for_command(idea: Idea, given: Mapping[str, tuple[str, str]]) -> tuple[str, str]:
+def _as_option(idea: Idea, given: Mapping[str, tuple[str, str]]) -> tuple[str, str]:
     """Return the change for a command with these options, by its own option where it has one, and why it is impossible;
     the reason is empty if it is possible."""
     name = next((option for option in idea.options if option in given), None)
@@ -286,40 +285,47 @@ def _for_command(idea: Idea, given: Mapping[str, tuple[str, str]]) -> tuple[str,
     return f"{spelt} {value}", f"it is {value} already" if old == value else ""
 
 
-def _missing(idea: Idea, view: RunView) -> str:
+def _missing_requirement(idea: Idea, view: RunView) -> str:
     watched = view.watched
     device = watched.device if watched is not None else "an unknown device"
-    there = {
+    available = {
         GPU: device.startswith("cuda"),
         RANKS: watched is not None and watched.world > 1,
         COMPILES: bool(view.compiles),
         # Unknown before the first step.
         LOADER: not len(view.steps) or any(view.steps.values("data_s")),
     }
-    return next((_MISSING[one].format(device=device) for one in idea.needs if not there[one]), "")
+    return next(
+        (_MISSING[need].format(device=device) for need in idea.needs if not available[need]), ""
+    )
 
 
-def _is_so(assignment: str, view: RunView) -> str:
+def _why_unchanged(assignment: str, view: RunView) -> str:
     name, _, value = assignment.partition("=")
-    is_so = any((one.knob, one.choice) == (name, value) for one in view.decisions)
+    is_so = any((decision.knob, decision.choice) == (name, value) for decision in view.decisions)
     # Arms have the environment that the flip is started in.
     return f"it is {value} already" if is_so or os.environ.get(name) == value else ""
 
 
-def proposal_fields(one: Proposal) -> dict[str, Any]:
+def proposal_fields(proposal: Proposal) -> dict[str, Any]:
     """Return a proposal's fields for JSON."""
-    return dataclasses.asdict(one) | {"options": one.options}
+    return dataclasses.asdict(proposal) | {"options": proposal.options}
 
 
 def proposal_lines(found: Sequence[Proposal], source: str) -> list[str]:
     """Return each proposal with its reason and the command that tests it."""
     lines = []
-    for one in found:
-        if one.impossible:
-            lines += [f"{one.assignment}: not here: {one.impossible}"]
+    for proposal in found:
+        if proposal.impossible:
+            lines += [f"{proposal.assignment}: not here: {proposal.impossible}"]
             continue
-        line = shlex.join(["engine", "flip", source, *one.options])
-        lines += [one.assignment, f"  {one.hypothesis}", f"  {one.source}", f"  test it: {line}"]
+        line = shlex.join(["engine", "flip", source, *proposal.options])
+        lines += [
+            proposal.assignment,
+            f"  {proposal.hypothesis}",
+            f"  {proposal.source}",
+            f"  test it: {line}",
+        ]
     none = (
         "nothing to propose: no alert names a flip, and no choice has an alternative; an imported log has no command "
         "to start again"

@@ -133,31 +133,34 @@ def raising_lines(file: Path, number: int) -> set[int]:
     except (BadInput, SyntaxError, ValueError, RecursionError):
         return set()
     branches = (ast.If, ast.Try, ast.With, ast.While)
-    statements = [one for one in ast.walk(tree) if isinstance(one, ast.stmt)]
-    around = [
-        one
-        for one in statements
-        if (isinstance(one, branches) and one.lineno == number)
-        or (not hasattr(one, "body") and one.lineno <= number <= (one.end_lineno or 0))
+    statements = [statement for statement in ast.walk(tree) if isinstance(statement, ast.stmt)]
+    chosen = [
+        statement
+        for statement in statements
+        if (isinstance(statement, branches) and statement.lineno == number)
+        or (
+            not hasattr(statement, "body")
+            and statement.lineno <= number <= (statement.end_lineno or 0)
+        )
     ]
     return {
         line
-        for one in around
-        for inside in ast.walk(one)
-        if isinstance(inside, (ast.Raise, ast.Assert))
-        for line in range(inside.lineno, (inside.end_lineno or inside.lineno) + 1)
+        for statement in chosen
+        for node in ast.walk(statement)
+        if isinstance(node, (ast.Raise, ast.Assert))
+        for line in range(node.lineno, (node.end_lineno or node.lineno) + 1)
     }
 
 
-def code_of(folder: Path) -> dict[str, str]:
+def hash_files(folder: Path) -> dict[str, str]:
     """Return the SHA-256 of every file of a folder that would be copied, by its path in it."""
-    found = {}
+    hashes = {}
     for entry in _entries(folder):
         if entry.is_file(follow_symlinks=False):
             with open_plain(Path(entry.path)) as file:
                 sha256 = hashlib.file_digest(file, "sha256").hexdigest()
-            found[os.path.relpath(entry.path, folder)] = sha256
-    return found
+            hashes[os.path.relpath(entry.path, folder)] = sha256
+    return hashes
 
 
 def keep_code(folder: Path, code: Mapping[str, str], to: Path) -> None:
@@ -165,11 +168,11 @@ def keep_code(folder: Path, code: Mapping[str, str], to: Path) -> None:
     KEPT_BYTES under their SHA-256. Raises OSError."""
     to.mkdir(parents=True)
     (to / CODE).write_text(json.dumps(code, indent=1, sort_keys=True), encoding="utf-8")
-    left = ALL_KEPT_BYTES
+    left_bytes = ALL_KEPT_BYTES
     for name, sha256 in code.items():
         size = (folder / name).stat().st_size
-        if size <= min(KEPT_BYTES, left):
-            left -= size
+        if size <= min(KEPT_BYTES, left_bytes):
+            left_bytes -= size
             if not (kept := to.parent / sha256).exists():
                 shutil.copyfile(folder / name, kept)
 
@@ -188,8 +191,8 @@ def remove_copy(to: Path) -> None:
 
 
 def _target(link: str, folder: Path) -> str:
-    """Where a copied link leads: inside the copy what it led to inside the folder."""
+    """Return the target of a copied link. A relative one inside the folder is kept, so it leads into the copy."""
     target = os.readlink(link)
-    whole = os.path.normpath(os.path.join(os.path.dirname(link), target))
-    is_inside = Path(whole).is_relative_to(folder) and not os.path.isabs(target)
-    return target if is_inside else whole
+    resolved = os.path.normpath(os.path.join(os.path.dirname(link), target))
+    is_inside = Path(resolved).is_relative_to(folder) and not os.path.isabs(target)
+    return target if is_inside else resolved

@@ -42,7 +42,7 @@ AUTOCORRELATION_LIMIT = 0.5
 AUTOCORRELATION_ERRORS = 2.58
 """The limit in standard errors, which must be exceeded too. Independent pairs correlate by 1 / sqrt(n) at
 random, so with few pairs the correlation exceeds 0.5 by chance in one experiment of eight, but 2.58 standard
-errors in 1 %."""
+errors in 1 % of them."""
 DIAGNOSIS_P_LIMIT = 0.01
 """For the tests on order and trend. The limit is on p and not on t, because with two pairs of either order t
 exceeds 3 by chance in one experiment of ten."""

@@ -37,6 +37,7 @@ from engine.version import VERSION
 
 CPU = "cpu"
 SLACK = 3.0
+"""Time limit of a run, relative to its expected duration."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +52,7 @@ class Surroundings:
 
 def find_surroundings(plan: Plan) -> Surroundings:
     """Find where the arms of `plan` will run. They use the first GPU that CUDA shows."""
-    # A command may use what there is.
+    # A command chooses its device by itself, so it may use the GPU.
     wanted = {plan.spec["compute"]["device"] if plan.kind == "spec" else "auto"}
     wanted |= {change.b for change in plan.changes if change.key == "compute.device"}
     device, name = CPU, "the CPU"
@@ -131,8 +132,8 @@ def find_resources(plan: Plan, surroundings: Surroundings) -> Resources:
         else:
             peak = view.memory_plan.predicted_bytes if view.memory_plan is not None else None
             source = f"{path.name} has made too few steps to tell"
-            if (known := time_of_run(view, plan.warm_up_steps)) is not None:
-                start_s, step_s = known
+            if (times := time_of_run(view, plan.warm_up_steps)) is not None:
+                start_s, step_s = times
                 run_s = start_s + plan.steps * step_s
                 source = (
                     f"{path.name}: start {format_seconds(start_s)}, step {format_seconds(step_s)}"
@@ -148,7 +149,7 @@ def find_resources(plan: Plan, surroundings: Surroundings) -> Resources:
 
 
 def time_of_run(view: RunView, warm_up_steps: int) -> tuple[float, float] | None:
-    """Seconds from the start of a run to its first step, and of a step; None where it has made too few."""
+    """Return the seconds from the start of a run to its first step, and those of a step; None after too few steps."""
     step_s = metrics_of(view, warm_up_steps).get("step_s")
     begun, first = view.trainer_started_unix_s, view.first_step_unix_s
     if step_s is None or begun is None or first is None:
@@ -161,7 +162,7 @@ def _estimated_pairs(plan: Plan) -> int:
     return min(2 * plan.pairs_min, plan.pairs_max)
 
 
-def with_room(plan: Plan, resources: Resources, *, own_budget: bool = True) -> Plan:
+def with_time_limits(plan: Plan, resources: Resources, *, own_budget: bool = True) -> Plan:
     """Raise the plan's run limit to three times the expected duration of a run, as far as the budget allows.
     A run that is merely slow to load must not count as a hang. Without a budget of the user's own, raise it first to
     what the pairs of the estimate take, and a quarter more, if that is at most LONGEST_S."""

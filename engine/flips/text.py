@@ -72,8 +72,8 @@ def pair_line(plan: Plan, pair: Pair, interval: Interval | None) -> str:
     line = f"{pair.number:>4}  {order:5}  {values[0]:>12}  {values[1]:>12}"
     if plan.observed is None:
         line += f"  {ratio:>7}  {so_far}"
-    odd = [f"{o.arm} {o.in_words()}" for o in pair.arms if not o.completed]
-    return "\n".join([line, *(f"      {text}" for text in odd)])
+    ends = [f"{o.arm} {o.in_words()}" for o in pair.arms if not o.completed]
+    return "\n".join([line, *(f"      {text}" for text in ends)])
 
 
 def value_text(metric: str, outcome: Outcome) -> str:
@@ -107,8 +107,7 @@ def answer_lines(fields: Mapping[str, Any]) -> list[str]:
 
 def verdict_lines(fields: Mapping[str, Any]) -> list[str]:
     """Describe the content of verdict.json for a person: the sentence, the next action, then the details."""
-    details = detail_lines(fields)
-    return [*answer_lines(fields), "details", *(f"  {line}" for line in details)]
+    return [*answer_lines(fields), "details", *(f"  {line}" for line in detail_lines(fields))]
 
 
 def detail_lines(fields: Mapping[str, Any]) -> list[str]:

@@ -82,7 +82,7 @@ def _varies_with_load(fields: Fields) -> bool:
 
 
 def affordable(fields: Fields) -> int | None:
-    """The number of pairs that would decide; None where it is unknown, or more than anyone would wait for."""
+    """Return the number of pairs that would decide; None if it is unknown, or they would take longer than LONGEST_S."""
     pairs = fields["pairs_needed"]
     if not pairs or pairs > PAIRS_LIMIT or pairs * _pair_s(fields) > LONGEST_S:
         return None
@@ -96,8 +96,8 @@ def _different(fields: Fields) -> Answer:
     """Say which setting to use, and what is missing before the number may be quoted."""
     metric, is_less = METRICS[fields["metric"]], fields["verdict"] == FASTER
     does = metric.less if is_less else metric.more
-    sentence = f"{_b(fields)} {does}: {_effect(fields)}, more than the margin of {_margin(fields)}"
-    action = _use(fields, b=is_less)
+    sentence = f"{_change_of_b(fields)} {does}: {_effect(fields)}, more than the margin of {_margin(fields)}"
+    action = _setting_action(fields, b=is_less)
     controls = {name: fields["controls"][name] for name in ("AA", "positive")}
     for name, control in controls.items():
         if control["level"] == "fail":
@@ -129,19 +129,19 @@ def _did_not_complete(fields: Fields) -> Answer:
     elif censored["p"] > ALPHA:
         more, options = _more_pairs(fields, math.ceil(-math.log2(ALPHA)))
         return Answer(sentence, f"{more}: so few failures may be chance", options)
-    use = _use(fields, b=not failed_b)
+    use = _setting_action(fields, b=not failed_b)
     return Answer(sentence, f"{use}, and read the log of {censored['arm']}")
 
 
 def _inconclusive(fields: Fields) -> Answer:
-    seen, is_open = "no pair could be compared", None in fields["interval"]
+    result, is_open = "no pair could be compared", None in fields["interval"]
     if fields["effect"] is not None:
         rest = f" after {count_of(fields['n_pairs'])}, too few to tell"
-        seen = _effect(fields) + (rest if is_open else f", margin {_margin(fields)}")
+        result = _effect(fields) + (rest if is_open else f", margin {_margin(fields)}")
     if fields["diagnostics"]["left_out"]:
-        seen += "; runs were ended from outside"
+        result += "; runs were ended from outside"
     if fields["interrupted"]:
-        return Answer(f"not decided yet, it was interrupted: {seen}", "continue it")
+        return Answer(f"not decided yet, it was interrupted: {result}", "continue it")
     if fields["metric"] == SHOWN:
         return Answer(f"not decided: {fields['reason']}", "run it again with a larger --budget")
     pairs, others = affordable(fields), busy_with(fields)
@@ -153,12 +153,12 @@ def _inconclusive(fields: Fields) -> Answer:
         busy, close = f" on this busy machine: {count} its CPUs", "close them and "
     if pairs is not None:
         more, options = _more_pairs(fields, pairs)
-        return Answer(f"not decided{busy}{';' if busy else ':'} {seen}", close + more, options)
+        return Answer(f"not decided{busy}{';' if busy else ':'} {result}", close + more, options)
     again = "run it again with more steps, or with a larger margin"
     if busy:
-        return Answer(f"cannot be decided{busy}; {seen}", "close them and run it again")
+        return Answer(f"cannot be decided{busy}; {result}", "close them and run it again")
     varies = _percent(fields["diagnostics"]["deviation"])
-    return Answer(f"cannot be decided: pairs differ by {varies} among themselves; {seen}", again)
+    return Answer(f"cannot be decided: pairs differ by {varies} among themselves; {result}", again)
 
 
 _FAILED = {
@@ -222,8 +222,9 @@ VERDICTS = {
     EQUIVALENT: Meaning(
         Level.PASS,
         lambda fields: Answer(
-            f"{_b(fields)} makes no difference that matters: {_effect(fields)}, within the margin of {_margin(fields)}",
-            f"{_use(fields, b=False)} and look for another cause",
+            f"{_change_of_b(fields)} makes no difference that matters: {_effect(fields)}, within the margin of "
+            f"{_margin(fields)}",
+            f"{_setting_action(fields, b=False)} and look for another cause",
         ),
         _ALL,
     ),
@@ -232,16 +233,16 @@ VERDICTS = {
     ENDS_IT: Meaning(
         Level.PASS,
         lambda fields: Answer(
-            f"{_b(fields)} ends it: {fields['reason']}",
-            _use(fields, b=True),
+            f"{_change_of_b(fields)} ends it: {fields['reason']}",
+            _setting_action(fields, b=True),
         ),
         _FLIPPED,
     ),
     ENDS_IT_HERE: Meaning(
         Level.PASS,
         lambda fields: Answer(
-            f"{_b(fields)} ends it for this seed: {fields['reason']}",
-            f"let the script take a seed, {_use(fields, b=True)}",
+            f"{_change_of_b(fields)} ends it for this seed: {fields['reason']}",
+            f"let the script take a seed, {_setting_action(fields, b=True)}",
         ),
         _FLIPPED,
     ),
@@ -256,8 +257,8 @@ VERDICTS = {
     KEEPS_IT: Meaning(
         Level.PASS,
         lambda fields: Answer(
-            f"{_b(fields)} does not end it: {fields['reason']}",
-            f"{_use(fields, b=False)} and look for another cause",
+            f"{_change_of_b(fields)} does not end it: {fields['reason']}",
+            f"{_setting_action(fields, b=False)} and look for another cause",
         ),
         _FLIPPED,
     ),
@@ -273,7 +274,7 @@ VERDICTS = {
         Level.FAIL,
         lambda fields: Answer(
             f"not comparable, the arms compute different things: {fields['controls']['parity']['reason']}",
-            f"{_use(fields, b=False)}, and compare the logs where the losses part",
+            f"{_setting_action(fields, b=False)}, and compare the logs where the losses part",
         ),
         is_in_logs=True,
     ),
@@ -286,19 +287,19 @@ DECIDED = frozenset(word for word, meaning in VERDICTS.items() if meaning.level 
 
 
 def _settings(fields: Fields, *, b: bool) -> list[str]:
-    """The changed settings with their values in an arm, as `key=value`; words of a command as they are."""
-    found = []
+    """Return the changed settings with their values in an arm, as `key=value`; words of a command as they are."""
+    texts = []
     for change in fields["changes"]:
         key, _, values = change.partition(": ")
         value = values.partition(" -> ")[2 if b else 0]
         if value == OWN:
-            found.append(f"{OWN} {key}")
+            texts.append(f"{OWN} {key}")
         else:
-            found.append(value if key == WORDS else f"{key}={value}")
-    return found
+            texts.append(value if key == WORDS else f"{key}={value}")
+    return texts
 
 
-def _b(fields: Fields) -> str:
+def _change_of_b(fields: Fields) -> str:
     """Name what B changes."""
     settings = _settings(fields, b=True)
     if len(settings) > 1:
@@ -311,7 +312,7 @@ def _arm(fields: Fields, *, b: bool) -> str:
     return f"{name} ({settings[0]})" if len(settings) == 1 else name
 
 
-def _use(fields: Fields, *, b: bool) -> str:
+def _setting_action(fields: Fields, *, b: bool) -> str:
     settings = _settings(fields, b=b)
     if not settings:
         return "change nothing"
@@ -325,7 +326,7 @@ def _use(fields: Fields, *, b: bool) -> str:
 
 
 def _effect(fields: Fields) -> str:
-    """The effect with its interval: `time per step -26.0 % [-26.2, -25.7]`."""
+    """Return the effect with its interval: `time per step -26.0 % [-26.2, -25.7]`."""
     noun, ratios = METRICS[fields["metric"]].noun, (fields["effect"], *fields["interval"])
     mean, low, high = (math.inf if one is None else 100 * (one - 1) for one in ratios)
     if math.isinf(high):
@@ -353,7 +354,7 @@ def _pair_s(fields: Fields) -> float:
 
 
 def _more_pairs(fields: Fields, pairs: int) -> tuple[str, str]:
-    """To run a number of pairs, as an action and as options, with a quarter more time than they took."""
+    """Return the action and the options that run a number of pairs, with a budget a quarter above the expected time."""
     minutes = math.ceil(pairs * _pair_s(fields) / 60)
     budget = max(5, math.ceil(1.25 * minutes))
     lasting = f" (about {minutes} min)" if minutes else ""

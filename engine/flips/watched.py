@@ -48,6 +48,7 @@ OUTPUTS = frozenset(
 MEASURED_S, LONGEST_S = 5.0, 120.0
 """Minimum duration of an arm's measured steps, and maximum duration of an arm, in seconds."""
 MOST_STEPS = 200
+"""Maximum number of steps of an arm."""
 REDACTED = "[redacted: "
 """Beginning of what replaces a secret in a run folder."""
 
@@ -77,7 +78,7 @@ def watched_plan(path: Path, b: Mapping[str, str | None], **how: Any) -> Plan:
             f"more in {command.folder}",
             hint=f"say where it writes: engine flip --set ... -- {shlex.join(words)} --OPTION {OUT}",
         )
-    usual_steps, usual_budget_s = lasting(
+    usual_steps, usual_budget_s = steps_and_budget(
         run, any("worker" in f"{k}{v}" for k, v in changed.items())
     )
     how = {"steps": usual_steps, "budget_s": usual_budget_s} | how
@@ -112,10 +113,10 @@ def arms_of(run: RunFolder, b: Mapping[str, str | None]) -> Arms:
     if not words or any(REDACTED in text for text in (*words, *given.values())):
         found = "one with a secret, which is not kept" if words else "none"
         raise _refused(run.path, "a command that the run folder keeps", found)
-    if (own := changed.pop(WORDS, None)) is not None:
-        words, a[WORDS] = _without_options(words, own)
-        changed[WORDS] = own
-    words, outputs = _into_out(words)
+    if (options_of_b := changed.pop(WORDS, None)) is not None:
+        words, a[WORDS] = _without_options(words, options_of_b)
+        changed[WORDS] = options_of_b
+    words, outputs = _redirect_outputs(words)
     return Arms(words, a, changed, outputs)
 
 
@@ -150,14 +151,14 @@ def _refused(path: Path, expected: str, found: str, hint: str | None = None) -> 
     return BadInput.expected("watched run", path, expected, found, hint=hint)
 
 
-def lasting(run: RunFolder, is_of_loaders: bool) -> tuple[int, float]:
+def steps_and_budget(run: RunFolder, is_of_loaders: bool) -> tuple[int, float]:
     """Return the steps of an arm and the seconds of all pairs that suit the speed of a run."""
     view = Follower(run).read_all()
-    known, made = time_of_run(view, WARM_UP_STEPS), view.last_step
+    times, made = time_of_run(view, WARM_UP_STEPS), view.last_step
     least = STEPS_OF_LOADERS if is_of_loaders else STEPS
-    if known is None:
+    if times is None:
         return least, BUDGET_S
-    start_s, step_s = known
+    start_s, step_s = times
     steps = min(max(least, math.ceil(MEASURED_S / step_s)), MOST_STEPS)
     steps = min(steps, max(STEPS, int(LONGEST_S / step_s)))
     # The script may have no more steps than the run made.
@@ -179,17 +180,17 @@ class _Part(NamedTuple):
 
 
 def _split(words: Sequence[str]) -> list[_Part]:
-    found = [_Part([])]
+    parts = [_Part([])]
     for word in words:
-        before = found[-1]
+        last = parts[-1]
         if word.startswith("--"):
             spelt, _, value = word.partition("=")
-            found.append(_Part([word], spelt.replace("_", "-"), spelt, value))
-        elif before.words == [before.spelt]:
-            found[-1] = before._replace(words=[*before.words, word], value=word)
+            parts.append(_Part([word], spelt.replace("_", "-"), spelt, value))
+        elif last.words == [last.spelt]:
+            parts[-1] = last._replace(words=[*last.words, word], value=word)
         else:
-            found.append(_Part([word]))
-    return found
+            parts.append(_Part([word]))
+    return parts
 
 
 def options_of(words: Sequence[str]) -> dict[str, tuple[str, str]]:
@@ -209,26 +210,26 @@ def _without_options(words: Sequence[str], other: str) -> tuple[tuple[str, ...],
     named = options_of(given)
     kept: list[str] = []
     taken: list[str] = []
-    for one in _split(words):
+    for part in _split(words):
         # A flag takes no value: the next word does not belong to it.
-        most = len(one.words) if len(given) > len(named) else 1
-        end = most if one.name in named else 0
+        limit = len(part.words) if len(given) > len(named) else 1
+        end = limit if part.name in named else 0
         if end and not taken:
             kept.append(WORDS)
-        taken += one.words[:end]
-        kept += one.words[end:]
+        taken += part.words[:end]
+        kept += part.words[end:]
     return tuple(kept if taken else [*kept, WORDS]), shlex.join(taken)
 
 
-def _into_out(words: Sequence[str]) -> tuple[tuple[str, ...], int]:
+def _redirect_outputs(words: Sequence[str]) -> tuple[tuple[str, ...], int]:
     """Replace the values of output options by paths in `{out}`; return the command and the number of replacements."""
-    found: list[str] = []
+    redirected: list[str] = []
     count = 0
-    for one in _split(words):
-        if one.name not in OUTPUTS or not one.value or OUT in one.value:
-            found += one.words
+    for part in _split(words):
+        if part.name not in OUTPUTS or not part.value or OUT in part.value:
+            redirected += part.words
             continue
-        inside = f"{OUT}/{Path(one.value).name}" if Path(one.value).name else OUT
-        found += [one.spelt, inside] if len(one.words) > 1 else [f"{one.spelt}={inside}"]
+        inside = f"{OUT}/{Path(part.value).name}" if Path(part.value).name else OUT
+        redirected += [part.spelt, inside] if len(part.words) > 1 else [f"{part.spelt}={inside}"]
         count += 1
-    return tuple(found), count
+    return tuple(redirected), count

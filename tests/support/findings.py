@@ -18,7 +18,7 @@ from engine.findings import changes
 from engine.findings.bundle import Bundle
 from engine.findings.changes import Suspect
 from engine.findings.finding import Finding, Test
-from engine.flips.arms import Outcome, seen_in
+from engine.flips.arms import Outcome, shown_fields
 from engine.flips.flip_folder import create_flip, open_flip
 from engine.flips.judge import conclude, judge
 from engine.flips.pair import Pair
@@ -212,7 +212,7 @@ def an_arm(flip: Path, made: Plan, number: int, arm: str, shown: bool | None) ->
     end: dict[str, Any] = {"cause": "c", "certainty": "proved", "sentence": "it ended"}
     scene.watch(TrainerExited(trainer_pid=7, returncode=code, state=state, signal=None, **end))
     run = scene.close().run
-    seen = seen_in(made, arm, run, state)
+    seen = shown_fields(made, arm, run, state)
     assert seen["shown"] is shown, seen["reason"]
     state = state if shown is None else "answered"
     return outcome(arm, seen.pop("value"), run=name, state=state, **seen)

@@ -241,26 +241,28 @@ def test_what_cannot_fit_is_refused_before_anything_runs() -> None:
 
 
 def test_a_run_that_is_slow_to_load_is_not_taken_for_a_hang() -> None:
-    slow = surroundings.with_room(plan(run_limit_s=300.0, budget_s=3600.0), known(400.0))
+    slow = surroundings.with_time_limits(plan(run_limit_s=300.0, budget_s=3600.0), known(400.0))
     assert slow.run_limit_s == 1200.0
     assert (
-        surroundings.with_room(plan(run_limit_s=300.0, budget_s=900.0), known(400.0)).run_limit_s
+        surroundings.with_time_limits(
+            plan(run_limit_s=300.0, budget_s=900.0), known(400.0)
+        ).run_limit_s
         == 450.0
     )
     for quick in (known(10.0), known(None)):
-        assert surroundings.with_room(plan(run_limit_s=300.0), quick).run_limit_s == 300.0
+        assert surroundings.with_time_limits(plan(run_limit_s=300.0), quick).run_limit_s == 300.0
 
 
 def test_the_budget_covers_the_pairs_that_the_estimate_names() -> None:
     short = plan(budget_s=300.0)
-    made = surroundings.with_room(short, known(60.0), own_budget=False)
+    made = surroundings.with_time_limits(short, known(60.0), own_budget=False)
     said = "\n".join(surroundings.resource_lines(made, known(60.0), 0))
     assert "8m00s to 16m00s for 4 pairs and more" in said and "at most 20m00s" in said
     pairs = [replace(p, seconds=130.0) for p in timed([0.1] * 8)]
     assert [why_no_more(made, pairs[:n]) for n in range(8)] == [""] * 8
     # The user's own budget stays, and so does that of pairs which nobody would wait for.
-    assert surroundings.with_room(short, known(60.0)).budget_s == 300.0
-    assert surroundings.with_room(short, known(2e3), own_budget=False).budget_s == 300.0
+    assert surroundings.with_time_limits(short, known(60.0)).budget_s == 300.0
+    assert surroundings.with_time_limits(short, known(2e3), own_budget=False).budget_s == 300.0
 
 
 def test_the_resource_plan_names_time_memory_and_device() -> None:
