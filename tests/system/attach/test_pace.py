@@ -51,11 +51,11 @@ cuda = Of(memory_stats_as_nested_dict=lambda device: asked.append(device) or cou
 memory.time = Of(monotonic=lambda: now[0])
 held = memory.HeldMemory(Of(cuda=cuda))
 for step, device in ((1, "cpu"), (2, "cuda"), (3, "cuda")):
-    held.look({str(tmp_path)!r}, step, Of(type=device))
+    held.record({str(tmp_path)!r}, step, Of(type=device))
 now[0] = 11.5
 counts = {{}}
-held.look({str(tmp_path)!r}, 4, Of(type="cuda"))
-memory.HeldMemory(Of(cuda=Of())).look({str(tmp_path)!r}, 5, Of(type="cuda"))
+held.record({str(tmp_path)!r}, 4, Of(type="cuda"))
+memory.HeldMemory(Of(cuda=Of())).record({str(tmp_path)!r}, 5, Of(type="cuda"))
 print(len(asked))
 """
     assert probed(code) == "2\n"

@@ -99,11 +99,13 @@ def test_an_optimizer_made_after_the_first_step_begins_a_training_and_one_made_b
 ):
     first, second, third = optimizers(3)
     trainings = Trainings()
-    assert trainings.begin_with(first) and trainings.are_led_by(first)
-    assert not trainings.begin_with(second) and not trainings.are_led_by(second)
-    assert not trainings.begin_with(first) and trainings.are_led_by(first)
+    assert trainings.begin_with(first) and trainings.counts_steps_of(first)
+    assert not trainings.begin_with(second) and not trainings.counts_steps_of(second)
+    assert not trainings.begin_with(first) and trainings.counts_steps_of(first)
     trainings.optimizer_made(third, "mark")
-    assert trainings.begin_with(third) and trainings.are_led_by(third) and trainings.number == 2
+    assert (
+        trainings.begin_with(third) and trainings.counts_steps_of(third) and trainings.number == 2
+    )
     assert trainings.mark_of(third) == "mark" and trainings.mark_of(second) is None
 
 
@@ -113,9 +115,9 @@ def test_trainings_that_take_turns_are_one_from_then_on() -> None:
     trainings.begin_with(first)
     trainings.optimizer_made(second, None)
     assert trainings.begin_with(second)
-    assert not trainings.begin_with(first) and trainings.are_led_by(first)
+    assert not trainings.begin_with(first) and trainings.counts_steps_of(first)
     trainings.optimizer_made(third, None)
-    assert not trainings.begin_with(third) and not trainings.are_led_by(third)
+    assert not trainings.begin_with(third) and not trainings.counts_steps_of(third)
     assert trainings.number == 2
 
 
@@ -123,12 +125,12 @@ def test_of_a_marked_block_the_chosen_optimizer_alone_has_steps() -> None:
     trainings = Trainings()
     inner, outer, later = optimizers(3)
     trainings.choose(outer)
-    assert not trainings.begin_with(inner) and not trainings.are_led_by(inner)
-    assert trainings.begin_with(outer) and trainings.are_led_by(outer)
+    assert not trainings.begin_with(inner) and not trainings.counts_steps_of(inner)
+    assert trainings.begin_with(outer) and trainings.counts_steps_of(outer)
     trainings.optimizer_made(later, None)
-    assert not trainings.begin_with(later) and not trainings.are_led_by(later)
+    assert not trainings.begin_with(later) and not trainings.counts_steps_of(later)
     trainings.end()
-    assert not trainings.are_led_by(outer)
+    assert not trainings.counts_steps_of(outer)
     assert trainings.begin_with(later) and trainings.number == 2
 
 

@@ -16,9 +16,9 @@ from .parameters import PASS, SUSPICION, Line
 _SAMPLED_TOKENS = 256
 """Maximum number of tokens of a row that are decoded."""
 _MIN_RUN = 4
-"""Number of equal labels at the end of a row that are padding, if other rows have a different number."""
+"""Minimum number of equal labels at the end of a row that count as padding, if other rows have a different number."""
 _COUNTS = 7
-"""Number of counts before the sample."""
+"""Number of counts in `Coverage.numbers`, before the tokens and labels of the decoded sample."""
 _MAX_CHARACTERS, _END_CHARACTERS = 160, 24
 """Maximum length of a sample, and length of each end of a shortened piece, in characters."""
 
@@ -27,22 +27,25 @@ class Tokenizers:
     """Tokenizer of the script, if it has one of transformers."""
 
     def __init__(self) -> None:
-        self._found: Any = None
-        self._has_looked = False
+        self._tokenizer: Any = None
+        self._has_searched = False
 
     def find(self) -> Any:
-        if not self._has_looked and "transformers" in sys.modules:
-            self._has_looked = True
+        if not self._has_searched and "transformers" in sys.modules:
+            self._has_searched = True
             # Not isinstance: it would call code of the script's proxy objects.
-            self._found = next(
+            self._tokenizer = next(
                 (
-                    one
-                    for one in gc.get_objects()
-                    if any(kind.__name__ == "PreTrainedTokenizerBase" for kind in type(one).__mro__)
+                    candidate
+                    for candidate in gc.get_objects()
+                    if any(
+                        kind.__name__ == "PreTrainedTokenizerBase"
+                        for kind in type(candidate).__mro__
+                    )
                 ),
                 None,
             )
-        return self._found
+        return self._tokenizer
 
     def end_of_text(self) -> int | None:
         end = getattr(self.find(), "eos_token_id", None)
@@ -50,7 +53,7 @@ class Tokenizers:
 
     def text(self, tokens: list[int]) -> str | None:
         try:
-            return str(self._found.decode(tokens))
+            return str(self._tokenizer.decode(tokens))
         except Exception:  # noqa: BLE001  the tokens may belong to another tokenizer
             return None
 
@@ -59,18 +62,24 @@ class Coverage:
     """Label coverage of one batch, computed on its device."""
 
     def __init__(
-        self, torch: Any, tokens_BT: Any, targets_BW: Any, known_BW: Any, begin: int, of: Tokenizers
+        self,
+        torch: Any,
+        tokens_BT: Any,
+        targets_BW: Any,
+        known_BW: Any,
+        begin: int,
+        tokenizers: Tokenizers,
     ) -> None:
-        """Count; `targets_BW[:, w]` are the labels of position `begin + w`."""
-        self._of, self._begin, self._end = of, begin, of.end_of_text()
-        none = torch.full((), -1, device=targets_BW.device, dtype=torch.int64)
-        labels_BW = targets_BW.where(known_BW, none)
-        ends = none if self._end is None else (tokens_BT[:, 1:] == self._end).sum()
-        labelled = none if self._end is None else (labels_BW == self._end).sum()
-        found = [ends, labelled, *runs_at_end(torch, labels_BW)]
+        """Count on the device; `targets_BW[:, w]` are the labels of position `begin + w`."""
+        self._tokenizers, self._begin, self._end = tokenizers, begin, tokenizers.end_of_text()
+        unlabelled = torch.full((), -1, device=targets_BW.device, dtype=torch.int64)
+        labels_BW = targets_BW.where(known_BW, unlabelled)
+        ends = unlabelled if self._end is None else (tokens_BT[:, 1:] == self._end).sum()
+        labelled = unlabelled if self._end is None else (labels_BW == self._end).sum()
+        counts = [ends, labelled, *runs_at_end(torch, labels_BW)]
         self.numbers = torch.cat(
             [
-                torch.stack([one.to(torch.int64) for one in found]),
+                torch.stack([count.to(torch.int64) for count in counts]),
                 tokens_BT[0, :_SAMPLED_TOKENS].to(torch.int64),
                 labels_BW[0, :_SAMPLED_TOKENS].to(torch.int64),
             ]
@@ -90,12 +99,14 @@ class Coverage:
                 text = f"the token that ends a text ({self._end}) is read {ends} times and never a label"
                 lines.append(("end_of_text", SUSPICION, text, about))
         if is_padding(runs, self._rows):
-            long, _, most, _, token = runs
+            padded_rows, _, longest, _, token = runs
             text = (
-                f"{long} of {self._rows} rows end in up to {most} labels that are all token {token}: padding seems to "
-                f"have labels"
+                f"{padded_rows} of {self._rows} rows end in up to {longest} labels that are all token {token}: padding "
+                "seems to have labels"
             )
-            lines.append(("padding_labels", SUSPICION, text, {"rows": long, "of": self._rows}))
+            lines.append(
+                ("padding_labels", SUSPICION, text, {"rows": padded_rows, "of": self._rows})
+            )
         return lines
 
     def sample(self, numbers: list[int], shift: int) -> str:
@@ -103,49 +114,54 @@ class Coverage:
         tokens, labels = numbers[_COUNTS:][: self._tokens], numbers[_COUNTS:][self._tokens :]
         begin = self._begin + shift
         known = [
-            0 <= at - begin < len(labels) and labels[at - begin] >= 0 for at in range(len(tokens))
+            0 <= position - begin < len(labels) and labels[position - begin] >= 0
+            for position in range(len(tokens))
         ]
         pieces: list[str] = []
-        at = 0
-        while at < len(tokens):
-            after = at
-            while after < len(tokens) and known[after] == known[at]:
-                after += 1
-            text = self._of.text(tokens[at:after]) if self._of.find() is not None else None
+        position = 0
+        while position < len(tokens):
+            end = position
+            while end < len(tokens) and known[end] == known[position]:
+                end += 1
+            text = (
+                self._tokenizers.text(tokens[position:end])
+                if self._tokenizers.find() is not None
+                else None
+            )
             if text is None:
                 return ""
             if len(text) > 2 * _END_CHARACTERS:
                 text = f"{text[:_END_CHARACTERS]}...{text[-_END_CHARACTERS:]}"
-            pieces.append(f"[{text}]" if known[at] else text)
-            at = after
-        whole = "".join(pieces)
-        return whole if len(whole) <= _MAX_CHARACTERS else f"{whole[:_MAX_CHARACTERS]}..."
+            pieces.append(f"[{text}]" if known[position] else text)
+            position = end
+        decoded = "".join(pieces)
+        return decoded if len(decoded) <= _MAX_CHARACTERS else f"{decoded[:_MAX_CHARACTERS]}..."
 
 
 def runs_at_end(torch: Any, tokens_BW: Any) -> list[Any]:
-    """Return on the device: the number of rows that end in a long run of one token, the shortest and the longest run,
-    whether all are of one token, and that token. A number below 0 is no token."""
-    runs_B, of_B = _last_run(torch, tokens_BW)
-    long_B = (runs_B >= _MIN_RUN) & (of_B >= 0)
-    # Indexing by a number on a GPU would wait for it.
-    longest = of_B.index_select(0, runs_B.argmax().reshape(1))
-    alike = (of_B == longest) | ~long_B
-    return [long_B.sum(), runs_B.amin(), runs_B.amax(), alike.all(), longest[0]]
+    """Return on the device: the number of rows that end in a long run of one token, the lengths of the shortest and the
+    longest run, whether all long runs repeat the same token, and that token. A number below 0 is no token."""
+    runs_B, tokens_B = _last_run(torch, tokens_BW)
+    long_B = (runs_B >= _MIN_RUN) & (tokens_B >= 0)
+    # Indexing by a scalar tensor on a GPU would synchronise.
+    token = tokens_B.index_select(0, runs_B.argmax().reshape(1))
+    alike = (tokens_B == token) | ~long_B
+    return [long_B.sum(), runs_B.amin(), runs_B.amax(), alike.all(), token[0]]
 
 
 def is_padding(runs: list[int], rows: int) -> bool:
     """Return whether the runs at the end of so many rows are padding."""
-    long, least, most, alike, _ = runs
-    return bool(rows > 1 and 2 * long >= rows and least < most and alike)
+    long_rows, shortest, longest, alike, _ = runs
+    return bool(rows > 1 and 2 * long_rows >= rows and shortest < longest and alike)
 
 
 def _last_run(torch: Any, labels_BW: Any) -> tuple[Any, Any]:
-    """Return how often the last label of each row repeats at its end, and that label; the last position may have
-    none."""
+    """Return how often the last label of each row repeats at its end, and that label. The last position may have no
+    label: then the one before it counts."""
     has_last_B = labels_BW[:, -1] >= 0
     at_end = torch.zeros_like(labels_BW, dtype=torch.bool)
     at_end[:, -1] = ~has_last_B
-    of_B = labels_BW[:, -1].where(has_last_B, labels_BW[:, -2])
-    same = (labels_BW == of_B[:, None]) | at_end
-    runs_B = same.flip(1).to(torch.int64).cumprod(1).sum(1) - (~has_last_B).to(torch.int64)
-    return runs_B, of_B
+    tokens_B = labels_BW[:, -1].where(has_last_B, labels_BW[:, -2])
+    matches = (labels_BW == tokens_B[:, None]) | at_end
+    runs_B = matches.flip(1).to(torch.int64).cumprod(1).sum(1) - (~has_last_B).to(torch.int64)
+    return runs_B, tokens_B

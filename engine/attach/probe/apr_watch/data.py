@@ -290,9 +290,9 @@ class Passes:
         one.index = one.next_index()
         return one
 
-    def fetched(self, one: Pass, batch: Any, is_due: bool) -> list[Line]:
+    def fetched(self, one: Pass, batch: Any, is_sampled: bool) -> list[Line]:
         """Judge a yielded batch; compare it if `is_due`."""
-        if not is_due:
+        if not is_sampled:
             one.pause()
             return one.take()
         return [*one.take(), *one.compare(self._torch, batch)]

@@ -17,7 +17,7 @@ from collections import Counter
 from typing import Any
 
 from .parameters import FAIL, PASS, SUSPICION, Line, held_by
-from .updates import Sample, Seen, is_plain, sample_of
+from .updates import Sample, SampledStep, is_plain, sample_of
 
 _ELEMENTS = 1 << 14
 _MAX_PASSES = 16
@@ -41,13 +41,13 @@ class Chain:
         """Start the chain after a step."""
         self._sample = sample_of(self._torch, held_by(optimizer), _ELEMENTS)
         self._points, self.is_open, self._is_broken = [], True, False
-        self.look()
+        self.sample()
 
     def leave(self) -> None:
         """Stop judging: something cannot be observed."""
         self.is_open = self._is_broken = False
 
-    def look(self) -> None:
+    def sample(self) -> None:
         """Copy the gradients before and after a backward pass."""
         found = self._sample and self._sample.read("grad")
         if self._sample is None or found is None or len(self._points) > 2 * _MAX_PASSES:
@@ -57,16 +57,17 @@ class Chain:
         else:
             self.is_open, self._is_broken = False, True
 
-    def end(self, seen: Seen) -> None:
+    def end(self, sampled: SampledStep) -> None:
         """Have the chain judged before the next step, if that can be known."""
         if self.is_open:
-            self.look()
+            self.sample()
         if self._is_broken:
-            seen.later(lambda _: self._lines(seen.name, seen.number, False), {})
+            sampled.judge_later(lambda _: self._lines(sampled.name, sampled.number, False), {})
         elif self.is_open and len(self._points) > 3:
             points = dict(enumerate(self._points))
-            seen.later(
-                lambda one: self._lines(seen.name, seen.number, self._holds(*one.values())), points
+            sampled.judge_later(
+                lambda one: self._lines(sampled.name, sampled.number, self._holds(*one.values())),
+                points,
             )
         self._points = []
         # This step does not show that a later one has a chain.
@@ -145,7 +146,7 @@ class Windows:
         self._are_taken = self._are_taken or self._passes > 0
 
     def backward_begins(self) -> None:
-        now = self._look()
+        now = self._read_marks()
         if self._passes and now != self._marks:
             if any(one is not None for one in now):
                 # Zeroed in place, scaled or clipped: which of them is unknown.
@@ -155,11 +156,11 @@ class Windows:
         self._marks = now
 
     def backward_ends(self) -> None:
-        now = self._look()
+        now = self._read_marks()
         self._passes += now != self._marks
         self._marks = now
 
-    def _look(self) -> list[Any]:
+    def _read_marks(self) -> list[Any]:
         few = [ref() for ref in self._few]
         if any(one is None for one in few):
             return self._marks

@@ -54,7 +54,7 @@ class HeldOut:
         if self._latest is not one:
             self._leave()
             self._latest = one
-        self._look()
+        self._check_evaluation()
         self.batches += one.feeds
         begin_s = time.monotonic()
         rows = self._trained if one.feeds else one.rows
@@ -76,13 +76,13 @@ class HeldOut:
     def asked_for(self, iterator: Any) -> None:
         """Record a request for a batch: the batch before it was processed."""
         if self._latest is not None and self._latest.of() is iterator:
-            self._look()
+            self._check_evaluation()
 
     def no_batch(self, iterator: Any) -> None:
         if self._latest is not None and self._latest.of() is iterator:
             self._leave()
 
-    def _look(self) -> None:
+    def _check_evaluation(self) -> None:
         one = self._latest
         if one is not None and not one.feeds and not one.is_evaluated:
             one.is_evaluated = self._is_evaluating()

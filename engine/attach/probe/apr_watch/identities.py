@@ -34,17 +34,26 @@ from .folders import Position
 from .gradients import Chain, Windows
 from .graph import below
 from .held_out import HeldOut
-from .losses import Loss, look, losses_of
-from .modes import Evaluations, Modes, Noticed
+from .losses import Loss, judge_losses, losses_of
+from .modes import Evaluations, Modes, Verdicts
 from .movement import Movement
-from .parameters import PASS, SUSPICION, WITHDRAWN, Held, Line, Reached, Search, held_by
+from .parameters import (
+    PASS,
+    SUSPICION,
+    WITHDRAWN,
+    Line,
+    MissingGradients,
+    ReachedLeaves,
+    Search,
+    held_by,
+)
 from .pitfalls import Classes, Pitfalls, Terms
 from .questions import ASKED_STEPS, Budget, Questions, Rows
 from .ranks import Ranks
 from .scaling import ScaledNorms, Scaling
 from .settings import SEED_BY
 from .untouched import tensors_in
-from .updates import Rates, Seen, is_plain
+from .updates import Rates, SampledStep, is_plain
 from .values import is_capturing
 
 _MAX_OPTIMIZERS = 64
@@ -62,19 +71,19 @@ class Identities:
 
     def __init__(self, torch: Any, position: Position) -> None:
         self._torch, self._position = torch, position
-        self._watched: weakref.WeakKeyDictionary[Any, _Watched] = weakref.WeakKeyDictionary()
+        self._states: weakref.WeakKeyDictionary[Any, _OptimizerState] = weakref.WeakKeyDictionary()
         self._made: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         """Steps of all optimizers when each one was created."""
         self._threads: set[int] = set()
         """Threads that step optimizers: with several, one may write weights during another's sampled step."""
         self._in_progress: list[int] = []
         """Ids of optimizers whose steps are in progress, from the outermost to the innermost."""
-        self._reached = Reached(torch)
+        self._reached = ReachedLeaves(torch)
         self._made_at = 0
         """Steps of all optimizers when the newest optimizer was created."""
-        self._due: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._sampled_next: weakref.WeakSet[Any] = weakref.WeakSet()
         """Optimizers whose next step is sampled."""
-        self._is_due = False
+        self._any_sampled_next = False
         """Whether there is one."""
         self._norms: weakref.WeakKeyDictionary[Any, ScaledNorms] = weakref.WeakKeyDictionary()
         self._losses: list[Loss | Divergence] = []
@@ -82,7 +91,7 @@ class Identities:
         self._open_windows: list[Windows] = []
         self._rates: list[schedule.Rates] = []
         """Rates of the optimizers of the training, which may be freed before it ends."""
-        self._stepped: list[_Watched] = []
+        self._stepped: list[_OptimizerState] = []
         """Optimizers that stepped since the last backward pass began."""
         self._search = Search(torch)
         self._evaluations = Evaluations(torch, self._search)
@@ -90,11 +99,11 @@ class Identities:
         self.ranks = Ranks(torch, position, self._search)
         self._held_out = HeldOut(torch, self._is_evaluating)
         self.scaling = Scaling(torch)
-        self._read: list[Pass] = []
+        self._read_passes: list[Pass] = []
         """Pass over a data loader of each batch since the last step."""
-        self._weighed: list[token_weights.Pass] = []
+        self._loss_passes: list[token_weights.Pass] = []
         """Losses of the backward passes since the last step."""
-        self._open: token_weights.Pass | None = None
+        self._open_pass: token_weights.Pass | None = None
         """Losses of the backward pass in progress, which may step optimizers."""
         self.schedules = schedule.Schedules(torch)
         self.seeds = Seeds()
@@ -112,20 +121,20 @@ class Identities:
         """Number of losses that were not finite since the newest optimizer was created."""
         self._pitfalls: list[Pitfalls] = []
         """Pitfalls of the backward passes since the previous step."""
-        self.seen: list[Seen | Noticed] = []
+        self.verdicts: list[SampledStep | Verdicts] = []
         """Sampled steps and findings between them that `take` has not returned yet."""
 
-    def _may_rest(self, watched: _Watched) -> bool:
+    def _may_rest(self, state: _OptimizerState) -> bool:
         """Return whether nothing is expected of the next step: a training by one optimizer, with one backward pass for
         each step, far from a sampled step."""
         return (
             self.is_fast
             and not self._counts
-            and not _is_attended(watched.steps + 1)
-            and not self._is_due
-            and not watched.windows.is_open
-            and not watched.held.is_suspected
-            and len(self._watched) == len(self._threads) == self._position.world == 1
+            and not _is_attended(state.steps + 1)
+            and not self._any_sampled_next
+            and not state.windows.is_open
+            and not state.missing_gradients.is_suspected
+            and len(self._states) == len(self._threads) == self._position.world == 1
             and not self._in_progress
         )
 
@@ -134,18 +143,18 @@ class Identities:
         if self.rests:
             self.rests = False
             self._reached.passed_by()
-            for watched in self._watched.values():
-                watched.since = self._reached.steps
+            for state in self._states.values():
+                state.since = self._reached.steps
             self.scaling.forget()
 
     def optimizer_made(self, optimizer: Any) -> None:
         self.wake()
         self._made[optimizer] = self._reached.steps
-        self._due.add(optimizer)
-        self._is_due = True
+        self._sampled_next.add(optimizer)
+        self._any_sampled_next = True
         self._made_at = self._reached.steps
         self._not_finite = 0
-        self._notice(self._held_out.forget())
+        self._report(self._held_out.forget())
         self.passes.forget()
         self.seeds = Seeds()
         self.ranks.optimizer_made()
@@ -157,22 +166,22 @@ class Identities:
             return
         # A batch without a backward pass belongs to an evaluation.
         self.wake()
-        self._notice(self._evaluations.asked_for(iterator))
+        self._report(self._evaluations.asked_for(iterator))
         self._search.forget()
         self._held_out.asked_for(iterator)
 
     def _is_evaluating(self) -> bool:
         """Return whether gradients are off or a trained model is in eval mode."""
-        models = [one.modes for one in self._watched.values()]
+        models = [one.modes for one in self._states.values()]
         return not self._torch.is_grad_enabled() or any(one.are_in_eval for one in models)
 
     def samples_asked_for(self, iterator: Any, index: Any) -> None:
         """Record the sampler's indices of a batch, which may be yielded later."""
-        self._notice(self.passes.asked(iterator, index))
+        self._report(self.passes.asked(iterator, index))
 
     def no_batch(self, iterator: Any) -> None:
         self.wake()
-        self._notice(self.passes.ended(iterator))
+        self._report(self.passes.ended(iterator))
         self._held_out.no_batch(iterator)
         for windows in self._windows():
             windows.data_ended()
@@ -182,20 +191,20 @@ class Identities:
         if self.rests and one.feeds:
             self._held_out.batches += 1
             if one.may_judge():
-                self._notice(one.take())
+                self._report(one.take())
             return
         self.wake()
         self.ranks.batch_fetched(one.index, batch)
-        self._notice(self.passes.fetched(one, batch, self._is_due))
+        self._report(self.passes.fetched(one, batch, self._any_sampled_next))
         # A pass that feeds the training is no evaluation.
-        every = () if one.feeds else self._watched.values()
-        self._evaluations.fetched(one, (each for watched in every for each in watched.modes.acting))
+        every = () if one.feeds else self._states.values()
+        self._evaluations.fetched(one, (each for state in every for each in state.modes.acting))
         self.scaling.batch_fetched()
-        if self._is_due:
-            self._read.append(one)
+        if self._any_sampled_next:
+            self._read_passes.append(one)
         if self._questions is not None:
             self._rows = None if rows is None else Rows(rows, None)
-            if self._is_due:
+            if self._any_sampled_next:
                 self._rows = _rows_of(self._torch, batch)
         if not self._position.rank:
             self._held_out.fetched(one, batch)
@@ -205,17 +214,17 @@ class Identities:
         self._not_finite += 1
         self.wake()
         if not self._not_finite & (self._not_finite - 1):
-            for watched in self._watched.values():
-                watched.asked = watched.steps + 1
+            for state in self._states.values():
+                state.asked = state.steps + 1
 
-    def clipped(self, most: Any) -> None:
+    def clipped(self, max_norm: Any) -> None:
         """Record clipping to a norm of `most`."""
-        self._notice(self.scaling.clipped(most))
+        self._report(self.scaling.clipped(max_norm))
 
-    def _notice(self, lines: list[Line]) -> None:
+    def _report(self, lines: list[Line]) -> None:
         # Only rank 0 has a log.
         if lines and not self._position.rank:
-            self.seen.append(Noticed(lines))
+            self.verdicts.append(Verdicts(lines))
 
     def backward_begins(self, tensors: list[Any]) -> None:
         """Check a backward pass; the nodes near its tensors are read once, for all checks of a sampled step."""
@@ -223,19 +232,19 @@ class Identities:
         self._search.forget()
         if self.rests:
             if self.seeds.newest is not None:
-                self._notice(self.seeds.trained_on(self._reached.steps - self._made_at))
+                self._report(self.seeds.trained_on(self._reached.steps - self._made_at))
             return
         roots = [one.grad_fn for one in tensors if getattr(one, "grad_fn", None) is not None]
-        nodes = [*below(roots)] if self._is_due else []
+        nodes = [*below(roots)] if self._any_sampled_next else []
         self._evaluations.trained_on()
         self.passes.trained_on()
-        self._notice(self.seeds.trained_on(self._reached.steps - self._made_at))
-        self._notice(self._held_out.trained_on())
+        self._report(self.seeds.trained_on(self._reached.steps - self._made_at))
+        self._report(self._held_out.trained_on())
         self.ranks.backward_begins()
         self.scaling.backward_begins(tensors, nodes)
-        if self._is_due:
-            self._open = token_weights.Pass(self._torch, nodes)
-            embeddings = self._reached.look(tensors)
+        if self._any_sampled_next:
+            self._open_pass = token_weights.Pass(self._torch, nodes)
+            embeddings = self._reached.read(tensors)
             if embeddings is not None and not is_capturing(self._torch):
                 is_new = self._reached.steps < self._made_at + _DECODED_STEPS
                 text = self._tokenizers if is_new else None
@@ -244,7 +253,7 @@ class Identities:
                     self._pitfalls.append(Pitfalls(self._torch, nodes, tensors))
         else:
             self._reached.passed_by()
-        if self._is_due:
+        if self._any_sampled_next:
             self._check_gradients()
         if self._stepped:
             self._record_other_steps(self._stepped)
@@ -253,14 +262,14 @@ class Identities:
             windows.backward_begins()
 
     def backward_ends(self) -> None:
-        if self._is_due:
+        if self._any_sampled_next:
             with self._torch.no_grad():
-                if self._open is not None:
-                    self._open.end()
-                    self._weighed.append(self._open)
-                    self._open = None
+                if self._open_pass is not None:
+                    self._open_pass.end()
+                    self._loss_passes.append(self._open_pass)
+                    self._open_pass = None
                 if self.scaling.is_scaled and not is_capturing(self._torch):
-                    for optimizer in self._due:
+                    for optimizer in self._sampled_next:
                         norms = self._norms.setdefault(optimizer, ScaledNorms())
                         norms.backward_ends(self._torch, held_by(optimizer))
             self._check_gradients()
@@ -274,9 +283,9 @@ class Identities:
             with self._torch.no_grad():
                 norms.unscaled(self._torch, held_by(optimizer))
 
-    def end(self, begun: Any = None) -> list[Noticed]:
+    def end(self, begun: Any = None) -> list[Verdicts]:
         """Return the verdicts at the regular end of a training; the first step of the optimizer `begun` is not its."""
-        other = None if begun is None else self._watched.get(begun)
+        other = None if begun is None else self._states.get(begun)
         self._record_other_steps([one for one in self._stepped if one is not other])
         rates, self._rates = self._rates, [] if other is None else [other.scheduled]
         found = [
@@ -284,9 +293,9 @@ class Identities:
             *(windows.end() for windows in self._windows()),
             *(one.end() for one in rates if one not in self._rates),
         ]
-        return [Noticed(lines) for lines in found if lines]
+        return [Verdicts(lines) for lines in found if lines]
 
-    def _record_other_steps(self, stepped: list[_Watched]) -> None:
+    def _record_other_steps(self, stepped: list[_OptimizerState]) -> None:
         for windows in self._windows() if stepped else []:
             if any(one.windows is not windows for one in stepped):
                 windows.other_stepped()
@@ -295,134 +304,134 @@ class Identities:
         return [one for one in self._open_windows if one.is_open]
 
     def _check_gradients(self) -> None:
-        chains = [one.chain for one in self._watched.values() if one.chain.is_open]
+        chains = [one.chain for one in self._states.values() if one.chain.is_open]
         # Kernels launched during a graph capture would become part of it.
         leaves = bool(chains) and is_capturing(self._torch)
         for chain in chains:
-            chain.leave() if leaves else chain.look()
+            chain.leave() if leaves else chain.sample()
 
     def step_begins(self, optimizer: Any, arguments: tuple[Any, ...]) -> None:
         """Check before a step; `arguments` are those of `step()`, perhaps a closure."""
-        watched = self._watched.get(optimizer)
-        if self.rests and watched is not None and get_ident() in self._threads:
-            watched.steps += 1
-            self.schedules.step(optimizer, watched.scheduled)
+        state = self._states.get(optimizer)
+        if self.rests and state is not None and get_ident() in self._threads:
+            state.steps += 1
+            self.schedules.step(optimizer, state.scheduled)
             return
         self.wake()
-        if watched is None:
-            if len(self._watched) >= _MAX_OPTIMIZERS:
+        if state is None:
+            if len(self._states) >= _MAX_OPTIMIZERS:
                 return
-            watched = self._watched[optimizer] = _Watched(self._torch, self._reached.steps)
+            state = self._states[optimizer] = _OptimizerState(self._torch, self._reached.steps)
             self._made.setdefault(optimizer, self._reached.steps)
             # Keep the windows: the optimizer may be freed before the training ends.
             self._open_windows = [one for one in self._open_windows if one.may_change]
-            self._open_windows.append(watched.windows)
-            self._rates.append(watched.scheduled)
-        watched.steps += 1
+            self._open_windows.append(state.windows)
+            self._rates.append(state.scheduled)
+        state.steps += 1
         self._in_progress.append(id(optimizer))
         self._threads.add(get_ident())
-        watched.seen = None
-        tokens = token_weights.compared(self._torch, self._weighed, self._read)
-        self._weighed, self._read = [], []
+        state.sampled = None
+        tokens = token_weights.compared(self._torch, self._loss_passes, self._read_passes)
+        self._loss_passes, self._read_passes = [], []
         if len(self._threads) == 1:
             each = None if tokens is None else tokens[0]
-            self.ranks.step_begins(optimizer, watched.steps, _is_sampled(watched.steps), each)
-        self._notice(self.scaling.step(optimizer, watched.steps))
+            self.ranks.step_begins(optimizer, state.steps, _is_sampled(state.steps), each)
+        self._report(self.scaling.step(optimizer, state.steps))
         if self._position.rank:
             return
-        self.schedules.step(optimizer, watched.scheduled)
-        if self._stepped and watched.is_sampled:
-            self._notice(self._taken_before(optimizer))
-        if watched.held.has_caught_up() and not any(
-            one.held.is_suspected for one in self._watched.values()
+        self.schedules.step(optimizer, state.scheduled)
+        if self._stepped and state.is_sampled:
+            self._report(self._shared_gradients(optimizer))
+        if state.missing_gradients.has_caught_up() and not any(
+            one.missing_gradients.is_suspected for one in self._states.values()
         ):
-            text = f"each parameter of {type(optimizer).__name__} has had a gradient by step {watched.steps}"
-            self._notice([("no_gradient", PASS, text, {WITHDRAWN: 1})])
+            text = f"each parameter of {type(optimizer).__name__} has had a gradient by step {state.steps}"
+            self._report([("no_gradient", PASS, text, {WITHDRAWN: 1})])
         has_closure = any(callable(one) for one in arguments)
-        self._check_windows(optimizer, watched, has_closure)
-        if not watched.is_sampled:
-            if watched.modes.have_turned():
-                self._notice(watched.modes.look(self._torch, optimizer, self._search))
+        self._check_windows(optimizer, state, has_closure)
+        if not state.is_sampled:
+            if state.modes.have_turned():
+                self._report(state.modes.check(self._torch, optimizer, self._search))
             return
         if is_capturing(self._torch):
-            watched.chain.leave()
+            state.chain.leave()
             return
-        is_alone = len(self._watched) == 1
+        is_alone = len(self._states) == 1
         # Accelerate calls a scheduler once for each rank.
         if self._position.world == 1:
-            self._notice(self.schedules.look(optimizer, watched.steps, watched.scheduled, is_alone))
+            self._report(self.schedules.check(optimizer, state.steps, state.scheduled, is_alone))
         with self._torch.no_grad():
-            seen = watched.seen = Seen(
-                self._torch, optimizer, watched.steps, watched.rates, self._threads, has_closure
+            sampled = state.sampled = SampledStep(
+                self._torch, optimizer, state.steps, state.rates, self._threads, has_closure
             )
-            seen.is_extra = not _is_sampled(watched.steps)
-            if watched.steps == 1:
-                watched.movement = Movement(self._torch, optimizer)
-            elif watched.movement is not None:
-                watched.movement.step_begins(seen)
-            if seen.is_extra:
+            sampled.is_extra = not _is_sampled(state.steps)
+            if state.steps == 1:
+                state.movement = Movement(self._torch, optimizer)
+            elif state.movement is not None:
+                state.movement.step_begins(sampled)
+            if sampled.is_extra:
                 return
-            if not seen.is_late:
-                self._check_parameters(optimizer, watched, seen)
+            if not sampled.is_late:
+                self._check_parameters(optimizer, state, sampled)
             # A closure runs its backward passes during the step.
             if not has_closure:
-                watched.chain.end(seen)
+                state.chain.end(sampled)
             if tokens is not None:
-                watched.token_weights.look(seen, *tokens)
+                state.token_weights.judge(sampled, *tokens)
 
     def step_ends(self, optimizer: Any) -> None:
-        watched = self._watched.get(optimizer)
-        if watched is None:
+        state = self._states.get(optimizer)
+        if state is None:
             return
         if self.rests:
             self._reached.steps += 1
-            if _is_attended(watched.steps + 1):
+            if _is_attended(state.steps + 1):
                 self.wake()
             return
         # A step that raised has not ended.
         if id(optimizer) in self._in_progress:
             del self._in_progress[self._in_progress.index(id(optimizer)) :]
-        if watched.seen is not None:
-            seen, watched.seen = watched.seen, None
+        if state.sampled is not None:
+            sampled, state.sampled = state.sampled, None
             with self._torch.no_grad():
-                if seen.has_closure:
-                    watched.chain.end(seen)
-                if seen.is_late and not seen.is_extra:
-                    self._check_parameters(optimizer, watched, seen)
-                if watched.movement is not None:
-                    own = self._own(optimizer) if _is_sampled(watched.steps + 1) else set()
-                    watched.movement.step_ends(seen, watched.steps == watched.asked, own)
-                seen.end(optimizer)
-            self.seen.append(seen)
-            if _is_sampled(watched.steps + 1):
+                if sampled.has_closure:
+                    state.chain.end(sampled)
+                if sampled.is_late and not sampled.is_extra:
+                    self._check_parameters(optimizer, state, sampled)
+                if state.movement is not None:
+                    own = self._exclusive_ids(optimizer) if _is_sampled(state.steps + 1) else set()
+                    state.movement.step_ends(sampled, state.steps == state.asked, own)
+                sampled.end(optimizer)
+            self.verdicts.append(sampled)
+            if _is_sampled(state.steps + 1):
                 with self._torch.no_grad():
-                    watched.chain.begin(optimizer)
-        is_asked = watched.steps in ASKED_STEPS or watched.steps + 1 in ASKED_STEPS
+                    state.chain.begin(optimizer)
+        is_asked = state.steps in ASKED_STEPS or state.steps + 1 in ASKED_STEPS
         if is_asked and self._questions is not None and not self._in_progress:
-            self._ask(optimizer, watched, self._questions)
+            self._ask(optimizer, state, self._questions)
         self._reached.step_ends()
-        self._losses, self._pitfalls, self._weighed, self._read = [], [], [], []
-        watched.since = self._reached.steps
-        if _is_sampled(watched.steps + 1):
-            self._due.add(optimizer)
+        self._losses, self._pitfalls, self._loss_passes, self._read_passes = [], [], [], []
+        state.since = self._reached.steps
+        if _is_sampled(state.steps + 1):
+            self._sampled_next.add(optimizer)
         else:
-            self._due.discard(optimizer)
-        self._is_due = bool(self._due)
-        self.rests = self._may_rest(watched)
+            self._sampled_next.discard(optimizer)
+        self._any_sampled_next = bool(self._sampled_next)
+        self.rests = self._may_rest(state)
 
-    def _ask(self, optimizer: Any, watched: _Watched, budget: Budget) -> None:
+    def _ask(self, optimizer: Any, state: _OptimizerState, budget: Budget) -> None:
         """Ask the models after a step, and keep their calls in the step before it."""
         rank, world = self._position.rank, self._position.world
         if rank or len(self._threads) > 1 or is_capturing(self._torch):
             return
-        if watched.questions is None:
-            watched.questions = Questions(self._torch, budget)
-        if watched.steps in ASKED_STEPS:
-            self._notice(watched.questions.ask(self._losses, self._rows))
-        if watched.steps + 1 in ASKED_STEPS:
-            found = [one for ref in watched.models if (one := ref()) is not None]
+        if state.questions is None:
+            state.questions = Questions(self._torch, budget)
+        if state.steps in ASKED_STEPS:
+            self._report(state.questions.ask(self._losses, self._rows))
+        if state.steps + 1 in ASKED_STEPS:
+            found = [one for ref in state.models if (one := ref()) is not None]
             models = found or self._search.modules.tops(held_by(optimizer))
-            watched.models = [weakref.ref(one) for one in models]
+            state.models = [weakref.ref(one) for one in models]
             # Only a divergence shows that another model is a teacher.
             if any(isinstance(one, Divergence) for one in self._losses):
                 trained = [
@@ -432,22 +441,22 @@ class Identities:
                     for p in held_by(one)
                 ]
                 untrained = self._search.modules.untrained(trained)
-                watched.teachers = [weakref.ref(one) for one in untrained]
-            teachers = [one for ref in watched.teachers if (one := ref()) is not None]
-            watched.questions.begin(models, teachers, world)
+                state.teachers = [weakref.ref(one) for one in untrained]
+            teachers = [one for ref in state.teachers if (one := ref()) is not None]
+            state.questions.begin(models, teachers, world)
 
     def _trains_beside(self, other: Any, optimizer: Any) -> bool:
         """Return whether an optimizer belongs to the training of another one, not to a stage before it."""
-        watched = self._watched.get(other)
-        return other is optimizer or watched is None or watched.since > self._made[optimizer]
+        state = self._states.get(other)
+        return other is optimizer or state is None or state.since > self._made[optimizer]
 
-    def _taken_before(self, optimizer: Any) -> list[Line]:
+    def _shared_gradients(self, optimizer: Any) -> list[Line]:
         """Compare the parameters with those of optimizers that have stepped since the last backward pass."""
         if len(self._in_progress) > 1 or len(self._threads) > 1:
             return []
         mine = {id(one) for one in held_by(optimizer) if one.grad is not None}
-        for other, watched in self._watched.items():
-            if watched not in self._stepped or other.param_groups is optimizer.param_groups:
+        for other, state in self._states.items():
+            if state not in self._stepped or other.param_groups is optimizer.param_groups:
                 continue
             both = [one for one in held_by(other) if id(one) in mine]
             if both and type(both[0].grad) is self._torch.Tensor and bool(both[0].grad.any()):
@@ -458,15 +467,15 @@ class Identities:
                 return [("accumulation_windows", SUSPICION, text, {"parameters": len(both)})]
         return []
 
-    def _check_windows(self, optimizer: Any, watched: _Watched, has_closure: bool) -> None:
-        windows = watched.windows
+    def _check_windows(self, optimizer: Any, state: _OptimizerState, has_closure: bool) -> None:
+        windows = state.windows
         if has_closure or len(self._threads) > 1 or is_capturing(self._torch):
             windows.leave()
-        self._stepped.append(watched)
+        self._stepped.append(state)
         if windows.is_open:
-            self._notice(windows.step(self._torch, optimizer, watched.steps))
+            self._report(windows.step(self._torch, optimizer, state.steps))
 
-    def _own(self, optimizer: Any) -> set[int]:
+    def _exclusive_ids(self, optimizer: Any) -> set[int]:
         """Return the ids of the parameters that nothing else should write before the optimizer's next step."""
         # An outer optimizer that steps this one may write the weights too.
         if self._in_progress:
@@ -474,25 +483,29 @@ class Identities:
         plain = (p for p in held_by(optimizer) if p.requires_grad and is_plain(self._torch, p))
         return {id(one) for one in plain} - {id(one) for one in self._held(but=optimizer)}
 
-    def _check_parameters(self, optimizer: Any, watched: _Watched, seen: Seen) -> None:
-        seen.extra_lines += watched.modes.look(self._torch, optimizer, self._search)
-        seen.extra_lines += [line for one in self._pitfalls for line in one.lines]
+    def _check_parameters(
+        self, optimizer: Any, state: _OptimizerState, sampled: SampledStep
+    ) -> None:
+        sampled.extra_lines += state.modes.check(self._torch, optimizer, self._search)
+        sampled.extra_lines += [line for one in self._pitfalls for line in one.lines]
         labels = [one.labels for one in self._pitfalls if one.labels is not None]
         if labels:
-            seen.later(lambda one: watched.classes.add(*one[0].tolist()), {0: labels[0]})
+            sampled.judge_later(lambda one: state.classes.add(*one[0].tolist()), {0: labels[0]})
         terms = [one.terms for one in self._pitfalls if one.terms is not None]
         if terms:
-            seen.later(lambda one: watched.terms.add(*one[0].tolist()), {0: terms[0]})
+            sampled.judge_later(lambda one: state.terms.add(*one[0].tolist()), {0: terms[0]})
         norms = self._norms.get(optimizer)
         if norms is not None and norms.written is not None:
-            seen.later(lambda one: norms.lines(seen.name, one[0].tolist()), {0: norms.written})
+            sampled.judge_later(
+                lambda one: norms.lines(sampled.name, one[0].tolist()), {0: norms.written}
+            )
             norms.written = None
-        look(seen, self._losses)
+        judge_losses(sampled, self._losses)
         # With sharding, the forward pass uses other tensors than the optimizer.
         if self._position.world > 1 or len(self._threads) > 1:
             return
-        reached, are_all = self._reached.since(watched.since)
-        seen.extra_lines += watched.held.look(
+        reached, are_all = self._reached.since(state.since)
+        sampled.extra_lines += state.missing_gradients.check(
             self._torch, optimizer, reached, are_all, self._held()
         )
 
@@ -502,10 +515,10 @@ class Identities:
         others = (made for made in self._made if made.param_groups is not groups)
         return [one for made in others for one in held_by(made)]
 
-    def take(self) -> list[Seen | Noticed]:
+    def take(self) -> list[SampledStep | Verdicts]:
         """Return the steps sampled since the last call, in the order of their ends."""
-        seen, self.seen = self.seen, []
-        return seen
+        verdicts, self.verdicts = self.verdicts, []
+        return verdicts
 
 
 def _rows_of(torch: Any, batch: Any) -> Rows | None:
@@ -527,7 +540,7 @@ def _is_attended(step: int) -> bool:
     return step < 64 or (step + 4) % 64 < 6
 
 
-class _Watched:
+class _OptimizerState:
     """State of the checks of one optimizer."""
 
     def __init__(self, torch: Any, since: int) -> None:
@@ -542,14 +555,14 @@ class _Watched:
         self.windows = Windows()
         self.since = since
         """Number of steps of all optimizers when its last step ended."""
-        self.held = Held()
+        self.missing_gradients = MissingGradients()
         self.questions: Questions | None = None
         self.models: list[weakref.ref[Any]] = []
         self.teachers: list[weakref.ref[Any]] = []
-        self.token_weights = token_weights.Judged()
+        self.token_weights = token_weights.TokenWeights()
         self.modes = Modes()
         self.rates = Rates()
-        self.seen: Seen | None = None
+        self.sampled: SampledStep | None = None
         """Step in progress, if it is sampled."""
 
     @property

@@ -15,17 +15,17 @@ from .coverage import Coverage, Tokenizers
 from .distillation import Divergence, divergence_at
 from .graph import CROSS_ENTROPIES, labels_of, places, saved, source, weight
 from .parameters import FACT, PASS, SUSPICION, Line
-from .updates import Seen
+from .updates import SampledStep
 
 _IDS = 8
 """Maximum number of embeddings whose ids are compared with the labels."""
 SHIFTS = (0, 1, 2, 3)
 """Offsets in tokens from a position to its label: 0 is the token itself, 1 the next one."""
 _FITS, _FITS_NOT = 0.98, 0.9
-"""Share of labels equal to the tokens at an offset: minimum where it matches, maximum where it does not. The second is
-high because tokens repeat."""
+"""Share of labels equal to the tokens at an offset: minimum of an offset that matches, maximum of one that does not.
+The maximum is high because tokens repeat."""
 _CHUNKS = 4
-"""Number of chunks of a loss that are surely found; further ones may be too far from the backward pass."""
+"""Number of chunks of a loss that are certainly near enough to the backward pass to be read."""
 _NONE = -100
 """Label of a position without one."""
 _FUSED = {"ChunkedLogProbFunctionBackward": 3}
@@ -47,7 +47,7 @@ _SUMS_TO_1 = 1e-2
 """Maximum deviation of a sum of probabilities from 1, in addition to the rounding of their logarithms."""
 
 
-class _Compared(NamedTuple):
+class _Comparison(NamedTuple):
     """Comparison of the labels of a loss with tokens that an embedding looked up."""
 
     tokens: Any
@@ -72,67 +72,75 @@ class Loss:
         # Labels may be bytes, which cannot be -100.
         targets = targets.long()
         self._count, self._targets = targets.numel(), targets
-        self._vocabulary = _whole(node, way)
-        for one in way:
-            self._leave_out(_left_out(one))
+        self._vocabulary = _vocabulary_of_mean(node, way)
+        for later_node in way:
+            self._drop_masked(_mask_of(later_node))
         self._start = 0
         self.double = False
         """Whether a softmax was applied to the output of a softmax."""
         self._scores, self.sums = "", None
-        """Sums: deviation from 1 of the probabilities that the loss gets the logarithms of, less its rounding, on the
-        device."""
+        """Scores: what the loss gets as log probabilities. Sums: how far their exponentials' sums over the classes are
+        from 1, minus the rounding, on the device."""
         if type(node).__name__ in CROSS_ENTROPIES:
-            self._sum(node)
+            self._check_sums(node)
         self.rows: tuple[int, int] | None = None
         """Number of rows in the loss, and of all rows of tokens."""
         self._text = text
-        self.compared: list[_Compared] = []
-        if self._put_back(self._look_below(node)):
-            found = [self._compare(one) for one in ids if one.device == self._targets.device]
-            self.compared = [one for one in found if one is not None]
+        self.compared: list[_Comparison] = []
+        if self._scatter_back(self._read_selections(node)):
+            compared = [
+                self._compare(ids_BT) for ids_BT in ids if ids_BT.device == self._targets.device
+            ]
+            self.compared = [comparison for comparison in compared if comparison is not None]
         self._targets = self._text = None
 
     def tokens_before(self) -> tuple[Any, Any] | None:
-        """Return the tokens of which the labels are the next ones, (B, T), and which positions of the first two rows
-        have a label; None where there are none. Waits for the device."""
+        """Return the tokens, (B, T), whose next tokens are the labels, and a mask of the positions with a label in the
+        first two rows; None if no tokens match. Waits for the device."""
         return next(
             (one[:2] for one in self.compared if _fits(one.numbers.tolist())[1] >= _FITS), None
         )
 
-    def _look_below(self, node: Any) -> list[Any]:
+    def _read_selections(self, node: Any) -> list[Any]:
         """Follow the graph from the loss to the logits; find their first position and return the nodes that select
         rows."""
-        log_softmax, parts = source(node)
+        log_softmax, selections = source(node)
         if type(log_softmax).__name__ not in (*_SOFTMAX, "LogBackward0"):
             # For a fused loss, this node computed the hidden states.
             log_softmax = None
-        below, selections = source(log_softmax) if log_softmax is not None else (None, [])
-        parts = parts + selections
-        if type(below).__name__ == "LogBackward0":
-            below, selections = source(below)
-            parts = parts + selections
-        self.double = type(log_softmax).__name__ in _SOFTMAX and type(below).__name__ in _SOFTMAX
-        slices = [one for one in parts if type(one).__name__ == "SliceBackward0"]
-        self._start = sum(int(one._saved_start or 0) for one in slices if one._saved_dim == 1)
-        return [one for one in parts if one not in slices]
+        input_node, more = source(log_softmax) if log_softmax is not None else (None, [])
+        selections = selections + more
+        if type(input_node).__name__ == "LogBackward0":
+            input_node, more = source(input_node)
+            selections = selections + more
+        self.double = (
+            type(log_softmax).__name__ in _SOFTMAX and type(input_node).__name__ in _SOFTMAX
+        )
+        slices = [
+            selection for selection in selections if type(selection).__name__ == "SliceBackward0"
+        ]
+        self._start = sum(
+            int(selection._saved_start or 0) for selection in slices if selection._saved_dim == 1
+        )
+        return [selection for selection in selections if selection not in slices]
 
-    def _sum(self, node: Any) -> None:
-        scores, (made, _) = saved(node, "self"), source(node)
-        if scores is None or scores.dim() < 2 or type(made).__name__ not in _SCORES:
+    def _check_sums(self, node: Any) -> None:
+        scores, (producer, _) = saved(node, "self"), source(node)
+        if scores is None or scores.dim() < 2 or type(producer).__name__ not in _SCORES:
             return
-        result = saved(made, "result")
-        # Some classes alone may have been selected.
+        result = saved(producer, "result")
+        # If only some classes were selected, their probabilities need not sum to 1.
         if result is None or scores.shape[1] in result.shape:
-            self._scores = _SCORES[type(made).__name__]
-            # Each logarithm is rounded relative to its size, of which the mean is at most log C.
+            self._scores = _SCORES[type(producer).__name__]
+            # Each logarithm is rounded relative to its size, and the mean size is at most log C for C classes.
             rounding = self._torch.finfo(scores.dtype).eps * math.log(scores.shape[1])
             some = scores.detach()[:_SUMMED]
             for axis in range(2, scores.dim()):
                 some = some.narrow(axis, 0, 1)
-            off = (some.double().exp().sum(1) - 1).abs().amax()
-            self.sums = off - rounding
+            deviation = (some.double().exp().sum(1) - 1).abs().amax()
+            self.sums = deviation - rounding
 
-    def _leave_out(self, left_out: Any) -> None:
+    def _drop_masked(self, left_out: Any) -> None:
         """Drop the labels of masked positions."""
         if left_out is None or left_out.device != self._targets.device:
             return
@@ -147,30 +155,32 @@ class Loss:
         self._ignored = _NONE
         return targets
 
-    def _put_back(self, parts: list[Any]) -> bool:
+    def _scatter_back(self, selections: list[Any]) -> bool:
         """Scatter the labels of selected positions back to all positions; return whether their indices are known."""
-        if not parts:
+        if not selections:
             return True
-        found = places(parts[0]) if len(parts) == 1 else None
-        if found is None or found[0].device != self._targets.device or found[2] != self._count:
+        target = places(selections[0]) if len(selections) == 1 else None
+        if target is None or target[0].device != self._targets.device or target[2] != self._count:
             return False
-        where, self._count, _ = found
+        index, self._count, _ = target
         targets = self._labelled()
-        none = self._torch.full((self._count,), _NONE, dtype=targets.dtype, device=targets.device)
-        if where.dtype == self._torch.bool:
-            self._targets = none.masked_scatter_(where, targets)
+        unlabelled = self._torch.full(
+            (self._count,), _NONE, dtype=targets.dtype, device=targets.device
+        )
+        if index.dtype == self._torch.bool:
+            self._targets = unlabelled.masked_scatter_(index, targets)
         else:
-            self._targets = none.index_copy_(0, where.long() % self._count, targets)
+            self._targets = unlabelled.index_copy_(0, index.long() % self._count, targets)
         return True
 
-    def _compare(self, tokens_BT: Any) -> _Compared | None:
+    def _compare(self, tokens_BT: Any) -> _Comparison | None:
         rows, length = tokens_BT.shape
         count = self._count
-        width, odd = divmod(count, rows)
-        if width == 1 and not odd:
+        width, remainder = divmod(count, rows)
+        if width == 1 and not remainder:
             # A class of each row.
             return None
-        if odd or not length - len(SHIFTS) < width <= length:
+        if remainder or not length - len(SHIFTS) < width <= length:
             # The loss may have fewer rows, whole or without their last tokens.
             for width in (length, length - 1):
                 if width > 1 and count % width == 0 and count // width < rows:
@@ -183,19 +193,19 @@ class Loss:
         if self._ignored is not None:
             known_BW = targets_BW != self._ignored
         positions_BT = self._torch.zeros_like(tokens_BT[:2], dtype=self._torch.bool)
-        most = min(width, length - self._start)
-        positions_BT[:, self._start : self._start + most] = known_BW[:2, :most]
-        found = [known_BW.sum(), known_BW.any(1).sum()]
+        columns = min(width, length - self._start)
+        positions_BT[:, self._start : self._start + columns] = known_BW[:2, :columns]
+        counts = [known_BW.sum(), known_BW.any(1).sum()]
         for shift in SHIFTS:
             begin = self._start + shift
-            most = max(0, min(width, length - begin))
-            same = targets_BW[:, :most] == tokens_BT[:, begin : begin + most]
-            found += [(same & known_BW[:, :most]).sum(), known_BW[:, :most].sum()]
+            columns = max(0, min(width, length - begin))
+            matches = targets_BW[:, :columns] == tokens_BT[:, begin : begin + columns]
+            counts += [(matches & known_BW[:, :columns]).sum(), known_BW[:, :columns].sum()]
         cover = None
         if self._text is not None and width > 1:
             labels = (targets_BW, known_BW, self._start)
             cover = Coverage(self._torch, tokens_BT, *labels, self._text)
-        return _Compared(tokens_BT, positions_BT, self._torch.stack(found).double(), cover)
+        return _Comparison(tokens_BT, positions_BT, self._torch.stack(counts).double(), cover)
 
     def lines(
         self, counts: list[list[float]], covers: list[list[int] | None], sums: float | None
@@ -222,11 +232,11 @@ class Loss:
             return lines
         # Embeddings of positions look up ids too, which the labels do not match; and an encoder may read the tokens
         # that the decoder must predict.
-        at = max(
+        index = max(
             range(len(counts)),
-            key=lambda at: (_fits(counts[at])[1] >= _FITS, max(_fits(counts[at]))),
+            key=lambda index: (_fits(counts[index])[1] >= _FITS, max(_fits(counts[index]))),
         )
-        labelled, with_label, *pairs = counts[at]
+        labelled, with_label, *pairs = counts[index]
         if not labelled:
             text = f"none of {self._count} positions has a label"
             return [*lines, ("label_coverage", SUSPICION, text, {"labels": 0})]
@@ -236,23 +246,23 @@ class Loss:
         text = f"{labelled:.0f} of {self._count} positions have a label"
         if self.rows is not None and with_label < self.rows[1]:
             text += f", in {with_label:.0f} of {self.rows[1]} rows"
-        fits = _fits([labelled, with_label, *pairs])
-        best = max(SHIFTS, key=lambda shift: fits[shift])
-        cover, found = self.compared[at].cover, covers[at]
-        if cover is not None and found is not None and fits[best] >= _FITS:
-            lines += cover.lines(found)
-            sample = cover.sample(found, best)
+        shares = _fits([labelled, with_label, *pairs])
+        best = max(SHIFTS, key=lambda shift: shares[shift])
+        cover, cover_numbers = self.compared[index].cover, covers[index]
+        if cover is not None and cover_numbers is not None and shares[best] >= _FITS:
+            lines += cover.lines(cover_numbers)
+            sample = cover.sample(cover_numbers, best)
             text += f"; the first row, labels in brackets: {sample}" if sample else ""
         lines.append(("label_coverage", FACT, text, numbers))
-        numbers = {f"shift_{shift}": fits[shift] for shift in SHIFTS}
-        if fits[1] >= _FITS:
+        numbers = {f"shift_{shift}": shares[shift] for shift in SHIFTS}
+        if shares[1] >= _FITS:
             lines.append(("label_shift", PASS, "labels are the next tokens", numbers))
-        elif fits[best] >= _FITS and fits[1] <= _FITS_NOT:
-            what = {
+        elif shares[best] >= _FITS and shares[1] <= _FITS_NOT:
+            shift_text = {
                 0: "the labels are the tokens at the same positions: not shifted",
                 2: "the labels are the tokens after the next: shifted twice",
             }.get(best, f"the labels are the tokens {best} positions later")
-            text = f"{what} ({fits[best]:.0%} of them; {fits[1]:.0%} are the next ones)"
+            text = f"{shift_text} ({shares[best]:.0%} of them; {shares[1]:.0%} are the next ones)"
             lines.append(("label_shift", SUSPICION, text, numbers))
         return lines
 
@@ -263,39 +273,41 @@ def _fits(counts: list[float]) -> list[float]:
     return [fitting / could if could else 0.0 for fitting, could in pairs]
 
 
-def look(seen: Seen, losses: list[Loss | Divergence]) -> None:
+def judge_losses(sampled: SampledStep, losses: list[Loss | Divergence]) -> None:
     """Judge the losses of a sampled step."""
-    found: dict[Any, Any] = {}
-    for at, loss in enumerate(losses):
-        every: list[Any] = loss.compared if isinstance(loss, Loss) else [loss]
+    tensors: dict[Any, Any] = {}
+    for place, loss in enumerate(losses):
+        comparisons: list[Any] = loss.compared if isinstance(loss, Loss) else [loss]
         further = loss.sums if isinstance(loss, Loss) else loss.padding
         if further is not None:
-            found[at, "further"] = further
-        for of, one in enumerate(every):
-            found[at, of] = one.numbers
-            cover = getattr(one, "cover", None)
+            tensors[place, "further"] = further
+        for index, comparison in enumerate(comparisons):
+            tensors[place, index] = comparison.numbers
+            cover = getattr(comparison, "cover", None)
             if cover is not None:
-                found[at, of, "cover"] = cover.numbers
-    seen.later(lambda tensors: _judge(losses, seen.number, tensors), found)
+                tensors[place, index, "cover"] = cover.numbers
+    sampled.judge_later(lambda tensors: _judge(losses, sampled.number, tensors), tensors)
 
 
 def _judge(losses: list[Loss | Divergence], step: int, tensors: dict[Any, Any]) -> list[Line]:
     """Return the verdicts, one for each identity and level. If one loss predicts the next tokens, others may predict
     later ones (multi-token prediction). `tensors`: numbers of each loss, and of each of its covers."""
-    numbers = {at: one.tolist() for at, one in tensors.items()}
+    numbers = {place: tensor.tolist() for place, tensor in tensors.items()}
     weights = [loss.weight for loss in losses if isinstance(loss, Loss)]
-    found: list[list[Line]] = []
-    for at, loss in enumerate(losses):
+    lines_of_losses: list[list[Line]] = []
+    for place, loss in enumerate(losses):
         if isinstance(loss, Loss):
             every = range(len(loss.compared))
-            covers = [numbers.get((at, of, "cover")) for of in every]
-            sums = numbers.get((at, "further"))
-            found.append(loss.lines([numbers[at, of] for of in every], covers, sums))
+            covers = [numbers.get((place, index, "cover")) for index in every]
+            sums = numbers.get((place, "further"))
+            lines_of_losses.append(
+                loss.lines([numbers[place, index] for index in every], covers, sums)
+            )
         else:
-            padding = numbers.get((at, "further"), [])
-            found.append(loss.lines(numbers[at, 0], weights, step, padding))
+            padding = numbers.get((place, "further"), [])
+            lines_of_losses.append(loss.lines(numbers[place, 0], weights, step, padding))
     lines: dict[tuple[str, str], Line] = {}
-    for line in (line for lines in found for line in lines):
+    for line in (line for lines in lines_of_losses for line in lines):
         lines.setdefault(line[:2], line)
     if ("label_shift", PASS) in lines:
         lines.pop(("label_shift", SUSPICION), None)
@@ -309,29 +321,31 @@ def losses_of(
     nodes. With `text`, check what the labels cover."""
     ids = [ids for node in embeddings if (ids := saved(node, "indices")) is not None]
     ids = [
-        one for one in ids if one.dim() == 2 and one.shape[1] > 1 and not one.is_floating_point()
+        ids_BT
+        for ids_BT in ids
+        if ids_BT.dim() == 2 and ids_BT.shape[1] > 1 and not ids_BT.is_floating_point()
     ]
-    found: list[Loss | Divergence] = []
+    losses: list[Loss | Divergence] = []
     for node, way in nodes:
         if targets_of(node)[0] is not None:
-            found.append(Loss(torch, node, ids, way, text))
+            losses.append(Loss(torch, node, ids, way, text))
         elif (divergence := divergence_at(torch, node, way)) is not None:
             divergence.look_for_padding(ids)
-            found.append(divergence)
-    _add_rows([one for one in found if isinstance(one, Loss)])
-    return found
+            losses.append(divergence)
+    _add_rows([loss for loss in losses if isinstance(loss, Loss)])
+    return losses
 
 
 def _add_rows(losses: list[Loss]) -> None:
     """Do not report rows as left out where the losses of chunks or rows cover them together."""
-    parts = [one for one in losses if one.rows is not None and one.rows[0] < one.rows[1]]
+    partial = [loss for loss in losses if loss.rows is not None and loss.rows[0] < loss.rows[1]]
     if (
-        sum(one.rows[0] for one in parts if one.rows)
-        >= max((one.rows[1] for one in parts if one.rows), default=0)
-        or len(parts) > _CHUNKS
+        sum(loss.rows[0] for loss in partial if loss.rows)
+        >= max((loss.rows[1] for loss in partial if loss.rows), default=0)
+        or len(partial) > _CHUNKS
     ):
-        for one in parts:
-            one.rows = None
+        for loss in partial:
+            loss.rows = None
 
 
 def targets_of(node: Any) -> tuple[Any, int | None]:
@@ -340,8 +354,8 @@ def targets_of(node: Any) -> tuple[Any, int | None]:
     if kind in CROSS_ENTROPIES:
         return labels_of(node)
     if kind in _FUSED:
-        kept = node._raw_saved_tensors
-        if any(getattr(one, "unpack_hook", one) is not None for one in kept):
+        saved_tensors = node._raw_saved_tensors
+        if any(getattr(tensor, "unpack_hook", tensor) is not None for tensor in saved_tensors):
             return None, None
         return node.saved_tensors[_FUSED[kind]], None
     if kind not in ("GatherBackward0", "IndexBackward0"):
@@ -352,14 +366,14 @@ def targets_of(node: Any) -> tuple[Any, int | None]:
         index = saved(node, "index")
         return (index, None) if index is not None and index.shape[-1] == 1 else (None, None)
     raw = getattr(node, "_raw_saved_indices", ())
-    if any(getattr(one, "unpack_hook", one) is not None for one in raw):
+    if any(getattr(tensor, "unpack_hook", tensor) is not None for tensor in raw):
         return None, None
-    indices = [one for one in node._saved_indices if one is not None]
+    indices = [tensor for tensor in node._saved_indices if tensor is not None]
     # Advanced indexing with two index tensors: rows, then labels.
     return (indices[-1], None) if len(indices) > 1 and indices[-1].dim() else (None, None)
 
 
-def _whole(node: Any, way: list[Any]) -> int:
+def _vocabulary_of_mean(node: Any, way: list[Any]) -> int:
     """Return the vocabulary size if the tensor of the backward pass is this cross entropy as a mean; else 0."""
     is_mean = type(node).__name__ in CROSS_ENTROPIES
     if way or not is_mean or node._saved_reduction != 1:
@@ -369,15 +383,17 @@ def _whole(node: Any, way: list[Any]) -> int:
     return 0 if result is None else int(result.shape[1])
 
 
-def _left_out(node: Any) -> Any:
+def _mask_of(node: Any) -> Any:
     """Return the mask of positions that a node after the loss multiplies by 0 or fills; None if it does neither."""
     kind = type(node).__name__
     if kind == "MaskedFillBackward0":
         return saved(node, "mask")
     if kind == "MulBackward0":
-        factors = [one for one in (saved(node, "self"), saved(node, "other")) if one is not None]
+        factors = [
+            factor for factor in (saved(node, "self"), saved(node, "other")) if factor is not None
+        ]
         if len(factors) == 1 and not factors[0].requires_grad:
-            # Zeros alone may be advantages of a policy gradient.
+            # A factor of zeros without ones may be the advantages of a policy gradient.
             is_0, is_1 = factors[0].detach() == 0, factors[0].detach() == 1
             return is_0 & (is_0 | is_1).all() & is_1.any()
     return None

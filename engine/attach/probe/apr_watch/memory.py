@@ -23,7 +23,7 @@ class HeldMemory:
         self._torch = torch
         self._next_s = 0.0
 
-    def look(self, folder: str, step: int, device: Any, now: bool = False) -> None:
+    def record(self, folder: str, step: int, device: Any, now: bool = False) -> None:
         if device.type != "cuda" or not (now or time.monotonic() >= self._next_s):
             return
         counters = getattr(self._torch.cuda, "memory_stats_as_nested_dict", None)

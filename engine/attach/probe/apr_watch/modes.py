@@ -32,7 +32,7 @@ _IN_A_ROW = 2
 _DROPOUT, _BATCH_NORM = "dropout", "batch norm"
 
 
-class _Acting:
+class _ModeDependent:
     """A module that behaves differently in training."""
 
     def __init__(self, module: Any, path: str, kind: str) -> None:
@@ -61,13 +61,13 @@ def _is_training(module: Any) -> bool:
     return bool(vars(module).get("training", True))
 
 
-class _Near:
+class _NearbyModules:
     """Modules near the parameters of an optimizer: those that are mode-dependent, and the others that hold them."""
 
     def __init__(self, torch: Any, modules: Modules, parameters: list[Any]) -> None:
         self._torch, self._trained = torch, {id(p) for p in parameters}
         self._holds: dict[int, bool] = {}
-        self.acting: dict[int, _Acting] = {}
+        self.acting: dict[int, _ModeDependent] = {}
         self.holders: dict[int, weakref.ref[Any]] = {}
         for top in modules.tops(parameters):
             self._collect(top, "", True)
@@ -88,7 +88,7 @@ class _Near:
         frozen part does not count, nor does a batch norm with frozen weights."""
         kind = _kind(self._torch, module)
         if kind is not None and (self._has_own(module) if parameters_of(module) else is_near):
-            self.acting.setdefault(id(module), _Acting(module, path, kind))
+            self.acting.setdefault(id(module), _ModeDependent(module, path, kind))
         elif kind is None and self._has_own(module):
             self.holders.setdefault(id(module), weakref.ref(module))
         for name, child in children_of(module):
@@ -97,7 +97,7 @@ class _Near:
                 self._collect(child, below, self._holds_any(module))
 
 
-def _is_alone(acting: list[_Acting], modules: Modules) -> bool:
+def _is_alone(acting: list[_ModeDependent], modules: Modules) -> bool:
     """Return whether the model of these modules is the only one in the process."""
     living = [module for one in acting if (module := one.of()) is not None]
     known = {id(modules.path(one)[0]) for one in living}
@@ -109,17 +109,17 @@ class Modes:
     """Modes of the modules that hold one optimizer's parameters."""
 
     def __init__(self) -> None:
-        self._acting: list[_Acting] | None = None
+        self._acting: list[_ModeDependent] | None = None
         self._holders: list[Any] = []
         self._was_training = False
 
-    def look(self, torch: Any, optimizer: Any, search: Search) -> list[Line]:
+    def check(self, torch: Any, optimizer: Any, search: Search) -> list[Line]:
         """Return the verdict at a step, while its gradients exist."""
         if self._acting is None:
             trained = [one for one in held_by(optimizer) if one.grad is not None]
             if not trained:
                 return []
-            near = _Near(torch, search.modules, trained)
+            near = _NearbyModules(torch, search.modules, trained)
             self._acting, self._holders = [*near.acting.values()], [*near.holders.values()]
         living = [(one, module) for one in self._acting if (module := one.of()) is not None]
         if not living:
@@ -153,7 +153,7 @@ class Modes:
         return bool(living) and not any(map(_is_training, living))
 
     @property
-    def acting(self) -> list[_Acting]:
+    def acting(self) -> list[_ModeDependent]:
         return self._acting or []
 
 
@@ -166,15 +166,17 @@ class Evaluations:
         self._decided: weakref.ref[Any] | None = None
         """First module of a model that has its verdict."""
         self._in_a_row = 0
-        self._before: tuple[Any, list[tuple[_Acting, int]], list[_Acting], Any] | None = None
-        self._calm: list[_Acting] = []
+        self._before: (
+            tuple[Any, list[tuple[_ModeDependent, int]], list[_ModeDependent], Any] | None
+        ) = None
+        self._calm: list[_ModeDependent] = []
         """Modules that were all in eval mode when the newest batch was yielded."""
 
     def trained_on(self) -> None:
         """Record the begin of a backward pass or of a step."""
         self._in_a_row, self._before, self._calm = 0, None, []
 
-    def fetched(self, one: Pass, acting: Iterable[_Acting]) -> None:
+    def fetched(self, one: Pass, acting: Iterable[_ModeDependent]) -> None:
         """Record a yielded batch; `acting` are the mode-dependent modules of all trained models."""
         if one is not self._pass:
             self._pass, self._in_a_row = one, 0
@@ -259,7 +261,7 @@ def _is_cumulative(module: Any) -> bool:
     return _statistics(module) is not None and vars(module).get("momentum", 0.1) is None
 
 
-def _counted(acting: list[_Acting]) -> str:
+def _counted(acting: list[_ModeDependent]) -> str:
     kinds = [one.kind for one in acting]
     counts = {kind: kinds.count(kind) for kind in (_DROPOUT, _BATCH_NORM)}
     return " and ".join(
@@ -267,11 +269,11 @@ def _counted(acting: list[_Acting]) -> str:
     )
 
 
-def _named(acting: list[_Acting]) -> str:
+def _named(acting: list[_ModeDependent]) -> str:
     return listed([one.path or "the module itself" for one in acting])
 
 
-class Noticed:
+class Verdicts:
     """Verdicts found between two steps, with the interface of a sampled step."""
 
     def __init__(self, lines: list[Line], step: int | None = None) -> None:

@@ -14,7 +14,7 @@ import weakref
 from typing import Any
 
 from .parameters import FAIL, PASS, SUSPICION, Line, Modules, named
-from .updates import Rows, Sample, Seen, local_of
+from .updates import Rows, Sample, SampledStep, local_of
 
 _ELEMENTS, _MIN_ELEMENTS = 1 << 14, 4
 _MAX_TENSORS = 4096
@@ -70,7 +70,7 @@ class Movement:
         found = [one.read(part) for one in self._samples]
         return [] if any(one is None for one in found) else found
 
-    def step_begins(self, seen: Seen) -> None:
+    def step_begins(self, sampled: SampledStep) -> None:
         """Copy the weights before a sampled step, if some are frozen; compare them with those after the step before."""
         held = [rows.of() for sample in self._samples for rows in sample.rows]
         has_frozen = not all(one is not None and one.requires_grad for one in held)
@@ -84,14 +84,14 @@ class Movement:
             changed[at] = ~((new - old).abs() <= rounding * size) & ~(new.isnan() & old.isnan())
         if changed:
             own = self._own
-            seen.later(lambda one: self._outside(seen, own, one), changed)
+            sampled.judge_later(lambda one: self._outside(sampled, own, one), changed)
 
-    def step_ends(self, seen: Seen, is_asked: bool, own: set[int]) -> None:
+    def step_ends(self, sampled: SampledStep, is_asked: bool, own: set[int]) -> None:
         """Compare the weights after a sampled step, on the device. `is_asked`: whether the verdict on NaN is wanted in
         any case; `own`: ids of the parameters whose weights nothing else should write before the next step."""
-        number, tensors = seen.number, dict[str, Any]()
+        number, tensors = sampled.number, dict[str, Any]()
         # A tensor is no number of the host.
-        likely = [1.0 if rate is None else rate for rate in seen.rates]
+        likely = [1.0 if rate is None else rate for rate in sampled.rates]
         self._highest = list(map(max, likely, self._highest + [0.0] * len(likely)))
         is_open = number in (1, _ANY) or number >= _EACH
         is_open = is_open and not (self.is_settled and self._has_slopes)
@@ -107,8 +107,8 @@ class Movement:
             [
                 (
                     not rows.of().requires_grad,  # type: ignore[union-attr]
-                    seen.is_settled and bool(seen.rates[rows.group]),
-                    seen.is_settled and not self._highest[rows.group],
+                    sampled.is_settled and bool(sampled.rates[rows.group]),
+                    sampled.is_settled and not self._highest[rows.group],
                 )
                 for rows in sample.rows
             ]
@@ -130,11 +130,11 @@ class Movement:
             self._moved[at] = self._moved[at] | (weights != self._first[at])
             tensors[f"moved {at}"] = self._moved[at]
             tensors[f"nan {at}"] = weights.isnan()
-            if self._before and previous and not seen.runs_script:
+            if self._before and previous and not sampled.runs_script:
                 # Neither a backward pass nor the script wrote these gradients since the previous sampled step.
                 stale = (slopes == 0) | (slopes == previous[at])
                 tensors[f"frozen {at}"] = (weights != self._before[at]) & stale
-        seen.later(lambda one: self._lines(seen, state, is_asked, one), tensors)
+        sampled.judge_later(lambda one: self._lines(sampled, state, is_asked, one), tensors)
 
     def _norm(self, rows: Rows) -> Any:
         """Return the largest gradient of a whole tensor; 1 where it has none, or one that cannot be read."""
@@ -146,9 +146,9 @@ class Movement:
 
     # Once the device has passed the step.
 
-    def _outside(self, seen: Seen, own: set[int], changed: dict[int, Any]) -> list[Line]:
+    def _outside(self, sampled: SampledStep, own: set[int], changed: dict[int, Any]) -> list[Line]:
         """Return the verdict on the weights between a step and the one before it."""
-        name, step = seen.name, seen.number
+        name, step = sampled.name, sampled.number
         columns = (changed[at].split(one.counts) for at, one in enumerate(self._samples))
         pairs = [
             (rows, int(one.sum()))
@@ -168,7 +168,7 @@ class Movement:
 
     def _lines(
         self,
-        seen: Seen,
+        sampled: SampledStep,
         state: list[list[tuple[bool, bool, bool]]],
         is_asked: bool,
         tensors: dict[str, Any],
@@ -176,7 +176,7 @@ class Movement:
         """Return the verdicts. `state`: whether each tensor is frozen (requires no gradient), trained at a learning
         rate above 0 that no longer rises, and had the learning rate 0 at every step while others had more."""
         # Another verdict says why weights stay.
-        self.is_settled |= seen.has_failed
+        self.is_settled |= sampled.has_failed
         trained: list[Any] = []
         moved, still, wrong, driven, resting, zero = [], [], [], [], [], []
         numbers = frozen_tensors = 0
@@ -202,7 +202,7 @@ class Movement:
                     trained.append(rows)
                     moved += [rows] * bool(moves.any())
                     still += [rows] * bool(pushed.any() and not (pushed & moves).any())
-        name = seen.name
+        name = sampled.name
         lines = self._finite(name, wrong, numbers, is_asked)
         self._frozen_steps = self._frozen_steps + 1 if driven else 0
         if self._frozen_steps >= _IN_A_ROW:
@@ -216,8 +216,8 @@ class Movement:
             lines.append(("frozen_weights", PASS, text, {"tensors": frozen_tensors}))
         if wrong:
             return lines
-        lines += self._moves(name, seen.number, trained, moved, still, resting)
-        return [*lines, *self._slopes(name, seen.number, trained, zero)]
+        lines += self._moves(name, sampled.number, trained, moved, still, resting)
+        return [*lines, *self._slopes(name, sampled.number, trained, zero)]
 
     def _slopes(self, name: str, number: int, trained: list[Any], zero: list[Any]) -> list[Line]:
         """Return the verdict on gradients that have been exactly 0 at all sampled steps."""

@@ -1,7 +1,7 @@
-"""Lines of the script's own files at which its training happens, and the names that its objects have there.
+"""Find the lines of the script's own files where its training happens, and the names of its objects there.
 
-With them a change of one line can be proposed for what is found wrong (`engine.flips.fixes`). They are read once, at
-the first step of a training.
+With them `engine.flips.fixes` proposes a change of one line for a mistake. They are read once, at the first step of a
+training.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 from .parameters import held_by
 
 _OPTIMIZERS = 8
-"""Optimizers of which the line that makes them is kept."""
+"""Maximum number of optimizers whose creating line is kept."""
 _CO_OPTIMIZED = 1
 """Flag of code whose local variables are in slots, so that `f_locals` is a copy."""
 _ELSEWHERE = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
@@ -34,23 +34,25 @@ class Places:
         self._backward = ""
         self.model: Callable[[], Any] = lambda: None
         """Weak reference to the model that was last seen with an optimizer."""
-        self._made: weakref.WeakKeyDictionary[Any, tuple[str, str]] = weakref.WeakKeyDictionary()
-        """The line that made each optimizer, and the name there of the model whose parameters it was given."""
+        self._creations: weakref.WeakKeyDictionary[Any, tuple[str, str]] = (
+            weakref.WeakKeyDictionary()
+        )
+        """The line that created each optimizer, and the model's name at that line."""
 
     def backward_begins(self) -> None:
         self._backward, _ = self._site()
 
     def optimizer_made(self, optimizer: Any) -> None:
-        if len(self._made) < _OPTIMIZERS:
+        if len(self._creations) < _OPTIMIZERS:
             site, frame = self._site()
             model = self._names(frame, optimizer).get("model", "") if frame is not None else ""
-            self._made[optimizer] = site, model
+            self._creations[optimizer] = site, model
 
     def of_step(self, optimizer: Any) -> dict[str, dict[str, str]]:
         """Return `places` and `names` of the training whose optimizer has just stepped."""
         step, frame = self._site()
-        made, model = self._made.get(optimizer, ("", ""))
-        places = {"backward": self._backward, "step": step, "optimizer": made}
+        creation, model = self._creations.get(optimizer, ("", ""))
+        places = {"backward": self._backward, "step": step, "optimizer": creation}
         names = self._names(frame, optimizer) if frame is not None else {}
         names["optimizer_model"] = model
         return {
@@ -72,7 +74,7 @@ class Places:
         return f"{os.path.realpath(code.co_filename)[len(self._folder) :]}:{number}"
 
     def is_of_script(self, code: CodeType) -> bool:
-        """Whether code is of a file in the folder where the script was started."""
+        """Return whether code is in a file below the folder where the script was started."""
         file = os.path.realpath(code.co_filename) if self._folder else ""
         return (
             bool(file)
@@ -82,7 +84,7 @@ class Places:
 
     def _names(self, frame: FrameType, optimizer: Any) -> dict[str, str]:
         """Return what the script calls its model, a model that is not trained, and its schedule."""
-        held = set(map(id, held_by(optimizer)))
+        trained_ids = set(map(id, held_by(optimizer)))
         groups = optimizer.param_groups
         module_type = self._torch.nn.Module
         schedules = sys.modules.get("torch.optim.lr_scheduler")
@@ -93,8 +95,8 @@ class Places:
         for name, value in visible(frame):
             kind = type(value)
             if issubclass(kind, module_type):
-                parameters = {id(one) for one in value.parameters()}
-                if parameters and held.isdisjoint(parameters):
+                parameters = {id(attribute) for attribute in value.parameters()}
+                if parameters and trained_ids.isdisjoint(parameters):
                     others.setdefault(id(value), name)
                 elif len(parameters) > largest:
                     largest, names["model"] = len(parameters), name
@@ -111,13 +113,13 @@ class Places:
 def visible(frame: FrameType) -> Iterator[tuple[str, Any]]:
     """Yield what is visible in a frame: its variables, those of its module, and attributes of `self`."""
     variables, outer = frame.f_locals, frame.f_globals
-    own = list(variables.items())
+    local_variables = list(variables.items())
     if frame.f_code.co_flags & _CO_OPTIMIZED and isinstance(variables, dict):
         # Before Python 3.13 the frame keeps this copy, which would hold the tensors of a step for as long.
         variables.clear()
-    yield from own
-    for name, value in own:
+    yield from local_variables
+    for name, value in local_variables:
         if name == "self" and hasattr(value, "__dict__"):
-            yield from [(f"self.{key}", one) for key, one in vars(value).items()]
+            yield from [(f"self.{key}", attribute) for key, attribute in vars(value).items()]
     if variables is not outer:
         yield from list(outer.items())

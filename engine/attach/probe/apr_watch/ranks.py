@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 from .data import indices_of, print_of
 from .folders import Position, rank_and_world
-from .modes import Noticed
+from .modes import Verdicts
 from .parameters import (
     FACT,
     FAIL,
@@ -39,7 +39,7 @@ from .parameters import (
 )
 from .token_weights import across_ranks
 from .updates import is_plain
-from .values import EXIT_WAIT_S, Arrival, is_capturing
+from .values import EXIT_WAIT_S, HostCopies, is_capturing
 
 DRIFT, DATA = "rank_drift", "rank_data"
 _MAX_PARAMETERS, _ELEMENTS = 512, 64
@@ -305,7 +305,7 @@ class Snapshot:
         self._tensors = {at: torch.cat([part for _, part in parts]) for at, parts in found.items()}
         if tokens is not None:
             self._tensors["tokens"] = tokens
-        self.have_come = Arrival(torch, [self._tensors]).have_come
+        self.are_complete = HostCopies(torch, [self._tensors]).are_complete
 
     def record(self) -> Record:
         """Return the record; call only when its tensors `have_come` to the host."""
@@ -587,7 +587,7 @@ class Ranks:
 
     # Between ranks.
 
-    def step_ends(self, folder: str | None, rank: int, world: int) -> list[Noticed]:
+    def step_ends(self, folder: str | None, rank: int, world: int) -> list[Verdicts]:
         """Assign the step's snapshots to the training of this folder; return the verdicts known by now."""
         self._snapshots += self._new_snapshots
         self._new_snapshots.clear()
@@ -597,13 +597,13 @@ class Ranks:
 
     def training_ends(
         self, folder: str | None, rank: int, world: int, at_exit: bool
-    ) -> list[Noticed]:
+    ) -> list[Verdicts]:
         """Return the verdicts on the records that have arrived; at exit, wait up to EXIT_WAIT_S for a GPU."""
-        found: list[Noticed] = []
+        found: list[Verdicts] = []
         if folder is not None and world > 1:
             deadline = time.monotonic() + EXIT_WAIT_S * at_exit
             while time.monotonic() < deadline and not all(
-                one.have_come() for one in self._snapshots
+                one.are_complete() for one in self._snapshots
             ):
                 time.sleep(0.001)
             found = self._exchange(folder, rank, world, is_last=True)
@@ -611,16 +611,16 @@ class Ranks:
         self._forget_training()
         return found
 
-    def _exchange(self, folder: str, rank: int, world: int, is_last: bool) -> list[Noticed]:
+    def _exchange(self, folder: str, rank: int, world: int, is_last: bool) -> list[Verdicts]:
         ready: list[tuple[Layout, Record]] = []
         with self._torch.no_grad():
-            while self._snapshots and self._snapshots[0].have_come():
+            while self._snapshots and self._snapshots[0].are_complete():
                 snapshot = self._snapshots.popleft()
                 ready.append((snapshot.layout, snapshot.record()))
         if rank:
             write(folder, rank, [record for layout, record in ready if not layout.why])
             return []
-        found: list[Noticed] = []
+        found: list[Verdicts] = []
         for layout, record in ready:
             if layout.why:
                 found += self._report_unknown(layout.why)
@@ -644,11 +644,11 @@ class Ranks:
             found += self._report_unknown(_why_nothing_arrived(len(here), world))
         return found
 
-    def _report_unknown(self, why: str) -> list[Noticed]:
+    def _report_unknown(self, why: str) -> list[Verdicts]:
         if self._has_reported:
             return []
         self._has_reported = True
-        return [Noticed([(DRIFT, UNKNOWN, why, {})])]
+        return [Verdicts([(DRIFT, UNKNOWN, why, {})])]
 
     def _compare(
         self,
@@ -657,7 +657,7 @@ class Ranks:
         record: Record,
         here: list[int],
         is_last: bool,
-    ) -> list[Noticed]:
+    ) -> list[Verdicts]:
         assert self._others is not None
         groups = [one.ranks for one in layout.each_wrapper()]
         expected = [r for r in here if r and all(r in group for group in groups)]
@@ -673,7 +673,7 @@ class Ranks:
         began = {rank: self._others.of(rank, optimizer, 1) for rank in arrived}
         lines = judge(Compared(layout, record, arrived, {0: self._began.get(optimizer), **began}))
         self._has_reported = self._has_reported or bool(lines)
-        return [Noticed(lines, record.step)] if lines else []
+        return [Verdicts(lines, record.step)] if lines else []
 
 
 def _ranks_here(world: int) -> list[int]:

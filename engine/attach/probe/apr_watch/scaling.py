@@ -60,7 +60,7 @@ class Scaling:
         self._window: Any = None
         self._alike = 0
         """Consecutive sampled steps that summed losses alike."""
-        self._is_due = False
+        self._is_sampled = False
         """Whether the step is sampled."""
         self.optimizer_made()
 
@@ -84,26 +84,26 @@ class Scaling:
         self._batches += 1
 
     def backward_begins(self, tensors: list[Any], nodes: list[Any]) -> None:
-        """Record a backward pass, of a sampled step with the `nodes` near it; of accumulated losses, always read the
-        divisors."""
-        self._just_stepped, self._is_due = False, bool(nodes)
+        """Record a backward pass. `nodes`: those near the loss, empty unless the step is sampled. The divisors of
+        accumulated losses are read at every step."""
+        self._just_stepped, self._is_sampled = False, bool(nodes)
         reads = nodes or self._window is not None
-        found, size = _divisions(tensors) if reads else (None, None)
-        self._divisions.append(found)
+        divisions, size = _divisions(tensors) if reads else (None, None)
+        self._divisions.append(divisions)
         self._sizes.append(size)
-        kinds = (_kept_type(node) for node, _ in nodes)
+        kinds = (_dtype_of(node) for node, _ in nodes)
         self._is_fp16 = self._is_fp16 or any(kind is self._torch.float16 for kind in kinds)
 
-    def clipped(self, most: Any) -> list[Line]:
+    def clipped(self, max_norm: Any) -> list[Line]:
         """Record clipping to a norm of `most`; infinity only measures the norm."""
-        if most == float("inf"):
+        if max_norm == float("inf"):
             return []
         if self._just_stepped:
             self._clipped_after = True
             return []
         self._clipped_before = True
-        self._max_norm = float(most) if isinstance(most, (int, float)) else None
-        if not self.is_scaled or any(_has_unscaled(one) for one in self._scalers):
+        self._max_norm = float(max_norm) if isinstance(max_norm, (int, float)) else None
+        if not self.is_scaled or any(_has_unscaled(scaler) for scaler in self._scalers):
             self._unscaled = 0
             return []
         self._unscaled += 1
@@ -117,12 +117,12 @@ class Scaling:
         self._stepped.add(id(optimizer))
         name = type(optimizer).__name__
         lines = [*self._clipping(name, number), *self._short_window(name, number)]
-        if self._is_due:
+        if self._is_sampled:
             lines += [*self._accumulation(name), *self._loss_scale()]
         self._just_stepped, self.is_scaled = True, False
         self._clipped_before = self._clipped_after = self._is_fp16 = False
         self._divisions, self._sizes, self._batches = [], [], 0
-        self._is_due = False
+        self._is_sampled = False
         return lines if len(self._stepped) == 1 else []
 
     def _clipping(self, name: str, number: int) -> list[Line]:
@@ -145,10 +145,10 @@ class Scaling:
         """Report losses of a window that is cut short, as by the end of an epoch, divided as those of a whole one."""
         if self._alike < _IN_A_ROW or self._window is None:
             return []
-        passes, (window, found) = len(self._divisions), self._window
-        if not (0 < passes < window and found[1]) or self._divisions != [found] * passes:
+        passes, (window, division) = len(self._divisions), self._window
+        if not (0 < passes < window and division[1]) or self._divisions != [division] * passes:
             return []
-        if abs(math.prod(found[0]) * window - 1) > _EQUAL:
+        if abs(math.prod(division[0]) * window - 1) > _EQUAL:
             return []
         text = (
             f"step {number} of {name} sums the gradients of {passes} losses, and each is divided by {window} as in a "
@@ -160,7 +160,7 @@ class Scaling:
         """Judge how the losses of a step with several backward passes are divided."""
         passes = len(self._divisions)
         # Several backward passes of one batch belong to several losses.
-        known = [one for one in self._divisions if one is not None]
+        known = [division for division in self._divisions if division is not None]
         window = None
         if passes > 1 and self._batches == passes == len(known) and known.count(known[0]) == passes:
             window = (passes, known[0])
@@ -201,7 +201,9 @@ class Scaling:
     def _loss_scale(self) -> list[Line]:
         if not self._is_fp16:
             return []
-        factors = [factor for one in self._divisions if one is not None for factor in one[0]]
+        factors = [
+            factor for division in self._divisions if division is not None for factor in division[0]
+        ]
         if self.is_scaled or any(factor >= _SCALED_BY_HAND for factor in factors):
             text = "losses computed in fp16 are scaled before their backward pass"
             return [("loss_scale", PASS, text, {})]
@@ -210,9 +212,9 @@ class Scaling:
 
 
 class ScaledNorms:
-    """Norms of the gradients of one optimizer, while they have the loss scale: after the backward pass, and before they
-    are unscaled. If something wrote them in between and their norm or their largest element is the same at different
-    steps, that was a clip, whose limit the loss scale multiplies."""
+    """Norms of one optimizer's gradients while they have the loss scale: after the backward pass, and before they are
+    unscaled. If something wrote the gradients in between, and their norm or largest element is then the same at two
+    steps, they were clipped to a limit that should have been multiplied by the loss scale."""
 
     def __init__(self) -> None:
         self._versions: list[int] = []
@@ -238,59 +240,64 @@ class ScaledNorms:
         previous, self._previous = self._previous, norms
         if previous is None:
             return []
-        for (before, last), (after, limit) in zip(
+        for (previous_norm, previous_largest), (norm, largest) in zip(
             zip(*previous, strict=True), zip(*norms, strict=True), strict=True
         ):
             is_equal = (
-                0 < limit < after and last < before and abs(limit - last) < _EQUAL_NORM * limit
+                0 < largest < norm
+                and previous_largest < previous_norm
+                and abs(largest - previous_largest) < _EQUAL_NORM * largest
             )
-            if is_equal and abs(after - before) > _UNLIKE_NORM * after:
+            if is_equal and abs(norm - previous_norm) > _UNLIKE_NORM * norm:
                 text = (
-                    f"the gradients of {name} are clipped by hand to {limit:.4g} while they still have the loss scale: "
-                    "nothing unscaled them before clipping"
+                    f"the gradients of {name} are clipped by hand to {largest:.4g} while they still have the loss "
+                    "scale: nothing unscaled them before clipping"
                 )
-                return [("clipping", SUSPICION, text, {"limit": limit})]
+                return [("clipping", SUSPICION, text, {"limit": largest})]
         return []
 
 
 def _versions(parameters: list[Any]) -> list[int]:
-    found = (one.grad for one in parameters)
-    return [one._version for one in found if one is not None and not one.is_inference()]
+    gradients = (one.grad for one in parameters)
+    return [one._version for one in gradients if one is not None and not one.is_inference()]
 
 
 def _norms(torch: Any, parameters: list[Any]) -> Any:
     """Return the norm of all gradients and their largest element, (2,); None where they cannot be read together."""
-    found = [one.grad.detach() for one in parameters if one.grad is not None]
-    if not found or not all(fits(torch, one, found[0]) for one in found):
+    gradients = [one.grad.detach() for one in parameters if one.grad is not None]
+    if not gradients or not all(fits(torch, gradient, gradients[0]) for gradient in gradients):
         return None
-    each = [torch.stack([one.float().norm(), one.abs().amax().float()]) for one in found]
-    table = torch.stack(each)
+    pairs = [
+        torch.stack([gradient.float().norm(), gradient.abs().amax().float()])
+        for gradient in gradients
+    ]
+    table = torch.stack(pairs)
     return torch.stack([table[:, 0].norm(), table[:, 1].amax()])
 
 
 def _divisions(tensors: list[Any]) -> tuple[tuple[list[float], bool] | None, float | None]:
-    """Return the divisors between a loss and the tensor of a backward pass, whether the loss is a mean, and of how many
-    elements, None where that is unknown; None for several tensors."""
+    """Return the factors between a loss and the tensor of a backward pass with whether the loss is a mean, and the
+    number of elements of that mean (None where it is unknown); None twice for several tensors."""
     if len(tensors) != 1:
         return None, None
     node: Any = getattr(tensors[0], "grad_fn", None)
-    found: list[float] = []
+    factors: list[float] = []
     for _ in range(_MAX_SCALING_NODES):
         kind = type(node).__name__
         if not kind.startswith(("DivBackward", "MulBackward")):
             break
         factor = scalar(node)
         if factor not in (0.0, 1.0):
-            found.append(1 / factor if kind.startswith("Div") else factor)
-        node = next((after for after, _ in node.next_functions if after is not None), None)
+            factors.append(1 / factor if kind.startswith("Div") else factor)
+        node = next((child for child, _ in node.next_functions if child is not None), None)
     kind = type(node).__name__
     is_mean = kind == "MeanBackward0" or (kind in _MEANS and node._saved_reduction == _MEAN)
-    return (found, is_mean), _size_of_mean(node) if is_mean else None
+    return (factors, is_mean), _size_of_mean(node) if is_mean else None
 
 
 def _size_of_mean(node: Any) -> float | None:
-    """Return the number of elements, or the weight of the labels, in a mean; None where a GPU would have to be waited
-    for."""
+    """Return the number of elements in a mean, or the total weight of its labels; None where that is unknown or on a
+    GPU, since reading it would wait."""
     weight = getattr(node, "_saved_total_weight", None)
     if weight is not None:
         return float(weight) if weight.is_cpu else None
@@ -300,7 +307,7 @@ def _size_of_mean(node: Any) -> float | None:
     return None if sizes is None else float(math.prod(sizes))
 
 
-def _kept_type(node: Any) -> Any:
+def _dtype_of(node: Any) -> Any:
     """Return the dtype of a node's output; None where torch does not record it."""
     metadata = getattr(node, "_input_metadata", None)
     return metadata[0].dtype if metadata else None

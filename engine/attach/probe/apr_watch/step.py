@@ -23,13 +23,13 @@ from .device_clock import DeviceClock, Lap
 from .folders import Beat, Position, claim, claim_failed, record_lost
 from .identities import FAST_S, Identities, framework
 from .memory import HeldMemory
-from .modes import Noticed
+from .modes import Verdicts
 from .parameters import FACT, SUSPICION, WITHDRAWN, held_by
 from .places import Places
 from .progress import Plan
 from .trainings import Trainings
-from .updates import Seen
-from .values import EXIT_WAIT_S, Kept, Reader, Values, as_number, is_capturing
+from .updates import SampledStep
+from .values import EXIT_WAIT_S, PendingValue, Reader, Values, as_number, is_capturing
 from .work import Batch, Work
 from .writer import Log
 
@@ -229,7 +229,7 @@ class Entry(NamedTuple):
     fields: dict[str, Any]
     lap: Lap | None = None
     """Time of the step on a GPU."""
-    seen: Seen | Noticed | None = None
+    sampled: SampledStep | Verdicts | None = None
     """Sampled step whose verdicts become lines once the device has passed it."""
     logged: set[tuple[str, str]] | None = None
     """Identities and levels that the log already has."""
@@ -269,7 +269,7 @@ class Steps:
         self._values = Values()
         self._optimizers = 0
         """Number of optimizers that this process created."""
-        self._scaled: dict[int, tuple[Any, float | Kept | None]] = {}
+        self._scaled: dict[int, tuple[Any, float | PendingValue | None]] = {}
         self._forget_losses()
         self._forget_training()
 
@@ -288,13 +288,13 @@ class Steps:
         """Identities and levels that the training's log already has."""
 
     def _forget_losses(self) -> None:
-        if self._values.kept:
+        if self._values.pending:
             self._reader.drop(self._values)
             self._values = Values()
-        self._losses: list[float | Kept | None] = []
+        self._losses: list[float | PendingValue | None] = []
         if self._scaled:
             self._scaled = {}
-        self._norm: float | Kept | None = None
+        self._norm: float | PendingValue | None = None
         self._backwards = 0
 
     # Data.
@@ -306,7 +306,7 @@ class Steps:
         if self._thread != get_ident() or "data" in self._clock.running:
             return False
         self.identities.batch_asked_for(iterator)
-        if self.identities.seen:
+        if self.identities.verdicts:
             self._write_identities()
         self._clock.enter("data")
         has_workers = bool(getattr(iterator, "_num_workers", 0))
@@ -368,14 +368,14 @@ class Steps:
         self.identities.backward_begins(losses)
         return True
 
-    def _loss_of(self, tensor: Any) -> float | Kept | None:
+    def _loss_of(self, tensor: Any) -> float | PendingValue | None:
         if self._scaled:
             reference, unscaled = self._scaled.get(id(tensor), (None, None))
             if reference is not None and reference() is tensor:
                 return unscaled
         return self._keep(tensor)
 
-    def _keep(self, tensor: Any) -> float | Kept | None:
+    def _keep(self, tensor: Any) -> float | PendingValue | None:
         # Only the rank that writes the log needs values.
         return None if self._rank else self._reader.keep(tensor, self._values)
 
@@ -447,7 +447,7 @@ class Steps:
         self.identities.seeds.restored()
 
     def schedule_made(self, _: None, schedule: Any, *args: Any, **others: Any) -> None:
-        self.identities.schedules.made(schedule)
+        self.identities.schedules.add(schedule)
 
     def optimizer_begins(self) -> None:
         self._take_thread()
@@ -465,11 +465,11 @@ class Steps:
             return
         if self._trainings.begin_with(optimizer):
             self._begin_training(optimizer)
-        if self._trainings.are_led_by(optimizer):
+        if self._trainings.counts_steps_of(optimizer):
             self._step_ends(optimizer)
         if self._world > 1:
             ranks = self.identities.ranks
-            self.identities.seen += ranks.step_ends(self._folder, self._rank, self._world)
+            self.identities.verdicts += ranks.step_ends(self._folder, self._rank, self._world)
         self._write_identities()
         self._forget_losses()
 
@@ -537,7 +537,7 @@ class Steps:
         elif len(self._early) < _EARLY and not self._position.rank:
             self._early.append((kept, kind, fields))
 
-    def _number(self, value: Any, kept: Values) -> float | Kept | None:
+    def _number(self, value: Any, kept: Values) -> float | PendingValue | None:
         torch = self._torch
         if isinstance(value, torch.Tensor) and value.is_floating_point():
             return None if self._rank else self._reader.keep(value, kept)
@@ -592,7 +592,7 @@ class Steps:
         step = {
             "step": self._step,
             "loss": self._losses,
-            "lr": rate if isinstance(rate, Kept) or rate is None else float(rate),
+            "lr": rate if isinstance(rate, PendingValue) or rate is None else float(rate),
             "grad_norm": self._norm,
             "rows": rows or called,
             "tokens": tokens,
@@ -614,21 +614,21 @@ class Steps:
         if not (self.identities.is_fast and self.identities.rests):
             for compiled in self._compiles.since_last(self._step):
                 log.write("compile", **compiled)
-        self._memory.look(folder, self._step, device, now=self.are_enough)
+        self._memory.record(folder, self._step, device, now=self.are_enough)
         self._write_ready()
 
     def _write_identities(self) -> None:
-        if self.log is not None and self.identities.seen:
+        if self.log is not None and self.identities.verdicts:
             self._queue_verdicts(self.identities.take())
 
-    def _queue_verdicts(self, found: Sequence[Seen | Noticed]) -> None:
+    def _queue_verdicts(self, verdicts: Sequence[SampledStep | Verdicts]) -> None:
         if self.log is None:
             return
-        for seen in found:
-            step = seen.step if isinstance(seen, Noticed) else None
+        for sampled in verdicts:
+            step = sampled.step if isinstance(sampled, Verdicts) else None
             about = {"step": min(self._step, step or self._step), "framework": framework()}
             logged = self._logged_identities
-            entry = Entry(Values(), self.log, "judged", about, None, seen, logged, self._work)
+            entry = Entry(Values(), self.log, "judged", about, None, sampled, logged, self._work)
             self._waiting.append(entry)
         self._write_ready()
 
@@ -678,13 +678,13 @@ class Steps:
     def _write_ready(self, *, now: bool = False) -> None:
         """Write the lines whose values are known, in order. `now`: copy values of a GPU to the host at once."""
         if self._reader.has_streams:
-            self._reader.read((entry.values for entry in self._waiting), now=now)
-        while self._waiting and not self._waiting[0].values.kept:
+            self._reader.read((entry.values for entry in self._waiting), at_once=now)
+        while self._waiting and not self._waiting[0].values.pending:
             lap = self._waiting[0].lap
             if lap is not None and not self._device_clock.has_passed(lap):
                 break
-            seen = self._waiting[0].seen
-            if seen is not None and not seen.has_passed():
+            sampled = self._waiting[0].sampled
+            if sampled is not None and not sampled.has_passed():
                 break
             if _write(self._waiting.popleft()):
                 self.identities.loss_was_not_finite()
@@ -758,8 +758,8 @@ def _write_step(log: Log, fields: dict[str, Any]) -> bool:
 def _write(entry: Entry) -> bool:
     """Write a line; return whether it is a step whose loss is not finite."""
     fields = entry.fields
-    if entry.seen is not None:
-        _write_verdicts(entry, entry.seen)
+    if entry.sampled is not None:
+        _write_verdicts(entry, entry.sampled)
         return False
     if entry.lap is not None:
         fields["phases"] = entry.lap.seconds
@@ -775,9 +775,9 @@ def _write(entry: Entry) -> bool:
     return False
 
 
-def _write_verdicts(entry: Entry, seen: Seen | Noticed) -> None:
+def _write_verdicts(entry: Entry, sampled: SampledStep | Verdicts) -> None:
     # At the end of the process, verdicts on steps that the GPU has not passed stay unknown.
-    for name, level, text, numbers in seen.lines() if seen.has_passed() else []:
+    for name, level, text, numbers in sampled.lines() if sampled.has_passed() else []:
         is_withdrawal = WITHDRAWN in numbers
         if entry.work is not None and level != FACT:
             entry.work.judged[name] += 1

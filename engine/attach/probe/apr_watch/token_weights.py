@@ -14,7 +14,7 @@ from typing import Any
 from .graph import below, saved
 from .losses import targets_of
 from .parameters import FACT, PASS, SUSPICION, Line
-from .updates import Seen
+from .updates import SampledStep
 from .values import is_capturing
 
 _MAX_LOSSES = 16
@@ -29,7 +29,7 @@ _REDUCED = ("MeanBackward1", "SumBackward1", "StackBackward0", "CatBackward0")
 """Nodes that reduce each row on its own, or put losses of rows together."""
 
 
-class _Hooked:
+class _HookedLoss:
     """A loss in a backward pass, and the gradient that reaches it."""
 
     def __init__(self, torch: Any, node: Any) -> None:
@@ -69,7 +69,7 @@ class Pass:
         compiled = sys.modules.get("torch._dynamo.compiled_autograd")
         is_eager = not getattr(compiled, "compiled_autograd_enabled", False)
         self._torch = torch
-        self._hooked: list[_Hooked] = []
+        self._hooked_losses: list[_HookedLoss] = []
         self.numbers: Any = None
         """As of `_Hooked.numbers`, of all losses together; None where the weights are unknown."""
         self.is_by_row = False
@@ -79,21 +79,21 @@ class Pass:
             targets = targets_of(node)[0]
             if targets is None or not targets.numel():
                 continue
-            if len(self._hooked) == _MAX_LOSSES or saved(node, "weight") is not None:
+            if len(self._hooked_losses) == _MAX_LOSSES or saved(node, "weight") is not None:
                 self.drop()
                 return
-            self._hooked.append(_Hooked(torch, node))
+            self._hooked_losses.append(_HookedLoss(torch, node))
             self.heads.add(_head(node))
             self.is_by_row |= any(_is_by_row(one) for one in way)
 
     def drop(self) -> None:
-        for one in self._hooked:
+        for one in self._hooked_losses:
             one.remove()
-        self._hooked = []
+        self._hooked_losses = []
 
     def end(self) -> None:
         """Remove the hooks and compute the numbers."""
-        found = [one.numbers() for one in self._hooked]
+        found = [one.numbers() for one in self._hooked_losses]
         self.drop()
         if found and all(one is not None and one.device == found[0].device for one in found):
             table = self._torch.stack(found)
@@ -119,17 +119,18 @@ def compared(torch: Any, passes: list[Pass], read: list[Any]) -> tuple[Any, bool
     return torch.stack(numbers), batches > 0
 
 
-class Judged:
+class TokenWeights:
     """Verdicts on the steps of one optimizer."""
 
     def __init__(self) -> None:
         self._in_a_row = 0
         self._heaviest: set[int] = set()
 
-    def look(self, seen: Seen, numbers: Any, is_own: bool) -> None:
+    def judge(self, sampled: SampledStep, numbers: Any, is_own: bool) -> None:
         """Judge a sampled step; `numbers` and `is_own` are those of `compared`."""
-        seen.later(
-            lambda one: self._lines(seen.name, seen.number, one[0].tolist(), is_own), {0: numbers}
+        sampled.judge_later(
+            lambda one: self._lines(sampled.name, sampled.number, one[0].tolist(), is_own),
+            {0: numbers},
         )
 
     def _lines(

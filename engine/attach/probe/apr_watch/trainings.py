@@ -2,7 +2,7 @@
 
 A training begins with the first step of an optimizer created after the first step of the previous training: a second
 stage, or the next model of a sweep. Optimizers created before that, as the two of a GAN, belong to one training, led by
-the one that stepped first. If an earlier leader steps again, the trainings are interleaved, and the rest is one.
+the one that stepped first. If an earlier leader steps again, the trainings are interleaved: no new one begins.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import weakref
 from typing import Any
 
-MOST = 100
+MAX_TRAININGS = 100
 """Maximum number of trainings of one process; later steps belong to the last one."""
 
 
@@ -21,7 +21,7 @@ class Trainings:
         self._is_open = False
         self._leader: weakref.ref[Any] | None = None
         self._chosen: weakref.ref[Any] | None = None
-        self._made: weakref.WeakKeyDictionary[Any, tuple[int, Any]] = weakref.WeakKeyDictionary()
+        self._created: weakref.WeakKeyDictionary[Any, tuple[int, Any]] = weakref.WeakKeyDictionary()
         self._led: weakref.WeakSet[Any] = weakref.WeakSet()
         self._interleaved = False
 
@@ -32,11 +32,11 @@ class Trainings:
 
     def optimizer_made(self, optimizer: Any, mark: Any) -> None:
         """Remember in which training and at which mark of the clock an optimizer was created."""
-        self._made[optimizer] = self.number, mark
+        self._created[optimizer] = self.number, mark
 
     def mark_of(self, optimizer: Any) -> Any:
         """Return the mark at which an optimizer was created; None if before the first training."""
-        return self._made.get(optimizer, (0, None))[1]
+        return self._created.get(optimizer, (0, None))[1]
 
     def begin_with(self, optimizer: Any) -> bool:
         """Begin a training if this completed step of an optimizer begins one; return whether it does."""
@@ -52,19 +52,19 @@ class Trainings:
             return not self._is_open and self._chosen() is optimizer
         if not self._is_open:
             return True
-        made = self._made.get(optimizer, (0, None))[0]
-        return made == self.number < MOST and not self._interleaved
+        training = self._created.get(optimizer, (0, None))[0]
+        return training == self.number < MAX_TRAININGS and not self._interleaved
 
-    def are_led_by(self, optimizer: Any) -> bool:
+    def counts_steps_of(self, optimizer: Any) -> bool:
         """Return whether a step of this optimizer counts."""
         leader = self._leader() if self._leader is not None else None
         if leader is optimizer:
             return self._is_open
         if self._chosen is not None:
             return False
-        again = optimizer in self._led
-        self._interleaved |= again
-        if again or leader is None:
+        has_led = optimizer in self._led
+        self._interleaved |= has_led
+        if has_led or leader is None:
             self._lead(optimizer)
             return True
         return False

@@ -15,7 +15,7 @@ from typing import Any
 
 from .parameters import FACT, FAIL, PASS, SUSPICION, UNKNOWN, Line, Modules, named
 from .textbook import Rule, judge, rule_of
-from .values import Arrival
+from .values import HostCopies
 
 _ELEMENTS = 1 << 15
 """Approximate number of elements copied per step: some milliseconds in float64, in which a GPU may idle."""
@@ -151,7 +151,7 @@ class _Batch:
         self.tensors: dict[str, Any] = {}
 
 
-class Seen:
+class SampledStep:
     """One sampled step of an optimizer. Its verdicts are known once the device has passed it."""
 
     def __init__(
@@ -177,7 +177,7 @@ class Seen:
         """Reason why the update cannot be judged; empty if it can."""
         self._batches: list[_Batch] = []
         self._left_out = 0
-        self._arrival: Arrival | None = None
+        self._host_copies: HostCopies | None = None
         self._lines: list[Line] | None = None
         groups = optimizer.param_groups
         self.rates = [
@@ -287,7 +287,9 @@ class Seen:
         if not self._why:
             self._end(optimizer)
         tables = [table for _, table in self._later]
-        self._arrival = Arrival(self._torch, [*tables, *(one.tensors for one in self._batches)])
+        self._host_copies = HostCopies(
+            self._torch, [*tables, *(one.tensors for one in self._batches)]
+        )
 
     def _end(self, optimizer: Any) -> None:
         rules = [rule_of(self._torch, optimizer, group) for group in optimizer.param_groups]
@@ -301,7 +303,9 @@ class Seen:
             self._copy_gradients()
         self._copy(optimizer, "new ")
 
-    def later(self, judge: Callable[[dict[Any, Any]], list[Line]], tensors: dict[Any, Any]) -> None:
+    def judge_later(
+        self, judge: Callable[[dict[Any, Any]], list[Line]], tensors: dict[Any, Any]
+    ) -> None:
         """Have these tensors judged once they are on the host, unless several threads step optimizers."""
         self._later.append((judge, tensors))
 
@@ -309,7 +313,7 @@ class Seen:
 
     def has_passed(self) -> bool:
         """Return whether the verdicts are known."""
-        return self._arrival is not None and self._arrival.have_come()
+        return self._host_copies is not None and self._host_copies.are_complete()
 
     def lines(self) -> list[Line]:
         """Return the verdicts; call only after `has_passed`."""
@@ -321,7 +325,7 @@ class Seen:
                 for judge, tensors in self._later if len(self._threads) == 1 else ():
                     self.has_failed = any(level == FAIL for _, level, _, _ in self._lines)
                     self._lines += judge(tensors)
-            self._batches, self._later, self._arrival = [], [], None
+            self._batches, self._later, self._host_copies = [], [], None
         return self._lines
 
     def _judge_update(self) -> list[Line]:
@@ -329,7 +333,7 @@ class Seen:
             self._why = "several threads step optimizers"
         if self._why:
             return [("update", UNKNOWN, self._why, {})]
-        found = _Found()
+        found = _Results()
         for batch in self._batches:
             self._compare(batch, found)
         about: dict[str, Any] = {
@@ -364,7 +368,7 @@ class Seen:
             text += f"; also {named(modules, pairs[1:])}"
         return [("update", FAIL, text, about)]
 
-    def _compare(self, batch: _Batch, into: _Found) -> None:
+    def _compare(self, batch: _Batch, into: _Results) -> None:
         torch, count = self._torch, batch.count
         if count is None:
             counts = batch.tensors["count"].tolist()
@@ -413,7 +417,7 @@ class Seen:
                 )
                 into.wrong.append((part.of(), part.label, text))
 
-    def _vanishing(self, found: _Found) -> list[Line]:
+    def _vanishing(self, found: _Results) -> list[Line]:
         """Judge whether most 16-bit weights with a gradient stay unchanged because the update is below their precision.
         Not judged during a warm-up or once the learning rate has fallen by half, where that is normal."""
         rate = max(rule.rate for rule in self._rules)
@@ -438,7 +442,7 @@ class Seen:
             )
         ]
 
-    def _large(self, found: _Found) -> list[Line]:
+    def _large(self, found: _Results) -> list[Line]:
         """Report a step that is large relative to the first size of the matrices. That alone is no mistake: a small
         problem may be learnt so. The rule `update_too_large` checks whether the loss falls."""
         share = statistics.median(found.shares) if found.shares else 0.0
@@ -452,7 +456,7 @@ class Seen:
         return [("update_size", FACT, text, {"share": share, "lr": rate})]
 
 
-class _Found:
+class _Results:
     """Results of all batches of a step."""
 
     def __init__(self) -> None:

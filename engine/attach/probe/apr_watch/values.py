@@ -17,6 +17,7 @@ _SLOTS = 512
 _STEPS_TOGETHER, _READ_EVERY_S = 8, 0.25
 """Number of steps, or seconds, per copy to the host: a copy costs the host as much as a line."""
 _QUERIES = 50
+"""Maximum number of polls of a copy's event."""
 EXIT_WAIT_S = 2.0
 """Maximum time that the end of a process waits for a GPU, in seconds: one that hangs must not block it."""
 
@@ -26,18 +27,18 @@ class Slots:
 
     def __init__(self, torch: Any, device: Any) -> None:
         self.numbers = torch.empty(_SLOTS, dtype=torch.float64, device=device)
-        self.each = [self.numbers[at] for at in range(_SLOTS)]
+        self.cells = [self.numbers[at] for at in range(_SLOTS)]
         self.free = list(range(_SLOTS))
         self.host = torch.empty(_SLOTS, dtype=torch.float64, device="cpu")
         self.side = torch.cuda.Stream(device)
         self.copied = torch.cuda.Event()
 
 
-class Kept:
+class PendingValue:
     """A value on a GPU; `number` is None until it has been read."""
 
-    def __init__(self, slots: Slots, at: int) -> None:
-        self.slots, self.at = slots, at
+    def __init__(self, slots: Slots, index: int) -> None:
+        self.slots, self.index = slots, index
         self.number: float | None = None
 
 
@@ -47,7 +48,7 @@ class Values:
     def __init__(self) -> None:
         self.events: dict[Slots, Any] = {}
         """Event after the step's last value on each stream."""
-        self.kept: list[Kept] = []
+        self.pending: list[PendingValue] = []
         """Values that are not on the host yet."""
 
     def have_passed(self) -> bool:
@@ -66,7 +67,7 @@ class Reader:
         self._copying: list[Values] = []
         self._read_s = 0.0
 
-    def keep(self, tensor: Any, values: Values) -> float | Kept | None:
+    def keep(self, tensor: Any, values: Values) -> float | PendingValue | None:
         """Return the value of a tensor of one element; None if reading it would slow the run."""
         torch = self._torch
         # A subclass may need a collective to know its value (DTensor), or have none (fake tensors).
@@ -85,13 +86,13 @@ class Reader:
             slots = self._streams[stream] = Slots(torch, tensor.device)
         if not slots.free:
             return None
-        kept = Kept(slots, slots.free.pop())
-        slots.each[kept.at].copy_(tensor.detach().reshape(()))
+        pending = PendingValue(slots, slots.free.pop())
+        slots.cells[pending.index].copy_(tensor.detach().reshape(()))
         if slots not in values.events:
             values.events[slots] = torch.cuda.Event()
         values.events[slots].record(stream)
-        values.kept.append(kept)
-        return kept
+        values.pending.append(pending)
+        return pending
 
     @property
     def has_streams(self) -> bool:
@@ -100,50 +101,51 @@ class Reader:
 
     def drop(self, values: Values) -> None:
         """Free the slots of unused values. A slot may be rewritten at once: its stream keeps the order."""
-        for kept in values.kept:
-            kept.slots.free.append(kept.at)
-        values.kept = []
+        for pending in values.pending:
+            pending.slots.free.append(pending.index)
+        values.pending = []
 
-    def read(self, steps: Iterable[Values], *, now: bool = False) -> None:
+    def read(self, steps: Iterable[Values], *, at_once: bool = False) -> None:
         """Read the values of the leading steps that have passed. Never waits."""
-        if self._copying and not self._arrived():
+        if self._copying and not self._take_copy():
             return
         ready = []
         for values in steps:
             if not values.have_passed():
                 break
-            if values.kept:
+            if values.pending:
                 ready.append(values)
-        late = now or time.monotonic() - self._read_s > _READ_EVERY_S
+        late = at_once or time.monotonic() - self._read_s > _READ_EVERY_S
         if ready and (late or len(ready) >= _STEPS_TOGETHER):
             self._copying = ready
-            for slots in {kept.slots for values in ready for kept in values.kept}:
+            for slots in {pending.slots for values in ready for pending in values.pending}:
                 with self._torch.cuda.stream(slots.side):
                     slots.host.copy_(slots.numbers, non_blocking=True)
                     slots.copied.record(slots.side)
-            self._arrived()
+            self._take_copy()
 
-    def _arrived(self) -> bool:
+    def _take_copy(self) -> bool:
         """Take the numbers of a finished copy; poll a few times, since it takes microseconds."""
-        every = {kept.slots for values in self._copying for kept in values.kept}
+        every = {pending.slots for values in self._copying for pending in values.pending}
         for slots in every:
             if not any(slots.copied.query() for _ in range(_QUERIES)):
                 return False
         numbers = {slots: slots.host.tolist() for slots in every}
         for values in self._copying:
-            for kept in values.kept:
-                kept.number = numbers[kept.slots][kept.at]
+            for pending in values.pending:
+                pending.number = numbers[pending.slots][pending.index]
             self.drop(values)
         self._copying = []
         self._read_s = time.monotonic()
         return True
 
 
-class Arrival:
-    """Way of tensors to the host, once their devices have passed the operations launched so far. Nothing waits."""
+class HostCopies:
+    """Copies of tensors to the host, begun once their devices have passed the operations launched so far. Never
+    waits."""
 
     def __init__(self, torch: Any, tables: list[dict[Any, Any]]) -> None:
-        """`tables` hold the tensors, and their copies on the host once they `have_come`."""
+        """`tables` hold the tensors, and their copies on the host once these `are_complete`."""
         self._torch, self._tables = torch, tables
         devices = {one.device for table in tables for one in table.values() if not one.is_cpu}
         self._events = {device: torch.cuda.Event() for device in devices}
@@ -151,7 +153,7 @@ class Arrival:
             event.record(torch.cuda.current_stream(device))
         self._copied: list[tuple[Any, list[Any]]] | None = None
 
-    def have_come(self) -> bool:
+    def are_complete(self) -> bool:
         if not all(event.query() for event in self._events.values()):
             return False
         if self._copied is None:
@@ -161,7 +163,7 @@ class Arrival:
     def _copy(self, device: Any) -> tuple[Any, list[Any]]:
         torch = self._torch
         stream, event = torch.cuda.Stream(device), torch.cuda.Event()
-        held = []
+        sources = []
         with torch.no_grad(), torch.cuda.stream(stream):
             for table in self._tables:
                 for name, tensor in table.items():
@@ -169,14 +171,14 @@ class Arrival:
                         # Not pinned: the first pinned allocation synchronises.
                         host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
                         table[name] = host.copy_(tensor, non_blocking=True)
-                        held.append(tensor)
+                        sources.append(tensor)
             event.record(stream)
         # Keep the source tensors alive until the copy is done: their memory belongs to the training's stream.
-        return event, held
+        return event, sources
 
 
-def as_number(value: float | Kept | None) -> float | None:
-    return value.number if isinstance(value, Kept) else value
+def as_number(value: float | PendingValue | None) -> float | None:
+    return value.number if isinstance(value, PendingValue) else value
 
 
 def is_capturing(torch: Any) -> bool:
