@@ -23,7 +23,8 @@ from engine.evaluate.sandbox import Exam, Sandbox
 
 WANTED = Exam(setup="", tests="assert solve() == 42")
 CPU_S, CLOCK_S = 1, 8.0
-"""Lower limits than for a program under test, because some of these use up all that they get."""
+"""CPU and wall-clock seconds of a hostile program: lower than for a program under test, because some of them use up
+every limit."""
 _REFUSED = r"PermissionError|Operation not permitted"
 _NEW = r"Function not implemented"
 _ABSENT = r"FileNotFoundError"
@@ -62,11 +63,11 @@ def _answers(n):
         return pipe and fcntl.fcntl(n, fcntl.F_GETFL) & os.O_WRONLY
     except OSError: return False
 """
-"""Source that tells whether a descriptor is that of the program's replies."""
+"""Source of a function that returns whether a descriptor is the one for the program's replies."""
 
 
 def _raw(answer: str) -> str:
-    """A program that sends the bytes of `answer` unchanged in place of a value."""
+    """Return a program that sends the bytes of `answer` unchanged in place of a value."""
     return (
         _solve(
             f"said = b'{{\"value\": ' + {answer} + b'}}\\n'\n"
@@ -101,7 +102,7 @@ HOSTILES = tuple(
             _solve("import _thread\n_thread.start_new_thread(min, (1, 2))\nreturn 42"),
             _THREAD,
         ),
-        # Memory that stays where no limit of a process counts it.
+        # Memory that no limit of a process counts.
         ("shared memory of SysV", _libc("libc.shmget(0, 1 << 28, 0o1600)"), _REFUSED),
         ("queue of SysV", _libc("libc.msgget(0, 0o1600)"), _REFUSED),
         ("semaphores of SysV", _libc("libc.semget(0, 30000, 0o1600)"), _REFUSED),
@@ -229,8 +230,8 @@ HOSTILES = tuple(
             ),
             r"CPU time to judge its answers",
         ),
-        # What is the host's own and visible inside: its times or mode are set to what they are or to now, so
-        # that an attack that succeeds does little harm.
+        # Files of the host that are visible inside. The attacks set their times to now or their mode to its present
+        # value, so that an attack that succeeds does little harm.
         ("mode of a device", _solve("os.chmod('/dev/zero', 0o666)\nreturn 42"), _REFUSED),
         ("mode by a descriptor", _solve("os.fchmod(2, 0o666)\nreturn 42"), _REFUSED),
         ("mode by a new call", _libc("libc.syscall(452, -100, b'/dev/zero', 0o666, 0)"), _NEW),

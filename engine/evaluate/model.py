@@ -89,7 +89,7 @@ def model_path(path: str | Path) -> Path:
 
 
 def weights_sha256(path: str | Path) -> str:
-    """One hash over every file with tensors, in the order of their names: it identifies the weights that a
+    """Return one hash over every file with tensors, in the order of their names: it identifies the weights that a
     result is about."""
     with open_weights(model_path(path)) as weights:
         files = sorted({info.file for info in weights.tensors.values()})

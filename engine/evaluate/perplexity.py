@@ -125,7 +125,7 @@ def read_documents(source: str) -> tuple[list[Document], list[Skipped]]:
 
 
 def documents_sha256(documents: Sequence[Document]) -> str:
-    """One hash over names and texts, in their order."""
+    """Return one hash over names and texts, in their order."""
     digest = hashlib.sha256()
     for document in documents:
         digest.update(json.dumps([document.name, document.text]).encode() + b"\n")

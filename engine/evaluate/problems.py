@@ -231,7 +231,7 @@ def _find_used(code: str, tests: str) -> _Used:
 def _names(
     top: Sequence[ast.stmt], kind: type[ast.FunctionDef | ast.ClassDef], named: Set[str]
 ) -> tuple[str, ...]:
-    """The functions or classes that the tests name. A function may have the name of a built-in one."""
+    """Return the functions or classes that the tests name. A function may have the name of a built-in one."""
     return tuple(sorted({node.name for node in top if isinstance(node, kind)} & named))
 
 

@@ -169,7 +169,7 @@ def read_results(path: str | Path) -> tuple[dict[str, Any], list[Result]]:
 
 
 def _read(path: Path) -> tuple[dict[str, Any], list[Result], int]:
-    """Return these, and the bytes up to the end of the last whole line."""
+    """Return what a file is about, its results, and the bytes up to the end of the last whole line."""
     raw = read_bytes(path, "results", limits.RESULTS)
     keep = raw.rfind(b"\n") + 1
     lines = raw[:keep].splitlines()

@@ -40,8 +40,8 @@ _NEWER = 443
 _X32 = 0x40000000
 
 _FCNTL_ALLOWED = (0, 1, 2, 3, 4, 1030, 1031, 1032)
-"""F_DUPFD, F_GETFD, F_SETFD, F_GETFL, F_SETFL, F_DUPFD_CLOEXEC, F_SETPIPE_SZ, F_GETPIPE_SZ. They are listed, and
-not what is refused, because Linux adds commands without new numbers of calls."""
+"""F_DUPFD, F_GETFD, F_SETFD, F_GETFL, F_SETFL, F_DUPFD_CLOEXEC, F_SETPIPE_SZ, F_GETPIPE_SZ. The allowed commands are
+listed instead of the refused ones, because Linux adds commands of fcntl without new system calls."""
 
 _SAME = (425, 426, 427, 428, 429, 430, 431, 432, 433, 438, 442)
 """io_uring, the mount calls from open_tree on, pidfd_getfd, mount_setattr: these numbers are the same
@@ -49,7 +49,7 @@ everywhere."""
 
 
 def _numbers(text: str) -> tuple[int, ...]:
-    return (*(int(one) for one in text.split()), *_SAME)
+    return (*(int(number) for number in text.split()), *_SAME)
 
 
 _TABLES: dict[str, tuple[int, int, tuple[int, ...]]] = {
@@ -85,7 +85,7 @@ _TABLES: dict[str, tuple[int, int, tuple[int, ...]]] = {
 
 
 def seccomp_filter(machine: str | None = None) -> bytes | None:
-    """The filter as bubblewrap's `--seccomp` reads it; None for a machine without a table here."""
+    """Return the filter in the form that bubblewrap's `--seccomp` reads; None for a machine without a table here."""
     machine = platform.machine() if machine is None else machine
     if machine not in _TABLES:
         return None
@@ -106,11 +106,13 @@ def seccomp_filter(machine: str | None = None) -> bytes | None:
         code += [_op(_EQUAL, number, otherwise=1), _op(_RETURN, _ERRNO | errno.EPERM)]
     allowed = len(_FCNTL_ALLOWED)
     code += [_op(_EQUAL, fcntl, otherwise=allowed + 2), _op(_LOAD, _SECOND_ARGUMENT)]
-    code += [_op(_EQUAL, one, then=allowed - n) for n, one in enumerate(_FCNTL_ALLOWED)]
+    code += [
+        _op(_EQUAL, command, then=allowed - index) for index, command in enumerate(_FCNTL_ALLOWED)
+    ]
     code += [_op(_RETURN, _ERRNO | errno.EPERM), _op(_RETURN, _ALLOW)]
     return b"".join(code)
 
 
 def _op(code: int, value: int, *, then: int = 0, otherwise: int = 0) -> bytes:
-    """One `struct sock_filter`; jumps count the instructions that are skipped."""
+    """Return one `struct sock_filter`; `then` and `otherwise` count the instructions that a jump skips."""
     return struct.pack("<HBBI", code, then, otherwise, value)

@@ -50,8 +50,8 @@ def wilson(successes: float, count: int) -> Interval | None:
 
 
 def mcnemar(only_first: int, only_second: int) -> float:
-    """The two-sided exact p of two models, which pass `only_first` and `only_second` problems that the other
-    does not; 1 when they differ nowhere."""
+    """Return the two-sided exact p value for two models that solve `only_first` and `only_second` problems which the
+    other does not; 1 when there are none."""
     count, fewer = only_first + only_second, min(only_first, only_second)
     tail = sum(math.comb(count, k) for k in range(fewer + 1))
     # Computed on integers: 2 ** count is larger than any float from 1,024 problems on.

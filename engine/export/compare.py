@@ -77,7 +77,7 @@ def distance(reference: Sequence[Logits], other: Sequence[Logits]) -> float:
 
 
 def divergence(reference: Sequence[Logits], other: Sequence[Logits]) -> tuple[float, float]:
-    """Mean KL in nats, and the fraction of positions with the same top token; from position 1 on."""
+    """Return the mean KL in nats, and the fraction of positions with the same top token; from position 1 on."""
     kls, is_same_top = [], []
     for a, b in zip(reference, other, strict=True):
         p_TV, q_TV = (torch.from_numpy(logits[1:]).double().log_softmax(-1) for logits in (a, b))
@@ -132,7 +132,7 @@ def _compare_floats(
 
 
 def _other_ids(answer: Answered, reference: Answered) -> str:
-    """Say where the ids of a text differ; empty when none does."""
+    """Describe the first text whose ids differ; empty when all are equal."""
     for index, (ours, theirs) in enumerate(zip(reference.ids, answer.ids, strict=False)):
         if ours != theirs:
             position = next(

@@ -63,7 +63,7 @@ class Licence:
 
 
 def bases_of(receipt_spec: dict[str, Any], hashes: dict[str, Any]) -> tuple[Base, ...]:
-    """The models that a run with these settings started from; `hashes` are the receipt's."""
+    """Return the models that a run with these settings started from; `hashes` are the receipt's."""
     bases = []
     student, teacher = receipt_spec.get("student") or {}, receipt_spec.get("teacher") or {}
     if student.get("path"):
@@ -75,7 +75,7 @@ def bases_of(receipt_spec: dict[str, Any], hashes: dict[str, Any]) -> tuple[Base
 
 # contract: publication-v1
 def inherited(bases: Sequence[Base], chosen: str | None) -> Licence:
-    """The licence of a model made from `bases`; `given` is the publisher's choice, which overrides it."""
+    """Return the licence of a model made from `bases`; `chosen` is the publisher's choice, which overrides it."""
     if chosen is not None:
         return Licence(identifier=chosen, why="given by the publisher (--license)")
     if not bases:
@@ -138,7 +138,8 @@ def _name_of(path: Path) -> tuple[str, bool]:
 
 
 def _licence_of(path: Path) -> tuple[str | None, str | None, str]:
-    """Return its identifier, its name when that is `other`, and where it was read or why there is none."""
+    """Return a licence's identifier, its name if the identifier is `other`, and where it was read or why there is
+    none."""
     if not path.exists():
         return None, None, "it is not where the run found it"
     if path.is_dir():

@@ -53,7 +53,7 @@ def tensor_types(config: ModelConfig, quant: str, format_: str) -> dict[str, Blo
 
 
 def _type_in_mixture(config: ModelConfig, our_name: str) -> str:
-    """The type of a matrix in q4_k_m."""
+    """Return the type of a matrix in q4_k_m."""
     head = "embed.weight" if config.tie_word_embeddings else "head.weight"
     if our_name == head:
         return "Q6_K"
@@ -76,7 +76,7 @@ def _more_bits(layer: int, layers: int) -> bool:
 
 
 def _fitting_type(type_name: str, row_values: int, format_: str) -> BlockType:
-    """The type for rows of a given length in a format."""
+    """Return the type for rows of a given length in a format."""
     if format_ != "apr":
         return fallback(BLOCK_TYPES[type_name], row_values)
     kind = BLOCK_TYPES[_INSTEAD_IN_APR.get(type_name, type_name)]

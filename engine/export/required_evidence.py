@@ -227,7 +227,7 @@ def file_sha256(path: Path) -> str:
 
 
 def heldout_of_the_run(receipt: dict[str, Any] | None, view: RunView) -> Evaluation | None:
-    """The held-out losses from the receipt, or from the log of a run without a receipt."""
+    """Return the held-out losses in the receipt, or in the log of a run without a receipt."""
     losses = {
         e.subject: e.loss
         for e in view.evals

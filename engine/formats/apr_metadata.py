@@ -108,22 +108,24 @@ def refuse(
 def read_metadata(path: Path, raw: bytes, first_byte: int) -> tuple[dict[str, Any], list[str]]:
     """Return the metadata with canonical keys, and warnings. Raises `WeightsError` AP09."""
     twice: list[str] = []
-    found = parse_object(raw, "apr metadata", path, first_byte=first_byte, code="AP09", twice=twice)
-    odd = [f"{path}: metadata key {json.dumps(key)} twice, the last counts" for key in twice]
+    metadata = parse_object(
+        raw, "apr metadata", path, first_byte=first_byte, code="AP09", twice=twice
+    )
+    oddities = [f"{path}: metadata key {json.dumps(key)} twice, the last counts" for key in twice]
     for canonical, aliases in ALIASES.items():
-        value = found.get(canonical)
+        value = metadata.get(canonical)
         for alias in aliases:
-            other = found.pop(alias, None)
+            other = metadata.pop(alias, None)
             if value is None:
                 value = other
             elif other is not None and other != value:
-                odd.append(
+                oddities.append(
                     f"{path}: metadata {alias} {other!r:.40} ignored for {canonical} {value!r:.40}"
                 )
-        found.pop(canonical, None)
+        metadata.pop(canonical, None)
         if value is not None:
-            found[canonical] = value
-    return found, odd
+            metadata[canonical] = value
+    return metadata, oddities
 
 
 def read_config(
@@ -134,24 +136,26 @@ def read_config(
     It is built from the canonical keys if the file has no `hf_config`; whether the head is tied is
     then read from `tied_embeddings`, or else from the tensors.
     """
-    said = {
+    from_keys = {
         hf: _as_decimal(value)
         for key, hf in _CONFIG_KEYS.items()
         if (value := metadata.get(key)) is not None
     }
-    whole = metadata.get(HF_CONFIG)
-    if whole is None:
-        found = _config_of(path, metadata, tensors, said)
-        check_family(found, path)
-        return found
-    if not isinstance(whole, dict):
-        refuse("AP09", path, f"{HF_CONFIG} to be an object", f"{whole!r:.80}")
-    config = dict(whole)
-    for hf, value in said.items():
-        other = _rope_theta(config) if hf == "rope_theta" else config.get(hf)
-        if other is not None and not _same(other, value):
+    stored = metadata.get(HF_CONFIG)
+    if stored is None:
+        config = _config_of(path, metadata, tensors, from_keys)
+        check_family(config, path)
+        return config
+    if not isinstance(stored, dict):
+        refuse("AP09", path, f"{HF_CONFIG} to be an object", f"{stored!r:.80}")
+    config = dict(stored)
+    for hf, value in from_keys.items():
+        stored_value = _rope_theta(config) if hf == "rope_theta" else config.get(hf)
+        if stored_value is not None and not _is_same(stored_value, value):
             where = f"{path}, metadata {HF_CONFIG}.{hf}"
-            refuse("AP09", where, f"{value!r:.40}, as the file's own key says", f"{other!r:.40}")
+            refuse(
+                "AP09", where, f"{value!r:.40}, as the file's own key says", f"{stored_value!r:.40}"
+            )
     check_family(config, path)
     return config
 
@@ -190,26 +194,28 @@ def build_metadata(
         "quantization": quantization,
         "tied_embeddings": config.get("tie_word_embeddings"),
         "tokenizer.bos_token_id": config.get("bos_token_id"),
-        "tokenizer.eos_token_id": _first(config.get("eos_token_id")),
+        "tokenizer.eos_token_id": _first_of(config.get("eos_token_id")),
         HF_CONFIG: dict(config),
     }
     others = {alias for aliases in ALIASES.values() for alias in aliases}
-    kept = {
+    further = {
         key: value
         for key, value in extra.items()
         if key not in computed
         and key not in others
         and not (tokenizer and key.startswith("tokenizer."))
     }
-    found = {
+    metadata = {
         **{key: value for key, value in computed.items() if value is not None},
         **tokenizer,
         **dict.fromkeys(PROVENANCE),
         "rope_type": ROPE_HALVES,
-        **kept,
+        **further,
     }
     try:
-        raw = json.dumps(found, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode()
+        raw = json.dumps(
+            metadata, ensure_ascii=False, separators=(",", ":"), allow_nan=False
+        ).encode()
     except (ValueError, TypeError, RecursionError) as error:
         # NaN, a lone surrogate, or a value that JSON cannot represent.
         raise WeightsError.expected("apr metadata", "to write", "JSON", str(error)) from error
@@ -223,7 +229,7 @@ def _config_of(
     path: Path,
     metadata: Mapping[str, Any],
     tensors: Mapping[str, TensorInfo],
-    said: Mapping[str, Any],
+    from_keys: Mapping[str, Any],
 ) -> dict[str, Any]:
     names = ("hf_model_type", "architecture", "model_type")
     family = next((metadata[name] for name in names if metadata.get(name)), None)
@@ -233,7 +239,7 @@ def _config_of(
     tied = metadata.get("tied_embeddings")
     config: dict[str, Any] = {
         "model_type": family,
-        **said,
+        **from_keys,
         "tie_word_embeddings": tied if isinstance(tied, bool) else not (head and head.bytes),
     }
     config.setdefault("num_key_value_heads", config.get("num_attention_heads"))
@@ -264,15 +270,15 @@ def _rope_theta(config: Mapping[str, Any]) -> Any:
     return config.get("rope_theta") if inner is None else inner
 
 
-def _first(found: object) -> object:
-    return next(iter(found), None) if isinstance(found, list) else found
+def _first_of(value: object) -> object:
+    return next(iter(value), None) if isinstance(value, list) else value
 
 
-def _same(one: object, other: object) -> bool:
+def _is_same(left: object, right: object) -> bool:
     """Whether two values are equal, or equal as the fp32 numbers that other writers store."""
-    if isinstance(one, int | float) and isinstance(other, int | float):
-        return math.isclose(one, other, rel_tol=1e-6)
-    return one == other
+    if isinstance(left, int | float) and isinstance(right, int | float):
+        return math.isclose(left, right, rel_tol=1e-6)
+    return left == right
 
 
 def embed(tokenizer_json: bytes) -> dict[str, Any]:
@@ -288,22 +294,23 @@ def embed(tokenizer_json: bytes) -> dict[str, Any]:
         texts = {i: text for text, i in (model.get("vocab") or {}).items()}
         texts |= {i: token["content"] for i, token in added.items()}
         merges = [
-            one if isinstance(one, str) else " ".join(one) for one in model.get("merges") or ()
+            merge if isinstance(merge, str) else " ".join(merge)
+            for merge in model.get("merges") or ()
         ]
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         reason = f"{type(error).__name__}: {error}"
         raise TokenizerError.expected(
             "tokenizer", "to write", "a tokenizer.json of the tokenizers library", reason
         ) from error
-    found = {EXACT: base64.b64encode(zlib.compress(tokenizer_json, 6)).decode()}
+    keys = {EXACT: base64.b64encode(zlib.compress(tokenizer_json, 6)).decode()}
     if model.get("type") != "BPE" or not _are_ids(texts):
-        return found
+        return keys
     ids = range(max(texts, default=-1) + 1)
     kinds = [_kind(texts, added, i) for i in ids]
     splits = _splits(record.get("pre_tokenizer"))
     pre = next((name for name, row in PRE_TOKENIZERS.items() if row.splits == splits), None)
     return {
-        **found,
+        **keys,
         VOCABULARY: [texts.get(i, f"[PAD{i}]") for i in ids],
         MERGES: merges,
         TOKEN_TYPES: kinds,
@@ -344,7 +351,7 @@ def extract(metadata: Mapping[str, Any], path: Path) -> bytes | None:
     vocab, added = _tokens(metadata, path)
     row = PRE_TOKENIZERS[_pre_type(metadata)]
     cutter = pre_tokenizer(row.splits, trim_offsets=False)
-    found = {
+    record = {
         "version": "1.0",
         "added_tokens": added,
         "normalizer": None if row.normalizer == "none" else {"type": row.normalizer},
@@ -358,14 +365,14 @@ def extract(metadata: Mapping[str, Any], path: Path) -> bytes | None:
             "merges": _merges(metadata[MERGES], vocab, path),
         },
     }
-    return json.dumps(found, ensure_ascii=False, separators=(",", ":")).encode()
+    return json.dumps(record, ensure_ascii=False, separators=(",", ":")).encode()
 
 
 def _pre_type(metadata: Mapping[str, Any]) -> Any:
     """Return the name of the pre-tokenizer; from the architecture if the file has none."""
-    said = metadata.get(PRE_TYPE)
+    stored = metadata.get(PRE_TYPE)
     family = FAMILIES.get(str(metadata.get("architecture")))
-    return family.pre_tokenizer if said is None and family is not None else said
+    return family.pre_tokenizer if stored is None and family is not None else stored
 
 
 def _are_ids(texts: Mapping[Any, object]) -> bool:

@@ -72,8 +72,8 @@ def write_apr(
             config,
             metadata,
             tokenizer,
-            total_bytes=sum(one.bytes for one in data.tensors.values()),
-            parameters=sum(math.prod(one.shape) for one in data.tensors.values()),
+            total_bytes=sum(placed.bytes for placed in data.tensors.values()),
+            parameters=sum(math.prod(placed.shape) for placed in data.tensors.values()),
             quantization=_quantization(data.tensors),
         )
         crc = 0
@@ -114,18 +114,18 @@ def _raw(where: str, tensor: Tensor | QuantTensor) -> tuple[str, memoryview]:
             )
         return tensor.type.name, tensor_bytes(tensor.blocks)
     name = str(tensor.dtype).removeprefix("torch.")
-    found = next((code for code in PLAIN if DTYPES[code][1] == name), None)
-    if found is None:
+    code = next((code for code in PLAIN if DTYPES[code][1] == name), None)
+    if code is None:
         raise WeightsError.expected("apr to write", where, f"one of {', '.join(PLAIN)}", name)
-    return found, tensor_bytes(tensor)
+    return code, tensor_bytes(tensor)
 
 
-def _quantization(written: Mapping[str, Placed]) -> dict[str, Any] | None:
+def _quantization(tensors: Mapping[str, Placed]) -> dict[str, Any] | None:
     """Return the metadata about quantisation, from the block type with the most bytes."""
     blocks: Counter[str] = Counter()
-    for one in written.values():
-        if one.dtype in _BLOCKS:
-            blocks[one.dtype] += one.bytes
+    for placed in tensors.values():
+        if placed.dtype in _BLOCKS:
+            blocks[placed.dtype] += placed.bytes
     if not blocks:
         return None
     kind = _BLOCKS[blocks.most_common(1)[0][0]]
@@ -137,18 +137,18 @@ def _quantization(written: Mapping[str, Placed]) -> dict[str, Any] | None:
     }
 
 
-def _head(metadata: bytes, written: Mapping[str, Placed], has_tokenizer: bool) -> bytes:
+def _head(metadata: bytes, tensors: Mapping[str, Placed], has_tokenizer: bool) -> bytes:
     """Return everything before the data: header, metadata and index, each padded to 64 bytes."""
     index = b"".join(
-        index_entry(name.encode(), one.dtype, one.shape, one.offset, one.bytes)
-        for name, one in sorted(written.items(), key=lambda item: item[0].encode())
+        index_entry(name.encode(), placed.dtype, placed.shape, placed.offset, placed.bytes)
+        for name, placed in sorted(tensors.items(), key=lambda item: item[0].encode())
     )
     index_start = HEADER_BYTES + align(len(metadata))
     flags = ROW_MAJOR
     flags |= HAS_VOCAB if has_tokenizer else 0
-    flags |= QUANTIZED if any(one.dtype in _BLOCKS for one in written.values()) else 0
+    flags |= QUANTIZED if any(placed.dtype in _BLOCKS for placed in tensors.values()) else 0
     fields = (
-        *(MAGIC, 2, 0, flags, len(written), HEADER_BYTES, len(metadata)),
+        *(MAGIC, 2, 0, flags, len(tensors), HEADER_BYTES, len(metadata)),
         *(index_start, index_start + align(len(index))),
     )
     header = HEADER.pack(*fields, header_crc(HEADER.pack(*fields, 0, bytes(20))), bytes(20))

@@ -99,7 +99,7 @@ MAX_PAIRS = 65_536
 
 _HEADER_BYTES = 24
 _DAMAGED_VERSION = 100
-"""A version that no writer has reached, so that the bytes are those of something else."""
+"""Version from which a file counts as damaged: no writer has reached it."""
 # The smallest pair has a key of one byte and a value of one byte; the smallest tensor has a name of
 # one byte and one dimension.
 _PAIR_BYTES = 8 + 1 + 4 + 1
@@ -124,18 +124,19 @@ class GgufFile(WeightFile):
 
     def __init__(self, path: Path, headers: list[GgufHeader]) -> None:
         self.path = path
-        self.tensors = _merged(headers)
+        self.tensors = _merge_tensors(headers)
         self.metadata = headers[0].metadata
-        odd = [
-            f"{one.path}: {one.unclaimed_bytes:,} bytes of the data belong to no tensor"
-            for one in headers
-            if one.unclaimed_bytes
+        oddities = [
+            f"{header.path}: {header.unclaimed_bytes:,} bytes of the data belong to no tensor"
+            for header in headers
+            if header.unclaimed_bytes
         ]
-        odd += check_vocabulary(self.metadata, self.tensors)
-        self.warnings = (*odd, *unsupported_tokenizer(self.metadata))
+        oddities += check_vocabulary(self.metadata, self.tensors)
+        self.warnings = (*oddities, *unsupported_tokenizer(self.metadata))
         scratch = Scratch()
         self._files = {
-            one.path: OpenFile(one.path, "gguf", "GG16", one.identity, scratch) for one in headers
+            header.path: OpenFile(header.path, "gguf", "GG16", header.identity, scratch)
+            for header in headers
         }
 
     def get(self, name: str) -> torch.Tensor | QuantTensor:
@@ -199,10 +200,12 @@ def _open_parts(path: Path, opened: GgufHeader, count: int) -> list[GgufHeader]:
     for number, name in enumerate(names):
         part = path.with_name(name)
         header = opened if part == path else read_gguf_header(part)
-        said = _split_number(header, "split.no", None), _split_number(header, "split.count", None)
-        if said != (number, count):
+        stated = _split_number(header, "split.no", None), _split_number(header, "split.count", None)
+        if stated != (number, count):
             expected = f"split.no {number} and split.count {count}"
-            refuse("GG19", part, expected, f"{said[0]} and {said[1]}", "a part may be there twice")
+            refuse(
+                "GG19", part, expected, f"{stated[0]} and {stated[1]}", "a part may be there twice"
+            )
         headers.append(header)
     tensors = sum(len(header.tensors) for header in headers)
     promised = _split_number(headers[0], "split.tensors.count", tensors)
@@ -212,19 +215,19 @@ def _open_parts(path: Path, opened: GgufHeader, count: int) -> list[GgufHeader]:
 
 
 def _split_number(header: GgufHeader, key: str, absent: int | None) -> int:
-    found = header.metadata.get(key, absent)
+    number = header.metadata.get(key, absent)
     # File names have five digits for it.
-    if type(found) is not int or not 0 <= found <= 99_999:
+    if type(number) is not int or not 0 <= number <= 99_999:
         refuse(
             "GG19",
             f"{header.path}, key {quoted(key)}",
             "a number from 0 to 99,999",
-            f"{found!r:.40}",
+            f"{number!r:.40}",
         )
-    return found
+    return number
 
 
-def _merged(headers: list[GgufHeader]) -> dict[str, TensorInfo]:
+def _merge_tensors(headers: list[GgufHeader]) -> dict[str, TensorInfo]:
     tensors: dict[str, TensorInfo] = {}
     for header in headers:
         for name, info in header.tensors.items():
@@ -302,7 +305,7 @@ def parse_header(data: bytes | mmap.mmap, path: Path) -> GgufHeader:
     for at, info in raw:
         if info.name in tensors:
             refuse("GG14", f"{path} @{at}", "each tensor once", f"{quoted(info.name)} twice")
-        tensors[info.name] = placed(info, data_start, alignment, size)
+        tensors[info.name] = with_file_position(info, data_start, alignment, size)
     return GgufHeader(
         path=path,
         version=version,
@@ -334,26 +337,30 @@ def _check_version(path: Path, version: int) -> None:
     refuse("GG03", f"{path} @4", "version 2 or 3", f"version {version}", hint)
 
 
-def _check_count(path: Path, at: int, what: str, count: int, room: int, limit: int) -> None:
+def _check_count(path: Path, at: int, items: str, count: int, room: int, limit: int) -> None:
     if count > room:
-        expected = f"at most {room:,} {what}, for which the file has room"
+        expected = f"at most {room:,} {items}, for which the file has room"
         refuse("GG05", f"{path} @{at}", expected, f"{count:,}", CUT_SHORT)
     if count > limit:
-        refuse("GG05", f"{path} @{at}", f"at most {limit:,} {what}", f"{count:,}")
+        refuse("GG05", f"{path} @{at}", f"at most {limit:,} {items}", f"{count:,}")
 
 
 def _alignment(metadata: GgufMetadata) -> int:
     entry = metadata.entry(ALIGNMENT_KEY)
     if entry is None:
         return DEFAULT_ALIGNMENT
-    found = metadata[ALIGNMENT_KEY] if entry.type is ValueType.UINT32 else entry.type.name
-    if isinstance(found, int) and found >= SMALLEST_ALIGNMENT and found & (found - 1) == 0:
-        return found
+    alignment = metadata[ALIGNMENT_KEY] if entry.type is ValueType.UINT32 else entry.type.name
+    if (
+        isinstance(alignment, int)
+        and alignment >= SMALLEST_ALIGNMENT
+        and alignment & (alignment - 1) == 0
+    ):
+        return alignment
     refuse(
         "GG11",
         f"{metadata.path} @{entry.start}",
         f"{ALIGNMENT_KEY} as a UINT32, a power of two from {SMALLEST_ALIGNMENT}",
-        str(found),
+        str(alignment),
     )
 
 
@@ -405,7 +412,7 @@ def read_tensor(cursor: Cursor) -> tuple[int, TensorInfo]:
     )
 
 
-def placed(info: TensorInfo, data_start: int, alignment: int, size: int) -> TensorInfo:
+def with_file_position(info: TensorInfo, data_start: int, alignment: int, size: int) -> TensorInfo:
     """Return the tensor with its offset converted to a position in the file."""
     where = f"{info.file}, tensor {quoted(info.name)}"
     if info.start % alignment:
@@ -424,13 +431,13 @@ def unclaimed_bytes(
     """Refuse overlapping tensors, and return the number of bytes, apart from padding, that belong
     to none.
     """
-    end, before, unclaimed = data_start, "the header", 0
+    end, previous, unclaimed = data_start, "the header", 0
     for info in sorted(tensors.values(), key=lambda info: (info.start, info.bytes)):
         if info.start < end:
             where = f"{path} @{info.start}, tensor {quoted(info.name)}"
-            refuse("GG16", where, f"it after {before}", f"it overlapping {before}")
+            refuse("GG16", where, f"it after {previous}", f"it overlapping {previous}")
         unclaimed += info.start - padded(end, alignment)
-        end, before = info.start + info.bytes, f"tensor {quoted(info.name)}"
+        end, previous = info.start + info.bytes, f"tensor {quoted(info.name)}"
     return unclaimed + max(size - padded(end, alignment), 0)
 
 

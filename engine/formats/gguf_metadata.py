@@ -226,7 +226,8 @@ def _query_scalar(family: Family, config: Mapping[str, Any]) -> Any:
 
 
 def _check_windows(family: Family, step: int, config: Mapping[str, Any], where: object) -> None:
-    """Refuse what other readers of this architecture would compute otherwise; no key tells them."""
+    """Refuse settings that other readers of this architecture do not have: they would compute something else, because
+    GGUF has no key for them."""
     types = config.get("layer_types") or []
     expected = [
         "sliding_attention" if number % step else "full_attention"
@@ -237,15 +238,15 @@ def _check_windows(family: Family, step: int, config: Mapping[str, Any], where: 
     if (local := config.get("rope_local_base_freq")) != GGUF_LOCAL_BASE:
         _refuse_config(where, f"a rope_local_base_freq of {GGUF_LOCAL_BASE:g}", local)
     scalar = config.get("query_pre_attn_scalar")
-    if scalar != (wanted := _query_scalar(family, config)):
-        _refuse_config(where, f"a query_pre_attn_scalar of {wanted}", scalar)
+    if scalar != (expected_scalar := _query_scalar(family, config)):
+        _refuse_config(where, f"a query_pre_attn_scalar of {expected_scalar}", scalar)
 
 
 def shortest_decimal(real: float) -> float:
     """Return the number with the fewest digits that is stored as the same fp32 number."""
     stored = struct.pack("<f", real)
     shorter = (float(f"{real:.{digits}g}") for digits in range(1, 9))
-    return next((one for one in shorter if struct.pack("<f", one) == stored), real)
+    return next((decimal for decimal in shorter if struct.pack("<f", decimal) == stored), real)
 
 
 def uint32(number: Any, key: str, where: object) -> GgufValue:
@@ -267,22 +268,22 @@ class _Reader:
 
     def count(self, key: str, absent: int | None = None) -> int:
         """Return a positive integer; a list with one value per layer is accepted if all are equal."""
-        found = self.get(key)
-        if isinstance(found, list) and len(set(found)) == 1:
-            found = found[0]
-        if found is None and absent is not None:
+        value = self.get(key)
+        if isinstance(value, list) and len(set(value)) == 1:
+            value = value[0]
+        if value is None and absent is not None:
             return absent
-        if type(found) is not int or not 1 <= found < 2**31:
-            self.refuse(key, "an integer from 1 to 2^31 - 1", found)
-        return found
+        if type(value) is not int or not 1 <= value < 2**31:
+            self.refuse(key, "an integer from 1 to 2^31 - 1", value)
+        return value
 
     def real(self, key: str, absent: float | None = None) -> float:
-        found = self.get(key)
-        if found is None and absent is not None:
+        value = self.get(key)
+        if value is None and absent is not None:
             return absent
-        if type(found) is not float or not 0 < found < LARGEST_REAL:
-            self.refuse(key, f"a number between 0 and {LARGEST_REAL:g}", found)
-        return shortest_decimal(found)
+        if type(value) is not float or not 0 < value < LARGEST_REAL:
+            self.refuse(key, f"a number between 0 and {LARGEST_REAL:g}", value)
+        return shortest_decimal(value)
 
     def refuse(self, key: str, expected: str, found: object) -> NoReturn:
         where = f"{self.metadata.path}, key {quoted(f'{self.arch}.{key}')}"
@@ -295,39 +296,41 @@ def _family(metadata: GgufMetadata) -> Family:
     for family in FAMILIES.values():
         rows.setdefault(family.gguf, []).append(family)
     known = f"one of {', '.join(rows)}"
-    found = metadata.get("general.architecture")
-    if found is None:
+    architecture = metadata.get("general.architecture")
+    if architecture is None:
         refuse("GG17", where, known, "none", "the file may hold no model, or only part of one")
-    if not isinstance(found, str) or found not in rows:
-        refuse("GG17", where, known, f"{found!r:.80}, which is not supported")
-    experts = metadata.get(f"{found}.expert_count")
+    if not isinstance(architecture, str) or architecture not in rows:
+        refuse("GG17", where, known, f"{architecture!r:.80}, which is not supported")
+    experts = metadata.get(f"{architecture}.expert_count")
     if experts:
-        refuse("GG17", where, known, f"{found} with {experts!r:.40} experts, not supported")
-    slides = bool(metadata.get(f"{found}.attention.sliding_window"))
-    return next((row for row in rows[found] if row.sliding_window is slides), rows[found][0])
+        refuse("GG17", where, known, f"{architecture} with {experts!r:.40} experts, not supported")
+    slides = bool(metadata.get(f"{architecture}.attention.sliding_window"))
+    return next(
+        (row for row in rows[architecture] if row.sliding_window is slides), rows[architecture][0]
+    )
 
 
 def _rope_scaling(reader: _Reader, head_dim: int) -> dict[str, Any]:
     """Return the fields of `rope_parameters` other than the base."""
     kind = reader.get("rope.scaling.type")
-    found: dict[str, Any] = {"rope_type": "default"}
+    fields: dict[str, Any] = {"rope_type": "default"}
     if kind in ("linear", "yarn"):
-        found = {"rope_type": kind, "factor": reader.real("rope.scaling.factor")}
+        fields = {"rope_type": kind, "factor": reader.real("rope.scaling.factor")}
         if kind == "yarn":
             length = reader.count("rope.scaling.original_context_length")
-            found["original_max_position_embeddings"] = length
+            fields["original_max_position_embeddings"] = length
             present = {key: hf for key, hf in _YARN.items() if reader.get(key) is not None}
-            found |= {hf: reader.real(key) for key, hf in present.items()}
+            fields |= {hf: reader.real(key) for key, hf in present.items()}
     elif kind not in (None, "none"):
         reader.refuse("rope.scaling.type", "none, linear or yarn", kind)
-    turned = reader.count("rope.dimension_count", head_dim)
-    if turned != head_dim:
-        share = turned / head_dim
+    rotated = reader.count("rope.dimension_count", head_dim)
+    if rotated != head_dim:
+        share = rotated / head_dim
         # Readers round the product down.
-        found["partial_rotary_factor"] = (
-            share if int(head_dim * share) == turned else math.nextafter(share, 1)
+        fields["partial_rotary_factor"] = (
+            share if int(head_dim * share) == rotated else math.nextafter(share, 1)
         )
-    return found
+    return fields
 
 
 def _vocab_size(reader: _Reader, tensors: Mapping[str, TensorInfo]) -> int:
@@ -387,10 +390,10 @@ def check_vocabulary(metadata: GgufMetadata, tensors: Mapping[str, TensorInfo]) 
 
 def token_id(metadata: GgufMetadata, name: str) -> int | None:
     """Return the id of a token with a role: bos, eos, padding. None if there is no such token."""
-    found = metadata.get(f"tokenizer.ggml.{name}_token_id")
+    number = metadata.get(f"tokenizer.ggml.{name}_token_id")
     tokens = metadata.entry(TOKENS)
-    fits = _is_token(found, tokens.count if tokens is not None else 2**31)
-    return found if fits else None
+    fits = _is_token(number, tokens.count if tokens is not None else 2**31)
+    return number if fits else None
 
 
 def _is_token(number: object, count: int) -> bool:

@@ -83,7 +83,7 @@ def build_tokenizer_json(metadata: GgufMetadata) -> bytes | None:
     pre = PRE_TOKENIZERS[metadata.get(PRE_KEY, "default")]
     vocab, added = _read_tokens(metadata)
     normalizer = metadata.get(NORMALIZER_KEY, pre.normalizer)
-    found = {
+    record = {
         "version": "1.0",
         "truncation": None,
         "padding": None,
@@ -110,7 +110,7 @@ def build_tokenizer_json(metadata: GgufMetadata) -> bytes | None:
             "merges": _read_merges(metadata, vocab),
         },
     }
-    return json.dumps(found, ensure_ascii=False, separators=(",", ":")).encode()
+    return json.dumps(record, ensure_ascii=False, separators=(",", ":")).encode()
 
 
 def _read_tokens(metadata: GgufMetadata) -> tuple[dict[str, int], list[dict[str, Any]]]:
@@ -177,19 +177,19 @@ def pre_tokenizer(splits: tuple[str, ...], *, trim_offsets: bool) -> dict[str, A
 
 def _post_processor(metadata: GgufMetadata, pre: PreTokenizer) -> dict[str, Any] | None:
     """Return a post-processor that adds the first and last token if the file requests it."""
-    first = token_id(metadata, "bos") if _flag(metadata, "bos", pre.add_bos) else None
-    last = token_id(metadata, "eos") if _flag(metadata, "eos", False) else None
-    if first is None and last is None:
+    first_id = token_id(metadata, "bos") if _flag(metadata, "bos", pre.add_bos) else None
+    last_id = token_id(metadata, "eos") if _flag(metadata, "eos", False) else None
+    if first_id is None and last_id is None:
         return None
     texts: list[str] = metadata[TOKENS]
-    ids = {texts[number]: number for number in (first, last) if number is not None}
+    ids = {texts[number]: number for number in (first_id, last_id) if number is not None}
 
     def template(sequence: str, type_id: int) -> list[dict[str, Any]]:
         parts: list[dict[str, Any]] = [{"Sequence": {"id": sequence, "type_id": type_id}}]
-        if first is not None:
-            parts.insert(0, {"SpecialToken": {"id": texts[first], "type_id": type_id}})
-        if last is not None:
-            parts.append({"SpecialToken": {"id": texts[last], "type_id": type_id}})
+        if first_id is not None:
+            parts.insert(0, {"SpecialToken": {"id": texts[first_id], "type_id": type_id}})
+        if last_id is not None:
+            parts.append({"SpecialToken": {"id": texts[last_id], "type_id": type_id}})
         return parts
 
     return {
@@ -204,10 +204,10 @@ def _post_processor(metadata: GgufMetadata, pre: PreTokenizer) -> dict[str, Any]
 
 def _flag(metadata: GgufMetadata, name: str, absent: bool) -> bool:
     key = ADD_KEY.format(name)
-    found = metadata.get(key, absent)
-    if type(found) is not bool:
-        refuse("GG08", f"{metadata.path}, key {quoted(key)}", "a BOOL", f"{found!r:.40}")
-    return found
+    value = metadata.get(key, absent)
+    if type(value) is not bool:
+        refuse("GG08", f"{metadata.path}, key {quoted(key)}", "a BOOL", f"{value!r:.40}")
+    return value
 
 
 def tokenizer_metadata(raw: bytes, rows: int, where: object) -> dict[str, GgufValue]:
@@ -215,7 +215,7 @@ def tokenizer_metadata(raw: bytes, rows: int, where: object) -> dict[str, GgufVa
 
     `where` names it in errors. Raises `TokenizerError`.
     """
-    record = _parsed(raw, where)
+    record = _parse(raw, where)
     name, normalizer = _pre_tokenizer_name(record, where)
     texts: list[str] = [f"[PAD{number}]" for number in range(rows)]
     kinds = [int(TokenType.UNUSED)] * rows
@@ -252,7 +252,7 @@ def tokenizer_metadata(raw: bytes, rows: int, where: object) -> dict[str, GgufVa
     return values
 
 
-def _parsed(raw: bytes, where: object) -> dict[str, Any]:
+def _parse(raw: bytes, where: object) -> dict[str, Any]:
     """Return the tokenizer as the library serialises it, in which everything has one spelling."""
     try:
         inner, _ = make_inner(raw, Path(str(where)), hashlib.sha256(raw).hexdigest())
@@ -272,10 +272,10 @@ def _parsed(raw: bytes, where: object) -> dict[str, Any]:
                 where, f"a byte-level BPE with {key} {allowed[0]!r}", f"{model[key]!r:.80}"
             )
     for token in json.loads(raw).get("added_tokens", ()):
-        if (given := inner.token_to_id(token["content"])) != token["id"]:
+        if (library_id := inner.token_to_id(token["content"])) != token["id"]:
             # The library silently renumbers an added token whose id is taken or leaves a gap.
             expected = f"{token['content']!r} at id {token['id']:,}, as the file says"
-            _refuse_tokenizer(where, expected, f"id {given} given by the tokenizers library")
+            _refuse_tokenizer(where, expected, f"id {library_id} given by the tokenizers library")
     return record
 
 
@@ -308,18 +308,18 @@ def _splits(cutter: dict[str, Any] | None, where: object) -> tuple[str, ...]:
         _refuse_tokenizer(
             where, "a ByteLevel pre-tokenizer without prefix space at the end", f"{steps!r:.200}"
         )
-    found = []
+    expressions = []
     for step in steps[:-1]:
-        plain = step["type"] == "Split" and (step["behavior"], step["invert"]) == (
+        is_isolating = step["type"] == "Split" and (step["behavior"], step["invert"]) == (
             "Isolated",
             False,
         )
-        if not plain or "Regex" not in step["pattern"]:
+        if not is_isolating or "Regex" not in step["pattern"]:
             _refuse_tokenizer(where, "text cut by isolating a regular expression", f"{step!r:.200}")
-        found.append(step["pattern"]["Regex"])
+        expressions.append(step["pattern"]["Regex"])
     if steps[-1]["use_regex"]:
-        found.extend(PRE_TOKENIZERS["gpt-2"].splits)
-    return tuple(found)
+        expressions.extend(PRE_TOKENIZERS["gpt-2"].splits)
+    return tuple(expressions)
 
 
 def _token_type(added: dict[str, Any] | None, where: object) -> TokenType:

@@ -118,12 +118,12 @@ class Cursor:
         return start
 
     def u32(self, code: str, what: str) -> int:
-        found: int = _U32.unpack_from(self.data, self.take(4, code, what))[0]
-        return found
+        number: int = _U32.unpack_from(self.data, self.take(4, code, what))[0]
+        return number
 
     def u64(self, code: str, what: str) -> int:
-        found: int = _U64.unpack_from(self.data, self.take(8, code, what))[0]
-        return found
+        number: int = _U64.unpack_from(self.data, self.take(8, code, what))[0]
+        return number
 
     def text(self, count: int, code: str, what: str) -> str:
         start = self.take(count, code, what)
@@ -190,17 +190,17 @@ def decode(data: bytes, entry: Entry, path: Path, key: str) -> Any:
         return values[0] if entry.element is None else list(values)
     if entry.element is None:
         return str(data[entry.start : entry.end], "utf-8")
-    at, texts = entry.start, []
+    position, texts = entry.start, []
     unpack = _U64.unpack_from
     try:
         for _ in range(entry.count):
-            end = at + 8 + unpack(data, at)[0]
-            texts.append(str(data[at + 8 : end], "utf-8"))
-            at = end
+            end = position + 8 + unpack(data, position)[0]
+            texts.append(str(data[position + 8 : end], "utf-8"))
+            position = end
     except UnicodeDecodeError as error:
         raise WeightsError.expected(
             "GG08 gguf",
-            f"{path} @{at}",
+            f"{path} @{position}",
             f"UTF-8 in {quoted(key)}[{len(texts)}]",
             f"0x{error.object[error.start]:02x}",
         ) from error
@@ -242,19 +242,19 @@ def _skip_elements(cursor: Cursor, key: str, element: ValueType, count: int) -> 
             "GG08", start, f"at most {MAX_STRINGS:,} texts in {quoted(key)}", f"{count:,}"
         )
     # The one loop over every token and merge, so it makes no other calls.
-    data, size, at, unpack = cursor.data, cursor.size, start, _U64.unpack_from
+    data, size, position, unpack = cursor.data, cursor.size, start, _U64.unpack_from
     for index in range(count):
-        length = unpack(data, at)[0] if size - at >= 8 else size
-        if length > size - at - 8:
+        length = unpack(data, position)[0] if size - position >= 8 else size
+        if length > size - position - 8:
             raise cursor.error(
                 "GG08",
-                at,
+                position,
                 f"{quoted(key)}[{index:,}] within the file",
-                f"a text of {length:,} bytes with {max(size - at - 8, 0):,} left",
+                f"a text of {length:,} bytes with {max(size - position - 8, 0):,} left",
                 CUT_SHORT,
             )
-        at += 8 + length
-    cursor.at = at
+        position += 8 + length
+    cursor.at = position
 
 
 def _check_bools(cursor: Cursor, key: str, start: int) -> None:
@@ -309,7 +309,7 @@ def typed(value: object, key: str, where: object) -> GgufValue:
     `WeightsError`.
     """
     if isinstance(value, list | tuple):
-        kinds = {type(one) for one in value}
+        kinds = {type(item) for item in value}
         if kinds <= {int} and (element := _integer_type(value, ValueType.INT32)):
             return GgufValue(ValueType.ARRAY, list(value), element)
         if kinds == {float}:

@@ -51,10 +51,8 @@ def open_weights(
             about = read_adapter(path)
             weights: WeightFile = AdapterFolder(path, about, open_weights(base_of(path, about)))
         elif os.path.isdir(path):
-            found = _in_folder(path)
-            weights = (
-                open_index(found) if found.name == INDEX_FILE else _open_file(found, apr_dtypes)
-            )
+            file = _in_folder(path)
+            weights = open_index(file) if file.name == INDEX_FILE else _open_file(file, apr_dtypes)
         else:
             weights = _open_file(path, apr_dtypes)
     except OSError as error:
@@ -99,26 +97,28 @@ def _in_folder(folder: Path) -> Path:
         names = sorted(os.listdir(folder))
     except OSError as error:
         refuse(folder, "a readable folder", str(error.strerror))
-    found: dict[str, Path] = {}
+    candidates: dict[str, Path] = {}
     for name in names:
         if name in (SINGLE_FILE, INDEX_FILE):
-            found[name] = folder / name
+            candidates[name] = folder / name
         elif name.lower().endswith((".gguf", ".apr")) and not name.startswith("."):
             part = PART.fullmatch(name)
             # Any part of a split file represents all of them.
-            every = f"{part['stem']}-*-of-{part['count']}.gguf" if part else name
-            found.setdefault(every, folder / name)
-    ours = {name: file for name, file in found.items() if name in (SINGLE_FILE, INDEX_FILE)}
-    if ours and "config.json" in names:
-        found = ours
-    if len(found) > 1:
+            pattern = f"{part['stem']}-*-of-{part['count']}.gguf" if part else name
+            candidates.setdefault(pattern, folder / name)
+    safetensors = {
+        name: file for name, file in candidates.items() if name in (SINGLE_FILE, INDEX_FILE)
+    }
+    if safetensors and "config.json" in names:
+        candidates = safetensors
+    if len(candidates) > 1:
         hint = "name one of them instead of the folder"
-        refuse(folder, "the weights of one model", ", ".join(found), hint)
-    if found:
-        return next(iter(found.values()))
+        refuse(folder, "the weights of one model", ", ".join(candidates), hint)
+    if candidates:
+        return next(iter(candidates.values()))
     pickled = [name for name in names if name.endswith(_PICKLED) or name == ".metadata"]
     if pickled:
-        said = f"only {', '.join(pickled[:8])}" + (", ..." if pickled[8:] else "")
+        found = f"only {', '.join(pickled[:8])}" + (", ..." if pickled[8:] else "")
         hint = _PICKLE_REASON
         if any(name.startswith("pytorch_model") for name in pickled):
             # The folder of a snapshot in the hub's cache is named by its commit.
@@ -127,7 +127,7 @@ def _in_folder(folder: Path) -> Path:
             hint = (
                 f"a pickle can run code: engine convert --from-pickle {folder} {name}-safetensors"
             )
-        refuse(folder, _EXPECTED, said, hint, code="PK01")
+        refuse(folder, _EXPECTED, found, hint, code="PK01")
     listed = ", ".join(names[:8]) + (", ..." if names[8:] else "")
-    wanted = f"{SINGLE_FILE}, {INDEX_FILE}, or one .gguf or .apr file"
-    refuse(folder, wanted, listed or "an empty folder")
+    expected = f"{SINGLE_FILE}, {INDEX_FILE}, or one .gguf or .apr file"
+    refuse(folder, expected, listed or "an empty folder")

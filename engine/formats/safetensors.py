@@ -131,7 +131,8 @@ class SafetensorsFolder(WeightFile):
         self.warnings = (*self.warnings, *_left_out(path, self.tensors))
         scratch = Scratch()
         self._files = {
-            one.path: OpenFile(one.path, "weights", "", one.identity, scratch) for one in headers
+            header.path: OpenFile(header.path, "weights", "", header.identity, scratch)
+            for header in headers
         }
 
     def get(self, name: str) -> torch.Tensor:
@@ -164,11 +165,11 @@ class SafetensorsFolder(WeightFile):
 def open_index(path: Path) -> SafetensorsFolder:
     """Open the shards that an index file lists, whatever its name. Raises `WeightsError`."""
     headers, total = _read_shards(path)
-    held = sum(info.bytes for header in headers for info in header.tensors.values())
+    total_bytes = sum(info.bytes for header in headers for info in header.tensors.values())
     warnings = []
-    if total is not None and (isinstance(total, bool) or total != held):
+    if total is not None and (isinstance(total, bool) or total != total_bytes):
         warnings.append(
-            f"{path}: metadata.total_size is {total!r:.80}, its shards hold {held:,} bytes of tensors; "
+            f"{path}: metadata.total_size is {total!r:.80}, its shards hold {total_bytes:,} bytes of tensors; "
             "nothing here reads it"
         )
     return SafetensorsFolder(path, headers, warnings)
@@ -196,14 +197,15 @@ def _left_out(path: Path, tensors: Mapping[str, TensorInfo]) -> Iterator[str]:
     """Yield what the native decoder does not read of a file."""
     buffers = [name for name in tensors if ROPE_BUFFER.fullmatch(name)]
     if buffers:
-        yield f"{path}: {_listed(buffers, 'buffer')} of RoPE not read: config.json says the same"
+        yield f"{path}: {_count_names(buffers, 'buffer')} of RoPE not read: config.json says the same"
     if others := other_parts(tensors):
-        yield f"{path}: {_listed(others, 'tensor')} outside the language model, which the native decoder does not read"
+        names = _count_names(others, "tensor")
+        yield f"{path}: {names} outside the language model, which the native decoder does not read"
 
 
-def _listed(names: Sequence[str], what: str) -> str:
-    more = "" if len(names) == 1 else "s"
-    return f"{len(names):,} {what}{more} ({min(names)}{', ...' * bool(more)})"
+def _count_names(names: Sequence[str], noun: str) -> str:
+    plural = "" if len(names) == 1 else "s"
+    return f"{len(names):,} {noun}{plural} ({min(names)}{', ...' * bool(plural)})"
 
 
 def write_safetensors(
@@ -296,8 +298,8 @@ def escapes(name: str) -> bool:
     folder.
     """
     inside = PurePosixPath(name)
-    odd = "\\" in name or not name.isprintable()
-    return odd or inside.is_absolute() or ".." in inside.parts or not inside.parts
+    is_invalid = "\\" in name or not name.isprintable()
+    return is_invalid or inside.is_absolute() or ".." in inside.parts or not inside.parts
 
 
 def _stays_inside(folder: Path, shard: str) -> bool:
@@ -343,12 +345,12 @@ def _read_shards(index: Path) -> tuple[list[Header], object]:
     for shard, header in zip(shards, headers, strict=True):
         for name in header.tensors:
             if name not in weight_map:
-                wanted = f"a shard for tensor {json.dumps(name)}"
-                refuse(index, wanted, f"none, and it is in {shard}", code="ST13")
+                expected = f"a shard for tensor {json.dumps(name)}"
+                refuse(index, expected, f"none, and it is in {shard}", code="ST13")
     holds = {shard: header.tensors for shard, header in zip(shards, headers, strict=True)}
     for name, shard in weight_map.items():
         if name not in holds[shard]:
-            others = [other for other in shards if name in holds[other]]
+            others = [holder for holder in shards if name in holds[holder]]
             found = f"it in {others[0]}" if others else "it in no shard"
             refuse(index, f"tensor {json.dumps(name)} in {shard}", found, code="ST13")
     return headers, about.get("total_size") if isinstance(about, dict) else None
@@ -488,12 +490,12 @@ def _tensor_info(path: Path, name: str, raw: object, data_start: int) -> TensorI
     )
 
 
-def counts(found: object) -> TypeGuard[list[int]]:
+def counts(value: object) -> TypeGuard[list[int]]:
     """Whether it is a short list of integers from 0 to 2^63 - 1, so that their product stays small."""
     return (
-        isinstance(found, list)
-        and len(found) <= 64
-        and all(type(count) is int and 0 <= count < 2**63 for count in found)
+        isinstance(value, list)
+        and len(value) <= 64
+        and all(type(count) is int and 0 <= count < 2**63 for count in value)
     )
 
 
@@ -501,14 +503,14 @@ def _check_layout(
     path: Path, tensors: dict[str, TensorInfo], data_start: int, file_bytes: int
 ) -> None:
     """Check that each byte after the header belongs to exactly one tensor."""
-    end, before = data_start, "the header"
+    end, previous = data_start, "the header"
     for info in sorted(tensors.values(), key=lambda info: (info.start, info.bytes)):
         name = f"tensor {json.dumps(info.name)}"
         if info.start < end:
             refuse(
                 path,
-                f"{name} after {before}",
-                f"it overlaps {before} at byte {info.start:,}",
+                f"{name} after {previous}",
+                f"it overlaps {previous} at byte {info.start:,}",
                 code="ST10",
             )
         if info.start > end:
@@ -518,7 +520,7 @@ def _check_layout(
                 f"a hole of {info.start - end:,} bytes before it",
                 code="ST10",
             )
-        end, before = info.start + info.bytes, name
+        end, previous = info.start + info.bytes, name
     if end > file_bytes:
         refuse(
             path,

@@ -138,21 +138,21 @@ class Tokenizer:
     def end_of_text_id(self) -> int:
         """The id that ends a document. Raises TokenizerError if there is none."""
         if self._end_of_text is not None:
-            found = self._inner.token_to_id(self._end_of_text)
-            wanted = f"the token {self._end_of_text!r}"
+            token = self._inner.token_to_id(self._end_of_text)
+            expected = f"the token {self._end_of_text!r}"
         else:
             special = {
-                token.content: token_id
-                for token_id, token in self._inner.get_added_tokens_decoder().items()
-                if token.special
+                added.content: token_id
+                for token_id, added in self._inner.get_added_tokens_decoder().items()
+                if added.special
             }
-            found = next((special[name] for name in END_OF_TEXT_NAMES if name in special), None)
-            wanted = f"a special token named {', '.join(END_OF_TEXT_NAMES)}"
-        if found is None:
+            token = next((special[name] for name in END_OF_TEXT_NAMES if name in special), None)
+            expected = f"a special token named {', '.join(END_OF_TEXT_NAMES)}"
+        if token is None:
             raise TokenizerError.expected(
-                "tokenizer", self.path, wanted, "none", hint="name the token that ends a document"
+                "tokenizer", self.path, expected, "none", hint="name the token that ends a document"
             )
-        return found
+        return token
 
     @property
     def padding_id(self) -> int:
@@ -183,7 +183,7 @@ class Tokenizer:
         return [np.frombuffer(ids, dtype=np.uint32) for ids in encoded]
 
     def encode_whole(self, text: str) -> NDArray[np.uint32]:
-        """Return the ids of one text that is not cut: what `encode_documents` has to give."""
+        """Return the ids of one text, encoded without cutting it; `encode_documents` gives the same."""
         import numpy as np
 
         with _panic_is_bad_input(self.path):
@@ -275,8 +275,8 @@ class Tokenizer:
     def _whole(self, piece: str, start: int) -> str:
         """Return a piece that cannot be cut further, if it is not too long."""
         # A character has at most 4 bytes.
-        most = limits.UNCUT_TEXT.most
-        if len(piece) * 4 > most and (size := len(piece.encode("utf-8", "replace"))) > most:
+        limit = limits.UNCUT_TEXT.most
+        if len(piece) * 4 > limit and (size := len(piece.encode("utf-8", "replace"))) > limit:
             error = TextTooLong.expected(
                 "tokenizer",
                 self.path,
@@ -295,7 +295,9 @@ class Tokenizer:
         no text.
         """
         with _panic_is_bad_input(self.path):
-            return self._inner.decode([int(one) for one in ids], skip_special_tokens=False)
+            return self._inner.decode(
+                [int(token_id) for token_id in ids], skip_special_tokens=False
+            )
 
     def decode_each(self, rows: Iterable[Sequence[int]]) -> list[str]:
         """Return the text of each row of ids, as `decode` does."""
@@ -311,12 +313,12 @@ class Tokenizer:
         if self.vocab_size <= config_vocab_size:
             return
         vocab = self._inner.get_vocab(with_added_tokens=True)
-        first = min(token_id for token_id in vocab.values() if token_id >= config_vocab_size)
+        first_id = min(token_id for token_id in vocab.values() if token_id >= config_vocab_size)
         raise TokenizerError.expected(
             "tokenizer",
             self.path,
             f"ids below {config_vocab_size:,}, the embedding rows of {where}",
-            f"id {first:,} ({self._inner.id_to_token(first)!r}) and on to {self.vocab_size - 1:,}",
+            f"id {first_id:,} ({self._inner.id_to_token(first_id)!r}) and on to {self.vocab_size - 1:,}",
             hint="use the tokenizer that belongs to the model",
         )
 
@@ -333,9 +335,9 @@ class Tokenizer:
         An id that only one of them has counts as different. Even if all ids are equal, the two may
         encode text differently, because merges may differ.
         """
-        mine, theirs = self._inner, other._inner
-        ids = {*mine.get_vocab().values(), *theirs.get_vocab().values()}
-        differing = (i for i in sorted(ids) if mine.id_to_token(i) != theirs.id_to_token(i))
+        own, others = self._inner, other._inner
+        ids = {*own.get_vocab().values(), *others.get_vocab().values()}
+        differing = (i for i in sorted(ids) if own.id_to_token(i) != others.id_to_token(i))
         return next(differing, None)
 
 
@@ -363,7 +365,7 @@ def open_tokenizer(
 
 
 def _without_options(inner: tokenizers.Tokenizer) -> None:
-    """Turn off what makes tokens depend on more than the text."""
+    """Turn off truncation, padding and dropout, which make tokens depend on more than the text."""
     from tokenizers.models import BPE
 
     inner.no_truncation()
@@ -376,8 +378,8 @@ def make_inner(raw: bytes, path: Path, sha256: str) -> tuple[tokenizers.Tokenize
     """Return the library's tokenizer for a file's content, and its parsed JSON. Raises
     TokenizerError.
     """
-    record = _parsed(raw, path)
-    _try(raw, record, sha256, path)
+    record = _parse(raw, path)
+    _test_in_child(raw, record, sha256, path)
     # Imported here because it loads a shared library of 10 MB, which a viewer never needs.
     from tokenizers import Tokenizer as Inner
 
@@ -431,7 +433,7 @@ def _refuse_other_content(start: bytes, path: Path) -> None:
     raise TokenizerError.expected("tokenizer", path, "a JSON object", found, hint=hint)
 
 
-def _parsed(raw: bytes, path: Path) -> dict[str, Any]:
+def _parse(raw: bytes, path: Path) -> dict[str, Any]:
     try:
         record = json.loads(raw.decode("utf-8"), object_pairs_hook=_unique)
     except UnicodeDecodeError as error:
@@ -451,14 +453,14 @@ def _parsed(raw: bytes, path: Path) -> dict[str, Any]:
     # Every part is run over every text, one after the other.
     count = sum(1 for _ in _objects(parts))
     # A template has an object for each special token.
-    count += sum("type" in one for one in _objects(record.get("post_processor")))
+    count += sum("type" in part for part in _objects(record.get("post_processor")))
     if count > limits.TOKENIZER_PARTS.most:
         found = f"{count:,}"
         raise TokenizerError.expected("tokenizer", path, f"{limits.TOKENIZER_PARTS}", found)
     # Without the model, which is nearly all of the file, and for which the library has its own
     # limit.
-    rest = {key: value for key, value in record.items() if key != "model"}
-    if depth_of(rest) > limits.JSON_DEPTH.most:
+    other_keys = {key: value for key, value in record.items() if key != "model"}
+    if depth_of(other_keys) > limits.JSON_DEPTH.most:
         raise TokenizerError.expected("tokenizer", path, f"JSON nested {limits.JSON_DEPTH}", "more")
     return record
 
@@ -467,10 +469,10 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Refuse a duplicate key in an object of the file: the library might take one value and this
     module the other. A vocabulary may contain a token twice.
     """
-    found = dict(pairs)
-    if len(found) != len(pairs) and ("type" in found or "model" in found):
+    mapping = dict(pairs)
+    if len(mapping) != len(pairs) and ("type" in mapping or "model" in mapping):
         raise ValueError("a duplicate key in one object")
-    return found
+    return mapping
 
 
 def _check_added_ids(record: dict[str, Any], inner: tokenizers.Tokenizer, path: Path) -> None:
@@ -478,14 +480,14 @@ def _check_added_ids(record: dict[str, Any], inner: tokenizers.Tokenizer, path: 
     a gap or is taken.
     """
     for token in record.get("added_tokens") or ():
-        name, written = token["content"], token["id"]
-        given = inner.token_to_id(name)
-        if given != written:
+        name, file_id = token["content"], token["id"]
+        library_id = inner.token_to_id(name)
+        if library_id != file_id:
             raise TokenizerError.expected(
                 "tokenizer",
                 path,
-                f"added token {name!r} at id {written:,} as the file says",
-                f"id {given} given by the library, because {written:,} leaves a gap or is taken",
+                f"added token {name!r} at id {file_id:,} as the file says",
+                f"id {library_id} given by the library, because {file_id:,} leaves a gap or is taken",
             )
 
 
@@ -563,8 +565,8 @@ class _Cuts:
 
     def after(self, text: str, start: int, end: int) -> int | None:
         """The first safe place from `end` on, as far as a piece may reach."""
-        last = min(len(text), start + limits.UNCUT_TEXT.most + 1)
-        return self._first(text, start, range(end, last))
+        limit = min(len(text), start + limits.UNCUT_TEXT.most + 1)
+        return self._first(text, start, range(end, limit))
 
     def _first(self, text: str, start: int, places: range) -> int | None:
         if not self.ends:
@@ -580,12 +582,12 @@ class _Cuts:
             elif self.digits != 1:
                 if not 0 <= run_start < place:
                     run_start = self._run_start(text, start, place)
-                whole = self.digits and (place - run_start) % self.digits == 0
-                if not whole or not self._begins(text, start, run_start):
+                is_full_run = self.digits and (place - run_start) % self.digits == 0
+                if not is_full_run or not self._begins(text, start, run_start):
                     continue
             if x in self.touching or y in self.touching or x + y in self.normalized:
                 continue
-            if not self._spanned(text, place):
+            if not self._is_spanned(text, place):
                 return place
         return None
 
@@ -600,7 +602,7 @@ class _Cuts:
         """Whether a run of digits begins here: a digit of another script before it would belong to it."""
         return run_start == start or text[run_start - 1] in _CLASS_OF
 
-    def _spanned(self, text: str, place: int) -> bool:
+    def _is_spanned(self, text: str, place: int) -> bool:
         """Whether an added token begins before the place and ends after it."""
         for token in self.spans.get(text[place - 1 : place + 1], ()):
             for inside in range(1, len(token)):
@@ -613,7 +615,10 @@ def _class_of() -> dict[str, str]:
     letters = {name: re.compile(f"[{characters}]") for name, characters in _CLASSES.items()}
     alphabet = [chr(code) for code in (*range(128), 0x3001, 0x3002, *range(0x4E00, 0x9FA6))]
     return {
-        one: name for one in alphabet for name, pattern in letters.items() if pattern.fullmatch(one)
+        character: name
+        for character in alphabet
+        for name, pattern in letters.items()
+        if pattern.fullmatch(character)
     }
 
 
@@ -622,16 +627,18 @@ _CLASS_OF = _class_of()
 
 def _cuts_of(inner: tokenizers.Tokenizer) -> _Cuts:
     """Return where documents may be cut; nowhere unless every part of the tokenizer is known."""
-    normalizers = _parts(inner.normalizer, "normalizers")
-    cutters = _parts(inner.pre_tokenizer, "pretokenizers")
-    if not cutters or any(one["type"] not in ("NFC", "NFD", "NFKC", "NFKD") for one in normalizers):
+    normalizers = _list_parts(inner.normalizer, "normalizers")
+    cutters = _list_parts(inner.pre_tokenizer, "pretokenizers")
+    if not cutters or any(
+        step["type"] not in ("NFC", "NFD", "NFKC", "NFKD") for step in normalizers
+    ):
         return _Cuts()
     first, *further = cutters
-    if any(one["type"] not in _INDEPENDENT for one in further):
+    if any(step["type"] not in _INDEPENDENT for step in further):
         return _Cuts()
-    if not all(map(_adds_nothing, _parts(inner.post_processor, "processors"))):
+    if not all(map(_adds_nothing, _list_parts(inner.post_processor, "processors"))):
         return _Cuts()
-    ends, digits = _known_places(first)
+    ends, digits = _cut_rule(first)
     added = inner.get_added_tokens_decoder().values()
     spans: dict[str, set[str]] = {}
     normalized, touching = set[str](), set[str]()
@@ -646,59 +653,67 @@ def _cuts_of(inner: tokenizers.Tokenizer) -> _Cuts:
             touching |= {content[:1], content[-1:]}
         if digits > 1 and (content[:1].isnumeric() or content[-1:].isnumeric()):
             digits = 0  # the digits are counted from the end of such a token
-    found = {pair: tuple(sorted(contents)) for pair, contents in spans.items()}
-    return _Cuts(ends, digits, found, frozenset(normalized), frozenset(touching))
+    spans_by_pair = {pair: tuple(sorted(contents)) for pair, contents in spans.items()}
+    return _Cuts(ends, digits, spans_by_pair, frozenset(normalized), frozenset(touching))
 
 
-def _parts(part: Any, inside: str) -> list[dict[str, Any]]:
+def _list_parts(part: Any, inside: str) -> list[dict[str, Any]]:
     """Return a part of the library's tokenizer as a list of the parts it consists of."""
     if part is None:
         return []
-    found, waiting = [], [json.loads(part.__getstate__())]
+    parts, waiting = [], [json.loads(part.__getstate__())]
     while waiting:
-        one = waiting.pop()
-        if one["type"] == "Sequence":
-            waiting += reversed(one[inside])
+        step = waiting.pop()
+        if step["type"] == "Sequence":
+            waiting += reversed(step[inside])
         else:
-            found.append(one)
-    return found
+            parts.append(step)
+    return parts
 
 
-def _known_places(first: Mapping[str, Any]) -> tuple[tuple[str, ...], int]:
-    """Return after which classes of characters a pre-tokenizer ends a part, and after how many digits."""
-    if first["type"] == "ByteLevel" and first["use_regex"] and not first["add_prefix_space"]:
+def _cut_rule(pre_tokenizer: Mapping[str, Any]) -> tuple[tuple[str, ...], int]:
+    """Return the classes of characters between which a pre-tokenizer always ends a part, and the number of digits after
+    which it cuts a run of digits."""
+    if (
+        pre_tokenizer["type"] == "ByteLevel"
+        and pre_tokenizer["use_regex"]
+        and not pre_tokenizer["add_prefix_space"]
+    ):
         return _WORDS_END, 0
-    if first["type"] != "Split" or (first["behavior"], first["invert"]) not in (
+    if pre_tokenizer["type"] != "Split" or (
+        pre_tokenizer["behavior"],
+        pre_tokenizer["invert"],
+    ) not in (
         ("Isolated", False),
         ("Removed", True),
     ):
         return (), 0
-    expression = first["pattern"].get("Regex")
+    expression = pre_tokenizer["pattern"].get("Regex")
     for count, digits in _DIGITS.items():
         if expression == _WORDS.replace("DIGITS", count):
             return _WORDS_END, digits
     if expression in (_GPT2, _GPT2 + r"|\s+"):
         # Without the last alternative, spaces before a word are a gap, and the gap is a part as well.
         return _WORDS_END, 0
-    if expression == PRE_TOKENIZERS["default"].splits[0] and not first["invert"]:
+    if expression == PRE_TOKENIZERS["default"].splits[0] and not pre_tokenizer["invert"]:
         return _MARKS_END, 0
     return (), 0
 
 
 def _adds_nothing(processor: Mapping[str, Any]) -> bool:
-    """Whether a post-processor leaves the ids of a text as they are, where no special token is asked for."""
+    """Whether a post-processor leaves the ids of a text unchanged if no special tokens are requested."""
     if processor["type"] == "TemplateProcessing":
-        return sum("Sequence" in one for one in processor["single"]) == 1
+        return sum("Sequence" in item for item in processor["single"]) == 1
     return bool(processor["type"] == "ByteLevel")
 
 
-def _try(raw: bytes, record: Mapping[str, Any], sha256: str, path: Path) -> None:
+def _test_in_child(raw: bytes, record: Mapping[str, Any], sha256: str, path: Path) -> None:
     """Test a tokenizer in a child process. Raises TokenizerError if it fails."""
     if sha256 in _tried or is_of_known_parts(record):
         return
     try:
         done = subprocess.run(
-            [sys.executable, "-I", "-c", _CHILD, json.dumps(_child_arguments(record, len(raw)))],
+            [sys.executable, "-I", "-c", _CHILD, json.dumps(_child_limits(record, len(raw)))],
             input=raw,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -712,18 +727,18 @@ def _try(raw: bytes, record: Mapping[str, Any], sha256: str, path: Path) -> None
         raise TokenizerError.expected(
             "tokenizer", path, "a test in a child process", found
         ) from None
-    said = done.stdout.decode("utf-8", "replace").strip()
+    output = done.stdout.decode("utf-8", "replace").strip()
     if done.returncode < 0:
         raise _refusal(path, f"one that signal {-done.returncode} ended")
-    if done.returncode or said != "sound":
-        raise _refusal(path, " ".join(said.split())[:200] or f"exit {done.returncode}")
+    if done.returncode or output != "sound":
+        raise _refusal(path, " ".join(output.split())[:200] or f"exit {done.returncode}")
     _tried.add(sha256)
 
 
 def is_of_known_parts(record: Mapping[str, Any]) -> bool:
     """Whether the file has only common parts: byte-level BPE without affixes, and expressions of a known family.
-    Only such a file is opened without a trial in a child process. Elsewhere the library may panic, and prints
-    dozens of lines to the descriptor of stderr before Python sees an exception: those of the child go nowhere."""
+    Only such a file is opened without a test in a child process. With other parts the library may panic, and then it
+    prints dozens of lines to stderr before Python sees an exception; the stderr of the child is discarded."""
     known = {split for row in PRE_TOKENIZERS.values() for split in row.splits}
     model = record.get("model")
     if not isinstance(model, dict) or model.get("type") != "BPE":
@@ -746,15 +761,15 @@ def is_of_known_parts(record: Mapping[str, Any]) -> bool:
 def _objects(value: Any) -> Iterator[dict[str, Any]]:
     waiting = [value]
     while waiting:
-        one = waiting.pop()
-        if isinstance(one, dict):
-            yield one
-            waiting += one.values()
-        elif isinstance(one, list):
-            waiting += one
+        item = waiting.pop()
+        if isinstance(item, dict):
+            yield item
+            waiting += item.values()
+        elif isinstance(item, list):
+            waiting += item
 
 
-def _child_arguments(record: Mapping[str, Any], size: int) -> dict[str, Any]:
+def _child_limits(record: Mapping[str, Any], size: int) -> dict[str, Any]:
     named = [
         text[: limits.TOKENIZER_PROBE.most]
         for part in _objects([record.get(name) for name in ("normalizer", "pre_tokenizer")])

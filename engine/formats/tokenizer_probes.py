@@ -33,15 +33,15 @@ _TOKENS = 3_000
 _NEIGHBOURS = 1_500
 _PHRASES = 300
 _VARIED = 250
-"""Texts of which there are variants."""
+"""Number of texts that are also compared in variants."""
 _MERGES = 1_000
 """Probes of each kind that are made of merges in another order."""
 _RIVALS = 4
-"""Merges that are compared with one that has another rank."""
+"""Number of merges that one merge of another rank is combined with."""
 _BROKEN = "\ufffd"
 """Character that the library decodes for invalid UTF-8: encoding the text of such a token gives other tokens."""
 _IRRELEVANT = ("version", "truncation", "padding", "decoder")
-"""Parts of a file that do not change the ids of a text, as this engine opens it."""
+"""Parts of a file that do not change the ids of a text in this engine."""
 
 T = TypeVar("T")
 
@@ -89,32 +89,37 @@ _OTHERS = (
 )
 
 
-def probes(here: Tokenizer, there: Tokenizer) -> list[str]:
-    """Return the texts to compare, each once; none where all is the same that decides the ids of a text."""
-    if here.sha256 == there.sha256:
+def probes(first: Tokenizer, second: Tokenizer) -> list[str]:
+    """Return the texts to compare, each once; an empty list if the two files cannot give a text different ids."""
+    if first.sha256 == second.sha256:
         return []
-    mine, theirs = _record(here), _record(there)
-    if _relevant(mine) == _relevant(theirs):
+    first_record, second_record = _record(first), _record(second)
+    if _id_parts(first_record) == _id_parts(second_record):
         return []
-    tokens = here.tokens()
+    tokens = first.tokens()
     ids = sorted(tokens)
     id_of = {token: id_ for id_, token in tokens.items()}
 
     def decoded(spellings: Iterable[Sequence[str]]) -> list[str]:
-        known = ([id_of[one] for one in each] for each in spellings if id_of.keys() >= set(each))
-        return [text for text in here.decode_each(known) if text and _BROKEN not in text]
+        known = (
+            [id_of[token] for token in each] for each in spellings if id_of.keys() >= set(each)
+        )
+        return [text for text in first.decode_each(known) if text and _BROKEN not in text]
 
-    merges = _merges(mine)
-    others = _merges(theirs)
-    by_merges = decoded(_merged_otherwise(merges, others))
+    first_merges = _merges(first_record)
+    second_merges = _merges(second_record)
+    by_merges = decoded(_differing_merges(first_merges, second_merges))
     by_merges += decoded(
-        (one,) for one in _evenly(_set_apart(mine, theirs, merges, others), _MERGES)
+        (token,)
+        for token in _evenly(
+            _unmerged_tokens(first_record, second_record, first_merges, second_merges), _MERGES
+        )
     )
     texts = decoded([tokens[id_]] for id_ in _evenly(ids, _TOKENS))
-    pairs = list(itertools.pairwise(merges or [(tokens[id_],) for id_ in ids]))
-    neighbours = decoded((*one, *other) for one, other in _evenly(pairs, _NEIGHBOURS))
-    some = _evenly(texts, _VARIED)
-    # Tokens far apart in the vocabulary, in an order in which all of them come up.
+    pairs = list(itertools.pairwise(first_merges or [(tokens[id_],) for id_ in ids]))
+    neighbours = decoded((*token, *next_token) for token, next_token in _evenly(pairs, _NEIGHBOURS))
+    varied = _evenly(texts, _VARIED)
+    # Each phrase has six tokens that are far apart in the vocabulary.
     phrases = [
         "".join(_evenly(texts[start:], 6))
         for start in range(0, len(texts), max(1, len(texts) // _PHRASES))
@@ -123,17 +128,17 @@ def probes(here: Tokenizer, there: Tokenizer) -> list[str]:
         " ".join(_evenly(texts[start:], 6))
         for start in range(0, len(texts), max(1, len(texts) // _PHRASES))
     ]
-    added = {*_added(mine), *_added(theirs)}
-    found = itertools.chain(
+    added = {*_added(first_record), *_added(second_record)}
+    texts_of_all = itertools.chain(
         by_merges,
         texts,
         neighbours,
         phrases,
-        itertools.chain.from_iterable(map(_variants, some)),
+        itertools.chain.from_iterable(map(_variants, varied)),
         _characters(),
-        itertools.chain.from_iterable(_beside(one) for one in sorted(added)[:_VARIED]),
+        itertools.chain.from_iterable(_around_added(token) for token in sorted(added)[:_VARIED]),
     )
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(texts_of_all))
 
 
 def _characters() -> Iterator[str]:
@@ -184,7 +189,7 @@ def _variants(text: str) -> Iterator[str]:
     )
 
 
-def _beside(token: str) -> Iterator[str]:
+def _around_added(token: str) -> Iterator[str]:
     yield from (
         token,
         token * 2,
@@ -198,18 +203,20 @@ def _beside(token: str) -> Iterator[str]:
     )
 
 
-def _merged_otherwise(
-    mine: Sequence[tuple[str, ...]], theirs: Sequence[tuple[str, ...]]
+def _differing_merges(
+    first_merges: Sequence[tuple[str, ...]], second_merges: Sequence[tuple[str, ...]]
 ) -> Iterator[tuple[str, ...]]:
-    """Yield tokens in a row that the two lists of merges may join in another way."""
-    here = {merge: rank for rank, merge in enumerate(mine)}
-    there = {merge: rank for rank, merge in enumerate(theirs)}
-    alone = [merge for merge in mine if merge not in there] + [
-        merge for merge in theirs if merge not in here
+    """Yield sequences of tokens that the two lists may merge differently."""
+    first_rank = {merge: rank for rank, merge in enumerate(first_merges)}
+    second_rank = {merge: rank for rank, merge in enumerate(second_merges)}
+    in_one_only = [merge for merge in first_merges if merge not in second_rank] + [
+        merge for merge in second_merges if merge not in first_rank
     ]
-    yield from _evenly(alone, _MERGES)
-    common = [merge for merge in here if merge in there]
-    place = {merge: number for number, merge in enumerate(sorted(common, key=there.__getitem__))}
+    yield from _evenly(in_one_only, _MERGES)
+    common = [merge for merge in first_rank if merge in second_rank]
+    place = {
+        merge: number for number, merge in enumerate(sorted(common, key=second_rank.__getitem__))
+    }
     moved = [
         (-abs(place[merge] - number), number)
         for number, merge in enumerate(common)
@@ -229,12 +236,17 @@ def _merged_otherwise(
         merge: tuple[str, ...], rivals: Iterable[tuple[str, ...]]
     ) -> Iterator[tuple[str, ...]]:
         return itertools.islice(
-            (one for one in rivals if (here[one] < here[merge]) != (there[one] < there[merge])),
+            (
+                rival
+                for rival in rivals
+                if (first_rank[rival] < first_rank[merge])
+                != (second_rank[rival] < second_rank[merge])
+            ),
             _RIVALS,
         )
 
     def rows() -> Iterator[tuple[str, ...]]:
-        # What moved farthest passed most others.
+        # The merge that moved farthest in rank passed the most other merges.
         for _, number in sorted(moved)[:_MERGES]:
             first, *rest = merge = common[number]
             yield from ((rival[0], *merge) for rival in turned(merge, end[first]))
@@ -243,43 +255,52 @@ def _merged_otherwise(
     yield from itertools.islice(rows(), _MERGES)
 
 
-def _evenly(values: Sequence[T], most: int) -> list[T]:
+def _evenly(values: Sequence[T], count: int) -> list[T]:
     """Return at most `most` of the values, spread over all of them."""
-    count = min(most, len(values))
-    return [values[number * len(values) // count] for number in range(count)]
+    size = min(count, len(values))
+    return [values[number * len(values) // size] for number in range(size)]
 
 
 def _record(tokenizer: Tokenizer) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(tokenizer.raw)
-    return found
+    record: dict[str, Any] = json.loads(tokenizer.raw)
+    return record
 
 
-def _relevant(record: dict[str, Any]) -> dict[str, Any]:
-    kept = {key: value for key, value in record.items() if key not in _IRRELEVANT}
+def _id_parts(record: dict[str, Any]) -> dict[str, Any]:
+    parts = {key: value for key, value in record.items() if key not in _IRRELEVANT}
     return {
-        **kept,
+        **parts,
         "model": {key: value for key, value in record["model"].items() if key != "dropout"},
     }
 
 
-def _set_apart(
-    mine: dict[str, Any],
-    theirs: dict[str, Any],
-    merges: Sequence[tuple[str, ...]],
-    others: Sequence[tuple[str, ...]],
+def _unmerged_tokens(
+    first: dict[str, Any],
+    second: dict[str, Any],
+    first_merges: Sequence[tuple[str, ...]],
+    second_merges: Sequence[tuple[str, ...]],
 ) -> list[str]:
-    """Return the tokens that no merge makes, and those that have another score in the two vocabularies."""
-    here, there = mine["model"].get("vocab") or (), theirs["model"].get("vocab") or ()
-    if isinstance(here, list) and isinstance(there, list):
-        return [one[0] for one, other in zip(here, there, strict=False) if one != other]
-    made = {"".join(merge) for merge in merges} & {"".join(merge) for merge in others}
-    return [token for token in here if len(token) > 1 and token not in made] if made else []
+    """Return the tokens that no merge makes; of vocabularies with scores, the tokens whose scores differ."""
+    first_vocab, second_vocab = (
+        first["model"].get("vocab") or (),
+        second["model"].get("vocab") or (),
+    )
+    if isinstance(first_vocab, list) and isinstance(second_vocab, list):
+        return [
+            one[0] for one, other in zip(first_vocab, second_vocab, strict=False) if one != other
+        ]
+    merged = {"".join(merge) for merge in first_merges} & {
+        "".join(merge) for merge in second_merges
+    }
+    return (
+        [token for token in first_vocab if len(token) > 1 and token not in merged] if merged else []
+    )
 
 
 def _merges(record: dict[str, Any]) -> list[tuple[str, ...]]:
     merges = record["model"].get("merges") or ()
-    return [tuple(one.split(" ", 1) if isinstance(one, str) else one) for one in merges]
+    return [tuple(merge.split(" ", 1) if isinstance(merge, str) else merge) for merge in merges]
 
 
 def _added(record: dict[str, Any]) -> list[str]:
-    return [one["content"] for one in record.get("added_tokens") or ()]
+    return [token["content"] for token in record.get("added_tokens") or ()]

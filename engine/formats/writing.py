@@ -132,34 +132,34 @@ def tensor_bytes(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> memo
 
 
 def tensor_parts(tensor: torch.Tensor) -> Iterator[memoryview]:
-    """Yield the bytes of a tensor in row-major order, part by part; each is valid until the next is asked for.
+    """Yield the bytes of a tensor in row-major order, part by part; each is valid until the next one is requested.
 
-    From a GPU the next part is copied, on the current stream, while the caller works on one.
+    The next part is copied from a GPU, on the current stream, while the caller uses the current one.
     """
     import torch
 
     if tensor.device.type != "cuda" or not tensor.is_contiguous():
-        whole = tensor_bytes(tensor)
-        for start in range(0, len(whole), PART_BYTES):
-            yield whole[start : start + PART_BYTES]
+        data = tensor_bytes(tensor)
+        for start in range(0, len(data), PART_BYTES):
+            yield data[start : start + PART_BYTES]
         return
     flat = tensor.detach().reshape(-1).view(torch.uint8)
     size = min(PART_BYTES, len(flat))
-    rooms = [torch.empty(size, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+    buffers = [torch.empty(size, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
 
-    def copied(number: int) -> tuple[torch.Tensor, torch.cuda.Event]:
-        part = flat[number * size : (number + 1) * size]
-        room = rooms[number % 2][: len(part)]
+    def start_copy(number: int) -> tuple[torch.Tensor, torch.cuda.Event]:
+        source = flat[number * size : (number + 1) * size]
+        buffer = buffers[number % 2][: len(source)]
         done: torch.cuda.Event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        room.copy_(part, non_blocking=True)
+        buffer.copy_(source, non_blocking=True)
         done.record(torch.cuda.current_stream(tensor.device))
-        return room, done
+        return buffer, done
 
     count = -(-len(flat) // size) if size else 0
-    ahead = copied(0) if count else None
+    next_copy = start_copy(0) if count else None
     for number in range(count):
-        assert ahead is not None
-        room, done = ahead
-        ahead = copied(number + 1) if number + 1 < count else None
+        assert next_copy is not None
+        buffer, done = next_copy
+        next_copy = start_copy(number + 1) if number + 1 < count else None
         done.synchronize()
-        yield room.numpy().data
+        yield buffer.numpy().data

@@ -73,8 +73,6 @@ _CHUNK, _AGAIN = 1 << 20, "\0"
 _NAMES_MOST = 1000
 _BARS_MOST = 1 << 20
 _SHOWN = 80
-
-
 _WENT_ON = 2
 """Most lines with values after a crash: the other ranks may print a last one. With more, the exception was caught."""
 

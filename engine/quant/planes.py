@@ -75,27 +75,30 @@ class Field:
 def _fields(type_: BlockType) -> tuple[Field, ...]:
     layout = type_.in_blocks
     if layout.scales is not None and layout.d == 0:
-        parts = [Field("low", layout.low.start, layout.low.count)]
+        planes_256 = [Field("low", layout.low.start, layout.low.count)]
         if layout.high is not None:
-            parts.append(Field("high", layout.high.start, layout.high.count))
-        return (*parts, Field("header", 0, min(part.start for part in parts), torch.int32))
+            planes_256.append(Field("high", layout.high.start, layout.high.count))
+        return (
+            *planes_256,
+            Field("header", 0, min(plane.start for plane in planes_256), torch.int32),
+        )
     codes = torch.int8 if layout.low.width == 8 else torch.uint8
-    found = [Field("low", layout.low.start, layout.low.count, codes)]
+    planes = [Field("low", layout.low.start, layout.low.count, codes)]
     if layout.high is not None:
         # In blocks of 32 values the high bits are one 32-bit integer.
         high = torch.int32 if layout.high.count == 4 else torch.uint8
-        found.append(Field("high", layout.high.start, layout.high.count, high))
+        planes.append(Field("high", layout.high.start, layout.high.count, high))
     if layout.scales is not None:
         start, count = layout.scales.start, layout.scales.count
         scales = torch.int8 if layout.scales.width == 8 else torch.uint8
         if layout.scales_high is not None:  # which follows
             count, scales = count + layout.scales_high.count, torch.int32
-        found.append(Field("scales", start, count, scales))
+        planes.append(Field("scales", start, count, scales))
     d_bytes = layout.d_bits // 8
-    found.append(Field("d", layout.d, d_bytes, torch.float16 if d_bytes == 2 else torch.uint8))
+    planes.append(Field("d", layout.d, d_bytes, torch.float16 if d_bytes == 2 else torch.uint8))
     if layout.second is not None:
-        found.append(Field("second", layout.second, 2, torch.float16))
-    return tuple(found)
+        planes.append(Field("second", layout.second, 2, torch.float16))
+    return tuple(planes)
 
 
 def fields(type_: BlockType) -> tuple[Field, ...]:
@@ -164,14 +167,14 @@ class PackedMatrix:
         return self._planes
 
     def _views(self) -> Mapping[str, Tensor]:
-        found, start = {}, 0
+        views, start = {}, 0
         groups = _groups(self.type, self.rows)
-        for part in fields(self.type):
-            count = groups * self.group_rows * self.row_blocks * part.count
-            shape = (groups, self.row_blocks, self.group_rows, part.count // part.dtype.itemsize)
-            found[part.name] = self.data[start : start + count].view(part.dtype).view(shape)
+        for plane in fields(self.type):
+            count = groups * self.group_rows * self.row_blocks * plane.count
+            shape = (groups, self.row_blocks, self.group_rows, plane.count // plane.dtype.itemsize)
+            views[plane.name] = self.data[start : start + count].view(plane.dtype).view(shape)
             start += _aligned(count)
-        return MappingProxyType(found)
+        return MappingProxyType(views)
 
     def to(self, device: torch.device | str) -> PackedMatrix:
         """Return a copy with the same bytes on `device`."""
@@ -187,7 +190,7 @@ def packed_bytes(type_: BlockType, rows: int, columns: int) -> int:
     row_bytes(type_, columns)  # refuses a row that blocks do not fill
     padded = _groups(type_, rows) * group_rows(type_)
     blocks = padded * (columns // type_.block_size)
-    return sum(_aligned(blocks * part.count) for part in fields(type_))
+    return sum(_aligned(blocks * plane.count) for plane in fields(type_))
 
 
 def pack(weight: QuantTensor) -> PackedMatrix:
@@ -204,8 +207,8 @@ def pack(weight: QuantTensor) -> PackedMatrix:
     data = torch.zeros(count, dtype=torch.uint8, device=blocks.device)
     packed = PackedMatrix(weight.type, rows, columns, data)
     blocks_RNB = blocks.view(rows, packed.row_blocks, weight.type.block_bytes)
-    for part in fields(weight.type):
-        _put(packed, part, blocks_RNB[:, :, part.start : part.start + part.count])
+    for plane in fields(weight.type):
+        _put(packed, plane, blocks_RNB[:, :, plane.start : plane.start + plane.count])
     return packed
 
 
@@ -217,10 +220,10 @@ def unpack(packed: PackedMatrix, first: int = 0, count: int | None = None) -> Qu
     shape = (count, packed.row_blocks, packed.type.block_bytes)
     blocks_RNB = torch.empty(shape, dtype=torch.uint8, device=packed.device)
     groups = slice(first // group, -(-(first + count) // group))
-    for part in fields(packed.type):
-        rows_RNB = _rows(packed, part)[groups].flatten(0, 1)
+    for plane in fields(packed.type):
+        rows_RNB = _rows(packed, plane)[groups].flatten(0, 1)
         from_first = first - groups.start * group
-        blocks_RNB[:, :, part.start : part.start + part.count] = rows_RNB[from_first:][:count]
+        blocks_RNB[:, :, plane.start : plane.start + plane.count] = rows_RNB[from_first:][:count]
     return QuantTensor(
         blocks=blocks_RNB.flatten(1), type=packed.type, shape=(count, packed.columns)
     )
@@ -233,25 +236,27 @@ def take_rows(packed: PackedMatrix, rows: Tensor) -> PackedMatrix:
     count = packed_bytes(packed.type, len(rows), packed.columns)
     data = torch.empty(count, dtype=torch.uint8, device=packed.device)
     taken = PackedMatrix(packed.type, len(rows), packed.columns, data)
-    group, place = rows // packed.group_rows, rows % packed.group_rows
-    for part in fields(packed.type):
-        _put(taken, part, _rows(packed, part)[group, place])
+    group, row = rows // packed.group_rows, rows % packed.group_rows
+    for plane in fields(packed.type):
+        _put(taken, plane, _rows(packed, plane)[group, row])
     return taken
 
 
-def _rows(packed: PackedMatrix, part: Field) -> Tensor:
+def _rows(packed: PackedMatrix, plane: Field) -> Tensor:
     """Return a plane's bytes with the rows of a group first: a view of shape (S, G, N, B)."""
-    plane_SNGB = packed.planes()[part.name].view(torch.uint8)
+    plane_SNGB = packed.planes()[plane.name].view(torch.uint8)
     return plane_SNGB.transpose(1, 2)
 
 
-def _put(packed: PackedMatrix, part: Field, rows_RNB: Tensor) -> None:
+def _put(packed: PackedMatrix, plane: Field, rows_RNB: Tensor) -> None:
     """Write a field of every row."""
-    to_SGNB, group = _rows(packed, part), packed.group_rows
-    full = packed.rows // group
-    to_SGNB[:full] = rows_RNB[: full * group].view(full, group, *rows_RNB.shape[1:])
-    if packed.rows > full * group:
-        to_SGNB[full, : packed.rows - full * group] = rows_RNB[full * group :]
+    to_SGNB, group = _rows(packed, plane), packed.group_rows
+    full_groups = packed.rows // group
+    to_SGNB[:full_groups] = rows_RNB[: full_groups * group].view(
+        full_groups, group, *rows_RNB.shape[1:]
+    )
+    if packed.rows > full_groups * group:
+        to_SGNB[full_groups, : packed.rows - full_groups * group] = rows_RNB[full_groups * group :]
 
 
 def dequantize_rows_reference(

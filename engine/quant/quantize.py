@@ -94,15 +94,15 @@ def quantize(
     if tensor.numel():
         rows_RL, out_RC = tensor.detach().reshape(-1, shape[-1]), blocks.view(-1, count)
         step = chunk_rows(shape[-1], tensor.device, CHUNK_VALUES)
-        for first in range(0, len(rows_RL), step):
-            x_RL = rows_RL[first : first + step].to(torch.float32).contiguous()
-            _refuse_unfit(x_RL, type_, type_.largest, where, first)
+        for start in range(0, len(rows_RL), step):
+            x_RL = rows_RL[start : start + step].to(torch.float32).contiguous()
+            _refuse_unfit(x_RL, type_, type_.largest, where, start)
             if type_.name in FLOATS:
-                part = x_RL.to(FLOATS[type_.name]).view(torch.uint8)
+                blocks_of_rows = x_RL.to(FLOATS[type_.name]).view(torch.uint8)
             else:
                 parts = _quantize_blocks(x_RL.view(-1, type_.block_size), type_, effort)
-                part = pack(parts, type_).view(-1, count)
-            out_RC[first : first + step] = part
+                blocks_of_rows = pack(parts, type_).view(-1, count)
+            out_RC[start : start + step] = blocks_of_rows
     return QuantTensor(blocks=blocks, type=type_, shape=shape)
 
 
@@ -465,4 +465,4 @@ def _better(old: Shared, new: Shared) -> Shared:
         a, b = getattr(new, name), getattr(old, name)
         return None if a is None else torch.where(less_N, a, b)
 
-    return Shared(**{one.name: pick(one.name) for one in fields(Shared)})  # type: ignore[arg-type]
+    return Shared(**{part.name: pick(part.name) for part in fields(Shared)})  # type: ignore[arg-type]

@@ -205,8 +205,8 @@ def dequantize(
         return out
     rows_RC, out_RL = blocks_u8.reshape(-1, count), out.view(-1, values)
     step = chunk_rows(values, out.device)
-    for first in range(0, len(rows_RC), step):
-        part_RC = rows_RC[first : first + step]
+    for start in range(0, len(rows_RC), step):
+        part_RC = rows_RC[start : start + step]
         if type_.by_package:
             part_RL = _dequantize_by_package(part_RC, type_)
         elif type_.name in FLOATS:
@@ -215,7 +215,7 @@ def dequantize(
         else:
             blocks_NB = part_RC.reshape(-1, type_.block_bytes)
             part_RL = _dequantize_blocks(blocks_NB, type_).view(-1, values)
-        out_RL[first : first + step] = part_RL
+        out_RL[start : start + step] = part_RL
     return out
 
 

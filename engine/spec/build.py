@@ -240,7 +240,7 @@ def _path_checks(
 
 
 def _download(written: Any, resolved: str) -> str:
-    """Return how to fetch a data set that a user named as a hub does, where that cannot be meant as a path."""
+    """Return how to fetch a data set that a user gave by its name on the hub; empty if the name may be a path."""
     if (
         not isinstance(written, str)
         or hub_cache.hub_name(written) is None
@@ -372,8 +372,8 @@ def _resolved(base: Path, text: str) -> tuple[str, str | None]:
 
 
 def _with_ending(resolved: str, base: Path, named: str) -> str:
-    """Return a resolved path: of a link to a file without an ending, as a download cache has them, the link's own,
-    because the ending says what it is."""
+    """Return a resolved path; for a link to a file without an ending, as in a download cache, the path of the link
+    itself, because its ending says what the file is."""
     path = base / Path(named).expanduser()
     if path.suffix and not Path(resolved).suffix and os.path.isfile(resolved):
         return str(path.parent.resolve() / path.name)

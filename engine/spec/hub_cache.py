@@ -74,7 +74,7 @@ class Snapshot:
         return f"{self.name} at commit {self.commit}, from the hub cache: {self.folder}"
 
     def check(self, part: Wanted, model: HubName | None = None) -> None:
-        """Raise BadInput where a file that is `wanted` is missing: a download that did not end, or took a part."""
+        """Raise BadInput where a file of `part` is missing: the download did not end, or fetched only some files."""
         if missing := _missing(self.folder, part):
             model = model or HubName(name=self.name, revision=self.commit)
             raise model.refusal(f"all of its snapshot {self.folder}", f"no {missing} in it")
@@ -136,8 +136,8 @@ def snapshot_of(path: str | Path) -> Snapshot | None:
 
 
 def local_path(path_or_name: str | Path, part: Wanted = "model") -> Path:
-    """Return where a model is that is given by its path or by its name on the hub: a path as it is, of a name the
-    folder of its snapshot, or the config.json in it. Raises BadInput for a name that is not in the cache."""
+    """Return the path of a model: a path is returned unchanged, and a name on the hub gives the folder of its snapshot,
+    or the config.json in it. Raises BadInput for a name that is not in the cache."""
     model = None if os.path.lexists(path_or_name) else hub_name(path_or_name)
     if model is None:
         return Path(path_or_name)
@@ -160,7 +160,7 @@ def _commit(model: Path, hub_model: HubName) -> str:
 
 
 def _revisions(model: Path) -> str:
-    """Return the revisions that are there: branches and tags, then commits that no branch is at."""
+    """Return the revisions in the cache: branches and tags, then commits that no branch points to."""
     named: dict[str, str] = {}
     refs = model / "refs"
     for folder, _, files in os.walk(refs):
@@ -183,7 +183,7 @@ def _revisions(model: Path) -> str:
 
 
 def _missing(folder: Path, part: Wanted) -> str | None:
-    """Return the first file that is wanted of a snapshot and not there."""
+    """Return the first file that a snapshot lacks of the requested part; None if it is complete."""
     try:
         names = sorted(os.listdir(folder))
     except OSError:

@@ -740,7 +740,10 @@ class RunSpec:
         for key, value in values.items():
             section, name = key.split(".")
             tree.setdefault(section, {})[name] = type(self.value(key))(value)
-        changed = {one: dataclasses.replace(getattr(self, one), **tree[one]) for one in tree}
+        changed = {
+            section: dataclasses.replace(getattr(self, section), **tree[section])
+            for section in tree
+        }
         return dataclasses.replace(self, **changed)
 
     @property
@@ -775,8 +778,8 @@ def settings_sha256(settings: Mapping[str, Any]) -> str:
     """Hash settings in the form of `to_dict`, without the sections `run` (where the run is kept), `gate`
     (what its result must reach) and `notify` (who hears of it). For stored settings it equals the hash at the time
     they were stored, whatever settings have been added since."""
-    apart = ("run", "gate", "notify")
-    kept = {name: section for name, section in settings.items() if name not in apart}
+    excluded = ("run", "gate", "notify")
+    kept = {name: section for name, section in settings.items() if name not in excluded}
     return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()
 
 
