@@ -14,7 +14,7 @@ PROBED = """
 import json, sys
 sys.path.insert(0, sys.argv[1])
 from types import SimpleNamespace as Of
-from apr_watch.progress import left_of_lightning, left_of_trainer
+from apr_watch.progress import steps_left_of_lightning, steps_left_of_trainer
 """
 
 
@@ -32,11 +32,11 @@ def test_lightning_says_what_is_left_of_its_steps_or_of_its_passes() -> None:
 def left(**attributes):
     given = dict(lightning_module=Of(automatic_optimization=True), global_step=3, max_steps=-1, max_epochs=2,
                  num_training_batches=7, accumulate_grad_batches=2)
-    return left_of_lightning(Of(**given | attributes))
+    return steps_left_of_lightning(Of(**given | attributes))
 
 print(left(), left(max_steps=6), left(max_steps=100), left(max_epochs=-1), left(max_epochs=None, max_steps=5))
 print(left(num_training_batches=float("inf")), left(num_training_batches=float("inf"), max_steps=9))
-print(left(lightning_module=Of(automatic_optimization=False)), left_of_lightning(Of()), left_of_trainer(Of()))
+print(left(lightning_module=Of(automatic_optimization=False)), steps_left_of_lightning(Of()), steps_left_of_trainer(Of()))
 """
     assert probed(code).splitlines() == ["5 3 5 None 2", "None 6", "None None None"]
 

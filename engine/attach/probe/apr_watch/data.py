@@ -39,19 +39,19 @@ _TENSORS, _DIGESTS = 8, 512
 _PIECE, _PIECES, _FACTOR = 8, 8192, 6364136223846793005
 """Length and maximum number of pieces of a tensor, and the factor of their hashes."""
 _MAX_COMPARED, _DIFFERENT = 64, 4
-"""Maximum number of batches of a pass that are compared, and the least of them that are called different."""
+"""Maximum number of compared batches of a pass, and the minimum from which they may count as different."""
 
 
 class Pass:
     """One pass over a loader."""
 
-    def __init__(self, iterator: Any, before: Pass | None) -> None:
+    def __init__(self, iterator: Any, previous: Pass | None) -> None:
         sampler = iterator._index_sampler
         self.of = weakref.ref(iterator)
         self.began = id(iterator._sampler_iter)
         self.sampler_id, self.data = id(sampler), data_of(iterator._dataset)
-        self.before, self.is_again = before, False
-        """Previous pass over the data, and whether this one has its workers."""
+        self.previous, self.is_again = previous, False
+        """Previous pass over the data, and whether this pass reuses its iterator, with its workers."""
         self.length = length_of(iterator)
         self.feeds = self.has_ended = False
         self.batches = 0
@@ -67,7 +67,7 @@ class Pass:
         """Indices that the sampler gave for batches that have not been yielded."""
         self.index: Any = None
         """Indices of the newest batch."""
-        self.steps: Counter[tuple[int, int]] = Counter() if before is None else before.steps
+        self.steps: Counter[tuple[int, int]] = Counter() if previous is None else previous.steps
         """Number of steps for each number of batches and of backward passes, of passes that are not judged yet; without
         the first step of a pass."""
         self.has_stepped = False
@@ -77,8 +77,8 @@ class Pass:
         """Hashes of rows before a backward pass (`held_out.HeldOut`)."""
         self.is_evaluated = False
         self._is_compared = self._is_counted = False
-        self._shuffles, self._repeats, self._sampler = _promise(iterator)
-        self._print: Any = None
+        self._shuffles, self._repeats, self._sampler = _sampler_of(iterator)
+        self._fingerprint: Any = None
         self._equal = self._compared = 0
 
     def ask(self, index: Any) -> None:
@@ -124,29 +124,29 @@ class Pass:
         return self._asked[: min(self.taken, _ORDER)]
 
     def _order(self) -> list[Line]:
-        before = self.before
-        if self._is_compared or before is None or not (self.feeds and before.feeds):
+        previous = self.previous
+        if self._is_compared or previous is None or not (self.feeds and previous.feeds):
             return []
-        most = min(len(self.order()), len(before.order()))
-        new, old = self.order()[:most], before.order()[:most]
+        count = min(len(self.order()), len(previous.order()))
+        new, old = self.order()[:count], previous.order()[:count]
         if len({*new, *old}) < _LEAST:
             return []
         self._is_compared = True
-        numbers = {"samples": most}
+        numbers = {"samples": count}
         if new != old:
             return [("data_order", PASS, "two epochs are in different orders", numbers)]
         if not self._shuffles:
             text = f"each epoch is in the same order, by {self._sampler}"
             return [("data_order", FACT, text, numbers)]
-        text = f"{self._sampler} shuffles, but two epochs begin with the same {most} samples in the same order"
+        text = f"{self._sampler} shuffles, but two epochs begin with the same {count} samples in the same order"
         return [("data_order", SUSPICION, text, numbers)]
 
     def _count(self) -> list[Line]:
         if self._is_counted or not self.has_indices or self.taken < _LEAST:
             return []
         self._is_counted = True
-        seen = Counter(self._asked[: self.taken])
-        repeated = self.taken - len(seen)
+        counts = Counter(self._asked[: self.taken])
+        repeated = self.taken - len(counts)
         numbers = {"samples": self.taken, "repeated": repeated}
         if repeated <= max(1, _TWICE * self.taken):
             text = f"an epoch has {self.taken} samples, {repeated or 'none'} repeated"
@@ -154,8 +154,8 @@ class Pass:
         text = f"{repeated} of {self.taken} samples of an epoch repeat an earlier one of that epoch"
         if self._repeats:
             return [("repeated_samples", FACT, f"{text}, as {self._sampler} is meant to", numbers)]
-        (times, most), *_ = Counter(seen.values()).most_common(1)
-        if len(seen) - most <= max(1, _TWICE * len(seen)):
+        (times, samples), *_ = Counter(counts.values()).most_common(1)
+        if len(counts) - samples <= max(1, _TWICE * len(counts)):
             # Several completions of each prompt, as in GRPO.
             text = f"{text}: each {times} times, by {self._sampler}"
             return [("repeated_samples", FACT, text, numbers)]
@@ -173,7 +173,7 @@ class Pass:
         # Steps of summed losses have one number of batches, and the last one of a pass another.
         (usual, _), *_ = spare.most_common(1)
         usual = usual if len(spare) < _IRREGULAR else min(spare)
-        skipped = sum((each - usual) * times for each, times in spare.items())
+        skipped = sum((difference - usual) * times for difference, times in spare.items())
         numbers = {"batches": read, "skipped": max(0, skipped), "usual": usual}
         if skipped > 0:
             level = SUSPICION if skipped >= _SKIPPED * read else FACT
@@ -190,14 +190,16 @@ class Pass:
         lines = self.end()
         if self.has_ended or self.length is None or self.batches >= self.length or not self.feeds:
             return lines
-        before = self.before
-        self.cut = 1 + (before.cut if before is not None else 0)
-        same = before is not None and bool(self.order()) and before.order() == self.order()
+        previous = self.previous
+        self.cut = 1 + (previous.cut if previous is not None else 0)
+        is_same_order = (
+            previous is not None and bool(self.order()) and previous.order() == self.order()
+        )
         numbers = {"batches": self.batches, "of": self.length, "passes": self.cut}
         if self.batches == 1 and self.cut >= _CUT:
-            what = ", the same one each time" if same else ""
-            text = f"{self.cut} consecutive passes over {self.length} batches ended after the first batch{what}"
-        elif self.batches > 1 and self.cut > 1 and same:
+            addition = ", the same one each time" if is_same_order else ""
+            text = f"{self.cut} consecutive passes over {self.length} batches ended after the first batch{addition}"
+        elif self.batches > 1 and self.cut > 1 and is_same_order:
             text = f"passes over {self.length} batches end after the same first {self.batches}: the others are never "
             text += "read"
         else:
@@ -208,8 +210,8 @@ class Pass:
         """Compare the fingerprint of a batch with that of the previous batch of this pass."""
         if self._compared >= _MAX_COMPARED:
             return []
-        new, old = print_of(torch, batch), self._print
-        self._print = new
+        new, old = fingerprint_of(torch, batch), self._fingerprint
+        self._fingerprint = new
         if new is None or old is None:
             return []
         self._compared += 1
@@ -229,7 +231,7 @@ class Pass:
 
     def pause(self) -> None:
         """Forget the last fingerprint: the next batches are not compared."""
-        self._print = None
+        self._fingerprint = None
 
 
 class Passes:
@@ -251,27 +253,31 @@ class Passes:
 
     def asked(self, iterator: Any, index: Any) -> list[Line]:
         """Record the indices that the sampler gave for one more batch."""
-        found = self.of(iterator)
+        current = self.of(iterator)
         lines: list[Line] = []
-        if found is None or found.began != id(iterator._sampler_iter):
-            before = self._before(iterator)
-            if before is not None:
-                lines = before.leave()
-                before.before = None
-            is_again = found is not None
-            found = self._known = self._passes[iterator] = Pass(iterator, before)
-            found.is_again = is_again
-        found.ask(index)
+        if current is None or current.began != id(iterator._sampler_iter):
+            previous = self._find_previous(iterator)
+            if previous is not None:
+                lines = previous.leave()
+                previous.previous = None
+            is_again = current is not None
+            current = self._known = self._passes[iterator] = Pass(iterator, previous)
+            current.is_again = is_again
+        current.ask(index)
         return lines
 
-    def _before(self, iterator: Any) -> Pass | None:
+    def _find_previous(self, iterator: Any) -> Pass | None:
         data = data_of(iterator._dataset)
-        for one in self._newest:
-            same = one.data == data or one.sampler_id == id(iterator._index_sampler)
+        for candidate in self._newest:
+            is_same_data = candidate.data == data or candidate.sampler_id == id(
+                iterator._index_sampler
+            )
             # Two loaders read in turns do not follow each other.
-            if same and (one.has_ended or one.of() is None or one.of() is iterator):
-                self._newest.remove(one)
-                return one
+            if is_same_data and (
+                candidate.has_ended or candidate.of() is None or candidate.of() is iterator
+            ):
+                self._newest.remove(candidate)
+                return candidate
         return None
 
     def of(self, iterator: Any) -> Pass | None:
@@ -281,28 +287,28 @@ class Passes:
 
     def yielded(self, iterator: Any) -> Pass:
         """Record a yielded batch; return its pass."""
-        one = self.of(iterator)
-        if one is None:
+        current = self.of(iterator)
+        if current is None:
             self.asked(iterator, None)  # before the hooks
-            one = self._passes[iterator]
-        self.latest = one
-        one.batches += 1
-        one.index = one.next_index()
-        return one
+            current = self._passes[iterator]
+        self.latest = current
+        current.batches += 1
+        current.index = current.next_index()
+        return current
 
-    def fetched(self, one: Pass, batch: Any, is_sampled: bool) -> list[Line]:
+    def fetched(self, current: Pass, batch: Any, is_sampled: bool) -> list[Line]:
         """Judge a yielded batch; compare it if `is_due`."""
         if not is_sampled:
-            one.pause()
-            return one.take()
-        return [*one.take(), *one.compare(self._torch, batch)]
+            current.pause()
+            return current.take()
+        return [*current.take(), *current.compare(self._torch, batch)]
 
     def ended(self, iterator: Any) -> list[Line]:
-        found = self._passes.get(iterator)
-        if found is None or found.has_ended:
+        current = self._passes.get(iterator)
+        if current is None or current.has_ended:
             return []
-        found.has_ended = True
-        return found.end()
+        current.has_ended = True
+        return current.end()
 
     def trained_on(self) -> None:
         """Record the begin of a backward pass."""
@@ -322,16 +328,18 @@ def data_of(dataset: Any) -> Any:
     inside = getattr(dataset, "__dict__", {})
     tensor = sys.modules["torch"].Tensor
     parts = [dataset, *inside.values(), *(inside.get("tensors") or ())]
-    held = [id(one) for one in (inside.get("dataset"),) if one is not None]
-    held += [id(one) for one in dataset[:1]] if type(dataset) in (list, tuple) else []
-    held += [hash(tuple(one[:_PARTS])) for one in (inside.get("indices"),) if type(one) is list]
+    keys = [id(value) for value in (inside.get("dataset"),) if value is not None]
+    keys += [id(value) for value in dataset[:1]] if type(dataset) in (list, tuple) else []
+    keys += [
+        hash(tuple(value[:_PARTS])) for value in (inside.get("indices"),) if type(value) is list
+    ]
     memory = [
-        one.data_ptr()
-        for one in parts
-        if type(one) is tensor and one.layout == sys.modules["torch"].strided
+        value.data_ptr()
+        for value in parts
+        if type(value) is tensor and value.layout == sys.modules["torch"].strided
     ]
     try:
-        return type(dataset), len(dataset), *held, *memory
+        return type(dataset), len(dataset), *keys, *memory
     except Exception:  # noqa: BLE001  a stream has no length, and the script may define __len__
         return id(dataset)
 
@@ -344,26 +352,26 @@ def length_of(iterator: Any) -> int | None:
         return None
 
 
-def _promise(iterator: Any) -> tuple[bool, bool, str]:
+def _sampler_of(iterator: Any) -> tuple[bool, bool, str]:
     """Return whether the sampler shuffles, whether it may repeat a sample, and its name."""
     samplers = sys.modules["torch.utils.data.sampler"]
     distributed = sys.modules.get("torch.utils.data.distributed")
     spread = getattr(distributed, "DistributedSampler", ())
-    one = iterator._index_sampler
+    sampler = iterator._index_sampler
     for _ in range(4):
-        inside = getattr(one, "sampler", getattr(one, "batch_sampler", None))
+        inside = getattr(sampler, "sampler", getattr(sampler, "batch_sampler", None))
         if inside is None:
             break
-        one = inside
-    kind, name = type(one), type(one).__name__
+        sampler = inside
+    kind, name = type(sampler), type(sampler).__name__
     if issubclass(kind, samplers.RandomSampler):
-        return True, _may_repeat(one), name
+        return True, _may_repeat(sampler), name
     if issubclass(kind, samplers.WeightedRandomSampler):
-        return True, bool(getattr(one, "replacement", True)), name
+        return True, bool(getattr(sampler, "replacement", True)), name
     if issubclass(kind, samplers.SubsetRandomSampler):
         return True, False, name
     if spread and issubclass(kind, spread):
-        return bool(getattr(one, "shuffle", False)), False, name
+        return bool(getattr(sampler, "shuffle", False)), False, name
     return False, False, name
 
 
@@ -391,7 +399,7 @@ class Seeds:
     def trained_on(self, step: int) -> list[Line]:
         """Record a backward pass after `step` steps; return the verdict on the seed since the one before it."""
         seed, self.newest = self.newest, None
-        # What a seed before the first step is for, as the weights, is drawn once.
+        # A seed before the first step is for the initial weights, which are drawn once.
         if seed is None or not step or len(self._steps) >= _SEEDS:
             return []
         steps = self._steps.setdefault(seed, [])
@@ -413,42 +421,43 @@ def parts_of(torch: Any, batch: Any) -> list[Any]:
     return list(batch.values()) if isinstance(batch, Mapping) else []
 
 
-def print_of(torch: Any, batch: Any) -> Any:
+def fingerprint_of(torch: Any, batch: Any) -> Any:
     """Return the bytes of some rows of a batch on the host, as a fingerprint; None where there are too few."""
-    found = []
-    for one in _on_host(torch, batch):
-        rows = one.detach()
-        if one.dim() > 1:
+    pieces = []
+    for tensor in _on_host(torch, batch):
+        rows = tensor.detach()
+        if tensor.dim() > 1:
             rows = rows[:: -(-len(rows) // _ROWS)].flatten(1)
-        found.append(_bytes_of(torch, rows[..., :_WIDTH]))
-    return found if sum(map(len, found)) >= _BYTES else None
+        pieces.append(_bytes_of(torch, rows[..., :_WIDTH]))
+    return pieces if sum(map(len, pieces)) >= _BYTES else None
 
 
 def name_of(rows: Sequence[str]) -> str:
-    """Return a digest of rows, and that of the last of them, from `digests_of`; empty where there are none."""
+    """Return a digest of all rows and the digest of the last row, from their `digests_of`; empty without rows."""
     return f"{zlib.crc32(''.join(rows).encode()):08x}.{rows[-1]}" if rows else ""
 
 
 def digests_of(torch: Any, batch: Any) -> list[str]:
-    """Return a digest of each row of a batch's tensors on the host, or of as many rows in a row as leave _DIGESTS."""
-    held = [one.detach() for one in _on_host(torch, batch)]
-    count = len(held[0]) if held else 0
+    """Return a digest of each row of a batch's tensors on the host, or of groups of rows if there are more than
+    _DIGESTS."""
+    tensors = [tensor.detach() for tensor in _on_host(torch, batch)]
+    count = len(tensors[0]) if tensors else 0
     size = max(1, -(-count // _DIGESTS))
-    found = []
-    for at in range(0, count, size):
+    digests = []
+    for begin in range(0, count, size):
         digest = 0
-        for one in held:
-            digest = zlib.crc32(_bytes_of(torch, one[at : at + size]), digest)
-        found.append(f"{digest:08x}")
-    return found
+        for tensor in tensors:
+            digest = zlib.crc32(_bytes_of(torch, tensor[begin : begin + size]), digest)
+        digests.append(f"{digest:08x}")
+    return digests
 
 
 def pieces_of(torch: Any, rows: Any) -> list[int]:
     """Return a hash of each _PIECE neighbouring values of the rows of a tensor on the host: crops of one text share
     them."""
-    for one in _on_host(torch, rows):
-        if one.dim() > 1:
-            values = one.detach().flatten(1).double().contiguous().view(torch.int64)
+    for tensor in _on_host(torch, rows):
+        if tensor.dim() > 1:
+            values = tensor.detach().flatten(1).double().contiguous().view(torch.int64)
             pieces = values.unfold(1, min(_PIECE, values.shape[1]), 1).flatten(0, 1)[:_PIECES]
             powers = [_FACTOR**n % (1 << 62) for n in range(1, 1 + pieces.shape[1])]
             factors = torch.tensor(powers, device="cpu")
@@ -459,10 +468,10 @@ def pieces_of(torch: Any, rows: Any) -> list[int]:
 
 def _on_host(torch: Any, batch: Any) -> list[Any]:
     return [
-        one
-        for one in parts_of(torch, batch)[:_TENSORS]
-        if type(one) is torch.Tensor and one.is_cpu and one.layout == torch.strided
-        if one.dim() and one.numel() and not one.is_quantized and not one.is_complex()
+        value
+        for value in parts_of(torch, batch)[:_TENSORS]
+        if type(value) is torch.Tensor and value.is_cpu and value.layout == torch.strided
+        if value.dim() and value.numel() and not value.is_quantized and not value.is_complex()
     ]
 
 

@@ -52,9 +52,9 @@ class Divergence:
         self._is_difference = bool(way) and type(way[0]).__name__ == "SubBackward0"
         self.vocabulary = teacher.shape[-1]
         self.positions = self._positions = teacher.numel() // self.vocabulary
-        found = _temperature(softmax)
-        self.temperature = found or 1.0
-        self.knows_temperature = found is not None
+        temperature = _temperature(softmax)
+        self.temperature = temperature or 1.0
+        self.knows_temperature = temperature is not None
         self.start = _start(softmax)
         """First position of the student's logits in the divergence; None where some were selected otherwise."""
         self._first = teacher.detach().reshape(-1, self.vocabulary)[:_ALIGNED].clone()
@@ -76,23 +76,25 @@ class Divergence:
         first_RV = self._first.double()
         return first_RV if self._is_forward and bool((first_RV >= 0).all()) else first_RV.exp()
 
-    def look_for_padding(self, ids: list[Any]) -> None:
+    def read_padding(self, ids: list[Any]) -> None:
         """Compare the positions with what embeddings looked up, (B, T) each: tokens, or their places."""
-        found = []
+        runs_of_ids = []
         for tokens_BT in ids:
             rows, length = tokens_BT.shape
             if self.start == 0 and self.positions in (rows * length, rows * (length - 1)):
                 self._of = (rows, self.positions // rows)
                 runs = runs_at_end(self._torch, tokens_BT[:, : self._of[1]])
-                found.append(self._torch.stack([one.to(self._torch.int64) for one in runs]))
-        if found and not self._is_masked:
-            self.padding = self._torch.stack(found)
+                runs_of_ids.append(
+                    self._torch.stack([number.to(self._torch.int64) for number in runs])
+                )
+        if runs_of_ids and not self._is_masked:
+            self.padding = self._torch.stack(runs_of_ids)
 
     def _compare(self, teacher: Any, student: Any) -> Any:
-        """Return on the device: the deviation of the sum of p from 1, the divergence in nats, the share of positions
-        with the same best token, the largest difference in log probability of likely tokens, 1 where the teacher's
-        tensor are probabilities in the place of their logarithms or the other way round, 2 where they are neither, and
-        the deviation of the sum of p over the positions from 1."""
+        """Return six numbers on the device: the deviation of the sum of p over the classes from 1; the divergence in
+        nats; the share of positions with the same best token; the largest difference in log probability of likely
+        tokens; 1 if the teacher's tensor holds probabilities where logarithms are expected or the other way round, 2 if
+        it holds neither; and the deviation of the sum of p over the positions from 1."""
         torch, flat = self._torch, (-1, self.vocabulary)
         positions = max(1, min(_MAX_POSITIONS, _MAX_ELEMENTS // self.vocabulary))
         stride = max(1, self._positions // positions)
@@ -102,65 +104,81 @@ class Divergence:
             student_RV = student_RV.exp()
         p_RV = teacher_RV if self._is_forward else teacher_RV.exp()
         log_q_RV = student_RV if self._is_forward else student_RV.log()
-        off = (p_RV.sum(1) - 1).abs().max()
+        deviation = (p_RV.sum(1) - 1).abs().max()
         divergence = (torch.xlogy(p_RV, p_RV) - p_RV * log_q_RV).sum(1).mean()
-        alike = (p_RV.argmax(1) == log_q_RV.argmax(1)).double().mean()
-        apart = (p_RV.log() - log_q_RV).abs()
-        apart = torch.where(p_RV > _LIKELY * p_RV.amax(1, keepdim=True), apart, 0.0).amax()
+        agreement = (p_RV.argmax(1) == log_q_RV.argmax(1)).double().mean()
+        difference = (p_RV.log() - log_q_RV).abs()
+        difference = torch.where(
+            p_RV > _LIKELY * p_RV.amax(1, keepdim=True), difference, 0.0
+        ).amax()
         # Probabilities where their logarithms are expected, or the other way round.
         swapped_RV = teacher_RV.exp() if self._is_forward else teacher_RV
         is_right = (swapped_RV >= 0).all() & ((swapped_RV.sum(1) - 1).abs().max() <= _SUMS_TO_1)
         # No probability is negative, and no logarithm of one positive.
         is_neither = (p_RV < 0).any() if self._is_forward else (teacher_RV > _SUMS_TO_1).any()
         # The other axis that a softmax may have been taken over by mistake.
-        off_positions = off
+        off_positions = deviation
         if teacher.dim() == 3 and teacher.shape[1] > 1:
             columns = teacher.detach()[:1, :, : 4 * positions].double()
             columns = columns if self._is_forward else columns.exp()
             off_positions = (columns.sum(1) - 1).abs().max()
         return torch.stack(
-            [off, divergence, alike, apart, is_right + 2.0 * is_neither, off_positions]
+            [
+                deviation,
+                divergence,
+                agreement,
+                difference,
+                is_right + 2.0 * is_neither,
+                off_positions,
+            ]
         )
 
     def lines(
         self, counts: list[float], others: list[float], step: int, padding: list[list[int]]
     ) -> list[Line]:
-        """Return the verdicts at a step of its optimizer; `others` are the weights of cross entropies in the loss."""
-        off, divergence, alike, apart, is_other, off_positions = counts
-        if off > _SUMS_TO_1 >= off_positions:
+        """Return the verdicts at step `step` of its optimizer. `counts`: the numbers of `_compare`; `others`: the
+        weights of cross entropies in the loss; `padding`: `self.padding` on the host."""
+        deviation, divergence, agreement, difference, is_other, off_positions = counts
+        if deviation > _SUMS_TO_1 >= off_positions:
             text = (
                 "the teacher's probabilities in the divergence sum to 1 over the positions, the student's over the "
                 f"{self.vocabulary} classes"
             )
             return [("divergence_axis", SUSPICION, text, {})]
         # Soft labels (smoothing, mixup) are no teacher's.
-        if not off <= _SUMS_TO_1:
+        if not deviation <= _SUMS_TO_1:
             if not (is_other and self._is_difference):
                 return []
             kinds = ("logarithms of probabilities", "probabilities")
-            found, wanted = kinds if self._is_forward else reversed(kinds)
+            given, expected = kinds if self._is_forward else reversed(kinds)
             if is_other == 2:
-                found = "negative numbers" if self._is_forward else "positive numbers"
-            text = f"the divergence gets {found} of the teacher where it expects {wanted}"
+                given = "negative numbers" if self._is_forward else "positive numbers"
+            text = f"the divergence gets {given} of the teacher where it expects {expected}"
             return [("divergence_arguments", SUSPICION, text, {})]
-        numbers = {"divergence": divergence, "agreement": alike, "temperature": self.temperature}
+        numbers = {
+            "divergence": divergence,
+            "agreement": agreement,
+            "temperature": self.temperature,
+        }
         direction = "forward" if self._is_forward else "reverse"
         if self._is_mixed:
             direction = "Jensen-Shannon"
         text = (
             f"{direction} divergence over {self._positions} positions at temperature {self.temperature:g}: "
-            f"{divergence:.3g} nats, {alike:.0%} with the same best token"
+            f"{divergence:.3g} nats, {agreement:.0%} with the same best token"
         )
         lines: list[Line] = [("distillation", FACT, text, numbers)]
         text = f"the teacher's probabilities sum to 1 over the {self.vocabulary} classes, as the student's do"
         lines += [(id, PASS, text, {}) for id in ("divergence_axis", "divergence_arguments")]
-        for runs in [one for one in padding if is_padding(one, self._of[0])][:1]:
+        for runs in [
+            runs_of_ids for runs_of_ids in padding if is_padding(runs_of_ids, self._of[0])
+        ][:1]:
             text = (
                 f"{runs[0]} of {self._of[0]} rows end in up to {runs[2]} tokens that are all {runs[4]}, and the "
                 f"divergence is over all {self._of[1]} positions of each row: padding seems to be in it"
             )
             lines.append(("padding_labels", SUSPICION, text, {"rows": runs[0]}))
-        if apart <= _SAME:
+        if difference <= _SAME:
             text = f"teacher and student give the same probabilities ({divergence:.1g} nats apart)"
             if step >= _FIRST_JUDGED_STEP:
                 lines.append(("teacher_is_student", SUSPICION, text, numbers))
@@ -209,33 +227,38 @@ def _selects(node: Any) -> bool:
     kind = type(node).__name__
     if kind.startswith("MulBackward"):
         return any(
-            one is not None and one.dim() for one in (saved(node, "self"), saved(node, "other"))
+            factor is not None and factor.dim()
+            for factor in (saved(node, "self"), saved(node, "other"))
         )
     return kind.startswith(("Masked", "Index", "Where", "Gather", "Slice", "Select"))
 
 
 def _is_share(weight: float, others: list[float]) -> bool:
     """Return whether a weight is 1, or sums to 1 with the weight of a cross entropy."""
-    return any(abs(weight + other - 1) < 1e-6 for other in (0.0, *others))
+    return any(abs(weight + other_weight - 1) < 1e-6 for other_weight in (0.0, *others))
 
 
 def _rows_of_batchmean(teacher: Any, way: list[Any]) -> int:
-    """Return the number of rows by which a sum over positions and vocabulary is divided, as `batchmean` does; 0 where
-    it is not, or where a row is one position."""
+    """Return the number of rows that divides a sum over positions and vocabulary, as `batchmean` does; 0 if something
+    else divides it, or if each row is one position."""
     rows = teacher.shape[0]
-    for one, after in pairwise(way):
-        if type(one).__name__ == "SumBackward0" and type(after).__name__.startswith("DivBackward"):
-            is_mean = scalar(after) == rows and teacher.numel() > rows * teacher.shape[-1]
+    for node, next_node in pairwise(way):
+        if type(node).__name__ == "SumBackward0" and type(next_node).__name__.startswith(
+            "DivBackward"
+        ):
+            is_mean = scalar(next_node) == rows and teacher.numel() > rows * teacher.shape[-1]
             return rows if is_mean else 0
     return 0
 
 
 def _start(softmax: Any) -> int | None:
     """Return the first position of the logits below a softmax; None where rows or positions were selected."""
-    _, parts = source(softmax)
-    if any(type(one).__name__ != "SliceBackward0" for one in parts):
+    _, selections = source(softmax)
+    if any(type(selection).__name__ != "SliceBackward0" for selection in selections):
         return None
-    return sum(int(one._saved_start or 0) for one in parts if one._saved_dim == 1)
+    return sum(
+        int(selection._saved_start or 0) for selection in selections if selection._saved_dim == 1
+    )
 
 
 class SoftmaxOverPositions(Divergence):
@@ -260,9 +283,9 @@ class SoftmaxOverPositions(Divergence):
 
 def _gives_classes_last(softmax: Any) -> bool:
     """Return whether the last axis of the input of a softmax is that of the outputs of a matmul."""
-    at = first(softmax)
-    while at is not None:
-        kind = type(at).__name__.removesuffix("0").removesuffix("Backward")
+    node = first(softmax)
+    while node is not None:
+        kind = type(node).__name__.removesuffix("0").removesuffix("Backward")
         if kind in ("Addmm", "Mm", "Linear"):
             return True
         if kind not in (
@@ -276,7 +299,7 @@ def _gives_classes_last(softmax: Any) -> bool:
             "Mul",
         ):
             return False
-        at = first(at)
+        node = first(node)
     return False
 
 
@@ -286,7 +309,8 @@ def _temperature(softmax: Any) -> float | None:
     if node is None or not type(node).__name__.startswith(("DivBackward", "MulBackward")):
         return 1.0
     number = scalar(node)
-    if number in (0.0, 1.0):  # 1 also where it is on a GPU, or no number
+    # `scalar` returns 1 also for a divisor that is on a GPU or is no scalar.
+    if number in (0.0, 1.0):
         return None
     return number if type(node).__name__.startswith("Div") else 1.0 / number
 
@@ -295,7 +319,9 @@ def divergence_at(torch: Any, node: Any, way: list[Any]) -> Divergence | None:
     """Return the divergence whose product of probabilities and logarithms is this node; None if it is none."""
     if type(node).__name__ != "MulBackward0":
         return None
-    factors = [one for one in (saved(node, "self"), saved(node, "other")) if one is not None]
+    factors = [
+        tensor for tensor in (saved(node, "self"), saved(node, "other")) if tensor is not None
+    ]
     # If autograd saved both factors, both are trained.
     if len(factors) != 1 or factors[0].dim() < 2 or factors[0].requires_grad:
         return None
@@ -319,19 +345,21 @@ def divergence_at(torch: Any, node: Any, way: list[Any]) -> Divergence | None:
 def _softmax_below(node: Any) -> tuple[Any, bool, bool]:
     """Return the trained softmax whose logarithm, perhaps minus a constant, enters a product, whether it is mixed with
     untrained probabilities first, and whether the exponential of its logarithm is taken."""
-    below, _ = source(node)
+    input_node, _ = source(node)
     is_mixed = is_exp = False
-    if type(below).__name__ == "ExpBackward0":
-        is_exp, (below, _) = True, source(below)
-        if type(below).__name__ != "LogSoftmaxBackward0":
+    if type(input_node).__name__ == "ExpBackward0":
+        is_exp, (input_node, _) = True, source(input_node)
+        if type(input_node).__name__ != "LogSoftmaxBackward0":
             return None, False, False
     for _ in range(6):
-        kind = type(below).__name__
+        kind = type(input_node).__name__
         if kind in ("LogSoftmaxBackward0", "SoftmaxBackward0"):
-            return below, is_mixed, is_exp
+            return input_node, is_mixed, is_exp
         is_mixed = is_mixed or kind in ("LogsumexpBackward0", "LogaddexpBackward0")
-        trained = [one for one, _ in getattr(below, "next_functions", ()) if one is not None]
+        trained = [
+            child for child, _ in getattr(input_node, "next_functions", ()) if child is not None
+        ]
         if kind not in _DIFFERENCES + _MIXTURES * is_mixed or len(trained) != 1:
             return None, False, False
-        below = trained[0]
+        input_node = trained[0]
     return None, False, False

@@ -42,18 +42,18 @@ _PARTS = ("SliceBackward0", "IndexBackward0", "IndexSelectBackward0", "MaskedSel
 def below(roots: list[Any]) -> Iterator[tuple[Any, list[Any]]]:
     """Yield some nodes and those below them, nearest first, each with the nodes on the way to it."""
     above: dict[Any, Any] = dict.fromkeys(roots)
-    left = deque(above)
-    while left and len(above) < _NEAR:
-        node = left.popleft()
-        way, at = [], above[node]
-        while at is not None:
-            way.append(at)
-            at = above[at]
+    pending = deque(above)
+    while pending and len(above) < _NEAR:
+        node = pending.popleft()
+        way, above_node = [], above[node]
+        while above_node is not None:
+            way.append(above_node)
+            above_node = above[above_node]
         yield node, way
-        for after, _ in node.next_functions:
-            if after is not None and after not in above:
-                above[after] = node
-                left.append(after)
+        for child, _ in node.next_functions:
+            if child is not None and child not in above:
+                above[child] = node
+                pending.append(child)
 
 
 def saved(node: Any, name: str) -> Any:
@@ -67,7 +67,7 @@ def saved(node: Any, name: str) -> Any:
 def labels_of(node: Any) -> tuple[Any, int]:
     """Return the labels of a cross entropy, None where they cannot be read, and the ignored label."""
     ignored = int(node._saved_ignore_index)
-    # Kept without a sign.
+    # Autograd keeps the index as an unsigned 64-bit integer.
     return saved(node, "target"), ignored - (1 << 64) * (ignored >= 1 << 63)
 
 
@@ -85,26 +85,32 @@ def places(node: Any) -> tuple[Any, int, int] | None:
         dims = 0 if index is None else index.dim() if str(index.dtype) == "torch.bool" else 1
     else:
         return None
-    made = getattr(node, "_input_metadata", None)
-    if index is None or dims not in (1, 2) or dims >= len(sizes) or index.dim() != dims or not made:
+    outputs = getattr(node, "_input_metadata", None)
+    if (
+        index is None
+        or dims not in (1, 2)
+        or dims >= len(sizes)
+        or index.dim() != dims
+        or not outputs
+    ):
         return None
-    return index.reshape(-1), math.prod(sizes[:dims]), made[0].shape[0]
+    return index.reshape(-1), math.prod(sizes[:dims]), outputs[0].shape[0]
 
 
 def source(node: Any) -> tuple[Any, list[Any]]:
     """Return the node that computed the input of `node`, and the nodes in between that select a part of it."""
-    parts = []
+    selections = []
     node = first(node)
     while node is not None and type(node).__name__ in _SHAPES:
         if type(node).__name__ in _PARTS:
-            parts.append(node)
+            selections.append(node)
         node = first(node)
-    return node, parts
+    return node, selections
 
 
 def first(node: Any) -> Any:
     """Return the node of the first input that has one."""
-    return next((after for after, _ in node.next_functions if after is not None), None)
+    return next((child for child, _ in node.next_functions if child is not None), None)
 
 
 def weight(way: list[Any]) -> float:
@@ -122,7 +128,7 @@ def scalar(node: Any) -> float:
     if isinstance(other, (int, float)):
         return float(other)
     for name in ("other", "self"):
-        one = saved(node, name)
-        if one is not None and one.dim() == 0 and one.is_cpu:
-            return float(one)
+        tensor = saved(node, name)
+        if tensor is not None and tensor.dim() == 0 and tensor.is_cpu:
+            return float(tensor)
     return 1.0

@@ -17,7 +17,7 @@ from types import CodeType, FrameType, FunctionType
 from typing import Any
 
 from . import settings
-from .progress import left_of_lightning, left_of_trainer
+from .progress import steps_left_of_lightning, steps_left_of_trainer
 from .step import Steps
 from .writer import NotTheWriter
 
@@ -169,13 +169,13 @@ class Hooks:
     def _begun_by_trainer(
         self, _: Any, handler: Any, args: Any, state: Any, *more: Any, **others: Any
     ) -> None:
-        self._steps.planned(left_of_trainer(state))
+        self._steps.planned(steps_left_of_trainer(state))
 
     def _called_by_lightning(
         self, _: Any, trainer: Any, hook_name: str, *more: Any, **others: Any
     ) -> None:
         if hook_name == "on_train_batch_start":
-            self._steps.planned(left_of_lightning(trainer))
+            self._steps.planned(steps_left_of_lightning(trainer))
 
     def _after(
         self, then: Callable[..., None] | None, first: Callable[..., None] | None = None

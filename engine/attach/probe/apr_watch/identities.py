@@ -14,8 +14,8 @@ whose number is a power of two. `engine/catalogue.py` has their names and remedi
               writes them, the learning rate schedule advances with the steps (schedule.py), and optimizers
               hold the parameters that backward passes reach (parameters.py)
 
-Every other step costs one comparison. Of a training whose steps are faster than FAST_S, steps after the first 64 are
-only counted, except those of which more is needed (`Identities.rest`).
+Every other step costs one comparison. If the steps of a training are faster than FAST_S, those after the first 64 are
+only counted, except some around each multiple of 64 (`Identities.rests`).
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class Identities:
         self._sampled_next: weakref.WeakSet[Any] = weakref.WeakSet()
         """Optimizers whose next step is sampled."""
         self._any_sampled_next = False
-        """Whether there is one."""
+        """Whether there is such an optimizer."""
         self._norms: weakref.WeakKeyDictionary[Any, ScaledNorms] = weakref.WeakKeyDictionary()
         self._losses: list[Loss | Divergence] = []
         """Losses of the backward passes since the previous step."""
@@ -114,7 +114,7 @@ class Identities:
         self._counts = SEED_BY in os.environ
         """Whether verdicts are counted, as in a run of an experiment (`work.Work.judged`)."""
         self.is_fast = self.rests = False
-        """Whether the newest step was fast, and whether steps are only counted until one is attended."""
+        """Whether the newest step was fast, and whether steps are only counted until `wake`."""
         self._is_fed = False
         """Whether a backward pass has followed the newest batch."""
         self._not_finite = 0
@@ -139,7 +139,7 @@ class Identities:
         )
 
     def wake(self) -> None:
-        """Attend what comes next: this step, if it has begun, in part."""
+        """Check steps again, from this point on: of a step that has begun, only the rest is seen."""
         if self.rests:
             self.rests = False
             self._reached.passed_by()
@@ -172,8 +172,8 @@ class Identities:
 
     def _is_evaluating(self) -> bool:
         """Return whether gradients are off or a trained model is in eval mode."""
-        models = [one.modes for one in self._states.values()]
-        return not self._torch.is_grad_enabled() or any(one.are_in_eval for one in models)
+        models = [state.modes for state in self._states.values()]
+        return not self._torch.is_grad_enabled() or any(modes.are_in_eval for modes in models)
 
     def samples_asked_for(self, iterator: Any, index: Any) -> None:
         """Record the sampler's indices of a batch, which may be yielded later."""
@@ -186,28 +186,30 @@ class Identities:
         for windows in self._windows():
             windows.data_ended()
 
-    def batch_fetched(self, one: Pass, batch: Any, rows: int | None) -> None:
+    def batch_fetched(self, loader_pass: Pass, batch: Any, rows: int | None) -> None:
         self._is_fed = False
-        if self.rests and one.feeds:
+        if self.rests and loader_pass.feeds:
             self._held_out.batches += 1
-            if one.may_judge():
-                self._report(one.take())
+            if loader_pass.may_judge():
+                self._report(loader_pass.take())
             return
         self.wake()
-        self.ranks.batch_fetched(one.index, batch)
-        self._report(self.passes.fetched(one, batch, self._any_sampled_next))
+        self.ranks.batch_fetched(loader_pass.index, batch)
+        self._report(self.passes.fetched(loader_pass, batch, self._any_sampled_next))
         # A pass that feeds the training is no evaluation.
-        every = () if one.feeds else self._states.values()
-        self._evaluations.fetched(one, (each for state in every for each in state.modes.acting))
+        evaluated = () if loader_pass.feeds else self._states.values()
+        self._evaluations.fetched(
+            loader_pass, (module for state in evaluated for module in state.modes.mode_dependent)
+        )
         self.scaling.batch_fetched()
         if self._any_sampled_next:
-            self._read_passes.append(one)
+            self._read_passes.append(loader_pass)
         if self._questions is not None:
             self._rows = None if rows is None else Rows(rows, None)
             if self._any_sampled_next:
                 self._rows = _rows_of(self._torch, batch)
         if not self._position.rank:
-            self._held_out.fetched(one, batch)
+            self._held_out.fetched(loader_pass, batch)
 
     def loss_was_not_finite(self) -> None:
         """Sample the next step of each optimizer, unless several losses in a row were not finite."""
@@ -284,27 +286,30 @@ class Identities:
                 norms.unscaled(self._torch, held_by(optimizer))
 
     def end(self, begun: Any = None) -> list[Verdicts]:
-        """Return the verdicts at the regular end of a training; the first step of the optimizer `begun` is not its."""
-        other = None if begun is None else self._states.get(begun)
-        self._record_other_steps([one for one in self._stepped if one is not other])
-        rates, self._rates = self._rates, [] if other is None else [other.scheduled]
-        found = [
+        """Return the verdicts at the regular end of a training; `begun` is the optimizer whose first step begins the
+        next one, and which does not belong to this one."""
+        next_state = None if begun is None else self._states.get(begun)
+        self._record_other_steps(
+            [stepped for stepped in self._stepped if stepped is not next_state]
+        )
+        rates, self._rates = self._rates, [] if next_state is None else [next_state.scheduled]
+        lines_of_checks = [
             self._held_out.judge(),
             *(windows.end() for windows in self._windows()),
-            *(one.end() for one in rates if one not in self._rates),
+            *(rate.end() for rate in rates if rate not in self._rates),
         ]
-        return [Verdicts(lines) for lines in found if lines]
+        return [Verdicts(lines) for lines in lines_of_checks if lines]
 
     def _record_other_steps(self, stepped: list[_OptimizerState]) -> None:
         for windows in self._windows() if stepped else []:
-            if any(one.windows is not windows for one in stepped):
+            if any(state.windows is not windows for state in stepped):
                 windows.other_stepped()
 
     def _windows(self) -> list[Windows]:
-        return [one for one in self._open_windows if one.is_open]
+        return [windows for windows in self._open_windows if windows.is_open]
 
     def _check_gradients(self) -> None:
-        chains = [one.chain for one in self._states.values() if one.chain.is_open]
+        chains = [state.chain for state in self._states.values() if state.chain.is_open]
         # Kernels launched during a graph capture would become part of it.
         leaves = bool(chains) and is_capturing(self._torch)
         for chain in chains:
@@ -324,18 +329,18 @@ class Identities:
             state = self._states[optimizer] = _OptimizerState(self._torch, self._reached.steps)
             self._made.setdefault(optimizer, self._reached.steps)
             # Keep the windows: the optimizer may be freed before the training ends.
-            self._open_windows = [one for one in self._open_windows if one.may_change]
+            self._open_windows = [other for other in self._open_windows if other.may_change]
             self._open_windows.append(state.windows)
             self._rates.append(state.scheduled)
         state.steps += 1
         self._in_progress.append(id(optimizer))
         self._threads.add(get_ident())
         state.sampled = None
-        tokens = token_weights.compared(self._torch, self._loss_passes, self._read_passes)
+        tokens = token_weights.numbers_to_compare(self._torch, self._loss_passes, self._read_passes)
         self._loss_passes, self._read_passes = [], []
         if len(self._threads) == 1:
-            each = None if tokens is None else tokens[0]
-            self.ranks.step_begins(optimizer, state.steps, _is_sampled(state.steps), each)
+            numbers = None if tokens is None else tokens[0]
+            self.ranks.step_begins(optimizer, state.steps, _is_sampled(state.steps), numbers)
         self._report(self.scaling.step(optimizer, state.steps))
         if self._position.rank:
             return
@@ -343,11 +348,11 @@ class Identities:
         if self._stepped and state.is_sampled:
             self._report(self._shared_gradients(optimizer))
         if state.missing_gradients.has_caught_up() and not any(
-            one.missing_gradients.is_suspected for one in self._states.values()
+            other.missing_gradients.is_suspected for other in self._states.values()
         ):
             text = f"each parameter of {type(optimizer).__name__} has had a gradient by step {state.steps}"
             self._report([("no_gradient", PASS, text, {WITHDRAWN: 1})])
-        has_closure = any(callable(one) for one in arguments)
+        has_closure = any(callable(argument) for argument in arguments)
         self._check_windows(optimizer, state, has_closure)
         if not state.is_sampled:
             if state.modes.have_turned():
@@ -420,7 +425,7 @@ class Identities:
         self.rests = self._may_rest(state)
 
     def _ask(self, optimizer: Any, state: _OptimizerState, budget: Budget) -> None:
-        """Ask the models after a step, and keep their calls in the step before it."""
+        """Ask the models after a step in ASKED_STEPS; one step earlier, begin to keep their calls."""
         rank, world = self._position.rank, self._position.world
         if rank or len(self._threads) > 1 or is_capturing(self._torch):
             return
@@ -429,42 +434,42 @@ class Identities:
         if state.steps in ASKED_STEPS:
             self._report(state.questions.ask(self._losses, self._rows))
         if state.steps + 1 in ASKED_STEPS:
-            found = [one for ref in state.models if (one := ref()) is not None]
-            models = found or self._search.modules.tops(held_by(optimizer))
-            state.models = [weakref.ref(one) for one in models]
+            living = [model for ref in state.models if (model := ref()) is not None]
+            models = living or self._search.modules.tops(held_by(optimizer))
+            state.models = [weakref.ref(model) for model in models]
             # Only a divergence shows that another model is a teacher.
-            if any(isinstance(one, Divergence) for one in self._losses):
+            if any(isinstance(loss, Divergence) for loss in self._losses):
                 trained = [
                     p
-                    for one in self._made
-                    if self._trains_beside(one, optimizer)
-                    for p in held_by(one)
+                    for candidate in self._made
+                    if self._trains_beside(candidate, optimizer)
+                    for p in held_by(candidate)
                 ]
                 untrained = self._search.modules.untrained(trained)
-                state.teachers = [weakref.ref(one) for one in untrained]
-            teachers = [one for ref in state.teachers if (one := ref()) is not None]
+                state.teachers = [weakref.ref(model) for model in untrained]
+            teachers = [model for ref in state.teachers if (model := ref()) is not None]
             state.questions.begin(models, teachers, world)
 
-    def _trains_beside(self, other: Any, optimizer: Any) -> bool:
+    def _trains_beside(self, candidate: Any, optimizer: Any) -> bool:
         """Return whether an optimizer belongs to the training of another one, not to a stage before it."""
-        state = self._states.get(other)
-        return other is optimizer or state is None or state.since > self._made[optimizer]
+        state = self._states.get(candidate)
+        return candidate is optimizer or state is None or state.since > self._made[optimizer]
 
     def _shared_gradients(self, optimizer: Any) -> list[Line]:
         """Compare the parameters with those of optimizers that have stepped since the last backward pass."""
         if len(self._in_progress) > 1 or len(self._threads) > 1:
             return []
-        mine = {id(one) for one in held_by(optimizer) if one.grad is not None}
+        own_ids = {id(parameter) for parameter in held_by(optimizer) if parameter.grad is not None}
         for other, state in self._states.items():
             if state not in self._stepped or other.param_groups is optimizer.param_groups:
                 continue
-            both = [one for one in held_by(other) if id(one) in mine]
-            if both and type(both[0].grad) is self._torch.Tensor and bool(both[0].grad.any()):
+            shared = [parameter for parameter in held_by(other) if id(parameter) in own_ids]
+            if shared and type(shared[0].grad) is self._torch.Tensor and bool(shared[0].grad.any()):
                 text = (
-                    f"{len(both)} parameters are held by {type(other).__name__} and by {type(optimizer).__name__}, and "
-                    "both step with the same gradients"
+                    f"{len(shared)} parameters are held by {type(other).__name__} and by {type(optimizer).__name__}, "
+                    "and both step with the same gradients"
                 )
-                return [("accumulation_windows", SUSPICION, text, {"parameters": len(both)})]
+                return [("accumulation_windows", SUSPICION, text, {"parameters": len(shared)})]
         return []
 
     def _check_windows(self, optimizer: Any, state: _OptimizerState, has_closure: bool) -> None:
@@ -481,23 +486,29 @@ class Identities:
         if self._in_progress:
             return set()
         plain = (p for p in held_by(optimizer) if p.requires_grad and is_plain(self._torch, p))
-        return {id(one) for one in plain} - {id(one) for one in self._held(but=optimizer)}
+        return {id(parameter) for parameter in plain} - {
+            id(parameter) for parameter in self._held(but=optimizer)
+        }
 
     def _check_parameters(
         self, optimizer: Any, state: _OptimizerState, sampled: SampledStep
     ) -> None:
         sampled.extra_lines += state.modes.check(self._torch, optimizer, self._search)
-        sampled.extra_lines += [line for one in self._pitfalls for line in one.lines]
-        labels = [one.labels for one in self._pitfalls if one.labels is not None]
+        sampled.extra_lines += [line for pitfalls in self._pitfalls for line in pitfalls.lines]
+        labels = [pitfalls.labels for pitfalls in self._pitfalls if pitfalls.labels is not None]
         if labels:
-            sampled.judge_later(lambda one: state.classes.add(*one[0].tolist()), {0: labels[0]})
-        terms = [one.terms for one in self._pitfalls if one.terms is not None]
+            sampled.judge_later(
+                lambda tensors: state.classes.add(*tensors[0].tolist()), {0: labels[0]}
+            )
+        terms = [pitfalls.terms for pitfalls in self._pitfalls if pitfalls.terms is not None]
         if terms:
-            sampled.judge_later(lambda one: state.terms.add(*one[0].tolist()), {0: terms[0]})
+            sampled.judge_later(
+                lambda tensors: state.terms.add(*tensors[0].tolist()), {0: terms[0]}
+            )
         norms = self._norms.get(optimizer)
         if norms is not None and norms.written is not None:
             sampled.judge_later(
-                lambda one: norms.lines(sampled.name, one[0].tolist()), {0: norms.written}
+                lambda tensors: norms.lines(sampled.name, tensors[0].tolist()), {0: norms.written}
             )
             norms.written = None
         judge_losses(sampled, self._losses)
@@ -523,11 +534,11 @@ class Identities:
 
 def _rows_of(torch: Any, batch: Any) -> Rows | None:
     """Return the rows of the first tensor in a batch, with a copy of the first one."""
-    one = next((one for one in tensors_in(torch, batch) if one.dim()), None)
-    if one is None:
+    tensor = next((tensor for tensor in tensors_in(torch, batch) if tensor.dim()), None)
+    if tensor is None:
         return None
-    first = one[0].detach().clone() if one.dim() > 1 and len(one) else None
-    return Rows(int(one.shape[0]), first)
+    first = tensor[0].detach().clone() if tensor.dim() > 1 and len(tensor) else None
+    return Rows(int(tensor.shape[0]), first)
 
 
 def _is_sampled(step: int) -> bool:
@@ -535,8 +546,8 @@ def _is_sampled(step: int) -> bool:
 
 
 def _is_attended(step: int) -> bool:
-    """Return whether a fast step is attended too: the first 64, and some around each multiple of 64, as what is sampled
-    at such a step begins before it, and what must happen in consecutive steps is seen in six."""
+    """Return whether a fast step is checked too: the first 64, and six around each multiple of 64, since the checks of
+    a sampled step begin before it, and some must see consecutive steps."""
     return step < 64 or (step + 4) % 64 < 6
 
 

@@ -330,7 +330,7 @@ def losses_of(
         if targets_of(node)[0] is not None:
             losses.append(Loss(torch, node, ids, way, text))
         elif (divergence := divergence_at(torch, node, way)) is not None:
-            divergence.look_for_padding(ids)
+            divergence.read_padding(ids)
             losses.append(divergence)
     _add_rows([loss for loss in losses if isinstance(loss, Loss)])
     return losses

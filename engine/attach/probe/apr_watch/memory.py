@@ -23,20 +23,22 @@ class HeldMemory:
         self._torch = torch
         self._next_s = 0.0
 
-    def record(self, folder: str, step: int, device: Any, now: bool = False) -> None:
-        if device.type != "cuda" or not (now or time.monotonic() >= self._next_s):
+    def record(self, folder: str, step: int, device: Any, at_once: bool = False) -> None:
+        if device.type != "cuda" or not (at_once or time.monotonic() >= self._next_s):
             return
         counters = getattr(self._torch.cuda, "memory_stats_as_nested_dict", None)
         if counters is None:
             return
         self._next_s = time.monotonic() + SPACING_S
         counts = counters(device)
-        held, kept = (
-            counts.get(f"{what}_bytes", {}).get("all") for what in ("allocated", "reserved")
+        allocated, reserved = (
+            counts.get(f"{kind}_bytes", {}).get("all") for kind in ("allocated", "reserved")
         )
-        if not held or not kept:
+        if not allocated or not reserved:
             return  # an allocator without counters
-        record = _HELD.pack(step, _OF_ALLOCATOR, held["current"], kept["current"], held["peak"])
+        record = _HELD.pack(
+            step, _OF_ALLOCATOR, allocated["current"], reserved["current"], allocated["peak"]
+        )
         # A full disk may lose a reading. Opened each time: the script could close a lasting descriptor.
         try:
             fd = os.open(os.path.join(folder, NAME), os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)

@@ -33,10 +33,10 @@ _DROPOUT, _BATCH_NORM = "dropout", "batch norm"
 
 
 class _ModeDependent:
-    """A module that behaves differently in training."""
+    """A module that behaves differently in training mode."""
 
     def __init__(self, module: Any, path: str, kind: str) -> None:
-        self.of = weakref.ref(module)
+        self.module = weakref.ref(module)
         self.path, self.kind = path, kind
 
 
@@ -62,12 +62,12 @@ def _is_training(module: Any) -> bool:
 
 
 class _NearbyModules:
-    """Modules near the parameters of an optimizer: those that are mode-dependent, and the others that hold them."""
+    """Modules near the parameters of an optimizer: the mode-dependent ones, and the others that hold parameters."""
 
     def __init__(self, torch: Any, modules: Modules, parameters: list[Any]) -> None:
         self._torch, self._trained = torch, {id(p) for p in parameters}
         self._holds: dict[int, bool] = {}
-        self.acting: dict[int, _ModeDependent] = {}
+        self.mode_dependent: dict[int, _ModeDependent] = {}
         self.holders: dict[int, weakref.ref[Any]] = {}
         for top in modules.tops(parameters):
             self._collect(top, "", True)
@@ -88,20 +88,20 @@ class _NearbyModules:
         frozen part does not count, nor does a batch norm with frozen weights."""
         kind = _kind(self._torch, module)
         if kind is not None and (self._has_own(module) if parameters_of(module) else is_near):
-            self.acting.setdefault(id(module), _ModeDependent(module, path, kind))
+            self.mode_dependent.setdefault(id(module), _ModeDependent(module, path, kind))
         elif kind is None and self._has_own(module):
             self.holders.setdefault(id(module), weakref.ref(module))
         for name, child in children_of(module):
-            if id(child) not in self.acting and id(child) not in self.holders:
-                below = f"{path}.{name}" if path else name
-                self._collect(child, below, self._holds_any(module))
+            if id(child) not in self.mode_dependent and id(child) not in self.holders:
+                child_path = f"{path}.{name}" if path else name
+                self._collect(child, child_path, self._holds_any(module))
 
 
 def _is_alone(acting: list[_ModeDependent], modules: Modules) -> bool:
     """Return whether the model of these modules is the only one in the process."""
-    living = [module for one in acting if (module := one.of()) is not None]
-    known = {id(modules.path(one)[0]) for one in living}
-    every = {id(modules.path(one)[0]) for one in modules.every if parameters_of(one)}
+    living = [module for dependent in acting if (module := dependent.module()) is not None]
+    known = {id(modules.path(module)[0]) for module in living}
+    every = {id(modules.path(module)[0]) for module in modules.every if parameters_of(module)}
     return bool(every) and every <= known
 
 
@@ -109,52 +109,61 @@ class Modes:
     """Modes of the modules that hold one optimizer's parameters."""
 
     def __init__(self) -> None:
-        self._acting: list[_ModeDependent] | None = None
+        self._mode_dependent: list[_ModeDependent] | None = None
         self._holders: list[Any] = []
         self._was_training = False
 
     def check(self, torch: Any, optimizer: Any, search: Search) -> list[Line]:
         """Return the verdict at a step, while its gradients exist."""
-        if self._acting is None:
+        if self._mode_dependent is None:
             trained = [one for one in held_by(optimizer) if one.grad is not None]
             if not trained:
                 return []
             near = _NearbyModules(torch, search.modules, trained)
-            self._acting, self._holders = [*near.acting.values()], [*near.holders.values()]
-        living = [(one, module) for one in self._acting if (module := one.of()) is not None]
+            self._mode_dependent, self._holders = (
+                [*near.mode_dependent.values()],
+                [*near.holders.values()],
+            )
+        living = [
+            (dependent, module)
+            for dependent in self._mode_dependent
+            if (module := dependent.module()) is not None
+        ]
         if not living:
             return []
-        still = [one for one, module in living if not _is_training(module)]
+        in_eval = [dependent for dependent, module in living if not _is_training(module)]
         name = type(optimizer).__name__
-        numbers = {"modules": len(living), "eval": len(still)}
-        at_work = [one for one, module in living if _is_training(module)]
-        if at_work:
+        numbers = {"modules": len(living), "eval": len(in_eval)}
+        in_training = [dependent for dependent, module in living if _is_training(module)]
+        if in_training:
             self._was_training = True
-            text = f"{name} trains {_counted(at_work)} in training mode"
-            text += f", {len(still)} in eval mode" if still else ""
+            text = f"{name} trains {_counts_text(in_training)} in training mode"
+            text += f", {len(in_eval)} in eval mode" if in_eval else ""
             return [("training_mode", PASS, text, numbers)]
         since = ", which they were not before" if self._was_training else ""
         self._was_training = False
-        text = f"{name} steps a model with {_counted(still)} in eval mode{since}: {_named(still)}"
-        # Where modules around them are in training mode, the script has chosen eval mode for these alone.
-        chosen = any(_is_training(one) for ref in self._holders if (one := ref()) is not None)
+        text = f"{name} steps a model with {_counts_text(in_eval)} in eval mode{since}: {_names_text(in_eval)}"
+        # If modules around these are in training mode, the script has chosen eval mode for these alone.
+        chosen = any(_is_training(holder) for ref in self._holders if (holder := ref()) is not None)
         return [("training_mode", FACT if chosen else SUSPICION, text, numbers)]
 
     def have_turned(self) -> bool:
-        """Return whether all of them have left training mode since the last check."""
+        """Return whether all mode-dependent modules have left training mode since the last check."""
         return self._was_training and not any(
-            _is_training(module) for one in self._acting or () if (module := one.of()) is not None
+            _is_training(module)
+            for dependent in self._mode_dependent or ()
+            if (module := dependent.module()) is not None
         )
 
     @property
     def are_in_eval(self) -> bool:
         """Whether no module with trained parameters is in training mode."""
-        living = [one for ref in self._holders if (one := ref()) is not None]
+        living = [holder for ref in self._holders if (holder := ref()) is not None]
         return bool(living) and not any(map(_is_training, living))
 
     @property
-    def acting(self) -> list[_ModeDependent]:
-        return self._acting or []
+    def mode_dependent(self) -> list[_ModeDependent]:
+        return self._mode_dependent or []
 
 
 class Evaluations:
@@ -176,52 +185,60 @@ class Evaluations:
         """Record the begin of a backward pass or of a step."""
         self._in_a_row, self._before, self._calm = 0, None, []
 
-    def fetched(self, one: Pass, acting: Iterable[_ModeDependent]) -> None:
+    def fetched(self, loader_pass: Pass, acting: Iterable[_ModeDependent]) -> None:
         """Record a yielded batch; `acting` are the mode-dependent modules of all trained models."""
-        if one is not self._pass:
-            self._pass, self._in_a_row = one, 0
+        if loader_pass is not self._pass:
+            self._pass, self._in_a_row = loader_pass, 0
         self._before, self._calm = None, []
-        if one.feeds:
+        if loader_pass.feeds:
             return
-        living = [(each, module) for each in acting if (module := each.of()) is not None]
+        living = [
+            (dependent, module)
+            for dependent in acting
+            if (module := dependent.module()) is not None
+        ]
         if not living or (self._decided is not None and self._decided() is living[0][1]):
             return
         if any(_is_cumulative(module) for _, module in living):
             return
-        training = [(each, module) for each, module in living if _is_training(module)]
+        training = [(dependent, module) for dependent, module in living if _is_training(module)]
         if not training:
-            self._calm = [each for each, _ in living]
+            self._calm = [dependent for dependent, _ in living]
             return
         counts = [
-            (each, version)
-            for each, module in training
-            if each.kind == _BATCH_NORM and (version := _version(module)) is not None
+            (dependent, version)
+            for dependent, module in training
+            if dependent.kind == _BATCH_NORM and (version := _version(module)) is not None
         ]
         # All must be in training mode, as parts of a model may be frozen.
-        drops = [each for each, _ in training if each.kind == _DROPOUT]
+        drops = [dependent for dependent, _ in training if dependent.kind == _DROPOUT]
         without_grad = not self._torch.is_grad_enabled() and len(training) == len(living)
         drawn = self._drawn() if drops and without_grad else None
         if counts or drawn is not None:
-            self._before = living[0][0].of, counts, drops, drawn
+            self._before = living[0][0].module, counts, drops, drawn
 
     def asked_for(self, iterator: Any) -> list[Line]:
         """Return the verdict on the previous batch, which was processed when the next one is requested."""
         if self._calm and self._pass is not None and self._pass.of() is iterator:
             calm, self._calm = self._calm, []
-            if any(_is_training(module) for one in calm if (module := one.of()) is not None):
+            if any(
+                _is_training(module)
+                for dependent in calm
+                if (module := dependent.module()) is not None
+            ):
                 return []
-            text = f"on batches without a backward pass, {_counted(calm)} stay in eval mode"
+            text = f"on batches without a backward pass, {_counts_text(calm)} stay in eval mode"
             return [("evaluation_mode", PASS, text, {"modules": len(calm)})]
         if self._before is None or self._pass is None or self._pass.of() is not iterator:
             return []
         first, counts, drops, drawn = self._before
         self._before = None
         moved = [
-            one
-            for one, before in counts
-            if (module := one.of()) is not None
+            dependent
+            for dependent, version in counts
+            if (module := dependent.module()) is not None
             and _is_training(module)
-            and _version(module) not in (None, before)
+            and _version(module) not in (None, version)
         ]
         has_drawn = drawn is not None and drawn != self._drawn()
         self._in_a_row = self._in_a_row + 1 if moved or has_drawn else 0
@@ -229,14 +246,13 @@ class Evaluations:
             return []
         self._decided = first
         if not moved and not _is_alone(drops, self._search.modules):
-            # Another model may have drawn the random numbers.
-            return []
-        what = (
-            f"{_counted(moved)} updated statistics: {_named(moved)}"
+            return []  # another model may have drawn the random numbers
+        effect = (
+            f"{_counts_text(moved)} updated statistics: {_names_text(moved)}"
             if moved
-            else f"{_counted(drops)} in training mode drew random numbers: {_named(drops)}"
+            else f"{_counts_text(drops)} in training mode drew random numbers: {_names_text(drops)}"
         )
-        text = f"on batches without a backward pass, {what}"
+        text = f"on batches without a backward pass, {effect}"
         return [("evaluation_mode", SUSPICION, text, {"modules": len(moved or drops)})]
 
     def _drawn(self) -> Any:
@@ -261,16 +277,16 @@ def _is_cumulative(module: Any) -> bool:
     return _statistics(module) is not None and vars(module).get("momentum", 0.1) is None
 
 
-def _counted(acting: list[_ModeDependent]) -> str:
-    kinds = [one.kind for one in acting]
+def _counts_text(acting: list[_ModeDependent]) -> str:
+    kinds = [dependent.kind for dependent in acting]
     counts = {kind: kinds.count(kind) for kind in (_DROPOUT, _BATCH_NORM)}
     return " and ".join(
         f"{count} {kind} layer{'s' * (count > 1)}" for kind, count in counts.items() if count
     )
 
 
-def _named(acting: list[_ModeDependent]) -> str:
-    return listed([one.path or "the module itself" for one in acting])
+def _names_text(acting: list[_ModeDependent]) -> str:
+    return listed([dependent.path or "the module itself" for dependent in acting])
 
 
 class Verdicts:

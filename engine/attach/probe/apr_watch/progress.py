@@ -12,23 +12,27 @@ class Plan:
     def __init__(self) -> None:
         self.total_steps: int | None = None
 
-    def planned(self, step: int, left: int | None) -> None:
+    def planned(self, step: int, steps_left: int | None) -> None:
         """Record that a framework will do `left` steps after step `step`; None if unknown."""
-        self.total_steps = None if left is None or left < 0 else step + left
+        self.total_steps = None if steps_left is None or steps_left < 0 else step + steps_left
 
     def begin(self, done: int) -> None:
         """Begin a training after `done` steps of the previous one; the planned steps count from here."""
-        left = None if self.total_steps is None else self.total_steps - done
-        self.total_steps = left if left is not None and left > 0 else None
+        steps_left = None if self.total_steps is None else self.total_steps - done
+        self.total_steps = steps_left if steps_left is not None and steps_left > 0 else None
 
 
-def left_of_trainer(state: Any) -> int | None:
+def steps_left_of_trainer(state: Any) -> int | None:
     """Return the steps left of a transformers Trainer, from its state between two steps; None if unknown."""
-    most, done = getattr(state, "max_steps", None), getattr(state, "global_step", None)
-    return most - done if isinstance(most, int) and isinstance(done, int) and most > 0 else None
+    max_steps, done = getattr(state, "max_steps", None), getattr(state, "global_step", None)
+    return (
+        max_steps - done
+        if isinstance(max_steps, int) and isinstance(done, int) and max_steps > 0
+        else None
+    )
 
 
-def left_of_lightning(trainer: Any) -> int | None:
+def steps_left_of_lightning(trainer: Any) -> int | None:
     """Return the steps left of a Lightning Trainer, from its attributes before a batch: to `max_steps` or the end of
     `max_epochs`, whichever comes first; None if unknown."""
     module = getattr(trainer, "lightning_module", None)
@@ -37,11 +41,11 @@ def left_of_lightning(trainer: Any) -> int | None:
     if not getattr(module, "automatic_optimization", False) or not isinstance(done, int):
         return None
     ends = []
-    most, epochs = getattr(trainer, "max_steps", None), getattr(trainer, "max_epochs", None)
-    if isinstance(most, int) and most >= 0:
-        ends.append(most)
+    max_steps, epochs = getattr(trainer, "max_steps", None), getattr(trainer, "max_epochs", None)
+    if isinstance(max_steps, int) and max_steps >= 0:
+        ends.append(max_steps)
     batches = getattr(trainer, "num_training_batches", math.inf)
-    each = getattr(trainer, "accumulate_grad_batches", None)
-    if isinstance(epochs, int) and epochs >= 0 and isinstance(batches, int) and each:
-        ends.append(epochs * math.ceil(batches / each))
+    batches_per_step = getattr(trainer, "accumulate_grad_batches", None)
+    if isinstance(epochs, int) and epochs >= 0 and isinstance(batches, int) and batches_per_step:
+        ends.append(epochs * math.ceil(batches / batches_per_step))
     return min(ends) - done if ends else None

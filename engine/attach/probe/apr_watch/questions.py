@@ -1,4 +1,4 @@
-"""Ask a model questions whose answers need no list of mistakes: run its own call again with one thing changed.
+"""Test properties that a model should have whatever mistake breaks them: repeat its own call with one thing changed.
 
     the same call           a model in eval mode, or an untrained one, should draw nothing at random
     rows swapped            outputs are swapped, too
@@ -8,11 +8,11 @@
     a document changed      outputs of the other documents of a packed row stay the same
 
 One call of the model in the script's step is kept, two rows of it at most, and repeated after the step (`Untouched`:
-nothing of the script changes). What stays the same does so to the bit or within the rounding of its dtype; a change
-between rounding and what is surely more is unknown.
+nothing of the script changes). Outputs count as the same if they are equal to the bit or within the rounding of their
+dtype; if a change is larger than rounding but not certainly more, the answer is unknown.
 
-A teacher's outputs are compared with the probabilities in the loss: they tell which of its positions and ids meet
-which of the student's.
+A teacher's outputs are compared with the probabilities in the loss: that shows which positions and token ids of the
+teacher are paired with which of the student.
 """
 
 # Shapes: B rows, T tokens, V vocabulary, N positions, R sampled positions
@@ -39,18 +39,18 @@ _MAX_MODELS, _MAX_TEACHERS = 32, 4
 _MAX_SECONDS, _MAX_SHARE = 5.0, 0.02
 """Time for all questions of a process, and its share of the script's time for those after the first."""
 _ROUNDINGS = {False: (16.0, 1000.0), True: (1.0, 8.0)}
-"""Change of an output in units of the last place of the largest one: up to the first it is rounding, above the second
-it is a change. Without and with 16-bit arithmetic; one that stays the same mostly does so to the bit."""
+"""Largest change of an output that is rounding, and smallest that certainly is a change, in units of the last place of
+the largest output; without and with 16-bit arithmetic (False, True). Unchanged outputs are mostly equal to the bit."""
 _MIXED = 0.1
-"""Change of a row's outputs by another row, relative to them, that is more than a scale which rows share (quantised
-activations)."""
+"""Smallest change of a row's outputs by another row, relative to them, that a shared scale of quantised activations
+does not explain."""
 _SAME_ROW, _OTHER_ROW = 0.02, 0.05
-"""Distance of probabilities (total variation): maximum between a row of the loss and the teacher's output that it was
-computed from, and how much further its other outputs must be."""
+"""Total variation distance of probabilities, 0 to 1: maximum between a row of the loss and the teacher's output that it
+was computed from, and how much larger the distance to each other output must be."""
 _OUTPUTS, _MAX_ELEMENTS = 24, 1 << 24
 """Maximum number of positions of a teacher's output that are kept, and of their elements."""
 _MASKS = {"attention_mask": False, "src_key_padding_mask": True, "key_padding_mask": True}
-"""Arguments that mark positions as padding, with the value that does so in a mask of booleans."""
+"""Names of arguments that mark padding, each with the boolean that means padding."""
 _ATOMS = (type(None), bool, int, float, complex, str, bytes)
 
 
@@ -63,7 +63,7 @@ class Rows(NamedTuple):
 
     number: int
     first: Any
-    """The first one; None unless it was copied."""
+    """First row; None unless it was copied."""
 
 
 class _Call:
@@ -72,16 +72,16 @@ class _Call:
     def __init__(self, torch: Any, model: Any, args: Any, kwargs: Any) -> None:
         # Weak: a model that holds its hook would hold itself.
         self._torch, self._model = torch, weakref.ref(model)
-        given = {**dict(enumerate(args)), **kwargs}
-        first = next(iter(tensors_in(torch, given)), None)
+        arguments = {**dict(enumerate(args)), **kwargs}
+        first = next(iter(tensors_in(torch, arguments)), None)
         if first is None or not first.dim():
             raise _Unasked("its call has no tensor with rows")
         self.rows = int(first.shape[0])
         self._is_square = first.dim() > 1 and first.shape[1] == self.rows
         self._bytes = 0
-        self.arguments: Any = _mapped(given, self._kept)
+        self.arguments: Any = _mapped(arguments, self._copy_of)
         """Arguments by place or name."""
-        self._modes = [one.training for one in model.modules()]
+        self._modes = [module.training for module in model.modules()]
         kind = first.device.type
         try:
             is_on = torch.is_autocast_enabled(kind)
@@ -90,13 +90,13 @@ class _Call:
             is_on, dtype = torch.is_autocast_enabled(), None
         self._autocast = {"device_type": kind, "dtype": dtype, "enabled": is_on}
         halves = (torch.float16, torch.bfloat16)
-        is_half = is_on or any(one.dtype in halves for one in model.parameters())
+        is_half = is_on or any(parameter.dtype in halves for parameter in model.parameters())
         eps = torch.finfo(torch.bfloat16 if is_half else torch.float32).eps
         self._limits = [units * eps for units in _ROUNDINGS[is_half]]
         self.output: Any = None
-        """Beginning of the first row of what the script's call gave, (1, T, V)."""
+        """First positions of the first row of the output in the script's own call, (1, T, V)."""
 
-    def _kept(self, value: Any) -> Any:
+    def _copy_of(self, value: Any) -> Any:
         torch = self._torch
         if isinstance(value, torch.Tensor):
             if value.dim() and value.shape[0] == self.rows:
@@ -110,16 +110,16 @@ class _Call:
         raise _Unasked(f"its call has an argument of type {type(value).__name__}")
 
     def run(self, arguments: Any = None, context: Untouched | None = None) -> list[Any]:
-        """Return the tensors of floats that the model gives, logits first."""
+        """Repeat the call; return the floating-point tensors of the output, logits first."""
         arguments = arguments or self.arguments
-        args = [one for at, one in arguments.items() if isinstance(at, int)]
-        kwargs = {at: one for at, one in arguments.items() if isinstance(at, str)}
+        args = [argument for key, argument in arguments.items() if isinstance(key, int)]
+        kwargs = {key: argument for key, argument in arguments.items() if isinstance(key, str)}
         with (
             context or Untouched(self._torch, self.model),
             self._torch.autocast(**self._autocast, cache_enabled=False),
         ):
-            found = tensors_in(self._torch, _parts(self.model(*args, **kwargs)))
-            return [one for one in found if one.is_floating_point()]
+            outputs = tensors_in(self._torch, _parts(self.model(*args, **kwargs)))
+            return [output for output in outputs if output.is_floating_point()]
 
     @property
     def model(self) -> Any:
@@ -134,17 +134,17 @@ class _Call:
         return list(zip(self.model.modules(), self._modes, strict=True))
 
     def limits(self, output: Any) -> tuple[float, float]:
-        """Return the largest change of an output that is rounding, and the largest that may be."""
+        """Return the largest change of an output that is rounding, and the largest that may still be rounding."""
         scale = _largest(output)
         return self._limits[0] * scale, self._limits[1] * scale
 
     def has_rows_of(self, data: Rows) -> bool:
-        """Return whether the rows of the call are those of the data: time may be its first dimension, and as long."""
+        """Return whether the call's first dimension is the rows of the data: it may be time, with the same length."""
         if data.number != self.rows or not self._is_square or data.first is None:
             return data.number == self.rows
         row = next(iter(tensors_in(self._torch, self.arguments)))[0]
-        parts = (data.first[: len(row)], data.first[len(data.first) - len(row) :])
-        return any(one.shape == row.shape and bool((one.to(row) == row).all()) for one in parts)
+        ends = (data.first[: len(row)], data.first[len(data.first) - len(row) :])
+        return any(end.shape == row.shape and bool((end.to(row) == row).all()) for end in ends)
 
     def swapped(self) -> Any:
         return self._with(lambda rows: rows.flip(0))
@@ -154,33 +154,37 @@ class _Call:
         return self._with(lambda rows: rows[[0, 0]])
 
     def _with(self, change: Callable[[Any], Any]) -> Any:
-        def of(value: Any) -> Any:
+        def changed(value: Any) -> Any:
             is_rows = isinstance(value, self._torch.Tensor) and value.shape[:1] == (2,)
             return change(value) if is_rows else value
 
-        return _mapped(self.arguments, of)
+        return _mapped(self.arguments, changed)
 
-    def tokens(self, like: Any = None) -> tuple[int | str, Any] | None:
-        """Return where the call has rows of tokens, and these: those of `like` where there are several. None where it
-        has none."""
+    def tokens(self, loss_tokens_BT: Any = None) -> tuple[int | str, Any] | None:
+        """Return the name or place of the argument with rows of tokens, and the tokens; of several such arguments, the
+        one equal to `loss_tokens_BT`. None if there is none."""
         torch = self._torch
-        named = ("input_ids", self.arguments.get("input_ids"))
-        found = {
-            at: one
-            for at, one in [named, *self.arguments.items()]
-            if isinstance(one, torch.Tensor)
-            and one.dim() == 2
-            and one.shape[1] > 2
-            and one.dtype in (torch.int64, torch.int32)
+        by_name = ("input_ids", self.arguments.get("input_ids"))
+        tokens = {
+            key: argument
+            for key, argument in [by_name, *self.arguments.items()]
+            if isinstance(argument, torch.Tensor)
+            and argument.dim() == 2
+            and argument.shape[1] > 2
+            and argument.dtype in (torch.int64, torch.int32)
         }
-        if like is not None:
-            equal = {at: one for at, one in found.items() if torch.equal(one, like[: len(one)])}
-            found = equal or (found if len(found) == 1 else {})
-        return next(iter(found.items()), None)
+        if loss_tokens_BT is not None:
+            equal = {
+                key: argument
+                for key, argument in tokens.items()
+                if torch.equal(argument, loss_tokens_BT[: len(argument)])
+            }
+            tokens = equal or (tokens if len(tokens) == 1 else {})
+        return next(iter(tokens.items()), None)
 
     def padding(self, tokens_BT: Any) -> Any:
-        """Return which tokens are padding, (B, T), by a mask among the arguments: its name tells what it marks, or the
-        one token under one of its values, at the ends of rows."""
+        """Return which tokens are padding, (B, T), by a mask among the arguments. A mask is recognised by its name, or
+        because one of its values covers a single token id, in one run at one end of each row."""
         torch = self._torch
         for name, marks in _MASKS.items():
             if _is_like(mask := self.arguments.get(name), tokens_BT):
@@ -202,27 +206,31 @@ class _Call:
         return torch.zeros_like(tokens_BT, dtype=torch.bool)
 
     def positions(self, tokens_BT: Any) -> Any:
-        """Return the positions of the tokens in their documents, (B, T): by name, or what counts from 0 again and again
-        in documents of different lengths. None where there are none."""
-        named = self.arguments.get("position_ids")
-        if _is_like(named, tokens_BT):
-            return named
-        for one in self.arguments.values():
-            if one is tokens_BT or not _is_like(one, tokens_BT) or one.is_floating_point():
+        """Return the positions of the tokens in their documents, (B, T): the argument of that name, or one that counts
+        up from 0 several times, in documents of different lengths. None if there is none."""
+        by_name = self.arguments.get("position_ids")
+        if _is_like(by_name, tokens_BT):
+            return by_name
+        for argument in self.arguments.values():
+            if (
+                argument is tokens_BT
+                or not _is_like(argument, tokens_BT)
+                or argument.is_floating_point()
+            ):
                 continue
-            begins_BT = one == 0
-            counts_on = one[:, 1:].long() == one[:, :-1].long() + 1
+            begins_BT = argument == 0
+            counts_on = argument[:, 1:].long() == argument[:, :-1].long() + 1
             if not bool(begins_BT[:, 0].all() & (counts_on | begins_BT[:, 1:]).all()):
                 continue
-            # Rows of an image are as long as each other; the last document of a row may be cut.
+            # Equal lengths may be the rows of an image. The last document of a row may be cut, so it does not count.
             lengths = [row.nonzero().flatten().diff() for row in begins_BT]
             if len(self._torch.cat(lengths).unique()) > 1:
-                return one
+                return argument
         return None
 
 
 class Budget:
-    """Time and models that are left for the questions of a process."""
+    """Remaining seconds and number of models for the questions of a process."""
 
     seconds, models = _MAX_SECONDS, _MAX_MODELS
 
@@ -256,12 +264,12 @@ class Questions:
         self._teachers = {}
         for top in [*models, *teachers[:_MAX_TEACHERS]]:
             for module in top.modules():
-                # Any may be called, as the first of a list of models, but one that is a single operation.
+                # The script may call any of them, as the first of a list of models; a single operation is no model.
                 if module is not top and next(module.children(), None) is None:
                     continue
                 hook = module.register_forward_pre_hook(self._called, with_kwargs=True)
                 self._hooks.append(hook)
-                if any(top is one for one in teachers):
+                if any(top is teacher for teacher in teachers):
                     self._teachers[id(module)] = id(top)
                     self._hooks.append(module.register_forward_hook(self._returned))
 
@@ -308,21 +316,23 @@ class Questions:
         except Exception as error:  # noqa: BLE001
             self._why = f"its call could not be kept ({type(error).__name__})"
 
-    def _returned(self, module: Any, _args: Any, given: Any) -> None:
+    def _returned(self, module: Any, _args: Any, output: Any) -> None:
         call = self._calls.get(id(module))
         try:
             if call is not None and call.output is None:
-                tables = (one for one in tensors_in(self._torch, [_parts(given)]) if one.dim() == 3)
+                tables = (
+                    table for table in tensors_in(self._torch, [_parts(output)]) if table.dim() == 3
+                )
                 call.output = next(
-                    one[:1, :_OUTPUTS].detach().clone()
-                    for one in tables
-                    if one.shape[2] * _OUTPUTS <= _MAX_ELEMENTS
+                    table[:1, :_OUTPUTS].detach().clone()
+                    for table in tables
+                    if table.shape[2] * _OUTPUTS <= _MAX_ELEMENTS
                 )
         except Exception:  # noqa: BLE001  an output of another form
             pass
 
     def ask(self, losses: list[Loss | Divergence], data_rows: Rows | None) -> list[Line]:
-        """Return the answers after a step. `data_rows`: those of a data loader, if one gave a batch."""
+        """Return the verdicts after a step. `data_rows`: the rows of the batch, if a data loader gave one."""
         for hook in self._hooks:
             hook.remove()
         calls, why = self._calls, self._why
@@ -336,13 +346,13 @@ class Questions:
         self._has_asked = True
         begin_s, lines = time.monotonic(), []
         cuda = self._torch.cuda
-        # The answers are waited for, also where the script looks for places that wait.
+        # Reading the answers synchronises, which must not trip the script's own search for synchronisations.
         debug = cuda.get_sync_debug_mode() if cuda.is_initialized() else 0
         if debug:
             cuda.set_sync_debug_mode(0)
-        for at, call in calls.items():
+        for model_id, call in calls.items():
             try:
-                if at in self._teachers:
+                if model_id in self._teachers:
                     lines += self._ask_teacher(call, calls, losses)
                 else:
                     lines += self._ask_model(call, losses, data_rows)
@@ -365,20 +375,20 @@ class Questions:
         self, call: _Call, losses: list[Loss | Divergence], data_rows: Rows | None
     ) -> list[Line]:
         torch, name = self._torch, type(call.model).__name__
-        first = Untouched(torch, call.model)
-        base = call.run(context=first)
-        second = Untouched(torch, call.model, seed=1)
-        again = call.run(context=second)
-        self._is_put_back = first.has_changed or second.has_changed
+        context = Untouched(torch, call.model)
+        base = call.run(context=context)
+        other_context = Untouched(torch, call.model, seed=1)
+        repeated = call.run(context=other_context)
+        self._is_put_back = context.has_changed or other_context.has_changed
         if not base:
             raise _Unasked(f"{name} gives no tensor of floats")
         if not _fits(torch, base):
             raise _Unasked(f"two rows of {name} take more memory than the script has had free")
-        if any(not one.isfinite().all() for one in base):
+        if any(not output.isfinite().all() for output in base):
             raise _Unasked(f"{name} gives NaN or infinite outputs")
-        limit = [call.limits(one) for one in base]
-        if _is_apart(torch, base, again, limit):
-            if "dropout" in first.draws:
+        limits = [call.limits(output) for output in base]
+        if _differ(torch, base, repeated, limits):
+            if "dropout" in context.draws:
                 text = f"{name} in eval mode gives other outputs for the same input: dropout is still active"
                 return [("eval_is_random", SUSPICION, text, {})]
             return [("eval_is_random", FACT, f"{name} draws random numbers in eval mode, too", {})]
@@ -387,33 +397,36 @@ class Questions:
         if self._is_put_back:
             return lines
         if call.rows > 1 and data_rows is not None and call.has_rows_of(data_rows):
-            lines += self._swap(call, base, limit, name)
+            lines += self._swap(call, base, limits, name)
         lines += self._ask_decoder(call, base, losses)
         return lines
 
     def _swap(
-        self, call: _Call, base: list[Any], limit: list[tuple[float, float]], name: str
+        self, call: _Call, base: list[Any], limits: list[tuple[float, float]], name: str
     ) -> list[Line]:
         torch = self._torch
-        alone: dict[int, bool] = {}  # whether an output may be of its row alone
-        other = call.run(call.swapped())
-        for at, (one, two) in enumerate(zip(base, other, strict=True)):
-            if not one.dim() or one.shape[0] != 2 or one.shape != two.shape:
+        alone: dict[int, bool] = {}  # for each output, whether it may depend on its own row alone
+        outputs = call.run(call.swapped())
+        for index, (output, swapped_output) in enumerate(zip(base, outputs, strict=True)):
+            if not output.dim() or output.shape[0] != 2 or output.shape != swapped_output.shape:
                 continue
-            swapped = [two.flip(0)]
-            if one.dim() == 2 and not one.shape[1] % 2:
+            candidates = [swapped_output.flip(0)]
+            if output.dim() == 2 and not output.shape[1] % 2:
                 # Similarities of all rows with all, with those of several kinds side by side.
-                columns = torch.arange(one.shape[1], device=one.device)
-                swapped += [two.flip(0)[:, columns ^ 1], two.flip(0).roll(one.shape[1] // 2, 1)]
-            changes = [_distance(torch, one, each) for each in swapped]
-            apart = min(changes)
-            alone[at] = changes[0] <= limit[at][0]
-            if apart > limit[at][1]:
-                text = f"two rows swapped in the input of {name} change its outputs by {apart:.3g}, the swap apart"
-                return [("rows_mixed", SUSPICION, text, {"apart": apart})]
-            if apart > limit[at][0]:
+                columns = torch.arange(output.shape[1], device=output.device)
+                candidates += [
+                    swapped_output.flip(0)[:, columns ^ 1],
+                    swapped_output.flip(0).roll(output.shape[1] // 2, 1),
+                ]
+            changes = [_largest_change(torch, output, candidate) for candidate in candidates]
+            change = min(changes)
+            alone[index] = changes[0] <= limits[index][0]
+            if change > limits[index][1]:
+                text = f"two rows swapped in the input of {name} change its outputs by {change:.3g}, the swap apart"
+                return [("rows_mixed", SUSPICION, text, {"apart": change})]
+            if change > limits[index][0]:
                 return []
-        if not any(one.dim() and one.shape[0] == 2 for one in base):
+        if not any(output.dim() and output.shape[0] == 2 for output in base):
             return []
         return self._repeat(call, base, alone, name) or [
             ("rows_mixed", PASS, "two rows swapped give the same outputs, swapped", {})
@@ -423,29 +436,31 @@ class Questions:
         self, call: _Call, base: list[Any], alone: dict[int, bool], name: str
     ) -> list[Line]:
         """Change the second row: a softmax or a mean over rows treats them alike, and mixes them."""
-        if any(getattr(one, "track_running_stats", True) is False for one in call.model.modules()):
-            return []  # a norm by the statistics of the batch
-        other = call.run(call.repeated())
-        for at, (one, two) in enumerate(zip(base, other, strict=True)):
-            if not alone.get(at) or one.shape != two.shape:
+        if any(
+            getattr(module, "track_running_stats", True) is False for module in call.model.modules()
+        ):
+            return []  # a batch norm without running statistics mixes rows by design
+        outputs = call.run(call.repeated())
+        for index, (output, repeated_output) in enumerate(zip(base, outputs, strict=True)):
+            if not alone.get(index) or output.shape != repeated_output.shape:
                 continue
-            apart = _distance(self._torch, one[:1], two[:1])
-            if apart > max(_MIXED * _largest(one[0]), call.limits(one)[1]):
-                text = f"another second row in the input of {name} changes its outputs for the first, by {apart:.3g}"
-                return [("rows_mixed", SUSPICION, text, {"apart": apart})]
+            change = _largest_change(self._torch, output[:1], repeated_output[:1])
+            if change > max(_MIXED * _largest(output[0]), call.limits(output)[1]):
+                text = f"another second row in the input of {name} changes its outputs for the first, by {change:.3g}"
+                return [("rows_mixed", SUSPICION, text, {"apart": change})]
         return []
 
     def _ask_decoder(
         self, call: _Call, base: list[Any], losses: list[Loss | Divergence]
     ) -> list[Line]:
         torch = self._torch
-        found = call.tokens()
-        if found is None:
+        tokens = call.tokens()
+        if tokens is None:
             return []
-        tokens_BT = found[1]
+        tokens_BT = tokens[1]
         padding_BT = call.padding(tokens_BT)
         lines = self._ask_padding(call, base, tokens_BT, padding_BT)
-        logits_BTV = _of_tokens(base, tokens_BT)
+        logits_BTV = _logits_for(base, tokens_BT)
         if logits_BTV is None:
             return lines
         lines += self._ask_causality(call, logits_BTV, losses)
@@ -459,7 +474,7 @@ class Questions:
         kept_BT = ~is_first_BT & goes_on_BT & ~padding_BT
         if kept_BT.any():
             apart, _, limits = self._change(
-                call, found, logits_BTV, is_first_BT & ~padding_BT, kept_BT
+                call, tokens, logits_BTV, is_first_BT & ~padding_BT, kept_BT
             )
             wrong = (
                 "other tokens in the first document of a packed row change the logits of those after it, by up to "
@@ -475,56 +490,59 @@ class Questions:
         """Change the embeddings of padding: a model may find padding by its id, which stays."""
         torch = self._torch
         # Outputs for tokens, or for rows, as of a classifier.
-        like = [at for at, one in enumerate(base) if one.shape[:2] == tokens_BT.shape]
-        rows = [
-            at
-            for at, one in enumerate(base)
-            if one.shape[:1] == tokens_BT.shape[:1] and one.dim() <= 2
+        of_tokens = [
+            index for index, output in enumerate(base) if output.shape[:2] == tokens_BT.shape
         ]
-        at = next(iter([*like, *rows]), None)
-        if at is None or not padding_BT.any() or padding_BT.all():
+        of_rows = [
+            index
+            for index, output in enumerate(base)
+            if output.shape[:1] == tokens_BT.shape[:1] and output.dim() <= 2
+        ]
+        index = next(iter([*of_tokens, *of_rows]), None)
+        if index is None or not padding_BT.any() or padding_BT.all():
             return []
         changed = []
 
-        def replace(_module: Any, given: Any, made: Any) -> Any:
-            if not (given and _is_like(given[0], tokens_BT) and torch.equal(given[0], tokens_BT)):
+        def replace(_module: Any, inputs: Any, embeddings: Any) -> Any:
+            if not (
+                inputs and _is_like(inputs[0], tokens_BT) and torch.equal(inputs[0], tokens_BT)
+            ):
                 return None
             changed.append(True)
             first_B1 = (~padding_BT).long().argmax(1, keepdim=True)[..., None]
             return torch.where(
-                padding_BT[..., None], made.take_along_dim(first_B1, 1).roll(1, 2), made
+                padding_BT[..., None], embeddings.take_along_dim(first_B1, 1).roll(1, 2), embeddings
             )
 
-        kinds = torch.nn.Embedding
         hooks = [
-            one.register_forward_hook(replace)
-            for one in call.model.modules()
-            if isinstance(one, kinds)
+            module.register_forward_hook(replace)
+            for module in call.model.modules()
+            if isinstance(module, torch.nn.Embedding)
         ]
         try:
-            other = call.run()
+            outputs = call.run()
         finally:
             for hook in hooks:
                 hook.remove()
         if not changed:
             return []
-        apart = _by_position(torch, other[at], base[at])
-        if at in like:
+        apart = _change_by_position(torch, outputs[index], base[index])
+        if index in of_tokens:
             apart = apart[~padding_BT]
-        most = float(apart.max())
-        wrong = f"other embeddings at padded positions change the outputs of the others, by up to {most:.3g}"
+        largest = float(apart.max())
+        wrong = f"other embeddings at padded positions change the outputs of the others, by up to {largest:.3g}"
         right = "other embeddings at padded positions change no other outputs"
-        return _verdict("padding_seen", most, call.limits(base[at]), wrong, right)
+        return _verdict("padding_seen", largest, call.limits(base[index]), wrong, right)
 
     def _ask_causality(
         self, call: _Call, logits_BTV: Any, losses: list[Loss | Divergence]
     ) -> list[Line]:
-        before = [one.tokens_before() for one in losses if isinstance(one, Loss)]
-        like, labelled_BT = next((one for one in before if one is not None), (None, None))
-        found = call.tokens(like)
-        if found is None or found[1].shape != logits_BTV.shape[:2]:
+        pairs = [loss.tokens_before() for loss in losses if isinstance(loss, Loss)]
+        like, labelled_BT = next((pair for pair in pairs if pair is not None), (None, None))
+        tokens = call.tokens(like)
+        if tokens is None or tokens[1].shape != logits_BTV.shape[:2]:
             return []
-        tokens_BT = found[1]
+        tokens_BT = tokens[1]
         length = tokens_BT.shape[1]
         place_T = self._torch.arange(length, device=tokens_BT.device)
         place, kept = length // 2, place_T >= 0
@@ -536,7 +554,7 @@ class Questions:
             place, kept = columns[len(columns) // 2] + 1, labelled_BT
         change_BT = (place_T == place).expand_as(tokens_BT)
         early, later, limits = self._change(
-            call, found, logits_BTV, change_BT, kept & (place_T < place)
+            call, tokens, logits_BTV, change_BT, kept & (place_T < place)
         )
         numbers = {"place": place, "of": length, "early": early, "later": later}
         if early > limits[1] and like is not None:
@@ -553,8 +571,9 @@ class Questions:
     def _change(
         self, call: _Call, tokens: tuple[int | str, Any], logits_BTV: Any, change_BT: Any, kept: Any
     ) -> tuple[float, float, tuple[float, float]]:
-        """Change tokens; return the largest change of logits where they should stay, that elsewhere, and the limits."""
-        at, tokens_BT = tokens
+        """Change tokens; return the largest change of logits at the positions `kept`, where they should stay the same,
+        the largest change elsewhere, and the limits of rounding."""
+        key, tokens_BT = tokens
         other_BT = self._torch.where(change_BT, tokens_BT.roll(1, 1), tokens_BT)
         # Where the token before is the same one, take another of the row.
         same_BT = change_BT & (other_BT == tokens_BT)
@@ -562,14 +581,14 @@ class Questions:
         other_BT = self._torch.where(
             same_BT & (other_BT == tokens_BT), tokens_BT.amin(1, keepdim=True), other_BT
         )
-        found = call.run({**call.arguments, at: other_BT})
-        after = _of_tokens(found, tokens_BT)
+        outputs = call.run({**call.arguments, key: other_BT})
+        changed_BTV = _logits_for(outputs, tokens_BT)
         limits = call.limits(logits_BTV)
-        if after is None:
+        if changed_BTV is None:
             return 0.0, 0.0, limits
-        apart_BT = _by_position(self._torch, after, logits_BTV)
-        kept_BT = kept.expand_as(apart_BT)
-        inside, outside = apart_BT[kept_BT], apart_BT[~kept_BT]
+        change_of_logits_BT = _change_by_position(self._torch, changed_BTV, logits_BTV)
+        kept_BT = kept.expand_as(change_of_logits_BT)
+        inside, outside = change_of_logits_BT[kept_BT], change_of_logits_BT[~kept_BT]
         return (
             float(inside.max()) if inside.numel() else 0.0,
             float(outside.max()) if outside.numel() else 0.0,
@@ -581,20 +600,22 @@ class Questions:
     ) -> list[Line]:
         torch, name = self._torch, type(call.model).__name__
         lines: list[Line] = []
-        divergences = [one for one in losses if isinstance(one, Divergence)]
-        students = [one.tokens() for at, one in calls.items() if at not in self._teachers]
-        own = call.tokens()
-        same = own is not None and any(
-            one is not None and one[1].shape == own[1].shape and torch.equal(one[1], own[1])
-            for one in students
+        divergences = [loss for loss in losses if isinstance(loss, Divergence)]
+        students = [one.tokens() for id_, one in calls.items() if id_ not in self._teachers]
+        teacher_tokens = call.tokens()
+        are_shared = teacher_tokens is not None and any(
+            tokens is not None
+            and tokens[1].shape == teacher_tokens[1].shape
+            and torch.equal(tokens[1], teacher_tokens[1])
+            for tokens in students
         )
-        if divergences and own is not None and same:
-            lines += self._align(divergences[0], call, own[1].shape[1])
+        if divergences and teacher_tokens is not None and are_shared:
+            lines += self._align(divergences[0], call, teacher_tokens[1].shape[1])
         contexts = [Untouched(torch, call.model, call.modes, seed) for seed in (1, 2)]
-        one, two = (call.run(context=context) for context in contexts)
-        if not one or not all(each.isfinite().all() for each in one):
+        outputs, repeated = (call.run(context=context) for context in contexts)
+        if not outputs or not all(output.isfinite().all() for output in outputs):
             return lines
-        if _is_apart(torch, one, two, [call.limits(each) for each in one]):
+        if _differ(torch, outputs, repeated, [call.limits(output) for output in outputs]):
             text = f"{name}, which no optimizer trains, gives other outputs for the same input: it is random"
             return [*lines, ("teacher_mode", SUSPICION, text, {})]
         text = f"{name}, which no optimizer trains, gives the same outputs for the same input"
@@ -603,40 +624,42 @@ class Questions:
     def _align(self, divergence: Divergence, call: _Call, length: int) -> list[Line]:
         """Compare the teacher's probabilities in a loss with the teacher's output for the same tokens."""
         sample_RV, start, rows = divergence.sample(), divergence.start, call.output
-        width, odd = divmod(divergence.positions, call.rows)
-        if start is None or rows is None or odd or not length - 4 < width <= length:
+        width, remainder = divmod(divergence.positions, call.rows)
+        if start is None or rows is None or remainder or not length - 4 < width <= length:
             return []
         ids, known = sample_RV.shape[1], min(rows.shape[1], length)
         cut, place_R = rows.shape[2] - ids, self._torch.arange(min(len(sample_RV), width)) + start
-        wanted = divergence.temperature
+        temperature = divergence.temperature
         pairs: dict[tuple[int, int], tuple[Any, Any]] = {}
         for shift in (-2, -1, 0, 1, 2):
-            for first in sorted({0, cut}) if cut >= 0 else []:
+            for first_id in sorted({0, cut}) if cut >= 0 else []:
                 at_R = place_R + shift
                 kept_R = (at_R >= 0) & (at_R < known)
-                logits_RV = rows[0, at_R[kept_R].to(rows.device)][:, first : first + ids].double()
+                logits_RV = rows[0, at_R[kept_R].to(rows.device)][
+                    :, first_id : first_id + ids
+                ].double()
                 p_RV = sample_RV[: len(kept_R)][kept_R.to(sample_RV.device)].to(rows.device)
                 if len(p_RV):
-                    pairs[shift, first] = logits_RV, p_RV
-        apart = {at: _variation(*pair, wanted) for at, pair in pairs.items()}
-        if not apart:
+                    pairs[shift, first_id] = logits_RV, p_RV
+        distances = {pair_key: _variation(*pair, temperature) for pair_key, pair in pairs.items()}
+        if not distances:
             return []
-        best = min(apart, key=lambda at: apart[at])
-        if apart[best] > _SAME_ROW and divergence.knows_temperature:
-            return _other_temperature(wanted, *pairs[0, 0]) if (0, 0) in pairs else []
-        others = [each for at, each in apart.items() if at != best]
-        if apart[best] > _SAME_ROW or min(others, default=1.0) < apart[best] + _OTHER_ROW:
+        best = min(distances, key=lambda pair_key: distances[pair_key])
+        if distances[best] > _SAME_ROW and divergence.knows_temperature:
+            return _other_temperature(temperature, *pairs[0, 0]) if (0, 0) in pairs else []
+        others = [distance for pair_key, distance in distances.items() if pair_key != best]
+        if distances[best] > _SAME_ROW or min(others, default=1.0) < distances[best] + _OTHER_ROW:
             return []
-        shift, first = best
-        numbers = {"positions": shift, "first_id": first}
+        shift, first_id = best
+        numbers = {"positions": shift, "first_id": first_id}
         if shift:
-            where = f"{abs(shift)} position{'s' * (abs(shift) > 1)} {'after' if shift > 0 else 'before'}"
-            text = f"the teacher's logits are those {where} the student's in the divergence"
+            direction = f"{abs(shift)} position{'s' * (abs(shift) > 1)} {'after' if shift > 0 else 'before'}"
+            text = f"the teacher's logits are those {direction} the student's in the divergence"
             return [("teacher_alignment", SUSPICION, text, numbers)]
-        if first:
+        if first_id:
             text = (
                 f"the teacher's vocabulary of {rows.shape[2]} is cut to the student's {ids} at its beginning: id i of "
-                f"the student meets id i + {first} of the teacher"
+                f"the student meets id i + {first_id} of the teacher"
             )
             return [("teacher_alignment", SUSPICION, text, numbers)]
         text = "positions and ids of the teacher are those of the student"
@@ -652,21 +675,25 @@ def _variation(logits_RV: Any, p_RV: Any, temperature: float) -> float:
     return float(((logits_RV / temperature).softmax(-1) - p_RV).abs().sum(1).mean()) / 2
 
 
-def _other_temperature(wanted: float, logits_RV: Any, p_RV: Any) -> list[Line]:
+def _other_temperature(student_temperature: float, logits_RV: Any, p_RV: Any) -> list[Line]:
     """Return the verdict on a teacher whose probabilities are those of its logits at another temperature: ln p is then
-    a line over the logits, with the slope 1 / T. Below 1 a teacher is sharpened on purpose."""
-    # Of the likely half of the mass: the logarithm of a small 16-bit number has few digits.
+    linear in the logits, with the slope 1 / T. A temperature below 1 sharpens a teacher on purpose."""
+    # Use the two likeliest tokens: the logarithm of a small 16-bit number has few digits.
     two_R2 = p_RV.topk(2).indices
     slope_R = p_RV.gather(1, two_R2).log().diff(dim=1) / logits_RV.gather(1, two_R2).diff(dim=1)
     temperature = 1 / float(slope_R.nan_to_num(0.0, 0.0, 0.0).median() or 1.0)
-    apart, ratio = _variation(logits_RV, p_RV, temperature), temperature / wanted
-    if not (apart <= _SAME_ROW and min(temperature, wanted) > 0.99 and abs(ratio - 1) > _OTHER_ROW):
+    apart, ratio = _variation(logits_RV, p_RV, temperature), temperature / student_temperature
+    if not (
+        apart <= _SAME_ROW
+        and min(temperature, student_temperature) > 0.99
+        and abs(ratio - 1) > _OTHER_ROW
+    ):
         return []
     text = (
         f"the teacher's probabilities in the divergence are at temperature {temperature:.3g}, the student's at "
-        f"{wanted:g}"
+        f"{student_temperature:g}"
     )
-    numbers = {"teacher": temperature, "student": wanted}
+    numbers = {"teacher": temperature, "student": student_temperature}
     return [("divergence_temperature", SUSPICION, text, numbers)]
 
 
@@ -685,73 +712,74 @@ _LIBRARIES = (
 def _verdict(
     id: str, apart: float, limits: tuple[float, float], wrong: str, right: str
 ) -> list[Line]:
-    """Return the verdict on outputs that should stay: a change between the limits is unknown."""
+    """Return the verdict on outputs that should stay the same; none for a change between the limits."""
     if apart > limits[1]:
         return [(id, SUSPICION, wrong, {"apart": apart})]
     return [(id, PASS, right, {})] if apart <= limits[0] else []
 
 
-def _is_apart(
-    torch: Any, one: list[Any], two: list[Any], limits: list[tuple[float, float]]
-) -> bool:
+def _differ(torch: Any, one: list[Any], two: list[Any], limits: list[tuple[float, float]]) -> bool:
     return any(
-        a.shape == b.shape and _distance(torch, a, b) > limit[1]
+        a.shape == b.shape and _largest_change(torch, a, b) > limit[1]
         for a, b, limit in zip(one, two, limits, strict=False)
     )
 
 
 _AT_ONCE = 128
-"""Positions whose outputs are compared at a time: those of a large vocabulary are gigabytes."""
+"""Number of positions compared at a time: the logits of all positions may be gigabytes."""
 
 
-def _distance(torch: Any, one: Any, two: Any) -> float:
+def _largest_change(torch: Any, first: Any, second: Any) -> float:
     """Return the largest difference of two tensors."""
-    return float(_by_position(torch, one, two).max()) if one.numel() else 0.0
+    return float(_change_by_position(torch, first, second).max()) if first.numel() else 0.0
 
 
 def _largest(output: Any) -> float:
     return max(map(abs, map(float, output.aminmax()))) if output.numel() else 0.0
 
 
-def _by_position(torch: Any, one: Any, two: Any) -> Any:
+def _change_by_position(torch: Any, first: Any, second: Any) -> Any:
     """Return the largest difference at each position, (B, T); of outputs without a last dimension, each difference."""
-    if one.dim() < 3:
-        return (one.double() - two.double()).abs()
+    if first.dim() < 3:
+        return (first.double() - second.double()).abs()
     rows = [
         [
             (p.double() - q.double()).abs().amax(-1)
             for p, q in zip(a.split(_AT_ONCE), b.split(_AT_ONCE), strict=True)
         ]
-        for a, b in zip(one, two, strict=True)
+        for a, b in zip(first, second, strict=True)
     ]
-    return torch.stack([torch.cat(one) for one in rows])
+    return torch.stack([torch.cat(first) for first in rows])
 
 
 def _fits(torch: Any, outputs: list[Any]) -> bool:
-    """Return whether two more of these outputs fit into what the script has freed of a GPU's memory."""
-    if not any(one.is_cuda for one in outputs):
+    """Return whether two more copies of these outputs fit below the script's own peak of GPU memory."""
+    if not any(output.is_cuda for output in outputs):
         return True
     free = torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated()
-    return bool(2 * sum(one.numel() * one.element_size() for one in outputs) <= free)
+    return bool(2 * sum(output.numel() * output.element_size() for output in outputs) <= free)
 
 
-def _is_like(one: Any, tokens_BT: Any) -> bool:
-    return bool(getattr(one, "shape", None) == tokens_BT.shape)
+def _is_like(value: Any, tokens_BT: Any) -> bool:
+    return bool(getattr(value, "shape", None) == tokens_BT.shape)
 
 
-def _of_tokens(found: list[Any], tokens_BT: Any) -> Any:
+def _logits_for(found: list[Any], tokens_BT: Any) -> Any:
     """Return the outputs for tokens, (B, T, V); None where there are none."""
-    return next((one for one in found if one.dim() == 3 and one.shape[:2] == tokens_BT.shape), None)
+    return next(
+        (output for output in found if output.dim() == 3 and output.shape[:2] == tokens_BT.shape),
+        None,
+    )
 
 
-def _parts(given: Any) -> Any:
+def _parts(output: Any) -> Any:
     """Return the parts of a model's output, logits first."""
-    if isinstance(given, Mapping):
-        names = sorted(given, key=lambda name: name != "logits")
-        return [_parts(given[name]) for name in names]
-    if hasattr(given, "logits"):
-        return [given.logits]
-    return [_parts(one) for one in given] if isinstance(given, (list, tuple)) else given
+    if isinstance(output, Mapping):
+        names = sorted(output, key=lambda name: name != "logits")
+        return [_parts(output[name]) for name in names]
+    if hasattr(output, "logits"):
+        return [output.logits]
+    return [_parts(one) for one in output] if isinstance(output, (list, tuple)) else output
 
 
 def _mapped(value: Any, change: Callable[[Any], Any]) -> Any:
@@ -763,8 +791,9 @@ def _mapped(value: Any, change: Callable[[Any], Any]) -> Any:
     return change(value)
 
 
-def logits_of(torch: Any, given: Any, tokens_BT: Any) -> Any:
+def logits_of(torch: Any, output: Any, tokens_BT: Any) -> Any:
     """Return the logits in a model's output for tokens, (B, T, V); None where there are none."""
-    return _of_tokens(
-        [one for one in tensors_in(torch, [_parts(given)]) if one.is_floating_point()], tokens_BT
+    return _logits_for(
+        [tensor for tensor in tensors_in(torch, [_parts(output)]) if tensor.is_floating_point()],
+        tokens_BT,
     )

@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-from .data import indices_of, print_of
+from .data import fingerprint_of, indices_of
 from .folders import Position, rank_and_world
 from .modes import Verdicts
 from .parameters import (
@@ -546,7 +546,7 @@ class Ranks:
         """Record a batch, and what the sampler gave for it."""
         if self._position.world < 2 or len(self._batches) >= _MAX_BATCHES:
             return
-        indices, content = indices_of(index), print_of(self._torch, batch)
+        indices, content = indices_of(index), fingerprint_of(self._torch, batch)
         self._latest_batch = [
             "" if indices is None else _digest(repr(indices).encode()),
             "" if content is None else _digest(b"".join(content)),

@@ -1,7 +1,7 @@
 """Measure each training step (time, batches, losses since the previous step) and write its line to the log.
 
 A step ends with the `step()` of the training's first optimizer. With several optimizers, as in a GAN, losses before the
-`step()` of another optimizer belong to that one and are not counted; its time is.
+`step()` of another optimizer belong to that optimizer and are not counted, but its time is.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from .writer import Log
 PHASES = ("data", "forward", "backward", "optimizer", "rest")
 HELD_OUT = "held_out"
 PROMPT, SAMPLE = "prompt", "sample"
-"""Names of texts that a script may log with it."""
+"""Names of texts that a script may log with the held-out loss."""
 _TEXT = 500
 _SAMPLE = 4000
 """Maximum length of a text that the script logs, in characters."""
@@ -57,7 +57,7 @@ class Clock:
     def __init__(self, mark: Callable[[str], None] = lambda phase: None) -> None:
         """`mark` is called with each phase when it ends or is interrupted."""
         self._mark, self.marks = mark, True
-        """Marks: whether `mark` is called."""
+        """`marks`: whether `mark` is called."""
         self.workers_start = False
         """Whether the running `data` phase waits for the workers of a loader to start, which counts as `rest`."""
         self.running: list[str] = []
@@ -77,7 +77,7 @@ class Clock:
         self._optimizer_began = phase == "optimizer"
 
     def leave(self, phase: str) -> None:
-        # A phase that is not running: the process forked inside it, and this is the child.
+        # The phase is not running in a child that was forked inside it.
         running = self.running
         if phase in running:
             self._charge(phase)
@@ -106,16 +106,16 @@ class Clock:
 
     def begin_at(self, mark: tuple[float, dict[str, float]]) -> None:
         """Count the step in progress from `mark` on."""
-        self.begin_s, before = mark
-        self.seconds = {phase: self.seconds[phase] - before[phase] for phase in PHASES}
+        self.begin_s, seconds_before = mark
+        self.seconds = {phase: self.seconds[phase] - seconds_before[phase] for phase in PHASES}
 
     def lap(self) -> tuple[float, dict[str, float]]:
         """End the step at the last boundary of a phase; return its seconds, in all and by phase."""
         assert self.begin_s is not None
-        taken, seconds = self._mark_s - self.begin_s, self.seconds
+        total_s, seconds = self._mark_s - self.begin_s, self.seconds
         self.begin_s = self._mark_s
         self.seconds = dict.fromkeys(PHASES, 0.0)
-        return taken, seconds
+        return total_s, seconds
 
 
 class Batches:
@@ -166,19 +166,23 @@ class Batches:
             fed[-1].steps[len(fed), backwards] += fed[-1].has_stepped
             fed[-1].has_stepped = True
         self._sizes = []
-        rows, tokens = (_sum([size[part] for size in sizes]) for part in (0, 1))
+        rows, tokens = (_sum([size[index] for size in sizes]) for index in (0, 1))
         return rows, tokens, [name for _, _, name in sizes]
 
     def _size(self, batch: Any) -> tuple[int | None, int | None]:
         tensor_type = self._torch.Tensor
-        parts = parts_of(self._torch, batch)
-        first = next((one for one in parts if isinstance(one, tensor_type)), None)
+        values = parts_of(self._torch, batch)
+        first = next((tensor for tensor in values if isinstance(tensor, tensor_type)), None)
         rows = int(first.shape[0]) if first is not None and first.dim() else None
         is_mapping = type(batch) not in (list, tuple, tensor_type) and isinstance(batch, Mapping)
         ids = batch.get("input_ids") if is_mapping else None
-        for one in (ids, first) if is_mapping else (first,):
-            if isinstance(one, tensor_type) and one.dim() == 2 and one.dtype in self._integers:
-                return rows, one.numel()
+        for tensor in (ids, first) if is_mapping else (first,):
+            if (
+                isinstance(tensor, tensor_type)
+                and tensor.dim() == 2
+                and tensor.dtype in self._integers
+            ):
+                return rows, tensor.numel()
         return rows, None
 
 
@@ -249,8 +253,8 @@ class Steps:
         self._places = Places(torch)
         self._work = Work(self._places)
         self._missed = Batch()
-        """Batch that a loader was to hand out when it failed."""
-        self._most = int(os.environ.get(_STEPS) or 0)
+        """Batch that a loader failed to hand out."""
+        self._max_steps = int(os.environ.get(_STEPS) or 0)
         self._slow_by, self._slept_s = float(os.environ.get(_SLOW_BY) or 0.0), 0.0
         self._reset()
 
@@ -276,7 +280,7 @@ class Steps:
     @property
     def are_enough(self) -> bool:
         """Whether the training has done the number of steps after which the process must end."""
-        return 0 < self._most <= self._step
+        return 0 < self._max_steps <= self._step
 
     def _forget_training(self) -> None:
         self.log: Log | None = None
@@ -310,8 +314,8 @@ class Steps:
             self._write_identities()
         self._clock.enter("data")
         has_workers = bool(getattr(iterator, "_num_workers", 0))
-        one = self.identities.passes.of(iterator)
-        has_begun = one is not None and (one.batches > 0 or one.is_again)
+        loader_pass = self.identities.passes.of(iterator)
+        has_begun = loader_pass is not None and (loader_pass.batches > 0 or loader_pass.is_again)
         self._clock.workers_start = has_workers and not has_begun
         return True
 
@@ -326,11 +330,15 @@ class Steps:
         if is_timed:
             self.data_ends()
         if "data" not in self._clock.running:
-            one = self.identities.passes.yielded(iterator)
+            loader_pass = self.identities.passes.yielded(iterator)
             at = getattr(iterator, "_num_yielded", None)
-            name = self._work.batch(iterator, one.index, batch) if self._work.is_on else _NO_BATCH
-            rows = self._batches.fetched(one, at, batch, caller, name)
-            self.identities.batch_fetched(one, batch, rows)
+            name = (
+                self._work.batch(iterator, loader_pass.index, batch)
+                if self._work.is_on
+                else _NO_BATCH
+            )
+            rows = self._batches.fetched(loader_pass, at, batch, caller, name)
+            self.identities.batch_fetched(loader_pass, batch, rows)
 
     def samples_asked_for(self, index: Any, iterator: Any) -> None:
         """Record what the sampler of a loader gave."""
@@ -339,13 +347,13 @@ class Steps:
         self.identities.samples_asked_for(iterator, index)
 
     def no_batch(self, iterator: Any, error: BaseException) -> None:
-        one = self.identities.passes.of(iterator)
-        self._batches.asked_for(one)
+        loader_pass = self.identities.passes.of(iterator)
+        self._batches.asked_for(loader_pass)
         if isinstance(error, StopIteration):
             self.identities.no_batch(iterator)
             self._write_identities()
-        elif one is not None and one.feeds and self._work.is_on:
-            self._missed = self._work.batch(iterator, one.next_index(), fetched=False)
+        elif loader_pass is not None and loader_pass.feeds and self._work.is_on:
+            self._missed = self._work.batch(iterator, loader_pass.next_index(), fetched=False)
 
     # Backward.
 
@@ -424,9 +432,9 @@ class Steps:
         if not self.identities.rests:
             self.identities.clipped(None if isinstance(max_norm, self._torch.Tensor) else max_norm)
 
-    def planned(self, left: int | None) -> None:
+    def planned(self, steps_left: int | None) -> None:
         """Record how many steps are left by a framework's own plan; None where it has none."""
-        self._plan.planned(self._step, left)
+        self._plan.planned(self._step, steps_left)
 
     # Optimizer.
 
@@ -507,21 +515,25 @@ class Steps:
 
     def logged(self, values: Mapping[str, Any]) -> None:
         """Record the script's own values at the last completed step; before the first, they wait for the log."""
-        kept = Values()
+        values_on_gpu = Values()
         texts = {
             name: value[:_SAMPLE]
             for name, value in values.items()
             if name in (PROMPT, SAMPLE) and isinstance(value, str)
         }
         numbers = {
-            name: self._number(value, kept) for name, value in values.items() if name not in texts
+            name: self._number(value, values_on_gpu)
+            for name, value in values.items()
+            if name not in texts
         }
         if HELD_OUT in numbers or SAMPLE in texts:
             loss = numbers.pop(HELD_OUT, None)
             held_out = {"step": self._step, "subject": "student", "loss": loss}
-            self._queue(kept, "eval", {**held_out, "labelled": None, "eval_s": None, **texts})
+            self._queue(
+                values_on_gpu, "eval", {**held_out, "labelled": None, "eval_s": None, **texts}
+            )
         if numbers:
-            self._queue(kept, "logged", {"step": self._step, "values": numbers})
+            self._queue(values_on_gpu, "logged", {"step": self._step, "values": numbers})
         self._write_ready()
 
     def noted(self, level: str, text: str) -> None:
@@ -531,16 +543,16 @@ class Steps:
         self._queue(Values(), kind, fields)
         self._write_ready()
 
-    def _queue(self, kept: Values, kind: str, fields: dict[str, Any]) -> None:
+    def _queue(self, values_on_gpu: Values, kind: str, fields: dict[str, Any]) -> None:
         if self.log is not None:
-            self._waiting.append(Entry(kept, self.log, kind, fields))
+            self._waiting.append(Entry(values_on_gpu, self.log, kind, fields))
         elif len(self._early) < _EARLY and not self._position.rank:
-            self._early.append((kept, kind, fields))
+            self._early.append((values_on_gpu, kind, fields))
 
-    def _number(self, value: Any, kept: Values) -> float | PendingValue | None:
+    def _number(self, value: Any, values_on_gpu: Values) -> float | PendingValue | None:
         torch = self._torch
         if isinstance(value, torch.Tensor) and value.is_floating_point():
-            return None if self._rank else self._reader.keep(value, kept)
+            return None if self._rank else self._reader.keep(value, values_on_gpu)
         try:
             # Reading an integer tensor on a GPU would synchronise.
             on_gpu = isinstance(value, torch.Tensor) and not value.is_cpu
@@ -601,7 +613,7 @@ class Steps:
             # On a GPU, replaced by the device clock's seconds: the host's only measure launching.
             "phases": phases,
             "backwards": self._backwards,
-            **self._parts(optimizer),
+            **self._optional_fields(optimizer),
             **self._batches.place,
         }
         self._waiting.append(Entry(self._values, log, "step", step, None if on_host else lap))
@@ -610,11 +622,11 @@ class Steps:
             work = self._work.done(batches)
             self._waiting.append(Entry(Values(), log, "worked", {"step": self._step, **work}))
         self._values = Values()
-        # A fast step of many has compiled nothing.
+        # Steps that are only counted are too fast to have compiled anything.
         if not (self.identities.is_fast and self.identities.rests):
             for compiled in self._compiles.since_last(self._step):
                 log.write("compile", **compiled)
-        self._memory.record(folder, self._step, device, now=self.are_enough)
+        self._memory.record(folder, self._step, device, at_once=self.are_enough)
         self._write_ready()
 
     def _write_identities(self) -> None:
@@ -636,20 +648,20 @@ class Steps:
         ranks = self.identities.ranks
         self._queue_verdicts(ranks.training_ends(self._folder, self._rank, self._world, at_exit))
 
-    def _parts(self, optimizer: Any) -> dict[str, Any]:
+    def _optional_fields(self, optimizer: Any) -> dict[str, Any]:
         """Return the planned steps if they are known, each loss where there are several, and each group's learning
         rate where they differ."""
-        parts: dict[str, Any] = {}
+        fields: dict[str, Any] = {}
         if self._plan.total_steps is not None:
-            parts["total_steps"] = self._plan.total_steps
+            fields["total_steps"] = self._plan.total_steps
         if 1 < len(self._losses) <= _PARTS:
-            parts["losses"] = list(self._losses)
+            fields["losses"] = list(self._losses)
         groups = optimizer.param_groups
         if 1 < len(groups) <= _PARTS:
             rates = [_plain(group.get("lr")) for group in groups]
             if any(rate != rates[0] for rate in rates):
-                parts["rates"] = rates
-        return parts
+                fields["rates"] = rates
+        return fields
 
     def _open(self, folder: str, optimizer: Any, device: Any) -> Log:
         if self.log is not None:
@@ -664,7 +676,9 @@ class Steps:
             device=str(device),
             rank=self._rank,
             world=self._world,
-            parameters=sum(one.numel() for one in held_by(optimizer) if one.requires_grad),
+            parameters=sum(
+                parameter.numel() for parameter in held_by(optimizer) if parameter.requires_grad
+            ),
             optimizer=type(optimizer).__name__,
             groups=[_about_group(group) for group in optimizer.param_groups[:_PARTS]],
             **self._places.of_step(optimizer),
@@ -675,10 +689,10 @@ class Steps:
         self._early = []
         return self.log
 
-    def _write_ready(self, *, now: bool = False) -> None:
+    def _write_ready(self, *, at_once: bool = False) -> None:
         """Write the lines whose values are known, in order. `now`: copy values of a GPU to the host at once."""
         if self._reader.has_streams:
-            self._reader.read((entry.values for entry in self._waiting), at_once=now)
+            self._reader.read((entry.values for entry in self._waiting), at_once=at_once)
         while self._waiting and not self._waiting[0].values.pending:
             lap = self._waiting[0].lap
             if lap is not None and not self._device_clock.has_passed(lap):
@@ -714,7 +728,7 @@ class Steps:
                 self._queue_verdicts(self.identities.end())
             deadline = time.monotonic() + EXIT_WAIT_S
             while self._waiting and time.monotonic() < deadline:
-                self._write_ready(now=True)
+                self._write_ready(at_once=True)
                 if self._waiting:
                     time.sleep(0.001)
         finally:
@@ -807,10 +821,10 @@ def how_it_ended(error: BaseException | None) -> dict[str, Any]:
     """Return the `script_ended` fields: "returned", or the exception and the line that raised it."""
     if error is None:
         return {"how": "returned"}
-    trace, where = getattr(error, "__traceback__", None), ""
+    trace, line = getattr(error, "__traceback__", None), ""
     while trace is not None:
         code = trace.tb_frame.f_code
-        where = f"{code.co_filename}:{trace.tb_lineno} in {code.co_name}"
+        line = f"{code.co_filename}:{trace.tb_lineno} in {code.co_name}"
         trace = trace.tb_next
     kind = type(error)
     name = (
@@ -819,4 +833,4 @@ def how_it_ended(error: BaseException | None) -> dict[str, Any]:
         else f"{kind.__module__}.{kind.__qualname__}"
     )
     message = str(error)[:_TEXT].partition("\n")[0]
-    return {"how": "raised", "exception": name, "message": message, "where": where}
+    return {"how": "raised", "exception": name, "message": message, "where": line}

@@ -1,9 +1,9 @@
 """Check that a label weighs the same in every batch whose gradients a step sums, or averages over ranks.
 
-Its weight is the derivative of the step's objective by the label's negative log-likelihood. Autograd hands that to the
-node of the likelihoods, whatever library divides or multiplies the loss; a hook keeps it during the backward passes of
-sampled steps. Not judged are class weights, losses that weigh labels differently within a batch, and backward passes
-of different losses.
+Its weight is the derivative of the step's objective by the label's negative log-likelihood. Autograd passes that
+derivative to the node of the log-likelihoods, whatever library divides or multiplies the loss; a hook keeps it during
+the backward passes of sampled steps. Class weights, losses that weigh labels differently within a batch, and backward
+passes of different losses are not judged.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .values import is_capturing
 _MAX_LOSSES = 16
 """Maximum number of losses of a backward pass, such as chunks of one."""
 _ROUNDING = 0.01
-"""Largest relative difference of two weights that are equal: some units in the last place of 16-bit gradients."""
+"""Largest relative difference of two weights that count as equal: some units in the last place of 16-bit gradients."""
 _APART = 0.1
 """Relative difference of label counts from which unequal weights are reported."""
 _IN_A_ROW = 2
@@ -63,7 +63,7 @@ class _HookedLoss:
 
 
 class Pass:
-    """Losses of one backward pass, hooked unless it becomes part of a graph of kernels or of a compiled one."""
+    """Losses of one backward pass, hooked unless the pass is captured in a CUDA graph or compiled."""
 
     def __init__(self, torch: Any, nodes: list[Any]) -> None:
         compiled = sys.modules.get("torch._dynamo.compiled_autograd")
@@ -71,7 +71,7 @@ class Pass:
         self._torch = torch
         self._hooked_losses: list[_HookedLoss] = []
         self.numbers: Any = None
-        """As of `_Hooked.numbers`, of all losses together; None where the weights are unknown."""
+        """Numbers of all losses together, as `_HookedLoss.numbers` returns them; None where the weights are unknown."""
         self.is_by_row = False
         self.heads: set[int] = set()
         """Ids of the parameters next to the losses."""
@@ -84,37 +84,46 @@ class Pass:
                 return
             self._hooked_losses.append(_HookedLoss(torch, node))
             self.heads.add(_head(node))
-            self.is_by_row |= any(_is_by_row(one) for one in way)
+            self.is_by_row |= any(_is_by_row(other) for other in way)
 
     def drop(self) -> None:
-        for one in self._hooked_losses:
-            one.remove()
+        for loss in self._hooked_losses:
+            loss.remove()
         self._hooked_losses = []
 
     def end(self) -> None:
         """Remove the hooks and compute the numbers."""
-        found = [one.numbers() for one in self._hooked_losses]
+        numbers = [loss.numbers() for loss in self._hooked_losses]
         self.drop()
-        if found and all(one is not None and one.device == found[0].device for one in found):
-            table = self._torch.stack(found)
+        if numbers and all(
+            loss is not None and loss.device == numbers[0].device for loss in numbers
+        ):
+            table = self._torch.stack(numbers)
             lowest, highest = table[:, 0].amin(), table[:, 1].amax()
             self.numbers = self._torch.stack([lowest, highest, *table[:, 2:].sum(0)])
 
 
-def compared(torch: Any, passes: list[Pass], read: list[Any]) -> tuple[Any, bool] | None:
-    """Return before a step the numbers of its backward passes on the device, (passes, 4) as of `_Hooked.numbers`, and
-    whether each surely has a batch of its own; None where they cannot be compared. `read`: the pass over a data loader
-    (`data.Pass`) of each batch since the step before."""
-    numbers = [one.numbers for one in passes]
-    if not passes or any(one is None for one in numbers):
+def numbers_to_compare(
+    torch: Any, passes: list[Pass], batch_passes: list[Any]
+) -> tuple[Any, bool] | None:
+    """Return before a step the numbers of its backward passes on the device, (passes, 4) as of `_HookedLoss.numbers`,
+    and whether each certainly has its own batch; None if they cannot be compared. `batch_passes`: the pass over a data
+    loader (`data.Pass`) of each batch since the previous step."""
+    numbers = [backward_pass.numbers for backward_pass in passes]
+    if not passes or any(backward_pass is None for backward_pass in numbers):
         return None
-    if len({one.device for one in numbers}) > 1 or any(one.is_by_row for one in passes):
+    if len({backward_pass.device for backward_pass in numbers}) > 1 or any(
+        backward_pass.is_by_row for backward_pass in passes
+    ):
         return None
     # Passes of several losses: of other heads, of one batch, or of batches of several loaders.
-    if any(one.heads != passes[0].heads or len(one.heads - {0}) != 1 for one in passes):
+    if any(
+        backward_pass.heads != passes[0].heads or len(backward_pass.heads - {0}) != 1
+        for backward_pass in passes
+    ):
         return None
-    count, batches = len(passes), len(read)
-    if batches and (len(set(read)) > 1 or not count <= batches <= count + 1):
+    count, batches = len(passes), len(batch_passes)
+    if batches and (len(set(batch_passes)) > 1 or not count <= batches <= count + 1):
         return None
     return torch.stack(numbers), batches > 0
 
@@ -151,26 +160,27 @@ class TokenWeights:
         positions = [position for _, _, _, position in passes]
         by_labels = _are_equal([w * n for w, n in zip(weights, counts, strict=True)])
         by_positions = _are_equal([w * n for w, n in zip(weights, positions, strict=True)])
-        extra = 0 if by_labels or by_positions else _more_counted(weights, counts)
+        extra = 0 if by_labels or by_positions else _surplus_labels(weights, counts)
         if not by_labels and not by_positions and not extra:
             return []
-        of = positions if by_positions and not by_labels else counts
-        most, least = of.index(min(of)), of.index(max(of))
-        if of[least] < (1 + _APART) * of[most]:
+        divisors = positions if by_positions and not by_labels else counts
+        heaviest, lightest = divisors.index(min(divisors)), divisors.index(max(divisors))
+        if divisors[lightest] < (1 + _APART) * divisors[heaviest]:
             return []
         self._in_a_row += 1
-        self._heaviest.add(most)
+        self._heaviest.add(heaviest)
         # Without a loader, passes in a fixed order may be of several losses.
         if self._in_a_row < _IN_A_ROW or not (is_own or len(self._heaviest) > 1):
             return []
-        times = weights[most] / weights[least]
-        what = "the mean over" if by_labels else "divided by"
+        times = weights[heaviest] / weights[lightest]
+        verb = "the mean over" if by_labels else "divided by"
         kind = "labels" if by_labels else "positions, with a label or without"
         if extra:
             kind = f"labels and {extra} more, as if counted before the shift"
         text = (
-            f"a label of backward pass {most + 1} of step {step} of {optimizer} weighs {times:.3g} times one "
-            f"of pass {least + 1}: each loss is {what} its own {of[most]:.0f} and {of[least]:.0f} {kind}"
+            f"a label of backward pass {heaviest + 1} of step {step} of {optimizer} weighs {times:.3g} times one "
+            f"of pass {lightest + 1}: each loss is {verb} its own {divisors[heaviest]:.0f} and "
+            f"{divisors[lightest]:.0f} {kind}"
         )
         return [("token_weights", SUSPICION, text, {**numbers, "times": times})]
 
@@ -181,14 +191,14 @@ def across_ranks(
     """Return the verdict on a step of replicas whose gradients are averaged: `ranks` has the passes of each, perhaps
     not of all `world`."""
     weights = {rank: _weights(passes) for rank, passes in ranks.items()}
-    counts = {rank: sum(one[2] for one in passes) for rank, passes in ranks.items()}
-    if not all(each and _are_equal(each) for each in weights.values()):
+    counts = {rank: sum(row[2] for row in passes) for rank, passes in ranks.items()}
+    if not all(rank_weights and _are_equal(rank_weights) for rank_weights in weights.values()):
         return []
-    most, least = min(counts, key=counts.__getitem__), max(counts, key=counts.__getitem__)
-    if counts[least] < (1 + _APART) * counts[most]:
+    heaviest, lightest = min(counts, key=counts.__getitem__), max(counts, key=counts.__getitem__)
+    if counts[lightest] < (1 + _APART) * counts[heaviest]:
         return []
-    numbers = {"ranks": len(ranks), "least": counts[most], "most": counts[least]}
-    first = [each[0] for each in weights.values()]
+    numbers = {"ranks": len(ranks), "least": counts[heaviest], "most": counts[lightest]}
+    first = [rank_weights[0] for rank_weights in weights.values()]
     if _are_equal(first):
         labels = sum(counts.values())
         if len(ranks) == world and _are_equal([first[0] * labels, 1.0]):
@@ -202,23 +212,25 @@ def across_ranks(
     if not _are_equal([w * n for w, n in zip(first, counts.values(), strict=True)]):
         return []
     text = (
-        f"a label of rank {most} weighs {counts[least] / counts[most]:.3g} times one of rank {least} in "
-        f"step {step} of {optimizer}: each rank divides by its own {counts[most]:.0f} and {counts[least]:.0f} labels"
+        f"a label of rank {heaviest} weighs {counts[lightest] / counts[heaviest]:.3g} times one of rank {lightest} in "
+        f"step {step} of {optimizer}: each rank divides by its own {counts[heaviest]:.0f} and "
+        f"{counts[lightest]:.0f} labels"
     )
-    # A mean of one batch is commonly averaged over ranks so; who counts the labels of a step means those of all ranks.
-    counted = any(len({one[2] for one in passes}) > 1 for passes in ranks.values())
+    # A mean of one batch is commonly averaged over ranks like this; a script that counts the labels of several batches
+    # for its divisor means those of all ranks.
+    counted = any(len({row[2] for row in passes}) > 1 for passes in ranks.values())
     return [("token_weights", SUSPICION if counted else FACT, text, numbers)]
 
 
-def _more_counted(weights: list[float], counts: list[float]) -> int:
-    """Return the number of labels that each divisor counts too many, if it is one for all passes of which at least
-    three have different counts; 0 where there is none."""
-    (few, heavy), *_, (many, light) = sorted(zip(counts, weights, strict=True))
+def _surplus_labels(weights: list[float], counts: list[float]) -> int:
+    """Return by how many labels each divisor exceeds the count of its pass, if one surplus fits all passes and at least
+    three passes have different counts; else 0."""
+    (fewest, heavy), *_, (most, light) = sorted(zip(counts, weights, strict=True))
     if len(set(counts)) < 3 or heavy == light:
         return 0
-    extra = round((light * many - heavy * few) / (heavy - light))
+    extra = round((light * most - heavy * fewest) / (heavy - light))
     fitted = [w * (n + extra) for w, n in zip(weights, counts, strict=True)]
-    return extra if 0 < extra < many and _are_equal(fitted) else 0
+    return extra if 0 < extra < most and _are_equal(fitted) else 0
 
 
 def _weights(passes: list[list[float]]) -> list[float]:
