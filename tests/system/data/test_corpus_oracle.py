@@ -110,7 +110,7 @@ def every_third_lost(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def first_part_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(conversations, "_joined", lambda parts, where: parts[0]["text"])
+    monkeypatch.setattr(conversations, "_join_parts", lambda parts, where: parts[0]["text"])
 
 
 def label_moved(monkeypatch: pytest.MonkeyPatch) -> None:
