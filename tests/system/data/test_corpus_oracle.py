@@ -121,7 +121,7 @@ def label_moved(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def labels_to_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    exact = chat._labelled
+    exact = chat._label
 
     def all_behind(*arguments: Any) -> Any:
         found = exact(*arguments)
@@ -129,7 +129,7 @@ def labels_to_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
             found.labelled[int(found.labelled.argmax()) :] = True
         return found
 
-    monkeypatch.setattr(chat, "_labelled", all_behind)
+    monkeypatch.setattr(chat, "_label", all_behind)
 
 
 def system_prompts_lost(monkeypatch: pytest.MonkeyPatch) -> None:
