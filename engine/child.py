@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 
 PYTHONPATH = "PYTHONPATH"
 ASIDE = "APR_WORKBENCH_PYTHONPATH"
-"""Variable with the PYTHONPATH of the user in the environment of a child: `=` and its value; empty for none."""
+"""Environment variable of a child that holds the user's PYTHONPATH: `=` and its value; empty for none."""
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 """The folder that this package is imported from."""
 TRACEBACKS = ("-X", "faulthandler", "-u")
-"""Options of Python for a process whose last words must not be lost: unbuffered, with the stacks of a crash."""
+"""Options of Python for a process whose last output must not be lost: unbuffered, with the stacks of a crash."""
 _CUSTOMIZE = ("sitecustomize.py", "sitecustomize", "usercustomize.py", "usercustomize")
 _STDLIB = os.path.dirname(os.__file__)
 _STDLIB_NAMES = (f"python{sys.version_info[0]}{sys.version_info[1]}.zip", "lib-dynload")
@@ -42,24 +42,24 @@ def command(module: str, *arguments: str, options: Iterable[str] = ()) -> list[s
 
 def environment(base: Mapping[str, str] | None = None) -> dict[str, str]:
     """Return `base`, or the environment of this process, for a child that is started by `command`."""
-    made = dict(os.environ if base is None else base)
-    users = made.pop(PYTHONPATH, None)
-    made[ASIDE] = "" if users is None else f"={users}"
+    variables = dict(os.environ if base is None else base)
+    user_path = variables.pop(PYTHONPATH, None)
+    variables[ASIDE] = "" if user_path is None else f"={user_path}"
     if not _is_in(_site_folders()):
         # A checkout, or a folder of `pip install --target`: Python finds the package in no other way.
-        made[PYTHONPATH] = ROOT
-    return made
+        variables[PYTHONPATH] = ROOT
+    return variables
 
 
 def begin() -> None:
     """Order what a process that was started in `environment()` imports; nothing happens in any other."""
-    users = os.environ.pop(ASIDE, None)
-    if users is None:
+    user_path = os.environ.pop(ASIDE, None)
+    if user_path is None:
         return
     os.environ.pop(PYTHONPATH, None)
-    if users:
-        os.environ[PYTHONPATH] = users[1:]
-    _order(users[1:].split(os.pathsep) if users[1:] else ())
+    if user_path:
+        os.environ[PYTHONPATH] = user_path[1:]
+    _order(user_path[1:].split(os.pathsep) if user_path[1:] else ())
 
 
 def ours_first() -> None:
@@ -71,8 +71,8 @@ def ours_first() -> None:
 
 
 def cover_torch(environ: MutableMapping[str, str]) -> None:
-    """Have the Python processes that torch starts (workers of its compiler) import what this one imports, and run no
-    `sitecustomize` of the user's. What is left out is in Python's own path, or has nothing of torch."""
+    """Make the Python processes that torch starts (workers of its compiler) import what this one imports, and run no
+    `sitecustomize` of the user's. Folders with a `sitecustomize` and without torch are left out."""
     environ["PYTHONSAFEPATH"] = "1"
     kept = (entry for entry in sys.path if _has(entry, "torch") or not _has(entry, *_CUSTOMIZE))
     environ.setdefault("TORCH_CUSTOM_PYTHONPATH", os.pathsep.join(kept))
@@ -83,7 +83,7 @@ def _has(folder: str, *names: str) -> bool:
 
 
 def path() -> list[str]:
-    """Return `sys.path` of this process, which may be a user's, with our folders first."""
+    """Return `sys.path` of this process, which may be a user's, with the engine's folders first."""
     return _ordered(())
 
 

@@ -4,7 +4,7 @@
         return run_command("engine tail", lambda: tail(arguments))
 
 An `EngineError` says what was expected and found, and has its exit code. A file that the operating system
-refuses is bad input. Anything else is a bug of ours: exit 70, one line, and a report with the traceback in a
+refuses is bad input. Anything else is a bug of the engine: exit 70, one line, and a report with the traceback in a
 separate file that can be sent to the maintainers. `debug` shows the traceback instead.
 
 The report holds the command line, versions and the traceback, without secrets and bounded in size; the newest
@@ -40,17 +40,18 @@ from engine.terminal import clipped, printable, say
 from engine.version import VERSION, has_engine
 
 KEPT = 20
+"""Number of reports that are kept."""
 REPORT_CHARACTERS = 64_000
-SAID_CHARACTERS = 300
-_OF_A_FILE = frozenset(
+MESSAGE_CHARACTERS = 300
+_FILE_ERRORS = frozenset(
     {
         *(errno.ENOENT, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EISDIR, errno.ELOOP),
         *(errno.ENAMETOOLONG, errno.ENXIO, errno.ENODEV, errno.ESTALE, errno.EIO),
         *(errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.ETXTBSY),
     }
 )
-"""System errors that concern a file and not our code."""
-_OF_THE_ENGINE = frozenset({"engine", "torch", "safetensors", "tokenizers"})
+"""System errors that concern a file, not the code of the engine."""
+_ENGINE_PACKAGES = frozenset({"engine", "torch", "safetensors", "tokenizers"})
 
 
 def run_command(name: str, command: Callable[[], int], *, debug: bool = False) -> int:
@@ -90,7 +91,7 @@ def explain(name: str, error: Exception) -> int:
 
 
 def as_engine_error(error: BaseException) -> EngineError | None:
-    """Convert an error to the EngineError the user should see; None where it is a bug of ours."""
+    """Convert an error to the EngineError the user should see; None if it is a bug of the engine."""
     if isinstance(error, EngineError):
         return error
     if is_memory_error(error):
@@ -99,11 +100,11 @@ def as_engine_error(error: BaseException) -> EngineError | None:
         )
     if isinstance(error, ModuleNotFoundError) and error.name:
         package = error.name.partition(".")[0]
-        if package in _OF_THE_ENGINE and not has_engine():
+        if package in _ENGINE_PACKAGES and not has_engine():
             return missing_engine()
         if package in ("engine", "workbench"):
             return missing_module(error.name)
-    if not isinstance(error, OSError) or error.errno not in _OF_A_FILE:
+    if not isinstance(error, OSError) or error.errno not in _FILE_ERRORS:
         return None
     if error.errno in NO_ROOM:
         where = "one that was being written" if error.filename is None else error.filename
@@ -148,8 +149,8 @@ def trace_of(error: BaseException) -> str:
     try:
         # The innermost frames are the most informative.
         text = "".join(traceback.format_exception(error, limit=-100))
-    except Exception as second:  # noqa: BLE001 - an error whose own text cannot be made
-        text = f"{type(error).__name__}, whose text raises {type(second).__name__}"
+    except Exception as text_error:  # noqa: BLE001 - an error whose own text cannot be made
+        text = f"{type(error).__name__}, whose text raises {type(text_error).__name__}"
     if len(text) > REPORT_CHARACTERS:
         half = REPORT_CHARACTERS // 2
         text = f"{text[:half]}\n[... of {len(text):,} characters ...]\n{text[-half:]}"
@@ -159,7 +160,9 @@ def trace_of(error: BaseException) -> str:
 def _report(name: str, error: Exception) -> str:
     from engine.redact import Redactor
 
-    command = Redactor().argv([clipped(one, SAID_CHARACTERS) for one in sys.argv[:100]])[0]
+    command = Redactor().argv(
+        [clipped(argument, MESSAGE_CHARACTERS) for argument in sys.argv[:100]]
+    )[0]
     lines = [
         f"{name}: {type(error).__name__}",
         f"apr-workbench {VERSION}, Python {platform.python_version()}, {platform.platform()}",
@@ -188,4 +191,4 @@ def _one_line(error: Exception) -> str:
     except Exception:  # noqa: BLE001 - the error's own text is broken too
         text = ""
     first = text.strip().split("\n")[0]
-    return f"{type(error).__name__}: {printable(clipped(first, SAID_CHARACTERS))}".rstrip(": ")
+    return f"{type(error).__name__}: {printable(clipped(first, MESSAGE_CHARACTERS))}".rstrip(": ")

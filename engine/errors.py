@@ -12,7 +12,7 @@
     │   └── DiskFull           no disk space for what has to be written
     ├── TrainingFailed     1   the run itself cannot go on: NaN, infinity
     ├── NoAnswer           2   the question could not be answered: a model without finite logits
-    └── InternalError     70   our mistake
+    └── InternalError     70   a bug of the engine
 
 Each message reads "what: where — expected X, found Y", then `hint:` when there is one thing to try.
 The exit code belongs to the class, so a command never chooses one. `assert` is for programmer
@@ -143,6 +143,6 @@ class NoAnswer(EngineError):
 
 
 class InternalError(EngineError):
-    """A broken invariant of our own code."""
+    """A broken invariant of the engine's own code."""
 
     exit_code = 70

@@ -3,8 +3,8 @@
 A path that a user gives may name a FIFO, on which `open` blocks, a device without an end, or a sparse file of
 a terabyte. So a file is checked before it is opened, opened non-blocking, checked again, and read up to its
 limit, whatever its size was reported to be. Files that the kernel makes up (procfs, sysfs and their like) are
-none: they report the size 0, change from read to read, and may block, fail or do something when they are read.
-The engine's own look at /proc and /sys is `engine.machine.kernel_files`.
+refused: they report the size 0, change from read to read, and may block, fail or do something when they are read.
+The engine itself reads /proc and /sys by `engine.machine.kernel_files`.
 
     open_regular(path, "corpus")                       a binary file, to be streamed or mapped
     read_bytes(path, "spec", limits.SPEC_FILE)         all of a small file
@@ -87,7 +87,7 @@ def open_regular(path: Path, what: str, *, error: type[BadInput] = BadInput) -> 
         found = failure.strerror or str(failure)
         raise error.expected(what, path, "a file that can be read", found) from None
     except ValueError as failure:  # a NUL in the path
-        raise error.expected(what, _shown(path), "a path", str(failure)) from None
+        raise error.expected(what, _ascii(path), "a path", str(failure)) from None
 
 
 class NotRegular(OSError):
@@ -181,33 +181,33 @@ def depth_of(value: object) -> int:
     deepest = 0
     waiting = [(value, 1)]
     while waiting:
-        one, depth = waiting.pop()
-        if isinstance(one, dict | list | tuple):
+        item, depth = waiting.pop()
+        if isinstance(item, dict | list | tuple):
             deepest = max(deepest, depth)
-            inner = one.values() if isinstance(one, dict) else one
-            waiting += [(each, depth + 1) for each in inner]
+            inner = item.values() if isinstance(item, dict) else item
+            waiting += [(child, depth + 1) for child in inner]
     return deepest
 
 
 def user_cache(what: str) -> Path:
     """Return a folder of the user's cache, whose content can be recomputed."""
-    return _of_user("XDG_CACHE_HOME", ".cache") / what
+    return _xdg_folder("XDG_CACHE_HOME", ".cache") / what
 
 
 def user_state(what: str) -> Path:
     """Return a folder or file of the user's state: results of earlier runs, which cannot be recomputed."""
-    return _of_user("XDG_STATE_HOME", ".local/state") / what
+    return _xdg_folder("XDG_STATE_HOME", ".local/state") / what
 
 
 def user_config(what: str) -> Path:
     """Return a file of the user's configuration."""
-    return _of_user("XDG_CONFIG_HOME", ".config") / what
+    return _xdg_folder("XDG_CONFIG_HOME", ".config") / what
 
 
-def _of_user(variable: str, usual: str) -> Path:
+def _xdg_folder(variable: str, default: str) -> Path:
     base = Path(os.environ.get(variable, ""))
-    # A relative one is invalid and ignored, as XDG specifies.
-    return (base if base.is_absolute() else Path.home() / usual) / "apr-workbench"
+    # A relative path is invalid and ignored, as XDG specifies.
+    return (base if base.is_absolute() else Path.home() / default) / "apr-workbench"
 
 
 def _refuse_irregular(path: Path, opened: Path | int, found: os.stat_result) -> None:
@@ -216,13 +216,15 @@ def _refuse_irregular(path: Path, opened: Path | int, found: os.stat_result) -> 
         kind = _KINDS.get(stat.S_IFMT(found.st_mode), "something else")
         raise NotRegular(errno.EINVAL, kind, str(path))
     # A file system without a disk of its own has a device number of major 0: these, and tmpfs, overlayfs, NFS.
-    if os.major(found.st_dev) == 0 and (system := _MADE_UP.get(_system_of(opened))) is not None:
+    if (
+        os.major(found.st_dev) == 0
+        and (system := _MADE_UP.get(_file_system_type(opened))) is not None
+    ):
         raise NotRegular(errno.EINVAL, f"a file of {system}, which the kernel makes up", str(path))
 
 
-def _system_of(opened: Path | int) -> int:
-    """The kernel's number for the type of a file's file system; 0 where it is not known. `os.statvfs` leaves it
-    out."""
+def _file_system_type(opened: Path | int) -> int:
+    """Return the kernel's number for the type of a file's file system; 0 if it is not known. `os.statvfs` omits it."""
     if sys.platform != "linux":
         return 0
     answer = ctypes.create_string_buffer(_STATFS_BYTES)
@@ -239,7 +241,7 @@ def _c_library() -> ctypes.CDLL:
     return ctypes.CDLL(None)  # 30 us, on a path that a viewer takes for each poll
 
 
-def _shown(path: Path) -> str:
+def _ascii(path: Path) -> str:
     return ascii(str(path))[1:-1]
 
 

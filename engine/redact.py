@@ -159,7 +159,7 @@ def named_values(text: str) -> Iterator[tuple[int, int, str]]:
 
 
 def _value(text: str, start: int, whole_line: re.Pattern[str] | None) -> tuple[int, int, bool]:
-    """The span of the value that begins at `start`, without what encloses it, and whether something does."""
+    """Return the span of the value that begins at `start`, without what encloses it, and whether something does."""
     if found := _ENCLOSED.match(text, start):
         return *found.span(found.lastgroup or 0), True
     if opened := _OPENED.match(text, start):
@@ -170,7 +170,7 @@ def _value(text: str, start: int, whole_line: re.Pattern[str] | None) -> tuple[i
 
 
 def _closing(text: str, start: int) -> int:
-    """The index after the bracket that closes the one at `start`; 0 when none does."""
+    """Return the index after the bracket that closes the one at `start`; 0 when none does."""
     depth = 0
     for found in _NESTED.finditer(text, start, start + _LONGEST_BLOCK):
         if found[0] == '"':  # the text around the value ends
@@ -310,27 +310,27 @@ class Redactor:
 
     def argv(self, argv: Sequence[str]) -> tuple[tuple[str, ...], dict[str, int]]:
         """Redact a command's arguments; the value after `--token` and the like is removed whatever it is."""
-        out: list[str] = []
+        arguments: list[str] = []
         found: Counter[str] = Counter()
-        for argument, behind in _after_options(argv):
-            if behind:
+        for argument, is_value in _after_options(argv):
+            if is_value:
                 found[_OF_ARGUMENT] += 1
-                out.append(f"[redacted: {_OF_ARGUMENT}]")
+                arguments.append(f"[redacted: {_OF_ARGUMENT}]")
                 continue
             done = self.text(argument)
             found.update(done.found)
-            out.append(done.text)
-        return tuple(out), dict(sorted(found.items()))
+            arguments.append(done.text)
+        return tuple(arguments), dict(sorted(found.items()))
 
 
 def _after_options(argv: Sequence[str]) -> Iterator[tuple[str, bool]]:
     """Yield each argument, and whether it is the value of a secret option before it."""
-    before, behind = "", False
+    before, is_value = "", False
     for argument in argv:
         # A value may begin with a dash; another option begins with two, or is a single letter like `-x`.
         option = re.match(r"--[a-zA-Z]|-[a-zA-Z]$", argument) is not None
-        behind = not behind and _OPTION.match(before) is not None and not option
-        yield argument, behind
+        is_value = not is_value and _OPTION.match(before) is not None and not option
+        yield argument, is_value
         before = argument
 
 

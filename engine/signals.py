@@ -41,6 +41,7 @@ GRACE_S = 0.9
 AGAIN_S = 0.3
 """Seconds from the exit request, or from the second signal, to the next stronger measure."""
 HEARD_S = 0.25
+"""Seconds that a command waits for the guard to list its descendants."""
 ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _REGISTER, _FORGET, _LEAVING = b"+", b"-", b"."
 """Messages from a command to its guard; the first two are followed by a path."""
@@ -72,35 +73,35 @@ class _Guarded:
 def guard_command() -> None:
     """Make the signals in `ENDING` end this process as described above. Call it once, in the main thread, before
     other threads exist. A signal that is already ignored (`nohup`) stays ignored."""
-    taken = [n for n in ENDING if signal.getsignal(n) is not signal.SIG_IGN]
-    if _Guarded.messages is not None or not taken:
+    handled = [n for n in ENDING if signal.getsignal(n) is not signal.SIG_IGN]
+    if _Guarded.messages is not None or not handled:
         return
     wake_read, wake_write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    command_end, guard_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
-        me = os.pidfd_open(os.getpid())
+        command_fd = os.pidfd_open(os.getpid())
         guard = os.fork()
     except OSError:
         # The process limit is reached: only Python's handlers remain.
         guard = -1
     if guard == 0:
         try:
-            _stand_guard(os.getppid(), me, wake_read, theirs)
+            _stand_guard(os.getppid(), command_fd, wake_read, guard_end)
         finally:
             os._exit(0)
-    for number in taken:
+    for number in handled:
         signal.signal(number, _unwind)
         only_once(number)
     os.close(wake_read)
-    theirs.close()
+    guard_end.close()
     if guard < 0:
         os.close(wake_write)
-        ours.close()
+        command_end.close()
         return
-    os.close(me)
-    _Guarded.messages, _Guarded.guard, _Guarded.wake = ours, guard, wake_write
+    os.close(command_fd)
+    _Guarded.messages, _Guarded.guard, _Guarded.wake = command_end, guard, wake_write
     signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
-    threading.Thread(target=_listen, args=(ours,), name="guard", daemon=True).start()
+    threading.Thread(target=_listen, args=(command_end,), name="guard", daemon=True).start()
     os.register_at_fork(after_in_child=_leave_to_parent)
 
 
@@ -271,8 +272,8 @@ def _stand_guard(main: int, main_fd: int, wake: int, messages: socket.socket) ->
     # In its own session neither Ctrl-C nor a closed terminal reaches the guard, and no process waits for its
     # stdout.
     os.setsid()
-    for one in ENDING:
-        signal.signal(one, signal.SIG_IGN)
+    for ending in ENDING:
+        signal.signal(ending, signal.SIG_IGN)
     kept = sorted({main_fd, wake, messages.fileno()})
     for low, high in zip([-1, *kept], [*kept, os.sysconf("SC_OPEN_MAX")], strict=True):
         os.closerange(low + 1, min(high, 1 << 16))

@@ -73,7 +73,7 @@ def aligned(rows: Sequence[Sequence[str]], *, right: Container[int] = ()) -> lis
 
 def put(*texts: object, end: str = "\n", exact: bool = False, flush: bool = False) -> None:
     """Write data to stdout."""
-    text = " ".join(str(one) for one in texts)
+    text = " ".join(str(part) for part in texts)
     if not exact:
         text = printable(text)
     elif _is_terminal(sys.stdout):
@@ -94,7 +94,7 @@ def put_marked(parts: Sequence[tuple[str, bool]]) -> None:
 
 def say(*texts: object, end: str = "\n") -> None:
     """Write a message for a person to stderr, at once."""
-    _write(sys.stderr, printable(" ".join(str(one) for one in texts)) + end, flush=True)
+    _write(sys.stderr, printable(" ".join(str(part) for part in texts)) + end, flush=True)
 
 
 def can_ask() -> bool:

@@ -58,9 +58,9 @@ class Numbers(dict[str, float]):
     def failed(self, reason: str, **more: float) -> Answer:
         return self._answer(Level.FAIL, reason, more)
 
-    def _answer(self, level: Level, reason: str, more: dict[str, float]) -> Answer:
-        known = {**self, **more}
-        return Answer(Verdict(level, reason), {name: float(x) for name, x in known.items()})
+    def _answer(self, level: Level, reason: str, extra: dict[str, float]) -> Answer:
+        numbers = {**self, **extra}
+        return Answer(Verdict(level, reason), {name: float(x) for name, x in numbers.items()})
 
 
 def passed(reason: str, **numbers: float) -> Answer:

@@ -36,6 +36,7 @@ from engine.models.packed import PackedEmbedding
 
 ROW_COUNTS = (1, 8, 64)
 CONTEXT = 512
+"""Tokens of each sequence before the first step."""
 STEPS = 8
 """Decoding steps of a graph arm in one measurement."""
 
@@ -60,7 +61,7 @@ def bench_decode(
     Also returned are `tokens_per_s`, by arm and number of sequences, and `weight_bytes`, the bytes of weights
     that a step reads.
     """
-    found: list[BenchRow] = []
+    measured: list[BenchRow] = []
     tokens_per_s: dict[str, float] = {}
     step_bytes: dict[str, int] = {}
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
@@ -72,12 +73,14 @@ def bench_decode(
         step_bytes[name] = weight_bytes(decoder)
         for rows in row_counts:
             arms = _arms(name, decoder, rows, context, rounds)
-            times = time_arms({arm: each.run for arm, each in arms.items()}, device, rounds=rounds)
+            times = time_arms(
+                {arm: graph_arm.run for arm, graph_arm in arms.items()}, device, rounds=rounds
+            )
             base = times[name].each(arms[name].steps)
-            for arm, each in arms.items():
-                timing = times[arm].each(each.steps)
-                middle = context + each.steps * (rounds + 3) // 2
-                found.append(
+            for arm, graph_arm in arms.items():
+                timing = times[arm].each(graph_arm.steps)
+                middle = context + graph_arm.steps * (rounds + 3) // 2
+                measured.append(
                     BenchRow.of(
                         arm,
                         timing,
@@ -91,11 +94,11 @@ def bench_decode(
                 )
                 tokens_per_s[f"{arm}, {rows}"] = rows / timing.seconds
         del decoder, arms
-    return found, {"tokens_per_s": tokens_per_s, "weight_bytes": step_bytes}
+    return measured, {"tokens_per_s": tokens_per_s, "weight_bytes": step_bytes}
 
 
 def weight_bytes(decoder: Decoder) -> int:
-    """Bytes of everything that a step reads in full: all but an embedding that is not tied to the head."""
+    """Return the bytes of everything that a step reads in full: all but an embedding that is not tied to the head."""
     tied = decoder.head is None
     skipped = {id(decoder.embed)} if not tied else set()
     total, seen = 0, set()
@@ -115,7 +118,7 @@ def _arms(name: str, decoder: Decoder, rows: int, context: int, rounds: int) -> 
     generator = torch.Generator().manual_seed(0)
     prompts = torch.randint(decoder.config.vocab_size, (rows, context), generator=generator)
 
-    def of(graph: bool) -> _Arm:
+    def make_arm(graph: bool) -> _Arm:
         slots = Slots(
             decoder,
             slots=rows,
@@ -136,16 +139,16 @@ def _arms(name: str, decoder: Decoder, rows: int, context: int, rounds: int) -> 
         count = STEPS if graph else 1
         return _Arm(lambda: [slots.step() for _ in range(count)], count)
 
-    arms = {name: of(graph=False)}
+    arms = {name: make_arm(graph=False)}
     if choose_cuda_graph(decoder).choice == "on":
-        arms[f"{name} graph"] = of(graph=True)
+        arms[f"{name} graph"] = make_arm(graph=True)
     return arms
 
 
 def _values(config: ModelConfig) -> int:
-    """Number of weights that each token is multiplied with."""
+    """Return the number of weights that each token is multiplied with."""
     with torch.device("meta"):
         decoder = Decoder(config)
-    linear = [each for each in decoder.modules() if isinstance(each, nn.Linear)]
+    linear = [module for module in decoder.modules() if isinstance(module, nn.Linear)]
     head = 0 if decoder.head is not None else decoder.embed.weight.numel()
-    return sum(each.weight.numel() for each in linear) + head
+    return sum(module.weight.numel() for module in linear) + head

@@ -24,6 +24,7 @@ from engine.quant.reference import dequantize
 from engine.quant.tensor import QuantTensor
 
 STD = 0.02
+"""Standard deviation of the weights."""
 
 
 class RandomWeights(WeightFile):
@@ -76,7 +77,7 @@ class RandomWeights(WeightFile):
 def random_blocks(
     type_: BlockType, shape: tuple[int, ...], generator: torch.Generator
 ) -> QuantTensor:
-    """Random blocks on the generator's device, with values of standard deviation `STD`; in MXFP4,
+    """Make random blocks on the generator's device, with values of standard deviation `STD`; in MXFP4,
     whose scales are powers of two, up to 1.42 times more or less.
     """
     layout = type_.in_blocks
@@ -101,10 +102,10 @@ def random_blocks(
 
 
 def _deviation(type_: BlockType, starts: list[int], sample_NB: Tensor) -> float:
-    """Standard deviation of the values of some blocks whose fp16 scales are set to 1."""
-    one = torch.ones(1, dtype=torch.float16, device=sample_NB.device).view(torch.uint8)
+    """Return the standard deviation of the values of some blocks whose fp16 scales are set to 1."""
+    scale_bytes = torch.ones(1, dtype=torch.float16, device=sample_NB.device).view(torch.uint8)
     if type_.in_blocks.d_bits == 8:
-        one = torch.tensor([128], dtype=torch.uint8, device=sample_NB.device)
+        scale_bytes = torch.tensor([128], dtype=torch.uint8, device=sample_NB.device)
     for start in starts:
-        sample_NB[:, start : start + len(one)] = one
+        sample_NB[:, start : start + len(scale_bytes)] = scale_bytes
     return float(dequantize(sample_NB, type_).std())

@@ -21,7 +21,7 @@ class Timing:
     """(90th percentile - 10th percentile) / median."""
 
     def each(self, count: int) -> Timing:
-        """The timing of one of `count` equal parts."""
+        """Return the timing of one of `count` equal parts."""
         return Timing(self.seconds / count, self.spread)
 
 
@@ -71,11 +71,11 @@ class BenchRow:
         )
 
     def bound_s(self, roof: Rates) -> float:
-        """The time that the bytes and the arithmetic need at least, the larger of both."""
+        """Return the minimum time in seconds: that of the bytes or of the arithmetic, whichever is larger."""
         return max(self.bytes / roof.bytes, self.flop / roof.flops)
 
     def share(self, roof: Rates) -> float:
-        """Fraction of the roofline that was reached, 0 to 1."""
+        """Return the fraction of the roofline that was reached, 0 to 1."""
         return self.bound_s(roof) / self.seconds
 
     def as_dict(self, roof: Rates) -> dict[str, float | int | str | None]:
@@ -92,7 +92,7 @@ HEADER = ("arm", "shape", "M", "us", "+-", "TFLOP/s", "GB/s", "of bound", "ratio
 
 
 def table(rows: list[BenchRow], roof: Rates) -> list[str]:
-    """Aligned lines for people."""
+    """Format the rows as aligned lines."""
     cells = [HEADER] + [
         (
             row.arm,

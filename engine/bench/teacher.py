@@ -2,9 +2,9 @@
 
     arm             weights             between the matmuls
     torch           dense bf16          torch's operations
-    dequantized     the same            our kernels, q|k|v and gate|up joined
-    quantized       quantised blocks    our kernels
-    fp8             fp8                 our kernels
+    dequantized     the same            the engine's kernels, q|k|v and gate|up joined
+    quantized       quantised blocks    the engine's kernels
+    fp8             fp8                 the engine's kernels
 
 All are the same decoder of the same blocks on the same tokens. So the report also shows how far each arm's
 hidden states are from those of the arm `torch`. With random weights that distance says little about a
@@ -65,7 +65,7 @@ SHAPES = {
 
 
 def config_named(name: str) -> ModelConfig:
-    """The configuration of one of `SHAPES`."""
+    """Return the configuration of one of `SHAPES`."""
     common = dict(
         model_type="qwen2",
         max_position_embeddings=32768,
@@ -141,10 +141,10 @@ def bench_teacher(
         peaks[name] = torch.cuda.max_memory_allocated(device) if cuda else None
     del wanted_BTE, gap_BTE
     times = time_arms(arms, device, rounds=rounds)
-    found = []
+    measured = []
     for name in sorted(times):
         sizes = {"quantized": packed_bytes, "fp8": linears}
-        found.append(
+        measured.append(
             BenchRow.of(
                 name,
                 times[name],
@@ -155,7 +155,7 @@ def bench_teacher(
                 base=times[BASE],
             )
         )
-    return found, {
+    return measured, {
         "packed_bytes": packed_bytes,
         "resident_bytes": resident,
         "peak_bytes": peaks,
@@ -171,7 +171,7 @@ def _forward(decoder: Decoder, tokens_BT: Tensor, documents_BT: Tensor) -> Tenso
 
 
 def _fp8_rate(device: torch.device) -> float | None:
-    """Rate of a matmul of two random 8192 x 8192 matrices; None when the GPU has no fp8."""
+    """Measure the FLOP/s of a matmul of two random 8192 x 8192 matrices; None when the GPU has no fp8."""
     if torch.cuda.get_device_capability(device) < (8, 9):
         return None
     side = 8192

@@ -1,18 +1,18 @@
-"""Whether a run that does not show a failure did the work of the run that did, step by step until then (`Worked`).
+"""Whether run B, which does not show a failure, did the work of run A, which does, step by step up to it (`Worked`).
 
-It did not happen counts only where the run did at least what the other one had done:
+B counts as free of the failure only if it did at least what A had done:
 
-    rows        the same ones in each step, by their digests; one may be mended in its place. After a change of data: as
-                many different ones and pieces of them, and each sample that the other one's sampler had asked for
-    judge       it was asked as often: losses and evaluations on the log, calls of the model without gradients on the
-                same rows, verdicts on the identity
+    rows        the same rows in each step, by their digests; a row may be mended in its place. After a change of data:
+                as many different rows and pieces of rows, and each sample that A's sampler had asked for
+    judge       as many results that could show the failure: losses and evaluations on the log, calls of the model
+                without gradients on the same rows, verdicts on the identity
     objective   the loss of the first step, before any update, is the same unless the objective or the model was
-                changed; later ones depend on the rows, and as many parameters are trained
-    step        none was left out: the counters of the script's loops, integers that grow by the same amount with each
-                step, and the number of a batch in its pass over a loader
-    call        the changed line makes the call in which the other one failed, if it made that
-    training    at the same lines, and no identity contradicts it that did not contradict the other one
-    cause       where the script itself had judged a number, by `raise` or `assert`, another one was computed: not the
+                changed; later losses depend on the rows, and as many parameters are trained
+    step        no step was left out: the counters of the script's loops, integers that grow by the same amount with
+                each step, and the number of a batch in its pass over a loader
+    call        the changed line makes the call in which A failed, if A's line made it
+    training    it trains at the same lines, and no identity contradicts it that did not contradict A
+    cause       where the script itself had judged a number, by `raise` or `assert`, B computed another number: not the
                 same one under another limit, nor a multiple of it
 
 Logs of earlier versions have steps and batches alone.
@@ -41,17 +41,17 @@ from engine.log.folder import RunFolder
 from engine.log.observed import LOGS, WRONG, Observed, lines_of, log_of
 
 _STEPS = 64
-"""Number of steps from which the pace of a counter is read."""
-_BEGINS = "0:"
+"""Number of first steps from which the pace of a counter is taken."""
+_FIRST_BATCH = "0:"
 """Beginning of the name of the first batch of a pass."""
 _SAME_LOSS = 0.02
 """Largest relative difference of two losses on the same rows, for another precision or order of sums."""
 _ROUNDING = 1e-4
 """Largest relative difference of two numbers that were computed alike."""
 _PIECES = 0.95
-"""Least share of the other one's different pieces, as rows may be drawn at random."""
+"""Minimum number of different pieces, relative to A's; below 1, as rows may be drawn at random."""
 _POWER = 0.25
-"""Power of a loss's rise that other losses on the same rows, such as its logarithm, have at least."""
+"""Minimum exponent r such that another loss on the same rows, such as a logarithm, rises by (rise of A's loss) ** r."""
 DATA, OBJECTIVE, MODEL = KINDS = ("data", "objective", "model")
 """Kinds of a change that may be registered: what it changes on purpose."""
 
@@ -67,51 +67,51 @@ def work_left_out(
     kind: str = "",
     observed: Observed | None = None,
 ) -> str | None:
-    """Return what run `b` left out of the work of run `a`, in words: empty where it did all of it, None where the logs
-    do not tell. `was` and `now` are the line `key` that was changed for `b`, `kind` is one of KINDS or empty; with
+    """Return what run `b` left out of the work of run `a`, in words: empty if it did all of it, None if the logs do not
+    tell. `was` and `now` are the line `key` that was changed for `b`, `kind` is one of KINDS or empty; with
     `same_rows` steps of the engine must be on the same rows. Raises RunLogError."""
-    mine, its = _Run.read(a), _Run.read(b)
-    for one, other in zip(mine.done, its.done, strict=False) if same_rows else ():
-        if one.rows_digest and other.rows_digest and one.rows_digest != other.rows_digest:
-            return f"step {one.step} of B is on other rows than A's"
-    # The first such loss may be what A fails for, in its last step.
-    broken = next((one.step for one in its.done if _is_broken(one)), None)
-    if broken is not None and not any(map(_is_broken, mine.done[:-1])):
+    run_a, run_b = _Run.read(a), _Run.read(b)
+    for step, step_b in zip(run_a.done, run_b.done, strict=False) if same_rows else ():
+        if step.rows_digest and step_b.rows_digest and step.rows_digest != step_b.rows_digest:
+            return f"step {step.step} of B is on other rows than A's"
+    # In its last step, a loss that is not finite may be the failure of A.
+    broken = next((step.step for step in run_b.done if _is_broken(step)), None)
+    if broken is not None and not any(map(_is_broken, run_a.done[:-1])):
         return f"its loss is not finite from step {broken} on, and A's was until it failed"
-    if not mine.worked or not its.worked:
+    if not run_a.worked or not run_b.worked:
         return None
-    # A may have failed before it came to some of them.
-    places = mine.places
-    elsewhere = {
-        name: its.places.get(name) for name in places if its.places.get(name) != places[name]
+    # A may have failed before it reached some of these lines.
+    places = run_a.places
+    moved = {
+        name: run_b.places.get(name) for name in places if run_b.places.get(name) != places[name]
     }
-    if elsewhere:
-        return f"its training is at other lines: {elsewhere}, and {places} in A"
+    if moved:
+        return f"its training is at other lines: {moved}, and {places} in A"
     assigned = _assigned(now)
     # Another model may draw other random numbers, and so rows of its own.
     makes_model = bool(assigned) and assigned <= {
-        name.rpartition(".")[2] for name in mine.names.values()
+        name.rpartition(".")[2] for name in run_a.names.values()
     }
     kind = kind or (MODEL if makes_model else "")
-    if mine.worked[0].rows is not None and its.worked[0].rows is not None:
-        # One may have been registered for what the other does: each is judged by all that it left out.
+    if run_a.worked[0].rows is not None and run_b.worked[0].rows is not None:
+        # A change may be registered as another kind than it is, so it must pass every rule.
         rules = (
-            _samples(mine, its, is_drawn=makes_model)
+            _missing_samples(run_a, run_b, is_drawn=makes_model)
             if kind in (DATA, MODEL)
-            else _rows(mine, its),
-            _asked(mine, its, observed),
-            _objective(mine, its, kind, observed),
-            _contradicted(mine, its),
-            # A setting that the probe changes is none of the script's limits.
-            () if "." in key and ":" not in key else _uncaused(mine, its, kind),
-            _calls(mine, key, was, now),
+            else _other_rows(run_a, run_b),
+            _judged_less(run_a, run_b, observed),
+            _other_objective(run_a, run_b, kind, observed),
+            _new_contradictions(run_a, run_b),
+            # A setting that the probe changes cannot be a limit in the script.
+            () if "." in key and ":" not in key else _same_computation(run_a, run_b, kind),
+            _missing_calls(run_a, key, was, now),
         )
-        if said := next((one for rule in rules for one in rule), ""):
-            return said
-    found = _counters(mine.worked, its.worked, assigned, assigned - _assigned(was))
-    found += [] if kind == DATA else [_batches(mine.worked, its.worked)]
-    known = [one for one in found if one is not None]
-    return next((one for one in known if one), "") if known else None
+        if text := next((found for rule in rules for found in rule), ""):
+            return text
+    results = _counters(run_a.worked, run_b.worked, assigned, assigned - _assigned(was))
+    results += [] if kind == DATA else [_other_batches(run_a.worked, run_b.worked)]
+    answers = [result for result in results if result is not None]
+    return next((left_out for left_out in answers if left_out), "") if answers else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,106 +122,108 @@ class _Run:
     done: list[StepDone]
     places: Mapping[str, str]
     names: Mapping[str, str]
-    """Lines of the script that train, and names of its objects there; none where it did not come to them."""
+    """Lines of the script that train, and names of its objects there; none if it did not reach them."""
     parameters: int
     judged: list[Judged]
     evaluated: list[Evaluated]
     has_ended: bool
-    """Whether the script came to its own end."""
+    """Whether the script returned by itself."""
 
     @classmethod
     def read(cls, run: RunFolder) -> _Run:
         events = [line.event for log in LOGS for line in lines_of(log_of(run, log))]
-        seen = next((one for one in events if isinstance(one, Watched)), None)
+        watched = next((event for event in events if isinstance(event, Watched)), None)
         return cls(
-            [one for one in events if isinstance(one, Worked)],
-            [one for one in events if isinstance(one, StepDone)],
-            seen.places if seen is not None else {},
-            seen.names if seen is not None else {},
-            seen.parameters if seen is not None else 0,
-            [one for one in events if isinstance(one, Judged)],
-            [one for one in events if isinstance(one, Evaluated)],
-            any(isinstance(one, ScriptEnded) and one.how == "returned" for one in events),
+            [event for event in events if isinstance(event, Worked)],
+            [event for event in events if isinstance(event, StepDone)],
+            watched.places if watched is not None else {},
+            watched.names if watched is not None else {},
+            watched.parameters if watched is not None else 0,
+            [event for event in events if isinstance(event, Judged)],
+            [event for event in events if isinstance(event, Evaluated)],
+            any(isinstance(event, ScriptEnded) and event.how == "returned" for event in events),
         )
 
     @property
     def last(self) -> int:
-        """Number of the step to which it came."""
+        """Number of the last step."""
         return self.worked[-1].step
 
 
 _LISTS = {"rows": "its loader's rows", "called": "the rows that its model is trained on"}
 
 
-def _rows(a: _Run, b: _Run) -> Iterator[str]:
-    """Yield where B is not on A's rows. A row may be mended in its place: it is new, and the last one of the step is
-    A's, which tells it from rows that moved up."""
+def _other_rows(a: _Run, b: _Run) -> Iterator[str]:
+    """Yield where B is not on A's rows. A row may be mended in its place: it is new, and the last row of the step is
+    A's, which distinguishes it from rows that moved up."""
     for name, noun in _LISTS.items():
-        known = {row for one in a.worked for row in getattr(one, name) or ()}
-        taken: set[str] = set()
-        for one, other in zip(a.worked, b.worked, strict=False):
-            mine, its = getattr(one, name) or [], getattr(other, name) or []
-            if one.failed:
-                its = its[: len(mine)]
-            if len(mine) != len(its):
-                counts = f"{noun} are {len(its)} in step {one.step}, and {len(mine)} in A"
+        known = {row for step_a in a.worked for row in getattr(step_a, name) or ()}
+        new_rows: set[str] = set()
+        for step_a, step_b in zip(a.worked, b.worked, strict=False):
+            rows_a, rows_b = getattr(step_a, name) or [], getattr(step_b, name) or []
+            if step_a.failed:
+                rows_b = rows_b[: len(rows_a)]
+            if len(rows_a) != len(rows_b):
+                counts = f"{noun} are {len(rows_b)} in step {step_a.step}, and {len(rows_a)} in A"
                 yield f"{counts}; {_NAME_IT}"
                 break
-            others = [at for at, row in enumerate(mine) if its[at] != row]
-            again = [its[at] for at in others if its[at] in known or its[at] in taken]
-            if again or (others and others[-1] == len(mine) - 1):
-                yield f"{noun} are others than A's in step {one.step}; {_NAME_IT}"
+            changed = [at for at, row in enumerate(rows_a) if rows_b[at] != row]
+            repeated = [
+                rows_b[at] for at in changed if rows_b[at] in known or rows_b[at] in new_rows
+            ]
+            if repeated or (changed and changed[-1] == len(rows_a) - 1):
+                yield f"{noun} are others than A's in step {step_a.step}; {_NAME_IT}"
                 break
-            taken.update(its)
+            new_rows.update(rows_b)
 
 
 _NAME_IT = "a change of data is named so: `data: CHANGE`"
 
 
-def _samples(a: _Run, b: _Run, *, is_drawn: bool) -> Iterator[str]:
-    """Yield what a change of data left out: samples that were not asked for, fewer different rows or pieces of
-    them, or, where they are not drawn at random, other ones by which only a run to its own end would tell."""
-    rows, taken = sum(len(one.called) for one in a.worked), 0
-    for one in b.worked:
-        taken += len(one.called)
-        if taken >= rows:
-            if one.pieces < _PIECES * a.worked[-1].pieces:
-                yield f"its first {taken} rows have {one.pieces} different pieces, A's {a.worked[-1].pieces}"
+def _missing_samples(a: _Run, b: _Run, *, is_drawn: bool) -> Iterator[str]:
+    """Yield what a change of data left out: samples that were not asked for, fewer different rows or pieces of rows. If
+    rows are not drawn at random and most of A's are missing, only a run to the end of the script could tell."""
+    row_count, count = sum(len(step.called) for step in a.worked), 0
+    for step in b.worked:
+        count += len(step.called)
+        if count >= row_count:
+            if step.pieces < _PIECES * a.worked[-1].pieces:
+                yield f"its first {count} rows have {step.pieces} different pieces, A's {a.worked[-1].pieces}"
             break
     for name in ("asked", *_LISTS):
-        mine, its = (
-            {row for one in run.worked for row in getattr(one, name) or ()} for run in (a, b)
+        rows_a, rows_b = (
+            {row for step in run.worked for row in getattr(step, name) or ()} for run in (a, b)
         )
-        missing = len(mine - its)
+        missing = len(rows_a - rows_b)
         if name == "asked":
-            if its and missing:
-                yield f"its sampler did not ask for {missing} of the {len(mine)} samples that A's had (--steps)"
-        elif len(its) < len(mine):
-            yield f"it saw {len(its)} different rows, A {len(mine)} ({name})"
-        elif 2 * missing > len(mine) and not b.has_ended and not is_drawn:
-            yield f"{missing} of A's {len(mine)} rows were not seen: only a run to its own end tells (--steps)"
+            if rows_b and missing:
+                yield f"its sampler did not ask for {missing} of the {len(rows_a)} samples that A's had (--steps)"
+        elif len(rows_b) < len(rows_a):
+            yield f"it saw {len(rows_b)} different rows, A {len(rows_a)} ({name})"
+        elif 2 * missing > len(rows_a) and not b.has_ended and not is_drawn:
+            yield f"{missing} of A's {len(rows_a)} rows were not seen: only a run to its own end tells (--steps)"
 
 
-def _asked(a: _Run, b: _Run, observed: Observed | None) -> Iterator[str]:
-    """Yield what was judged less often than in A."""
-    for one, other in zip(a.done, b.done, strict=False):
-        if one.loss is not None and other.loss is None:
-            yield f"the loss of step {one.step} is not known, and A's is"
+def _judged_less(a: _Run, b: _Run, observed: Observed | None) -> Iterator[str]:
+    """Yield which results were judged less often than in A."""
+    for step_a, step_b in zip(a.done, b.done, strict=False):
+        if step_a.loss is not None and step_b.loss is None:
+            yield f"the loss of step {step_a.step} is not known, and A's is"
             break
-    mine, its = (
-        [one for one in run.evaluated if one.step <= a.last and one.loss is not None]
+    evaluated_a, evaluated_b = (
+        [event for event in run.evaluated if event.step <= a.last and event.loss is not None]
         for run in (a, b)
     )
-    if len(its) < len(mine):
-        yield f"it logged {len(its)} evaluations by step {a.last}, A {len(mine)}"
-    rows, others = (
-        Counter(row for one in run.worked if one.step <= a.last for row in one.evaluated)
+    if len(evaluated_b) < len(evaluated_a):
+        yield f"it logged {len(evaluated_b)} evaluations by step {a.last}, A {len(evaluated_a)}"
+    rows_a, rows_b = (
+        Counter(row for step in run.worked if step.step <= a.last for row in step.evaluated)
         for run in (a, b)
     )
-    missing, more = len(rows.keys() - others.keys()), len(others.keys() - rows.keys())
-    if others.total() < rows.total() or missing > min(more, len(rows) // 2):
+    missing, extra = len(rows_a.keys() - rows_b.keys()), len(rows_b.keys() - rows_a.keys())
+    if rows_b.total() < rows_a.total() or missing > min(extra, len(rows_a) // 2):
         yield (
-            f"it evaluated on {others.total()} rows by step {a.last}, {missing} of A's {rows.total()} not among them"
+            f"it evaluated on {rows_b.total()} rows by step {a.last}, {missing} of A's {rows_a.total()} not among them"
         )
     if observed is not None and observed.kind == IDENTITY:
         counts = [run.worked[-1].judged.get(observed.id, 0) for run in (a, b)]
@@ -229,110 +231,112 @@ def _asked(a: _Run, b: _Run, observed: Observed | None) -> Iterator[str]:
             yield f"{observed.name} was judged {counts[1]} times, and {counts[0]} times in A"
 
 
-def _objective(a: _Run, b: _Run, kind: str, observed: Observed | None) -> Iterator[str]:
-    """Yield why B trains for something else than A, or for nothing. An identity judges the objective itself."""
-    mine, its = ([one.loss for one in run.done if one.step == 1] for run in (a, b))
-    is_asked = kind == "" and observed is not None and observed.kind in ("exit", "alert")
-    for x, y in zip(mine, its, strict=False) if is_asked else ():
-        known = x is not None and y is not None and math.isfinite(x)
-        if known and not math.isclose(x or 0.0, y or 0.0, rel_tol=_SAME_LOSS):
+def _other_objective(a: _Run, b: _Run, kind: str, observed: Observed | None) -> Iterator[str]:
+    """Yield why B trains for another objective than A, or for none. An identity judges the objective itself."""
+    first_a, first_b = ([step.loss for step in run.done if step.step == 1] for run in (a, b))
+    compares = kind == "" and observed is not None and observed.kind in ("exit", "alert")
+    for loss_a, loss_b in zip(first_a, first_b, strict=False) if compares else ():
+        known = loss_a is not None and loss_b is not None and math.isfinite(loss_a)
+        if known and not math.isclose(loss_a or 0.0, loss_b or 0.0, rel_tol=_SAME_LOSS):
             yield (
-                f"its first loss is {y:.6g}, and A's on the same rows {x:.6g}; a change of the objective or the model "
-                "is named so: `objective: CHANGE`, `model: CHANGE`"
+                f"its first loss is {loss_b:.6g}, and A's on the same rows {loss_a:.6g}; a change of the objective or "
+                "the model is named so: `objective: CHANGE`, `model: CHANGE`"
             )
     if kind != MODEL and b.parameters < a.parameters:
         yield f"it trains {b.parameters} parameters, and A {a.parameters}"
-    last = [one for one in b.done if one.step >= a.last] or b.done
-    losses = {one.loss for one in last}
-    if len(last) > 2 and len(losses) == 1 and len({one.loss for one in a.done}) > 1:
+    last = [step for step in b.done if step.step >= a.last] or b.done
+    losses = {step.loss for step in last}
+    if len(last) > 2 and len(losses) == 1 and len({step.loss for step in a.done}) > 1:
         yield f"its loss is {last[0].loss} from step {last[0].step} on, whatever the rows"
 
 
-def _uncaused(a: _Run, b: _Run, kind: str) -> Iterator[str]:
-    """Yield that B computed what A did, up to the scale of its loss, where the script itself judged A."""
+def _same_computation(a: _Run, b: _Run, kind: str) -> Iterator[str]:
+    """Yield that B computed what A did, up to the scale of its loss, if the script itself ended A with an error."""
     end = a.worked[-1]
     is_in_step = bool(end.called or end.rows)
     if not end.raised or a.parameters != b.parameters or not (a.done or is_in_step):
         return
-    for one, other in zip(a.worked, b.worked, strict=False):
+    for step_a, step_b in zip(a.worked, b.worked, strict=False):
         for name in (*_LISTS, "evaluated"):
-            mine, its = getattr(one, name) or [], getattr(other, name) or []
-            if mine != (its[: len(mine)] if one.failed else its):
+            rows_a, rows_b = getattr(step_a, name) or [], getattr(step_b, name) or []
+            if rows_a != (rows_b[: len(rows_a)] if step_a.failed else rows_b):
                 return
-        if not all(map(_is_alike, one.answers, other.answers)):
+        if not all(map(_is_alike, step_a.answers, step_b.answers)):
             return
     at = end.step if is_in_step else end.step - 1
-    losses, others = (
-        {one.step: one.loss for one in run.done if one.loss is not None and one.step <= at}
+    losses_a, losses_b = (
+        {step.step: step.loss for step in run.done if step.loss is not None and step.step <= at}
         for run in (a, b)
     )
-    first, its_first = losses.get(1), others.get(1)
-    scale = its_first / first if first and its_first else 1.0
+    first_a, first_b = losses_a.get(1), losses_b.get(1)
+    scale = first_b / first_a if first_a and first_b else 1.0
     text = "" if _is_alike(scale, 1.0) else "the scale of its loss and "
-    is_same = all(_is_alike(others[n] / scale, losses[n]) for n in losses.keys() & others.keys())
-    if is_in_step and end.held and at in others:
-        is_same = is_same and any(_is_alike(others[at] / scale, one) for one in end.held)
+    is_same = all(
+        _is_alike(losses_b[n] / scale, losses_a[n]) for n in losses_a.keys() & losses_b.keys()
+    )
+    if is_in_step and end.held and at in losses_b:
+        is_same = is_same and any(_is_alike(losses_b[at] / scale, held) for held in end.held)
     if is_same:
         yield f"it computed what A did until step {at}: the change is of {text}what raises, not of the training"
-    elif kind == OBJECTIVE and 1.0 <= _rise(losses, at) ** _POWER <= _rise(others, at):
+    elif kind == OBJECTIVE and 1.0 <= _rise(losses_a, at) ** _POWER <= _rise(losses_b, at):
         yield f"the change is of the scale of its loss, which rises in step {at} too"
 
 
 def _rise(losses: Mapping[int, float], step: int) -> float:
-    """Return how many times as large as any before a loss is; 1 where it is not known."""
+    """Return the ratio of the loss of a step to the largest loss before it; 1 if the loss is not known."""
     before = max((loss for at, loss in losses.items() if at < step), default=0.0)
     return losses.get(step, before) / before if before > 0 else math.inf
 
 
-def _is_alike(one: float, other: float) -> bool:
-    return math.isclose(one, other, rel_tol=_ROUNDING)
+def _is_alike(left: float, right: float) -> bool:
+    return math.isclose(left, right, rel_tol=_ROUNDING)
 
 
-def _contradicted(a: _Run, b: _Run) -> Iterator[str]:
-    """Yield an identity that B breaks, and A did not."""
-    wrong, others = (
+def _new_contradictions(a: _Run, b: _Run) -> Iterator[str]:
+    """Yield each identity that contradicts B and did not contradict A."""
+    wrong_a, wrong_b = (
         {
-            one.id: one
-            for one in run.judged
-            if one.by == IDENTITY and one.level in WRONG and one.step <= a.last
+            judged.id: judged
+            for judged in run.judged
+            if judged.by == IDENTITY and judged.level in WRONG and judged.step <= a.last
         }
         for run in (a, b)
     )
-    for id_ in sorted(others.keys() - wrong.keys()):
-        yield f"{others[id_].text}, and not in A"
+    for id_ in sorted(wrong_b.keys() - wrong_a.keys()):
+        yield f"{wrong_b[id_].text}, and not in A"
 
 
-def _calls(a: _Run, key: str, was: str, now: str) -> Iterator[str]:
-    """Yield a call that led to A's failure, and that the changed line does not make, or only on a condition, or whose
-    name it gives to something else."""
-    before, after = (
-        {name for tree in _parsed(one) for name in _called_always(tree)} for one in (was, now)
+def _missing_calls(a: _Run, key: str, was: str, now: str) -> Iterator[str]:
+    """Yield each call that led to A's failure if the changed line does not make it, makes it only on a condition, or
+    assigns its name."""
+    calls_before, calls_after = (
+        {name for tree in _parsed(text) for name in _calls_always(tree)} for text in (was, now)
     )
-    for place, name in (one.rsplit(" ", 1) for one in a.worked[-1].calls):
-        if place == key and name in before - after:
+    for place, name in (text.rsplit(" ", 1) for text in a.worked[-1].calls):
+        if place == key and name in calls_before - calls_after:
             yield f"its line does not call `{name}`, in which A failed, or not always"
         if name in _assigned(now):
             yield f"it assigns `{name}`, in which A failed"
 
 
-def _called_always(node: ast.AST) -> Iterator[str]:
-    """Yield the names of what code calls whenever it runs; of a condition that is what it asks first."""
+def _calls_always(node: ast.AST) -> Iterator[str]:
+    """Yield the names of what code calls whenever it runs; in a condition, only what is evaluated first."""
     if isinstance(node, ast.Call):
         yield ast.unparse(node.func).rpartition(".")[2]
     first = {ast.BoolOp: "values", ast.IfExp: "test", ast.If: "test"}.get(type(node))
     if first is not None:
-        found = getattr(node, first)
-        yield from _called_always(found[0] if isinstance(found, list) else found)
+        condition = getattr(node, first)
+        yield from _calls_always(condition[0] if isinstance(condition, list) else condition)
     elif not isinstance(node, _LATER):
-        for one in ast.iter_child_nodes(node):
-            yield from _called_always(one)
+        for child in ast.iter_child_nodes(node):
+            yield from _calls_always(child)
 
 
 _LATER = (
     *(ast.Lambda, ast.FunctionDef, ast.ClassDef, ast.ListComp, ast.SetComp, ast.DictComp),
     *(ast.GeneratorExp, ast.For, ast.While, ast.With, ast.Try),
 )
-"""Code that does not run where it is written, or for each of perhaps no items, or whose failure may be caught."""
+"""Code that does not run where it is written, may run for no item, or whose failure may be caught."""
 
 
 def _is_broken(step: StepDone) -> bool:
@@ -340,7 +344,7 @@ def _is_broken(step: StepDone) -> bool:
 
 
 def _parsed(line: str) -> list[ast.Module]:
-    """Return the syntax tree of a line; none where it is no Python."""
+    """Return the syntax tree of a line in a list; an empty one if it is not Python."""
     for text in (line.strip(), f"{line.strip()} pass"):
         with contextlib.suppress(SyntaxError, ValueError, RecursionError):
             return [ast.parse(text)]
@@ -349,105 +353,105 @@ def _parsed(line: str) -> list[ast.Module]:
 
 def _assigned(line: str) -> set[str]:
     """Return the names that a line assigns, defines or imports."""
-    nodes = [one for tree in _parsed(line) for one in ast.walk(tree)]
-    bound = {one.asname or one.name for one in nodes if isinstance(one, ast.alias)}
-    bound |= {one.name for one in nodes if isinstance(one, (ast.FunctionDef, ast.ClassDef))}
+    nodes = [node for tree in _parsed(line) for node in ast.walk(tree)]
+    bound = {node.asname or node.name for node in nodes if isinstance(node, ast.alias)}
+    bound |= {node.name for node in nodes if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
     kinds = (ast.Name, ast.Attribute, ast.Subscript)
-    stored = [one for one in nodes if isinstance(one, kinds) and type(one.ctx) is ast.Store]
+    stored = [node for node in nodes if isinstance(node, kinds) and type(node.ctx) is ast.Store]
     return bound | {
-        ast.unparse(one).rstrip("'\"]").replace("['", ".").rpartition(".")[2] for one in stored
+        ast.unparse(node).rstrip("'\"]").replace("['", ".").rpartition(".")[2] for node in stored
     }
 
 
-def _batches(a: Sequence[Worked], b: Sequence[Worked]) -> str | None:
-    usual = {len(one.batches) for one in a if not one.failed}
-    if not any(one.batches for one in a):
+def _other_batches(a: Sequence[Worked], b: Sequence[Worked]) -> str | None:
+    sizes = {len(step_a.batches) for step_a in a if not step_a.failed}
+    if not any(step_a.batches for step_a in a):
         return None
     first: list[str] = []
-    for one, other in zip(a, b, strict=False):
-        mine, its = one.batches, other.batches
-        if one.failed:
-            # The step was not finished: the other one may have gone on with further batches.
-            if len(usual) == 1 and len(its) > max(usual):
-                return f"step {one.step} of B took {len(its)} batches, each of A's {max(usual)}"
-            count = min(len(mine), len(its))
-            mine, its = mine[:count], its[:count]
-        first = first or [name.partition(":")[2] for name in mine]
-        if len(mine) != len(its) or not all(map(_is_same, mine, its)):
-            if all(names and names[0].startswith(_BEGINS) for names in (mine, its)):
+    for step_a, step_b in zip(a, b, strict=False):
+        batches_a, batches_b = step_a.batches, step_b.batches
+        if step_a.failed:
+            # A did not finish the step: B may have gone on with further batches.
+            if len(sizes) == 1 and len(batches_b) > max(sizes):
+                return f"step {step_a.step} of B took {len(batches_b)} batches, each of A's {max(sizes)}"
+            count = min(len(batches_a), len(batches_b))
+            batches_a, batches_b = batches_a[:count], batches_b[:count]
+        first = first or [name.partition(":")[2] for name in batches_a]
+        if len(batches_a) != len(batches_b) or not all(map(_is_same_batch, batches_a, batches_b)):
+            if all(names and names[0].startswith(_FIRST_BATCH) for names in (batches_a, batches_b)):
                 return None
-            rows = [name.partition(":")[2] for name in its]
+            rows = [name.partition(":")[2] for name in batches_b]
             of_rows = any("." in name for name in rows)
             if of_rows and rows == first[: len(rows)]:
-                return None  # the data from their begin once more
+                return None  # a new pass over the same data
             return (
-                f"step {one.step} of B is on other {'rows' if of_rows else 'batches'} "
-                f"({', '.join(its) or 'none'}) than A's ({', '.join(mine) or 'none'})"
+                f"step {step_a.step} of B is on other {'rows' if of_rows else 'batches'} "
+                f"({', '.join(batches_b) or 'none'}) than A's ({', '.join(batches_a) or 'none'})"
             )
     return ""
 
 
-def _is_same(mine: str, its: str) -> bool:
-    """Whether two batches are of the same samples. Rows that have no sampler may have been mended: then the last one is
-    the same, which tells them from rows that moved up. Of a batch that a loader failed to hand out only the number is
-    known."""
-    (number, _, rows), (other_number, _, others) = mine.partition(":"), its.partition(":")
-    if number != other_number or not rows or not others:
-        return number == other_number
-    return rows.rpartition(".")[2] == others.rpartition(".")[2]
+def _is_same_batch(batch_a: str, batch_b: str) -> bool:
+    """Whether two batches are of the same samples. Rows without a sampler may have been mended: then the last row is
+    the same, which distinguishes them from rows that moved up. If the loader failed to hand out a batch, only its
+    number is known."""
+    (number_a, _, rows_a), (number_b, _, rows_b) = batch_a.partition(":"), batch_b.partition(":")
+    if number_a != number_b or not rows_a or not rows_b:
+        return number_a == number_b
+    return rows_a.rpartition(".")[2] == rows_b.rpartition(".")[2]
 
 
 def _counters(
     a: Sequence[Worked], b: Sequence[Worked], assigned: Container[str], newly: Container[str]
 ) -> list[str | None]:
-    """Compare what counts the steps. `assigned`: the names that the changed line assigns, `newly` those that it
-    did not assign before."""
+    """Compare the variables that count the steps. `assigned` are the names that the changed line assigns, `newly` those
+    that it did not assign before."""
     found: list[str | None] = []
-    for name in sorted({name for one in a for name in one.counters}):
+    for name in sorted({name for step in a for name in step.counters}):
         variable = name.partition(".")[2]
         last = variable.rpartition(".")[2]
-        mine, its = ([one.counters.get(name) for one in run if not one.failed] for run in (a, b))
-        done = [one for one in mine if one is not None]
-        pace = _pace(done)
-        differs = any(one != other for one, other in zip(mine, its, strict=False))
+        values_a, values_b = (
+            [step.counters.get(name) for step in run if not step.failed] for run in (a, b)
+        )
+        known = [value for value in values_a if value is not None]
+        pace = _pace(known)
+        differs = any(x != y for x, y in zip(values_a, values_b, strict=False))
         is_set = last in newly or (last in assigned and differs)
-        if pace and is_set and all(y - x == pace for x, y in pairwise(done)):
+        if pace and is_set and all(y - x == pace for x, y in pairwise(known)):
             found.append(f"it assigns `{variable}`, which counts the steps of A")
         elif name in b[0].counters and last == variable:
-            # Attributes are compared only where the change assigns them: others may count what it mends.
+            # Attributes are compared only if the change assigns them: others may count what it mends.
             found.append(_counter(name, a, b))
     return found
 
 
 def _counter(name: str, a: Sequence[Worked], b: Sequence[Worked]) -> str | None:
-    mine, its = ([one.counters.get(name) for one in run] for run in (a, b))
-    done = [one.counters[name] for one in a if not one.failed and name in one.counters]
-    pace = _pace(its)
-    # It may begin again with each pass over the data.
-    if not pace or any(y - x != pace and y != done[0] for x, y in pairwise(done)):
+    values_a, values_b = ([step.counters.get(name) for step in run] for run in (a, b))
+    finished = [step.counters[name] for step in a if not step.failed and name in step.counters]
+    pace = _pace(values_b)
+    # A counter may begin again with each pass over the data.
+    if not pace or any(y - x != pace and y != finished[0] for x, y in pairwise(finished)):
         return None
-    for event, one, other in zip(a, mine, its, strict=False):
-        if one is None or other is None:
+    for event, value_a, value_b in zip(a, values_a, values_b, strict=False):
+        if value_a is None or value_b is None:
             return None
-        ahead = (other - one) / pace
+        ahead = (value_b - value_a) / pace
         if event.failed:
-            # Since the step before, the loop may have gone on, by a part of a step too, or not yet.
-            gone_on = (one - done[-1]) / pace if done else 1.0
+            # A may have failed before or after its loop counted this step, or counted a part of it.
+            gone_on = (value_a - finished[-1]) / pace if finished else 1.0
             if not 0 <= gone_on <= 1:
                 return ""
             is_same = ahead <= 1 if gone_on == 0 else 0 <= ahead < 1
         else:
             is_same = ahead == 0
         if not is_same:
-            return (
-                f"`{name.partition('.')[2]}` is {other} in step {event.step} of B, and {one} in A's"
-            )
+            return f"`{name.partition('.')[2]}` is {value_b} in step {event.step} of B, and {value_a} in A's"
     return ""
 
 
 def _pace(values: Sequence[int | None]) -> int:
-    """Return by how much a counter grows with most steps; 0 where it is none."""
-    known = [one for one in values[:_STEPS] if one is not None]
+    """Return by how much a counter grows in most steps; 0 if it does not grow steadily."""
+    known = [value for value in values[:_STEPS] if value is not None]
     deltas = Counter(after - before for before, after in pairwise(known))
     if sum(deltas.values()) < 2:
         return 0

@@ -1,4 +1,4 @@
-"""Training scripts that know nothing of the probe, and what a run of them with and without it says."""
+"""Run training scripts that know nothing of the probe, with and without it, and read what they print and log."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def save(*modules):
     saved.append(len(saved))
     torch.save([m.state_dict() for m in modules] + [torch.get_rng_state()], f"weights-{len(saved)}.pt")
 """
-"""What every script begins with; `say` prints what a step's line has to hold. Scripts that are written one behind
-the other are trainings of one process, which imports torch once."""
+"""Beginning of every script; `say` prints what the log's line of a step must hold. Scripts that are concatenated are
+trainings of one process, which imports torch once."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +62,7 @@ class Ran:
 
     @property
     def weights(self) -> dict[str, bytes]:
-        """Each file of weights: each training, and of a script of several ranks each rank, saves its own."""
+        """Bytes of each file of weights: every training saves its own, and so does every rank."""
         return {path.name: path.read_bytes() for path in self.folder.glob("*.pt")}
 
     @property
@@ -76,7 +76,7 @@ class Ran:
 
     @property
     def trainings(self) -> list[list[dict[str, Any]]]:
-        """The log of each training below the command, in the order in which they began."""
+        """Log of each training below the command, in the order in which they began."""
         folders = [path for path in self.folder.glob("run*") if (path / "events.jsonl").exists()]
         folders.sort(key=lambda path: (len(path.name), path.name))
         return [self.lines_of(path.name) for path in folders]
@@ -152,7 +152,7 @@ def run_forked(
 def _run_alone(folder: Path, script: str, *options: str, path: Path | None = None) -> Ran:
     """Run a script without the probe."""
     if options or path not in (None, PROBE) or "cuda" in script:
-        # What Python itself does with them belongs to what is compared; a GPU's driver may not be forked.
+        # Python's own handling of options and paths is compared too; a GPU's driver cannot be forked.
         return end_run(folder, begin_run(folder, script, *options, watched=False, path=path))
     return run_forked(folder, script, watched=False, path=path)
 
@@ -165,8 +165,8 @@ def run_twice(
     asked: str = "",
     forked: bool = False,
 ) -> tuple[Ran, Ran]:
-    """Run a script with and without the probe; both have to succeed and to agree. `forked`: for what does not depend on
-    how the probe comes into a process."""
+    """Run a script with and without the probe; both must succeed and agree. With `forked`, both are forks, for tests
+    that do not depend on how the probe gets into a process."""
     if forked:
         watched = run_forked(folder / "watched", script, watched=True, path=path, asked=asked)
         alone = _run_alone(folder / "alone", script, path=path)
@@ -176,19 +176,19 @@ def run_twice(
         )
         alone = _run_alone(folder / "alone", script, *options, path=path)
         watched = end_run(folder / "watched", begun)
-    _same_with_the_probe(watched, alone)
+    _must_agree_with_probe(watched, alone)
     return watched, alone
 
 
-def _same_with_the_probe(watched: Ran, alone: Ran) -> None:
+def _must_agree_with_probe(watched: Ran, alone: Ran) -> None:
     for ran in (watched, alone):
         assert ran.returncode == 0, ran.stderr
     assert watched.stdout == alone.stdout
-    # The folder, too, is said by Python's warnings.
-    said, wanted = (
+    # Python's warnings name the folder.
+    stderr, expected = (
         without_times(ran.stderr.replace(str(ran.folder), "")) for ran in (watched, alone)
     )
-    assert said == wanted, f"{said}\nalone: {wanted}"
+    assert stderr == expected, f"{stderr}\nalone: {expected}"
     assert watched.weights == alone.weights and alone.weights
     assert not alone.lines
 
@@ -196,7 +196,7 @@ def _same_with_the_probe(watched: Ran, alone: Ran) -> None:
 def watched_once(
     factory: pytest.TempPathFactory, name: str, *arguments: Any, twice: bool = True, **more: Any
 ) -> Ran:
-    """Return the watched one of `run_twice`, which is run once for all workers; where not `twice`, only it is run."""
+    """Return the watched run of `run_twice`, made once for all test workers; without `twice`, only that run is made."""
 
     def make(folder: Path) -> None:
         if twice:
@@ -218,23 +218,23 @@ def without_times(stderr: str) -> str:
     return re.sub(r"\(pid=\d+\)", "(pid)", logged)
 
 
-def agree(ran: Ran, trainings: int = 1, *, of: slice = slice(None)) -> None:
-    """Each step of the log holds what the script said of that step, and there are as many; each of several trainings
-    has a log of its own. `of` chooses those whose steps are compared."""
+def agree(ran: Ran, trainings: int = 1, *, compared: slice = slice(None)) -> None:
+    """Check that the log has as many steps as the script printed, each with the printed numbers; each training has a
+    log of its own. `compared` selects the trainings whose steps are compared."""
     logs = ran.trainings
     assert len(logs) == trainings
-    left, told = ran.said, []
+    unread, trainings_said = ran.said, []
     for lines in logs:
         steps = [line for line in lines if line["kind"] == "step"]
-        assert steps and len(left) >= len(steps)
-        told.append((lines, steps, left[: len(steps)]))
-        left = left[len(steps) :]
-    assert not left
-    for one in told[of]:
-        _agree(*one)
+        assert steps and len(unread) >= len(steps)
+        trainings_said.append((lines, steps, unread[: len(steps)]))
+        unread = unread[len(steps) :]
+    assert not unread
+    for training in trainings_said[compared]:
+        _must_log_what_was_said(*training)
 
 
-def _agree(
+def _must_log_what_was_said(
     lines: list[dict[str, Any]], steps: list[dict[str, Any]], told: list[dict[str, Any]]
 ) -> None:
     for number, (step, said) in enumerate(zip(steps, told, strict=True), 1):
@@ -257,7 +257,7 @@ def _agree(
 
 @dataclass(frozen=True)
 class Lined:
-    """A script that had a line of ours, and its run folder."""
+    """A script that had the engine's line in it, and its run folder."""
 
     ran: Ran
     run: RunFolder
@@ -275,7 +275,7 @@ def run_lined(folder: Path, script: str) -> Ran:
 
 
 def with_and_without(folder: Path, script: str, *, forked: bool = True) -> Lined:
-    """Run a script with the lines that it marks and without them; both have to agree."""
+    """Run a script with the lines that it marks and without them; both must agree."""
     if forked:
         ran = run_lined(folder / "lined", script)
         alone = _run_alone(folder / "alone", script)
@@ -283,13 +283,13 @@ def with_and_without(folder: Path, script: str, *, forked: bool = True) -> Lined
         begun = begin_lined(folder / "lined", script)
         alone = _run_alone(folder / "alone", script)
         ran = end_run(folder / "lined", begun)
-    _same_with_the_line(ran, alone)
+    _must_agree_with_line(ran, alone)
     return lined(ran)
 
 
-def _same_with_the_line(ran: Ran, alone: Ran) -> None:
-    for one in (ran, alone):
-        assert one.returncode == 0, one.stderr
+def _must_agree_with_line(ran: Ran, alone: Ran) -> None:
+    for each_run in (ran, alone):
+        assert each_run.returncode == 0, each_run.stderr
     assert ran.stdout == alone.stdout
     assert ran.weights == alone.weights and alone.weights
     assert ran.stderr.startswith("apr_watch: watched, apr-workbench line\n")
@@ -302,7 +302,7 @@ def in_three_ways(factory: pytest.TempPathFactory, name: str, script: str) -> tu
     def make(folder: Path) -> None:
         watched, alone = run_twice(folder, script)
         ran = run_lined(folder / "lined", script)
-        _same_with_the_line(ran, alone)
+        _must_agree_with_line(ran, alone)
         said = {one.folder.name: [one.stdout, one.stderr] for one in (watched, ran)}
         (folder / "said.json").write_text(json.dumps(said))
 
@@ -320,5 +320,5 @@ def lined(ran: Ran, run: str = "line") -> Lined:
     return Lined(ran, RunFolder(ran.folder / run), follower.view)
 
 
-def events_of(one: Lined, kind: type) -> list:  # type: ignore[type-arg]
-    return [line.event for line in one.view.lines if isinstance(line.event, kind)]
+def events_of(lined_run: Lined, kind: type) -> list:  # type: ignore[type-arg]
+    return [line.event for line in lined_run.view.lines if isinstance(line.event, kind)]

@@ -1,4 +1,4 @@
-"""A card of `engine publish` read again: its figures against the evidence, and what it says of its files."""
+"""Check a card of `engine publish`: its figures against the evidence, and its statements about its files."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from engine.receipts.context import view_of
 from engine.units import format_count
 
 LARGEST_TABLES = 64 << 20
-"""Bytes of a file of weights that are none."""
+"""Maximum bytes of a weight file that are not weights."""
 
 
 def contradicts_the_evidence(card: str, proof: Proof) -> str:
-    """Say which figure of a card, in its table or in the index of its front matter, its evidence does not have, and
-    which of the student's the index lacks. Held-out losses and their number of tokens are those of the log, and a
-    perplexity is the exponential of its loss. Empty when nothing."""
+    """Return the first figure of a card, in its table or in the index of its front matter, that its evidence does not
+    have, or that the index lacks for the student. Held-out losses and their number of tokens are those of the log, and
+    a perplexity is the exponential of its loss. Empty for none."""
     evals = [one for one in view_of(proof.run).evals if one.loss is not None]
     labelled = {one.labelled for one in evals if one.labelled}
     # By title, subject and name; two evaluations of a kind have one title.
@@ -62,11 +62,11 @@ def contradicts_the_evidence(card: str, proof: Proof) -> str:
             count = int(line.removeprefix(f"- {HELDOUT}: ").split()[0].replace(",", ""))
             if count not in labelled:
                 return f"{count:,} held-out tokens, where {max(labelled):,} were evaluated"
-    return _wrong_index(card, figures, wrong) or _made_otherwise(card, proof.run)
+    return _wrong_index(card, figures, wrong) or _wrong_training_facts(card, proof.run)
 
 
 def contradicts_the_files(card: str, folder: Path, run: RunFolder) -> str:
-    """Say what a card has of the files beside it, and of its base models, that is not so; empty when nothing."""
+    """Return the first false statement of a card about the files beside it, or its base models; empty for none."""
     with open_weights(folder) as weights:
         parameters = sum(math.prod(one.shape) for one in weights.tensors.values())
     found = re.search(r"model of (\S+) parameters", card)
@@ -74,7 +74,7 @@ def contradicts_the_files(card: str, folder: Path, run: RunFolder) -> str:
         return f"{found[1]} parameters, where its files have {parameters:,}"
     for name, bits in re.findall(r"^\| (\S+) \| .*; (\S+) bits a weight", card, re.MULTILINE):
         size, said = (folder / name).stat().st_size, float(bits) * parameters / 8
-        # The rest of a file is its tables of tokens.
+        # The rest of a file is its vocabulary.
         if not size - LARGEST_TABLES - 0.05 * size <= said <= 1.02 * size:
             return f"{bits} bits a weight in {name}, which has {size:,} bytes for {parameters:,}"
     models = view_of(run).models
@@ -91,16 +91,17 @@ def contradicts_the_files(card: str, folder: Path, run: RunFolder) -> str:
     return ""
 
 
-def _made_otherwise(card: str, run: RunFolder) -> str:
-    """Say what a card tells of the making of its model that the log and the settings do not; empty when nothing."""
+def _wrong_training_facts(card: str, run: RunFolder) -> str:
+    """Return the first statement of a card about its training that the log or the settings contradict; empty for
+    none."""
     view = view_of(run)
     started, data, last = view.started, view.data, view.student
     if started is None or data is None or last is None:
         return ""
     settings = run.read_effective().get("spec", {})
-    tokens = sum(int(found or 0) for found in view.steps.values("tokens"))
+    tokens = sum(int(claim or 0) for claim in view.steps.values("tokens"))
     loss, train = settings.get("loss", {}), settings.get("train", {})
-    told = {
+    claims = {
         r"(\S+) steps, \S+ tokens;": f"{view.last_step:,}",
         r"\S+ steps, (\S+) tokens;": f"{tokens:,}",
         r".*; AdamW, peak learning rate (\S+),": f"{started.peak_lr:g}",
@@ -116,11 +117,11 @@ def _made_otherwise(card: str, run: RunFolder) -> str:
     }
     for role, name in {"student start": "student", "teacher": "teacher"}.items():
         if name in view.models:
-            told[f"{role}: tensors sha256 `(.*)`"] = view.models[name].sha256
-    for pattern, wanted in told.items():
-        found = re.search(f"^- {pattern}", card, re.MULTILINE)
-        if found is not None and found[1] != wanted:
-            return f"{found[0].removeprefix('- ')!r}, where it is {wanted}"
+            claims[f"{role}: tensors sha256 `(.*)`"] = view.models[name].sha256
+    for pattern, expected in claims.items():
+        claim = re.search(f"^- {pattern}", card, re.MULTILINE)
+        if claim is not None and claim[1] != expected:
+            return f"{claim[0].removeprefix('- ')!r}, where it is {expected}"
     return ""
 
 
@@ -130,18 +131,18 @@ def _wrong_index(
     wrong: Callable[[tuple[str, str, str], str, float, float], str],
 ) -> str:
     index = yaml.safe_load(card.split("---\n")[1]).get("model-index") or []
-    there: list[tuple[str, str, str]] = []
+    in_index: list[tuple[str, str, str]] = []
     for model in index:
         for result in model["results"]:
             for metric in result["metrics"]:
                 key = result["dataset"]["name"], "student", metric["type"]
-                there.append(key)
+                in_index.append(key)
                 if found := wrong(key, f"{metric['value']}", metric["value"], 1e-6):
                     return f"in its model-index {found}"
     for key, values in figures.items():
-        if key[1] == "student" and there.count(key) != len(values):
+        if key[1] == "student" and in_index.count(key) != len(values):
             return (
-                f"in its model-index {there.count(key)} times the {key[2]} of the student on "
+                f"in its model-index {in_index.count(key)} times the {key[2]} of the student on "
                 f"{key[0]}, where there are {len(values)}"
             )
     return ""

@@ -1,5 +1,5 @@
-"""What a corpus holds, read by the libraries of its formats and by none of the engine's readers, and what in rows is
-not as it says: counts, splits, texts, labels and bytes.
+"""Read a corpus with the libraries of its formats instead of the engine's readers, and find where the rows made of it
+differ: counts, splits, texts, labels and bytes.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from engine.data.tokens import READ_AT_ONCE, Encoded, TokenStream
 from engine.formats.tokenizer import Tokenizer
 
 MOST_BYTES = 1 << 25
-"""Of a file, as it lies on disk; and eight times as many decompressed. Larger ones are not read a second time."""
+"""Largest file on disk that is read again, in bytes; decompressed it may be eight times as large."""
 MOST_OF_TEXT = 1 << 20
-"""Of a file of text that is read a second time."""
+"""Largest text file that is read again, in bytes."""
 STDLIB = "python-stdlib"
 INSTALLED, TESTS = {"site-packages", "dist-packages"}, {"test", "tests", "idle_test"}
 TEXTS = (".py", ".txt", ".md")
@@ -40,9 +40,9 @@ Spelling: TypeAlias = Callable[[str], str]
 
 LARGEST_DEVIATION = 5.5
 LEAST_TAKEN = 0.95
-"""Of the documents that data.max_bytes has room for, where some are left out: what takes their room may be larger."""
+"""Minimum share of the documents that fit into data.max_bytes, if some are left out: larger ones may replace them."""
 WEIGHED = 1 << 24
-"""Tokens of a split whose bytes are counted."""
+"""Maximum number of tokens of a split whose bytes are counted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,42 +51,42 @@ class Records:
     """Bytes of each record as it counts for `data.max_bytes`: of its text, or of the JSON of its conversation."""
     are_texts: bool
     answers: Sequence[tuple[str, ...] | None]
-    """What the assistant says in each record, turn by turn; None where it is more than text, or no conversation."""
+    """Answers of the assistant in each record, turn by turn; None if one is more than text, or for no conversation."""
     asked: Sequence[tuple[str, ...]]
-    """What system and user say in each, in front of the last answer."""
+    """Messages of system and user in each record, before the last answer."""
     of_one_file: bool
     names: Sequence[str]
-    """Of each record that is a text: by its content. Empty where one is none."""
+    """Name of each record, made from its text; empty if any record is not a text."""
     alike: Sequence[int]
-    """How many records each distinct one stands for."""
+    """Number of copies of each distinct record."""
 
 
 def read_records(
     source: str, columns: Sequence[str], spelt: Spelling | None = None
 ) -> Records | None:
-    """Read a source that is a file of records, or a folder of them; None for another one, and for one that is not read
-    as such. Sizes are those of the texts as `spelt` writes them."""
+    """Read a source that is a file or a folder of records; None for any other source, and for one that is too large.
+    Sizes are those of the texts after `spelt`."""
     path = Path(source)
     files = [path] if path.is_file() else _files_of_records(source, columns)
-    if sum(one.stat().st_size for one in files) > MOST_BYTES:
+    if sum(file.stat().st_size for file in files) > MOST_BYTES:
         return None
-    found: list[Any] = []
+    records: list[Any] = []
     lines: list[bytes] = []
-    for one in files:
-        read = _records_of(one)
+    for file in files:
+        read = _records_of(file)
         if read is None:
             return None
-        found += read[0]
+        records += read[0]
         lines += read[1]
-    return _records(found, columns, spelt, lines, path.is_file()) if files else None
+    return _records(records, columns, spelt, lines, path.is_file()) if files else None
 
 
 def _files_of_records(source: str, columns: Sequence[str]) -> list[Path]:
     """Return the files of a folder of records, or those that match a glob in it; none of another one."""
-    there = [path for path in _files_below(source) if path.name[0] != "."]
-    if not columns and any(p.suffix in TEXTS and p.name != "README.md" for p in there):
+    paths = [path for path in _files_below(source) if path.name[0] != "."]
+    if not columns and any(p.suffix in TEXTS and p.name != "README.md" for p in paths):
         return []
-    kinds = {path: _kind(path) for path in there}
+    kinds = {path: _kind(path) for path in paths}
     tables = [p for p, kind in kinds.items() if kind and p.suffix != ".json"]
     return tables or [p for p, kind in kinds.items() if kind]
 
@@ -112,7 +112,7 @@ def _kind(path: Path) -> str:
 
 
 def _records_of(path: Path) -> tuple[list[Any], list[bytes]] | None:
-    """Return the records of a file, and the line of each where it has one, else an empty one."""
+    """Return the records of a file, and the line of each; an empty line where the format has none."""
     kind = _kind(path)
     if not kind:
         return None
@@ -148,11 +148,11 @@ def taken(
     of the names' hashes as many of each as fit into `max_bytes` and its `fraction`."""
     train: set[str] = set()
     held: set[str] = set()
-    left = {id(train): max_bytes, id(held): int(max_bytes * fraction)}
-    for name, size in sorted(documents, key=lambda one: _place(one[0])):
+    left_bytes = {id(train): max_bytes, id(held): int(max_bytes * fraction)}
+    for name, size in sorted(documents, key=lambda document: _place(document[0])):
         split = held if is_held_out(name, fraction) else train
-        if size <= left[id(split)]:
-            left[id(split)] -= size
+        if size <= left_bytes[id(split)]:
+            left_bytes[id(split)] -= size
             split.add(name)
     return train, held
 
@@ -213,22 +213,22 @@ def spelling_of(tokenizer_json: bytes) -> Spelling | None:
 def bytes_of_tokens(tokenizer_json: bytes) -> NDArray[np.int64] | None:
     """Return how many bytes of text each token is, by its id, where tokens are bytes of the text or of its composed
     normal form; None for another tokenizer. Tokens that may take white space beside them have -1."""
-    found = json.loads(tokenizer_json)
-    decoder, cutter = (found.get(part) or {} for part in ("decoder", "pre_tokenizer"))
+    tokenizer = json.loads(tokenizer_json)
+    decoder, cutter = (tokenizer.get(part) or {} for part in ("decoder", "pre_tokenizer"))
     decoders = [decoder, *(decoder.get("decoders") or ())]
     cutters = [cutter, *(cutter.get("pretokenizers") or ())]
-    vocabulary = found["model"].get("vocab")
+    vocabulary = tokenizer["model"].get("vocab")
     if (
-        found.get("normalizer") not in (None, COMPOSED)
-        or not any(one.get("type") == "ByteLevel" for one in decoders)
-        or any(one.get("add_prefix_space") for one in cutters)
+        tokenizer.get("normalizer") not in (None, COMPOSED)
+        or not any(part.get("type") == "ByteLevel" for part in decoders)
+        or any(part.get("add_prefix_space") for part in cutters)
         or not isinstance(vocabulary, dict)
     ):
         return None
     sizes = {id: len(token) for token, id in vocabulary.items()}
-    for one in found.get("added_tokens") or ():
-        trims = one.get("lstrip") or one.get("rstrip")
-        sizes[one["id"]] = -1 if trims else len(one["content"].encode())
+    for added in tokenizer.get("added_tokens") or ():
+        trims = added.get("lstrip") or added.get("rstrip")
+        sizes[added["id"]] = -1 if trims else len(added["content"].encode())
     table = np.zeros(max(sizes, default=-1) + 1, np.int64)
     table[list(sizes)] = list(sizes.values())
     return table
@@ -266,47 +266,48 @@ def _root(source: str) -> Path:
 
 
 def _records(
-    found: Sequence[Any],
+    records: Sequence[Any],
     columns: Sequence[str],
     spelt: Spelling | None,
     lines: Sequence[bytes],
     of_one_file: bool,
 ) -> Records:
-    texts = [_text(one, columns) for one in found]
+    texts = [_text(record, columns) for record in records]
     answers = [
-        _answers(one, columns) if text is None else ()
-        for one, text in zip(found, texts, strict=True)
+        _answers(record, columns) if text is None else ()
+        for record, text in zip(records, texts, strict=True)
     ]
     sizes = [
-        len(line.strip() or json.dumps(one, ensure_ascii=False, default=repr).encode())
+        len(line.strip() or json.dumps(record, ensure_ascii=False, default=repr).encode())
         if text is None
         else len((spelt(text) if spelt else text).encode(errors="replace"))
-        for one, text, line in zip(found, texts, lines, strict=True)
+        for record, text, line in zip(records, texts, lines, strict=True)
     ]
-    known = [text for text in texts if text is not None]
+    plain_texts = [text for text in texts if text is not None]
     names = [
-        "text-" + hashlib.sha256(text.encode(errors="replace")).hexdigest()[:16] for text in known
+        "text-" + hashlib.sha256(text.encode(errors="replace")).hexdigest()[:16]
+        for text in plain_texts
     ]
     return Records(
         sizes=sizes,
-        are_texts=len(known) == len(texts),
+        are_texts=len(plain_texts) == len(texts),
         answers=answers,
-        asked=list(map(_asked, found)),
+        asked=list(map(_asked, records)),
         of_one_file=of_one_file,
-        names=names if len(known) == len(texts) else (),
-        alike=[*Counter(map(_alike, found)).values()],
+        names=names if len(plain_texts) == len(texts) else (),
+        alike=[*Counter(map(_alike, records)).values()],
     )
 
 
 def _alike(record: Any) -> str:
-    """Return what is equal for records that may have one name: what is said in them, without ids and the like."""
-    said: Any = record
+    """Return a key that is equal for records that may share a name: their messages, without ids and the like."""
+    content: Any = record
     if isinstance(record, Mapping):
-        said = record.get("messages") or record.get("conversations") or record
-    if isinstance(said, list):
+        content = record.get("messages") or record.get("conversations") or record
+    if isinstance(content, list):
         keys = ("role", "from", "content", "value")
-        said = [[m.get(k) for k in keys] if isinstance(m, Mapping) else m for m in said]
-    return json.dumps(said, sort_keys=True, default=repr)
+        content = [[m.get(k) for k in keys] if isinstance(m, Mapping) else m for m in content]
+    return json.dumps(content, sort_keys=True, default=repr)
 
 
 def _text(record: Any, columns: Sequence[str]) -> str | None:
@@ -323,13 +324,19 @@ def _text(record: Any, columns: Sequence[str]) -> str | None:
 def _asked(record: Any) -> tuple[str, ...]:
     if not isinstance(record, Mapping):
         return ()
-    said = [_said(one) for one in record.get("messages") or record.get("conversations") or ()]
-    answers = [place for place, one in enumerate(said) if one is not None and one[0] in SPEAKERS]
-    before = said[: answers[-1]] if answers else []
-    asked = [one for one in before if one is not None]
-    if "messages" not in record and "system" not in [who for who, _ in asked[:1]]:
+    messages = [
+        _said(message) for message in record.get("messages") or record.get("conversations") or ()
+    ]
+    answers = [
+        place
+        for place, message in enumerate(messages)
+        if message is not None and message[0] in SPEAKERS
+    ]
+    before = messages[: answers[-1]] if answers else []
+    asked = [message for message in before if message is not None]
+    if "messages" not in record and "system" not in [speaker for speaker, _ in asked[:1]]:
         asked.append(("system", str(record.get("system") or "")))
-    return tuple(text for who, text in asked if who in ASKING)
+    return tuple(text for speaker, text in asked if speaker in ASKING)
 
 
 def _opened(path: Path) -> Any:
@@ -360,14 +367,16 @@ def _answers(record: Any, columns: Sequence[str]) -> tuple[str, ...] | None:
     messages = record.get("conversations") if messages is None else messages
     if messages is None and isinstance(prompt, str) and isinstance(completion, str):
         return (completion,)
-    found = [_said(one) for one in (completion if messages is None else messages) or ()]
-    if not found or None in found:
+    messages_said = [
+        _said(message) for message in (completion if messages is None else messages) or ()
+    ]
+    if not messages_said or None in messages_said:
         return None
-    return tuple(text for speaker, text in found if speaker in SPEAKERS)  # type: ignore[misc]
+    return tuple(text for speaker, text in messages_said if speaker in SPEAKERS)  # type: ignore[misc]
 
 
 def _said(message: Any) -> tuple[str, str] | None:
-    """Return who says what in a message that is nothing but text."""
+    """Return the speaker and the text of a message; None if it holds more than text."""
     if not isinstance(message, Mapping) or not message.keys() <= {
         *("role", "content"),
         *("from", "value"),
@@ -376,12 +385,12 @@ def _said(message: Any) -> tuple[str, str] | None:
     content = message.get("content", message.get("value"))
     if isinstance(content, Sequence) and not isinstance(content, str):
         parts: list[Any] = [
-            one.get("text") if isinstance(one, Mapping) else None for one in content
+            part.get("text") if isinstance(part, Mapping) else None for part in content
         ]
-        content = "".join(parts) if all(isinstance(one, str) for one in parts) else None
+        content = "".join(parts) if all(isinstance(part, str) for part in parts) else None
     speaker = message.get("role", message.get("from"))
-    known = speaker in (*SPEAKERS, *ASKING)
-    return (str(speaker), content) if known and isinstance(content, str) else None
+    is_known = speaker in (*SPEAKERS, *ASKING)
+    return (str(speaker), content) if is_known and isinstance(content, str) else None
 
 
 def plain(text: str, special: Sequence[str], *, reasoning: bool = False) -> str:
@@ -394,7 +403,7 @@ def plain(text: str, special: Sequence[str], *, reasoning: bool = False) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Made:
-    """The rows that were made of a source, and what was said of it; 0 as `max_bytes` is none."""
+    """The rows that were made of a source, and the settings that they were made with; `max_bytes` of 0 is no limit."""
 
     source: str
     streams: Mapping[str, TokenStream]
@@ -413,61 +422,63 @@ class Made:
 
 
 def what_is_wrong(made: Made) -> list[str]:
-    return list(_wrong(made))
+    return list(_faults(made))
 
 
-def _wrong(made: Made) -> Iterator[str]:
+def _faults(made: Made) -> Iterator[str]:
     for (split, stream), documents in zip(made.streams.items(), made.documents, strict=True):
         filled = stream.lengths > 0
         if stream.padding is not None:
             filled &= ~stream.padding
-        expected = documents - sum(one.count for one in stream.left_out)
+        expected = documents - sum(reason.count for reason in stream.left_out)
         if (found := int(filled.sum())) != expected:
             yield f"the {split} rows have {found:,} documents, the corpus has {expected:,} for them"
     records = read_records(made.source, made.columns)
-    there, names = (None, ()) if records is None else (records.sizes, records.names)
+    sizes, names = (None, ()) if records is None else (records.sizes, records.names)
     # With columns a folder is one of records, whatever else is in it.
     if records is None and not made.columns:
         files = files_of(made.source, include_tests=False) or {}
-        there, names = [*files.values()] or None, [*files]
-    if there is not None:
-        yield from _miscounted(made, there, records)
+        sizes, names = [*files.values()] or None, [*files]
+    if sizes is not None:
+        yield from _miscounted(made, sizes, records)
     again = {}
-    for name, one in made.again.items():
-        found_in = [split for split, stream in made.streams.items() if has(stream, one)]
-        if not len(one.ids) or (not found_in and made.max_bytes):
+    for name, document in made.again.items():
+        found_in = [split for split, stream in made.streams.items() if has(stream, document)]
+        if not len(document.ids) or (not found_in and made.max_bytes):
             continue
         wanted = "held-out" if is_held_out(name, made.fraction) else "training"
         if found_in not in ([wanted], ["held-out"]):
             where = " and ".join(found_in) or "no"
             yield f"{name} is whole in {where} rows, and belongs into the {wanted} ones"
         again[name] = found_in[0] if found_in else ""
-    if there is not None and (otherwise := _split_otherwise(made, again, names, there, records)):
-        yield otherwise
-    yield from _read_otherwise(made, records)
+    if sizes is not None and (fault := _wrong_split(made, again, names, sizes, records)):
+        yield fault
+    yield from _wrong_documents(made, records)
     if records is None or records.are_texts:
-        yield from _weighed_otherwise(made, there)
+        yield from _wrong_sizes(made, sizes)
 
 
-def _read_otherwise(made: Made, records: Records | None) -> Iterator[str]:
+def _wrong_documents(made: Made, records: Records | None) -> Iterator[str]:
     answers = Answers.of(made, records)
-    for name, one in made.again.items():
-        if answers is not None and (other := answers.not_said(one)) is not None:
-            yield f"{name} has labels on {other!r:.80}: no conversation has these answers"
-        if answers is not None and (missing := answers.not_asked(one)):
+    for name, document in made.again.items():
+        if answers is not None and (wrong_label := answers.not_said(document)) is not None:
+            yield f"{name} has labels on {wrong_label!r:.80}: no conversation has these answers"
+        if answers is not None and (missing := answers.not_asked(document)):
             yield f"{name} has not in it what its record says in front of an answer: {missing!r:.80}"
-        if one.left_out or one.labelled is not None:
+        if document.left_out or document.labelled is not None:
             continue
         if (text := text_of(made.source, name)) is not None:
             (ids,) = made.tokenizer.encode_documents([text])
-            if len(one.ids) > len(ids) + 1 or not np.array_equal(ids, one.ids[: len(ids)]):
+            if len(document.ids) > len(ids) + 1 or not np.array_equal(
+                ids, document.ids[: len(ids)]
+            ):
                 yield f"{name} in the rows is not the text of that file of {made.source}"
 
 
-def _miscounted(made: Made, there: Sequence[int], records: Records | None) -> Iterator[str]:
-    """Hold the number of documents against the sizes of the texts that the source has."""
+def _miscounted(made: Made, source_sizes: Sequence[int], records: Records | None) -> Iterator[str]:
+    """Compare the number of documents with the texts of the source and their sizes."""
     documents = made.documents
-    sizes, known = np.sort(there)[::-1], made.left_out + sum(documents)
+    sizes, accounted = np.sort(source_sizes)[::-1], made.left_out + sum(documents)
     what = "records, read by another library" if records else "files of text"
     budgets = (made.max_bytes, int(made.max_bytes * made.fraction))
     # Where as many documents as there are, and one more, fit whichever they are, none is left out by max_bytes.
@@ -476,9 +487,9 @@ def _miscounted(made: Made, there: Sequence[int], records: Records | None) -> It
     )
     # What is left out of a folder is not only records.
     counted = records is not None and records.of_one_file
-    if (all_fit and known < len(sizes)) or (counted and known > len(sizes)):
+    if (all_fit and accounted < len(sizes)) or (counted and accounted > len(sizes)):
         yield (
-            f"{made.source} has {len(sizes):,} {what}; {known:,} are in a split or known to be left out"
+            f"{made.source} has {len(sizes):,} {what}; {accounted:,} are in a split or known to be left out"
         )
     if made.max_bytes and (least := int(sizes[::-1][: documents[0]].sum())) > made.max_bytes:
         yield (
@@ -487,37 +498,39 @@ def _miscounted(made: Made, there: Sequence[int], records: Records | None) -> It
         )
 
 
-def _split_otherwise(
+def _wrong_split(
     made: Made,
     again: Mapping[str, str],
     names: Sequence[str],
     sizes: Sequence[int],
     records: Records | None,
 ) -> str:
-    """Say how the documents of the two splits are others, or another number, than their names and sizes prescribe;
-    empty where they are not. Copies and what cannot be read are not known here, so some may be others."""
+    """Return how the documents of the two splits differ from those that their names and sizes prescribe; empty if they
+    do not. Copies and unreadable documents are not known here, so a few may differ."""
     held, fraction = made.documents[1], made.fraction
-    said = f"data.heldout_fraction of {fraction:g}"
+    fraction_text = f"data.heldout_fraction of {fraction:g}"
     if names and made.max_bytes:
-        wanted = taken(zip(names, sizes, strict=True), fraction, made.max_bytes)
-        for count, those, split in zip(made.documents, wanted, made.streams, strict=True):
+        expected_splits = taken(zip(names, sizes, strict=True), fraction, made.max_bytes)
+        for count, names_expected, split in zip(
+            made.documents, expected_splits, made.streams, strict=True
+        ):
             least = LEAST_TAKEN if made.left_out else 1.0
-            if count < least * len(those) - made.left_out:
+            if count < least * len(names_expected) - made.left_out:
                 return (
-                    f"{count:,} {split} documents are taken, {len(those):,} fit into a data.max_bytes of "
+                    f"{count:,} {split} documents are taken, {len(names_expected):,} fit into a data.max_bytes of "
                     f"{made.max_bytes:,}"
                 )
-            ours = [name for name, where in again.items() if where == split]
-            other = [name for name in ours if name not in those]
-            if len(other) > max(1, len(ours) // 2):
+            names_found = [name for name, where in again.items() if where == split]
+            unexpected = [name for name in names_found if name not in names_expected]
+            if len(unexpected) > max(1, len(names_found) // 2):
                 return (
-                    f"{len(other)} of {len(ours)} {split} documents, as {other[0]}, are none of the first by the "
-                    f"hash of their names that fit into a data.max_bytes of {made.max_bytes:,}"
+                    f"{len(unexpected)} of {len(names_found)} {split} documents, as {unexpected[0]}, are none of "
+                    f"the first by the hash of their names that fit into a data.max_bytes of {made.max_bytes:,}"
                 )
     elif names:
         wanted_held = sum(is_held_out(name, fraction) for name in names)
         if abs(held - wanted_held) > made.left_out:
-            return f"{held:,} documents are held out, by their names and a {said} it is {wanted_held:,}"
+            return f"{held:,} documents are held out, by their names and a {fraction_text} it is {wanted_held:,}"
         # Records of one text have one name, so none is a copy across the split.
         known = dict(zip(names, sizes, strict=True)) if records is None else {}
         copies = copies_of(made.source, known, fraction)
@@ -531,34 +544,35 @@ def _split_otherwise(
         deviation = math.sqrt(fraction * (1 - fraction) * sum(n * n for n in records.alike))
         expected = fraction * sum(records.alike)
         if abs(held - expected) > LARGEST_DEVIATION * deviation + made.left_out:
-            return f"{held:,} documents are held out, a {said} gives some {expected:,.0f}"
+            return f"{held:,} documents are held out, a {fraction_text} gives some {expected:,.0f}"
     return ""
 
 
-def _weighed_otherwise(made: Made, there: Sequence[int] | None) -> Iterator[str]:
-    """Weigh every document by the bytes of its tokens: each is as long as a text of the source, whose sizes are
-    `there`, and the passages of a source that is one file of text are all of it."""
+def _wrong_sizes(made: Made, source_sizes: Sequence[int] | None) -> Iterator[str]:
+    """Yield documents whose tokens have as many bytes as no text of the source, whose sizes are `source_sizes`. The
+    passages of a source that is one text file must add up to the file."""
     tokenizer, file_size = made.tokenizer, size_of_text(made.source)
-    if there is None and file_size is None:
+    if source_sizes is None and file_size is None:
         return
     table, spelt = bytes_of_tokens(tokenizer.raw), spelling_of(tokenizer.raw)
     if table is None:
         return
     train, held = (_bytes_of_documents(stream, table) for stream in made.streams.values())
-    if there is not None:
+    if source_sizes is not None:
         if made.max_bytes and (total := int(train.sum())) > made.max_bytes:
             yield f"the training text is {total:,} bytes long, data.max_bytes allows {made.max_bytes:,}"
         weighed = Counter([*train.tolist(), *held.tolist()])
-        other = weighed - Counter(there)
+        unmatched = weighed - Counter(source_sizes)
         # Only texts that are not in their normal form, which few are, must be read for that.
-        if other and spelt is not None:
+        if unmatched and spelt is not None:
             records = read_records(made.source, made.columns, spelt)
             files = files_of(made.source, include_tests=False, spelt=spelt) or {}
-            other = weighed - Counter(records.sizes if records is not None else files.values())
-        if other:
+            unmatched = weighed - Counter(records.sizes if records is not None else files.values())
+        if unmatched:
             yield (
-                f"{other.total():,} of {len(train) + len(held):,} documents are as long as no text of {made.source}, "
-                f"as one of {min(other):,} bytes: something of them is lost or added on the way to the rows"
+                f"{unmatched.total():,} of {len(train) + len(held):,} documents are as long as no text of "
+                f"{made.source}, as one of {min(unmatched):,} bytes: something of them is lost or added on the way to "
+                "the rows"
             )
     documents, total = sum(made.documents), int(train.sum() + held.sum())
     is_all = not made.left_out and not made.max_bytes and len(train) + len(held) == documents
@@ -588,76 +602,92 @@ def _bytes_of_documents(stream: TokenStream, table: NDArray[np.int64]) -> NDArra
         stream.release()
     np.cumsum(bytes_before, out=bytes_before)
     begin, last_token = starts[:-1][known], starts[1:][known] - 1
-    found: NDArray[np.int64] = bytes_before[last_token] - bytes_before[begin]
-    return found
+    sizes_found: NDArray[np.int64] = bytes_before[last_token] - bytes_before[begin]
+    return sizes_found
 
 
 @dataclass(frozen=True, slots=True)
 class Answers:
-    """What the assistant says in the records of a source, to be compared with what has labels."""
+    """Answers of the assistant in the records of a source, to be compared with the tokens that have labels."""
 
     tokenizer: Tokenizer
     special: tuple[str, ...]
     known: frozenset[tuple[str, ...]]
     last: bool
-    """Whether only last answers are to have labels."""
+    """Whether only the last answer of a conversation has labels."""
     asked: Mapping[tuple[str, ...], Sequence[Sequence[str]]]
-    """What stands in front of them, by the answers: of each record that has these."""
+    """Messages before the last answer of each record, by its answers."""
 
     @staticmethod
     def of(made: Made, records: Records | None) -> Answers | None:
-        """Return None where a record is more than plain text: what a template writes of it is its own matter."""
+        """Return None if a record holds more than plain text: templates may write that in any way."""
         tokenizer = made.tokenizer
         if records is None:
             return None
         special = tuple(sorted(tokenizer.special_tokens, key=len, reverse=True))
         known: dict[tuple[str, ...], list[Sequence[str]]] = {}
-        for one, asked in zip(records.answers, records.asked, strict=True):
-            if one is None:
+        for answer_texts, asked in zip(records.answers, records.asked, strict=True):
+            if answer_texts is None:
                 return None
-            said = tuple(plain(text, special) for text in one)
-            known.setdefault(said, []).append(
+            answers = tuple(plain(text, special) for text in answer_texts)
+            known.setdefault(answers, []).append(
                 [plain(text, special, reasoning=True) for text in asked]
             )
         last = made.turns == "last"
         asked_before = known if made.writes_system else {}
         return Answers(tokenizer, special, frozenset(known), last, asked_before)
 
-    def not_asked(self, one: Encoded) -> str:
-        """Return what a record says in front of an answer and its conversation does not; empty when all is there."""
-        if one.labelled is None or not len(one.ids) or self.last or one.partly_labelled:
+    def not_asked(self, document: Encoded) -> str:
+        """Return a message of the record that is missing in its conversation; empty if all are there."""
+        if (
+            document.labelled is None
+            or not len(document.ids)
+            or self.last
+            or document.partly_labelled
+        ):
             return ""
-        said = tuple(
-            plain(self.tokenizer.decode(one.ids[first:end]), self.special)
-            for first, end in _runs(one.labelled)
+        answers = tuple(
+            plain(self.tokenizer.decode(document.ids[first:end]), self.special)
+            for first, end in _runs(document.labelled)
         )
-        whole = plain(self.tokenizer.decode(one.ids), self.special, reasoning=True)
+        conversation = plain(self.tokenizer.decode(document.ids), self.special, reasoning=True)
         missing = [
-            next((text for text in asked if text not in whole), "")
-            for asked in self.asked.get(said, [])
+            next((text for text in asked if text not in conversation), "")
+            for asked in self.asked.get(answers, [])
         ]
         return "" if not missing or "" in missing else missing[0]
 
-    def not_said(self, one: Encoded) -> str | None:
-        """Return what has labels in a conversation that has other ones than the answers of a record."""
-        if one.labelled is None or not len(one.ids):
+    def not_said(self, document: Encoded) -> str | None:
+        """Return a text that has labels and is not an answer of any record; None if there is none."""
+        if document.labelled is None or not len(document.ids):
             return None
-        runs = _runs(one.labelled)
-        texts = tuple(self.tokenizer.decode(one.ids[first:end]) for first, end in runs)
+        runs = _runs(document.labelled)
+        texts = tuple(self.tokenizer.decode(document.ids[first:end]) for first, end in runs)
         exact = tuple(plain(text, self.special) for text in texts)
         # A token that begins with the prompt's white space and reaches into the answer has no label.
-        before = [self.tokenizer.decode(one.ids[max(0, first - 1) : first]) for first, _ in runs]
+        before = [
+            self.tokenizer.decode(document.ids[max(0, first - 1) : first]) for first, _ in runs
+        ]
         whole = tuple(
-            plain(head + text, self.special) if head[:1].isspace() else own
-            for head, text, own in zip(before, texts, exact, strict=True)
+            plain(head + text, self.special) if head[:1].isspace() else exact_text
+            for head, text, exact_text in zip(before, texts, exact, strict=True)
         )
-        known = {one[-1:] for one in self.known} if self.last else self.known
-        said = {text for one in self.known for text in one}
+        known = {answers[-1:] for answers in self.known} if self.last else self.known
+        known_texts = {text for answers in self.known for text in answers}
         if exact in known or whole in known:
             return None
-        if one.partly_labelled and (said.issuperset(exact) or said.issuperset(whole)):
+        if document.partly_labelled and (
+            known_texts.issuperset(exact) or known_texts.issuperset(whole)
+        ):
             return None
-        return next((t for t, own in zip(texts, exact, strict=True) if own not in said), texts[0])
+        return next(
+            (
+                t
+                for t, exact_text in zip(texts, exact, strict=True)
+                if exact_text not in known_texts
+            ),
+            texts[0],
+        )
 
 
 def _runs(labelled: NDArray[np.bool_]) -> NDArray[np.int64]:
@@ -665,10 +695,12 @@ def _runs(labelled: NDArray[np.bool_]) -> NDArray[np.int64]:
     return np.flatnonzero(np.diff(labelled, prepend=False, append=False)).reshape(-1, 2)
 
 
-def has(stream: TokenStream, one: Encoded) -> bool:
-    """Say whether a stream has a document, with the same labels."""
-    for index in np.flatnonzero(stream.lengths == len(one.ids)):
+def has(stream: TokenStream, document: Encoded) -> bool:
+    """Return whether a stream has a document, with the same labels."""
+    for index in np.flatnonzero(stream.lengths == len(document.ids)):
         place = slice(stream.starts[index], stream.starts[index + 1])
-        if np.array_equal(stream.tokens[place], one.ids):
-            return stream.labelled is None or np.array_equal(stream.labelled[place], one.labels)
+        if np.array_equal(stream.tokens[place], document.ids):
+            return stream.labelled is None or np.array_equal(
+                stream.labelled[place], document.labels
+            )
     return False

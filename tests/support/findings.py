@@ -1,4 +1,4 @@
-"""Findings, flips and runs on disk for tests of evidence, and the two commands as a user runs them."""
+"""Make findings, flips and runs on disk for tests of evidence, and run the two commands as a user does."""
 
 from __future__ import annotations
 
@@ -80,34 +80,34 @@ def flip(
     controls: dict[str, Verdict] = PASSED,
 ) -> dict[str, Any]:
     """Make a flip folder as `engine flip` leaves it, from made-up pairs."""
-    made = plan()
-    opened = create_flip(folder, made, HERE)
-    for one in pairs if pairs is not None else timed(differences):
-        opened.add(with_runs(folder, made, one))
-    judgement = judge(made, opened.pairs, "no more pairs")
+    flip_plan = plan()
+    opened = create_flip(folder, flip_plan, HERE)
+    for pair in pairs if pairs is not None else timed(differences):
+        opened.add(with_runs(folder, flip_plan, pair))
+    judgement = judge(flip_plan, opened.pairs, "no more pairs")
     assert judgement is not None
-    verdict = conclude(made, opened, judgement, controls, HERE, interrupted=False, cost_s=1.0)
+    verdict = conclude(flip_plan, opened, judgement, controls, HERE, interrupted=False, cost_s=1.0)
     opened.write(verdict)
     opened.close()
     return verdict
 
 
-def with_runs(folder: Path, made: Plan, one: Pair) -> Pair:
+def with_runs(folder: Path, made: Plan, pair: Pair) -> Pair:
     """Return the pair with a run of each arm on disk, whose log agrees with the pair."""
     arms = {}
     for name in ("a", "b"):
-        arm = replace(getattr(one, name), run=f"arms/{one.number:02}-{name}")
-        scene = Scene(folder / arm.run, start_unix_s=START_UNIX_S + 100.0 * one.number).open()
+        arm = replace(getattr(pair, name), run=f"arms/{pair.number:02}-{name}")
+        scene = Scene(folder / arm.run, start_unix_s=START_UNIX_S + 100.0 * pair.number).open()
         scene.events(started(scene.run.name, made.steps))
         for number in range(1, arm.steps + 1):
             scene.now_s += 1.0
             scene.events(step(number, 2.0, step_s=arm.value or 1.0))
         if arm.completed:
-            done = {"reason": "every step done", "exit_code": 0, "step": arm.steps}
-            scene.events(RunFinished(state="completed", **done))
+            finished = {"reason": "every step done", "exit_code": 0, "step": arm.steps}
+            scene.events(RunFinished(state="completed", **finished))
         scene.close()
         arms[name] = arm
-    return replace(one, **arms)
+    return replace(pair, **arms)
 
 
 def hanging_run(path: Path, *, state: str = "KILLED_EXTERNAL", later_s: float = 0.0) -> RunFolder:
@@ -149,8 +149,8 @@ def hanging_run(path: Path, *, state: str = "KILLED_EXTERNAL", later_s: float = 
 
 
 def with_settings(run: RunFolder, settings: Mapping[str, Any], **more: object) -> None:
-    told = {"spec_file": "/kd.toml", "sets": [], "spec": settings, **more}
-    run.effective.write_text(json.dumps(told))
+    effective = {"spec_file": "/kd.toml", "sets": [], "spec": settings, **more}
+    run.effective.write_text(json.dumps(effective))
 
 
 Shows = Sequence[tuple[bool | None, bool | None]]
@@ -166,31 +166,31 @@ def asked(run: RunFolder, *causes: str, folder: Path | None = None, **how: Any) 
 
 def begin_test(bundle: Bundle, flip: Path, cause: str = "") -> Test:
     """Register a test, and begin its flip as `engine why test` does."""
-    chosen, made = changes.plan_test(bundle, cause)
-    test = changes.register(bundle, chosen, made, flip)
-    create_flip(flip, made, HERE).close()
+    chosen, flip_plan = changes.plan_test(bundle, cause)
+    test = changes.register(bundle, chosen, flip_plan, flip)
+    create_flip(flip, flip_plan, HERE).close()
     return test
 
 
 def end_test(flip: Path, shows: Shows) -> None:
     """Carry out a begun flip: each arm shows the alert or does not, by logs that a run of it leaves."""
-    opened, made = open_flip(flip)
+    opened, flip_plan = open_flip(flip)
     for number, (a, b) in enumerate(shows, start=1):
         begun = time.time()
         opened.add(
             Pair(
                 number=number,
-                b_first=made.order()[number - 1],
+                b_first=flip_plan.order()[number - 1],
                 begun_unix_s=begun,
                 seconds=1.0,
-                a=an_arm(flip, made, number, "A", a),
-                b=an_arm(flip, made, number, "B", b),
+                a=an_arm(flip, flip_plan, number, "A", a),
+                b=an_arm(flip, flip_plan, number, "B", b),
                 proofs={"flipped": Verdict(Level.PASS, "yes"), "equal": None, "parity": None},
             )
         )
-    judgement = judge(made, opened.pairs) or judge(made, opened.pairs, "no more pairs")
+    judgement = judge(flip_plan, opened.pairs) or judge(flip_plan, opened.pairs, "no more pairs")
     assert judgement is not None
-    verdict = conclude(made, opened, judgement, {}, HERE, interrupted=False, cost_s=1.0)
+    verdict = conclude(flip_plan, opened, judgement, {}, HERE, interrupted=False, cost_s=1.0)
     opened.write(verdict)
     opened.close()
 
@@ -212,10 +212,10 @@ def an_arm(flip: Path, made: Plan, number: int, arm: str, shown: bool | None) ->
     end: dict[str, Any] = {"cause": "c", "certainty": "proved", "sentence": "it ended"}
     scene.watch(TrainerExited(trainer_pid=7, returncode=code, state=state, signal=None, **end))
     run = scene.close().run
-    seen = shown_fields(made, arm, run, state)
-    assert seen["shown"] is shown, seen["reason"]
+    fields = shown_fields(made, arm, run, state)
+    assert fields["shown"] is shown, fields["reason"]
     state = state if shown is None else "answered"
-    return outcome(arm, seen.pop("value"), run=name, state=state, **seen)
+    return outcome(arm, fields.pop("value"), run=name, state=state, **fields)
 
 
 def carry_out(bundle: Bundle, flip: Path, shows: Shows = ENDS, cause: str = "") -> Finding:

@@ -1,10 +1,10 @@
-"""Python processes as forks of one that has imported torch, which takes longer than what they do in it.
+"""Start Python processes as forks of a process that has imported torch, since the import takes longer than the tests.
 
 Run as a script it is that process: it reads requests from its stdin, and answers each with the exit code. What a
 command of the engine starts in Python, its supervisor, its trainer, a watched script, is a fork of that command,
 a child with a pid of its own as ever; what a user's script starts is not. Options of Python, variables of its
-interpreter and of libraries that have been loaded, and imports are not those of a new process: what is said of
-them is tested in new ones.
+interpreter and of loaded libraries, and imports differ from those of a new process: tests of these start new
+processes.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _FREE = (
 _OF_SUITE = dict(os.environ)
 """Environment before any test has changed it."""
 _OURS = ("engine", "workbench", "apr_workbench", "apr_watch", "sitecustomize", "usercustomize")
-"""Packages that a fork has as they are when they have just been imported."""
+"""Packages that a fork must see as if they had just been imported."""
 _PR_SET_CHILD_SUBREAPER = 36
 _fork_exec: Any = getattr(subprocess, "_fork_exec", None)
 ROOT = Path(__file__).parents[2]
@@ -53,8 +53,8 @@ ROOT = Path(__file__).parents[2]
 def run_fork(folder: Path, environment: Mapping[str, str]) -> tuple[int, str, str]:
     """Run `train.py` of a folder as Python run there with this environment would; returns the exit code, negative for
     a signal, the stdout and the stderr. What torch does on being imported has happened before the script begins."""
-    done = _ask(["train.py"], folder, environment)
-    return done.returncode, done.stdout, done.stderr
+    process = _ask(["train.py"], folder, environment)
+    return process.returncode, process.stdout, process.stderr
 
 
 def run_python(
@@ -101,7 +101,7 @@ def _fork_of_server(words: Sequence[str], *rest: Any) -> int:
         1 if writes == -1 else writes,
         2 if errors == -1 else errors,
     )
-    pairs = (os.fsdecode(one).partition("=") for one in rest[4])
+    pairs = (os.fsdecode(variable).partition("=") for variable in rest[4])
     request = _Request(
         files=[f"/proc/{os.getpid()}/fd/{end}" for end in ends],
         words=[os.fsdecode(word) for word in words[1:]],
@@ -111,7 +111,7 @@ def _fork_of_server(words: Sequence[str], *rest: Any) -> int:
         session=rest[14],
         group=rest[15],
     )
-    # A process whose parent has ended is a child of the next one above it that takes such.
+    # A process whose parent has ended becomes a child of its nearest ancestor that is a subreaper.
     _take_orphans(True)
     try:
         return _answer(request)
@@ -126,8 +126,8 @@ def _take_orphans(does: bool) -> None:
 def _ask(
     words: Sequence[str], folder: Path, environment: Mapping[str, str]
 ) -> subprocess.CompletedProcess[str]:
-    with tempfile.TemporaryDirectory() as said:
-        files = [os.devnull, f"{said}/stdout", f"{said}/stderr"]
+    with tempfile.TemporaryDirectory() as output:
+        files = [os.devnull, f"{output}/stdout", f"{output}/stderr"]
         code = _answer(_Request(files, list(words), str(folder), dict(environment)))
         stdout, stderr = (Path(file).read_text() for file in files[1:])
     return subprocess.CompletedProcess([sys.executable, *words], code, stdout, stderr)
@@ -192,7 +192,7 @@ def _server() -> subprocess.Popen[str]:
 
 
 class _Words(NamedTuple):
-    """What is behind `python` in a command."""
+    """Arguments after `python` in a command."""
 
     words: tuple[str, ...]
     module: str
@@ -240,7 +240,7 @@ def _fork_for_each_request() -> Callable[[], None] | None:
     sys.path[:] = path
     for name in _of_ours():
         _unused[name] = {key: (one, _copy(one)) for key, one in vars(sys.modules[name]).items()}
-    # A collection of a fork would copy the pages of what it looks at.
+    # A garbage collection in a fork would copy every page that it visits.
     gc.freeze()
     while line := sys.stdin.readline():
         request = _Request(*json.loads(line))
@@ -280,7 +280,7 @@ def _returncode(child: int) -> int:
 def _begin(
     asked: _Words, environment: Mapping[str, str], path: Sequence[str]
 ) -> Callable[[], None]:
-    """Make a fork what a new Python process is; returns what it is to run."""
+    """Give a fork the state of a new Python process; returns the function that it must call."""
     os.environ.clear()
     os.environ.update(environment)
     if asked.module or Path(asked.words[0]).is_relative_to(ROOT):
@@ -301,7 +301,7 @@ def _begin(
     if asked.module:
         sys.argv = ["-m", *asked.words]
         sys.orig_argv = [sys.executable, "-m", asked.module, *asked.words]
-        # One that is imported and then run is a warning.
+        # `runpy` warns of a module that is imported before it is run.
         sys.modules.pop(asked.module, None)
         return functools.partial(runpy._run_module_as_main, asked.module)  # type: ignore[attr-defined]
     sys.argv = list(asked.words)
@@ -312,9 +312,9 @@ def _begin(
 
 
 _unused: dict[str, dict[str, tuple[Any, Any]]] = {}
-"""What each module of ours held when it had been imported and nothing of it had been called, and copies of it."""
+"""Values of each of these modules just after its import, before anything was called, and copies of them."""
 _kept: list[object] = []
-"""What a fork no longer needs and may not close: the numbers of its files are those of other files."""
+"""Objects that a fork no longer needs and must not close: their file descriptors now belong to other files."""
 
 
 def _fork_children(path: Sequence[str]) -> None:
@@ -369,7 +369,7 @@ def _take_files_and_signals(standard: Sequence[int], kept: Sequence[int], *, ses
 
 
 def _start_anew() -> None:
-    """Leave behind what the parent has imported of ours, and its streams."""
+    """Drop the project's modules that the parent has imported, and its streams."""
     import gc
 
     gc.disable()

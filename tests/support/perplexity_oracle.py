@@ -1,15 +1,15 @@
-"""The figures of `engine eval ppl` against what other code makes of some of the rows, and of all texts.
+"""Check the figures of `engine eval ppl` against other code: for some of the rows, and for all texts.
 
     tokens       of each document: every token of its text, and its end, but the first, is predicted once
     rows         as long as asked, and no longer than the positions of the models
     loss, KL     of the longest rows that the budget has room for, from the model's own hidden states, in float64;
                  the direction is KL(against || model)
-    agreement    of the same rows, between what it is at least and at most when near ties may go either way
+    agreement    of the same rows, between its minimum and maximum when near ties may go either way
     forward      the loss of the same rows, by the plain forward pass of the audit (`engine.audit.reference`) from the
                  weights in the files
     record       every mean and interval of the output, from the sums of its documents
 
-A figure that is not the expected one raises `InternalError`.
+A figure that differs from the expected one raises `InternalError`.
 """
 
 # Shapes: N tokens of some rows, or documents, K resamples, F figures, V vocabulary, D width, C tokens of a chunk,
@@ -40,34 +40,34 @@ from engine.models.packed import head_of
 from tests.support.model_files import open_files
 
 LEAST_TOKENS, MOST_TOKENS, SHARE = 512, 4096, 32
-"""Tokens that are computed anew: of all, one in 32, but some at least and not more than fit in memory at a time."""
+"""Tokens that are recomputed: one in SHARE of all, between LEAST_TOKENS and MOST_TOKENS."""
 WHOLE_CHARACTERS = 1 << 20
 """A text up to this long is encoded whole, where the evaluation encodes it in pieces."""
 FP32 = 2.0**-24
 """Largest relative error of one rounding."""
 LOSS_ALLOWED = 2e-5
-"""Of a loss from the same hidden states, in nats, and relative to it."""
+"""Allowed difference of a loss from the same hidden states, in nats and relative to it."""
 FORWARD_ALLOWED = 1e-3
-"""Relative difference of the loss that is allowed of another forward pass in fp32; five roundings of 16 bits."""
+"""Allowed relative difference of the loss of another forward pass in fp32; five roundings of 16 bits."""
 
 OWN_DRAWS, DRAWS, SEED = 2_000, 8_000, 20
-"""Resamples that an interval of the evaluation is made of, from this seed, and those that it is held against."""
+"""Resamples of an interval of the evaluation, those of the interval it is compared with, and the seed of both."""
 SIGMAS = 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checked:
-    """What was computed anew, and found to be the same."""
+    """Number of rows and tokens that were recomputed with the same result."""
 
     rows: int
     tokens: int
     forward_pass: str
-    """`plain`, or why the forward pass itself is not known to be right."""
+    """`plain`, or why the forward pass itself could not be checked."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Row:
-    """A row as it has to be."""
+    """A row as it is expected."""
 
     reported: RowLoss
     where: str
@@ -84,12 +84,14 @@ def check_perplexity(
     *,
     length: int,
 ) -> Checked:
-    """Compute some of the figures anew, of rows of this `length`. Raises `InternalError` for one that is another."""
-    positions = [one.decoder.config.max_position_embeddings for one in (model, against or model)]
+    """Recompute the figures of some rows of this `length`. Raises `InternalError` for a figure that differs."""
+    positions = [
+        judged.decoder.config.max_position_embeddings for judged in (model, against or model)
+    ]
     why = "as asked, and at most the positions of the models"
     _equal("tokens of a row", "all", min(length, *positions), found.length, why)
     _check_tokens(found, documents, model)
-    rows = [_row(found, documents, model, one) for one in _chosen(found)]
+    rows = [_row(found, documents, model, reported) for reported in _chosen(found)]
     for row in rows:
         _check_row(row, model, against)
     unknown = _check_forward(rows, model, other=False)
@@ -103,10 +105,10 @@ def check_perplexity(
 
 
 def fault_of_record(record: Mapping[str, Any], where: object, *, own: bool = False) -> str:
-    """Say which mean or interval of the JSON value is not that of the sums of its documents; empty when none. `own`
+    """Return which mean or interval of the JSON value does not follow from its documents; empty for none. `own`
     says that the record was made in this process."""
     documents = record["documents"]
-    tokens_N = [one["tokens"] for one in documents]
+    tokens_N = [document["tokens"] for document in documents]
     tokens = sum(tokens_N)
     sums: dict[str, list[float]] = {}
     faults = [_fault("tokens", where, tokens, record["tokens"], "the sum over the documents")]
@@ -118,14 +120,17 @@ def fault_of_record(record: Mapping[str, Any], where: object, *, own: bool = Fal
         ("top1_agreement", ("agreed",)),
     ):
         mean = None
-        if all(one[part] is not None for one in documents for part in parts):
-            first, *others = parts
-            sums[name] = [one[first] - sum(one[part] for part in others) for one in documents]
+        if all(document[part] is not None for document in documents for part in parts):
+            first, *subtracted = parts
+            sums[name] = [
+                document[first] - sum(document[part] for part in subtracted)
+                for document in documents
+            ]
             mean = math.fsum(sums[name]) / tokens
         figure = None if record[name] is None else record[name]["value"]
         faults.append(_fault(name, where, mean, figure, "the mean over its documents", 1e-9))
-    wanted, why = math.exp(min(record["loss"]["value"], 700.0)), "the exponential of the loss"
-    faults.append(_fault("perplexity", where, wanted, record["perplexity"], why, 1e-9))
+    expected, why = math.exp(min(record["loss"]["value"], 700.0)), "the exponential of the loss"
+    faults.append(_fault("perplexity", where, expected, record["perplexity"], why, 1e-9))
     if not any(faults):
         intervals = {name: record[name]["interval"] for name in sums}
         faults.append(_fault_of_intervals(intervals, where, sums, tokens_N, own=own))
@@ -140,7 +145,7 @@ def _fault_of_intervals(
     *,
     own: bool,
 ) -> str:
-    """Say which end of an interval is not that of a bootstrap over documents; empty when none is.
+    """Return which end of an interval does not follow from a bootstrap over documents; empty for none.
 
     Another generator draws other resamples, so that the ranks of a percentile p among the two differ, with the standard
     deviation sqrt(p (1 - p) (1 / draws + 1 / others)): an end has to be between the percentiles SIGMAS of these on
@@ -181,19 +186,19 @@ def _fault_of_intervals(
 def _fault(
     what: str,
     where: object,
-    wanted: float | None,
+    expected: float | None,
     found: float | None,
     why: str,
     allowed: float = 0.0,
 ) -> str:
-    """Say that a figure differs by more than is allowed, in its own unit and relative to it; empty when it does not."""
-    if wanted is None or found is None:
-        if wanted is found:
+    """Return that a figure differs by more than `allowed`, absolute plus relative; empty if it does not."""
+    if expected is None or found is None:
+        if expected is found:
             return ""
-    elif abs(found - wanted) <= allowed * (1 + abs(wanted)):
+    elif abs(found - expected) <= allowed * (1 + abs(expected)):
         return ""
-    said = ["none" if one is None else f"{one:,.7g}" for one in (wanted, found)]
-    return f"{what}: {where} — expected {said[0]} ({why}), found {said[1]}"
+    texts = ["none" if value is None else f"{value:,.7g}" for value in (expected, found)]
+    return f"{what}: {where} — expected {texts[0]} ({why}), found {texts[1]}"
 
 
 def _equal(*given: Any) -> None:
@@ -203,18 +208,18 @@ def _equal(*given: Any) -> None:
 
 
 def _check_tokens(found: Perplexity, documents: Sequence[Document], model: Model) -> None:
-    encoded = model.tokenizer.encode_documents([one.text for one in documents])
-    known = {number: len(ids) for number, ids in enumerate(encoded) if len(ids)}
-    _equal("documents", "all", len(known), len(found.documents), "those with a token")
+    encoded = model.tokenizer.encode_documents([document.text for document in documents])
+    tokens_of = {number: len(ids) for number, ids in enumerate(encoded) if len(ids)}
+    _equal("documents", "all", len(tokens_of), len(found.documents), "those with a token")
     in_rows: Counter[int] = Counter()
     rows = Counter(row.document for row in found.rows)
     for row in found.rows:
         in_rows[row.document] += row.tokens
     # All but the first, and the end of the text: as many as the text has.
     why = "every token of the text but the first, and its end"
-    for (number, count), one in zip(known.items(), found.documents, strict=True):
+    for (number, count), document in zip(tokens_of.items(), found.documents, strict=True):
         name = documents[number].name
-        _equal("tokens predicted", name, count, one.tokens, why)
+        _equal("tokens predicted", name, count, document.tokens, why)
         _equal("tokens predicted", f"{name}, all rows", count, in_rows[number], why)
         full = f"of {found.length:,} tokens, and the rest"
         _equal("rows", name, math.ceil(count / found.length), rows[number], full)

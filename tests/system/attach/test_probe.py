@@ -94,12 +94,12 @@ def steps_of(ran: Ran, training: int) -> list[dict[str, Any]]:
 
 
 def test_micro_batches_of_a_step_are_summed_whichever_backward_was_called(loops: Ran) -> None:
-    agree(loops, TRAININGS, of=slice(0, 1))
+    agree(loops, TRAININGS, compared=slice(0, 1))
     assert len(steps_of(loops, 0)) == 5
 
 
 def test_data_of_unknown_length_says_nothing_of_its_pass(loops: Ran) -> None:
-    agree(loops, TRAININGS, of=slice(1, 2))
+    agree(loops, TRAININGS, compared=slice(1, 2))
     steps = steps_of(loops, 1)
     assert len(steps) == 3
     assert not any({"batch", "batches", "total_steps"} & set(step) for step in steps)
@@ -108,11 +108,11 @@ def test_data_of_unknown_length_says_nothing_of_its_pass(loops: Ran) -> None:
 def test_closures_and_several_optimizers_have_the_steps_of_the_first(loops: Ran) -> None:
     """LBFGS, a GAN, an optimizer inside another one whose step once raises, one for each parameter that steps in
     the backward pass, and a gradient scaler that leaves out a step; one training after the other."""
-    agree(loops, TRAININGS, of=slice(3, 8))
+    agree(loops, TRAININGS, compared=slice(3, 8))
 
 
 def test_non_finite_numbers_are_named_beside_a_null(loops: Ran) -> None:
-    agree(loops, TRAININGS, of=slice(2, 3))
+    agree(loops, TRAININGS, compared=slice(2, 3))
     found = [(step["loss"], step["grad_norm"], step.get("nf")) for step in steps_of(loops, 2)]
     assert found[0][0] == 3.0 and found[0][2] is None
     assert found[1:] == [

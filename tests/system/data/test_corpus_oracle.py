@@ -26,7 +26,7 @@ from engine.data.tokens import Encoder, TokenStream, read_again
 from engine.formats.tokenizer import Tokenizer
 from tests.support.chats import CHATML, STYLES, Style, make_tokenizer
 from tests.support.chats import conversations as odd_conversations
-from tests.support.corpus_oracle import Answers, Made, _split_otherwise, read_records, what_is_wrong
+from tests.support.corpus_oracle import Answers, Made, _wrong_split, read_records, what_is_wrong
 from tests.support.prescribed_rows import PrescribedRows
 
 
@@ -566,7 +566,7 @@ def test_a_split_of_conversations_is_as_large_as_chance_makes_it(
 
     def said(documents: int) -> str:
         other = dataclasses.replace(made, documents=(train, documents))
-        return _split_otherwise(other, {}, (), records.sizes, records)
+        return _wrong_split(other, {}, (), records.sizes, records)
 
     assert said(held) == ""
     assert "a data.heldout_fraction of 0.2 gives some 97" in said(28)
