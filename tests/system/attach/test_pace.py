@@ -36,7 +36,8 @@ def left(**attributes):
 
 print(left(), left(max_steps=6), left(max_steps=100), left(max_epochs=-1), left(max_epochs=None, max_steps=5))
 print(left(num_training_batches=float("inf")), left(num_training_batches=float("inf"), max_steps=9))
-print(left(lightning_module=Of(automatic_optimization=False)), steps_left_of_lightning(Of()), steps_left_of_trainer(Of()))
+manual = left(lightning_module=Of(automatic_optimization=False))
+print(manual, steps_left_of_lightning(Of()), steps_left_of_trainer(Of()))
 """
     assert probed(code).splitlines() == ["5 3 5 None 2", "None 6", "None None None"]
 
