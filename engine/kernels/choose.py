@@ -199,11 +199,11 @@ def choose(
         for dtype in (f32, i32, f32, i32)
     ]
     pointers = (logits, source_N, slot_N, state.position_B, *sums)
-    types = (each.dtype for each in pointers)
+    types = (pointer.dtype for pointer in pointers)
     variant = compiled_as(_sums, *types, "i32", "fp32", warps=4, stages=1, SIZE=IDS, DRAW=draw)
     launch(variant, (parts, rows), *pointers, ids, over)
     pointers = (logits, source_N, slot_N, *sums, ends_E, *state)
-    types = (each.dtype for each in pointers)
+    types = (pointer.dtype for pointer in pointers)
     variant = compiled_as(
         _choose,
         *types,

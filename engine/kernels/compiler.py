@@ -117,11 +117,11 @@ class KernelKey:
         """Return the differences as (name, value here, value in `other`); `none` if one has no such
         field.
         """
-        mine, theirs = self.fields(), other.fields()
+        own_fields, other_fields = self.fields(), other.fields()
         return tuple(
-            (name, mine.get(name, "none"), theirs.get(name, "none"))
-            for name in mine | theirs
-            if mine.get(name) != theirs.get(name)
+            (name, own_fields.get(name, "none"), other_fields.get(name, "none"))
+            for name in own_fields | other_fields
+            if own_fields.get(name) != other_fields.get(name)
         )
 
     def __str__(self) -> str:

@@ -33,7 +33,9 @@ def types_of(model: nn.Module) -> tuple[BlockType, ...]:
     is a `PackedMatrix`.
     """
     layers = (getattr(module, "packed", None) for module in model.modules())
-    return tuple(dict.fromkeys(each.type for each in layers if isinstance(each, PackedMatrix)))
+    return tuple(
+        dict.fromkeys(packed.type for packed in layers if isinstance(packed, PackedMatrix))
+    )
 
 
 # contract: kernel-keys-v1
@@ -44,8 +46,8 @@ def prewarm_variants(
     slices and lookups of them launch; each variant once.
     """
     kinds = tuple(dtypes)
-    found = (dequantize_triton.variant(type_, dtype) for type_ in types for dtype in kinds)
-    return tuple(dict.fromkeys(found))
+    variants = (dequantize_triton.variant(type_, dtype) for type_ in types for dtype in kinds)
+    return tuple(dict.fromkeys(variants))
 
 
 def warm_up(

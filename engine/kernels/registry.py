@@ -70,7 +70,7 @@ def compiled_as(
     `types` are the types of its runtime arguments in order: a dtype for a pointer to such elements,
     or Triton's own name. `constants` are in the order of the signature.
     """
-    names = (one if isinstance(one, str) else pointer_type(one) for one in types)
+    names = (type_ if isinstance(type_, str) else pointer_type(type_) for type_ in types)
     pairs = tuple(constants.items())
     return Variant(function, tuple(names), pairs, warps, stages, fp_fusion)
 

@@ -1,4 +1,4 @@
-"""What `engine watch` costs a script, in pairs of runs: watched and alone, the order turned round at each pair.
+"""Measure what `engine watch` costs a script, in pairs of runs: watched and alone, in alternating order.
 
     python evidence/attach/cost.py --pairs 6 --out FILE [-- arguments of train.py]
 

@@ -1,9 +1,9 @@
-"""Mistakes that no exception tells of, in scripts on frameworks: the Trainer of transformers, TRL, Lightning and
+"""Mistakes that raise no exception, in scripts on frameworks: the Trainer of transformers, TRL, Lightning and
 Accelerate, each beside its healthy twin, under `engine watch`.
 
     python evidence/attach/framework_errors.py OUT [--only NAME ...]
 
-Needs the `frameworks` extra. What is said of each wrong script and of its healthy twin goes to
+Needs the `frameworks` extra. The findings about each wrong script and its healthy twin go to
 OUT/framework_errors.jsonl.
 """
 
@@ -535,7 +535,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", default=list(CASES))
     given = parser.parse_args()
     out = given.out.absolute()
-    # A healthy script that several mistakes are made in is run once.
+    # A healthy script that is the twin of several wrong ones is run once.
     healthy_ones: dict[str, list[str]] = {}
 
     def said_of(text: str, name: str) -> list[str]:

@@ -1,11 +1,11 @@
-"""Mistakes that no exception tells of, in small scripts, each beside its healthy twin, under three tools:
+"""Mistakes that raise no exception, in small scripts, each beside its healthy twin, under three tools:
 `engine watch`, TrainCheck 0.2 (its invariants are inferred from the healthy twin, then checked on the wrong script) and
 TraceML 0.5 (`traceml run`).
 
     python evidence/attach/silent_errors.py OUT [--tools watch,traincheck,traceml] [--only NAME ...]
 
-The tools are looked for beside the interpreter; traincheck and traceml-ai are no dependencies of ours. What each says
-of the wrong script and of the healthy one goes to OUT/silent_errors.jsonl, and a table to OUT/silent_errors.md.
+The tools are looked for beside the interpreter; traincheck and traceml-ai are no dependencies of the project. What each
+says of the wrong script and of the healthy one goes to OUT/silent_errors.jsonl, and a table to OUT/silent_errors.md.
 """
 
 from __future__ import annotations
@@ -181,7 +181,7 @@ def said_by_watch(script: Path, folder: Path) -> tuple[str, list[str]]:
     """What `engine watch` names, contradictions first, and the seconds it took."""
     run = folder / "runs" / "run"
     done = subprocess.run(
-        # As a module: the environment may have no script of its own for it.
+        # As a module, because the environment may have no command for it.
         [
             sys.executable,
             "-m",
@@ -280,7 +280,7 @@ def main() -> None:
         folder = out / re.sub(r"\W+", "_", name)
         folder.mkdir(parents=True, exist_ok=True)
         scripts = {
-            # Another seed: what is inferred from one healthy run has to hold in the next.
+            # Another seed: invariants that are inferred from one healthy run must hold in the next.
             "reference": PRELUDE.replace("SEED", "1") + healthy,
             "healthy": PRELUDE.replace("SEED", "2") + healthy,
             "wrong": PRELUDE.replace("SEED", "2") + healthy.replace(old, new),

@@ -1,9 +1,9 @@
-"""What the probe of `engine watch` costs each step of a small script whose steps take about a millisecond.
+"""Measure what the probe of `engine watch` costs each step of a small script whose steps take about a millisecond.
 
     python evidence/attach/small_steps.py [--pairs 40] [--steps 100] [--out FILE]
 
 One process trains in epochs of `--steps` steps; the probe's hooks are in place in every second one and removed in the
-others, so that both arms meet the same load of the machine. Printed, as one JSON value: CPU milliseconds of a step in
+others, so that both arms see the same load of the machine. Printed, as one JSON value: CPU milliseconds of a step in
 both arms (median over all steps), the difference of the medians and of the means of neighbouring epochs (median over
 pairs, after the first), and what the first 16 steps cost in all.
 """

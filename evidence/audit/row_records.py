@@ -1,4 +1,4 @@
-"""What it costs to record and judge the rows of every step: `python evidence/audit/row_records.py`.
+"""Measure what it costs to record and check the rows of every step: `python evidence/audit/row_records.py`.
 
 Times a real `TrainedRows` on the host: hashes of the rows of a step, their records in a file, and the comparison with
 the prescribed rows. The first two are to cost less than 0.1 % of a step; on a GPU all of it happens while the device

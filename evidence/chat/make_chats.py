@@ -7,7 +7,7 @@ Sums, units, weekdays, words (spelling, order, opposites, letters) and two table
 A system message, in some conversations, says how to answer: in short, in a sentence, or in capitals. Without one every
 way of answering occurs, so that the answers have a distribution that is worth learning, not only a most likely text.
 
-All texts are our own, under the licence of the project (Apache-2.0). The same count and seed give the same bytes.
+All texts were written for this project, under its licence (Apache-2.0). The same count and seed give the same bytes.
 """
 
 from __future__ import annotations
@@ -323,7 +323,7 @@ def make_chat(rng: random.Random) -> list[dict[str, str]]:
 
 
 def make_chats(count: int, seed: int, without: frozenset[str] = frozenset()) -> Iterator[str]:
-    """Yield `count` lines of JSON, each another conversation, and none of `without`."""
+    """Yield `count` lines of JSON, each a different conversation, and none of `without`."""
     rng = random.Random(seed)
     seen = set(without)
     while count:

@@ -1,4 +1,4 @@
-"""What the checks of a run cost: `python evidence/checks/cost.py FOLDER [--steps 30 500] [--demo]`.
+"""Measure what the checks of a run cost: `python evidence/checks/cost.py FOLDER [--steps 30 500] [--demo]`.
 
 The same spec is run with checks and without, in turns, from the command to the saved student: a Q4_K_M teacher of
 Qwen2.5-7B's shapes and a student of Qwen2.5-0.5B's with 8 x 1024 tokens a step, or with --demo the demo cut to 20
@@ -63,7 +63,7 @@ def main() -> None:
         from seven_b_runs import write_inputs
 
         spec = write_inputs(options.folder, steps=max(options.steps))
-        # Random weights know nothing of any text, and the check that says so would stop the run.
+        # Random weights predict no text, and the check for that would stop the run.
         saved = ("checks.on_fail=report", "checkpoint.at_end=true")
         arms = [(*saved, f"train.steps={steps}") for steps in options.steps]
     for sets in arms:

@@ -1,4 +1,4 @@
-"""Whether weights in managed memory are as fast as in torch's own: pairs A B B A in one process.
+"""Measure whether weights in managed memory are as fast as in torch's own: pairs A B B A in one process.
 
     python3 evidence/cuda-engine/managed.py > evidence/cuda-engine/managed.json
 

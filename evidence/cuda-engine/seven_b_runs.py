@@ -4,8 +4,8 @@
 Writes a Q4_K_M GGUF of Qwen2.5-7B's shapes (152064 ids, random blocks, 4.7 GB) into FOLDER, distils a
 fresh student of Qwen2.5-0.5B's shape (151936 ids) from it for some steps of 8 x 1024 tokens with each
 backend, and prints what the runs' own logs say: memory predicted and measured, step time, the teacher's
-held-out loss (one model, so one number), kernels compiled before and after warm-up. What a random
-teacher teaches is noise; what it costs is not.
+held-out loss (one model, so one number), kernels compiled before and after warm-up. The outputs of a
+random teacher are noise; their cost is real.
 """
 
 import argparse
@@ -70,7 +70,7 @@ def run(folder: Path, backend: str) -> dict[str, object]:
         "--out",
         str(out),
     ]
-    # Random weights know nothing of any text, and the check that says so would stop the run.
+    # Random weights predict no text, and the check for that would stop the run.
     sets = [f"teacher.backend={backend}", "checks.on_fail=report"]
     command += ["--json", *(word for each in sets for word in ("--set", each))]
     done = subprocess.run(command, capture_output=True, text=True)

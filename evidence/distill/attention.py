@@ -1,7 +1,7 @@
 """Causal attention over one long document, forward and backward, by each kernel that torch or cuDNN has:
 `python -m evidence.distill.attention > evidence/distill/attention.json`, on a GPU.
 
-    cudnn     ours: documents by their offsets (`engine.kernels.cudnn_attention`)
+    cudnn     the engine's: documents by their offsets (`engine.kernels.cudnn_attention`)
     dense     cuDNN by torch, for a row that is one document
     flash     torch's variable-length flash attention
     flex      FlexAttention, compiled, with a mask of documents

@@ -4,8 +4,8 @@
 Writes a Q4_K_M GGUF of Qwen2.5-7B's shapes (random blocks) into FOLDER, prepares a store of each form
 from it (dense bf16 weights) for the rows of N steps of 8 x 1024 tokens, and distils from each store with
 misses refused. Prints the rate of preparing, of reading the store alone (with and without what is done
-to each row), and of the whole step, from the runs' own logs. What a random teacher teaches is noise;
-what it costs is not. The files were just written, so they are read from the page cache: a disk that
+to each row), and of the whole step, from the runs' own logs. The outputs of a random teacher are noise;
+their cost is real. The files were just written, so they are read from the page cache: a disk that
 gives less than 7.2 KB x tokens a second is another limit.
 """
 
@@ -83,7 +83,7 @@ def prepare(folder: Path, form: str) -> dict[str, object]:
 
 
 def read_alone(path: Path, device: torch.device) -> dict[str, float]:
-    """GB/s of reading every row in batches of 8, one batch ahead, as training does; and of SHA-256."""
+    """Measure the GB/s of reading every row in batches of 8, one batch ahead, as training does; and of SHA-256."""
     store = open_store(path)
     keys = [key for shard in store.shards.values() for key, _ in shard.rows]
     batches = [keys[at : at + 8] for at in range(0, len(keys) - 7, 8)]
@@ -113,7 +113,7 @@ def read_alone(path: Path, device: torch.device) -> dict[str, float]:
 
 
 def medians_ms(phases: list[dict[str, float]]) -> dict[str, float]:
-    """The median of each phase, over the steps that have it: one that was not launched ahead has no `idle`."""
+    """Return the median of each phase, over the steps that have it: one that was not launched ahead has no `idle`."""
     names = dict.fromkeys(name for step in phases for name in step)
     return {
         name: round(1e3 * statistics.median(step[name] for step in phases if name in step), 2)
@@ -126,7 +126,7 @@ def train(folder: Path, form: str, more: list[str]) -> Iterator[tuple[str, objec
     sets = [
         f"teacher.cache={folder / f'store-{form}'}",
         "teacher.cache_miss=refuse",
-        # Random weights know nothing of any text, and the check that says so would stop the run.
+        # Random weights predict no text, and the check for that would stop the run.
         "checks.on_fail=report",
         *more,
     ]

@@ -1,13 +1,13 @@
-"""The products of the loss head one by one, in loops as the loss has them, and what an optimizer step is
-made of: `python evidence/distill/products.py > products.json`, on a GPU.
+"""Measure the matmuls of the loss head one by one, in loops as the loss has them, and the parts of an optimizer
+step: `python evidence/distill/products.py > products.json`, on a GPU.
 
 8192 tokens, 151936 ids, widths 896 and 3584, bf16. Each entry is [median milliseconds, spread].
 
-    parts    all chunks of one product: z and t in fp32 and bf16, dh, dw, by tokens of a chunk
+    parts    all chunks of one matmul: z and t in fp32 and bf16, dh, dw, by tokens of a chunk
     whole    dh and dw of all tokens at once
     loops    CHUNK/GROUP: logits by chunks, dh and dw by groups; `kernel` with the loss's own kernel
-             between them, `streams` with the kernel of a chunk beside the products of the next
-    lt       products by cuBLASLt
+             between them, `streams` with the kernel of a chunk beside the matmuls of the next
+    lt       matmuls by cuBLASLt
     opt      parts of an optimizer step of 494M weights, and of an embedding's gradient
 """
 

@@ -103,7 +103,7 @@ LIGER_BETA = {"forward_kl": 0.0, "reverse_kl": 1.0, "jsd": BETA}
 
 
 def missing(rival: str) -> str | None:
-    """Say why a rival cannot run here; None when it can."""
+    """Return why a rival cannot run here; None if it can."""
     gone = [name for name in NEEDS.get(rival, ()) if importlib.util.find_spec(name) is None]
     if not gone:
         return None
@@ -185,7 +185,7 @@ def liger_steps(shape: KdShape, device: torch.device) -> Iterator[float]:
             teacher_NE = teacher.model(input_ids=tokens_BT).last_hidden_state.flatten(0, 1)
         with autocast(device):
             hidden_ND = student.model(input_ids=tokens_BT).last_hidden_state.flatten(0, 1)
-            # Flatten to two dimensions: with three Liger takes all tokens for one chunk.
+            # Flatten to two dimensions: with three, Liger treats all tokens as one chunk.
             answer: Tensor = fused(
                 hidden_ND.to(products_dtype(device)),
                 student.lm_head.weight,
@@ -287,7 +287,7 @@ def by_transformers(decoder: Decoder, device: torch.device) -> Decoder:
 
 
 def models(shape: KdShape, device: torch.device) -> tuple[Any, Any]:
-    """Teacher and student as transformers models with the tensors of ours."""
+    """Return teacher and student as transformers models with the tensors of the engine's decoders."""
     teacher = model_of(dense_teacher(shape, device), device).eval().requires_grad_(False)
     student = model_of(fresh_student(shape, device), device).train()
     return teacher, student

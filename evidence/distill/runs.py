@@ -3,13 +3,13 @@
 
 Writes a Q4_K_M GGUF of Qwen2.5-7B's shapes (152064 ids, random blocks, 4.7 GB) into FOLDER and distils
 fresh students of Qwen2.5-0.5B's shape (151936 ids) from it, each run a process of its own, started as a
-user would. What a random teacher teaches is noise; what it costs is not.
+user would. The outputs of a random teacher are noise; their cost is real.
 
     typed       what a user gets without a setting              8 x 1024 tokens a step
-    exact       bf16 weights, every product in bf16, full-vocabulary KL        8 x 1024 tokens a step
+    exact       bf16 weights, every matmul in bf16, full-vocabulary KL        8 x 1024 tokens a step
     quantized   the same from weights that stay in their blocks
     within      the same with memory.limit_gib=24, and whatever is chosen then
-    fp8         products of the teacher's body in 8-bit floats
+    fp8         matmuls of the teacher's layers in 8-bit floats
     cached      the teacher's hidden states out of `engine prepare`, exact KL
     bar         500 steps of 32 x 256 tokens from process start to saved student
 
@@ -160,7 +160,7 @@ def figures(out: Path, wall_s: float) -> dict[str, object]:
 
 
 def ledger(out: Path) -> dict[str, float]:
-    """Median milliseconds of each phase by the device's clock."""
+    """Return the median milliseconds of each phase by the device's clock."""
     events = [json.loads(line) for line in (out / "events.jsonl").open()]
     phases = [e["phases"] for e in events if e["kind"] == "step" and e.get("phases")][WARM_UP:]
     return {

@@ -1,4 +1,4 @@
-"""What the judge says of reference solutions and of empty ones, every problem of a file, several times.
+"""Judge the reference solution and an empty one for every problem of a file, several times.
 
     python3 evidence/evaluate/references.py humaneval=HumanEval.jsonl.gz mbpp=mbpp.jsonl \\
         mbpp=sanitized-mbpp.json > evidence/evaluate/references.json

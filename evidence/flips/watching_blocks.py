@@ -7,7 +7,7 @@ log-ratio of the median steps without and with watching. Two processes of one pr
 than watching could cost; two neighbouring blocks of one process do not, so a margin of 0.5 % can be
 decided where pairs of runs cannot decide it.
 
-It errs against watching: a supervisor that goes on first reads what was logged while it stood.
+It errs against watching: a supervisor that continues first reads what was logged while it was stopped.
 The number of pairs is fixed before the run, so the interval is Student's (level 90 %, a verdict being a
 claim about one side); `engine.flips.statistics` diagnoses order, trend and correlation.
 """

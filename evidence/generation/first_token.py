@@ -1,4 +1,4 @@
-"""Seconds from the command to the first token of a 7B-shaped GGUF file in Q4_K_M, with the file in the page cache.
+"""Measure the seconds from the command to the first token of a 7B-shaped GGUF file in Q4_K_M that is in the page cache.
 
 python -m evidence.generation.first_token FOLDER      writes a file of 4.4 GB into FOLDER
 """

@@ -1,4 +1,4 @@
-"""What `engine diagnose`, trainproof and runmedic say of the same logs: of trainings with one fault, and healthy ones.
+"""Compare what `engine diagnose`, trainproof and runmedic find in the same logs, of faulty and of healthy trainings.
 
     python -m evidence.interchange.beside --rivals FOLDER_OF_THEIR_COMMANDS --out evidence/interchange/beside.json
 
@@ -83,7 +83,7 @@ def _number(value: object) -> float | None:
 
 
 def said_of(ask: Ask, path: Path) -> Said | None:
-    """Return what a tool says of a folder, or of the file in it if it does not read the folder."""
+    """Return what a tool finds in a folder, or in the file in it if it does not read the folder."""
     places = [path, *(log.path for log in find_logs(path))]
     return next((said for place in places if (said := ask(place)) is not None), None)
 

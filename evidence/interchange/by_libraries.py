@@ -729,7 +729,7 @@ def main() -> None:
     if given.one:
         return one(given.one, given.out)
     with tempfile.TemporaryDirectory() as folder:
-        # The stall first: it waits for most of the time.
+        # The stall first, because it takes the longest.
         names = sorted(given.only, key=lambda name: name != "json_stalls")
         with ThreadPoolExecutor(2) as pool:
             rows = [*pool.map(lambda name: made(name, Path(folder)), names)]
@@ -746,7 +746,7 @@ def main() -> None:
 def _anonymous(about: tarfile.TarInfo) -> tarfile.TarInfo | None:
     about.uid = about.gid = 0
     about.uname = about.gname = ""
-    # Logs beside that of the run: what the library says of itself, caches, links.
+    # Files beside the log of the run: the library's own log, caches, links.
     left_out = ("/logs/debug", "/tmp", "/rng_state.pth", "/training_args", "hparams.yaml")
     return None if about.issym() or any(part in about.name for part in left_out) else about
 

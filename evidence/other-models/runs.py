@@ -100,7 +100,7 @@ def run(folder: Path, name: str, steps: int) -> dict[str, Any]:
         "data.max_bytes": 4_000_000,
         "eval.rows": 16,
         "checkpoint.at_end": "false",
-        # Random weights know nothing of any text.
+        # Random weights predict no text.
         "checks.on_fail": '"report"',
         "student.checkpointing": '"on"' if name == "checkpointed" else '"off"',
     }

@@ -1,11 +1,11 @@
-"""Error of our quantiser against llama.cpp's own, on the same tensors.
+"""Compare the error of the engine's quantiser with that of llama.cpp's, on the same tensors.
 
     .venv/bin/python evidence/quantising/quality.py --library PATH/libggml.so >
     evidence/quantising/quality.json
 
 `libggml.so` is built from llama.cpp's sources (the packages named llama-cpp-python carry them).
-Relative RMS error of ours over theirs, so below 1 is better than they are; `best` is the lower of
-their two ways, without and with an importance matrix of ones.
+Each figure is the engine's relative RMS error over llama.cpp's, so below 1 is better; `best` takes the lower of
+llama.cpp's two ways, without and with an importance matrix of ones.
 """
 
 import argparse

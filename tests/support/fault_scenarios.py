@@ -86,8 +86,8 @@ class FailingOn(Scenario):
                 try:
                     log.write(Note(level="info", text=str(line)))
                     self.done.append(str(line))
-                except EngineError as found:
-                    error = found
+                except EngineError as failure:
+                    error = failure
         if error is not None:
             raise error
 
@@ -156,7 +156,7 @@ def trainers_at_steps_1_to_3() -> tuple[Any, ...]:
         starts=numpy.array([0, 64]),
         sha256="",
     )
-    found = []
+    trainers = []
     for step in (1, 2, 3):
         trainer = Trainer(
             student=new_decoder(ModelConfig.from_dict(small, "small"), seed=0),
@@ -170,8 +170,8 @@ def trainers_at_steps_1_to_3() -> tuple[Any, ...]:
         steps = trainer.steps()
         for _ in range(step):
             next(steps)
-        found.append(trainer)
-    return tuple(found)
+        trainers.append(trainer)
+    return tuple(trainers)
 
 
 class Checkpoint(Scenario):
@@ -207,18 +207,20 @@ class Checkpoint(Scenario):
         from engine.train.checkpoint.write import save
 
         log = LogReader(self.run.events).poll()
-        said = [event.step for event in log if isinstance(event, CheckpointSaved)]
-        assert said[:2] == [1, 2]
-        found = newest(self.run.checkpoints)
-        assert found is not None and found.step >= said[-1] and not found.refused
-        assert state.unpack(found).step == found.step
-        assert not self.done or said[-1] == 3
+        saved_steps = [event.step for event in log if isinstance(event, CheckpointSaved)]
+        assert saved_steps[:2] == [1, 2]
+        checkpoint = newest(self.run.checkpoints)
+        assert (
+            checkpoint is not None and checkpoint.step >= saved_steps[-1] and not checkpoint.refused
+        )
+        assert state.unpack(checkpoint).step == checkpoint.step
+        assert not self.done or saved_steps[-1] == 3
         names = sorted(entry.name for entry in self.run.checkpoints.iterdir())
         if not persistent:
             assert not [name for name in names if ".partial" in name], names
         save(self.run.checkpoints, 4, {"state.json": b"{}"})
-        left = [entry.name for entry in self.run.checkpoints.iterdir() if "." in entry.name]
-        assert not left, f"the next save leaves {left}"
+        partial = [entry.name for entry in self.run.checkpoints.iterdir() if "." in entry.name]
+        assert not partial, f"the next save leaves {partial}"
 
 
 @cache
@@ -261,14 +263,14 @@ class Student(Scenario):
         from engine.log.events import StudentSaved
         from engine.models.load import load_decoder
 
-        said = [e for e in LogReader(self.run.events).poll() if isinstance(e, StudentSaved)]
-        assert len(said) >= len(self.done)
-        if said:
+        saved = [e for e in LogReader(self.run.events).poll() if isinstance(e, StudentSaved)]
+        assert len(saved) >= len(self.done)
+        if saved:
             loaded = load_decoder(self.run.student, dtype=torch.float32, device=torch.device("cpu"))
-            assert tensors_sha256(dict(loaded.named_parameters())) == said[0].sha256
+            assert tensors_sha256(dict(loaded.named_parameters())) == saved[0].sha256
         if not persistent:
-            left = [name for name in os.listdir(self.run.path) if "partial" in name]
-            assert not left, left
+            partial = [name for name in os.listdir(self.run.path) if "partial" in name]
+            assert not partial, partial
 
 
 class Flip(Scenario):
@@ -330,16 +332,16 @@ class Evidence(Scenario):
         from engine.findings.bundle import find_bundles, logged_seal
         from engine.findings.check import check_bundle
 
-        found = find_bundles(self.folder / "evidence")
-        assert found or not self.done
-        for bundle in found:
+        bundles = find_bundles(self.folder / "evidence")
+        assert bundles or not self.done
+        for bundle in bundles:
             notes = len(bundle.load().notes)
             assert notes >= len(self.done[1:2])
             assert len(changes.note(bundle, "again").notes) == notes + 1
             assert check_bundle(bundle).is_sound
             if "exported" in self.done:
                 assert logged_seal(bundle.path)
-        if not found and not persistent:
+        if not bundles and not persistent:
             changes.begin(self.folder / "evidence", self.run)
 
 
@@ -355,8 +357,8 @@ SCENARIOS: dict[str, type[Scenario]] = {
 }
 
 
-def said_well(error: BaseException, code: int, folder: Path) -> str:
-    """Return what is wrong with the report of a failure; empty when nothing is."""
+def fault_of_report(error: BaseException, code: int, folder: Path) -> str:
+    """Return what is wrong with the report of a failure; empty if nothing is."""
     if not isinstance(error, EngineError):
         return f"{type(error).__name__} reached the user: {error}"
     words = str(error)
@@ -391,7 +393,7 @@ def fail_each(
                 error = found
             hits = shim.hits
         where = f"{errno.errorcode[code]} at operation {nth}, {how}"
-        if error is not None and (wrong := said_well(error, code, place)):
+        if error is not None and (wrong := fault_of_report(error, code, place)):
             problems.append(f"{where}: {wrong}")
         if hits == 0 and error is not None:
             raise error

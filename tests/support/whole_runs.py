@@ -59,7 +59,7 @@ def new_run(
     return folder / name
 
 
-def child(work: Callable[[], int], stderr: Path) -> int:
+def start_child(work: Callable[[], int], stderr: Path) -> int:
     """Start `work` in a forked child; returns its pid."""
     pid = os.fork()
     if pid:
@@ -77,7 +77,7 @@ def child(work: Callable[[], int], stderr: Path) -> int:
         os._exit(code)
 
 
-def ended(pid: int) -> int:
+def exit_code_of(pid: int) -> int:
     """Return the exit code of a child, -n for signal n."""
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
@@ -99,7 +99,7 @@ def events_of(run: Path) -> list[Any]:
 
 
 class Reference:
-    """The undisturbed run, with which every other must agree at the end."""
+    """The undisturbed run, with whose result every other run must agree."""
 
     def __init__(self, kit: Kit, folder: Path, steps: int = STEPS, checks: bool = False) -> None:
         folder.mkdir()
@@ -133,7 +133,7 @@ class Reference:
 
 
 def broken_promises(run: Path, before: bytes) -> list[str]:
-    """Return what was acknowledged and is missing after a death. `before` is the log at an earlier one."""
+    """Return what was acknowledged and is missing after a kill. `before` is the log after the previous kill."""
     problems = []
     log = run / "events.jsonl"
     raw = log.read_bytes() if log.exists() else b""
@@ -145,23 +145,23 @@ def broken_promises(run: Path, before: bytes) -> list[str]:
         return [*problems, str(error)]
     saved = [e.step for e in events if isinstance(e, CheckpointSaved)]
     try:
-        found = newest(run / "checkpoints")
+        checkpoint = newest(run / "checkpoints")
     except CheckpointError as error:
         return [*problems, str(error)]
-    if saved and (found is None or found.step < saved[-1]):
+    if saved and (checkpoint is None or checkpoint.step < saved[-1]):
         problems.append(f"checkpoint {saved[-1]} was acknowledged and is gone")
     return problems
 
 
-def kills(kit: Kit, folder: Path, seed: int, wanted: int) -> dict[str, Any]:
-    """Kill runs until `wanted` processes have died; each run is resumed until it completes. With an even seed
+def kills(kit: Kit, folder: Path, seed: int, count: int) -> dict[str, Any]:
+    """Kill runs until `count` processes have died; each run is resumed until it completes. With an even seed
     the runs keep the first-minute checks, and are killed within them too."""
     checks = seed % 2 == 0
     rng, reference = random.Random(seed), Reference(kit, folder / "reference", checks=checks)
     problems: list[str] = []
     killed = runs = 0
     begun = time.monotonic()
-    while killed < wanted and not problems:
+    while killed < count and not problems:
         runs += 1
         place = folder / f"run-{runs}"
         run = new_run(kit, place, checks=checks)
@@ -170,9 +170,9 @@ def kills(kit: Kit, folder: Path, seed: int, wanted: int) -> dict[str, Any]:
             planned += 1
             at = rng.randrange(1, reference.calls) if rng.random() < 0.7 else 0
             wait_s = rng.random() * reference.seconds
-            # The run must end some time, so a sixth session is not killed.
-            at, alone = (0, True) if planned > 5 or killed >= wanted else (at, False)
-            code = _session(run, place / "stderr", at, None if at or alone else wait_s)
+            # So that every run ends, its sixth session is not killed.
+            at, alone = (0, True) if planned > 5 or killed >= count else (at, False)
+            code = _run_session(run, place / "stderr", at, None if at or alone else wait_s)
             problems += [f"seed {seed}, run {runs}: {p}" for p in broken_promises(run, log)]
             log = (run / "events.jsonl").read_bytes() if (run / "events.jsonl").exists() else b""
             if code == -signal.SIGKILL:
@@ -182,7 +182,7 @@ def kills(kit: Kit, folder: Path, seed: int, wanted: int) -> dict[str, Any]:
                 problems.append((place / "stderr").read_text()[-2000:])
             if killed and killed % 50 == 0 and code:
                 print(
-                    f"{killed}/{wanted} kills, {runs} runs, {time.monotonic() - begun:.0f} s",
+                    f"{killed}/{count} kills, {runs} runs, {time.monotonic() - begun:.0f} s",
                     file=sys.stderr,
                     flush=True,
                 )
@@ -193,16 +193,16 @@ def kills(kit: Kit, folder: Path, seed: int, wanted: int) -> dict[str, Any]:
     return {"kills": killed, "runs": runs, "seconds": seconds, "problems": problems}
 
 
-def _session(run: Path, stderr: Path, at: int, kill_after_s: float | None) -> int:
+def _run_session(run: Path, stderr: Path, at: int, kill_after_s: float | None) -> int:
     def armed() -> int:
         with SHIM.armed(run, at, KILL):
             return train(run)
 
-    pid = child(armed if at else lambda: train(run), stderr)
+    pid = start_child(armed if at else lambda: train(run), stderr)
     if kill_after_s is not None:
         time.sleep(kill_after_s)
         os.kill(pid, signal.SIGKILL)
-    return ended(pid)
+    return exit_code_of(pid)
 
 
 def fail(
@@ -221,28 +221,28 @@ def fail(
                 return train(run)
 
         points += 1
-        exit_code = ended(child(work, place / "stderr"))
+        exit_code = exit_code_of(start_child(work, place / "stderr"))
         stderr = (place / "stderr").read_text()
         where = f"{os.strerror(code)} at {nth}{' and after' if persistent else ''}"
-        found = broken_promises(run, b"")
+        faults = broken_promises(run, b"")
         if exit_code not in (0, 65) or "Traceback" in stderr:
-            found.append(f"exit {exit_code}: {stderr[-1500:]}")
+            faults.append(f"exit {exit_code}: {stderr[-1500:]}")
         if exit_code == 65 and os.strerror(code) not in stderr:
-            found.append(f"the error is not told: {stderr}")
+            faults.append(f"the error is not told: {stderr}")
         if exit_code and not persistent:
             ends = [e for e in events_of(run) if isinstance(e, RunFinished)]
             if ends and (
                 ends[-1].exit_code != exit_code or os.strerror(code) not in ends[-1].reason
             ):
-                found.append(f"the log tells another end: {ends[-1]}")
+                faults.append(f"the log tells another end: {ends[-1]}")
         if exit_code:
-            again = ended(child(lambda run=run: train(run), place / "again"))  # type: ignore[misc]
+            again = exit_code_of(start_child(lambda run=run: train(run), place / "again"))  # type: ignore[misc]
             if again != 0:
-                found.append(
+                faults.append(
                     f"cannot be resumed, exit {again}: {(place / 'again').read_text()[-800:]}"
                 )
-        found += [] if found else reference.differs(run)
-        problems += [f"{where}: {p}" for p in found]
+        faults += [] if faults else reference.differs(run)
+        problems += [f"{where}: {p}" for p in faults]
         shutil.rmtree(place)
         if points % 25 == 0:
             print(f"{nth}/{reference.calls} operations", file=sys.stderr, flush=True)
@@ -260,7 +260,7 @@ class MarkingKeeper(Keeper):
 
 def power(kit: Kit, folder: Path, seed: int, resume_every: int, one_in: int) -> dict[str, Any]:
     """Cut the power at every operation of a run, in every way of the model, or with a seed in random ways; one
-    state in `one_in` is looked at, and one of these in `resume_every` resumed to its end."""
+    state in `one_in` is checked, and one of these in `resume_every` resumed to its end."""
     steps = 2 * EVERY
     reference = Reference(kit, folder / "reference", steps)
     place, journal = folder / "place", folder / "journal"
@@ -276,22 +276,22 @@ def power(kit: Kit, folder: Path, seed: int, resume_every: int, one_in: int) -> 
             SHIM.mark(COMPLETED)
         return code
 
-    assert ended(child(work, folder / "stderr")) == 0, (folder / "stderr").read_text()
+    assert exit_code_of(start_child(work, folder / "stderr")) == 0, (folder / "stderr").read_text()
     operations = read_journal(journal)
     problems: list[str] = []
     count = resumed = 0
     rng = random.Random(seed) if seed else None
     crash = folder / "crash"
-    left = crash / "runs" / "run"
+    run_left = crash / "runs" / "run"
     for how, marks, state in islice(crash_states(operations, place, rng), 0, None, one_in):
         make(state, crash)
-        found = _after_power_loss(left, marks)
-        if not found and count % resume_every == 7 and is_run(left):
+        faults = _after_power_loss(run_left, marks)
+        if not faults and count % resume_every == 7 and is_run(run_left):
             resumed += 1
-            code = ended(child(lambda: train(left), folder / "again"))
-            found = [f"exit {code}: {(folder / 'again').read_text()[-800:]}"] if code else []
-            found += [] if found else reference.differs(left)
-        problems += [f"{how}, after {marks[-1:]}: {p}" for p in found]
+            code = exit_code_of(start_child(lambda: train(run_left), folder / "again"))
+            faults = [f"exit {code}: {(folder / 'again').read_text()[-800:]}"] if code else []
+            faults += [] if faults else reference.differs(run_left)
+        problems += [f"{how}, after {marks[-1:]}: {p}" for p in faults]
         shutil.rmtree(crash)
         count += 1
     whole, disk = folder / "whole", Disk(place)
@@ -326,18 +326,18 @@ def _after_power_loss(run: Path, marks: list[int]) -> list[str]:
     acknowledged = [mark for mark in marks if mark < CREATED]
     saved = [e.step for e in events if isinstance(e, CheckpointSaved)]
     try:
-        found = newest(run / "checkpoints")
+        checkpoint = newest(run / "checkpoints")
     except CheckpointError as error:
         return [str(error)]
-    if acknowledged and (found is None or found.step < acknowledged[-1]):
+    if acknowledged and (checkpoint is None or checkpoint.step < acknowledged[-1]):
         problems.append(f"checkpoint {acknowledged[-1]} was acknowledged and is gone")
-    if saved and (found is None or found.step < saved[-1]):
+    if saved and (checkpoint is None or checkpoint.step < saved[-1]):
         problems.append(f"the log says checkpoint {saved[-1]}, and it is gone")
     if acknowledged and acknowledged[-1] not in saved:
         problems.append(f"the log has lost checkpoint {acknowledged[-1]}")
     steps = {e.step for e in events if isinstance(e, StepDone)}
-    if found is not None and not steps >= {*range(1, found.step + 1)}:
-        problems.append(f"the log has lost steps that led to checkpoint {found.step}")
+    if checkpoint is not None and not steps >= {*range(1, checkpoint.step + 1)}:
+        problems.append(f"the log has lost steps that led to checkpoint {checkpoint.step}")
     if COMPLETED in marks:
         ends = [e for e in events if isinstance(e, RunFinished)]
         if not ends or ends[-1].state != "completed":
