@@ -199,13 +199,13 @@ class _Witness:
         if self._process is None:
             return number in FROM_TERMINAL
         until_s = time.monotonic() + GROUP_S
-        while not (got := self._is_pending(number)) and time.monotonic() < until_s:
+        while not (is_pending := self._is_pending(number)) and time.monotonic() < until_s:
             time.sleep(GROUP_S / 10)
-        if got:
+        if is_pending:
             # A pending signal stays pending, so the next one needs a new witness.
             self.dismiss()
             self._start()
-        return got
+        return is_pending
 
     def dismiss(self) -> None:
         if self._process is not None:
@@ -214,7 +214,7 @@ class _Witness:
             self._process = None
 
     def _start(self) -> None:
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, (*FROM_TERMINAL, *PASSED_ON))
+        previous_mask = signal.pthread_sigmask(signal.SIG_BLOCK, (*FROM_TERMINAL, *PASSED_ON))
         try:
             # It ends with this process, when its standard input closes.
             self._process = subprocess.Popen(
@@ -223,7 +223,7 @@ class _Witness:
         except OSError:
             self._process = None
         finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+            signal.pthread_sigmask(signal.SIG_SETMASK, previous_mask)
 
     def _is_pending(self, number: int) -> bool:
         assert self._process is not None
@@ -331,7 +331,7 @@ def _commit(folder: str | None = None) -> str | None:
     """Return the commit of a folder (None: the current one), with `+` where files differ from it; None outside a
     repository."""
     try:
-        found = subprocess.run(
+        description = subprocess.run(
             ["git", "describe", "--always", "--abbrev=12", "--dirty=+", "--exclude=*"],
             capture_output=True,
             text=True,
@@ -340,20 +340,22 @@ def _commit(folder: str | None = None) -> str | None:
         )
     except (OSError, subprocess.TimeoutExpired):
         return None
-    return found.stdout.strip() or None
+    return description.stdout.strip() or None
 
 
 def main() -> int:
     """Create the run folder of process PID, start its observer, and print the folder's path."""
-    pid, out, *arguments = sys.argv[1:]
-    wanted = Path(out) if out else RUNS / _name_of(arguments)
+    pid, folder, *arguments = sys.argv[1:]
+    first_path = Path(folder) if folder else RUNS / _name_of(arguments)
     try:
         for number in itertools.count(1):
-            path = wanted if number == 1 else wanted.with_name(f"{wanted.name}-{number}")
+            path = (
+                first_path if number == 1 else first_path.with_name(f"{first_path.name}-{number}")
+            )
             if os.path.lexists(path):
                 continue
             try:
-                run = new_run(arguments, path.parent if out else None, path.name, pid=int(pid))
+                run = new_run(arguments, path.parent if folder else None, path.name, pid=int(pid))
                 break
             except BadInput:
                 # Another process of the same sweep may have created it in the meantime.

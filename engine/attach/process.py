@@ -67,10 +67,10 @@ class Stranger:
     @property
     def variables(self) -> list[str]:
         """Environment variables about its training, as `NAME=VALUE`."""
-        found = _environment(self.pid).items()
+        environment = _environment(self.pid).items()
         return sorted(
             f"{name}={value}"
-            for name, value in found
+            for name, value in environment
             if is_run_variable(name) and not is_secret_name(name)
         )
 
@@ -99,8 +99,8 @@ class Stranger:
 def find_process(pid: int) -> Stranger:
     """Return the process `pid`. Raises BadInput if it cannot be watched, with what was found instead."""
 
-    def refused(found: str, hint: str | None = None) -> BadInput:
-        return BadInput.expected("--pid", pid, "a running process", found, hint=hint)
+    def refused(what: str, hint: str | None = None) -> BadInput:
+        return BadInput.expected("--pid", pid, "a running process", what, hint=hint)
 
     status, stat = read_table(PROC / str(pid) / "status"), read_text(PROC / str(pid) / "stat")
     start = Host().process(pid).start_ticks
@@ -112,8 +112,8 @@ def find_process(pid: int) -> Stranger:
     if group != pid:
         raise refused(f"a thread of process {group}", f"engine watch --pid {group}")
     # The name may contain spaces and brackets, so fields are counted after the last bracket.
-    letter, *rest = stat.rpartition(") ")[2].split()
-    if int(rest[5]) & _KERNEL_THREAD:
+    letter, *fields = stat.rpartition(") ")[2].split()
+    if int(fields[5]) & _KERNEL_THREAD:
         raise refused("a thread of the kernel", "name the process that trains")
     if letter in "ZX":
         raise refused("one that has ended", "its parent has its exit code: engine watch -- COMMAND")
@@ -133,26 +133,26 @@ def find_process(pid: int) -> Stranger:
 
 def hold(found: Stranger) -> int:
     """Return a pidfd of the process that was found. Raises BadInput if another process has its pid by now."""
-    gone = BadInput.expected(
+    has_ended = BadInput.expected(
         "--pid", found.pid, "the process that was just found", "that it has ended"
     )
     try:
-        held = os.pidfd_open(found.pid)
+        pidfd = os.pidfd_open(found.pid)
     except ProcessLookupError:
-        raise gone from None
+        raise has_ended from None
     if Host().process(found.pid).start_ticks.value != found.start_ticks:
-        os.close(held)
-        raise gone
-    return held
+        os.close(pidfd)
+        raise has_ended
+    return pidfd
 
 
-def watch_process(run: RunFolder, found: Stranger, held: int, notify: str) -> None:
+def watch_process(run: RunFolder, found: Stranger, pidfd: int, notify: str) -> None:
     """Watch the process of pidfd `held` until it has ended, or until SIGINT, SIGTERM or SIGHUP ends the watching;
     `notify` says who gets messages."""
     dismiss_guard()
-    asked = os.eventfd(0)
+    stop_fd = os.eventfd(0)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, lambda _number, _frame: os.eventfd_write(asked, 1))
+        signal.signal(number, lambda _number, _frame: os.eventfd_write(stop_fd, 1))
     with ExitStack() as stack:
         watch = stack.enter_context(LogWriter(run.watch, writer="supervisor"))
         device = stack.enter_context(LogWriter(run.device, writer="sampler"))
@@ -169,25 +169,25 @@ def watch_process(run: RunFolder, found: Stranger, held: int, notify: str) -> No
         )
         observer.begin()
         observer.notify(notify, 2 if os.isatty(2) else None)
-        if _wait(observer, held, asked):
-            _record_end(observer, held)
+        if _wait(observer, pidfd, stop_fd):
+            _record_end(observer, pidfd)
             observer.close_notices()
         else:
             text = "the watching was ended; the process continues"
             observer.write_watch(Note(level="info", text=text))
 
 
-def _wait(observer: RunObserver, held: int, asked: int) -> bool:
+def _wait(observer: RunObserver, pidfd: int, stop_fd: int) -> bool:
     """Observe; return True once the process has ended, False on a request to end the watching."""
     selector = selectors.DefaultSelector()
-    selector.register(held, selectors.EVENT_READ, True)
-    selector.register(asked, selectors.EVENT_READ, False)
+    selector.register(pidfd, selectors.EVENT_READ, True)
+    selector.register(stop_fd, selectors.EVENT_READ, False)
     counters: deque[KillCounters] = deque([observer.before], maxlen=COUNTERS_KEPT)
     next_s = time.monotonic() + COUNTERS_S
     while True:
-        found = observer.tick()
-        if found.why:
-            observer.write_watch(Note(level="warning", text=found.why))
+        reading = observer.tick()
+        if reading.why:
+            observer.write_watch(Note(level="warning", text=reading.why))
         if time.monotonic() >= next_s:
             next_s = time.monotonic() + COUNTERS_S
             counters.append(read_kill_counters(cgroup=observer.before.cgroup))
@@ -196,23 +196,23 @@ def _wait(observer: RunObserver, held: int, asked: int) -> bool:
             return bool(key.data)
 
 
-def _record_end(observer: RunObserver, held: int) -> None:
+def _record_end(observer: RunObserver, pidfd: int) -> None:
     observer.watcher.tick()
-    code = exit_code(observer.pid, held)
+    code = exit_code(observer.pid, pidfd)
     if code is None:
         observer.record_unseen_exit()
     else:
         observer.record_exit(code, stop_requested=None, finished=code == 0, is_ours=False)
 
 
-def exit_code(pid: int, held: int) -> int | None:
+def exit_code(pid: int, pidfd: int) -> int | None:
     """Return the exit code of an ended process that is no child, or minus the number of the signal that ended it; None
     where the kernel does not report it."""
     deadline = time.monotonic() + EXIT_STATUS_S
     while True:
         answer = bytearray(struct.pack("=Q56x", _PIDFD_INFO_EXIT))
         try:
-            fcntl.ioctl(held, _PIDFD_GET_INFO, answer)
+            fcntl.ioctl(pidfd, _PIDFD_GET_INFO, answer)
         except OSError:
             known = 0  # Linux before 6.13, or before 6.15 once the process is reaped
         else:
@@ -236,8 +236,8 @@ def _status_of_zombie(pid: int) -> int | None:
     text, allowed = read_text(folder / "stat"), read_text(folder / "io")
     if isinstance(text, Reading) or isinstance(allowed, Reading):
         return None
-    letter, *rest = text.rpartition(") ")[2].split()
-    return int(rest[-1]) if letter in "ZX" else None
+    letter, *fields = text.rpartition(") ")[2].split()
+    return int(fields[-1]) if letter in "ZX" else None
 
 
 def no_stacks() -> str:
@@ -251,12 +251,12 @@ def no_stacks() -> str:
 def ranks_below(pid: int) -> dict[str, int]:
     """Return the ranks in the process tree of `pid`, by RANK. Children of a rank inherit the variable, so the topmost
     process counts."""
-    found: dict[str, int] = {}
-    for one in _below(pid):
-        rank = _environment(one).get("RANK", "")
+    ranks: dict[str, int] = {}
+    for child in _below(pid):
+        rank = _environment(child).get("RANK", "")
         if rank.isdecimal():
-            found.setdefault(rank, one)
-    return dict(sorted(found.items(), key=lambda item: int(item[0])))
+            ranks.setdefault(rank, child)
+    return dict(sorted(ranks.items(), key=lambda item: int(item[0])))
 
 
 def _below(pid: int) -> list[int]:
@@ -268,7 +268,7 @@ def _below(pid: int) -> list[int]:
 
 
 def _python_below(pid: int) -> list[int]:
-    return [one for one in _below(pid) if Path(_link(one, "exe")).name.startswith("python")]
+    return [child for child in _below(pid) if Path(_link(child, "exe")).name.startswith("python")]
 
 
 def _environment(pid: int) -> dict[str, str]:

@@ -1,6 +1,6 @@
 """Summarise a watched command at its end, on one screen: verdict, why, evidence, next step.
 
-Everything comes from the run folder. What is missing there is left out or reported as unknown, never guessed.
+Everything comes from the run folder. Values that are missing there are left out or reported as unknown, never guessed.
 """
 
 from __future__ import annotations
@@ -78,17 +78,17 @@ def summary_lines(run: RunFolder) -> list[str]:
         follower.read_all()
     except RunLogError as broken:
         return [f"watched: {broken}"]
-    found = worst = _Summary(run, follower.view, follower.state)
-    for later in found.later:
-        # A training before it, as of the teacher, must not hide what is wrong with a later one.
+    first = worst = _Summary(run, follower.view, follower.state)
+    for later in first.later:
+        # An earlier training, as of a teacher, must not hide a problem of a later one.
         if later.verdict.level in (WRONG, SUSPECT) and later.severity > worst.severity:
             worst = later
-    line = f"{worst.run.name}: " * (worst is not found) + worst.verdict.line
+    line = f"{worst.run.name}: " * (worst is not first) + worst.verdict.line
     lines = [
-        *_part("verdict", [line, found.ending()]),
-        *_part("why", found.why())[:WHY_LINES],
+        *_part("verdict", [line, first.ending()]),
+        *_part("why", first.why())[:WHY_LINES],
         *_part(
-            "evidence", [*(worst.suspicions() if worst is not found else ()), *found.evidence()]
+            "evidence", [*(worst.suspicions() if worst is not first else ()), *first.evidence()]
         ),
     ]
     next_step = _part("next step", [worst.next_step()])
@@ -163,10 +163,10 @@ class _Summary:
     @cached_property
     def _alerts(self) -> list[Judged]:
         """Alerts active at the end, without `identity_fails`, which repeats the failed identities."""
-        return [one for one in self.view.alerts.values() if one.id != identity_fails.id]
+        return [alert for alert in self.view.alerts.values() if alert.id != identity_fails.id]
 
     def _with_level(self, level: str) -> list[Judged]:
-        return [one for one in self.view.identities if one.level == level]
+        return [alert for alert in self.view.identities if alert.level == level]
 
     @property
     def _stall(self) -> str | None:
@@ -205,10 +205,10 @@ class _Summary:
             lines.append(ended.sentence)
         elif ended is not None and ended.returncode:
             lines.append(self._failure())
-        lines += [identity_text(one) for one in self._with_level(FAIL)]
+        lines += [identity_text(verdict) for verdict in self._with_level(FAIL)]
         if view.process is not None:
             missing = view.stack_dump.missing if view.stack_dump is not None else []
-            lines += [f"not read: {one}" for one in missing[:1]]
+            lines += [f"not read: {reason}" for reason in missing[:1]]
         elif self._is_outside and not self._has_raised:
             why = NO_OPTIMIZER if self._has_no_optimizer else NO_STEP
             lines.append(why if self._imported_torch else NO_TORCH)
@@ -216,7 +216,9 @@ class _Summary:
         if (first := self._first_non_finite) is not None:
             lines.append(f"the loss is not finite from step {first} on")
         alerts = self._alerts
-        lines += [f"{level_text(one)} {one.id}: {one.text}" for one in alerts[:ALERTS]]
+        lines += [
+            f"{level_text(verdict)} {verdict.id}: {verdict.text}" for verdict in alerts[:ALERTS]
+        ]
         if len(alerts) > ALERTS:
             lines.append(f"{len(alerts) - ALERTS} more alerts: engine diagnose {self.path}")
         if shares := self._shares_text():
@@ -276,15 +278,15 @@ class _Summary:
     @property
     def _first_non_finite(self) -> int | None:
         """Step from which no loss is finite; None where the last known loss is finite."""
-        found = None
+        first = None
         steps, losses = self.view.steps.values("step"), self.view.steps.values("loss")
         for step, loss in zip(reversed(steps), reversed(losses), strict=True):
             if loss is None:
                 continue
             if math.isfinite(loss):
                 break
-            found = step
-        return None if found is None else int(found)
+            first = step
+        return None if first is None else int(first)
 
     @cached_property
     def _shares(self) -> dict[str, float]:
@@ -292,16 +294,18 @@ class _Summary:
         steps = [line.event for line in self.view.lines if isinstance(line.event, StepDone)]
         seconds: dict[str, float] = defaultdict(float)
         for step in steps:
-            for name, taken in step.phases.items() if step.step > 1 else ():
-                if name != IDLE and math.isfinite(taken):
-                    seconds[name] += taken
-        whole = sum(seconds.values())
-        if not whole > 0:
+            for name, phase_s in step.phases.items() if step.step > 1 else ():
+                if name != IDLE and math.isfinite(phase_s):
+                    seconds[name] += phase_s
+        total_s = sum(seconds.values())
+        if not total_s > 0:
             waited = self._pairs("data_s")
-            whole = sum(taken for _, taken in waited)
-            seconds["data"] = sum(each for each, _ in waited)
+            total_s = sum(phase_s for _, phase_s in waited)
+            seconds["data"] = sum(data_s for data_s, _ in waited)
         # A phase without any time has no hook: no loader was seen.
-        return {name: taken / whole for name, taken in seconds.items() if taken and whole > 0}
+        return {
+            name: phase_s / total_s for name, phase_s in seconds.items() if phase_s and total_s > 0
+        }
 
     def _shares_text(self) -> str:
         if not self._shares:
@@ -342,11 +346,14 @@ class _Summary:
             words.append(f"learning rate {rate}")
             lines.append("; ".join(words))
         if view.watched is not None:
-            one = view.watched
+            watched = view.watched
             lines.append(
-                f"{one.optimizer} of {format_count(one.parameters)} parameters on {one.device}, torch {one.torch}"
+                f"{watched.optimizer} of {format_count(watched.parameters)} parameters on {watched.device}, "
+                f"torch {watched.torch}"
             )
-        lines += [f"{one.knob}={one.choice}: {one.reason}" for one in view.decisions]
+        lines += [
+            f"{decision.knob}={decision.choice}: {decision.reason}" for decision in view.decisions
+        ]
         lines += self.suspicions()
         lines.append(self._memory())
         lines.append(self._later())
@@ -368,15 +375,15 @@ class _Summary:
         begin = min(1, max(0, len(self.view.steps) - 1))
         columns = (self.view.steps.values(one, begin) for one in (name, "step_s"))
         return [
-            (value, taken)
-            for value, taken in zip(*columns, strict=True)
-            if value is not None and taken is not None and math.isfinite(value + taken)
+            (value, step_s)
+            for value, step_s in zip(*columns, strict=True)
+            if value is not None and step_s is not None and math.isfinite(value + step_s)
         ]
 
     def _rate(self, name: str) -> str:
         pairs = self._pairs(name)
-        taken = sum(seconds for _, seconds in pairs)
-        return f"{format_count(sum(n for n, _ in pairs) / taken)} {name}/s" if taken > 0 else ""
+        total_s = sum(seconds for _, seconds in pairs)
+        return f"{format_count(sum(n for n, _ in pairs) / total_s)} {name}/s" if total_s > 0 else ""
 
     def _first_and_last(self, name: str, text: Callable[[float], str] = format_value) -> str:
         values = [value for value in self.view.steps.values(name) if value is not None]
@@ -425,23 +432,21 @@ class _Summary:
     @property
     def path(self) -> Path:
         """Path of the run folder, relative to the current folder if inside it."""
-        whole = self.run.path.absolute()
-        here = Path(os.getcwd())
-        return whole.relative_to(here) if whole.is_relative_to(here) else whole
+        path = self.run.path.absolute()
+        current = Path(os.getcwd())
+        return path.relative_to(current) if path.is_relative_to(current) else path
 
     def next_step(self) -> str:
-        ended, look = self.view.exit, f"apr-workbench {self.path}"
+        ended, view_command = self.view.exit, f"apr-workbench {self.path}"
         if (process := self.view.process) is not None:
             if self.state == "unwatched":
-                return f"engine watch --pid {process.pid} continues watching; {look}"
+                return f"engine watch --pid {process.pid} continues watching; {view_command}"
             if self._alerts or (ended is not None and ended.signal == "SIGKILL"):
                 return f"engine diagnose {self.path}"
-            return f"{look}; to see its steps and its end, start it with engine watch -- COMMAND"
+            return f"{view_command}; to see its steps and its end, start it with engine watch -- COMMAND"
         if self._is_outside and not self._has_raised:
             if self._has_no_optimizer:
-                return (
-                    f"{look} has the machine and the exit; steps are seen of torch optimizers only"
-                )
+                return f"{view_command} has the machine and the exit; steps are seen of torch optimizers only"
             return LET_STEP if self._imported_torch else LET_IN
         if self._stall is not None or (ended is not None and ended.signal == "SIGKILL"):
             return f"engine diagnose {self.path}"
@@ -450,11 +455,11 @@ class _Summary:
         verdict = self.verdict
         kind, _, id = verdict.id.partition(" ")
         if kind == IDENTITY and verdict.level == WRONG:
-            return f"{verdict.action}; then {look}"
+            return f"{verdict.action}; then {view_command}"
         if ended is None or ended.returncode:
-            return look
+            return view_command
         if kind == IDENTITY and verdict.action:
-            return f"unless {id} is meant: {verdict.action}; then {look}"
+            return f"unless {id} is meant: {verdict.action}; then {view_command}"
         if self._waits_for_data:
             return f"engine flip {self.path} --set {MORE_WORKERS} tests {BY_HAND}; --propose lists what else"
         if self._alerts or self._first_non_finite is not None:
@@ -463,13 +468,13 @@ class _Summary:
             if alert is not None and alert.flip:
                 return f"engine flip {self.path} {alert.flip} tests it; evidence: {evidence}"
             return f"{verdict.action}; evidence: {evidence}" if alert is not None else evidence
-        return look
+        return view_command
 
     def _fix(self) -> str:
         """Return the change of one line that fixes the first problem, and how to test it; empty if there is none."""
         command = read_command(self.run)
-        found = [] if command is None else fixes_of(self.view, command)
-        fix = next((one for one in found if one.ends == self.verdict.id), None)
+        fixes = [] if command is None else fixes_of(self.view, command)
+        fix = next((candidate for candidate in fixes if candidate.ends == self.verdict.id), None)
         if fix is None:
             return ""
         return (

@@ -74,9 +74,9 @@ class _Training:
         self._device.close()
 
     def tick(self) -> None:
-        found = self.observer.tick()
-        if found.why:
-            self.observer.write_watch(Note(level="warning", text=found.why))
+        reading = self.observer.tick()
+        if reading.why:
+            self.observer.write_watch(Note(level="warning", text=reading.why))
         if not self.is_recorded and self._is_over():
             # Wait one tick: the exit code of the command itself arrives shortly after its last line.
             if self._seen_over:
@@ -136,12 +136,12 @@ class _Reporter:
     def tick(self, view: RunView) -> None:
         if self._number is None or view.watched is None:
             return
-        found = verdict_of(view, "running", self._run.path)
+        verdict = verdict_of(view, "running", self._run.path)
         # Leave warnings of rules to the summary: other work on the machine may cause them.
-        is_sure = found.level == WRONG or found.id.startswith(IDENTITY)
-        if found.level not in (WRONG, SUSPECT) or not is_sure or found.id in self._reported:
+        is_sure = verdict.level == WRONG or verdict.id.startswith(IDENTITY)
+        if verdict.level not in (WRONG, SUSPECT) or not is_sure or verdict.id in self._reported:
             return
-        self._reported.add(found.id)
+        self._reported.add(verdict.id)
         lines = run_verdict_lines(view, "running", self._run.path)
         text = "".join(f"engine watch: {line}\n" for line in lines)
         try:
@@ -172,7 +172,7 @@ class _Trainings:
     @property
     def left_s(self) -> float:
         """Seconds to the next tick."""
-        return min(one.observer.left_s for one in (self.command, *self._later))
+        return min(training.observer.left_s for training in (self.command, *self._later))
 
     def _find_later(self) -> None:
         run = self.command.run
@@ -185,7 +185,7 @@ class _Trainings:
             self._number += 1
 
     def _drop_recorded(self) -> None:
-        for training in [one for one in self._later if one.is_recorded]:
+        for training in [recorded for recorded in self._later if recorded.is_recorded]:
             training.close()
             self._later.remove(training)
 
@@ -222,7 +222,7 @@ def supervise(run: RunFolder, report_fd: int | None = None) -> int:
     `report_fd`, if there is one."""
     for number in (signal.SIGHUP, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
-    # Unbuffered: what is read ahead would wake no selector.
+    # Unbuffered: bytes in a buffer would not wake the selector.
     launcher = io.FileIO(sys.stdin.fileno(), closefd=False)
     pid = launcher.readline()
     if not pid.endswith(b"\n"):
@@ -287,7 +287,7 @@ def _wait_for_end(trainings: _Trainings, launcher: io.FileIO) -> int | None:
             for key, _ in selector.select(left):
                 if key.data == "launcher" and (line := launcher.readline()).endswith(b"\n"):
                     return None if line == OVER else int(line)
-                # One of both is gone: the other may still report.
+                # The launcher or the command is gone: the other one may still report.
                 selector.unregister(key.fileobj)
                 if key.data == "launcher" and not trainings.started_own_watch:
                     observer.watch.write(LauncherGone(how="killed"))

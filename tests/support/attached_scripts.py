@@ -516,7 +516,7 @@ for name in ("data_begins", "data_ends", "batch_fetched", "backward_begins", "ba
         say(**with_fault(Steps, name, fail, at))
 say(**with_fault(Steps, "no_batch", fail, 1))
 say(**with_fault(apr_watch.values.Reader, "keep", fail, 4))
-for owner, name in ((apr_watch.compiles.Compiles, "since_last"), (apr_watch.memory.HeldMemory, "look"),
+for owner, name in ((apr_watch.compiles.Compiles, "since_last"), (apr_watch.memory.HeldMemory, "record"),
                     (apr_watch.step.Batches, "fetched"), (apr_watch.step.Batches, "lap")):
     say(**with_fault(owner, name, fail, 2))
 for at in (1, 4):
@@ -524,7 +524,7 @@ for at in (1, 4):
         say(**with_fault(apr_watch.identities.Identities, name, fail, at))
 say(**with_fault(apr_watch.updates, "judge", fail, 2))
 say(**with_fault(apr_watch.gradients.Chain, "begin", fail, 2))
-say(**with_fault(apr_watch.parameters.Held, "look", fail, 3))
+say(**with_fault(apr_watch.parameters.MissingGradients, "check", fail, 3))
 for name in ("mark", "lap"):
     say(**with_fault(apr_watch.device_clock.DeviceClock, name, fail, 3))
 say(**with_fault(apr_watch.step, "Log", fail, 1))

@@ -73,8 +73,8 @@ def continued(model: Any, tokenizer: Any, prompt: str, tokens: int) -> str:
     begin = ids_1T.shape[1]
     with Untouched(torch, model):
         for _ in range(tokens):
-            given = model(input_ids=ids_1T, attention_mask=torch.ones_like(ids_1T))
-            logits_1TV = logits_of(torch, given, ids_1T)
+            output = model(input_ids=ids_1T, attention_mask=torch.ones_like(ids_1T))
+            logits_1TV = logits_of(torch, output, ids_1T)
             if logits_1TV is None:
                 raise ValueError("the model returns no logits of shape (rows, tokens, vocabulary)")
             ids_1T = torch.cat([ids_1T, logits_1TV[:, -1:].argmax(-1)], 1)
@@ -92,14 +92,14 @@ def _is_shard(parameter: Any) -> bool:
 
 def logged(values: Mapping[str, Any], held_out: str) -> None:
     """Record values that a framework logs; the one named `held_out` is the held-out loss."""
-    renamed = {"held_out" if name == held_out else name: one for name, one in values.items()}
+    renamed = {"held_out" if name == held_out else name: value for name, value in values.items()}
     if renamed:
         apr_watch.log(**renamed)
 
 
-def settings(of: str, values: Mapping[str, Any]) -> None:
+def settings(owner: str, values: Mapping[str, Any]) -> None:
     """Record settings of a framework in one line of the log."""
     if not values:
         return
     words = ", ".join(f"{name}={str(value)[:_VALUE]}" for name, value in values.items())
-    apr_watch.note(f"settings of {of}: {words}")
+    apr_watch.note(f"settings of {owner}: {words}")

@@ -18,8 +18,8 @@ PART_OF = "part_of"
 SETTINGS = "effective.json"
 _PARENT = "APR_WATCH_PARENT"
 """Process id of `engine watch`."""
-_MOST = 10_000
-_MOST_TEXT = 1 << 24
+_MAX_TRAININGS = 10_000
+_MAX_CHARACTERS = 1 << 24
 _TRIES, _PAUSE_S = 50, 0.002
 """Number and interval in seconds of attempts to read a file that another rank is writing."""
 _BEAT = struct.Struct("<QQQ")
@@ -35,7 +35,7 @@ def rank_and_world(torch: Any) -> tuple[int, int]:
 
 
 class Position:
-    """Rank of this process and number of ranks. To ask torch takes some microseconds, so they are read again only where
+    """Rank of this process and number of ranks. Asking torch takes some microseconds, so they are read again only when
     a script may have joined a process group since: at a new optimizer or pass over data, and before a first step."""
 
     def __init__(self, torch: Any) -> None:
@@ -53,12 +53,12 @@ def claim(run: str, training: int, world: int) -> str:
     if world > 1:
         owner = f"ranks of {os.getppid()}.{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
     owner = f"{owner}, training {training}\n"
-    for number in range(1, _MOST):
+    for number in range(1, _MAX_TRAININGS):
         folder = run if number == 1 else f"{run}-{number}"
-        belongs = number == 1 or _belongs(folder, run)
+        belongs = number == 1 or _create_or_check(folder, run)
         if belongs and _owner(folder, owner) == owner and not _is_over(folder):
             return folder
-    raise OSError(f"{_MOST} trainings")
+    raise OSError(f"{_MAX_TRAININGS} trainings")
 
 
 def claim_failed(run: str) -> bool:
@@ -66,11 +66,11 @@ def claim_failed(run: str) -> bool:
     command. Raises OSError."""
     if os.environ.get(_PARENT) != str(os.getppid()):
         return False
-    mine = f"{os.getpid()}, without a training\n"
-    return _owner(run, mine) == mine
+    own_line = f"{os.getpid()}, without a training\n"
+    return _owner(run, own_line) == own_line
 
 
-def _belongs(folder: str, run: str) -> bool:
+def _create_or_check(folder: str, run: str) -> bool:
     """Create the folder of a later training; return whether it exists and belongs to `run`."""
     settings = os.path.join(folder, SETTINGS)
     try:
@@ -79,18 +79,22 @@ def _belongs(folder: str, run: str) -> bool:
         for _ in range(_TRIES):
             try:
                 with open(settings) as file:
-                    about = json.loads(file.read(_MOST_TEXT)).get("command")
+                    about = json.loads(file.read(_MAX_CHARACTERS)).get("command")
                 return isinstance(about, dict) and about.get(PART_OF) == os.path.basename(run)
             except (OSError, ValueError, AttributeError):
                 time.sleep(_PAUSE_S)
         return False
     try:
         with open(os.path.join(run, SETTINGS)) as file:
-            found = json.loads(file.read(_MOST_TEXT))
+            settings_of_run = json.loads(file.read(_MAX_CHARACTERS))
     except OSError:
-        found = unknown_command()
-    found["command"] = {**found["command"], PART_OF: os.path.basename(run), "pid": os.getpid()}
-    fill(folder, found)
+        settings_of_run = unknown_command()
+    settings_of_run["command"] = {
+        **settings_of_run["command"],
+        PART_OF: os.path.basename(run),
+        "pid": os.getpid(),
+    }
+    fill(folder, settings_of_run)
     return True
 
 
@@ -110,7 +114,7 @@ def fill(folder: str, settings: dict[str, Any]) -> None:
     os.rename(path + ".partial", path)
 
 
-def _owner(folder: str, mine: str) -> str:
+def _owner(folder: str, own_line: str) -> str:
     """Return the owner of a folder; claim it as `mine` if it has none."""
     path = os.path.join(folder, "owner")
     try:
@@ -124,10 +128,10 @@ def _owner(folder: str, mine: str) -> str:
             time.sleep(_PAUSE_S)
         return ""
     try:
-        os.write(fd, mine.encode())
+        os.write(fd, own_line.encode())
     finally:
         os.close(fd)
-    return mine
+    return own_line
 
 
 def _is_over(folder: str) -> bool:

@@ -1,9 +1,9 @@
 """Check that a step uses the gradients of its own backward passes, all of them and no others.
 
 Chain: whether a step's gradients still contain those of the previous step, because nothing zeroed them. Some rows of
-the gradients are compared wherever they may change: after a step, before and after each backward pass, before the next
-step. The chain breaks where anything but a backward pass changed them or there are none; the rest of the step then
-costs one comparison.
+the gradients are copied after a step, before and after each backward pass, and before the next step. The chain breaks
+if there are no gradients at one of these points, or if something other than a backward pass changed them; the rest of
+the step then costs one comparison.
 
 Windows: whether steps with gradient accumulation take whole windows. At every backward pass a few gradients are checked
 for existence and version, without reading their values.
@@ -30,7 +30,7 @@ class Chain:
     def __init__(self, torch: Any) -> None:
         self._torch = torch
         self.is_open = self._is_broken = False
-        """Open: the chain may still hold. Broken: it is known that no gradient of the previous step is left."""
+        """`is_open`: the chain may still hold. `_is_broken`: certainly no gradient of the previous step is left."""
         self._sample: Sample | None = None
         self._points: list[Any] = []
         """Sampled gradients after the previous step, and before and after each backward pass since."""
@@ -49,11 +49,11 @@ class Chain:
 
     def sample(self) -> None:
         """Copy the gradients before and after a backward pass."""
-        found = self._sample and self._sample.read("grad")
-        if self._sample is None or found is None or len(self._points) > 2 * _MAX_PASSES:
+        gradients = self._sample and self._sample.read("grad")
+        if self._sample is None or gradients is None or len(self._points) > 2 * _MAX_PASSES:
             self.leave()
         elif self._sample.has_gradients:
-            self._points.append(found)
+            self._points.append(gradients)
         else:
             self.is_open, self._is_broken = False, True
 
@@ -66,7 +66,9 @@ class Chain:
         elif self.is_open and len(self._points) > 3:
             points = dict(enumerate(self._points))
             sampled.judge_later(
-                lambda one: self._lines(sampled.name, sampled.number, self._holds(*one.values())),
+                lambda tensors: self._lines(
+                    sampled.name, sampled.number, self._holds(*tensors.values())
+                ),
                 points,
             )
         self._points = []
@@ -75,19 +77,19 @@ class Chain:
 
     def _holds(self, first: Any, *others: Any) -> bool:
         """Return whether the gradients before a step still contain those after the previous one."""
-        *passes, now = others
-        before, after = passes[::2], passes[1::2]
+        *passes, newest = others
+        before_passes, after_passes = passes[::2], passes[1::2]
         equal = self._torch.equal
         # Clipping and averaging may have multiplied all gradients by one factor.
-        last, now = after[-1].double(), now.double()
-        factor = (last @ now) / (last @ last)
+        previous, newest = after_passes[-1].double(), newest.double()
+        factor = (previous @ newest) / (previous @ previous)
         rounding = 4 * self._torch.finfo(first.dtype).eps
         return bool(
             first.any()
-            and all(map(equal, before, [first, *after]))
-            and not all(map(equal, before, after))
+            and all(map(equal, before_passes, [first, *after_passes]))
+            and not all(map(equal, before_passes, after_passes))
             and factor > 0
-            and ((now - factor * last).abs() <= rounding * (factor * last).abs()).all()
+            and ((newest - factor * previous).abs() <= rounding * (factor * previous).abs()).all()
         )
 
     def _lines(self, optimizer: str, step: int, holds: bool) -> list[Line]:
@@ -104,7 +106,7 @@ class Chain:
         return [("kept_gradients", PASS, text, {})]
 
 
-_FEW = 4
+_MAX_WATCHED = 4
 """Number of parameters of an optimizer whose gradients are checked at every backward pass."""
 _SETTLED = 3
 """Number of steps with the same number of backward passes that establish the size of a window."""
@@ -115,19 +117,19 @@ _WHOLE = 64
 class Windows:
     """Backward passes between the steps of one optimizer.
 
-    A window cut short by the end of an epoch may be stepped as it is. Reported is one that is not: its gradients are
-    removed, become part of the next window, or are left at the end of the training.
+    A window cut short by the end of an epoch may be stepped as it is. It is reported if its gradients are removed,
+    become part of the next window, or are left at the end of the training.
     """
 
     def __init__(self) -> None:
         self.is_open = True
-        self._few: list[weakref.ref[Any]] = []
+        self._watched: list[weakref.ref[Any]] = []
         self._marks: list[Any] = []
         """Identity and version of each gradient, which change when it is written; None without a gradient."""
         self._passes = self._removed = 0
         """Backward passes since the last step whose gradients exist, and whose gradients were removed."""
         self._are_taken = False
-        """Whether another optimizer stepped after these passes, which may be meant for it alone."""
+        """Whether another optimizer stepped after these passes: they may belong to that optimizer alone."""
         self._has_ended = False
         """Whether an epoch has ended since the last step."""
         self._counts: Counter[int] = Counter()
@@ -146,31 +148,36 @@ class Windows:
         self._are_taken = self._are_taken or self._passes > 0
 
     def backward_begins(self) -> None:
-        now = self._read_marks()
-        if self._passes and now != self._marks:
-            if any(one is not None for one in now):
-                # Zeroed in place, scaled or clipped: which of them is unknown.
+        marks = self._read_marks()
+        if self._passes and marks != self._marks:
+            if any(mark is not None for mark in marks):
+                # They were zeroed in place, scaled or clipped; which of these is unknown.
                 self.leave()
             self._removed += 0 if self._are_taken else self._passes
             self._passes, self._are_taken = 0, False
-        self._marks = now
+        self._marks = marks
 
     def backward_ends(self) -> None:
-        now = self._read_marks()
-        self._passes += now != self._marks
-        self._marks = now
+        marks = self._read_marks()
+        self._passes += marks != self._marks
+        self._marks = marks
 
     def _read_marks(self) -> list[Any]:
-        few = [ref() for ref in self._few]
-        if any(one is None for one in few):
+        parameters = [ref() for ref in self._watched]
+        if any(parameter is None for parameter in parameters):
             return self._marks
-        gradients = [one.grad for one in few]  # type: ignore[union-attr]
-        return [None if one is None else (id(one), one._version) for one in gradients]
+        gradients = [parameter.grad for parameter in parameters]  # type: ignore[union-attr]
+        return [
+            None if gradient is None else (id(gradient), gradient._version)
+            for gradient in gradients
+        ]
 
     @property
     def may_change(self) -> bool:
         """Whether later events can change the verdict: it is judged, and has passes left or a living optimizer."""
-        return self.is_open and (self._passes > 0 or all(ref() is not None for ref in self._few))
+        return self.is_open and (
+            self._passes > 0 or all(ref() is not None for ref in self._watched)
+        )
 
     @property
     def _usual(self) -> int:
@@ -182,7 +189,7 @@ class Windows:
         """Return the verdict before the optimizer's `number`-th step."""
         passes, removed, are_taken = self._passes, self._removed, self._are_taken
         has_ended, long = self._has_ended, self._long
-        is_first = not self._few
+        is_first = not self._watched
         self._passes = self._removed = self._long = 0
         self._are_taken = self._has_ended = False
         self._choose(torch, optimizer)
@@ -222,25 +229,34 @@ class Windows:
 
     def end(self) -> list[Line]:
         """Return the verdict at the regular end of a training."""
-        left, usual = self._passes, self._usual
+        passes, usual = self._passes, self._usual
         self._passes = 0
-        if not self.is_open or self._are_taken or not 0 < left < usual:
+        if not self.is_open or self._are_taken or not 0 < passes < usual:
             return []
         text = (
-            f"the training ended with the gradients of {left} backward passes that no step took, where a step takes "
+            f"the training ended with the gradients of {passes} backward passes that no step took, where a step takes "
             f"those of {usual}"
         )
-        return [_cut(text, left, usual)]
+        return [_cut(text, passes, usual)]
 
     def _choose(self, torch: Any, optimizer: Any) -> None:
-        few = [ref() for ref in self._few]
-        if few and all(one is not None and _is_readable(torch, one.grad) for one in few):
+        watched = [ref() for ref in self._watched]
+        if watched and all(
+            parameter is not None and _is_readable(torch, parameter.grad) for parameter in watched
+        ):
             return
-        given = (one for one in held_by(optimizer) if one.grad is not None)
-        found = list(itertools.islice((one for one in given if is_plain(torch, one)), _FEW))
-        if not found or not all(_is_readable(torch, one.grad) for one in found):
+        with_gradient = (
+            parameter for parameter in held_by(optimizer) if parameter.grad is not None
+        )
+        chosen = list(
+            itertools.islice(
+                (parameter for parameter in with_gradient if is_plain(torch, parameter)),
+                _MAX_WATCHED,
+            )
+        )
+        if not chosen or not all(_is_readable(torch, parameter.grad) for parameter in chosen):
             self.leave()
-        self._few = [weakref.ref(one) for one in found]
+        self._watched = [weakref.ref(parameter) for parameter in chosen]
 
 
 def _is_readable(torch: Any, gradient: Any) -> bool:

@@ -1,8 +1,8 @@
 """Check whether evaluations read samples that were trained on, by a hash of some elements of each row of a batch.
 
 A pass over a loader is an evaluation if no backward pass follows its batches, gradients are off or the model is in eval
-mode at one of them, and it is more than a look at the first batch of data that is trained on. A sample with random
-augmentation looks like a different sample each time.
+mode at one of them, and it reads more than the first batch of data that is trained on. A sample with random
+augmentation counts as a different sample each time.
 """
 
 from __future__ import annotations
@@ -49,28 +49,28 @@ class HeldOut:
         self.batches = self._hashed = 0
         return lines
 
-    def fetched(self, one: Pass, batch: Any) -> None:
+    def fetched(self, loader_pass: Pass, batch: Any) -> None:
         """Record a yielded batch."""
-        if self._latest is not one:
+        if self._latest is not loader_pass:
             self._leave()
-            self._latest = one
+            self._latest = loader_pass
         self._check_evaluation()
-        self.batches += one.feeds
+        self.batches += loader_pass.feeds
         begin_s = time.monotonic()
-        rows = self._trained if one.feeds else one.rows
+        rows = self._trained if loader_pass.feeds else loader_pass.rows
         if len(rows) < _MAX_ROWS and self._left_s > 0:
             rows.update(_hashes(self._torch, batch))
             self._left_s -= time.monotonic() - begin_s
-            self._hashed += one.feeds
+            self._hashed += loader_pass.feeds
 
     def trained_on(self) -> list[Line]:
         """Record the begin of a backward pass; return the verdict on the evaluations before it."""
-        one = self._latest
-        if one is not None:
-            self._trained_data = one.data
-            if one.rows:
-                self._trained |= one.rows
-                one.rows = set()
+        loader_pass = self._latest
+        if loader_pass is not None:
+            self._trained_data = loader_pass.data
+            if loader_pass.rows:
+                self._trained |= loader_pass.rows
+                loader_pass.rows = set()
         return self.judge() if self._evaluations else []
 
     def asked_for(self, iterator: Any) -> None:
@@ -83,33 +83,47 @@ class HeldOut:
             self._leave()
 
     def _check_evaluation(self) -> None:
-        one = self._latest
-        if one is not None and not one.feeds and not one.is_evaluated:
-            one.is_evaluated = self._is_evaluating()
+        loader_pass = self._latest
+        if loader_pass is not None and not loader_pass.feeds and not loader_pass.is_evaluated:
+            loader_pass.is_evaluated = self._is_evaluating()
 
     def _leave(self) -> None:
-        one, self._latest = self._latest, None
-        if one is None or one.feeds or not one.is_evaluated or not one.rows:
+        loader_pass, self._latest = self._latest, None
+        if (
+            loader_pass is None
+            or loader_pass.feeds
+            or not loader_pass.is_evaluated
+            or not loader_pass.rows
+        ):
             return
-        if one.has_ended or one.batches > 1 or one.data != self._trained_data:
-            self._evaluations.append(one)
+        if (
+            loader_pass.has_ended
+            or loader_pass.batches > 1
+            or loader_pass.data != self._trained_data
+        ):
+            self._evaluations.append(loader_pass)
 
     def judge(self) -> list[Line]:
         """Return the verdict on the complete evaluations since the last call."""
-        found = [(len(one.rows & self._trained), len(one.rows)) for one in self._evaluations]
+        counts = [
+            (len(loader_pass.rows & self._trained), len(loader_pass.rows))
+            for loader_pass in self._evaluations
+        ]
         self._evaluations = []
-        if not found or not self._trained:
+        if not counts or not self._trained:
             return []
         hashed = self._hashed / self.batches if self.batches else 1.0
-        is_shared = [both >= max(_MIN_SHARED, _MIN_SHARE * hashed * of) for both, of in found]
-        both, of = max(found, key=lambda one: one[0] / one[1])
-        numbers = {"shared": both, "of": of}
+        is_shared = [
+            shared >= max(_MIN_SHARED, _MIN_SHARE * hashed * rows) for shared, rows in counts
+        ]
+        shared, rows = max(counts, key=lambda pair: pair[0] / pair[1])
+        numbers = {"shared": shared, "of": rows}
         if not any(is_shared):
-            if max(both for both, _ in found):
+            if max(shared for shared, _ in counts):
                 return []
-            text = f"none of {sum(of for _, of in found)} samples that evaluations read had been trained on"
+            text = f"none of {sum(rows for _, rows in counts)} samples that evaluations read had been trained on"
             return [("held_out", PASS, text, numbers)]
-        text = f"{both} of {of} samples that an evaluation read had been trained on"
+        text = f"{shared} of {rows} samples that an evaluation read had been trained on"
         if hashed < 1:
             text = f"at least {text}"
         if not all(is_shared):
@@ -120,8 +134,12 @@ class HeldOut:
 
 def _hashes(torch: Any, batch: Any) -> list[int]:
     """Return hashes of the rows of a batch on the host, without rows of one repeated number."""
-    found = [one for one in parts_of(torch, batch) if type(one) is torch.Tensor and one.dim() > 1]
-    rows = max(found, key=lambda one: one.numel(), default=None)
+    tables = [
+        tensor
+        for tensor in parts_of(torch, batch)
+        if type(tensor) is torch.Tensor and tensor.dim() > 1
+    ]
+    rows = max(tables, key=lambda tensor: tensor.numel(), default=None)
     if rows is None or not rows.is_cpu or rows.layout != torch.strided or not rows.numel():
         return []
     if rows.requires_grad or rows.is_quantized or rows.is_complex():

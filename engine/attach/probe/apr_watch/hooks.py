@@ -66,7 +66,7 @@ class Hooks:
             ):
                 self._replace(module, owner, name, wrap)
             self._hook_steps(optimizers)
-            _leave_alone_when_compiling(self._torch)
+            _skip_when_compiling(self._torch)
         except BaseException:
             self._on = False
             self.remove()
@@ -79,9 +79,9 @@ class Hooks:
     def are_on(self) -> bool:
         return self._on
 
-    def tell(self, what: str, *arguments: Any) -> None:
+    def tell(self, method: str, *arguments: Any) -> None:
         """Call a method of the steps, by its name."""
-        self._guarded(getattr(self._steps, what), *arguments)
+        self._guarded(getattr(self._steps, method), *arguments)
 
     def stop(self, error: BaseException | None) -> None:
         """Stop watching the process; `error` is what ended the watched block."""
@@ -106,10 +106,10 @@ class Hooks:
             while self._undo:
                 self._undo.pop()()
 
-    def _replace(self, module: str, part: str, name: str, wrap: Callable[[Any], Any]) -> None:
+    def _replace(self, module: str, class_name: str, name: str, wrap: Callable[[Any], Any]) -> None:
         """Wrap a function of a module, or of its `part`, where the script has imported it."""
         owner = sys.modules.get(module)
-        owner = getattr(owner, part, None) if part else owner
+        owner = getattr(owner, class_name, None) if class_name else owner
         original = getattr(owner, name, None)
         if original is None:
             return
@@ -180,8 +180,8 @@ class Hooks:
     def _after(
         self, then: Callable[..., None] | None, first: Callable[..., None] | None = None
     ) -> Callable[[Any], Any]:
-        """Return what wraps a function so that `first` is called with its arguments before it, and `then` with its
-        result and its arguments after it."""
+        """Return a decorator: `first` is called with the function's arguments before it, `then` with its result and its
+        arguments after it."""
         is_compiling = self._is_compiling
 
         def wrap(original: Any) -> Any:
@@ -299,7 +299,7 @@ def _is_of_a_signal_handler(error: Exception) -> bool:
     return False
 
 
-def _leave_alone_when_compiling(torch: Any) -> None:
+def _skip_when_compiling(torch: Any) -> None:
     """Make the compiler skip the probe's frames at graph breaks, so that graphs and their number do not change. The
     originals that the wrappers call are compiled, or not, as without the probe."""
     compiler = torch._C._dynamo.eval_frame
@@ -308,36 +308,36 @@ def _leave_alone_when_compiling(torch: Any) -> None:
         frame = compiler._FrameExecStrategy(skip, default)
         all_below = compiler._FrameExecStrategy(skip, skip)
 
-        def leave_alone(code: CodeType, and_below: bool) -> None:
+        def skip_code_of(code: CodeType, and_below: bool) -> None:
             compiler.set_code_exec_strategy(code, all_below if and_below else frame)
 
     elif hasattr(compiler, "skip_code"):
 
-        def leave_alone(code: CodeType, and_below: bool) -> None:
+        def skip_code_of(code: CodeType, and_below: bool) -> None:
             compiler.skip_code(code)
 
     else:
         return
     for code in _codes(Hooks, _is_below):
-        leave_alone(code, code.co_name == "_guarded")
-    modules = [one for name, one in sys.modules.items() if name.startswith(f"{__package__}.")]
+        skip_code_of(code, code.co_name == "_guarded")
+    modules = [module for name, module in sys.modules.items() if name.startswith(f"{__package__}.")]
     for module in modules:
         for code in _codes(*vars(module).values()) if module.__name__ != __name__ else ():
-            leave_alone(code, True)
+            skip_code_of(code, True)
 
 
-def _codes(*of: Any) -> set[CodeType]:
+def _codes(*objects: Any) -> set[CodeType]:
     """Return the code objects of the probe's functions and methods, with the functions inside them."""
-    found: set[CodeType] = set()
-    for one in of:
-        if not getattr(one, "__module__", "").startswith(__package__ or ""):
+    codes: set[CodeType] = set()
+    for member in objects:
+        if not getattr(member, "__module__", "").startswith(__package__ or ""):
             continue
-        if isinstance(one, type):
-            found |= _codes(*vars(one).values())
-        elif isinstance(one, FunctionType):
-            left = [one.__code__]
-            while left:
-                code = left.pop()
-                found.add(code)
-                left += [inner for inner in code.co_consts if isinstance(inner, CodeType)]
-    return found
+        if isinstance(member, type):
+            codes |= _codes(*vars(member).values())
+        elif isinstance(member, FunctionType):
+            pending = [member.__code__]
+            while pending:
+                code = pending.pop()
+                codes.add(code)
+                pending += [inner for inner in code.co_consts if isinstance(inner, CodeType)]
+    return codes

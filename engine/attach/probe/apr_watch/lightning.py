@@ -52,12 +52,12 @@ class WatchCallback(Callback):  # type: ignore[misc]
             self._guarded(self._validated, trainer, pl_module)
 
     def _validated(self, trainer: Any, module: Any) -> None:
-        parts = (one for one in module.modules() if hasattr(one, "get_output_embeddings"))
-        texts = self._prompt.of(next(parts, module)) if trainer.is_global_zero else {}
+        models = (value for value in module.modules() if hasattr(value, "get_output_embeddings"))
+        texts = self._prompt.of(next(models, module)) if trainer.is_global_zero else {}
         metrics = dict(trainer.callback_metrics)
         if _has_logger(trainer):
             # The logger records all values; a sample is logged with the loss of its evaluation.
-            metrics = {n: one for n, one in metrics.items() if texts and n == self._held_out}
+            metrics = {n: value for n, value in metrics.items() if texts and n == self._held_out}
         logged({**metrics, **texts}, self._held_out)
 
 
@@ -90,4 +90,4 @@ class WatchLogger(Logger):  # type: ignore[misc]
 
 
 def _has_logger(trainer: Any) -> bool:
-    return any(isinstance(one, WatchLogger) for one in trainer.loggers)
+    return any(isinstance(logger, WatchLogger) for logger in trainer.loggers)

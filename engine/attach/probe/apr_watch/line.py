@@ -14,15 +14,15 @@ from .folders import fill, rank_and_world, unknown_command
 
 RUN = "APR_WATCH_RUN"
 _START_S = 30.0
-_MOST = 10_000
+_MAX_RUNS = 10_000
 
 
 class Begun:
     """Run folder of this process, and the connection to its observer."""
 
     def __init__(self, run: str, observer: int | None = None, why_none: str = "") -> None:
-        """Keep both. `observer`: a socket's descriptor, open as long as the process. `why_none`: the reason if there is
-        no observer, else empty."""
+        """Keep the connection. `observer`: a socket's descriptor, open as long as the process lives. `why_none`: the
+        reason if there is no observer, else empty."""
         self.run, self.why_none, self._pid = run, why_none, os.getpid()
         self._observer = observer
 
@@ -41,19 +41,19 @@ class Begun:
 
 
 def begin(out: str) -> Begun | None:
-    """Create the run folder `out`, or `out`-2, ... where it exists; if empty, a new one in `runs`. Return None in all
-    ranks of a launcher but the first, which write no log. Raises OSError."""
+    """Create the run folder `out`, or `out`-2, ... where it exists; if `out` is empty, a new one in `runs`. Return None
+    on all ranks but the first, since these write no log. Raises OSError."""
     if rank_and_world(sys.modules.get("torch"))[0]:
         return None
-    ours, theirs = socket.socketpair()
+    own_end, engine_end = socket.socketpair()
     # -P: the folder of the script, which may have an engine.py, must not come first in sys.path.
     command = [sys.executable, "-P", "-m", "engine.attach.command", f"{os.getpid()}", out]
     try:
-        ours.sendall(f"{os.getpid()}\n".encode())
+        own_end.sendall(f"{os.getpid()}\n".encode())
         done = subprocess.run(
             [*command, sys.executable, *sys.orig_argv[1:]],
             env=_environment(),
-            stdin=theirs.fileno(),
+            stdin=engine_end.fileno(),
             capture_output=True,
             text=True,
             timeout=_START_S,
@@ -61,14 +61,14 @@ def begin(out: str) -> Begun | None:
         errors = done.stderr.strip()
     except (OSError, subprocess.TimeoutExpired) as error:
         done, errors = None, str(error)
-    theirs.close()
+    engine_end.close()
     if done is not None and done.returncode == 0:
         if errors:
             print(errors, file=sys.stderr)
-        begun = Begun(done.stdout.rstrip("\n"), ours.detach())
+        begun = Begun(done.stdout.rstrip("\n"), own_end.detach())
     else:
-        ours.close()
-        begun = Begun(_made_here(out), None, errors.splitlines()[-1] if errors else "no answer")
+        own_end.close()
+        begun = Begun(_create_folder(out), None, errors.splitlines()[-1] if errors else "no answer")
     # Child processes belong to this run, as under `engine watch`.
     os.environ[RUN] = begun.run
     return begun
@@ -76,23 +76,23 @@ def begin(out: str) -> Begun | None:
 
 def _environment() -> dict[str, str]:
     """Return the environment of `engine.child.environment`, which must not be imported into this process."""
-    made = dict(os.environ)
-    users = made.pop("PYTHONPATH", None)
-    made["APR_WORKBENCH_PYTHONPATH"] = "" if users is None else f"={users}"
+    variables = dict(os.environ)
+    users = variables.pop("PYTHONPATH", None)
+    variables["APR_WORKBENCH_PYTHONPATH"] = "" if users is None else f"={users}"
     entries = (users or "").split(os.pathsep)
     child = os.path.join("engine", "child.py")
     engines = [entry for entry in entries if os.path.isfile(os.path.join(entry, child))]
-    return {**made, "PYTHONPATH": engines[0]} if engines else made
+    return {**variables, "PYTHONPATH": engines[0]} if engines else variables
 
 
-def _made_here(out: str) -> str:
-    """Create the run folder without the engine and without the arguments, which may hold secrets that only it
+def _create_folder(out: str) -> str:
+    """Create the run folder without the engine. The arguments are left out: they may hold secrets that only the engine
     redacts."""
     script = sys.argv[0] or "python"
     word = os.path.splitext(os.path.basename(script))[0]
     out = os.path.abspath(out or os.path.join("runs", f"{word}-{time.strftime('%Y%m%d-%H%M%S')}"))
     os.makedirs(os.path.dirname(out), exist_ok=True)
-    for number in range(1, _MOST):
+    for number in range(1, _MAX_RUNS):
         run = out if number == 1 else f"{out}-{number}"
         try:
             os.mkdir(run)
@@ -102,4 +102,4 @@ def _made_here(out: str) -> str:
         settings["command"] |= {"arguments": [sys.executable, script], "pid": os.getpid()}
         fill(run, settings)
         return run
-    raise OSError(f"{_MOST} runs named {out}")
+    raise OSError(f"{_MAX_RUNS} runs named {out}")

@@ -19,7 +19,7 @@ from .updates import Rows, Sample, SampledStep, local_of
 _ELEMENTS, _MIN_ELEMENTS = 1 << 14, 4
 _MAX_TENSORS = 4096
 _ANY, _EACH = 4, 16
-"""First steps at which it is judged whether anything moves, and whether each tensor does."""
+"""First step at which weights are judged together, and first one at which each tensor is judged."""
 _ZEROS = 64
 """First step at which gradients that have always been 0 are reported."""
 _IN_A_ROW = 2
@@ -34,25 +34,25 @@ class Movement:
     def __init__(self, torch: Any, optimizer: Any) -> None:
         self._torch = torch
         every = [
-            (one, local, at, place)
-            for at, group in enumerate(optimizer.param_groups)
-            for place, one in enumerate(group["params"])
-            if (local := local_of(torch, one)) is not None
+            (parameter, local, group_index, place)
+            for group_index, group in enumerate(optimizer.param_groups)
+            for place, parameter in enumerate(group["params"])
+            if (local := local_of(torch, parameter)) is not None
         ][:_MAX_TENSORS]
-        each = max(_MIN_ELEMENTS, _ELEMENTS // max(1, len(every)))
-        found: dict[Any, tuple[list[Rows], Any]] = {}
-        for parameter, local, at, place in every:
-            rows = Rows(local, at, place, each, 0)
+        elements_each = max(_MIN_ELEMENTS, _ELEMENTS // max(1, len(every)))
+        by_kind: dict[Any, tuple[list[Rows], Any]] = {}
+        for parameter, local, group_index, place in every:
+            rows = Rows(local, group_index, place, elements_each, 0)
             rows.of = weakref.ref(parameter)
-            found.setdefault((local.device, local.dtype), ([], local))[0].append(rows)
-        self._samples = [Sample(torch, *one) for one in found.values()]
+            by_kind.setdefault((local.device, local.dtype), ([], local))[0].append(rows)
+        self._samples = [Sample(torch, *rows_and_like) for rows_and_like in by_kind.values()]
         self._first = self._before = self._read("data")
         self._after: list[Any] = []
         """Weights after the newest step; empty unless they are compared before the next one."""
-        self._own: set[int] = set()
+        self._exclusive_ids: set[int] = set()
         """Ids of the parameters that only this optimizer should write."""
         self._gradients: list[Any] = []
-        self._moved = [one != one for one in self._first]
+        self._moved = [weights != weights for weights in self._first]
         self._pushed = list(self._moved)
         """Elements that have had a gradient above what rounding explains."""
         self._sloped = list(self._moved)
@@ -67,41 +67,45 @@ class Movement:
 
     def _read(self, part: str) -> list[Any]:
         """Return the elements of each sample (`Sample.read`); an empty list where they cannot be read."""
-        found = [one.read(part) for one in self._samples]
-        return [] if any(one is None for one in found) else found
+        vectors = [sample.read(part) for sample in self._samples]
+        return [] if any(vector is None for vector in vectors) else vectors
 
     def step_begins(self, sampled: SampledStep) -> None:
         """Copy the weights before a sampled step, if some are frozen; compare them with those after the step before."""
-        held = [rows.of() for sample in self._samples for rows in sample.rows]
-        has_frozen = not all(one is not None and one.requires_grad for one in held)
-        last, self._after = self._after, []
-        self._before = self._read("data") if has_frozen or last else []
+        parameters = [rows.of() for sample in self._samples for rows in sample.rows]
+        has_frozen = not all(
+            parameter is not None and parameter.requires_grad for parameter in parameters
+        )
+        weights_after, self._after = self._after, []
+        self._before = self._read("data") if has_frozen or weights_after else []
         changed = {}
-        for at, (old, new) in enumerate(zip(last, self._before, strict=False)):
+        for index, (old, new) in enumerate(zip(weights_after, self._before, strict=False)):
             # A perturbation that is added and removed again (sharpness-aware minimisation) leaves rounding errors.
             size = old.abs().clamp_min(old.abs().mean())
             rounding = _TOLERANCE_ULP * self._torch.finfo(old.dtype).eps
-            changed[at] = ~((new - old).abs() <= rounding * size) & ~(new.isnan() & old.isnan())
+            changed[index] = ~((new - old).abs() <= rounding * size) & ~(new.isnan() & old.isnan())
         if changed:
-            own = self._own
-            sampled.judge_later(lambda one: self._outside(sampled, own, one), changed)
+            exclusive_ids = self._exclusive_ids
+            sampled.judge_later(
+                lambda tensors: self._outside(sampled, exclusive_ids, tensors), changed
+            )
 
-    def step_ends(self, sampled: SampledStep, is_asked: bool, own: set[int]) -> None:
+    def step_ends(self, sampled: SampledStep, is_asked: bool, exclusive_ids: set[int]) -> None:
         """Compare the weights after a sampled step, on the device. `is_asked`: whether the verdict on NaN is wanted in
         any case; `own`: ids of the parameters whose weights nothing else should write before the next step."""
         number, tensors = sampled.number, dict[str, Any]()
-        # A tensor is no number of the host.
+        # A learning rate in a tensor may be on a GPU: assume that it is above 0.
         likely = [1.0 if rate is None else rate for rate in sampled.rates]
         self._highest = list(map(max, likely, self._highest + [0.0] * len(likely)))
         is_open = number in (1, _ANY) or number >= _EACH
         is_open = is_open and not (self.is_settled and self._has_slopes)
-        if not (self._before or is_open or is_asked or own):
+        if not (self._before or is_open or is_asked or exclusive_ids):
             return
-        now, gradients = self._read("data"), self._read("grad")
-        self._has_gradients |= any(one.has_gradients for one in self._samples)
+        weights_now, gradients = self._read("data"), self._read("grad")
+        self._has_gradients |= any(sample.has_gradients for sample in self._samples)
         previous, self._gradients = self._gradients, gradients
-        self._after, self._own = now if own else [], own
-        if not (self._first and now and gradients):
+        self._after, self._exclusive_ids = weights_now if exclusive_ids else [], exclusive_ids
+        if not (self._first and weights_now and gradients):
             return
         state = [
             [
@@ -114,27 +118,27 @@ class Movement:
             ]
             for sample in self._samples
         ]
-        pairs = zip(self._samples, now, gradients, strict=True)
-        for at, (sample, weights, slopes) in enumerate(pairs):
-            # A smaller one may be rounding alone, as that of a bias before a batch norm.
+        pairs = zip(self._samples, weights_now, gradients, strict=True)
+        for index, (sample, weights, slopes) in enumerate(pairs):
+            # A smaller gradient may be rounding alone, as that of a bias before a batch norm.
             size = slopes.abs()
-            least = size.max() * self._torch.finfo(slopes.dtype).eps ** 0.5
-            self._pushed[at] = self._pushed[at] | (size > least)
-            tensors[f"pushed {at}"] = self._pushed[at]
-            self._sloped[at] = self._sloped[at] | (slopes != 0)
-            tensors[f"sloped {at}"] = self._sloped[at]
+            smallest = size.max() * self._torch.finfo(slopes.dtype).eps ** 0.5
+            self._pushed[index] = self._pushed[index] | (size > smallest)
+            tensors[f"pushed {index}"] = self._pushed[index]
+            self._sloped[index] = self._sloped[index] | (slopes != 0)
+            tensors[f"sloped {index}"] = self._sloped[index]
             if number >= _EACH and not self._has_slopes:
                 # The sampled rows of an embedding may be those of tokens that do not occur.
-                tensors[f"whole {at}"] = self._torch.stack(list(map(self._norm, sample.rows)))
-            # An optimizer may step forth and back.
-            self._moved[at] = self._moved[at] | (weights != self._first[at])
-            tensors[f"moved {at}"] = self._moved[at]
-            tensors[f"nan {at}"] = weights.isnan()
+                tensors[f"whole {index}"] = self._torch.stack(list(map(self._norm, sample.rows)))
+            # An optimizer may return to its first weights: remember each change.
+            self._moved[index] = self._moved[index] | (weights != self._first[index])
+            tensors[f"moved {index}"] = self._moved[index]
+            tensors[f"nan {index}"] = weights.isnan()
             if self._before and previous and not sampled.runs_script:
                 # Neither a backward pass nor the script wrote these gradients since the previous sampled step.
-                stale = (slopes == 0) | (slopes == previous[at])
-                tensors[f"frozen {at}"] = (weights != self._before[at]) & stale
-        sampled.judge_later(lambda one: self._lines(sampled, state, is_asked, one), tensors)
+                stale = (slopes == 0) | (slopes == previous[index])
+                tensors[f"frozen {index}"] = (weights != self._before[index]) & stale
+        sampled.judge_later(lambda read: self._lines(sampled, state, is_asked, read), tensors)
 
     def _norm(self, rows: Rows) -> Any:
         """Return the largest gradient of a whole tensor; 1 where it has none, or one that cannot be read."""
@@ -146,15 +150,19 @@ class Movement:
 
     # Once the device has passed the step.
 
-    def _outside(self, sampled: SampledStep, own: set[int], changed: dict[int, Any]) -> list[Line]:
+    def _outside(
+        self, sampled: SampledStep, exclusive_ids: set[int], changed: dict[int, Any]
+    ) -> list[Line]:
         """Return the verdict on the weights between a step and the one before it."""
         name, step = sampled.name, sampled.number
-        columns = (changed[at].split(one.counts) for at, one in enumerate(self._samples))
+        columns = (
+            changed[index].split(sample.counts) for index, sample in enumerate(self._samples)
+        )
         pairs = [
-            (rows, int(one.sum()))
+            (rows, int(element.sum()))
             for sample, column in zip(self._samples, columns, strict=True)
-            for rows, one in zip(sample.rows, column, strict=True)
-            if id(rows.of()) in own
+            for rows, element in zip(sample.rows, column, strict=True)
+            if id(rows.of()) in exclusive_ids
         ]
         numbers, written = sum(rows.count for rows, _ in pairs), sum(count for _, count in pairs)
         if not written:
@@ -178,17 +186,17 @@ class Movement:
         # Another verdict says why weights stay.
         self.is_settled |= sampled.has_failed
         trained: list[Any] = []
-        moved, still, wrong, driven, resting, zero = [], [], [], [], [], []
+        moved, still, with_nan, driven, resting, zero = [], [], [], [], [], []
         numbers = frozen_tensors = 0
-        for at, sample in enumerate(self._samples):
+        for index, sample in enumerate(self._samples):
             none = self._torch.zeros(sum(sample.counts), dtype=self._torch.bool, device="cpu")
             columns = [
-                tensors.pop(f"{what} {at}", none).split(sample.counts)
-                for what in ("pushed", "moved", "nan", "frozen", "sloped")
+                tensors.pop(f"{kind} {index}", none).split(sample.counts)
+                for kind in ("pushed", "moved", "nan", "frozen", "sloped")
             ]
-            whole = tensors.pop(f"whole {at}", self._torch.ones(len(sample.rows)))
+            norms = tensors.pop(f"whole {index}", self._torch.ones(len(sample.rows)))
             for rows, (frozen, works, rests), pushed, moves, nan, drives, sloped, norm in zip(
-                sample.rows, state[at], *columns, whole.tolist(), strict=True
+                sample.rows, state[index], *columns, norms.tolist(), strict=True
             ):
                 if frozen:
                     frozen_tensors += 1
@@ -196,14 +204,14 @@ class Movement:
                     continue
                 numbers += rows.count
                 zero += [rows] * bool(not norm and not sloped.any())
-                wrong += [rows] * bool(nan.any())
+                with_nan += [rows] * bool(nan.any())
                 resting += [rows] * bool(rests and pushed.any() and not moves.any())
                 if works:
                     trained.append(rows)
                     moved += [rows] * bool(moves.any())
                     still += [rows] * bool(pushed.any() and not (pushed & moves).any())
         name = sampled.name
-        lines = self._finite(name, wrong, numbers, is_asked)
+        lines = self._finite(name, with_nan, numbers, is_asked)
         self._frozen_steps = self._frozen_steps + 1 if driven else 0
         if self._frozen_steps >= _IN_A_ROW:
             text = (
@@ -214,7 +222,7 @@ class Movement:
         elif frozen_tensors and not driven:
             text = f"{name} moves none of its {frozen_tensors} tensors whose requires_grad is False"
             lines.append(("frozen_weights", PASS, text, {"tensors": frozen_tensors}))
-        if wrong:
+        if with_nan:
             return lines
         lines += self._moves(name, sampled.number, trained, moved, still, resting)
         return [*lines, *self._slopes(name, sampled.number, trained, zero)]
@@ -269,7 +277,9 @@ class Movement:
             text = f"sampled elements of {len(moved)} of {len(trained)} tensors of {name} have changed in "
             text += f"{number} steps"
             return [("weights_move", PASS, text, about)]
-        dtypes = {str(one.of().dtype).rpartition(".")[2] for one in still if one.of() is not None}
+        dtypes = {
+            str(rows.of().dtype).rpartition(".")[2] for rows in still if rows.of() is not None
+        }
         text = (
             f"{len(still)} of {len(trained)} tensors of {name} have gradients and have not changed in {number} steps, "
             f"in {' and '.join(sorted(dtypes))}: {self._named(still)}"
@@ -286,4 +296,4 @@ class Movement:
         )
 
     def _named(self, found: list[Any]) -> str:
-        return named(Modules(self._torch), [(one.of(), one.label) for one in found])
+        return named(Modules(self._torch), [(rows.of(), rows.label) for rows in found])

@@ -11,7 +11,7 @@ from typing import Any
 from .graph import CROSS_ENTROPIES, POINTWISE, labels_of, saved, source
 from .parameters import PASS, SUSPICION, Line
 
-_LEAST = 8
+_MIN_LABELS = 8
 """Minimum number of labels of a judged batch; fewer may be of one class by chance."""
 _IN_A_ROW = 3
 _BOUNDED = {
@@ -20,7 +20,7 @@ _BOUNDED = {
     "TanhBackward0": "a tanh, so all are between -1 and 1",
     "SoftmaxBackward0": "a softmax, so all are between 0 and 1",
 }
-_PLAIN = {
+_POINTWISE_NODES = {
     f"{name}Backward0"
     for name in (
         *("Mean", "Sum", "Add", "Sub", "Mul", "Div", "Neg", "Abs", "Pow", "Sqrt", "Log", "Clamp"),
@@ -29,9 +29,9 @@ _PLAIN = {
 }
 """Nodes that are pointwise, reduce or reshape."""
 _ROUNDINGS = 64
-"""Number of roundings of a loss that its terms may differ from it by."""
-_DEEP = 16
-"""Maximum number of sums and factors between a loss and a term."""
+"""Maximum difference between a loss and the sum of its terms that counts as rounding, in roundings of the loss."""
+_MAX_DEPTH = 16
+"""Maximum depth of sums and factors between a loss and a term, in nodes."""
 _BINARY = "BinaryCrossEntropyWithLogitsBackward0"
 
 
@@ -44,7 +44,7 @@ class Classes:
 
     def add(self, lowest: int, highest: int, labels: int) -> list[Line]:
         """Return the verdict on the labels of a step."""
-        if labels < _LEAST:
+        if labels < _MIN_LABELS:
             return []
         self._in_a_row = self._in_a_row + 1 if lowest == highest else 0
         if not self._in_a_row:
@@ -62,20 +62,20 @@ class Terms:
     """Check of one optimizer's losses for a term without a gradient that differs from step to step."""
 
     def __init__(self) -> None:
-        self._before: float | None = None
+        self._previous: float | None = None
 
     def add(self, loss: float, trained: float, rounding: float) -> list[Line]:
         """Return the verdict on the value of a loss and that of its terms with a gradient."""
-        rest, before = loss - trained, self._before
-        if not math.isfinite(rest):
+        untrained, previous = loss - trained, self._previous
+        if not math.isfinite(untrained):
             return []
-        self._before = rest
-        if abs(rest) <= rounding:
+        self._previous = untrained
+        if abs(untrained) <= rounding:
             return [("untrained_term", PASS, "all terms of the loss have a gradient", {})]
         # A number that is the same in each step has no gradient anyway.
-        if before is None or abs(rest - before) <= rounding:
+        if previous is None or abs(untrained - previous) <= rounding:
             return []
-        text = f"of a loss of {loss:.4g} only {trained:.4g} has a gradient: a term of {rest:.4g} trains nothing"
+        text = f"of a loss of {loss:.4g} only {trained:.4g} has a gradient: a term of {untrained:.4g} trains nothing"
         return [("untrained_term", SUSPICION, text, {"loss": loss, "trained": trained})]
 
 
@@ -111,17 +111,17 @@ class Pitfalls:
             self.labels = torch.stack([lowest, highest, known.sum()])
 
     def _bounded(self, node: Any) -> None:
-        below = source(node)[0]
-        how = _BOUNDED.get(type(below).__name__)
-        if how is None:
+        producer = source(node)[0]
+        bound = _BOUNDED.get(type(producer).__name__)
+        if bound is None:
             self._add(
                 "bounded_logits",
                 PASS,
                 "the logits of a cross entropy are unbounded",
                 {},
             )
-        elif "softmax" not in how or type(node).__name__ == _BINARY:
-            text = f"the logits of a cross entropy come out of {how}"
+        elif "softmax" not in bound or type(node).__name__ == _BINARY:
+            text = f"the logits of a cross entropy come out of {bound}"
             self._add("bounded_logits", SUSPICION, text, {})
 
     def _pairs(self, node: Any, kind: str) -> None:
@@ -130,23 +130,27 @@ class Pitfalls:
         shape = _shape(saved(node, "self")) if kind in POINTWISE else _shape_after(node, 0)
         if shape is None:
             return
-        inputs = [one for one in node.next_functions if one[0] is not None]
+        inputs = [edge for edge in node.next_functions if edge[0] is not None]
         if len(inputs) != 1:
             return
-        prediction, at = inputs[0]
+        prediction, output = inputs[0]
         if (
             type(prediction).__name__ == "ExpandBackward0"
             and prediction.next_functions[0][0] is not None
         ):
-            prediction, at = prediction.next_functions[0]
-        of = _shape_after(prediction, at)
-        if of == shape:
+            prediction, output = prediction.next_functions[0]
+        prediction_shape = _shape_after(prediction, output)
+        if prediction_shape == shape:
             text = f"predictions and targets of a loss have one shape: {shape}"
             self._add("broadcast_loss", PASS, text, {})
-        elif len(shape) == 2 and 2 <= shape[0] == shape[1] and of in (shape[:1], (shape[0], 1)):
+        elif (
+            len(shape) == 2
+            and 2 <= shape[0] == shape[1]
+            and prediction_shape in (shape[:1], (shape[0], 1))
+        ):
             text = (
-                f"the difference of {shape[0]} predictions {of} and their targets has the shape {shape}: each "
-                f"prediction is compared with every target"
+                f"the difference of {shape[0]} predictions {prediction_shape} and their targets has the shape {shape}: "
+                f"each prediction is compared with every target"
             )
             self._add("broadcast_loss", SUSPICION, text, {"predictions": shape[0]})
 
@@ -162,16 +166,16 @@ def _terms(torch: Any, loss: Any) -> Any:
     trained = None if root is None or loss.dim() else _value(torch, root, 0)
     if trained is None:
         return None
-    both = torch.stack([loss.detach().double(), trained])
-    rounding = _ROUNDINGS * torch.finfo(loss.dtype).eps * both.abs().sum()
-    return torch.cat([both, rounding[None]])
+    values = torch.stack([loss.detach().double(), trained])
+    rounding = _ROUNDINGS * torch.finfo(loss.dtype).eps * values.abs().sum()
+    return torch.cat([values, rounding[None]])
 
 
 def _value(torch: Any, node: Any, depth: int) -> Any:
     """Return the value of the terms with a gradient below a node, by sums, factors and cross entropies; None where
     there is something else."""
     kind = type(node).__name__
-    below = [one for one, _ in node.next_functions]
+    children = [child for child, _ in node.next_functions]
     if kind in CROSS_ENTROPIES:
         logs, (targets, ignored) = saved(node, "self"), labels_of(node)
         reduction = {1: "mean", 2: "sum"}.get(int(node._saved_reduction))
@@ -181,7 +185,7 @@ def _value(torch: Any, node: Any, depth: int) -> Any:
             return None
         nll = torch.nn.functional.nll_loss
         return nll(logs, targets, ignore_index=ignored, reduction=reduction).double()
-    if depth > _DEEP or kind not in (
+    if depth > _MAX_DEPTH or kind not in (
         "AddBackward0",
         "SubBackward0",
         "MulBackward0",
@@ -189,13 +193,13 @@ def _value(torch: Any, node: Any, depth: int) -> Any:
     ):
         return None
     if kind in ("AddBackward0", "SubBackward0"):
-        values = [0.0 if one is None else _value(torch, one, depth + 1) for one in below]
-        if any(one is None for one in values) or type(node._saved_alpha) not in (int, float):
+        values = [0.0 if child is None else _value(torch, child, depth + 1) for child in children]
+        if any(child is None for child in values) or type(node._saved_alpha) not in (int, float):
             return None
         return values[0] + values[1] * (node._saved_alpha if kind[0] == "A" else -node._saved_alpha)
     # A product of two trained numbers has no terms.
-    trained = [at for at, one in enumerate(below) if one is not None]
-    value = _value(torch, below[trained[0]], depth + 1) if len(trained) == 1 else None
+    trained = [index for index, child in enumerate(children) if child is not None]
+    value = _value(torch, children[trained[0]], depth + 1) if len(trained) == 1 else None
     factor = saved(node, "self" if trained == [1] else "other")
     if value is None or factor is None or factor.dim():
         return None
@@ -204,10 +208,10 @@ def _value(torch: Any, node: Any, depth: int) -> Any:
 
 def _is_pointwise(way: list[Any]) -> bool:
     """Return whether the way to a loss has only pointwise nodes and reductions; deeper nodes belong to a model."""
-    return all(_without_number(node) in _PLAIN for node in way)
+    return all(_kind_of(node) in _POINTWISE_NODES for node in way)
 
 
-def _without_number(node: Any) -> str:
+def _kind_of(node: Any) -> str:
     return type(node).__name__[:-1] + "0"
 
 

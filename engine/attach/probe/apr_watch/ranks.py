@@ -108,13 +108,13 @@ class Others:
             try:
                 with open(_path(self._folder, rank), "rb") as file:
                     file.seek(begin)
-                    found = file.read(_MAX_BYTES)
+                    data = file.read(_MAX_BYTES)
             except OSError:
                 continue
             # The last line may still be incomplete: read it next time.
-            whole = found[: found.rfind(b"\n") + 1]
-            self._read[rank] = begin + len(whole)
-            for line in whole.splitlines():
+            complete = data[: data.rfind(b"\n") + 1]
+            self._read[rank] = begin + len(complete)
+            for line in complete.splitlines():
                 record = Record(*json.loads(line))
                 self.records.setdefault(rank, {})[record.optimizer, record.step] = record
 
@@ -180,7 +180,7 @@ class _Place(NamedTuple):
     is_known: bool = True
     """Whether the wrapper averages its gradients."""
     is_ignored: bool = False
-    """Whether the script has it left out by name."""
+    """Whether the script excludes it by name (`parameters_to_ignore`)."""
 
 
 def _places(
@@ -192,35 +192,35 @@ def _places(
     sharding = getattr(fsdp, "FullyShardedDataParallel", ())
     places: dict[int, _Place] = {}
     sharded: set[int] = set()
-    for one in modules.every:
-        inside = vars(one)
-        if sharding and issubclass(type(one), sharding):
-            sharded |= {id(parameter) for _, parameter in _parameters(one)}
-        elif issubclass(type(one), torch.nn.parallel.DistributedDataParallel):
-            if one not in wrappers:
-                wrappers[one] = Wrapper(torch, one)
-            known = {id(each) for each in inside.get("_module_parameters") or ()}
+    for holder in modules.every:
+        inside = vars(holder)
+        if sharding and issubclass(type(holder), sharding):
+            sharded |= {id(parameter) for _, parameter in _parameters(holder)}
+        elif issubclass(type(holder), torch.nn.parallel.DistributedDataParallel):
+            if holder not in wrappers:
+                wrappers[holder] = Wrapper(torch, holder)
+            known = {id(parameter) for parameter in inside.get("_module_parameters") or ()}
             ignored = inside.get("parameters_to_ignore") or ()
             module = inside["_modules"].get("module")
             for name, parameter in _parameters(module) if module is not None else ():
-                is_known, at = id(parameter) in known or not known, id(parameter)
+                is_known, id_ = id(parameter) in known or not known, id(parameter)
                 is_ignored = name in ignored or f".{name}" in ignored
-                places.setdefault(at, _Place(name, wrappers[one], is_known, is_ignored))
+                places.setdefault(id_, _Place(name, wrappers[holder], is_known, is_ignored))
     return places, sharded
 
 
 def _parameters(module: Any, path: str = "") -> list[tuple[str, Any]]:
     """Return the parameters of a module and its children with their names, without calling code of the script."""
-    found: list[tuple[str, Any]] = []
-    left, passed = [(path, module)], set()
-    while left:
-        path, module = left.pop()
+    parameters: list[tuple[str, Any]] = []
+    pending, passed = [(path, module)], set()
+    while pending:
+        path, module = pending.pop()
         if id(module) in passed:
             continue
         passed.add(id(module))
-        found += [(path + name, one) for name, one in parameters_of(module)]
-        left += [(f"{path}{name}.", child) for name, child in children_of(module)]
-    return found
+        parameters += [(path + name, parameter) for name, parameter in parameters_of(module)]
+        pending += [(f"{path}{name}.", child) for name, child in children_of(module)]
+    return parameters
 
 
 class Layout:
@@ -233,47 +233,53 @@ class Layout:
         modules: Modules,
         wrappers: weakref.WeakKeyDictionary[Any, Wrapper],
     ) -> None:
-        """`wrappers`: those that are known, to which new ones are added."""
+        """`wrappers`: the DistributedDataParallel modules found so far, to which new ones are added."""
         places, sharded = _places(torch, modules, wrappers)
         everything = labelled(optimizer)
-        self.ids = [id(one) for one, _ in everything]
+        self.ids = [id(parameter) for parameter, _ in everything]
         self.name = type(optimizer).__name__
         self.why = ""
         """Reason why they are not compared; empty where they are."""
         plain = (torch.nn.Parameter, torch.Tensor)
-        kinds = {type(one).__name__ for one, _ in everything if type(one) not in plain}
+        kinds = {
+            type(parameter).__name__ for parameter, _ in everything if type(parameter) not in plain
+        }
         if not sharded.isdisjoint(self.ids):
             kinds.add("FullyShardedDataParallel")
         if kinds:
             self.why = f"parameters of {self.name} are sharded, or not plain tensors ({', '.join(sorted(kinds))})"
-        count, most = len(everything), min(len(everything), _MAX_PARAMETERS)
+        count, count_chosen = len(everything), min(len(everything), _MAX_PARAMETERS)
         # Evenly spread, not every second one: those may all be weights and no biases.
-        chosen = [everything[at * count // most] for at in range(most)]
-        found = [
-            (one, places.get(id(one)) or _Place(modules.name(one) or label, None))
-            for one, label in chosen
+        chosen = [everything[index * count // count_chosen] for index in range(count_chosen)]
+        compared = [
+            (parameter, places.get(id(parameter)) or _Place(modules.name(parameter) or label, None))
+            for parameter, label in chosen
         ]
-        found = [
-            (one, place) for one, place in found if is_plain(torch, one) and not place.is_ignored
+        compared = [
+            (parameter, place)
+            for parameter, place in compared
+            if is_plain(torch, parameter) and not place.is_ignored
         ] * (not self.why)
-        if not found and not self.why:
+        if not compared and not self.why:
             self.why = f"{self.name} holds no parameter that can be compared on this rank"
-        self.parameters = [weakref.ref(one) for one, _ in found]
-        self.names = [place.name for _, place in found]
-        self.wrappers = [place.wrapper for _, place in found]
-        self.unknown = {at for at, (_, place) in enumerate(found) if not place.is_known}
+        self.parameters = [weakref.ref(parameter) for parameter, _ in compared]
+        self.names = [place.name for _, place in compared]
+        self.wrappers = [place.wrapper for _, place in compared]
+        self.unknown = {index for index, (_, place) in enumerate(compared) if not place.is_known}
         """Indices of parameters inside a wrapped module that the wrapper does not average."""
         about = [
-            f"{name} {tuple(one.shape)} {one.dtype}"
-            for name, (one, _) in zip(self.names, found, strict=True)
+            f"{name} {tuple(parameter.shape)} {parameter.dtype}"
+            for name, (parameter, _) in zip(self.names, compared, strict=True)
         ]
         self.hash = _digest("\n".join(about).encode())
 
     def each_wrapper(self) -> list[Wrapper]:
-        return list({id(one): one for one in self.wrappers if one is not None}.values())
+        return list(
+            {id(wrapper): wrapper for wrapper in self.wrappers if wrapper is not None}.values()
+        )
 
     def is_of(self, optimizer: Any) -> bool:
-        if any(one() is None for one in self.parameters):
+        if any(reference() is None for reference in self.parameters):
             return False
         return self.ids == list(map(id, held_by(optimizer)))
 
@@ -292,48 +298,51 @@ class Snapshot:
     ) -> None:
         self._torch, self._optimizer, self._step = torch, optimizer, step
         self.layout, self._batches = layout, list(batches)
-        found: dict[Any, list[tuple[int, Any]]] = {}
+        by_kind: dict[Any, list[tuple[int, Any]]] = {}
         for place, reference in enumerate(layout.parameters):
             parameter = reference()
             if parameter is not None:
                 key = parameter.device, parameter.dtype
-                found.setdefault(key, []).append((place, _sampled(parameter)))
+                by_kind.setdefault(key, []).append((place, _sampled(parameter)))
         self._sizes = {
-            at: [(place, part.numel()) for place, part in parts] for at, parts in found.items()
+            kind: [(place, elements.numel()) for place, elements in pairs]
+            for kind, pairs in by_kind.items()
         }
         """Indices and element counts of the parameters of each device and dtype."""
-        self._tensors = {at: torch.cat([part for _, part in parts]) for at, parts in found.items()}
+        self._tensors = {
+            kind: torch.cat([elements for _, elements in pairs]) for kind, pairs in by_kind.items()
+        }
         if tokens is not None:
             self._tensors["tokens"] = tokens
         self.are_complete = HostCopies(torch, [self._tensors]).are_complete
 
     def record(self) -> Record:
-        """Return the record; call only when its tensors `have_come` to the host."""
+        """Return the record; call only once the copies on the host `are_complete`."""
         count = len(self.layout.parameters)
         digests, sums = ["0" * _HEX] * count, [0.0] * count
         tokens = self._tensors.pop("tokens", None)
-        for at, numbers in self._tensors.items():
+        for kind, numbers in self._tensors.items():
             data = bytes(numbers.view(self._torch.uint8).tolist())
             values, width = numbers.double().tolist(), numbers.element_size()
             begin = 0
-            for place, size in self._sizes[at]:
+            for place, size in self._sizes[kind]:
                 end = begin + size
                 digests[place] = _digest(data[begin * width : end * width])
                 sums[place] = sum(values[begin:end:2]) - sum(values[begin + 1 : end : 2])
                 begin = end
-        each = [] if tokens is None else tokens.tolist()
+        token_rows = [] if tokens is None else tokens.tolist()
         hashes = self.layout.hash, digests
-        return Record(self._optimizer, self._step, *hashes, sums, self._batches, each)
+        return Record(self._optimizer, self._step, *hashes, sums, self._batches, token_rows)
 
 
 def _sampled(parameter: Any) -> Any:
     """Return elements spread over a parameter, without copying the others."""
-    one = parameter.detach()
-    if not one.is_contiguous():
-        rows = one[:: max(1, -(-one.shape[0] // _ELEMENTS))]
-        return rows[(slice(None), *[0] * (one.dim() - 1))][:_ELEMENTS]
-    # An odd stride, so that not all elements are of one column.
-    return one.reshape(-1)[:: max(1, one.numel() // _ELEMENTS) | 1][:_ELEMENTS]
+    values = parameter.detach()
+    if not values.is_contiguous():
+        rows = values[:: max(1, -(-values.shape[0] // _ELEMENTS))]
+        return rows[(slice(None), *[0] * (values.dim() - 1))][:_ELEMENTS]
+    # An odd stride, so that the elements are not all in one column.
+    return values.reshape(-1)[:: max(1, values.numel() // _ELEMENTS) | 1][:_ELEMENTS]
 
 
 # Verdicts.
@@ -343,94 +352,101 @@ class Compared(NamedTuple):
     """Records of rank 0 and of the other ranks, of one optimizer before one step."""
 
     layout: Layout
-    mine: Record
+    own: Record
     others: dict[int, Record]
     began: dict[int, Record | None]
     """Record of each rank, including rank 0, before the first step."""
 
 
-def judge(found: Compared) -> list[Line]:
+def judge(records: Compared) -> list[Line]:
     """Return the verdicts on the weights and on the data."""
-    layout, mine = found.layout, found.mine
-    if layout.why or not found.others:
+    layout, own = records.layout, records.own
+    if layout.why or not records.others:
         return []
-    ranks = _named_ranks([0, *found.others])
-    if any(one.layout != mine.layout for one in found.others.values()):
+    ranks = _named_ranks([0, *records.others])
+    if any(record.layout != own.layout for record in records.others.values()):
         text = f"names or shapes of the parameters of {layout.name} differ between {ranks}"
         return [(DRIFT, UNKNOWN, text, {"parameters": len(layout.names)})]
     lines: list[Line] = []
-    wrapped = [at for at, one in enumerate(layout.wrappers) if one is not None]
-    unwrapped = [at for at, one in enumerate(layout.wrappers) if one is None]
+    wrapped = [index for index, one in enumerate(layout.wrappers) if one is not None]
+    unwrapped = [index for index, one in enumerate(layout.wrappers) if one is None]
     if wrapped:
-        lines += _judge_weights(found, wrapped, True)
-    if unwrapped and mine.step > 1:
-        lines += _judge_weights(found, unwrapped, False)
-    return lines + _judge_data(found) + _judge_tokens(found)
+        lines += _judge_weights(records, wrapped, True)
+    if unwrapped and own.step > 1:
+        lines += _judge_weights(records, unwrapped, False)
+    return lines + _judge_data(records) + _judge_tokens(records)
 
 
-def _differing(found: Compared, places: list[int]) -> tuple[list[int], list[int]]:
+def _differing(records: Compared, places: list[int]) -> tuple[list[int], list[int]]:
     """Return the indices of parameters that differ from rank 0's, and the ranks that differ."""
-    mine = found.mine.digests
-    at = [p for p in places if any(one.digests[p] != mine[p] for one in found.others.values())]
-    ranks = [r for r, one in found.others.items() if any(one.digests[p] != mine[p] for p in at)]
-    return at, ranks
+    own = records.own.digests
+    indices = [
+        p for p in places if any(record.digests[p] != own[p] for record in records.others.values())
+    ]
+    ranks = [
+        r
+        for r, record in records.others.items()
+        if any(record.digests[p] != own[p] for p in indices)
+    ]
+    return indices, ranks
 
 
-def _relative_difference(found: Compared, places: list[int]) -> float | None:
+def _relative_difference(records: Compared, places: list[int]) -> float | None:
     """Return the largest difference relative to the distance from the first weights; None where that is unknown."""
-    mine, began = found.mine, found.began.get(0)
-    if began is None or began.layout != mine.layout:
+    own, began = records.own, records.began.get(0)
+    if began is None or began.layout != own.layout:
         return None
-    distance = sum((mine.sums[at] - began.sums[at]) ** 2 for at in places)
+    distance = sum((own.sums[index] - began.sums[index]) ** 2 for index in places)
     difference = max(
-        sum((mine.sums[at] - one.sums[at]) ** 2 for at in places) for one in found.others.values()
+        sum((own.sums[index] - record.sums[index]) ** 2 for index in places)
+        for record in records.others.values()
     )
     share = (difference / distance) ** 0.5 if distance else None
     return share if share is not None and share == share else None
 
 
-def _judge_weights(found: Compared, places: list[int], is_wrapped: bool) -> list[Line]:
+def _judge_weights(records: Compared, places: list[int], is_wrapped: bool) -> list[Line]:
     """Return the verdict on parameters, all inside a DistributedDataParallel or none."""
-    layout, step = found.layout, found.mine.step
-    apart, ranks = _differing(found, places)
+    layout, step = records.layout, records.own.step
+    apart, ranks = _differing(records, places)
     numbers: dict[str, Any] = {"parameters": len(places), "different": len(apart)}
-    everyone, some = _named_ranks([0, *found.others]), _named_ranks([0, *ranks])
+    everyone, differing_ranks = _named_ranks([0, *records.others]), _named_ranks([0, *ranks])
     if not apart:
         text = f"{everyone} begin step {step} with the same weights: {len(places)} parameters of {layout.name}"
         return [(DRIFT, PASS, text, numbers)] if step > 1 else []
-    equal = None if is_wrapped else _began_equal(found, places)
+    equal = None if is_wrapped else _were_equal_at_start(records, places)
     if not is_wrapped and equal is None:
         return []
-    text = (
-        f"{listed([layout.names[at] for at in apart])}: {len(apart)} of {len(places)} parameters "
-    )
+    text = f"{listed([layout.names[index] for index in apart])}: {len(apart)} of {len(places)} parameters "
     if is_wrapped:
-        text += f"under DistributedDataParallel differ between {some} before step {step}"
+        text += f"under DistributedDataParallel differ between {differing_ranks} before step {step}"
     elif equal:
         text += f"of {layout.name} were equal on {everyone} before the first step, and differ before step {step}"
     else:
-        text += f"of {layout.name} differ between {some}, and some did before the first step: different models, or "
-        return [(DRIFT, FACT, f"{text}parts of one", numbers)]
-    share = numbers["apart"] = _relative_difference(found, apart)
+        text += f"of {layout.name} differ between {differing_ranks}, and some did before the first step: "
+        return [(DRIFT, FACT, f"{text}different models, or parts of one", numbers)]
+    share = numbers["apart"] = _relative_difference(records, apart)
     if share is not None and share < _ROUNDING:
         text += f", by {share:.1g} of their change so far, as by rounding"
         return [(DRIFT, FACT, text, numbers)]
-    level, why = _why_apart(layout, apart, step)
+    level, why = _reason_of_drift(layout, apart, step)
     return [(DRIFT, level, text + why, numbers)]
 
 
-def _why_apart(layout: Layout, apart: list[int], step: int) -> tuple[str, str]:
+def _reason_of_drift(layout: Layout, apart: list[int], step: int) -> tuple[str, str]:
     """Return the level of parameters that differ, and the reason."""
-    wrappers = {id(one): one for at in apart if (one := layout.wrappers[at]) is not None}.values()
+    wrappers = {
+        id(wrapper): wrapper for index in apart if (wrapper := layout.wrappers[index]) is not None
+    }.values()
     if not wrappers:
         why = ": no DistributedDataParallel wraps them, and nothing else averages their gradients"
         return SUSPICION, why
-    if any(one.has_hook for one in wrappers):
+    if any(wrapper.has_hook for wrapper in wrappers):
         return (
             UNKNOWN,
             ": a communication hook of the script decides how gradients are averaged",
         )
-    if any(one.is_local for one in wrappers):
+    if any(wrapper.is_local for wrapper in wrappers):
         return (
             SUSPICION,
             ": all backward passes of a step ran inside no_sync(), as in Local SGD",
@@ -439,59 +455,69 @@ def _why_apart(layout: Layout, apart: list[int], step: int) -> tuple[str, str]:
         return FAIL, ": they were added to the module after it was wrapped"
     if step == 1:
         return FAIL, ": they were changed after the module was wrapped"
-    if not any(one.was_called for one in wrappers):
+    if not any(wrapper.was_called for wrapper in wrappers):
         return FAIL, ": no training step calls its forward, so no gradient is averaged"
     return FAIL, ""
 
 
-def _began_equal(found: Compared, places: Iterable[int]) -> bool | None:
+def _were_equal_at_start(records: Compared, places: Iterable[int]) -> bool | None:
     """Return whether all ranks began with the same weights; None where that is not known."""
-    mine = found.began.get(0)
-    others = [found.began.get(rank) for rank in found.others]
-    if mine is None or any(one is None or one.layout != mine.layout for one in others):
+    own = records.began.get(0)
+    others = [records.began.get(rank) for rank in records.others]
+    if own is None or any(record is None or record.layout != own.layout for record in others):
         return None
     return all(
-        one is not None and one.digests[at] == mine.digests[at] for one in others for at in places
+        record is not None and record.digests[index] == own.digests[index]
+        for record in others
+        for index in places
     )
 
 
-def _judge_data(found: Compared) -> list[Line]:
+def _judge_data(records: Compared) -> list[Line]:
     """Return the verdict on whether ranks that train one model trained on the same batches so far."""
-    mine, everyone = found.mine.batches, _named_ranks([0, *found.others])
-    most = min([len(mine), *(len(one.batches) for one in found.others.values())])
-    if most < _MIN_BATCHES:
+    own, everyone = records.own.batches, _named_ranks([0, *records.others])
+    count = min([len(own), *(len(record.batches) for record in records.others.values())])
+    if count < _MIN_BATCHES:
         return []
-    same = [_are_same(mine[:most], one.batches[:most]) for one in found.others.values()]
-    if None in same:
+    are_same = [
+        _are_same(own[:count], record.batches[:count]) for record in records.others.values()
+    ]
+    if None in are_same:
         return []
-    numbers = {"batches": most, "ranks": len(found.others) + 1}
-    if not any(same):
-        text = f"{everyone} trained on different data in their first {most} batches"
+    numbers = {"batches": count, "ranks": len(records.others) + 1}
+    if not any(are_same):
+        text = f"{everyone} trained on different data in their first {count} batches"
         return [(DATA, PASS, text, numbers)]
-    every = range(len(found.layout.names))
-    if not all(same) or len({content for _, content in mine[:most]}) < _MIN_BATCHES:
+    every = range(len(records.layout.names))
+    if not all(are_same) or len({content for _, content in own[:count]}) < _MIN_BATCHES:
         return []
     # Ranks that hold parts of one model (tensor or pipeline parallel) must read the same data.
-    if not _began_equal(found, every):
+    if not _were_equal_at_start(records, every):
         return []
-    text = f"{everyone} trained on the same data in their first {most} batches: each rank reads the whole data set"
+    text = f"{everyone} trained on the same data in their first {count} batches: each rank reads the whole data set"
     return [(DATA, SUSPICION, text, numbers)]
 
 
-def _judge_tokens(found: Compared) -> list[Line]:
+def _judge_tokens(records: Compared) -> list[Line]:
     """Return the verdict on the weights of tokens of ranks whose gradients one DistributedDataParallel averages."""
-    wrappers = found.layout.wrappers
-    ranks = {0: found.mine.tokens, **{rank: one.tokens for rank, one in found.others.items()}}
-    if not all(one is not None and not one.has_hook and not one.is_local for one in wrappers):
+    wrappers = records.layout.wrappers
+    ranks = {
+        0: records.own.tokens,
+        **{rank: record.tokens for rank, record in records.others.items()},
+    }
+    if not all(
+        wrapper is not None and not wrapper.has_hook and not wrapper.is_local
+        for wrapper in wrappers
+    ):
         return []
     if not all(ranks.values()) or wrappers[0] is None:
         return []
-    return across_ranks(found.layout.name, found.mine.step, ranks, len(wrappers[0].ranks))
+    return across_ranks(records.layout.name, records.own.step, ranks, len(wrappers[0].ranks))
 
 
-def _are_same(mine: list[list[str]], other: list[list[str]]) -> bool | None:
+def _are_same(own: list[list[str]], other: list[list[str]]) -> bool | None:
     """Return whether two ranks read the same batches; None where that cannot be decided."""
-    pairs = list(zip(mine, other, strict=True))
+    pairs = list(zip(own, other, strict=True))
     if all(a[1] and a[1] == b[1] for a, b in pairs):
         return True
     if any(a[0] and b[0] and a[0] != b[0] for a, b in pairs):
@@ -599,17 +625,17 @@ class Ranks:
         self, folder: str | None, rank: int, world: int, at_exit: bool
     ) -> list[Verdicts]:
         """Return the verdicts on the records that have arrived; at exit, wait up to EXIT_WAIT_S for a GPU."""
-        found: list[Verdicts] = []
+        verdicts: list[Verdicts] = []
         if folder is not None and world > 1:
             deadline = time.monotonic() + EXIT_WAIT_S * at_exit
             while time.monotonic() < deadline and not all(
-                one.are_complete() for one in self._snapshots
+                snapshot.are_complete() for snapshot in self._snapshots
             ):
                 time.sleep(0.001)
-            found = self._exchange(folder, rank, world, is_last=True)
+            verdicts = self._exchange(folder, rank, world, is_last=True)
         self._snapshots.clear()
         self._forget_training()
-        return found
+        return verdicts
 
     def _exchange(self, folder: str, rank: int, world: int, is_last: bool) -> list[Verdicts]:
         ready: list[tuple[Layout, Record]] = []
@@ -620,29 +646,29 @@ class Ranks:
         if rank:
             write(folder, rank, [record for layout, record in ready if not layout.why])
             return []
-        found: list[Verdicts] = []
+        verdicts: list[Verdicts] = []
         for layout, record in ready:
             if layout.why:
-                found += self._report_unknown(layout.why)
+                verdicts += self._report_unknown(layout.why)
                 continue
             if record.step == 1:
                 self._began[record.optimizer] = record
             self._open[record.optimizer, record.step] = layout, record
             if len(self._open) > _MAX_PENDING:
                 del self._open[next(iter(self._open))]
-        now = time.monotonic()
-        if not self._open or not (is_last or now - self._read_s > _READ_EVERY_S):
-            return found
-        self._read_s = now
+        now_s = time.monotonic()
+        if not self._open or not (is_last or now_s - self._read_s > _READ_EVERY_S):
+            return verdicts
+        self._read_s = now_s
         if self._others is None:
             self._others = Others(folder)
-        here = _ranks_here(world)
-        self._others.read(one for one in here if one)
+        local_ranks = _local_ranks(world)
+        self._others.read(other for other in local_ranks if other)
         for key, (layout, record) in list(self._open.items()):
-            found += self._compare(key, layout, record, here, is_last)
+            verdicts += self._compare(key, layout, record, local_ranks, is_last)
         if is_last and self._open:
-            found += self._report_unknown(_why_nothing_arrived(len(here), world))
-        return found
+            verdicts += self._report_unknown(_why_nothing_arrived(len(local_ranks), world))
+        return verdicts
 
     def _report_unknown(self, why: str) -> list[Verdicts]:
         if self._has_reported:
@@ -655,18 +681,18 @@ class Ranks:
         key: tuple[int, int],
         layout: Layout,
         record: Record,
-        here: list[int],
+        local_ranks: list[int],
         is_last: bool,
     ) -> list[Verdicts]:
         assert self._others is not None
-        groups = [one.ranks for one in layout.each_wrapper()]
-        expected = [r for r in here if r and all(r in group for group in groups)]
-        found = {rank: self._others.of(rank, *key) for rank in expected}
-        arrived = {rank: one for rank, one in found.items() if one is not None}
+        groups = [wrapper.ranks for wrapper in layout.each_wrapper()]
+        expected = [r for r in local_ranks if r and all(r in group for group in groups)]
+        records = {rank: self._others.of(rank, *key) for rank in expected}
+        arrived = {rank: record for rank, record in records.items() if record is not None}
         if not expected:
             del self._open[key]
             return []
-        if not arrived or (len(arrived) < len(found) and not is_last):
+        if not arrived or (len(arrived) < len(records) and not is_last):
             return []
         del self._open[key]
         optimizer = record.optimizer
@@ -676,13 +702,14 @@ class Ranks:
         return [Verdicts(lines, record.step)] if lines else []
 
 
-def _ranks_here(world: int) -> list[int]:
+def _local_ranks(world: int) -> list[int]:
     """Return the ranks of rank 0's host."""
     count = os.environ.get("LOCAL_WORLD_SIZE", "")
     return list(range(min(world, int(count)) if count.isdecimal() and int(count) else world))
 
 
-def _why_nothing_arrived(here: int, world: int) -> str:
-    if here < world:
-        return f"{world - here} of {world} ranks are on other hosts, and no other rank of this host wrote its weights"
+def _why_nothing_arrived(local_count: int, world: int) -> str:
+    if local_count < world:
+        others = f"{world - local_count} of {world} ranks are on other hosts"
+        return f"{others}, and no other rank of this host wrote its weights"
     return "no other rank wrote its weights: they are on other hosts, step other optimizers, or ended before"

@@ -80,16 +80,18 @@ def apply(torch: Any, log_event: LogEvent) -> None:
     if by := int(os.environ.get(SEED_BY) or 0):
         change_seeds(torch, by)
     changes = Changes(log_event)
-    wanted = requested()
-    of_loader = {LOADER[name]: _value(text) for name, text in wanted.items() if name in LOADER}
+    requested_values = requested()
+    of_loader = {
+        LOADER[name]: _value(text) for name, text in requested_values.items() if name in LOADER
+    }
     loaders = sys.modules.get("torch.utils.data.dataloader")
     if of_loader and loaders is not None:
         _change_loaders(loaders.DataLoader, of_loader, changes)
-    for name, (what, read, change) in _SWITCHES.items():
-        if name in wanted:
-            before = read(torch)
-            change(torch, wanted[name])
-            changes.made(name, wanted[name], what, before, read(torch))
+    for name, (description, read, change) in _SWITCHES.items():
+        if name in requested_values:
+            previous = read(torch)
+            change(torch, requested_values[name])
+            changes.made(name, requested_values[name], description, previous, read(torch))
 
 
 class Changes:
@@ -99,12 +101,14 @@ class Changes:
         self._log_event = log_event
         self._logged: set[tuple[str, str]] = set()
 
-    def made(self, knob: str, choice: str, what: str, before: Any, now: Any) -> None:
-        if before == now:
-            text = f"{knob}={choice} changes nothing: {what} is {now} in the script already"
+    def made(self, knob: str, choice: str, description: str, previous: Any, current: Any) -> None:
+        if previous == current:
+            text = (
+                f"{knob}={choice} changes nothing: {description} is {current} in the script already"
+            )
             self.once("note", text, {"level": "warning", "text": text})
             return
-        text = f"--set changed {what} from {before} to {now}"
+        text = f"--set changed {description} from {previous} to {current}"
         fields = {"knob": knob, "choice": choice, "reason": text, "overridden": True}
         self.once("decision", text, fields)
 
@@ -118,7 +122,7 @@ def _value(text: str) -> Any:
     return {"on": True, "off": False}.get(text, int(text) if text.isdecimal() else text)
 
 
-def _change_loaders(loader: Any, wanted: dict[str, Any], changes: Changes) -> None:
+def _change_loaders(loader: Any, requested_values: dict[str, Any], changes: Changes) -> None:
     original = loader.__init__
     signature = inspect.signature(original)
     names = {argument: name for name, argument in LOADER.items()}
@@ -132,17 +136,25 @@ def _change_loaders(loader: Any, wanted: dict[str, Any], changes: Changes) -> No
             original(self, *args, **kwargs)  # raises for the script as it would without us
             return
         bound.apply_defaults()
-        given = bound.arguments
-        for argument, value in wanted.items():
-            before = given.get(argument)
-            if argument == "num_workers" and value > 1 and isinstance(given["dataset"], streams):
+        arguments = bound.arguments
+        for argument, value in requested_values.items():
+            previous = arguments.get(argument)
+            if (
+                argument == "num_workers"
+                and value > 1
+                and isinstance(arguments["dataset"], streams)
+            ):
                 text = "loader.workers was not applied to a stream: each worker might read the whole stream"
                 changes.once("note", text, {"level": "warning", "text": text})
                 continue
-            given[argument] = value
-            changes.made(names[argument], _text(value), f"{argument} of DataLoader", before, value)
-        if not given["num_workers"]:
-            given.update({name: off for name, off in _NEEDS_WORKERS.items() if name in given})
+            arguments[argument] = value
+            changes.made(
+                names[argument], _text(value), f"{argument} of DataLoader", previous, value
+            )
+        if not arguments["num_workers"]:
+            arguments.update(
+                {name: default for name, default in _NEEDS_WORKERS.items() if name in arguments}
+            )
         original(*bound.args, **bound.kwargs)
 
     loader.__init__ = __init__
@@ -161,14 +173,14 @@ def _enabled_kernels(torch: Any) -> str:
     return "+".join(name for name in _kernels(torch) if getattr(cuda, f"{name}_sdp_enabled")())
 
 
-def _attend_with(torch: Any, kernel: str) -> None:
+def _enable_kernel(torch: Any, kernel: str) -> None:
     """Enable one kernel, and `math` as the fallback."""
     for name in _kernels(torch):
-        wanted = name in (_KERNELS.get(kernel, kernel), "math")
-        getattr(torch.backends.cuda, f"enable_{name}_sdp")(wanted)
+        is_enabled = name in (_KERNELS.get(kernel, kernel), "math")
+        getattr(torch.backends.cuda, f"enable_{name}_sdp")(is_enabled)
 
 
-def _be_deterministic(torch: Any, value: str) -> None:
+def _set_deterministic(torch: Any, value: str) -> None:
     # cuBLAS reads this when its first handle is made; without it some matmuls are not deterministic.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(value == "on", warn_only=True)
@@ -178,7 +190,7 @@ _SWITCHES: dict[str, tuple[str, Callable[[Any], Any], Callable[[Any, str], None]
     "attention.backend": (
         "the kernels of scaled_dot_product_attention",
         _enabled_kernels,
-        _attend_with,
+        _enable_kernel,
     ),
     "matmul.precision": (
         "torch's float32 matmul precision",
@@ -193,7 +205,7 @@ _SWITCHES: dict[str, tuple[str, Callable[[Any], Any], Callable[[Any, str], None]
     "torch.deterministic": (
         "torch's deterministic algorithms",
         lambda torch: torch.are_deterministic_algorithms_enabled(),
-        _be_deterministic,
+        _set_deterministic,
     ),
 }
 """Description, getter and setter of each switch of torch."""

@@ -89,7 +89,7 @@ class Judged(NamedTuple):
     expected: Any
     """New weights by the textbook."""
     off: Any
-    """Difference of the new weights and states from the textbook's, relative to the rounding tolerance: ok up to 1."""
+    """Difference of the new weights and states from the textbook's, in rounding tolerances: equal up to 1."""
     step: Any
     """Change of the weights by the textbook."""
 
@@ -100,7 +100,7 @@ def judge(
     """Judge the `count`-th update of elements, (N,) on the host in the optimizer's dtypes. `old` and `new` have
     `weight` and, where the optimizer has them, `exp_avg`, `exp_avg_sq` or `momentum_buffer`."""
     book = load_reference()
-    weight, made, g = old["weight"].double(), new["weight"].double(), gradient.double()
+    weight, new_weight, g = old["weight"].double(), new["weight"].double(), gradient.double()
     # Magnitude of the terms of the gradient, which bounds its rounding.
     size = g.abs()
     if rule.decay and not rule.decoupled:
@@ -122,24 +122,24 @@ def judge(
         momentum, dampening, nesterov = rule.settings
         names = ("momentum_buffer",) if momentum else ()
         sgd = book.SGD(momentum=momentum, dampening=dampening, nesterov=bool(nesterov))
-        before = [old.get(name) for name in names]
-        expected = [book.buffer_of_sgd(sgd, g, one) for one in before]
-        scales = [size + _or_zero(one, g).abs() for one in before]
+        buffers = [old.get(name) for name in names]
+        expected = [book.buffer_of_sgd(sgd, g, state) for state in buffers]
+        scales = [size + _or_zero(state, g).abs() for state in buffers]
         states = [new[name].double() for name in names]
         step = book.step_of_sgd(sgd, g, *(states or [None]), rate=rule.rate)
     offs = [
-        (found - one).abs() / _rounding(torch, new[name], _STATE, scale)
-        for name, found, one, scale in zip(names, states, expected, scales, strict=True)
+        (state - wanted).abs() / _rounding(torch, new[name], _STATE, scale)
+        for name, state, wanted, scale in zip(names, states, expected, scales, strict=True)
     ]
-    bound = _rounding(torch, new["weight"], _WEIGHT, weight.abs() + made.abs())
+    bound = _rounding(torch, new["weight"], _WEIGHT, weight.abs() + new_weight.abs())
     bound = bound + _rounding(torch, new["weight"], _STEP, step.abs())
     if rule.kind == "sgd":
         # Gradient, decay and buffer may cancel in the step while their rounding errors do not.
-        parts = sum((one.abs() for one in states), size)
-        bound = bound + _rounding(torch, new["weight"], _STEP, rule.rate * parts)
+        magnitude = sum((state.abs() for state in states), size)
+        bound = bound + _rounding(torch, new["weight"], _STEP, rule.rate * magnitude)
     if rule.in_float:
         bound = bound + _IN_FLOAT * step.abs()
-    offs.append((made - weight - step).abs() / bound)
+    offs.append((new_weight - weight - step).abs() / bound)
     return Judged(weight + step, torch.stack(offs).amax(0), step)
 
 

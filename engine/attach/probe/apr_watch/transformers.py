@@ -51,11 +51,11 @@ class WatchCallback(TrainerCallback):
 
 def _changed(arguments: Any) -> dict[str, Any]:
     """Return the arguments that differ from their defaults; `to_dict` masks tokens of the hub."""
-    found, made = arguments.to_dict(), dataclasses.MISSING
+    arguments_by_name, missing = arguments.to_dict(), dataclasses.MISSING
     values = {}
     for field in dataclasses.fields(arguments):
         make = field.default_factory
-        default = field.default if make is made else make()
-        if field.name in found and found[field.name] != default:
-            values[field.name] = found[field.name]
+        default = field.default if make is missing else make()
+        if field.name in arguments_by_name and arguments_by_name[field.name] != default:
+            values[field.name] = arguments_by_name[field.name]
     return values

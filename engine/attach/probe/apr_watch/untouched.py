@@ -1,8 +1,8 @@
-"""Run a model of the script once more so that nothing of it changes.
+"""Run a model of the script once more without changing the script's state.
 
-Without a graph and uncompiled. What the call writes to (weights, buffers, any tensor that it did not make itself) is
-copied before the first write and put back, as are modes, attributes of modules and of objects that they hold, global
-variables of the script and random states. What it prints, logs or warns of is dropped. Files that it writes stay.
+The call builds no graph and is not compiled. Tensors that it writes to but did not create (weights, buffers) are copied
+before the first write and restored, as are modes, attributes of modules and of objects that they hold, global variables
+of the script and random states. What the call prints, logs or warns of is dropped. Files that it writes stay.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ _THREADS = ("apr_watch", "tqdm")
 
 
 class Untouched:
-    """Context for one call. `draws` tells what was drawn at random inside it, `has_changed` whether the call left
-    attributes or tensors of the model changed, which were put back."""
+    """Context for one call. `draws` names the random draws inside it (dropout); `has_changed` is whether the call
+    changed attributes or tensors, which were restored."""
 
     def __init__(
         self, torch: Any, model: Any, modes: list[tuple[Any, bool]] | None = None, seed: int = 0
@@ -40,16 +40,16 @@ class Untouched:
 
     def __enter__(self) -> Untouched:
         torch = self._torch
-        self._modes = [(one, one.training) for one in self._modules]
+        self._modes = [(module, module.training) for module in self._modules]
         self._attributes = _attributes(self._modules)
         self._contents = [
-            (one, one.copy())
+            (value, value.copy())
             for _, attributes in self._attributes
-            for one in attributes.values()
-            if (type(one) in _CONTAINERS or type(one).__name__ == "OrderedDict")
-            and len(one) <= _MAX_CONTENTS
+            for value in attributes.values()
+            if (type(value) in _CONTAINERS or type(value).__name__ == "OrderedDict")
+            and len(value) <= _MAX_CONTENTS
         ]
-        self._generators = _Generators(torch, [each for _, each in self._attributes])
+        self._generators = _Generators(torch, [values for _, values in self._attributes])
         self._stack = contextlib.ExitStack()
         try:
             self._enter()
@@ -73,7 +73,7 @@ class Untouched:
         self._stack.enter_context(_silence())
         mha = getattr(torch.backends, "mha", None)
         if mha is not None:
-            # Its fast path of inference computes other things for padding than training does.
+            # The fast path of inference gives other outputs at padded positions than training does.
             self._stack.callback(mha.set_fastpath_enabled, mha.get_fastpath_enabled())
             mha.set_fastpath_enabled(False)
         # Not `eval()`, which a module may override: some merge adapters there, with rounding.
@@ -91,11 +91,11 @@ class Untouched:
                 storage.copy_(kept)
         self._put_modes_back()
         self.has_changed = bool(self._writes.kept)
-        for now, before in self._contents:
-            if len(now) != len(before) or not _is_same(now, before):
+        for current, original in self._contents:
+            if len(current) != len(original) or not _is_same(current, original):
                 self.has_changed = True
-                now.clear()
-                (now.extend if isinstance(now, (list, deque)) else now.update)(before)
+                current.clear()
+                (current.extend if isinstance(current, (list, deque)) else current.update)(original)
         for values, names in self._attributes:
             changed = {n: one for n, one in names.items() if values.get(n, names) is not one}
             added = [name for name in values if name not in names]
@@ -109,19 +109,23 @@ class Untouched:
 def _attributes(modules: list[Any]) -> list[tuple[dict[str, Any], dict[str, Any]]]:
     """Return the attributes of modules, of objects of the script that they hold, and its global variables, each with a
     copy."""
-    held = [vars(one) for one in modules]
+    namespaces = [vars(module) for module in modules]
     script = _script_modules()
     # Another thread may write global variables meanwhile.
     if all(_package(one) in _THREADS for one in threading.enumerate() if one is not _MAIN):
-        held += script.values()
-    seen = set(map(id, held))
-    for values in list(held):
-        for one in list(values.values()):
-            inside = getattr(one, "__dict__", None)
-            if type(inside) is dict and type(one).__module__ in script and id(inside) not in seen:
-                seen.add(id(inside))
-                held.append(inside)
-    return [(values, dict(values)) for values in held]
+        namespaces += script.values()
+    known = set(map(id, namespaces))
+    for values in list(namespaces):
+        for value in list(values.values()):
+            inside = getattr(value, "__dict__", None)
+            if (
+                type(inside) is dict
+                and type(value).__module__ in script
+                and id(inside) not in known
+            ):
+                known.add(id(inside))
+                namespaces.append(inside)
+    return [(values, dict(values)) for values in namespaces]
 
 
 _MAIN = threading.main_thread()
@@ -134,24 +138,28 @@ def _package(thread: Any) -> str:
 
 def _script_modules() -> dict[str, dict[str, Any]]:
     """Return the global variables of the script and of the modules that it brings, by module."""
-    found = {}
+    namespaces = {}
     for name, module in list(sys.modules.items()):
         place = getattr(module, "__file__", None) or ""
         is_library = "-packages" in place or name.split(".")[0] in sys.stdlib_module_names
-        if (place and not is_library and name.split(".")[0] not in _OWN) or name == "__main__":
-            found[name] = vars(module)
-    return found
+        if (
+            place and not is_library and name.split(".")[0] not in _NOT_OF_SCRIPT
+        ) or name == "__main__":
+            namespaces[name] = vars(module)
+    return namespaces
 
 
-_OWN = ("apr_watch", "sitecustomize", "engine", "workbench", "torch")
+_NOT_OF_SCRIPT = ("apr_watch", "sitecustomize", "engine", "workbench", "torch")
 
 
-def _is_same(now: Any, before: Any) -> bool:
-    if isinstance(now, dict):
-        return all(name in now and now[name] is one for name, one in before.items())
-    if isinstance(now, set):
-        return bool(now == before)
-    return all(one is other for one, other in zip(now, before, strict=True))
+def _is_same(current: Any, original: Any) -> bool:
+    if isinstance(current, dict):
+        return all(name in current and current[name] is value for name, value in original.items())
+    if isinstance(current, set):
+        return bool(current == original)
+    return all(
+        value is original_value for value, original_value in zip(current, original, strict=True)
+    )
 
 
 @contextlib.contextmanager
@@ -173,9 +181,9 @@ def _silence() -> Iterator[None]:
 
 
 def _remove(filters: list[Any], ignored: Any) -> None:
-    at = next((at for at, one in enumerate(filters) if one is ignored), None)
-    if at is not None:
-        del filters[at]
+    index = next((index for index, entry in enumerate(filters) if entry is ignored), None)
+    if index is not None:
+        del filters[index]
 
 
 def _watch_writes(torch: Any, draws: set[str]) -> Any:
@@ -192,27 +200,32 @@ def _watch_writes(torch: Any, draws: set[str]) -> Any:
             self, function: Any, types: Any, args: Any = (), kwargs: Any = None
         ) -> Any:
             kwargs, schema = kwargs or {}, function._schema
-            given = {one.name: value for one, value in zip(schema.arguments, args, strict=False)}
-            given.update(kwargs)
+            arguments = {
+                argument.name: value
+                for argument, value in zip(schema.arguments, args, strict=False)
+            }
+            arguments.update(kwargs)
             if schema.is_mutable:
-                for one in schema.arguments:
-                    if one.alias_info is not None and one.alias_info.is_write:
-                        for tensor in tensors_in(torch, given.get(one.name)):
+                for argument in schema.arguments:
+                    if argument.alias_info is not None and argument.alias_info.is_write:
+                        for tensor in tensors_in(torch, arguments.get(argument.name)):
                             self._keep(tensor)
-            if "dropout" in schema.name or "bernoulli" in schema.name or given.get("dropout_p"):
+            if "dropout" in schema.name or "bernoulli" in schema.name or arguments.get("dropout_p"):
                 draws.add("dropout")
-            found = function(*args, **kwargs)
-            before = {_address(one) for one in tensors_in(torch, given)}
+            result = function(*args, **kwargs)
+            inputs = {_address(tensor) for tensor in tensors_in(torch, arguments)}
             self._own.update(
-                at for one in tensors_in(torch, found) if (at := _address(one)) not in before
+                address
+                for tensor in tensors_in(torch, result)
+                if (address := _address(tensor)) not in inputs
             )
-            return found
+            return result
 
         def _keep(self, tensor: Any) -> None:
-            at = _address(tensor)
-            if at not in self._own and at not in self.kept:
+            address = _address(tensor)
+            if address not in self._own and address not in self.kept:
                 storage = tensor.untyped_storage()
-                self.kept[at] = storage, storage.clone()
+                self.kept[address] = storage, storage.clone()
 
     return Writes()
 
@@ -242,12 +255,14 @@ class _Generators:
         self._python = random.getstate()
         numpy = sys.modules.get("numpy")
         self._numpy = numpy.random.get_state() if numpy is not None else None
-        values = [one for each in attributes for one in each.values()]
-        self._own = [(one, one.get_state()) for one in values if isinstance(one, torch.Generator)]
+        values = [value for namespace in attributes for value in namespace.values()]
+        self._in_modules = [
+            (value, value.get_state()) for value in values if isinstance(value, torch.Generator)
+        ]
         self._of_numpy = [
-            (one.bit_generator, one.bit_generator.state)
-            for one in values
-            if numpy is not None and isinstance(one, numpy.random.Generator)
+            (value.bit_generator, value.bit_generator.state)
+            for value in values
+            if numpy is not None and isinstance(value, numpy.random.Generator)
         ]
 
     def restore(self) -> None:
@@ -257,7 +272,7 @@ class _Generators:
         random.setstate(self._python)
         if self._numpy is not None:
             sys.modules["numpy"].random.set_state(self._numpy)
-        for generator, state in self._own:
+        for generator, state in self._in_modules:
             generator.set_state(state)
         for bits, state in self._of_numpy:
             bits.state = state

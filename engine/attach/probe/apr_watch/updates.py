@@ -43,24 +43,26 @@ class Rates:
         self._newest, self._highest = rate, max(self._highest, rate)
         return not has_risen and rate >= self._highest / 2
 
-    def share(self, label: str, old: Any, step: Any) -> float | None:
+    def share(self, label: str, weights: Any, step: Any) -> float | None:
         """Return the size of a step relative to the first size of the matrix; None if that is zero."""
-        begun = self._sizes.setdefault(label, _size(old))
-        share = _size(step) / begun if begun else math.inf
+        first_size = self._sizes.setdefault(label, _size(weights))
+        share = _size(step) / first_size if first_size else math.inf
         return share if math.isfinite(share) else None
 
 
 class Rows:
     """A parameter and its sampled rows."""
 
-    def __init__(self, parameter: Any, group: int, place: int, most: int, number: int) -> None:
+    def __init__(
+        self, parameter: Any, group: int, place: int, max_elements: int, number: int
+    ) -> None:
         """Choose evenly spaced rows with at most `most` elements in all; they differ with each `number`."""
         self.of = weakref.ref(parameter)
         self.group, self.label = group, f"group {group}, parameter {place}"
         rows = parameter.shape[0] if parameter.dim() else 1
-        stride = -(-rows // max(1, most * rows // parameter.numel()))
+        stride = -(-rows // max(1, max_elements * rows // parameter.numel()))
         self._rows = slice(number * _ROW_OFFSET % stride, None, stride)
-        self._most = most
+        self._max_elements = max_elements
         self.has_gradient = False
         self.count = self.of_tensor(parameter).numel()
 
@@ -69,7 +71,7 @@ class Rows:
         if not tensor.dim():
             return tensor.reshape(1)
         # One row of a large matrix may exceed the limit.
-        return tensor[self._rows].reshape(-1)[: self._most]
+        return tensor[self._rows].reshape(-1)[: self._max_elements]
 
 
 class Sample:
@@ -78,24 +80,24 @@ class Sample:
     def __init__(self, torch: Any, rows: list[Rows], like: Any) -> None:
         """`like`: a tensor of the device and dtype."""
         self._torch, self.rows, self._like = torch, rows, like.detach().new_zeros(0)
-        self.counts = [one.count for one in rows]
+        self.counts = [item.count for item in rows]
         self.has_gradients = False
         """Whether there was a gradient when they were read last."""
 
-    def read(self, part: str = "data") -> Any:
-        """Return a copy of the elements, (N,), or of those of their gradients (`grad`), with zeros where there is none;
-        None where one cannot be read. Of a sharded tensor only the local part is read."""
+    def read(self, attribute: str = "data") -> Any:
+        """Return a copy of the elements, (N,), or of their gradients (`attribute` is `grad`), with zeros where there
+        is none; None where one cannot be read. Of a sharded tensor only the local part is read."""
         pieces = []
-        found = [(rows, getattr(rows.of(), part, rows)) for rows in self.rows]
-        self.has_gradients = any(held is not None for _, held in found)
-        for rows, held in found:
+        pairs = [(rows, getattr(rows.of(), attribute, rows)) for rows in self.rows]
+        self.has_gradients = any(tensor is not None for _, tensor in pairs)
+        for rows, tensor in pairs:
             local = local_of(
-                self._torch, self._like.new_zeros(rows.count) if held is None else held
+                self._torch, self._like.new_zeros(rows.count) if tensor is None else tensor
             )
-            pieces.append(local if held is None or local is None else rows.of_tensor(local))
+            pieces.append(local if tensor is None or local is None else rows.of_tensor(local))
             if pieces[-1] is None or pieces[-1].numel() != rows.count:
                 return None
-        return self._torch.cat([one.to(self._like) for one in pieces])
+        return self._torch.cat([piece.to(self._like) for piece in pieces])
 
 
 def sample_of(torch: Any, parameters: list[Any], numbers: int) -> Sample | None:
@@ -104,10 +106,12 @@ def sample_of(torch: Any, parameters: list[Any], numbers: int) -> Sample | None:
     if not plain:
         return None
     counts = Counter((p.device, p.dtype) for p in plain)
-    most = counts.most_common(1)[0][0]
-    plain = [p for p in plain if (p.device, p.dtype) == most]
-    each = max(1, numbers // len(plain))
-    return Sample(torch, [Rows(p, 0, at, each, 0) for at, p in enumerate(plain)], plain[0])
+    commonest = counts.most_common(1)[0][0]
+    plain = [p for p in plain if (p.device, p.dtype) == commonest]
+    elements_each = max(1, numbers // len(plain))
+    return Sample(
+        torch, [Rows(p, 0, index, elements_each, 0) for index, p in enumerate(plain)], plain[0]
+    )
 
 
 def local_of(torch: Any, tensor: Any) -> Any:
@@ -167,7 +171,7 @@ class SampledStep:
         self._torch, self.name = torch, type(optimizer).__name__
         self.number, self._rates, self._threads = number, rates, threads
         self.has_closure, self.is_extra = has_closure, False
-        """Extra: sampled only because a loss was not finite, to look for NaN in the weights."""
+        """`is_extra`: the step is sampled only because a loss was not finite, to search the weights for NaN."""
         self.extra_lines: list[Line] = []
         """Further verdicts on this step."""
         self._later: list[tuple[Callable[[dict[Any, Any]], list[Line]], dict[Any, Any]]] = []
@@ -206,21 +210,21 @@ class SampledStep:
     def _choose(self, optimizer: Any) -> None:
         """Choose the parameters and their rows."""
         groups = [group["params"] for group in optimizer.param_groups]
-        most = max(_MIN_ELEMENTS, _ELEMENTS // max(1, sum(map(len, groups))))
+        max_elements = max(_MIN_ELEMENTS, _ELEMENTS // max(1, sum(map(len, groups))))
         places: dict[int, int] = {}
         for group in groups:
             for parameter in group:
                 if is_plain(self._torch, parameter):
                     places[parameter.data_ptr()] = places.get(parameter.data_ptr(), 0) + 1
         batches: dict[Any, _Batch] = {}
-        for at, (group, rule) in enumerate(zip(groups, self._rules, strict=True)):
+        for group_index, (group, rule) in enumerate(zip(groups, self._rules, strict=True)):
             for place, parameter in enumerate(group):
                 # Parameters that share memory are updated twice.
                 if not is_plain(self._torch, parameter) or places[parameter.data_ptr()] > 1:
                     self._left_out += 1
                     continue
                 state = _state_of(optimizer, parameter)
-                count, key = 0, [at, parameter.device, parameter.dtype]
+                count, key = 0, [group_index, parameter.device, parameter.dtype]
                 if "step" in state:
                     step = state["step"]
                     on_gpu = isinstance(step, self._torch.Tensor) and not step.is_cpu
@@ -236,39 +240,39 @@ class SampledStep:
                 batch = batches.setdefault(
                     tuple(key), _Batch(rule, None if count is None else count + 1)
                 )
-                batch.parts.append(Rows(parameter, at, place, most, self.number))
+                batch.parts.append(Rows(parameter, group_index, place, max_elements, self.number))
         self._batches = list(batches.values())
 
-    def _copy(self, optimizer: Any, when: str) -> None:
+    def _copy(self, optimizer: Any, prefix: str) -> None:
         """Copy the sampled weights and states."""
         for batch in self._batches:
-            found = [(part, part.of()) for part in batch.parts]
-            states = [_state_of(optimizer, parameter) for _, parameter in found]
+            parameters = [(part, part.of()) for part in batch.parts]
+            states = [_state_of(optimizer, parameter) for _, parameter in parameters]
             names = {name for state in states for name in _names(state)}
-            batch.tensors[when + "weight"] = self._cat(found)
+            batch.tensors[prefix + "weight"] = self._concatenate(parameters)
             for name in names:
-                batch.tensors[when + name] = self._cat(
+                batch.tensors[prefix + name] = self._concatenate(
                     [
                         (part, state.get(name))
-                        for (part, _), state in zip(found, states, strict=True)
+                        for (part, _), state in zip(parameters, states, strict=True)
                     ]
                 )
-            if when == "new " and batch.count is None:
+            if prefix == "new " and batch.count is None:
                 steps = [state["step"].reshape(1) for state in states if "step" in state]
                 batch.tensors["count"] = self._torch.cat(steps)
 
-    def _cat(self, found: list[tuple[Rows, Any]]) -> Any:
+    def _concatenate(self, tensors: list[tuple[Rows, Any]]) -> Any:
         """Return a concatenated copy of each tensor's rows; zeros for a missing tensor."""
-        first = next(tensor for _, tensor in found if tensor is not None)
+        first = next(tensor for _, tensor in tensors if tensor is not None)
         pieces = [
             first.new_zeros(part.count) if tensor is None else part.of_tensor(tensor)
-            for part, tensor in found
+            for part, tensor in tensors
         ]
         return pieces[0].clone() if len(pieces) == 1 else self._torch.cat(pieces)
 
     def _copy_gradients(self) -> None:
         for batch in list(self._batches):
-            found = []
+            gradients = []
             for part in batch.parts:
                 parameter: Any = part.of()
                 gradient = parameter.grad
@@ -276,9 +280,9 @@ class SampledStep:
                     self._left_out += 1
                     gradient = None
                 part.has_gradient = gradient is not None
-                found.append((part, gradient))
+                gradients.append((part, gradient))
             if any(part.has_gradient for part in batch.parts):
-                batch.tensors["gradient"] = self._cat(found)
+                batch.tensors["gradient"] = self._concatenate(gradients)
             else:
                 self._batches.remove(batch)
 
@@ -288,13 +292,13 @@ class SampledStep:
             self._end(optimizer)
         tables = [table for _, table in self._later]
         self._host_copies = HostCopies(
-            self._torch, [*tables, *(one.tensors for one in self._batches)]
+            self._torch, [*tables, *(batch.tensors for batch in self._batches)]
         )
 
     def _end(self, optimizer: Any) -> None:
         rules = [rule_of(self._torch, optimizer, group) for group in optimizer.param_groups]
         if rules != self._rules or any(
-            part.of() is None for b in self._batches for part in b.parts
+            part.of() is None for batch in self._batches for part in batch.parts
         ):
             self._why = "the optimizer's groups changed during the step"
             self._batches = []
@@ -306,7 +310,7 @@ class SampledStep:
     def judge_later(
         self, judge: Callable[[dict[Any, Any]], list[Line]], tensors: dict[Any, Any]
     ) -> None:
-        """Have these tensors judged once they are on the host, unless several threads step optimizers."""
+        """Call `judge` with these tensors once they are on the host, unless several threads step optimizers."""
         self._later.append((judge, tensors))
 
     # Once the device has passed the step.
@@ -333,31 +337,32 @@ class SampledStep:
             self._why = "several threads step optimizers"
         if self._why:
             return [("update", UNKNOWN, self._why, {})]
-        found = _Results()
+        results = _Results()
         for batch in self._batches:
-            self._compare(batch, found)
+            self._compare(batch, results)
         about: dict[str, Any] = {
-            "parameters": found.parameters,
-            "numbers": found.numbers,
+            "parameters": results.parameters,
+            "numbers": results.numbers,
             "left_out": self._left_out,
         }
-        if not found.numbers:
+        if not results.numbers:
             return [("update", UNKNOWN, "no element of the update could be checked", about)]
-        about["largest"] = found.largest
-        if not found.wrong:
+        about["largest"] = results.largest
+        if not results.wrong:
             text = (
-                f"{found.numbers} elements of {found.parameters} parameters match the textbook update of "
+                f"{results.numbers} elements of {results.parameters} parameters match the textbook update of "
                 f"{self.name}"
             )
             if self._left_out:
                 text += f"; {self._left_out} other parameters could not be compared"
-            return [("update", PASS, text, about), *self._vanishing(found), *self._large(found)]
+            return [("update", PASS, text, about), *self._vanishing(results), *self._large(results)]
         if self.has_closure:
             text = "the closure may have changed weights during the step"
             return [("update", UNKNOWN, text, about)]
-        about["wrong"] = len(found.wrong)
-        modules, pairs = Modules(self._torch), [(one, label) for one, label, _ in found.wrong]
-        text = f"{named(modules, pairs[:1])}: {found.wrong[0][2]}"
+        about["wrong"] = len(results.wrong)
+        modules = Modules(self._torch)
+        pairs = [(parameter, label) for parameter, label, _ in results.wrong]
+        text = f"{named(modules, pairs[:1])}: {results.wrong[0][2]}"
         if self._is_hooked:
             why = "a hook of the script writes the weights at the end of the step"
             return [
@@ -368,69 +373,69 @@ class SampledStep:
             text += f"; also {named(modules, pairs[1:])}"
         return [("update", FAIL, text, about)]
 
-    def _compare(self, batch: _Batch, into: _Results) -> None:
+    def _compare(self, batch: _Batch, results: _Results) -> None:
         torch, count = self._torch, batch.count
         if count is None:
             counts = batch.tensors["count"].tolist()
             if min(counts) != max(counts):
                 return
             count = int(counts[0])
-        pick = _of_parts(torch, batch)
-        found = {name: tensor[pick] for name, tensor in batch.tensors.items() if name != "count"}
-        old, new, gradient = found["old weight"], found["new weight"], found["gradient"]
-        one = judge(
+        pick = _mask_of_gradients(torch, batch)
+        elements = {name: tensor[pick] for name, tensor in batch.tensors.items() if name != "count"}
+        old, new, gradient = elements["old weight"], elements["new weight"], elements["gradient"]
+        judged = judge(
             torch,
             batch.rule,
             count,
-            {name[4:]: tensor for name, tensor in found.items() if name.startswith("old ")},
-            {name[4:]: tensor for name, tensor in found.items() if name.startswith("new ")},
+            {name[4:]: tensor for name, tensor in elements.items() if name.startswith("old ")},
+            {name[4:]: tensor for name, tensor in elements.items() if name.startswith("new ")},
             gradient,
         )
-        known = torch.isfinite(one.off)
-        off = torch.where(known, one.off, 0.0)
-        into.numbers += int(known.sum())
-        into.largest = max(into.largest, float(off.max()))
+        known = torch.isfinite(judged.off)
+        off = torch.where(known, judged.off, 0.0)
+        results.numbers += int(known.sum())
+        results.largest = max(results.largest, float(off.max()))
         if old.dtype in (torch.bfloat16, torch.float16):
-            moves = known & (gradient != 0) & (one.step != 0)
-            into.moving += int(moves.sum())
-            into.still += int((moves & (old == new)).sum())
+            moves = known & (gradient != 0) & (judged.step != 0)
+            results.moving += int(moves.sum())
+            results.still += int((moves & (old == new)).sum())
         begin = 0
         for part in batch.parts:
             if not part.has_gradient:
                 continue
-            into.parameters += 1
-            here = slice(begin, begin + part.count)
-            begin = here.stop
+            results.parameters += 1
+            span = slice(begin, begin + part.count)
+            begin = span.stop
             parameter: Any = part.of()
             if parameter is not None and parameter.dim() > 1:
-                share = self._rates.share(part.label, old[here], one.step[here])
+                share = self._rates.share(part.label, old[span], judged.step[span])
                 if share is not None:
-                    into.shares.append(share)
-            worst = int(off[here].argmax())
-            if off[here][worst] > 1:
-                numbers = (old, new, one.expected, gradient)
-                before, after, expected, slope = (float(t[here][worst]) for t in numbers)
-                wrong = int((off[here] > 1).sum())
+                    results.shares.append(share)
+            worst = int(off[span].argmax())
+            if off[span][worst] > 1:
+                numbers = (old, new, judged.expected, gradient)
+                before, after, expected, slope = (float(t[span][worst]) for t in numbers)
+                wrong = int((off[span] > 1).sum())
                 text = (
                     f"{self.name} changed {before:.9g} to {after:.9g} with the gradient {slope:.4g}, where its "
                     f"textbook update gives {expected:.9g}; {wrong} of {part.count} elements differ"
                 )
-                into.wrong.append((part.of(), part.label, text))
+                results.wrong.append((part.of(), part.label, text))
 
-    def _vanishing(self, found: _Results) -> list[Line]:
+    def _vanishing(self, results: _Results) -> list[Line]:
         """Judge whether most 16-bit weights with a gradient stay unchanged because the update is below their precision.
         Not judged during a warm-up or once the learning rate has fallen by half, where that is normal."""
         rate = max(rule.rate for rule in self._rules)
-        if not found.moving or not self.is_settled:
+        if not results.moving or not self.is_settled:
             return []
-        share = found.still / found.moving
-        about = {"numbers": found.moving, "still": found.still, "lr": rate}
+        share = results.still / results.moving
+        about = {"numbers": results.moving, "still": results.still, "lr": rate}
         text = (
-            f"{found.still} of {found.moving} 16-bit weights with a gradient did not change at a learning rate of "
+            f"{results.still} of {results.moving} 16-bit weights with a gradient did not change at a learning rate of "
             f"{rate:.3g}"
         )
         if share <= _MAX_UNCHANGED:
-            return [("vanishing_updates", FACT if found.still else PASS, text, about)]
+            return [("vanishing_updates", FACT if results.still else PASS, text, about)]
         # Gradients shrink as a training converges, and the updates of SGD with them; those of Adam do not.
         level = SUSPICION if self._rules[0].kind == "sgd" else FAIL
         return [
@@ -442,10 +447,10 @@ class SampledStep:
             )
         ]
 
-    def _large(self, found: _Results) -> list[Line]:
+    def _large(self, results: _Results) -> list[Line]:
         """Report a step that is large relative to the first size of the matrices. That alone is no mistake: a small
         problem may be learnt so. The rule `update_too_large` checks whether the loss falls."""
-        share = statistics.median(found.shares) if found.shares else 0.0
+        share = statistics.median(results.shares) if results.shares else 0.0
         if share < _LARGE_STEP:
             return []
         rate = max(rule.rate for rule in self._rules)
@@ -474,7 +479,7 @@ def _size(values: Any) -> float:
     return float(values.double().square().mean().sqrt())
 
 
-def _of_parts(torch: Any, batch: _Batch) -> Any:
+def _mask_of_gradients(torch: Any, batch: _Batch) -> Any:
     """Return an index of the elements whose parameters had a gradient."""
     if all(part.has_gradient for part in batch.parts):
         return slice(None)

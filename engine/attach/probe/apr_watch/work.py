@@ -1,10 +1,10 @@
 """Batches and loop counters of each step of a script, in a run of an experiment.
 
-Both runs of a pair write it, and a step that one of them leaves out is seen by it (`engine.log.work`). Other runs do
-not. A batch is its number in the pass over its loader and a digest of the samples that the sampler asked for; of a
-stream, which has no sampler, a digest of its rows. Where no loader feeds the training, a batch is the first tensor that
-the model is called with. Rows are recorded one by one too, as far as they are on the host: those of the loader, those
-that the model is trained on, and those that it is called with without gradients.
+Both runs of a pair write them, so that `engine.log.work` finds a step that one of the runs leaves out. Other runs do
+not write them. A batch is named by its number in the pass over its loader and a digest of the samples that the
+sampler asked for; of a stream, which has no sampler, a digest of its rows. If no loader feeds the training, a batch
+is the first tensor that the model is called with. Rows on the host are also recorded one by one: those of the loader,
+those that the model is trained on, and those that it is called with without gradients.
 """
 
 from __future__ import annotations
@@ -70,8 +70,7 @@ class Work:
         """Digests of the rows of calls since the last step, with and without gradients; a call whose rows are not on
         the host has an empty one."""
         self._answers: list[float] = []
-        """Mean magnitude of what the model answered to each call without gradients since the last step, 0 for none that
-        is finite."""
+        """Mean magnitude of the model's output of each call without gradients since the last step; 0 if not finite."""
         self._pieces: set[int] = set()
         """Hashes of the pieces of all rows that it was trained on."""
         self.judged: Counter[str] = Counter()
@@ -85,8 +84,8 @@ class Work:
         rows = tuple(digests_of(torch, batch))
         if kinds == _STREAM:
             return Batch(f"{number}:{name_of(rows)}", (), rows)
-        asked = tuple(indices_of(index) or ())
-        return Batch(f"{number}:{zlib.crc32(repr(index).encode()):08x}", asked, rows)
+        samples = tuple(indices_of(index) or ())
+        return Batch(f"{number}:{zlib.crc32(repr(index).encode()):08x}", samples, rows)
 
     def follow(self) -> None:
         """Record from now on the rows that the script's model is called with."""
@@ -97,20 +96,20 @@ class Work:
             model.register_forward_hook(_answered)
 
     def evaluated(self, rows: Any, frame: FrameType | None) -> None:
-        # The probe calls it too.
-        if not any(one.f_globals.get("__name__") == _ASKS for one in _below(frame)):
+        # Calls by the probe's own questions do not count.
+        if not any(frame_.f_globals.get("__name__") == _ASKS for frame_ in _below(frame)):
             self._evaluated += digests_of(sys.modules["torch"], rows) or [""]
 
     def answered(self, answer: Any, frame: FrameType | None) -> None:
-        if not any(one.f_globals.get("__name__") == _ASKS for one in _below(frame)):
+        if not any(frame_.f_globals.get("__name__") == _ASKS for frame_ in _below(frame)):
             size = float(answer.detach().float().abs().mean())
-            # JSON has no other numbers.
+            # JSON has no numbers that are not finite.
             self._answers.append(size if math.isfinite(size) else 0.0)
 
     def called(self, rows: Any, frame: FrameType | None) -> None:
         if self._call(rows):
-            for one in self._of_script(_below(frame)):
-                self._names |= {name for name, value in visible(one) if value is rows}
+            for frame_ in self._of_script(_below(frame)):
+                self._names |= {name for name, value in visible(frame_) if value is rows}
 
     def _call(self, rows: Any) -> bool:
         digests = digests_of(sys.modules["torch"], rows)
@@ -130,13 +129,13 @@ class Work:
         return count or None
 
     def done(self, batches: Iterable[Batch]) -> dict[str, Any]:
-        """Return what the step that has just been done worked on."""
-        return self._said(batches, self._of_script(_below(sys._getframe(1))))
+        """Return the fields of the `worked` line of the step that has just ended."""
+        return self._fields(batches, self._of_script(_below(sys._getframe(1))))
 
     def failed(
         self, batches: Iterable[Batch], error: BaseException | None
     ) -> dict[str, Any] | None:
-        """Return what the step worked on in which the script failed."""
+        """Return the fields of the `worked` line of the step in which the script failed; None outside an experiment."""
         if not self.is_on:
             return None
         frames: list[FrameType] = []
@@ -147,7 +146,7 @@ class Work:
             lines.append(trace.tb_lineno)
             at, trace = trace.tb_lasti, trace.tb_next
         own = self._of_script(frames)
-        # It may have failed before it called the model with the rows that it had.
+        # The script may have failed before it called the model with rows that it already held.
         held = [one for frame in own for name, one in visible(frame) if name in self._names]
         for rows in held[: not self._calls]:
             if name_of(digests_of(sys.modules["torch"], rows)) != self._latest:
@@ -158,10 +157,10 @@ class Work:
             if one in own and below in own
         ]
         raises = bool(own) and own[-1] is frames[-1] and own[-1].f_code.co_code[at] == _RAISE
-        # What it raises for another exception is no judge.
+        # An exception raised while another one was handled is no check of the script's own.
         raises = raises and getattr(error, "__context__", None) is None
         return {
-            **self._said(batches, own),
+            **self._fields(batches, own),
             "failed": True,
             "calls": called,
             "raised": raises or isinstance(error, (AssertionError, Warning)),
@@ -169,36 +168,42 @@ class Work:
         }
 
     def _of_script(self, frames: Iterable[FrameType]) -> list[FrameType]:
-        found = []
+        own = []
         for frame in frames:
             code = frame.f_code
             if code not in self._is_script:
                 self._is_script[code] = self._places.is_of_script(code)
             if self._is_script[code]:
-                found.append(frame)
-        return found
+                own.append(frame)
+        return own
 
-    def _said(self, batches: Iterable[Batch], frames: list[FrameType]) -> dict[str, Any]:
-        named = [
-            (f"{one.f_code.co_name}.{name}", held) for one in frames for name, held in visible(one)
+    def _fields(self, batches: Iterable[Batch], frames: list[FrameType]) -> dict[str, Any]:
+        variables = [
+            (f"{frame.f_code.co_name}.{name}", value)
+            for frame in frames
+            for name, value in visible(frame)
         ]
         counters: dict[str, int] = {}
-        # Those of objects too, to two levels: `self.state.step`.
+        # Include attributes of objects to two levels, as `self.state.step`.
         for _ in range(3):
-            for name, held in named:
-                if len(counters) < _COUNTERS and type(held) is int and abs(held) < _LARGEST:
-                    counters[name] = held
-            named = [(f"{name}.{part}", one) for name, held in named for part, one in _parts(held)]
+            for name, value in variables:
+                if len(counters) < _COUNTERS and type(value) is int and abs(value) < _LARGEST:
+                    counters[name] = value
+            variables = [
+                (f"{name}.{attribute}", inner)
+                for name, value in variables
+                for attribute, inner in _attributes_of(value)
+            ]
         calls, self._calls = self._calls, []
         called, self._called = self._called, []
         evaluated, self._evaluated = self._evaluated, []
         answers, self._answers = self._answers, []
-        known = [one for one in batches if one.name]
+        known = [batch for batch in batches if batch.name]
         return {
-            "batches": [one.name for one in known] or calls,
+            "batches": [batch.name for batch in known] or calls,
             "counters": counters,
-            "asked": [number for one in known for number in one.asked][:_LISTED],
-            "rows": [row for one in known for row in one.rows][:_LISTED],
+            "asked": [number for batch in known for number in batch.asked][:_LISTED],
+            "rows": [row for batch in known for row in batch.rows][:_LISTED],
             "called": called[:_LISTED],
             "evaluated": evaluated[:_LISTED],
             "judged": dict(self.judged),
@@ -207,22 +212,26 @@ class Work:
         }
 
 
-def _parts(held: Any) -> list[tuple[Any, Any]]:
+def _attributes_of(value: Any) -> list[tuple[Any, Any]]:
     """Return the attributes of an object, or the entries of a dict; none of a module, a class or one that has many."""
-    parts = held if type(held) is dict else getattr(held, "__dict__", None)
-    if type(parts) is not dict or len(parts) > _FRAMES or isinstance(held, ModuleType | type):
+    attributes = value if type(value) is dict else getattr(value, "__dict__", None)
+    if (
+        type(attributes) is not dict
+        or len(attributes) > _FRAMES
+        or isinstance(value, ModuleType | type)
+    ):
         return []
-    return [*parts.items()]
+    return [*attributes.items()]
 
 
-def _numbers(held: Iterable[Any]) -> Iterator[float]:
+def _numbers(values: Iterable[Any]) -> Iterator[float]:
     """Yield the numbers with fractions among some objects, and those of tensors."""
     torch = sys.modules["torch"]
-    for one in held:
-        if type(one) is float or (isinstance(one, torch.Tensor) and not one.dim()):
+    for value in values:
+        if type(value) is float or (isinstance(value, torch.Tensor) and not value.dim()):
             # A device may have failed.
             with contextlib.suppress(Exception):
-                if abs(number := float(one)) < _LOGGED:
+                if abs(number := float(value)) < _LOGGED:
                     yield number
 
 
@@ -237,19 +246,19 @@ def _below(frame: FrameType | None) -> Iterator[FrameType]:
 _FOLLOWED: weakref.WeakKeyDictionary[Any, Work] = weakref.WeakKeyDictionary()
 
 
-def _called(model: Any, given: tuple[Any, ...], named: dict[str, Any]) -> None:
+def _called(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Record the first tensor that a model is called with. A copy of the model has this hook too, and is none of
     _FOLLOWED."""
     torch = sys.modules["torch"]
     if torch.compiler.is_compiling() or model not in _FOLLOWED:
         return
-    rows = [one for one in (*given, *named.values()) if type(one) is torch.Tensor]
+    rows = [tensor for tensor in (*args, *kwargs.values()) if type(tensor) is torch.Tensor]
     try:
-        for one in rows[:1]:
+        for tensor in rows[:1]:
             if not torch.is_grad_enabled():
-                _FOLLOWED[model].evaluated(one, sys._getframe(1))
-            elif not one.requires_grad:
-                _FOLLOWED[model].called(one, sys._getframe(1))
+                _FOLLOWED[model].evaluated(tensor, sys._getframe(1))
+            elif not tensor.requires_grad:
+                _FOLLOWED[model].called(tensor, sys._getframe(1))
     except Exception:  # noqa: BLE001  the script goes on without
         _FOLLOWED.pop(model, None)
 
@@ -260,8 +269,12 @@ def _answered(model: Any, _: Any, answer: Any) -> None:
     if torch.compiler.is_compiling() or torch.is_grad_enabled() or model not in _FOLLOWED:
         return
     try:
-        known = [one for one in parts_of(torch, answer) if one.is_cpu and one.is_floating_point()]
-        for one in known[:1]:
-            _FOLLOWED[model].answered(one, sys._getframe(1))
+        known = [
+            tensor
+            for tensor in parts_of(torch, answer)
+            if tensor.is_cpu and tensor.is_floating_point()
+        ]
+        for tensor in known[:1]:
+            _FOLLOWED[model].answered(tensor, sys._getframe(1))
     except Exception:  # noqa: BLE001  the script goes on without
         _FOLLOWED.pop(model, None)

@@ -15,14 +15,14 @@ import time
 from typing import Any
 
 VERSION = 2
-_MOST = 1e100
+_LARGEST_NUMBER = 1e100
 """Largest number in a line (`LOG_NUMBER` of engine/limits.py)."""
 _TEXT = 64 * 1024
 _encode = json.JSONEncoder(allow_nan=False, check_circular=False, separators=(",", ":")).encode
 _LOCK_TRIES, _LOCK_PAUSE_S = 5, 0.002
 _EARLY, _TOGETHER, _WITHIN_S = 64, 32, 0.02
-"""Number of lines after which lines of fast steps are written together, most of them, and the seconds that they wait at
-most: a killed process loses no more than these."""
+"""Number of first lines that are written at once; maximum number of later lines that wait to be written together, and
+the maximum time in seconds that they wait. A killed process loses no more than these."""
 
 
 class NotTheWriter(Exception):
@@ -65,12 +65,12 @@ class Log:
 
     def write_soon(self, kind: str, fields: dict[str, Any]) -> None:
         """Append one line, perhaps together with later ones: encoding and writing many costs less than each alone."""
-        now = time.monotonic()
-        self._lines.append((kind, fields, now))
+        now_s = time.monotonic()
+        self._lines.append((kind, fields, now_s))
         if (
             self._seq < _EARLY
             or len(self._lines) >= _TOGETHER
-            or now - self._flushed_s >= _WITHIN_S
+            or now_s - self._flushed_s >= _WITHIN_S
         ):
             self._flush()
 
@@ -84,8 +84,8 @@ class Log:
         elif status.st_size != self._end:
             raise OSError(errno.EIO, f"expected a log of {self._end} bytes, found {status.st_size}")
         data = b"".join(
-            encode(kind, fields, self._seq + at, now - self._origin)
-            for at, (kind, fields, now) in enumerate(self._lines)
+            encode(kind, fields, self._seq + at, now_s - self._origin)
+            for at, (kind, fields, now_s) in enumerate(self._lines)
         )
         self._written, self._sent = len(data), len(self._lines)
         if os.write(self._fd, data) != len(data):
@@ -128,18 +128,18 @@ def encode(kind: str, fields: dict[str, Any], seq: int, t_s: float) -> bytes:
 
 def _plain(value: Any, path: str, non_finite: dict[str, str]) -> Any:
     """Return what JSON can represent of a value; `path` is its JSON pointer (RFC 6901) without the first slash."""
-    if isinstance(value, float) and not -_MOST <= value <= _MOST:
+    if isinstance(value, float) and not -_LARGEST_NUMBER <= value <= _LARGEST_NUMBER:
         non_finite[path] = "nan" if math.isnan(value) else "+inf" if value > 0 else "-inf"
         return None
     if value is None or isinstance(value, (float, int)):
         return value
     if isinstance(value, (dict, list)):
-        under = path and path + "/"
-        found = {}
-        for name, one in value.items() if isinstance(value, dict) else enumerate(value):
+        prefix = path and path + "/"
+        converted = {}
+        for name, item in value.items() if isinstance(value, dict) else enumerate(value):
             pointed = str(name).replace("~", "~0").replace("/", "~1")
-            found[_plain(name, "", {})] = _plain(one, under + pointed, non_finite)
-        return found if isinstance(value, dict) else list(found.values())
+            converted[_plain(name, "", {})] = _plain(item, prefix + pointed, non_finite)
+        return converted if isinstance(value, dict) else list(converted.values())
     return str(value)[:_TEXT].encode("utf-8", "backslashreplace").decode()
 
 
