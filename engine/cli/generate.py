@@ -158,5 +158,5 @@ def _prompt(arguments: argparse.Namespace) -> str:
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:
-        found = f"another byte at {error.start:,}"
+        found = f"byte {error.start:,} that is not"
         raise BadInput.expected("prompt", "standard input", "UTF-8", found) from None
