@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import pytest
 
-from engine.flips.ending import registered
+from engine.flips.ending import split_kind
 from tests.support.findings import ask
 from tests.support.running import engine
 
@@ -783,7 +783,7 @@ def tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, one: Attempt) -> tupl
     if one.line:
         lines = one.script.splitlines()
         number = next(n for n, line in enumerate(lines, 1) if one.line in line)
-        kind, text = registered(one.change)
+        kind, text = split_kind(one.change)
         change = f"{kind}{kind and ': '}train.py:{number}={text}"
     made = ask("why", "new", "runs/bad", "--seen", one.seen, "--cause", change)
     if made.code:

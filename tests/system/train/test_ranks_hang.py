@@ -15,7 +15,7 @@ import pytest
 from engine.log.beats import read_beats, read_lost_rank
 from engine.log.folder import RunFolder
 from engine.train.ranks import torchrun
-from engine.train.ranks.torchrun import LEEWAY_S, HangWatch, _who_failed
+from engine.train.ranks.torchrun import LEEWAY_S, HangWatch, _lost_rank
 from tests.support.kit import Kit
 from tests.support.running import start, wait_for, wait_until_ended
 
@@ -134,7 +134,7 @@ def test_of_ranks_that_are_level_one_that_is_stopped_is_the_one_that_is_ended(
     words = f"rank 1 (process {stopped}) is stopped by a signal; 1 of 2 wait for it"
     assert watch.sentence == f"{words}, for 60 s"
     # The other one may give up first.
-    lost = _who_failed(RunFolder(tmp_path), 0, me, 70, None, watch.stopped)
+    lost = _lost_rank(RunFolder(tmp_path), 0, me, 70, None, watch.stopped)
     assert (lost.rank, lost.pid) == (1, stopped) and lost.sentence.startswith(words)
     assert f"rank 0 (process {me}) ended with exit code 70" in lost.sentence
 
