@@ -6,6 +6,7 @@ import json
 import math
 import tomllib
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from engine import limits
@@ -69,7 +70,9 @@ def check_value(option: Option, value: Any) -> tuple[Any, str | None]:
                 return value, f"expected a text in quotes, {found}"
             if option.allowed and value not in option.allowed:
                 return value, f"expected one of {', '.join(option.allowed)}, {found}"
-            limit = limits.SPEC_TEXT if option.most is None else limits.SPEC_PROMPT
+            limit = limits.SPEC_TEXT
+            if option.most is not None:
+                limit = replace(limit, most=int(option.most))
             if (problem := text_problem(value, limit)) is not None:
                 return value, problem
         case "int" | "float":

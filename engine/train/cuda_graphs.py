@@ -128,6 +128,8 @@ class Graphs:
                 return None
             self.captures += 1
             self.pool_bytes = self._captured.pool_bytes()
+            # It counts what the capture allocated in the pool.
+            torch.cuda.reset_peak_memory_stats(embedded_BTD.device)
         self._captured.copy_inputs(attention_inputs)
         if not embedded_BTD.requires_grad:
             # Frozen embeddings: without an input that wants its gradient there would be no backward pass.
@@ -271,10 +273,8 @@ class _Captured:
         self._hidden_BTD = hidden_BTD.detach()
 
     def pool_bytes(self) -> int:
-        """Return the bytes of the graphs' own memory in which no tensor lies, and reset torch's peak, which counts what
-        the capture allocated there."""
+        """Return the bytes of the graphs' own memory in which no tensor lies."""
         device = self._x_BTD.device
-        torch.cuda.reset_peak_memory_stats(device)
         pool = tuple(self._graphs[0].pool())
         segments = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
         return sum(

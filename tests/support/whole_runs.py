@@ -228,7 +228,7 @@ def fail(
         if exit_code not in (0, 65) or "Traceback" in stderr:
             faults.append(f"exit {exit_code}: {stderr[-1500:]}")
         if exit_code == 65 and os.strerror(code) not in stderr:
-            faults.append(f"the error is not told: {stderr}")
+            faults.append(f"stderr does not name the error: {stderr}")
         if exit_code and not persistent:
             ends = [e for e in events_of(run) if isinstance(e, RunFinished)]
             if ends and (

@@ -84,6 +84,20 @@ def test_the_page_of_adapters_gives_the_figures_of_the_kept_runs() -> None:
     measured, planned = (max(small["ours"][f"{one}_gib"]) for one in ("measured", "planned"))
     assert f"in {measured:.1f} GiB ({planned:.1f} planned)" in said
     assert f"takes {small['peft']['peak_gib']:.1f} GiB" in said
+    launched = small["ours_graphs_off"]["tokens_per_s"]
+    assert f"{thousands(launched)} tokens/s without them" in said
+    assert f"up to {small['ours']['tokens_per_s'] / launched:.1f} times as fast" in SPEED
+
+
+def test_the_page_of_speed_gives_the_rates_of_attention_that_were_measured() -> None:
+    rates = json.loads((EVIDENCE / "distill" / "attention.json").read_text())
+    student, teacher = rates["qwen2.5-0.5b, 32768"], rates["qwen2.5-7b, 32768"]
+    shares = [
+        round(100 * kernel[1] / rates["matmul"])
+        for kernel in (student["cudnn backward"], student["cudnn"], teacher["cudnn"])
+    ]
+    words = "heads of 64 at {} to {} % of a matmul's rate and a teacher's with heads of 128 at {} %"
+    assert words.format(*shares) in " ".join(SPEED.split())
 
 
 def test_no_page_gives_another_ratio_to_a_rival() -> None:

@@ -68,6 +68,8 @@ class Divergence:
         self.padding: Any = None
         """Tokens at the end of the rows (`runs_at_end`) where all their positions are in the divergence, for each
         embedding."""
+        self._shape = (0, 0)
+        """Rows, and positions of each in the divergence, where `padding` is known."""
         self._is_masked = any(map(_selects, way))
         self.numbers = self._compare(teacher, saved(softmax, "result"))
 
@@ -78,16 +80,18 @@ class Divergence:
 
     def read_padding(self, ids: list[Any]) -> None:
         """Compare the positions with what embeddings looked up, (B, T) each: tokens, or their places."""
+        if self.start != 0 or self._is_masked:
+            return
         runs_of_ids = []
         for tokens_BT in ids:
             rows, length = tokens_BT.shape
-            if self.start == 0 and self.positions in (rows * length, rows * (length - 1)):
-                self._of = (rows, self.positions // rows)
-                runs = runs_at_end(self._torch, tokens_BT[:, : self._of[1]])
+            if self.positions in (rows * length, rows * (length - 1)):
+                self._shape = (rows, self.positions // rows)
+                runs = runs_at_end(self._torch, tokens_BT[:, : self._shape[1]])
                 runs_of_ids.append(
                     self._torch.stack([number.to(self._torch.int64) for number in runs])
                 )
-        if runs_of_ids and not self._is_masked:
+        if runs_of_ids:
             self.padding = self._torch.stack(runs_of_ids)
 
     def _compare(self, teacher: Any, student: Any) -> Any:
@@ -170,12 +174,12 @@ class Divergence:
         lines: list[Line] = [("distillation", FACT, text, numbers)]
         text = f"the teacher's probabilities sum to 1 over the {self.vocabulary} classes, as the student's do"
         lines += [(id, PASS, text, {}) for id in ("divergence_axis", "divergence_arguments")]
-        for runs in [
-            runs_of_ids for runs_of_ids in padding if is_padding(runs_of_ids, self._of[0])
-        ][:1]:
+        rows, length = self._shape
+        runs = next((runs_of_ids for runs_of_ids in padding if is_padding(runs_of_ids, rows)), None)
+        if runs is not None:
             text = (
-                f"{runs[0]} of {self._of[0]} rows end in up to {runs[2]} tokens that are all {runs[4]}, and the "
-                f"divergence is over all {self._of[1]} positions of each row: padding seems to be in it"
+                f"{runs[0]} of {rows} rows end in up to {runs[2]} tokens that are all {runs[4]}, and the "
+                f"divergence is over all {length} positions of each row: padding seems to be in it"
             )
             lines.append(("padding_labels", SUSPICION, text, {"rows": runs[0]}))
         if difference <= _SAME:

@@ -125,6 +125,7 @@ class Loss:
         return [selection for selection in selections if selection not in slices]
 
     def _check_sums(self, node: Any) -> None:
+        """Sum some probabilities whose logarithms the loss gets, if a softmax or a layer gave them."""
         scores, (producer, _) = saved(node, "self"), source(node)
         if scores is None or scores.dim() < 2 or type(producer).__name__ not in _SCORES:
             return
@@ -278,9 +279,9 @@ def judge_losses(sampled: SampledStep, losses: list[Loss | Divergence]) -> None:
     tensors: dict[Any, Any] = {}
     for place, loss in enumerate(losses):
         comparisons: list[Any] = loss.compared if isinstance(loss, Loss) else [loss]
-        further = loss.sums if isinstance(loss, Loss) else loss.padding
-        if further is not None:
-            tensors[place, "further"] = further
+        name, tensor = ("sums", loss.sums) if isinstance(loss, Loss) else ("padding", loss.padding)
+        if tensor is not None:
+            tensors[place, name] = tensor
         for index, comparison in enumerate(comparisons):
             tensors[place, index] = comparison.numbers
             cover = getattr(comparison, "cover", None)
@@ -299,12 +300,12 @@ def _judge(losses: list[Loss | Divergence], step: int, tensors: dict[Any, Any]) 
         if isinstance(loss, Loss):
             every = range(len(loss.compared))
             covers = [numbers.get((place, index, "cover")) for index in every]
-            sums = numbers.get((place, "further"))
+            sums = numbers.get((place, "sums"))
             lines_of_losses.append(
                 loss.lines([numbers[place, index] for index in every], covers, sums)
             )
         else:
-            padding = numbers.get((place, "further"), [])
+            padding = numbers.get((place, "padding"), [])
             lines_of_losses.append(loss.lines(numbers[place, 0], weights, step, padding))
     lines: dict[tuple[str, str], Line] = {}
     for line in (line for lines in lines_of_losses for line in lines):

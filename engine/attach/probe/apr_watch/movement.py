@@ -55,10 +55,10 @@ class Movement:
         self._moved = [weights != weights for weights in self._first]
         self._pushed = list(self._moved)
         """Elements that have had a gradient above what rounding explains."""
-        self._sloped = list(self._moved)
-        """Elements that have had a gradient other than 0 at a sampled step."""
-        self._has_slopes = False
-        """Whether it is known which tensors have such a gradient."""
+        self._nonzero: set[str] = set()
+        """Labels of the tensors that have had a gradient other than 0 at a sampled step."""
+        self._knows_zeros = False
+        """Whether it is known which tensors have had no gradient other than 0."""
         self._has_gradients = False
         self._highest = [0.0] * len(optimizer.param_groups)
         self._frozen_steps = 0
@@ -92,13 +92,13 @@ class Movement:
 
     def step_ends(self, sampled: SampledStep, is_asked: bool, exclusive_ids: set[int]) -> None:
         """Compare the weights after a sampled step, on the device. `is_asked`: whether the verdict on NaN is wanted in
-        any case; `own`: ids of the parameters whose weights nothing else should write before the next step."""
+        any case; `exclusive_ids`: ids of the parameters that nothing else should write before the next step."""
         number, tensors = sampled.number, dict[str, Any]()
         # A learning rate in a tensor may be on a GPU: assume that it is above 0.
         likely = [1.0 if rate is None else rate for rate in sampled.rates]
         self._highest = list(map(max, likely, self._highest + [0.0] * len(likely)))
         is_open = number in (1, _ANY) or number >= _EACH
-        is_open = is_open and not (self.is_settled and self._has_slopes)
+        is_open = is_open and not (self.is_settled and self._knows_zeros)
         if not (self._before or is_open or is_asked or exclusive_ids):
             return
         weights_now, gradients = self._read("data"), self._read("grad")
@@ -125,9 +125,8 @@ class Movement:
             smallest = size.max() * self._torch.finfo(slopes.dtype).eps ** 0.5
             self._pushed[index] = self._pushed[index] | (size > smallest)
             tensors[f"pushed {index}"] = self._pushed[index]
-            self._sloped[index] = self._sloped[index] | (slopes != 0)
-            tensors[f"sloped {index}"] = self._sloped[index]
-            if number >= _EACH and not self._has_slopes:
+            tensors[f"nonzero {index}"] = slopes != 0
+            if number >= _EACH and not self._knows_zeros:
                 # The sampled rows of an embedding may be those of tokens that do not occur.
                 tensors[f"whole {index}"] = self._torch.stack(list(map(self._norm, sample.rows)))
             # An optimizer may return to its first weights: remember each change.
@@ -192,10 +191,10 @@ class Movement:
             none = self._torch.zeros(sum(sample.counts), dtype=self._torch.bool, device="cpu")
             columns = [
                 tensors.pop(f"{kind} {index}", none).split(sample.counts)
-                for kind in ("pushed", "moved", "nan", "frozen", "sloped")
+                for kind in ("pushed", "moved", "nan", "frozen", "nonzero")
             ]
-            norms = tensors.pop(f"whole {index}", self._torch.ones(len(sample.rows)))
-            for rows, (frozen, works, rests), pushed, moves, nan, drives, sloped, norm in zip(
+            norms = tensors.pop(f"whole {index}", self._torch.zeros(len(sample.rows)))
+            for rows, (frozen, works, rests), pushed, moves, nan, drives, nonzero, norm in zip(
                 sample.rows, state[index], *columns, norms.tolist(), strict=True
             ):
                 if frozen:
@@ -203,11 +202,12 @@ class Movement:
                     driven += [rows] * bool(drives.any())
                     continue
                 numbers += rows.count
-                zero += [rows] * bool(not norm and not sloped.any())
+                self._nonzero |= {rows.label} if norm or nonzero.any() else set()
                 with_nan += [rows] * bool(nan.any())
                 resting += [rows] * bool(rests and pushed.any() and not moves.any())
                 if works:
                     trained.append(rows)
+                    zero += [rows] * (rows.label not in self._nonzero)
                     moved += [rows] * bool(moves.any())
                     still += [rows] * bool(pushed.any() and not (pushed & moves).any())
         name = sampled.name
@@ -225,13 +225,15 @@ class Movement:
         if with_nan:
             return lines
         lines += self._moves(name, sampled.number, trained, moved, still, resting)
-        return [*lines, *self._slopes(name, sampled.number, trained, zero)]
+        return [*lines, *self._zero_gradients(name, sampled.number, trained, zero)]
 
-    def _slopes(self, name: str, number: int, trained: list[Any], zero: list[Any]) -> list[Line]:
+    def _zero_gradients(
+        self, name: str, number: int, trained: list[Any], zero: list[Any]
+    ) -> list[Line]:
         """Return the verdict on gradients that have been exactly 0 at all sampled steps."""
-        if self._has_slopes or not trained or number < _EACH or (zero and number < _ZEROS):
+        if self._knows_zeros or not trained or number < _EACH or (zero and number < _ZEROS):
             return []
-        self._has_slopes = True
+        self._knows_zeros = True
         about = {"tensors": len(trained), "zero": len(zero)}
         if not zero:
             text = (
