@@ -134,22 +134,10 @@ _UNRENDERED = "the conversation is left out; the third time the template is refu
 CHAT_TEMPLATE = Limit(
     what="a chat template that conversations are rendered with", most=256 * KIB, unit="characters"
 )
-TEMPLATE_STEPS = Limit(
-    what="nodes of a chat template that are run for a conversation; 16 more for each character of it",
-    most=8_000_000,
-    unit="steps",
-    beyond=_UNRENDERED,
-)
-TEMPLATE_CHARACTERS = Limit(
-    what="text that a chat template makes for a conversation; 8 more for each character of it",
-    most=32 * MIB,
-    unit="characters",
-    beyond=_UNRENDERED,
-)
-TEMPLATE_ITEMS = Limit(
-    what="lists that a chat template makes for a conversation; 16 more for each value of it",
-    most=32 * MIB,
-    unit="items",
+TEMPLATE_MEMORY = Limit(
+    what="memory that a chat template takes for a conversation",
+    most=2 * GIB,
+    unit="bytes",
     beyond=_UNRENDERED,
 )
 TEMPLATE_TIME = Limit(

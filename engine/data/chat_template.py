@@ -19,8 +19,8 @@ message that are null are left out, and reasoning is read under each of its name
   are also right inside macros and `{% set %}` blocks. If these characters change what the template renders, the marks
   are not used.
 
-A template is an untrusted program. It runs in a sandbox without files and with a budget of steps, memory and time
-(`engine.data.template_program`). A conversation that exceeds the budget is not rendered, and a template that exceeds it
+A template is an untrusted program. It runs in a sandbox, in a process of its own with limits on time and memory
+(`engine.data.template_process`). A conversation that exceeds a limit is not rendered, and a template that exceeds it
 repeatedly is refused.
 """
 
@@ -30,7 +30,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from engine import limits
 from engine.data.template_program import (
@@ -70,13 +70,6 @@ _ROLES = {
 REASONING = ("reasoning_content", "thinking", "reasoning")
 _OVER_BUDGET = 3
 """Number of conversations over budget from which a template is refused."""
-# Limit on the steps of all renderings together: a template that stays just within its budget each time would otherwise
-# cost as much as one that does not end.
-_FREE_STEPS = 30 * limits.TEMPLATE_STEPS.most
-"""Constant part of the limit on the steps of all renderings: room for a few long ones."""
-_STEPS_EACH = limits.TEMPLATE_STEPS.most // 30
-"""Part of that limit per rendering, in steps."""
-
 Message = Mapping[str, Any]
 
 
@@ -115,7 +108,8 @@ class ChatTemplate:
     _compiled: dict[tuple[str, bool], Program] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
-    _used: _Usage = field(default_factory=lambda: _Usage(), init=False, repr=False, compare=False)
+    _over: list[str] = field(default_factory=list, init=False, repr=False, compare=False)
+    """Conversations whose rendering exceeded a limit."""
 
     def __post_init__(self) -> None:
         for name in self.texts:
@@ -176,28 +170,19 @@ class ChatTemplate:
         return Rendered(text=text, marks=_marks(marked, text))
 
     def _run(self, name: str, inputs: dict[str, Any], conversation: str, *, marking: bool) -> str:
-        program, used = self._compile(name, marking=marking), self._used
         try:
-            return program.run(inputs)
+            return self._compile(name, marking=marking).run(inputs)
         except OverBudget as error:
-            used.over += 1
-            if used.over >= _OVER_BUDGET:
-                self._refuse(str(error), conversation)
-            raise
-        finally:
-            used.count += 1
-            used.steps += program.spent
-            if used.steps > _FREE_STEPS + used.count * _STEPS_EACH:
-                self._refuse(f"{used.steps:,} steps for {used.count:,} renderings", conversation)
-
-    def _refuse(self, found: str, conversation: str) -> NoReturn:
-        raise TokenizerError.expected(
-            "chat template",
-            self.where,
-            f"{limits.TEMPLATE_STEPS} and {limits.TEMPLATE_TIME} for a conversation",
-            f"{found} ({conversation or 'a conversation'})",
-            hint="look for nested loops in it, or use the original template of the model",
-        ) from None
+            self._over.append(conversation or "a conversation")
+            if len(self._over) < _OVER_BUDGET:
+                raise
+            raise TokenizerError.expected(
+                "chat template",
+                self.where,
+                f"{limits.TEMPLATE_TIME} and {limits.TEMPLATE_MEMORY} for a conversation",
+                f"{error} ({self._over[-1]})",
+                hint="look for nested loops in it, or use the original template of the model",
+            ) from None
 
     def _compile(self, name: str, *, marking: bool) -> Program:
         program = self._compiled.get((name, marking))
@@ -210,16 +195,6 @@ class ChatTemplate:
                 ) from None
             self._compiled[name, marking] = program
         return program
-
-
-@dataclass(slots=True)
-class _Usage:
-    """Totals over all renderings of a template."""
-
-    count: int = 0
-    steps: int = 0
-    over: int = 0
-    """Number of renderings that exceeded their budget."""
 
 
 def find_chat_template(
