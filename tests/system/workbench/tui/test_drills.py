@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from textual.pilot import Pilot
 
+from engine.cli.doctor import report_lines
 from engine.errors import InternalError
 from engine.log.folder import RunFolder
 from engine.machine.doctor import diagnose
+from engine.verdict import Level
 from tests.support.doctor_around import AROUND
 from tests.support.machines import MACHINES
 from tests.support.paths import ROOT
@@ -93,7 +96,7 @@ def test_drills_and_doctor_have_a_form_for_every_size(
         for detail in await at_each_size("z"):
             assert "incident: student and teacher" in detail
         for doctor in await at_each_size("I"):
-            assert "doctor: " in doctor and "verdict" in doctor
+            assert "doctor: " in doctor and "Verdict" in doctor
 
     on_screen([tmp_path], SIZES[0], script)
 
@@ -139,19 +142,20 @@ def test_read_only_carries_out_no_drill(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_the_doctor_tells_what_is_broken_missing_and_with_which_source() -> None:
-    missing = diagnose(MACHINES["gb10"].facts, [], AROUND).as_json()
-    rows = {row.key: row for row in rows_of(missing)}
-    assert rows["verdict"].tone == "unsure" and rows["broken"].tone == "good"
-    assert rows["cannot be measured"].tone == "unsure"
-    assert any("rules out" in line for line in rows["cannot be measured"].lines)
-    assert "memory.allocator = managed" in rows["memory allocator"].lines[0]
-    assert any("(PATH)" in line for line in rows["around a run"].lines)
-    assert any("not here: py-spy is not on the PATH" in line for line in rows["around a run"].lines)
-    broken = {**missing, "broken": ["CUDA does not work"], "verdict": "fail"}
-    assert {row.key: row for row in rows_of(broken)}["broken"].tone == "bad"
+    missing = diagnose(MACHINES["gb10"].facts, [], AROUND)
+    rows = {row.key: row for row in rows_of(Level.UNKNOWN, report_lines(missing, 100))}
+    assert next(iter(rows.values())).text == "Verdict: UNKNOWN"
+    assert rows["Verdict"].tone == "unsure" and "Broken" not in rows
+    assert rows["Cannot be measured here"].tone == "unsure"
+    assert "Rules out" in " ".join(rows["Cannot be measured here"].lines)
+    assert "memory.allocator: managed" in rows["Memory allocator"].lines[1]
+    assert any("(PATH)" in line for line in rows["Around a run"].lines)
+    assert "  py-spy: py-spy is not on the PATH" in rows["Around a run"].lines
+    broken = report_lines(replace(missing, broken=("CUDA does not work",)), 100)
+    assert {row.key: row for row in rows_of(Level.FAIL, broken)}["Broken"].tone == "bad"
 
 
 def test_a_doctor_that_says_nothing_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_commands, "ENGINE", ["sh", "-c", "echo no torch >&2; exit 3"])
-    with pytest.raises(InternalError, match="expected one JSON value, found code 3: no torch"):
+    with pytest.raises(InternalError, match="expected a report, found code 3: no torch"):
         diagnosis()

@@ -24,7 +24,7 @@ from workbench.tui.widgets.key_bar import bindings_of
 from workbench.tui.widgets.runs_table import RunsTable
 
 POPEN = subprocess.Popen
-READS = ("doctor --json", "drill --list --json")
+READS = ("doctor", "drill --list --json")
 """The engine commands that change nothing."""
 
 
