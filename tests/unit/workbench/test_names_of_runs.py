@@ -7,13 +7,8 @@ from itertools import pairwise
 import pytest
 
 from workbench.tui.names import broken, cut_at_end, distinct_names, shortened, wrapped
-from workbench.tui.run_lines import (
-    HeadedRun,
-    heading_lines,
-    result_lines,
-    setting_lines,
-    wanted_width,
-)
+from workbench.plot.series import series_style
+from workbench.tui.run_lines import HeadedRun, heading_lines, result_lines, setting_lines
 
 NAMES = (
     "kd-qwen3-14b-to-0.6b-alpha0.1-tau1.0-lr4e-3-seed0",
@@ -49,30 +44,31 @@ def test_a_name_that_is_unlike_the_others_is_cut_in_its_middle() -> None:
 def test_every_run_and_every_result_is_in_the_table(count: int, width: int) -> None:
     rows = [row[: count + 1] for row in ROWS]
     lines = result_lines(range(count), NAMES[:count], rows, width)
-    texts = ["".join(piece.text for piece in line) for line in lines]
+    texts = [line.plain for line in lines]
     assert max(map(len, texts)) <= width
     words = "\n".join(texts)
     for row in rows:
         assert all(cell in words for cell in row), row
     for slot in range(count):
-        mine = [piece for line in lines for piece in line if piece.slot == slot]
-        assert any(LETTERS[slot] in piece.text for piece in mine), "its letter, in its colour"
+        coloured = [
+            line.plain[span.start : span.end]
+            for line in lines
+            for span in line.spans
+            if series_style(slot).colour in str(span.style)
+        ]
+        assert any(LETTERS[slot] in text for text in coloured), "its letter, in its colour"
 
 
-def test_six_runs_are_columns_at_the_width_that_is_wanted_and_rows_on_a_small_screen() -> None:
-    def heads(width: int) -> list[str]:
-        lines = result_lines(range(6), NAMES, ROWS, width)
-        return ["".join(piece.text for piece in line).split()[0] for line in lines[:3]]
-
-    assert heads(wanted_width(NAMES, ROWS)) == ["A", "run", "state"]
-    assert heads(36) == ["state", "A", "B"]
+def test_six_runs_are_rows_in_blocks_on_a_small_screen() -> None:
+    lines = [line.plain for line in result_lines(range(6), NAMES, ROWS, 36)]
+    assert [line.split()[0] for line in lines[:3]] == ["state", "A", "B"]
 
 
 def test_a_setting_says_who_has_which_value() -> None:
     settings = [("loss.alpha", (((0, 2), "0.1"), ((1,), "0.5"))), ("data.tokenizer", (((0,), ""),))]
-    lines = ["".join(p.text for p in line) for line in setting_lines((0, 3, 5), settings, 40)]
+    lines = [line.plain for line in setting_lines((0, 3, 5), settings, 40)]
     assert lines == ["loss.alpha      AF 0.1  D 0.5", "data.tokenizer  A (empty)"]
-    narrow = ["".join(p.text for p in line) for line in setting_lines((0, 3, 5), settings, 20)]
+    narrow = [line.plain for line in setting_lines((0, 3, 5), settings, 20)]
     assert narrow[:3] == ["loss.alpha", "  AF 0.1", "  D 0.5"]
 
 
@@ -82,7 +78,7 @@ PATH = "/models/checkpoints/qwen3-14b-instruct/teacher.gguf"
 @pytest.mark.parametrize("width", range(26, 70))
 def test_a_long_value_is_broken_behind_slashes_and_loses_nothing(width: int) -> None:
     lines = setting_lines((0, 1), [("teacher.path", (((0,), PATH), ((1,), "teacher")))], width)
-    rows = ["".join(piece.text for piece in line) for line in lines]
+    rows = [line.plain for line in lines]
     assert max(map(len, rows)) <= width
     assert PATH in "".join(row.strip() for row in rows)
     assert all(row.endswith(("/", "gguf", "path", "teacher")) for row in rows)
@@ -139,7 +135,7 @@ def test_a_sentence_is_cut_behind_a_word() -> None:
 def test_the_heading_has_every_run_and_its_value(count: int, width: int) -> None:
     runs = [HeadedRun(slot, NAMES[slot], f"{slot}.1234") for slot in range(count)]
     lines = heading_lines(runs, width, first=["compare"], rows=2, ascii_only=False)
-    texts = ["".join(piece.text for piece in line) for line in lines]
+    texts = [line.plain for line in lines]
     assert len(texts) <= 2
     assert max(map(len, texts)) <= width
     assert all(f"{slot}.1234" in " ".join(texts) for slot in range(count))

@@ -13,9 +13,8 @@ from typing import ClassVar, Generic, Protocol, TypeVar
 from textual import on
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
-from textual.containers import Container, VerticalScroll
+from textual.containers import Container
 from textual.events import Resize
-from textual.reactive import reactive
 from textual.widgets import OptionList, Static
 
 from engine.errors import EngineError
@@ -27,6 +26,7 @@ from workbench.tui.context import Context
 from workbench.tui.screens.polling import Polled, PollingScreen
 from workbench.tui.widgets.key_bar import KeyBar
 from workbench.tui.widgets.row_list import RowList
+from workbench.tui.widgets.text_pane import TextPane
 from workbench.tui.widgets.words_view import WordsView
 
 COMMON: tuple[Binding, ...] = (
@@ -55,38 +55,12 @@ def shape_of(width: int, height: int) -> str:
     return "wide" if width >= 100 else "stacked"
 
 
-class DetailsPane(VerticalScroll, can_focus=True):
-    """Draws the details of one row."""
-
-    HELP = """\
+DETAILS_HELP = """\
 # Details
 
 All about the row under the cursor. Up, down, page up and page down scroll; `z` gives it the whole
 screen.
 """
-    DEFAULT_CSS = """
-    DetailsPane {
-        border: round $foreground 40%; padding: 0 1; scrollbar-size-vertical: 1;
-    }
-    DetailsPane:focus { border: heavy $primary; }
-    """
-
-    row: reactive[Row | None] = reactive(None, init=False)
-
-    def compose(self) -> ComposeResult:
-        yield WordsView()
-
-    def whole_text(self) -> str:
-        """Return the details of the row."""
-        return "\n".join(self.row.lines) if self.row is not None else ""
-
-    def watch_row(self, before: Row | None, row: Row | None) -> None:
-        if row is None:
-            self.query_one(WordsView).lines = ()
-            return
-        if before is None or before.key != row.key:
-            self.scroll_home(animate=False)
-        self.query_one(WordsView).lines = tuple(map(with_short_paths, row.lines))
 
 
 class Feed(Protocol):
@@ -118,22 +92,22 @@ class BrowseScreen(PollingScreen, Generic[F]):
             display: none; height: auto; padding: 0 1; background: $panel;
             text-wrap: nowrap; text-overflow: ellipsis;
         }
-        DetailsPane { height: 1fr; }
+        #details { border: round $foreground 40%; height: 1fr; padding: 0 1; }
+        #details:focus { border: heavy $primary; }
     }
     BrowseScreen.-wide #both {
         layout: horizontal;
-        DetailsPane { width: 1fr; }
+        #details { width: 1fr; }
     }
     BrowseScreen.-stacked #both {
         layout: vertical;
         RowList { height: auto; max-height: 45%; }
-        DetailsPane { height: 1fr; }
     }
     BrowseScreen.-single {
         #head { height: 1; text-wrap: nowrap; text-overflow: ellipsis; }
-        DetailsPane { display: none; }
-        &.-zoomed DetailsPane { display: block; }
-        RowList, RowList:focus, DetailsPane, DetailsPane:focus { border: none; padding: 0; }
+        #details { display: none; }
+        &.-zoomed #details { display: block; }
+        RowList, RowList:focus, #details, #details:focus { border: none; padding: 0; }
     }
     BrowseScreen.-zoomed RowList { display: none; }
     BrowseScreen.-working #job { display: block; }
@@ -147,12 +121,14 @@ class BrowseScreen(PollingScreen, Generic[F]):
         super().__init__(context)
         self._feed = feed
         self._zoomed = False
+        self._detailed: str | None = None
+        """The row that the details are of."""
 
     def compose(self) -> ComposeResult:
         yield Static(f"{self.title}: reading", id="head", markup=False)
         with Container(id="both"):
             yield RowList()
-            yield DetailsPane()
+            yield TextPane("", id="details", help=DETAILS_HELP)
         yield WordsView(id="empty")
         yield Static(id="job", markup=False)
         yield KeyBar()
@@ -192,7 +168,12 @@ class BrowseScreen(PollingScreen, Generic[F]):
     @on(OptionList.OptionHighlighted)
     def draw_row(self) -> None:
         """Show the details of the row under the cursor."""
-        self.query_one(DetailsPane).row = self.selected
+        row, details = self.selected, self.query_one("#details", TextPane)
+        lines = [] if row is None else [*map(with_short_paths, row.lines)]
+        if (key := None if row is None else row.key) != self._detailed:
+            self._detailed = key
+            details.scroll_home(animate=False)
+        details.show(lambda _width: lines)
         self.draw_keys()
 
     @property
@@ -244,7 +225,7 @@ class BrowseScreen(PollingScreen, Generic[F]):
     def action_zoom(self) -> None:
         self._zoomed = not self._zoomed
         self.set_class(self._zoomed, "-zoomed")
-        self.query_one(DetailsPane if self._zoomed else RowList).focus()
+        self.query_one("#details" if self._zoomed else "RowList").focus()
 
     def action_back(self) -> None:
         if self._zoomed:

@@ -36,29 +36,18 @@ from workbench.plot.grid import Legend
 from workbench.plot.series import SERIES, series_style
 from workbench.tui.context import Context
 from workbench.tui.names import distinct_names, shortened
-from workbench.tui.run_lines import (
-    HeadedRun,
-    heading_lines,
-    result_lines,
-    setting_lines,
-    wanted_width,
-)
-from workbench.tui.run_lines import (
-    Line as Words,
-)
+from workbench.tui.run_lines import HeadedRun, heading_lines, result_lines, setting_lines
 from workbench.tui.screens.polling import Polled, PollingScreen
 from workbench.tui.widgets.chart_grid import ChartGrid
 from workbench.tui.widgets.key_bar import KeyBar
 from workbench.tui.widgets.pane_tabs import PaneTabs, pane_keys
-from workbench.tui.widgets.text_pane import TextPane, drawn
+from workbench.tui.widgets.text_pane import TextPane
 
 PANES = ("plot", "results", "settings", "alerts")
 TABS = {name: (str(n), name) for n, name in enumerate(PANES, start=1)}
 GRID, SINGLE = (100, 30), 18
 """Size (columns, rows) from which all panes are shown, and number of rows below which only one is. Between them the
 plot and one other pane are shown."""
-FRAME = 5
-"""Cells of a pane that its border, padding and scroll bar take."""
 FAR = 10
 """Columns of dots that the cursor moves with shift or comma and full stop."""
 NAME = 8
@@ -148,8 +137,6 @@ class CompareScreen(PollingScreen):
         """Whether the grid was chosen; None to decide by the size of the screen."""
         self._cursor: float | None = None
         self._pane = PANES[0]
-        self._wanted = 0
-        """Width that the results need, in cells."""
 
     def compose(self) -> ComposeResult:
         yield Static("reading runs", id="head", markup=False)
@@ -180,12 +167,11 @@ class CompareScreen(PollingScreen):
         settings = [(found.key, found.values) for found in self._differences]
         note = settings_note(runs, letters)
 
-        def settings_at(width: int) -> list[Words | str]:
+        def settings_at(width: int) -> list[Content | str]:
             return [*setting_lines(slots, settings, width), *([note] if note else [])]
 
         with self.app.batch_update():
             self._draw_plot()
-            self._wanted = wanted_width(names, rows)
             self.lay_out()
             self.query_one("#results", TextPane).show(
                 lambda width: result_lines(slots, names, rows, width)
@@ -351,7 +337,7 @@ class CompareScreen(PollingScreen):
             rows=2 if self.size.height >= SINGLE else 1,
             ascii_only=self.context.ascii_only,
         )
-        return Content("\n").join(Content("").join(map(drawn, line)) for line in lines)
+        return Content("\n").join(lines)
 
     # Layout.
 
@@ -379,17 +365,7 @@ class CompareScreen(PollingScreen):
         for name in PANES[1:]:
             self.query_one(f"#{name}").display = name in below
         self.query_one("#right").display = not below.isdisjoint(("settings", "alerts"))
-        self._share_width()
         self.query_one(PaneTabs).chosen = self._pane
-
-    def _share_width(self) -> None:
-        """Give the results the width that they need next to other panes, within limits."""
-        results, width = self.query_one("#results"), self.size.width
-        if not self.has_class("-grid"):
-            results.styles.width = "1fr"
-        else:
-            wanted = self._wanted + FRAME
-            results.styles.width = min(max(wanted, width * 2 // 5), width * 3 // 5)
 
     def action_pane(self, name: str) -> None:
         self._pane = name

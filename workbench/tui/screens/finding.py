@@ -45,7 +45,7 @@ class FindingScreen(BrowseScreen[FindingFeed]):
     """One finding."""
 
     NOTES, JOB = NOTES, JOB
-    CSS = "FindingScreen.-wide #both RowList, FindingScreen.-wide #both DetailsPane { width: 1fr; }"
+    CSS = "FindingScreen.-wide #both RowList, FindingScreen.-wide #both #details { width: 1fr; }"
     ACTING = frozenset({"test", "cause", "note", "close", "export", "stop"})
     BINDINGS: ClassVar[list[BindingType]] = own_keys(
         Binding(

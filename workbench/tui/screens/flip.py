@@ -16,7 +16,7 @@ from typing import ClassVar
 from textual import on
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
-from textual.containers import Vertical, VerticalScroll
+from textual.containers import Vertical
 from textual.message import Message
 from textual.widgets import Static
 
@@ -38,6 +38,7 @@ from workbench.tui.screens.polling import Polled, PollingScreen
 from workbench.tui.widgets.flip_form import FlipForm, FlipPlan
 from workbench.tui.widgets.forest_plot import ForestPlot
 from workbench.tui.widgets.key_bar import KeyBar
+from workbench.tui.widgets.text_pane import TextPane
 from workbench.tui.widgets.words_view import WordsView
 
 SHORT = 18
@@ -88,7 +89,7 @@ class FlipScreen(PollingScreen):
         FlipForm { height: auto; max-height: 70%; }
         #flip { display: none; height: 1fr; padding: 0 1; }
         #verdict { height: auto; margin-bottom: 1; }
-        #details { height: 1fr; scrollbar-size-vertical: 1; }
+        #details { height: 1fr; }
     }
     FlipScreen.-short {
         OptionList, OptionList:focus { border: none; max-height: 3; }
@@ -126,8 +127,7 @@ class FlipScreen(PollingScreen):
         with Vertical(id="flip"):
             yield WordsView(id="verdict")
             yield ForestPlot(ascii_only=self.context.ascii_only)
-            with VerticalScroll(id="details"):
-                yield WordsView(id="progress")
+            yield TextPane("", id="details")
         yield KeyBar()
 
     def on_mount(self) -> None:
@@ -206,7 +206,7 @@ class FlipScreen(PollingScreen):
         lines = flip_details(snapshot)
         if self._folded and snapshot.has_ended:
             lines = ["z: the statistics, controls, plan and pairs"]
-        self.query_one("#progress", WordsView).lines = tuple(lines)
+        self.query_one("#details", TextPane).show(lambda _width: lines)
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
         snapshot = self._snapshot

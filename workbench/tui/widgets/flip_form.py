@@ -26,7 +26,7 @@ from workbench.tui.names import wrapped
 from workbench.tui.widgets.choice import Choice
 from workbench.tui.widgets.fields import Field, field_lines, values_in
 from workbench.tui.widgets.keyed_list import KeyedList
-from workbench.tui.widgets.words_view import WordsView
+from workbench.tui.widgets.text_pane import TextPane
 
 START = (
     Field(name="assignment", label="B differs in", hint="teacher.backend=quantized"),
@@ -177,7 +177,7 @@ def _prompts(suggestions: Sequence[Proposal], width: int) -> dict[str, Content]:
     return prompts
 
 
-class FlipPlan(VerticalScroll, can_focus=True):
+class FlipPlan(TextPane):
     """Draws the plan for a form; tab reaches it, so that keys scroll it."""
 
     class Checked(Message):
@@ -195,18 +195,15 @@ It is registered when the flip starts. Up, down, page up and page down scroll it
     DEFAULT_CSS = """
     FlipPlan { height: 1fr; padding: 0 1; border-top: solid $foreground 40%; }
     FlipPlan:focus { border-top: heavy $primary; }
-    FlipPlan.-refused #plan { color: $text-error; }
+    FlipPlan.-refused { color: $text-error; }
     """
 
     def __init__(self, run: RunFolder | None, flips: Path) -> None:
         """`flips` is the folder that a flip would be made in."""
-        super().__init__()
+        super().__init__("", id="plan")
         self._run, self._flips = run, flips
         self._wanted: Wanted | None = None
         self._timer: Timer | None = None
-
-    def compose(self) -> ComposeResult:
-        yield WordsView(id="plan")
 
     def preview(self, wanted: Wanted) -> None:
         """Show the plan for a changed form, or what is wrong with it."""
@@ -225,7 +222,7 @@ It is registered when the flip starts. Up, down, page up and page down scroll it
         self._say(lines, refused=bool(wanted.assignment))
 
     def _say(self, lines: list[str], *, refused: bool) -> None:
-        self.query_one("#plan", WordsView).lines = tuple(lines)
+        self.show(lambda _width: lines)
         self.set_class(refused, "-refused")
 
     def _check(self, wanted: Wanted) -> None:

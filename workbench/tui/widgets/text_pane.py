@@ -9,24 +9,11 @@ from textual.containers import VerticalScroll
 from textual.content import Content
 from textual.widgets import Static
 
-from workbench.plot.series import series_style
 from workbench.tui.printable import as_title
-from workbench.tui.run_lines import Line, Piece
 from workbench.tui.widgets.words_view import worded
 
-LinesFor = Callable[[int], Sequence[str | Line]]
+LinesFor = Callable[[int], Sequence[str | Content]]
 """Returns the lines for a width."""
-
-
-def drawn(piece: Piece) -> Content:
-    """Return a piece with its style."""
-    colour = "" if piece.slot is None else series_style(piece.slot).colour
-    return Content.styled(piece.text, " ".join(x for x in ("bold" * piece.bold, colour) if x))
-
-
-def text_of(line: str | Line) -> str:
-    """Return a line without its colours."""
-    return line if isinstance(line, str) else "".join(piece.text for piece in line).rstrip()
 
 
 class TextPane(VerticalScroll, can_focus=True):
@@ -42,9 +29,10 @@ class TextPane(VerticalScroll, can_focus=True):
         super().__init__(id=id, classes="pane -fixed" if is_fixed else "pane")
         self._is_fixed = is_fixed
         self.border_title = as_title(title)
-        self.HELP = help or None  # type: ignore[misc]
+        if help:
+            self.HELP = help  # type: ignore[misc]
         self._lines_for: LinesFor | None = None
-        self._lines: Sequence[str | Line] = ()
+        self._lines: Sequence[str | Content] = ()
         self._drawn: object = None
         """Drawn content and its width."""
         self._height = 0
@@ -54,7 +42,7 @@ class TextPane(VerticalScroll, can_focus=True):
 
     def whole_text(self) -> str:
         """Return every line, including those scrolled out of view."""
-        return "\n".join(map(text_of, self._lines))
+        return "\n".join(str(line).rstrip() for line in self._lines)
 
     def on_resize(self) -> None:
         self._write()
@@ -78,22 +66,8 @@ class TextPane(VerticalScroll, can_focus=True):
         if (lines, width) == self._drawn:
             return
         self._lines, self._drawn = lines, (lines, width)
-        rows = _rows(lines, width)
+        rows = worded(lines, width)
         # A layout of the whole screen is the most expensive part of an update.
         height = max(len(rows), self.scrollable_content_region.height if self._is_fixed else 0)
         self.query_one(Static).update(Content("\n").join(rows), layout=height != self._height)
         self._height = height
-
-
-def _rows(lines: Sequence[str | Line], width: int) -> list[Content]:
-    """Return lines of words as rows of a width, and lines of pieces as they are."""
-    words = [line for line in lines if isinstance(line, str)]
-    if len(words) == len(lines):
-        return worded(words, width)
-    return [
-        row
-        for line in lines
-        for row in (
-            worded([line], width) if isinstance(line, str) else [Content("").join(map(drawn, line))]
-        )
-    ]

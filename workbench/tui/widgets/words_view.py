@@ -11,15 +11,18 @@ from textual.widgets import Static
 from workbench.tui.names import wrapped
 
 
-def worded(lines: Sequence[str], width: int) -> list[Content]:
+def worded(lines: Sequence[str | Content], width: int) -> list[Content]:
     """Return lines as styled rows of a width. A line without leading space is a heading of the indented lines below
-    it."""
-    has_parts = any(line.startswith(" ") for line in lines)
-    return [
-        Content.styled(row, "bold" if has_parts and not line.startswith(" ") else "")
-        for line in lines
-        for row in wrapped(line, width)
-    ]
+    it; one that has styles already stays as it is."""
+    has_parts = any(isinstance(line, str) and line.startswith(" ") for line in lines)
+    rows = []
+    for line in lines:
+        if isinstance(line, Content):
+            rows.append(line)
+            continue
+        style = "bold" if has_parts and not line.startswith(" ") else ""
+        rows += [Content.styled(row, style) for row in wrapped(line, width)]
+    return rows
 
 
 class WordsView(Static):

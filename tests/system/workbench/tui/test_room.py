@@ -128,7 +128,7 @@ def test_a_list_is_as_wide_as_its_rows_and_as_high(tmp_path: Path) -> None:
         screen = BrowseScreen(pilot.app.screen.context, Feed())  # type: ignore[attr-defined]
         pilot.app.push_screen(screen)
         await settle(pilot)
-        rows, details = screen.query_one(RowList), screen.query_one("DetailsPane")
+        rows, details = screen.query_one(RowList), screen.query_one("#details")
         assert (rows.outer_size.width, details.outer_size.width) == (36, 84)
         await resize(pilot, (80, 24))
         assert (rows.outer_size.height, details.outer_size.height) == (5, 17)
