@@ -6,8 +6,8 @@ from itertools import pairwise
 
 import pytest
 
-from workbench.tui.names import broken, cut_at_end, distinct_names, shortened, wrapped
 from workbench.plot.series import series_style
+from workbench.tui.names import broken, cut_at_end, distinct_names, shortened, wrapped
 from workbench.tui.run_lines import HeadedRun, heading_lines, result_lines, setting_lines
 
 NAMES = (
