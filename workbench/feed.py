@@ -74,8 +74,8 @@ class Snapshot:
     """Command of a watched script; None for a run of the engine."""
     share_read: float = 1.0
     """Share of the logs that has been read, 0 to 1."""
-    verified: str = ""
-    """Result of `engine verify` for a run that has ended, in one line; empty if there is none."""
+    verification: str = ""
+    """Outcome of `engine verify` for a run that has ended, or that there is none, in one line; empty before the end."""
 
     @property
     def has_ended(self) -> bool:
@@ -149,12 +149,12 @@ class RunFeed:
         *,
         wall: Callable[[], float] = time.time,
         budget_s: float = READ_BUDGET_S,
-        keep: bool = False,
+        save_columns: bool = False,
     ) -> None:
-        """Prepare to read; `keep` saves the columns computed from a long log in the run's folder."""
+        """Prepare to read; `save_columns` saves the columns computed from a long log in the run's folder."""
         self.run = run
         self._wall, self._budget_s = wall, budget_s
-        self._follower = Follower(run, files=True, keep=keep)
+        self._follower = Follower(run, files=True, save_columns=save_columns)
         self._book = LogBook(self._follower.reader("events"))
         self._verified = _Verified(run)
         self._command: WatchedCommand | None = None
@@ -185,7 +185,7 @@ class RunFeed:
             words = f"{state.upper()} {share_read:.0%}" if state == READING else state.upper()
             status = " | ".join([words, *status.split(" | ")[1:]])
         is_own = self._command is None and error is None and not behind
-        verified = self._verified.words(view.last_step) if is_own and has_ended(state) else ""
+        verification = self._verified.words(view.last_step) if is_own and has_ended(state) else ""
         return Snapshot(
             run=self.run,
             view=view,
@@ -198,7 +198,7 @@ class RunFeed:
             log=self._book.log(view.asides),
             command=self._command,
             share_read=share_read,
-            verified=verified,
+            verification=verification,
         )
 
     def _budget(self) -> float:

@@ -166,7 +166,7 @@ def check_words(snapshot: Snapshot) -> list[str]:
     if snapshot.command is not None:
         return identity_lines(snapshot.view)
     counts, *rest = check_lines(snapshot.view)
-    return [counts, *filter(None, [snapshot.verified]), *rest]
+    return [counts, *filter(None, [snapshot.verification]), *rest]
 
 
 def data_words(snapshot: Snapshot) -> list[str]:

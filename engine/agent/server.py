@@ -2,7 +2,8 @@
 
 Every tool reads what the commands read and answers one page of JSON (`answer.py`); an error is a sentence. A run is
 addressed by its id, which is made from its path, or by its name. Only runs directly in the given folders are served,
-and none that a link leads out of its folder. Nothing is started or stopped unless the server was started with leave to.
+and a run with a link that leads out of its folder is not. Nothing is started or stopped unless an option of the server
+allows it.
 """
 
 from __future__ import annotations
@@ -184,10 +185,10 @@ class Tools:
         """List flips, newest first: what was tested, the verdict, its reason and numbers."""
         flips = _json_of("flips", "--json", "--", str(self.flips))
         for flip in flips:
-            # A row for each run, which its folder has.
+            # Left out: one row for each run, which can be read in the flip's folder.
             flip.pop("raw_runs", None)
             del flip["schema"]
-        # Inside a field, because names in the file of a verdict may be anything.
+        # Below a field of its own: a verdict's file may have any field names, so also those of an answer.
         return {}, [{"flip": flip} for flip in flips]
 
     def read_finding(
@@ -313,14 +314,14 @@ def _proposals(run: RunFolder) -> tuple[Proposal, ...]:
 
 
 def _parts(fields: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield the fields of a value, and the entries of a list of them one by one."""
+    """Yield each field that is not empty as a row; of a list of objects, each object."""
     for name, value in fields.items():
         is_list_of_rows = isinstance(value, list) and value and isinstance(value[0], dict)
         yield from ({name: part} for part in (value if is_list_of_rows else [value]) if part)
 
 
 def _engine(*words: str) -> subprocess.CompletedProcess[str]:
-    """Run a command of the engine in a process of its own, which no log can harm the server in. Raises BadInput."""
+    """Run a command of the engine in a process of its own, so that no log can harm the server. Raises BadInput."""
     try:
         process = subprocess.run(
             [*child.command("engine"), *words],

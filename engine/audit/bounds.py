@@ -9,19 +9,19 @@ REFERENCE_FLOPS = {"cpu": 2e10, "cuda": 4e13}
 """Maximum FLOPs of the reference's weight gradients in one audit, by device type: tenths of a second on two cores or on
 one GPU."""
 HIDDEN_STATES_SHARE = 0.25
-"""Share of `REFERENCE_FLOPS` for the hidden states of one model where only some rows are compared, 0 to 1. At least one
-row is always compared."""
+"""Share of `REFERENCE_FLOPS` for the hidden states of one model, 0 to 1: of the teacher, and of a student whose weight
+gradients would exceed `REFERENCE_FLOPS`. As many rows are drawn and compared as fit in it, at least one."""
 COMPARED_TOKENS = 4096
-"""Maximum number of tokens compared in each row where only some rows are compared."""
+"""Maximum number of tokens compared in each of these rows."""
 COMPARED_NUMBERS = 1 << 22
 """Maximum number of student weights whose update is compared, over all parameters."""
 GROUP_NUMBERS = 1 << 24
-"""Activations of the widest part of a layer that the reference keeps in memory at a time: a count of numbers. At least
-one row is computed at a time."""
-PAIRS = 1 << 20
-"""Attention weights of one head, over all rows, in memory at a time (`engine.audit.reference`): a count of numbers."""
+"""Maximum number of elements of an activation as wide as the feed-forward part, for the rows that the reference
+computes at a time; at least one row."""
+ATTENTION_WEIGHTS = 1 << 20
+"""Maximum number of attention weights of one head, over all rows, in memory at a time (`engine.audit.reference`)."""
 LOGITS = {"cpu": 1 << 19, "cuda": 1 << 25}
-"""fp32 logits of one model in memory at a time, by device type: a count of numbers. On a CPU they fit in its cache."""
+"""Maximum number of fp32 logits of one model in memory at a time, by device type. On a CPU they fit in its cache."""
 FP32_TEACHER_PARAMETERS = 2 * 10**9
 """Maximum number of parameters of a teacher that the audit copies to fp32 to run its module again."""
 MAX_SCALE = 8
@@ -35,13 +35,14 @@ def group_tokens(intermediate_size: int) -> int:
 
 
 def layer_bytes(
-    *, intermediate: int, width: int, heads: int, tokens: int, row: int, backward: bool
+    *, intermediate: int, width: int, heads: int, tokens: int, row_tokens: int, backward: bool
 ) -> int:
-    """Return the bytes of one reference layer: its activations for one chunk of `tokens` tokens in rows of `row`, and
-    its attention weights."""
-    at_once = min(max(group_tokens(intermediate), row), tokens)
+    """Return the bytes that one layer of the reference needs for `tokens` tokens in rows of `row_tokens`: activations
+    of the rows that are computed at a time, and attention weights."""
+    at_once = min(max(group_tokens(intermediate), row_tokens), tokens)
+    # A backward pass holds 6 tensors of the feed-forward width and 12 of the model width; a forward pass holds half.
     numbers = at_once * (6 * intermediate + 12 * width) // (1 if backward else 2)
-    return 4 * (numbers + 4 * heads * max(PAIRS, row))
+    return 4 * (numbers + 4 * heads * max(ATTENTION_WEIGHTS, row_tokens))
 
 
 def logits_bytes(tokens: int, vocabulary: int) -> int:

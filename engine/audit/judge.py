@@ -197,7 +197,7 @@ class _Step:
             width=pass_.student_hidden_ND.shape[1],
             heads=runs.shape.heads,
             tokens=pass_.tokens_BT.numel(),
-            row=pass_.tokens_BT.shape[1],
+            row_tokens=pass_.tokens_BT.shape[1],
             backward=True,
         ) + logits_bytes(pass_.tokens_BT.numel(), self.observed.student.vocabulary)
         return memory_scale(counted, self.observed.free_bytes)
@@ -207,7 +207,10 @@ class _Step:
         model = self.observed.student
         if not isinstance(model.runs, reference.PlainDecoder):
             return model
-        return replace(model, runs=replace(model.runs, pairs=self.scale * model.runs.pairs))
+        return replace(
+            model,
+            runs=replace(model.runs, attention_weights=self.scale * model.runs.attention_weights),
+        )
 
     def forwards(
         self, model: Model, chosen: _Sample, *, keep: bool = False, rounding: float = 0.0

@@ -33,7 +33,7 @@ from torch import Tensor
 
 IGNORED = -100
 """Label of a position without a target."""
-PAIRS = 1 << 20
+ATTENTION_WEIGHTS = 1 << 20
 """Default number of attention weights of one head, over all rows, in memory at a time."""
 FP32_ROUNDING = 2.0**-24
 """Largest relative error of one rounding to fp32."""
@@ -182,7 +182,7 @@ class PlainDecoder:
 
     shape: Shape
     weight: Weight
-    pairs: int = PAIRS
+    attention_weights: int = ATTENTION_WEIGHTS
     """Number of attention weights of one head, over all rows, in memory at a time; at least those of one query."""
 
     @torch.no_grad()
@@ -266,7 +266,7 @@ class PlainDecoder:
         yield "embed.weight", embedding
 
     def _layer(self, index: int, *arguments: Any) -> Tensor:
-        return _layer(self.shape, index, self.pairs, *arguments)
+        return _layer(self.shape, index, self.attention_weights, *arguments)
 
 
 @dataclass(frozen=True, slots=True)
@@ -390,7 +390,7 @@ def _names(shape: Shape) -> list[str]:
 def _layer(
     shape: Shape,
     index: int,
-    pairs: int,
+    attention_weights: int,
     x_ND: Tensor,
     documents_BT: Tensor,
     turns: dict[bool, Tensor],
@@ -405,7 +405,9 @@ def _layer(
         return x_ND @ parts[f"mlp.{name}.weight"].T
 
     normed_ND = normed(x_ND, "attention_norm")
-    y_ND = _attention(shape, index, pairs, normed_ND, documents_BT, turns, parts, rounding)
+    y_ND = _attention(
+        shape, index, attention_weights, normed_ND, documents_BT, turns, parts, rounding
+    )
     x_ND = _perturbed(x_ND + normed(y_ND, "attention_out_norm"), rounding)
     normed_ND = normed(x_ND, "mlp_norm")
     gated = _perturbed(times(normed_ND, "gate"), rounding)
@@ -430,7 +432,7 @@ def _norm(shape: Shape, x: Tensor, weight: Tensor) -> Tensor:
 def _attention(
     shape: Shape,
     index: int,
-    pairs: int,
+    attention_weights: int,
     x_ND: Tensor,
     documents_BT: Tensor,
     turns: dict[bool, Tensor],
@@ -460,7 +462,7 @@ def _attention(
         y_NKE.view(rows, length, *y_NKE.shape[1:]).transpose(1, 2).repeat_interleave(shared, 1)
         for y_NKE in (k_NKE, v_NKE)
     )
-    count = max(1, pairs // (rows * length))
+    count = max(1, attention_weights // (rows * length))
     outputs = []
     for begin in range(0, length, count):
         end = min(begin + count, length)

@@ -124,7 +124,7 @@ class LossWork:
             divergence=divergence,
             beta=BETA,
             kernel=kernel,
-            undivided=True,
+            backward_from_loss=True,
         )
         torch.autograd.backward(terms.loss)
 
@@ -253,7 +253,7 @@ def bench_loss(
         "fp32 products": work.products(torch.float32),
         **calls,
     }
-    times = time_arms(arms, device, rounds=rounds, ahead=True)
+    times = time_arms(arms, device, rounds=rounds, queue_first=True)
     base = times.get("plain")
     rows = [_row(name, timing, base, shape, work.dtype) for name, timing in times.items()]
     return rows, {"gradient_errors": errors, "extra_bytes": extra}

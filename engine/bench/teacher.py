@@ -28,7 +28,7 @@ from engine.bench.random_weights import RandomWeights
 from engine.bench.rows import BenchRow, Measured
 from engine.bench.timing import time_arms
 from engine.formats.weights import WeightFile
-from engine.models.attention import remember
+from engine.models.attention import record_documents
 from engine.models.config import ModelConfig
 from engine.models.decoder import Decoder
 from engine.models.fp8 import DTYPE, matmul
@@ -113,7 +113,7 @@ def bench_teacher(
     }
     if cuda:
         makes = {**makes, "fp8": load_fp8_decoder}
-        remember(documents_BT, documents_BT.cpu().numpy())
+        record_documents(documents_BT, documents_BT.cpu().numpy())
     arms: dict[str, Callable[[], Tensor]] = {}
     linears = 0
     for name, make in makes.items():

@@ -1,7 +1,7 @@
 """Timing on the device, with arms in turns.
 
 Times are measured with CUDA events around the work, after a warm-up. Arms take turns within one run, so that
-clock drift affects all of them alike. With `ahead` the device waits until the host has launched a call, as
+clock drift affects all of them alike. With `queue_first` the device waits until the host has launched a call, as
 within a step that was launched while the previous one was running; the time is then the device's alone. On a
 CPU the host's clock is used, and only ratios are meaningful.
 """
@@ -28,7 +28,7 @@ def time_arms(
     rounds: int = 20,
     warm_up: int = 3,
     inner: int = 1,
-    ahead: bool = False,
+    queue_first: bool = False,
 ) -> dict[str, Timing]:
     """Measure each arm's time for one call. `inner` calls are timed together, `rounds` times, with arms in
     turns."""
@@ -38,11 +38,11 @@ def time_arms(
     samples: dict[str, list[float]] = {name: [] for name in arms}
     for _ in range(rounds):
         for name, arm in arms.items():
-            samples[name].append(_time(arm, device, inner, ahead))
+            samples[name].append(_time(arm, device, inner, queue_first))
     return {name: _summary(values) for name, values in samples.items()}
 
 
-def _time(arm: Callable[[], object], device: torch.device, inner: int, ahead: bool) -> float:
+def _time(arm: Callable[[], object], device: torch.device, inner: int, queue_first: bool) -> float:
     if device.type != "cuda":
         begun = time.perf_counter()
         for _ in range(inner):
@@ -50,7 +50,7 @@ def _time(arm: Callable[[], object], device: torch.device, inner: int, ahead: bo
         return (time.perf_counter() - begun) / inner
     begin: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
     end: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-    if ahead:
+    if queue_first:
         torch.cuda._sleep(WAIT_CYCLES)  # type: ignore[no-untyped-call]
     begin.record()
     for _ in range(inner):

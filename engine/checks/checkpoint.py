@@ -181,13 +181,14 @@ def _differing_tensors(path: Path, live: Mapping[str, Tensor]) -> list[str]:
 
 
 def _differing_moments(
-    path: Path, live: Mapping[str, Tensor], held: Mapping[Tensor, Mapping[str, Tensor]]
+    path: Path, live: Mapping[str, Tensor], live_moments: Mapping[Tensor, Mapping[str, Tensor]]
 ) -> list[str]:
-    """Return the names of AdamW's values that differ between the checkpoint and `held`, or that either lacks."""
+    """Return the names of AdamW's values that differ between the checkpoint and `live_moments`, or that one of them
+    lacks."""
     differing = []
     with _stored(path, "optimizer.safetensors") as stored:
         for name, parameter in live.items():
-            moments = held.get(parameter, {})
+            moments = live_moments.get(parameter, {})
             for key in dict.fromkeys((*ADAMW_KEYS, *moments)):
                 stored_moment, moment = stored(f"{key}/{name}"), moments.get(key)
                 if stored_moment is None and moment is None:

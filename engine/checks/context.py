@@ -32,7 +32,7 @@ class Memory:
     predicted_bytes: float
     measured_bytes: float | None
     source: str
-    is_whole: bool = True
+    does_all_work: bool = True
     """Whether this process does all of the planned work: with several ranks only the first audits steps."""
 
 

@@ -31,7 +31,7 @@ def memory_as_planned(context: Context, step: StepDone) -> Answer | None:
     text = f"{format_bytes(measured)} measured ({memory.source}), {format_bytes(predicted)} planned"
     if measured > MAX_MEASURED * predicted + SLACK_BYTES:
         return numbers.failed(f"{text}: the plan accepts runs that do not fit")
-    if memory.is_whole and predicted > measured / MIN_MEASURED + SLACK_BYTES:
+    if memory.does_all_work and predicted > measured / MIN_MEASURED + SLACK_BYTES:
         return numbers.failed(f"{text}: the plan refuses runs that fit")
     return numbers.passed(text)
 

@@ -5,7 +5,7 @@
     engine gate runs/kd --set gate.heldout_loss=3.0 --set gate.pass_at_1=0.15 --only heldout,eval
 
 smoke    train on one batch of the run's rows for some steps: its loss has to fall (gate.smoke_steps)
-teacher  a quantized teacher within the noise of 4-bit weights of its reference (gate.teacher_*)
+teacher  a quantized teacher differs from its reference by no more than 4-bit rounding does (gate.teacher_*)
 cache    each token of stored rows at a cosine of 0.999 or more from the teacher (gate.cache_*)
 heldout  the student's held-out loss, or its share of the way to the teacher's (gate.heldout_*)
 eval     the lower end of the interval of pass@1 (gate.pass_at_1)
@@ -94,7 +94,7 @@ def _subject(arguments: argparse.Namespace) -> Subject:
     other_sets = [text for text in arguments.set if not text.startswith("gate.")]
     if other_sets:
         raise UsageError(
-            f"--set {other_sets[0]} — expected a setting of [gate]: a finished run has its others"
+            f"--set {other_sets[0]} — expected a setting of [gate]: the other settings of a finished run are fixed"
         )
     tree = run.read_effective()["spec"]
     spec = build_spec(

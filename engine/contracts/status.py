@@ -3,10 +3,11 @@ level.
 
     Fail  <  NotRun  <  Skip  <  ...  <  PositiveControlFailed  <  Pass
 
-This is `Fail < Unknown(reason) < Pass`, with the reasons of Unknown in the order and by the names of the
-upstream lattice, the first nine of its fifteen. The meet of two results is the lower one: Fail absorbs, Pass
-is the identity, and two Unknowns meet at the lower reason. Only Pass arms a gate. A check that was skipped,
-is stale, was not collected or needs an absent tool gives exit code 2.
+This is `Fail < Unknown(reason) < Pass`. The reasons of Unknown have the order and the names of the verdict
+lattice of `aprender-contracts` (upstream), of whose fifteen they are the first nine. The meet of two results
+is the lower one: Fail absorbs, Pass is the identity, and two Unknowns meet at the lower reason. A gate
+accepts only Pass. A check that was skipped, is stale, was not collected or needs an absent tool gives exit
+code 2.
 
     none      the file has errors, or was not run since it or its code changed
     basic     the file is valid
@@ -14,8 +15,8 @@ is stale, was not collected or needs an absent tool gives exit code 2.
     strict    and every planted bug is caught, so the tests are known to be able to fail
     proven    and there are proofs, and all of them hold
 
-The names of the levels are upstream's. There they are counts of text; here they are computed each time from
-what ran. A demoted claim is neither run nor counted, and is shown with the finding that demoted it.
+The names of the levels are upstream's. There they depend on what the file lists; here they are computed each
+time from what ran. A demoted claim is neither run nor counted, and is shown with the finding that demoted it.
 """
 
 from __future__ import annotations
@@ -318,7 +319,10 @@ def _overall(contract: Contract, checks: Sequence[Check]) -> Answer:
     if contract.demoted_by:
         return Answer(Rank.REPORT, f"demoted by {contract.demoted_by}")
     if not contract.runs:
-        return Answer(Rank.NO_CHECKABLE, "not of dialect engine-1: nothing in it runs here")
+        return Answer(
+            Rank.NO_CHECKABLE,
+            "the file does not say `dialect: engine-1`, so nothing in it runs here",
+        )
     lowest = meet_all(check.answer for check in counted)
     if lowest.rank is Rank.PASS:
         return Answer(Rank.PASS, f"{len(counted)} checks passed")

@@ -135,7 +135,7 @@ class Tokens:
     heldout: TokenStream
     documents: tuple[int, int]
     """Number of documents in the training and in the held-out split."""
-    again: Mapping[str, str]
+    sampled_documents: Mapping[str, str]
     """Names of documents to be read again, with their split: training or held-out."""
     skipped: int
     """Number of documents that are in neither split, except because of `max_bytes`."""
@@ -574,7 +574,7 @@ def _open(folder: Path, note: str, progress: Progress, *, is_kept: bool) -> Toke
         train=sides["train"],
         heldout=sides["heldout"],
         documents=(streams["train"]["documents"], streams["heldout"]["documents"]),
-        again={
+        sampled_documents={
             name: split
             for side, split in zip(_SIDES, ("training", "held-out"), strict=True)
             for name in streams[side].get("again", ())

@@ -3,13 +3,14 @@
     what            folder                                     GGUF                          .apr
     shape, RoPE     config.json                               <architecture>.*              its own keys, hf_config
     tokens, kinds   tokenizer.json, model.vocab, added_tokens  tokenizer.ggml.tokens, types  tables, tokenizer.json
-    around          tokenizer.json, post_processor             add_bos_token, add_eos_token  tokenizer.json
+    added ids       tokenizer.json, post_processor             add_bos_token, add_eos_token  tokenizer.json
     bos, ends       config.json                                tokenizer.ggml.*_token_id     tokenizer.*_token_id
     template        chat_template.jinja, tokenizer_config.json tokenizer.chat_template       chat_template
     name, licence   -                                          general.name, general.license name, license
 
-`Said` has a value for each property of the table that a file has a place for; only properties that both files have are
-compared. `other_types` compares the types of a GGUF's tensors with the mixture that the file names.
+`Metadata` has a value for each property of the table that a file has a place for; only properties that both files have
+are compared. The added ids are the tokens that a tokenizer puts before and after a text. `other_types` compares the
+types of a GGUF's tensors with the mixture that the file names.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from engine.audit.reference import Stretch, stretched
 from engine.audit.shapes import shape_in, shape_in_gguf
 from engine.files import parse_json, read_json_object, read_text
 
-Said = dict[str, Any]
+Metadata = dict[str, Any]
 
 
 NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5
@@ -58,7 +59,7 @@ _SHORTER = {"Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}
 """Types that llama.cpp uses instead if a row is not a multiple of the 256 numbers of a block."""
 
 
-def said(path: str | Path) -> Said | None:
+def read_metadata(path: str | Path) -> Metadata | None:
     """Return the metadata of a folder, of its config.json alone, or of a GGUF file; None for other paths, and for a
     GGUF where the `gguf` library is not installed. Raises `BadInput` for a file that cannot be read."""
     path = Path(path)
@@ -80,7 +81,7 @@ def said(path: str | Path) -> Said | None:
     }
 
 
-def said_in_apr(metadata: Mapping[str, Any], path: Path) -> Iterator[tuple[str, Said]]:
+def read_apr_metadata(metadata: Mapping[str, Any], path: Path) -> Iterator[tuple[str, Metadata]]:
     """Yield the metadata of an .apr file as this engine reads it, and as other readers do."""
     config = metadata.get("hf_config") or {}
     tokenizer = metadata.get("tokenizer.json.zlib.base64")
@@ -109,7 +110,7 @@ def said_in_apr(metadata: Mapping[str, Any], path: Path) -> Iterator[tuple[str, 
     yield "its own keys", values
 
 
-def difference(wanted: Said, found: Said) -> str:
+def difference(wanted: Metadata, found: Metadata) -> str:
     """Describe the first value that both have and that differs; empty when there is none."""
     for name, found_value in found.items():
         # A token that one file leaves out (an empty list) may be set in the other by its tokenizer.
@@ -182,7 +183,7 @@ def other_types(path: Path) -> str:
     return ""
 
 
-def of_config(raw: Mapping[str, Any]) -> Said:
+def of_config(raw: Mapping[str, Any]) -> Metadata:
     shape = shape_in(dict(raw))
     return {
         **shape,
@@ -200,7 +201,7 @@ def of_config(raw: Mapping[str, Any]) -> Said:
     }
 
 
-def _of_gguf(path: Path) -> Said:
+def _of_gguf(path: Path) -> Metadata:
     from gguf import GGUFReader
 
     reader = GGUFReader(path)
@@ -219,7 +220,7 @@ def _of_gguf(path: Path) -> Said:
     divisors = [tensor.data for tensor in reader.tensors if tensor.name == "rope_freqs.weight"]
     linear = value(f"{family}.rope.scaling.type") == "linear"
     added = {role: value(f"tokenizer.ggml.add_{role}_token") for role in ("bos", "eos")}
-    around = [token(role) if on else [] for role, on in added.items()]
+    added_ids = [token(role) if on else [] for role, on in added.items()]
     return {
         "position_factor": value(f"{family}.rope.scaling.factor") if linear else 1.0,
         **shape,
@@ -236,14 +237,14 @@ def _of_gguf(path: Path) -> Said:
             value("tokenizer.ggml.merges") or [],
         ),
         # In a file without these keys the name of the pre-tokenizer decides.
-        **({"around": around} if None not in added.values() else {}),
+        **({"added ids": added_ids} if None not in added.values() else {}),
         "bos": token("bos"),
         "ends": list(dict.fromkeys(token("eos") + token("eot") + token("eom"))),
         "template": value("tokenizer.chat_template") or "",
     }
 
 
-def _of_tokenizer(raw: Mapping[str, Any]) -> Said:
+def _of_tokenizer(raw: Mapping[str, Any]) -> Metadata:
     model = raw.get("model") or {}
     if not isinstance(model.get("vocab"), dict):
         return {}  # a unigram model has a list of pieces with scores, and not the tables that are compared
@@ -256,7 +257,7 @@ def _of_tokenizer(raw: Mapping[str, Any]) -> Said:
         token if isinstance(token, str) else " ".join(token) for token in model.get("merges") or ()
     ]
     post = raw.get("post_processor") or {}
-    around: list[list[int]] = [[], []]
+    added_ids: list[list[int]] = [[], []]
     for step in post.get("processors", [post]):
         if step.get("type") == "TemplateProcessing":
             is_after = 0
@@ -265,8 +266,8 @@ def _of_tokenizer(raw: Mapping[str, Any]) -> Said:
                     is_after = 1
                 else:
                     text = part["SpecialToken"]["id"]
-                    around[is_after] += step["special_tokens"][text]["ids"]
-    return {"tokens": tokens, "kinds": kinds, "merges": merges, "around": around}
+                    added_ids[is_after] += step["special_tokens"][text]["ids"]
+    return {"tokens": tokens, "kinds": kinds, "merges": merges, "added ids": added_ids}
 
 
 def _window(shape: Mapping[str, Any], positions: int | None) -> int | None:
@@ -286,8 +287,8 @@ def _slowed_frequencies(shape: Mapping[str, Any]) -> list[float] | None:
     return [frequency / stretched(frequency, stretch) for frequency in frequencies]
 
 
-def _tables(tokens: list[str], kinds: list[int], merges: list[str]) -> Said:
-    """Return what tables say; rows of the embedding without a token are left out."""
+def _tables(tokens: list[str], kinds: list[int], merges: list[str]) -> Metadata:
+    """Return tokens, kinds and merges; rows of the embedding without a token are left out."""
     kinds = kinds or [NORMAL] * len(tokens)
     used = [number for number, kind in enumerate(kinds) if kind != UNUSED]
     return {

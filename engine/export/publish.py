@@ -192,7 +192,9 @@ def _accept_published(proof: Proof, wanted: Wanted, say: Say) -> Published:
         )
     card = read_text(wanted.folder / CARD, "card", limits.MODEL_TEXT)
     if replay_line(proof) not in card.splitlines():
-        say("its card has another result of the replay; remove the folder to publish again")
+        say(
+            "its card states another outcome of `engine verify`; remove the folder to publish again"
+        )
     return Published(
         folder=wanted.folder,
         proof=proof,
@@ -236,7 +238,7 @@ def _write(
     ):
         lacks = not config.native or (format_ == "apr" and not config.kind.apr)
         if requested is None and lacks:
-            say(f"without {format_}: the format has no {config.kind.title} here")
+            say(f"no .{format_} file: the engine does not write {config.kind.title} in this format")
         if requested == NONE or (requested is None and lacks):
             continue
         quant = requested or default
@@ -294,7 +296,7 @@ def _copy_evidence(proof: Proof, partial: Path, files: Files) -> list[str | None
         (proof.run.receipt, RECEIPT, "what the run really did"),
         (proof.run.spec, "spec.toml", "what was asked for"),
         (proof.run.effective, "effective.json", "every setting after defaults"),
-        (proof.outcome, OUTCOME, "what a replay of the run gave"),
+        (proof.outcome, OUTCOME, "outcome of training it again, by `engine verify`"),
     ):
         if path is not None and path.is_file():
             shutil.copyfile(path, partial / name)

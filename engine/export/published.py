@@ -40,7 +40,13 @@ from engine.export.compare import as_float, first_difference, same_values, withi
 from engine.export.convert import FILE_TYPES, convert
 from engine.export.hf_folder import GENERATION_FILE, TOKENIZER_CONFIG_FILE
 from engine.export.manifest import MANIFEST, check_manifest
-from engine.export.metadata import Said, difference, other_types, said, said_in_apr
+from engine.export.metadata import (
+    Metadata,
+    difference,
+    other_types,
+    read_apr_metadata,
+    read_metadata,
+)
 from engine.export.outcome import Outcome, answered, unknown
 from engine.export.peers import Absent, Answered, Crashed, absent, ask
 from engine.files import read_json_object
@@ -176,16 +182,16 @@ def _metadata(folder: Path, native: bool) -> Outcome:
     if wrong := _wrong_ends(folder) or _wrong_max_length(folder):
         return answered("metadata", Level.FAIL, wrong)
     files = sorted([*folder.glob("*.apr"), *folder.glob("*.gguf")]) if native else []
-    expected = said(folder) if files else None
+    expected = read_metadata(folder) if files else None
     if expected is None:
         return unknown("metadata", "no .apr or GGUF file to compare with the folder")
     compared: list[str] = []
     absent: list[str] = []
     # The folder has no name and no licence; all files must have those of the first one.
-    called: Said = {}
+    names: Metadata = {}
     for path in files:
         try:
-            records = said_by(path)
+            records = read_records(path)
             if path.suffix == ".gguf" and (wrong := other_types(path)):
                 return answered("metadata", Level.FAIL, f"{path.name}, {wrong}")
         except BadInput as error:
@@ -193,8 +199,8 @@ def _metadata(folder: Path, native: bool) -> Outcome:
         for place, record in records:
             for key in ("name", "licence"):
                 if key in record:
-                    called.setdefault(key, record[key])
-            if wrong := difference(expected | called, record):
+                    names.setdefault(key, record[key])
+            if wrong := difference(expected | names, record):
                 return answered("metadata", Level.FAIL, f"{path.name}, {place}: {wrong}")
         (compared if records else absent).append(path.name)
     if absent:
@@ -203,14 +209,14 @@ def _metadata(folder: Path, native: bool) -> Outcome:
     return answered("metadata", Level.PASS, f"{', '.join(compared)}: what the folder says")
 
 
-def said_by(path: Path) -> list[tuple[str, Said]]:
+def read_records(path: Path) -> list[tuple[str, Metadata]]:
     """Return the metadata of a model's file or folder, by its place in it."""
     if path.suffix == ".apr":
         with open_weights(path) as weights:
             # A file that no reader could load fails here too.
             rotates_neighbours(config_of(weights, NATIVE), "apr", weights.metadata, path)
-            return list(said_in_apr(weights.metadata, path))
-    record = said(path)
+            return list(read_apr_metadata(weights.metadata, path))
+    record = read_metadata(path)
     return [] if record is None else [("its metadata", record)]
 
 

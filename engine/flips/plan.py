@@ -55,7 +55,7 @@ MARGIN = 0.05
 BUDGET_S = 300.0
 RUN_LIMIT_S = 300.0
 LONGEST_S = 3 * 3600
-"""Longest time of all pairs that an answer or an estimate proposes, in seconds."""
+"""Maximum time of all pairs for which a verdict or an estimate proposes a flip, in seconds."""
 PARITY = 0.02
 """Allowed relative difference between the arms' losses at the same step."""
 
@@ -99,7 +99,7 @@ METRICS = {
 BURSTS = 24
 """Number of steps that are averaged for a script: a multiple of usual numbers of loader workers, which yield their
 batches in bursts."""
-_SCRIPT_STEP_S = f"mean step time, of {4 * BURSTS} steps or more the median of the means of {BURSTS} in a row, seconds"
+_SCRIPT_STEP_S = f"mean step time (from {4 * BURSTS} steps on, median of the means of {BURSTS} in a row), seconds"
 SHOWN = "shown"
 """Metric of a flip that tests whether a setting ends something observed."""
 _NAME = 40
@@ -162,7 +162,7 @@ class Plan:
     source: str
     """Spec file or run folder that A comes from, or the line of the command."""
     level: float = LEVEL
-    """Level of the deciding interval."""
+    """Level of the interval that decides: 1 - 2 alpha, because each end may be exceeded with probability alpha."""
     prior_weight: float = PRIOR_WEIGHT
     """Prior weight g of that interval."""
     command: Command | None = None
@@ -480,7 +480,7 @@ def _changes(base: RunSpec, sets: Sequence[str]) -> tuple[Change, ...]:
         a, b = tree[section][key], changed[section][key]
         if section in EXTERNAL:
             problems.append(
-                f"--set {dotted}: expected a setting of the job, found where it is kept"
+                f"--set {dotted}: expected a setting of the training, found where the run is stored"
             )
         elif a == b:
             problems.append(

@@ -59,7 +59,7 @@ def plain(name: str) -> str:
 
 
 def find(candidates: Iterable[str], names: Iterable[str]) -> str | None:
-    """Return the name that is spelt like the first of `candidates` that `names` has; None if it has none."""
+    """Return the name that equals the first of `candidates` to be among `names`, by its plain form; None if none is."""
     # Of names that are spelt alike, the shortest: `step`, not `_step`.
     by_plain_name = {plain(name): name for name in sorted(names, key=len, reverse=True)}
     return next(
@@ -88,7 +88,7 @@ def our_names(series: Mapping[str, Series], given: Mapping[str, str]) -> dict[st
 
 
 def _table_name(name: str, among: Sequence[str], after_a_word: bool) -> str:
-    """Return the name of the table that a name has, perhaps after its first word; empty if there is none."""
+    """Return which of `among` equals the plain form of `name`, or that without its first word; empty if none does."""
     plain_name = plain(name)
     shorter = plain_name.partition("_")[2] if after_a_word else ""
     return next((candidate for candidate in (plain_name, shorter) if candidate in among), "")

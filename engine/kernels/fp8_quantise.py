@@ -1,5 +1,5 @@
-"""Quantises rows to fp8 in one pass: the inputs of matmuls in fp8 (`engine.models.fp8`), of a feed-forward layer's
-second matmul together with silu(gate) * up, and those that follow a norm together with the norm.
+"""Quantises rows to fp8 in one pass, as inputs of matmuls in fp8 (`engine.models.fp8`). The same pass computes
+silu(gate) * up before the second matmul of a feed-forward layer, and the norm before a matmul that follows one.
 
 The maximum of a row is known only after the whole row was read, and a row of a 7B model has 18944
 elements. A kernel that first finds the maximum and then reads the row again would read the inputs
@@ -32,7 +32,7 @@ from engine.kernels.sizes import next_power_of_2
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
 
-# Shapes: M rows, F columns of gate and of up
+# Shapes: M rows, F columns of gate and of up, K columns of an input: F, or 2 F with gate and up
 
 CAPABILITY = 89
 """The first compute capability with fp8: 8.9."""
@@ -119,7 +119,7 @@ def _norm_to_fp8(
         tl.store(kept_ptr + row * COLUMNS + columns, x.to(DTYPE), mask=there)
     over = tl.rsqrt(tl.sum(x * x, axis=0) / COLUMNS + eps)
     weight = tl.load(weight_ptr + columns, mask=there, other=0).to(tl.float32)
-    # Rounded as a norm that is written.
+    # Rounded as by a norm that writes its result to memory.
     values = (x * over * weight).to(DTYPE).to(tl.float32)
     scale = tl.maximum(tl.max(tl.abs(values), axis=0) * (1.0 / 448.0), 1e-12)
     tl.store(scale_ptr + row, scale)
@@ -179,7 +179,7 @@ def takes(columns: int) -> bool:
 def to_fp8(
     x_MK: Tensor, *, gated: bool = False, codes: torch.dtype = torch.uint8
 ) -> tuple[Tensor, Tensor]:
-    """Quantise the rows of x (M, F), or silu(gate) * up with gate and up concatenated in x (M, 2 F), and return codes
+    """Quantise the rows of x, or silu(gate) * up with gate and up concatenated in x (M, 2 F), and return codes
     as bytes (M, F) and scales (M, 1). x is contiguous.
 
     With `codes=torch.float32`, return the values before rounding to codes (Triton's interpreter

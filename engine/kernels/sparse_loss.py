@@ -1,5 +1,5 @@
-"""Gradient of rows of logits against a few ids of each row: the fused form of what
-`engine.loss.eager` computes for sparse targets.
+"""Gradient in the logits of the loss with sparse targets, a few ids for each row: the fused form of what
+`engine.loss.eager` computes.
 
 torch computes the part of the K ids that the teacher gave, which is only K numbers per row. This
 kernel computes the rest of the vocabulary, one program per row:

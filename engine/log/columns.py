@@ -482,7 +482,7 @@ class BatchReader:
         """Chunks known to have no segment."""
 
     def poll(self, max_bytes: int = READ_BYTES) -> list[Batch]:
-        """Return what follows in the log, at most about `max_bytes` of it; empty when there is nothing new. Raises
+        """Return the next lines of the log, at most about `max_bytes` of it; empty when there is nothing new. Raises
         BrokenLog."""
         segments, max_bytes = self._segments(max_bytes)
         return segments or batches_of(self.lines.poll(max_bytes))

@@ -48,7 +48,7 @@ class Held:
     """The last finished step."""
 
 
-class HeldWriter:
+class MemoryWriter:
     """Writes the trainer's memory after steps."""
 
     def __init__(

@@ -46,11 +46,11 @@ class Stretch:
 
 
 def blocks(source: Source, reader: LogReader, max_bytes: int) -> Iterator[list[Line]]:
-    """Yield what follows in a log. Raises BrokenLog after the lines before the fault."""
+    """Yield the lines after the reader's position, in blocks. Raises BrokenLog after the lines before the fault."""
     fault = None
     while fault is None:
-        point = reader.points[-1]
-        opened_s, latest_s = point.opened_unix_s, point.unix_s
+        position = reader.points[-1]
+        opened_s, latest_s = position.opened_unix_s, position.unix_s
         events: list[AnyEvent] | tuple[AnyEvent, ...]
         try:
             events = reader.poll(max_bytes)

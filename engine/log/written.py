@@ -3,8 +3,8 @@
     <run>/rows/written-RANK.bin    "aprwrote", then for each row a record of RECORD and its tokens (u32 each): those of
                                    the prompt, then those of the text; all little-endian, in the order of the steps
 
-The key of a row is (step, number, row): `number` counts the written forward passes of a step, `row` the rows of such a
-pass over all ranks, both from 0. With the run's seed it gives the numbers that drew the text
+The key of a row is (step, number, row): `number` counts the micro-batches of a step whose rows a model wrote, `row` the
+rows of such a micro-batch over all ranks, both from 0. With the run's seed the key gives the numbers that drew the text
 (`engine.generation.sampling`).
 
 A resume at a step cuts off the records of later steps.
@@ -25,7 +25,7 @@ from engine.log.write import write_fully
 
 MAGIC = b"aprwrote"
 WRITTEN_BY = "written_by"
-"""Key of effective.json for the folder of the run whose written rows a replay takes."""
+"""Key of effective.json for the folder of the run whose written rows a replay (`engine verify`) takes."""
 RECORD = struct.Struct("<QIIIIId")
 """Step, number, row, 1 if the text ends by itself, tokens of the prompt, tokens of the text, log-probability."""
 MOST_TOKENS = 1 << 24

@@ -119,7 +119,7 @@ def distillation_loss(
     beta: float = 0.5,
     kernel: LossKernel = "eager",
     targets: SparseTargets | None = None,
-    undivided: bool = False,
+    backward_from_loss: bool = False,
 ) -> LossTerms:
     """Return the loss of N tokens and, through autograd, its gradients for the student's hidden states
     and head.
@@ -140,7 +140,7 @@ def distillation_loss(
     (`engine.plan.knobs`); it does not support float64. `targets` replace the teacher's hidden
     states and head, for `forward_kl`.
 
-    With `undivided` the caller promises that backward starts at this call's `loss` itself, with a
+    With `backward_from_loss` the caller promises that backward starts at this call's `loss` itself, with a
     gradient of 1: no factor, no other loss added. This saves a pass over the gradient of the head. If the
     promise is broken, the gradients are NaN.
 
@@ -218,7 +218,7 @@ def distillation_loss(
         wants_hidden=wants_gradient and student_hidden_ND.requires_grad,
         wants_head=wants_gradient and student_head_VD is not None and student_head_VD.requires_grad,
         divisor=n,
-        finished=undivided and not isinstance(n, Tensor),
+        finished=backward_from_loss and not isinstance(n, Tensor),
     )
     loss, ce, kd, agreeing, lowest, largest = cast(
         tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None],
@@ -295,7 +295,7 @@ class _ChunkedLoss(torch.autograd.Function):
             factor = upstream / ctx.job.divisor
             return _scaled(dh_MD, factor, hidden_dtype), _scaled(dw_VD, factor, head_dtype), None
         if ctx.gradients is None:
-            raise RuntimeError("undivided loss: expected one backward pass, found a second")
+            raise RuntimeError("backward_from_loss: expected one backward pass, found a second")
         (dh_MD, dw_VD), ctx.gradients = ctx.gradients, None
         # A broken promise must be visible: the gradients of the hidden states, or else of the head, become NaN.
         one_or_nan = torch.where(upstream == 1, upstream, math.nan)

@@ -18,7 +18,7 @@ Two kernels compute this: torch's flash attention, and cuDNN's (`engine.kernels.
 `Packing` has `ragged`.
 
 The host knows the boundaries, because it packed the rows; reading them back from a GPU would
-synchronise. So the code that makes a batch records them with `remember`. Without that they are read
+synchronise. So the code that makes a batch records them with `record_documents`. Without that they are read
 from the GPU, which is slower and gives the same result. The reference is the masked path of
 `engine.models.decoder`.
 
@@ -62,14 +62,14 @@ class Packing(NamedTuple):
 
 
 _PACKINGS: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-"""Boundaries recorded by `remember`, for document tensors that are still alive."""
+"""Boundaries recorded by `record_documents`, for document tensors that are still alive."""
 
 
 _STARTS_ON_HOST: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 """The same boundaries in host memory."""
 
 
-def remember(documents_BT: Tensor, on_host_BT: NDArray[np.int64]) -> None:
+def record_documents(documents_BT: Tensor, on_host_BT: NDArray[np.int64]) -> None:
     """Record the values of `documents_BT`, which may be on a GPU. It must not be written to
     afterwards.
     """
@@ -83,7 +83,7 @@ def remember(documents_BT: Tensor, on_host_BT: NDArray[np.int64]) -> None:
 
 
 def packing_of(documents_BT: Tensor) -> Packing:
-    """Return the packing of a batch on any device. Synchronises with a GPU unless `remember` was
+    """Return the packing of a batch on any device. Synchronises with a GPU unless `record_documents` was
     called.
     """
     if documents_BT in _PACKINGS:
@@ -97,7 +97,7 @@ def packing_of(documents_BT: Tensor) -> Packing:
 
 def starts_on_host(documents_BT: Tensor) -> list[int]:
     """Return the first token of each document in the flattened batch, and the end. Synchronises with a GPU unless
-    `remember` was called.
+    `record_documents` was called.
     """
     if documents_BT in _STARTS_ON_HOST:
         starts_S: NDArray[np.int32] = _STARTS_ON_HOST[documents_BT]

@@ -793,7 +793,7 @@ def _audit_items(plan: MemoryPlan) -> Iterator[BudgetItem]:
             width=model.hidden_size,
             heads=model.num_attention_heads,
             tokens=plan.tokens,
-            row=plan.spec.data.seq_len,
+            row_tokens=plan.spec.data.seq_len,
             backward=model is student,
         )
         for model in models

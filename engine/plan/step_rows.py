@@ -34,7 +34,7 @@ from engine.units import format_count
 
 HASHED_TOKENS = 1 << 20
 """Number of tokens whose rows are hashed at a time."""
-SPLITS = ("training", "held-out")
+TRAINING, HELD_OUT = SPLITS = ("training", "held-out")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,14 +72,14 @@ class StepRow:
 
     @property
     def in_turn(self) -> bool:
-        return self.row == self.turn and self.split == SPLITS[0]
+        return self.row == self.turn and self.split == TRAINING
 
     def __str__(self) -> str:
         if self.in_turn:
             return f"row {self.row:,}, which was due"
         if self.row is None:
             return f"NOT row {self.turn:,}, which was due: no row of the corpus has this content"
-        whose = "held-out row" if self.split == SPLITS[1] else "row"
+        whose = "held-out row" if self.split == HELD_OUT else "row"
         return f"{whose} {self.row:,}, and NOT row {self.turn:,}, which was due"
 
 
@@ -221,10 +221,10 @@ def _find_in_corpus(
     length: int,
 ) -> list[tuple[str, int] | None]:
     """Return the split and number of the corpus row with the content of each trained row; None if there is none."""
-    train = streams[SPLITS[0]]
+    train = streams[TRAINING]
     hashes = hashes_of(gather_rows(train, length, np.maximum(np.array(turns), 0)))
     corpus_rows: list[tuple[str, int] | None] = [
-        (SPLITS[0], turn) if corpus_row.row == row.hash else None
+        (TRAINING, turn) if corpus_row.row == row.hash else None
         for (_, row), turn, corpus_row in zip(trained, turns, hashes, strict=True)
     ]
     if None not in corpus_rows:
@@ -266,7 +266,7 @@ class _RowFormatter:
         corpus = open_corpus_of(
             data, lambda done: progress("reading the names of documents", done, None)
         )
-        self._numbers = {SPLITS[0]: corpus.train.numbers, SPLITS[1]: corpus.heldout.numbers}
+        self._numbers = {TRAINING: corpus.train.numbers, HELD_OUT: corpus.heldout.numbers}
         self._in_split: dict[str, Int64Array] = {}
         """Index in the split of each document of a stream; FILLS for padding."""
         if data.packing == STREAM:
@@ -299,7 +299,7 @@ class _RowFormatter:
         self, trained: tuple[int, TrainedRow], turn: int, found: tuple[str, int] | None
     ) -> StepRow:
         rank, trained_row = trained
-        split, row = found or (SPLITS[0], None)
+        split, row = found or (TRAINING, None)
         result = StepRow(hash=trained_row.hash.hex(), rank=rank, turn=turn, row=row, split=split)
         if row is None:
             return result

@@ -102,6 +102,7 @@ class _Form(msgspec.Struct):
     student_files: dict[str, _File] | None = None
     files: dict[str, _File] | None = None
     whole_sha256: dict[str, str] | None = None
+    """Hashes of those facts that redaction changed, before it."""
     finished_unix_s: float | None = None
     lineage: list[_Link] | None = None
     decisions: list[_Decided] | None = None
@@ -372,8 +373,9 @@ def _tokens_trained(view: RunView) -> int:
 
 def _skipped_steps(view: RunView) -> set[int]:
     """Return the steps whose update was skipped because a number was not finite."""
-    of_weights = ("heldout_loss", "weight_norm")
-    return {event.step for event in view.non_finite if event.id not in of_weights}
+    # These are measured between updates, so they skip none.
+    between_updates = ("heldout_loss", "weight_norm")
+    return {event.step for event in view.non_finite if event.id not in between_updates}
 
 
 # A receipt compared with the files of its run folder
@@ -514,7 +516,7 @@ def _agreement(run: RunFolder, receipt: dict[str, Any], view: RunView) -> dict[s
         logged |= {"packages": versions | {"python": started.python}}
         logged |= {"tool": {"version": started.engine}}
     if "redacted" not in receipt:
-        # In texts secrets are replaced; the hash of the settings is that before redaction.
+        # Redaction may have replaced parts of these. `spec_sha256` was computed before it, so it is always compared.
         logged |= {"settings": effective_of(run).get("spec")}
         logged |= {"folder of the student": None if view.student is None else view.student.path}
     logged = json.loads(json.dumps(logged))

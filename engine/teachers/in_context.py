@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.models.attention import remember, starts_on_host
+from engine.models.attention import record_documents, starts_on_host
 from engine.models.head import Head
 from engine.teachers.context_passes import pass_tokens, passes
 from engine.teachers.protocol import Teacher
@@ -48,7 +48,7 @@ class TeacherInContext:
             pass_tokens(rows, length, len(self.context)),
         ):
             pass_documents_1M = torch.from_numpy(documents_1M).to(device)
-            remember(pass_documents_1M, documents_1M)
+            record_documents(pass_documents_1M, documents_1M)
             source_M = torch.from_numpy(pass_M).to(device)
             hidden_ME = self.inner.hidden(source_N[source_M][None], pass_documents_1M)[0]
             if out_NE is None:

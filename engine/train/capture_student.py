@@ -20,7 +20,7 @@ from torch import Tensor
 from engine.errors import TrainingFailed
 from engine.log.events import Note, Phase
 from engine.models.activation_checkpointing import configure_layers
-from engine.models.attention import remember
+from engine.models.attention import record_documents
 from engine.plan.knobs import give_up_graphs
 from engine.plan.run_plan import Plan
 from engine.runtime.ranks import own_part
@@ -121,7 +121,7 @@ def _outputs(trainer: Trainer) -> _Outputs:
     """Return the hidden states of the next batch, and every gradient under a fixed upstream gradient."""
     batch = trainer.batches.take(trainer.position, trainer.train.rows)
     tokens_BT, documents_BT, _ = batch.to_torch(trainer.device)
-    remember(documents_BT, batch.documents_BT)
+    record_documents(documents_BT, batch.documents_BT)
     weights = _weights_before_head(trainer)
     with torch.enable_grad(), trainer.autocast():
         hidden_BTD = trainer.hidden(tokens_BT, documents_BT)

@@ -1,8 +1,8 @@
 """Compile everything that a run needs before its first step, and log every compilation.
 
 A compilation in the middle of a run costs a step several seconds, or in the worst case much more. So
-every kernel that the models will launch is compiled first (`engine.kernels.prewarm`), and the caches are
-then sealed. A later compilation is logged as late, together with what distinguishes it from the warmed
+every kernel that the models will launch is compiled first (`engine.kernels.prewarm`), and the warm-up
+then ends. A later compilation is logged as late, together with what distinguishes it from the warmed
 ones.
 
 Every method logs what it compiles.
@@ -73,7 +73,7 @@ class Compiles:
             return
         log(Phase(name="compiling kernels", detail=f"{len(variants)} before the first step"))
         warm_up(variants)
-        self.done(log)
+        self.log_new(log)
 
     def warm_up_student(self, decoder: Decoder, dtype: torch.dtype, log: Log) -> None:
         """Compile the kernels that the layers of a student launch for activations in `dtype`."""
@@ -83,7 +83,7 @@ class Compiles:
         # The frozen base of adapters may be in blocks or in fp8.
         base = [*prewarm_variants(types_of(decoder), [dtype]), *fp8.kernels_of(decoder)]
         warm_up([*kernels_of(decoder, dtype, frozen=False), *base])
-        self.done(log)
+        self.log_new(log)
 
     def warm_up_loss(self, plan: Plan, log: Log) -> None:
         """Compile the kernels that the fused loss launches for the student."""
@@ -113,7 +113,7 @@ class Compiles:
         if has_teacher and plan.sparse:
             variants = sparse_loss.variants(dtypes, temperature=temperature)
         warm_up(variants)
-        self.done(log)
+        self.log_new(log)
 
     def warm_up_update(self, log: Log) -> None:
         """Compile the kernels that an update launches."""
@@ -122,15 +122,15 @@ class Compiles:
 
         log(Phase(name="compiling the update", detail="norm, clipping and AdamW"))
         warm_up(VARIANTS)
-        self.done(log)
+        self.log_new(log)
 
-    def seal(self, log: Log) -> None:
+    def end_warm_up(self, log: Log) -> None:
         """End the warm-up: a later compilation is logged as one that delayed a step."""
-        self.done(log)
+        self.log_new(log)
         if (registry := _registry()) is not None:
             registry.seal()
 
-    def done(self, log: Log) -> None:
+    def log_new(self, log: Log) -> None:
         """Log what was compiled since the last call."""
         registry = _registry()
         for record in () if registry is None else registry.drain():

@@ -35,7 +35,7 @@ class Data:
     stream: TokenStream
     heldout_stream: TokenStream
     heldout: list[Batch]
-    again: Mapping[str, str]
+    sampled_documents: Mapping[str, str]
     """Splits of some documents, by name."""
     ready: DataReady
 
@@ -107,6 +107,6 @@ def prepare_data(spec: RunSpec, inputs: Inputs, seen: DataReady | None, log: Log
         stream=train,
         heldout_stream=heldout,
         heldout=list(rows.split(EVAL_ROWS_AT_ONCE)),
-        again=tokens.again,
+        sampled_documents=tokens.sampled_documents,
         ready=ready,
     )

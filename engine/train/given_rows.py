@@ -48,7 +48,7 @@ class GivenRows(Rollout):
         rows = {row.key: row for row in itertools.islice(later, len(keys))}
         if missing := [key for key in keys if key not in rows]:
             raise BadInput(
-                f"written rows: {self.recorded} — expected row {missing[0][2] + 1} of the written pass "
+                f"written rows: {self.recorded} — expected row {missing[0][2] + 1} of the written micro-batch "
                 f"{missing[0][1] + 1} of step {step}, found none"
             )
         return [

@@ -38,7 +38,7 @@ from engine.log.events import (
     StopRequested,
     Wrote,
 )
-from engine.log.held import HeldWriter
+from engine.log.held import MemoryWriter
 from engine.models.decoder import Decoder
 from engine.models.head import Head
 from engine.models.packed import head_of
@@ -104,7 +104,7 @@ class _Session(NamedTuple):
     audit: StepAudit
     rows: TrainedRows
     recorder: Recorder
-    held: HeldWriter
+    memory_writer: MemoryWriter
 
 
 class TrainingLoop:
@@ -282,9 +282,9 @@ class TrainingLoop:
         rows = TrainedRows(folder, trainer, self.spec, audit.prescribed, self.data.heldout)
         self.keeper.sync_rows = rows.sync
         self._act_on(self.checks.before_first_step(), trainer.ranks)
-        held = HeldWriter(folder, partial(to_events.held_by, trainer.device))
+        memory_writer = MemoryWriter(folder, partial(to_events.trainer_memory, trainer.device))
         recorder = Recorder(trainer, self.spec)
-        return _Session(trainer, trainer.step, audit, rows, recorder, held)
+        return _Session(trainer, trainer.step, audit, rows, recorder, memory_writer)
 
     def _follow_up(self, step: int, session: _Session) -> _FollowUp:
         """Return the work that follows `step`."""
@@ -313,8 +313,8 @@ class TrainingLoop:
         for recorded in session.recorder.take(step.step):
             self.log(recorded)
         if session.trainer.ranks.first:
-            session.held.record(step.step)
-        self.compiles.done(self.log)
+            session.memory_writer.record(step.step)
+        self.compiles.log_new(self.log)
 
     def _written_event(self, launched: LaunchedStep, rollout: Rollout | None) -> Wrote | None:
         """Return the event about the rows that a model wrote for a finished step; None where it wrote nothing."""
@@ -338,7 +338,7 @@ class TrainingLoop:
             with trainer.host.measure(EVALUATING):
                 self.after_first_step()
             self.log(Phase(name=TRAINING))
-        self.compiles.seal(self.log)
+        self.compiles.end_warm_up(self.log)
 
     def _context(self, trainer: Trainer) -> Context:
         return context_of(
@@ -350,7 +350,7 @@ class TrainingLoop:
             heldout_stream=self.data.heldout_stream,
             heldout=self.data.heldout,
             tokenizers=self.inputs.tokenizers,
-            sampled_documents=self.data.again,
+            sampled_documents=self.data.sampled_documents,
             read_again=partial(self.inputs.read_again, self.spec.data),
             memory=lambda: self._memory(trainer),
             resumed=self.keeper.resumed,
@@ -363,7 +363,7 @@ class TrainingLoop:
             predicted_bytes=self.budget.total_bytes,
             measured_bytes=measured,
             source=source,
-            is_whole=self.keeper.ranks.first,
+            does_all_work=self.keeper.ranks.first,
         )
 
     def _act_on(self, results: Iterator[Result], ranks: Ranks | None = None) -> None:

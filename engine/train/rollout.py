@@ -2,9 +2,10 @@
 
     corpus row -> prompt -> the model goes on -> a row of prompt and text, with labels on the text alone
 
-A forward pass is read from the corpus or written as a whole; `is_written` spreads the written ones evenly over a
-run. A prompt is the part of a corpus row before a turn of the assistant, or the first tokens of a document. What is
-written is a function of weights, seed, step and row, so a run that resumes writes the same (on a CPU to the bit).
+The rows of a micro-batch are all read from the corpus or all written; `is_written` spreads the written micro-batches
+evenly over a run. A prompt is the part of a corpus row before a turn of the assistant, or the first tokens of a
+document. What is written is a function of weights, seed, step and row, so a run that resumes writes the same (on a CPU
+to the bit).
 """
 
 from __future__ import annotations
@@ -34,11 +35,12 @@ PADDING = 1
 
 
 RowKey = tuple[int, int, int]
-"""Step, number of the written forward pass in the step, and row of such a pass over all ranks, both from 0."""
+"""Step, number of the micro-batch among those of the step that a model wrote, and row of it over all ranks; both from
+0."""
 
 
 class Written(NamedTuple):
-    """The rows that a model wrote for one forward pass."""
+    """The rows of one micro-batch that a model wrote."""
 
     keys: list[RowKey]
     prompts: list[list[int]]
@@ -53,7 +55,7 @@ class Written(NamedTuple):
 
 
 def is_written(share: float, index: int) -> bool:
-    """Return whether forward pass `index` of a run, from 0, is written."""
+    """Return whether a model writes the rows of micro-batch `index` of a run, from 0."""
     return math.floor((index + 1) * share) > math.floor(index * share)
 
 
@@ -137,7 +139,7 @@ class Text:
 
 
 class Rollout:
-    """Writes the rows of a run's written passes."""
+    """Writes the rows of those micro-batches of a run that a model writes."""
 
     def __init__(
         self,

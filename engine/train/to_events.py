@@ -157,7 +157,7 @@ def peak_of(trainer: Trainer) -> tuple[float | None, str]:
     return None, "torch keeps no peak of CPU memory"
 
 
-def held_by(device: torch.device) -> Held:
+def trainer_memory(device: torch.device) -> Held:
     """Return the memory that this process holds now; on a GPU from the allocator's counters, without a sync."""
     if device.type == "cuda":
         counts = torch.cuda.memory_stats_as_nested_dict(device)

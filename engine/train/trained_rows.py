@@ -17,11 +17,11 @@ import msgspec
 import numpy as np
 from torch import Tensor
 
-from engine.catalogue import STAGES, skipped_ids
+from engine.catalogue import BY_ID, skipped_ids
 from engine.checks.result import Result
 from engine.data.batches import Batch, Batches
 from engine.data.row_hashes import RowHash, hashes_of
-from engine.log.events import StepDone
+from engine.log.events import CHECK, StepDone
 from engine.log.folder import RunFolder
 from engine.log.rows import RowsWriter, path_of, read_rows
 from engine.log.written import WrittenRow, WrittenWriter
@@ -108,7 +108,7 @@ class TrainedRows(StepObserver):
             answer = Numbers().failed(wrong)
         if answer.verdict.level is Level.FAIL and not self._skipped:
             yield Result(
-                about=STAGES[0],
+                about=BY_ID[CHECK]["step_rows"],
                 verdict=answer.verdict,
                 numbers=answer.numbers,
                 cost_s=time.perf_counter() - begun_s,

@@ -38,7 +38,7 @@ from torch import Tensor
 from engine.data.batches import Batches
 from engine.log.events import DATA, DEVICE, LAUNCH, OBSERVERS, OUTSIDE, ROLLOUT, StepDone
 from engine.loss.objective import LossTerms, distillation_loss
-from engine.models.attention import remember
+from engine.models.attention import record_documents
 from engine.models.decoder import Decoder
 from engine.runtime.device import torch_dtype
 from engine.runtime.ranks import Ranks, gather_early, is_shared, own_part, sum_gradients
@@ -93,7 +93,7 @@ class Trainer:
         self.parameters = [p for p in student.parameters() if p.requires_grad]
         self._fused = train.update == "fused"
         self._is_replicated = self.ranks.many and not any(map(is_shared, self.parameters))
-        """Whether each rank has all of what is trained: adapters."""
+        """Whether each rank holds every trained parameter, as it does for adapters."""
         self.graphs: Graphs | None = None
         """The CUDA graphs of the student's layers; None when the layers run without."""
         self.step = 0
@@ -300,7 +300,7 @@ class Trainer:
         if ahead is not None and ahead.batch is batch:
             return ahead
         tokens_BT, documents_BT, _ = batch.to_torch(self.device)
-        remember(documents_BT, batch.documents_BT)
+        record_documents(documents_BT, batch.documents_BT)
         if isinstance(self.teacher, KnowsRows):
             self.teacher.note(batch, tokens_BT, documents_BT)
         return MicroBatch(batch, position, tokens_BT, documents_BT, written)
@@ -366,7 +366,7 @@ class Trainer:
             beta=self.loss.beta,
             kernel="fused" if self.loss.kernel == "fused" else "eager",
             targets=teacher.targets,
-            undivided=True,
+            backward_from_loss=True,
         )
         timer.mark("backward")
         torch.autograd.backward(terms.loss)

@@ -12,7 +12,7 @@ pytest.importorskip("triton")
 from engine.kernels.registry import REGISTRY
 from engine.models import fp8
 from engine.models.activation_checkpointing import configure_layers
-from engine.models.attention import remember
+from engine.models.attention import record_documents
 from engine.models.decoder import Decoder
 from engine.models.frozen import freeze
 from engine.models.fused import use_kernels
@@ -48,7 +48,7 @@ def test_on_a_gpu_every_kernel_of_a_teacher_is_warmed_and_rounds_as_its_layers_d
     tokens_BT = random_tokens(8, 128).cuda()
     documents_BT = torch.zeros_like(tokens_BT)
     documents_BT[:, 40:] = 1
-    remember(documents_BT, documents_BT.cpu().numpy())
+    record_documents(documents_BT, documents_BT.cpu().numpy())
     with torch.inference_mode():
         wanted_BTD = decoder.hidden(tokens_BT, documents_BT).float()
     teacher = FrozenDecoder(decoder, "fp8" if kind == "fp8" else "bf16")
@@ -89,7 +89,7 @@ def test_gradients_of_a_student_are_no_farther_from_fp32_than_those_of_its_layer
     tokens_BT = random_tokens(8, 128).cuda()
     documents_BT = torch.zeros_like(tokens_BT)
     documents_BT[:, 40:] = 1
-    remember(documents_BT, documents_BT.cpu().numpy())
+    record_documents(documents_BT, documents_BT.cpu().numpy())
     upstream_BTD = torch.randn(8, 128, config.hidden_size, device="cuda")
     found: list[list[torch.Tensor]] = []
     for arm in ("fp32", "torch", "kernels"):

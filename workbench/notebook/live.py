@@ -162,7 +162,7 @@ class Live(Panel):
         return f"resumed {self._feed.run.path}"
 
     def _attach(self, run: RunFolder) -> None:
-        self._feed = RunFeed(run, keep=True)
+        self._feed = RunFeed(run, save_columns=True)
 
     # The polling thread.
 

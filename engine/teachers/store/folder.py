@@ -3,7 +3,7 @@ completely or not at all.
 
     STORE/
       manifest.json               what the rows are and which teacher made them (`manifest.py`)
-      shard-000000.safetensors    some rows: one tensor (rows, T, ...) for each field of the form
+      shard-000000.safetensors    some rows: one tensor (rows, T, ...) for each field (`keys.py`)
       shard-000000.json           {"version": 1, "bytes": N, "rows": [[key, digest], ...]}
       lock, prepare.jsonl         of the process that writes
 
@@ -14,11 +14,12 @@ used from:
 
     digest = SHA-256( key | the row's bytes in each field )
 
-Verifying a digest over a whole shard would need a cache of size, time and inode to be affordable (a
-quarter of a gigabyte at the first access, in random order for all shards at once), and would trust
-that cache from then on. A digest per row costs the same hashing, spread evenly, and is verified at
-every read of every epoch. Hashing runs in the reader's threads, without the interpreter's lock, at
-one to two gigabytes per second each. The digest covers the key, so that swapped rows are found too.
+A digest of a whole shard could only be verified by reading all of it, a quarter of a gigabyte, at
+the first access to any of its rows; in random order that is all shards at once. To do this only
+once, its result would be kept with the file's size, time and inode, and trusted from then on. A
+digest per row costs the same hashing, spread evenly, and is verified at every read of every epoch.
+Hashing runs in the reader's threads, without the interpreter's lock, at one to two gigabytes per
+second each. The digest covers the key, so that swapped rows are found too.
 
 Rows are read with `pread`, not mapped: if a mapped file is truncated, the process dies with SIGBUS,
 whereas a short read is an error that can be reported.
@@ -28,9 +29,9 @@ and the reason names it: its rows are misses from then on.
 
 Rows are collected in memory until a shard is full. Then, in this order: the shard is written and
 fsynced under a partial name and renamed; its .json the same way; the folder is fsynced. The .json
-comes last and completes the shard: a process that is killed anywhere before it leaves a file that
-is never read and that the next writer replaces. So at most one shard of rows is lost, and every
-shard that is found is complete.
+comes last and completes the shard: a process that is killed earlier leaves a file that is never
+read and that the next writer replaces. So at most one shard of rows is lost, and every shard that
+is found is complete.
 
 The same rows in the same order give the same bytes, headers included, and a gap in the shard
 numbers is filled first: a store that was interrupted and continued equals, file by file, one that

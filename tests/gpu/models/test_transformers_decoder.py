@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.models.attention import remember
+from engine.models.attention import record_documents
 from engine.models.load import load_decoder
 from engine.models.transformers_decoder import TransformersDecoder
 from tests.support.other_models import ALONE, OTHERS, OWN_LOGITS, save_other
@@ -58,7 +58,7 @@ def test_rows_that_the_host_knows_are_run_without_waiting_for_the_gpu(tmp_path: 
     decoder = opened(tmp_path / "model", torch.bfloat16)
     decoder.probe("student", LENGTH)
     tokens_BT, documents_BT = rows()
-    remember(documents_BT, documents_BT.cpu().numpy())
+    record_documents(documents_BT, documents_BT.cpu().numpy())
     decoder.hidden(tokens_BT, documents_BT)
     torch.cuda.set_sync_debug_mode("error")
     try:

@@ -12,7 +12,7 @@ import torch
 from engine.checks.weights import shape_of, weights_of
 from engine.errors import WeightsError
 from engine.export.convert import convert
-from engine.export.metadata import difference, said, said_in_apr
+from engine.export.metadata import difference, read_apr_metadata, read_metadata
 from engine.formats.open import open_weights
 from engine.models.config import ModelConfig
 from engine.models.load import load_decoder, new_decoder, save_decoder
@@ -111,13 +111,13 @@ def test_converted_files_say_what_the_folder_says(
         # Formats that do not have it.
         assert "longrope" in error.message or "family" in error.message
         return
-    wanted = said(model)
+    wanted = read_metadata(model)
     assert wanted is not None
     if name == "model.gguf":
-        files = [("", said(path))]
+        files = [("", read_metadata(path))]
     else:
         with open_weights(path) as apr:
-            files = list(said_in_apr(apr.metadata, path))
+            files = list(read_apr_metadata(apr.metadata, path))
     for _, found in files:
         assert found is not None and difference(wanted, found) == ""
         assert {"layers", "theta", "positions", "tokens", "kinds", "merges"} <= found.keys()

@@ -26,7 +26,7 @@ from engine.data.batches import heldout_rows
 from engine.drills.planting import replaced
 from engine.errors import BadInput
 from engine.evaluate.model import open_model
-from engine.export.metadata import difference, said
+from engine.export.metadata import difference, read_metadata
 from engine.export.publish import Wanted, publish
 from engine.export.required_evidence import examine
 from engine.formats.safetensors import tensors_sha256
@@ -79,7 +79,7 @@ def test_files_beside_the_tensors_are_those_that_were_trained_with(whole: Path) 
     """Read by code that shares nothing with their writer."""
     spec = spec_from_dict(RunFolder(whole).read_effective()["spec"])
     source = spec.student.path or spec.student.config
-    saved, asked = said(whole / "student" / "config.json"), said(source)
+    saved, asked = read_metadata(whole / "student" / "config.json"), read_metadata(source)
     assert saved is not None and asked is not None and difference(asked, saved) == ""
     config = json.loads((whole / "student" / "config.json").read_text())
     family = FAMILIES[config["model_type"]]

@@ -49,7 +49,7 @@ def with_rows(world: World, source: Path, root: Path, **other: Any) -> Context:
         spec=dataclasses.replace(context.spec, data=data),
         train_stream=tokens.train,
         heldout_stream=tokens.heldout,
-        sampled_documents=tokens.again,
+        sampled_documents=tokens.sampled_documents,
         read_again=lambda names: read_again(
             names, encoder, str(source), include_tests=False, columns=()
         ),

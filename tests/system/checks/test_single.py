@@ -408,7 +408,7 @@ def test_a_rate_below_the_last_bit_is_unknown_and_not_frozen(world: World) -> No
 def test_memory_and_compiles_are_held_against_their_plans(world: World) -> None:
     late: list[str] = []
     gib = float(1 << 30)
-    for measured, is_whole, expected in (
+    for measured, does_all_work, expected in (
         (10.5, True, Level.PASS),
         (12.0, False, Level.FAIL),
         (4.0, True, Level.FAIL),
@@ -420,7 +420,7 @@ def test_memory_and_compiles_are_held_against_their_plans(world: World) -> None:
             predicted_bytes=10 * gib,
             measured_bytes=measured * gib,
             source="test",
-            is_whole=is_whole,
+            does_all_work=does_all_work,
         )
         run.context = dataclasses.replace(
             run.context, memory=lambda peak=peak: peak, late_compiles=lambda: late

@@ -369,7 +369,10 @@ def test_the_card_says_whether_the_run_was_verified(run: RunFolder, tmp_path: Pa
     day = keep(run, Verdict(Level.PASS, "why"), 6)
     said.clear()
     publish(run, wanted, said.append)  # as it was published before
-    assert "its card has another result of the replay; remove the folder to publish again" in said
+    assert (
+        "its card states another outcome of `engine verify`; remove the folder to publish again"
+        in said
+    )
     publish(run, replace(wanted, folder=tmp_path / "b"), said.append)
     assert replay_in(tmp_path / "b") == [f"pass, 6 steps to the bit, {day}"]
     assert (tmp_path / "b" / OUTCOME).read_bytes() == (run.path / OUTCOME).read_bytes()

@@ -336,7 +336,7 @@ TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
         ("tokenizer.json", "special", "kinds of id 0: 'special', expected 'added, not special'"),
         ("tokenizer.json", "token", "tokens of id 200: "),
         ("tokenizer.json", "merge", "merges"),
-        ("tokenizer.json", "first", "around: "),
+        ("tokenizer.json", "first", "added ids: "),
         ("chat_template.jinja", None, "template: "),
         ("chat_template.jinja", TEMPLATE + " ", "template: "),
     ],

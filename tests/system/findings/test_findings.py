@@ -411,7 +411,7 @@ NONSENSE: dict[str, Callable[[World], object]] = {
     "who looks: how often": suspecting("watch.sample_seconds=3600"),
     "who looks: the checks": suspecting("checks.on_fail=report"),
     "who looks: the evaluation": suspecting("eval.every=0"),
-    "where it is kept": suspecting("run.name=other"),
+    "where the run is stored": suspecting("run.name=other"),
     # Observations that are none.
     "an alert that was not raised": seeing("alert data_wait"),
     "a check that did not fail": seeing("check step_rows"),

@@ -179,7 +179,7 @@ def test_the_notebook_has_all_of_it_within_seconds(
     for _ in range(TRIES):
         forget(folder, which)
         begin_s, begin = time.monotonic(), time.process_time()
-        snapshot = RunFeed(RunFolder(folder), keep=True).read_all()
+        snapshot = RunFeed(RunFolder(folder), save_columns=True).read_all()
         messages = list(Stream().messages(snapshot))
         taken.append(time.monotonic() - begin_s)
         used.append(time.process_time() - begin)

@@ -115,7 +115,7 @@ LONG = LongRope(
 def test_hidden_states_and_gradients_are_those_of_the_engines_decoder(
     family: str, more: dict[str, object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reference, "PAIRS", 16 * 2 * 37)
+    monkeypatch.setattr(reference, "ATTENTION_WEIGHTS", 16 * 2 * 37)
     decoder = lively(make_config(family, **{**CHANGES[family], **more}))
     tokens_BT = random_tokens(2, 37)
     documents_BT = torch.tensor([[0] * 5 + [1] * 32, [2] * 37])
@@ -136,7 +136,7 @@ def test_hidden_states_and_gradients_are_those_of_the_engines_decoder(
 
 
 def test_the_memory_plan_counts_the_attention_weights_that_the_reference_takes() -> None:
-    assert bounds.PAIRS == reference.PAIRS
+    assert bounds.ATTENTION_WEIGHTS == reference.ATTENTION_WEIGHTS
 
 
 def test_a_long_document_has_the_gradients_of_attention_at_once(
@@ -180,7 +180,7 @@ def test_a_long_document_has_the_gradients_of_attention_at_once(
         return dict(plain.backward([one], [upstream]))
 
     at_once = gradients()
-    monkeypatch.setattr(reference, "PAIRS", 4 * 2 * 11)
+    monkeypatch.setattr(reference, "ATTENTION_WEIGHTS", 4 * 2 * 11)
     in_parts = gradients()
     assert set(at_once) == set(weights)
     for name, gradient in at_once.items():

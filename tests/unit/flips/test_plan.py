@@ -110,7 +110,7 @@ def test_a_loss_is_compared_over_seeds_and_a_time_over_runs_of_one_seed(spec: Pa
         (["compute.thread=2"], "did you mean compute.threads?"),
         (["compute.threads=1"], "another value than arm A's, found 1 in both"),
         (["compute.threads=many"], "expected a number"),
-        (["run.name=x"], "where it is kept"),
+        (["run.name=x"], "where the run is stored"),
         (["teacher.path=nowhere"], "found nothing there"),
         (["compute.threads"], "expected key=value"),
     ],

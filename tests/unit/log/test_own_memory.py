@@ -16,7 +16,7 @@ from engine.log.held import (
     PROCESS,
     SPACING_S,
     Held,
-    HeldWriter,
+    MemoryWriter,
     forget_held,
     held_readings,
     read_held,
@@ -25,7 +25,7 @@ from engine.log.text import device_lines
 from engine.log.view import RunView
 from engine.machine.reading import absent
 from engine.machine.sampler import Sampler
-from engine.train.to_events import held_by
+from engine.train.to_events import trainer_memory
 from tests.support.diagnosing import GIB, Log, at, quiet, raised
 from tests.support.judged import numbers_of
 from tests.support.run_events import example_of, fold_events, numbered, opened
@@ -44,7 +44,7 @@ class Clock:
 def test_what_is_said_is_what_is_read(tmp_path: Path) -> None:
     run = RunFolder(tmp_path)
     assert read_held(run) is None
-    HeldWriter(run, lambda: ON_GPU).record(7)
+    MemoryWriter(run, lambda: ON_GPU).record(7)
     found = read_held(run)
     assert found is not None and found.step == 7
     assert (found.held_bytes, found.reserved_bytes, found.peak_bytes) == (3 * GIB, 5 * GIB, 4 * GIB)
@@ -60,7 +60,7 @@ def test_it_is_said_once_a_second_and_asked_no_more_often(tmp_path: Path) -> Non
         asked.append(1)
         return ON_GPU
 
-    writer = HeldWriter(RunFolder(tmp_path), measure, clock=clock)
+    writer = MemoryWriter(RunFolder(tmp_path), measure, clock=clock)
     for step in range(1, 101):
         writer.record(step)
         clock.now_s += SPACING_S / 10
@@ -71,7 +71,7 @@ def test_it_is_said_once_a_second_and_asked_no_more_often(tmp_path: Path) -> Non
 
 def test_a_file_that_is_torn_or_of_another_version_is_not_known(tmp_path: Path) -> None:
     run = RunFolder(tmp_path)
-    HeldWriter(run, lambda: ON_GPU).record(1)
+    MemoryWriter(run, lambda: ON_GPU).record(1)
     data = (tmp_path / "memory.held").read_bytes()
     for spoilt in (data[:-1], b"", data[:8] + b"\x09" + data[9:]):
         (tmp_path / "memory.held").write_bytes(spoilt)
@@ -81,15 +81,15 @@ def test_a_file_that_is_torn_or_of_another_version_is_not_known(tmp_path: Path) 
 
 
 def test_a_folder_that_cannot_be_written_does_not_end_the_run(tmp_path: Path) -> None:
-    HeldWriter(RunFolder(tmp_path / "gone"), lambda: ON_GPU).record(1)
+    MemoryWriter(RunFolder(tmp_path / "gone"), lambda: ON_GPU).record(1)
     assert read_held(RunFolder(tmp_path / "gone")) is None
 
 
 def test_on_a_cpu_it_is_the_resident_set_of_the_process() -> None:
-    before = held_by(torch.device("cpu"))
+    before = trainer_memory(torch.device("cpu"))
     assert before.source == PROCESS and before.reserved_bytes is None
     kept = torch.ones(16 << 20)
-    after = held_by(torch.device("cpu"))
+    after = trainer_memory(torch.device("cpu"))
     assert after.held_bytes - before.held_bytes > 0.9 * kept.nbytes
     assert after.peak_bytes >= after.held_bytes
 
@@ -100,7 +100,7 @@ def test_on_a_gpu_it_is_what_the_allocator_counts(monkeypatch: pytest.MonkeyPatc
         "reserved_bytes": {"all": {"current": 5, "peak": 9}},
     }
     monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", lambda device: counts)
-    found = held_by(torch.device("cuda"))
+    found = trainer_memory(torch.device("cuda"))
     assert (found.held_bytes, found.reserved_bytes, found.peak_bytes) == (3.0, 5.0, 8.0)
     assert found.source == ALLOCATOR
 
@@ -110,7 +110,7 @@ def test_a_sample_has_it_beside_the_readings_of_others(tmp_path: Path) -> None:
     sampler = Sampler(lambda: None, NO_NVML, own_memory=lambda: held_readings(run))
     first = sampler.sample()[0]
     assert first.fields["memory_held_bytes"] is None and "no step" in first.absent["memory_source"]
-    HeldWriter(run, lambda: held_by(torch.device("cpu"))).record(3)
+    MemoryWriter(run, lambda: trainer_memory(torch.device("cpu"))).record(3)
     second = sampler.sample()[0]
     event = HostSample(**second.fields, absent=second.absent)  # type: ignore[arg-type]
     assert event.memory_source == PROCESS and (event.memory_held_bytes or 0) > 1 << 20

@@ -37,13 +37,13 @@ def answer(factor: float = 1.0, **changes: Any) -> tuple[Tensor, Tensor, Tensor]
 @pytest.mark.parametrize("denominator", [30.0, torch.tensor(30.0)])
 def test_a_loss_that_nothing_multiplies_has_the_same_gradients(denominator: float | Tensor) -> None:
     wanted = answer(denominator=30.0)
-    found = answer(denominator=denominator, undivided=True)
+    found = answer(denominator=denominator, backward_from_loss=True)
     for mine, theirs in zip(found, wanted, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-7)
 
 
 def test_a_promise_that_is_broken_makes_gradients_nan() -> None:
-    _, dh_ND, _ = answer(factor=2.0, undivided=True)
+    _, dh_ND, _ = answer(factor=2.0, backward_from_loss=True)
     assert bool(dh_ND[1].isnan().all()), "of a row with a label"
     torch.testing.assert_close(answer(factor=2.0)[1], 2 * answer()[1])
 
@@ -59,7 +59,7 @@ def test_a_broken_promise_is_seen_where_the_head_alone_learns() -> None:
         alpha=1.0,
         temperature=1.0,
         denominator=3.0,
-        undivided=True,
+        backward_from_loss=True,
     )
     (dw_VD,) = torch.autograd.grad(2 * terms.loss, head_VD)
     assert bool(dw_VD.isnan().all())
@@ -76,7 +76,7 @@ def test_finished_gradients_are_given_once() -> None:
         alpha=1.0,
         temperature=1.0,
         denominator=2.0,
-        undivided=True,
+        backward_from_loss=True,
     )
     terms.loss.backward(retain_graph=True)  # type: ignore[no-untyped-call]
     assert head_VD.grad is not None
@@ -106,9 +106,9 @@ class HoldsThree:
         return self._inner.totals()
 
 
-@pytest.mark.parametrize("undivided", [False, True])
+@pytest.mark.parametrize("backward_from_loss", [False, True])
 def test_products_of_several_chunks_at_once_give_the_same_gradients(
-    monkeypatch: pytest.MonkeyPatch, undivided: bool
+    monkeypatch: pytest.MonkeyPatch, backward_from_loss: bool
 ) -> None:
     wanted = answer()
     made: list[HoldsThree] = []
@@ -118,7 +118,7 @@ def test_products_of_several_chunks_at_once_give_the_same_gradients(
         return made[-1]
 
     monkeypatch.setattr(objective, "_form", form)
-    for mine, theirs in zip(answer(undivided=undivided), wanted, strict=True):
+    for mine, theirs in zip(answer(backward_from_loss=backward_from_loss), wanted, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-7)
     # 30 labelled rows in chunks of 5: two groups.
     assert made[0].groups == [slice(0, 15), slice(15, 30)]

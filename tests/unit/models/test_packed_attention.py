@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from engine.models import attention
-from engine.models.attention import packing_of, positions, remember, starts_of
+from engine.models.attention import packing_of, positions, record_documents, starts_of
 from engine.models.config import ModelConfig
 from engine.models.decoder import Decoder, masked_attention_inputs, packed_attention_inputs
 from engine.models.load import new_decoder
@@ -53,7 +53,7 @@ def test_starts_and_positions_are_those_counted_by_hand(ids_BT: NDArray[np.int64
 def test_asking_the_device_gives_what_the_host_says(ids_BT: NDArray[np.int64]) -> None:
     asked = torch.from_numpy(ids_BT.copy())
     remembered = torch.from_numpy(ids_BT.copy())
-    remember(remembered, ids_BT)
+    record_documents(remembered, ids_BT)
     assert packing_of(asked).starts_S.tolist() == packing_of(remembered).starts_S.tolist()
     assert packing_of(remembered).starts_S.dtype == packing_of(asked).starts_S.dtype == torch.int32
     longest = int(np.diff(starts_of(ids_BT)).max())
@@ -63,7 +63,7 @@ def test_asking_the_device_gives_what_the_host_says(ids_BT: NDArray[np.int64]) -
 
 def test_what_is_remembered_ends_with_the_tensor() -> None:
     tensor = torch.zeros(2, 8, dtype=torch.int64)
-    remember(tensor, np.zeros((2, 8), np.int64))
+    record_documents(tensor, np.zeros((2, 8), np.int64))
     assert tensor in attention._PACKINGS
     before = len(attention._PACKINGS)
     del tensor
@@ -126,7 +126,7 @@ def answers(
     rng = torch.Generator("cuda").manual_seed(0)
     tokens_BT = torch.randint(0, 64, documents_BT.shape, device="cuda", generator=rng)
     ids_BT = torch.from_numpy(documents_BT).cuda()
-    remember(ids_BT, documents_BT)
+    record_documents(ids_BT, documents_BT)
     decoder.packed = packed
     decoder.zero_grad()
     with torch.autocast("cuda", dtype=torch.bfloat16, enabled=amp):

@@ -98,4 +98,4 @@ def test_the_peak_of_host_memory_is_the_peak(monkeypatch: pytest.MonkeyPatch) ->
     trainer = cast(Trainer, SimpleNamespace(device=torch.device("cpu")))
     found = to_events.memory_peak(7, budget, trainer)
     assert (found.step, found.host_peak_bytes, found.predicted_bytes) == (7, 2.0, 3.0)
-    assert to_events.held_by(torch.device("cpu")).held_bytes == 1.0
+    assert to_events.trainer_memory(torch.device("cpu")).held_bytes == 1.0

@@ -69,7 +69,7 @@ class FlipScreen(PollingScreen):
     )
 
     AUTO_FOCUS = ""
-    POLLS_BEHIND = True
+    POLLS_WHILE_COVERED = True
     ACTING = frozenset({"start", "stop", "keep"})
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("enter", "start", "start", tooltip="register the plan and run it"),

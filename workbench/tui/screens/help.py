@@ -76,7 +76,7 @@ class HelpScreen(ModalScreen[None]):
     def refresh(
         self, *regions: Region, repaint: bool = True, layout: bool = False, recompose: bool = False
     ) -> Self:
-        """Draw the ground again, but not where the screen below has been drawn, which is hidden."""
+        """Redraw the whole screen, but no regions: those were drawn on the screen below, which this one hides."""
         if not regions:
             super().refresh(repaint=repaint, layout=layout, recompose=recompose)
         return self
@@ -100,7 +100,7 @@ class HelpScreen(ModalScreen[None]):
         """Yield heading and lines of each part, from the focused widget outwards."""
         active = {keys.node: keys.bindings for keys in active_keys(below)}
         inner: list[DOMNode] = [node for node in active if node not in (below, self.app)]
-        own = _scrolling([binding for node in inner for binding in active[node]])
+        own = _join_scrolling([binding for node in inner for binding in active[node]])
         name, words = help_of(below.focused) or ("The chosen pane", [])
         if words or own:
             yield (
@@ -126,8 +126,8 @@ SCROLLING = ("scroll_", "page_")
 """Prefixes of the actions that scroll a widget."""
 
 
-def _scrolling(bindings: Sequence[Binding]) -> list[Binding]:
-    """Return keys, those that scroll as one."""
+def _join_scrolling(bindings: Sequence[Binding]) -> list[Binding]:
+    """Return the bindings, with all that scroll joined into one."""
     others = [b for b in bindings if not b.action.startswith(SCROLLING)]
     if len(others) == len(bindings):
         return others

@@ -83,7 +83,7 @@ class PollingScreen(Screen[None]):
     does nothing.
     """
 
-    POLLS_BEHIND: ClassVar[bool] = False
+    POLLS_WHILE_COVERED: ClassVar[bool] = False
     """Whether it keeps polling while another screen covers it."""
     focused = reactive[Widget | None](None, repaint=False)
     """The widget with the focus. Textual would draw the whole screen again, where the two widgets that it concerns
@@ -127,14 +127,14 @@ class PollingScreen(Screen[None]):
 
     @on(ScreenResume)
     def poll_on_return(self) -> None:
-        if not self.POLLS_BEHIND:
+        if not self.POLLS_WHILE_COVERED:
             self.tick()
 
     def tick(self) -> None:
         """Poll, unless a poll is running or the screen is not visible."""
         if not self.own_widgets:
             return
-        if not (self.is_current or self.POLLS_BEHIND):
+        if not (self.is_current or self.POLLS_WHILE_COVERED):
             return
         # Even if an event was lost, the screen on top is laid out for the size of its terminal.
         shown = self.app.screen

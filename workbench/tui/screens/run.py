@@ -49,7 +49,8 @@ VERIFYING = "verifying: "
 
 
 class _Row(Horizontal):
-    """The columns of panes. It never scrolls, so that another size needs no second layout."""
+    """The columns of panes. It never scrolls: a scrolling container is laid out twice when the
+    size of its content changes."""
 
     virtual_size = reactive(Size(0, 0), repaint=False)
 
@@ -71,9 +72,10 @@ class RunScreen(PollingScreen):
         "  L, C, K                training loss, its cross entropy, its divergence (c chooses them)",
         "  × (X in ASCII)         NaN or infinite: the line breaks there",
         "  ▾ ▴ (v ^ in ASCII)     off the axis",
-        "  dashed level           the teacher's loss and the student's at the start, on the same held-out text;",
-        "                         under the training loss ln V, that of a uniform guess, and CE's share of it",
-        "  SM, GPU, mem, W, TC    busy SMs, any kernel, memory, power of the limit, tensor cores, as shares",
+        "  dashed level           on held-out text: the loss of the teacher, and of the student at the start;",
+        "                         on training text: ln V, the loss of a uniform guess, and alpha ln V, the part",
+        "                         of the objective that its cross entropy is",
+        "  SM, GPU, mem, W, TC    shares: busy SMs, time with a kernel, memory, power limit, busy tensor cores",
         "Signs on the row of marks",
         "  × ! R F C s c          not finite, alert, resumed, flip, late compile, saved, compile",
         "",
@@ -82,7 +84,7 @@ class RunScreen(PollingScreen):
     )
 
     AUTO_FOCUS = "#loss"
-    POLLS_BEHIND = True
+    POLLS_WHILE_COVERED = True
     ACTING = frozenset({"stop", "resume", "flip", "why", "verify"})
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("question_mark", "app.help", "help", tooltip="this help"),
@@ -174,7 +176,7 @@ class RunScreen(PollingScreen):
         super().__init__(context)
         self.run = run
         self.title = f"run {run.name}"
-        self._feed = RunFeed(run, keep=not context.read_only)
+        self._feed = RunFeed(run, save_columns=not context.read_only)
         self._snapshot: Snapshot | None = None
         self._chosen, self._zoomed, self._paused = PANES[0].id, False, False
         self._flip_finder = FlipFinder(run)
@@ -224,7 +226,7 @@ class RunScreen(PollingScreen):
 
     def poll(self) -> Polled:
         snapshot = self._with_progress(self._feed.poll())
-        # Marks are made here, not in the drawing thread: that walks long lists and reads other folders.
+        # Marks are made here, not in the drawing thread: making them walks long lists and reads other folders.
         view, flips = snapshot.view, self._flip_finder.look()
         # A poll that found nothing new must not make them again: quitting waits for the poll.
         if self._marked is None or view is not self._marked[0] or flips is not self._marked[1]:
@@ -237,8 +239,8 @@ class RunScreen(PollingScreen):
         before, self._snapshot = self._snapshot, message.snapshot
         if not self.own_widgets:
             return  # the last poll of a screen that is taken down
-        if before is not None and before.verified.startswith(VERIFYING):
-            now = message.snapshot.verified
+        if before is not None and before.verification.startswith(VERIFYING):
+            now = message.snapshot.verification
             if not now.startswith(VERIFYING):
                 self.notify(now, markup=False)
         if not self._paused:
@@ -378,7 +380,9 @@ class RunScreen(PollingScreen):
             live = self._snapshot
             return live is not None and live.view.first_unix_s is not None
         if action == "verify":
-            return not self.context.read_only and bool(self._snapshot and self._snapshot.verified)
+            return not self.context.read_only and bool(
+                self._snapshot and self._snapshot.verification
+            )
         if action in ("stop", "resume"):
             return (target := self.target()) is not None and target.can(action)
         return True
@@ -459,7 +463,7 @@ class RunScreen(PollingScreen):
         replay, live = self._replay, self._snapshot
         if replay is not None and live is not None:
             last = live.view.steps.last("clock_s")
-            # After the last step the end of the run can still be shown.
+            # At the last step the cursor also shows what was logged after that step.
             is_end = last is not None and message.unix_s >= last
             replay.seek(live.view.last_unix_s or 0.0 if is_end else message.unix_s)
             self._show_replay_position()
@@ -492,14 +496,14 @@ class RunScreen(PollingScreen):
         return f"verify {self.run.path}"
 
     def _with_progress(self, snapshot: Snapshot) -> Snapshot:
-        """Return the snapshot with what a verification that was started here says, until its outcome is kept."""
+        """Return the snapshot with the newest line of a verification started here, until its outcome is stored."""
         job = self.context.jobs.of(self.job_name)
-        if job is None or not snapshot.verified:
+        if job is None or not snapshot.verification:
             return snapshot
         if job.is_alive:
-            return replace(snapshot, verified=f"{VERIFYING}{job.newest_line or 'starting'}")
-        if snapshot.verified.startswith("not verified"):
-            return replace(snapshot, verified=f"not verified: {job.newest_line}")
+            return replace(snapshot, verification=f"{VERIFYING}{job.newest_line or 'starting'}")
+        if snapshot.verification.startswith("not verified"):
+            return replace(snapshot, verification=f"not verified: {job.newest_line}")
         return snapshot
 
     def action_verify(self) -> None:

@@ -21,7 +21,8 @@ implementations (loop, foreach, fused) round at different points."""
 _IN_FLOAT = 1e-3
 """Relative error of the step where a GPU computes `1 - beta^t` in fp32: 1 - 0.999 has four digits left."""
 _FP16_ROOT = 1e-3
-"""Root of the second moment below which fp16 cannot represent Adam's eps of 1e-8."""
+"""Root of the second moment below which an fp16 update is not compared: Adam's eps of 1e-8 matters there, and is 0 in
+fp16."""
 
 
 def load_reference() -> Any:
