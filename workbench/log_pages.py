@@ -9,21 +9,19 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_left, bisect_right
-from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
-from threading import Lock
 
 from engine.errors import RunLogError
 from engine.files import open_plain
-from engine.log.events import AnyEvent, LogOpened, Unrecognised
+from engine.log.events import AnyEvent, LogOpened, StepDone, Unrecognised
 from engine.log.read import LogReader, Point, decode_line
 from engine.log.text import line_text
 from engine.log.view import LogLine
 
 PARTS_KEPT = 32
-_STEP = b'"kind":"step"'
 STEP_WORDS = (
     "step loss ce kd agree lr g time not measured nan inf µs ms s m h d e".casefold().split()
 )
@@ -35,28 +33,17 @@ class Parts:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._kept: OrderedDict[tuple[int, int], tuple[LogLine, ...]] = OrderedDict()
-        self._lock = Lock()
+        self.lines = lru_cache(PARTS_KEPT)(self._lines)
 
-    def raw(self, begin: Point, end: Point) -> list[bytes]:
-        """Return the lines as bytes; fewer when the file was truncated meanwhile."""
+    def _lines(self, begin: Point, end: Point) -> tuple[LogLine, ...]:
+        """Return the decoded lines; a line that can no longer be read is replaced by a message."""
         try:
             with open_plain(self._path) as file:
                 file.seek(begin.offset)
-                block = file.read(end.offset - begin.offset)
+                raw = file.read(end.offset - begin.offset).split(b"\n")
         except OSError:
-            return []
-        return block.split(b"\n")[: end.number - begin.number]
-
-    def lines(self, begin: Point, end: Point) -> tuple[LogLine, ...]:
-        """Return the decoded lines; a line that can no longer be read is replaced by a message."""
-        key = begin.offset, end.offset
-        with self._lock:
-            if key in self._kept:
-                self._kept.move_to_end(key)
-                return self._kept[key]
-        lines = []
-        raw, opened_s = self.raw(begin, end), begin.opened_unix_s
+            raw = []
+        lines, opened_s = [], begin.opened_unix_s
         for number in range(begin.number, end.number):
             event: AnyEvent
             try:
@@ -66,28 +53,7 @@ class Parts:
             if isinstance(event, LogOpened):
                 opened_s = event.unix_s
             lines.append(LogLine(unix_s=opened_s + event.t_s, source="events", event=event))
-        with self._lock:
-            self._kept[key] = tuple(lines)
-            if len(self._kept) > PARTS_KEPT:
-                self._kept.popitem(last=False)
         return tuple(lines)
-
-
-@dataclass(frozen=True, slots=True)
-class _Aside:
-    row: int
-    line: LogLine
-
-
-@dataclass(frozen=True, slots=True)
-class _Stretch:
-    """Lines [number, last) of the trainer's log, from `row` on, between two points of it."""
-
-    row: int
-    begin: Point
-    end: Point
-    number: int
-    last: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -108,44 +74,23 @@ class Log:
     def lines(self, start: int, stop: int) -> list[LogLine]:
         """Return rows [start, stop)."""
         lines: list[LogLine] = []
-        for stretch in self._stretches(start, stop):
-            if isinstance(stretch, _Aside):
-                lines.append(stretch.line)
-            else:
-                first = stretch.begin.number
-                part = self.parts.lines(stretch.begin, stretch.end)
-                lines += part[stretch.number - first : stretch.last - first]
-        return lines
-
-    def _stretches(self, start: int, stop: int) -> Iterator[_Aside | _Stretch]:
-        """Yield rows [start, stop) as asides, and as stretches of the trainer's lines that are read together."""
         row, stop = max(0, start), min(stop, len(self))
         while row < stop:
-            aside, number = self._at(row)
-            if aside is not None:
-                yield _Aside(row, self.asides[aside])
+            # The first aside at this row or after it; each of those before it takes a row.
+            asides = range(len(self.places))
+            aside = bisect_left(asides, row, key=lambda index: self.places[index] + index)
+            until = self.places[aside] if aside < len(self.places) else self.count
+            number = row - aside
+            if number == until:
+                lines.append(self.asides[aside])
                 row += 1
                 continue
             index = bisect_right(self.points, number, key=_number) - 1
             begin, end = self.points[index], self.points[index + 1]
-            next_aside = bisect_right(self.places, number)
-            until = self.places[next_aside] if next_aside < len(self.places) else self.count
             last = min(end.number, until, number + stop - row)
-            yield _Stretch(row, begin, end, number, last)
+            lines += self.parts.lines(begin, end)[number - begin.number : last - begin.number]
             row += last - number
-
-    def _at(self, row: int) -> tuple[int | None, int]:
-        """Return the aside at a row, or None, and the trainer's line there or next after it."""
-        low, high = 0, len(self.places)
-        while low < high:
-            middle = (low + high) // 2
-            if self.places[middle] + middle < row:
-                low = middle + 1
-            else:
-                high = middle
-        if low < len(self.places) and self.places[low] + low == row:
-            return low, self.places[low]
-        return None, row - low
+        return lines
 
     def until(self, unix_s: float) -> Log:
         """Return the log as it was at a time."""
@@ -157,33 +102,18 @@ class Log:
     def matching(self, start: int, stop: int, pattern: str) -> list[int]:
         """Return the rows in [start, stop) whose text matches a filter.
 
-        Steps, which are almost all lines, are decoded only where the filter could tell them apart.
+        The text of steps, which are almost all lines, is made only where the filter could tell them apart.
         """
         rule = step_rule(pattern)
-        if rule is None:
-            lines = self.lines(start, stop)
-            return [
-                row
-                for row, line in enumerate(lines, start=max(0, start))
-                if matches(line_text(line), pattern)
-            ]
-        found = []
-        for stretch in self._stretches(start, stop):
-            if isinstance(stretch, _Aside):
-                found += [stretch.row] if matches(line_text(stretch.line), pattern) else []
-                continue
-            begin, end, numbers = stretch.begin, stretch.end, range(stretch.number, stretch.last)
-            raw = self.parts.raw(begin, end)
-            others = {
-                n
-                for n in numbers
-                if n - begin.number >= len(raw) or _STEP not in raw[n - begin.number]
-            }
-            whole = self.parts.lines(begin, end) if others else ()
-            shown = {n for n in others if matches(line_text(whole[n - begin.number]), pattern)}
-            shown |= {n for n in numbers if n not in others} if rule else set()
-            found += [stretch.row + n - stretch.number for n in sorted(shown)]
-        return found
+        return [
+            row
+            for row, line in enumerate(self.lines(start, stop), start=max(0, start))
+            if (
+                matches(line_text(line), pattern)
+                if rule is None or not isinstance(line.event, StepDone)
+                else rule
+            )
+        ]
 
 
 def _number(point: Point) -> int:
