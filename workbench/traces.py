@@ -1,11 +1,10 @@
-"""Columns of a run as lines that can be drawn: `WindowTraces` makes them from a table, between two ends."""
+"""Columns of a run as lines that can be drawn: `window_traces` makes them from a table, between two ends."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 
 from engine.log.downsample import Bucket, bucket_at, buckets, equal_widths
 from engine.log.table import Table
@@ -59,49 +58,26 @@ def smoothed(trace: Trace, reach: float) -> Trace:
     return replace(trace, buckets=tuple(averaged))
 
 
-class WindowTraces:
-    """Columns of a table over the rows whose x is in a window, recomputed at each poll.
+def window_traces(
+    table: Table,
+    names: Sequence[str],
+    low: float,
+    high: float,
+    count: int,
+    *,
+    x: str = "step",
+    gap: float = math.inf,
+) -> tuple[Trace, ...]:
+    """Return each named column over [low, high], in at most `count` buckets; `x` names a non-decreasing column.
 
     Every bucket holds the extremes of all its rows, which costs hardly more for a million rows than for a
-    thousand. The width of buckets is a round number, so that in an active run only the newest bucket changes
-    from one poll to the next, and the others are cached.
+    thousand. The width of buckets is a round number, so that they stay the same while rows are appended.
     """
-
-    def __init__(self) -> None:
-        self._storage: object = None
-        self._kept: dict[tuple[str, str, int, int], Bucket] = {}
-
-    def traces(
-        self,
-        table: Table,
-        names: Sequence[str],
-        low: float,
-        high: float,
-        count: int,
-        *,
-        x: str = "step",
-        gap: float = math.inf,
-    ) -> tuple[Trace, ...]:
-        """Return each named column over [low, high], in at most `count` buckets; `x` names a non-decreasing
-        column."""
-        if table.columns is not self._storage:
-            self._storage, self._kept = table.columns, {}
-        xs = table.column(x)
-        edges = equal_widths(xs, low, high, count)
-        kept = self._kept
-        found: dict[tuple[str, str, int, int], Bucket] = {}
-        traces = []
-        for name in names:
-            keys = [(name, x, first, stop) for first, stop in pairwise(edges)]
-            new = [place for place, key in enumerate(keys) if key not in kept]
-            if new:
-                # Those between two new ones are computed again: that costs less than one call for each.
-                begin, end = new[0], new[-1] + 1
-                made = buckets(xs, table.column(name), edges[begin : end + 1])
-                kept.update(zip(keys[begin:end], made, strict=True))
-            shown = tuple(kept[key] for key in keys)
-            found.update(zip(keys, shown, strict=True))
-            last = table.value(name, edges[-1] - 1) if shown else None
-            traces.append(Trace(name=name, buckets=shown, last=last, gap=gap))
-        self._kept = found
-        return tuple(traces)
+    xs = table.column(x)
+    edges = equal_widths(xs, low, high, count)
+    traces = []
+    for name in names:
+        shown = tuple(buckets(xs, table.column(name), edges))
+        last = table.value(name, edges[-1] - 1) if shown else None
+        traces.append(Trace(name=name, buckets=shown, last=last, gap=gap))
+    return tuple(traces)

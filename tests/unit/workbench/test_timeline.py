@@ -21,7 +21,7 @@ from workbench.marks import FlipFinder, FlipSeen, Mark, all_marks
 from workbench.plot.canvas import plain
 from workbench.plot.chart import Band, Chart, Line, dots_of, margin_of, render_chart
 from workbench.plot.window import SMALLEST, Window
-from workbench.traces import WindowTraces, points_of, smoothed
+from workbench.traces import points_of, smoothed, window_traces
 from workbench.tui.widgets.timeline_pane import SIGNS, clock_ticks, signs_of
 
 WIDTH, HEIGHT = 60, 20
@@ -46,7 +46,7 @@ def lines_of(
     table = table_of(ys, steps)
     low, high = table.value("step", 0) or 0.0, table.last("step") or 1.0
     dots = dots_of(width, ascii_only=ascii_only)
-    loss, pace = WindowTraces().traces(table, ("loss", "step_s"), low, high, dots, gap=1.5)
+    loss, pace = window_traces(table, ("loss", "step_s"), low, high, dots, gap=1.5)
     lines = (Line(trace=loss, slot=0, value=loss.last),)
     signs = signs_of(marks, ascii_only=ascii_only)
     bands = (Band(trace=pace, name="step time", y_text=format_seconds, clip=True),)
@@ -79,7 +79,7 @@ def test_buckets_of_a_window_hold_the_extremes_of_all_its_rows(
     ys: list[float | None], count: int, a: float, b: float
 ) -> None:
     low, high = min(a, b), max(a, b)
-    (trace,) = WindowTraces().traces(table_of(ys), ("loss",), low, high, count)
+    (trace,) = window_traces(table_of(ys), ("loss",), low, high, count)
     inside = [y for n, y in enumerate(ys, start=1) if low <= n <= high]
     finite = [y for y in inside if y is not None and math.isfinite(y)]
     lows = [x.low for x in trace.buckets if x.low is not None]
@@ -99,21 +99,18 @@ def test_one_spike_of_a_million_steps_is_drawn_and_zoomed_to() -> None:
     ys[777_776] = 9.0
     rows = {"step": [float(n) for n in range(1, 1_000_001)], "loss": ys}
     table = Table(("step", "loss")).extended_by(rows)
-    seen = WindowTraces()
-    (whole,) = seen.traces(table, ("loss",), 1, 1_000_000, 200)
+    (whole,) = window_traces(table, ("loss",), 1, 1_000_000, 200)
     (spike,) = [x for x in whole.buckets if x.high == 9.0]
-    (near,) = seen.traces(table, ("loss",), spike.x_first, spike.x_last, 200)
+    (near,) = window_traces(table, ("loss",), spike.x_first, spike.x_last, 200)
     assert [x.high for x in near.buckets].count(9.0) == 1
-    (close,) = seen.traces(table, ("loss",), 777_770, 777_790, 200)
+    (close,) = window_traces(table, ("loss",), 777_770, 777_790, 200)
     assert [x.x_first for x in close.buckets if x.high == 9.0] == [777_777.0]
 
 
 def test_the_same_rows_over_another_axis_stand_at_its_places() -> None:
     rows = [{"step": float(n), "clock_s": 1e9 + n, "loss": 1.0} for n in range(1, 500)]
     table = Table(("step", "clock_s", "loss")).extended(rows)
-    seen = WindowTraces()
-    seen.traces(table, ("loss",), 1, 499, 100)
-    (by_time,) = seen.traces(table, ("loss",), 1e9 + 1, 1e9 + 499, 100, x="clock_s")
+    (by_time,) = window_traces(table, ("loss",), 1e9 + 1, 1e9 + 499, 100, x="clock_s")
     assert all(bucket.x_first > 1e9 for bucket in by_time.buckets)
 
 
@@ -320,10 +317,10 @@ def test_steps_that_all_took_the_same_time_name_it_once() -> None:
 
 
 def test_a_run_that_goes_on_keeps_all_buckets_but_the_newest() -> None:
-    seen, table = WindowTraces(), table_of([1.0] * 500)
-    (before,) = seen.traces(table, ("loss",), 1.0, 500.0, 100)
+    table = table_of([1.0] * 500)
+    (before,) = window_traces(table, ("loss",), 1.0, 500.0, 100)
     table = table.extended([{"step": 501.0, "loss": 9.0, "step_s": 0.5}])
-    (after,) = seen.traces(table, ("loss",), 1.0, 501.0, 100)
-    kept = sum(a is b for a, b in zip(before.buckets, after.buckets, strict=False))
+    (after,) = window_traces(table, ("loss",), 1.0, 501.0, 100)
+    kept = sum(a == b for a, b in zip(before.buckets, after.buckets, strict=False))
     assert kept >= len(before.buckets) - 1
     assert after.buckets[-1].high == 9.0

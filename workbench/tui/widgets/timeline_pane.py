@@ -39,7 +39,7 @@ from workbench.plot.chart import (
     margin_of,
 )
 from workbench.plot.window import Window
-from workbench.traces import GAP, Trace, WindowTraces, points_of, smoothed
+from workbench.traces import GAP, Trace, points_of, smoothed, window_traces
 from workbench.tui.widgets.chart_view import ChartView
 
 CURVES = ("held-out", "training", "parts")
@@ -140,7 +140,6 @@ class TimelinePane(ChartView, can_focus=True):
     def __init__(self, title: str, *, ascii_only: bool, id: str) -> None:
         super().__init__(ascii_only=ascii_only, id=id, classes="pane")
         self._title = title
-        self._traces = WindowTraces()
 
     def watch_snapshot(self, before: Snapshot | None, snapshot: Snapshot | None) -> None:
         if _view_of(before) is not _view_of(snapshot):
@@ -208,7 +207,7 @@ class TimelinePane(ChartView, can_focus=True):
             longest = GAP_OF_MEDIAN * typical if known and typical is not None else 0.0
             gap = max(GAP_S, longest, GAP * spacing)
         names = (*LOSSES, "step_s")
-        *traces, pace = self._traces.traces(steps, names, low, high, self.dots, x=self._x, gap=gap)
+        *traces, pace = window_traces(steps, names, low, high, self.dots, x=self._x, gap=gap)
         if self.reach:
             traces = [smoothed(trace, self.reach * (high - low)) for trace in traces]
         # Marks after the last step, or before the first, are drawn at that end of the axis.
