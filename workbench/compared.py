@@ -12,13 +12,12 @@ draw than a short one. The x axis is one of:
 from __future__ import annotations
 
 import math
-from array import array
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from engine.log.downsample import bucket_at, buckets, equal_widths
 from engine.log.folder import RunFolder, WatchedCommand
@@ -30,8 +29,11 @@ from engine.units import format_count, format_seconds
 from engine.watch.runs_feed import READ_BUDGET_S
 from workbench.feed import RunFeed, Snapshot
 from workbench.groups import Samples, samples_of
-from workbench.paths import path_text, stamps
+from workbench.paths import path_text
 from workbench.traces import GAP, Trace
+
+if TYPE_CHECKING:
+    from engine.log.table import Numbers
 
 AXES = ("step", "tokens", "time")
 MAX_PAUSE_S = 60.0
@@ -45,15 +47,13 @@ def axis_text(axis: str, x: float) -> str:
     )()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Compared:
     """One of the compared runs at one poll."""
 
     slot: int
     """The index of its style: letter, colour and marker."""
     snapshot: Snapshot
-    tokens: array[float]
-    """Tokens up to and including each step; may be longer than the table of steps."""
     settings: Mapping[str, str]
     """Every effective setting; for `auto`, with the value it resolved to."""
 
@@ -69,18 +69,25 @@ class Compared:
     def command(self) -> WatchedCommand | None:
         return self.snapshot.command
 
+    @cached_property
+    def tokens(self) -> Numbers:
+        """Tokens up to and including each step."""
+        tokens = self.view.steps.column("tokens").copy()
+        # An absent number is a NaN, which alone is not equal to itself, and counts as none.
+        tokens[tokens != tokens] = 0.0
+        return tokens.cumsum()
+
     @property
     def total_tokens(self) -> float | None:
-        count = len(self.view.steps)
-        return self.tokens[count - 1] if count else None
+        return float(self.tokens[-1]) if len(self.tokens) else None
 
-    def _xs(self, axis: str) -> tuple[array[float], float]:
+    def _xs(self, axis: str) -> tuple[Numbers, float]:
         """Return the x of each step, and the origin to subtract."""
         if axis == "tokens":
             return self.tokens, 0.0
         if axis == "time":
-            return self.view.steps.columns["clock_s"], self.view.first_unix_s or 0.0
-        return self.view.steps.columns["step"], 0.0
+            return self.view.steps.column("clock_s"), self.view.first_unix_s or 0.0
+        return self.view.steps.column("step"), 0.0
 
     def _evaluations(self, axis: str) -> list[tuple[float, float | None]]:
         """Return x and held-out loss of the student at each evaluation, including the one before the first step;
@@ -108,11 +115,8 @@ class Compared:
         if not metric.column:
             known = [x for x, _ in self._evaluations(axis)]
             return (min(known), max(known)) if known else None
-        count = len(self.view.steps)
-        if not count:
-            return None
         xs, origin = self._xs(axis)
-        return xs[0] - origin, xs[count - 1] - origin
+        return (float(xs[0] - origin), float(xs[-1] - origin)) if len(xs) else None
 
     def trace(self, metric: Metric, axis: str, low: float, high: float, count: int) -> Trace:
         """Return the metric in at most `count` buckets of equal width on [low, high]."""
@@ -123,10 +127,8 @@ class Compared:
             return Trace(name=name, buckets=single, last=points[-1][1] if points else None)
         steps = self.view.steps
         xs, origin = self._xs(axis)
-        # A copy, because an array that numpy views as a buffer cannot grow, and the token counts grow at each poll.
-        known = xs[: len(steps)]
-        edges = equal_widths(known, low + origin, high + origin, count)
-        bucket_list = buckets(known, steps.column(metric.column), edges)
+        edges = equal_widths(xs, low + origin, high + origin, count)
+        bucket_list = buckets(xs, steps.column(metric.column), edges)
         if origin:
             bucket_list = [
                 replace(bucket, x_first=bucket.x_first - origin, x_last=bucket.x_last - origin)
@@ -145,10 +147,9 @@ class Compared:
         if not metric.column:
             points = [(x, y) for x, y in self._evaluations(axis) if y is not None]
             return samples_of([x for x, _ in points], [y for _, y in points])
-        count = len(self.view.steps)
         xs, origin = self._xs(axis)
         ys = self.view.steps.column(metric.column)
-        return samples_of(xs[:count], ys, origin=origin, gap=self._gap(metric, axis))
+        return samples_of(xs, ys, origin=origin, gap=self._gap(metric, axis))
 
     def _gap(self, metric: Metric, axis: str) -> float:
         """Return the largest x distance at which two neighbours are joined by a line: a missing step, or a long time
@@ -171,42 +172,8 @@ class Compared:
         if extent is None or not extent[0] <= x <= extent[1]:
             return None
         xs, origin = self._xs(axis)
-        row = bisect_right(xs, x + origin, 0, len(self.view.steps)) - 1
+        row = bisect_right(xs, x + origin) - 1
         return self.view.steps.value(metric.column, max(0, row))
-
-
-class _Followed:
-    """One run: its feed and its running token count."""
-
-    def __init__(self, run: RunFolder, slot: int, budget_s: float) -> None:
-        self.run, self.slot = run, slot
-        self._feed = RunFeed(run, budget_s=budget_s)
-        self._tokens: array[float] = array("d")
-        self._storage: object = None
-        self._settings: tuple[object, dict[str, Any]] | None = None
-
-    def poll(self) -> Compared:
-        snapshot = self._feed.poll()
-        table = snapshot.view.steps
-        if table.columns is not self._storage:
-            self._tokens, self._storage = array("d"), table.columns
-        known = len(self._tokens)
-        before = self._tokens[-1] if known else 0.0
-        new = [n or 0.0 for n in table.values("tokens", known)]
-        self._tokens.extend(list(accumulate(new, initial=before))[1:])
-        return Compared(
-            slot=self.slot,
-            snapshot=snapshot,
-            tokens=self._tokens,
-            settings=all_settings(self._effective(), snapshot.view, snapshot.command),
-        )
-
-    def _effective(self) -> dict[str, Any]:
-        """Return effective.json, read again when a resume has changed it."""
-        seen = stamps([self.run.effective])
-        if self._settings is None or self._settings[0] != seen:
-            self._settings = (seen, effective_of(self.run))
-        return self._settings[1]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -232,11 +199,13 @@ class CompareFeed:
 
     def __init__(self, chosen: Mapping[int, RunFolder]) -> None:
         budget_s = READ_BUDGET_S / max(1, len(chosen))
-        self._runs = [_Followed(run, slot, budget_s) for slot, run in sorted(chosen.items())]
+        self._feeds = {
+            slot: RunFeed(run, budget_s=budget_s) for slot, run in sorted(chosen.items())
+        }
 
     def poll(self) -> Comparison:
         """Return the runs as they are now."""
-        runs = tuple(run.poll() for run in self._runs)
+        runs = tuple(map(_compared, self._feeds, self._feeds.values()))
         return Comparison(runs=runs, behind=any(run.snapshot.behind for run in runs))
 
     def read_all(self) -> Comparison:
@@ -244,6 +213,12 @@ class CompareFeed:
         while (comparison := self.poll()).behind:
             pass
         return comparison
+
+
+def _compared(slot: int, feed: RunFeed) -> Compared:
+    snapshot = feed.poll()
+    settings = all_settings(effective_of(feed.run), snapshot.view, snapshot.command)
+    return Compared(slot=slot, snapshot=snapshot, settings=settings)
 
 
 # Texts.

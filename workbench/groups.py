@@ -50,7 +50,11 @@ class Samples:
 
 
 def samples_of(
-    xs: Sequence[float], ys: Sequence[float] | Floats, *, origin: float = 0.0, gap: float = math.inf
+    xs: Sequence[float] | Floats,
+    ys: Sequence[float] | Floats,
+    *,
+    origin: float = 0.0,
+    gap: float = math.inf,
 ) -> Samples:
     """Return the rows of a column that are not absent, with x counted from `origin`."""
     import numpy as np
