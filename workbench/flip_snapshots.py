@@ -15,11 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from engine.errors import RunLogError, UsageError
-from engine.flips.ending import ending_plan
 from engine.flips.flip_folder import find_flips, read_pairs, read_plan_of, read_verdict
 from engine.flips.judge import interval_of
 from engine.flips.pair import Pair, count_of
-from engine.flips.plan import Plan, make_plan
+from engine.flips.plan import Plan
 from engine.flips.text import (
     answer_lines,
     detail_lines,
@@ -30,14 +29,12 @@ from engine.flips.text import (
     verdict_line,
 )
 from engine.flips.verdicts import DECIDED, INCONCLUSIVE
-from engine.flips.watched import difference, options_for, watched_plan
+from engine.flips.watched import options_for
 from engine.log.folder import RunFolder, find_runs
 from engine.log.follow import Follower
-from engine.log.observed import observation
 from engine.log.read import writer_is_alive
 from engine.units import parse_share, parse_time
 from workbench.engine_commands import check_flip
-from workbench.feed import command_of
 from workbench.jobs import Job, start_flip
 from workbench.listing import FoldersFeed, Row, Tone
 from workbench.paths import stamps
@@ -196,29 +193,12 @@ class Wanted:
             return f"steps: expected a number, found {self.steps!r}"
         return ""
 
-    def plan(self, source: Path) -> list[str]:
-        """Return the plan that `engine flip` would register, as lines, for a form without a problem. Raises
-        BadInput where no plan can be made."""
-        how: dict[str, Any] = {"order_seed": 0}
-        if self.budget:
-            how["budget_s"] = parse_time("budget", self.budget)
-        if self.steps:
-            how["steps"] = int(self.steps)
-        if self.ends:
-            observed = observation(RunFolder(source), self.ends)
-            return _without_seed(plan_lines(ending_plan(source, observed, self.assignment, **how)))
-        how["hypothesis"] = self.hypothesis
-        how["margin"] = parse_share("margin", self.margin)
-        if command_of(RunFolder(source)) is not None:
-            plan = watched_plan(source, difference(self.assignment), **how)
-        else:
-            plan = make_plan(source, [self.assignment], **how)
-        return _without_seed(plan_lines(plan))
-
     def check(self, source: Path, flips: Path) -> list[str]:
         """Return the plan and its cost from the engine, which checks the inputs of both arms. Raises BadInput or
-        UsageError for a flip that would be refused."""
-        return _without_seed(check_flip(self.arguments(source, self.folder(flips))))
+        UsageError for a flip that would be refused. The hash of the plan is left out, because the seed that it
+        depends on is drawn when the flip starts."""
+        lines = check_flip(self.arguments(source, self.folder(flips)))
+        return [line for line in lines if not line.startswith(("plan sha256", "source"))]
 
     def start(self, source: Path, folder: Path) -> Job:
         """Start it in a new folder. Raises BadInput where that cannot be written."""
@@ -236,11 +216,6 @@ class Wanted:
         values = [(f"--{name}", value) for name in named if (value := getattr(self, name))]
         asked = [tuple(options_for(self.assignment)), ("--out", str(folder)), *values]
         return ["flip", str(source), *(word for option in asked for word in option)]
-
-
-def _without_seed(lines: Sequence[str]) -> list[str]:
-    """Return a plan without its hash: the seed is drawn when the flip starts, and the hash depends on it."""
-    return [line for line in lines if not line.startswith(("plan sha256", "source"))]
 
 
 def running_flip(flips: Path, source: Path) -> Path | None:

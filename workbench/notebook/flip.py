@@ -19,7 +19,7 @@ from typing import Any
 
 import ipywidgets
 
-from engine.errors import BadInput, UsageError
+from engine.errors import EngineError, UsageError
 from engine.flips.proposals import proposals
 from engine.flips.text import verdict_lines
 from engine.log.folder import RunFolder, open_run
@@ -236,8 +236,8 @@ class Flip(Panel):
         lines = [form.problem()]
         if not lines[0]:
             try:
-                lines = form.plan(self._run.path)
-            except BadInput as problem:
+                lines = form.check(self._run.path, self._flips)
+            except EngineError as problem:
                 lines = [str(problem)]
         self._show(lines, figure=False)
 

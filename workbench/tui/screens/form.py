@@ -134,6 +134,7 @@ class ChooseScreen(ModalScreen[str]):
     def compose(self) -> ComposeResult:
         with VerticalScroll() as box:
             box.border_title = as_title(self._title)
+            box.border_subtitle = "esc closes"
             yield Static(self._question, markup=False)
             words = "\n".join(f"{key}  {words}" for key, words in self._answers)
             yield Static(words, id="answers", markup=False)

@@ -34,7 +34,6 @@ from workbench.tui.layout import Layout, arrange
 from workbench.tui.screens.actions import RESUME, STOP, ask_to_resume, ask_to_stop
 from workbench.tui.screens.flip import FlipScreen
 from workbench.tui.screens.form import ChooseScreen
-from workbench.tui.screens.mark import MarkScreen
 from workbench.tui.screens.polling import Polled, PollingScreen
 from workbench.tui.screens.replay import TICK_S, Replay, Replayed
 from workbench.tui.widgets.key_bar import KeyBar
@@ -545,17 +544,27 @@ class RunScreen(PollingScreen):
 
     @on(TimelinePane.Opened)
     def open_marks(self, message: TimelinePane.Opened) -> None:
-        """Show what is under the cursor."""
+        """Show what is under the cursor, and open its flip: an existing one, or the form filled with the flip that
+        its alert names."""
         can_flip = bool(self.check_action("flip", ()))
-        self.app.push_screen(MarkScreen(message.marks, can_flip=can_flip), self._flip_of)
+        past = next((mark for mark in message.marks if mark.folder), None)
+        flippable = past or next(
+            (m for m in message.marks if can_flip and m.alert and m.alert.flip), None
+        )
 
-    def _flip_of(self, mark: Mark | None) -> None:
-        """Open the flip of a mark: an existing one, or the form filled with the flip that its alert names."""
-        if mark is not None and mark.folder is not None:
-            # It exists already, so opening it starts nothing.
-            self._push_flip(folder=mark.folder)
-        elif mark is not None:
-            self._ask_for_flip(mark)
+        def answered(answer: str | None) -> None:
+            if answer != "F" or flippable is None:
+                return
+            if flippable.folder is not None:
+                # It exists already, so opening it starts nothing.
+                self._push_flip(folder=flippable.folder)
+            else:
+                self._ask_for_flip(flippable)
+
+        words = "\n\n".join("\n".join(mark.lines) for mark in message.marks)
+        answers = [*([("F", "open the flip")] if flippable else []), ("n", "close")]
+        title = f"at step {message.marks[0].step:.0f}"
+        self.app.push_screen(ChooseScreen(title, words, answers), answered)
 
     def action_flip(self) -> None:
         self._ask_for_flip(None)

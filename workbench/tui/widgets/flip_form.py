@@ -210,16 +210,11 @@ It is registered when the flip starts. Up, down, page up and page down scroll it
         if self._timer is not None:
             self._timer.stop()
         self._wanted = wanted
-        lines = [wanted.problem()]
-        try:
-            if not lines[0] and self._run is not None:
-                plan = wanted.plan(self._run.path)
-                self._say([*plan, "", "asking the engine for its cost"], refused=False)
-                self._timer = self.set_timer(CHECK_AFTER_S, lambda: self._check(wanted))
-                return
-        except EngineError as problem:
-            lines = [str(problem)]
-        self._say(lines, refused=bool(wanted.assignment))
+        if problem := wanted.problem():
+            self._say([problem], refused=bool(wanted.assignment))
+            return
+        self._say(["asking the engine for the plan and its cost"], refused=False)
+        self._timer = self.set_timer(CHECK_AFTER_S, lambda: self._check(wanted))
 
     def _say(self, lines: list[str], *, refused: bool) -> None:
         self.show(lambda _width: lines)

@@ -85,13 +85,13 @@ def test_the_key_opens_the_plan_that_would_be_registered(
         assert screen.query_one("#assignment", Input).value in words_of(pilot)
         screen.query_one("#assignment", Input).value = "compute.thread_wait=active"
         await settle(pilot)
-        assert "compute.thread_wait: auto -> active" in words_of(pilot)
-        # A moment later: what `engine flip --dry-run` says of time, memory and device.
-        for words in ("memory of one run", "device: the CPU", "time: ", "limits: at most 5m"):
+        # A moment later: what `engine flip --dry-run` says of the plan, time, memory and device.
+        changes = "compute.thread_wait: auto -> active"
+        cost = ("memory of one run", "device: the CPU", "time: ", "limits: at most 5m")
+        for words in (changes, *cost):
             assert await shows(pilot, words), words_of(pilot)
         screen.query_one("#assignment", Input).value = "compute.thread_wait=dance"
-        await settle(pilot)
-        assert "passive, active" in words_of(pilot)
+        assert await shows(pilot, "passive, active"), words_of(pilot)
         screen.query_one("#budget", Input).value = "soon"
         await settle(pilot)
         assert "expected a time as 90s" in words_of(pilot)

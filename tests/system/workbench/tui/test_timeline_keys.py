@@ -105,7 +105,7 @@ def test_read_only_names_no_key_for_the_flip_of_an_alert(tmp_path: Path) -> None
     async def script(pilot: Pilot[None]) -> None:
         await press(pilot, "left_square_bracket", "enter")
         assert "means: the loader is slower" in words_of(pilot)
-        assert "esc closes" in words_of(pilot) and "F opens" not in words_of(pilot)
+        assert "esc closes" in words_of(pilot) and "open the flip" not in words_of(pilot)
 
     on_screen([alerted(tmp_path / "run").path], (120, 40), script, read_only=True)
 
