@@ -3,7 +3,7 @@
     {"id": "3f9a1c2b7d10", "rows": [{"step": 40, "untrusted_text": {"name": "kd-1"}}], "next_cursor": 20}
 
 Outside `untrusted_text` are only numbers, ids that the server made and words that the engine has a table of. So a name,
-a note, a sample or an exception that tells its reader what to do is nowhere but in that field.
+a note, a sample or an exception with instructions for its reader appears in that field alone.
 """
 
 from __future__ import annotations

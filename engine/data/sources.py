@@ -85,8 +85,8 @@ class SourceFile:
     name: str
     """Prefix of its documents' names: the file's name, or its path in the folder."""
     kind: Literal["text", "records", "alone"]
-    """`text` is one document and `records` a file of records. `alone` is a source that is one file, whose first bytes
-    decide what it is."""
+    """`text` is one document and `records` a file of records. `alone` is a source of one file;
+    its first bytes decide how it is read."""
     may_skip: bool = False
     """Whether bytes that are not UTF-8 are skipped instead of refused."""
 

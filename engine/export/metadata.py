@@ -140,8 +140,8 @@ def difference(wanted: Metadata, found: Metadata) -> str:
 
 
 def other_types(path: Path) -> str:
-    """Name a tensor of a GGUF whose type is not that of llama.cpp in the mixture that the file names; empty when there
-    is none, for a mixture that is not known here, and where the `gguf` library is not installed."""
+    """Name a tensor of a GGUF that has another type than llama.cpp gives it in the file's mixture. Empty when there is
+    none, for a mixture other than those of `_MATRICES`, and where the `gguf` library is not installed."""
     if not find_spec("gguf"):
         return ""
     from gguf import GGUFReader

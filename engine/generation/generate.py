@@ -243,7 +243,7 @@ class _Run:
                 return
             while pending and (len(pending) > AHEAD or not unfinished):
                 yield from self._read(*pending.popleft())
-                # A free slot is filled as soon as the queue has room for that.
+                # A free slot is filled as soon as the queue has room for a prompt pass.
                 if self._may_admit() and len(pending) <= HISTORY // 2:
                     break
 

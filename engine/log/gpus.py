@@ -90,7 +90,7 @@ class _Gpu:
         return self.view.gpu_tables.get(self.index)
 
     def read(self, name: str, over: Literal["median", "highest"] = "median") -> float | None:
-        """Return a reading; over the whole run its median or peak, where it is kept for that."""
+        """Return a reading; over the whole run the median or peak of its column, if it has one."""
         if self.whole_run and self.table is not None and name in self.table.columns:
             return _over_run(self.table, name, over)
         newest: float | None = getattr(self.sample, name, None)

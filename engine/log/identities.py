@@ -70,7 +70,7 @@ def _badness(judged: Judged) -> int:
 
 
 def identity_lines(view: RunView) -> list[str]:
-    """Render every identity with its level, and of those that may be wrong what that means and what to do."""
+    """Render every identity with its level; below one that may be wrong, what this means and what to do."""
     if view.watched is None:
         return [UNSEEN_COMMAND]
     results = outcomes(view)

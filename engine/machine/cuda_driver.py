@@ -6,7 +6,7 @@ NVML cannot tell whether a GPU is integrated, and lists GPUs that CUDA is config
     cuInit -> cuDeviceGetCount -> name, uuid, PCI address, memory total, attributes of each
 
 Cost: `cuInit` opens every visible GPU, which takes 0.1 s to some seconds (longest where no process holds the
-driver open), and about 100 MiB of address space. No context is made: that would take hundreds of MiB on the
+driver open), and about 100 MiB of address space. No context is made: a context would take hundreds of MiB on the
 GPU. A free-memory number needs a context, so there is none here.
 
 After `cuInit` a process must not fork and use CUDA in the child: CUDA fails there. A driver can also hang for

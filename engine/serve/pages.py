@@ -99,8 +99,8 @@ def report_page(folders: Folders, paths: Sequence[Path]) -> Callable[[], State]:
 
 
 def runs_of(folders: Folders) -> Callable[[], RunsSnapshot]:
-    """Return what reads the runs; within EVERY_S / 2 it returns what it has."""
-    # A request that waits for the first reading, which begins with the server, shows what that has found.
+    """Return a function that reads the runs; a call within EVERY_S / 2 of the last reading returns that one."""
+    # The server begins the first reading when it starts: a request waits for it and shows its runs.
     lock, read_s = threading.Lock(), -math.inf
     feed = RunsFeed(folders.given, budget_s=READ_S, accepts=folders.accepts)
     snapshot: RunsSnapshot

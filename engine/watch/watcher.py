@@ -69,9 +69,9 @@ class Watcher:
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         """`write` appends an event to watch.jsonl. `stop(why, now)` asks the trainer to stop, or ends it. `process`
-        returns which process's stacks to take, given the rank that the others wait for, and the file to which that
-        process writes them, where that is not `pid`. `attached_pids` returns the processes whose stacks to take
-        instead, where they were already running."""
+        takes the rank that the others wait for, and returns the process whose stacks to take and the file to which it
+        writes them; by default that is `pid`. `attached_pids` returns the processes whose stacks to take instead, where
+        they were already running."""
         self.run = run
         self.training_is_over = False
         """Set where the process goes on without training: its silence is no stall then."""
@@ -222,8 +222,8 @@ class Watcher:
         try:
             dumps = [capture.finish() for capture in taken]
             lines = Counter(dump.python_frame for dump in dumps)
-            # An alert quotes the dump that is written last: that of the rank that is alone at its line, for which the
-            # others wait.
+            # An alert quotes the dump that is written last. The rank that is alone at its line goes last: the others
+            # wait for it.
             for dump in sorted(dumps, key=lambda dump: -lines[dump.python_frame]):
                 self._write(dump)
                 if self._quiet is not None:
