@@ -225,20 +225,6 @@ FINDING = Limit(what="`finding.json`", most=16 * MIB, unit="bytes")
 ARTIFACT = Limit(what="an artifact of a finding", most=64 * MIB, unit="bytes")
 FINDINGS_LOG = Limit(what="`LOG.md` of findings", most=16 * MIB, unit="bytes")
 
-# Replies of a program under test; the judge enforces the same numbers (`engine.evaluate.guest_wire`).
-ANSWER_BYTES = Limit(
-    what="an answer of a program that `engine eval` judges",
-    most=4 * MIB,
-    unit="bytes",
-    beyond="the program fails",
-)
-ANSWER_BITS = Limit(
-    what="an integer in such an answer", most=1 << 16, unit="bits", beyond="the program fails"
-)
-ANSWER_DEPTH = Limit(
-    what="nesting of such an answer", most=100, unit="levels", beyond="the program fails"
-)
-
 # Small files that the tools write for themselves and for each other.
 MANIFEST = Limit(
     what="a manifest: of a checkpoint, a store, a published folder", most=64 * MIB, unit="bytes"

@@ -7,7 +7,7 @@ engine eval mbpp MODEL --data mbpp.jsonl --samples 20 --temperature 0.8
 engine eval humaneval STUDENT --data HumanEval.jsonl.gz --against TEACHER      both, McNemar's exact test
 engine eval humaneval STUDENT --data HumanEval.jsonl.gz --against t.jsonl      with the teacher's stored results
 
-Programs run in a sandbox (bubblewrap), which is first tested with malicious programs; without a sandbox
+Programs run in a sandbox (bubblewrap), which is tested first; without a sandbox
 nothing is run. Each result is appended to --results as soon as it is judged, so repeating the command continues
 where it stopped. Exit 2 when nothing is known about the model: no sandbox, a harness that fails its self-test,
 or non-finite logits.

@@ -1,13 +1,13 @@
 """The fraction of programming problems that a model solves: HumanEval, and MBPP in its format.
 
-    self-test    every empty solution fails, every hostile program is contained; a problem whose reference
-                 solution does not pass here is left out of the count, and named in the report
+    self-test    every empty solution fails; a problem whose reference solution does not pass here is left out of the
+                 count, and named in the report
     generation   the model completes each prompt: greedily, or several times with a temperature
     trial        each program runs in a sandbox of its own, while the next ones are generated
 
 A program counts as right only when its trial returns `pass`. Failures of the harness are not counted against
-the model: non-finite logits, a failed self-test, a judge that dies, or no problem at all raise `NoAnswer` or
-make the report unknown, never 0 % and never 100 %.
+the model: non-finite logits, a failed self-test, a sandbox that does not start, or no problem at all raise
+`NoAnswer` or make the report unknown, never 0 % and never 100 %.
 
 Greedy results are deterministic and do not depend on `rows`: see `engine.generation.generate`.
 """
@@ -18,10 +18,9 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from engine.errors import BadInput, NoAnswer
-from engine.evaluate.hostile import HOSTILES, Hostile, not_contained
 from engine.evaluate.model import Model
 from engine.evaluate.problems import STOPS, Problem, Problems
 from engine.evaluate.results import Result, Results
@@ -78,7 +77,6 @@ def room(model: Model, problems: Problems, wanted: int | None) -> int:
 def self_test(
     sandbox: Sandbox,
     problems: Sequence[Problem],
-    hostiles: Sequence[Hostile] = HOSTILES,
     progress: Callable[[int, int], None] = lambda done, total: None,
     *,
     unfit: int = 0,
@@ -86,12 +84,11 @@ def self_test(
     """Return the problems that cannot be judged here, by task_id, with the reason.
 
     Raises `NoAnswer` when they are more than `unfit` or all of them, which points to the harness rather than
-    to the problems. Raises it also when an empty solution does not fail, or when a hostile program is not
-    contained.
+    to the problems. Raises it also when an empty solution does not fail.
     """
     left_out: dict[str, str] = {}
     wrong: list[str] = []
-    done, total = 0, 2 * len(problems) + len(hostiles)
+    done, total = 0, 2 * len(problems)
 
     def try_all(
         chosen: Sequence[Problem], completions: Sequence[str]
@@ -112,7 +109,6 @@ def self_test(
     for name, trial in try_all(judgeable, [""] * len(judgeable)):
         if trial.outcome != "fail":
             wrong.append(f"{name}: an empty solution: {trial.outcome}, {trial.reason}")
-    wrong.extend(f"not contained: {line}" for line in not_contained(sandbox, hostiles))
     progress(total, total)
     if wrong:
         listed = "".join(f"\n  {line}" for line in wrong[:_LISTED])
@@ -120,7 +116,7 @@ def self_test(
         raise NoAnswer(
             f"self-test: {len(problems)} problems — expected every reference solution to pass"
             + (f" but {unfit}" if unfit else "")
-            + f", every empty one to fail, every hostile program to be contained, found{listed}{rest}",
+            + f" and every empty one to fail, found{listed}{rest}",
             hint="a problem that cannot be judged is left out by --without TASK_ID, or up to N of them by "
             "--unfit N, and the report says so",
         )
@@ -177,7 +173,7 @@ def _generated(
     settings: Settings,
     rows: int | None,
     cuda_graph: str,
-) -> Iterator[tuple[Result, str, Any]]:
+) -> Iterator[tuple[Result, str, str]]:
     """Yield each program with its result so far (before the trial) and its tests."""
     if not todo:
         return

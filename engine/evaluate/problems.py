@@ -5,31 +5,27 @@
 
 A file holds one problem per line, or one JSON array of them, as in MBPP's sanitized half.
 
-The model is shown `Problem.prompt` and nothing else. The reference solution is used by the harness for its
-self-test and to count assertions: no program of a model sees it, and nothing else in a file decides that a
-program is right.
+The model is shown `Problem.prompt` and nothing else. The reference solution is used by the harness for its self-test:
+no program of a model sees it, and nothing but the tests decides that a program is right.
 
-HumanEval's prompt is the beginning of the program. It ends in a docstring, so `pass` completes it where the
-tests need its other functions. MBPP's prompt is the task with its first test, as a docstring, and the model
-writes the whole program; the functions that the tests call are found by the names in `code`.
+HumanEval's prompt is the beginning of the program. MBPP's prompt is the task with its first test, as a docstring, and
+the model writes the whole program. The tests run after the program, in its module, as in the benchmarks' own code.
 """
 
 from __future__ import annotations
 
-import ast
 import gzip
 import hashlib
 import io
 import json
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from engine import limits
 from engine.errors import BadInput
-from engine.evaluate.sandbox import Exam
 from engine.files import parse_json, read_bytes
 
 _GZIP = b"\x1f\x8b"
@@ -50,7 +46,7 @@ class Problem:
     head: str
     """The beginning of a program: the prompt, or empty when the model writes all of it."""
     reference: str
-    tests: Exam
+    tests: str
 
     def program(self, completion: str) -> str:
         return self.head + completion
@@ -163,12 +159,7 @@ def _humaneval(record: Mapping[str, Any]) -> Problem:
         prompt=prompt,
         head=prompt,
         reference=_text(record, "canonical_solution"),
-        tests=Exam(
-            setup=f"{prompt.rstrip()}\n    pass\n",
-            tests=f"{_text(record, 'test')}\n\ncheck({entry})\n",
-            reference=prompt + _text(record, "canonical_solution"),
-            entries=(entry,),
-        ),
+        tests=f"{_text(record, 'test')}\n\ncheck({entry})\n",
     )
 
 
@@ -181,7 +172,6 @@ def _mbpp(record: Mapping[str, Any]) -> Problem:
     setup = "\n".join(_texts(record, "test_imports")) if "test_imports" in record else ""
     if "test_setup_code" in record:
         setup = _text(record, "test_setup_code")
-    used = _find_used(code, "\n".join([setup, *tests]))
     # Escaped so that no quotes in the task end the docstring.
     shown = f"{text}\n{tests[0]}".replace('"""', "'''")
     return Problem(
@@ -189,50 +179,8 @@ def _mbpp(record: Mapping[str, Any]) -> Problem:
         prompt=f'"""\n{shown}\n"""\n',
         head="",
         reference=code,
-        tests=Exam(
-            setup=used.imports + setup,
-            tests="\n".join(tests) + "\n",
-            reference=code,
-            entries=used.functions,
-            classes=used.classes,
-        ),
+        tests="\n".join([setup, *tests]) + "\n",
     )
-
-
-class _Used(NamedTuple):
-    """The parts of the reference solution that the tests use by name."""
-
-    imports: str = ""
-    """Import statements that the judge runs itself, because a module cannot be returned by a program."""
-    functions: tuple[str, ...] = ()
-    classes: tuple[str, ...] = ()
-
-
-def _find_used(code: str, tests: str) -> _Used:
-    try:
-        top = ast.parse(code).body
-        named = {node.id for node in ast.walk(ast.parse(tests)) if isinstance(node, ast.Name)}
-    except (SyntaxError, ValueError, RecursionError, MemoryError):  # the last: nested too deep
-        return _Used()  # the self-test reports what is wrong with them
-    imports = [
-        f"import {node.name}" + (f" as {node.asname}" if node.asname else "")
-        for statement in top
-        if isinstance(statement, ast.Import)
-        for node in statement.names
-        if (node.asname or node.name.split(".")[0]) in named
-    ]
-    return _Used(
-        imports="".join(f"{line}\n" for line in imports),
-        functions=_names(top, ast.FunctionDef, named),
-        classes=_names(top, ast.ClassDef, named),
-    )
-
-
-def _names(
-    top: Sequence[ast.stmt], kind: type[ast.FunctionDef | ast.ClassDef], named: Set[str]
-) -> tuple[str, ...]:
-    """Return the functions or classes that the tests name. A function may have the name of a built-in one."""
-    return tuple(sorted({node.name for node in top if isinstance(node, kind)} & named))
 
 
 def _text(record: Mapping[str, Any], key: str) -> str:

@@ -19,8 +19,8 @@ from engine.limits import PRINTED_LINE
 from engine.terminal import aligned, clipped, printable, put
 from tests.support.paths import ROOT
 
-GUESTS = {"engine/evaluate/guest_judge.py", "engine/evaluate/guest_program.py"}
-"""Run inside a sandbox, where stdout is a pipe to the judge."""
+GUESTS = {"engine/evaluate/guest.py"}
+"""Runs inside a sandbox, where stdout goes nowhere."""
 PROTOCOLS = {
     "engine/export/peers.py",
     "engine/contracts/proving.py",

@@ -30,7 +30,7 @@ from engine.evaluate.perplexity import perplexity, read_documents
 from engine.evaluate.problems import Problem, Problems, read_problems
 from engine.evaluate.report import compare, report, report_of_file
 from engine.evaluate.results import Result, open_results, read_results
-from engine.evaluate.sandbox import Exam, Sandbox, Trial
+from engine.evaluate.sandbox import Sandbox, Trial
 from engine.evaluate.statistics import bootstrap, mcnemar, wilson
 from engine.formats.tokenizer import open_tokenizer
 from engine.generation.sampling import Sampling
@@ -236,7 +236,7 @@ def test_reference_solutions_pass_and_empty_ones_fail(
 ) -> None:
     lines = humaneval_lines() if benchmark == "humaneval" else mbpp_lines()
     found = read_problems(write_lines(tmp_path / "own.jsonl", lines), benchmark)
-    assert self_test(sandbox, found.problems, hostiles=()) == {}
+    assert self_test(sandbox, found.problems) == {}
 
 
 def changed(count: int, **change: str) -> list[dict[str, str]]:
@@ -259,7 +259,7 @@ WRONG = {"canonical_solution": "    return 0\n"}
         ),
         (
             changed(1, test="def check(candidate):\n    candidate(1)\n"),
-            "Own/0: its reference solution does not pass here: fail, .* without an assertion",
+            "Own/0: an empty solution: pass",
         ),
     ],
 )
@@ -268,14 +268,14 @@ def test_a_harness_that_cannot_tell_right_from_wrong_is_refused(
 ) -> None:
     found = read_problems(write_lines(tmp_path / "own.jsonl", lines), "humaneval")
     with pytest.raises(NoAnswer, match=said):
-        self_test(sandbox, found.problems, hostiles=())
+        self_test(sandbox, found.problems)
 
 
 @pytest.mark.parametrize(
     ("change", "said"),
     [
         (WRONG, "fail, an assertion does not hold: assert candidate(2) == 4"),
-        ({"test": "def check(candidate):\n    pass\n"}, "harness, the tests call nothing"),
+        ({"test": "def check(candidate)\n"}, "harness, the tests do not compile"),
         ({"test": "import absent_module\n"}, "No module named 'absent_module'"),
     ],
 )
@@ -284,7 +284,7 @@ def test_a_problem_whose_reference_does_not_pass_is_left_out_with_the_reason(
 ) -> None:
     lines = write_lines(tmp_path / "own.jsonl", changed(1, **change))
     problems = read_problems(lines, "humaneval").problems
-    found = self_test(sandbox, problems, hostiles=(), unfit=1)
+    found = self_test(sandbox, problems, unfit=1)
     assert list(found) == ["Own/0"]
     assert found["Own/0"].startswith("its reference solution does not pass here: ")
     assert said in found["Own/0"]
@@ -293,9 +293,8 @@ def test_a_problem_whose_reference_does_not_pass_is_left_out_with_the_reason(
 def test_no_more_problems_are_left_out_than_was_allowed_and_none_unless_it_was(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    exam = Exam(setup="", tests="")
     many = [
-        Problem(task_id=str(index), prompt="", head="", reference="right", tests=exam)
+        Problem(task_id=str(index), prompt="", head="", reference="right", tests="")
         for index in range(6)
     ]
 
@@ -307,9 +306,8 @@ def test_no_more_problems_are_left_out_than_was_allowed_and_none_unless_it_was(
             ]
 
         monkeypatch.setattr(module, "trials", trials)
-        return self_test(Sandbox(bwrap="", version=""), many, hostiles=(), unfit=allowed)
+        return self_test(Sandbox(bwrap="", version=""), many, unfit=allowed)
 
-    monkeypatch.setattr(module, "not_contained", lambda *_: [])
     assert left_out(0, 0) == {} and list(left_out(3, 3)) == ["0", "1", "2"]
     for wrong, allowed in ((1, 0), (4, 3), (6, 6)):
         with pytest.raises(NoAnswer, match="expected every reference solution to pass"):
@@ -324,7 +322,7 @@ def test_a_function_called_like_a_built_in_one_is_the_programs(
         "test_list": ["assert sum(3, 4) == 12", "assert set([sum(1, 2)]) == set([2])"],
     }
     found = read_problems(write_lines(tmp_path / "own.jsonl", [line]), "mbpp")
-    assert self_test(sandbox, found.problems, hostiles=()) == {}
+    assert self_test(sandbox, found.problems) == {}
 
 
 def test_tests_may_use_the_programs_classes_types_and_modules(
@@ -356,7 +354,7 @@ def test_tests_may_use_the_programs_classes_types_and_modules(
         },
     ]
     found = read_problems(write_lines(tmp_path / "own.jsonl", lines), "mbpp")
-    assert self_test(sandbox, found.problems, hostiles=()) == {}
+    assert self_test(sandbox, found.problems) == {}
 
 
 def test_an_array_of_problems_is_read_as_lines_are(tmp_path: Path) -> None:
@@ -444,9 +442,9 @@ def test_a_killed_evaluation_goes_on_without_doing_anything_twice(
     tried: list[str] = []
     whole_trial = Sandbox.try_program
 
-    def counted(self: Sandbox, program: str, exam: Exam) -> Trial:
+    def counted(self: Sandbox, program: str, tests: str) -> Trial:
         tried.append(program)
-        return whole_trial(self, program, exam)
+        return whole_trial(self, program, tests)
 
     monkeypatch.setattr(Sandbox, "try_program", counted)
     again = judged(model, problems, sandbox, path)
@@ -529,15 +527,7 @@ def test_nothing_in_the_data_marks_a_pass(ignorant: Path, sandbox: Sandbox, tmp_
 # The command
 
 
-@pytest.fixture
-def no_hostiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They take ten seconds, and tests/system/evaluate/test_sandbox.py runs them."""
-    monkeypatch.setattr(module, "HOSTILES", ())
-    _, progress = self_test.__defaults__ or ()
-    monkeypatch.setattr(module.self_test, "__defaults__", ((), progress))
-
-
-@pytest.mark.usefixtures("no_hostiles", "sandbox")
+@pytest.mark.usefixtures("sandbox")
 def test_the_command_prints_the_figures_and_compares(
     knowing: Path, ignorant: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -566,7 +556,7 @@ def test_the_command_prints_the_figures_and_compares(
     assert same["compared"] == both["compared"]
 
 
-@pytest.mark.usefixtures("no_hostiles", "sandbox")
+@pytest.mark.usefixtures("sandbox")
 def test_a_problem_that_is_left_out_is_named_in_every_receipt_and_counted_in_none(
     knowing: Path,
     ignorant: Path,
@@ -608,7 +598,7 @@ def test_a_problem_that_is_left_out_is_named_in_every_receipt_and_counted_in_non
     assert "with without ['Own/1'], found ['Own/0']" in capsys.readouterr().err
 
 
-@pytest.mark.usefixtures("no_hostiles", "sandbox")
+@pytest.mark.usefixtures("sandbox")
 def test_results_of_other_problems_are_no_second_model(
     knowing: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -644,7 +634,7 @@ def test_a_file_of_results_alone_says_how_many_are_missing(
         report_of_file(results.path)
 
 
-@pytest.mark.usefixtures("no_hostiles", "sandbox")
+@pytest.mark.usefixtures("sandbox")
 def test_a_judge_that_dies_makes_the_command_exit_2(
     knowing: Path,
     tmp_path: Path,

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from engine.evaluate import sandbox as module
-from engine.evaluate.hostile import HOSTILES, not_contained
-from engine.evaluate.sandbox import Exam, Sandbox
+from engine.evaluate.sandbox import Sandbox
+from tests.support.hostile_programs import HOSTILES, not_contained
 from tests.support.lacks import open_sandbox_here, skip_for
 
 OUTSIDE = (
@@ -99,7 +99,7 @@ def test_no_metadata_of_what_is_outside_changes(sandbox: Sandbox) -> None:
         return [(s.st_mode, s.st_uid, s.st_gid, s.st_mtime_ns, s.st_ctime_ns) for s in found]
 
     before = seen()
-    trial = sandbox.try_program(METADATA, Exam(setup="", tests="assert done() == []"))
+    trial = sandbox.try_program(METADATA, "assert done() == []")
     assert trial.outcome == "pass", trial.reason
     assert seen() == before
 
@@ -107,13 +107,13 @@ def test_no_metadata_of_what_is_outside_changes(sandbox: Sandbox) -> None:
 AS_NOBODY = """
 import sys
 from engine.errors import NoAnswer
-from engine.evaluate.hostile import HOSTILES, not_contained
-from engine.evaluate.sandbox import Exam, open_sandbox
+from engine.evaluate.sandbox import open_sandbox
+from tests.support.hostile_programs import HOSTILES, not_contained
 try:
     sandbox = open_sandbox()
 except NoAnswer as error:
     sys.exit(f"no sandbox: {error.message}")
-trial = sandbox.try_program(sys.stdin.read(), Exam(setup="", tests="assert done() == []"))
+trial = sandbox.try_program(sys.stdin.read(), "assert done() == []")
 print(trial.outcome, trial.reason)
 some = [one for one in HOSTILES if one.name in sys.argv[1:]]
 print(*not_contained(sandbox, some), sep="\\n")
@@ -145,7 +145,7 @@ def test_an_ordinary_user_changes_no_metadata_outside(sandbox: Sandbox) -> None:
             why = str(error)
             continue
         if ran.returncode == 0:
-            assert ran.stdout == "pass 1 calls, 1 assertions\n\n"
+            assert ran.stdout == "pass \n\n"
             return
         why = ran.stderr.strip().splitlines()[-1]
     skip_for("bubblewrap", f"for nobody: {why}")

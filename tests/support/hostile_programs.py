@@ -1,4 +1,4 @@
-"""Malicious programs, run at the start of every evaluation as the control that the sandbox holds.
+"""Malicious programs, each of which the sandbox must contain.
 
 Each one makes its attempt in `solve()` and returns 42 when the attempt succeeded; the test is `solve() ==
 42`. So a hole shows as a pass. Containment requires more than the absence of a pass: the reason must be the
@@ -19,9 +19,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from engine.evaluate.sandbox import Exam, Sandbox
+from engine.evaluate.sandbox import Sandbox
 
-WANTED = Exam(setup="", tests="assert solve() == 42")
+WANTED = "assert solve() == 42"
 CPU_S, CLOCK_S = 1, 8.0
 """CPU and wall-clock seconds of a hostile program: lower than for a program under test, because some of them use up
 every limit."""
@@ -52,29 +52,6 @@ def _libc(call: str) -> str:
     return _solve(
         f"libc = ctypes.CDLL(None, use_errno=True)\nif {call} != -1:\n    return 42\n"
         "raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))"
-    )
-
-
-_ANSWERS = """
-def _answers(n):
-    import fcntl, stat
-    try:
-        pipe = stat.S_ISFIFO(os.fstat(n).st_mode)
-        return pipe and fcntl.fcntl(n, fcntl.F_GETFL) & os.O_WRONLY
-    except OSError: return False
-"""
-"""Source of a function that returns whether a descriptor is the one for the program's replies."""
-
-
-def _raw(answer: str) -> str:
-    """Return a program that sends the bytes of `answer` unchanged in place of a value."""
-    return (
-        _solve(
-            f"said = b'{{\"value\": ' + {answer} + b'}}\\n'\n"
-            "answers = max(n for n in range(3, 20) if _answers(n))\n"
-            "while said: said = said[os.write(answers, said):]"
-        )
-        + _ANSWERS
     )
 
 
@@ -118,31 +95,13 @@ HOSTILES = tuple(
             _libc("libc.vmsplice(os.pipe()[1], (ctypes.c_void_p * 2)(id(libc), 8), 1, 0)"),
             _REFUSED,
         ),
-        ("exit 0 early", "import sys\nsys.exit(0)\ndef solve(): return 42", _ENDED),
+        ("exit 0 early", "import sys\nsys.exit(0)\ndef solve(): return 42", r"^SystemExit: 0$"),
         ("os._exit(0)", _solve("os._exit(0)"), _ENDED),
         (
             "exit 0 at exit",
             "import atexit, os, sys\natexit.register(os._exit, 0)\n"
             "def solve():\n    print('passed')\n    sys.exit(0)\n",
-            _ENDED,
-        ),
-        (
-            "assert replaced",
-            "import builtins, sys\nclass Never(Exception): pass\n"
-            "builtins.AssertionError = Never\nsys.excepthook = lambda *a: None\n"
-            "sys.flags = type('F', (), {'optimize': 2})\ndef solve(): return 0\n",
-            _WRONG,
-        ),
-        (
-            "equal to everything",
-            "class Same(int):\n    def __eq__(self, other): return True\n"
-            "    def __hash__(self): return 42\ndef solve(): return Same(0)\n",
-            _WRONG,
-        ),
-        (
-            "an object as an answer",
-            "class Same:\n    def __eq__(self, other): return True\ndef solve(): return Same()\n",
-            r"no plain data",
+            r"^SystemExit: 0",
         ),
         (
             "a pass in place of an answer",
@@ -150,17 +109,7 @@ HOSTILES = tuple(
                 'for n in range(64):\n    try: os.write(n, b\'{"outcome": "pass", "nonce": ""}\\n\')\n'
                 "    except OSError: pass\nos._exit(0)"
             ),
-            r"nonsense|^the program ended",
-        ),
-        (
-            "look for the nonce",
-            _solve(
-                "import gc, re\nfound = [o for o in gc.get_objects() if isinstance(o, dict) and 'nonce' in o]\n"
-                "frame = sys._getframe()\nwhile frame:\n"
-                "    found += [v for v in frame.f_locals.values() if isinstance(v, dict) and 'nonce' in v]\n"
-                "    frame = frame.f_back\nreturn 42 if found else 0"
-            ),
-            _WRONG,
+            _ENDED,
         ),
         (
             "read another process' memory",
@@ -205,30 +154,6 @@ HOSTILES = tuple(
             "endless output",
             _solve("while True:\n    print('x' * 65536)"),
             r"CPU time|^not finished",
-        ),
-        (
-            "endless answer",
-            _solve("while True:\n    os.write(ANSWERS, b'x' * 65536)").replace(
-                "ANSWERS", "max(n for n in range(3, 20) if _answers(n))"
-            )
-            + _ANSWERS,
-            r"nonsense",
-        ),
-        # Replies that would cost the judge more than they cost the program.
-        ("digits without end", _raw("b'9' * 3000000"), r"nonsense"),
-        ("depth without end", _raw("b'[' * 100000 + b']' * 100000"), r"nonsense"),
-        ("bits without end", _raw("b'{\"int\": \"' + b'f' * 3000000 + b'\"}'"), r"nonsense"),
-        (
-            "long word for no data",
-            _raw("b'0, \"not_plain\": \"' + b'x' * 3000000 + b'\"'"),
-            r"no plain",
-        ),
-        (
-            "numbers that collide",
-            _raw(
-                "b'{\"set\": [' + b', '.join(b'%d' % (n * (2**61 - 1)) for n in range(99999)) + b']}'"
-            ),
-            r"CPU time to judge its answers",
         ),
         # Files of the host that are visible inside. The attacks set their times to now or their mode to its present
         # value, so that an attack that succeeds does little harm.
