@@ -1,6 +1,6 @@
 """A pane or a screen as text and as an image, and the folder they are saved in.
 
-Text has no colours and no control characters. A `Copyable` pane that scrolls and a table are copied whole; of
+Text has no colours and no control characters. A `Copyable` pane that scrolls is copied whole; of
 any other widget the visible part is taken.
 
 Files are written to the user's working folder, never inside a run folder: captures belong to the viewer,
@@ -25,7 +25,6 @@ from textual.geometry import Region
 from textual.screen import Screen
 from textual.strip import Strip
 from textual.widget import Widget
-from textual.widgets import DataTable
 
 from engine.errors import write_error
 from engine.log.folder import is_run
@@ -80,7 +79,11 @@ def pane_text(screen: Screen[Any], widget: Widget) -> str:
     """Return the title and the text of a pane."""
     inner = screen.focused if screen.focused in widget.walk_children(with_self=True) else None
     text = next(
-        (whole for node in (inner, widget) if node is not None and (whole := _whole_text(node))),
+        (
+            whole
+            for node in (inner, widget)
+            if isinstance(node, Copyable) and (whole := node.whole_text())
+        ),
         None,
     )
     if text is None:
@@ -88,23 +91,6 @@ def pane_text(screen: Screen[Any], widget: Widget) -> str:
     title = widget.border_title
     lines = [*([Content.from_markup(title).plain] if title else []), *text.splitlines()]
     return "\n".join(drawable(line, ascii_only=False) for line in lines) + "\n"
-
-
-def _whole_text(widget: Widget) -> str | None:
-    if isinstance(widget, Copyable):
-        return widget.whole_text()
-    return _table_text(widget) if isinstance(widget, DataTable) else None
-
-
-def _table_text(table: DataTable[Any]) -> str:
-    """Return all rows of a table, in columns."""
-    rows = [[str(column.label) for column in table.ordered_columns]]
-    rows += [[str(cell) for cell in table.get_row(row.key)] for row in table.ordered_rows]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join(
-        "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    )
 
 
 def _strips(screen: Screen[Any], region: Region) -> list[Strip]:

@@ -10,7 +10,7 @@ from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Horizontal
 from textual.events import Resize
-from textual.widgets import DataTable, Input, Static
+from textual.widgets import Input, Static
 
 from engine.errors import BadInput
 from engine.log.filters import Filter, parse_filter
@@ -245,7 +245,7 @@ class RunsScreen(PollingScreen):
                 detail.update(text)
         self.draw_keys()
 
-    @on(DataTable.RowHighlighted)
+    @on(RunsTable.Highlighted)
     def describe(self) -> None:
         """Describe the run under the cursor, once the cursor is drawn: it may be on the next row by then."""
         if not self._is_stale:
@@ -259,12 +259,7 @@ class RunsScreen(PollingScreen):
         self.set_class(width >= WIDE and not is_low(width, height), "-wide")
         self._draw_detail()
 
-    @on(DataTable.HeaderSelected)
-    def sort_by_header(self, event: DataTable.HeaderSelected) -> None:
-        self.query_one(RunsTable).sort_by(str(event.column_key.value))
-        self.describe()
-
-    @on(DataTable.RowSelected)
+    @on(RunsTable.Chosen)
     def open_row(self) -> None:
         self.action_open()
 
@@ -297,7 +292,7 @@ class RunsScreen(PollingScreen):
                 return
             self._marked[row.path] = free[0]
         self._draw()
-        table.action_cursor_down()
+        table.action_cursor_to(1)
 
     def action_unmark(self) -> None:
         self._marked.clear()

@@ -4,14 +4,23 @@ colour of that letter."""
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from itertools import accumulate, zip_longest
 from pathlib import Path
+from typing import ClassVar
 
-from rich.cells import cell_len
-from rich.text import Text
+from rich.cells import cell_len, set_cell_size
+from rich.segment import Segment
+from rich.style import Style
+from textual.binding import Binding, BindingType
+from textual.events import Click
+from textual.geometry import Size
+from textual.message import Message
 from textual.reactive import reactive
-from textual.theme import Theme
+from textual.scroll_view import ScrollView
+from textual.strip import Strip
 
 from engine.log.filters import number_of, setting_text
 from engine.log.sparkline import sparkline
@@ -20,7 +29,6 @@ from engine.watch.runs_feed import CURVE_POINTS, RunRow
 from workbench.plot.series import series_style
 from workbench.tui.names import cut_at_end, distinct_names, shortened
 from workbench.tui.printable import drawable
-from workbench.tui.widgets.cell_table import CellTable
 from workbench.tui.widgets.status_line import LEVEL_ROLES, bar_text, state_role
 
 ABSENT = "-"
@@ -179,15 +187,8 @@ MODELS: dict[str, Callable[[RunRow], str]] = {
     "student": lambda row: row.student,
 }
 """They are as important as settings where they differ."""
-WIDENED = (
-    (NAME.name, 32),
-    (VERDICT, 60),
-    (TAGS, 40),
-    *((name, 40) for name in MODELS),
-    (NAME.name, 200),
-    (VERDICT, 400),
-)
-"""The columns that get what is left of the width, in this order, and up to so many cells."""
+WIDENED = (NAME.name, VERDICT, TAGS, *MODELS)
+"""The columns that get what is left of the width, in this order."""
 
 
 def fixed_columns(*, ascii_only: bool) -> tuple[tuple[Column, ...], tuple[Column, ...]]:
@@ -271,41 +272,77 @@ def in_order(rows: Sequence[RunRow], column: Column, *, backwards: bool) -> list
     return [row for _, row in known] + unknown
 
 
-def _is_as_before(before: RunRow, row: RunRow) -> bool:
-    """Return whether nothing of a run has changed but its age."""
-    return replace(before, age_s=row.age_s) == row
+class RunsTable(ScrollView, can_focus=True):
+    """Draws rows below their headings; `sorted_by` is the name of a column, `backwards` reverses its order, and
+    `marked` maps marked runs to the index of their style. The cursor stays on the first row, and once it was moved on
+    its run, when the rows change. A click on a heading sorts."""
 
+    class Highlighted(Message):
+        """Another run may be under the cursor."""
 
-class RunsTable(CellTable):
-    """Draws rows; `sorted_by` is the name of a column, `backwards` reverses its order, and `marked` maps marked
-    runs to the index of their style."""
+    class Chosen(Message):
+        """The run under the cursor was clicked."""
 
-    # What changes of the cells is drawn, and nothing else: at each poll only ages change.
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("up", "cursor_to(-1)", show=False),
+        Binding("down", "cursor_to(1)", show=False),
+        Binding("pageup", "cursor_page(-1)", show=False),
+        Binding("pagedown", "cursor_page(1)", show=False),
+        Binding("home,ctrl+home", f"cursor_to({-(10**9)})", show=False),
+        Binding("end,ctrl+end", f"cursor_to({10**9})", show=False),
+    ]
+    COMPONENT_CLASSES: ClassVar[set[str]] = {
+        "runs--heading",
+        "runs--cursor",
+        "runs--primary",
+        "runs--success",
+        "runs--warning",
+        "runs--error",
+        "runs--muted",
+    }
+    DEFAULT_CSS = """
+    RunsTable {
+        height: 1fr; scrollbar-size-vertical: 1; background: $surface;
+        .runs--heading { background: $panel; text-style: bold; }
+        .runs--cursor {
+            background: $block-cursor-blurred-background; color: $block-cursor-blurred-foreground;
+            text-style: $block-cursor-blurred-text-style;
+        }
+        &:focus .runs--cursor {
+            background: $block-cursor-background; color: $block-cursor-foreground;
+            text-style: $block-cursor-text-style;
+        }
+        .runs--primary { color: $text-primary; }
+        .runs--success { color: $text-success; }
+        .runs--warning { color: $text-warning; }
+        .runs--error { color: $text-error; }
+        .runs--muted { color: $text-muted; }
+    }
+    """
+
+    # Lines that have changed are drawn, and nothing else: at each poll only ages change.
     rows_shown: reactive[tuple[RunRow, ...]] = reactive((), init=False, repaint=False)
     sorted_by: reactive[str] = reactive(AGE, init=False, repaint=False)
     backwards: reactive[bool] = reactive(False, init=False, repaint=False)
     marked: reactive[Mapping[Path, int]] = reactive({}, init=False, repaint=False)
+    cursor_row: reactive[int] = reactive(0, init=False, repaint=False)
 
     def __init__(self, *, ascii_only: bool) -> None:
         super().__init__()
         self._before, self._after = fixed_columns(ascii_only=ascii_only)
         self._by_key: dict[str, RunRow] = {}
-        self._known: dict[str, tuple[RunRow, list[str]]] = {}
         self._columns: tuple[Column, ...] = (*self._before, *self._after)
         self._settings: tuple[int, ...] = ()
         self._shown: tuple[Column, ...] = ()
-        self._colours: dict[str, str] = {}
-
-    def on_mount(self) -> None:
-        self.app.theme_changed_signal.subscribe(self, self._draw_again)
-
-    def _draw_again(self, _theme: Theme) -> None:
-        """Draw every cell in the colours of another theme."""
-        self._head = ([], [])
-        self._fill()
+        self._titles: list[str] = []
+        self._widths: list[int] = []
+        self._lines: list[tuple[str, list[str]]] = []
+        """Key and cells of each row, in order."""
+        self._is_moved = False
 
     def on_resize(self) -> None:
         self._fill()
+        self._show_cursor()
 
     watch_sorted_by = watch_backwards = watch_marked = on_resize
 
@@ -329,34 +366,117 @@ class RunsTable(CellTable):
         place = names.index(self.sorted_by) + offset if self.sorted_by in names else 0
         self.sort_by(names[place % len(names)])
 
+    # The cursor.
+
+    @property
+    def _key(self) -> str:
+        """Return the key of the row under the cursor."""
+        return self._lines[self.cursor_row][0] if self.cursor_row < len(self._lines) else ""
+
     @property
     def selected(self) -> RunRow | None:
         """Return the row under the cursor."""
-        return self._by_key.get(self.key or "")
+        return self._by_key.get(self._key)
+
+    def watch_cursor_row(self, before: int, row: int) -> None:
+        self._draw_rows((before, row))
+        self._show_cursor()
+        self.post_message(self.Highlighted())
+
+    def _show_cursor(self) -> None:
+        """Scroll until the row under the cursor is visible."""
+        first = max(0, self.cursor_row - self.size.height + 2)
+        y = min(max(self.scroll_y, first), self.cursor_row)
+        self.scroll_to(y=y, animate=False, immediate=True)
+
+    def action_cursor_to(self, offset: int) -> None:
+        """Move the cursor by some rows, as far as there are any."""
+        self._is_moved = True
+        self.cursor_row = min(max(0, self.cursor_row + offset), max(0, len(self._lines) - 1))
+
+    def action_cursor_page(self, pages: int) -> None:
+        self.action_cursor_to(pages * max(1, self.size.height - 1))
+
+    def on_click(self, event: Click) -> None:
+        row = event.y - 1 + round(self.scroll_y)
+        if event.y == 0:
+            ends = list(accumulate(self._widths))
+            self.sort_by_place(bisect_right(ends, event.x))
+            self.post_message(self.Highlighted())
+        elif row == self.cursor_row and row < len(self._lines):
+            self.post_message(self.Chosen())
+        elif row < len(self._lines):
+            self.action_cursor_to(row - self.cursor_row)
+
+    # Drawing.
+
+    def render_line(self, y: int) -> Strip:
+        row = y - 1 + round(self.scroll_y)
+        base, over = self.rich_style, Style()
+        if y == 0:
+            base, cells = self.get_component_rich_style("runs--heading"), self._titles
+            styles = [over] * len(cells)
+        elif row < len(self._lines):
+            key, cells = self._lines[row]
+            styles = [self._style_of(column, self._by_key[key]) for column in self._shown]
+            if row == self.cursor_row:
+                over = self.get_component_rich_style("runs--cursor")
+        else:
+            return Strip.blank(self.size.width, base)
+        segments = [
+            Segment(text, base + style + over)
+            for text, style in zip(self._padded(cells), styles, strict=True)
+        ]
+        return Strip(segments).adjust_cell_length(self.size.width, base + over).simplify()
+
+    def _padded(self, cells: Sequence[str]) -> list[str]:
+        """Return the cells of a row at the widths of their columns."""
+        return [
+            " " * (width - cell_len(text)) + text if column.right else set_cell_size(text, width)
+            for column, text, width in zip(self._shown, cells, self._widths, strict=True)
+        ]
+
+    def whole_text(self) -> str:
+        """Return every row, as lines."""
+        rows = [self._titles, *(cells for _, cells in self._lines)]
+        return "\n".join("".join(self._padded(cells)).rstrip() for cells in rows)
+
+    def _style_of(self, column: Column, row: RunRow) -> Style:
+        if column is NAME and (slot := self.marked.get(row.path)) is not None:
+            return Style(color=series_style(slot).colour, bold=True)
+        role = ""
+        if column.name == VERDICT:
+            role = LEVEL_ROLES.get(row.level, "")
+        elif column is STATE:
+            role = state_role(row.state)
+        return self.get_component_rich_style(f"runs--{role}", partial=True) if role else Style()
+
+    def _draw_rows(self, rows: Iterable[int]) -> None:
+        """Draw some rows again."""
+        for row in rows:
+            self.refresh_line(row + 1)
 
     def watch_rows_shown(self) -> None:
         self._by_key = {str(row.path): row for row in self.rows_shown}
-        self._known = {key: known for key, known in self._known.items() if key in self._by_key}
         settings = tuple(id(row.settings) for row in self.rows_shown)
         if settings != self._settings:
             # The mapping of a run is another one when its settings were read again.
             self._settings = settings
             self._columns = (*self._before, *differing(self.rows_shown), *self._after)
-            self._known.clear()
         self._fill()
 
     @property
     def _gap(self) -> str:
         return "  " if self.size.width >= ROOMY else " "
 
-    def _title(self, column: Column) -> Text:
+    def _title(self, column: Column) -> str:
         title = " " * self._before_text(column) + (column.title or column.name)
         if column.name == self.sorted_by:
             title += "▼" if self.backwards else "▲"
         else:
             # Another order must not change the widths.
             title = f" {title}" if column.right else f"{title} "
-        return Text(title, justify="right" if column.right else "left")
+        return title
 
     def _before_text(self, column: Column) -> int:
         """Return the cells before a text: the gap to the column before, for a name the letter of its mark."""
@@ -364,14 +484,14 @@ class RunsTable(CellTable):
 
     def _all_texts(self, rows: Iterable[RunRow]) -> dict[str, list[str]]:
         """Choose the columns that fit, and return the cell texts of each row."""
-        texts = {str(row.path): self._words(row) for row in rows}
+        texts = {str(row.path): [column.text(row) for column in self._columns] for row in rows}
         wanted = {}
         for place, column in enumerate(self._columns):
             cells = max((cell_len(words[place]) for words in texts.values()), default=0)
             if column.optional and all(words[place] == ABSENT for words in texts.values()):
                 continue
             wanted[column.name] = max(
-                self._title(column).cell_len - self._before_text(column), cells
+                cell_len(self._title(column)) - self._before_text(column), cells
             )
         widths = self._fitted(wanted, self.size.width - self.scrollbar_size_vertical)
         self._shown = tuple(column for column in self._columns if column.name in widths)
@@ -411,53 +531,39 @@ class RunsTable(CellTable):
             if not column.rank or cells + self._before_text(column) <= room:
                 widths[column.name] = cells
                 room -= cells + self._before_text(column)
-        for name, most in WIDENED:
+        for name in WIDENED:
             if name in widths:
-                added = max(0, min(room, min(wanted[name], most) - widths[name]))
+                added = min(room, wanted[name] - widths[name])
                 widths[name] += added
                 room -= added
         return widths
-
-    def _words(self, row: RunRow) -> list[str]:
-        """Return the whole texts of a row; for an unchanged run only the age is recomputed."""
-        key = str(row.path)
-        known = self._known.get(key)
-        if known is None or not _is_as_before(known[0], row):
-            known = self._known[key] = (row, [column.text(row) for column in self._columns])
-        words = [*known[1]]
-        for place, column in enumerate(self._columns):
-            if column.name == AGE:
-                words[place] = column.text(row)
-        return words
 
     def _letter(self, key: str) -> str:
         slot = self.marked.get(self._by_key[key].path)
         return " " if slot is None else series_style(slot).letter
 
-    def _cells(self, key: str, texts: Sequence[str]) -> list[Text]:
-        row = self._by_key[key]
-        slot = self.marked.get(row.path)
-        styles = ["" if slot is None else f"bold {series_style(slot).colour}"]
-        colours = {
-            VERDICT: self._colours.get(row.level, ""),
-            STATE.name: self._colours.get(state_role(row.state), ""),
-        }
-        styles += [colours.get(column.name, "") for column in self._shown[1:]]
-        return [
-            Text(text, style, justify="right" if column.right else "left", no_wrap=True)
-            for text, style, column in zip(texts, styles, self._shown, strict=True)
-        ]
-
     def _fill(self) -> None:
+        """Choose the columns and the order of the rows, and draw what has changed by that."""
         if not self.size.width:
             return
-        theme = self.app.theme_variables
-        roles = {role: role for role in ("primary", *LEVEL_ROLES.values())} | LEVEL_ROLES
-        self._colours = {name: theme.get(f"text-{role}", "") for name, role in roles.items()}
+        key, before = self._key, (self._titles, self._widths, self._lines)
         by_name = {column.name: column for column in self._columns}
         column = by_name.get(self.sorted_by) or by_name[AGE]
         rows = in_order(self.rows_shown, column, backwards=self.backwards)
         texts = self._all_texts(rows)
-        names = [column.name for column in self._shown]
-        titles = [self._title(column) for column in self._shown]
-        self.fill(names, titles, texts, self._cells)
+        self._lines = list(texts.items())
+        self._titles = [self._title(column) for column in self._shown]
+        self._widths = [
+            max(cell_len(cell) for cell in cells)
+            for cells in zip(self._titles, *texts.values(), strict=True)
+        ]
+        keys = list(texts)
+        self.set_reactive(
+            RunsTable.cursor_row, keys.index(key) if self._is_moved and key in texts else 0
+        )
+        self.virtual_size = Size(self.size.width, len(rows) + 1)
+        if (self._titles, self._widths) != before[:2]:
+            self.refresh()
+        else:
+            both = zip_longest(before[2], self._lines)
+            self._draw_rows([row for row, (old, new) in enumerate(both) if old != new])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 from textual.pilot import Pilot
@@ -305,14 +304,8 @@ def test_a_thousand_rows_are_drawn_again_only_where_they_changed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     completed(tmp_path / "run")
-    written: list[str] = []
-    real = RunsTable.update_cell
-
-    def spy(self: RunsTable, row: str, column: str, *rest: Any, **options: Any) -> None:
-        written.append(column)
-        real(self, row, column, *rest, **options)
-
-    monkeypatch.setattr(RunsTable, "update_cell", spy)
+    drawn: list[int] = []
+    monkeypatch.setattr(RunsTable, "refresh_line", lambda self, y: drawn.append(y))
 
     async def script(pilot: Pilot[None]) -> None:
         table = pilot.app.screen.query_one(RunsTable)
@@ -322,10 +315,10 @@ def test_a_thousand_rows_are_drawn_again_only_where_they_changed(
         await pilot.pause()
         # The scroll bar that a thousand rows bring takes cells from the columns.
         table.on_resize()
-        written.clear()
+        drawn.clear()
         table.rows_shown = (*rows[:-1], replace(rows[-1], loss=1.25))
         await pilot.pause()
-        assert written == ["loss"]
+        assert drawn == [1000]
 
     on_screen([tmp_path], (120, 40), script)
 
@@ -497,21 +490,9 @@ def test_runs_are_sorted_by_a_setting(swept: Path) -> None:
     on_screen([swept], (120, 40), script)
 
 
-def test_another_order_moves_the_rows_without_adding_them_again(
-    swept: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    added: list[Any] = []
-    real = RunsTable.add_row
-
-    def spy(self: RunsTable, *cells: Any, **options: Any) -> Any:
-        added.append(options)
-        return real(self, *cells, **options)
-
-    monkeypatch.setattr(RunsTable, "add_row", spy)
-
+def test_another_order_moves_the_rows_and_the_cursor_with_its_run(swept: Path) -> None:
     async def script(pilot: Pilot[None]) -> None:
         await press(pilot, "1", "ctrl+home", "down")
-        added.clear()
         await press(pilot, "1")
         table = pilot.app.screen.query_one(RunsTable)
         lines = text_of(pilot)
@@ -519,20 +500,24 @@ def test_another_order_moves_the_rows_without_adding_them_again(
         assert "name▼" in lines
         assert table.selected is not None
         assert table.selected.name == "beta"
-        assert added == []
 
     on_screen([swept], (120, 40), script)
 
 
 def test_the_verdict_has_the_colour_of_its_level_in_the_theme_of_now(tmp_path: Path) -> None:
     killed(tmp_path / "run")
+    completed(tmp_path / "another")
 
     async def script(pilot: Pilot[None]) -> None:
         table = pilot.app.screen.query_one(RunsTable)
+        await press(pilot, "1")
         for theme in ("dark", "colourblind-light"):
             pilot.app.theme = theme
             await pilot.pause()
-            (cell,) = [c for c in table.get_row_at(0) if "ENDED" in str(c)]
-            assert str(cell.style) == pilot.app.theme_variables["text-error"].lower()
+            (cell,) = [part for part in table.render_line(2) if "ENDED" in part.text]
+            assert cell.style is not None and cell.style.color is not None
+            triplet = cell.style.color.triplet
+            assert triplet is not None
+            assert triplet.hex == pilot.app.theme_variables["text-error"].lower()
 
     on_screen([tmp_path], (120, 40), script)
