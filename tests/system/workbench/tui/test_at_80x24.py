@@ -12,7 +12,6 @@ from tests.support.run_folders import killed
 from tests.support.screens import on_screen, press, text_of, words_of
 from workbench.tui.screens.help import HelpScreen
 from workbench.tui.widgets.flip_form import FlipPlan
-from workbench.tui.widgets.words_view import WordsView
 
 
 @pytest.mark.parametrize("size", [(80, 24), (120, 40)])
@@ -61,7 +60,7 @@ def test_tab_reaches_every_field_of_a_flip_and_its_plan(tmp_path: Path) -> None:
         }
         plan = pilot.app.screen.query_one(FlipPlan)
         assert plan in reached
-        plan.query_one(WordsView).lines = tuple(f"line {n}" for n in range(60))
+        plan.show(lambda _width: [f"line {n}" for n in range(60)])
         plan.focus()
         await press(pilot)
         await press(pilot, "end")
