@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 import os
 import re
 from collections.abc import Iterator, Sequence
@@ -38,22 +37,12 @@ from engine.log.observed import lines_of
 from engine.log.read import BrokenLog, events_of
 from engine.log.view import RunView, host_of
 from engine.receipts.context import plain, sessions_of, spec_hash
-from engine.sealing import canonical, digest, now_utc
+from engine.sealing import now_utc
 from engine.spec import parse_set, read_spec
 from engine.terminal import clipped
 from engine.verdict import Level, Verdict
 
 _READ_BYTES = 1 << 20
-_COMPARED_FACTS = (
-    *("config", "seeds", "data", "weights", "device", "decisions"),
-    *("rows", "lineage", "differences"),
-)
-"""Names of the facts that must be equal in a receipt and in the logs."""
-_RECEIPT_NAMES = {
-    **{"device": "device_facts", "device of the steps": "device"},
-    **{"settings": "spec", "folder of the student": "student"},
-}
-"""Names that facts have in a receipt, where they differ."""
 _UNSEALED = frozenset(
     {
         *("notes.json", "verified.json", "memory.held", "reserve", "stop-asked"),
@@ -101,8 +90,6 @@ class _Form(msgspec.Struct):
     logs: dict[str, _Log | None] | None = None
     student_files: dict[str, _File] | None = None
     files: dict[str, _File] | None = None
-    whole_sha256: dict[str, str] | None = None
-    """Hashes of those facts that redaction changed, before it."""
     finished_unix_s: float | None = None
     lineage: list[_Link] | None = None
     decisions: list[_Decided] | None = None
@@ -142,15 +129,6 @@ def logs_of(run: RunFolder) -> tuple[Path, ...]:
     hosts = [RunFolder(run.path, host_of(source)) for source in run.logs() if host_of(source)]
     further = {path: None for host in hosts for path in (host.device, host.watch, host.stderr)}
     return run.events, run.device, run.watch, run.stderr, *further
-
-
-def facts_sha256(facts: dict[str, Any], names: Sequence[str]) -> dict[str, str]:
-    """Return the hash of each fact that a receipt has under one of these names."""
-    return {
-        name: digest(canonical(facts[name]))
-        for name in _COMPARED_FACTS
-        if _RECEIPT_NAMES.get(name, name) in names
-    }
 
 
 def _fields(event: Event | None) -> dict[str, Any] | None:
@@ -364,13 +342,6 @@ def rows_of(view: RunView) -> dict[str, Any]:
     }
 
 
-def _tokens_trained(view: RunView) -> int:
-    """Count the tokens of the steps whose gradient was applied."""
-    bad = _skipped_steps(view)
-    tokens = zip(view.steps.values("step"), view.steps.values("tokens"), strict=True)
-    return int(sum(n or 0 for step, n in tokens if step not in bad))
-
-
 def _skipped_steps(view: RunView) -> set[int]:
     """Return the steps whose update was skipped because a number was not finite."""
     # These are measured between updates, so they skip none.
@@ -384,8 +355,8 @@ def _skipped_steps(view: RunView) -> set[int]:
 def check_receipt(run: RunFolder, receipt: dict[str, Any], view: RunView) -> dict[str, Verdict]:
     """Compare everything in a receipt that can be compared with the run folder without torch.
 
-    `not_compared` lists the rest. A receipt is no signature: a folder whose logs and receipt were all rewritten agrees
-    with itself.
+    `not_compared` lists the rest. The log has the hash of the receipt, so its facts need no second comparison. A
+    receipt is no signature: a folder whose log and receipt were rewritten agrees with itself.
     """
     recorded = view.receipt.sha256 if view.receipt is not None else None
     out = {
@@ -411,12 +382,7 @@ def check_receipt(run: RunFolder, receipt: dict[str, Any], view: RunView) -> dic
     for name, file in (receipt.get("files") or {}).items():
         found = _sha256(run.path / name, STUDENT_FILE) if name in names else None
         out[name] = _equal(f"sha256 of {name}", file["sha256"], found)
-    return (
-        out
-        | {"files": _every_file(run, receipt, names)}
-        | _agreement(run, receipt, view)
-        | _checkpoints(run, receipt)
-    )
+    return out | {"files": _every_file(run, receipt, names)} | _checkpoints(run, receipt)
 
 
 def _ends_early(log: Path, covered: int, receipt: dict[str, Any]) -> str:
@@ -486,58 +452,6 @@ def check_student_files(run: RunFolder, receipt: dict[str, Any]) -> dict[str, Ve
     return out
 
 
-def _agreement(run: RunFolder, receipt: dict[str, Any], view: RunView) -> dict[str, Verdict]:
-    """Compare a receipt with the present logs and settings."""
-    facts = facts_of(run, view)
-    hashes = {"teacher": "teacher", "student": "student_start"}
-    models = {key: view.models[role].sha256 for role, key in hashes.items() if role in view.models}
-    if view.student is not None:
-        models["student"] = view.student.sha256
-    started = view.started
-    logged: dict[str, Any] = {
-        "model_sha256": models,
-        "heldout_loss_nats": {e.subject: e.loss for e in view.evals if e.loss is not None},
-        "steps": view.last_step,
-        "rows_trained": facts["rows"]["rows_trained"],
-        "tokens_trained": _tokens_trained(view),
-        "best_step": next((c.step for c in reversed(view.checkpoints) if c.best), None),
-    } | {name: facts[name] for name in _COMPARED_FACTS}
-    seed = facts["seeds"]["train.seed"]
-    logged["seeds"] |= {"torch.manual_seed": seed, "philox_key_of_the_order": [seed, "epoch"]}
-    logged["outcome"] = view.finished.state if view.finished is not None else "completed"
-    if view.data is not None:
-        logged |= {
-            f"{side}_sha256": facts["data"][f"{side}_sha256"] for side in ("train", "heldout")
-        }
-    if started is not None:
-        versions = {"engine": started.engine, "torch": started.torch}
-        logged |= {"run": started.name, "spec_sha256": started.spec_sha256}
-        logged |= {"device of the steps": started.device, **versions}
-        logged |= {"packages": versions | {"python": started.python}}
-        logged |= {"tool": {"version": started.engine}}
-    if "redacted" not in receipt:
-        # Redaction may have replaced parts of these. `spec_sha256` was computed before it, so it is always compared.
-        logged |= {"settings": effective_of(run).get("spec")}
-        logged |= {"folder of the student": None if view.student is None else view.student.path}
-    logged = json.loads(json.dumps(logged))
-    whole = receipt.get("whole_sha256") or {}
-    out = {}
-    for name, value in logged.items():
-        recorded = receipt.get(_RECEIPT_NAMES.get(name, name))
-        if isinstance(recorded, dict) and isinstance(value, dict):
-            # A receipt may have further keys.
-            recorded = {key: recorded.get(key) for key in value}
-        text = f"{name}, as logged"
-        out[name] = (
-            _equal(
-                f"{text} (redacted, compared by its hash)", whole[name], digest(canonical(value))
-            )
-            if name in whole
-            else _equal(text, recorded, value)
-        )
-    return out
-
-
 def _checkpoints(run: RunFolder, receipt: dict[str, Any]) -> dict[str, Verdict]:
     """Compare the manifests of the checkpoints in the lineage that still exist."""
     lineage = receipt.get("lineage") or []
@@ -551,35 +465,14 @@ def _checkpoints(run: RunFolder, receipt: dict[str, Any]) -> dict[str, Verdict]:
     return out
 
 
-def _equal(what: str, recorded: Any, found: Any) -> Verdict:
+def _equal(what: str, recorded: str | None, found: str | None) -> Verdict:
+    """Compare two hashes."""
     if recorded is None:
         return Verdict(Level.UNKNOWN, f"{what}: the receipt does not record it")
-    if found is None:
-        return Verdict(Level.FAIL, f"{what}: expected {_short(recorded)}, found nothing to compare")
-    if isinstance(recorded, dict) and isinstance(found, dict):
-        keys = {**recorded, **found}
-        key = next((k for k in keys if not _agrees(recorded.get(k), found.get(k))), None)
-        if key is not None:
-            what, recorded, found = f"{what}: {key}", recorded.get(key), found.get(key)
-    if not _agrees(recorded, found):
-        return Verdict(Level.FAIL, f"{what}: expected {_short(recorded)}, found {_short(found)}")
-    return Verdict(Level.PASS, f"{what}: {_short(found)}")
-
-
-def _agrees(recorded: Any, found: Any) -> bool:
-    if isinstance(recorded, dict) and isinstance(found, dict):
-        keys = {**recorded, **found}
-        return all(_agrees(recorded.get(key), found.get(key)) for key in keys)
-    return bool(recorded == found)
-
-
-def _short(value: Any) -> str:
-    if isinstance(value, str):
-        return value[:16]
-    text = json.dumps(value)
-    if len(text) <= 60:
-        return text
-    return f"{len(value)} entries" if isinstance(value, list | dict) else clipped(text, 60)
+    if recorded != found:
+        text = "nothing to compare" if found is None else found[:16]
+        return Verdict(Level.FAIL, f"{what}: expected {recorded[:16]}, found {text}")
+    return Verdict(Level.PASS, f"{what}: {found[:16]}")
 
 
 def read_receipt_or_facts(run: RunFolder, view: RunView) -> tuple[dict[str, Any], bool]:

