@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -81,25 +81,24 @@ class Compared:
     def total_tokens(self) -> float | None:
         return float(self.tokens[-1]) if len(self.tokens) else None
 
-    def _xs(self, axis: str) -> tuple[Numbers, float]:
-        """Return the x of each step, and the origin to subtract."""
+    def _xs(self, axis: str) -> Numbers:
+        """Return the x of each step."""
         if axis == "tokens":
-            return self.tokens, 0.0
+            return self.tokens
         if axis == "time":
-            return self.view.steps.column("clock_s"), self.view.first_unix_s or 0.0
-        return self.view.steps.column("step"), 0.0
+            return self.view.steps.column("clock_s") - (self.view.first_unix_s or 0.0)
+        return self.view.steps.column("step")
 
     def _evaluations(self, axis: str) -> list[tuple[float, float | None]]:
         """Return x and held-out loss of the student at each evaluation, including the one before the first step;
         non-finite losses are kept."""
-        xs, origin = self._xs(axis)
-        steps = self.view.steps
+        xs, steps = self._xs(axis), self.view.steps
         points = []
         for evaluation in self.view.evals:
             if evaluation.subject not in ("student", "untrained"):
                 continue
             row = steps.find("step", evaluation.step + 0.5) - 1
-            x = xs[row] - origin if row >= 0 else 0.0
+            x = float(xs[row]) if row >= 0 else 0.0
             points.append((float(evaluation.step) if axis == "step" else x, evaluation.loss))
         return points
 
@@ -115,8 +114,8 @@ class Compared:
         if not metric.column:
             known = [x for x, _ in self._evaluations(axis)]
             return (min(known), max(known)) if known else None
-        xs, origin = self._xs(axis)
-        return (float(xs[0] - origin), float(xs[-1] - origin)) if len(xs) else None
+        xs = self._xs(axis)
+        return (float(xs[0]), float(xs[-1])) if len(xs) else None
 
     def trace(self, metric: Metric, axis: str, low: float, high: float, count: int) -> Trace:
         """Return the metric in at most `count` buckets of equal width on [low, high]."""
@@ -126,14 +125,9 @@ class Compared:
             single = tuple(bucket_at(x, y) for x, y in points if low <= x <= high)
             return Trace(name=name, buckets=single, last=points[-1][1] if points else None)
         steps = self.view.steps
-        xs, origin = self._xs(axis)
-        edges = equal_widths(xs, low + origin, high + origin, count)
+        xs = self._xs(axis)
+        edges = equal_widths(xs, low, high, count)
         bucket_list = buckets(xs, steps.column(metric.column), edges)
-        if origin:
-            bucket_list = [
-                replace(bucket, x_first=bucket.x_first - origin, x_last=bucket.x_last - origin)
-                for bucket in bucket_list
-            ]
         if axis != "tokens":
             # Empty buckets are dropped: only the distance between two neighbours decides whether they are joined.
             bucket_list = [
@@ -147,9 +141,8 @@ class Compared:
         if not metric.column:
             points = [(x, y) for x, y in self._evaluations(axis) if y is not None]
             return samples_of([x for x, _ in points], [y for _, y in points])
-        xs, origin = self._xs(axis)
         ys = self.view.steps.column(metric.column)
-        return samples_of(xs, ys, origin=origin, gap=self._gap(metric, axis))
+        return samples_of(self._xs(axis), ys, gap=self._gap(metric, axis))
 
     def _gap(self, metric: Metric, axis: str) -> float:
         """Return the largest x distance at which two neighbours are joined by a line: a missing step, or a long time
@@ -171,8 +164,7 @@ class Compared:
         extent = self.extent(metric, axis)
         if extent is None or not extent[0] <= x <= extent[1]:
             return None
-        xs, origin = self._xs(axis)
-        row = bisect_right(xs, x + origin) - 1
+        row = bisect_right(self._xs(axis), x) - 1
         return self.view.steps.value(metric.column, max(0, row))
 
 

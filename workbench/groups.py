@@ -56,14 +56,12 @@ def samples_of(
     origin: float = 0.0,
     gap: float = math.inf,
 ) -> Samples:
-    """Return the rows of a column that are not absent, with x counted from `origin`."""
+    """Return the rows of a column that are not absent."""
     import numpy as np
 
     values = np.array(ys, dtype=np.float64)
     is_logged = ~is_absent(values)
-    return Samples(
-        xs=np.array(xs, dtype=np.float64)[is_logged] - origin, ys=values[is_logged], gap=gap
-    )
+    return Samples(xs=np.array(xs, dtype=np.float64)[is_logged], ys=values[is_logged], gap=gap)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

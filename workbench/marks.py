@@ -25,16 +25,17 @@ from engine.log.view import RunView
 from engine.units import format_bytes, format_seconds
 
 Kind = Literal["nan", "alert", "restart", "flip", "late compile", "compile", "checkpoint"]
-PRIORITY: tuple[Kind, ...] = (
-    "nan",
-    "alert",
-    "restart",
-    "flip",
-    "late compile",
-    "checkpoint",
-    "compile",
-)
-"""Kinds of marks by priority: of several marks in one column, the first kind is drawn."""
+SIGNS: dict[Kind, tuple[str, str]] = {
+    "nan": ("×", "X"),
+    "alert": ("!", "!"),
+    "restart": ("R", "R"),
+    "flip": ("F", "F"),
+    "late compile": ("C", "C"),
+    "checkpoint": ("s", "s"),
+    "compile": ("c", "c"),
+}
+"""Character of each kind of mark, with and without Unicode; of several marks in one column, the first kind is drawn."""
+PRIORITY = tuple(SIGNS)
 FLIPS = Path("flips")
 LOOK_FOR_FLIPS_S = 5.0
 

@@ -27,10 +27,8 @@ from engine.log.text import (
     data_lines,
     decision_lines,
     device_lines,
-    ending_text,
     event_text,
     kernel_lines,
-    ledger_line,
     result_lines,
     run_device_lines,
     sample_lines,
@@ -39,12 +37,6 @@ from engine.log.view import RunView
 from engine.units import format_bytes, format_count, format_seconds
 from workbench.feed import Snapshot
 from workbench.paths import with_short_paths
-
-
-def device_words(snapshot: Snapshot) -> list[str]:
-    """Return the newest readings, and the phases of the newest step."""
-    ledger = ledger_line(snapshot.view)
-    return [*machine_words(snapshot, PAGE_WIDTH, False), *([ledger] if ledger else [])]
 
 
 def machine_words(snapshot: Snapshot, width: int, ascii_only: bool) -> list[str]:
@@ -186,11 +178,6 @@ def data_words(snapshot: Snapshot) -> list[str]:
     ]
 
 
-def screen_data_words(snapshot: Snapshot) -> list[str]:
-    """Return the same with the key of the screen that shows a step; a notebook's page has no keys."""
-    return [line.replace("trained on: ", "trained on: b, or ") for line in data_words(snapshot)]
-
-
 def sample_words(snapshot: Snapshot) -> list[str]:
     """Return what the models made of one held-out prompt at each evaluation."""
     if snapshot.command is not None and not any(done.sample for done in snapshot.view.evals):
@@ -250,16 +237,6 @@ def outcome_words(snapshot: Snapshot) -> list[str]:
     return lines
 
 
-def result_words(snapshot: Snapshot) -> list[str]:
-    """Return how the run ended, its results, and its folder."""
-    lines = outcome_words(snapshot)
-    if not snapshot.has_ended:
-        return lines
-    view, state = snapshot.view, snapshot.state
-    at = "" if view.finished is None else f" at step {view.finished.step}"
-    return [": ".join(filter(None, [f"{state}{at}", ending_text(view, state)])), *lines]
-
-
 Words = Callable[[Snapshot], list[str]]
 """The lines of a pane. A line without leading space is a heading of the indented lines below it."""
 LAST = 99
@@ -291,8 +268,6 @@ class Pane:
     alert, or with many rows."""
     page: int | None = LAST
     """Rank on the notebook's page; None if the page does not show it."""
-    page_words: Words | None = None
-    """Function that returns the lines on that page; None if they are those of `words`."""
 
     @property
     def name(self) -> str:
@@ -367,7 +342,7 @@ PANES: tuple[Pane, ...] = (
         help=SPEED_HELP,
         column="left",
         when="always",
-        page=None,
+        page=6,
     ),
     Pane(
         id="device",
@@ -375,8 +350,7 @@ PANES: tuple[Pane, ...] = (
         fitted=machine_words,
         help=DEVICE_HELP,
         when="always",
-        page=6,
-        page_words=device_words,
+        page=7,
     ),
     Pane(
         id="decisions",
@@ -393,7 +367,6 @@ PANES: tuple[Pane, ...] = (
         words=outcome_words,
         when="ended",
         page=2,
-        page_words=result_words,
     ),
     Pane(
         id="checks",
@@ -409,10 +382,9 @@ PANES: tuple[Pane, ...] = (
         id="data",
         letter="d",
         title="data",
-        words=screen_data_words,
+        words=data_words,
         help=DATA_HELP,
-        page=7,
-        page_words=data_words,
+        page=8,
     ),
     Pane(
         id="samples",
@@ -420,7 +392,7 @@ PANES: tuple[Pane, ...] = (
         title="samples of text",
         words=sample_words,
         help=SAMPLES_HELP,
-        page=8,
+        page=9,
     ),
 )
 """Panes in the order of their keys."""
@@ -431,8 +403,9 @@ def pane_of(id_: str) -> Pane:
     return next(pane for pane in PANES if pane.id == id_)
 
 
-def page_panes() -> dict[str, Words]:
-    """Return the panes of the notebook's page in order, each with the function that makes its lines."""
-    shown = sorted((p.page, n, p) for n, p in enumerate(PANES) if p.page is not None)
-    words_by_pane = {pane.id: pane.page_words or pane.words for _, _, pane in shown}
-    return {id_: words for id_, words in words_by_pane.items() if words is not None}
+def page_panes() -> dict[str, Pane]:
+    """Return the panes of the notebook's page in order."""
+    shown = sorted(
+        (p.page, n, p) for n, p in enumerate(PANES) if p.page is not None and p.has_lines
+    )
+    return {pane.id: pane for _, _, pane in shown}

@@ -34,7 +34,7 @@ from workbench.engine_commands import resume_run, start_run, stop_run
 from workbench.feed import RunFeed, Snapshot
 from workbench.notebook.panel import Panel
 from workbench.notebook.stream import Stream
-from workbench.panes import result_words
+from workbench.panes import outcome_words
 
 if TYPE_CHECKING:
     import pandas
@@ -217,7 +217,7 @@ class Live(Panel):
             return [], [f"{self!r}: nothing was read yet"]
         verdict = run_verdict_lines(snapshot.view, snapshot.state, snapshot.run.path)
         status = f"{snapshot.run.name}: {snapshot.status}"
-        lines = [*verdict, status, *result_words(snapshot)]
+        lines = [*verdict, status, *outcome_words(snapshot)]
         return run_figures(snapshot.view, limit=STILL_LIMIT), lines
 
     def _draw_buttons(self) -> None:

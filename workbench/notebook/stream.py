@@ -28,7 +28,7 @@ from engine.report.chart import described, series_key
 from engine.terminal import printable
 from engine.watch.verdict_line import verdict_of
 from workbench.feed import Snapshot
-from workbench.panes import page_panes
+from workbench.panes import PAGE_WIDTH, page_panes
 
 HISTORY, LIVE = 256, 24
 PANE_CHARACTERS = 6000
@@ -121,7 +121,10 @@ class Stream:
             verdict = verdict_of(snapshot.view, snapshot.state, snapshot.run.path)
             lines.insert(0, verdict.signed())
         found = {"status": _cut("\n".join(lines))}
-        found |= {name: _cut("\n".join(PANES[name](snapshot))) for name in self._panes}
+        found |= {
+            name: _cut("\n".join(PANES[name].lines(snapshot, False, PAGE_WIDTH)))
+            for name in self._panes
+        }
         changed = {name: text for name, text in found.items() if self._words.get(name) != text}
         self._words |= changed
         return changed

@@ -20,11 +20,6 @@ from itertools import groupby
 BRAILLE_BLANK = 0x2800
 BRAILLE_BITS = ((0x40, 0x04, 0x02, 0x01), (0x80, 0x20, 0x10, 0x08))
 """Bit of each dot, by its column and its row from the bottom."""
-RUNS = tuple(
-    tuple(tuple(sum(bits[low : high + 1]) for high in range(4)) for low in range(4))
-    for bits in BRAILLE_BITS
-)
-"""Bits of the dots of one column between two rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,19 +109,14 @@ class Canvas:
 
     def run(self, x: int, low: int, high: int, char: str, role: str) -> None:
         """Set the dots of one column of dots from `low` to `high`."""
-        columns, roles = self.columns, self._roles
-        if self._ascii_only:
-            for y in range(low, high + 1):
-                at = (self.rows - 1 - y) * columns + x
-                self._chars[at], roles[at] = char, role
-            return
-        runs = RUNS[x % 2]
-        first, last = low // 4, high // 4
-        for cell in range(first, last + 1):
-            at = (self.rows - 1 - cell) * columns + x // 2
-            begin, end = low % 4 if cell == first else 0, high % 4 if cell == last else 3
-            self._bits[at] |= runs[begin][end]
-            roles[at] = role
+        for y in range(low, high + 1):
+            column, row = self.cell(x, y)
+            at = row * self.columns + column
+            self._roles[at] = role
+            if self._ascii_only:
+                self._chars[at] = char
+            else:
+                self._bits[at] |= BRAILLE_BITS[x % 2][y % 4]
 
     def char(self, column: int, row: int, char: str, role: str) -> None:
         """Put a character over whatever is in a cell."""

@@ -156,8 +156,6 @@ class Chart:
     levels: tuple[Level, ...] = ()
     signs: tuple[Sign, ...] | None = None
     """Marks; the last of several in one column is drawn. None for a chart without marks."""
-    fault: str = ""
-    """Description of the x that are not finite; if empty, it is derived from the lines."""
     cursor: float | None = None
     readout: tuple[str, ...] = ()
     """The text for the cursor; without it, the axis labels the cursor."""
@@ -283,11 +281,10 @@ class _Drawing:
         return items
 
     def faults(self) -> list[str]:
-        """Return where lines are not finite."""
-        if self.chart.fault:
-            return [f" {self.chart.fault}"]
+        """Return where lines and bands are not finite."""
         by_letter: dict[str, tuple[float, int]] = {}
-        for line in self.lines:
+        bands = (Line(trace=band.trace, slot=0) for band in self.chart.bands)
+        for line in (*self.lines, *bands):
             faulty = [bucket for bucket in line.trace.buckets if bucket.non_finite]
             if faulty:
                 # Values are counted, not columns, whose number depends on the width; a line with a band counts once.

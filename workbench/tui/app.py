@@ -23,7 +23,6 @@ from textual.command import Provider
 from textual.dom import DOMNode
 from textual.drivers import linux_driver
 from textual.filter import LineFilter
-from textual.theme import Theme
 
 from engine.errors import EXIT_TERMINATED, EngineError
 from engine.log.folder import RunFolder, is_run
@@ -47,7 +46,6 @@ from workbench.tui.screens.runs import RunsScreen
 from workbench.tui.themes import OWN, OWN_NAMES, THEME_VARIABLES
 from workbench.tui.widgets.key_bar import bindings_of
 
-_OWN = {theme.name: theme for theme in OWN}
 CLIPBOARD_BYTES = 50_000
 """Terminals cut off or ignore an OSC 52 sequence longer than about 75 kB of base64."""
 
@@ -184,10 +182,6 @@ class WorkbenchApp(App[None]):
         from workbench.tui.screens.run import RunScreen
 
         self.push_screen(RunScreen(self.context, run))
-
-    def get_theme(self, theme_name: str) -> Theme | None:
-        # Textual copies the table of all themes for each line that is drawn.
-        return _OWN.get(theme_name) or super().get_theme(theme_name)
 
     def get_line_filters(self) -> Sequence[LineFilter]:
         return [*super().get_line_filters(), self._printable]

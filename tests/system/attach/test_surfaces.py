@@ -176,7 +176,7 @@ def test_two_of_them_are_compared_by_their_commands_and_unknown_numbers_are_abse
     seen = texts_of(tmp_path / "runs", (140, 40), "space", "down", "space", "c")
     words = seen[-1]
     assert "--lr=one" in words and "--lr=two" in words and "no settings on record" not in words
-    assert "tokens - -" in words and "not finite - -" in words
+    assert "not finite alerts sessions A two - 0 1 B one - 0 1" in words
 
 
 def test_commands_say_what_is_known_or_why_not(tmp_path: Path) -> None:
@@ -243,7 +243,7 @@ def test_a_notebook_shows_the_command_in_the_place_of_decisions(tmp_path: Path) 
     assert panel._buttons["resume"].disabled
     panel.close()
     assert OTHERS_RESULT in lines
-    shown = page_panes()["decisions"](RunFeed(run).read_all())
+    shown = page_panes()["decisions"].lines(RunFeed(run).read_all(), False, 100)
     assert shown[0].endswith("train.py --lr=run")
 
 
@@ -292,7 +292,7 @@ def test_every_surface_lists_all_identities_with_what_is_wrong_first_and_what_to
         assert "x CONTRADICTION kept_gradients: nothing zeroed them (step 2)" in shown
         assert "+ pass update: 9 numbers are the textbook" in shown
     assert "7 identities" in pane and "7 checks" not in pane
-    shown = page_panes()["checks"](RunFeed(run).read_all())
+    shown = page_panes()["checks"].lines(RunFeed(run).read_all(), False, 100)
     assert shown[1].startswith("x CONTRADICTION kept_gradients")
 
 

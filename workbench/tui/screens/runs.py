@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import ClassVar
 
@@ -31,7 +32,9 @@ from workbench.tui.screens.actions import (
     ask_to_stop,
     refuse_other,
 )
-from workbench.tui.screens.polling import Polled, PollingScreen, RunChosen, run_command
+from workbench.tui.screens.form import FormScreen
+from workbench.tui.screens.polling import Polled, PollingScreen, RunChosen
+from workbench.tui.widgets.fields import Field, Values
 from workbench.tui.widgets.filter_line import FilterLine
 from workbench.tui.widgets.key_bar import KeyBar
 from workbench.tui.widgets.runs_table import RunsTable
@@ -78,7 +81,7 @@ class RunsScreen(PollingScreen):
         Binding("q", "app.quit", "quit", tooltip="close the workbench; runs continue"),
         Binding("enter", "open", "open", tooltip="open the run under the cursor"),
         Binding("slash", "filter", "filter", tooltip="filter by settings, state, tag, words"),
-        Binding("escape", "clear_filter", "clear", tooltip="remove the filter, or leave an edit"),
+        Binding("escape", "clear_filter", "clear", tooltip="remove the filter"),
         Binding("space", "mark", "mark", tooltip="mark the run for a comparison, or unmark it"),
         Binding("c", "compare", "compare", tooltip="compare the 2 to 6 runs marked with space"),
         Binding("u", "unmark", "unmark all", show=False, tooltip="remove all marks"),
@@ -149,8 +152,6 @@ class RunsScreen(PollingScreen):
         self._marked: dict[Path, int] = {}
         self._is_stale = False
         """Whether the description still shows the run that was under the cursor before."""
-        self._edited: tuple[str, Path] | None = None
-        """Field (`tags` or `note`) and run that are being edited; None if none is."""
 
     def compose(self) -> ComposeResult:
         yield Static("reading runs", id="head", markup=False)
@@ -161,7 +162,6 @@ class RunsScreen(PollingScreen):
             yield TextPane("run", id="preview", is_fixed=True)
         yield WordsView(id="empty")
         yield Static(id="detail", markup=False)
-        yield FilterLine("", id="edit")
         yield KeyBar()
 
     def poll(self) -> Polled:
@@ -331,8 +331,7 @@ class RunsScreen(PollingScreen):
             # Enter in the line of a filter keeps the filter.
             is_typing = action == "open" and isinstance(self.focused, Input)
             return self.query_one(RunsTable).selected is not None and not is_typing
-        lines = self.query(FilterLine)
-        return action != "clear_filter" or any(line.display for line in lines)
+        return action != "clear_filter" or self.query_one(FilterLine).display
 
     def action_start(self) -> None:
         from workbench.tui.screens.new_run import NewRunScreen
@@ -350,58 +349,41 @@ class RunsScreen(PollingScreen):
 
     def action_tags(self) -> None:
         if (row := self.query_one(RunsTable).selected) is not None:
-            self._edit("tags", row.path, " ".join(row.tags), "tags: words, as in baseline good")
+            value, hint = " ".join(row.tags), "words, as in baseline good"
+            field = Field(name="tags", label="tags", value=value, hint=hint)
+            self._edit(row, field, lambda run, text: change_notes(run, tags=text.split()))
 
     def action_note(self) -> None:
         if (row := self.query_one(RunsTable).selected) is not None:
-            self._edit("note", row.path, row.note, "note: one line of text")
+            field = Field(name="note", label="note", value=row.note, hint="one line of text")
+            self._edit(row, field, lambda run, text: change_notes(run, note=text))
 
-    def _edit(self, what: str, run: Path, value: str, hint: str) -> None:
-        """Let the user edit a text in a line below the table; enter keeps it, escape leaves it as it was."""
-        self._edited = (what, run)
-        line = self.query_one("#edit", FilterLine)
-        line.placeholder, line.value = hint, value
-        line.begin()
-        line.cursor_position = len(value)
+    def _edit(self, row: RunRow, field: Field, write: Callable[[RunFolder, str], object]) -> None:
+        """Let the user edit a text of a run."""
 
-    @on(Input.Submitted, "#edit")
-    def keep_edit(self, event: Input.Submitted) -> None:
-        """Write what was edited, in a thread: the disk may be slow."""
-        edited, text = self._edited, event.value
-        self._leave_edit()
-        if edited is None:
-            return
-        what, path = edited
+        def send(values: Values) -> str:
+            text = values[field.name]
+            write(RunFolder(row.path), text)
+            self._feed.examine(row.path)
+            return f"{field.name} of {row.name}: {' '.join(text.split()) or 'none'}"
 
-        def write() -> str:
-            run = RunFolder(path)
-            if what == "tags":
-                change_notes(run, tags=text.split())
-            else:
-                change_notes(run, note=text)
-            self._feed.examine(path)
-            return f"{what} of {run.name}: {' '.join(text.split()) or 'none'}"
+        def done(message: str | None) -> None:
+            if message is not None:
+                self.notify(message, markup=False)
+                self.tick()
 
-        run_command(self, what, write)
-
-    def _leave_edit(self) -> None:
-        self._edited = None
-        self.query_one("#edit", FilterLine).drop()
-        self.query_one(RunsTable).focus()
+        self.app.push_screen(FormScreen(f"{field.name} of {row.name}", [field], send), done)
 
     # Filter.
 
     def action_filter(self) -> None:
-        self.query_one("#filter", FilterLine).begin()
+        self.query_one(FilterLine).begin()
 
     def action_clear_filter(self) -> None:
-        if self._edited is not None:
-            self._leave_edit()
-            return
-        self.query_one("#filter", FilterLine).drop()
+        self.query_one(FilterLine).drop()
         self.query_one(RunsTable).focus()
 
-    @on(Input.Changed, "#filter")
+    @on(Input.Changed)
     def filter_by(self, event: Input.Changed) -> None:
         names = {name for row in self._rows for name in row.settings}
         wrong = self.query_one("#wrong", Static)
@@ -414,9 +396,9 @@ class RunsScreen(PollingScreen):
         wrong.display = bool(event.value.strip()) and not self._pattern
         self._draw()
 
-    @on(Input.Submitted, "#filter")
+    @on(Input.Submitted)
     def keep_filter(self) -> None:
-        self.query_one("#filter", FilterLine).leave()
+        self.query_one(FilterLine).leave()
         self.query_one(RunsTable).focus()
 
 

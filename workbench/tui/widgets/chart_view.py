@@ -55,7 +55,6 @@ class ChartView(Widget):
 
     virtual_size = reactive(Size(0, 0), repaint=False)
     """It never scrolls, so that another size needs no second layout."""
-    chart: reactive[Chart] = reactive(Chart())
 
     def __init__(self, *, ascii_only: bool, id: str | None = None, classes: str = "") -> None:
         super().__init__(id=id, classes=classes)
@@ -74,11 +73,11 @@ class ChartView(Widget):
 
     def redraw_key(self) -> tuple[object, ...]:
         """Return everything the chart depends on; it is redrawn only when one of these changes."""
-        return (self.chart,)
+        return ()
 
     def current_chart(self) -> Chart:
         """Return the chart for the current size."""
-        return self.chart
+        return Chart()
 
     def rows(self, chart: Chart) -> list[Row]:
         """Return the drawn rows of a chart."""

@@ -4,14 +4,12 @@ registered; a moment later, from the engine, its cost or why it cannot run."""
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from textual import on
 from textual.app import ComposeResult
 from textual.containers import VerticalScroll
-from textual.content import Content
 from textual.message import Message
 from textual.reactive import reactive
 from textual.timer import Timer
@@ -22,10 +20,10 @@ from engine.flips.proposals import Proposal
 from engine.log.folder import RunFolder
 from engine.log.text import one_line
 from workbench.flip_snapshots import Wanted
-from workbench.tui.names import wrapped
+from workbench.listing import Row
 from workbench.tui.widgets.choice import Choice
 from workbench.tui.widgets.fields import Field, field_lines, values_in
-from workbench.tui.widgets.keyed_list import KeyedList
+from workbench.tui.widgets.row_list import RowList
 from workbench.tui.widgets.text_pane import TextPane
 
 START = (
@@ -42,8 +40,6 @@ WATCHED_HINTS = {
     "steps": "so many that a run lasts some seconds",
 }
 """The hints of fields that are empty at first for a watched run: the engine chooses what its steps need."""
-WIDE = 10_000
-"""A width at which nothing is wrapped."""
 CHECK_AFTER_S = 0.4
 """Pause in typing after which the engine checks whether both arms can run."""
 
@@ -99,17 +95,16 @@ Enter starts; tab moves through the fields; the plan below is the one that will 
         )
 
     def compose(self) -> ComposeResult:
-        yield KeyedList()
+        yield RowList()
         yield from field_lines(self._fields)
 
     def on_mount(self) -> None:
-        self.query_one(KeyedList).display = False
+        self.query_one(RowList).display = False
 
     def watch_suggestions(self, suggestions: tuple[Proposal, ...] | None) -> None:
-        options = self.query_one(KeyedList)
-        options.draw(_prompts(suggestions or (), WIDE))
+        options = self.query_one(RowList)
+        options.rows = tuple(_row(*item) for item in enumerate(suggestions or ()))
         options.display = bool(suggestions)
-        self.call_after_refresh(self.on_resize)
         possible = [i for i, proposal in enumerate(suggestions or ()) if not proposal.impossible]
         for place in range(len(suggestions or ())):
             if place not in possible:
@@ -120,13 +115,6 @@ Enter starts; tab moves through the fields; the plan below is the one that will 
             return
         options.highlighted = possible[0]
         options.focus()
-
-    def on_resize(self) -> None:
-        """Wrap the suggestions to the width of their list."""
-        options = self.query_one(KeyedList)
-        width = options.scrollable_content_region.width
-        if width > 0 and options.option_count == len(self.suggestions or ()):
-            options.draw(_prompts(self.suggestions or (), width))
 
     def _input(self, name: str) -> Input:
         return self.query_one(f"#{name}", Input)
@@ -162,19 +150,14 @@ Enter starts; tab moves through the fields; the plan below is the one that will 
         self.post_message(self.Sent())
 
 
-def _prompts(suggestions: Sequence[Proposal], width: int) -> dict[str, Content]:
-    """Return the suggestions as rows of a width."""
-    prompts = {}
-    for place, proposal in enumerate(suggestions):
-        text, style = f"  {proposal.assignment}   {one_line(proposal.source)}", ""
-        if proposal.ends:
-            text = f"  {proposal.hypothesis}: {proposal.assignment}   {one_line(proposal.source)}"
-        if proposal.impossible:
-            text = f"/ {proposal.assignment}   not here: {one_line(proposal.impossible)}"
-            style = "$text-muted"
-        rows = "\n".join(wrapped(text, width))
-        prompts[f"{place} {proposal.assignment}"] = Content.styled(rows, style)
-    return prompts
+def _row(place: int, proposal: Proposal) -> Row:
+    """Return a suggestion as a row."""
+    key, source = f"{place} {proposal.assignment}", one_line(proposal.source)
+    if proposal.impossible:
+        text = f"{proposal.assignment}   not here: {one_line(proposal.impossible)}"
+        return Row(key=key, text=text, tone="quiet", sign="/")
+    asked = f"{proposal.hypothesis}: " if proposal.ends else ""
+    return Row(key=key, text=f"{asked}{proposal.assignment}   {source}")
 
 
 class FlipPlan(TextPane):

@@ -106,8 +106,8 @@ class LogView(ScrollView, can_focus=True):
 
     def __init__(self) -> None:
         super().__init__()
-        self._earlier: list[int] = []
-        self._later: list[int] = []
+        self._found: list[int] = []
+        """Rows that match the filter, of the rows `_sought` of the log."""
         self._sought: tuple[int, int] = (0, 0)
         self._drawn: object = None
         self._rows: list[tuple[str, str]] = []
@@ -117,7 +117,7 @@ class LogView(ScrollView, can_focus=True):
         """Return the number of matching lines found so far."""
         if not self.pattern:
             return 0 if self.book is None else len(self.book)
-        return len(self._earlier) + len(self._later)
+        return len(self._found)
 
     @property
     def share_filtered(self) -> float:
@@ -146,7 +146,7 @@ class LogView(ScrollView, can_focus=True):
         self._lay_out()
 
     def _filter_again(self) -> None:
-        self._earlier, self._later = [], []
+        self._found = []
         total = 0 if self.book is None else len(self.book)
         self._sought = (total, total)
         if self.pattern and self.book is not None:
@@ -174,21 +174,14 @@ class LogView(ScrollView, can_focus=True):
             return
         low, high = self._sought
         if message.end == low:
-            self._earlier += reversed(message.rows)
+            self._found[:0] = message.rows
             self._sought = (message.begin, high)
             if not self.follow and message.rows:
                 self.scroll_to(y=self.scroll_y + len(message.rows), animate=False)
         elif message.begin == high:
-            self._later += message.rows
+            self._found += message.rows
             self._sought = (low, message.end)
         self._lay_out()
-
-    def _row(self, index: int) -> int:
-        """Return the row of the log at an index of the visible rows."""
-        if not self.pattern:
-            return index
-        older = len(self._earlier)
-        return self._earlier[older - 1 - index] if index < older else self._later[index - older]
 
     def _lay_out(self) -> None:
         width = self.scrollable_content_region.width
@@ -207,7 +200,7 @@ class LogView(ScrollView, can_focus=True):
             return []
         if not self.pattern:
             return self.book.lines(start, stop)
-        rows = [self._row(index) for index in range(max(0, start), min(stop, self.shown))]
+        rows = self._found[max(0, start) : max(0, stop)]
         return [line for row in rows for line in self.book.lines(row, row + 1)]
 
     def _draw(self) -> None:

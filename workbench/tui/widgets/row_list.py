@@ -30,8 +30,6 @@ WHOLE = 10_000
 """A width at which nothing is cut."""
 NAME_CELLS, TEXT_CELLS = 12, 30
 """Cells that a name keeps, and cells up to which the text next to it may grow."""
-WRAPS = 40
-"""Width in cells from which long texts are wrapped; below it, they are cut at the end of the row."""
 
 
 def lines_of(rows: Sequence[Row], width: int) -> list[str]:
@@ -52,7 +50,7 @@ def lines_of(rows: Sequence[Row], width: int) -> list[str]:
             f"{text:<{column}}{GAP}{row.words}".rstrip()
             for row, text in zip(rows, texts, strict=True)
         ]
-    return texts if width < WRAPS else ["\n".join(wrapped(text, width)) for text in texts]
+    return ["\n".join(wrapped(text, width)) for text in texts]
 
 
 def prompt_of(row: Row, line: str) -> Content:

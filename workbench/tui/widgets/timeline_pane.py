@@ -26,7 +26,7 @@ from engine.log.text import clock_text, number_text
 from engine.log.view import RunView
 from engine.units import format_count, format_seconds, format_value
 from workbench.feed import Snapshot
-from workbench.marks import PRIORITY, Kind, Mark
+from workbench.marks import PRIORITY, SIGNS, Mark
 from workbench.plot.chart import (
     Band,
     Chart,
@@ -49,20 +49,8 @@ REACHES = (0.0, 0.02, 0.1)
 """Lengths of the moving average of the losses, as shares of the shown range."""
 TWO_ROWS = 18
 """Number of rows from which the values under the cursor take two rows."""
-GAP_OF_MEDIAN, GAP_S = 20.0, 5.0
-"""On a time axis, steps are not joined if they are further apart than both of these: median step times, seconds."""
-
-
-SIGNS: dict[Kind, tuple[str, str]] = {
-    "nan": ("×", "X"),
-    "alert": ("!", "!"),
-    "restart": ("R", "R"),
-    "flip": ("F", "F"),
-    "late compile": ("C", "C"),
-    "checkpoint": ("s", "s"),
-    "compile": ("c", "c"),
-}
-"""Character of each kind of mark, with and without Unicode."""
+GAP_OF_USUAL, GAP_S = 20.0, 5.0
+"""On a time axis, steps are not joined if they are further apart than both of these: usual distances, seconds."""
 
 
 class TimelinePane(ChartView, can_focus=True):
@@ -202,10 +190,7 @@ class TimelinePane(ChartView, can_focus=True):
         spacing = steps.spacing("loss", self._x)
         gap = GAP * max(1.0, spacing)
         if self.by_time:
-            typical = steps.value("step_s", len(steps) // 2) if len(steps) else None
-            known = typical is not None and math.isfinite(typical)
-            longest = GAP_OF_MEDIAN * typical if known and typical is not None else 0.0
-            gap = max(GAP_S, longest, GAP * spacing)
+            gap = max(GAP_S, GAP_OF_USUAL * spacing)
         names = (*LOSSES, "step_s")
         *traces, pace = window_traces(steps, names, low, high, self.dots, x=self._x, gap=gap)
         if self.reach:
@@ -225,7 +210,6 @@ class TimelinePane(ChartView, can_focus=True):
             points=points,
             levels=levels_of(view, on_top) if self.has_levels else (),
             signs=signs_of(placed, ascii_only=self._ascii_only),
-            fault=fault_words(view),
             cursor=self.window.cursor,
             readout=self._readout(steps),
             log_y=self.log_y,
@@ -508,14 +492,6 @@ def levels_of(view: RunView, on_top: str) -> tuple[Level, ...]:
         if 0.0 < alpha < 1.0:
             levels.append(Level(y=alpha * guessing, name="alpha ln V"))
     return tuple(levels)
-
-
-def fault_words(view: RunView) -> str:
-    """Describe which steps are not finite."""
-    if not view.non_finite:
-        return ""
-    first, others = view.non_finite[0].step, len({fault.step for fault in view.non_finite}) - 1
-    return f"not finite: {first}" + (f" and {others} more" if others else "")
 
 
 def step_words(steps: Table, row: int) -> str:

@@ -87,5 +87,5 @@ def test_every_pane_has_a_key_of_its_own_and_lines_or_a_widget() -> None:
 
 def test_the_page_has_its_panes_in_their_order() -> None:
     assert list(page_panes()) == [
-        *("alerts", "result", "checks", "decisions", "kernels", "device", "data", "samples")
+        *("alerts", "result", "checks", "decisions", "kernels", "pace", "device", "data", "samples")
     ]

@@ -437,7 +437,7 @@ def test_a_bad_term_says_what_was_expected_and_hides_no_run(swept: Path) -> None
     on_screen([swept], (120, 40), script)
 
 
-def test_tags_and_the_note_are_edited_in_place(swept: Path) -> None:
+def test_tags_and_the_note_are_edited_in_a_form(swept: Path) -> None:
     beta = RunFolder(swept / "beta")
 
     async def script(pilot: Pilot[None]) -> None:
@@ -449,7 +449,7 @@ def test_tags_and_the_note_are_edited_in_place(swept: Path) -> None:
         await press(pilot, "e", *"lr too high", "enter")
         await poll(pilot)
         assert "[good] [base] lr too high" in words_of(pilot)
-        await press(pilot, "t", "x", "escape", "t", "backspace", "enter")
+        await press(pilot, "t", "x", "escape", "t", "end", "backspace", "enter")
         assert read_notes(beta) == Notes(tags=("good", "bas"), text="lr too high")
         await press(pilot, "t", *("x" * 40), "enter")
         assert "expected at most 32 characters" in words_of(pilot)
