@@ -100,11 +100,6 @@ def is_conversation(record: Mapping[str, Any]) -> bool:
 
 def read_conversation(record: object, where: str) -> Conversation:
     """Read a record of JSON. `where` names it in messages. Raises BadRecord for any other form."""
-    return read_with_json(record, where)[0]
-
-
-def read_with_json(record: object, where: str) -> tuple[Conversation, str]:
-    """Read a record; return the conversation and the JSON of its parts that are read. Raises BadRecord."""
     if not isinstance(record, dict):
         bad_record(where, f"an object with {_FORMS}", f"JSON of type {_kind(record)}")
     tools = _tools(record.get("tools"), where)
@@ -121,8 +116,8 @@ def read_with_json(record: object, where: str) -> tuple[Conversation, str]:
         if isinstance(prompt, str) and isinstance(completion, str):
             if not completion:
                 bad_record(f'{where}, "completion"', "a text that is not empty", "an empty one")
-            json_text = _dump_checked([prompt, completion], where)
-            return Conversation(name=_name(json_text), pair=(prompt, completion)), json_text
+            name = _name(_dump_checked([prompt, completion], where))
+            return Conversation(name=name, pair=(prompt, completion))
         if isinstance(prompt, str) or isinstance(completion, str):
             kinds = f"{_kind(prompt)} and {_kind(completion)}"
             bad_record(where, '"prompt" and "completion" both texts or both lists', kinds)
@@ -132,12 +127,11 @@ def read_with_json(record: object, where: str) -> tuple[Conversation, str]:
     else:
         keys = ", ".join(ascii(key) for key in list(record)[:5]) or "no keys"
         bad_record(where, f"an object with {_FORMS}", f"one with {keys}")
-    json_text = named_by = _dump_checked([messages, tools, labels_from], where)
+    named_by = _dump_checked([messages, tools, labels_from], where)
     if any([len(message) > 2 and _has_unnamed_keys(message) for message in messages]):
         named_by = _dumps([[_named_parts(message) for message in messages], tools, labels_from])
     name = _name(named_by)
-    chat = Conversation(name=name, messages=messages, tools=tools, labels_from=labels_from)
-    return chat, json_text
+    return Conversation(name=name, messages=messages, tools=tools, labels_from=labels_from)
 
 
 def bad_record(

@@ -48,11 +48,9 @@ from engine import limits
 from engine.data.conversations import (
     LONE_SURROGATE,
     BadRecord,
-    Conversation,
     bad_record,
     is_conversation,
     read_conversation,
-    read_with_json,
 )
 from engine.data.left_out import Skipped
 from engine.errors import CorpusError
@@ -238,7 +236,7 @@ def _parse_record(file: DataFile, place: str, raw: bytes, start_byte: int) -> Re
     raw = raw.rstrip(b"\r\n")
     try:
         source = raw.decode("utf-8")
-        record = json.loads(source)
+        record = json.loads(source, object_pairs_hook=_unique)
     except UnicodeDecodeError as error:
         bad_record(
             f"{where}, byte {start_byte + error.start:,}",
@@ -254,10 +252,26 @@ def _parse_record(file: DataFile, place: str, raw: bytes, start_byte: int) -> Re
         if file.path.suffix == ".json" or ".json." in file.path.name:
             hint = "a .json file holds a list of records, or one record per line"
         bad_record(f"{where}, byte {byte:,}", _WANTED, error.msg, hint=hint, what="corpus")
+    except _Duplicate as error:
+        _refuse_duplicate(f"{where}, byte {start_byte:,}", error)
     except (ValueError, RecursionError) as error:
         found = _parser_message(error)
         bad_record(f"{where}, byte {start_byte:,}", _WANTED, found, what="corpus")
     return _content(file, place, f"{where}, byte {start_byte:,}", record, source)
+
+
+def _parse_element(file: DataFile, place: str, where: str, source: str) -> Record:
+    """Parse the JSON of an element of a list, which is known to be JSON."""
+    try:
+        record = json.loads(source, object_pairs_hook=_unique)
+    except _Duplicate as error:
+        _refuse_duplicate(where, error)
+    return _content(file, place, where, record, source)
+
+
+def _refuse_duplicate(where: str, error: _Duplicate) -> NoReturn:
+    reason = "a key that occurs twice in one object"
+    bad_record(where, "each key once in an object", str(error), reason=reason, what="corpus")
 
 
 def _parser_message(error: Exception) -> str:
@@ -269,17 +283,16 @@ def _content(file: DataFile, place: str, where: str, record: Any, source: str) -
     """Return the text or conversation of a parsed record. `source` is the JSON of the record."""
     if not isinstance(record, dict):
         bad_record(where, _WANTED, f"JSON of type {_type(record)}", what="corpus")
+    _refuse_deep(record, source, where)
     place = f"{file.name} {place}"
     key, remark = "text", ""
     if columns := file.columns:
         _refuse_absent(columns, list(record), where)
         key = columns[0]
         if len(columns) == 2:
-            _check_shape(record, source, where, columns)
             names = dict(zip(("prompt", "completion"), columns, strict=True))
             return _named_chat(names, record, where, place)
         if isinstance(record[key], list):
-            _check_shape(record, source, where, columns)
             return _named_chat({"conversations": key}, record, where, place)
     elif is_conversation(record) or "text" not in record:
         if CHAT_KEYS.isdisjoint(record):
@@ -287,10 +300,8 @@ def _content(file: DataFile, place: str, where: str, record: Any, source: str) -
             bad_record(where, _WANTED, found, hint=RECORD_HINT, what="corpus")
         if "text" in record:
             remark = TEXT_NOT_READ
-        chat, json_text = read_with_json(record, where)
-        _check_shape(record, source, where, file.columns, chat, json_text)
+        chat = read_conversation(record, where)
         return Record(place=place, chat=chat.name, text=source.strip(), remark=remark)
-    _check_shape(record, source, where, file.columns)
     text = record[key]
     if not isinstance(text, str):
         expected = f"text or messages in {json.dumps(key)}" if columns else _WANTED
@@ -306,89 +317,25 @@ def _content(file: DataFile, place: str, where: str, record: Any, source: str) -
     return Record(place=place, chat="", text=text)
 
 
-def _check_shape(
-    record: dict[str, Any],
-    source: str,
-    where: str,
-    columns: Sequence[str],
-    chat: Conversation | None = None,
-    json_text: str = "",
-) -> None:
-    """Refuse nesting that later readers cannot follow, and a duplicate key in an object that is read.
-
-    `written` is the JSON of the parts of a conversation that are read. Counting the characters `":` in `source` decides
-    both for most records, because each key ends with them.
-    """
-    messages = chat.messages if chat is not None else ()
-    flat = len(record) + 2 * len(messages)
-    keys = source.count('":')
-    if keys != flat and "\\" in source:
-        keys -= source.count('\\":')
-    lists = sum([type(value) is list for value in record.values()])
-    if keys != flat or lists > bool(messages):
-        limit = limits.JSON_DEPTH.most
-        brackets = max(source.count("["), source.count("{"))
-        if brackets > limit and depth_of(record) > limit:
-            bad_record(where, f"JSON nested {limits.JSON_DEPTH}", "more", what="corpus")
-    # A row of a table was not parsed from JSON.
-    if keys == flat or not source:
-        return
-    if json_text and keys == len(record) + json_text.count('":') - json_text.count('\\":'):
-        return
-    if keys == _count_keys(record):
-        return
-    key = _duplicate_key(source, columns)
-    if key is not None:
-        bad_record(
-            where,
-            "each key once in an object",
-            f"{key!a:.40} twice",
-            reason="a key that occurs twice in one object",
-            what="corpus",
-        )
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return an object of JSON. Raises ValueError for a key that it has twice."""
+    mapping = dict(pairs)
+    if len(mapping) < len(pairs):
+        key = next(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
+        raise _Duplicate(f"{key!a:.40} twice")
+    return mapping
 
 
-def _count_keys(record: dict[str, Any]) -> int:
-    """Return the number of keys in all objects of a record."""
-    count = 0
-    waiting: list[Any] = [record]
-    while waiting:
-        value = waiting.pop()
-        if isinstance(value, dict):
-            count += len(value)
-            value = value.values()
-        waiting += [child for child in value if isinstance(child, dict | list)]
-    return count
+class _Duplicate(ValueError):
+    """A key that an object has twice."""
 
 
-def _duplicate_key(source: str, columns: Sequence[str]) -> str | None:
-    """Return the first duplicate key in an object of the parts of a record that are read."""
-    duplicates: list[tuple[dict[str, Any], str]] = []
-
-    def table(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        mapping = dict(pairs)
-        if len(mapping) < len(pairs):
-            counts = Counter(key for key, _ in pairs)
-            duplicates.append((mapping, next(key for key, count in counts.items() if count > 1)))
-        return mapping
-
-    record = json.loads(source, object_pairs_hook=table)
-    read_keys = {*_CHAT_COLUMNS, "text", *columns}
-    waiting = [value for key, value in record.items() if key in read_keys]
-    inside = {id(record)}
-    while waiting:
-        value = waiting.pop()
-        if isinstance(value, dict | list):
-            inside.add(id(value))
-            waiting += value.values() if isinstance(value, dict) else value
-    return next(
-        (
-            key
-            for mapping, key in duplicates
-            if id(mapping) in inside and (mapping is not record or key in read_keys)
-        ),
-        None,
-    )
+def _refuse_deep(record: dict[str, Any], source: str, where: str) -> None:
+    """Refuse nesting that later readers cannot follow. `source` is the JSON of the record, if it was any."""
+    limit = limits.JSON_DEPTH.most
+    brackets = source.count("[") + source.count("{")
+    if (brackets > limit or not source) and depth_of(record) > limit:
+        bad_record(where, f"JSON nested {limits.JSON_DEPTH}", "more", what="corpus")
 
 
 def _named_chat(
@@ -481,7 +428,7 @@ def _elements(file: DataFile, stream: IO[bytes], start: int) -> Iterator[Record 
             raise expect(f"JSON as record {number:,} of the list", character)
         while True:
             try:
-                record, end = parse(text, index)
+                _, end = parse(text, index)
                 if end < len(text) or ended or character in '{["':
                     break
                 # A number or a word may go on.
@@ -509,7 +456,7 @@ def _elements(file: DataFile, stream: IO[bytes], start: int) -> Iterator[Record 
         source, begins = text[index:end], byte
         move(end)
         where = f"{where}, byte {begins:,}"
-        yield _record_or_skipped(_content, file, f"record {number:,}", where, record, source)
+        yield _record_or_skipped(_parse_element, file, f"record {number:,}", where, source)
         _refuse_bomb(file, byte)
         if (character := following()) == "]":
             break
