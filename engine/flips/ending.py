@@ -13,13 +13,16 @@ from pathlib import Path
 from typing import Any
 
 from engine.errors import BadInput
+from engine.files import read_text
 from engine.flips.command import LINE
 from engine.flips.plan import SHOWN, STEPS, WARM_UP_STEPS, Change, Plan, load_source, make_plan
-from engine.flips.script_folder import raising_lines, same_code
+from engine.flips.script_folder import same_code
 from engine.flips.statistics import pairs_to_confirm, shown_to_confirm
 from engine.flips.watched import difference, watched_plan
+from engine.limits import SCRIPT
 from engine.log.folder import RunFolder, read_command
 from engine.log.observed import STALLS, Observed, raised_at
+from engine.log.own_checks import find_own_check
 from engine.log.work import KINDS
 
 PAIRS_MAX = 8
@@ -27,8 +30,10 @@ LONGEST_WAIT = 3.0
 """Maximum duration of an arm, relative to the time until the run showed the observation."""
 LEAST_WAIT_S = 60.0
 """Minimum time limit of an arm, in seconds."""
-PYTHONS_OWN = frozenset({"PYTHONOPTIMIZE", "PYTHONWARNINGS", "PYTHONPATH", "PYTHONSTARTUP"})
-"""Variables of Python that change which code runs: asserts, warnings, modules."""
+PYTHONS_OWN = frozenset(
+    {"PYTHONOPTIMIZE", "PYTHONWARNINGS", "PYTHONPATH", "PYTHONHOME", "PATH", "LD_PRELOAD"}
+)
+"""Variables that change which code runs: asserts, warnings, modules, the program itself."""
 OBSERVERS = ("watch", "checks", "gate", "run")
 """Sections of checks, alerts and run folders: changing them hides the observation instead of ending it."""
 
@@ -115,8 +120,9 @@ def _refuse_hiding(path: Path, observed: Observed, change: Change) -> None:
     folder, number = Path(command.folder), int(found["number"])
     if same_code(folder, change.key, change.text(b=True)):
         raise refused("one of what is executed", "a comment or spaces: the code is the same")
-    raised = raised_at(observed)
-    if raised is None or raised[0] != Path(found["file"]).name:
-        return
-    if raised[1] in raising_lines(folder / found["file"], number):
+    source = {found["file"]: read_text(folder / found["file"], "script", SCRIPT)}
+    if (
+        raised_at(observed)
+        and (found["file"], number) in find_own_check(source, raised_at(observed)).lines
+    ):
         raise refused("one that leaves the failure possible", "the statement that raises it")

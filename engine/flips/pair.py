@@ -24,8 +24,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from engine.decision import as_choice, is_choice_of_the_engine
-from engine.flips.arms import Outcome
+from engine.flips.arms import Outcome, code_folder
 from engine.flips.plan import Change, Plan
+from engine.flips.script_folder import kept_sources
 from engine.flips.script_settings import SCRIPT_SETTINGS
 from engine.flips.surroundings import CPU
 from engine.log.folder import RunFolder
@@ -137,6 +138,7 @@ def same_work(plan: Plan, a: Outcome, b: Outcome, flip: Path) -> Verdict | None:
         same_rows=not matches(change.key, OF_ROWS),
         kind=plan.changes_on_purpose or (DATA if matches(change.key, OF_LOADERS) else ""),
         observed=plan.observed,
+        sources=kept_sources(code_folder(runs[0].path)),
     )
     return Verdict(Level.FAIL, f"B did not do the work of A: {left_out}") if left_out else None
 

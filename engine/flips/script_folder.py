@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from engine.errors import BadInput
-from engine.files import open_plain, read_bytes, read_text
+from engine.files import open_plain, read_bytes, read_json_object, read_text
 from engine.limits import SCRIPT, SCRIPT_FILES
 from engine.sealing import digest
 
@@ -126,32 +126,6 @@ def same_code(folder: Path, name: str, text: str) -> bool:
         return False
 
 
-def raising_lines(file: Path, number: int) -> set[int]:
-    """Return the lines of `raise` and `assert` in the statement on a line, and in the branch that begins there."""
-    try:
-        tree = ast.parse(read_text(file, "script", SCRIPT))
-    except (BadInput, SyntaxError, ValueError, RecursionError):
-        return set()
-    branches = (ast.If, ast.Try, ast.With, ast.While)
-    statements = [statement for statement in ast.walk(tree) if isinstance(statement, ast.stmt)]
-    chosen = [
-        statement
-        for statement in statements
-        if (isinstance(statement, branches) and statement.lineno == number)
-        or (
-            not hasattr(statement, "body")
-            and statement.lineno <= number <= (statement.end_lineno or 0)
-        )
-    ]
-    return {
-        line
-        for statement in chosen
-        for node in ast.walk(statement)
-        if isinstance(node, (ast.Raise, ast.Assert))
-        for line in range(node.lineno, (node.end_lineno or node.lineno) + 1)
-    }
-
-
 def hash_files(folder: Path) -> dict[str, str]:
     """Return the SHA-256 of every file of a folder that would be copied, by its path in it."""
     hashes = {}
@@ -181,6 +155,17 @@ def read_code(folder: Path) -> str:
     """Return the SHA-256 of a kept list; empty where none was kept. Raises BadInput."""
     file = folder / CODE
     return digest(read_bytes(file, "code", SCRIPT_FILES)) if file.is_file() else ""
+
+
+def kept_sources(folder: Path) -> dict[str, str]:
+    """Return the texts of the Python files that a flip keeps of a run, by their paths. Raises BadInput."""
+    if not (folder / CODE).is_file():
+        return {}
+    code = read_json_object(folder / CODE, "code", SCRIPT_FILES)
+    kept = {name: folder.parent / code[name] for name in code if name.endswith(".py")}
+    return {
+        name: read_text(file, "script", SCRIPT) for name, file in kept.items() if file.is_file()
+    }
 
 
 def remove_copy(to: Path) -> None:

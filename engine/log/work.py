@@ -12,8 +12,8 @@ B counts as free of the failure only if it did at least what A had done:
                 each step, and the number of a batch in its pass over a loader
     call        the changed line makes the call in which A failed, if A's line made it
     training    it trains at the same lines, and no identity contradicts it that did not contradict A
-    cause       where the script itself had judged a number, by `raise` or `assert`, B computed another number: not the
-                same one under another limit, nor a multiple of it
+    cause       where the script itself had judged a number, and so ended A, the change is not of what that check reads,
+                and B computed another number: not the same one under another limit, nor a multiple of it
 
 Logs of earlier versions have steps and batches alone.
 """
@@ -21,12 +21,12 @@ Logs of earlier versions have steps and batches alone.
 from __future__ import annotations
 
 import ast
-import contextlib
 import math
 from collections import Counter
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from types import MappingProxyType
 
 from engine.log.events import (
     IDENTITY,
@@ -38,7 +38,14 @@ from engine.log.events import (
     Worked,
 )
 from engine.log.folder import RunFolder
-from engine.log.observed import LOGS, WRONG, Observed, lines_of, log_of
+from engine.log.observed import LOGS, WRONG, Observed, lines_of, log_of, raised_at
+from engine.log.own_checks import (
+    OwnCheck,
+    assigned_names,
+    changed_names,
+    find_own_check,
+    parse_line,
+)
 
 _STEPS = 64
 """Number of first steps from which the pace of a counter is taken."""
@@ -66,10 +73,12 @@ def work_left_out(
     same_rows: bool = False,
     kind: str = "",
     observed: Observed | None = None,
+    sources: Mapping[str, str] = MappingProxyType({}),
 ) -> str | None:
     """Return what run `b` left out of the work of run `a`, in words: empty if it did all of it, None if the logs do not
     tell. `was` and `now` are the line `key` that was changed for `b`, `kind` is one of KINDS or empty; with
-    `same_rows` steps of the engine must be on the same rows. Raises RunLogError."""
+    `same_rows` steps of the engine must be on the same rows. `sources` are the texts of A's script by their paths.
+    Raises RunLogError."""
     run_a, run_b = _Run.read(a), _Run.read(b)
     for step, step_b in zip(run_a.done, run_b.done, strict=False) if same_rows else ():
         if step.rows_digest and step_b.rows_digest and step.rows_digest != step_b.rows_digest:
@@ -87,7 +96,7 @@ def work_left_out(
     }
     if moved:
         return f"its training is at other lines: {moved}, and {places} in A"
-    assigned = _assigned(now)
+    assigned = assigned_names(now)
     # Another model may draw other random numbers, and so rows of its own.
     makes_model = bool(assigned) and assigned <= {
         name.rpartition(".")[2] for name in run_a.names.values()
@@ -102,13 +111,12 @@ def work_left_out(
             _judged_less(run_a, run_b, observed),
             _other_objective(run_a, run_b, kind, observed),
             _new_contradictions(run_a, run_b),
-            # A setting that the probe changes cannot be a limit in the script.
-            () if "." in key and ":" not in key else _same_computation(run_a, run_b, kind),
+            _unjudged(run_a, run_b, kind, _own_check(observed, sources), _changed(key, was, now)),
             _missing_calls(run_a, key, was, now),
         )
         if text := next((found for rule in rules for found in rule), ""):
             return text
-    results = _counters(run_a.worked, run_b.worked, assigned, assigned - _assigned(was))
+    results = _counters(run_a.worked, run_b.worked, assigned, assigned - assigned_names(was))
     results += [] if kind == DATA else [_other_batches(run_a.worked, run_b.worked)]
     answers = [result for result in results if result is not None]
     return next((left_out for left_out in answers if left_out), "") if answers else None
@@ -178,6 +186,9 @@ def _other_rows(a: _Run, b: _Run) -> Iterator[str]:
 
 
 _NAME_IT = "a change of data is named so: `data: CHANGE`"
+_NAME_THEM = (
+    "a change of the objective or the model is named so: `objective: CHANGE`, `model: CHANGE`"
+)
 
 
 def _missing_samples(a: _Run, b: _Run, *, is_drawn: bool) -> Iterator[str]:
@@ -239,22 +250,50 @@ def _other_objective(a: _Run, b: _Run, kind: str, observed: Observed | None) -> 
         known = loss_a is not None and loss_b is not None and math.isfinite(loss_a)
         if known and not math.isclose(loss_a or 0.0, loss_b or 0.0, rel_tol=_SAME_LOSS):
             yield (
-                f"its first loss is {loss_b:.6g}, and A's on the same rows {loss_a:.6g}; a change of the objective or "
-                "the model is named so: `objective: CHANGE`, `model: CHANGE`"
+                f"its first loss is {loss_b:.6g}, and A's on the same rows {loss_a:.6g}; {_NAME_THEM}"
             )
     if kind != MODEL and b.parameters < a.parameters:
         yield f"it trains {b.parameters} parameters, and A {a.parameters}"
+    answers_a, answers_b = ([one for step in run.worked for one in step.answers] for run in (a, b))
+    if len(answers_b) > 2 and len({*answers_b}) == 1 < len({*answers_a}):
+        yield f"its model answers {answers_b[0]:g} without gradients, whatever the rows"
     last = [step for step in b.done if step.step >= a.last] or b.done
     losses = {step.loss for step in last}
     if len(last) > 2 and len(losses) == 1 and len({step.loss for step in a.done}) > 1:
         yield f"its loss is {last[0].loss} from step {last[0].step} on, whatever the rows"
 
 
-def _same_computation(a: _Run, b: _Run, kind: str) -> Iterator[str]:
-    """Yield that B computed what A did, up to the scale of its loss, if the script itself ended A with an error."""
+def _own_check(observed: Observed | None, sources: Mapping[str, str]) -> OwnCheck:
+    """Return the check by which the script itself ended A; empty if something else did."""
+    if observed is None or observed.kind != "exit":
+        return OwnCheck()
+    place = raised_at(observed)
+    is_exception = place is not None or "Error" in observed.sign
+    return find_own_check(sources, place) if place or not is_exception else OwnCheck()
+
+
+def _changed(key: str, was: str, now: str) -> set[str]:
+    """Return what a change names: a line and what it assigns, options of a command, or a variable."""
+    if ":" in key:
+        return {key, *changed_names(was, now)}
+    options = {word.partition("=")[0] for word in now.split() if word.startswith("--")}
+    return {key, *options, *(option[2:].replace("-", "_") for option in options)}
+
+
+def _unjudged(a: _Run, b: _Run, kind: str, check: OwnCheck, changed: set[str]) -> Iterator[str]:
+    """Yield why the check by which the script itself ended A was not asked of another computation: the change is of
+    what it reads, or B computed what A did, up to the scale of its loss."""
     end = a.worked[-1]
-    is_in_step = bool(end.called or end.rows)
-    if not end.raised or a.parameters != b.parameters or not (a.done or is_in_step):
+    is_in_step = end.failed and bool(end.called or end.rows)
+    if not (end.raised or check.lines):
+        return
+    for name in sorted(
+        changed & (check.constants | {f"{file}:{line}" for file, line in check.lines})
+    ):
+        yield f"it changes `{name}`, by which the script itself judges, so the number judged may be as it was"
+    if check.lines and not check.loops and not b.has_ended:
+        yield "A failed after its last step, and B was ended before its own (--steps)"
+    if a.parameters != b.parameters or not (a.done or is_in_step):
         return
     for step_a, step_b in zip(a.worked, b.worked, strict=False):
         for name in (*_LISTS, "evaluated"):
@@ -263,7 +302,9 @@ def _same_computation(a: _Run, b: _Run, kind: str) -> Iterator[str]:
                 return
         if not all(map(_is_alike, step_a.answers, step_b.answers)):
             return
-    at = end.step if is_in_step else end.step - 1
+    for name in sorted(changed & check.reads) if kind == "" else ():
+        yield f"it changes `{name}`, which the script itself judges; {_NAME_THEM}"
+    at = end.step if is_in_step or not end.failed else end.step - 1
     losses_a, losses_b = (
         {step.step: step.loss for step in run.done if step.loss is not None and step.step <= at}
         for run in (a, b)
@@ -310,12 +351,12 @@ def _missing_calls(a: _Run, key: str, was: str, now: str) -> Iterator[str]:
     """Yield each call that led to A's failure if the changed line does not make it, makes it only on a condition, or
     assigns its name."""
     calls_before, calls_after = (
-        {name for tree in _parsed(text) for name in _calls_always(tree)} for text in (was, now)
+        {name for tree in parse_line(text) for name in _calls_always(tree)} for text in (was, now)
     )
     for place, name in (text.rsplit(" ", 1) for text in a.worked[-1].calls):
         if place == key and name in calls_before - calls_after:
             yield f"its line does not call `{name}`, in which A failed, or not always"
-        if name in _assigned(now):
+        if name in assigned_names(now):
             yield f"it assigns `{name}`, in which A failed"
 
 
@@ -341,26 +382,6 @@ _LATER = (
 
 def _is_broken(step: StepDone) -> bool:
     return step.loss is not None and not math.isfinite(step.loss)
-
-
-def _parsed(line: str) -> list[ast.Module]:
-    """Return the syntax tree of a line in a list; an empty one if it is not Python."""
-    for text in (line.strip(), f"{line.strip()} pass"):
-        with contextlib.suppress(SyntaxError, ValueError, RecursionError):
-            return [ast.parse(text)]
-    return []
-
-
-def _assigned(line: str) -> set[str]:
-    """Return the names that a line assigns, defines or imports."""
-    nodes = [node for tree in _parsed(line) for node in ast.walk(tree)]
-    bound = {node.asname or node.name for node in nodes if isinstance(node, ast.alias)}
-    bound |= {node.name for node in nodes if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
-    kinds = (ast.Name, ast.Attribute, ast.Subscript)
-    stored = [node for node in nodes if isinstance(node, kinds) and type(node.ctx) is ast.Store]
-    return bound | {
-        ast.unparse(node).rstrip("'\"]").replace("['", ".").rpartition(".")[2] for node in stored
-    }
 
 
 def _other_batches(a: Sequence[Worked], b: Sequence[Worked]) -> str | None:

@@ -336,3 +336,61 @@ def test_rows_that_overlap_are_counted_by_their_pieces(
     b = on("", "", "", called=names, pieces=pieces)  # type: ignore[arg-type]
     found = said_of(tmp_path, a, b, kind="data")
     assert not found if is_enough else found == "its first 4 rows have 70 different pieces, A's 80"
+
+
+LIMITED = """\
+LIMIT = 4.0
+for step in range(10):
+    loss = model(x)
+    if loss > LIMIT:
+        raise RuntimeError("diverged")
+"""
+LATER = """\
+for step in range(10):
+    loss = model(x)
+if loss > LIMIT:
+    raise RuntimeError("diverged")
+"""
+LOSSES = [1.0, 0.9], [1.0, 0.8, 0.7, 0.6, 0.5]
+
+
+@pytest.mark.parametrize(
+    ("source", "key", "was", "now", "kind", "said"),
+    [
+        (LIMITED, "train.py:1", "LIMIT = 4.0", "LIMIT = 9.0", "", "it changes `LIMIT`, by which"),
+        (LIMITED, "train.py:1", "LIMIT = 4.0", "LIMIT = 9.0", "data", "it changes `LIMIT`, by which"),
+        (LIMITED, "train.py:4", "if loss > LIMIT:", "if False:", "", "it changes `train.py:4`"),
+        (LIMITED, "train.py:3", "loss = model(x)", "loss = old(model(x))", "", "it changes `loss`, which"),
+        (LIMITED, "train.py:3", "loss = model(x)", "loss = old(model(x))", "objective", None),
+        (LIMITED, "{}", "", "--LIMIT 9", "", "it changes `LIMIT`, by which"),
+        (LIMITED, "LIMIT", "4", "9", "", "it changes `LIMIT`, by which"),
+        (LIMITED, "train.py:8", "opt = SGD(lr=1)", "opt = SGD(lr=2)", "", None),
+        (LATER.replace("raise", "if bad: raise"), "train.py:9", "a = 1", "a = 2", "", "after its last step"),
+    ],
+)  # fmt: skip
+def test_a_check_of_the_script_is_not_changed(
+    tmp_path: Path, source: str, key: str, was: str, now: str, kind: str, said: str | None
+) -> None:
+    line = next(n for n, text in enumerate(source.splitlines(), 1) if "raise" in text)
+    seen = replace(OBSERVED, sign=f"failed RuntimeError at train.py:{line}: diverged")
+    found = said_of(
+        tmp_path,
+        *SAME,
+        LOSSES,
+        key=key,
+        was=was,
+        now=now,
+        kind=kind,
+        observed=seen,
+        sources={"train.py": source},
+    )
+    assert not found if said is None else found is not None and said in found, found
+
+
+def test_a_model_that_answers_nothing_is_not_evaluated(tmp_path: Path) -> None:
+    a, b = (
+        on("a", "b", "c", answers=[[one] for one in answers])
+        for answers in ([0.5, 0.4, 0.3], [0.0, 0.0, 0.0])
+    )
+    assert "answers 0 without gradients, whatever the rows" in (said_of(tmp_path, a, b) or "")
+    assert not said_of(tmp_path / "reverse", b, a)

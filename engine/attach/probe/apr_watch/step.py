@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import sys
 import time
 import weakref
@@ -48,6 +49,10 @@ _SLOW_BY = "APR_WATCH_SLOW_BY"
 """Environment variable: extra time of each step, as a share of its duration."""
 _EARLY = 1000
 """Maximum number of lines that wait for the first step."""
+
+
+_PLACES = re.compile(r'File "([^"]+)", line (\d+), in (\S+)')
+"""A frame of a stack in a text."""
 
 
 class Clock:
@@ -826,6 +831,9 @@ def how_it_ended(error: BaseException | None) -> dict[str, Any]:
         code = trace.tb_frame.f_code
         line = f"{code.co_filename}:{trace.tb_lineno} in {code.co_name}"
         trace = trace.tb_next
+    # The exception of a loader's worker is raised again by torch, with the worker's stack in its text.
+    if line.endswith(" in reraise") and (places := _PLACES.findall(str(error))):
+        line = "{}:{} in {}".format(*places[-1])
     kind = type(error)
     name = (
         kind.__qualname__
