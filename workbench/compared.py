@@ -19,8 +19,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from engine.log.downsample import bucket_at, buckets, equal_widths
+from engine.log.downsample import buckets, equal_widths
 from engine.log.folder import RunFolder, WatchedCommand
+from engine.log.table import is_absent, numbers
 from engine.log.text import alert_lines
 from engine.log.view import RunView
 from engine.receipts.receipt import effective_of
@@ -89,66 +90,55 @@ class Compared:
             return self.view.steps.column("clock_s") - (self.view.first_unix_s or 0.0)
         return self.view.steps.column("step")
 
-    def _evaluations(self, axis: str) -> list[tuple[float, float | None]]:
-        """Return x and held-out loss of the student at each evaluation, including the one before the first step;
-        non-finite losses are kept."""
+    def _series(self, metric: Metric, axis: str) -> tuple[Numbers, Numbers]:
+        """Return x and value of each step; of the held-out loss, those of each evaluation of the student, the one
+        before the first step included."""
         xs, steps = self._xs(axis), self.view.steps
-        points = []
-        for evaluation in self.view.evals:
-            if evaluation.subject not in ("student", "untrained"):
-                continue
-            row = steps.find("step", evaluation.step + 0.5) - 1
-            x = float(xs[row]) if row >= 0 else 0.0
-            points.append((float(evaluation.step) if axis == "step" else x, evaluation.loss))
-        return points
+        if metric.column:
+            return xs, steps.column(metric.column)
+        evals = [done for done in self.view.evals if done.subject in ("student", "untrained")]
+        rows = [steps.find("step", done.step + 0.5) - 1 for done in evals]
+        places = [
+            float(done.step) if axis == "step" else float(xs[row]) if row >= 0 else 0.0
+            for done, row in zip(evals, rows, strict=True)
+        ]
+        return numbers(places), numbers([done.loss for done in evals])
 
     def has(self, metric: Metric) -> bool:
         """Return whether the run has a value of the metric, finite or not."""
         if not metric.column:
-            return any(y is not None for _, y in self._evaluations("step"))
+            return not is_absent(self._series(metric, "step")[1]).all()
         span = self.view.steps.range(metric.column)
         return span.low is not None or span.non_finite
 
     def extent(self, metric: Metric, axis: str) -> tuple[float, float] | None:
         """Return the lowest and the highest x; None before there is any."""
-        if not metric.column:
-            known = [x for x, _ in self._evaluations(axis)]
-            return (min(known), max(known)) if known else None
-        xs = self._xs(axis)
+        xs, _ = self._series(metric, axis)
         return (float(xs[0]), float(xs[-1])) if len(xs) else None
 
     def trace(self, metric: Metric, axis: str, low: float, high: float, count: int) -> Trace:
         """Return the metric in at most `count` buckets of equal width on [low, high]."""
-        name = self.snapshot.run.name
-        if not metric.column:
-            points = self._evaluations(axis)
-            single = tuple(bucket_at(x, y) for x, y in points if low <= x <= high)
-            return Trace(name=name, buckets=single, last=points[-1][1] if points else None)
-        steps = self.view.steps
-        xs = self._xs(axis)
-        edges = equal_widths(xs, low, high, count)
-        bucket_list = buckets(xs, steps.column(metric.column), edges)
+        xs, ys = self._series(metric, axis)
+        found = buckets(xs, ys, equal_widths(xs, low, high, count))
         if axis != "tokens":
             # Empty buckets are dropped: only the distance between two neighbours decides whether they are joined.
-            bucket_list = [
-                bucket for bucket in bucket_list if bucket.low is not None or bucket.non_finite
-            ]
-        last = steps.last(metric.column)
-        return Trace(name=name, buckets=tuple(bucket_list), last=last, gap=self._gap(metric, axis))
+            found = [bucket for bucket in found if bucket.low is not None or bucket.non_finite]
+        return Trace(
+            name=self.snapshot.run.name,
+            buckets=tuple(found),
+            last=_entry(ys, len(ys) - 1),
+            gap=self._gap(metric, axis),
+        )
 
     def samples(self, metric: Metric, axis: str) -> Samples:
         """Return every row that has the metric."""
-        if not metric.column:
-            points = [(x, y) for x, y in self._evaluations(axis) if y is not None]
-            return samples_of([x for x, _ in points], [y for _, y in points])
-        ys = self.view.steps.column(metric.column)
-        return samples_of(self._xs(axis), ys, gap=self._gap(metric, axis))
+        return samples_of(*self._series(metric, axis), gap=self._gap(metric, axis))
 
     def _gap(self, metric: Metric, axis: str) -> float:
         """Return the largest x distance at which two neighbours are joined by a line: a missing step, or a long time
         without steps, breaks it. A metric that is logged only every N steps may have gaps of about N steps."""
         steps = self.view.steps
-        if axis == "tokens":
+        if axis == "tokens" or not metric.column:
             return math.inf
         if axis == "step":
             return GAP * max(1.0, steps.spacing(metric.column, "step"))
@@ -156,16 +146,17 @@ class Compared:
         return max(MAX_PAUSE_S + 2 * longest, GAP * steps.spacing(metric.column, "clock_s"))
 
     def value_at(self, metric: Metric, axis: str, x: float) -> float | None:
-        """Return the newest value at or before x; None before the run's first step, after its last, or where it
+        """Return the newest value at or before x; None before the run's first one, after its last step, or where it
         is absent."""
-        if not metric.column:
-            known = [(at, y) for at, y in self._evaluations(axis) if at <= x]
-            return known[-1][1] if known else None
-        extent = self.extent(metric, axis)
-        if extent is None or not extent[0] <= x <= extent[1]:
+        xs, ys = self._series(metric, axis)
+        if not len(xs) or (metric.column and x > xs[-1]):
             return None
-        row = bisect_right(self._xs(axis), x) - 1
-        return self.view.steps.value(metric.column, max(0, row))
+        return _entry(ys, bisect_right(xs, x) - 1)
+
+
+def _entry(column: Numbers, row: int) -> float | None:
+    """Return one entry of a column; None where it is absent, or before the first."""
+    return None if row < 0 or is_absent(column[row : row + 1])[0] else float(column[row])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -36,8 +36,6 @@ class Row:
     tone: Tone = "plain"
     sign: str = ""
     """One character before the text; the sign of the tone when empty."""
-    struck: bool = False
-    """Whether the entry was withdrawn: drawn struck through."""
     lines: tuple[str, ...] = ()
     """Details. A line that does not begin with a space is a heading of those that do."""
 

@@ -92,7 +92,9 @@ class Flip(Panel):
         self._choice.observe(self._choose, names="value")
         for field in (self._set, self._hypothesis, self._budget):
             field.observe(lambda _: self._wake.set(), names="value")
-        self._start_button.on_click(lambda _: self._command("flip", self._start))
+        self._start_button.on_click(
+            lambda _: self._command("flip", lambda: f"folder: {self.start()}")
+        )
         self._stop_button.on_click(lambda _: self.stop())
         buttons = ipywidgets.HBox([self._start_button, self._stop_button, self._said])
         form = [self._choice, self._set, self._hypothesis, self._budget]
@@ -137,7 +139,11 @@ class Flip(Panel):
     def start(self) -> Path:
         """Start the flip that the form describes, or attach to the one already started; returns its folder. Raises
         BadInput, UsageError."""
-        feed = self._start_once()
+        # A second click while the first is being answered must not start a second flip.
+        with self._starting:
+            feed = self._feed
+            if feed is None:
+                feed = self._feed = self._start_form()
         self._wake.set()
         return feed.folder
 
@@ -145,17 +151,6 @@ class Flip(Panel):
         """End the flip and keep its measurements; a verdict so far is written."""
         if self._started is not None:
             self._started.stop()
-
-    def _start(self) -> str:
-        return f"folder: {self._start_once().folder}"
-
-    def _start_once(self) -> FlipFeed:
-        # A second click while the first is being answered must not start a second flip.
-        with self._starting:
-            feed = self._feed
-            if feed is None:
-                feed = self._feed = self._start_form()
-        return feed
 
     def _start_form(self) -> FlipFeed:
         wanted = self._form()

@@ -98,9 +98,13 @@ class Live(Panel):
                 ("resume", "continue from the newest checkpoint"),
             )
         }
-        self._buttons["start"].on_click(lambda _: self._command("start", self._start))
+        self._buttons["start"].on_click(
+            lambda _: self._command("start", lambda: f"started {self.start().path}")
+        )
         self._buttons["stop"].on_click(lambda _: self._command("stop", self.stop))
-        self._buttons["resume"].on_click(lambda _: self._command("resume", self._resume))
+        self._buttons["resume"].on_click(
+            lambda _: self._command("resume", lambda: f"resumed {self.resume().path}")
+        )
         self._draw_buttons()
         row = ipywidgets.HBox([*self._buttons.values(), self._said])
         self._begin(ipywidgets.VBox([row, self._plot]))
@@ -119,7 +123,12 @@ class Live(Panel):
     def start(self) -> RunFolder:
         """Start the run of the spec, or return the one already started. Returns as soon as the run continues
         without this process. Raises BadInput."""
-        self._start()
+        if self._spec is None:
+            raise UsageError(f"{self!r}: expected a spec to start, found a run")
+        # A second click while the first is being answered must not start a second run.
+        with self._starting:
+            if self._feed is None:
+                self._attach(start_run(self._spec, self._sets, self._out))
         self._wake.set()
         assert self._feed is not None
         return self._feed.run
@@ -132,8 +141,10 @@ class Live(Panel):
 
     def resume(self) -> RunFolder:
         """Continue a run that ended before its last step. Raises BadInput."""
-        self._resume()
-        assert self._feed is not None
+        if self._feed is None:
+            raise UsageError("Live: expected a run that was started, found none")
+        resume_run(self._feed.run)
+        self._wake.set()
         return self._feed.run
 
     def frame(self, what: str = "steps") -> pandas.DataFrame:
@@ -143,23 +154,6 @@ class Live(Panel):
         if self.snapshot is None:
             raise UsageError("Live: expected a run that was read, found none yet", hint="wait()")
         return frame_of(self.snapshot.view, what)
-
-    def _start(self) -> str:
-        if self._spec is None:
-            raise UsageError(f"{self!r}: expected a spec to start, found a run")
-        # A second click while the first is being answered must not start a second run.
-        with self._starting:
-            if self._feed is None:
-                self._attach(start_run(self._spec, self._sets, self._out))
-        assert self._feed is not None
-        return f"started {self._feed.run.path}"
-
-    def _resume(self) -> str:
-        if self._feed is None:
-            raise UsageError("Live: expected a run that was started, found none")
-        resume_run(self._feed.run)
-        self._wake.set()
-        return f"resumed {self._feed.run.path}"
 
     def _attach(self, run: RunFolder) -> None:
         self._feed = RunFeed(run, save_columns=True)

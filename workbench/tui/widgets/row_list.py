@@ -59,9 +59,7 @@ def prompt_of(row: Row, line: str) -> Content:
     sign = Content.styled(f"{row.sign or SIGNS[row.tone]:<{SIGN_CELLS}}", style)
     plain = style if row.tone == "quiet" else ""
     text = line.replace("\n", f"\n{' ' * SIGN_CELLS}")
-    return Content.assemble(
-        sign, Content.styled(text, f"{plain} strike".strip() if row.struck else plain)
-    )
+    return Content.assemble(sign, Content.styled(text, plain))
 
 
 class RowList(KeyedList):
