@@ -31,7 +31,7 @@ class OwnCheck:
     reads: set[str] = field(default_factory=set)
     """Names, attributes and texts in its conditions, and those of which the constants among them are made."""
     constants: set[str] = field(default_factory=set)
-    """Those that no step assigns."""
+    """The part of `reads` that no step assigns."""
     lines: set[tuple[str, int]] = field(default_factory=set)
     """Files and lines of what raises and of the statements around it that decide whether it does."""
     loops: set[tuple[str, int]] = field(default_factory=set)
@@ -228,10 +228,12 @@ class _Finder:
             if isinstance(node, _LOOPS[:2])
             for name in _names_in(node.target)
         }
-        self._found.constants.update(reads - varying)
+        # A check that reads constants alone judges the settings themselves.
+        if reads & varying:
+            self._found.constants.update(reads - varying)
 
     def _is_constant(self, node: ast.AST) -> bool:
-        """Whether no step assigns it: it stands in no loop, and its value is made by plain functions alone."""
+        """Whether no step assigns it: it is in no loop, and its value is made by plain functions alone."""
         value = getattr(node, "value", None)
         calls = [one for one in ast.walk(value) if isinstance(one, ast.Call)] if value else []
         parent: ast.AST | None = node

@@ -291,7 +291,7 @@ def _unjudged(a: _Run, b: _Run, kind: str, check: OwnCheck, changed: set[str]) -
         changed & (check.constants | {f"{file}:{line}" for file, line in check.lines})
     ):
         yield f"it changes `{name}`, by which the script itself judges, so the number judged may be as it was"
-    if check.lines and not check.loops and not b.has_ended:
+    if a.done and check.lines and not check.loops and not b.has_ended:
         yield "A failed after its last step, and B was ended before its own (--steps)"
     if a.parameters != b.parameters or not (a.done or is_in_step):
         return

@@ -56,7 +56,7 @@ if broken:
 LATER = """\
 for step in range(10):
     loss = model(x)
-if not os.path.isdir(FOLDER):
+if loss > FOLDER:
     raise RuntimeError("no folder")
 """
 
@@ -78,6 +78,12 @@ def test_a_check_reads_its_conditions_and_what_their_constants_are_made_of(
     assert reads <= found.reads and constants <= found.constants
     assert "loss" not in found.constants
     assert not {"RATE", "rate", "broken"} & found.reads
+
+
+def test_a_check_of_settings_alone_has_no_limit() -> None:
+    script = 'import os\nMODE = os.environ["MODE"]\nif MODE != "good":\n    raise ValueError\n'
+    found = find_own_check({"train.py": script}, ("train.py", 4))
+    assert "MODE" in found.reads and not found.constants
 
 
 def test_a_check_after_the_steps_is_in_no_loop() -> None:
