@@ -23,7 +23,7 @@ from engine.limits import SCRIPT
 from engine.log.folder import RunFolder, read_command
 from engine.log.observed import STALLS, Observed, raised_at
 from engine.log.own_checks import find_own_check
-from engine.log.work import KINDS
+from engine.log.work import KINDS, changed_by
 
 PAIRS_MAX = 8
 LONGEST_WAIT = 3.0
@@ -113,6 +113,9 @@ def _refuse_hiding(path: Path, observed: Observed, change: Change) -> None:
     if change.key.startswith("APR_") or change.key in PYTHONS_OWN:
         expected = "a variable of the job"
         raise refused(expected, "one that changes what Python checks, or the probe")
+    names = changed_by(change.key, change.text(b=False), change.text(b=True))
+    if any("seed" in name.lower() for name in names):
+        raise refused("a cause", "another seed: a sample by chance, as each pair has its own")
     found = LINE.fullmatch(change.key)
     command = read_command(RunFolder(path))
     if found is None or command is None:

@@ -66,7 +66,7 @@ def assigned_names(line: str) -> set[str]:
 
 def changed_names(was: str, now: str) -> set[str]:
     """Return the names that a change of a line assigns otherwise: its targets, or only the keys and keywords whose
-    values differ."""
+    values differ; and the functions that it calls otherwise, whose result it does not use."""
     before, after = (
         [node for tree in parse_line(text) for node in tree.body] for text in (was, now)
     )
@@ -81,7 +81,10 @@ def changed_names(was: str, now: str) -> set[str]:
         if any(named) and rest[0] == rest[1]:
             differ = {key for key, _ in named[0].items() ^ named[1].items()}
             return {key.strip("'\"") for key in differ} | _options_in(values[0])
-    return {name for node in (*before, *after) for name in assigned_names(ast.unparse(node))}
+    called = {_name_of(node.value) for node in (*before, *after) if isinstance(node, ast.Expr)}
+    return called | {
+        name for node in (*before, *after) for name in assigned_names(ast.unparse(node))
+    }
 
 
 def _entries(value: ast.AST | None) -> Iterator[tuple[ast.AST, ast.AST]]:

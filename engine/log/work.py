@@ -111,7 +111,7 @@ def work_left_out(
             _judged_less(run_a, run_b, observed),
             _other_objective(run_a, run_b, kind, observed),
             _new_contradictions(run_a, run_b),
-            _unjudged(run_a, run_b, kind, _own_check(observed, sources), _changed(key, was, now)),
+            _unjudged(run_a, run_b, kind, _own_check(observed, sources), changed_by(key, was, now)),
             _missing_calls(run_a, key, was, now),
         )
         if text := next((found for rule in rules for found in rule), ""):
@@ -272,7 +272,7 @@ def _own_check(observed: Observed | None, sources: Mapping[str, str]) -> OwnChec
     return find_own_check(sources, place) if place or not is_exception else OwnCheck()
 
 
-def _changed(key: str, was: str, now: str) -> set[str]:
+def changed_by(key: str, was: str, now: str) -> set[str]:
     """Return what a change names: a line and what it assigns, options of a command, or a variable."""
     if ":" in key:
         return {key, *changed_names(was, now)}

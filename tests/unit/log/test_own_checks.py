@@ -111,7 +111,8 @@ def test_what_a_library_raises_is_no_check_of_the_script() -> None:
         ("opt = SGD(params, lr=1)", "opt = SGD(params, lr=2)", {"lr"}),
         ('add("--max-norm", default=1)', 'add("--max-norm", default=9)', {"max_norm", "default"}),
         ("a = 1; b = 2", "a = 1; b = 3", {"b"}),
-        ("opt.step()", "opt.step(); opt.zero_grad()", set()),
+        ("opt.step()", "opt.step(); opt.zero_grad()", {"zero_grad"}),
+        ("own.manual_seed(13)", "own.manual_seed(14)", {"manual_seed"}),
         ("self.at = 1", "self.at = 2", {"at"}),
     ],
 )
