@@ -29,7 +29,6 @@ from workbench.listing import TONE_OF, Listing, Row, age_text
 DRILLS = Path("drills")
 EVIDENCE = Path("evidence/drills")
 JOB = "drill"
-REFUSAL = "engine drill --list — expected a list of drills, found {said}"
 NO_RESULT = "no result yet: n runs it (a few seconds), or `engine drill {id} --out DIR`"
 
 
@@ -76,7 +75,7 @@ class DatedResult:
 
 def known_drills() -> tuple[KnownDrill, ...]:
     """Return every drill. Raises InternalError when the engine does not list them."""
-    return ask_json(["drill", "--list", "--json"], REFUSAL, tuple[KnownDrill, ...])
+    return ask_json(["drill", "--list", "--json"], tuple[KnownDrill, ...])
 
 
 def results_in(*folders: Path) -> dict[str, DatedResult]:

@@ -103,15 +103,14 @@ def ask(arguments: Sequence[str]) -> subprocess.CompletedProcess[str]:
     )
 
 
-def ask_json(arguments: Sequence[str], refusal: str, type_: type[T]) -> T:
-    """Return the JSON value that an engine command prints. Raises InternalError when there is none, with the
-    text `refusal` formatted with the exit `code` and with the output as `said`."""
+def ask_json(arguments: Sequence[str], type_: type[T]) -> T:
+    """Return the JSON value that an engine command prints. Raises InternalError with what it says when there is
+    none."""
     done = ask(arguments)
     try:
         return msgspec.json.decode(done.stdout, type=type_)
     except msgspec.DecodeError as problem:
-        said = done.stderr.strip() or str(problem)
-        raise InternalError(refusal.format(code=done.returncode, said=said)) from None
+        raise InternalError(done.stderr.strip() or f"engine {arguments[0]} — {problem}") from None
 
 
 def _detached(arguments: Sequence[str]) -> RunFolder:

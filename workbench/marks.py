@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Literal
@@ -64,26 +64,16 @@ class Mark:
         return self.words if self.alert is None else tuple(alert_lines(self.alert))
 
 
-@dataclass(frozen=True, slots=True)
-class FlipSeen:
-    """A flip whose base is a run."""
-
-    folder: Path
-    began_unix_s: float
-    name: str
-    verdict: str
-
-
 class FlipFinder:
     """Finds the flips of a run, at most once in LOOK_FOR_FLIPS_S."""
 
     def __init__(self, run: RunFolder, flips: Path = FLIPS) -> None:
         self._run, self._flips = run, flips
         self._looked_s = float("-inf")
-        self._found: tuple[FlipSeen, ...] = ()
+        self._found: tuple[Mark, ...] = ()
 
-    def look(self) -> tuple[FlipSeen, ...]:
-        """Return the flips found, without those whose folder cannot be read."""
+    def look(self) -> tuple[Mark, ...]:
+        """Return the flips found as marks without a step, except those whose folder cannot be read."""
         now_s = time.monotonic()
         if now_s - self._looked_s < LOOK_FOR_FLIPS_S:
             return self._found
@@ -97,9 +87,14 @@ class FlipFinder:
                 began_unix_s = (path / "plan.json").stat().st_mtime
             except (EngineError, OSError):
                 continue
-            words = "no verdict yet" if verdict is None else f"{verdict['verdict']}"
+            verdict_text = "no verdict yet" if verdict is None else f"{verdict['verdict']}"
             changes = ", ".join(map(str, plan.changes)) or plan.name
-            flips.append(FlipSeen(path, began_unix_s, changes, words))
+            words = (
+                f"flip {changes}: {verdict_text}",
+                f"began at {clock_text(began_unix_s)}",
+                f"folder: {path}",
+            )
+            flips.append(Mark(kind="flip", step=0, unix_s=began_unix_s, words=words, folder=path))
         self._found = tuple(flips)
         return self._found
 
@@ -110,7 +105,7 @@ class FlipFinder:
             return []
 
 
-def all_marks(view: RunView, flips: Sequence[FlipSeen] = ()) -> tuple[Mark, ...]:
+def all_marks(view: RunView, flips: Sequence[Mark] = ()) -> tuple[Mark, ...]:
     """Return every mark, ordered by step."""
     steps = view.steps
 
@@ -168,18 +163,7 @@ def all_marks(view: RunView, flips: Sequence[FlipSeen] = ()) -> tuple[Mark, ...]
                 words=words_of_checkpoint,
             )
         )
-    for flip in flips:
-        title = f"flip {flip.name}: {flip.verdict}"
-        lines = (title, f"began at {clock_text(flip.began_unix_s)}", f"folder: {flip.folder}")
-        marks.append(
-            Mark(
-                kind="flip",
-                step=step_of(steps.find("clock_s", flip.began_unix_s)),
-                unix_s=flip.began_unix_s,
-                words=lines,
-                folder=flip.folder,
-            )
-        )
+    marks += [replace(x, step=step_of(steps.find("clock_s", x.unix_s))) for x in flips]
     marks.sort(key=lambda mark: (mark.step, PRIORITY.index(mark.kind)))
     return tuple(marks)
 

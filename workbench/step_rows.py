@@ -13,7 +13,6 @@ from engine.log.text import one_line
 from workbench.engine_commands import ask_json
 from workbench.listing import Listing, Row
 
-REFUSAL = "{said}"
 KEPT = 64
 """Number of viewed steps that are kept, so that going back does not read the corpus again."""
 
@@ -30,7 +29,7 @@ class StepRowsFeed:
         step = self.step
         if step not in self._seen:
             command = ["data", str(self._run), "--step", str(step), "--json"]
-            listing = listing_of(ask_json(command, REFUSAL, dict[str, Any]))
+            listing = listing_of(ask_json(command, dict[str, Any]))
             while len(self._seen) >= KEPT:
                 del self._seen[next(iter(self._seen))]
             self._seen[step] = listing

@@ -211,9 +211,6 @@ class _Drawing:
             return centred("nothing logged yet", width, height)
         legend_limit = 2 if height >= (LOW if chart.signs is None else TALL) else 1
         legend = self.legend()
-        if any(line.letter for line in chart.lines) and needs_rows(legend, width) > legend_limit:
-            # The letter of each line matters more than its value, which the heading shows as well.
-            legend = self.legend(values=False)
         if width < MIN_WIDTH or height < MIN_HEIGHT:
             return legend_rows(legend, width, height, pad=True)
         is_low = height < LOW
@@ -255,7 +252,7 @@ class _Drawing:
 
     # The legend.
 
-    def legend(self, *, values: bool = True) -> list[tuple[Span, Span]]:
+    def legend(self) -> list[tuple[Span, Span]]:
         """Return the legend's items, each as form and text; non-finite values come first."""
         chart, glyphs = self.chart, self.glyphs
         items = [(Span(glyphs.cross, "cross"), Span(x, "cross")) for x in self.faults()]
@@ -266,8 +263,7 @@ class _Drawing:
             form, role = glyphs.traces[line.slot], f"trace{line.slot}"
             if line.letter:
                 value_text = "no value" if line.value is None else chart.y_text(line.value)
-                words = f" {value_text}" if values else ""
-                words = f" {line.trace.name}{words}" if line.named else words
+                words = f" {line.trace.name} {value_text}" if line.named else f" {value_text}"
                 form = f"{line.letter} {form}"
             else:
                 words = f" {line.trace.name} {chart.y_text(line.value)}"
@@ -483,11 +479,6 @@ def legend_rows(
     if pad:
         rows += [[] for _ in range(height - len(rows))]
     return [fit(row, width) for row in rows]
-
-
-def needs_rows(items: Sequence[tuple[Span, Span]], width: int) -> int:
-    """Return how many rows the complete legend takes."""
-    return len(legend_rows(items, width, len(items) or 1))
 
 
 def span_of(

@@ -17,7 +17,7 @@ from engine.log.table import Table
 from engine.units import format_seconds
 from tests.support.judged import alert_end, alert_event, number_event
 from tests.support.run_folders import Scene, checkpoint, completed, resumed, step
-from workbench.marks import FlipFinder, FlipSeen, Mark, all_marks
+from workbench.marks import FlipFinder, Mark, all_marks
 from workbench.plot.canvas import plain
 from workbench.plot.chart import Band, Chart, Line, dots_of, margin_of, render_chart
 from workbench.plot.window import SMALLEST, Window
@@ -259,7 +259,8 @@ def test_each_thing_that_stands_out_is_a_mark_at_its_step(tmp_path: Path) -> Non
     scene.steps(21, 30, nan={25, 26})
     scene.watch(alert_event(id="data_wait", level="suspicion", text="waits", flip="--set a.b=1"))
     scene.watch(alert_end(id="data_wait", active_s=1.0)).steps(31, 40).close()
-    flip = FlipSeen(tmp_path / "f", scene.start_unix_s + 15.2, "a.b: 0 -> 1", "B_FASTER")
+    words_of_flip = ("flip a.b: 0 -> 1: B_FASTER",)
+    flip = Mark(kind="flip", step=0, unix_s=scene.start_unix_s + 15.2, words=words_of_flip)
     found = all_marks(Follower(scene.run).read_all(), [flip])
     assert [(m.kind, m.step) for m in found] == [
         ("late compile", 20.0),

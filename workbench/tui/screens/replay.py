@@ -1,15 +1,17 @@
-"""Replay on the screen of a run: the time shown, whether it plays, and the thread that makes snapshots.
+"""Replay on the screen of a run: the time shown, whether it plays, and the worker that makes snapshots.
 
-The keys set the wanted time; a thread makes the snapshot of the newest wanted time, and reads on through a
-long log in between. Outdated requests are skipped.
+Each key sets the wanted time and starts a worker, which makes the snapshot and reads on through a long log; the worker
+before it is cancelled.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from functools import partial
 
 from textual.message import Message
+from textual.widget import Widget
+from textual.worker import get_current_worker
 
 from engine.log.folder import RunFolder
 from engine.units import format_seconds
@@ -19,6 +21,10 @@ from workbench.past_views import ReplayFeed
 SPEEDS = (1, 10, 60, 600, 3600)
 TICK_S = 0.25
 """Seconds between two frames of a playing replay; a higher rate would overload a terminal."""
+
+
+GROUP = "replay"
+"""The group of its workers."""
 
 
 class Replayed(Message):
@@ -32,30 +38,24 @@ class Replayed(Message):
 class Replay:
     """One replay, from the key that begins it to the key that ends it."""
 
-    def __init__(self, run: RunFolder, unix_s: float, post: Callable[[Replayed], object]) -> None:
-        self._feed = ReplayFeed(run)
-        self._post = post
-        self.unix_s = unix_s
+    def __init__(self, screen: Widget, run: RunFolder, unix_s: float) -> None:
+        """Begin at a time; `screen` receives Replayed."""
+        self._screen, self._feed = screen, ReplayFeed(run)
+        # A worker that was cancelled may still be reading.
+        self._reading = threading.Lock()
         self.speed = SPEEDS[1]
         self.is_playing = False
-        self._asked = threading.Condition()
-        self._wanted: float | None = unix_s
-        self._is_over = False
-        # A daemon thread: quitting must not wait for a long log.
-        threading.Thread(target=self._answer, name="replay", daemon=True).start()
+        self.seek(unix_s)
 
     def close(self) -> None:
-        """End the thread."""
-        with self._asked:
-            self._is_over = True
-            self._asked.notify()
+        """Stop reading."""
+        self._screen.workers.cancel_group(self._screen, GROUP)
 
     def seek(self, unix_s: float) -> None:
         """Show another time."""
         self.unix_s = unix_s
-        with self._asked:
-            self._wanted = unix_s
-            self._asked.notify()
+        answer = partial(self._answer, unix_s)
+        self._screen.run_worker(answer, group=GROUP, exclusive=True, thread=True)
 
     def tick(self, last_unix_s: float) -> None:
         """Advance by one tick at this speed; stops at the end."""
@@ -75,25 +75,16 @@ class Replay:
         far = "" if self._feed.is_read else ", reading the log"
         return f"REPLAY {clock(at)} of {clock(whole)} ({how}{far})"
 
-    def _answer(self) -> None:
-        while True:
-            with self._asked:
-                while self._wanted is None and self._feed.is_read and not self._is_over:
-                    self._asked.wait()
-                wanted = self._wanted
-            if self._is_over:
-                return
-            if not self._feed.is_read and (wanted is None or wanted >= self._feed.last_unix_s):
-                self._feed.read()
-                continue
-            if wanted is None:
-                continue
-            snapshot = self._feed.at(wanted)
-            with self._asked:
-                if self._wanted == wanted:
-                    self._wanted = None
-            if not self._is_over:
-                self._post(Replayed(snapshot))
+    def _answer(self, wanted: float) -> None:
+        """Post the run as it was, and read on."""
+        worker, feed = get_current_worker(), self._feed
+        with self._reading:
+            while not (worker.is_cancelled or feed.is_read) and wanted >= feed.last_unix_s:
+                feed.read()
+            if not worker.is_cancelled:
+                self._screen.post_message(Replayed(feed.at(wanted)))
+            while not (worker.is_cancelled or feed.is_read):
+                feed.read()
 
 
 def clock(seconds: float) -> str:

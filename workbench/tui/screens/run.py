@@ -27,7 +27,7 @@ from engine.log.folder import RunFolder, settings_of
 from engine.log.view import RunView
 from workbench.engine_commands import command_text
 from workbench.feed import RunFeed, Snapshot, Target
-from workbench.marks import FlipFinder, FlipSeen, Mark, all_marks
+from workbench.marks import FlipFinder, Mark, all_marks
 from workbench.panes import PANES, Pane
 from workbench.tui.context import Context
 from workbench.tui.layout import Layout, arrange
@@ -180,7 +180,7 @@ class RunScreen(PollingScreen):
         self._chosen, self._zoomed, self._paused = PANES[0].id, False, False
         self._flip_finder = FlipFinder(run)
         self._marks: tuple[Mark, ...] = ()
-        self._marked: tuple[RunView, tuple[FlipSeen, ...]] | None = None
+        self._marked: tuple[RunView, tuple[Mark, ...]] | None = None
         """View and flips that the marks were made from."""
         self._replay: Replay | None = None
         self._past: Snapshot | None = None
@@ -213,10 +213,6 @@ class RunScreen(PollingScreen):
 
     def on_mount(self) -> None:
         self._player = self.set_interval(TICK_S, self._play, pause=True)
-
-    def on_unmount(self) -> None:
-        if self._replay is not None:
-            self._replay.close()
 
     @property
     def shown(self) -> Snapshot | None:
@@ -416,7 +412,7 @@ class RunScreen(PollingScreen):
             begin = self._snapshot.view.first_unix_s
         self._past = None
         self._player.resume()
-        self._replay = Replay(self.run, begin, self.post_message)
+        self._replay = Replay(self, self.run, begin)
         line.show_time(begin)
         line.focus()
         self.draw_keys()

@@ -29,7 +29,7 @@ from engine.watch.runs_feed import CURVE_POINTS, RunRow
 from workbench.plot.series import series_style
 from workbench.tui.names import cut_at_end, distinct_names, shortened
 from workbench.tui.printable import drawable
-from workbench.tui.widgets.status_line import LEVEL_ROLES, bar_text, state_role
+from workbench.tui.widgets.status_line import LEVEL_ROLES, state_role
 
 ABSENT = "-"
 ROOMY = 100
@@ -38,7 +38,6 @@ NAME_CELLS = (16, 24)
 """Cells below which a name is not cut, on a narrow and on a wide terminal."""
 VERDICT_CELLS = 64
 """Cells of a verdict below which columns after the settings that differ give way: its cause is in them."""
-BAR_CELLS = 8
 SETTING_CELLS = 16
 SETTINGS_SHOWN = 12
 """Maximum number of differing settings that have a column."""
@@ -88,8 +87,6 @@ class Column:
     largest_first: bool = False
     least: int = 0
     """The fewest cells it can be cut to; 0 for a column that is shown whole or not at all."""
-    optional: bool = True
-    """Whether it has no place where no run has anything to show in it."""
 
 
 def _text_column(name: str, text: Callable[[RunRow], str], rank: int, least: int = 0) -> Column:
@@ -110,7 +107,6 @@ NAME = Column(
     value=lambda r: r.name,
     rank=0,
     right=False,
-    optional=False,
 )
 STATE = Column(
     name="state",
@@ -118,7 +114,6 @@ STATE = Column(
     value=lambda r: r.state,
     rank=0,
     right=False,
-    optional=False,
 )
 AGE = "age"
 VERDICT, TAGS = "verdict", "tags"
@@ -127,15 +122,12 @@ SETTING, LATER_SETTING, FIRST_SETTINGS, MODEL = 60, 85, 3, 80
 BEFORE = (
     NAME,
     STATE,
-    Column(
-        name="step", text=_steps_text, value=_share, rank=30, largest_first=True, optional=False
-    ),
+    Column(name="step", text=_steps_text, value=_share, rank=30, largest_first=True),
     Column(
         name="loss",
         text=lambda row: _text_or_absent(format_value, row.loss),
         value=lambda row: row.loss,
         rank=20,
-        optional=False,
     ),
     Column(
         name="held-out",
@@ -152,7 +144,6 @@ AFTER = (
         value=_worst,
         rank=70,
         largest_first=True,
-        optional=False,
     ),
     _text_column(VERDICT, lambda row: row.verdict, 15, least=24),
     _text_column(TAGS, lambda row: " ".join(row.tags), 74, least=12),
@@ -191,26 +182,15 @@ WIDENED = (NAME.name, VERDICT, TAGS, *MODELS)
 """The columns that get what is left of the width, in this order."""
 
 
-def fixed_columns(*, ascii_only: bool) -> tuple[tuple[Column, ...], tuple[Column, ...]]:
-    """Return the columns before and after the settings that differ; some are drawn in ASCII if asked."""
-
-    def curve(row: RunRow) -> str:
-        return sparkline(row.curve, CURVE_POINTS, ascii_only=ascii_only)
-
-    def done(row: RunRow) -> str:
-        if not row.total_steps:
-            return ABSENT
-        return bar_text(row.last_step, row.total_steps, BAR_CELLS, ascii_only=ascii_only)
-
-    drawn = Column(
+def curve_column(*, ascii_only: bool) -> Column:
+    """Return the column of loss curves, drawn in ASCII if asked."""
+    return Column(
         name="loss curve",
-        text=lambda row: curve(row) or ABSENT,
+        text=lambda row: sparkline(row.curve, CURVE_POINTS, ascii_only=ascii_only) or ABSENT,
         value=lambda row: row.curve[-1] if row.curve else None,
         rank=76,
         right=False,
     )
-    progress = Column(name="done", text=done, value=_share, rank=160, largest_first=True)
-    return (*BEFORE, drawn), (*AFTER, progress)
 
 
 def differing(rows: Sequence[RunRow]) -> list[Column]:
@@ -228,7 +208,7 @@ def differing(rows: Sequence[RunRow]) -> list[Column]:
     numeric = {name for name in values if all(number_of(v) is not None for v in values[name])}
     names = sorted(values, key=lambda name: name not in numeric)[:SETTINGS_SHOWN]
     shorts = [name.rpartition(".")[2] for name in names]
-    taken = {column.name for column in (*BEFORE, *AFTER)} | {"done"}
+    taken = {column.name for column in (*BEFORE, *AFTER)}
     return [
         _setting_column(
             name,
@@ -329,9 +309,9 @@ class RunsTable(ScrollView, can_focus=True):
 
     def __init__(self, *, ascii_only: bool) -> None:
         super().__init__()
-        self._before, self._after = fixed_columns(ascii_only=ascii_only)
+        self._before = (*BEFORE, curve_column(ascii_only=ascii_only))
         self._by_key: dict[str, RunRow] = {}
-        self._columns: tuple[Column, ...] = (*self._before, *self._after)
+        self._columns: tuple[Column, ...] = (*self._before, *AFTER)
         self._settings: tuple[int, ...] = ()
         self._shown: tuple[Column, ...] = ()
         self._titles: list[str] = []
@@ -462,7 +442,7 @@ class RunsTable(ScrollView, can_focus=True):
         if settings != self._settings:
             # The mapping of a run is another one when its settings were read again.
             self._settings = settings
-            self._columns = (*self._before, *differing(self.rows_shown), *self._after)
+            self._columns = (*self._before, *differing(self.rows_shown), *AFTER)
         self._fill()
 
     @property
@@ -488,7 +468,7 @@ class RunsTable(ScrollView, can_focus=True):
         wanted = {}
         for place, column in enumerate(self._columns):
             cells = max((cell_len(words[place]) for words in texts.values()), default=0)
-            if column.optional and all(words[place] == ABSENT for words in texts.values()):
+            if texts and all(words[place] == ABSENT for words in texts.values()):
                 continue
             wanted[column.name] = max(
                 cell_len(self._title(column)) - self._before_text(column), cells

@@ -47,8 +47,6 @@ CURVES = ("held-out", "training", "parts")
 LETTERS = {"loss": "L", "ce": "C", "kd": "K"}
 REACHES = (0.0, 0.02, 0.1)
 """Lengths of the moving average of the losses, as shares of the shown range."""
-TWO_ROWS = 18
-"""Number of rows from which the values under the cursor take two rows."""
 GAP_OF_USUAL, GAP_S = 20.0, 5.0
 """On a time axis, steps are not joined if they are further apart than both of these: usual distances, seconds."""
 
@@ -265,9 +263,8 @@ class TimelinePane(ChartView, can_focus=True):
         hidden_words = f" (and {len(under) - 3} more)" if len(under) > 3 else ""
         marks = "; ".join(under[:3]) + hidden_words + (" (enter)" if under else "")
         words = "  ".join([words, *self._lane_words(cursor)])
-        if self.size.height >= TWO_ROWS:
-            return (words, marks) if marks else tuple(textwrap.wrap(words, self.size.width)[:2])
-        return (f"{marks} | {words}" if marks else words,)
+        text = f"{marks} | {words}" if marks else words
+        return tuple(textwrap.wrap(text, self.size.width))
 
     def _lane_words(self, cursor: float) -> list[str]:
         """Return the readings under the cursor."""
