@@ -9,7 +9,7 @@ So both encode some thousand short texts, made of their own tokens and of charac
     words       numbers, contractions, white space, accents in both normal forms, scripts, symbols, control characters
     added       tokens that are matched in the text
 
-Each stands alone and between others. The texts depend on the two files alone. This module does not import torch.
+Each is alone in a text and between others. The texts depend on the two files alone. This module does not import torch.
 """
 
 from __future__ import annotations
