@@ -9,7 +9,7 @@ from typing import ClassVar
 from textual import on
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
-from textual.containers import Horizontal
+from textual.containers import Container
 from textual.events import Resize
 from textual.widgets import Input, Static
 
@@ -126,21 +126,21 @@ class RunsScreen(PollingScreen):
         FilterLine { padding: 0 1; }
         #rows { height: 1fr; }
         RunsTable { width: 1fr; }
-        #preview {
-            display: none; width: 28%; min-width: 46; max-width: 90; height: 1fr; padding: 0 1;
-            border: round $panel;
-        }
+        #preview { height: 6; padding: 0 1; background: $panel; }
         #wrong { display: none; padding: 0 1; height: auto; max-height: 2; color: $text-error; }
         #empty { padding: 1 2; display: none; height: 1fr; }
-        #detail { height: auto; max-height: 6; padding: 0 1; background: $panel; }
     }
     RunsScreen.-empty {
         #empty { display: block; }
-        #rows, #detail { display: none; }
+        #rows { display: none; }
     }
+    RunsScreen.-low #preview { height: 2; }
     RunsScreen.-wide {
-        #preview { display: block; }
-        #detail { display: none; }
+        #rows { layout: horizontal; }
+        #preview {
+            width: 28%; min-width: 46; max-width: 90; height: 1fr; border: round $panel;
+            background: $background;
+        }
     }
     """
 
@@ -157,11 +157,10 @@ class RunsScreen(PollingScreen):
         yield Static("reading runs", id="head", markup=False)
         yield FilterLine(FILTER_HINT, id="filter")
         yield Static(id="wrong", markup=False)
-        with Horizontal(id="rows"):
+        with Container(id="rows"):
             yield RunsTable(ascii_only=self.context.ascii_only)
             yield TextPane("run", id="preview", is_fixed=True)
         yield WordsView(id="empty")
-        yield Static(id="detail", markup=False)
         yield KeyBar()
 
     def poll(self) -> Polled:
@@ -229,20 +228,13 @@ class RunsScreen(PollingScreen):
     def _draw_detail(self) -> None:
         """Describe the run under the cursor, next to the table or below it."""
         self._is_stale = False
-        row = self.query_one(RunsTable).selected
-        if self.has_class("-wide"):
-            preview = self.query_one("#preview", TextPane)
-            preview.show_title("" if row is None else row.name)
-            words = [] if row is None else preview_lines(row)
-            preview.show(lambda _width: words)
-        else:
-            lines = [] if row is None else detail_lines(row)
-            if is_low(*self.size):
-                # Leave the key row visible: one line each, with the beginning and the end of a path.
-                lines = [shortened(line, max(1, self.size.width - 2)) for line in lines[:2]]
-            detail, text = self.query_one("#detail", Static), "\n".join(lines)
-            if text != detail.content:
-                detail.update(text)
+        row, preview = self.query_one(RunsTable).selected, self.query_one("#preview", TextPane)
+        preview.show_title("" if row is None else row.name)
+        words = [] if row is None else preview_lines(row)
+        if self.has_class("-low"):
+            # One line each, with the beginning and the end of a path.
+            words = [shortened(line, max(1, self.size.width - 3)) for line in words]
+        preview.show(lambda _width: words)
         self.draw_keys()
 
     @on(RunsTable.Highlighted)
@@ -256,6 +248,7 @@ class RunsScreen(PollingScreen):
     def place_preview(self) -> None:
         """Show the run under the cursor next to the table if the screen is wide enough."""
         width, height = self.size
+        self.set_class(is_low(width, height), "-low")
         self.set_class(width >= WIDE and not is_low(width, height), "-wide")
         self._draw_detail()
 
@@ -414,8 +407,9 @@ def _folders(snapshot: RunsSnapshot) -> str:
     return ", ".join(map(path_text, snapshot.folders))
 
 
-def detail_lines(row: RunRow) -> list[str]:
-    """Return the details of a run: its folder, its progress, its alerts."""
+def preview_lines(row: RunRow) -> list[str]:
+    """Return what is known of a run: its folder, its progress, tags, alerts, its state in a sentence, failed checks,
+    results."""
     lines = [path_text(row.path)]
     if row.total_steps is not None or row.last_step:
         total = "" if row.total_steps is None else f"/{row.total_steps}"
@@ -425,23 +419,6 @@ def detail_lines(row: RunRow) -> list[str]:
         speed = row.tokens_per_second
         words += [] if speed is None else [f"{format_count(speed)} tok/s"]
         lines.append(", ".join(words))
-    if row.verdict and row.error is None:
-        lines.append(row.verdict)
-        lines += [text for text in row.words if text.startswith("do: ")][:1]
-    lines += tag_lines(row)
+    labels = " ".join([*(f"[{tag}]" for tag in row.tags), *filter(None, [row.note])])
     lines += [f"{severity}: {name}" for severity, name in row.alerts[:3]]
-    if row.error is not None:
-        lines.append(row.error)
-    return lines
-
-
-def tag_lines(row: RunRow) -> list[str]:
-    """Return the tags and the note of a run on a line, where it has any."""
-    parts = [f"[{tag}]" for tag in row.tags] + ([row.note] if row.note else [])
-    return [" ".join(parts)] if parts else []
-
-
-def preview_lines(row: RunRow) -> list[str]:
-    """Return what is known of a run: tags, its state in a sentence, failed checks, results, alerts."""
-    error = [] if row.error is None else [row.error]
-    return [*tag_lines(row), *error, *row.words, f"run folder: {path_text(row.path)}"]
+    return [*lines, *filter(None, [labels, row.error]), *row.words]

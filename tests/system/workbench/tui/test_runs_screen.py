@@ -407,7 +407,8 @@ def test_a_wide_terminal_shows_the_run_under_the_cursor_beside_the_table(swept: 
         text = preview.whole_text()
         for words in ("KILLED", "killed by SIGKILL", "held-out loss of the teacher", "beta"):
             assert words in text
-        assert not pilot.app.screen.query_one("#detail").display
+        table = pilot.app.screen.query_one(RunsTable)
+        assert preview.region.x >= table.region.right, "beside the table"
 
     on_screen([swept], (200, 60), script)
 
