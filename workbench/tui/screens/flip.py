@@ -17,7 +17,6 @@ from textual import on
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Vertical
-from textual.message import Message
 from textual.widgets import Static
 
 from engine.errors import EngineError
@@ -43,14 +42,6 @@ from workbench.tui.widgets.words_view import WordsView
 
 SHORT = 18
 """Number of rows below which nothing has a border."""
-
-
-class Suggested(Message):
-    """The flips that a run suggests were found."""
-
-    def __init__(self, suggestions: tuple[Proposal, ...]) -> None:
-        super().__init__()
-        self.suggestions = suggestions
 
 
 class FlipScreen(PollingScreen):
@@ -133,7 +124,7 @@ class FlipScreen(PollingScreen):
     def on_mount(self) -> None:
         # Textual calls the handlers of every class, including PollingScreen's own.
         if self._feed is None and self._suggestions is not None:
-            self.query_one(FlipForm).suggestions = self._suggestions
+            self._suggest(self._suggestions)
 
     def on_resize(self) -> None:
         self.set_class(self.size.height < SHORT, "-short")
@@ -147,14 +138,13 @@ class FlipScreen(PollingScreen):
             elif self._suggestions is None:
                 view = RunFeed(self._run).read_all().view
                 suggestions = proposals(view, settings_of(self._run), command_of(self._run))
-                self.post_message(Suggested(suggestions))
+                self.call_later(self._suggest, suggestions)
         return Polled(None if self._feed is None else self._feed.poll())
 
     # Before the flip starts.
 
-    @on(Suggested)
-    def suggest(self, message: Suggested) -> None:
-        self.query_one(FlipForm).suggestions = message.suggestions
+    def _suggest(self, suggestions: tuple[Proposal, ...]) -> None:
+        self.query_one(FlipForm).suggestions = suggestions
 
     @on(FlipForm.Changed)
     def preview(self, message: FlipForm.Changed) -> None:

@@ -7,9 +7,9 @@ before it is cancelled.
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from functools import partial
 
-from textual.message import Message
 from textual.widget import Widget
 from textual.worker import get_current_worker
 
@@ -27,20 +27,14 @@ GROUP = "replay"
 """The group of its workers."""
 
 
-class Replayed(Message):
-    """The run as it was at the requested time."""
-
-    def __init__(self, snapshot: Snapshot) -> None:
-        super().__init__()
-        self.snapshot = snapshot
-
-
 class Replay:
     """One replay, from the key that begins it to the key that ends it."""
 
-    def __init__(self, screen: Widget, run: RunFolder, unix_s: float) -> None:
-        """Begin at a time; `screen` receives Replayed."""
-        self._screen, self._feed = screen, ReplayFeed(run)
+    def __init__(
+        self, screen: Widget, run: RunFolder, unix_s: float, show: Callable[[Snapshot], None]
+    ) -> None:
+        """Begin at a time of the run on `screen`; `show` draws it."""
+        self._screen, self._feed, self._show = screen, ReplayFeed(run), show
         # A worker that was cancelled may still be reading.
         self._reading = threading.Lock()
         self.speed = SPEEDS[1]
@@ -82,7 +76,7 @@ class Replay:
             while not (worker.is_cancelled or feed.is_read) and wanted >= feed.last_unix_s:
                 feed.read()
             if not worker.is_cancelled:
-                self._screen.post_message(Replayed(feed.at(wanted)))
+                self._screen.call_later(self._show, feed.at(wanted))
             while not (worker.is_cancelled or feed.is_read):
                 feed.read()
 

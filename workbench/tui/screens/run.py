@@ -35,7 +35,7 @@ from workbench.tui.screens.actions import RESUME, STOP, ask_to_resume, ask_to_st
 from workbench.tui.screens.flip import FlipScreen
 from workbench.tui.screens.form import ChooseScreen
 from workbench.tui.screens.polling import Polled, PollingScreen
-from workbench.tui.screens.replay import TICK_S, Replay, Replayed
+from workbench.tui.screens.replay import TICK_S, Replay
 from workbench.tui.widgets.key_bar import KeyBar
 from workbench.tui.widgets.log_pane import LogPane
 from workbench.tui.widgets.pane_tabs import PaneTabs, pane_keys
@@ -412,7 +412,7 @@ class RunScreen(PollingScreen):
             begin = self._snapshot.view.first_unix_s
         self._past = None
         self._player.resume()
-        self._replay = Replay(self, self.run, begin)
+        self._replay = Replay(self, self.run, begin, self.show_past)
         line.show_time(begin)
         line.focus()
         self.draw_keys()
@@ -443,11 +443,10 @@ class RunScreen(PollingScreen):
             if not replay.is_playing:
                 self.draw_keys()
 
-    @on(Replayed)
-    def show_past(self, message: Replayed) -> None:
+    def show_past(self, snapshot: Snapshot) -> None:
         """Draw the run as it was."""
         if self._replay is not None:
-            before, self._past = self._past, message.snapshot
+            before, self._past = self._past, snapshot
             self._update_panes()
             if _layout_inputs(before) != _layout_inputs(self._past):
                 self.lay_out()

@@ -163,13 +163,6 @@ def _row(place: int, proposal: Proposal) -> Row:
 class FlipPlan(TextPane):
     """Draws the plan for a form; tab reaches it, so that keys scroll it."""
 
-    class Checked(Message):
-        """The engine's answer about a form."""
-
-        def __init__(self, wanted: Wanted, lines: list[str], *, refused: bool) -> None:
-            super().__init__()
-            self.wanted, self.lines, self.refused = wanted, lines, refused
-
     HELP = """\
 # The plan
 
@@ -211,16 +204,11 @@ It is registered when the flip starts. Up, down, page up and page down scroll it
 
         def work() -> None:
             try:
-                lines = wanted.check(run.path, self._flips)
-                self.post_message(self.Checked(wanted, lines, refused=False))
+                lines, refused = wanted.check(run.path, self._flips), False
             except (EngineError, OSError) as problem:
-                self.post_message(self.Checked(wanted, str(problem).splitlines(), refused=True))
+                lines, refused = str(problem).splitlines(), True
+            # The form may have changed meanwhile.
+            if wanted == self._wanted:
+                self.call_later(self._say, lines, refused=refused)
 
         threading.Thread(target=work, name="engine-plan", daemon=True).start()
-
-    @on(Checked)
-    def show_answer(self, message: Checked) -> None:
-        """Show the engine's answer, unless the form has changed meanwhile."""
-        message.stop()
-        if message.wanted == self._wanted:
-            self._say(message.lines, refused=message.refused)
