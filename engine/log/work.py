@@ -29,6 +29,7 @@ from itertools import pairwise
 from types import MappingProxyType
 
 from engine.log.events import (
+    ALERT,
     IDENTITY,
     Evaluated,
     Judged,
@@ -217,10 +218,12 @@ def _missing_samples(a: _Run, b: _Run, *, is_drawn: bool) -> Iterator[str]:
 
 def _judged_less(a: _Run, b: _Run, observed: Observed | None) -> Iterator[str]:
     """Yield which results were judged less often than in A."""
+    is_alert = observed is not None and observed.kind == ALERT
     for step_a, step_b in zip(a.done, b.done, strict=False):
-        if step_a.loss is not None and step_b.loss is None:
-            yield f"the loss of step {step_a.step} is not known, and A's is"
-            break
+        for name in ("loss", "grad_norm")[: 1 + is_alert]:
+            if getattr(step_a, name) is not None and getattr(step_b, name) is None:
+                yield f"the {name} of step {step_a.step} is not known, and A's is"
+                return
     evaluated_a, evaluated_b = (
         [event for event in run.evaluated if event.step <= a.last and event.loss is not None]
         for run in (a, b)
