@@ -19,10 +19,10 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-from engine.log.downsample import Row, points
+from engine.log.downsample import points
 from engine.log.figures import Curve, Figure, figures_of
 from engine.report.chart import described, series_key
 from engine.terminal import printable
@@ -49,19 +49,6 @@ class _Sent:
 
     storage: object
     rows: int = 0
-
-
-@dataclass(slots=True)
-class _Batch:
-    cleared: list[str] = field(default_factory=list)
-    names: list[str] = field(default_factory=list)
-    buffers: list[bytes] = field(default_factory=list)
-
-    def add(self, name: str, rows: tuple[Row, ...]) -> None:
-        if rows:
-            xs, ys = zip(*rows, strict=True)
-            self.names.append(name)
-            self.buffers.append(array("f", xs).tobytes() + _floats(ys).tobytes())
 
 
 def _floats(values: tuple[float, ...]) -> array[float]:
@@ -102,12 +89,12 @@ class Stream:
             if charts != self._charts:
                 self._charts = charts
                 yield Message(content={"kind": "charts", "charts": charts})
-            batch = self._rows(snapshot, figures)
-            if batch.cleared:
-                yield Message(content={"kind": "clear", "series": batch.cleared})
-            if batch.names:
-                content = {"kind": "rows", "series": batch.names}
-                yield Message(content=content, buffers=tuple(batch.buffers))
+            cleared, buffers = self._rows(snapshot, figures)
+            if cleared:
+                yield Message(content={"kind": "clear", "series": cleared})
+            if buffers:
+                content = {"kind": "rows", "series": [*buffers]}
+                yield Message(content=content, buffers=tuple(buffers.values()))
         words = self._changed_words(snapshot)
         if words:
             yield Message(content={"kind": "words", "panes": words})
@@ -129,34 +116,34 @@ class Stream:
         self._words |= changed
         return changed
 
-    def _rows(self, snapshot: Snapshot, figures: Sequence[Figure]) -> _Batch:
-        batch, steps = _Batch(), snapshot.view.steps
-        curves = {"step": Curve(name="step", table=steps, column="step")}
+    def _rows(
+        self, snapshot: Snapshot, figures: Sequence[Figure]
+    ) -> tuple[list[str], dict[str, bytes]]:
+        """Return the series to forget, those of a table that was cut back, as a resume does, or replaced; and the
+        unsent rows of each series."""
+        curves = {"step": Curve(name="step", table=snapshot.view.steps, column="step")}
         curves |= {
             series_key(figure, curve): curve for figure in figures for curve in figure.curves
         }
+        cleared, buffers = [], {}
         for key, curve in curves.items():
-            self._curve(batch, key, curve)
-        return batch
-
-    def _curve(self, batch: _Batch, key: str, curve: Curve) -> None:
-        """Send the unsent rows of a curve; all of them when its table was cut back, as a resume does, or replaced."""
-        table, sent = curve.table, self._sent.get(key)
-        if sent is not None and sent.storage is not table.columns and sent.rows == len(table):
-            # Rebuilt for each view, of rows that are never changed.
-            sent.storage = table.columns
-        if sent is not None and (sent.storage is not table.columns or len(table) < sent.rows):
-            batch.cleared.append(key)
-            sent = None
-        if sent is None:
-            sent = self._sent[key] = _Sent(table.columns)
-        if sent.rows == len(table):
-            return
-        xs = table.column(curve.times, sent.rows) - (self._begin_unix_s or 0.0)
-        ys = table.column(curve.column, sent.rows)
-        rows = points(xs, ys, LIVE if sent.rows else self._history)
-        batch.add(key, tuple((x, y if y is None else curve.drawn(y)) for x, y in rows))
-        sent.rows = len(table)
+            table, sent = curve.table, self._sent.get(key)
+            if sent is not None and sent.storage is not table.columns and sent.rows == len(table):
+                # Rebuilt for each view, of rows that are never changed.
+                sent.storage = table.columns
+            if sent is not None and (sent.storage is not table.columns or len(table) < sent.rows):
+                cleared.append(key)
+                sent = None
+            if sent is None:
+                sent = self._sent[key] = _Sent(table.columns)
+            xs = table.column(curve.times, sent.rows) - (self._begin_unix_s or 0.0)
+            ys = table.column(curve.column, sent.rows)
+            rows = points(xs, ys, LIVE if sent.rows else self._history)
+            sent.rows = len(table)
+            if rows:
+                drawn = tuple(curve.drawn(y) for _, y in rows if y is not None)
+                buffers[key] = array("f", [x for x, _ in rows]).tobytes() + _floats(drawn).tobytes()
+        return cleared, buffers
 
 
 def _cut(text: str) -> str:

@@ -18,7 +18,7 @@ from textual.screen import ModalScreen
 from textual.widgets import Input, Static
 
 from workbench.tui.printable import as_title
-from workbench.tui.screens.polling import CommandEnded, run_command
+from workbench.tui.screens.polling import Problem, run_command
 from workbench.tui.widgets.fields import Field, Values, field_lines, values_in
 
 OF_FIELD = "field-"
@@ -89,17 +89,15 @@ class FormScreen(ModalScreen[str | None]):
         self.query_one("#said", Static).update("")
         self.query_one("#keys", Static).update("working")
 
-        run_command(self, "form", lambda: self._send(values))
+        run_command(self, "form", lambda: self._send(values), self._hear)
 
-    @on(CommandEnded)
-    def hear(self, message: CommandEnded) -> None:
+    def _hear(self, text: str, problem: Problem | None) -> None:
         """Close on success; otherwise show the refusal."""
-        message.stop()
         self._sending = False
-        if message.problem is None:
-            self.dismiss(message.text)
+        if problem is None:
+            self.dismiss(text)
             return
-        self.query_one("#said", Static).update(message.text)
+        self.query_one("#said", Static).update(text)
         self.query_one("#keys", Static).update(KEYS)
         self.query_one(VerticalScroll).scroll_end(animate=False)
 

@@ -43,7 +43,7 @@ from workbench.tui.keys import is_offered
 from workbench.tui.layout import is_low, is_tiny
 from workbench.tui.names import shortened, wrapped
 from workbench.tui.screens.form import ChooseScreen
-from workbench.tui.screens.polling import CommandEnded, run_command
+from workbench.tui.screens.polling import Problem, run_command
 from workbench.tui.screens.run import RunScreen
 from workbench.tui.widgets.key_bar import KeyBar, bindings_of
 from workbench.tui.widgets.keyed_list import KeyedList
@@ -506,15 +506,13 @@ class NewRunScreen(Screen[None]):
         if not self._busy:
             self._busy = f"; {what}: asking the engine"
             self._draw()
-            run_command(self, what, call)
+            run_command(self, what, call, self._show_answer)
 
-    @on(CommandEnded)
-    def show_answer(self, message: CommandEnded) -> None:
+    def _show_answer(self, text: str, problem: Problem | None) -> None:
         """Show the engine's message; once the run has started, its screen replaces the form."""
         self._busy = ""
         self._draw()
-        refused = "the engine refused: " if message.problem is not None else ""
-        self._say(refused + message.text)
+        self._say(text if problem is None else f"the engine refused: {text}")
         if self._started is not None:
             self.app.switch_screen(RunScreen(self._given, self._started))
 

@@ -46,31 +46,18 @@ class Polled(Message):
 Problem = EngineError | OSError
 
 
-class CommandEnded(Message):
-    """An engine command started by a key has ended, with its message or its refusal."""
-
-    def __init__(
-        self, text: str, problem: Problem | None, answer: Callable[[Problem], bool] | None = None
-    ) -> None:
-        """`answer` may handle a refusal; it returns whether it did."""
-        super().__init__()
-        self.text, self.problem, self.answer = text, problem, answer
-
-
 def run_command(
-    node: Widget,
-    name: str,
-    call: Callable[[], str],
-    answer: Callable[[Problem], bool] | None = None,
+    node: Widget, name: str, call: Callable[[], str], done: Callable[[str, Problem | None], object]
 ) -> None:
-    """Run an engine command in a thread; `node` receives CommandEnded."""
+    """Run an engine command in a thread; `done` is called with its message, or with its refusal and that as text."""
 
     def work() -> None:
+        problem: Problem | None = None
         try:
-            message = CommandEnded(call(), None)
-        except (EngineError, OSError) as problem:
-            message = CommandEnded(str(problem), problem, answer)
-        node.post_message(message)
+            text = call()
+        except (EngineError, OSError) as refusal:
+            text, problem = str(refusal), refusal
+        node.call_later(done, text, problem)
 
     # A daemon thread, not a worker: quitting must not wait for the engine.
     threading.Thread(target=work, name=f"engine-{name}", daemon=True).start()
@@ -161,24 +148,18 @@ class PollingScreen(Screen[None]):
         call: Callable[[], str],
         answer: Callable[[Problem], bool] | None = None,
     ) -> None:
-        """Run an engine command, and show its message."""
-        self.notify(f"{name}: asking the engine", markup=False)
-        run_command(self, name, call, answer)
+        """Run an engine command, and show its message, or its refusal unless `answer` handles that."""
 
-    @on(CommandEnded)
-    def say(self, message: CommandEnded) -> None:
-        """Show the engine's message or refusal, unless the refusal is handled."""
-        if message.problem is None:
-            self.notify(message.text, markup=False)
-        elif message.answer is None or not message.answer(message.problem):
-            self.notify(
-                message.text,
-                title="the engine refused",
-                severity="error",
-                timeout=15,
-                markup=False,
-            )
-        self.tick()
+        def done(text: str, problem: Problem | None) -> None:
+            if problem is None:
+                self.notify(text, markup=False)
+            elif answer is None or not answer(problem):
+                title = "the engine refused"
+                self.notify(text, title=title, severity="error", timeout=15, markup=False)
+            self.tick()
+
+        self.notify(f"{name}: asking the engine", markup=False)
+        run_command(self, name, call, done)
 
     @work(thread=True, exclusive=True, group="poll")
     def _poll_in_thread(self) -> None:
