@@ -11,7 +11,7 @@ import torch
 
 from contracts.proofs.methods import unsatisfiable
 from engine.contracts.proving import Proved
-from engine.loss.reference import reference_loss
+from tests.support.reference_loss import reference_loss
 
 IDS = 4
 SAMPLES = 200

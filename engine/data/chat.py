@@ -102,10 +102,6 @@ class Chat:
     remarks: tuple[str, ...] = ()
     """Warnings about turns without labels, and about what the template leaves out of the conversation or adds to it."""
 
-    @property
-    def label_count(self) -> int:
-        return int(np.count_nonzero(self.labelled))
-
 
 def encode_chats(
     conversations: Sequence[Conversation],

@@ -121,16 +121,6 @@ class ChatTemplate:
         return any("strftime_now" in text for text in self.texts.values())
 
     @property
-    def writes_system(self) -> bool:
-        """Whether the content of a system message is in the rendered text."""
-        contents = [(role, f"{role} says") for role in ("system", "user", "assistant")]
-        messages: list[Message] = [{"role": role, "content": text} for role, text in contents]
-        try:
-            return all(text in self.render(messages).text for _, text in contents)
-        except (TokenizerError, Unrenderable):
-            return False
-
-    @property
     def eos_token(self) -> str | None:
         return self.special_tokens.get("eos_token")
 

@@ -25,7 +25,6 @@ from engine.decision import Decision
 from engine.errors import BadInput
 from engine.kernels.dequantize import has_triton
 from engine.models.config import ModelConfig, count_parameters
-from engine.plan.cost import linear_weights
 from engine.plan.device import ComputeDevice
 from engine.plan.fit_in_memory import fit, longest_on_card
 from engine.plan.inputs import Inputs
@@ -152,11 +151,6 @@ class RunFacts:
         return has_triton()
 
     @property
-    def student_in_blocks(self) -> bool:
-        """Whether the layers of a student with adapters stay in quantised blocks."""
-        return self.inputs.student_blocks is not None
-
-    @property
     def student(self) -> ModelConfig:
         return self.inputs.student
 
@@ -185,10 +179,6 @@ class RunFacts:
     @property
     def layers(self) -> int:
         return self.student.num_hidden_layers
-
-    @property
-    def layer_weights(self) -> int:
-        return linear_weights(self.student)
 
 
 @dataclass(frozen=True, slots=True)

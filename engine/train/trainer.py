@@ -111,10 +111,6 @@ class Trainer:
         self._waited_s = 0.0
         """Time that this rank waited for rows in the step finished last, in seconds."""
 
-    def fetch_no_further(self) -> None:
-        """Stop fetching batches ahead, and drop the one that was fetched."""
-        self._fetches_ahead, self._ahead = False, None
-
     def steps(self) -> Iterator[StepDone]:
         """Take every step that is left, each finished before the next is launched."""
         self.student.train()

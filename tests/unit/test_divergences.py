@@ -18,9 +18,9 @@ from engine.loss.objective import (
     LossTerms,
     distillation_loss,
 )
-from engine.loss.reference import reference_loss
 from engine.plan.knobs import choose_loss_kernel
 from engine.spec import options
+from tests.support.reference_loss import reference_loss
 
 # Shapes: N tokens, V vocabulary, W teacher vocabulary, D student width, E teacher width
 

@@ -227,7 +227,7 @@ def test_a_batch_that_was_looked_at_is_not_yet_taken(
     assert max(taken) == 32 and trainer.step == STEPS
 
     other = build(kit)
-    other.fetch_no_further()
+    other._fetches_ahead = False
     plain = other.steps()
     expected = [next(plain).loss for _ in range(2)]
     other.position = 20

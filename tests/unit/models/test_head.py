@@ -13,13 +13,13 @@ from torch import Tensor
 
 from engine.kernels.linear import Scratch
 from engine.loss.objective import LossTerms, distillation_loss
-from engine.loss.reference import reference_loss
 from engine.models.head import DenseHead, Head, PackedHead, Slices, multiply, project
 from engine.quant.blocks import BLOCK_TYPES
 from engine.quant.planes import PackedMatrix, pack, unpack
 from engine.quant.quantize import quantize
 from engine.train.heldout import heldout_loss
 from tests.support.packed_models import lively, make_batch, make_config
+from tests.support.reference_loss import reference_loss
 
 # Shapes: N tokens, V student vocabulary, W teacher vocabulary, D student width, E teacher width
 

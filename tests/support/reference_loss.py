@@ -12,7 +12,6 @@ from engine.loss.objective import IGNORE_LABEL, LossTerms, check_objective, chec
 # Shapes: N tokens, M labelled tokens, V student vocabulary, W teacher vocabulary
 
 
-# contract: kd-loss-v1
 def reference_loss(
     student_logits_NV: Tensor,
     teacher_logits_NW: Tensor | None,
