@@ -102,7 +102,7 @@ def work_left_out(
     makes_model = bool(assigned) and assigned <= {
         name.rpartition(".")[2] for name in run_a.names.values()
     }
-    kind = kind or (MODEL if makes_model else "")
+    named, kind = kind, kind or (MODEL if makes_model else "")
     if run_a.worked[0].rows is not None and run_b.worked[0].rows is not None:
         # A change may be registered as another kind than it is, so it must pass every rule.
         rules = (
@@ -112,7 +112,9 @@ def work_left_out(
             _judged_less(run_a, run_b, observed),
             _other_objective(run_a, run_b, kind, observed),
             _new_contradictions(run_a, run_b),
-            _unjudged(run_a, run_b, kind, _own_check(observed, sources), changed_by(key, was, now)),
+            _unjudged(
+                run_a, run_b, named, _own_check(observed, sources), changed_by(key, was, now)
+            ),
             _missing_calls(run_a, key, was, now),
         )
         if text := next((found for rule in rules for found in rule), ""):
