@@ -35,7 +35,8 @@ class OwnCheck:
     lines: set[tuple[str, int]] = field(default_factory=set)
     """Files and lines of what raises and of the statements around it that decide whether it does."""
     loops: set[tuple[str, int]] = field(default_factory=set)
-    """Files and lines of the loops around what raises; none if it raises after all steps."""
+    """Files and lines of the loops around what raises, and of functions that a library calls; none if it raises after
+    all steps."""
 
 
 def find_own_check(sources: Mapping[str, str], raised_at: tuple[str, int] | None) -> OwnCheck:
@@ -146,10 +147,17 @@ class _Finder:
             self._seen.add(node)
             self._read_condition(node, below)
             if isinstance(node, _FUNCTIONS):
-                for _, call in self._nodes:
-                    if isinstance(call, ast.Call) and _name_of(call.func) == node.name:
-                        self._read(*call.args, *(keyword.value for keyword in call.keywords))
-                        self._add(self._parents[call])
+                calls = [
+                    one
+                    for _, one in self._nodes
+                    if isinstance(one, ast.Call) and _name_of(one.func) == node.name
+                ]
+                for call in calls:
+                    self._read(*call.args, *(keyword.value for keyword in call.keywords))
+                    self._add(self._parents[call])
+                if not calls:
+                    # A library calls it, perhaps in each step.
+                    self._found.loops.add((self._files[node], node.lineno))
             below, node = node, self._parents[node]
 
     def _read_condition(self, node: ast.AST, below: ast.AST) -> None:

@@ -91,6 +91,11 @@ def test_a_check_after_the_steps_is_in_no_loop() -> None:
     assert find_own_check({"train.py": SCRIPT}, ("train.py", 8)).loops == {("train.py", 5)}
 
 
+def test_a_check_that_a_library_calls_may_be_in_its_loop() -> None:
+    script = "class Rows:\n    def __getitem__(self, at):\n        if at > 5:\n            raise ValueError\n"
+    assert find_own_check({"train.py": script}, ("train.py", 4)).loops == {("train.py", 2)}
+
+
 def test_the_lines_of_a_check_are_its_condition_and_what_raises() -> None:
     assert find_own_check({"train.py": SCRIPT}, ("train.py", 8)).lines == {
         ("train.py", 7),
