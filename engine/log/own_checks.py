@@ -134,7 +134,8 @@ class _Finder:
             if raised_at is None:
                 ends = isinstance(node, ast.Call) and _name_of(node.func) in _ENDS
             else:
-                ends = isinstance(node, (ast.Raise, ast.Assert)) and _is_at(node, file, raised_at)
+                raises = isinstance(node, (ast.Raise, ast.Assert)) or _name_of(node) == "throw"
+                ends = raises and _is_at(node, file, raised_at)
             if ends or (isinstance(node, ast.Raise) and _name_of(node.exc) == "SystemExit"):
                 self._add(node)
         self._add_constants()
@@ -281,5 +282,6 @@ def _names_in(target: ast.AST) -> Iterable[str]:
     )
 
 
-def _is_at(node: ast.Raise | ast.Assert, file: str, place: tuple[str, int]) -> bool:
-    return PurePath(file).name == place[0] and node.lineno <= place[1] <= (node.end_lineno or 0)
+def _is_at(node: ast.AST, file: str, place: tuple[str, int]) -> bool:
+    begin, end = getattr(node, "lineno", 0), getattr(node, "end_lineno", None) or 0
+    return PurePath(file).name == place[0] and begin <= place[1] <= end

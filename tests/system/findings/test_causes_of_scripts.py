@@ -270,6 +270,23 @@ BEFORE_ITS_GRADIENTS = OF_A_LIMIT.replace(
     loss.backward()
 """,
 )
+OF_A_LIMIT_RAISED_AGAIN = OF_A_LIMIT.replace(
+    """\
+    if loss > limit:
+        raise RuntimeError("too large")
+""",
+    """\
+    try:
+        if loss > limit:
+            raise ValueError("too large")
+    except ValueError as error:
+        raise RuntimeError("diverged") from error
+""",
+)
+OF_AN_EXIT = OF_A_LIMIT.replace('raise RuntimeError("too large")', 'sys.exit("too large")')
+AFTER_THE_STEPS = (
+    HEAD + 'if loss > 0 and not os.path.isdir("exported"):\n    raise RuntimeError("no folder")\n'
+)
 OF_A_GUARD = """\
 import torch
 from torch import nn
@@ -608,10 +625,10 @@ NONSENSE = {
         "its training is at other lines",
     ),
     "a limit of the script raised": Attempt(
-        OF_A_LIMIT, "exit", "limit = given", "limit = 10**9", "of what raises, not of the training"
+        OF_A_LIMIT, "exit", "limit = given", "limit = 10**9", "by which the script itself judges"
     ),
     "a limit raised by an option": Attempt(
-        OF_A_LIMIT, "exit", "", "--limit 1e9", "of what raises, not of the training"
+        OF_A_LIMIT, "exit", "", "--limit 1e9", "by which the script itself judges"
     ),
     "a limit raised that is asserted before the step": Attempt(
         BEFORE_ITS_GRADIENTS,
@@ -626,6 +643,30 @@ NONSENSE = {
         "settings =",
         'settings = {"bound": 1e9, "rate": 0.01}',
         "of what raises, not of the training",
+    ),
+    "a limit raised of a check that is raised again": Attempt(
+        OF_A_LIMIT_RAISED_AGAIN,
+        "exit",
+        "limit = given",
+        "limit = 10**9 + float(torch.rand(()))",
+        "it changes `limit`, by which the script itself judges",
+    ),
+    "a limit raised of a check that exits": Attempt(
+        OF_AN_EXIT, "exit", "", "--limit 1e9", "by which the script itself judges"
+    ),
+    "the judged loss alone made smaller": Attempt(
+        OF_A_LIMIT,
+        "exit",
+        "    loss = (model",
+        "loss = (model(x[rows]) - y[rows]).square().mean().clamp(max=19)",
+        "it changes `loss`, which the script itself judges",
+    ),
+    "another seed of the script": Attempt(
+        OF_A_LIMIT, "exit", "torch.manual_seed", "torch.manual_seed(7)", "another seed"
+    ),
+    "another program": Attempt(OF_A_LIMIT, "exit", "", "PATH=/tmp", "what Python checks"),
+    "a failure after the last step put off": Attempt(
+        AFTER_THE_STEPS, "exit", "", "--steps 500", "it changes `--steps`"
     ),
     "no guards": Attempt(
         OF_A_GUARD,

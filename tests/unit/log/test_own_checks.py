@@ -67,6 +67,7 @@ if loss > FOLDER:
         (SCRIPT, 8, {"loss", "LIMIT", "MOST"}, {"LIMIT", "MOST"}),
         (CLASSES, 6, {"loss", "bound"}, {"bound"}),
         (AGAIN, 10, {"loss", "MOST"}, {"MOST"}),
+        (SCRIPT.replace("raise ", "gone.throw(") + ")", 8, {"loss", "LIMIT"}, {"LIMIT", "MOST"}),
         (EXITS, None, {"loss", "LIMIT"}, {"LIMIT"}),
         (LATER, 4, {"FOLDER"}, {"FOLDER"}),
     ],
