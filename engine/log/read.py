@@ -15,7 +15,7 @@ from __future__ import annotations
 import fcntl
 import math
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
@@ -177,12 +177,9 @@ def _replaced(value: Any, path: FieldPath, number: float) -> Any:
 class LogReader:
     """Reads one log from its start and then follows it. A file that does not exist yet reads as empty."""
 
-    def __init__(
-        self, path: Path, *, at: Point | None = None, decoder: msgspec.json.Decoder[Any] = _known
-    ) -> None:
-        """Read from the beginning, or from a point that another reader of this log has noted. `decoder` decodes
-        the lines whose form is plain; the others become events."""
-        self.path, self._decoder = path, decoder
+    def __init__(self, path: Path, *, at: Point | None = None) -> None:
+        """Read from the beginning, or from a point that another reader of this log has noted."""
+        self.path = path
         begin = at or Point(0, 0, 0.0, -math.inf)
         self._offset = begin.offset
         self._next_seq = begin.number
@@ -193,15 +190,15 @@ class LogReader:
     def poll(self, max_bytes: int = READ_BYTES) -> list[AnyEvent]:
         """Return the events since the last call, at most about `max_bytes` of them (at least one line); empty
         when there is nothing new. Raises BrokenLog."""
-        return self.decode(self._read_lines(max_bytes))
+        return self.decode(self.read_lines(max_bytes))
 
     @property
     def read_bytes(self) -> int:
         """Number of bytes of the file that have been returned."""
         return self._offset
 
-    def _read_lines(self, max_bytes: int) -> bytes:
-        """Read whole lines from the offset on."""
+    def read_lines(self, max_bytes: int) -> bytes:
+        """Read whole lines from the offset on; `decode` advances past them."""
         try:
             with open_plain(self.path) as file:
                 status = os.fstat(file.fileno())
@@ -245,16 +242,12 @@ class LogReader:
             )
         return block[:end]
 
-    def pass_over(self, file_id: FileId, places: Iterable[tuple[float, float, float]]) -> None:
-        """Skip lines that were read elsewhere in this file and that open no session. Each place gives a number
-        of lines, their end in the file, and the time of the last of them; reading continues at the last
-        place."""
+    def pass_over(self, file_id: FileId, lines: int, end: int, last_s: float) -> None:
+        """Skip lines up to `end` that were read elsewhere in this file and that open no session; `last_s` is the
+        latest of their times."""
         number, _, opened_s, latest_s = self.points[-1]
-        self._file_id = file_id
-        for lines, offset, last_s in places:
-            latest_s = max(latest_s, opened_s + last_s)
-            self._offset, self._next_seq = int(offset), number + int(lines)
-            self.points.append(Point(self._next_seq, self._offset, opened_s, latest_s))
+        self._file_id, self._offset, self._next_seq = file_id, end, number + lines
+        self.points.append(Point(self._next_seq, end, opened_s, max(latest_s, opened_s + last_s)))
 
     @property
     def file_id(self) -> FileId | None:
@@ -266,12 +259,13 @@ class LogReader:
         """Number of lines that have been returned."""
         return self._next_seq
 
-    def decode(self, lines: bytes) -> list[AnyEvent]:
-        """Decode the whole lines that follow, and advance past them. Raises BrokenLog."""
+    def decode(self, lines: bytes, decoder: msgspec.json.Decoder[Any] = _known) -> list[AnyEvent]:
+        """Decode the whole lines that follow, and advance past them. `decoder` decodes those whose form is plain.
+        Raises BrokenLog."""
         events: list[AnyEvent] = []
         # In parts: one line with an unusual form must not slow down a long block.
         for part in _parts(lines):
-            decoded = self._decode_at_once(part)
+            decoded = self._decode_at_once(part, decoder)
             if decoded is None:
                 try:
                     decoded = self._decode_each(part)
@@ -281,10 +275,12 @@ class LogReader:
             events += decoded
         return events
 
-    def _decode_at_once(self, lines: bytes) -> list[AnyEvent] | None:
+    def _decode_at_once(
+        self, lines: bytes, decoder: msgspec.json.Decoder[Any]
+    ) -> list[AnyEvent] | None:
         """Decode many lines; None when they have to be decoded one by one."""
         try:
-            events: list[Any] = self._decoder.decode_lines(lines)
+            events: list[Any] = decoder.decode_lines(lines)
             # `>=`: the record adds one level around the facts.
             facts = (event.facts for event in events if type(event) is FactsRead)
             if any(depth_of(fact) >= JSON_DEPTH.most for fact in facts):

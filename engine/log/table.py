@@ -317,7 +317,7 @@ class Batch:
     others: Sequence[AnyEvent]
     """Events that are not rows of a table."""
     shown: Sequence[AnyEvent]
-    """Events that a log pane may show, in order; rows are included unless LINES_KEPT lines of the session follow."""
+    """Events that a log pane may show, in order; rows are included among the newest lines of the log."""
 
 
 def batches_of(events: Sequence[AnyEvent]) -> list[Batch]:

@@ -95,10 +95,6 @@ class RunObserver:
             family=None if self._attached_pids is None else self.pid,
             launched=self.pid,
         )
-        # Imported here because it imports numpy, which the trainer's start must not wait for.
-        from engine.log.columns import SegmentWriter
-
-        self._segments = SegmentWriter(self.run)
         self._next_tick_s = time.monotonic()
         self._next_sample_s = self._next_tick_s if self._sample_seconds else math.inf
 
@@ -109,7 +105,6 @@ class RunObserver:
             self._sample()
         if self._is_first:
             self.watcher.tick()
-            self._segments.tick()
         if self.notices is not None:
             self.notices.tick(self.watcher.follower)
         actions = self._check_machine()

@@ -26,8 +26,8 @@ class small_sizes:
     def __enter__(self) -> None:
         self.patch = pytest.MonkeyPatch()
         for module, name, value in (
-            (columns_module, "LINES_KEPT", 3),
             (columns_module, "CHUNK_BYTES", 1500),
+            (columns_module, "NEWEST_BYTES", 4000),
             (columns_module, "LEFT_BYTES", 0),
             (columns_module, "TAIL_BYTES", 32),
             (fold_module, "LOG_LINES_KEPT", 3),

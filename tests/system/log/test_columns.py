@@ -1,5 +1,5 @@
-"""The columns of a log give the view that its lines give one by one; those beside it are believed only where the
-log still has these lines.
+"""Older lines of a long log, and the segments beside it, give the view that the lines give one by one; a segment is
+believed only where the log still has these lines.
 """
 
 from __future__ import annotations
@@ -7,16 +7,13 @@ from __future__ import annotations
 import json
 import math
 import os
-import selectors
 import shutil
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-import zlib
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,15 +26,7 @@ from hypothesis import strategies as st
 import engine.log.columns as columns_module
 import engine.log.read as read_module
 from engine.errors import RunLogError
-from engine.log.columns import (
-    BatchReader,
-    Segment,
-    SegmentFiles,
-    SegmentWriter,
-    Stretch,
-    read_stretch,
-    segment_of,
-)
+from engine.log.columns import BatchReader
 from engine.log.events import Event, Known, StepDone
 from engine.log.fold import fold
 from engine.log.folder import RunFolder
@@ -45,16 +34,15 @@ from engine.log.follow import Follower
 from engine.log.read import BrokenLog, LogReader, decode_line
 from engine.log.table import ABSENT
 from engine.log.view import SOURCES, RunView, Source
-from engine.log.write import LogWriter, encode
-from engine.spec import LossSection, RunSpec
-from engine.spec.sections import StudentSection
-from engine.watch.observe import RunObserver
-from engine.watch.supervisor import _Supervisor
+from engine.log.write import encode
 from tests.support.faults import HERE, compiled, environment
 from tests.support.long_runs import write_long_run
 from tests.support.perf import ratio_within
 from tests.support.run_events import KINDS, example_of, fold_events, opened, picture, started, step
 from tests.support.small_logs import followed, long_log, long_logs, one_by_one, small_sizes
+
+OF_THE_NEWEST = ("lines", "recent_phases", "host_s", "batch", "planned_steps")
+"""What a view has of the newest lines alone; in drawn logs these are fewer than the newest steps."""
 
 
 @pytest.fixture
@@ -63,7 +51,13 @@ def small() -> Iterator[None]:
         yield
 
 
-def shown(path: Path, source: Source = "events", *, files: bool, keep: bool = False) -> object:
+def drawn(view: RunView) -> dict[str, str]:
+    return {name: text for name, text in picture(view).items() if name not in OF_THE_NEWEST}
+
+
+def shown(
+    path: Path, source: Source = "events", *, files: bool, keep: bool = False, of: Any = picture
+) -> object:
     """All that is shown of a log, or what is wrong with it and what is shown in front of that."""
     batches, view = BatchReader(LogReader(path), files=files, keep=keep), RunView()
     try:
@@ -71,36 +65,36 @@ def shown(path: Path, source: Source = "events", *, files: bool, keep: bool = Fa
             view = fold(view, source, found)
     except BrokenLog as broken:
         view = fold_events(view, source, broken.before)
-        return broken.message, broken.hole, picture(view)
-    return picture(view)
+        return broken.message, broken.hole, of(view)
+    return of(view)
 
 
-def kept(path: Path) -> SegmentFiles:
-    """The segments of a log in their files."""
-    shown(path, files=False, keep=True)
-    files = SegmentFiles(path)
-    assert believed(files), "the log is too short for this test"
-    return files
-
-
-def numbers(files: SegmentFiles) -> set[int]:
-    """The chunks of which there are files, believed or not."""
-    return {int(path.stem.partition("-")[2]) for path in files.folder.glob("*.columns")}
-
-
-def believed(files: SegmentFiles) -> set[int]:
-    return {number for number in numbers(files) if files.load(number) is not None}
-
-
-def chunks(path: Path) -> set[int]:
-    """Those that have a segment: the first opens the session, and the last is not whole."""
-    return set(range(1, path.stat().st_size // columns_module.CHUNK_BYTES))
-
-
-def segment_at(files: SegmentFiles, number: int) -> Segment:
-    found = files.load(number)
-    assert found is not None
+def kept(path: Path) -> list[Path]:
+    """The segments of a log, written by a viewer."""
+    shown(path, files=True, keep=True)
+    found = segments(path)
+    assert len(found) > 3, "the log is too short for this test"
     return found
+
+
+def segments(path: Path) -> list[Path]:
+    return sorted((path.parent / "columns").glob("*.segment"))
+
+
+def decoded(path: Path, **how: bool) -> int:
+    """Return how many bytes of a log are decoded when it is read."""
+    sizes: list[int] = []
+    patch = pytest.MonkeyPatch()
+    real = LogReader.decode
+    patch.setattr(
+        LogReader,
+        "decode",
+        lambda self, lines, *d: sizes.append(len(lines)) or real(self, lines, *d),
+    )
+    with patch.context():
+        shown(path, **how)
+    patch.undo()
+    return sum(sizes)
 
 
 def lines_of(events: list[Event]) -> bytes:
@@ -136,53 +130,46 @@ def test_a_run_read_as_columns_is_the_same_view(logs: dict[Source, bytes], most:
             for point in reader.points:
                 assert logs[source][: point.offset].count(b"\n") == point.number
                 assert point.offset == 0 or logs[source][point.offset - 1 : point.offset] == b"\n"
-    one, other = picture(found), picture(wanted)
+    one, other = drawn(found), drawn(wanted)
     assert {n: (one[n], other[n]) for n in one if one[n] != other[n]} == {}
 
 
-def test_most_of_a_long_log_comes_as_columns_and_the_newest_lines_whole(
-    tmp_path: Path, small: None
-) -> None:
+def test_the_newest_lines_of_a_long_log_are_whole(tmp_path: Path, small: None) -> None:
     events = long_log(tmp_path / "log")
     reader = LogReader(tmp_path / "log")
-    batches, rows, read = BatchReader(reader), 0, 0
+    batches, rows, read, view = BatchReader(reader), 0, 0, RunView()
     while found := batches.poll(1 << 20):
         rows += sum(len(one.tables["step"]["t_s"]) for one in found if one.tables)
-        # Of a segment the lines that are rows are not shown.
         read += sum(len(one.shown) for one in found)
+        view = fold(view, "events", found)
     assert rows + 2 == len(events) == reader.lines_read
-    # The first chunk, which opens the session, the last whole one, and what is behind it.
-    assert 0 < read < 30
-
-
-def test_what_opens_a_session_is_never_in_a_segment() -> None:
-    def of(*events: Event) -> Segment | None:
-        return segment_of(Stretch((0, 0), 0, lines_of(list(events))))
-
-    assert of(step(1), opened(5.0), step(2)) is None
-    assert of(started()) is None
-    assert of(step(1)) is not None
+    # What opens the session, and the last 4000 bytes.
+    assert 8 < read < 30
+    assert picture(view) == picture(fold_events(RunView(), "events", events))
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_numbers_that_are_not_finite_and_absent_ones_are_themselves(value: float) -> None:
-    events: list[Event] = [step(n, loss=value, grad_norm=value, kd=None) for n in range(1, 9)]
-    segment = segment_of(Stretch((0, 0), 0, lines_of(events)))
-    assert segment is not None
-    columns = segment.batch.tables["step"]
-    for name in ("loss", "grad_norm"):
-        assert columns[name].tobytes() == np.full(8, value).tobytes()
-    assert columns["kd"].tobytes() == np.full(8, ABSENT).tobytes()
-    steps = fold(RunView(), "events", [segment.batch]).steps
-    assert (repr(steps.values("loss")), steps.values("kd")) == (repr([value] * 8), [None] * 8)
+def test_numbers_that_are_not_finite_and_absent_ones_are_themselves(
+    tmp_path: Path, small: None, value: float
+) -> None:
+    path = tmp_path / "events.jsonl"
+    steps = [step(n, loss=value, grad_norm=value, kd=None) for n in range(1, 90)]
+    path.write_bytes(lines_of([opened(1.0), *steps]))
+    kept(path)
+    for batches in (BatchReader(LogReader(path)), BatchReader(LogReader(path), files=True)):
+        _, batch, *_ = batches.poll(3001)
+        columns = batch.tables["step"]
+        for name in ("loss", "grad_norm"):
+            assert columns[name].tobytes() == np.full(len(columns[name]), value).tobytes()
+        assert columns["kd"].tobytes() == np.full(len(columns["kd"]), ABSENT).tobytes()
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 def test_every_kind_is_decoded_among_others_as_it_is_decoded_alone(kind: type[Event]) -> None:
     lines = lines_of([example_of(kind) for _ in range(8)])
     slow = [decode_line(line, "") for line in lines.splitlines()]
-    assert LogReader(Path())._decode_at_once(lines) == slow
-    rows = LogReader(Path(), decoder=columns_module._decoder)._decode_at_once(lines)
+    assert LogReader(Path())._decode_at_once(lines, read_module._known) == slow
+    rows = LogReader(Path())._decode_at_once(lines, columns_module._decoder)
     assert rows is not None
     for one, other in zip(rows, slow, strict=True):
         if type(other) is StepDone:
@@ -202,14 +189,12 @@ def test_every_kind_is_decoded_among_others_as_it_is_decoded_alone(kind: type[Ev
         {"position": 1.5},
     ],
 )
-def test_a_step_that_breaks_its_form_is_in_no_segment_and_is_named(
-    tmp_path: Path, change: dict[str, object]
-) -> None:
+def test_a_step_that_breaks_its_form_is_named(tmp_path: Path, change: dict[str, object]) -> None:
     path = tmp_path / "log"
     long_log(path, 40)
     lines = path.read_bytes().splitlines(keepends=True)
     lines[7] = json.dumps(json.loads(lines[7]) | change).encode() + b"\n"
-    assert segment_of(Stretch((0, 0), 0, b"".join(lines[2:]))) is None
+    assert LogReader(path)._decode_at_once(lines[7], columns_module._decoder) is None
     path.write_bytes(b"".join(lines))
     with pytest.raises(BrokenLog, match="breaks its form") as caught:
         LogReader(path).poll()
@@ -234,11 +219,6 @@ def test_one_line_of_another_version_does_not_make_a_long_stretch_slow(
         )
     most = 2 * read_module.PART_BYTES / min(map(len, lines[1:]))
     assert len(LogReader(path).poll()) == 4000
-    assert 0 < len(looked) < most
-    looked.clear()
-    segment = segment_of(Stretch((0, 0), 0, b"".join(lines[2:])))
-    assert segment is not None and segment.lines == 3998
-    assert sum(len(columns["t_s"]) for columns in segment.batch.tables.values()) == 3997
     assert 0 < len(looked) < most
 
 
@@ -279,7 +259,7 @@ def test_a_fault_is_found_where_reading_each_line_finds_it(
             follower.read_all()
         assert found.value.message.replace("events.jsonl", "log") == wanted.value.message
         assert found.value.hole == wanted.value.hole
-    assert picture(follower.view) == picture(fold_events(RunView(), "events", wanted.value.before))
+    assert drawn(follower.view) == drawn(fold_events(RunView(), "events", wanted.value.before))
 
 
 def test_a_log_that_is_replaced_while_it_is_read_is_refused(tmp_path: Path, small: None) -> None:
@@ -288,7 +268,7 @@ def test_a_log_that_is_replaced_while_it_is_read_is_refused(tmp_path: Path, smal
     reader = LogReader(path)
     batches = BatchReader(reader)
     batches.poll(2000)
-    assert batches.poll(2000) and batches._ahead
+    assert batches.poll(2000)
     other = tmp_path / "other"
     other.write_bytes(path.read_bytes())
     other.replace(path)
@@ -328,10 +308,10 @@ def test_with_the_files_and_without_them_the_same_is_shown(
         for source in SOURCES:
             path = Path(folder) / f"{source}.jsonl"
             path.write_bytes(logs[source])
-            first = shown(path, source, files=False, keep=True)
-            assert shown(path, source, files=True) == first
+            first = shown(path, source, files=True, keep=True, of=drawn)
+            assert shown(path, source, files=True, of=drawn) == first
             wanted = one_by_one(RunView(), source, logs[source])
-            assert first == picture(wanted)
+            assert first == drawn(wanted)
             ends = [0, *line_ends(logs[source])]
             change = data.draw(st.sampled_from(["goes on", "cut", "replaced", "flipped"]))
             if change == "flipped" and logs[source]:
@@ -351,11 +331,11 @@ def test_with_the_files_and_without_them_the_same_is_shown(
                     cut(path, end)
                     with path.open("ab") as file:
                         file.write(more)
-            now = shown(path, source, files=False)
-            assert shown(path, source, files=True) == now
+            now = shown(path, source, files=False, of=drawn)
+            assert shown(path, source, files=True, of=drawn) == now
             # And when the files are written anew.
-            assert shown(path, source, files=True, keep=True) == now
-            assert shown(path, source, files=True) == now
+            assert shown(path, source, files=True, keep=True, of=drawn) == now
+            assert shown(path, source, files=True, of=drawn) == now
 
 
 def renumbered(data: bytes, first: int) -> bytes:
@@ -366,25 +346,22 @@ def renumbered(data: bytes, first: int) -> bytes:
     )
 
 
-def test_most_of_a_log_comes_out_of_its_files(
-    tmp_path: Path, small: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_most_of_a_log_comes_out_of_its_files(tmp_path: Path, small: None) -> None:
     path = tmp_path / "events.jsonl"
     long_log(path, 400)
-    files = kept(path)
-    assert believed(files) == numbers(files) == chunks(path)
-    made: list[int] = []
-    real = columns_module.read_stretch
-    monkeypatch.setattr(
-        columns_module,
-        "read_stretch",
-        lambda path, number: made.append(number) or real(path, number),
-    )
-    shown(path, files=True)
-    # The first opens the session, the last is not whole.
-    assert made == [0, path.stat().st_size // 1500]
-    shown(path, files=False)
-    assert len(made) > len(numbers(files))
+    kept(path)
+    # The first chunk opens the session, and the newest lines are whole.
+    assert decoded(path, files=True) < 1500 + 1000 + 4000 + 1500 + 1000
+    assert decoded(path, files=False) == path.stat().st_size
+    assert shown(path, files=True) == shown(path, files=False)
+
+
+def test_what_opens_a_session_is_never_in_a_segment(tmp_path: Path, small: None) -> None:
+    path = tmp_path / "events.jsonl"
+    events = [step(n) for n in range(1, 60)]
+    path.write_bytes(lines_of([opened(1.0), *events, opened(5.0), started(), *events]))
+    assert all(b'"log_opened"' not in file.read_bytes() for file in kept(path))
+    assert shown(path, files=True) == shown(path, files=False)
 
 
 # What is not believed.
@@ -402,55 +379,58 @@ def other_lines(path: Path, count: int) -> bytes:
     return b"".join(encode(event, n, n / 7) for n, event in enumerate(events))
 
 
-Planted = Callable[[Path, SegmentFiles, pytest.MonkeyPatch], None]
+def in_the_middle(path: Path) -> int:
+    """A digit of a loss in a segment, outside of what is compared."""
+    data = path.read_bytes()
+    return data.index(b'"loss":', 4500) + len(b'"loss":')
 
 
-def middle(files: SegmentFiles, number: int = 3) -> int:
-    """A digit in the middle of a segment, outside of what is compared in the same file."""
-    segment = segment_at(files, number)
-    data = files.log.read_bytes()
-    at = data.index(b'"loss":', segment.begin) + len(b'"loss":')
-    assert at < segment.end - 64 and chr(data[at]).isdigit()
-    return at
-
-
-def flip_in_a_copy(path: Path, files: SegmentFiles, _: pytest.MonkeyPatch) -> None:
-    data, at = bytearray(path.read_bytes()), middle(files)
+def flip_in_a_copy(path: Path, _: pytest.MonkeyPatch) -> None:
+    data, at = bytearray(path.read_bytes()), in_the_middle(path)
     data[at] ^= 1
     in_its_place(path, bytes(data))
 
 
-def zeros_after_a_restart(path: Path, files: SegmentFiles, patch: pytest.MonkeyPatch) -> None:
-    overwrite(path, middle(files), bytes(40))
+def zeros_after_a_restart(path: Path, patch: pytest.MonkeyPatch) -> None:
+    overwrite(path, in_the_middle(path), bytes(40))
     patch.setattr(columns_module, "read_boot_id", lambda: "another boot")
 
 
-def no_boot_id(path: Path, files: SegmentFiles, patch: pytest.MonkeyPatch) -> None:
+def no_boot_id(path: Path, patch: pytest.MonkeyPatch) -> None:
     """Columns that were made, and are looked at, where nobody knows whether the machine was restarted."""
-    patch.setattr(columns_module, "read_boot_id", lambda: columns_module.UNKNOWN)
-    shutil.rmtree(files.folder)
-    overwrite(path, middle(kept(path)), b"9")
+    patch.setattr(columns_module, "read_boot_id", lambda: "unknown")
+    shutil.rmtree(path.parent / "columns")
+    shown(path, files=True, keep=True)
+    overwrite(path, in_the_middle(path), b"9")
 
 
-def cut_and_gone_on(path: Path, files: SegmentFiles, _: pytest.MonkeyPatch) -> None:
+def cut_and_gone_on(path: Path, _: pytest.MonkeyPatch) -> None:
     cut(path, 0)
     overwrite(path, 0, other_lines(path, 300))
 
 
-def changed_where_it_is_compared(path: Path, files: SegmentFiles, _: pytest.MonkeyPatch) -> None:
-    overwrite(path, segment_at(files, 3).end - 20, b"9")
+def changed_where_it_is_compared(path: Path, _: pytest.MonkeyPatch) -> None:
+    for file in segments(path):
+        begin = int(file.stem.partition("-")[2])
+        overwrite(path, begin - 5, b"9")
 
 
-LOGS: dict[str, Planted] = {
-    "cut": lambda path, files, _: cut(path, 2000),
+def of_another_user(path: Path, patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(os, "geteuid", lambda: 12345)
+    for file in segments(path):
+        os.chown(file, 54321, 54321)
+
+
+LOGS: dict[str, Callable[[Path, pytest.MonkeyPatch], object]] = {
+    "cut": lambda path, _: cut(path, 2000),
     "cut and gone on": cut_and_gone_on,
     "changed where it is compared": changed_where_it_is_compared,
-    "a shorter one in its place": lambda path, files, _: in_its_place(path, other_lines(path, 20)),
-    "a longer one in its place": lambda path, files, _: in_its_place(path, other_lines(path, 600)),
+    "a shorter one in its place": lambda path, _: in_its_place(path, other_lines(path, 20)),
+    "a longer one in its place": lambda path, _: in_its_place(path, other_lines(path, 600)),
     "a copy with another digit": flip_in_a_copy,
     "zeros after a restart": zeros_after_a_restart,
     "a machine without a boot id": no_boot_id,
-    "gone": lambda path, files, _: path.unlink(),
+    "gone": lambda path, _: path.unlink(),
 }
 
 
@@ -460,21 +440,20 @@ def test_a_log_that_is_not_what_it_was_is_read_by_its_lines(
 ) -> None:
     path = tmp_path / "events.jsonl"
     long_log(path, 200)
-    files = kept(path)
-    assert 3 in believed(files)
-    LOGS[planted](path, files, monkeypatch)
-    assert 3 not in believed(SegmentFiles(path))
-    assert shown(path, files=True) == shown(path, files=False)
+    kept(path)
+    LOGS[planted](path, monkeypatch)
+    assert shown(path, files=True, of=drawn) == shown(path, files=False, of=drawn)
 
 
-def another_version(file: Path, patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(columns_module, "VERSION", columns_module.VERSION + 1)
-
-
-def another_field(file: Path, patch: pytest.MonkeyPatch) -> None:
-    """As one has been written by a version that kept less."""
-    real = columns_module.fields_of
-    patch.setattr(columns_module, "fields_of", lambda table: [*real(table), "new"])
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file to another user")
+def test_a_segment_of_another_user_is_not_read(
+    tmp_path: Path, small: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "events.jsonl"
+    long_log(path, 200)
+    kept(path)
+    of_another_user(path, monkeypatch)
+    assert decoded(path, files=True) == path.stat().st_size
 
 
 FILES: dict[str, Callable[[Path, pytest.MonkeyPatch], object]] = {
@@ -485,13 +464,9 @@ FILES: dict[str, Callable[[Path, pytest.MonkeyPatch], object]] = {
         for share in (0.0, 0.001, 0.01, 0.5, 0.999)
     },
     "longer": lambda file, _: file.write_bytes(file.read_bytes() + b"x"),
-    "another byte": lambda file, _: overwrite(file, file.stat().st_size // 2, b"\x7f\x80"),
-    "zeros": lambda file, _: overwrite(file, 300, bytes(64)),
-    "another magic": lambda file, _: overwrite(file, 0, b"X"),
-    "another version": another_version,
-    "another field": another_field,
+    "another version": lambda file, patch: patch.setattr(columns_module, "VERSION", 9),
     "a folder": lambda file, _: (file.unlink(), file.mkdir()),
-    "of another chunk": lambda file, _: shutil.copy(file.with_name("events-000002.columns"), file),
+    "of another place": lambda file, _: shutil.copy(segments(file.parent.parent / "l")[1], file),
 }
 
 
@@ -501,295 +476,63 @@ def test_a_file_that_is_not_whole_or_not_of_this_layout_counts_for_nothing(
 ) -> None:
     path = tmp_path / "events.jsonl"
     long_log(path, 200)
-    file = kept(path).path(3)
-    wanted = shown(path, files=False)
+    file = kept(path)[3]
+    wanted, before = shown(path, files=False), decoded(path, files=True)
     FILES[planted](file, monkeypatch)
-    if planted != "of another chunk":  # which is true, and not what is looked for
-        assert SegmentFiles(path).load(3) is None
+    assert decoded(path, files=True) > before
     assert shown(path, files=True) == wanted
     if planted != "a folder":
         assert shown(path, files=True, keep=True) == wanted
-        chunk = SegmentFiles(path).load(3)
-        assert chunk is not None or planted in ("of another chunk", "another field")
+        assert decoded(path, files=True) == before, "it is written anew"
 
 
-def test_an_unchanged_log_is_believed_after_few_bytes_and_a_copy_after_all(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run = RunFolder(write_long_run(tmp_path / "run", steps=20_000).folder)
-    keep_all(run)
-    read: list[int] = []
-    real = os.pread
-    monkeypatch.setattr(os, "pread", lambda fd, size, at: read.append(size) or real(fd, size, at))
-    size = run.events.stat().st_size
-    # That in the middle has what opened the second session.
-    assert len(believed(SegmentFiles(run.events))) == len(chunks(run.events)) - 1
-    assert 0 < sum(read) < 0.003 * size
-    copy = RunFolder(Path(shutil.copytree(run.path, tmp_path / "copy")))
-    read.clear()
-    assert believed(SegmentFiles(copy.events)) == believed(SegmentFiles(run.events))
-    assert sum(read) > 0.4 * size
-
-
-def test_a_segment_that_somebody_else_forged_is_not_shown(tmp_path: Path) -> None:
-    run = RunFolder(write_long_run(tmp_path / "run", steps=20_000).folder)
-    keep_all(run)
-    files = SegmentFiles(run.events)
-    number = min(believed(files))
-    sound = segment_at(files, number)
-    lines = read_stretch(run.events, number)
-    assert lines is not None
-
-    def with_tables(tables: Any) -> Segment:
-        return replace(sound, batch=replace(sound.batch, tables=tables))
-
-    def with_number(name: str, value: float, table: str = "step") -> Segment:
-        columns = dict(sound.batch.tables[table])
-        columns[name] = columns[name].copy()
-        columns[name][1] = value
-        return with_tables({**sound.batch.tables, table: columns})
-
-    def with_line(event: Event) -> Segment:
-        return replace(sound, rest=[*sound.rest, encode(event, 0, 0.0)[:-1]])
-
-    steps = sound.batch.tables["step"]
-    few = {name: column for name, column in steps.items() if name != "kd"}
-    places = {name: column[::-1] for name, column in sound.places.items()}
-    forged = {
-        "nothing": sound,
-        "a time": with_number("t_s", 1e300),
-        "a time that is none": with_number("t_s", math.nan),
-        "a step that is none": with_number("step", math.nan),
-        "a step that is absent": with_number("step", ABSENT),
-        "a loss": with_number("loss", 1e200),
-        "a column that is lacking": with_tables({"step": few}),
-        "a line": replace(sound, rest=[b"no record"]),
-        "a session": with_line(opened(1.0)),
-        "a start": with_line(started()),
-        "a GPU": with_tables({"gpu300": steps}),
-        "a table": with_tables({"other": steps}),
-        "places": replace(sound, places=places),
-        "a place": replace(sound, places={n: c[:1] for n, c in sound.places.items()}),
-    }
-    files._boot_id = "of another machine"
-    for what, one in forged.items():
-        assert files.save(number, one, lines.lines), what
-        found = SegmentFiles(run.events).load(number)
-        assert (found is None) == (what != "nothing"), what
-    assert files.save(number, sound, lines.lines)
-    path = files.path(number)
-    header = json.loads(split_file(path.read_bytes())[0])
-    shape = header["tables"]["step"]
-    for change in (
-        {},
-        {"version": 2},
-        {"dtype": "<f4"},
-        {"end": header["end"] - 1},
-        {"lines": header["lines"] + 1},
-        {"crc": 1},
-        {"begin": -1},
-        {"end": 1 << 60},
-        {"tables": {}},
-        {"tables": {**header["tables"], "step": {**shape, "rows": 1 << 40}}},
-        {"tables": {**header["tables"], "step": {**shape, "rows": shape["rows"] + 1}}},
-        {"tables": {**header["tables"], "step": {**shape, "columns": []}}},
-        {"tables": {**header["tables"], "step": {**shape, "columns": ["t_s"] * 10_000}}},
-        {"tables": 3},
-    ):
-        write_file(path, {**header, **change})
-        assert (SegmentFiles(run.events).load(number) is None) == bool(change), change
-
-
-def split_file(data: bytes) -> tuple[bytes, bytes]:
-    """The header of a segment, and what follows it."""
-    begin = columns_module._HEAD.size
-    end = begin + columns_module._HEAD.unpack_from(data)[2]
-    return data[begin:end], data[end:]
-
-
-def write_file(path: Path, header: dict[str, Any]) -> None:
-    """The same segment with another header."""
-    body = split_file(path.read_bytes())[1]
-    head = json.dumps(header).encode()
-    head += b" " * (-len(head) % 8)
-    rest = len(head).to_bytes(4, "little") + head + body
-    path.write_bytes(columns_module._MAGIC + zlib.crc32(rest).to_bytes(4, "little") + rest)
+def test_a_resumed_run_goes_on_behind_what_is_still_so(tmp_path: Path, small: None) -> None:
+    path = tmp_path / "events.jsonl"
+    long_log(path, 200)
+    begun = {file: file.stat().st_ino for file in kept(path)}
+    end = path.read_bytes().index(b"\n", 6000) + 1
+    cut(path, end)
+    with path.open("ab") as file:
+        file.write(renumbered(other_lines(path, 200), path.read_bytes().count(b"\n")))
+    assert shown(path, files=True) == shown(path, files=False)
+    kept(path)
+    before_the_cut = {file for file in begun if int(file.stem.partition("-")[2]) < 4000}
+    assert before_the_cut, "nothing still stands"
+    assert all(file.stat().st_ino == begun[file] for file in before_the_cut), "it is written again"
+    assert shown(path, files=True) == shown(path, files=False)
 
 
 # Who writes them.
 
 
-def keep_all(run: RunFolder) -> SegmentWriter:
-    """All that the supervisor keeps of a run that has been written."""
-    now = [0.0]
-    writer = SegmentWriter(run, monotonic=lambda: now[0])
-    for _ in range(2 * run.events.stat().st_size // columns_module.CHUNK_BYTES + 20):
-        now[0] += 1e6
-        writer.tick()
-    return writer
-
-
-def test_what_the_supervisor_keeps_is_what_a_viewer_keeps(tmp_path: Path, small: None) -> None:
-    run = RunFolder(tmp_path / "run")
-    run.path.mkdir()
-    long_log(run.events, 200)
-    keep_all(run)
-    before = {path.name: path.read_bytes() for path in (run.path / "columns").iterdir()}
-    assert len(before) == len(chunks(run.events))
-    shutil.rmtree(run.path / "columns")
-    kept(run.events)
-    assert {path.name: path.read_bytes() for path in (run.path / "columns").iterdir()} == before
-
-
-def test_a_chunk_is_kept_only_when_its_last_line_is_whole(tmp_path: Path, small: None) -> None:
-    run = RunFolder(tmp_path / "run")
-    run.path.mkdir()
-    long_log(run.events, 200)
-    data = run.events.read_bytes()
-    for end in range(4450, 4900, 7):
-        run.events.write_bytes(data[:end])
-        keep_all(run)
-        found = numbers(SegmentFiles(run.events))
-        assert found == ({1, 2} if b"\n" in data[4499:end] else {1}), end
-        shutil.rmtree(run.path / "columns")
-
-
-def test_a_resumed_run_goes_on_behind_what_is_still_so(tmp_path: Path, small: None) -> None:
-    run = RunFolder(tmp_path / "run")
-    run.path.mkdir()
-    long_log(run.events, 200)
-    keep_all(run)
-    begun = {path: path.stat().st_ino for path in (run.path / "columns").iterdir()}
-    end = run.events.read_bytes().index(b"\n", 6000) + 1
-    cut(run.events, end)
-    with run.events.open("ab") as file:
-        file.write(renumbered(other_lines(run.events, 200), run.events.read_bytes().count(b"\n")))
-    stale = SegmentFiles(run.events).path(9)
-    assert SegmentFiles(run.events).load(9) is None and stale in begun
-    left = stale.with_name(f"{stale.name}.partial-1-1")
-    left.write_bytes(b"of one who died")
-    keep_all(run)
-    now = SegmentFiles(run.events)
-    # One has what opened the second session.
-    assert believed(now) == chunks(run.events) - {end // 1500} and not left.exists()
-    same = {path for path, inode in begun.items() if path.stat().st_ino == inode}
-    # The stale file of that chunk is believed by nobody.
-    assert same == {now.path(n) for n in range(1, 5)}, "what still stands is not written again"
-    assert shown(run.events, files=True) == shown(run.events, files=False)
-
-
-def test_the_supervisor_pays_no_more_than_its_share_however_fast_a_log_grows(
-    tmp_path: Path, small: None
-) -> None:
-    run = RunFolder(tmp_path / "run")
-    run.path.mkdir()
-    long_log(run.events, 2000)
-    now, used = [0.0], [0.0]
-    real = columns_module.segment_of
-
-    def costly(stretch: Stretch) -> Segment | None:
-        used[0] += 0.043
-        return real(stretch)
-
-    patch = pytest.MonkeyPatch()
-    patch.setattr(columns_module, "segment_of", costly)
-    with patch.context():
-        writer = SegmentWriter(run, monotonic=lambda: now[0], processor=lambda: used[0])
-        for _ in range(600):
-            now[0] += 1.0
-            writer.tick()
-    patch.undo()
-    assert used[0] / now[0] <= columns_module.SHARE + 0.043 / now[0]
-    assert len(numbers(SegmentFiles(run.events))) >= 0.9 * 600 * columns_module.SHARE / 0.043
-
-
-def test_two_viewers_and_a_supervisor_may_keep_the_same_at_once(
-    tmp_path: Path, small: None
-) -> None:
-    run = RunFolder(tmp_path / "run")
-    run.path.mkdir()
-    long_log(run.events, 1500)
-    wanted = shown(run.events, files=False)
+def test_viewers_may_keep_the_same_at_once(tmp_path: Path, small: None) -> None:
+    path = tmp_path / "events.jsonl"
+    long_log(path, 1500)
+    wanted = shown(path, files=False)
     found: list[object] = []
-    work: list[Callable[[], object]] = [
-        lambda: found.append(shown(run.events, files=True, keep=True)),
-        lambda: found.append(shown(run.events, files=True, keep=True)),
-        lambda: keep_all(run),
+    threads = [
+        threading.Thread(target=lambda: found.append(shown(path, files=True, keep=True)))
+        for _ in range(3)
     ]
-    threads = [threading.Thread(target=one) for one in work]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert found == [wanted, wanted]
-    files = SegmentFiles(run.events)
-    assert believed(files) == numbers(files) == chunks(run.events)
-    assert not list(files.folder.glob("*partial*"))
-
-
-def test_a_helper_keeps_what_its_reader_has_not(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run = RunFolder(write_long_run(tmp_path / "run", steps=25_000, resume=False).folder)
-    monkeypatch.setattr(columns_module, "HELP_FROM_BYTES", 1)
-    wanted = picture(Follower(run).read_all())
-    batches = BatchReader(LogReader(run.events), files=True, keep=True)
-    last, until_s = max(chunks(run.events)), time.monotonic() + 60
-    batches._start_helpers(range(last + 1))
-    # The first of those that are lacking is its reader's, and has what opens the session.
-    while believed(SegmentFiles(run.events)) != chunks(run.events):
-        assert time.monotonic() < until_s, "nobody helps"
-        time.sleep(0.05)
-    monkeypatch.setattr(subprocess, "Popen", None)
-    batches._start_helpers(range(1, last + 1))  # nothing is lacking
-    assert picture(Follower(run, files=True).read_all()) == wanted
-    shutil.rmtree(run.path / "columns")
-    parents = iter([7, 7, 1, 1, 1, 1])
-    monkeypatch.setattr(os, "getppid", lambda: next(parents))
-    columns_module.build_segments(run.events, 0, last, -1)
-    assert believed(SegmentFiles(run.events)) == {last}, "it ends with its reader"
-
-
-@pytest.mark.parametrize("script", ["exit 1", "echo hello", "sleep 100", None])
-def test_helpers_change_nothing_however_they_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small: None, script: str | None
-) -> None:
-    path = tmp_path / "events.jsonl"
-    events = long_log(path, 1500)
-    helper = tmp_path / "helper"
-    if script is not None:
-        helper.write_text(f"#!/bin/sh\n{script}\n")
-        helper.chmod(0o755)
-    monkeypatch.setattr(sys, "executable", str(helper))
-    monkeypatch.setattr(columns_module, "HELP_FROM_BYTES", 1)
-    started: list[subprocess.Popen[bytes]] = []
-    real = subprocess.Popen
-
-    def noted(*arguments: Any, **how: Any) -> subprocess.Popen[bytes]:
-        started.append(real(*arguments, **how))
-        return started[-1]
-
-    monkeypatch.setattr(subprocess, "Popen", noted)
-    view = followed(RunView(), "events", LogReader(path), keep=True)
-    assert picture(view) == picture(fold_events(RunView(), "events", events))
-    assert bool(started) == (script is not None and len(os.sched_getaffinity(0)) > 1)
-    for one in started:
-        one.kill()
-        one.wait()
+    assert found == [wanted] * 3
+    assert decoded(path, files=True) < 10_000
+    assert shown(path, files=True) == wanted
 
 
 def test_where_nothing_can_be_written_nothing_is_kept_and_all_is_shown(
     tmp_path: Path, small: None
 ) -> None:
-    run = RunFolder(tmp_path / "run")
-    run.path.mkdir()
-    long_log(run.events, 200)
-    wanted = shown(run.events, files=False)
+    path = tmp_path / "events.jsonl"
+    long_log(path, 200)
+    wanted = shown(path, files=False)
     # Whoever may write everywhere is stopped by this, too.
-    (run.path / "columns").write_text("no folder")
-    assert shown(run.events, files=True, keep=True) == wanted
-    keep_all(run)
-    assert (run.path / "columns").read_text() == "no folder"
+    (tmp_path / "columns").write_text("no folder")
+    assert shown(path, files=True, keep=True) == wanted
+    assert (tmp_path / "columns").read_text() == "no folder"
 
 
 def test_the_last_room_of_a_disk_is_left_to_the_run(
@@ -799,7 +542,7 @@ def test_the_last_room_of_a_disk_is_left_to_the_run(
     long_log(path, 200)
     monkeypatch.setattr(columns_module, "LEFT_BYTES", 1 << 60)
     shown(path, files=True, keep=True)
-    assert not numbers(SegmentFiles(path)) and not list(SegmentFiles(path).folder.glob("*"))
+    assert not list((tmp_path / "columns").glob("*"))
 
 
 def test_who_only_looks_writes_nothing(tmp_path: Path, small: None) -> None:
@@ -814,8 +557,8 @@ def test_what_proves_something_reads_the_lines(tmp_path: Path, small: None) -> N
     run = RunFolder(tmp_path / "run")
     run.path.mkdir()
     long_log(run.events, 200)
-    at = middle(kept(run.events))
-    overwrite(run.events, at, b"9")
+    kept(run.events)
+    overwrite(run.events, in_the_middle(run.events), b"9")
     by_lines, by_files = Follower(run), Follower(run, files=True)
     assert picture(by_lines.read_all()) != picture(by_files.read_all())
     assert picture(by_lines.view) == shown(run.events, files=False)
@@ -847,39 +590,20 @@ def test_every_operation_of_the_writer_may_fail_and_the_run_knows_nothing_of_it(
     assert done.returncode == 0, done.stderr[-4000:]
     answer = json.loads(done.stdout.splitlines()[-1])
     assert not answer["problems"], "\n".join(answer["problems"][:5])
-    assert answer["points"] >= 12
+    assert answer["points"] >= 6
 
 
 # What it costs.
 
 
-def test_a_long_run_is_not_opened_event_by_event(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of 50 000 lines only the newest of a session, and those near what opens it, are looked at one by one."""
-    written = write_long_run(tmp_path / "run", steps=50_000)
-    read: dict[Path, int] = {}
-    real = LogReader._read_lines
-
-    def counted(self: LogReader, max_bytes: int) -> bytes:
-        lines = real(self, max_bytes)
-        read[self.path] = read.get(self.path, 0) + lines.count(b"\n")
-        return lines
-
-    monkeypatch.setattr(LogReader, "_read_lines", counted)
-    view = Follower(RunFolder(tmp_path / "run")).read_all()
-    assert len(view.steps) == view.last_step == 50_000 == written.steps
-    assert sum(read.values()) < 0.3 * written.lines
-
-
 @pytest.mark.perf
 def test_opening_costs_little_more_than_decoding_every_line(tmp_path: Path) -> None:
     """Against the library's own time for the same lines on the same machine, whatever else it does."""
-    path = write_long_run(tmp_path / "run", steps=30_000, resume=False).events
+    path = write_long_run(tmp_path / "run", steps=60_000, resume=False).events
     block, decoder = path.read_bytes(), msgspec.json.Decoder(Known)
 
     def read() -> None:
-        assert followed(RunView(), "events", LogReader(path)).last_step == 30_000
+        assert followed(RunView(), "events", LogReader(path)).last_step == 60_000
 
     def timed(call: Any) -> float:
         begin = time.process_time()
@@ -891,33 +615,12 @@ def test_opening_costs_little_more_than_decoding_every_line(tmp_path: Path) -> N
 
 @pytest.mark.perf
 def test_out_of_its_files_a_run_costs_a_fraction_of_its_lines(tmp_path: Path) -> None:
-    run = RunFolder(write_long_run(tmp_path / "run", steps=30_000).folder)
-    keep_all(run)
+    run = RunFolder(write_long_run(tmp_path / "run", steps=60_000).folder)
+    Follower(run, files=True, save_columns=True).read_all()
 
     def timed(**how: bool) -> float:
         begin = time.process_time()
-        assert Follower(run, **how).read_all().last_step == 30_000
+        assert Follower(run, **how).read_all().last_step == 60_000
         return time.process_time() - begin
 
-    ratio_within(lambda: timed(files=True) / timed(), 0.7, tries=4)
-
-
-def test_the_supervisor_keeps_the_columns_of_its_run(tmp_path: Path) -> None:
-    run = RunFolder(write_long_run(tmp_path / "run", steps=14_000, resume=False).folder)
-    spec = RunSpec(student=StudentSection(config="student.json"), loss=LossSection(alpha=1.0))
-    run.effective.write_text(json.dumps({"spec": spec.to_dict()}))
-    trainer = subprocess.Popen(["sleep", "0.1"])
-    with (
-        LogWriter(run.watch, writer="supervisor") as watch,
-        LogWriter(run.device, writer="sampler") as device,
-    ):
-        supervisor = _Supervisor(run, watch, device, None)
-        exit_fd = os.pidfd_open(trainer.pid)
-        supervisor.selector.register(exit_fd, selectors.EVENT_READ, "trainer")
-        supervisor.observer = RunObserver(
-            run, trainer.pid, watch, device, sample_seconds=1.0, stop=lambda *_: None
-        )
-        supervisor._watch_until_exit(trainer, exit_fd)
-    assert trainer.wait() == 0
-    os.close(exit_fd)
-    assert {1} <= believed(SegmentFiles(run.events)) <= chunks(run.events)
+    ratio_within(lambda: timed(files=True) / timed(), 0.5, tries=4)
