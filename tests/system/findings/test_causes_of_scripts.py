@@ -666,7 +666,7 @@ NONSENSE = {
     ),
     "another program": Attempt(OF_A_LIMIT, "exit", "", "PATH=/tmp", "what Python checks"),
     "a failure after the last step put off": Attempt(
-        AFTER_THE_STEPS, "exit", "", "--steps 500", "it changes `--steps`"
+        AFTER_THE_STEPS, "exit", "", "--steps 500", "A failed after its last step"
     ),
     "no guards": Attempt(
         OF_A_GUARD,
