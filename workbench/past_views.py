@@ -15,6 +15,7 @@ from bisect import bisect_right
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import islice
 
 from engine.log.events import AnyEvent, LogOpened, RunStarted
 from engine.log.fold import fold
@@ -30,6 +31,8 @@ from workbench.log_pages import LogBook
 BUDGET_S = 0.25
 """Seconds of reading between two answers."""
 PAGE_BYTES = 256 << 10
+STRIDE = 2048
+"""Lines between two views that are kept."""
 KEPT = -1
 """Marks a session row that the fold has not changed."""
 BOTH = Liveness(trainer=True, supervisor=True)
@@ -53,11 +56,12 @@ class ReplayFeed:
 
     def __init__(self, run: RunFolder) -> None:
         self.run = run
-        self._stretches = InOrder(run)
+        logs = InOrder(run)
+        self._lines, self._readers = iter(logs), logs.readers
         self._view = RunView()
-        self._taken: dict[Source, int] = dict.fromkeys(self._stretches.sources, 0)
+        self._taken: dict[Source, int] = dict.fromkeys(self._readers, 0)
         self._kept = [_Kept(float("-inf"), self._view, dict(self._taken))]
-        self._book = LogBook(self._stretches.reader("events"))
+        self._book = LogBook(self._readers["events"])
         self.is_read = False
         self._command = command_of(run)
 
@@ -80,16 +84,17 @@ class ReplayFeed:
 
     def _step(self) -> None:
         """Fold the next lines in order of time, and keep the view."""
-        stretch = next(self._stretches, None)
-        if stretch is None:
+        stretch = list(islice(self._lines, STRIDE))
+        if not stretch:
             self.is_read = True
             return
-        for source, lines in stretch.lines.items():
-            self._view = fold(self._view, source, batches_of([line.event for line in lines]))
-            self._taken[source] += len(lines)
+        for source in self._readers:
+            events = [line.event for line in stretch if line.source == source]
+            self._view = fold(self._view, source, batches_of(events))
+            self._taken[source] += len(events)
         # The lines of a view are complete events, which can be read from the log again.
         kept = replace(self._view, lines=())
-        self._kept.append(_Kept(stretch.until_s, kept, dict(self._taken)))
+        self._kept.append(_Kept(stretch[-1].order_s, kept, dict(self._taken)))
 
     def at(self, unix_s: float) -> Snapshot:
         """Return the run as it was at a time, as far as it was read."""
@@ -120,7 +125,7 @@ class ReplayFeed:
         """Return `count` lines of a log from number `first` on, without those later than a time."""
         if not count:
             return []
-        reader = self._stretches.reader(source)
+        reader = self._readers[source]
         point = reader.points[bisect_right(reader.points, first, key=lambda p: p.number) - 1]
         rereader, lines = LogReader(reader.path, at=point), []
         with suppress(BrokenLog):

@@ -88,14 +88,13 @@ class Diagnosis:
 
 def diagnose(run: RunFolder, settings: RunSpec | None, *, siblings: bool = False) -> Diagnosis:
     """Replay a run under every rule; with `siblings`, also compare its end with the other runs in its parent folder."""
-    replay, stretches = _Replay(settings, _interval_s(run), earlier_settings(run)), InOrder(run)
-    for stretch in stretches:
-        for line in stretch.in_order():
-            replay.take(line)
+    replay, lines = _Replay(settings, _interval_s(run), earlier_settings(run)), InOrder(run)
+    for line in lines:
+        replay.take(line)
     replay.fold_waiting()
     if siblings:
         replay.sibling_step_s = _sibling_step_s(run, replay.view)
-    return replay.end(stretches.fault)
+    return replay.end(lines.fault)
 
 
 def diagnose_events(events: Iterable[tuple[AnyEvent, float]]) -> Diagnosis:

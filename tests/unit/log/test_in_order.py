@@ -35,57 +35,48 @@ def whole(run: RunFolder) -> list[tuple[float, Source, int]]:
 
 
 def merged(run: RunFolder) -> list[Line]:
-    return [line for stretch in InOrder(run) for line in stretch.in_order()]
+    return list(InOrder(run))
 
 
-def compare_with_whole(logs: dict[Source, bytes], stride: int, block: int) -> None:
+def compare_with_whole(logs: dict[Source, bytes], block: int) -> None:
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(in_order, "STRIDE", stride)
         patch.setattr(in_order, "BLOCK_BYTES", block)
         run = create_run(Path(folder) / "run", "", {})
         for source, data in logs.items():
             getattr(run, source).write_bytes(data)
         found, expected = merged(run), whole(run)
         assert [(line.unix_s, line.source, line.event.seq) for line in found] == expected
-        latest = -1.0
-        for stretch in InOrder(run):
-            lines = [line for lines in stretch.lines.values() for line in lines]
-            assert lines and max(line.order_s for line in lines) <= stretch.until_s
-            assert min(line.order_s for line in lines) >= latest
-            latest = stretch.until_s
+        assert [line.order_s for line in found] == sorted(line.order_s for line in found)
 
 
-drawn = given(long_logs(), st.integers(1, 5), st.sampled_from([100, 700, 5000]))
+drawn = given(long_logs(), st.sampled_from([100, 700, 5000]))
 
 
 @settings(max_examples=40, deadline=None)
 @drawn
 def test_lines_come_in_order_of_time_however_they_are_read(
-    logs: dict[Source, bytes], stride: int, block: int
+    logs: dict[Source, bytes], block: int
 ) -> None:
     """With clocks that are set back, and equal times in two logs."""
-    compare_with_whole(logs, stride, block)
+    compare_with_whole(logs, block)
 
 
 @pytest.mark.soak
 @settings(max_examples=150, deadline=None)
 @drawn
-def test_lines_of_many_logs_come_in_order_of_time(
-    logs: dict[Source, bytes], stride: int, block: int
-) -> None:
-    compare_with_whole(logs, stride, block)
+def test_lines_of_many_logs_come_in_order_of_time(logs: dict[Source, bytes], block: int) -> None:
+    compare_with_whole(logs, block)
 
 
 def test_a_broken_log_ends_at_its_fault_and_the_others_go_on(tmp_path: Path) -> None:
     run = completed(tmp_path / "run")
     lines = run.events.read_bytes().splitlines(keepends=True)
     run.events.write_bytes(b"".join([*lines[:30], b"garbage\n", *lines[31:]]))
-    stretches = InOrder(run)
-    found = [line for stretch in stretches for line in stretch.in_order()]
+    logs = InOrder(run)
+    found = list(logs)
     ends = {line.source: line.event.seq for line in found}
     assert ends["events"] == 29
     assert ends["watch"] == run.watch.read_bytes().count(b"\n") - 1
     with pytest.raises(BrokenLog) as broken:
         LogReader(run.events).poll()
-    assert str(stretches.fault) == str(broken.value)
-    assert next(stretches, None) is None
+    assert str(logs.fault) == str(broken.value)

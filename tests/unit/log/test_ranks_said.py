@@ -390,9 +390,8 @@ def test_the_order_in_which_logs_are_read_does_not_matter(tmp_path: Path) -> Non
     say(scene, 1, Note(level="error", text="another"), checked("resume_continues", "fail", "again"))
     scene.close()
     logs: dict[str, list[AnyEvent]] = {}
-    for stretch in InOrder(scene.run):
-        for source, lines in stretch.lines.items():
-            logs.setdefault(source, []).extend(line.event for line in lines)
+    for line in InOrder(scene.run):
+        logs.setdefault(line.source, []).append(line.event)
     assert "rank 1" in logs
     whole = picture(Follower(scene.run).read_all())
     dice = random.Random(71)

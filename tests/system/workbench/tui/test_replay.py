@@ -53,7 +53,7 @@ def test_any_time_is_the_view_of_the_lines_up_to_it(
     logs: dict[Source, list[AnyEvent]], times: list[float], stride: int
 ) -> None:
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(in_order, "STRIDE", stride)
+        patch.setattr(replay_module, "STRIDE", stride)
         patch.setattr(in_order, "BLOCK_BYTES", 700)
         patch.setattr(replay_module, "PAGE_BYTES", 90)
         run = create_run(Path(folder) / "run", "", {})
@@ -97,12 +97,12 @@ def test_a_scrub_reads_thousands_of_lines_of_a_long_log_and_not_all(
     monkeypatch.setattr(
         replay_module, "batches_of", lambda events: folded.append(len(events)) or real(events)
     )
-    for share in (0.1, 0.5, 0.9):
+    for share in (0.2, 0.5, 0.9):
         folded.clear()
         span_s = feed.last_unix_s - feed.first_unix_s
         snapshot = feed.at(feed.first_unix_s + share * span_s)
         assert abs(snapshot.view.last_step - share * 20_000) < 10
-        assert sum(folded) <= in_order.STRIDE
+        assert sum(folded) <= replay_module.STRIDE
         assert snapshot.view.steps.columns is whole.columns, "no column is copied"
 
 
