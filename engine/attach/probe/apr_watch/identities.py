@@ -547,7 +547,7 @@ _PAIR = os.environ.get(SEED_BY)
 
 def _is_sampled(step: int) -> bool:
     # In an experiment a change must not mend the steps alone that everybody knows to be sampled.
-    own = _PAIR is not None and step % 7 == int(_PAIR) % 7
+    own = _PAIR is not None and step % 7 == (5 + int(_PAIR)) % 7
     return own or step <= 3 or not step & (step - 1)
 
 
