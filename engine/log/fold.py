@@ -444,9 +444,7 @@ class _Changes:
     def rewind(self, step: int) -> None:
         """Drop the steps and events that a resume from `step` replaces."""
         table: Table = self.get("steps")
-        keep, steps = len(table), table.values("step")
-        while keep and (steps[keep - 1] or 0) > step:
-            keep -= 1
+        keep = table.find("step", step + 1)
         if keep < len(table):
             self.changes["steps"] = table.cut(keep)
         self.changes["session_row"] = keep

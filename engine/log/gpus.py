@@ -121,7 +121,7 @@ class _Gpu:
 
 
 def _over_run(table: Table, name: str, over: Literal["median", "highest"]) -> float | None:
-    known = sorted(y for y in table.values(name) if y is not None and math.isfinite(y))
+    known = sorted(table.finite(name))
     if not known:
         return None
     return known[len(known) // 2 if over == "median" else -1]

@@ -26,7 +26,7 @@ import msgspec
 from engine.errors import RunLogError
 from engine.files import NotRegular, depth_of, open_plain
 from engine.limits import JSON_DEPTH, LOG_FILE, LOG_LINE, LOG_NUMBER
-from engine.log.earlier import EARLIER, as_now
+from engine.log.earlier import as_now
 from engine.log.events import (
     KINDS,
     NON_FINITE,
@@ -36,8 +36,6 @@ from engine.log.events import (
     Known,
     LogOpened,
     Note,
-    Number,
-    StepDone,
     Unrecognised,
 )
 from engine.terminal import clipped
@@ -93,37 +91,20 @@ def decode_line(line: bytes, where: str) -> AnyEvent:
     try:
         if depth_of(record) > JSON_DEPTH.most:
             raise ValueError(f"expected values nested {JSON_DEPTH}, found more")
+        record = as_now(record)
         non_finite = _take_non_finite(record, record.pop("nf", None) or {})
-        if (known := KINDS.get(kind)) is not None:
+        if (known := KINDS.get(record["kind"])) is not None:
             return _with_non_finite(msgspec.convert(record, known), non_finite)
-        if (earlier := EARLIER.get(kind)) is not None:
-            return as_now(_with_non_finite(msgspec.convert(record, earlier), non_finite))
         for path, value in non_finite.items():
             record = _replaced(record, path, value)
         envelope = {name: record.pop(name) for name in ("v", "seq", "t_s") if name in record}
         del record["kind"]
         return msgspec.convert({"kind": kind, "fields": record, **envelope}, Unrecognised)
-    except (LookupError, TypeError, ValueError) as error:
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
         raise RunLogError(
             f"run log: {where} — expected a {kind[:60]!r} record, found one that breaks its form: "
             f"{clipped(str(error), 200)}"
         ) from None
-
-
-_STEP_NUMBERS = {
-    field.name for field in msgspec.structs.fields(StepDone) if field.type == Number | None
-}
-"""The fields of a step that may be NaN or infinite; a count may not."""
-
-
-def _restore_step(step: Any) -> Any:
-    """Put the values named under `nf` into the fields of a step; ValueError for a nested name or another kind."""
-    if type(step).__struct_config__.tag != "step":
-        raise ValueError("`nf` of an event that is not a step")
-    values = {name: NON_FINITE[text] for name, text in step.nf.items()}
-    if not values.keys() <= _STEP_NUMBERS or any(getattr(step, n, 0.0) is not None for n in values):
-        raise ValueError("`nf` names what is not null, or no number")
-    return msgspec.structs.replace(step, nf=None, **values)
 
 
 EventT = TypeVar("EventT", bound=Event)
@@ -287,8 +268,9 @@ class LogReader:
                 return None
             # Every kind has `nf`.
             if any(map(attrgetter("nf"), events)):
-                events = [_restore_step(event) if event.nf else event for event in events]
-        except (*NOT_JSON, LookupError, ValueError):
+                pairs = zip(events, lines.split(b"\n"), strict=False)
+                events = [decode_line(line, "") if event.nf else event for event, line in pairs]
+        except (*NOT_JSON, RunLogError):
             return None
         # The decoder skips empty lines.
         numbers = range(self._next_seq, self._next_seq + lines.count(b"\n"))

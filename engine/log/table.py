@@ -195,6 +195,14 @@ class Table:
             entries[row] = None
         return entries
 
+    def finite(self, name: str, start: int = 0, stop: int | None = None) -> list[float]:
+        """Return the finite entries in rows [start, stop) of a column."""
+        import numpy as np
+
+        part = np.asarray(self.column(name, start, stop))
+        entries: list[float] = part[np.isfinite(part)].tolist()
+        return entries
+
     def range(self, name: str, start: int = 0, stop: int | None = None) -> Range:
         """Return the lowest and highest finite value in rows [start, stop) of a column."""
         import numpy as np

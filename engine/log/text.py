@@ -487,7 +487,7 @@ def _reading_line(label: str, reading: str, *after: str) -> list[str]:
 def _over_run(table: Table, name: str, which: Literal["lowest", "median", "highest"]) -> str:
     """Format a reading over all rows of a table; empty where it was never read. The last word of its name is its
     unit."""
-    known = sorted(y for y in table.values(name) if y is not None and math.isfinite(y))
+    known = sorted(table.finite(name))
     if not known:
         return ""
     at = {"lowest": 0, "median": len(known) // 2, "highest": -1}[which]

@@ -50,8 +50,6 @@ their own journals can name them.
 
 from __future__ import annotations
 
-import bisect
-import math
 import os
 import re
 import signal
@@ -554,13 +552,9 @@ def memory_words(view: RunView) -> str | None:
     newest = table.last("unix_s")
     if newest is None:
         return None
-    begin = bisect.bisect_left(
-        range(len(table)),
-        newest - _MEMORY_WINDOW_S,
-        key=lambda row: table.value("unix_s", row) or 0.0,
-    )
-    available = _finite(table.values("host_available_bytes", begin))
-    pressure = _finite(table.values("psi_memory_full_avg10_pct", begin))
+    begin = table.find("unix_s", newest - _MEMORY_WINDOW_S)
+    available = table.finite("host_available_bytes", begin)
+    pressure = table.finite("psi_memory_full_avg10_pct", begin)
     if not available:
         return None
     total = view.host.host_total_bytes if view.host else None
@@ -568,7 +562,3 @@ def memory_words(view: RunView) -> str | None:
     words += f" of {format_bytes(total)}" if total else ""
     words += f" and the highest memory pressure {max(pressure):.0f} %" if pressure else ""
     return f"{words}."
-
-
-def _finite(values: list[float | None]) -> list[float]:
-    return [v for v in values if v is not None and math.isfinite(v)]

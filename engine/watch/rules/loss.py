@@ -543,8 +543,7 @@ def rate_and_norm(case: Case, rows: range, before: int) -> list[Number]:
     """Return the learning rate and the gradient norm before a row, each with its median until then."""
     numbers: list[Number] = []
     for name in ("lr", "grad_norm"):
-        known = case.view.steps.values(name, rows.start, rows.start + before)
-        finite = [value for value in known if value is not None and math.isfinite(value)]
+        finite = case.view.steps.finite(name, rows.start, rows.start + before)
         if finite:
             numbers.append((f"{name} before it", finite[-1], f"median {median(finite):.4g}"))
     return numbers
@@ -594,9 +593,7 @@ def heldout_diverging(case: Case) -> Symptom | None:
 def _train_ce(case: Case, step: int) -> float:
     """Return the cross entropy of the twenty steps up to `step`."""
     steps = case.view.steps
-    row = len(steps)
-    while row and (steps.value("step", row - 1) or 0) > step:
-        row -= 1
+    row = steps.find("step", step + 1)
     if not row:
         raise CannotJudge(f"step {step} is not in the log")
     name = "loss" if case.view.is_foreign else "ce"

@@ -379,8 +379,7 @@ def step_time_drift(case: Case) -> Symptom | None:
 
 def median_step_s(view: RunView) -> float:
     """Return the median step time of a run after its first steps; NaN where too few are timed."""
-    times = view.steps.values("step_s", PART_WARM_UP, len(view.steps))
-    finite = [s for s in times if s is not None and math.isfinite(s)]
+    finite = view.steps.finite("step_s", PART_WARM_UP)
     return median(finite) if len(finite) >= PHASES_KEPT else math.nan
 
 

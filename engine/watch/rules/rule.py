@@ -19,7 +19,6 @@ Rules do not raise or clear alerts: `active_alerts` does.
 
 from __future__ import annotations
 
-import bisect
 import math
 import re
 import statistics
@@ -188,25 +187,18 @@ class Case:
 
     def column(self, name: str, rows: range) -> list[float]:
         """Return the finite numbers of a column; CannotJudge when there are none."""
-        values = self.view.steps.values(name, rows.start, rows.stop)
-        finite = [v for v in values if v is not None and math.isfinite(v)]
+        finite = self.view.steps.finite(name, rows.start, rows.stop)
         if not finite:
             raise CannotJudge(f"{name} is not logged")
         return finite
 
     def pairs(self, left: str, right: str, rows: range) -> list[tuple[float, float]]:
         """Return two columns in the rows where both are finite."""
-        steps = self.view.steps
-        columns = zip(
-            steps.values(left, rows.start, rows.stop),
-            steps.values(right, rows.start, rows.stop),
-            strict=True,
+        columns = (
+            self.view.steps.column(name, rows.start, rows.stop).tolist() for name in (left, right)
         )
-        pairs = [
-            (a, b)
-            for a, b in columns
-            if a is not None and b is not None and math.isfinite(a) and math.isfinite(b)
-        ]
+        # An absent entry is NaN.
+        pairs = [pair for pair in zip(*columns, strict=True) if all(map(math.isfinite, pair))]
         if not pairs:
             raise CannotJudge(f"{left} and {right} are not logged")
         return pairs
@@ -226,20 +218,15 @@ class Case:
     def reading_rows(self, table: Table, seconds: float) -> range:
         """Return the rows of this session's readings in the last `seconds`."""
         begin_s = max(self.now_unix_s - seconds, self.view.session_unix_s or 0.0)
-        times = range(len(table))
-        begin = bisect.bisect_left(times, begin_s, key=lambda r: table.value("unix_s", r) or 0.0)
-        end = bisect.bisect_right(
-            times, self.now_unix_s, lo=begin, key=lambda r: table.value("unix_s", r) or 0.0
-        )
-        return range(begin, end)
+        end_s = math.nextafter(self.now_unix_s, math.inf)
+        return range(*table.find_each("unix_s", (begin_s, end_s)))
 
     def readings(
         self, table: Table, name: str, seconds: float, *, at_least: int, subject: str
     ) -> list[float]:
         """Return the finite readings of the last `seconds`; CannotJudge with the log's reason when there are none."""
         rows = self.reading_rows(table, seconds)
-        values = table.values(name, rows.start, rows.stop)
-        finite = [v for v in values if v is not None and math.isfinite(v)]
+        finite = table.finite(name, rows.start, rows.stop)
         if len(finite) >= at_least:
             return finite
         # `slowed` is derived from the words of another reading.
