@@ -321,7 +321,7 @@ def _write(
             config={**raw, "dtype": str(FLOATS[QUANTS[done.quant]]).removeprefix("torch.")},
             tensors=tensors,
             tokenizer_json=tokenizer_json,
-            chat_template=_chat_template(weights),
+            chat_template=chat_template(weights),
             source=weights.folder if weights.format == "safetensors" else None,
         )
         return
@@ -360,7 +360,7 @@ def _metadata_for(weights: WeightFile, format_: str, origin: Mapping[str, str]) 
         pairs = [(a, g) if format_ == "gguf" else (g, a) for a, g in _ORIGIN.items()]
         values = {new: weights.metadata.get(old) for old, new in pairs}
         metadata = {key: value for key, value in values.items() if value is not None}
-    template = _chat_template(weights)
+    template = chat_template(weights)
     if template is not None:
         metadata[_TEMPLATE_KEY[format_]] = template
     for key, value in origin.items():
@@ -372,7 +372,7 @@ def _metadata_for(weights: WeightFile, format_: str, origin: Mapping[str, str]) 
     return metadata
 
 
-def _chat_template(weights: WeightFile) -> str | None:
+def chat_template(weights: WeightFile) -> str | None:
     """Return the template, or None. Raises `WeightsError` for a file that cannot be read."""
     if weights.format != "safetensors":
         template = weights.metadata.get(_TEMPLATE_KEY[weights.format])

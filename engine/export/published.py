@@ -2,9 +2,8 @@
 implementations.
 
     files          every file has the size and hash of MANIFEST.json
-    metadata       generation_config.json, tokenizer_config.json, the .apr and the GGUF file have the same shape,
-                   tokens, special tokens, chat template and end-of-text tokens as the folder, and the tensors of
-                   the GGUF have the types of the mixture that it names (`engine.export.metadata`)
+    metadata       generation_config.json, the .apr and the GGUF file have the end-of-text tokens, the positions and
+                   the chat template of the folder, which no output shows
     engine         this engine on the safetensors: the reference; same tokens with and without a KV cache
     apr            our reader finds exactly the values of the safetensors in the .apr file, bit for bit
     gguf           this engine on the GGUF: within its block type's noise of the reference
@@ -37,23 +36,15 @@ import numpy as np
 
 from engine.errors import BadInput, TokenizerError, WeightsError
 from engine.export.compare import as_float, first_difference, same_values, within
-from engine.export.convert import FILE_TYPES, convert
-from engine.export.hf_folder import GENERATION_FILE, TOKENIZER_CONFIG_FILE
+from engine.export.convert import FILE_TYPES, chat_template, convert
+from engine.export.hf_folder import GENERATION_FILE
 from engine.export.manifest import MANIFEST, check_manifest
-from engine.export.metadata import (
-    Metadata,
-    difference,
-    other_types,
-    read_apr_metadata,
-    read_metadata,
-)
 from engine.export.outcome import Outcome, answered, unknown
 from engine.export.peers import Absent, Answered, Crashed, absent, ask
 from engine.files import read_json_object
 from engine.formats.open import open_weights
 from engine.formats.tokenizer import open_tokenizer
 from engine.limits import MODEL_CONFIG
-from engine.models.names import rotates_neighbours
 from engine.models.read_config import NATIVE, config_of, read_config
 from engine.quant.blocks import NOISE_FLOORS
 from engine.signals import scratch_folder
@@ -68,7 +59,8 @@ PROMPTS = (
 )
 TEXTS = (*PROMPTS, inspect.getsource(inspect)[:20_000])
 """Texts whose token ids are compared. The long one has merges, words and spaces that the short ones lack."""
-LONGEST = "model_max_length"
+_GGUF_ENDS = 3
+"""GGUF has keys for three tokens that end a text."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,46 +170,34 @@ def _files(folder: Path) -> Outcome:
 
 
 def _metadata(folder: Path, native: bool) -> Outcome:
-    """Compare the metadata of each file with config.json, tokenizer.json and the chat template."""
-    if wrong := _wrong_ends(folder) or _wrong_max_length(folder):
+    """Compare what outputs do not show: where a text ends, how long it may be, and the chat template."""
+    if wrong := _wrong_ends(folder):
         return answered("metadata", Level.FAIL, wrong)
     files = sorted([*folder.glob("*.apr"), *folder.glob("*.gguf")]) if native else []
-    expected = read_metadata(folder) if files else None
-    if expected is None:
+    if not files:
         return unknown("metadata", "no .apr or GGUF file to compare with the folder")
-    compared: list[str] = []
-    absent: list[str] = []
-    # The folder has no name and no licence; all files must have those of the first one.
-    names: Metadata = {}
+    expected = _not_in_outputs(folder)
     for path in files:
         try:
-            records = read_records(path)
-            if path.suffix == ".gguf" and (wrong := other_types(path)):
-                return answered("metadata", Level.FAIL, f"{path.name}, {wrong}")
+            found = _not_in_outputs(path)
         except BadInput as error:
             return answered("metadata", Level.FAIL, error.message)
-        for place, record in records:
-            for key in ("name", "licence"):
-                if key in record:
-                    names.setdefault(key, record[key])
-            if wrong := difference(expected | names, record):
-                return answered("metadata", Level.FAIL, f"{path.name}, {place}: {wrong}")
-        (compared if records else absent).append(path.name)
-    if absent:
-        text = f"{', '.join(absent)} not read: pip install 'apr-workbench[gguf]'"
-        return unknown("metadata", text)
-    return answered("metadata", Level.PASS, f"{', '.join(compared)}: what the folder says")
+        for what, value in found.items():
+            if value != expected[what]:
+                text = f"{path.name}, {what}: {value!r:.60}, expected {expected[what]!r:.60}"
+                return answered("metadata", Level.FAIL, text)
+    names = ", ".join(path.name for path in files)
+    return answered("metadata", Level.PASS, f"{names}: what the folder says")
 
 
-def read_records(path: Path) -> list[tuple[str, Metadata]]:
-    """Return the metadata of a model's file or folder, by its place in it."""
-    if path.suffix == ".apr":
-        with open_weights(path) as weights:
-            # A file that no reader could load fails here too.
-            rotates_neighbours(config_of(weights, NATIVE), "apr", weights.metadata, path)
-            return list(read_apr_metadata(weights.metadata, path))
-    record = read_metadata(path)
-    return [] if record is None else [("its metadata", record)]
+def _not_in_outputs(path: Path) -> dict[str, Any]:
+    with open_weights(path) as weights:
+        config = config_of(weights, NATIVE)
+        return {
+            "ends": config.eos_token_ids[:_GGUF_ENDS],
+            "positions": config.max_position_embeddings,
+            "template": chat_template(weights) or "",
+        }
 
 
 def _wrong_ends(folder: Path) -> str:
@@ -240,25 +220,6 @@ def _wrong_ends(folder: Path) -> str:
     if known <= ends:
         return ""
     return f"{GENERATION_FILE} ends a text at {sorted(ends)}, {source} at {sorted(known)}"
-
-
-def _wrong_max_length(folder: Path) -> str:
-    """Return how the maximum length in tokenizer_config.json contradicts config.json; empty if they agree. A file that
-    this engine did not write, such as that of a base model, is not checked: its author may mean something else."""
-    path = folder / TOKENIZER_CONFIG_FILE
-    settings = read_json_object(path, "tokenizer", MODEL_CONFIG) if path.is_file() else {}
-    written_keys = {
-        "tokenizer_class",
-        LONGEST,
-        "clean_up_tokenization_spaces",
-        "eos_token",
-        "pad_token",
-    }
-    config = read_json_object(folder / "config.json", "model", MODEL_CONFIG)
-    positions = config.get("max_position_embeddings")
-    if not settings.keys() <= written_keys or settings.get(LONGEST) in (None, positions):
-        return ""
-    return f"{path.name} has {LONGEST} {settings[LONGEST]}, config.json has {positions} positions"
 
 
 def _reference(answer: Answered | Absent | Crashed, request: _Request) -> Outcome:

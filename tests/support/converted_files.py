@@ -5,8 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 
 from engine.errors import EngineError
-from engine.export.metadata import difference, other_types, read_metadata
-from engine.export.published import read_records
+from engine.formats.open import open_weights
+from engine.models.names import rotates_neighbours
+from engine.models.read_config import NATIVE, config_of
+from tests.support.file_metadata import (
+    Metadata,
+    difference,
+    other_types,
+    read_apr_metadata,
+    read_metadata,
+)
 
 
 def contradicts_its_source(source: Path, target: Path, *, tokenizer: bool) -> str:
@@ -25,3 +33,14 @@ def contradicts_its_source(source: Path, target: Path, *, tokenizer: bool) -> st
     except EngineError as error:
         return f"it cannot be read back: {error}"
     return ""
+
+
+def read_records(path: Path) -> list[tuple[str, Metadata]]:
+    """Return the metadata of a model's file or folder, by its place in it."""
+    if path.suffix == ".apr":
+        with open_weights(path) as weights:
+            # A file that no reader could load fails here too.
+            rotates_neighbours(config_of(weights, NATIVE), "apr", weights.metadata, path)
+            return list(read_apr_metadata(weights.metadata, path))
+    record = read_metadata(path)
+    return [] if record is None else [("its metadata", record)]

@@ -12,10 +12,10 @@ import torch
 from engine.checks.weights import shape_of, weights_of
 from engine.errors import WeightsError
 from engine.export.convert import convert
-from engine.export.metadata import difference, read_apr_metadata, read_metadata
 from engine.formats.open import open_weights
 from engine.models.config import ModelConfig
 from engine.models.load import load_decoder, new_decoder, save_decoder
+from tests.support.file_metadata import difference, read_apr_metadata, read_metadata
 from tests.support.kit import Kit, tiny_config
 from tests.support.model_files import open_files, tensor_names
 

@@ -26,7 +26,6 @@ from engine.data.batches import heldout_rows
 from engine.drills.planting import replaced
 from engine.errors import BadInput
 from engine.evaluate.model import open_model
-from engine.export.metadata import difference, read_metadata
 from engine.export.publish import Wanted, publish
 from engine.export.required_evidence import examine
 from engine.formats.safetensors import tensors_sha256
@@ -45,6 +44,7 @@ from engine.train import finish as finish_module
 from engine.train.heldout import heldout_loss
 from engine.verdict import Level
 from tests.support.checked_runs import Run, World, make_run, make_world
+from tests.support.file_metadata import difference, read_metadata
 from tests.support.finished_runs import carried_out, finish, resumed_here
 from tests.support.kit import Kit
 from tests.support.other_models import save_other

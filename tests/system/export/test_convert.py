@@ -439,8 +439,8 @@ def test_a_gguf_without_the_types_of_its_mixture_is_seen(
 @pytest.mark.parametrize(
     ("file", "name", "value", "words"),
     [
-        ("m.gguf", "_chat_template", lambda weights: None, "template: ''"),
-        ("m.apr", "_chat_template", lambda weights: None, "template: ''"),
+        ("m.gguf", "chat_template", lambda weights: None, "template: ''"),
+        ("m.apr", "chat_template", lambda weights: None, "template: ''"),
         ("m.apr", "APR_HALVES", 5, "rope_type"),
     ],
 )
