@@ -70,23 +70,35 @@ def gap_text(view: RunView) -> str:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Lane:
-    """A reading over time as a share of its maximum."""
+class Curve:
+    """One line of a chart: a column over the unix time of its rows."""
 
     name: str
-    of: str
-    """Device of the reading: CPU, GPU 0."""
+    of: str = ""
+    """Device of a reading: CPU, GPU 0."""
     table: Table
     column: str
-    full: float
-    is_free: bool = False
-    """Whether the column is the free part of `full`, as `host_available_bytes` is."""
+    full: float = 1.0
+    """Divisor of the values for drawing."""
+    whole: float | None = None
+    """Total from which the values are subtracted first, for a column of free bytes; None for any other column."""
+
+    def drawn(self, value: float) -> float:
+        """Return a value of the column as it is drawn."""
+        return (value if self.whole is None else self.whole - value) / self.full
+
+    @property
+    def times(self) -> str:
+        """The column that has the time, which does not decrease in tables of steps."""
+        return "clock_s" if "clock_s" in self.table.columns else "unix_s"
+
+    # Of a lane, which is drawn in percent.
 
     @property
     def newest(self) -> float | None:
         """The newest reading as a share."""
         value = self.table.last(self.column)
-        return None if value is None or not math.isfinite(value) else self._share(value)
+        return None if value is None or not math.isfinite(value) else self.drawn(value) / 100
 
     def at(self, unix_s: float) -> float | None:
         """Return the reading at a time as a share."""
@@ -95,53 +107,50 @@ class Lane:
     def shares(self, edges_s: Sequence[float]) -> list[float | None]:
         """Return the mean share between each two of the C + 1 unix times, which do not decrease, (C,)."""
         means = self.table.means(self.column, "unix_s", edges_s)
-        return [None if mean is None else self._share(mean) for mean in means]
-
-    def _share(self, value: float) -> float:
-        share = value / self.full
-        return 1 - share if self.is_free else share
+        return [None if mean is None else self.drawn(mean) / 100 for mean in means]
 
 
-def lanes_of(view: RunView) -> list[Lane]:
-    """Return the lanes of each GPU, the most important first; without a GPU those of CPU and memory."""
-    by_kind: list[list[Lane]] = [[], [], [], [], []]
-    has_many = len(view.gpu_tables) > 1
+def lanes_of(view: RunView) -> list[Curve]:
+    """Return the lanes of each GPU, the most important first; without a GPU those of CPU and memory. A lane is a
+    reading in percent of its maximum."""
+    readings: list[tuple[str, str, Table, str, float | None]] = []
     for index, table in sorted(view.gpu_tables.items()):
-        suffix = str(index) if has_many else ""
         newest = view.gpus.get(index)
-        busy_name = "SM" if table.last("sm_util_pct") is not None else "GPU"
-        column = "sm_util_pct" if busy_name == "SM" else "gpu_util_pct"
+        has_counters = table.last("sm_util_pct") is not None
+        busy = ("SM", "sm_util_pct") if has_counters else ("GPU", "gpu_util_pct")
         total = None if newest is None else newest.gpu_mem_total_bytes
         limit = None if newest is None else newest.gpu_power_limit_w
-        for kind, name, (table_, column_), full in (
-            (by_kind[0], busy_name, (table, column), 100.0),
-            (by_kind[1], "mem", (table, "gpu_mem_used_bytes"), total),
-            (by_kind[2], "own", _trainer_memory(view, index), total),
-            (by_kind[3], "W", (table, "gpu_power_w"), limit),
-            (by_kind[4], "TC", (table, "tensor_util_pct"), 100.0),
-        ):
-            if full and _was_read(table_, column_):
-                lane = Lane(
-                    name=name + suffix, of=f"GPU {index}", table=table_, column=column_, full=full
-                )
-                kind.append(lane)
-    lanes = [lane for kind in by_kind for lane in kind]
-    if lanes or view.gpu_tables:
-        return lanes
-    cores, total = _cores(view), _machine_bytes(view)
-    for name, column, full in (
-        ("CPU", "family_cpu_pct", None if cores is None else 100.0 * cores),
-        ("mem", "host_available_bytes", total),
-        ("own", "trainer_rss_bytes", total),
-    ):
-        if full and _was_read(view.hosts, column):
-            is_free = column == "host_available_bytes"
-            lanes.append(
-                Lane(
-                    name=name, of="CPU", table=view.hosts, column=column, full=full, is_free=is_free
-                )
-            )
-    return lanes
+        suffix, device = str(index) if len(view.gpu_tables) > 1 else "", f"GPU {index}"
+        readings += [
+            (f"{busy[0]}{suffix}", device, table, busy[1], 100.0),
+            (f"mem{suffix}", device, table, "gpu_mem_used_bytes", total),
+            (f"own{suffix}", device, *_trainer_memory(view, index), total),
+            (f"W{suffix}", device, table, "gpu_power_w", limit),
+            (f"TC{suffix}", device, table, "tensor_util_pct", 100.0),
+        ]
+    kinds = 5
+    if not readings:
+        cores, total = _cores(view), _machine_bytes(view)
+        full_cpu = None if cores is None else 100.0 * cores
+        readings = [
+            ("CPU", "CPU", view.hosts, "family_cpu_pct", full_cpu),
+            ("mem", "CPU", view.hosts, "host_available_bytes", total),
+            ("own", "CPU", view.hosts, "trainer_rss_bytes", total),
+        ]
+        kinds = 3
+    return [
+        Curve(
+            name=name,
+            of=device,
+            table=table,
+            column=column,
+            full=full / 100,
+            whole=full if column == "host_available_bytes" else None,
+        )
+        for kind in range(kinds)
+        for name, device, table, column, full in readings[kind::kinds]
+        if full and _was_read(table, column)
+    ]
 
 
 def _was_read(table: Table, column: str) -> bool:
@@ -170,28 +179,6 @@ def _cores(view: RunView) -> float | None:
 
 
 # The charts of reports and notebooks.
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Curve:
-    """One line of a chart: a column over the unix time of its rows."""
-
-    name: str
-    table: Table
-    column: str
-    full: float = 1.0
-    """Divisor of the values for drawing."""
-    whole: float | None = None
-    """Total from which the values are subtracted first, for a column of free bytes; None for any other column."""
-
-    def drawn(self, value: float) -> float:
-        """Return a value of the column as it is drawn."""
-        return (value if self.whole is None else self.whole - value) / self.full
-
-    @property
-    def times(self) -> str:
-        """The column that has the time, which does not decrease in tables of steps."""
-        return "clock_s" if "clock_s" in self.table.columns else "unix_s"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -244,22 +231,10 @@ def figures_of(view: RunView) -> list[Figure]:
         _steps_figure("rate", "learning rate", steps, (("lr", "lr"),)),
         _steps_figure("norm", "gradient norm", steps, (("norm", "grad_norm"),)),
     ]
-    by_device: dict[str, list[Lane]] = {}
-    for lane in lanes_of(view):
-        by_device.setdefault(lane.of, []).append(lane)
-    marks = marks_of(view)
-    for device, lanes in by_device.items():
-        curves = [
-            Curve(
-                name=lane.name,
-                table=lane.table,
-                column=lane.column,
-                full=lane.full / 100.0,
-                whole=lane.full if lane.is_free else None,
-            )
-            for lane in lanes
-        ]
-        figures.append(Figure(id=device, title=device, unit="%", curves=tuple(curves), marks=marks))
+    lanes, marks = lanes_of(view), marks_of(view)
+    for device in dict.fromkeys(lane.of for lane in lanes):
+        curves = tuple(lane for lane in lanes if lane.of == device)
+        figures.append(Figure(id=device, title=device, unit="%", curves=curves, marks=marks))
     figures.append(
         Figure(
             id="memory",

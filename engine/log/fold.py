@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import islice
-from operator import itemgetter, le, lt
+from operator import attrgetter, itemgetter
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
@@ -488,13 +488,11 @@ class _Changes:
             self.changes["note_keys"] = tuple(key for key, _ in notes)
             self.changes["notes"] = tuple(note for _, note in notes)
         if self.marks:
-            marks = [*self.view.marks, *self.marks]
-            self.changes["marks"] = tuple(sorted(marks, key=lambda line: line.key))
+            self.changes["marks"] = _in_order(self.view.marks, self.marks)
         if self.asides:
-            asides = [*self.view.asides, *self.asides]
-            self.changes["asides"] = tuple(sorted(asides, key=lambda line: line.key))
+            self.changes["asides"] = _in_order(self.view.asides, self.asides)
         if self.lines:
-            self.changes["lines"] = _newest_lines(self.view.lines, self.lines)
+            self.changes["lines"] = _in_order(self.view.lines, self.lines)[-LOG_LINES_KEPT:]
         return replace(self.view, **self.changes)
 
     def drop_outdated(self) -> None:
@@ -529,15 +527,5 @@ def failure_of_rank(rank: int, event: AnyEvent) -> Judged | Note | RunFinished |
     return None
 
 
-def _newest_lines(lines: tuple[LogLine, ...], new: list[LogLine]) -> tuple[LogLine, ...]:
-    """Merge two lists of lines by time and keep the newest; `lines` are in order already."""
-    # In the common case the new lines are in order and later than the old ones, and nothing has to be sorted.
-    late = [*lines[-1:], *new]
-    times = [line.unix_s for line in late]
-    of_one_log = len({line.source for line in late}) == 1
-    merged = [*lines, *new]
-    if not all(map(le if of_one_log else lt, times, times[1:])):
-        # The keys of `LogLine.key`, built here without a property call per line.
-        keys = [(line.unix_s, line.source, line.event.seq) for line in merged]
-        merged = [merged[place] for place in sorted(range(len(merged)), key=keys.__getitem__)]
-    return tuple(merged[-LOG_LINES_KEPT:])
+def _in_order(lines: tuple[LogLine, ...], new: list[LogLine]) -> tuple[LogLine, ...]:
+    return tuple(sorted([*lines, *new], key=attrgetter("unix_s", "source", "event.seq")))

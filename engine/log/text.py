@@ -170,13 +170,7 @@ def _event_text(event: AnyEvent) -> str:
             # The rejected values and the override are shown with the decisions, not in the log.
             return ", ".join(line.strip() for line in decision_lines(event)[:2])
         case DataReady():
-            return (
-                f"data {event.source}: {event.train_files} files, "
-                f"{format_count(event.train_tokens)} tokens to train on; "
-                f"{event.heldout_files} files, {format_count(event.heldout_tokens)} tokens held "
-                f"out; {event.skipped_files} skipped{f', {event.copies} as copies' * bool(event.copies)}"
-                f"{_chat_text(event)}"
-            )
+            return f"data: {'; '.join(' '.join(line.split()) for line in _data_lines(event))}"
         case ModelReady():
             return (
                 f"{event.role}: {format_count(event.parameters)} parameters, "
@@ -190,10 +184,7 @@ def _event_text(event: AnyEvent) -> str:
         case Compiled():
             return _compiled_text(event)
         case KernelCounts():
-            return (
-                f"kernels by step {event.step}: {event.hits} hits, {event.misses} misses, "
-                f"{event.disk_hits} of them from the cache on disk"
-            )
+            return f"kernels {_counts_text(event)}"
         case VocabularyCut():
             return (
                 f"vocabulary: the teacher's {event.teacher_ids} ids are cut to {event.student_ids}; "
@@ -301,25 +292,6 @@ def _started_text(event: RunStarted) -> str:
         f"T {number_text(event.temperature, 'g')}, peak lr {number_text(event.peak_lr, 'g')}, "
         f"{format_count(event.trainable_parameters)} trainable{resumed}"
     )
-
-
-def _chat_text(data: DataReady) -> str:
-    """Render what is left out, labelled and padded; empty if all documents are texts that are trained on."""
-    notes = [f"{count:,} left out: {why}" for why, count in data.left_out.items()]
-    notes += [f"in {count:,}: {remark}" for remark, count in data.remarks.items()]
-    if data.labelled_tokens is None:
-        return "".join(f"; {note}" for note in notes)
-    share = data.labelled_tokens / data.train_tokens if data.train_tokens else 0.0
-    parts = [f"{format_count(data.labelled_tokens)} tokens ({share:.1%}) have labels"]
-    parts += notes
-    if data.last_turn_only:
-        parts.append(f"of {data.last_turn_only} conversations only the last turn")
-    if data.padding:
-        positions = data.padding + data.train_tokens
-        parts.append(f"{data.padding / positions:.1%} of the positions in rows are padding")
-    if data.unlabelled_rows:
-        parts.append(f"{data.unlabelled_rows} rows have none and are not trained on")
-    return "; " + "; ".join(parts)
 
 
 def _plan_text(plan: MemoryPlanned) -> str:
@@ -883,9 +855,10 @@ GROUPS = 6
 
 def data_lines(view: RunView) -> list[str]:
     """Render what the run trains on; empty until it has been read."""
-    data = view.data
-    if data is None:
-        return []
+    return [] if view.data is None else [one_line(line) for line in _data_lines(view.data)]
+
+
+def _data_lines(data: DataReady) -> list[str]:
     lines = [
         f"corpus     {data.source}",
         f"train      {data.train_files:,} documents, {format_count(data.train_tokens)} tokens; an epoch is "
@@ -926,7 +899,7 @@ def data_lines(view: RunView) -> list[str]:
         )
     lines += [f"note       in {count:,}: {remark}" for remark, count in data.remarks.items()]
     lines.append(f"tokens     sha256 {data.train_sha256[:12]}, held out {data.heldout_sha256[:12]}")
-    return [one_line(line) for line in lines]
+    return lines
 
 
 SETTINGS = "settings of "
@@ -1011,15 +984,19 @@ def commit_text(command: WatchedCommand) -> str:
     return command.commit if clean == command.commit else f"{command.commit} (files differ)"
 
 
+def _counts_text(counts: KernelCounts) -> str:
+    return (
+        f"by step {counts.step}: {counts.hits} hits, {counts.misses} misses, "
+        f"{counts.disk_hits} of them from the cache on disk"
+    )
+
+
 def kernel_lines(view: RunView) -> list[str]:
     """Render the kernel caches: hits, misses, and each compile, newest first, with the reason it was needed."""
     counts = view.kernel_counts
     lines = []
     if counts is not None:
-        lines.append(
-            f"by step {counts.step}: {counts.hits} hits, {counts.misses} misses, "
-            f"{counts.disk_hits} of them from the cache on disk"
-        )
+        lines.append(_counts_text(counts))
     late = sum(compiled.after_warm_up for compiled in view.compiles)
     took = sum(compiled.compile_s or 0.0 for compiled in view.compiles)
     if view.compiles:

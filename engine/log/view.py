@@ -130,10 +130,6 @@ class LogLine(msgspec.Struct, frozen=True, kw_only=True):
     source: Source
     event: AnyEvent
 
-    @property
-    def key(self) -> LineKey:
-        return self.unix_s, self.source, self.event.seq
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunView:

@@ -13,7 +13,7 @@ an alert, and last what other work on the machine can explain.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass
 from itertools import islice
 from typing import Any
 
@@ -74,29 +74,23 @@ class Finding:
 
     level: str
     text: str
-    rank: int
+    rank: int = 0
     """Sort key: lower ranks explain more of the other findings."""
     since: int | None = None
     """First step at which it was seen; None if it does not belong to a step."""
     detail: str = ""
+    """Evidence of the finding, with numbers."""
     action: str = ""
+    """Next thing to do; empty if there is nothing to do."""
     id: str = ""
     """Source of the finding, such as `check step_labels`; empty for an end."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RunVerdict:
-    """The verdict on a run."""
+class RunVerdict(Finding):
+    """The verdict on a run: what explains most."""
 
-    level: str
-    text: str
-    since: int | None = None
-    detail: str = ""
-    """Details of the finding, with numbers."""
-    action: str = ""
-    """Next thing to do; empty if there is nothing to do."""
-    id: str = ""
-    others: tuple[Finding, ...] = field(default=())
+    others: tuple[Finding, ...] = ()
     """Other findings, those that explain most first."""
 
     @property
@@ -154,15 +148,7 @@ def verdict_of(view: RunView, state: str, path: object = "RUN") -> RunVerdict:
     findings = sorted(_findings(view, state, str(path)), key=lambda finding: finding.rank)
     if findings:
         first, *others = findings
-        return RunVerdict(
-            level=first.level,
-            text=first.text,
-            since=first.since,
-            detail=first.detail,
-            action=first.action,
-            id=first.id,
-            others=tuple(others),
-        )
+        return RunVerdict(**asdict(first), others=tuple(others))
     judged = _counts_of_judged(view)
     if judged:
         how = _end_prefix(view, state)

@@ -65,7 +65,7 @@ def gpu_idle(case: Case) -> Symptom | None:
         case.recent(WINDOW_S),
         meaning="the work is not on the GPU: it is done by the CPU, or the process waits for something else",
         flip=flip,
-        no_flip="" if flip else "read the stacks of the trainer: they show its current line",
+        no_flip="read the stacks of the trainer: they show its current line",
     )
 
 
@@ -97,7 +97,7 @@ def cpu_bound_teacher(case: Case) -> Symptom | None:
         case.recent(WINDOW_S),
         meaning=f"the operators of the teacher's backend ({backend}) run on the host, whatever its name says{stacks}",
         flip=flip,
-        no_flip="" if flip else "this backend is the reference itself; the stacks show the line",
+        no_flip="this backend is the reference itself; the stacks show the line",
     )
 
 

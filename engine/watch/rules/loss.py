@@ -586,7 +586,7 @@ def heldout_diverging(case: Case) -> Symptom | None:
         if watched
         else "the student memorises its training set; the best checkpoint is kept",
         flip="" if watched else f"--set train.steps={evals[best].step}",
-        no_flip=f"stop at step {evals[best].step}, or regularise" if watched else "",
+        no_flip=f"stop at step {evals[best].step}, or regularise",
     )
 
 

@@ -443,17 +443,12 @@ def compile_after_warm_up(case: Case) -> Symptom | None:
             no_flip="pad batches to one shape, drop a last batch that is smaller, or mark what changes with "
             "torch._dynamo.mark_dynamic",
         )
+    prewarm_is_off = case.settings is not None and not case.settings.kernels.prewarm
     return Symptom(
         f"{len(late)} kernels were compiled while steps waited; the last: {newest.kernel}{why}",
         numbers,
         case.span(rows),
         meaning=f"the kernel that was launched is not the one that was warmed up: {newest.key}",
-        flip="--set kernels.prewarm=true" if _prewarm_is_off(case) else "",
-        no_flip=""
-        if _prewarm_is_off(case)
-        else "the warm-up missed this key: it must compile every kernel that a step launches",
+        flip="--set kernels.prewarm=true" if prewarm_is_off else "",
+        no_flip="the warm-up missed this key: it must compile every kernel that a step launches",
     )
-
-
-def _prewarm_is_off(case: Case) -> bool:
-    return case.settings is not None and not case.settings.kernels.prewarm

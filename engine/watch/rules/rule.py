@@ -350,7 +350,7 @@ class Symptom:
     flip: str = ""
     """The change of settings that would test the suspicion."""
     no_flip: str = ""
-    """Reason why there is no flip."""
+    """Reason why there is no flip, or advice; it counts where there is none."""
     part: str = ""
     """Subject, where the rule judges several: the same word in every run that has the symptom."""
 
@@ -377,9 +377,7 @@ class Rule:
             return Unknown(str(missing))
         if symptom is None:
             return None
-        assert bool(symptom.flip) != bool(symptom.no_flip), (
-            f"{self.id}: a flip or why there is none"
-        )
+        assert symptom.flip or symptom.no_flip, f"{self.id}: a flip or why there is none"
         numbers, compared = by_name(symptom.numbers)
         return Judged(
             by=ALERT,
@@ -394,7 +392,7 @@ class Rule:
             to_unix_s=symptom.span.to_unix_s,
             meaning=symptom.meaning,
             flip=symptom.flip,
-            no_flip=symptom.no_flip,
+            no_flip="" if symptom.flip else symptom.no_flip,
             part=symptom.part,
         )
 

@@ -56,7 +56,7 @@ def learning_rate(case: Case) -> Symptom | None:
             if zero
             else "the learning rate of the settings never reached the optimizer",
             flip="--set train.schedule=constant" if train.schedule != "constant" else "",
-            no_flip="" if train.schedule != "constant" else "the schedule is constant already",
+            no_flip="the schedule is constant already",
         )
     return None
 

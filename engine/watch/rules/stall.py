@@ -275,7 +275,7 @@ def _stall_symptom(case: Case, what: str) -> Symptom | None:
         ),
         meaning=meaning,
         flip=flip,
-        no_flip="" if flip else "no setting explains a stall: read the stacks",
+        no_flip="no setting explains a stall: read the stacks",
         part=case.phase,
     )
 

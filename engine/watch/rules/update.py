@@ -103,7 +103,7 @@ def always_clipped(case: Case) -> Symptom | None:
         case.span(rows),
         meaning="the size of the gradient no longer matters; a loss that is summed instead of averaged causes this",
         flip="" if watched else f"--set train.clip_norm={2 * median(norms):.3g}",
-        no_flip=f"clip to {2 * median(norms):.3g} in the script" if watched else "",
+        no_flip=f"clip to {2 * median(norms):.3g} in the script",
     )
 
 

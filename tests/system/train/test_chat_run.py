@@ -107,7 +107,7 @@ def test_a_run_on_whole_conversations_says_how_much_is_padding_and_passes_its_ch
     assert code == 0
     view = Follower(run).read_all()
     assert view.data is not None and view.data.padding > 0
-    assert "of the positions in rows are padding" in event_text(view.data)
+    assert "of the positions in rows" in event_text(view.data)
     assert view.data.epoch_rows * 128 >= view.data.train_tokens
     failed = {name for name, one in view.checks.items() if one.level == "fail"}
     assert not failed and view.checks["split_disjoint"].level == "pass"

@@ -9,7 +9,7 @@ import pytest
 
 from engine.log.events import GpuSample, HostSample
 from engine.log.figures import (
-    Lane,
+    Curve,
     figures_of,
     gap_closed,
     gap_text,
@@ -62,11 +62,11 @@ def test_a_student_that_got_worse_is_said_to_have(tmp_path: Path) -> None:
     assert gap_text(view) == "worse than at the start: -50%"
 
 
-def lane(readings: list[tuple[float, float | None]], full: float = 100.0) -> Lane:
+def lane(readings: list[tuple[float, float | None]], full: float = 100.0) -> Curve:
     table = Table(("unix_s", "gpu_util_pct"))
     rows = [{"unix_s": at, "gpu_util_pct": value} for at, value in readings]
-    return Lane(
-        name="GPU", of="GPU 0", table=table.extended(rows), column="gpu_util_pct", full=full
+    return Curve(
+        name="GPU", of="GPU 0", table=table.extended(rows), column="gpu_util_pct", full=full / 100
     )
 
 
