@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import ast
 import math
+import statistics
 from collections import Counter
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -159,6 +160,11 @@ class _Run:
     def last(self) -> int:
         """Number of the last step."""
         return self.worked[-1].step
+
+    @property
+    def step_s(self) -> float:
+        """Median duration of a step, in seconds."""
+        return statistics.median([step.step_s or 0.0 for step in self.done] or [0.0])
 
 
 _LISTS = {"rows": "its loader's rows", "called": "the rows that its model is trained on"}
@@ -298,17 +304,23 @@ def _unjudged(a: _Run, b: _Run, kind: str, check: OwnCheck, changed: set[str]) -
         yield f"it changes `{name}`, by which the script itself judges, so the number judged may be as it was"
     if a.done and check.lines and not check.loops and not b.has_ended:
         yield "A failed after its last step, and B was ended before its own (--steps)"
-    if a.parameters != b.parameters or not (a.done or is_in_step):
+    if not (a.done or is_in_step):
         return
     for step_a, step_b in zip(a.worked, b.worked, strict=False):
         for name in (*_LISTS, "evaluated"):
             rows_a, rows_b = getattr(step_a, name) or [], getattr(step_b, name) or []
             if rows_a != (rows_b[: len(rows_a)] if step_a.failed else rows_b):
                 return
-        if not all(map(_is_alike, step_a.answers, step_b.answers)):
-            return
     for name in sorted(changed & check.reads) if kind == "" else ():
         yield f"it changes `{name}`, which the script itself judges; {_NAME_THEM}"
+    answers = (
+        _is_alike(*pair)
+        for steps in zip(a.worked, b.worked, strict=False)
+        for pair in zip(*(step.answers for step in steps), strict=False)
+    )
+    # The script may have judged its time.
+    if a.parameters != b.parameters or not all(answers) or 2 * b.step_s < a.step_s:
+        return
     at = end.step if is_in_step or not end.failed else end.step - 1
     losses_a, losses_b = (
         {step.step: step.loss for step in run.done if step.loss is not None and step.step <= at}

@@ -387,6 +387,18 @@ def test_a_check_of_the_script_is_not_changed(
     assert not found if said is None else found is not None and said in found, found
 
 
+@pytest.mark.parametrize("factor", [1.0, 0.1])
+def test_a_check_of_the_time_is_answered_by_a_faster_step(tmp_path: Path, factor: float) -> None:
+    seen = replace(OBSERVED, sign="failed TimeoutError at train.py:5: over")
+    runs = []
+    for name, worked, step_s in (("a", SAME[0], 1.0), ("b", SAME[1], factor)):
+        scene = Scene(tmp_path / name).open()
+        losses = [replace_of(step(n, 1.0 / n), step_s=step_s) for n in range(1, 3)]
+        runs.append(scene.events(*worked, *losses).close().run)
+    found = work_left_out(*runs, observed=seen, sources={"train.py": LIMITED})
+    assert bool(found) == (factor == 1.0), found
+
+
 def test_a_model_that_answers_nothing_is_not_evaluated(tmp_path: Path) -> None:
     a, b = (
         on("a", "b", "c", answers=[[one] for one in answers])
