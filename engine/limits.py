@@ -101,30 +101,8 @@ WEIGHTS_HEADER = Limit(
 TENSORS = Limit(what="tensors of a weight file", most=65_536, unit="tensors")
 APR_METADATA = Limit(what="the metadata of an .apr file", most=16 * MIB, unit="bytes")
 TOKENIZER_FILE = Limit(what="a tokenizer.json, alone or in a model", most=128 * MIB, unit="bytes")
-TOKENIZER_MEMORY = Limit(
-    what="memory of the process that tries a tokenizer, and 32 times the file",
-    most=GIB,
-    unit="bytes",
-)
-TOKENIZER_CPU = Limit(
-    what="time on a processor of the process that tries a tokenizer", most=10, unit="seconds"
-)
-TOKENIZER_GROWTH = Limit(
-    what="characters or tokens that a tokenizer makes of a character", most=64, unit="characters"
-)
-TOKENIZER_PROBE = Limit(
-    what="an expression or text of a tokenizer that it is tried with",
-    most=1000,
-    unit="characters",
-    beyond="tried with its beginning",
-)
-TOKENIZER_PARTS = Limit(
-    what="parts of a tokenizer's normalizer, pre-tokenizer, decoder and post-processor, patterns included",
-    most=256,
-    unit="parts",
-)
 UNCUT_TEXT = Limit(
-    what="a run of letters, spaces or signs without a place at which a tokenizer may cut it; for a tokenizer "
+    what="a run of letters, digits, spaces or signs without a place at which a tokenizer may cut it; for a tokenizer "
     "of other parts than those of GPT-2, Qwen2, Qwen3 and Llama 3, a document",
     most=MIB,
     unit="bytes",

@@ -14,16 +14,6 @@ The tokenizing itself is done by the `tokenizers` library. This module adds:
 A special token that is spelt out in the text (`<|im_start|>`) becomes that token, as in all other
 tools for these models: rendered chats depend on it. No special token is added around a text.
 
-**A tokenizer with unknown parts is tested in a child process** before this process opens it. The
-library is compiled code that executes what a file specifies: a regular expression that it cannot
-compile kills the process, one that backtracks never ends, and a chain of replacements can turn one
-letter into gigabytes. So the file is first opened by a child process with limits on memory and CPU
-time, which runs it on texts of many scripts, long runs of characters, and the texts that the file
-itself names. If the child fails, the file is refused with the reason. A tokenizer of common parts,
-byte-level BPE with an expression of a known family, is not tested. Others cost a third of a second,
-once for each content and process. Not covered: a hostile file that misbehaves only on a text that
-is not tested.
-
 **A long document goes through the library in pieces**, because the library holds about 320 bytes for
 each part of the text that it processes at once. A piece ends only where it is proved that the tokens of the
 pieces are those of the whole: see `_Cuts`. A document with more than `limits.UNCUT_TEXT` between two such places
@@ -38,18 +28,16 @@ import hashlib
 import json
 import os
 import re
-import subprocess
-import sys
 import time
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engine import limits
 from engine.errors import TokenizerError
-from engine.files import depth_of, open_regular, read_bytes
+from engine.files import open_regular, parse_json, read_bytes
 
 if TYPE_CHECKING:
     import numpy as np
@@ -68,15 +56,6 @@ _START_BYTES = 512
 _OTHER_FORMATS = ("merges.txt", "tokenizer.model", "vocab.json", "vocab.txt")
 _LIBRARY_PREFIX = "Cannot instantiate Tokenizer from buffer: "
 _DOWNLOAD_HINT = "download the file again"
-
-_CLOCK_S = 120.0
-"""Wall-clock limit, for a child that waits; one that computes is ended by its CPU limit."""
-_KNOWN_PARTS = frozenset(
-    {"NFC", "NFD", "NFKC", "NFKD", "Sequence", "Split", "ByteLevel", "TemplateProcessing"}
-)
-_NAMED_TEXTS = 200
-_tried: set[str] = set()
-"""SHA-256 of the files that this process has tested."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -264,8 +243,8 @@ class Tokenizer:
         for index, text in enumerate(texts):
             start = 0
             while len(text) - start > 2 * _PIECE_CHARACTERS:
-                end = self._cuts.before(text, start, start + _PIECE_CHARACTERS)
-                end = end or self._cuts.after(text, start, start + _PIECE_CHARACTERS)
+                least, most = start + _PIECE_CHARACTERS, start + limits.UNCUT_TEXT.most
+                end = self._cuts.first(text, least, most)
                 if end is None:
                     break
                 yield index, self._whole(text[start:end], start)
@@ -353,12 +332,11 @@ def open_tokenizer(
     path = Path(path, FILE_NAME) if os.path.isdir(path) and raw is None else Path(path)
     raw = _read(path) if raw is None else raw
     digest = hashlib.sha256(raw).hexdigest()
-    inner, record = make_inner(raw, path, digest)
+    inner = make_inner(raw, path)
     _without_options(inner)
     tokenizer = Tokenizer(inner, path=path, raw=raw, sha256=digest, end_of_text=end_of_text)
     if tokenizer.vocab_size == 0:
         raise TokenizerError.expected("tokenizer", path, "at least one token", "no token")
-    _check_added_ids(record, inner, path)
     if end_of_text is not None:
         _ = tokenizer.end_of_text_id
     return tokenizer
@@ -374,23 +352,21 @@ def _without_options(inner: tokenizers.Tokenizer) -> None:
         inner.model.dropout = None
 
 
-def make_inner(raw: bytes, path: Path, sha256: str) -> tuple[tokenizers.Tokenizer, dict[str, Any]]:
-    """Return the library's tokenizer for a file's content, and its parsed JSON. Raises
-    TokenizerError.
-    """
-    record = _parse(raw, path)
-    _test_in_child(raw, record, sha256, path)
+def make_inner(raw: bytes, path: Path) -> tokenizers.Tokenizer:
+    """Return the library's tokenizer for a file's content. Raises TokenizerError."""
     # Imported here because it loads a shared library of 10 MB, which a viewer never needs.
     from tokenizers import Tokenizer as Inner
 
     try:
         with _panic_is_bad_input(path):
-            return Inner.from_buffer(raw), record
+            inner = Inner.from_buffer(raw)
     except ValueError as error:
         reason = " ".join(str(error).removeprefix(_LIBRARY_PREFIX).split())[:200]
         raise TokenizerError.expected(
             "tokenizer", path, "a tokenizer of the tokenizers library", reason
         ) from error
+    _check_added_ids(parse_json(raw, path, "tokenizer", error=TokenizerError), inner, path)
+    return inner
 
 
 @contextlib.contextmanager
@@ -433,48 +409,6 @@ def _refuse_other_content(start: bytes, path: Path) -> None:
     raise TokenizerError.expected("tokenizer", path, "a JSON object", found, hint=hint)
 
 
-def _parse(raw: bytes, path: Path) -> dict[str, Any]:
-    try:
-        record = json.loads(raw.decode("utf-8"), object_pairs_hook=_unique)
-    except UnicodeDecodeError as error:
-        found = f"0x{raw[error.start]:02x} at byte {error.start:,}"
-        raise TokenizerError.expected("tokenizer", path, "UTF-8", found) from None
-    except json.JSONDecodeError as error:
-        found = f"{error.msg} at line {error.lineno:,}, column {error.colno:,}"
-        raise TokenizerError.expected(
-            "tokenizer", path, "JSON", found, hint=_DOWNLOAD_HINT
-        ) from None
-    except (ValueError, RecursionError, MemoryError) as error:
-        found = "nesting too deep" if isinstance(error, RecursionError) else str(error)
-        raise TokenizerError.expected("tokenizer", path, "JSON", found) from None
-    if not isinstance(record, dict):
-        raise TokenizerError.expected("tokenizer", path, "a JSON object", "another value")
-    parts = [record.get(name) for name in ("normalizer", "pre_tokenizer", "decoder")]
-    # Every part is run over every text, one after the other.
-    count = sum(1 for _ in _objects(parts))
-    # A template has an object for each special token.
-    count += sum("type" in part for part in _objects(record.get("post_processor")))
-    if count > limits.TOKENIZER_PARTS.most:
-        found = f"{count:,}"
-        raise TokenizerError.expected("tokenizer", path, f"{limits.TOKENIZER_PARTS}", found)
-    # Without the model, which is nearly all of the file, and for which the library has its own
-    # limit.
-    other_keys = {key: value for key, value in record.items() if key != "model"}
-    if depth_of(other_keys) > limits.JSON_DEPTH.most:
-        raise TokenizerError.expected("tokenizer", path, f"JSON nested {limits.JSON_DEPTH}", "more")
-    return record
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Refuse a duplicate key in an object of the file: the library might take one value and this
-    module the other. A vocabulary may contain a token twice.
-    """
-    mapping = dict(pairs)
-    if len(mapping) != len(pairs) and ("type" in mapping or "model" in mapping):
-        raise ValueError("a duplicate key in one object")
-    return mapping
-
-
 def _check_added_ids(record: dict[str, Any], inner: tokenizers.Tokenizer, path: Path) -> None:
     """Refuse a file with an added token that the library silently renumbers, because its id leaves
     a gap or is taken.
@@ -510,32 +444,34 @@ def _batches(pieces: Iterable[tuple[int, str]]) -> Iterator[list[tuple[int, str]
 # of the text from it on, are the tokens of the whole. The library works in five steps, and each has to
 # give for the two sides separately what it gives for the whole:
 #
-# - Added tokens are searched in the text, and those marked so in the normalized text. Safe if none
-#   spans the place, and, for those that depend on or absorb adjacent characters, if none touches it.
+# - Added tokens are searched in the text, and those marked so in the normalized text. Safe if none has
+#   x before y in it, and, for those that depend on or absorb adjacent characters, if none touches it.
 # - The normalizer: safe if x and y are characters that no normal form changes or joins with others.
-# - The first pre-tokenizer: see `_WORDS_END` and `_DIGITS`. Its expressions have no lookbehind, so from
+# - The first pre-tokenizer: see `_WORDS_END`. Its expressions have no lookbehind, so from
 #   a place where a part ends the rest is cut as if the text began there.
 # - Further pre-tokenizers and the model see one part at a time.
 # - The post-processor: nothing is added around a text.
 
-_CLASSES = {
-    "L": "A-Za-z\u4e00-\u9fa5",
-    "D": "0-9",
-    "S": "\\t\\n\\x0b\\x0c\\r ",
-    "P": "!-/:-@\\[-_{|}~\u3001\u3002",
-}
-"""Letters, digits, space and punctuation that every expression counts as such and every normal form
-leaves alone. All other characters, combining ones among them, are never next to a cut."""
-_WORDS_END = ("LD", "LS", "LP", "DL", "DS", "DP", "PD")
-"""Classes of x and y between which a part always ends, in the expressions of GPT-2, Qwen2 and Llama 3: a
-part with a letter ends with its last letter, and a digit is only with digits (in GPT-2's also after
-a space). Nothing after x decides how far the part reaches that holds x, as it would if x were a space."""
-_MARKS_END = ("LP", "DP", "PL", "PD")
+_LETTERS = "A-Za-z\u4e00-\u9fa5"
+_DIGITS = "0-9"
+_SPACES = "\\t\\n\\x0b\\x0c\\r "
+_SIGNS = "!-/:-@\\[-_{|}~\u3001\u3002"
+# Letters, digits, space and punctuation that every expression counts as such and every normal form leaves
+# alone. All other characters, combining ones among them, are never next to a cut.
+_WORDS_END = re.compile(
+    f"(?<=[{_LETTERS}])(?=[{_DIGITS}{_SPACES}{_SIGNS}])"
+    f"|(?<=[{_DIGITS}])(?=[{_LETTERS}{_SPACES}{_SIGNS}])|(?<=[{_SIGNS}])(?=[{_DIGITS}])"
+)
+"""Places at which a part always ends, in the expressions of GPT-2, Qwen2 and Llama 3: a part with a letter ends with
+its last letter, and a digit is only with digits (in GPT-2's also after a space). Nothing after the place decides how
+far the part before it reaches, as it would after a space."""
+_MARKS_END = re.compile(
+    f"(?<=[{_LETTERS}{_DIGITS}])(?=[{_SIGNS}])|(?<=[{_SIGNS}])(?=[{_LETTERS}{_DIGITS}])"
+)
 """The same for the expression that separates runs of punctuation from everything else."""
-_DIGITS = {"": 1, "{1,3}": 3}
-"""Digits of a part, for each form of `_WORDS`: counted from the start of a run of digits."""
 _INDEPENDENT = frozenset({"Split", "ByteLevel", "Digits"})
 """Pre-tokenizers whose result for a part depends on that part alone."""
+_WORD_FAMILIES = ("qwen2", "llama-bpe", "gpt-2")
 
 
 class TextTooLong(TokenizerError):
@@ -548,81 +484,22 @@ class TextTooLong(TokenizerError):
 class _Cuts:
     """The places at which documents may be cut for one tokenizer."""
 
-    ends: tuple[str, ...] = ()
-    """Classes of the characters on both sides; none where no place is known to be safe."""
-    digits: int = 0
-    """Number of digits after which a run of digits may be cut; 0 for never."""
-    spans: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """Added tokens by each pair of adjacent characters that they contain."""
-    normalized: frozenset[str] = frozenset()
-    """Pairs of adjacent characters in an added token that is searched in the normalized text."""
+    places: re.Pattern[str] | None = None
+    """Matches between two characters; None where no place is known to be safe."""
+    pairs: frozenset[str] = frozenset()
+    """Pairs of adjacent characters of the added tokens, which may not be cut."""
     touching: frozenset[str] = frozenset()
     """First and last characters of the added tokens that may neither begin nor end at a cut."""
 
-    def before(self, text: str, start: int, end: int) -> int | None:
-        """The last safe place after `start`, up to `end`."""
-        return self._first(text, start, range(end, start, -1))
-
-    def after(self, text: str, start: int, end: int) -> int | None:
-        """The first safe place from `end` on, as far as a piece may reach."""
-        limit = min(len(text), start + limits.UNCUT_TEXT.most + 1)
-        return self._first(text, start, range(end, limit))
-
-    def _first(self, text: str, start: int, places: range) -> int | None:
-        if not self.ends:
+    def first(self, text: str, start: int, end: int) -> int | None:
+        """Return the first safe place from `start` to `end`."""
+        if self.places is None:
             return None
-        run_start = -1
-        for place in places:
-            x, y = text[place - 1], text[place]
-            classes = _CLASS_OF.get(x, "?") + _CLASS_OF.get(y, "?")
-            if classes != "DD":
-                run_start = -1
-                if classes not in self.ends:
-                    continue
-            elif self.digits != 1:
-                if not 0 <= run_start < place:
-                    run_start = self._run_start(text, start, place)
-                is_full_run = self.digits and (place - run_start) % self.digits == 0
-                if not is_full_run or not self._begins(text, start, run_start):
-                    continue
-            if x in self.touching or y in self.touching or x + y in self.normalized:
-                continue
-            if not self._is_spanned(text, place):
-                return place
+        for match in self.places.finditer(text, start, end + 1):
+            pair = text[match.start() - 1 : match.start() + 1]
+            if pair not in self.pairs and self.touching.isdisjoint(pair):
+                return match.start()
         return None
-
-    @staticmethod
-    def _run_start(text: str, start: int, place: int) -> int:
-        while place > start and _CLASS_OF.get(text[place - 1]) == "D":
-            place -= 1
-        return place
-
-    @staticmethod
-    def _begins(text: str, start: int, run_start: int) -> bool:
-        """Whether a run of digits begins here: a digit of another script before it would belong to it."""
-        return run_start == start or text[run_start - 1] in _CLASS_OF
-
-    def _is_spanned(self, text: str, place: int) -> bool:
-        """Whether an added token begins before the place and ends after it."""
-        for token in self.spans.get(text[place - 1 : place + 1], ()):
-            for inside in range(1, len(token)):
-                if place >= inside and text.startswith(token, place - inside):
-                    return True
-        return False
-
-
-def _class_of() -> dict[str, str]:
-    letters = {name: re.compile(f"[{characters}]") for name, characters in _CLASSES.items()}
-    alphabet = [chr(code) for code in (*range(128), 0x3001, 0x3002, *range(0x4E00, 0x9FA6))]
-    return {
-        character: name
-        for character in alphabet
-        for name, pattern in letters.items()
-        if pattern.fullmatch(character)
-    }
-
-
-_CLASS_OF = _class_of()
 
 
 def _cuts_of(inner: tokenizers.Tokenizer) -> _Cuts:
@@ -638,23 +515,15 @@ def _cuts_of(inner: tokenizers.Tokenizer) -> _Cuts:
         return _Cuts()
     if not all(map(_adds_nothing, _list_parts(inner.post_processor, "processors"))):
         return _Cuts()
-    ends, digits = _cut_rule(first)
-    added = inner.get_added_tokens_decoder().values()
-    spans: dict[str, set[str]] = {}
-    normalized, touching = set[str](), set[str]()
-    for token in added:
-        content = token.content
+    pairs, touching = set[str](), set[str]()
+    for token in inner.get_added_tokens_decoder().values():
+        forms = [token.content]
         if token.normalized and inner.normalizer is not None:
-            forms = [content, inner.normalizer.normalize_str(content)]
-            normalized |= {form[i : i + 2] for form in forms for i in range(len(form) - 1)}
-        for i in range(len(content) - 1):
-            spans.setdefault(content[i : i + 2], set()).add(content)
+            forms.append(inner.normalizer.normalize_str(token.content))
+        pairs |= {form[i : i + 2] for form in forms for i in range(len(form) - 1)}
         if token.lstrip or token.rstrip or token.single_word:
-            touching |= {content[:1], content[-1:]}
-        if digits > 1 and (content[:1].isnumeric() or content[-1:].isnumeric()):
-            digits = 0  # the digits are counted from the end of such a token
-    spans_by_pair = {pair: tuple(sorted(contents)) for pair, contents in spans.items()}
-    return _Cuts(ends, digits, spans_by_pair, frozenset(normalized), frozenset(touching))
+            touching |= {token.content[:1], token.content[-1:]}
+    return _Cuts(_places_of(first), frozenset(pairs), frozenset(touching))
 
 
 def _list_parts(part: Any, inside: str) -> list[dict[str, Any]]:
@@ -671,15 +540,14 @@ def _list_parts(part: Any, inside: str) -> list[dict[str, Any]]:
     return parts
 
 
-def _cut_rule(pre_tokenizer: Mapping[str, Any]) -> tuple[tuple[str, ...], int]:
-    """Return the classes of characters between which a pre-tokenizer always ends a part, and the number of digits after
-    which it cuts a run of digits."""
+def _places_of(pre_tokenizer: Mapping[str, Any]) -> re.Pattern[str] | None:
+    """Return the places at which a pre-tokenizer always ends a part; None if none is known."""
     if (
         pre_tokenizer["type"] == "ByteLevel"
         and pre_tokenizer["use_regex"]
         and not pre_tokenizer["add_prefix_space"]
     ):
-        return _WORDS_END, 0
+        return _WORDS_END
     if pre_tokenizer["type"] != "Split" or (
         pre_tokenizer["behavior"],
         pre_tokenizer["invert"],
@@ -687,17 +555,14 @@ def _cut_rule(pre_tokenizer: Mapping[str, Any]) -> tuple[tuple[str, ...], int]:
         ("Isolated", False),
         ("Removed", True),
     ):
-        return (), 0
+        return None
     expression = pre_tokenizer["pattern"].get("Regex")
-    for count, digits in _DIGITS.items():
-        if expression == _WORDS.replace("DIGITS", count):
-            return _WORDS_END, digits
-    if expression in (_GPT2, _GPT2 + r"|\s+"):
-        # Without the last alternative, spaces before a word are a gap, and the gap is a part as well.
-        return _WORDS_END, 0
+    # GPT-2's without its last alternative: spaces before a word are a gap, and the gap is a part as well.
+    if expression in (_GPT2, *(PRE_TOKENIZERS[name].splits[0] for name in _WORD_FAMILIES)):
+        return _WORDS_END
     if expression == PRE_TOKENIZERS["default"].splits[0] and not pre_tokenizer["invert"]:
-        return _MARKS_END, 0
-    return (), 0
+        return _MARKS_END
+    return None
 
 
 def _adds_nothing(processor: Mapping[str, Any]) -> bool:
@@ -705,128 +570,3 @@ def _adds_nothing(processor: Mapping[str, Any]) -> bool:
     if processor["type"] == "TemplateProcessing":
         return sum("Sequence" in item for item in processor["single"]) == 1
     return bool(processor["type"] == "ByteLevel")
-
-
-def _test_in_child(raw: bytes, record: Mapping[str, Any], sha256: str, path: Path) -> None:
-    """Test a tokenizer in a child process. Raises TokenizerError if it fails."""
-    if sha256 in _tried or is_of_known_parts(record):
-        return
-    try:
-        done = subprocess.run(
-            [sys.executable, "-I", "-c", _CHILD, json.dumps(_child_limits(record, len(raw)))],
-            input=raw,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            timeout=_CLOCK_S,
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        raise _refusal(path, f"one that has not ended after {_CLOCK_S:.0f} s") from None
-    except OSError as error:
-        found = f"no child process: {error.strerror}"
-        raise TokenizerError.expected(
-            "tokenizer", path, "a test in a child process", found
-        ) from None
-    output = done.stdout.decode("utf-8", "replace").strip()
-    if done.returncode < 0:
-        raise _refusal(path, f"one that signal {-done.returncode} ended")
-    if done.returncode or output != "sound":
-        raise _refusal(path, " ".join(output.split())[:200] or f"exit {done.returncode}")
-    _tried.add(sha256)
-
-
-def is_of_known_parts(record: Mapping[str, Any]) -> bool:
-    """Whether the file has only common parts: byte-level BPE without affixes, and expressions of a known family.
-    Only such a file is opened without a test in a child process. With other parts the library may panic, and then it
-    prints dozens of lines to stderr before Python sees an exception; the stderr of the child is discarded."""
-    known = {split for row in PRE_TOKENIZERS.values() for split in row.splits}
-    model = record.get("model")
-    if not isinstance(model, dict) or model.get("type") != "BPE":
-        return False
-    if model.get("continuing_subword_prefix") or model.get("end_of_word_suffix"):
-        return False
-    for part in _objects([record.get(name) for name in ("normalizer", "pre_tokenizer", "decoder")]):
-        # The library guesses the type of a part that has none.
-        expression = part.get("Regex") if part.keys() == {"Regex"} else None
-        kind = part.get("type")
-        if not (isinstance(kind, str) and kind in _KNOWN_PARTS) and not (
-            isinstance(expression, str) and expression in known
-        ):
-            return False
-        if isinstance(part.get("pattern"), str):
-            return False
-    return True
-
-
-def _objects(value: Any) -> Iterator[dict[str, Any]]:
-    waiting = [value]
-    while waiting:
-        item = waiting.pop()
-        if isinstance(item, dict):
-            yield item
-            waiting += item.values()
-        elif isinstance(item, list):
-            waiting += item
-
-
-def _child_limits(record: Mapping[str, Any], size: int) -> dict[str, Any]:
-    named = [
-        text[: limits.TOKENIZER_PROBE.most]
-        for part in _objects([record.get(name) for name in ("normalizer", "pre_tokenizer")])
-        for text in part.values()
-        if isinstance(text, str)
-    ]
-    return {
-        # The library's objects take about ten times the size of the file.
-        "bytes": limits.TOKENIZER_MEMORY.most + 32 * size,
-        "cpu_s": limits.TOKENIZER_CPU.most,
-        "growth": limits.TOKENIZER_GROWTH.most,
-        "named": [ascii(text) for text in named[:_NAMED_TEXTS]],
-    }
-
-
-def _refusal(path: Path, found: str) -> TokenizerError:
-    memory = limits.TOKENIZER_MEMORY.most >> 20
-    seconds = limits.TOKENIZER_CPU.most
-    return TokenizerError.expected(
-        "tokenizer",
-        path,
-        f"one that can be opened and used in {memory:,} MiB and {seconds} s",
-        found,
-    )
-
-
-_CHILD = """
-import ast, json, os, resource, sys
-os.environ["TOKENIZERS_PARALLELISM"] = "false"
-orders = json.loads(sys.argv[1])
-for name, most in (("AS", orders["bytes"]), ("CPU", orders["cpu_s"]), ("CORE", 0), ("FSIZE", 0)):
-    limit = getattr(resource, "RLIMIT_" + name)
-    hard = resource.getrlimit(limit)[1]
-    most = most if hard == resource.RLIM_INFINITY else min(most, hard)
-    resource.setrlimit(limit, (most, most))
-letters = "aA0 .,'-_\\n\\t\\xe9\\u4e2d\\ud55c\\u0301\\u2581\\xa0\\ufdfa\\u0130\\U0001f600"
-texts = ["".join(map(chr, range(1, 1024))), "def f(x):\\n    return x + 1\\n" * 20, letters * 10]
-texts += [letter * count for letter in letters for count in (1, 2, 30, 400)]
-texts += [letter * 40 + "!" for letter in letters]
-for text in map(ast.literal_eval, orders["named"]):
-    texts += [text, text * 2, "a" + text + "a", " " + text * 20]
-try:
-    from tokenizers import Tokenizer
-    inner = Tokenizer.from_buffer(sys.stdin.buffer.read())
-    inner.no_truncation()
-    inner.no_padding()
-    for text in texts:
-        most = orders["growth"] * (len(text) + 16)
-        made = inner.normalizer.normalize_str(text) if inner.normalizer else text
-        ids = inner.encode_batch_fast([text], add_special_tokens=False)[0].ids
-        back = inner.decode(ids, skip_special_tokens=False)
-        if max(len(made), len(ids), len(back)) > most:
-            sys.exit(print("one that turns %d characters into %d" % (len(text), max(len(made), len(back)))))
-except BaseException as error:
-    if isinstance(error, SystemExit):
-        raise
-    print(type(error).__name__ + ": " + str(error)[:200].encode("ascii", "backslashreplace").decode())
-else:
-    print("sound")
-"""

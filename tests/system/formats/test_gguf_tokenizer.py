@@ -319,7 +319,10 @@ TOKEN = json.loads(DEMO.read_bytes())["added_tokens"][0]
     [
         (b"{", "a tokenizer of the tokenizers library"),
         (b"\xff", "a tokenizer of the tokenizers library"),
-        (changed(model={"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"}), "WordLevel"),
+        (
+            changed(model={"type": "WordLevel", "vocab": {"<|endoftext|>": 0}, "unk_token": "a"}),
+            "WordLevel",
+        ),
         (changed(model__byte_fallback=True), "byte_fallback"),
         (changed(model__ignore_merges=True), "ignore_merges"),
         (changed(normalizer={"type": "Lowercase"}), "Lowercase"),
