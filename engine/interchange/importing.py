@@ -11,7 +11,7 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -92,10 +92,7 @@ def import_run(
     run = create_run(place, "", _effective(recorded))
     try:
         notes, first_events = _first_records(recorded, source, names)
-        clock = _clock_of(recorded)
-        with LogWriter(run.events, writer="import", monotonic=clock, wall=clock) as log:
-            _write_events(log, clock, recorded, first_events, names)
-            log.sync()
+        _write(run.events, _records(recorded, first_events, names))
         _write_alerts(run)
     except BaseException:
         shutil.rmtree(run.path, ignore_errors=True)
@@ -117,24 +114,20 @@ def diagnose_recorded(recorded: Recorded, source: str, given: Mapping[str, str])
     """Judge what was recorded as the run folder that an import would make of it. Raises BadInput."""
     names = _find_names(recorded, source, given)
     notes, first_events = _first_records(recorded, source, names)
-    clock = _clock_of(recorded)
-    log = _MemoryLog(clock)
-    log.write(LogOpened(unix_s=clock.now_s, boot_id="", pid=0, writer="import"))
-    _write_events(log, clock, recorded, first_events, names)
-    return JudgedLog(recorded=recorded, names=names, notes=notes, found=diagnose_events(log.events))
+    found = diagnose_events(_with_times(_records(recorded, first_events, names)))
+    return JudgedLog(recorded=recorded, names=names, notes=notes, found=found)
 
 
-class _MemoryLog:
-    """A log in memory, with the times that its lines would have."""
-
-    def __init__(self, clock: _Clock) -> None:
-        self.clock, self.origin_s = clock, clock.now_s
-        self.events: list[tuple[Any, float]] = []
-
-    def write(self, event: Event) -> None:
-        t_s = round(self.clock.now_s - self.origin_s, 6)
+def _with_times(records: Iterable[tuple[float, Event]]) -> Iterator[tuple[Any, float]]:
+    """Yield the records as they are read from a log, each with its time in it."""
+    begin_s: float | None = None
+    for unix_s, event in records:
+        if begin_s is None:
+            begin_s = unix_s
+            yield LogOpened(unix_s=unix_s, boot_id="", pid=0, writer="import", t_s=0.0), unix_s
+        t_s = round(unix_s - begin_s, 6)
         msgspec.structs.force_setattr(event, "t_s", t_s)
-        self.events.append((event, self.origin_s + t_s))
+        yield event, begin_s + t_s
 
 
 def _find_names(recorded: Recorded, source: str, given: Mapping[str, str]) -> dict[str, str]:
@@ -220,55 +213,55 @@ def _leaves(settings: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str
             yield prefix + name, (value if isinstance(value, str) else json.dumps(value))[:_TEXT]
 
 
-class _Clock:
-    """Time of the log's next line: the time of the values, which never goes back."""
+def _write(path: Path, records: Iterable[tuple[float, Event]]) -> None:
+    """Write a log whose lines have the times of the records, of which there is one at least."""
+    records = iter(records)
+    now_s, event = next(records)
 
-    def __init__(self, begin_unix_s: float) -> None:
-        self.now_s = begin_unix_s
+    def clock() -> float:
+        return now_s
 
-    def __call__(self) -> float:
-        return self.now_s
-
-    def reach(self, unix_s: float) -> None:
-        self.now_s = max(self.now_s, unix_s)
-
-
-def _clock_of(recorded: Recorded) -> _Clock:
-    times = [series.unix_s[0] for series in recorded.series.values() if series.unix_s]
-    return _Clock(min(times, default=recorded.begin_unix_s))
+    with LogWriter(path, writer="import", monotonic=clock, wall=clock) as log:
+        log.write(event)
+        for unix_s, event in records:
+            now_s = unix_s
+            log.write(event)
+        log.sync()
 
 
-def _write_events(
-    log: LogWriter | _MemoryLog,
-    clock: _Clock,
-    recorded: Recorded,
-    first_events: Iterable[Event],
-    names: Mapping[str, str],
-) -> None:
+def _records(
+    recorded: Recorded, first_events: Iterable[Event], names: Mapping[str, str]
+) -> Iterator[tuple[float, Event]]:
+    """Yield the records of the run, each with its time, which never goes back."""
     ours_of = {theirs: ours for ours, theirs in names.items()}
     last_step = non_finite = 0
-    for event in first_events:
-        log.write(event)
+    times = [series.unix_s[0] for series in recorded.series.values() if series.unix_s]
+    now_s = min(times, default=recorded.begin_unix_s)
+    yield from ((now_s, event) for event in first_events)
     # A value that was logged long after its step must not delay later steps.
     waiting: list[tuple[float, Event]] = []
     for step, points in by_step(recorded.series):
         last_step = step
         done_s, done, others = _events(step, points, ours_of)
         if done is not None:
-            _write_in_time(log, clock, waiting, done_s)
+            for unix_s, event in waiting:
+                now_s = max(now_s, min(unix_s, done_s))
+                yield now_s, event
             waiting = []
-            clock.reach(done_s if recorded.is_timed else clock.now_s + _plausible_s(done.step_s))
-            log.write(done)
+            now_s = max(now_s, done_s if recorded.is_timed else now_s + _plausible_s(done.step_s))
+            yield now_s, done
             if done.loss is not None and not math.isfinite(done.loss):
                 non_finite += 1
                 if non_finite <= NON_FINITE_MOST:
-                    log.write(_not_finite(step, done.loss))
+                    yield now_s, _not_finite(step, done.loss)
         waiting += others
-    _write_in_time(log, clock, waiting, math.inf)
+    for unix_s, event in waiting:
+        now_s = max(now_s, unix_s)
+        yield now_s, event
     if non_finite > NON_FINITE_MOST:
         extra = non_finite - NON_FINITE_MOST
-        log.write(Note(level="error", text=f"{extra} more losses are NaN or infinite"))
-    log.write(_end(recorded, last_step))
+        yield now_s, Note(level="error", text=f"{extra} more losses are NaN or infinite")
+    yield now_s, _end(recorded, last_step)
 
 
 def _not_finite(step: int, loss: float) -> Judged:
@@ -277,17 +270,6 @@ def _not_finite(step: int, loss: float) -> Judged:
 
 def _plausible_s(seconds: float | None) -> float:
     return seconds if seconds is not None and 0 < seconds < limits.LOG_ELAPSED.most else 0.0
-
-
-def _write_in_time(
-    log: LogWriter | _MemoryLog,
-    clock: _Clock,
-    events: Iterable[tuple[float, Event]],
-    until_s: float,
-) -> None:
-    for unix_s, event in events:
-        clock.reach(min(unix_s, until_s))
-        log.write(event)
 
 
 def _events(
@@ -341,16 +323,11 @@ def _write_alerts(run: RunFolder) -> None:
     raised = diagnose(run, None).raised
     if not raised:
         return
-    events: list[tuple[float, Judged]] = [(item.unix_s, item.alert) for item in raised]
+    events: list[tuple[float, Event]] = []
     for item in raised:
-        if item.cleared_unix_s is not None:
-            stood_s = item.cleared_unix_s - item.unix_s
-            events.append(
-                (item.cleared_unix_s, alert_over(item.alert.id, active_s=stood_s, step=0))
-            )
-    events.sort(key=lambda item: (item[0], item[1].level != PASS))
-    clock = _Clock(events[0][0])
-    with LogWriter(run.watch, writer="import", monotonic=clock, wall=clock) as log:
-        for unix_s, event in events:
-            clock.reach(unix_s)
-            log.write(event)
+        events.append((item.unix_s, item.alert))
+        if (over_s := item.cleared_unix_s) is not None:
+            over = alert_over(item.alert.id, active_s=over_s - item.unix_s, step=0)
+            events.append((over_s, over))
+    events.sort(key=lambda item: (item[0], isinstance(item[1], Judged) and item[1].level != PASS))
+    _write(run.watch, events)
