@@ -92,7 +92,7 @@ class _Gpu:
     def read(self, name: str, over: Literal["median", "highest"] = "median") -> float | None:
         """Return a reading; over the whole run the median or peak of its column, if it has one."""
         if self.whole_run and self.table is not None and name in self.table.columns:
-            return _over_run(self.table, name, over)
+            return over_run(self.table, name, over)
         newest: float | None = getattr(self.sample, name, None)
         return newest
 
@@ -103,7 +103,7 @@ class _Gpu:
         if own is not None or len(self.view.gpu_tables) > 1:
             return own, False
         if self.whole_run:
-            return _over_run(self.view.hosts, "memory_reserved_bytes", "highest"), True
+            return over_run(self.view.hosts, "memory_reserved_bytes", "highest"), True
         return getattr(self.view.host, "memory_reserved_bytes", None), True
 
     def others_bytes(self) -> tuple[float | None, bool]:
@@ -120,11 +120,10 @@ class _Gpu:
         return (None if own is None or used is None else max(0.0, used - own)), is_bound
 
 
-def _over_run(table: Table, name: str, over: Literal["median", "highest"]) -> float | None:
+def over_run(table: Table, name: str, over: Literal["lowest", "median", "highest"]) -> float | None:
+    """Return a reading over all rows of a table; None where it was never read."""
     known = sorted(table.finite(name))
-    if not known:
-        return None
-    return known[len(known) // 2 if over == "median" else -1]
+    return known[{"lowest": 0, "median": len(known) // 2, "highest": -1}[over]] if known else None
 
 
 def _number(value: float) -> str:
@@ -143,33 +142,29 @@ def _share(part: float, whole: float | None) -> tuple[float, ...]:
     return (min(1.0, max(0.0, part / whole)),)
 
 
-def _number_column(
-    name: str, over: Literal["median", "highest"] = "median"
+def _reading_column(
+    name: str,
+    over: Literal["median", "highest"] = "median",
+    *,
+    limit: str = "",
+    text: Callable[[float], str] = _number,
 ) -> Callable[[_Gpu], Cell]:
-    """Return the function for a column of one number."""
+    """Return the function for a column of a number, with its limit where it has one."""
 
     def cell(gpu: _Gpu) -> Cell:
-        value = gpu.read(name, over)
+        value, most = gpu.read(name, over), gpu.read(limit) if limit else None
         if value is None:
             return _MISSING
-        return Cell(_number(value), _share(value, 100.0) if name == "gpu_util_pct" else ())
-
-    return cell
-
-
-def _limit_column(
-    name: str, limit: str, text: Callable[[float], str], over: Literal["median", "highest"]
-) -> Callable[[_Gpu], Cell]:
-    """Return the function for a column of a number and its limit."""
-
-    def cell(gpu: _Gpu) -> Cell:
-        value, most = gpu.read(name, over), gpu.read(limit)
-        if value is None:
-            return _MISSING
-        shares = _share(value, most)
+        shares = _share(value, 100.0 if name == "gpu_util_pct" else most)
         own, _ = gpu.own_bytes()
-        if shares and name == "gpu_mem_used_bytes" and own is not None and math.isfinite(own):
-            trainer_share = min(shares[0], max(0.0, own / most)) if most else 0.0
+        if (
+            shares
+            and most
+            and name == "gpu_mem_used_bytes"
+            and own is not None
+            and math.isfinite(own)
+        ):
+            trainer_share = min(shares[0], max(0.0, own / most))
             shares = (trainer_share, shares[0] - trainer_share)
         return Cell(text(value) if most is None else f"{text(value)}/{text(most)}", shares)
 
@@ -204,7 +199,7 @@ def _slowed_share(gpu: _Gpu) -> float:
 
 def _low_clocks_cell(gpu: _Gpu) -> Cell:
     if gpu.whole_run:
-        if gpu.table is None or _over_run(gpu.table, "slowed", "median") is None:
+        if gpu.table is None or over_run(gpu.table, "slowed", "median") is None:
             return _MISSING
         share = _slowed_share(gpu)
         return Cell(
@@ -252,14 +247,16 @@ COLUMNS = (
     Column(title="GPU", cell=lambda gpu: Cell(gpu.label), keep=99),
     Column(
         title="util %",
-        cell=_number_column("gpu_util_pct"),
+        cell=_reading_column("gpu_util_pct"),
         reading="gpu_util_pct",
         has_bar=True,
         keep=98,
     ),
     Column(
         title="memory GiB",
-        cell=_limit_column("gpu_mem_used_bytes", "gpu_mem_total_bytes", _gib, "highest"),
+        cell=_reading_column(
+            "gpu_mem_used_bytes", "highest", limit="gpu_mem_total_bytes", text=_gib
+        ),
         reading="gpu_mem_used_bytes",
         has_bar=True,
         keep=97,
@@ -268,22 +265,22 @@ COLUMNS = (
     Column(title="others", cell=_others_cell, keep=50),
     Column(
         title="power W",
-        cell=_limit_column("gpu_power_w", "gpu_power_limit_w", _number, "median"),
+        cell=_reading_column("gpu_power_w", limit="gpu_power_limit_w"),
         reading="gpu_power_w",
         has_bar=True,
         keep=70,
     ),
     Column(
         title="temp C",
-        cell=_number_column("gpu_temperature_c", "highest"),
+        cell=_reading_column("gpu_temperature_c", "highest"),
         reading="gpu_temperature_c",
         keep=60,
     ),
     Column(title="SM MHz", cell=_clock_cell, reading="sm_clock_mhz", keep=65),
-    Column(title="SM busy %", cell=_number_column("sm_util_pct"), is_optional=True, keep=20),
-    Column(title="tensor %", cell=_number_column("tensor_util_pct"), is_optional=True, keep=30),
-    Column(title="DRAM %", cell=_number_column("dram_util_pct"), is_optional=True, keep=10),
-    Column(title="occupancy %", cell=_number_column("sm_occupancy_pct"), is_optional=True, keep=5),
+    Column(title="SM busy %", cell=_reading_column("sm_util_pct"), is_optional=True, keep=20),
+    Column(title="tensor %", cell=_reading_column("tensor_util_pct"), is_optional=True, keep=30),
+    Column(title="DRAM %", cell=_reading_column("dram_util_pct"), is_optional=True, keep=10),
+    Column(title="occupancy %", cell=_reading_column("sm_occupancy_pct"), is_optional=True, keep=5),
     Column(title="low clocks", cell=_low_clocks_cell, reading="clock_event_reasons", is_note=True),
     Column(
         title="processes",

@@ -62,7 +62,7 @@ from engine.log.events import (
     Wrote,
 )
 from engine.log.folder import WatchedCommand
-from engine.log.gpus import gpu_lines, rank_lines
+from engine.log.gpus import gpu_lines, over_run, rank_lines
 from engine.log.read import Liveness
 from engine.log.table import Table
 from engine.log.view import GOING_ON, SILENT_S, ErrorNote, LogLine, RunView, host_of
@@ -459,11 +459,8 @@ def _reading_line(label: str, reading: str, *after: str) -> list[str]:
 def _over_run(table: Table, name: str, which: Literal["lowest", "median", "highest"]) -> str:
     """Format a reading over all rows of a table; empty where it was never read. The last word of its name is its
     unit."""
-    known = sorted(table.finite(name))
-    if not known:
-        return ""
-    at = {"lowest": 0, "median": len(known) // 2, "highest": -1}[which]
-    return _UNITS[name.rsplit("_", 1)[-1]](known[at])
+    reading = over_run(table, name, which)
+    return "" if reading is None else _UNITS[name.rsplit("_", 1)[-1]](reading)
 
 
 def _held_lines(view: RunView) -> list[str]:

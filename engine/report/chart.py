@@ -152,9 +152,13 @@ def browser_charts(view: RunView) -> dict[str, Any]:
         values = (None if y is None else curve.drawn(y) for _, y in rows)
         series[key] = [
             _apart(x for x, _ in rows),
-            [float(f"{y:.6g}") if y is not None and math.isfinite(y) else None for y in values],
+            [_rounded(y) for y in values],
         ]
     return {"charts": [described(figure, begin) for figure in figures], "series": series}
+
+
+def _rounded(y: float | None) -> float | None:
+    return float(f"{y:.6g}") if y is not None and math.isfinite(y) else None
 
 
 def _apart(seconds: Iterable[float]) -> list[float]:
@@ -185,10 +189,7 @@ def compared_charts(
             lines.append([key, name])
             series[key] = [
                 [x for x, _ in values],
-                [
-                    float(f"{y:.6g}") if y is not None and math.isfinite(y) else None
-                    for _, y in values
-                ],
+                [_rounded(y) for _, y in values],
             ]
         unit = metric.unit if metric.unit == "s" else ""
         title = metric.title if not unit else metric.name

@@ -29,7 +29,7 @@ from engine.flips.flip_folder import is_flip, read_pairs, read_plan_of, read_ver
 from engine.flips.judge import interval_of
 from engine.flips.text import pair_heading, pair_line, plan_lines, verdict_lines
 from engine.log.events import FAIL
-from engine.log.folder import RunFolder, WatchedCommand, is_run, read_command
+from engine.log.folder import RunFolder, WatchedCommand, is_run, read_command, settings_of
 from engine.log.follow import Follower
 from engine.log.gpus import RANKS, UNKNOWN, Cell, gpu_table, rank_rows
 from engine.log.identities import identity_lines
@@ -351,14 +351,7 @@ def _checks(view: RunView) -> str:
 
 def _settings(run: RunFolder, view: RunView) -> Iterator[str]:
     """Yield the settings that are not at their default, then all of them and the decisions, folded."""
-    spec = effective_of(run).get("spec")
-    tables = spec.items() if isinstance(spec, dict) else ()
-    values = {
-        f"{section}.{name}": value
-        for section, table in tables
-        if isinstance(table, dict)
-        for name, value in table.items()
-    }
+    values = settings_of(run)
     chosen = {decision.knob: decision.choice for decision in view.decisions}
     defaults = {option.key: option.default for option in options()}
 

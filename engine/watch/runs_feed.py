@@ -22,7 +22,7 @@ from engine.log.events import GpuSample
 from engine.log.filters import Subject
 from engine.log.folder import RunFolder, is_run, settings_of
 from engine.log.follow import Follower
-from engine.log.notes import NAME, Notes, read_notes
+from engine.log.notes import Notes, read_notes
 from engine.log.read import Liveness
 from engine.log.sparkline import intervals
 from engine.log.table import Table
@@ -126,15 +126,6 @@ class _FoundRun:
 
 
 @dataclass(frozen=True, slots=True)
-class _SideFiles:
-    """Contents of the files next to the logs of a run, as of their modification times."""
-
-    times: tuple[int, int]
-    settings: Mapping[str, object]
-    notes: Notes
-
-
-@dataclass(frozen=True, slots=True)
 class _Ended:
     """An ended run that was read to its end: its row, and the sizes of its logs at that time."""
 
@@ -163,12 +154,12 @@ def _sizes(folder: str) -> tuple[int, ...]:
     return tuple(sizes)
 
 
-def _notes_ns(folder: str) -> int:
-    """Return when the notes of a run were written; -1 where there are none."""
+def _notes_of(run: RunFolder) -> Notes:
+    """Return the notes of a run, or why they cannot be read as its note."""
     try:
-        return os.stat(f"{folder}/{NAME}").st_mtime_ns
-    except OSError:
-        return -1
+        return read_notes(run)
+    except RunLogError as problem:
+        return Notes(text=one_line(problem.message))
 
 
 def _newest_first(runs: Iterable[_FoundRun]) -> list[_FoundRun]:
@@ -232,7 +223,6 @@ class RunsFeed:
         self._wall, self._budget_s = wall, budget_s
         self._followers: dict[str, Follower] = {}
         self._ended: dict[str, _Ended] = {}
-        self._side_files: dict[str, _SideFiles] = {}
         self._requested: deque[str] = deque()
         self._real: dict[Path, str] = {}
         self._turn = 0
@@ -299,7 +289,6 @@ class RunsFeed:
     def _forget_all_but(self, runs: dict[str, _FoundRun]) -> None:
         self._followers = {key: f for key, f in self._followers.items() if key in runs}
         self._ended = {key: e for key, e in self._ended.items() if key in runs}
-        self._side_files = {key: b for key, b in self._side_files.items() if key in runs}
         self._real = {path: key for path, key in self._real.items() if key in runs}
 
     def _row(self, key: str, run: _FoundRun, now_unix_s: float, until_s: float) -> RunRow:
@@ -309,11 +298,10 @@ class RunsFeed:
             sizes = _sizes(key)
         except OSError as problem:
             return _row_of(run, RunView(), UNREADABLE, None, not_read(run.folder, problem))
-        ended, side_files = self._ended.get(key), self._read_side_files(key, run)
+        ended, notes = self._ended.get(key), _notes_of(run.folder)
         if ended is not None and (ended.sizes, ended.run.made_ns) == (sizes, run.made_ns):
-            if (ended.row.tags, ended.row.note) != (side_files.notes.tags, side_files.notes.text):
-                row = replace(ended.row, tags=side_files.notes.tags, note=side_files.notes.text)
-                self._ended[key] = replace(ended, row=row)
+            row = replace(ended.row, tags=notes.tags, note=notes.text)
+            self._ended[key] = replace(ended, row=row)
             return self._kept_row(key, now_unix_s)
         follower = self._followers.get(key)
         if follower is None:
@@ -324,7 +312,7 @@ class RunsFeed:
         is_alive = alive.trainer or alive.supervisor
         made_unix_s = run.made_ns / 1e9
         began_unix_s = made_unix_s if view.first_unix_s is None else view.first_unix_s
-        row = _row_of(run, view, state, now_unix_s - began_unix_s, error, side_files, alive=alive)
+        row = _row_of(run, view, state, now_unix_s - began_unix_s, error, notes, alive=alive)
         is_over = state == UNREADABLE or (state != READING and has_ended(state))
         if is_over and not is_alive:
             self._ended[key] = _Ended(run, sizes, row, began_unix_s)
@@ -332,20 +320,6 @@ class RunsFeed:
         else:
             self._ended.pop(key, None)
         return row
-
-    def _read_side_files(self, key: str, run: _FoundRun) -> _SideFiles:
-        """Return the settings and the notes of a run, read again when their files have changed."""
-        times, before = (run.made_ns, _notes_ns(key)), self._side_files.get(key)
-        if before is not None and before.times == times:
-            return before
-        is_known = before is not None and before.times[0] == times[0]
-        settings = before.settings if before and is_known else settings_of(run.folder)
-        try:
-            notes = read_notes(run.folder)
-        except RunLogError as problem:
-            notes = Notes(text=one_line(problem.message))
-        self._side_files[key] = _SideFiles(times, settings, notes)
-        return self._side_files[key]
 
     def _read(self, follower: Follower, until_s: float) -> tuple[str, str | None]:
         """Return state and error after reading what is new, as far as the time allows."""
@@ -366,15 +340,15 @@ def _row_of(
     state: str,
     age_s: float | None,
     error: str | None,
-    side_files: _SideFiles | None = None,
+    notes: Notes | None = None,
     *,
     alive: Liveness | None = None,
 ) -> RunRow:
     student = view.eval_of("student")
     verdict = verdict_of(view, state, run.folder.path)
     alerts = [(level_text(alert), name) for name, alert in view.alerts.items()]
-    settings = {} if side_files is None else side_files.settings
-    notes = Notes() if side_files is None else side_files.notes
+    settings = {} if notes is None else settings_of(run.folder)
+    notes = notes or Notes()
     is_read = state not in (UNREADABLE, READING)
     is_alive = alive is not None and (alive.trainer or alive.supervisor)
     return RunRow(
