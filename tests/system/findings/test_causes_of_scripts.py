@@ -612,7 +612,7 @@ NONSENSE = {
     "a mistyped import": Attempt(
         AT_A_STEP, "exit", "import argparse", "import argparse, os, sys, nothere", "NOT_TESTED"
     ),
-    "a lucky seed": Attempt(BY_SEED, "exit", "", "--seed 3", "B_KEEPS_IT"),
+    "a lucky seed": Attempt(BY_SEED, "exit", "", "--seed 3", "another seed"),
     "a variable that nothing reads": Attempt(AT_A_STEP, "exit", "", "MOON=full", "B_KEEPS_IT"),
     "a statement that does nothing": Attempt(
         AT_A_STEP, "exit", "zero_grad()", "optimizer.zero_grad(); pass", "B_KEEPS_IT"
@@ -635,14 +635,14 @@ NONSENSE = {
         "exit",
         "limit = given",
         "limit = 10**9",
-        "of what raises, not of the training",
+        "by which the script itself judges",
     ),
     "a limit raised among the settings of a class": Attempt(
         OF_A_GUARD,
         "exit",
         "settings =",
         'settings = {"bound": 1e9, "rate": 0.01}',
-        "of what raises, not of the training",
+        "by which the script itself judges",
     ),
     "a limit raised of a check that is raised again": Attempt(
         OF_A_LIMIT_RAISED_AGAIN,
@@ -680,7 +680,7 @@ NONSENSE = {
         "exit",
         "self.bound = bound",
         "self.bound = bound * 1000",
-        "of what raises, not of the training",
+        "by which the script itself judges",
     ),
     "a tolerance of a library raised": Attempt(
         OF_A_LIBRARY,
@@ -694,7 +694,7 @@ NONSENSE = {
         "exit",
         "settings =",
         'settings = {"least": 0.0, "rate": 0.01}',
-        "of what raises, not of the training",
+        "by which the script itself judges",
     ),
     "a sum made a mean": Attempt(
         OF_A_LIMIT.replace(").square().mean()", ").square().sum()").replace(
