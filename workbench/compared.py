@@ -24,7 +24,6 @@ from engine.log.folder import RunFolder, WatchedCommand
 from engine.log.table import is_absent, numbers
 from engine.log.text import alert_lines
 from engine.log.view import RunView
-from engine.receipts.receipt import effective_of
 from engine.report.compared import METRICS, Difference, Metric, all_settings, differing
 from engine.units import format_count, format_seconds
 from engine.watch.runs_feed import READ_BUDGET_S
@@ -200,7 +199,7 @@ class CompareFeed:
 
 def _compared(slot: int, feed: RunFeed) -> Compared:
     snapshot = feed.poll()
-    settings = all_settings(effective_of(feed.run), snapshot.view, snapshot.command)
+    settings = all_settings(feed.run, snapshot.view, snapshot.command)
     return Compared(slot=slot, snapshot=snapshot, settings=settings)
 
 

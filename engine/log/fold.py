@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import islice
-from operator import attrgetter, itemgetter
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
@@ -75,7 +75,6 @@ from engine.log.view import (
     WROTE_FIRST,
     WROTE_KEPT,
     Clock,
-    LineKey,
     LogLine,
     RankReport,
     RunView,
@@ -163,7 +162,7 @@ class _Changes:
         self.clock = view.clocks.get(source)
         self.changes: dict[str, Any] = {}
         self.lists: dict[str, list[Any]] = {}
-        self.notes: list[tuple[LineKey, Note]] = []
+        self.notes: list[LogLine] = []
         self.lines: list[LogLine] = []
         self.marks: list[LogLine] = []
         self.asides: list[LogLine] = []
@@ -256,10 +255,10 @@ class _Changes:
                 report = replace(report, failed={**report.failed, failure.id: failure})
             elif isinstance(failure, RunFinished):
                 report = replace(report, ended=failure, ended_unix_s=unix_s)
-            else:
-                self.notes.append(((unix_s, self.source, event.seq), failure))
             ranks[rank] = report
             line = LogLine(unix_s=unix_s, source=self.source, event=failure)
+            if isinstance(failure, Note):
+                self.notes.append(line)
             self.asides.append(line)
             self.lines.append(line)
         self.changes["ranks"] = ranks
@@ -397,7 +396,7 @@ class _Changes:
                         points = (*traces.get(name, ()), (event.step, value))
                         traces[name] = points if len(points) <= MEMORY_KEPT else points[::2]
             case Note():
-                self.notes.append(((unix_s, self.source, event.seq), event))
+                self.notes.append(LogLine(unix_s=unix_s, source=self.source, event=event))
             case RunFinished():
                 self.changes["own_finished_unix_s"] = unix_s
             case StopRequested():
@@ -483,10 +482,7 @@ class _Changes:
     def finish(self) -> RunView:
         self.changes |= {name: tuple(items) for name, items in self.lists.items()}
         if self.notes:
-            known = zip(self.view.note_keys, self.view.notes, strict=True)
-            notes = sorted([*known, *self.notes], key=itemgetter(0))
-            self.changes["note_keys"] = tuple(key for key, _ in notes)
-            self.changes["notes"] = tuple(note for _, note in notes)
+            self.changes["note_lines"] = _in_order(self.view.note_lines, self.notes)
         if self.marks:
             self.changes["marks"] = _in_order(self.view.marks, self.marks)
         if self.asides:

@@ -71,10 +71,6 @@ LONGEST_STATE = 32
 HOST_LOST = "HOST_LOST"
 """State of an exit record: a machine was lost while the run was on it."""
 
-LineKey: TypeAlias = tuple[float, Source, int]
-"""Time, log and number of a line: a total order that does not depend on who read the lines when."""
-
-
 SILENT_S = 120.0
 """Seconds without a written line after which a run on another machine counts as lost. Its sampler writes every few
 seconds, and a mounted folder may show a file as it was a minute ago.
@@ -195,9 +191,8 @@ class RunView:
     identities: tuple[Judged, ...] = ()
     """Results of the identities of a watched script, once for each level."""
     checkpoints: tuple[CheckpointSaved, ...] = ()
-    notes: tuple[Note, ...] = ()
-    note_keys: tuple[LineKey, ...] = ()
-    """The time of each note: notes come from more than one log."""
+    note_lines: tuple[LogLine, ...] = ()
+    """The lines of notes of all logs, ordered by time."""
     memory_plan: MemoryPlanned | None = None
     memory_peak: MemoryMeasured | None = None
     """The newest measurement of this session."""
@@ -306,9 +301,9 @@ class RunView:
         begins = {f"rank {rank}": r.clock.unix_s for rank, r in self.ranks_now.items()}
         begins |= {source: clock.unix_s for source, clock in self.clocks.items()}
         errors = [
-            ErrorNote(rank_of(source), unix_s, note)
-            for (unix_s, source, _), note in zip(self.note_keys, self.notes, strict=True)
-            if note.level == "error" and unix_s >= begins.get(source, math.inf)
+            ErrorNote(rank_of(line.source), line.unix_s, note)
+            for line, note in zip(self.note_lines, self.notes, strict=True)
+            if note.level == "error" and line.unix_s >= begins.get(line.source, math.inf)
         ]
         return tuple(without_repeats(errors))
 
@@ -365,6 +360,10 @@ class RunView:
         ):
             return None
         return self.ended_by_rank or own
+
+    @property
+    def notes(self) -> tuple[Note, ...]:
+        return tuple(line.event for line in self.note_lines if isinstance(line.event, Note))
 
     @property
     def start_events(self) -> dict[str, AnyEvent]:

@@ -6,9 +6,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
-from engine.log.folder import WatchedCommand
+from engine.log.folder import RunFolder, WatchedCommand, settings_of
 from engine.log.text import commit_text
 from engine.log.view import RunView
 from engine.spec.sections import options
@@ -66,21 +66,15 @@ class Comparable(Protocol):
         """Tokens of all steps; None where they are not known."""
 
 
-def all_settings(
-    effective: Mapping[str, Any], view: RunView, command: WatchedCommand | None
-) -> dict[str, str]:
+def all_settings(run: RunFolder, view: RunView, command: WatchedCommand | None) -> dict[str, str]:
     """Return every setting of a run as text, with what `auto` resolved to, and the weights, device and versions that
     ran; of a watched script what is known of it."""
     of_command = _command_settings(command, view) if command else {}
-    return {**_effective_settings(effective, view), **of_command}
+    return {**_effective_settings(run, view), **of_command}
 
 
-def _effective_settings(effective: Mapping[str, Any], view: RunView) -> dict[str, str]:
-    spec = effective.get("spec")
-    settings: dict[str, str] = {}
-    for section, values in (spec if isinstance(spec, dict) else {}).items():
-        if isinstance(values, dict):
-            settings |= {f"{section}.{name}": str(value) for name, value in values.items()}
+def _effective_settings(run: RunFolder, view: RunView) -> dict[str, str]:
+    settings = {name: str(value) for name, value in settings_of(run).items()}
     for decision in view.decisions:
         requested = settings.get(decision.knob)
         if requested is not None and requested != decision.choice:

@@ -154,7 +154,7 @@ class _Read:
 
     @property
     def settings(self) -> Mapping[str, str]:
-        return all_settings(effective_of(self.run), self.view, self.command)
+        return all_settings(self.run, self.view, self.command)
 
     @property
     def total_tokens(self) -> float | None:
