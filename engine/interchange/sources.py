@@ -91,13 +91,10 @@ class Recorded:
         if not 0 <= unix_s <= limits.LOG_UNIX.most:
             raise BadInput.expected("time", where, "seconds since 1970", f"{unix_s} of {name}")
         self.count += 1
-        if (self.most is None and self.count > limits.IMPORT_VALUES.most) or len(
-            name
-        ) > limits.IMPORT_NAME.most:
-            limit = (
-                limits.IMPORT_VALUES if len(name) <= limits.IMPORT_NAME.most else limits.IMPORT_NAME
-            )
-            raise BadInput.expected("values", where, str(limit), "more")
+        count = self.count if self.most is None else 0
+        for size, limit in ((len(name), limits.IMPORT_NAME), (count, limits.IMPORT_VALUES)):
+            if size > limit.most:
+                raise BadInput.expected("values", where, str(limit), "more")
         series = self.series.get(name)
         if series is None:
             series = self.series[name] = Series()

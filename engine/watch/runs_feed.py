@@ -123,6 +123,8 @@ class _FoundRun:
     folder: RunFolder
     name: str
     made_ns: int
+    key: str
+    """Its path without links: the same for a run that is named twice."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,7 +183,9 @@ def _runs_in(
             if (before := known.get(entry.path)) is not None:
                 runs.append(before)
             elif (made_ns := _made_ns(entry.path)) is not None:
-                runs.append(_FoundRun(RunFolder(Path(entry.path)), prefix + entry.name, made_ns))
+                key = os.path.realpath(entry.path)
+                name = prefix + entry.name
+                runs.append(_FoundRun(RunFolder(Path(entry.path)), name, made_ns, key))
             elif nested and not entry.name.startswith(".") and entry.is_dir():
                 inner.append(entry)
     for entry in inner:
@@ -195,7 +199,8 @@ def find_all(folder: Path, known: Mapping[str, _FoundRun]) -> list[_FoundRun]:
     no such folder."""
     if is_run(folder):
         run = RunFolder(folder)
-        return [_FoundRun(run, run.name, _made_ns(str(folder)) or 0)]
+        key = os.path.realpath(folder)
+        return [_FoundRun(run, run.name, _made_ns(key) or 0, key)]
     return _runs_in(str(folder), known) if folder.is_dir() else []
 
 
@@ -224,7 +229,6 @@ class RunsFeed:
         self._followers: dict[str, Follower] = {}
         self._ended: dict[str, _Ended] = {}
         self._requested: deque[str] = deque()
-        self._real: dict[Path, str] = {}
         self._turn = 0
         self._share = first_share
 
@@ -238,7 +242,7 @@ class RunsFeed:
         rows = [
             self._kept_row(key, now_unix_s)
             if key in self._ended and key not in to_examine
-            else self._row(key, run, now_unix_s, until_s)
+            else self._row(run, now_unix_s, until_s)
             for key, run in runs.items()
         ]
         return RunsSnapshot(
@@ -276,12 +280,9 @@ class RunsFeed:
         for folder in self.folders:
             try:
                 for run in find_all(folder, known):
-                    path = run.folder.path
-                    # Kept, because resolving walks the whole path, and a run does not move while it is listed.
-                    key = self._real.get(path) or os.path.realpath(path)
-                    self._real[path] = key
-                    if (key in self._ended and key not in to_examine) or self._accepts(path):
-                        runs.setdefault(key, run)
+                    is_kept = run.key in self._ended and run.key not in to_examine
+                    if is_kept or self._accepts(run.folder.path):
+                        runs.setdefault(run.key, run)
             except OSError as problem:
                 problems.append(f"{folder} — expected to list it, found {problem.strerror}")
         return runs, "; ".join(problems) or None
@@ -289,9 +290,9 @@ class RunsFeed:
     def _forget_all_but(self, runs: dict[str, _FoundRun]) -> None:
         self._followers = {key: f for key, f in self._followers.items() if key in runs}
         self._ended = {key: e for key, e in self._ended.items() if key in runs}
-        self._real = {path: key for path, key in self._real.items() if key in runs}
 
-    def _row(self, key: str, run: _FoundRun, now_unix_s: float, until_s: float) -> RunRow:
+    def _row(self, run: _FoundRun, now_unix_s: float, until_s: float) -> RunRow:
+        key = run.key
         if key not in self._ended and key not in self._followers and time.monotonic() >= until_s:
             return _row_of(run, RunView(), READING, now_unix_s - run.made_ns / 1e9, None)
         try:
