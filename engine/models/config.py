@@ -15,16 +15,15 @@ a default would run and be wrong. Both spellings of the RoPE settings are read, 
 
 Not covered, and refused by name: other families, other activations, other RoPE scalings (yarn,
 linear, ...), dropout, sliding windows and biases where the family has none, quantised
-checkpoints. All problems of one file are reported in one `WeightsError`, as lines `key: expected X,
-found Y`.
+checkpoints. Problems of one file are reported in one `WeightsError`, as lines `key: expected X,
+found Y`: those of what it requests and of its types, else those of its values.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import InitVar, asdict, dataclass
 
 from engine import limits
 from engine.errors import WeightsError
@@ -54,7 +53,7 @@ SIZES: dict[str, Limit] = {
     "max_position_embeddings": limits.POSITIONS,
 }
 """Every size of a decoder with its upper limit."""
-_REALS = ("rms_norm_eps", "rope_theta")
+_REALS = ("rms_norm_eps", "rope_theta", "rope_local_base_freq", "query_pre_attn_scalar")
 _SCALING: dict[str, dict[str, type]] = {
     "linear": {"factor": float},
     "longrope": {},
@@ -73,7 +72,7 @@ _KINDS = {int: "an integer", float: "a number", bool: "true or false"}
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
     """The configuration of a decoder of one of `FAMILIES`. Impossible values raise one
-    `WeightsError` that lists them all.
+    `WeightsError` that lists them, with `where` as their place.
     """
 
     family: str = "qwen2"
@@ -120,8 +119,9 @@ class ModelConfig:
     """The head is the embedding: one (V, D) tensor used twice."""
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
+    where: InitVar[object] = "ModelConfig"
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, where: object) -> None:
         heads = self.num_attention_heads
         # Stays 0 if it does not divide, so that the check below names the two numbers.
         if self.head_dim == 0 and heads > 0 and self.hidden_size % heads == 0:
@@ -136,9 +136,9 @@ class ModelConfig:
         for key, value in derived.items():
             if getattr(self, key) is None:
                 object.__setattr__(self, key, value)
-        _refuse(_impossible(asdict(self)), "ModelConfig")
+        _refuse(_impossible(self), where)
         if (weights := count_parameters(self)) > limits.PARAMETERS.most:
-            _refuse([f"sizes: expected {limits.PARAMETERS}, found {weights:,}"], "ModelConfig")
+            _refuse([f"sizes: expected {limits.PARAMETERS}, found {weights:,}"], where)
 
     @property
     def kind(self) -> Family:
@@ -186,14 +186,18 @@ class ModelConfig:
     @classmethod
     def from_dict(cls, raw: Mapping[str, object], where: object) -> ModelConfig:
         """Return the configuration in a parsed `config.json`; `where` names it in errors."""
-        values, problems = _read_values(raw)
-        _refuse([*problems, *_impossible(values)], where)
+        family = _family(raw)
+        if family is None:
+            _refuse(unsupported(raw), where)
+        assert family is not None
+        values, problems = _read_values(raw, family)
+        _refuse(problems, where)
         scaling = values.get("rope_scaling")
         if isinstance(scaling, dict):
             values["rope_scaling"] = RopeScaling(**scaling)
         if isinstance(long := values.get("long_rope"), dict):
             values["long_rope"] = LongRope(**long)
-        return cls(**values)  # type: ignore[arg-type]  # each value was checked by `_take`
+        return cls(**values, where=where)  # type: ignore[arg-type]  # each value was checked by `_take`
 
     def to_hf_dict(self) -> dict[str, object]:
         """Return the content of a `config.json` that transformers loads as the family's class."""
@@ -287,57 +291,49 @@ def _refuse(problems: list[str], where: object) -> None:
         )
 
 
-def _read_values(raw: Mapping[str, object]) -> tuple[dict[str, object], list[str]]:
+def _read_values(raw: Mapping[str, object], family: Family) -> tuple[dict[str, object], list[str]]:
     """Return the fields of `ModelConfig` that `raw` has with the right type, and the problems of
     the others. A RoPE scaling is returned as a dict of its numbers.
     """
-    family = _family(raw)
     problems: list[str] = []
-    if family is not None and family.window_by_layer:
+    if family.window_by_layer:
         raw = _one_rope(raw, problems)
-    problems += _unsupported(raw)
-    values: dict[str, object] = {} if family is None else {"family": family.name}
+    problems += _unsupported(raw, family)
+    values: dict[str, object] = {"family": family.name}
     if raw.get("num_key_value_heads", 0) is None:
         raw = {**raw, "num_key_value_heads": raw.get("num_attention_heads")}
-    if family is not None:
-        raw = _completed(raw, family)
+    raw = _completed(raw, family)
     for key in SIZES:
-        is_read = key != "head_dim" or (family is not None and family.own_head_dim)
-        if is_read or raw.get(key) is not None:
+        if key != "head_dim" or family.own_head_dim or raw.get(key) is not None:
             _take(raw, key, int, values, problems)
     _take(raw, "rms_norm_eps", float, values, problems)
     _take(_from_rope(raw, "rope_theta", problems), "rope_theta", float, values, problems)
-    if family is not None and family.partial_rotary:
+    if family.partial_rotary:
         raw = _from_rope(raw, "partial_rotary_factor", problems)
         if raw.get("partial_rotary_factor") is not None:
             _take(raw, "partial_rotary_factor", float, values, problems)
-    if family is not None and len(family.rope_types) > 1:
+    if len(family.rope_types) > 1:
         _take_rope_scaling(raw, values, problems)
     # null means no window, except in families where some layers have one: those need its size.
-    is_read = family is not None and (
-        family.window_by_layer or raw.get("sliding_window", 0) is not None
-    )
-    if family is not None and family.sliding_window and is_read:
+    is_read = family.window_by_layer or raw.get("sliding_window", 0) is not None
+    if family.sliding_window and is_read:
         _take(raw, "sliding_window", int, values, problems)
-    if family is not None and family.window_by_layer:
+    if family.window_by_layer:
         values["layers_without_window"] = _layers_without_window(raw, problems)
         _take(raw, "rope_local_base_freq", float, values, problems)
-    if family is not None and family.query_scale:
+    if family.query_scale:
         _take(raw, "query_pre_attn_scalar", int, values, problems)
-    if family is not None and family.rope_by_layer:
+    if family.rope_by_layer:
         values["layers_without_rope"] = _layers_without_rope(raw, problems)
     types, layers = raw.get("layer_types"), raw.get("num_hidden_layers")
-    by_layer = family is not None and family.window_by_layer
-    if isinstance(types, list) and not by_layer and len(types) != layers:
+    if isinstance(types, list) and not family.window_by_layer and len(types) != layers:
         problems.append(
             f"layer_types: expected one for each of {layers} layers, found {len(types)}"
         )
-    if raw.get("tie_word_embeddings") is not None:
-        _take(raw, "tie_word_embeddings", bool, values, problems)
-    elif family is not None:
-        values["tie_word_embeddings"] = family.tied
-    if raw.get("bos_token_id") is not None:
-        _take(raw, "bos_token_id", int, values, problems)
+    values["tie_word_embeddings"] = family.tied
+    for key, kind in (("tie_word_embeddings", bool), ("bos_token_id", int)):
+        if raw.get(key) is not None:
+            _take(raw, key, kind, values, problems)
     values["eos_token_ids"] = _token_ids(raw, "eos_token_id", problems)
     return values, problems
 
@@ -527,12 +523,14 @@ def _long_rope(
 def unsupported(raw: Mapping[str, object]) -> list[str]:
     """List the features that a config.json requests and this decoder does not support."""
     family = _family(raw)
-    if family is not None and family.window_by_layer:
-        raw = _one_rope(raw, [])
-    return _unsupported(raw)
+    if family is None:
+        names = " or ".join(map(repr, FAMILIES))
+        found = f"{raw.get('model_type')!r:.80}"
+        return [f"model_type: expected {names} (all that is supported), found {found}"]
+    return _unsupported(_one_rope(raw, []) if family.window_by_layer else raw, family)
 
 
-def _unsupported(raw: Mapping[str, object]) -> list[str]:
+def _unsupported(raw: Mapping[str, object], family: Family) -> list[str]:
     """List the features that the file requests and this decoder does not support."""
     problems = []
 
@@ -541,164 +539,127 @@ def _unsupported(raw: Mapping[str, object]) -> list[str]:
             names = " or ".join(map(repr, allowed))
             problems.append(f"{key}: expected {names} (all that is supported), found {found!r:.80}")
 
-    family = _family(raw)
-    only("model_type", raw.get("model_type"), *FAMILIES)
-    activation = "silu" if family is None else family.activation
     for key in ("hidden_act", "hidden_activation"):
-        only(key, raw.get(key, activation), activation)
-    for key in ("attn_logit_softcapping", "final_logit_softcapping"):
+        only(key, raw.get(key, family.activation), family.activation)
+    for key in ("attn_logit_softcapping", "final_logit_softcapping", "quantization_config"):
         only(key, raw.get(key), None)
-    only("use_bidirectional_attention", raw.get("use_bidirectional_attention") or False, False)
-    only("use_sliding_window", raw.get("use_sliding_window") or False, False)
+    for key in ("use_bidirectional_attention", "use_sliding_window"):
+        only(key, raw.get(key) or False, False)
     for key in ("attention_dropout", "resid_pdrop", "embd_pdrop"):
         only(key, raw.get(key) or 0.0, 0.0)
-    only("quantization_config", raw.get("quantization_config"), None)
     # In other families, a bias on q, k and v comes with one on o.
-    if family is not None:
-        for key, has in (("attention_bias", family.attention_bias), ("mlp_bias", False)):
-            if raw.get(key) is not None:
-                only(key, raw[key], has)
+    for key, has in (("attention_bias", family.attention_bias), ("mlp_bias", False)):
+        if raw.get(key) is not None:
+            only(key, raw[key], has)
     layer_types = raw.get("layer_types")
-    if isinstance(layer_types, list) and not (family is not None and family.window_by_layer):
+    if isinstance(layer_types, list) and not family.window_by_layer:
         for kind in sorted({str(kind) for kind in layer_types} - {"full_attention"}):
             only("layer_types", kind, "full_attention")
-    rope_types = ("default",) if family is None else family.rope_types
     for key in ("rope_scaling", "rope_parameters"):
         rope = raw.get(key)
         if isinstance(rope, Mapping):
-            only(f"{key}.rope_type", _rope_type(rope), *rope_types)
-            if family is None or not family.partial_rotary or key == "rope_scaling":
+            only(f"{key}.rope_type", _rope_type(rope), *family.rope_types)
+            if not family.partial_rotary or key == "rope_scaling":
                 only(f"{key}.partial_rotary_factor", rope.get("partial_rotary_factor", 1.0), 1.0)
         else:
             only(key, rope, None)
     return problems
 
 
-def _impossible(values: Mapping[str, object]) -> list[str]:
-    """List the problems of values that no model can have. The reader has already reported missing keys."""
-    problems = []
-    name = values.get("family", "qwen2")
-    family = FAMILIES.get(name) if isinstance(name, str) else None
+def _impossible(config: ModelConfig) -> list[str]:
+    """List the problems of values that no model can have: first of its sizes, then of what its family lacks, then of
+    the rest, which is computed from these."""
+    name, family = config.family, FAMILIES.get(config.family)
     if family is None:
-        problems.append(f"family: expected {', '.join(FAMILIES)}, found {name!r:.80}")
-    sizes: dict[str, int] = {}
+        return [f"family: expected {', '.join(FAMILIES)}, found {name!r:.80}"]
+    problems = []
     for key, limit in SIZES.items():
-        found = values.get(key)
-        if isinstance(found, int) and found > limit.most:
-            shown = f"{found:,}" if found < 2**63 else "a number of more than 18 digits"
-            problems.append(f"{key}: expected {limit}, found {shown}")
-        elif isinstance(found, int) and found > 0:
-            sizes[key] = found
-        elif key in values and not (key == "head_dim" and found == 0):
-            problems.append(f"{key}: expected a positive integer, found {found!r:.80}")
+        size = getattr(config, key)
+        if size > limit.most:
+            found = f"{size:,}" if size < 2**63 else "a number of more than 18 digits"
+            problems.append(f"{key}: expected {limit}, found {found}")
+        elif size < 1 and not (key == "head_dim" and size == 0):
+            problems.append(f"{key}: expected a positive integer, found {size!r:.80}")
     for key in _REALS:
-        real = values.get(key)
-        if isinstance(real, int | float) and not (math.isfinite(real) and real > 0):
+        real = getattr(config, key)
+        if real is not None and not (math.isfinite(real) and real > 0):
             problems.append(f"{key}: expected a positive finite number, found {real!r:.80}")
-    heads, shared = sizes.get("num_attention_heads"), sizes.get("num_key_value_heads")
-    if heads and shared and heads % shared:
-        problems.append(f"num_key_value_heads: expected a divisor of {heads} heads, found {shared}")
-    if sizes.get("head_dim", 0) % 2:
-        # RoPE rotates pairs of numbers.
-        problems.append(f"head_dim: expected an even number, found {sizes['head_dim']}")
-    share = values.get("partial_rotary_factor", 1.0)
-    assert isinstance(share, float)
-    if share != 1 and not (family is not None and family.partial_rotary):
-        problems.append(f"partial_rotary_factor: expected 1 for {name}, found {share!r:.80}")
-    elif not 0 < share <= 1:
-        problems.append(f"partial_rotary_factor: expected from 0 to 1, found {share!r:.80}")
-    elif share != 1 and (width := sizes.get("head_dim", 0)):
+    for key, absent, has in (
+        ("partial_rotary_factor", 1, family.partial_rotary),
+        ("sliding_window", None, family.sliding_window),
+        ("layers_without_rope", (), family.rope_by_layer),
+        ("layers_without_window", (), family.window_by_layer),
+        ("rope_local_base_freq", None, family.window_by_layer),
+        ("query_pre_attn_scalar", None, family.query_scale),
+        ("rope_factor", 1, "linear" in family.rope_types),
+        ("rope_scaling", None, family.stretches),
+        ("long_rope", None, "longrope" in family.rope_types),
+    ):
+        if not has and (value := getattr(config, key)) != absent:
+            problems.append(f"{key}: expected {absent or None} for {name}, found {value!r:.80}")
+    return problems or _contradictory(config, family)
+
+
+def _contradictory(config: ModelConfig, family: Family) -> list[str]:
+    problems = []
+
+    def expect(holds: bool, key: str, expected: str, found: object) -> None:
+        if not holds:
+            problems.append(f"{key}: expected {expected}, found {found!r:.80}")
+
+    heads, shared = config.num_attention_heads, config.num_key_value_heads
+    expect(heads % shared == 0, "num_key_value_heads", f"a divisor of {heads} heads", shared)
+    if config.head_dim == 0 or family.whole_heads:
+        width = config.hidden_size
+        expect(width % heads == 0, "hidden_size", f"a multiple of {heads} heads", width)
+    # RoPE rotates pairs of numbers.
+    expect(config.head_dim % 2 == 0, "head_dim", "an even number", config.head_dim)
+    share, width = config.partial_rotary_factor, config.head_dim
+    key = "partial_rotary_factor"
+    expect(0 < share <= 1, key, "from 0 to 1", share)
+    if 0 < share < 1 and width:
         rotated = int(width * share)
-        if rotated % 2 or not rotated:
-            problems.append(
-                f"partial_rotary_factor: expected an even share of {width} numbers, found {rotated}"
-            )
-    must_divide = "head_dim" not in sizes or (family is not None and family.whole_heads)
-    if must_divide and heads and sizes.get("hidden_size", 0) % heads:
-        problems.append(
-            f"hidden_size: expected a multiple of {heads} heads, found {sizes['hidden_size']}"
-        )
-    window = values.get("sliding_window")
-    if isinstance(window, int) and not (family is not None and family.sliding_window):
-        problems.append(f"sliding_window: expected None for {name}, found {window!r:.80}")
-    elif isinstance(window, int) and not 0 < window <= limits.POSITIONS.most:
-        problems.append(
-            f"sliding_window: expected from 1 to {limits.POSITIONS.most:,} tokens, found {window!r:.80}"
-        )
-    by_layer = {
-        "layers_without_rope": family is not None and family.rope_by_layer,
-        "layers_without_window": family is not None and family.window_by_layer,
-    }
-    for key, allowed in by_layer.items():
-        layers = values.get(key, ())
-        assert isinstance(layers, tuple)
-        if layers and not allowed:
-            problems.append(f"{key}: expected none for {name}, found {layers!r:.80}")
-        elif any(not 0 <= at < sizes.get("num_hidden_layers", math.inf) for at in layers):
-            problems.append(f"{key}: expected numbers of layers, found {layers!r:.80}")
-    by_family = {
-        "rope_local_base_freq": family is not None and family.window_by_layer,
-        "query_pre_attn_scalar": family is not None and family.query_scale,
-    }
-    for key, allowed in by_family.items():
-        found = values.get(key)
-        if found is not None and not allowed:
-            problems.append(f"{key}: expected None for {name}, found {found!r:.80}")
-        elif isinstance(found, int | float) and not (math.isfinite(found) and found > 0):
-            problems.append(f"{key}: expected a positive finite number, found {found!r:.80}")
-    factor = values.get("rope_factor", 1.0)
-    assert isinstance(factor, float)
-    if factor != 1 and not (family is not None and "linear" in family.rope_types):
-        problems.append(f"rope_factor: expected 1 for {name}, found {factor!r:.80}")
-    elif not 1 <= factor < 2**63:
-        problems.append(f"rope_scaling.factor: expected at least 1, found {factor!r:.80}")
-    scaling = values.get("rope_scaling")
-    if isinstance(scaling, Mapping) and (family is None or not family.stretches):
-        problems.append(f"rope_scaling: expected None for {name}, found {dict(scaling)!r:.80}")
-    elif isinstance(scaling, Mapping):
-        problems.extend(_impossible_scaling(scaling))
-    long = values.get("long_rope")
-    if isinstance(long, Mapping):
-        problems.extend(_impossible_factors(long, family, sizes, share))
-    bos = values.get("bos_token_id")
-    ids = [bos] if isinstance(bos, int) else []
-    eos = values.get("eos_token_ids", ())
-    assert isinstance(eos, tuple)
-    outside = [
-        token for token in (*ids, *eos) if not 0 <= token < sizes.get("vocab_size", math.inf)
-    ]
-    if outside:
-        problems.append(
-            f"bos_token_id, eos_token_id: expected ids below vocab_size, found {outside!r:.80}"
-        )
+        is_even = rotated > 0 and rotated % 2 == 0
+        expect(is_even, key, f"an even share of {width} numbers", rotated)
+    if (window := config.sliding_window) is not None:
+        most = limits.POSITIONS.most
+        expect(0 < window <= most, "sliding_window", f"from 1 to {most:,} tokens", window)
+    for key in ("layers_without_rope", "layers_without_window"):
+        layers = getattr(config, key)
+        inside = all(0 <= at < config.num_hidden_layers for at in layers)
+        expect(inside, key, "numbers of layers", layers)
+    factor = config.rope_factor
+    expect(1 <= factor < 2**63, "rope_scaling.factor", "at least 1", factor)
+    if config.rope_scaling is not None:
+        problems += _impossible_scaling(asdict(config.rope_scaling))
+    if config.long_rope is not None:
+        problems += _impossible_factors(config, config.long_rope)
+    ids = [*config.eos_token_ids, *([] if config.bos_token_id is None else [config.bos_token_id])]
+    outside = [token for token in ids if not 0 <= token < config.vocab_size]
+    expect(not outside, "bos_token_id, eos_token_id", "ids below vocab_size", outside)
     return problems
 
 
-def _impossible_factors(
-    long: Mapping[str, Any], family: Family | None, sizes: Mapping[str, int], share: float
-) -> list[str]:
-    if family is None or "longrope" not in family.rope_types:
-        return [f"long_rope: expected None for {family and family.name}, found {dict(long)!r:.80}"]
+def _impossible_factors(config: ModelConfig, long: LongRope) -> list[str]:
     problems = []
-    width = sizes.get("head_dim")
-    heads, hidden = sizes.get("num_attention_heads"), sizes.get("hidden_size")
-    if width and heads and hidden and width * heads != hidden:
+    width = config.hidden_size // config.num_attention_heads
+    if config.head_dim != width:
         # transformers counts the factors by this width, whatever head_dim is.
-        problems.append(f"head_dim: expected {hidden // heads} with longrope, found {width}")
-    for key in (key for key in LONG_FACTORS if key in long):
-        factors = long[key]
-        pairs = len(factors) if width is None else int(width * share) // 2
+        problems.append(f"head_dim: expected {width} with longrope, found {config.head_dim}")
+    pairs = config.rotary_dim // 2
+    for key in LONG_FACTORS:
+        factors = getattr(long, key)
         if len(factors) != pairs:
             problems.append(
                 f"rope_scaling.{key}: expected a number for each of {pairs} pairs, found {len(factors)}"
             )
         elif not all(0 < number < math.inf for number in factors):
             problems.append(f"rope_scaling.{key}: expected positive finite numbers")
-    if ORIGINAL in long and not 1 < long[ORIGINAL] <= limits.POSITIONS.most:
+    if not 1 < (original := long.original_max_position_embeddings) <= limits.POSITIONS.most:
         problems.append(
-            f"{ORIGINAL}: expected from 2 to {limits.POSITIONS.most:,}, found {long[ORIGINAL]!r:.80}"
+            f"{ORIGINAL}: expected from 2 to {limits.POSITIONS.most:,}, found {original!r:.80}"
         )
-    factor = long.get("attention_factor")
+    factor = long.attention_factor
     if factor is not None and not 0 < factor < math.inf:
         problems.append(
             f"rope_scaling.attention_factor: expected a positive finite number, found {factor!r:.80}"
@@ -709,12 +670,12 @@ def _impossible_factors(
 def _impossible_scaling(scaling: Mapping[str, float]) -> list[str]:
     problems = [
         f"rope_scaling.{key}: expected a positive finite number, found {scaling[key]!r:.80}"
-        for key in _SCALING["llama3"]
-        if key in scaling and not 0 < scaling[key] < 2**63
+        for key in scaling
+        if not 0 < scaling[key] < 2**63
     ]
-    low, high = scaling.get("low_freq_factor", 0.0), scaling.get("high_freq_factor", math.inf)
+    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
     if not problems and high <= low:
         problems.append(f"rope_scaling.high_freq_factor: expected more than {low}, found {high}")
-    if not problems and scaling.get("factor", 1.0) < 1:
+    if not problems and scaling["factor"] < 1:
         problems.append(f"rope_scaling.factor: expected at least 1, found {scaling['factor']}")
     return problems

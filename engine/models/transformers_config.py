@@ -60,7 +60,7 @@ class TransformersConfig(ModelConfig):
     """Whether, by config.json or a bias of the head, the logits are not head(hidden). For the memory plan alone: the
     loaded model is measured."""
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, where: object) -> None:
         """Check nothing: `read_transformers_config` has checked the values."""
 
     @property

@@ -636,7 +636,7 @@ def test_a_scaling_or_window_in_code_is_for_the_families_that_have_it() -> None:
         replace(phi3, head_dim=98)
     with pytest.raises(WeightsError, match="long_rope: expected None for llama"):
         replace(llama, long_rope=long)
-    with pytest.raises(WeightsError, match="layers_without_window: expected none for llama"):
+    with pytest.raises(WeightsError, match="layers_without_window: expected None for llama"):
         replace(llama, layers_without_window=(1,))
     with pytest.raises(WeightsError, match="query_pre_attn_scalar: expected None for llama"):
         replace(llama, query_pre_attn_scalar=64)
@@ -728,14 +728,19 @@ def test_divisors_of_no_scaling_are_none_or_refused() -> None:
             scaling_of_divisors(stored, 5e5, 64)
 
 
-def test_all_problems_come_in_one_error() -> None:
-    raw = changed(model_type="mamba", vocab_size=-1, rope_theta=..., num_key_value_heads=3)
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"mlp_bias": True, "vocab_size": 1.5, "rope_theta": ...},
+        {"vocab_size": -1, "rms_norm_eps": 0.0, "rope_theta": -1.0},
+        {"num_key_value_heads": 3, "eos_token_id": -1, "head_dim": 63},
+    ],
+)
+def test_all_problems_of_one_kind_come_in_one_error(wrong: dict[str, object]) -> None:
     with pytest.raises(WeightsError) as caught:
-        ModelConfig.from_dict(raw, "x")
+        ModelConfig.from_dict(changed(**wrong), "x")
     text = str(caught.value)
-    assert "4 problems:" in text
-    for key in ("model_type", "vocab_size", "rope_theta", "num_key_value_heads"):
-        assert f"\n  {key}: " in text
+    assert "3 problems:" in text and all(f"{key}: expected" in text for key in wrong)
 
 
 def test_null_key_value_heads_mean_one_for_each_head() -> None:
