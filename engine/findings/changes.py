@@ -3,6 +3,7 @@ shell and a screen can work on the same finding. Errors are the engine's own."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import getpass
 import os
@@ -15,8 +16,17 @@ from typing import Any, NamedTuple
 
 from msgspec.structs import replace
 
-from engine.errors import BadInput, RunLogError
-from engine.findings.bundle import LOG, Blobs, Bundle, copy_flip, copy_run, path_of, slug_of
+from engine.errors import BadInput, EngineError, RunLogError
+from engine.findings.bundle import (
+    LOG,
+    Blobs,
+    Bundle,
+    copy_flip,
+    copy_run,
+    find_bundles,
+    path_of,
+    slug_of,
+)
 from engine.findings.check import check_bundle, faults_of_test
 from engine.findings.finding import CannotClose, Cause, Closed, Finding, Note, Parent, Test
 from engine.flips.ending import ending_plan, split_kind
@@ -153,12 +163,22 @@ def plan_test(
         chosen.assignment,
         # Random, so that no two plans are the same.
         order_seed=secrets.randbelow(1 << 31),
-        # Counts the tests of all causes: with every further test a wrong verdict becomes more likely.
-        attempt=len(finding.tests) + 1,
+        # Counts the tests of all causes, also in other findings about it: each makes a wrong verdict more likely.
+        attempt=_tests_about(finding, bundle.path.parent) + 1,
         steps=steps,
         budget_s=budget_s,
     )
     return chosen, plan
+
+
+def _tests_about(finding: Finding, folder: Path) -> int:
+    """Return the number of tests about an observation in all findings of a folder."""
+    count = 0
+    for bundle in find_bundles(folder):
+        with contextlib.suppress(EngineError):
+            other = bundle.load()
+            count += len(other.tests) * (other.observed == finding.observed)
+    return count
 
 
 def register(bundle: Bundle, cause: Cause, plan: Plan, flip: Path) -> Test:

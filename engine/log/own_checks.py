@@ -19,7 +19,7 @@ _ENDS = frozenset({"exit", "_exit", "abort", "kill", "quit", "raise_signal"})
 """Functions that end the process."""
 _PLAIN = frozenset(
     {"int", "float", "bool", "str", "abs", "min", "max", "len", "index", "get", "getenv"}
-    | {"parse_args"}
+    | {"parse_args", "open", "load", "loads", "read", "read_text", "Path"}
 )
 """Functions whose result is a constant of the script where their arguments are."""
 _LOOPS = (ast.For, ast.AsyncFor, ast.While)

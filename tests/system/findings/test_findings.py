@@ -125,6 +125,13 @@ def test_the_next_test_is_that_of_an_open_cause_that_none_has_tested(world: Worl
         changes.plan_test(bundle)
 
 
+def test_tests_in_another_finding_about_the_same_thing_count_as_attempts(world: World) -> None:
+    first = world.tested([(True, True)])
+    again = changes.begin(world.evidence, world.run, slug="again")
+    changes.suspect(again, ROWS)
+    assert changes.plan_test(again)[1].attempt == len(first.load().tests) + 1 == 2
+
+
 def test_a_cause_says_what_it_changes_on_purpose(world: World) -> None:
     bundle = world.tested(ENDS, f"data: {ROWS}")
     finding = bundle.load()
