@@ -35,7 +35,7 @@ Tensors under `__training__.` are optimizer state: checked like the others, and 
 Everything is little-endian. Sections and tensors start at multiples of 64 bytes, with zeros
 between. Some writers omit the footer's CRC.
 
-    AP01  shorter than a header       AP06  dtype 8 or 9: two meanings    AP11  flag not supported
+    AP01  shorter than a header       AP06  dtype 8 or 9, no such size    AP11  flag not supported
     AP02  another kind of file        AP07  shape and size disagree       AP12  it is safetensors
     AP03  another version             AP08  bytes outside the file        AP13  name is not UTF-8
     AP04  a CRC is wrong              AP09  metadata
@@ -51,8 +51,8 @@ Entries are sorted by the bytes of their names, which are unique. Offsets count 
 the data and are multiples of 64; sizes are exact. Shapes are row-major, (out, in), as in torch.
 
 The dtype ids are GGML's if both formats have the type. Other ids differ: 3, 6 and 7 are F64, I8 and
-U8 here and Q4_1, Q5_0 and Q5_1 in GGML. 8 and 9 were once this format's own Q4 and Q8 and are Q8_0
-and Q8_1 in GGML: such a file is refused until its user says which is meant, and the sizes agree.
+U8 here and Q4_1, Q5_0 and Q5_1 in GGML. 8 was once this format's own Q4 and is Q8_0 in GGML; the size
+of the tensor says which is meant. 9 was this format's Q8.
 
 Sizes, for n values in rows of m:
 
@@ -132,8 +132,8 @@ DTYPE_IDS = {
     **{name: kind.ggml_id for name, kind in BLOCK_TYPES.items() if kind.in_apr},
     **{"F64": 3, "I32": 4, "I64": 5, "I8": 6, "U8": 7, "APR_Q4": 128, "APR_Q8": 129},
 }
-AMBIGUOUS = {8: ("APR_Q4", "Q8_0"), 9: ("APR_Q8", "Q8_1")}
-"""Legacy ids: this format's own meaning, and GGML's."""
+LEGACY_IDS = {8: ("APR_Q4", "Q8_0"), 9: ("APR_Q8",)}
+"""Legacy ids: this format's own meaning, and GGML's. A tensor has the size of at most one."""
 # Values and bytes of a block, for types whose blocks do not cross rows.
 ROW_BLOCKS = {
     **{
@@ -141,7 +141,7 @@ ROW_BLOCKS = {
         for name, kind in BLOCK_TYPES.items()
         if kind.layout
     },
-    **{"Q4_1": (32, 20), "Q8_1": (32, 36)},
+    "Q4_1": (32, 20),
 }
 APR_Q4_BLOCK = (32, 18)
 _NAMES = {number: name for name, number in DTYPE_IDS.items()}
@@ -154,16 +154,12 @@ _READ_BYTES = 1 << 22
 
 
 class AprFile(WeightFile):
-    """One .apr file.
-
-    `dtypes` resolves the two dtype ids that have two meanings (AP06): {8: "APR_Q4"} or {8: "Q8_0"},
-    {9: "APR_Q8"}.
-    """
+    """One .apr file."""
 
     format = "apr"
     convention = "apr"
 
-    def __init__(self, path: str | Path, *, dtypes: Mapping[int, str] | None = None) -> None:
+    def __init__(self, path: str | Path) -> None:
         self.path = path = Path(path)
         with open_regular(path, "apr") as file:
             identity = identity_of(file.fileno())
@@ -175,7 +171,7 @@ class AprFile(WeightFile):
             file.seek(header.index_start)
             raw_index = file.read(index_limit_bytes(header))
         self.metadata, oddities = read_metadata(path, raw_metadata, header.metadata_start)
-        all_tensors = read_index(path, header, raw_index, dtypes or {})
+        all_tensors = read_index(path, header, raw_index)
         self._data_end, unclaimed = check_extent(path, header, all_tensors)
         self.tensors = {
             name: info for name, info in all_tensors.items() if not name.startswith(TRAINING_PREFIX)
@@ -422,13 +418,8 @@ def _check_sections(path: Path, header: AprHeader) -> None:
         refuse("AP10", f"{path} @8", expected, f"{header.tensor_count:,}")
 
 
-def read_index(
-    path: Path, header: AprHeader, raw: bytes, dtypes: Mapping[int, str]
-) -> dict[str, TensorInfo]:
-    """Return the tensors in the bytes of an index, checked against the file's size.
-
-    `dtypes` resolves the ambiguous ids: {8: "APR_Q4"} or {8: "Q8_0"}. Raises `WeightsError`.
-    """
+def read_index(path: Path, header: AprHeader, raw: bytes) -> dict[str, TensorInfo]:
+    """Return the tensors in the bytes of an index, checked against the file's size. Raises `WeightsError`."""
     tensors: dict[str, TensorInfo] = {}
     cursor = _Cursor(path=path, raw=raw, first_byte=header.index_start)
     previous = b""
@@ -455,7 +446,7 @@ def read_index(
         if math.prod(dim for dim in shape if dim) >= 2**63:
             refuse("AP07", where, "a shape below 2^63", f"{list(shape)}")
         offset, size = cursor.take(_TAIL, where)
-        dtype = _dtype(where, dtype_id, shape, size, dtypes)
+        dtype = _dtype(where, dtype_id, shape, size)
         _check_size(where, dtype, shape, size)
         data_bytes = header.file_bytes - header.data_start
         if offset > data_bytes or size > data_bytes - offset:
@@ -532,32 +523,20 @@ def _quoted(raw: bytes) -> str:
     return json.dumps(raw.decode(errors="backslashreplace"))
 
 
-def _dtype(
-    where: str, number: int, shape: tuple[int, ...], size: int, dtypes: Mapping[int, str]
-) -> str:
-    """Return the name of a dtype id. An ambiguous one requires the user's choice and the right
-    size.
-    """
+def _dtype(where: str, number: int, shape: tuple[int, ...], size: int) -> str:
+    """Return the name of a dtype id; of a legacy one, that whose size the tensor has."""
     if number in _NAMES:
         return _NAMES[number]
-    if number not in AMBIGUOUS:
+    if number not in LEGACY_IDS:
         ggml = f", which is {GGML_NAMES[number]} in GGUF" if number in GGML_NAMES else ""
         known = ", ".join(f"{i} {name}" for i, name in sorted(_NAMES.items()))
         refuse("AP05", where, f"one of the dtypes {known}", f"unknown dtype byte {number}{ggml}")
-    apr_type, ggml = AMBIGUOUS[number]
-    fits = [name for name in (apr_type, ggml) if size_of(name, shape) == size]
-    chosen = dtypes.get(number)
-    if chosen not in fits or chosen == "Q8_1":
-        fitting = " and ".join(fits) or "neither"
-        found = f"{chosen or 'neither said'}, and {size:,} bytes that fit {fitting}"
-        refuse(
-            "AP06",
-            where,
-            f"ambiguous dtype {number} to be {apr_type}, as old writers meant, or {ggml}, as GGUF does",
-            found,
-            f"open it with apr_dtypes={{{number}: {fits[0]!r}}}" if fits and not chosen else None,
-        )
-    return chosen
+    sizes = {name: size_of(name, shape) for name in LEGACY_IDS[number]}
+    for name, expected_size in sizes.items():
+        if size == expected_size:
+            return name
+    expected = " or ".join(f"{count:,} bytes for {name}" for name, count in sizes.items())
+    refuse("AP06", where, f"{expected}, which dtype {number} may be", f"{size:,} bytes")
 
 
 def _check_size(where: str, dtype: str, shape: tuple[int, ...], size: int) -> None:

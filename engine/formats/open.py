@@ -13,7 +13,7 @@ runs whatever program it contains, and nothing that is opened here is ever execu
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -36,15 +36,8 @@ _PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".distcp")
 _PICKLE_REASON = "a pickle can run code: convert it to safetensors in a sandbox"
 
 
-def open_weights(
-    path: str | Path,
-    *,
-    apr_dtypes: Mapping[int, str] | None = None,
-) -> WeightFile:
-    """Open the weights in a file, or in a folder that holds one model. Raises `WeightsError`.
-
-    `apr_dtypes` is passed to `AprFile`.
-    """
+def open_weights(path: str | Path) -> WeightFile:
+    """Open the weights in a file, or in a folder that holds one model. Raises `WeightsError`."""
     path = Path(path)
     try:
         if is_adapter(path):
@@ -52,9 +45,9 @@ def open_weights(
             weights: WeightFile = AdapterFolder(path, about, open_weights(base_of(path, about)))
         elif os.path.isdir(path):
             file = _in_folder(path)
-            weights = open_index(file) if file.name == INDEX_FILE else _open_file(file, apr_dtypes)
+            weights = open_index(file) if file.name == INDEX_FILE else _open_file(file)
         else:
-            weights = _open_file(path, apr_dtypes)
+            weights = _open_file(path)
     except OSError as error:
         # A disk error while reading; files that cannot be opened were already refused by name.
         refuse(path, "a readable file", error.strerror or str(error))
@@ -73,7 +66,7 @@ def opened(source: str | Path | WeightFile) -> Iterator[WeightFile]:
         yield source
 
 
-def _open_file(path: Path, apr_dtypes: Mapping[int, str] | None) -> WeightFile:
+def _open_file(path: Path) -> WeightFile:
     if not os.path.lexists(path) and "\0" not in str(path):
         refuse(path, "a model: a folder, or a safetensors, GGUF or .apr file", "nothing there")
     with open_regular(path, "weights") as file:
@@ -84,7 +77,7 @@ def _open_file(path: Path, apr_dtypes: Mapping[int, str] | None) -> WeightFile:
     if kind is Kind.GGUF:
         return open_gguf(path)
     if kind in (Kind.APR, Kind.APR_V1):
-        return AprFile(path, dtypes=apr_dtypes)
+        return AprFile(path)
     if kind is Kind.JSON:
         return open_index(path)
     code = "PK01" if kind in (Kind.PICKLE, Kind.ZIP) else ""

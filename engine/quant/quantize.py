@@ -4,13 +4,8 @@ A block is made by two searches: `fit_affine` and `fit_symmetric` find the scale
 values; `share_affine` and `share_symmetric` find the integers and the fp16 factor that represent
 the scales of a block of 256. `quantize` splits tensors into blocks and packs the results.
 
-A higher `effort` takes longer and gives a smaller error:
-
-    0   one candidate. For Q4_0, Q5_0, Q5_1 and Q8_0 the plain range: byte for byte what the `gguf`
-        package and llama.cpp write without an importance matrix
-    1   nine candidates and two refinements (the default): an error below that of llama.cpp's
-        quantisers without an importance matrix, by 0.7 % (Q4_K) to 11 % (Q5_1, Q8_0)
-    2   more of both: up to another 0.5 % less error, at half the speed
+The search tries nine ranges and refines the best twice: its error is below that of llama.cpp's quantisers
+without an importance matrix, by 0.7 % (Q4_K) to 11 % (Q5_1, Q8_0).
 
 A block's bytes depend only on its own values: they are the same on every device, and however a
 tensor is chunked to bound memory.
@@ -66,11 +61,15 @@ from engine.quant.tensor import QuantTensor
 
 CHUNK_VALUES = {"cpu": 1 << 18, "cuda": 1 << 24}
 """Number of values processed at once; each needs about 45 bytes besides input and output."""
+CANDIDATES = 9
+"""Number of ranges that are tried for a group."""
+POLISH = 2
+"""Alternations of rounding and solving after the candidates."""
+ROUNDS = 2
+"""Alternations between the scales of sub-blocks and the block's own (types of 256)."""
 
 
-def quantize(
-    tensor: Tensor, type_: BlockType, *, effort: int = 1, name: str = "tensor"
-) -> QuantTensor:
+def quantize(tensor: Tensor, type_: BlockType, *, name: str = "tensor") -> QuantTensor:
     """Quantise `tensor`, floats of shape (..., row length), to blocks of `type_` on the same
     device.
 
@@ -86,9 +85,6 @@ def quantize(
     if type_.largest is None:
         expected = f"one of {', '.join(WRITTEN)}"
         raise QuantError.expected("quantize", where, expected, f"{type_.name}, which is only read")
-    if not 0 <= effort < len(EFFORTS):
-        expected = f"an effort from 0 to {len(EFFORTS) - 1}"
-        raise QuantError.expected("quantize", where, expected, str(effort))
     count = row_bytes(type_, shape[-1])
     blocks = torch.empty(*shape[:-1], count, dtype=torch.uint8, device=tensor.device)
     if tensor.numel():
@@ -100,7 +96,7 @@ def quantize(
             if type_.name in FLOATS:
                 blocks_of_rows = x_RL.to(FLOATS[type_.name]).view(torch.uint8)
             else:
-                parts = _quantize_blocks(x_RL.view(-1, type_.block_size), type_, effort)
+                parts = _quantize_blocks(x_RL.view(-1, type_.block_size), type_)
                 blocks_of_rows = pack(parts, type_).view(-1, count)
             out_RC[start : start + step] = blocks_of_rows
     return QuantTensor(blocks=blocks, type=type_, shape=shape)
@@ -121,28 +117,26 @@ def _refuse_unfit(
     )
 
 
-def _quantize_blocks(x_NE: Tensor, type_: BlockType, level: int) -> Parts:
-    layout, effort = type_.in_blocks, EFFORTS[level]
-    if layout.scales is None and level == 0:
-        return _plain(x_NE, layout)
-    extra = effort.extra_steps(*layout.steps)
+def _quantize_blocks(x_NE: Tensor, type_: BlockType) -> Parts:
+    layout = type_.in_blocks
+    fewest, most = layout.steps
+    step = (most - fewest) / (CANDIDATES - 1)
+    extra = [fewest + index * step for index in range(CANDIDATES)]
     x_NSK = x_NE.view(len(x_NE), -1, layout.sub_block)
     x_KSN = x_NSK.permute(2, 1, 0).contiguous()
     x_KG = x_KSN.flatten(1)
     w_KG = weights(x_KG)
     if layout.scales is None:
-        return _single(x_KG, w_KG, layout, extra, effort.polish)
+        return _single(x_KG, w_KG, layout, extra)
     w_KSN = w_KG.view(x_KSN.shape)
     if layout.second is not None:
-        scale_G, low_G = fit_affine(
-            x_KG, w_KG, layout.levels, extra, effort.polish, low_below_zero=True
-        )
+        scale_G, low_G = fit_affine(x_KG, w_KG, layout.levels, extra, low_below_zero=True)
         scale_SN, low_SN = scale_G.view(x_KSN.shape[1:]), low_G.view(x_KSN.shape[1:])
-        best = share_affine(x_KSN, w_KSN, scale_SN, low_SN, layout.levels, effort.rounds)
+        best = share_affine(x_KSN, w_KSN, scale_SN, low_SN, layout.levels)
     else:
-        scale_G = fit_symmetric(x_KG, w_KG, layout.zero, extra, effort.polish)
+        scale_G = fit_symmetric(x_KG, w_KG, layout.zero, extra)
         scale_SN = scale_G.view(x_KSN.shape[1:])
-        best = share_symmetric(x_KSN, w_KSN, scale_SN, layout.zero, effort.rounds)
+        best = share_symmetric(x_KSN, w_KSN, scale_SN, layout.zero)
     code_KSN = (best.q_KSN + layout.zero).to(torch.uint8)
     scale_NS = best.scale_SN.t()
     return Parts(
@@ -154,85 +148,27 @@ def _quantize_blocks(x_NE: Tensor, type_: BlockType, level: int) -> Parts:
     )
 
 
-def _single(x_KN: Tensor, w_KN: Tensor, layout: Layout, extra: list[float], polish: int) -> Parts:
+def _single(x_KN: Tensor, w_KN: Tensor, layout: Layout, extra: list[float]) -> Parts:
     """Quantise blocks of 32 with one scale: codes are the nearest ones for d and m as stored in
     fp16.
     """
     m_N = None
     if layout.second is not None:
-        scale_N, low_N = fit_affine(x_KN, w_KN, layout.levels, extra, polish, low_below_zero=False)
+        scale_N, low_N = fit_affine(x_KN, w_KN, layout.levels, extra, low_below_zero=False)
         d_N, m_N = round_to_half(scale_N), round_to_half(low_N)
         q_KN = ratio(x_KN - m_N, d_N).round_().clamp_(0, layout.levels)
     else:
         steps = layout.zero or 128
-        d_N = round_to_half(fit_symmetric(x_KN, w_KN, steps, extra, polish))
+        d_N = round_to_half(fit_symmetric(x_KN, w_KN, steps, extra))
         q_KN = ratio(x_KN, d_N).round_().clamp_(-steps, steps - 1).add_(layout.zero)
-    return _parts(d_N, m_N, q_KN.t(), layout)
-
-
-def _plain(x_NE: Tensor, layout: Layout) -> Parts:
-    """Quantise blocks of 32 with the scale of their range; the order of operations determines each
-    byte.
-    """
-    m_N = None
-    if layout.second is not None:
-        m_N, high_N = torch.aminmax(x_NE, dim=1)
-        d_N = exact_quotient(high_N - m_N, layout.levels)
-        q_NE = (x_NE - m_N[:, None]) * _inverse(d_N)[:, None] + 0.5
-        q_NE.floor_().clamp_(0, layout.levels)
-    elif layout.zero:
-        d_N = exact_quotient(extreme(x_NE.t()), -layout.zero)
-        q_NE = x_NE * _inverse(d_N)[:, None]
-        q_NE = (q_NE + (layout.zero + 0.5)).floor_().clamp_(0, layout.levels)
-    else:
-        d_N = exact_quotient(x_NE.abs().amax(1), layout.levels)
-        q_NE = x_NE * _inverse(d_N)[:, None]
-        whole_NE = q_NE.trunc()
-        # Exact halves are rounded away from zero; adding 0.5 first would round 0.49999997 up.
-        q_NE = whole_NE + ((q_NE - whole_NE) * 2).trunc_()
-    return _parts(d_N, m_N, q_NE, layout)
-
-
-def _inverse(d_N: Tensor) -> Tensor:
-    # Clamped to be finite: the inverse of a subnormal d is infinite, and 0 times it must stay 0.
-    largest = torch.finfo(torch.float32).max
-    return ratio(torch.ones_like(d_N), d_N).clamp_(-largest, largest)
-
-
-def _parts(d_N: Tensor, m_N: Tensor | None, q_NE: Tensor, layout: Layout) -> Parts:
     signed = layout.low.width == 8
     return Parts(
         d_N=d_N.half(),
         second_N=None if m_N is None else m_N.half(),
         scale_NS=None,
         min_NS=None,
-        code_NE=q_NE.to(torch.int8 if signed else torch.uint8).contiguous(),
+        code_NE=q_KN.t().to(torch.int8 if signed else torch.uint8).contiguous(),
     )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Effort:
-    candidates: int
-    polish: int
-    """Alternations of rounding and solving after the candidates."""
-    rounds: int
-    """Alternations between the scales of sub-blocks and the block's own (types of 256)."""
-
-    def extra_steps(self, fewest: float, most: float) -> list[float]:
-        """Return the candidates, evenly spaced from `fewest` to `most`; a single one is the range
-        itself.
-        """
-        if self.candidates == 1:
-            return [0.0]
-        step = (most - fewest) / (self.candidates - 1)
-        return [fewest + index * step for index in range(self.candidates)]
-
-
-EFFORTS = (
-    Effort(candidates=1, polish=0, rounds=0),
-    Effort(candidates=9, polish=2, rounds=2),
-    Effort(candidates=21, polish=3, rounds=6),
-)
 
 
 def weights(x_KG: Tensor) -> Tensor:
@@ -267,7 +203,6 @@ def fit_affine(
     w_KG: Tensor,
     levels: int,
     extra: list[float],
-    polish: int,
     *,
     low_below_zero: bool,
 ) -> tuple[Tensor, Tensor]:
@@ -280,7 +215,7 @@ def fit_affine(
     w_G, y_G = total(w_KG), total(w_KG * y_KG)
     scale_G, shift_G = exact_quotient(span_G, levels), torch.zeros_like(low_G)
     score_G = torch.full_like(low_G, torch.inf)
-    for step in range(len(extra) + polish):
+    for step in range(len(extra) + POLISH):
         q_KG = (
             y_KG * ((levels + extra[step]) / span_G)
             if step < len(extra)
@@ -305,9 +240,7 @@ def fit_affine(
     return scale_G, low_G + shift_G
 
 
-def fit_symmetric(
-    x_KG: Tensor, w_KG: Tensor, levels: int, extra: list[float], polish: int
-) -> Tensor:
+def fit_symmetric(x_KG: Tensor, w_KG: Tensor, levels: int, extra: list[float]) -> Tensor:
     """Return s, of either sign, for x = s q with q in -levels..levels-1.
 
     The value of largest magnitude becomes -levels, which has no positive counterpart: its sign is
@@ -316,7 +249,7 @@ def fit_symmetric(
     extreme_G = extreme(x_KG)
     scale_G = exact_quotient(extreme_G, -levels)
     score_G = torch.zeros_like(extreme_G)
-    for step in range(len(extra) + polish):
+    for step in range(len(extra) + POLISH):
         inverse_G = (levels + extra[step]) / -extreme_G if step < len(extra) else 1 / scale_G
         q_KG = (x_KG * inverse_G).round_().clamp_(-levels, levels - 1)
         wq_KG = q_KG * w_KG
@@ -359,7 +292,7 @@ def ratio(a: Tensor, b: Tensor) -> Tensor:
 
 
 def share_affine(
-    x_KSN: Tensor, w_KSN: Tensor, scale_SN: Tensor, low_SN: Tensor, levels: int, rounds: int
+    x_KSN: Tensor, w_KSN: Tensor, scale_SN: Tensor, low_SN: Tensor, levels: int
 ) -> Shared:
     """Return blocks of Q4_K or Q5_K for sub-blocks whose best fit is x = scale q + low, low <= 0."""
 
@@ -382,7 +315,7 @@ def share_affine(
     d_N, dmin_N = _unit(scale_SN.amax(0), 63), _unit(-low_SN.amin(0), 63)
     best = encoded(d_N, dmin_N, six_bits(ratio(scale_SN, d_N)), six_bits(ratio(-low_SN, dmin_N)))
     w_SN, x_SN = total(w_KSN), total(w_KSN * x_KSN)
-    for _ in range(rounds):
+    for _ in range(ROUNDS):
         assert best.dmin_N is not None
         wq_KSN = best.q_KSN * w_KSN
         q_SN, q2_SN, qx_SN = total(wq_KSN), total(wq_KSN * best.q_KSN), total(wq_KSN * x_KSN)
@@ -413,9 +346,7 @@ def share_affine(
     return best
 
 
-def share_symmetric(
-    x_KSN: Tensor, w_KSN: Tensor, scale_SN: Tensor, levels: int, rounds: int
-) -> Shared:
+def share_symmetric(x_KSN: Tensor, w_KSN: Tensor, scale_SN: Tensor, levels: int) -> Shared:
     """Return blocks of Q6_K for sub-blocks whose best fit is x = scale q, q in -levels..levels-1."""
 
     def encoded(d_N: Tensor, scale_SN: Tensor) -> Shared:
@@ -437,7 +368,7 @@ def share_symmetric(
     # The scale of largest magnitude becomes -128: its sign is free, and 127 would be a coarser fit.
     d_N = _unit(extreme(scale_SN), -128)
     best = encoded(d_N, eight_bits(ratio(scale_SN, d_N)))
-    for _ in range(rounds):
+    for _ in range(ROUNDS):
         wq_KSN = best.q_KSN * w_KSN
         q2_SN, qx_SN = total(wq_KSN * best.q_KSN), total(wq_KSN * x_KSN)
         sc_SN = eight_bits(ratio(ratio(qx_SN, q2_SN), best.d_N))

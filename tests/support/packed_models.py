@@ -61,8 +61,7 @@ def write(path: Path, decoder: Decoder, blocks: str, floats: str = "") -> Path:
     for ours, tensor in decoder.state_dict().items():
         found: Tensor | QuantTensor = tensor
         if tensor.dim() == 2 and not (floats and floats in ours):
-            # Blocks of the least effort: what is in them is theirs, not how near it is to the weights.
-            found = quantize(tensor, BLOCK_TYPES[blocks], effort=0)
+            found = quantize(tensor, BLOCK_TYPES[blocks])
         if convention == "gguf":
             found = shifted(config, ours, found, 1)
         if permuted and (heads := rotated_heads(config, ours)):

@@ -140,7 +140,7 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, ModelConfig]:
         values = torch.randn(shape) * 0.02 if len(shape) == 2 else torch.ones(shape)
         made[shape] = values
         if len(shape) == 2:
-            made[shape] = quantize(values.cuda(), BLOCK_TYPES["Q4_K"], effort=0).to("cpu")
+            made[shape] = quantize(values.cuda(), BLOCK_TYPES["Q4_K"]).to("cpu")
     path = tmp_path_factory.mktemp("large") / "m.gguf"
     names = names_for("gguf", config).values()
     write_gguf(path, config=config.to_hf_dict(), tensors=((n, made[shapes[n]]) for n in names))

@@ -312,16 +312,6 @@ def test_a_config_that_asks_for_remote_code_is_only_text(tmp_path: Path) -> None
     assert not (tmp_path / "mark").exists()
 
 
-def test_dtypes_of_an_old_apr_are_passed_on(tmp_path: Path) -> None:
-    from tests.support.apr_bytes import Entry
-
-    path = tmp_path / "m.apr"
-    path.write_bytes(build_apr([Entry("w", 9, [3], struct.pack("<f3b", 2.0, 1, 2, 3))]))
-    assert "AP06" in refusal(path)
-    found = open_weights(path, apr_dtypes={9: "APR_Q8"}).get("w")
-    assert isinstance(found, torch.Tensor) and found.tolist() == [2.0, 4.0, 6.0]
-
-
 def test_opening_loads_no_torch_and_reads_no_data(tmp_path: Path) -> None:
     import subprocess
     import sys

@@ -327,7 +327,7 @@ class MemoryFile:
         for ours, tensor in decoder.state_dict().items():
             found: Tensor | QuantTensor = tensor
             if blocks and tensor.dim() == 2:
-                found = quantize(tensor, BLOCK_TYPES[blocks], effort=0)
+                found = quantize(tensor, BLOCK_TYPES[blocks])
             if permuted and (heads := rotated_heads(decoder.config, ours)):
                 found = permute_rows(found, heads)
             self.held[names[ours]] = found
@@ -452,7 +452,7 @@ def test_logits_of_blocks_equal_those_of_the_dequantised_weights(
     weights = MemoryFile(decoder, convention, blocks, permuted)
     for parameter in decoder.parameters() if blocks else ():
         if parameter.dim() == 2:
-            parameter.copy_(quantize(parameter, BLOCK_TYPES[blocks], effort=0).dequantize())
+            parameter.copy_(quantize(parameter, BLOCK_TYPES[blocks]).dequantize())
     save_decoder(decoder, tmp_path / "plain", torch.float32)
     plain, loaded = load_decoder(tmp_path / "plain"), load_decoder(weights)
     for name, parameter in plain.named_parameters():

@@ -22,9 +22,9 @@ from engine.quant.tensor import QuantTensor
 from tests.support.apr_bytes import FLOATS, HALVES, METADATA, Entry, build_apr
 
 
-def opened(path: Path, *tensors: Entry, dtypes: dict[int, str] | None = None) -> AprFile:
+def opened(path: Path, *tensors: Entry) -> AprFile:
     path.write_bytes(build_apr(sorted(tensors, key=lambda one: one.name)))
-    return AprFile(path, dtypes=dtypes)
+    return AprFile(path)
 
 
 def plain(found: torch.Tensor | QuantTensor) -> torch.Tensor:
@@ -171,31 +171,27 @@ def test_the_formats_own_q4_has_even_values_in_low_nibbles(tmp_path: Path) -> No
     values = [float((7 * i) % 15 - 7) for i in range(45)]
     data = apr_q4(values)
     assert len(data) == 36
-    for dtype, said in ((128, None), (8, {8: "APR_Q4"})):
-        weights = opened(tmp_path / "m.apr", Entry("w", dtype, [3, 15], data), dtypes=said)
+    for dtype in (128, 8):
+        weights = opened(tmp_path / "m.apr", Entry("w", dtype, [3, 15], data))
         assert plain(weights.get("w")).flatten().tolist() == values
         assert weights.tensors["w"].dtype == "APR_Q4"
 
 
 def test_the_formats_own_q8_has_one_scale(tmp_path: Path) -> None:
     data = struct.pack("<f6b", 0.5, -127, 0, 1, 2, 3, 127)
-    for dtype, said in ((129, None), (9, {9: "APR_Q8"})):
-        weights = opened(tmp_path / "m.apr", Entry("w", dtype, [2, 3], data), dtypes=said)
+    for dtype in (129, 9):
+        weights = opened(tmp_path / "m.apr", Entry("w", dtype, [2, 3], data))
         assert plain(weights.get("w")).tolist() == [[-63.5, 0.0, 0.5], [1.0, 1.5, 63.5]]
     assert plain(opened(tmp_path / "m.apr", Entry("w", 129, [0], b"")).get("w")).shape == (0,)
 
 
-def test_dtype_8_can_be_ggmls_when_the_user_says_so_and_the_size_agrees(tmp_path: Path) -> None:
+def test_dtype_8_is_ggmls_where_the_size_says_so(tmp_path: Path) -> None:
     block = struct.pack("<e32b", 0.5, *range(-16, 16))
     path = tmp_path / "m.apr"
-    weights = opened(path, Entry("w", 8, [1, 32], block), dtypes={8: "Q8_0"})
+    weights = opened(path, Entry("w", 8, [1, 32], block))
     found = weights.get("w")
     assert isinstance(found, QuantTensor) and found.type.name == "Q8_0"
     assert found.dequantize()[0].tolist() == [code / 2 for code in range(-16, 16)]
-    with pytest.raises(WeightsError, match=r"AP06 .*found APR_Q4, and 34 bytes that fit Q8_0"):
-        AprFile(path, dtypes={8: "APR_Q4"})
-    with pytest.raises(WeightsError, match=r"AP06 .*found Q5_K"):
-        AprFile(path, dtypes={8: "Q5_K"})
 
 
 def test_a_q4_of_almost_nothing_but_zeros_is_refused(tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ The error limits are those of ggml's reference quantizers on the same kinds of d
 
 from __future__ import annotations
 
-import gguf
 import pytest
 import torch
 from torch import Tensor
@@ -16,7 +15,6 @@ from engine.quant.blocks import BLOCK_TYPES, LAYOUTS, WRITTEN, QuantError
 from engine.quant.quantize import quantize
 
 QUANTS = [name for name in LAYOUTS if name in WRITTEN]
-PLAIN = [name for name in QUANTS if LAYOUTS[name].scales is None]
 SIGNED = [name for name in QUANTS if LAYOUTS[name].second is None]
 
 # Relative RMS error of ggml's quantizers: Gaussian values, Student's t with 4 degrees of freedom.
@@ -42,8 +40,8 @@ def heavy_tailed(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=generator) / squares.sqrt()
 
 
-def restored(x: Tensor, name: str, effort: int = 1) -> Tensor:
-    return quantize(x, BLOCK_TYPES[name], effort=effort).dequantize()
+def restored(x: Tensor, name: str) -> Tensor:
+    return quantize(x, BLOCK_TYPES[name]).dequantize()
 
 
 def relative_error(x: Tensor, y: Tensor) -> float:
@@ -57,29 +55,9 @@ def test_the_error_is_no_larger_than_that_of_the_best_known_quantizer(name: str)
 
 
 @pytest.mark.parametrize("name", QUANTS)
-def test_more_effort_gives_a_smaller_error(name: str) -> None:
-    x = gaussian(32, 1024, seed=1)
-    none, default, most = (relative_error(x, restored(x, name, effort)) for effort in range(3))
-    # The search minimises a weighted error; the plain one follows it to within a thousandth.
-    assert default < 0.98 * none
-    assert most < 1.001 * default
-
-
-@pytest.mark.parametrize("name", PLAIN)
-def test_without_effort_the_bytes_are_those_of_the_gguf_package(name: str) -> None:
-    ties = torch.arange(-256, 256).float().view(2, 256) / 2
-    x = torch.cat([gaussian(40, 256), heavy_tailed(40, 256), ties, torch.ones(1, 256)])
-    x[0, :32] = 0
-    x[1, 5] = 1e4
-    expected = gguf.quants.quantize(x.numpy(), gguf.GGMLQuantizationType[name])
-    assert torch.equal(quantize(x, BLOCK_TYPES[name], effort=0).blocks, torch.from_numpy(expected))
-
-
-@pytest.mark.parametrize("effort", [0, 1, 2])
-@pytest.mark.parametrize("name", QUANTS)
-def test_a_power_of_two_scales_every_value_exactly(name: str, effort: int) -> None:
+def test_a_power_of_two_scales_every_value_exactly(name: str) -> None:
     x = gaussian(5, 512, seed=2)
-    assert torch.equal(restored(64 * x, name, effort), 64 * restored(x, name, effort))
+    assert torch.equal(restored(64 * x, name), 64 * restored(x, name))
 
 
 @pytest.mark.parametrize("name", QUANTS)
@@ -96,13 +74,12 @@ def test_the_sign_changes_nothing_in_types_without_a_minimum(name: str) -> None:
     assert torch.equal(restored(-x, name), -restored(x, name))
 
 
-@pytest.mark.parametrize("effort", [0, 1, 2])
 @pytest.mark.parametrize("name", QUANTS)
-def test_zeros_stay_zeros(name: str, effort: int) -> None:
-    assert not restored(torch.zeros(2, 256), name, effort).any()
+def test_zeros_stay_zeros(name: str) -> None:
+    assert not restored(torch.zeros(2, 256), name).any()
     x = gaussian(1, 256)
     x[:, 32:224] = 0
-    y = restored(x, name, effort)
+    y = restored(x, name)
     assert not y[:, 32:224].any()
     assert y.isfinite().all()
 
@@ -140,12 +117,11 @@ def test_rows_of_one_sign_keep_it(name: str) -> None:
         assert (y * x.sign() >= -half_a_step).all()
 
 
-@pytest.mark.parametrize("effort", [0, 1, 2])
 @pytest.mark.parametrize("name", QUANTS)
 @pytest.mark.parametrize("scale", [1e-5, 1e-6, 1e-7, 1e-12, 1e-30, 1e-44])
-def test_values_too_small_for_half_scales_stay_small(name: str, scale: float, effort: int) -> None:
+def test_values_too_small_for_half_scales_stay_small(name: str, scale: float) -> None:
     x = scale * gaussian(8, 512, seed=7)
-    y = restored(x, name, effort)
+    y = restored(x, name)
     # The smallest half is 6e-8, and a code is up to 32 times that and its scale.
     assert y.abs().max() <= max(2 * x.abs().max().item(), 32 * 6e-8)
 
@@ -208,11 +184,6 @@ def test_what_is_no_rows_of_floats_is_refused(tensor: Tensor) -> None:
         quantize(tensor, BLOCK_TYPES["Q4_K"])
 
 
-def test_an_unknown_effort_is_refused() -> None:
-    with pytest.raises(QuantError, match="expected an effort from 0 to 2, found 3"):
-        quantize(torch.zeros(1, 256), BLOCK_TYPES["Q4_K"], effort=3)
-
-
 @pytest.mark.parametrize("name", ["F32", "F16", "BF16"])
 def test_float_types_round_once(name: str) -> None:
     x = gaussian(3, 7, seed=9)
@@ -243,28 +214,26 @@ def test_no_rows_make_an_empty_tensor() -> None:
     assert made.dequantize().shape == (0, 512)
 
 
-@pytest.mark.parametrize("effort", [0, 1, 2])
 @pytest.mark.parametrize("name", QUANTS)
 def test_a_block_depends_on_its_own_values_alone(
-    name: str, effort: int, monkeypatch: pytest.MonkeyPatch
+    name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     x = gaussian(13, 768, seed=10)
     type_ = BLOCK_TYPES[name]
-    whole = quantize(x, type_, effort=effort).blocks
+    whole = quantize(x, type_).blocks
     monkeypatch.setitem(quantize_module.CHUNK_VALUES, "cpu", 2 * 768)
-    assert torch.equal(quantize(x, type_, effort=effort).blocks, whole)
+    assert torch.equal(quantize(x, type_).blocks, whole)
     # A single block, where a sum over one column could be another sum.
-    alone = quantize(x[7, : type_.block_size], type_, effort=effort).blocks
+    alone = quantize(x[7, : type_.block_size], type_).blocks
     assert torch.equal(alone, whole[7, : type_.block_bytes])
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("effort", [0, 1, 2])
 @pytest.mark.parametrize("name", QUANTS)
-def test_a_gpu_writes_the_same_bytes(name: str, effort: int) -> None:
+def test_a_gpu_writes_the_same_bytes(name: str) -> None:
     x = torch.cat([heavy_tailed(256, 1024, seed=11), 1e-5 * gaussian(64, 1024)])
     x[3, 40:200] = 0
-    here = quantize(x, BLOCK_TYPES[name], effort=effort).blocks
-    there = quantize(x.cuda(), BLOCK_TYPES[name], effort=effort).blocks.cpu()
+    here = quantize(x, BLOCK_TYPES[name]).blocks
+    there = quantize(x.cuda(), BLOCK_TYPES[name]).blocks.cpu()
     different = (here != there).sum().item()
     assert different == 0, f"{different} of {here.numel()} bytes differ"
