@@ -49,7 +49,7 @@ class Kind(Enum):
 
 
 _UNPICKLE = "a pickle can run code: convert it to safetensors in a sandbox"
-_HINTS = {
+HINTS = {
     Kind.SAFETENSORS: "give its path as the model: the name does not matter",
     Kind.GGUF: "give its path as the model: the name does not matter",
     Kind.APR: "give its path as the model: the name does not matter",
@@ -113,5 +113,5 @@ def other_kind(
     if kind is Kind.UNKNOWN:
         found = f"a file that begins with {start[:8]!r}"
     return WeightsError.expected(
-        f"{code} {what}".lstrip(), where, expected, found, hint=_HINTS.get(kind)
+        f"{code} {what}".lstrip(), where, expected, found, hint=HINTS.get(kind)
     )

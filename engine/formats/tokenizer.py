@@ -38,6 +38,7 @@ from typing import TYPE_CHECKING, Any
 from engine import limits
 from engine.errors import TokenizerError
 from engine.files import open_regular, parse_json, read_bytes
+from engine.formats.kinds import HINTS, START_BYTES, Kind, kind_of
 
 if TYPE_CHECKING:
     import numpy as np
@@ -52,10 +53,8 @@ END_OF_TEXT_NAMES = ("<|endoftext|>", "<|im_end|>", "</s>")
 # Its threads share a batch by pieces.
 _BATCH_CHARACTERS = 1 << 18
 _PIECE_CHARACTERS = 1 << 15
-_START_BYTES = 512
 _OTHER_FORMATS = ("merges.txt", "tokenizer.model", "vocab.json", "vocab.txt")
 _LIBRARY_PREFIX = "Cannot instantiate Tokenizer from buffer: "
-_DOWNLOAD_HINT = "download the file again"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -391,22 +390,12 @@ def _read(path: Path) -> bytes:
         raise TokenizerError.expected("tokenizer", path, "a file", found, hint=hint)
     with open_regular(path, "tokenizer", error=TokenizerError) as file:
         # A weight file given by mistake is gigabytes; its first bytes suffice to identify it.
-        _refuse_other_content(file.read(_START_BYTES), path)
+        start = file.read(START_BYTES)
+    if (kind := kind_of(start)) is not Kind.JSON:
+        found = kind.value if kind is not Kind.UNKNOWN else f"a file that begins with {start[:8]!r}"
+        hint = HINTS.get(kind, f"give {FILE_NAME}")
+        raise TokenizerError.expected("tokenizer", path, "a JSON object", found, hint=hint)
     return read_bytes(path, "tokenizer", limits.TOKENIZER_FILE, error=TokenizerError)
-
-
-def _refuse_other_content(start: bytes, path: Path) -> None:
-    if start.startswith(b"version https://git-lfs"):
-        found, hint = "a Git LFS pointer", "run git lfs pull"
-    elif start.lstrip().lower().startswith((b"<!doctype html", b"<html")):
-        found, hint = "a web page", "download the raw file, not the page that shows it"
-    elif not start.strip():
-        found, hint = "an empty file", _DOWNLOAD_HINT
-    elif not start.lstrip().startswith(b"{"):
-        found, hint = f"a file that begins with {start[:8]!r}", f"give {FILE_NAME}"
-    else:
-        return
-    raise TokenizerError.expected("tokenizer", path, "a JSON object", found, hint=hint)
 
 
 def _check_added_ids(record: dict[str, Any], inner: tokenizers.Tokenizer, path: Path) -> None:

@@ -34,7 +34,6 @@ _COMMIT = re.compile(r"[0-9a-f]{40}")
 _FILE_ENDINGS = (".gguf", ".apr", ".safetensors", ".json", ".toml", ".jsonl", ".bin", ".pt", ".pth")
 _WEIGHTS = (".safetensors", ".gguf", ".apr", ".bin", ".pt", ".pth", ".ckpt")
 _INDEX = (".safetensors.index.json", ".bin.index.json")
-_LISTED = 12
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,7 +117,7 @@ def find_snapshot(hub_model: HubName, part: Wanted = "model") -> Snapshot:
     commit = _commit(model, hub_model)
     folder = model / "snapshots" / commit
     if not folder.is_dir():
-        raise hub_model.refusal(f"the snapshot {commit} in {model}", _revisions(model))
+        raise hub_model.refusal(f"the snapshot {commit} in {model}", "none")
     snapshot = Snapshot(name=hub_model.name, commit=commit, folder=folder)
     snapshot.check(part, hub_model)
     return snapshot
@@ -151,35 +150,12 @@ def _commit(model: Path, hub_model: HubName) -> str:
         return hub_model.revision
     ref = model / "refs" / hub_model.revision
     if not ref.is_file():
-        raise hub_model.refusal(f"the revision {hub_model.revision} in {model}", _revisions(model))
+        raise hub_model.refusal(f"the revision {hub_model.revision} in {model}", "none")
     commit = read_text(ref, "revision", limits.HUB_REVISION).strip()
     # It becomes a part of a path.
     if not _COMMIT.fullmatch(commit):
         raise hub_model.refusal(f"the 40 digits of a commit in {ref}", f"{commit!r:.60}")
     return commit
-
-
-def _revisions(model: Path) -> str:
-    """Return the revisions in the cache: branches and tags, then commits that no branch points to."""
-    named: dict[str, str] = {}
-    refs = model / "refs"
-    for folder, _, files in os.walk(refs):
-        for file in files[:_LISTED]:
-            path = Path(folder, file)
-            name = path.relative_to(refs).as_posix()
-            if (parsed := hub_name(f"a/b@{name}")) and path.is_file():
-                named[parsed.revision] = read_text(path, "revision", limits.HUB_REVISION).strip()
-        if len(named) > _LISTED:
-            break
-    snapshots = model / "snapshots"
-    commits = sorted(os.listdir(snapshots)) if snapshots.is_dir() else []
-    revisions = [name for name in sorted(named) if named[name] in commits]
-    revisions += [
-        commit for commit in commits if _COMMIT.fullmatch(commit) and commit not in named.values()
-    ]
-    if not revisions:
-        return "no snapshot at all"
-    return f"only {', '.join(revisions[:_LISTED])}" + (", ..." if revisions[_LISTED:] else "")
 
 
 def _missing(folder: Path, part: Wanted) -> str | None:
