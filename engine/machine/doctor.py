@@ -9,8 +9,7 @@
 A machine without a GPU is a normal state: a run computes on its CPU, no GPU queries are made, and none lowers
 the verdict. It is not normal when the PCI bus has an NVIDIA GPU or `CUDA_VISIBLE_DEVICES` hides one.
 
-Readings that no run uses (fans, bus traffic, ...) are listed with what their absence rules out and do not
-count. `diagnose` is pure; `engine doctor` reads the machine and prints.
+`diagnose` is pure; `engine doctor` reads the machine and prints.
 """
 
 from __future__ import annotations
@@ -193,7 +192,7 @@ def _missing_answers(probes: Sequence[Probe]) -> Iterator[Missing]:
                 what=f"GPU {probe.gpu} {probe.capability.what}",
                 reason=probe.answer.absent,
                 rules_out=probe.capability.rules_out,
-                counts=probe.capability.used,
+                counts=True,
             )
 
 

@@ -1,9 +1,7 @@
-"""Probe what NVML can report about a GPU: every query once, with its cost.
+"""Probe what NVML can report about a GPU: every query that a run makes once, with its cost.
 
-The monitor makes a few queries every second and never makes others, because they hold the driver's lock for
-milliseconds and so disturb the run that is watched. Here all of them are made, once, outside a run; the whole
-table takes up to a second for each GPU. The table also says, in one sentence per query, what its absence
-rules out, so that a user learns it before a run and not from a gap in a chart.
+The table also says, in one sentence per query, what its absence rules out, so that a user learns it before a run
+and not from a gap in a chart.
 """
 
 from __future__ import annotations
@@ -17,10 +15,8 @@ from engine.machine.nvml import Nvml
 from engine.machine.reading import Reading, absent, measured
 
 EVERY_SECOND, EVERY_TEN_SECONDS, ONCE = "every second", "every ten seconds", "once"
-_LOCK = "never: holds the driver's lock for milliseconds"
-_UNUSED = "not asked in a run"
 # Arguments of NVML's functions, from the enumerations of nvml.h.
-_SM_CLOCK, _DIE_SENSOR, _SEND, _UNCORRECTED, _SINCE_BOOT = 1, 0, 0, 1, 0
+_SM_CLOCK, _DIE_SENSOR = 1, 0
 WORKS = "works"
 
 
@@ -30,17 +26,12 @@ class Capability:
     functions: tuple[str, ...]
     """Names in NVML, newest first; the first that works is used."""
     asked: str
-    """Schedule of this query in the monitor of a run, or the reason why the monitor does not make it."""
+    """Schedule of this query in the monitor of a run."""
     arguments: tuple[Any, ...] = ()
     rules_out: str = ""
     """Question that cannot be answered without it; empty if its absence does not matter."""
     check: Callable[[Any], str | None] | None = None
     """Function that returns why a result is not valid, or None; used for queries that always succeed."""
-
-    @property
-    def used(self) -> bool:
-        """Whether a run makes this query."""
-        return self.asked in (EVERY_SECOND, EVERY_TEN_SECONDS, ONCE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,35 +112,14 @@ CAPABILITIES = (
     Capability(
         what="processes and their memory",
         functions=(f"{_GET}ComputeRunningProcesses",),
-        asked=_LOCK,
+        asked=EVERY_TEN_SECONDS,
         rules_out="which process holds GPU memory",
     ),
-    Capability(
-        what="PCIe throughput",
-        functions=(f"{_GET}PcieThroughput",),
-        arguments=(_SEND,),
-        asked="never: holds the driver's lock for 20 ms",
-        rules_out="how much crosses the bus",
-    ),
-    Capability(what="fan", functions=(f"{_GET}FanSpeed",), asked=_LOCK),
     Capability(
         what="energy since the driver loaded",
         functions=(f"{_GET}TotalEnergyConsumption",),
         asked=EVERY_TEN_SECONDS,
         rules_out="energy by the GPU's own counter",
-    ),
-    Capability(
-        what="uncorrected memory errors",
-        functions=(f"{_GET}TotalEccErrors",),
-        arguments=(_UNCORRECTED, _SINCE_BOOT),
-        asked=_UNUSED,
-        rules_out="whether the GPU's memory has had errors",
-    ),
-    Capability(
-        what="events: Xid, ECC",
-        functions=(f"{_GET}SupportedEventTypes",),
-        asked=_UNUSED,
-        rules_out="a GPU error at the moment it happens",
     ),
     Capability(
         what="GPM counters",
@@ -158,8 +128,6 @@ CAPABILITIES = (
         check=_no_gpm,
         rules_out="how much of the GPU works: tensor cores, occupancy, memory bandwidth",
     ),
-    Capability(what="division (MIG)", functions=(f"{_GET}MigMode",), asked=_UNUSED),
-    Capability(what="persistence mode", functions=(f"{_GET}PersistenceMode",), asked=_UNUSED),
 )
 
 
