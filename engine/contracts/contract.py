@@ -32,17 +32,22 @@ class Falsifier(msgspec.Struct, frozen=True, kw_only=True):
     prediction: str = ""
     if_fails: str = ""
     test: str
-    """`python:<pytest node>`, `bench:<arguments>`, `flip:<arguments>`, or any text in an upstream file."""
+    """`python:<pytest node>`, or any text in an upstream file."""
     differs: str = ""
     demoted_by: str
     """The finding that refuted the claim; empty while it is active."""
+
+    @property
+    def node(self) -> str:
+        """The pytest node of a test that runs here."""
+        return self.test.removeprefix("python:")
 
 
 class Proof(msgspec.Struct, frozen=True, kw_only=True):
     id: str
     engine: str
-    """z3, enumerate or crosshair; kani in upstream's files."""
-    harness: str = ""
+    """z3 or enumerate."""
+    harness: str
     bound: str
     timeout_s: int = 60
 
@@ -179,12 +184,12 @@ def check_source(contract: Contract, sources: Sources, walk: Walk) -> None:
                 text = f"no file {file}"
             elif name not in sources.names(sources.root / file):
                 text = f"no test {name} in {file}"
-        elif scheme not in ("bench", "flip") or not target.strip():
-            text = f"expected python:, bench: or flip: and what to run, found {falsifier.test!r}"
+        else:
+            text = f"expected python: and a test, found {falsifier.test!r}"
         if text:
             walk.add("W-TEST", ("falsification_tests", i, "test"), text)
     for i, proof in enumerate(contract.proofs):
-        if proof.engine != "kani" and not sources.has(proof.harness):
+        if not sources.has(proof.harness):
             text = f"no function {proof.harness}; expected module:function"
             walk.add("W-TEST", ("proof_harnesses", i, "harness"), text)
     for i, planted in enumerate(contract.planted):
@@ -288,13 +293,7 @@ def contract_of(path: Path, raw: bytes, fields: dict[str, Any]) -> Contract:
             )
             for row in fields.get("falsification_tests", ())
         ),
-        proofs=(
-            *(msgspec.convert(row, Proof) for row in fields.get("proof_harnesses", ())),
-            *(
-                msgspec.convert(row | {"engine": "kani", "bound": _unwinding_bound(row)}, Proof)
-                for row in fields.get("kani_harnesses", ())
-            ),
-        ),
+        proofs=tuple(msgspec.convert(row, Proof) for row in fields.get("proof_harnesses", ())),
         planted=tuple(
             msgspec.convert(row | row["edit"], Planted)
             for row in fields.get("qa_gate", {}).get("planted", ())
@@ -309,7 +308,3 @@ def _demoting_finding(row: dict[str, Any]) -> str:
 
 def _test_reference(row: dict[str, Any]) -> str:
     return row.get("test") or row.get("test_harness") or row.get("name") or ""
-
-
-def _unwinding_bound(row: dict[str, Any]) -> str:
-    return f"unwind {row['bound']}" if "bound" in row else ""

@@ -32,7 +32,7 @@ FOLDER = Path("evidence/contracts")
 
 WAS_PLANTED = "planted"
 """The result of a planted bug that was loaded."""
-VALID, TEST, COMMAND, PROOF, PLANTED = "valid", "test", "command", "proof", "planted"
+VALID, TEST, PROOF, PLANTED = "valid", "test", "proof", "planted"
 _PACKAGES = (
     "pytest",
     "hypothesis",
@@ -40,7 +40,6 @@ _PACKAGES = (
     "triton",
     "numpy",
     "z3-solver",
-    "crosshair-tool",
     "PyYAML",
 )
 
@@ -75,18 +74,12 @@ def code_files(contract: Contract, sources: Sources) -> list[Path]:
     """Return the files that a contract's receipts are bound to, whether they exist or not."""
     modules = [*contract.binds, *(planted.module for planted in contract.planted)]
     files = {sources.file_of(module.partition(":")[0]) for module in modules}
-    importing = {
-        sources.file_of(proof.harness.partition(":")[0])
-        for proof in contract.proofs
-        if proof.engine != "kani"
-    }
+    importing = {sources.file_of(proof.harness.partition(":")[0]) for proof in contract.proofs}
     for falsifier in contract.active:
-        scheme, _, target = falsifier.test.partition(":")
-        if scheme == "python":
-            file = sources.root / split_node(target)[0]
-            folders = [folder for folder in file.parents if folder.is_relative_to(sources.root)]
-            files |= {folder / "conftest.py" for folder in folders if folder != sources.root}
-            importing.add(file)
+        file = sources.root / split_node(falsifier.node)[0]
+        folders = [folder for folder in file.parents if folder.is_relative_to(sources.root)]
+        files |= {folder / "conftest.py" for folder in folders if folder != sources.root}
+        importing.add(file)
     for file in importing:
         files |= {file, *sources.helpers(file)}
     return sorted(files)

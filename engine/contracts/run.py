@@ -9,11 +9,10 @@ Nothing here decides a verdict: receipts hold what was counted.
 
 from __future__ import annotations
 
-import importlib.util
+import functools
 import json
 import os
 import re
-import shlex
 import shutil
 import signal
 import subprocess
@@ -24,18 +23,17 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from engine.contracts import measured as kinds
 from engine.contracts import plant
 from engine.contracts.contract import Contract, Falsifier, Planted, Proof
 from engine.contracts.measured import Receipt, code_hash, host, tools, write_receipts
-from engine.contracts.proving import ABSENT, PROVED, REFUTED, UNKNOWN
+from engine.contracts.proving import UNKNOWN
 from engine.contracts.source import Sources, split_node
 from engine.signals import scratch_folder
 
 TESTS_LIMIT_S = 900.0
-COMMAND_LIMIT_S = 3600.0
 _TAIL = 400
 """Maximum length of the last line of an output, in characters."""
 _NOT_INHERITED = ("APR_", "PYTEST_", "MANAGED_MEMORY", "PYTHONPATH")
@@ -64,74 +62,64 @@ class Runner:
         begin = time.perf_counter()
         # Receipts carry the code's hash at the start: code that changes meanwhile makes them stale.
         code_sha256 = code_hash(contract, Sources(self.root))
-        receipts = [
-            Receipt(
-                check=check.id,
-                kind=check.kind,
-                contract_sha256=contract.sha256,
-                code_sha256=code_sha256,
-                tools=tools(),
-                argv=check.ran.argv,
-                rc=check.ran.rc,
-                counts=check.counts,
-                result=check.result,
-                detail=without_machine(check.detail, Path.cwd()),
-                duration_s=round(check.ran.duration_s, 3),
-                host=host(),
-                unix_s=round(time.time(), 3),
-            )
-            for check in self._checks(contract)
-        ]
+        receipts = list(
+            self._receipts(contract, functools.partial(_receipt, contract, code_sha256))
+        )
         write_receipts(self.folder, contract.id, receipts)
         self.tell(f"{contract.id}: {len(receipts)} checks in {time.perf_counter() - begin:.1f} s")
 
-    def _checks(self, contract: Contract) -> Iterator[_Checked]:
+    def _receipts(self, contract: Contract, receipt: Callable[..., Receipt]) -> Iterator[Receipt]:
         # The file was read without an error: a contract with errors is not run.
         validated = Ran(argv=["validate"], rc=0)
-        yield _Checked(kinds.VALID, kinds.VALID, validated, {"problems": {"errors": 0}})
-        if tests := _tests_of(contract.active):
-            self.tell(f"{contract.id}: {len(tests)} tests")
-            tested = run_tests(tests, self.root, TESTS_LIMIT_S)
+        yield receipt(kinds.VALID, kinds.VALID, validated, {"problems": {"errors": 0}})
+        if contract.active:
+            self.tell(f"{contract.id}: {len(contract.active)} tests")
+            tested = run_tests(contract.active, self.root, TESTS_LIMIT_S)
             for id_, counts in tested.counts.items():
                 detail = tested.details[id_]
-                yield _Checked(kinds.TEST, id_, tested.ran, {id_: counts}, detail=detail)
-        for falsifier in contract.active:
-            if falsifier.test.startswith(("bench:", "flip:")):
-                self.tell(f"{contract.id}: {falsifier.id}")
-                ran = run_command(falsifier, self.root, COMMAND_LIMIT_S)
-                yield _Checked(kinds.COMMAND, falsifier.id, ran, {}, detail=ran.tail)
+                yield receipt(kinds.TEST, id_, tested.ran, {id_: counts}, detail=detail)
         for proof in contract.proofs:
             self.tell(f"{contract.id}: proof {proof.id}")
             ran, answer = run_proof(proof, self.root)
             cases = {"cases": {"all": answer["cases"]}}
-            yield _Checked(kinds.PROOF, proof.id, ran, cases, answer["result"], answer["detail"])
+            yield receipt(kinds.PROOF, proof.id, ran, cases, answer["result"], answer["detail"])
         for planted in contract.planted:
             self.tell(f"{contract.id}: planted bug {planted.id}")
-            # Commands of the engine take no planted bugs.
             must_fail = [
                 falsifier for falsifier in contract.active if falsifier.id in planted.turns_red
             ]
-            if tests := _tests_of(must_fail):
-                tested = run_tests(tests, self.root, TESTS_LIMIT_S, planted)
-                result, detail = "not loaded", tested.trouble
-                if tested.was_planted:
-                    result, detail = kinds.WAS_PLANTED, next(iter(tested.details.values()), "")
-                yield _Checked(kinds.PLANTED, planted.id, tested.ran, tested.counts, result, detail)
+            tested = run_tests(must_fail, self.root, TESTS_LIMIT_S, planted)
+            result, detail = "not loaded", tested.trouble
+            if tested.was_planted:
+                result, detail = kinds.WAS_PLANTED, next(iter(tested.details.values()), "")
+            yield receipt(kinds.PLANTED, planted.id, tested.ran, tested.counts, result, detail)
 
 
-class _Checked(NamedTuple):
-    """A check that ran, for its receipt."""
-
-    kind: str
-    id: str
-    ran: Ran
-    counts: dict[str, dict[str, int]]
-    result: str = ""
-    detail: str = ""
-
-
-def _tests_of(falsifiers: Sequence[Falsifier]) -> list[Falsifier]:
-    return [falsifier for falsifier in falsifiers if falsifier.test.startswith("python:")]
+def _receipt(
+    contract: Contract,
+    code_sha256: str,
+    kind: str,
+    check: str,
+    ran: Ran,
+    counts: dict[str, dict[str, int]],
+    result: str = "",
+    detail: str = "",
+) -> Receipt:
+    return Receipt(
+        check=check,
+        kind=kind,
+        contract_sha256=contract.sha256,
+        code_sha256=code_sha256,
+        tools=tools(),
+        argv=ran.argv,
+        rc=ran.rc,
+        counts=counts,
+        result=result,
+        detail=without_machine(detail, Path.cwd()),
+        duration_s=round(ran.duration_s, 3),
+        host=host(),
+        unix_s=round(time.time(), 3),
+    )
 
 
 def without_machine(text: str, root: Path) -> str:
@@ -217,7 +205,7 @@ def run_tests(
     falsifiers: Sequence[Falsifier], root: Path, limit_s: float, planted: Planted | None = None
 ) -> Tested:
     """Run the tests of some falsifiers in one process, with a planted bug if one is given."""
-    nodes = {f.id: f.test.partition(":")[2] for f in falsifiers}
+    nodes = {f.id: f.node for f in falsifiers}
     files = sorted({split_node(node)[0] for node in nodes.values()})
     plugins = ("-p", "no:cacheprovider", "-p", "engine.contracts.pytest_plugin")
     options = ("-q", "--tb=short", "--continue-on-collection-errors", "--hypothesis-seed=0")
@@ -272,20 +260,8 @@ def _plant(planted: Planted, folder: Path) -> dict[str, str]:
     }
 
 
-def run_command(falsifier: Falsifier, root: Path, limit_s: float) -> Ran:
-    """Run `bench:...` or `flip:...` as that command of the engine; its exit status is the result."""
-    command, _, arguments = falsifier.test.partition(":")
-    return start(["-m", "engine", command, *shlex.split(arguments)], root, limit_s, {})
-
-
 def run_proof(proof: Proof, root: Path) -> tuple[Ran, dict[str, Any]]:
     """Run a harness in its own process; return the process and what it reported: result, cases, detail."""
-    tool = proof.engine
-    if tool == "kani" or (tool == "crosshair" and importlib.util.find_spec(tool) is None):
-        absent = {"result": ABSENT, "cases": 0, "detail": f"{tool} is not installed"}
-        return Ran(argv=[tool], rc=None), absent
-    if tool == "crosshair":
-        return _run_crosshair(proof, root)
     ran = start(["-m", "engine.contracts.proving", proof.harness], root, proof.timeout_s, {})
     try:
         answer = json.loads(ran.stdout.strip().splitlines()[-1])
@@ -293,17 +269,3 @@ def run_proof(proof: Proof, root: Path) -> tuple[Ran, dict[str, Any]]:
         how = "stopped at its limit" if ran.rc is None else f"exit {ran.rc}"
         answer = {"result": UNKNOWN, "cases": 0, "detail": f"{how}: {ran.tail}"}
     return ran, answer
-
-
-def _run_crosshair(proof: Proof, root: Path) -> tuple[Ran, dict[str, Any]]:
-    """Run CrossHair. Only `Confirmed over all paths` is a proof; finding nothing within the time is not."""
-    options = ["--analysis_kind=asserts", "--report_all"]
-    options.append(f"--per_condition_timeout={proof.timeout_s}")
-    harness = proof.harness.replace(":", ".")
-    ran = start(["-m", "crosshair", "check", *options, harness], root, proof.timeout_s + 30, {})
-    result = UNKNOWN
-    if ran.rc == 0 and "Confirmed over all paths" in ran.stdout:
-        result = PROVED
-    elif ran.rc == 1:
-        result = REFUTED
-    return ran, {"result": result, "cases": 1, "detail": ran.tail}

@@ -9,12 +9,12 @@ that say `dialect: engine-1`:
     metadata.status, .demoted_by            active or demoted, and the finding that demoted it
     proof_obligations[].id, .status, .demoted_by, .tolerance {value, kind, derivation}
     falsification_tests[].obligations       the ids of the obligations that the test covers
-    falsification_tests[].test              python:<pytest node>, bench:<arguments>, flip:<arguments>
+    falsification_tests[].test              python:<pytest node>
     falsification_tests[].differs           why the condition is not the published one of this id
     proof_harnesses[]                       id, obligation, engine, harness, bound, strategy, timeout_s
     qa_gate.planted[]                       id, what, edit {module, replace, with}, turns_red [ids]
 
-Upstream's `kani_harnesses` are read, but their tool is not available here: their result is ToolAbsent.
+Upstream's `kani_harnesses` are checked by its rules, and not run: in a contract of ours they cover nothing.
 
 A shape is `str`, `bool` or `float`; a frozenset of known words; `VERBATIM` text; `AtLeast`, an integer; a
 `Block` with known keys; `Named` with free keys; a list with the shape of its items; a tuple of alternative
@@ -174,7 +174,7 @@ CONTRACT = Block(
             Block(
                 {
                     **_fields(str, "id obligation property harness bound"),
-                    "engine": _words("z3 enumerate crosshair"),
+                    "engine": _words("z3 enumerate"),
                     "strategy": STRATEGIES,
                     "axioms": [str],
                     "timeout_s": AtLeast(1),

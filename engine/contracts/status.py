@@ -30,7 +30,6 @@ from pathlib import Path
 
 from engine.contracts.contract import Contract, Loaded, checked_contracts
 from engine.contracts.measured import (
-    COMMAND,
     FOLDER,
     PLANTED,
     PROOF,
@@ -125,7 +124,7 @@ def answer_of(receipt: Receipt, contract: Contract, code_sha256: str) -> Answer:
     for bug in contract.planted:
         if receipt.kind == PLANTED and bug.id == receipt.check:
             return _planted_answer(receipt, bug.turns_red)
-    judges = {TEST: _test_answer, COMMAND: _command_answer, PROOF: _proof_answer}
+    judges = {TEST: _test_answer, PROOF: _proof_answer}
     if (judge := judges.get(receipt.kind)) is not None:
         return judge(receipt)
     return Answer(Rank.NO_CHECKABLE, f"a receipt of a kind that is not known: {receipt.kind}")
@@ -152,15 +151,6 @@ def _test_answer(receipt: Receipt) -> Answer:
     if counts.get("passed") != collected:
         return answer(Rank.NO_CHECKABLE, "passed")
     return Answer(Rank.PASS, f"{collected} of {collected} passed")
-
-
-def _command_answer(receipt: Receipt) -> Answer:
-    if receipt.rc == 0:
-        return Answer(Rank.PASS, "exit 0")
-    if receipt.rc == 1:
-        return Answer(Rank.FAIL, receipt.detail or "exit 1")
-    how = "stopped at its limit" if receipt.rc is None else f"exit {receipt.rc}"
-    return Answer(Rank.NO_CHECKABLE, f"{how}: {receipt.detail}")
 
 
 def _proof_answer(receipt: Receipt) -> Answer:

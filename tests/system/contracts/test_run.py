@@ -70,8 +70,6 @@ def add_tests_and_bugs(contract: dict[str, Any]) -> None:
     for name in ("fails", "gives_up", "nothing", "breaks", "absent"):
         harness = f"contracts.proofs.some:{name}"
         contract["proof_harnesses"].append({**proof, "id": f"P-{name}", "harness": harness})
-    contract["proof_harnesses"].append({**proof, "id": "P-crosshair", "engine": "crosshair"})
-    contract["kani_harnesses"] = [{"id": "P-kani", "obligation": "TWICE", "bound": 8}]
 
 
 @pytest.fixture(scope="module")
@@ -139,8 +137,6 @@ ENDS = (
     ("P-nothing", Rank.NO_CHECKABLE, "all of 0 cases"),
     ("P-breaks", Rank.NO_CHECKABLE, "no such thing"),
     ("P-absent", Rank.TOOL_ABSENT, "z3 is not installed"),
-    ("P-crosshair", Rank.TOOL_ABSENT, "crosshair is not installed"),
-    ("P-kani", Rank.TOOL_ABSENT, "kani is not installed"),
 )
 
 
@@ -257,25 +253,6 @@ def test_the_answer_follows_from_what_was_counted(
     assert answer_of(receipts[check], one.contract, code).rank is Rank.PASS
     changed: Receipt = msgspec.structs.replace(receipts[check], **change)
     assert answer_of(changed, one.contract, code).rank is rank
-
-
-@pytest.mark.parametrize(("rc", "rank"), [(0, Rank.PASS), (1, Rank.FAIL), (2, Rank.NO_CHECKABLE)])
-def test_a_command_is_answered_by_its_exit_code(sound: Path, rc: int, rank: Rank) -> None:
-    (one,) = checked_contracts((), sound)
-    assert one.contract is not None
-    receipt = read_receipts(sound / RECEIPTS, "thing-v1")["F-1"]
-    code = code_hash(one.contract, Sources(sound))
-    command = msgspec.structs.replace(receipt, kind="command", rc=rc)
-    assert answer_of(command, one.contract, code).rank is rank
-
-
-def test_a_command_of_the_engine_runs_as_a_test(tmp_path: Path) -> None:
-    def use_command(contract: dict[str, Any]) -> None:
-        contract["falsification_tests"][0]["test"] = "bench: --no-such-option"
-
-    root = make_project(tmp_path, use_command)
-    checks = {check.id: check.answer for check in run_project(root).checks}
-    assert checks["F-1"].rank is Rank.NO_CHECKABLE and "exit 64" in checks["F-1"].text
 
 
 def test_receipts_written_by_hand_are_refused_and_show_nothing(sound: Path, tmp_path: Path) -> None:

@@ -145,7 +145,7 @@ def test_every_id_that_is_named_is_there_and_no_id_is_there_twice(
         (put(*PLANTED, "edit", "with", value="return 2 * x"), "nothing is changed"),
         (put(*PLANTED, "edit", "with", value="return ("), "the module no longer compiles"),
         (put(*PLANTED, "edit", "module", value="thing.gone"), "no module thing.gone"),
-        (put(TEST, 0, "test", value="pytest something"), "expected python:, bench: or flip:"),
+        (put(TEST, 0, "test", value="pytest something"), "expected python: and a test"),
         (put(TEST, 0, "test", value="python:tests/gone.py::test_x"), "no file tests/gone.py"),
         (put("proof_harnesses", 0, "harness", value="thing.double:gone"), "no function"),
         (put("binds", value=["thing.double:gone"]), "no function thing.double:gone"),
