@@ -179,7 +179,8 @@ def drills() -> str:
 
 
 def json_answers() -> str:
-    from engine.cli.answers import ANSWERS, schema_of
+    from docs.json_answers import ANSWERS
+    from engine.cli.answers import schema_of
 
     record = json.loads((DOCS.parent / "tests/system/cli/surface.json").read_text())["json"]
     text = (

@@ -29,6 +29,8 @@ from engine.cli.arguments import (
 from engine.errors import EXIT_FAIL, EXIT_PASS, BadInput
 from engine.terminal import put, say
 
+HELP = "benchmark linear layers, a teacher, generation, the loss or whole steps against the roofline and rivals"
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("what", choices=("teacher", "decode", "loss", "kd"), help="what to measure")

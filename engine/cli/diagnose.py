@@ -30,6 +30,8 @@ FOLLOW_S = 1.0
 _NO_LOGS_LISTED = 20
 """Maximum number of files without values that are listed by name."""
 
+HELP = "report what is wrong with a run or any log"
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     what = "a run folder, a log of another tool, a folder of them, or - for standard input"

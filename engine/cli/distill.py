@@ -49,6 +49,8 @@ if TYPE_CHECKING:
     from engine.plan.inputs import Inputs
     from engine.spec import RunSpec
 
+HELP = "distil a student from a spec, or resume a run"
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_path(parser, "spec", None, "the spec, a TOML file (`engine spec` prints one)", nargs="?")

@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 NARROWEST, WIDEST = 40, 120
 """Minimum and maximum width of the report, in columns."""
 
+HELP = "report what this machine can do, and what cannot be measured on it"
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_json(parser)

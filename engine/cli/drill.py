@@ -36,6 +36,8 @@ from engine.terminal import put, say
 if TYPE_CHECKING:
     from engine.drills.catalogue import Drill
 
+HELP = "plant a known defect, and check that it is named"
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("drill", nargs="*", metavar="NAME", help="drills to run")

@@ -63,6 +63,9 @@ class Side(NamedTuple):
     lines: list[Result]
 
 
+HELP = "evaluate a model: perplexity, programming problems"
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     kinds = parser.add_subparsers(dest="benchmark", metavar="WHAT", required=True)
     text = kinds.add_parser("ppl", help="held-out loss and perplexity")

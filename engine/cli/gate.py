@@ -37,6 +37,8 @@ from engine.terminal import put, say
 if TYPE_CHECKING:
     from engine.export.gate.gate import Subject
 
+HELP = "report which gates a distillation passes"
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_path(parser, "subject", "SPEC|RUN", "a TOML file, or a run folder")

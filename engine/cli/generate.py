@@ -39,6 +39,8 @@ if TYPE_CHECKING:
 _MOST_TOKENS = 512
 """Default number of tokens to generate."""
 
+HELP = "generate text with a model"
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model(parser)

@@ -12,6 +12,7 @@ import inspect
 import itertools
 import sys
 from collections.abc import Callable
+from types import ModuleType
 from typing import NamedTuple
 
 from engine.bytecode import keep_bytecode
@@ -60,16 +61,17 @@ class Command(NamedTuple):
     """Its docstring, or that of its module, is the long text of `--help`."""
 
 
+def _of(module: ModuleType) -> Command:
+    """Return the command that is a module of its own, named like it."""
+    name = module.__name__.rpartition(".")[2]
+    return Command(name, module.HELP, module.add_arguments, module.run)
+
+
 GROUPS: dict[str, tuple[Command, ...]] = {
     "every day": (
-        Command("watch", watch.HELP, watch.add_arguments, watch.run),
-        Command("init", init.HELP, init.add_arguments, init.run),
-        Command(
-            "distill",
-            "distil a student from a spec, or resume a run",
-            distill.add_arguments,
-            distill.run,
-        ),
+        _of(watch),
+        _of(init),
+        _of(distill),
         Command(
             "runs", "list runs: state, progress, losses", runs.add_runs_arguments, runs.list_runs
         ),
@@ -79,22 +81,12 @@ GROUPS: dict[str, tuple[Command, ...]] = {
             runs.add_tail_arguments,
             runs.tail,
         ),
-        Command(
-            "diagnose",
-            "report what is wrong with a run or any log",
-            diagnose.add_arguments,
-            diagnose.run,
-        ),
-        Command("flip", flip.HELP, flip.add_arguments, flip.run),
+        _of(diagnose),
+        _of(flip),
         Command("stop", "ask a run to save and stop", runs.add_stop_arguments, runs.stop_run),
-        Command("report", report.HELP, report.add_arguments, report.run),
-        Command("serve", serve.HELP, serve.add_arguments, serve.run),
-        Command(
-            "doctor",
-            "report what this machine can do, and what cannot be measured on it",
-            doctor.add_arguments,
-            doctor.run,
-        ),
+        _of(report),
+        _of(serve),
+        _of(doctor),
     ),
     "more of a run": (
         Command(
@@ -103,8 +95,8 @@ GROUPS: dict[str, tuple[Command, ...]] = {
             checks.add_checks_arguments,
             checks.checks,
         ),
-        Command("verify", verify.HELP, verify.add_arguments, verify.run),
-        Command("flips", flips.HELP, flips.add_arguments, flips.run),
+        _of(verify),
+        _of(flips),
         Command("tag", "tag a run, or write a note on it", runs.add_tag_arguments, runs.tag),
         Command(
             "import",
@@ -115,20 +107,15 @@ GROUPS: dict[str, tuple[Command, ...]] = {
         Command(
             "export", interchange.EXPORT_HELP, interchange.add_export_arguments, interchange.export
         ),
-        Command("mcp", mcp.HELP, mcp.add_arguments, mcp.run),
-        Command("notify", notify.HELP, notify.add_arguments, notify.run),
-        Command("why", why.HELP, why.add_arguments, why.run),
-        Command("evidence", evidence.HELP, evidence.add_arguments, evidence.run),
+        _of(mcp),
+        _of(notify),
+        _of(why),
+        _of(evidence),
     ),
     "data and models": (
-        Command("data", data.HELP, data.add_arguments, data.run),
-        Command("spec", "print every setting, as TOML to start from", spec.add_arguments, spec.run),
-        Command(
-            "prepare",
-            "run the teacher once and store its outputs",
-            prepare.add_arguments,
-            prepare.run,
-        ),
+        _of(data),
+        _of(spec),
+        _of(prepare),
         Command(
             "inspect",
             "describe a weight file: safetensors, GGUF, .apr",
@@ -141,36 +128,16 @@ GROUPS: dict[str, tuple[Command, ...]] = {
             weights.add_convert_arguments,
             weights.convert,
         ),
-        Command("generate", "generate text with a model", generate.add_arguments, generate.run),
-        Command(
-            "eval",
-            "evaluate a model: perplexity, programming problems",
-            eval.add_arguments,
-            eval.run,
-        ),
-        Command("gate", "report which gates a distillation passes", gate.add_arguments, gate.run),
-        Command(
-            "publish",
-            "publish a finished run's student, or verify a published folder",
-            publish.add_arguments,
-            publish.run,
-        ),
+        _of(generate),
+        _of(eval),
+        _of(gate),
+        _of(publish),
     ),
     "the workbench itself": (
-        Command(
-            "drill",
-            "plant a known defect, and check that it is named",
-            drill.add_arguments,
-            drill.run,
-        ),
-        Command(
-            "bench",
-            "benchmark linear layers, a teacher, generation, the loss or whole steps against the roofline and rivals",
-            bench.add_arguments,
-            bench.run,
-        ),
-        Command("contracts", contracts.HELP, contracts.add_arguments, contracts.run),
-        Command("completion", completion.HELP, completion.add_arguments, completion.run),
+        _of(drill),
+        _of(bench),
+        _of(contracts),
+        _of(completion),
     ),
 }
 """Commands by group, the most used first, those for experts last."""

@@ -40,6 +40,8 @@ if TYPE_CHECKING:
 
 _PLAIN_EVERY_S = 5.0
 
+HELP = "run the teacher once and store its outputs"
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_path(parser, "spec", None, "the spec of the run, a TOML file")

@@ -49,6 +49,8 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _LICENCE = re.compile(r"[a-z0-9][a-z0-9.+-]*")
 _ON_HUB = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]*/)?[A-Za-z0-9][A-Za-z0-9._-]*")
 
+HELP = "publish a finished run's student, or verify a published folder"
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     from engine.quant.blocks import QUANTS, TYPES_OF

@@ -17,6 +17,8 @@ from engine.cli.arguments import (
 )
 from engine.terminal import put
 
+HELP = "print every setting, as TOML to start from"
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_path(parser, "file", None, "a spec to fill in with defaults", nargs="?")

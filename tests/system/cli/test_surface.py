@@ -17,8 +17,9 @@ from typing import Any
 import pytest
 import torch
 
+from docs.json_answers import ANSWERS
 from engine.bench import kd
-from engine.cli.answers import ANSWERS, schema_of
+from engine.cli.answers import schema_of
 from engine.cli.main import EPILOG, build_parser
 from engine.export import published
 from engine.export.peers import Absent
