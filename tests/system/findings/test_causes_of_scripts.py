@@ -435,7 +435,7 @@ NONSENSE = {
         AT_A_STEP, "exit", "for step", LEFT_OUT, "are others than A's in step 21"
     ),
     "the step left out that fails before its forward pass": Attempt(
-        BEFORE_A_STEP, "exit", "for step", LEFT_OUT, "`step` is 21 in step 21 of B"
+        BEFORE_A_STEP, "exit", "for step", LEFT_OUT, "it changes `step`"
     ),
     "the batch that fails passed over": Attempt(
         OF_A_LOADER,
@@ -463,10 +463,10 @@ NONSENSE = {
         "exit",
         "optimizer.step()",
         "optimizer.step(); step += step == 20",
-        "it assigns `step`",
+        "it changes `step`",
     ),
     "the counter made a text": Attempt(
-        AT_A_STEP, "exit", "loss.backward()", "loss.backward(); step = str(step)", "assigns `step`"
+        AT_A_STEP, "exit", "loss.backward()", "loss.backward(); step = str(step)", "changes `step`"
     ),
     "a begin after the step that fails": Attempt(
         AT_A_STEP.replace("range(given", "range(int(os.environ.get('START', 0)), given"),
@@ -508,7 +508,11 @@ NONSENSE = {
         "whatever the rows",
     ),
     "another reduction of the loss": Attempt(
-        OF_A_RATE, "exit", "loss =", "loss = (model(x) - y).square().amin()", "its first loss is"
+        OF_A_RATE,
+        "exit",
+        "loss =",
+        "loss = (model(x) - y).square().amin()",
+        "B did not do the work of A: its",
     ),
     "fewer rows, read again": Attempt(
         OF_A_GENERATOR,
