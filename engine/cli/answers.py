@@ -7,15 +7,17 @@ is removed or changes its type or meaning; a new field leaves it as it is.
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from enum import Enum
 from pathlib import Path
 from typing import Any
 
 from engine import limits
+from engine.errors import EXIT_PASS
 from engine.terminal import clipped, put
 
 VERSIONS: dict[str, int] = {}
@@ -28,6 +30,22 @@ OF_LOGS = frozenset(
 
 def schema_of(name: str) -> str:
     return f"apr-workbench/{name}-{VERSIONS.get(name, 1)}"
+
+
+def answer(
+    arguments: argparse.Namespace,
+    name: str,
+    value: Mapping[str, Any] | Sequence[Any],
+    lines: Iterable[object],
+    code: int = EXIT_PASS,
+) -> int:
+    """Print the answer of a command, with --json as JSON and else as lines; returns its exit code."""
+    if arguments.json:
+        put_json(name, value)
+    else:
+        for line in lines:
+            put(line)
+    return code
 
 
 def put_json(name: str, value: Mapping[str, Any] | Sequence[Any], *, flush: bool = False) -> None:

@@ -17,7 +17,7 @@ import platform
 from typing import Any
 
 from engine import limits
-from engine.cli.answers import put_json
+from engine.cli.answers import answer
 from engine.cli.arguments import (
     add_choice,
     add_json,
@@ -27,7 +27,7 @@ from engine.cli.arguments import (
     real,
 )
 from engine.errors import EXIT_FAIL, EXIT_PASS, BadInput
-from engine.terminal import put, say
+from engine.terminal import say
 
 HELP = "benchmark linear layers, a teacher, generation, the loss or whole steps against the roofline and rivals"
 
@@ -113,18 +113,13 @@ def run(arguments: argparse.Namespace) -> int:
     }
     if arguments.out is not None:
         arguments.out.write_text(json.dumps(result, indent=1, allow_nan=False) + "\n")
-    code = EXIT_FAIL if any(row.get("state") == "failed" for row in rows) else EXIT_PASS
-    if arguments.json:
-        put_json("bench", result)
-        return code
-    put("\n".join(lines))
-    copy, matmul = roof.bytes / 1e12, roof.flops / 1e12
-    put(f"roofline: copy {copy:.2f} TB/s, bf16 matmul {matmul:.0f} TFLOP/s, in this run")
-    for name, value in extra.items():
-        put(f"{name}: {value}")
     if device.type != "cuda":
         say("times on a CPU depend on other processes: only ratios are meaningful")
-    return code
+    copy, matmul = roof.bytes / 1e12, roof.flops / 1e12
+    lines += [f"roofline: copy {copy:.2f} TB/s, bf16 matmul {matmul:.0f} TFLOP/s, in this run"]
+    lines += [f"{name}: {value}" for name, value in extra.items()]
+    code = EXIT_FAIL if any(row.get("state") == "failed" for row in rows) else EXIT_PASS
+    return answer(arguments, "bench", result, lines, code)
 
 
 def _name(device: Any) -> str:

@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engine import limits
-from engine.cli.answers import put_json
+from engine.cli.answers import answer
 from engine.cli.arguments import actions_of, add_choice, add_json, add_number, add_path
-from engine.terminal import put, say
+from engine.terminal import say
 
 if TYPE_CHECKING:
     from engine.contracts.status import Status
@@ -72,19 +72,10 @@ def _validate(a: argparse.Namespace) -> int:
         problems = [p for p in problems if p.rule.startswith(PV)]
     warnings = sum(problem.severity == WARNING for problem in problems)
     errors = len(problems) - warnings
-    if a.json or a.format == "json":
-        value = {
-            "files": len(loaded),
-            "errors": errors,
-            "warnings": warnings,
-            "problems": problems,
-        }
-        put_json("contract-problems", value)
-    else:
-        for problem in problems:
-            put(problem)
-        put(f"{errors} error(s), {warnings} warning(s)")
-    return int(errors > 0)
+    a.json = a.json or a.format == "json"
+    value = {"files": len(loaded), "errors": errors, "warnings": warnings, "problems": problems}
+    lines = [*problems, f"{errors} error(s), {warnings} warning(s)"]
+    return answer(a, "contract-problems", value, lines, int(errors > 0))
 
 
 def _run(a: argparse.Namespace) -> int:
@@ -104,7 +95,7 @@ def _run(a: argparse.Namespace) -> int:
     contracts = [by_id[id_].contract for id_ in ids]
     runner = Runner(Path(), a.receipts, say)
     runner.run([contract for contract in contracts if contract and contract.is_run], a.jobs)
-    return _print([s for s in overview(receipts=a.receipts) if s.id in ids], as_json=a.json)
+    return _print([s for s in overview(receipts=a.receipts) if s.id in ids], a)
 
 
 def _expect(id_: str, ids: Iterable[str]) -> None:
@@ -117,32 +108,34 @@ def _expect(id_: str, ids: Iterable[str]) -> None:
 def _status(a: argparse.Namespace) -> int:
     from engine.contracts.status import overview
 
-    return _print(overview(receipts=a.receipts), as_json=a.json)
+    return _print(overview(receipts=a.receipts), a)
 
 
-def _print(statuses: Sequence[Status], *, as_json: bool) -> int:
+def _print(statuses: Sequence[Status], a: argparse.Namespace) -> int:
     """Print a line per contract, below it the reasons why it does not pass, and a count per verdict."""
     from engine.contracts.status import Rank, meet_all
     from engine.units import format_seconds
 
     overall = meet_all(status.answer for status in statuses if status.counts)
-    if as_json:
-        rows = [_as_json(status) for status in statuses]
-        put_json("contracts", {"level": overall.level, "contracts": rows})
-        return overall.verdict.exit_code
+    lines: list[str] = []
     width = max((len(status.id) for status in statuses), default=0)
     for status in statuses:
         age = "never" if status.age_s is None else format_seconds(status.age_s)
-        put(
+        lines.append(
             f"{status.answer.level.name:7}  {status.id:{width}}  {status.reached.name.lower():8}  "
             f"{age:>8}  {_line(status.answer)}"
         )
-        for check in status.checks:
-            if check.answer.rank is not Rank.PASS and status.age_s is not None:
-                put(f"         {check.kind} {check.id}: {_line(check.answer)}")
+        lines += [
+            f"         {check.kind} {check.id}: {_line(check.answer)}"
+            for check in status.checks
+            if check.answer.rank is not Rank.PASS and status.age_s is not None
+        ]
     names = [status.answer.level.name for status in statuses]
-    put(f"{names.count('PASS')} pass, {names.count('FAIL')} fail, {names.count('UNKNOWN')} unknown")
-    return overall.verdict.exit_code
+    lines.append(
+        f"{names.count('PASS')} pass, {names.count('FAIL')} fail, {names.count('UNKNOWN')} unknown"
+    )
+    value = {"level": overall.level, "contracts": [_as_json(status) for status in statuses]}
+    return answer(a, "contracts", value, lines, overall.verdict.exit_code)
 
 
 def _line(text: object) -> str:
@@ -187,14 +180,12 @@ def _list(a: argparse.Namespace) -> int:
     from engine.contracts.text import summary
 
     statuses = overview(receipts=a.receipts)
-    if a.json:
-        put_json("contract", [_as_json(status) for status in statuses])
-        return 0
+    lines = []
     for status in statuses:
-        put(summary(status))
+        lines.append(summary(status))
         for name, formula in status.contract.equations if status.contract else ():
-            put(_wrapped(f"  {name}: {_line(formula)}"))
-    return 0
+            lines.append(_wrapped(f"  {name}: {_line(formula)}"))
+    return answer(a, "contract", [_as_json(status) for status in statuses], lines)
 
 
 def _show(a: argparse.Namespace) -> int:
@@ -204,12 +195,7 @@ def _show(a: argparse.Namespace) -> int:
     statuses = {status.id: status for status in overview(receipts=a.receipts)}
     _expect(a.id, statuses)
     status = statuses[a.id]
-    if a.json:
-        put_json("contract", _as_json(status))
-        return 0
-    for line in contract_lines(status):
-        put(_wrapped(line))
-    return 0
+    return answer(a, "contract", _as_json(status), map(_wrapped, contract_lines(status)))
 
 
 def _wrapped(line: str) -> str:

@@ -22,9 +22,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from engine.cli.answers import put_json
+from engine.cli.answers import answer
 from engine.cli.arguments import add_json
-from engine.terminal import columns_of, put, say
+from engine.terminal import columns_of, say
 
 if TYPE_CHECKING:
     from engine.machine.doctor import Diagnosis
@@ -46,13 +46,10 @@ def run(arguments: argparse.Namespace) -> int:
 
     wanted = dict(assignment.split("=", 1) for assignment in sets_from_environment(os.environ))
     diagnosis = _examine(wanted.get("memory.allocator", "auto"))
-    if arguments.json:
-        put_json("doctor", diagnosis.as_json())
-    else:
-        # A pipe has no width: then COLUMNS, or 100.
-        width = min(max(columns_of(sys.stdout, 100), NARROWEST), WIDEST)
-        put("\n".join(report_lines(diagnosis, width)))
-    return diagnosis.verdict.exit_code
+    # A pipe has no width: then COLUMNS, or 100.
+    width = min(max(columns_of(sys.stdout, 100), NARROWEST), WIDEST)
+    lines = report_lines(diagnosis, width)
+    return answer(arguments, "doctor", diagnosis.as_json(), lines, diagnosis.verdict.exit_code)
 
 
 def _examine(wanted_allocator: str) -> Diagnosis:

@@ -15,9 +15,9 @@ import os
 from pathlib import Path
 from typing import Any
 
-from engine.cli.answers import put_json
+from engine.cli.answers import answer
 from engine.cli.arguments import actions_of, add_json, add_path, add_run
-from engine.terminal import put, say
+from engine.terminal import aligned, say
 
 HELP = "list findings, read receipts"
 
@@ -53,17 +53,12 @@ def _list(a: argparse.Namespace) -> int:
             # A damaged finding must not hide the others.
             row = {"error": error.message}
         rows.append({"folder": str(bundle.path)} | row)
-    if a.json:
-        put_json("evidence", rows)
-        return 0
     if not rows:
         say(f"no findings in {folder}; begin one with `engine why new`")
+    words = [row.get("error") or f"{row['title']}  [{row['state']}]" for row in rows]
     names = [Path(row["folder"]).name for row in rows]
-    width = max(map(len, names), default=0)
-    for name, row in zip(names, rows, strict=True):
-        words = row.get("error") or f"{row['title']}  [{row['state']}]"
-        put(f"{name:{width}}  {one_line(words)}")
-    return 0
+    lines = aligned(list(zip(names, map(one_line, words), strict=True)))
+    return answer(a, "evidence", rows, lines)
 
 
 def _folder(given: Path | None) -> Path:
@@ -90,19 +85,11 @@ def _receipt(a: argparse.Namespace) -> int:
     checks = check_receipt(folder, receipt, view) if is_receipt else {}
     verdict = lowest(checks.values())
     unchecked = not_compared(folder, receipt) if is_receipt else []
-    if a.json:
-        put_json(
-            "receipt",
-            {"receipt": receipt, "is_receipt": is_receipt, "level": verdict.level}
-            | {"checks": checks, "not_looked_at": unchecked},
-        )
-        return verdict.exit_code
-    for line in receipt_lines(receipt):
-        put(one_line(line))
+    lines = list(map(one_line, receipt_lines(receipt)))
     if not is_receipt:
-        put("no receipt: the run did not finish; the lines above are from its logs")
-    for check in checks.values():
-        put(f"{check.level.name:7}  {check.reason}")
-    for what in unchecked:
-        put(f"         not checked: {what}")
-    return verdict.exit_code
+        lines.append("no receipt: the run did not finish; the lines above are from its logs")
+    lines += [f"{check.level.name:7}  {check.reason}" for check in checks.values()]
+    lines += [f"         not checked: {what}" for what in unchecked]
+    value = {"receipt": receipt, "is_receipt": is_receipt, "level": verdict.level}
+    value |= {"checks": checks, "not_looked_at": unchecked}
+    return answer(a, "receipt", value, lines, verdict.exit_code)

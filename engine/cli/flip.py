@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engine import limits
-from engine.cli.answers import put_json
+from engine.cli.answers import answer
 from engine.cli.arguments import (
     add_choice,
     add_flag,
@@ -39,7 +39,7 @@ from engine.cli.arguments import (
     read_variable,
 )
 from engine.errors import UsageError
-from engine.terminal import ArgumentParser, put, say
+from engine.terminal import ArgumentParser, say
 
 if TYPE_CHECKING:
     from engine.flips.plan import Plan
@@ -125,12 +125,10 @@ def run(arguments: argparse.Namespace) -> int:
             own_budget=arguments.budget is not None,
         )
         if arguments.dry_run:
-            if arguments.json:
-                put_json("plan", plan.fields())
-            return 0
+            return answer(arguments, "plan", plan.fields(), ())
         with Progress(plan).watching() as watching:
             fields = run_flip(plan, folder, watching, **how)
-    return _report(fields, folder, as_json=arguments.json)
+    return _report(fields, folder, arguments)
 
 
 def _propose(arguments: argparse.Namespace) -> int:
@@ -144,12 +142,8 @@ def _propose(arguments: argparse.Namespace) -> int:
     run = open_run(Path(arguments.source[0]))
     view = Follower(run).read_all()
     suggestions = proposals(view, settings_of(run), read_command(run))
-    if arguments.json:
-        put_json("proposal", [proposal_fields(proposal) for proposal in suggestions])
-        return 0
-    for line in proposal_lines(suggestions, arguments.source[0]):
-        put(line)
-    return 0
+    fields = [proposal_fields(proposal) for proposal in suggestions]
+    return answer(arguments, "proposal", fields, proposal_lines(suggestions, arguments.source[0]))
 
 
 def _refuse_with_resume(arguments: argparse.Namespace) -> None:
@@ -295,18 +289,15 @@ def show_plan(
     return plan
 
 
-def _report(fields: Mapping[str, Any], folder: Path, *, as_json: bool) -> int:
+def _report(fields: Mapping[str, Any], folder: Path, arguments: argparse.Namespace) -> int:
     from engine.errors import EXIT_INTERRUPTED
     from engine.flips.text import verdict_lines
     from engine.flips.verdicts import VERDICTS
     from engine.verdict import Verdict
 
-    if as_json:
-        put_json("flip", {**fields, "folder": folder.absolute()})
-    else:
-        for line in verdict_lines(fields):
-            put(line)
-        put(f"  evidence: {folder / 'verdict.json'}, plan.json, pairs.jsonl, arms/")
+    code = Verdict(VERDICTS[fields["verdict"]].level, fields["reason"]).exit_code
     if fields["interrupted"]:
-        return EXIT_INTERRUPTED
-    return Verdict(VERDICTS[fields["verdict"]].level, fields["reason"]).exit_code
+        code = EXIT_INTERRUPTED
+    evidence = f"  evidence: {folder / 'verdict.json'}, plan.json, pairs.jsonl, arms/"
+    lines = [*verdict_lines(fields), evidence]
+    return answer(arguments, "flip", {**fields, "folder": folder.absolute()}, lines, code)

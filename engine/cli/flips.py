@@ -11,9 +11,9 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from engine.cli.answers import put_json
+from engine.cli.answers import answer
 from engine.cli.arguments import add_json, add_path
-from engine.terminal import put, say
+from engine.terminal import aligned, say
 
 HELP = "list flips and their verdicts"
 
@@ -37,19 +37,11 @@ def run(arguments: argparse.Namespace) -> int:
         except RunLogError as error:
             # One broken verdict must not hide the others.
             rows.append((path, None, error.message))
-    if arguments.json:
-        put_json(
-            "flip", [{"flip": path, **(fields or {"error": why})} for path, fields, why in rows]
-        )
-        return 0
     if not rows:
         say(f"no flips in {arguments.folder}; make one with `engine flip`")
     if len(rows) == 1 and rows[0][0] == arguments.folder and rows[0][1] is not None:
-        for line in verdict_lines(rows[0][1]):
-            put(line)
-        return 0
-    width = max((len(path.name) for path, _, _ in rows), default=0)
-    for path, fields, why in rows:
-        name = f"{path.name:{width}}"
-        put(f"{name}  {verdict_line(fields) if fields else why}")
-    return 0
+        lines = verdict_lines(rows[0][1])
+    else:
+        lines = aligned([(path.name, verdict_line(f) if f else why) for path, f, why in rows])
+    entries = [{"flip": path, **(fields or {"error": why})} for path, fields, why in rows]
+    return answer(arguments, "flip", entries, lines)

@@ -24,7 +24,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from engine.cli.answers import put_json
+from engine.cli.answers import answer
 from engine.cli.arguments import (
     add_json,
     add_path,
@@ -72,12 +72,10 @@ def run(arguments: argparse.Namespace) -> int:
         if not arguments.json:
             put(f"{gate.level:7} {gate.id:8} {gate.reason}", flush=True)
     verdict = verdict_of(gates)
-    if arguments.json:
-        rows = [gate.as_dict() for gate in gates]
-        put_json("gate", {"level": verdict.level, "subject": arguments.subject, "gates": rows})
-    else:
-        say(f"gates: {verdict.level.name.lower()}")
-    return verdict.exit_code
+    say(f"gates: {verdict.level.name.lower()}")
+    rows = [gate.as_dict() for gate in gates]
+    value = {"level": verdict.level, "subject": arguments.subject, "gates": rows}
+    return answer(arguments, "gate", value, (), verdict.exit_code)
 
 
 def _subject(arguments: argparse.Namespace) -> Subject:

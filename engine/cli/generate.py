@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from engine import limits
-from engine.cli.answers import put_json
+from engine.cli.answers import answer
 from engine.cli.arguments import (
     add_json,
     add_model,
@@ -78,18 +78,15 @@ def run(arguments: argparse.Namespace) -> int:
         if not arguments.json:
             put(piece.text, end="", exact=True, flush=True)
     elapsed_s = time.monotonic() - start_s
-    if arguments.json:
-        record = {
-            "model": model.path,
-            "prompt": prompt,
-            "text": text,
-            "tokens": tokens,
-            "ended": ended,
-            "elapsed_s": elapsed_s,
-        }
-        put_json("generate", record)
-        return 0
-    put()
+    record = {
+        "model": model.path,
+        "prompt": prompt,
+        "text": text,
+        "tokens": tokens,
+        "ended": ended,
+        "elapsed_s": elapsed_s,
+    }
+    answer(arguments, "generate", record, [""])
     say(f"{tokens} tokens, {tokens / elapsed_s:.1f} a second; ended by {ended}")
     return 0
 

@@ -21,11 +21,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from engine.cli.answers import put_json
+from engine.cli.answers import answer
 from engine.cli.arguments import add_flag, add_json
 from engine.errors import BadInput, CorpusError, UsageError
 from engine.spec.hub_cache import local_path
-from engine.terminal import ask, can_ask, put, say
+from engine.terminal import ask, can_ask, say
 
 if TYPE_CHECKING:
     from engine.models.config import ModelConfig
@@ -135,20 +135,6 @@ def run(arguments: argparse.Namespace) -> int:
 
     write_whole(path, text)
     tokenizer = inputs.tokenizer
-    if arguments.json:
-        put_json(
-            "init",
-            {
-                "path": path.absolute(),
-                "teacher": teacher.to_dict(),
-                "student": student.to_dict(),
-                "tokenizer": {"path": tokenizer.path, "vocabulary": tokenizer.vocab_size},
-                "data": {"path": data} | dataclasses.asdict(size),
-                "models": inputs.models,
-                "notes": inputs.notes,
-            },
-        )
-        return 0
     for line in (
         f"teacher: {teacher.about}",
         f"student: {student.about}",
@@ -159,8 +145,16 @@ def run(arguments: argparse.Namespace) -> int:
         f"start it: engine distill {path}",
     ):
         say(line)
-    put(path)
-    return 0
+    value = {
+        "path": path.absolute(),
+        "teacher": teacher.to_dict(),
+        "student": student.to_dict(),
+        "tokenizer": {"path": tokenizer.path, "vocabulary": tokenizer.vocab_size},
+        "data": {"path": data} | dataclasses.asdict(size),
+        "models": inputs.models,
+        "notes": inputs.notes,
+    }
+    return answer(arguments, "init", value, [path])
 
 
 def _answer(

@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from engine.cli.answers import put_json
+from engine.cli.answers import answer
 from engine.cli.arguments import add_flag, add_json, add_path, add_repeated, add_run
-from engine.terminal import put, say
+from engine.terminal import say
 
 IMPORT_HELP = "make a run folder of what another tool has logged"
 EXPORT_HELP = "write a run's values for TensorBoard, as CSV or as Parquet"
@@ -60,14 +60,10 @@ def import_(arguments: argparse.Namespace) -> int:
         given=given,
         partial=arguments.partial,
     )
-    if arguments.json:
-        rows = [{"level": note.level, "text": note.text} for note in notes]
-        put_json("import", {"run": run.path, "notes": rows})
-        return 0
     for note in notes:
         say(note.text if note.level == "info" else f"{note.level}: {note.text}")
-    put(run.path)
-    return 0
+    rows = [{"level": note.level, "text": note.text} for note in notes]
+    return answer(arguments, "import", {"run": run.path, "notes": rows}, [run.path])
 
 
 def add_export_arguments(parser: argparse.ArgumentParser) -> None:
@@ -92,9 +88,5 @@ def export(arguments: argparse.Namespace) -> int:
     run = open_run(arguments.run)
     out = arguments.out or Path(f"{run.name}{TARGETS[arguments.to]}")
     count = export_run(run, arguments.to, out)
-    if arguments.json:
-        put_json("export", {"path": out, "values": count})
-        return 0
     say(f"{count:,} values")
-    put(out)
-    return 0
+    return answer(arguments, "export", {"path": out, "values": count}, [out])

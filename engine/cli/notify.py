@@ -14,10 +14,9 @@ import os
 import socket
 from typing import TYPE_CHECKING
 
-from engine.cli.answers import put_json
+from engine.cli.answers import answer
 from engine.cli.arguments import add_flag, add_json
 from engine.errors import EXIT_FAIL, BadInput
-from engine.terminal import put
 
 if TYPE_CHECKING:
     from engine.notify.receivers import Receiver
@@ -42,16 +41,13 @@ def run(arguments: argparse.Namespace) -> int:
     rows: list[dict[str, object]] = [
         {"name": receiver.name, "where": receiver.where} for receiver in receivers
     ]
+    texts = [[receiver.name, receiver.where] for receiver in receivers]
     if arguments.test:
-        for row, outcome in zip(rows, _send(receivers), strict=True):
+        for row, text, outcome in zip(rows, texts, _send(receivers), strict=True):
             row |= {"sent": outcome.sent, "answer": outcome.text}
-    if arguments.json:
-        put_json("notify", {"receivers": rows})
-    else:
-        for row in rows:
-            answer = f": {row['answer']}" if arguments.test else ""
-            put(f"{row['name']}: {row['where']}{answer}")
-    return 0 if all(row.get("sent", True) for row in rows) else EXIT_FAIL
+            text.append(outcome.text)
+    code = 0 if all(row.get("sent", True) for row in rows) else EXIT_FAIL
+    return answer(arguments, "notify", {"receivers": rows}, map(": ".join, texts), code)
 
 
 def _send(receivers: list[Receiver]) -> list[Outcome]:

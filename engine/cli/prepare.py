@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from engine import limits
-from engine.cli.answers import put_json
+from engine.cli.answers import answer
 from engine.cli.arguments import (
     add_choice,
     add_flag,
@@ -32,7 +32,7 @@ from engine.cli.arguments import (
     prepare_threads,
 )
 from engine.errors import UsageError
-from engine.terminal import StatusLine, put, say
+from engine.terminal import StatusLine, say
 
 if TYPE_CHECKING:
     from engine.spec import RunSpec
@@ -95,9 +95,7 @@ def run(arguments: argparse.Namespace) -> int:
     say("\n".join(job.plan.lines()))
     if arguments.dry_run:
         job.plan.refuse_if_too_big(wanted.out)
-        if arguments.json:
-            put_json("prepare-plan", {"out": wanted.out, **job.plan.as_dict()})
-        return 0
+        return answer(arguments, "prepare-plan", {"out": wanted.out, **job.plan.as_dict()}, ())
     stop = StopRequest()
     # There is no supervisor here, so a hang-up ends the command instead of leaving it to run unseen.
     hang_up = signal.getsignal(signal.SIGHUP)
@@ -106,7 +104,7 @@ def run(arguments: argparse.Namespace) -> int:
     progress = _Progress(job)
     done = prepare(job, stop=stop, say=progress.line.say, progress=progress)
     progress.line.clear()
-    return _report(job, done, stop.exit_code, as_json=arguments.json)
+    return _report(job, done, stop.exit_code, arguments)
 
 
 def _wanted(arguments: argparse.Namespace, spec: RunSpec) -> Wanted:
@@ -147,7 +145,7 @@ class _Progress:
         )
 
 
-def _report(job: Job, done: Prepared, stop_code: int, *, as_json: bool) -> int:
+def _report(job: Job, done: Prepared, stop_code: int, arguments: argparse.Namespace) -> int:
     from engine.units import format_bytes, format_seconds
 
     out, left = job.wanted.out, done.plan.missing - done.rows
@@ -163,19 +161,15 @@ def _report(job: Job, done: Prepared, stop_code: int, *, as_json: bool) -> int:
         )
     else:
         say(f"to train with it: --set teacher.cache={out}")
-    if as_json:
-        result = {
-            "out": out,
-            **done.plan.as_dict(),
-            "rows_done": done.rows,
-            "rows_left": left,
-            "bytes_done": done.bytes,
-            "seconds": done.seconds,
-            "tokens_per_s": rate,
-            "stopped": done.stopped,
-            "exit_code": code,
-        }
-        put_json("prepare", result)
-    else:
-        put(out)
-    return code
+    result = {
+        "out": out,
+        **done.plan.as_dict(),
+        "rows_done": done.rows,
+        "rows_left": left,
+        "bytes_done": done.bytes,
+        "seconds": done.seconds,
+        "tokens_per_s": rate,
+        "stopped": done.stopped,
+        "exit_code": code,
+    }
+    return answer(arguments, "prepare", result, [out], code)

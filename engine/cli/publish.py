@@ -29,7 +29,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from engine.cli.answers import put_json
+from engine.cli.answers import answer
 from engine.cli.arguments import (
     add_flag,
     add_json,
@@ -38,8 +38,8 @@ from engine.cli.arguments import (
     prepare_threads,
 )
 from engine.cli.weights import Reporter
-from engine.errors import EXIT_PASS, UsageError
-from engine.terminal import put, say
+from engine.errors import UsageError
+from engine.terminal import aligned, say
 
 if TYPE_CHECKING:
     from engine.export.publish import Published
@@ -124,24 +124,17 @@ def _publish(arguments: argparse.Namespace, name: str) -> int:
         say,
         Reporter(),
     )
-    if arguments.json:
-        verification = None if done.verification is None else done.verification.as_dict()
-        put_json(
-            "publish",
-            {
-                "folder": done.folder,
-                "bytes": done.bytes,
-                "was_there": done.was_there,
-                "missing": [proof.what for proof in done.proof.missing],
-                "weights_sha256": done.proof.weights_sha256,
-                "verification": verification,
-            },
-        )
-        return EXIT_PASS
     for line in _summary(done):
         say(line)
-    put(done.folder)
-    return EXIT_PASS
+    value = {
+        "folder": done.folder,
+        "bytes": done.bytes,
+        "was_there": done.was_there,
+        "missing": [proof.what for proof in done.proof.missing],
+        "weights_sha256": done.proof.weights_sha256,
+        "verification": done.verification and done.verification.as_dict(),
+    }
+    return answer(arguments, "publish", value, [done.folder])
 
 
 def _summary(done: Published) -> list[str]:
@@ -161,17 +154,11 @@ def _verify(arguments: argparse.Namespace) -> int:
     from engine.export.published import verify
 
     verification = verify(arguments.verify, say)
-    if arguments.json:
-        put_json("publish-verify", {"folder": arguments.verify, **verification.as_dict()})
-    else:
-        put("\n".join(_outcome_lines(verification)))
-        say(f"{verification.prompt!r} goes on with {verification.text[:200]!r}")
-    return verification.verdict.exit_code
+    say(f"{verification.prompt!r} goes on with {verification.text[:200]!r}")
+    value = {"folder": arguments.verify, **verification.as_dict()}
+    lines = _outcome_lines(verification)
+    return answer(arguments, "publish-verify", value, lines, verification.verdict.exit_code)
 
 
 def _outcome_lines(verification: Verification) -> list[str]:
-    width = max(len(outcome.id) for outcome in verification.outcomes)
-    return [
-        f"{outcome.level:8} {outcome.id:{width}}  {outcome.reason}"
-        for outcome in verification.outcomes
-    ]
+    return aligned([(one.level, one.id, one.reason) for one in verification.outcomes])

@@ -11,9 +11,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from engine.cli.answers import put_json
+from engine.cli.answers import answer
 from engine.cli.arguments import add_json
-from engine.terminal import put
 
 HELP = "write a run, a comparison, a flip or a finding as one HTML file"
 
@@ -53,8 +52,4 @@ def run(arguments: argparse.Namespace) -> int:
             hint="--force replaces it, --out names another",
         )
     write_whole(out, text)
-    if arguments.json:
-        put_json("report", {"path": out})
-    else:
-        put(out)
-    return 0
+    return answer(arguments, "report", {"path": out}, [out])

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engine import limits
-from engine.cli.answers import plain, put_json
+from engine.cli.answers import answer, plain, put_json
 from engine.cli.arguments import (
     add_flag,
     add_json,
@@ -23,7 +23,7 @@ from engine.cli.arguments import (
     real,
     whole,
 )
-from engine.terminal import clipped, put, say
+from engine.terminal import aligned, clipped, put, say
 
 if TYPE_CHECKING:
     from engine.log.filters import Subject
@@ -116,15 +116,11 @@ def list_runs(arguments: argparse.Namespace) -> int:
             if wanted.matches(_subject(run, follower, settings[run.path], text))
         ]
     if arguments.json:
-        put_json(
-            "run",
-            [
-                as_json(follower)
-                if follower
-                else {"run": run.path, "error": text, **_notes_json(run)}
-                for run, follower, text in rows
-            ],
-        )
+        entries = [
+            as_json(follower) if follower else {"run": run.path, "error": text, **_notes_json(run)}
+            for run, follower, text in rows
+        ]
+        put_json("run", entries)
         return 0
     if runs and not rows:
         say(f"none of the {len(runs)} runs in {arguments.folder} matches {arguments.filter!r}")
@@ -132,10 +128,12 @@ def list_runs(arguments: argparse.Namespace) -> int:
         say(
             f"no runs in {arguments.folder}; start one with `engine distill SPEC.toml` or `apr-workbench demo`"
         )
-    width = max((len(folder.name) for folder, _, _ in rows), default=0)
-    for folder, _, text in rows:
-        notes = " ".join(f"[{tag}]" for tag in _notes_of(folder).tags)
-        put(f"{folder.name:{width}}  {text}{' ' if notes else ''}{notes}")
+    cells = [
+        (run.name, " ".join([text, *(f"[{tag}]" for tag in _notes_of(run).tags)]))
+        for run, _, text in rows
+    ]
+    for line in aligned(cells):
+        put(line)
     return 0
 
 
@@ -218,12 +216,8 @@ def tag(arguments: argparse.Namespace) -> int:
         notes = change_notes(run, add=arguments.tags, remove=arguments.remove, note=arguments.note)
     else:
         notes = read_notes(run)
-    if arguments.json:
-        put_json("tag", {"run": run.path, **_notes_json(run)})
-        return 0
-    put(f"tags  {' '.join(notes.tags) or 'none'}")
-    put(f"note  {notes.text or 'none'}")
-    return 0
+    lines = [f"tags  {' '.join(notes.tags) or 'none'}", f"note  {notes.text or 'none'}"]
+    return answer(arguments, "tag", {"run": run.path, **_notes_json(run)}, lines)
 
 
 def add_stop_arguments(parser: argparse.ArgumentParser) -> None:
@@ -243,11 +237,8 @@ def stop_run(arguments: argparse.Namespace) -> int:
 
     run = open_run(arguments.run)
     message = stop(run, now=arguments.now)
-    if arguments.json:
-        put_json("stop", {"run": run.path, "message": message})
-    else:
-        say(message)
-    return 0
+    say(message)
+    return answer(arguments, "stop", {"run": run.path, "message": message}, ())
 
 
 def add_tail_arguments(parser: argparse.ArgumentParser) -> None:

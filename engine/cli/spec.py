@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import argparse
 
-from engine.cli.answers import put_json
+from engine.cli.answers import answer
 from engine.cli.arguments import (
     add_json,
     add_path,
     add_set,
 )
-from engine.terminal import put
 
 HELP = "print every setting, as TOML to start from"
 
@@ -35,8 +34,4 @@ def run(arguments: argparse.Namespace) -> int:
         spec = build_spec({}, sets=arguments.set)
     else:
         spec = RunSpec()
-    if arguments.json:
-        put_json("spec", spec.to_dict())
-    else:
-        put(spec_to_toml(spec), end="")
-    return 0
+    return answer(arguments, "spec", spec.to_dict(), [spec_to_toml(spec).rstrip("\n")])

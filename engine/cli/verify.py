@@ -34,9 +34,9 @@ import argparse
 from typing import TYPE_CHECKING, Any
 
 from engine import limits
-from engine.cli.answers import put_json
+from engine.cli.answers import answer
 from engine.cli.arguments import add_flag, add_json, add_number, add_path, add_run
-from engine.terminal import put, say
+from engine.terminal import aligned, say
 
 if TYPE_CHECKING:
     from engine.log.folder import RunFolder
@@ -76,18 +76,13 @@ def run(arguments: argparse.Namespace) -> int:
     verdict = verification.verdict
     if log is not None:
         _keep(folder, log, verification)
-    if arguments.json:
-        put_json("verify", _fields(arguments, verification))
-        return verdict.exit_code
-    width = max(map(len, verification.lines), default=0)
-    for name, check in verification.lines.items():
-        put(f"{check.level.name.lower():7}  {name:{width}}  {check.reason}")
-    for text in verification.not_compared:
-        put(f"not compared: {text}")
     if verification.kept is not None:
         say(f"the replays: {verification.kept}")
-    put(f"{arguments.run}: {verdict}")
-    return verdict.exit_code
+    checks = verification.lines.items()
+    lines = aligned([(f"{c.level.name.lower():7}", name, c.reason) for name, c in checks])
+    lines += [f"not compared: {text}" for text in verification.not_compared]
+    lines.append(f"{arguments.run}: {verdict}")
+    return answer(arguments, "verify", _fields(arguments, verification), lines, verdict.exit_code)
 
 
 def _keep(folder: RunFolder, log: Log, verification: Verified) -> None:

@@ -6,7 +6,7 @@ import argparse
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from engine.cli.answers import put_json
+from engine.cli.answers import answer
 from engine.cli.arguments import (
     add_choice,
     add_flag,
@@ -16,7 +16,7 @@ from engine.cli.arguments import (
     prepare_threads,
 )
 from engine.errors import EXIT_FAIL, EXIT_PASS, UsageError
-from engine.terminal import StatusLine, put, say
+from engine.terminal import StatusLine, say
 
 if TYPE_CHECKING:
     from engine.export.convert import Converted, Progress
@@ -52,13 +52,12 @@ def inspect(arguments: argparse.Namespace) -> int:
         with open_weights(path) as weights:
             problems = check_values(weights)
     texts = [problem.text for problem in problems]
-    if arguments.json:
-        put_json("weights", found | ({"value_problems": texts} if arguments.values else {}))
-    else:
-        put("\n".join(description_lines(found)))
-        if arguments.values:
-            put("\n".join(f"  {text}" for text in texts) or "  values: sound")
-    return EXIT_PASS if all(problem.finite for problem in problems) else EXIT_FAIL
+    lines = description_lines(found)
+    if arguments.values:
+        found |= {"value_problems": texts}
+        lines += [f"  {text}" for text in texts or ["values: sound"]]
+    code = EXIT_PASS if all(problem.finite for problem in problems) else EXIT_FAIL
+    return answer(arguments, "weights", found, lines, code)
 
 
 def add_convert_arguments(parser: argparse.ArgumentParser) -> None:
@@ -136,19 +135,15 @@ def convert(arguments: argparse.Namespace) -> int:
     if arguments.text is not None:
         say(f"comparing {done.target} with {done.source} on {arguments.text}")
         cost = rounding_of(done, arguments.text, arguments.device)
-    if arguments.json:
-        rounding = None if cost is None else asdict(cost)
-        extra = {"bits_per_weight": done.bits_per_weight, "rounding": rounding}
-        put_json("convert", asdict(done) | extra)
-        return 0
     say(_summary(done))
     if cost is not None:
         say(
             f"rounding costs a KL of {cost.kl:.2g} nats on {cost.tokens:,} tokens of {cost.text}; "
             f"{cost.top1_agreement:.1%} keep their most probable token"
         )
-    put(done.target)
-    return 0
+    rounding = None if cost is None else asdict(cost)
+    extra = {"bits_per_weight": done.bits_per_weight, "rounding": rounding}
+    return answer(arguments, "convert", asdict(done) | extra, [done.target])
 
 
 def _unpickle(arguments: argparse.Namespace) -> int:
@@ -163,12 +158,8 @@ def _unpickle(arguments: argparse.Namespace) -> int:
     line = StatusLine(plain_every_s=_PLAIN_EVERY_S, plain_at_once=False)
     done = unpickle(arguments.source, arguments.target, line.show)
     line.clear()
-    if arguments.json:
-        put_json("unpickle", asdict(done))
-        return EXIT_PASS
     say(f"{done.tensors} tensors, {format_bytes(done.bytes)}")
-    put(done.target)
-    return EXIT_PASS
+    return answer(arguments, "unpickle", asdict(done), [done.target])
 
 
 def _summary(done: Converted) -> str:

@@ -38,9 +38,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engine import limits
-from engine.cli.answers import put_json
+from engine.cli.answers import answer
 from engine.cli.arguments import actions_of, add_flag, add_json, add_number, add_path, add_run
-from engine.terminal import put, say
+from engine.terminal import say
 
 if TYPE_CHECKING:
     from engine.findings.bundle import Bundle
@@ -153,13 +153,9 @@ def _propose(run: Path) -> None:
 def _say(bundle: Bundle, finding: Finding, message: str, a: argparse.Namespace) -> int:
     from engine.findings.text import next_words
 
-    if a.json:
-        put_json("finding", _fields(bundle, finding))
-        return 0
-    put(message)
     if following := next_words(finding):
         say(f"next: {following}")
-    return 0
+    return answer(a, "finding", _fields(bundle, finding), [message])
 
 
 def _fields(bundle: Bundle, finding: Finding) -> dict[str, Any]:
@@ -180,14 +176,8 @@ def _show(bundle: Bundle, a: argparse.Namespace) -> int:
     for fault in checked.faults:
         say(f"changed: {fault}")
     shown_lines = lines(finding, checked.broken)
-    if a.json:
-        fields = (
-            _fields(bundle, finding) if isinstance(finding, Finding) else {"lines": shown_lines}
-        )
-        put_json("finding", fields)
-    else:
-        put("\n".join(shown_lines))
-    return 0
+    fields = _fields(bundle, finding) if isinstance(finding, Finding) else {"lines": shown_lines}
+    return answer(a, "finding", fields, shown_lines)
 
 
 def _check(bundle: Bundle, a: argparse.Namespace) -> int:
@@ -195,8 +185,8 @@ def _check(bundle: Bundle, a: argparse.Namespace) -> int:
     from engine.findings.check import check_bundle
 
     checked = check_bundle(bundle)
-    _print_checked([checked], as_json=a.json)
-    return BadInput.exit_code if checked.unread else checked.verdict.exit_code
+    code = BadInput.exit_code if checked.unread else checked.verdict.exit_code
+    return _print_checked([checked], a, code)
 
 
 def _check_all(a: argparse.Namespace) -> int:
@@ -207,29 +197,26 @@ def _check_all(a: argparse.Namespace) -> int:
     if a.finding:
         raise UsageError("--all — expected no --finding as well", hint="one at a time")
     checked = [check_bundle(bundle) for bundle in find_bundles(a.evidence)]
-    _print_checked(checked, as_json=a.json)
+    code = BadInput.exit_code if any(result.unread for result in checked) else 0
     if not checked:
         say(f"no findings in {a.evidence}: nothing was checked")
-        return EXIT_UNKNOWN
+        code = EXIT_UNKNOWN
     if any(result.faults for result in checked):
-        return EXIT_FAIL
-    return BadInput.exit_code if any(result.unread for result in checked) else 0
+        code = EXIT_FAIL
+    return _print_checked(checked, a, code)
 
 
-def _print_checked(checked: Sequence[Checked], *, as_json: bool) -> None:
+def _print_checked(checked: Sequence[Checked], a: argparse.Namespace, code: int) -> int:
     """Print the result of checking findings: their faults and notes."""
-    if as_json:
-        put_json("finding-check", [result.as_fields() for result in checked])
-        return
+    lines = []
     for result in checked:
         verdict = result.verdict
-        put(f"{verdict.level.name:7}  {result.bundle.path.name}: {verdict.reason}")
-        for fault in result.faults:
-            put(f"         changed: {fault}")
-        for note in result.notes:
-            put(f"         note: {note}")
+        lines.append(f"{verdict.level.name:7}  {result.bundle.path.name}: {verdict.reason}")
+        lines += [f"         changed: {fault}" for fault in result.faults]
+        lines += [f"         note: {note}" for note in result.notes]
         if result.finding is not None:
-            put(f"         seal {result.finding.seal}")
+            lines.append(f"         seal {result.finding.seal}")
+    return answer(a, "finding-check", [result.as_fields() for result in checked], lines, code)
 
 
 def _test(bundle: Bundle, a: argparse.Namespace) -> int:
@@ -256,9 +243,7 @@ def _test(bundle: Bundle, a: argparse.Namespace) -> int:
         flip = a.out or Path("flips") / f"{time.strftime('%Y%m%d-%H%M%S')}-{plan.name}"
         plan = show_plan(plan, flip, dry_run=a.dry_run)
         if a.dry_run:
-            if a.json:
-                put_json("plan", plan.fields())
-            return 0
+            return answer(a, "plan", plan.fields(), ())
         test = changes.register(bundle, cause, plan, flip)
         with Progress(plan).watching() as watching:
             run_flip(plan, flip, watching, use_controls="skip")
