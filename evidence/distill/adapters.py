@@ -152,7 +152,7 @@ def matmuls_alone(rows: int) -> float:
         )
         weight = torch.randn(outputs, columns, device="cuda").bfloat16()
         arms = {"forward": partial(F.linear, x, weight), "back": partial(torch.mm, dy, weight)}
-        found = time_arms(arms, device, inner=5, ahead=True)
+        found = time_arms(arms, device, inner=5, queue_first=True)
         seconds += count * (2 * found["forward"].seconds + found["back"].seconds)
     return rows * LENGTH / seconds
 

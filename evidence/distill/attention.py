@@ -95,7 +95,7 @@ def measured(name: str, length: int, *, trained: bool) -> dict[str, Any]:
         except RuntimeError as error:
             failed[form] = str(error).partition("\n")[0][:200]
     found: dict[str, Any] = dict(failed)
-    for form, timing in time_arms(arms, CUDA, rounds=10, inner=3, ahead=True).items():
+    for form, timing in time_arms(arms, CUDA, rounds=10, inner=3, queue_first=True).items():
         work = flop * (2.5 if form.endswith("backward") else 1)
         found[form] = [round(timing.seconds * 1e3, 4), round(work / timing.seconds / 1e12)]
     return found
@@ -103,7 +103,7 @@ def measured(name: str, length: int, *, trained: bool) -> dict[str, Any]:
 
 def main() -> None:
     a, b = (torch.randn(8192, 8192, device=CUDA, dtype=torch.bfloat16) for _ in range(2))
-    product = time_arms({"x": lambda: a @ b}, CUDA, inner=5, ahead=True)["x"].seconds
+    product = time_arms({"x": lambda: a @ b}, CUDA, inner=5, queue_first=True)["x"].seconds
     found: dict[str, Any] = {
         "device": torch.cuda.get_device_name(),
         "torch": torch.__version__,
