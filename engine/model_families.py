@@ -157,8 +157,8 @@ class Family:
         return self.gguf_name or self.name
 
     @property
-    def stretches(self) -> bool:
-        """Whether low RoPE frequencies may be scaled."""
+    def llama3_rope(self) -> bool:
+        """Whether a file may request Llama 3's scaling of low RoPE frequencies."""
         return "llama3" in self.rope_types
 
 

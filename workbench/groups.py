@@ -36,7 +36,7 @@ def band_words(runs: Iterable[int]) -> str:
     """Describe the lines and bands of groups; `runs` are the numbers of runs in the groups."""
     if max(runs, default=0) < FOR_DEVIATION:
         return "mean, band from lowest to highest"
-    return f"mean ± standard deviation (n-1), of fewer than {FOR_DEVIATION} runs lowest to highest"
+    return f"mean ± standard deviation (n-1); of fewer than {FOR_DEVIATION} runs, lowest to highest"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -53,7 +53,6 @@ def samples_of(
     xs: Sequence[float] | Floats,
     ys: Sequence[float] | Floats,
     *,
-    origin: float = 0.0,
     gap: float = math.inf,
 ) -> Samples:
     """Return the rows of a column that are not absent."""

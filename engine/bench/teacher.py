@@ -10,9 +10,9 @@ All are the same decoder of the same blocks on the same tokens. So the report al
 hidden states are from those of the arm `torch`. With random weights that distance says little about a
 trained teacher; the error of fp8 is measured where it is used (`engine.teachers.fp8`).
 
-The bound of every arm is that of the dense arm: matmuls at the bf16 rate. The rate of fp8 alone is given
-below the table. Memory is what the allocator holds after loading and at the peak of a forward pass. A CPU has
-none of the kernels, and fp8 is left out there because its matmuls are a slow oracle.
+The column "of bound" compares every arm with the least time of the dense arm, its matmuls at the bf16 rate.
+The rate of fp8 alone is given below the table. Memory is what the allocator holds after loading and at the peak of a
+forward pass. A CPU has none of the kernels, and fp8 is left out there because its matmuls are a slow oracle.
 """
 
 from __future__ import annotations

@@ -41,7 +41,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_path(parser, "--teacher", "FILE", "teacher: a GGUF or .apr file, not random blocks")
     add_number(
-        parser, "--rows", limits.BENCH_ROWS, "rows of activations, or of the batch", nargs="+"
+        parser,
+        "--rows",
+        limits.BENCH_ROWS,
+        "teacher, kd: rows of the batch; decode: sequences; loss: tokens",
+        nargs="+",
     )
     add_number(
         parser, "--seq-len", limits.BENCH_ROWS, "teacher, kd: tokens in a row (1024)", default=1024
@@ -205,13 +209,12 @@ def _check_kd(arguments: argparse.Namespace) -> None:
     for name, number in numbers.items():
         if number < 1:
             raise BadInput.expected(name, number, "1 or more", number)
-    if not 0 <= arguments.alpha < 1 or not 0 < arguments.temperature < float("inf"):
-        raise BadInput.expected(
-            "--alpha and --temperature",
-            f"{arguments.alpha:g}, {arguments.temperature:g}",
-            "from 0 to below 1, as there would be nothing to distil, and above 0",
-            f"{arguments.alpha:g} and {arguments.temperature:g}",
-        )
+    alpha, temperature = f"{arguments.alpha:g}", f"{arguments.temperature:g}"
+    if not 0 <= arguments.alpha < 1:
+        expected = "from 0 to below 1 (at 1 there is nothing to distil)"
+        raise BadInput.expected("--alpha", alpha, expected, alpha)
+    if not 0 < arguments.temperature < float("inf"):
+        raise BadInput.expected("--temperature", temperature, "a number above 0", temperature)
 
 
 def _kd(arguments: argparse.Namespace, shape: str, device: Any, flop_per_s: float) -> Any:

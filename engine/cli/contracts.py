@@ -1,8 +1,9 @@
-"""Check contracts, run their tests and proofs, and show the level each has reached.
+"""Check contracts, run their tests and proofs, and show for each the verdict (pass, unknown, fail) and the level that
+it has reached (none, basic, standard, strict, proven: `engine.contracts.status`).
 
     engine contracts validate [FILES]    check each file; list every problem at once, with line and column
     engine contracts run [IDS]           run tests and proofs, then plant each bug and see it caught
-    engine contracts status              the level each has reached, from its receipts alone
+    engine contracts status              verdict and level of each, from the receipts of earlier runs alone
     engine contracts list                each with its equations, last result and age
     engine contracts show ID             one in full
 
@@ -36,19 +37,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_path(validate, "files", "FILES", "files or folders (contracts/)", nargs="*")
     add_choice(validate, "--format", ("text", "json"), "text")
     add_json(validate, "as --format json")
-    rules = "pv: only the rules that upstream's `pv validate` has"
+    rules = "pv: only the rules of `pv validate`, from upstream's aprender-contracts"
     add_choice(validate, "--rules", ("all", "pv"), "all", rules)
     run_ = action("run", "run tests, proofs and planted bugs, and keep receipts")
     run_.add_argument("ids", nargs="*", metavar="IDS", help="contracts (all)")
     add_number(run_, "--jobs", limits.JOBS, "contracts at once (1)", default=1, metavar="N")
-    status = action("status", "the level each contract has reached, from its receipts alone")
+    status = action("status", "verdict and level of each contract, from its receipts alone")
     list_parser = action("list", "every contract with its equations, last result and age")
     show = action("show", "everything of one contract")
     show.add_argument("id", metavar="ID")
     receipts = Path("evidence/contracts")
     for subparser in (run_, status, list_parser, show):
         add_json(subparser)
-        add_path(subparser, "--receipts", "DIR", "(evidence/contracts)", default=receipts)
+        add_path(
+            subparser,
+            "--receipts",
+            "DIR",
+            "folder of the receipts (evidence/contracts)",
+            default=receipts,
+        )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -116,6 +123,7 @@ def _print(statuses: Sequence[Status], a: argparse.Namespace) -> int:
     from engine.contracts.status import Rank, meet_all
     from engine.units import format_seconds
 
+    # The lowest result; demoted contracts do not count.
     overall = meet_all(status.answer for status in statuses if status.counts)
     lines: list[str] = []
     width = max((len(status.id) for status in statuses), default=0)
@@ -156,6 +164,7 @@ def _as_json(status: Status) -> dict[str, Any]:
         "description": contract.description if contract else None,
         "equations": dict(contract.equations) if contract else {},
         "obligations": dict(contract.obligations) if contract else {},
+        # Claims that a finding has refuted, which it names.
         "demoted": [
             {"id": id_, "property": property_, "by": by}
             for id_, property_, by in (contract.demoted if contract else ())

@@ -153,7 +153,7 @@ def epoch_order(rows: int, seed: int, epoch: int) -> Int64Array:
 def count_rows(stream: TokenStream, seq_len: int, split: str) -> int:
     """Return the number of full rows in the stream.
 
-    Raises CorpusError when there is none; `what` names the split in the message.
+    Raises CorpusError when there is none; `split` is its place in the message.
     """
     assert seq_len >= 1
     rows = len(stream) // seq_len
@@ -171,7 +171,7 @@ def count_rows(stream: TokenStream, seq_len: int, split: str) -> int:
 def labelled_rows(stream: TokenStream, seq_len: int, split: str) -> Int64Array:
     """Return the rows that have a label, in order.
 
-    Raises CorpusError when there is none; `what` names the split in the message.
+    Raises CorpusError when there is none; `split` is its place in the message.
     """
     rows = count_rows(stream, seq_len, split)
     if stream.labelled is None:

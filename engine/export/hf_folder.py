@@ -90,7 +90,7 @@ def _write_shards(
         shard.clear()
 
     for name, tensor in tensors:
-        assert isinstance(tensor, Tensor), "tensor_types gives safetensors float types"
+        assert isinstance(tensor, Tensor), "`convert` writes no blocks to safetensors"
         if shard and sum(t.nbytes for t in shard.values()) + tensor.nbytes > SHARD_BYTES:
             flush()
         shard[name] = tensor

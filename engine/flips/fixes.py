@@ -1,4 +1,5 @@
-"""Propose changes of one line of a watched script that would end a failure that its identities show.
+"""Propose changes of one line of a watched script that would end the failure of an identity: a statement that holds in
+every healthy training, such as "labels are the next tokens", which the probe checks in the script.
 
 A fix is found in the script's syntax tree, at the lines that the probe saw (`Watched.places`) or at the only call in
 the file that can be meant. Where neither names one line, there is no fix: testing a wrong guess would
@@ -284,6 +285,7 @@ def _shift_labels(script: _Script, seen: Judged) -> _Edited | None:
     call = _only(script.calls("cross_entropy"))
     if call is None or len(call.args) < 2 or call.lineno != call.end_lineno:
         return None
+    # `shift_N` is the share of labels that are the tokens N positions later; at 0 they are not shifted.
     if max(seen.numbers, key=lambda name: seen.numbers[name] or 0, default="") != "shift_0":
         return None
     predictions, labels = (_reshaped(one) for one in call.args[:2])

@@ -1,9 +1,9 @@
 """Dequantisation kernels of the types with blocks of 256 values: Q2_K to Q6_K, and IQ4_XS.
 
 `dequantize_triton.py` describes how they work; the bit layouts are in `engine/quant/reference.py`.
-Here `first` and `count`, i32, are numbers of rows of `row_blocks` blocks each. A program takes
-consecutive blocks of the planes, which are interleaved in groups of rows, and writes each block to
-its row.
+Here `first` and `count`, i32, are numbers of rows of `row_blocks` blocks each. The planes hold rows
+in groups of GROUP: the first block of each row, then the second of each, and so on. A program takes
+consecutive blocks of the planes and writes each block to its row.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ NL = book_words("IQ4_NL")
 def _floats(word, ZERO: tl.constexpr):
     """Return the four bytes of each word, in a new dimension, as float32 minus ZERO."""
     shift = (tl.arange(0, 4) * 8).to(tl.uint32)
+    # The bits 0x4B0000xx are the float32 2^23 + xx, and 2^23 is 8388608.
     bits = ((tl.expand_dims(word, -1) >> shift) & 255) | 0x4B000000
     return bits.to(tl.float32, bitcast=True) - (8388608.0 + ZERO)
 
@@ -87,10 +88,10 @@ def _places(first, count, row_blocks, BLOCKS: tl.constexpr):
     in the result, and whether they belong to rows `first` to `first + count`.
     """
     at = tl.program_id(0) * BLOCKS + tl.arange(0, BLOCKS)
-    run = at // GROUP
-    row = (first // GROUP + run // row_blocks) * GROUP + at % GROUP - first
+    column = at // GROUP  # one block of each row of a group
+    row = (first // GROUP + column // row_blocks) * GROUP + at % GROUP - first
     source = (first // GROUP * GROUP).to(tl.int64) * row_blocks + at
-    target = row.to(tl.int64) * row_blocks + run % row_blocks
+    target = row.to(tl.int64) * row_blocks + column % row_blocks
     return source, target, (row >= 0) & (row < count)
 
 

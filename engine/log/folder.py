@@ -193,9 +193,11 @@ class WatchedCommand:
     commit: str | None
     """Commit of that folder, with `+` if files differ from it."""
     part_of: str | None = None
-    """Name of the command's first run, in the same folder of runs, for a later training of the command; else None."""
+    """Name of the command's first run, in the same folder of runs: a command that trains several times has a run for
+    each training. None in the first run."""
     pid: int | None = None
-    """Process that made the run folder, for a later training or a script that watches itself; else None."""
+    """The script's process, if it was there before the run folder: the script watches itself, trains again, or was
+    running when `engine watch --pid` began. Else None."""
 
     @property
     def line(self) -> str:
@@ -330,8 +332,8 @@ def write_whole(path: Path, text: str | bytes, what: str = "write") -> None:
 
 @contextlib.contextmanager
 def new_folder(path: Path, what: str, hint: str) -> Iterator[None]:
-    """Create a folder that stays when the body succeeds and its content reaches the disk, and is removed
-    otherwise: a partial folder would block the next attempt. Raises BadInput when it already exists."""
+    """Create a folder and sync its name. The body writes the content and syncs it. If anything fails, the folder is
+    removed: a partial folder would block the next attempt. Raises BadInput when it already exists."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.mkdir()
@@ -341,7 +343,7 @@ def new_folder(path: Path, what: str, hint: str) -> Iterator[None]:
         raise write_error(what, path, "to create it", error) from error
     try:
         yield
-        # The content is synced into the folder; the folder's own name is in its parent.
+        # The folder's name is an entry of its parent.
         sync_folder(path.parent)
     except BaseException as error:
         shutil.rmtree(path, ignore_errors=True)

@@ -163,7 +163,8 @@ class RowsWriter:
             raise write_error("rows", self.path, "to be written to disk", error) from error
 
     def _set_aside(self, ranks: int, step: int) -> None:
-        """Rename a file of another format or number of ranks, in which this rank has other rows of a step."""
+        """Rename a file of another format or number of ranks: with another number, this rank has other rows of each
+        step."""
         if not self.path.exists():
             return
         with self.path.open("rb") as file:

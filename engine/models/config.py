@@ -16,7 +16,7 @@ a default would run and be wrong. Both spellings of the RoPE settings are read, 
 Not covered, and refused by name: other families, other activations, other RoPE scalings (yarn,
 linear, ...), dropout, sliding windows and biases where the family has none, quantised
 checkpoints. Problems of one file are reported in one `WeightsError`, as lines `key: expected X,
-found Y`: those of what it requests and of its types, else those of its values.
+found Y`: unsupported features and wrong types, or, where there are none, impossible values.
 """
 
 from __future__ import annotations
@@ -94,8 +94,8 @@ class ModelConfig:
     long_rope: LongRope | None = None
     """LongRoPE's factors, in families that support them."""
     sliding_window: int | None = None
-    """Number of tokens that a token attends to, itself included, in families that have a window; None is all, and
-    becomes max_position_embeddings where only some layers have it.
+    """Number of tokens that a token attends to, itself included, in families that have a window; None means all. In
+    families where only some layers have a window, None becomes max_position_embeddings.
     """
     layers_without_window: tuple[int, ...] = ()
     """The numbers of the layers that have no window, in families where some have none."""
@@ -147,12 +147,13 @@ class ModelConfig:
 
     @property
     def counted(self) -> int:
-        """Number of parameters of a model whose tensors are not in the table of `FAMILIES`; 0 for other models."""
+        """Number of parameters of a model whose tensors are not in the table of `FAMILIES` (`TransformersConfig`
+        overrides this); 0 for other models."""
         return 0
 
     @property
     def native(self) -> bool:
-        """Whether our own decoder runs the model; if not, transformers does."""
+        """Whether our own decoder runs the model; that of a `TransformersConfig` is run by transformers."""
         return True
 
     @property
@@ -344,6 +345,7 @@ def _completed(raw: Mapping[str, object], family: Family) -> Mapping[str, object
     present = {*raw, *(nested if isinstance(nested, Mapping) else ())}
     lacking = {key: value for key, value in family.absent.items() if key not in present}
     for key in lacking:
+        # As `Family.absent` says.
         if lacking[key] is None:
             lacking[key] = raw.get("num_attention_heads")  # type: ignore[assignment]  # checked as it is taken
     return {**raw, **lacking}
@@ -401,8 +403,8 @@ def _layers_without_window(raw: Mapping[str, object], problems: list[str]) -> tu
 
 
 def _one_rope(raw: Mapping[str, object], problems: list[str]) -> Mapping[str, object]:
-    """Return `raw` with the RoPE of layers without a window alone in `rope_parameters`, and the base of the
-    layers with a window as `rope_local_base_freq`, whichever spelling the file has.
+    """Return `raw` with `rope_parameters` for the layers without a window, and the RoPE base of the layers with one as
+    `rope_local_base_freq`. The newer spelling has a table for each kind of layer in `rope_parameters` instead.
     """
     nested = raw.get("rope_parameters")
     kinds = ("full_attention", "sliding_attention")
@@ -547,7 +549,7 @@ def _unsupported(raw: Mapping[str, object], family: Family) -> list[str]:
         only(key, raw.get(key) or False, False)
     for key in ("attention_dropout", "resid_pdrop", "embd_pdrop"):
         only(key, raw.get(key) or 0.0, 0.0)
-    # In other families, a bias on q, k and v comes with one on o.
+    # A family without attention_bias has the key for a bias on q, k, v and o, and the decoder has none on o.
     for key, has in (("attention_bias", family.attention_bias), ("mlp_bias", False)):
         if raw.get(key) is not None:
             only(key, raw[key], has)
@@ -592,7 +594,7 @@ def _impossible(config: ModelConfig) -> list[str]:
         ("rope_local_base_freq", None, family.window_by_layer),
         ("query_pre_attn_scalar", None, family.query_scale),
         ("rope_factor", 1, "linear" in family.rope_types),
-        ("rope_scaling", None, family.stretches),
+        ("rope_scaling", None, family.llama3_rope),
         ("long_rope", None, "longrope" in family.rope_types),
     ):
         if not has and (value := getattr(config, key)) != absent:
@@ -620,7 +622,7 @@ def _contradictory(config: ModelConfig, family: Family) -> list[str]:
     if 0 < share < 1 and width:
         rotated = int(width * share)
         is_even = rotated > 0 and rotated % 2 == 0
-        expect(is_even, key, f"an even share of {width} numbers", rotated)
+        expect(is_even, key, f"an even number of the {width} dimensions to rotate", rotated)
     if (window := config.sliding_window) is not None:
         most = limits.POSITIONS.most
         expect(0 < window <= most, "sliding_window", f"from 1 to {most:,} tokens", window)

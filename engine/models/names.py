@@ -138,7 +138,7 @@ def check_fits(
     expected = expected_tensors(config, convention)
     embedding, head = embedding_and_head(convention)
     allowed = {**expected, head: expected[embedding]}
-    if config.kind.stretches and convention != "hf":
+    if config.kind.llama3_rope and convention != "hf":
         allowed[ROPE_DIVISORS] = (config.head_dim // 2,)
     dtypes = readable_dtypes(convention)
     unread = {name for name in weights.tensors if ROPE_BUFFER.fullmatch(name)}

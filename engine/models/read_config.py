@@ -108,7 +108,7 @@ def config_of(weights: WeightFile, how: ModelSection = AUTO) -> ModelConfig:
     if weights.convention == "hf":
         return _config_in(weights.config_dict(), weights.folder / CONFIG_FILE, how)
     config = ModelConfig.from_dict(weights.config_dict(), weights.path)
-    if not config.kind.stretches or ROPE_DIVISORS not in weights.tensors:
+    if not config.kind.llama3_rope or ROPE_DIVISORS not in weights.tensors:
         return config
     stored = _stored_divisors(weights)
     if config.rope_scaling is not None:

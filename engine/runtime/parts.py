@@ -58,8 +58,8 @@ def write_parts(tensors: Mapping[str, Tensor], folder: Path) -> None:
 def read_parts(
     folder: Path, wanted: Callable[[str], bool], *, numbers: bool = True
 ) -> dict[str, Tensor]:
-    """Return the full tensors in `folder` whose names are `wanted`, on the CPU; without `numbers` on the meta device.
-    Not a collective.
+    """Return the full tensors in `folder` whose names are `wanted`, on the CPU. If not `numbers`, their values are
+    not read, and they are on the meta device. Not a collective.
 
     Raises CheckpointError when the shards do not cover their tensor.
     """

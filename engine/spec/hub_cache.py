@@ -124,7 +124,7 @@ def find_snapshot(hub_model: HubName, part: Wanted = "model") -> Snapshot:
 
 
 def snapshot_of(path: str | Path) -> Snapshot | None:
-    """Return the snapshot that a path lies in, there or not; None for a path outside of a hub's cache."""
+    """Return the snapshot that a path is in, whether or not it exists; None for a path outside of a hub's cache."""
     parts = Path(path).parts
     for index in range(len(parts) - 2):
         owner, middle, commit = parts[index : index + 3]

@@ -796,6 +796,7 @@ class Option:
     high: float | None
     above: float | None
     most: float | None
+    """Limit far above real use of a number without `high`; maximum length of a text in bytes."""
     path: bool
     """Whether it names a file or folder that must exist before the run."""
     changes_results: bool

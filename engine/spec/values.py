@@ -123,6 +123,7 @@ def _range_problem(option: Option, value: float) -> str | None:
         and (high is None or value <= high)
         and (above is None or value > above)
     )
+    # `most` only catches slips, far above real use, so the range that is shown does not have it.
     if inside and most is not None and value > most:
         return f"a number of at most {most if isinstance(most, int) else f'{most:g}'}"
     if inside:

@@ -104,8 +104,8 @@ class _DiscardingSink:
 
 
 def unpack(checkpoint: VerifiedCheckpoint, *, numbers: bool = True) -> TrainingState:
-    """Read a verified checkpoint back, with tensors on the CPU; without `numbers` parts of several files are not put
-    together, and their tensors are on the meta device.
+    """Read a verified checkpoint back, with tensors on the CPU. If not `numbers`, the values of a sharded checkpoint
+    are not read: its tensors have shape and dtype alone, on the meta device.
 
     Raises CheckpointError when it is not a training state.
     """

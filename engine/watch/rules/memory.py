@@ -43,12 +43,13 @@ UNUSED_SHARE = 0.25
 
 @rule(
     reads=("gpu_mem_used_bytes or host_available_bytes", "step"),
-    threshold=f"medians of three thirds of up to {format_seconds(TREND_WINDOW_S)} rise evenly, by "
-    f"{GROWTH_SHARE:.0%} of the total or more, and reach it within {format_seconds(HORIZON_S)}; or those of a session "
-    f"of {format_seconds(LONG_WINDOW_S)} or more, without its first tenth, before the run's last step",
+    threshold=f"the medians of the three thirds of up to {format_seconds(TREND_WINDOW_S)} rise evenly, by "
+    f"{GROWTH_SHARE:.0%} of the total memory or more, and at that rate memory is full within "
+    f"{format_seconds(HORIZON_S)}; or those of a whole session of {format_seconds(LONG_WINDOW_S)} or more, without its "
+    f"first tenth, and memory is full before the run's last step",
 )
 def memory_ceiling(case: Case) -> Symptom | None:
-    """Judge the GPU's own memory where it has some, the allocator's reservation in it, and the host's memory."""
+    """Judge the memory of the GPU, or torch's reserved memory on a GPU without counters, and the memory of the host."""
     case.must_go_on()
     case.steps(TREND_STEPS, at_least=TREND_STEPS)
     reasons = []
@@ -250,7 +251,7 @@ def _trend(
         f"the {name} fills up: {format_bytes(total)} will be reached in about {format_seconds(left_s)}",
         [
             ("used, GiB", last / 2**30, f"of {total / 2**30:.1f}"),
-            ("growth, GiB per minute", 60 * per_s / 2**30, "over three thirds of the window"),
+            ("growth, GiB per minute", 60 * per_s / 2**30, "from the first third to the last"),
             ("seconds left", left_s, window.in_words),
             *owner.numbers,
         ],

@@ -18,9 +18,12 @@ from engine.watch.rules.rule import NO_SETTINGS, CannotJudge, Case, Symptom, med
 
 PART_WARM_UP = 4
 """Number of first steps that are skipped: compilers and caches are still warming up."""
-COMPARED_TIMES, PART_RATIO, ALONE_TIMES = 4.0, 3.0, 10.0
-"""Ratio of a part's measured to its computed time from which it is slow; that ratio relative to the median of the other
-parts; the ratio where fewer than two other parts are known."""
+COMPARED_TIMES = 4.0
+"""Ratio of a part's measured to its computed time from which it is slow."""
+PART_RATIO = 3.0
+"""Multiple of the other parts' median ratio that a slow part must reach too."""
+ALONE_TIMES = 10.0
+"""Ratio that replaces both where fewer than two other parts are known."""
 PART_SHARE, PART_LEAST_S = 0.1, 0.02
 """Smallest part of a step that is judged: as a share of the step, 0 to 1, and in seconds."""
 MACHINE_TIMES = 5.0
@@ -66,10 +69,12 @@ class _LostTime(NamedTuple):
     lossy: list[int]
     """Rows of the steps in which the part reaches the share that is judged."""
     steps: int
-    """Number of steps that have both numbers."""
+    """Number of steps with a time in both columns."""
     share: float
     seconds: float
     least_s: float
+    in_most_steps: bool
+    """Whether most steps lose time, and not a few of them much."""
 
 
 def _lost_time(case: Case, part: str, whole: str, least: float) -> _LostTime | None:
@@ -80,7 +85,8 @@ def _lost_time(case: Case, part: str, whole: str, least: float) -> _LostTime | N
     seconds, total_s = sum(p for p, _ in times), sum(w for _, w in times)
     share = seconds / total_s if total_s > 0 else 0.0
     median_share = median([p / w for p, w in times if w > 0] or [0.0])
-    least_s = DATA_LEAST_S if median_share >= least else DATA_BURST_S
+    in_most_steps = median_share >= least
+    least_s = DATA_LEAST_S if in_most_steps else DATA_BURST_S
     if share < least or seconds < least_s:
         return None
     parts, wholes = (
@@ -91,7 +97,7 @@ def _lost_time(case: Case, part: str, whole: str, least: float) -> _LostTime | N
         for row, p, w in zip(rows, parts, wholes, strict=True)
         if p is not None and w is not None and p >= least * w
     ]
-    return _LostTime(rows, lossy, len(times), share, seconds, least_s)
+    return _LostTime(rows, lossy, len(times), share, seconds, least_s, in_most_steps)
 
 
 class _Part(NamedTuple):
@@ -142,9 +148,10 @@ def _numbers(rates: Rates, parts: dict[str, _Part]) -> list[tuple[str, float, st
 
 @rule(
     reads=("costs", "phases", "rates of `engine doctor`"),
-    threshold=f"{COMPARED_TIMES:g} times what its FLOPs, bytes and launches need at the rates that `engine doctor` has "
-    f"measured, and {PART_RATIO:g} times what the other parts take of theirs; {ALONE_TIMES:g} times where fewer than "
-    f"two others are known; median of {PHASES_KEPT} steps, {PART_SHARE:.0%} of the step or more",
+    threshold="the ratio of its time to what its FLOPs, bytes and launches need, at the rates that `engine doctor` has "
+    f"measured, is {COMPARED_TIMES:g} or more, and {PART_RATIO:g} times the median ratio of the other parts with "
+    f"matmuls; {ALONE_TIMES:g} where fewer than two of them are known; median of {PHASES_KEPT} steps, {PART_SHARE:.0%} "
+    "of the step or more",
 )
 def slow_part(case: Case) -> Symptom | None:
     rows, rates, parts = _parts(case)
@@ -231,8 +238,8 @@ def data_wait(case: Case) -> Symptom | None:
 
 @rule(
     reads=("outside_s", "wall_s", "load1, family_cpu_pct"),
-    threshold=f"{OUTSIDE_SHARE:.0%} of the time of {DATA_STEPS} steps or more in observers, the log or nothing, "
-    f"and {DATA_LEAST_S:g} s; {DATA_BURST_S:g} s where it is not so of most steps",
+    threshold=f"{OUTSIDE_SHARE:.0%} or more of the time of {DATA_STEPS} steps goes into observers of the steps, the "
+    f"log, or work that is not timed: {DATA_LEAST_S:g} s or more; {DATA_BURST_S:g} s where most steps lose less",
 )
 def unaccounted(case: Case) -> Symptom | None:
     lost = _lost_time(case, "outside_s", "wall_s", OUTSIDE_SHARE)
@@ -242,7 +249,7 @@ def unaccounted(case: Case) -> Symptom | None:
     most = f", lately most in: {max(parts, key=lambda part: parts[part])}"
     if sum(parts.values()) < lost.seconds / lost.steps / 2:
         # The newest step did not lose time like the others. If most steps lose time, the next one shows where.
-        if lost.least_s == DATA_LEAST_S:
+        if lost.in_most_steps:
             return None
         most = ""
     case.must_have_had_the_cpu(lost.lossy)
@@ -295,7 +302,8 @@ def seldom_training(case: Case) -> Symptom | None:
         ],
         span,
         meaning="the run is slow although its steps are not: no step runs during an evaluation or a save",
-        no_flip=f"set {key}.every higher{', or eval.rows lower' if mostly_evals else ''}; no step's time shows it",
+        no_flip=f"set {key}.every higher{', or eval.rows lower' if mostly_evals else ''}; a flip compares step times, "
+        "which leave out evaluations and checkpoints",
         part=most,
     )
 
@@ -342,8 +350,8 @@ def _percentile_range(times: list[float]) -> float:
 
 @rule(
     reads=("step_s", "load1, family_cpu_pct"),
-    threshold=f"medians of the last two {DRIFT_STEPS} steps {DRIFT_RATIO:g} times that of the first "
-    f"{DRIFT_STEPS} after {DRIFT_WARM_UP}",
+    threshold=f"the median of {DRIFT_STEPS} steps, in the last two such windows, is {DRIFT_RATIO:g} times that of the "
+    f"{DRIFT_STEPS} steps after the first {DRIFT_WARM_UP}",
 )
 def step_time_drift(case: Case) -> Symptom | None:
     all_rows = case.steps(10**9, at_least=DRIFT_WARM_UP + 3 * DRIFT_STEPS)

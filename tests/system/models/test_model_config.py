@@ -521,7 +521,7 @@ def test_what_the_decoder_does_not_do_is_refused_by_name(
         (
             PHI3_MINI,
             {"partial_rotary_factor": 0.29},
-            "partial_rotary_factor: expected an even share of 96 numbers, found 27",
+            "partial_rotary_factor: expected an even number of the 96 dimensions to rotate, found 27",
         ),
         (PHI3_MINI, {"partial_rotary_factor": 1.5}, "partial_rotary_factor: expected from 0 to 1"),
         (PHI3_MINI, {"partial_rotary_factor": "1"}, "partial_rotary_factor: expected a number, f"),

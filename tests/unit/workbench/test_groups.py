@@ -71,7 +71,7 @@ def test_where_fewer_than_three_runs_have_a_value_the_band_is_their_range() -> N
 
 def test_the_words_name_the_band_that_is_drawn() -> None:
     assert band_words([1, 2]) == band_words([]) == "mean, band from lowest to highest"
-    said = "mean ± standard deviation (n-1), of fewer than 3 runs lowest to highest"
+    said = "mean ± standard deviation (n-1); of fewer than 3 runs, lowest to highest"
     assert band_words([1, 3]) == said
 
 

@@ -51,17 +51,19 @@ class Scaling:
         self._late = self._unscaled = 0
         """Consecutive steps with clipping after the step, and with clipping of scaled gradients."""
         self._divisions: list[tuple[list[float], bool] | None] = []
-        """Factors of the loss of each backward pass since the last step."""
+        """Factors of the loss of each backward pass since the last step, and whether the loss is a mean."""
         self._sizes: list[float | None] = []
         """Number of elements in the mean of each of those losses; None where it is unknown."""
         self._is_fp16 = False
         self._max_norm: float | None = None
         self._batches = 0
-        self._window: Any = None
+        self._window: tuple[int, tuple[list[float], bool]] | None = None
+        """Number of losses that the newest sampled step accumulated, and the division of each; None if it was one loss,
+        or they differ."""
         self._alike = 0
         """Consecutive sampled steps that summed losses alike."""
         self._is_sampled = False
-        """Whether the step is sampled."""
+        """Whether this step is one of those at which the autograd graph is read (`identities.py`)."""
         self.optimizer_made()
 
     def optimizer_made(self) -> None:
@@ -84,8 +86,8 @@ class Scaling:
         self._batches += 1
 
     def backward_begins(self, tensors: list[Any], nodes: list[Any]) -> None:
-        """Record a backward pass. `nodes`: those near the loss, empty unless the step is sampled. The divisors of
-        accumulated losses are read at every step."""
+        """Record a backward pass. `nodes`: those near the loss, empty unless the step is sampled. Once losses are
+        accumulated, their divisors are read at every step."""
         self._just_stepped, self._is_sampled = False, bool(nodes)
         reads = nodes or self._window is not None
         divisions, size = _divisions(tensors) if reads else (None, None)
@@ -95,7 +97,7 @@ class Scaling:
         self._is_fp16 = self._is_fp16 or any(kind is self._torch.float16 for kind in kinds)
 
     def clipped(self, max_norm: Any) -> list[Line]:
-        """Record clipping to a norm of `most`; infinity only measures the norm."""
+        """Record clipping to a norm of `max_norm`; infinity only measures the norm."""
         if max_norm == float("inf"):
             return []
         if self._just_stepped:
@@ -142,7 +144,8 @@ class Scaling:
         return [("clipping", SUSPICION, text, {"steps": self._late})]
 
     def _short_window(self, name: str, number: int) -> list[Line]:
-        """Report losses of a window that is cut short, as by the end of an epoch, divided as those of a whole one."""
+        """Report a step that accumulates fewer losses than usual, as at the end of an epoch, and divides each as if it
+        had them all."""
         if self._alike < _IN_A_ROW or self._window is None:
             return []
         passes, (window, division) = len(self._divisions), self._window
@@ -175,7 +178,7 @@ class Scaling:
             text = f"each loss of the {passes} backward passes of a step of {name} is divided by {passes}"
             sizes = [size for size in self._sizes if size is not None]
             if not is_mean or len(sizes) < passes:
-                text += "; of how many elements each is the mean was not read"
+                text += "; the number of elements in each mean was not read"
             elif min(sizes) == max(sizes):
                 return [("accumulated_mean", PASS, text, numbers)]
             else:
@@ -240,20 +243,21 @@ class ScaledNorms:
         previous, self._previous = self._previous, norms
         if previous is None:
             return []
-        for (previous_norm, previous_largest), (norm, largest) in zip(
+        # Once for the norm, and once for the largest element.
+        for (previous_before, previous_after), (before, after) in zip(
             zip(*previous, strict=True), zip(*norms, strict=True), strict=True
         ):
             is_equal = (
-                0 < largest < norm
-                and previous_largest < previous_norm
-                and abs(largest - previous_largest) < _EQUAL_NORM * largest
+                0 < after < before
+                and previous_after < previous_before
+                and abs(after - previous_after) < _EQUAL_NORM * after
             )
-            if is_equal and abs(norm - previous_norm) > _UNLIKE_NORM * norm:
+            if is_equal and abs(before - previous_before) > _UNLIKE_NORM * before:
                 text = (
-                    f"the gradients of {name} are clipped by hand to {largest:.4g} while they still have the loss "
+                    f"the gradients of {name} are clipped by hand to {after:.4g} while they still have the loss "
                     "scale: nothing unscaled them before clipping"
                 )
-                return [("clipping", SUSPICION, text, {"limit": largest})]
+                return [("clipping", SUSPICION, text, {"limit": after})]
         return []
 
 
