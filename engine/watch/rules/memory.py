@@ -49,7 +49,7 @@ UNUSED_SHARE = 0.25
     f"first tenth, and memory is full before the run's last step",
 )
 def memory_ceiling(case: Case) -> Symptom | None:
-    """Judge the memory of the GPU, or torch's reserved memory on a GPU without counters, and the memory of the host."""
+    """Judge the memory of the GPU if it has counters, torch's reserved memory, and the memory of the host."""
     case.must_go_on()
     case.steps(TREND_STEPS, at_least=TREND_STEPS)
     reasons = []
@@ -137,8 +137,8 @@ def _gpu_pool(window: _Window) -> tuple[str, list[float], float]:
 
 
 def _allocator_pool(window: _Window) -> tuple[str, list[float], float]:
-    """Return torch's reserved memory on a GPU without counters of its own, such as one that shares the host's
-    memory."""
+    """Return torch's reserved memory and what the memory plan allows it: all that is known of a GPU without counters, such
+    as one that shares the host's memory."""
     reserved = window.host("memory_reserved_bytes")
     plan = window.case.view.memory_plan
     if plan is None or not plan.available_bytes:
