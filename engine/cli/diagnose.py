@@ -11,11 +11,11 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from engine.cli.answers import plain, put_json
+from engine.cli.answers import answer, plain, put_json
 from engine.cli.arguments import add_flag, add_json, add_path
 from engine.cli.checks import errors_json
 from engine.errors import EXIT_FAIL, EXIT_PASS, BadInput, RunLogError, UsageError
-from engine.terminal import put, say
+from engine.terminal import aligned, put, say
 
 if TYPE_CHECKING:
     from engine.interchange.baseline import Change
@@ -77,37 +77,25 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.list == (arguments.path is not None):
         raise UsageError("expected either PATH or --list", hint="engine diagnose --help")
     if arguments.list:
-        _list_rules(as_json=arguments.json)
-        return EXIT_PASS
-    from engine.log.folder import is_run
-
+        return _list_rules(arguments)
     if arguments.follow:
         return _follow(arguments)
-    if (os.path.lexists(arguments.path) and not is_run(arguments.path)) or str(
-        arguments.path
-    ) == "-":
-        return diagnose_logs(arguments)
-    from engine.log.folder import open_run, settings_of
-    from engine.watch.replay import diagnose
-    from engine.watch.rules.rule import read_settings
-    from engine.watch.verdict_line import verdict_of
+    from engine.interchange.kinds import find_logs
+    from engine.log.folder import open_run
 
-    folder = open_run(arguments.path)
-    diagnosis = diagnose(folder, read_settings(folder), siblings=True)
-    state = diagnosis.view.state(folder.liveness())
-    verdict = verdict_of(diagnosis.judged_view, state, folder.path)
-    changes = _changes(diagnosis.view, settings_of(folder), arguments.baseline)
-    if arguments.json:
-        extra = {"verdict": verdict.as_dict(), **_changes_json(changes)}
-        put_json("diagnosis", as_json(str(folder.path), diagnosis) | extra)
-    else:
-        for line in diagnosis_lines(diagnosis, state, folder.name, folder.path, arguments.all):
-            put(line)
-        _put_changes(changes, arguments.baseline)
-    if diagnosis.fault is not None:
-        raise RunLogError(diagnosis.fault)
-    code = EXIT_FAIL if diagnosis.failed else verdict.exit_code
-    return _exit_code(code, verdict.level, arguments.fail_on, changes)
+    if str(arguments.path) == "-":
+        return _diagnose_one(_standard_input(), None, "-", arguments)
+    if not os.path.lexists(arguments.path):
+        open_run(arguments.path)  # which says what it expected there
+    logs = find_logs(arguments.path)
+    if len(logs) != 1:
+        if arguments.baseline is not None:
+            raise BadInput.expected("diagnose", arguments.path, "one log", f"{len(logs)}")
+        return _diagnose_folder(logs, arguments)
+    try:
+        return _diagnose_one(_replayed(logs[0], siblings=True), logs[0], logs[0].name, arguments)
+    except BadInput as error:
+        raise type(error)(error.message) from None  # the hint is about `engine import`
 
 
 def _exit_code(
@@ -144,46 +132,42 @@ def _changes_json(changes: list[Change] | None) -> dict[str, Any]:
     return {} if changes is None else {"compared": [change._asdict() for change in changes]}
 
 
-def _put_changes(changes: list[Change] | None, baseline: Path | None) -> None:
+def _change_lines(changes: list[Change] | None, baseline: Path | None) -> list[str]:
     from engine.log.text import one_line
 
     if changes is None:
-        return
+        return []
     differ = [change for change in changes if change.why]
     rows: list[tuple[str, ...]] = [("differs", "new", "old", "")] if differ else []
     for name, new, old, why, is_worse in differ:
         shown = [f"{x:.4g}" if isinstance(x, float) else str(x or "none") for x in (new, old)]
         rows.append((name, *shown, f"{why}{', worse' if is_worse else ''}"))
-    widths = [max(len(row[at]) for row in rows) for at in range(3)] if rows else []
-    put(f"\ncompared with {baseline}")
-    for row in rows:
-        cells = (f"{cell:{width}}" for cell, width in zip(row, widths, strict=False))
-        put(one_line(f"  {'  '.join(cells)}  {row[3]}".rstrip()))
+    lines = [f"\ncompared with {baseline}", *(one_line(f"  {row}") for row in aligned(rows))]
     if same := [change.name for change in changes if not change.why]:
-        put(f"  the same within noise: {', '.join(same)}")
+        lines.append(f"  the same within noise: {', '.join(same)}")
     if not changes:
-        put("  no curve, time or setting is in both")
+        lines.append("  no curve, time or setting is in both")
+    return lines
 
 
-def _list_rules(*, as_json: bool) -> None:
+def _list_rules(arguments: argparse.Namespace) -> int:
     from engine.watch.rules import RULES
 
-    if as_json:
-        rows = [
-            {
-                "id": rule.id,
-                "asks": rule.about.question,
-                "reads": rule.reads,
-                "threshold": rule.threshold,
-            }
-            for rule in RULES
-        ]
-        put_json("rule", rows)
-        return
-    for rule in RULES:
-        put(f"{rule.id}: {rule.about.question}")
-        put(f"  fires at: {rule.threshold}")
-        put(f"  reads: {', '.join(rule.reads)}")
+    rows = [
+        {
+            "id": rule.id,
+            "asks": rule.about.question,
+            "reads": rule.reads,
+            "threshold": rule.threshold,
+        }
+        for rule in RULES
+    ]
+    lines = (
+        f"{rule.id}: {rule.about.question}\n  fires at: {rule.threshold}\n"
+        f"  reads: {', '.join(rule.reads)}"
+        for rule in RULES
+    )
+    return answer(arguments, "rule", rows, lines)
 
 
 def diagnosis_lines(
@@ -311,23 +295,6 @@ def _stamp(path: Path) -> list[tuple[int, int]]:
     return stamps
 
 
-def diagnose_logs(arguments: argparse.Namespace) -> int:
-    """Diagnose a log, standard input, or every log in a folder."""
-    from engine.interchange.kinds import find_logs
-
-    if str(arguments.path) == "-":
-        return _diagnose_one(_standard_input(), None, "-", arguments)
-    logs = find_logs(arguments.path)
-    if len(logs) != 1:
-        if arguments.baseline is not None:
-            raise BadInput.expected("diagnose", arguments.path, "one log", f"{len(logs)}")
-        return _diagnose_folder(logs, arguments)
-    try:
-        return _diagnose_one(_judged(logs[0]), logs[0], logs[0].name, arguments)
-    except BadInput as error:
-        raise type(error)(error.message) from None  # the hint is about `engine import`
-
-
 def _standard_input() -> tuple[Diagnosis, JudgedLog]:
     from engine.interchange.importing import VALUES_MOST, diagnose_recorded
     from engine.interchange.sources import Recorded
@@ -341,6 +308,14 @@ def _standard_input() -> tuple[Diagnosis, JudgedLog]:
 
 
 def _judged(log: Log) -> tuple[Diagnosis, JudgedLog | None]:
+    """Judge a log. Raises BadInput where it cannot be read to its end."""
+    diagnosis, judged = _replayed(log)
+    if diagnosis.fault is not None:
+        raise RunLogError(diagnosis.fault)
+    return diagnosis, judged
+
+
+def _replayed(log: Log, *, siblings: bool = False) -> tuple[Diagnosis, JudgedLog | None]:
     from engine.interchange.importing import VALUES_MOST, diagnose_recorded
     from engine.interchange.sources import Recorded
     from engine.log.folder import open_run
@@ -349,10 +324,7 @@ def _judged(log: Log) -> tuple[Diagnosis, JudgedLog | None]:
 
     if log.read is None:
         run = open_run(log.path)
-        diagnosis = diagnose(run, read_settings(run))
-        if diagnosis.fault is not None:
-            raise RunLogError(diagnosis.fault)
-        return diagnosis, None
+        return diagnose(run, read_settings(run), siblings=siblings), None
     recorded = Recorded(path=log.path, most=VALUES_MOST)
     log.read(recorded, {})
     judged = diagnose_recorded(recorded, log.source, {})
@@ -386,20 +358,18 @@ def _diagnose_one(
     changes = _changes(diagnosis.view, settings, arguments.baseline)
     code = EXIT_FAIL if diagnosis.failed else verdict.exit_code
     code = _exit_code(code, verdict.level, arguments.fail_on, changes)
-    if arguments.json:
-        notes = [note.text for note in judged_log.notes] if judged_log else []
-        extra = {"verdict": verdict.as_dict(), "read": notes, **_changes_json(changes)}
-        put_json("diagnosis", as_json(name, diagnosis) | extra)
-        return code
-    for line in diagnosis_lines(diagnosis, state, name, name, arguments.all):
-        put(line)
+    notes = [note.text for note in judged_log.notes] if judged_log else []
+    extra = {"verdict": verdict.as_dict(), **_changes_json(changes)}
+    extra |= {"read": notes} if judged_log else {}
+    short = name if judged_log else Path(name).name
+    lines = diagnosis_lines(diagnosis, state, short, name, arguments.all)
     if arguments.series and judged_log is not None:
-        put("\nread")
-        for note in judged_log.notes:
-            put(f"  {note.text}")
-        for line in _series_lines(judged_log):
-            put(f"  {line}")
-    _put_changes(changes, arguments.baseline)
+        lines.append("\nread")
+        lines += [f"  {text}" for text in (*notes, *_series_lines(judged_log))]
+    lines += _change_lines(changes, arguments.baseline)
+    answer(arguments, "diagnosis", as_json(name, diagnosis) | extra, lines)
+    if diagnosis.fault is not None:
+        raise RunLogError(diagnosis.fault)
     return code
 
 
@@ -433,32 +403,20 @@ def _diagnose_folder(logs: list[Log], arguments: argparse.Namespace) -> int:
         expected = "a log with the values of a run"
         problem = f"{len(not_logs)} files that have none" if not_logs else "none"
         raise BadInput.expected("diagnose", arguments.path, expected, problem)
-    if arguments.json:
-        put_json("diagnoses", _many_json(rows, unread, not_logs))
-    else:
-        width = max((len(log.name) for log, _ in rows), default=0)
-        for log, verdict in rows:
-            put(f"{log.name:{width}}  {verdict.signed()}")
-        counts = [f"{len(rows)} logs judged"]
-        counts += [f"{len(unread)} could not be read"] * bool(unread)
-        counts += [f"{len(not_logs)} files have no values of a run"] * bool(not_logs)
-        put("; ".join(counts))
-        for _, why in unread:
-            put(f"  not read: {why}")
-        if arguments.series:
-            for log in not_logs[:_NO_LOGS_LISTED]:
-                put(f"  no values: {log.name}")
-    codes = {_exit_code(v.exit_code, v.level, arguments.fail_on) for _, v in rows}
-    if EXIT_FAIL in codes:
-        return EXIT_FAIL
-    return BadInput.exit_code if unread else max(codes, default=EXIT_PASS)
-
-
-def _many_json(
-    rows: list[tuple[Log, RunVerdict]], unread: list[tuple[Log, str]], not_logs: list[Log]
-) -> dict[str, Any]:
-    return {
+    lines = aligned([(log.name, verdict.signed()) for log, verdict in rows])
+    counts = [f"{len(rows)} logs judged"]
+    counts += [f"{len(unread)} could not be read"] * bool(unread)
+    counts += [f"{len(not_logs)} files have no values of a run"] * bool(not_logs)
+    lines += ["; ".join(counts), *(f"  not read: {why}" for _, why in unread)]
+    if arguments.series:
+        lines += [f"  no values: {log.name}" for log in not_logs[:_NO_LOGS_LISTED]]
+    value = {
         "logs": [{"path": log.name, "kind": log.source, "verdict": v.as_dict()} for log, v in rows],
         "not_read": [{"path": log.name, "why": why} for log, why in unread],
         "no_values": [log.name for log in not_logs],
     }
+    answer(arguments, "diagnoses", value, lines)
+    codes = {_exit_code(v.exit_code, v.level, arguments.fail_on) for _, v in rows}
+    if EXIT_FAIL in codes:
+        return EXIT_FAIL
+    return BadInput.exit_code if unread else max(codes, default=EXIT_PASS)

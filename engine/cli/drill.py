@@ -22,7 +22,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from engine.cli.answers import put_json
+from engine.cli.answers import answer
 from engine.cli.arguments import (
     add_choice,
     add_flag,
@@ -59,7 +59,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.keep and arguments.out is None:
         raise UsageError("--keep needs --out, where the run folders are")
     if arguments.list:
-        return _list(DRILLS, as_json=arguments.json)
+        return _list(DRILLS, arguments)
     with _folder(arguments.out) as folder:
         drills = DRILLS if arguments.all else tuple(map(drill, arguments.drill))
         return _drill(arguments, drills, folder)
@@ -75,22 +75,19 @@ def _folder(out: Path | None) -> Iterator[Path]:
     yield out.absolute()
 
 
-def _list(drills: tuple[Drill, ...], *, as_json: bool) -> int:
-    if as_json:
-        fields = ("id", "what", "happened")
-        rows = [
-            {name: getattr(drill, name) for name in fields}
-            | {"must_be_named_by": [e.name for e in drill.expected], "needs": drill.needs}
-            for drill in drills
-        ]
-        put_json("drill", rows)
-        return 0
+def _list(drills: tuple[Drill, ...], arguments: argparse.Namespace) -> int:
+    rows, lines = [], []
     for drill in drills:
+        names = [expected.name for expected in drill.expected]
+        rows.append(
+            {"id": drill.id, "what": drill.what, "happened": drill.happened}
+            | {"must_be_named_by": names, "needs": drill.needs}
+        )
         needs = f"  (needs: {', '.join(drill.needs)})" if drill.needs else ""
-        put(f"{drill.id}: {drill.what}{needs}")
-        put(f"  happened: {drill.happened}")
-        put(f"  must be named by: {' or '.join(e.name for e in drill.expected)}")
-    return 0
+        lines.append(f"{drill.id}: {drill.what}{needs}")
+        lines.append(f"  happened: {drill.happened}")
+        lines.append(f"  must be named by: {' or '.join(names)}")
+    return answer(arguments, "drill", rows, lines)
 
 
 def _drill(arguments: argparse.Namespace, drills: tuple[Drill, ...], folder: Path) -> int:
@@ -115,11 +112,7 @@ def _drill(arguments: argparse.Namespace, drills: tuple[Drill, ...], folder: Pat
     if arguments.out is not None:
         (folder / "drills.json").write_text(json.dumps(value, indent=1) + "\n")
         (folder / "drills.txt").write_text("\n".join(lines) + "\n")
-    if arguments.json:
-        put_json("drills", value)
-    elif arguments.all:
-        put("\n".join(lines))
-    return verdict.exit_code
+    return answer(arguments, "drills", value, lines if arguments.all else (), verdict.exit_code)
 
 
 def _refuse_taken(folder: Path, names: list[str]) -> None:

@@ -34,7 +34,6 @@ from engine.cli.arguments import (
     prepare_threads,
 )
 from engine.cli.eval_text import (
-    ProgramProgress,
     ProgressLines,
     figures_json,
     no_answer_json,
@@ -359,7 +358,7 @@ def _judge(
             settings,
             rows=arguments.rows,
             cuda_graph=arguments.cuda_graph,
-            progress=ProgramProgress(),
+            progress=ProgressLines("programs").of_programs,
         )
     finally:
         results.close()

@@ -210,13 +210,7 @@ class ProgressLines:
             self.next_s = time.monotonic() + _PROGRESS_EVERY_S
             say(f"{done:,}/{total:,} {self.what}")
 
-
-class ProgramProgress:
-    """Prints the progress of judged programs in the same way."""
-
-    def __init__(self) -> None:
-        self.lines = ProgressLines("programs")
-
-    def __call__(self, progress: Progress) -> None:
-        self.lines.what = f"programs, {progress.passed} right"
-        self.lines(progress.done, progress.total)
+    def of_programs(self, progress: Progress) -> None:
+        """Print the progress of judged programs."""
+        self.what = f"programs, {progress.passed} right"
+        self(progress.done, progress.total)

@@ -22,8 +22,6 @@ from engine.log.view import RunView
 from engine.signals import hand_over
 from engine.terminal import StatusLine
 
-REDRAW_S = 0.2
-
 
 class Progress:
     def __init__(self, plan: Plan) -> None:

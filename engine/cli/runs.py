@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import math
+import os
 import re
 import sys
 import time
@@ -26,10 +27,10 @@ from engine.cli.arguments import (
 from engine.terminal import aligned, clipped, put, say
 
 if TYPE_CHECKING:
-    from engine.log.filters import Subject
     from engine.log.folder import RunFolder
     from engine.log.follow import Follower
     from engine.log.notes import Notes
+    from engine.watch.runs_feed import RunRow
 
 POLL_S = 0.25
 SECTION_LINES = 500
@@ -84,21 +85,25 @@ def list_runs(arguments: argparse.Namespace) -> int:
                                                  name or as section.key, compared by > < >= <= = !=
     """
     from engine.errors import RunLogError
-    from engine.log.filters import parse_filter
-    from engine.log.folder import find_runs, last_change, settings_of
+    from engine.log.folder import find_runs, last_change
     from engine.log.follow import Follower
     from engine.log.text import status_text
+    from engine.watch.metrics import metrics_text
     from engine.watch.verdict_line import verdict_of
 
     if arguments.metrics:
-        return _print_metrics(arguments.folder, arguments.filter)
+        rows_of_feed = _matching(arguments.folder, arguments.filter)
+        put(metrics_text(rows_of_feed), end="", exact=True)
+        return 0
     runs = [run for run in find_runs(arguments.folder) if last_change(run) >= arguments.since]
-    settings = {run.path: settings_of(run) for run in runs} if arguments.filter else {}
-    wanted = parse_filter(
-        arguments.filter, {key for run_settings in settings.values() for key in run_settings}
-    )
+    matching = runs
+    if arguments.filter:
+        paths = {
+            os.path.realpath(row.path) for row in _matching(arguments.folder, arguments.filter)
+        }
+        matching = [run for run in runs if os.path.realpath(run.path) in paths]
     rows: list[tuple[RunFolder, Follower | None, str]] = []
-    for folder in runs:
+    for folder in matching:
         follower = Follower(folder)
         try:
             follower.read_all()
@@ -109,12 +114,6 @@ def list_runs(arguments: argparse.Namespace) -> int:
         verdict = verdict_of(follower.view, follower.state, folder.path)
         text = f"{verdict.signed()} | {status_text(follower.view, follower.alive)}"
         rows.append((folder, follower, text))
-    if wanted.terms:
-        rows = [
-            (run, follower, text)
-            for run, follower, text in rows
-            if wanted.matches(_subject(run, follower, settings[run.path], text))
-        ]
     if arguments.json:
         entries = [
             as_json(follower) if follower else {"run": run.path, "error": text, **_notes_json(run)}
@@ -137,17 +136,15 @@ def list_runs(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _print_metrics(folder: Path, terms: str) -> int:
+def _matching(folder: Path, terms: str) -> list[RunRow]:
+    """Return the rows of the list of runs for which all terms hold."""
     from engine.log.filters import parse_filter
-    from engine.watch.metrics import metrics_text
     from engine.watch.runs_feed import RunsFeed
 
     snapshot = RunsFeed((folder,), budget_s=math.inf).poll()
     names = {name for row in snapshot.rows for name in row.settings}
     wanted = parse_filter(terms, names)
-    rows = [row for row in snapshot.rows if not wanted.terms or wanted.matches(row.subject)]
-    put(metrics_text(rows), end="", exact=True)
-    return 0
+    return [row for row in snapshot.rows if wanted.matches(row.subject)]
 
 
 def _notes_of(run: RunFolder) -> Notes:
@@ -165,29 +162,6 @@ def _notes_json(run: RunFolder) -> dict[str, Any]:
     """Return the tags and the note of a run for JSON."""
     notes = _notes_of(run)
     return {"tags": list(notes.tags), "note": notes.text}
-
-
-def _subject(
-    run: RunFolder, follower: Follower | None, settings: dict[str, object], text: str
-) -> Subject:
-    """Return what a filter knows of a run; one that cannot be read has the state `unreadable`."""
-    from engine.log.filters import Subject
-    from engine.watch.verdict_line import verdict_of
-
-    notes, values, words = _notes_of(run), dict(settings), [run.name, text]
-    state = "unreadable"
-    if follower is not None:
-        view, state = follower.view, follower.state
-        student = view.eval_of("student")
-        heldout = student.loss if student else None
-        values |= {"loss": view.steps.last("loss"), "held-out": heldout, "step": view.last_step}
-        words.append(verdict_of(view, state).line)
-    return Subject(
-        state=state,
-        tags=notes.tags,
-        values=values,
-        words=" ".join([*words, state, *notes.tags, notes.text]),
-    )
 
 
 def add_tag_arguments(parser: argparse.ArgumentParser) -> None:
