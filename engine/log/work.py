@@ -113,10 +113,10 @@ def work_left_out(
             _judged_less(run_a, run_b, observed),
             _other_objective(run_a, run_b, kind, observed),
             _new_contradictions(run_a, run_b),
+            _missing_calls(run_a, key, was, now),
             _unjudged(
                 run_a, run_b, named, _own_check(observed, sources), changed_by(key, was, now)
             ),
-            _missing_calls(run_a, key, was, now),
         )
         if text := next((found for rule in rules for found in rule), ""):
             return text
