@@ -1,10 +1,10 @@
 """Read untrusted files safely: regular files only, and never more than a limit.
 
-A path that a user gives may name a FIFO, on which `open` blocks, a device without an end, or a sparse file of
-a terabyte. So a file is checked before it is opened, opened non-blocking, checked again, and read up to its
-limit, whatever its size was reported to be. Files that the kernel makes up (procfs, sysfs and their like) are
-refused: they report the size 0, change from read to read, and may block, fail or do something when they are read.
-The engine itself reads /proc and /sys by `engine.machine.kernel_files`.
+A path that a user gives may name a FIFO, on which `open` blocks, a device without an end, or a sparse file of a
+terabyte. So a file is checked before it is opened, opened non-blocking, checked again, and read up to its limit,
+whatever its size was reported to be. Files that the kernel makes up (those below /proc and /sys) are refused: they
+report the size 0, change from read to read, and may block, fail or do something when they are read. The engine itself
+reads /proc and /sys by `engine.machine.kernel_files`.
 
     open_regular(path, "corpus")                       a binary file, to be streamed or mapped
     read_bytes(path, "spec", limits.SPEC_FILE)         all of a small file
@@ -15,13 +15,10 @@ Each raises BadInput (or the subclass that is given) with the path, what was exp
 
 from __future__ import annotations
 
-import ctypes
 import errno
-import functools
 import json
 import os
 import stat
-import sys
 from collections.abc import Iterable
 from io import BufferedReader
 from pathlib import Path
@@ -38,38 +35,8 @@ _KINDS = {
     stat.S_IFBLK: "a device",
     stat.S_IFSOCK: "a socket",
 }
-
-_STATFS_BYTES = 256
-"""More than struct statfs takes on any machine."""
-
-_MADE_UP = {
-    # Numbers of linux/magic.h, which statfs(2) gives.
-    0x9FA0: "procfs",
-    0x62656572: "sysfs",
-    0x27E0EB: "cgroup",
-    0x63677270: "cgroup2",
-    0x64626720: "debugfs",
-    0x74726163: "tracefs",
-    0x73636673: "securityfs",
-    0xF97CFF8C: "selinuxfs",
-    0x43415D53: "smackfs",
-    0x5A3C69F0: "apparmorfs",
-    0xCAFE4A11: "bpf",
-    0x62656570: "configfs",
-    0xDE5E81E4: "efivarfs",
-    0x65735543: "fusectl",
-    0x19800202: "mqueue",
-    0x42494E4D: "binfmt_misc",
-    0x6165676C: "pstore",
-    0x6E736673: "nsfs",
-    0x50494446: "pidfs",
-    0x07655821: "resctrl",
-    0x6E667364: "nfsd",
-    0x67596969: "rpc_pipefs",
-    0xABBA1974: "xenfs",
-    0x09041934: "anon_inodefs",
-    0x5345434D: "secretmem",
-}
+_MADE_UP = ("proc", "sys")
+"""Folders of the root in which the kernel makes up files."""
 
 
 def open_regular(path: Path, what: str, *, error: type[BadInput] = BadInput) -> BufferedReader:
@@ -100,10 +67,13 @@ def open_plain(path: Path) -> BufferedReader:
     """Open a file as `open_regular` does, but raise OSError, for callers with messages of their own."""
     # Opening a device may have side effects, so the path is checked first; it is checked again afterwards,
     # because another file may have replaced it.
-    _refuse_irregular(path, path, os.stat(path))
+    _refuse_irregular(path, os.stat(path))
+    root, _, rest = os.path.realpath(path)[1:].partition("/")
+    if rest and root in _MADE_UP:
+        raise NotRegular(errno.EINVAL, f"a file of {root}fs, which the kernel makes up", str(path))
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
     try:
-        _refuse_irregular(path, descriptor, os.fstat(descriptor))
+        _refuse_irregular(path, os.fstat(descriptor))
         # Non-blocking was for the opening. A read that does not wait may give None where bytes are expected.
         os.set_blocking(descriptor, True)
     except BaseException:
@@ -210,35 +180,10 @@ def _xdg_folder(variable: str, default: str) -> Path:
     return (base if base.is_absolute() else Path.home() / default) / "apr-workbench"
 
 
-def _refuse_irregular(path: Path, opened: Path | int, found: os.stat_result) -> None:
-    """Raise NotRegular unless `opened`, the path or its descriptor, is a regular file that is stored somewhere."""
+def _refuse_irregular(path: Path, found: os.stat_result) -> None:
     if not stat.S_ISREG(found.st_mode):
         kind = _KINDS.get(stat.S_IFMT(found.st_mode), "something else")
         raise NotRegular(errno.EINVAL, kind, str(path))
-    # A file system without a disk of its own has a device number of major 0: these, and tmpfs, overlayfs, NFS.
-    if (
-        os.major(found.st_dev) == 0
-        and (system := _MADE_UP.get(_file_system_type(opened))) is not None
-    ):
-        raise NotRegular(errno.EINVAL, f"a file of {system}, which the kernel makes up", str(path))
-
-
-def _file_system_type(opened: Path | int) -> int:
-    """Return the kernel's number for the type of a file's file system; 0 if it is not known. `os.statvfs` omits it."""
-    if sys.platform != "linux":
-        return 0
-    answer = ctypes.create_string_buffer(_STATFS_BYTES)
-    if isinstance(opened, int):
-        failed = _c_library().fstatfs(opened, answer)
-    else:
-        failed = _c_library().statfs(os.fsencode(opened), answer)
-    # f_type is the first field, a long.
-    return 0 if failed else ctypes.c_long.from_buffer(answer).value & 0xFFFFFFFF
-
-
-@functools.cache
-def _c_library() -> ctypes.CDLL:
-    return ctypes.CDLL(None)  # 30 us, on a path that a viewer takes for each poll
 
 
 def _ascii(path: Path) -> str:

@@ -9,14 +9,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from engine.cli.answers import put_json
+from engine.cli.answers import answer
 from engine.cli.arguments import (
     add_flag,
     add_json,
     add_run,
 )
 from engine.errors import RunLogError, UsageError
-from engine.terminal import put
 
 if TYPE_CHECKING:
     from engine.catalogue import About
@@ -48,33 +47,32 @@ def checks(arguments: argparse.Namespace) -> int:
     """
     if arguments.list == (arguments.run is not None):
         raise UsageError("checks: expected either a run folder or --list")
-    return (
-        _list_checks(arguments.json) if arguments.list else _answers(arguments.run, arguments.json)
-    )
+    return _list_checks(arguments) if arguments.list else _answers(arguments)
 
 
-def _list_checks(as_json: bool) -> int:
+def _list_checks(arguments: argparse.Namespace) -> int:
     from engine.catalogue import CHECKS
 
-    if as_json:
-        keys = ("id", "question", "means", "remedy", "stops")
-        put_json(
-            "check",
-            [
-                {key: getattr(check, key) for key in keys} | {"when": check.when.value}
-                for check in CHECKS
-            ],
-        )
-        return 0
+    keys = ("id", "question", "means", "remedy", "stops")
+    rows, lines = [], []
     for about in CHECKS:
+        rows.append({key: getattr(about, key) for key in keys} | {"when": about.when.value})
         stops = "; stops the run" if about.stops else ""
-        put(f"{about.id}  ({about.when.value.replace('_', ' ')}{stops})")
-        for text in (about.question, f"failed: {about.means}", f"do: {about.remedy}"):
-            put(textwrap.fill(text, WIDTH, initial_indent="  ", subsequent_indent="    "))
-    return 0
+        lines.append(f"{about.id}  ({about.when.value.replace('_', ' ')}{stops})")
+        lines += _filled(2, about.question, f"failed: {about.means}", f"do: {about.remedy}")
+    return answer(arguments, "check", rows, lines)
 
 
-def _answers(path: Path, as_json: bool) -> int:
+def _filled(indent: int, *texts: str) -> list[str]:
+    """Wrap texts at the width of the page, each indented, and its further lines a little more."""
+    first, further = " " * indent, " " * (indent + 2)
+    return [
+        textwrap.fill(text, WIDTH, initial_indent=first, subsequent_indent=further)
+        for text in texts
+    ]
+
+
+def _answers(arguments: argparse.Namespace) -> int:
     from engine.catalogue import BY_ID, CHECKS, RETIRED
     from engine.log.folder import open_run, read_command
     from engine.log.follow import Follower
@@ -82,13 +80,14 @@ def _answers(path: Path, as_json: bool) -> int:
     from engine.units import format_seconds
     from engine.verdict import Level, Verdict, lowest
 
+    path: Path = arguments.run
     run = open_run(path)
     follower = Follower(run)
     follower.read_all()
     # Checks are in the log: settings that cannot be read must not hide their results.
     with contextlib.suppress(RunLogError):
         if read_command(run) is not None:
-            return _identities(path, follower.view, as_json)
+            return _identities(arguments, follower.view)
     view = follower.view
     own_checks = view.own_checks
     named: list[tuple[str, About | None]] = [(about.id, about) for about in CHECKS]
@@ -101,8 +100,11 @@ def _answers(path: Path, as_json: bool) -> int:
     verdicts = [verdict for *_, verdict in answers]
     wrong = view.errors or view.ended_by_rank is not None
     overall = Verdict(Level.FAIL, "") if wrong else lowest(verdicts)
-    if as_json:
-        rows = [
+    rows: list[dict[str, Any]] = []
+    lines: list[str] = []
+    width = max(len(id) for id, *_ in answers)
+    for id, about, rank, check, verdict in answers:
+        rows.append(
             {
                 "id": id,
                 "level": verdict.level,
@@ -112,46 +114,37 @@ def _answers(path: Path, as_json: bool) -> int:
                 "step": None if check is None else check.step,
                 "rank": rank,
             }
-            for id, about, rank, check, verdict in answers
-        ]
-        put_json(
-            "checks",
-            {
-                "run": path,
-                "level": overall.level,
-                "audited_steps": view.audited_steps,
-                "checks": rows,
-                "errors": errors_json(view.errors),
-                "ended_by_rank": None if view.ended_by_rank is None else view.ended_by_rank.reason,
-            },
         )
-        return overall.exit_code
-    width = max(len(id) for id, *_ in answers)
-    for id, about, _, check, verdict in answers:
         cost = format_seconds(check.cost_s) if check is not None else ""
         now = "" if about is None or id == about.id else f" (now {about.id})"
-        put(f"{verdict.level.name:7}  {id:{width}}  {cost:>8}  {verdict.reason}{now}")
+        lines.append(f"{verdict.level.name:7}  {id:{width}}  {cost:>8}  {verdict.reason}{now}")
         if check is not None and check.level == "fail" and about is not None:
-            for text in (about.means, f"do: {about.remedy}"):
-                put(textwrap.fill(text, WIDTH, initial_indent=" " * 9, subsequent_indent=" " * 11))
-    for line in error_lines(view.errors, path):
-        put(textwrap.fill(line, WIDTH, subsequent_indent=" " * 4))
+            lines += _filled(9, about.means, f"do: {about.remedy}")
+    lines += _filled(0, *error_lines(view.errors, path))
     if view.ended_by_rank is not None:
-        put(textwrap.fill(f"ended: {one_line(view.ended_by_rank.reason)}", WIDTH))
+        lines += _filled(0, f"ended: {one_line(view.ended_by_rank.reason)}")
     total = sum(check.cost_s or 0.0 for check in own_checks.values())
     counts = {level: sum(v.level.name == level for v in verdicts) for level in ("PASS", "FAIL")}
     errors = errors_text(len(view.errors))
-    put(
+    lines.append(
         f"{counts['PASS']} passed, {counts['FAIL']} failed, "
         f"{len(verdicts) - sum(counts.values())} unknown, in {format_seconds(total)}"
         f"{errors and ', '}{errors}"
     )
     if audited := audit_text(view):
-        put(audited)
-    return overall.exit_code
+        lines.append(audited)
+    value = {
+        "run": path,
+        "level": overall.level,
+        "audited_steps": view.audited_steps,
+        "checks": rows,
+        "errors": errors_json(view.errors),
+        "ended_by_rank": view.ended_by_rank and view.ended_by_rank.reason,
+    }
+    return answer(arguments, "checks", value, lines, overall.exit_code)
 
 
-def _identities(path: Path, view: RunView, as_json: bool) -> int:
+def _identities(arguments: argparse.Namespace, view: RunView) -> int:
     from engine.log.events import FAIL, PASS, SUSPICION
     from engine.log.identities import (
         identity_lines,
@@ -165,28 +158,26 @@ def _identities(path: Path, view: RunView, as_json: bool) -> int:
     level = Level.PASS if levels & {PASS, SUSPICION} else Level.UNKNOWN
     if FAIL in levels or view.errors:
         level = Level.FAIL
-    if as_json:
-        rows = [
-            {
-                "id": outcome.id,
-                "level": outcome.level,
-                "text": outcome.text,
-                "numbers": {} if outcome.seen is None else outcome.seen.numbers,
-                "step": None if outcome.seen is None else outcome.seen.step,
-                "means": outcome.means,
-                "remedy": outcome.remedy,
-            }
-            for outcome in results
-        ]
-        errors = errors_json(view.errors)
-        put_json("identities", {"run": path, "level": level, "identities": rows, "errors": errors})
-    else:
-        for line in identity_lines(view):
-            indent = " " * (len(line) - len(line.lstrip()) + 2)
-            put(textwrap.fill(line, WIDTH, subsequent_indent=indent))
-        for line in error_lines(view.errors, path):
-            put(textwrap.fill(line, WIDTH, subsequent_indent=" " * 4))
-    return Verdict(level, "").exit_code
+    rows = [
+        {
+            "id": outcome.id,
+            "level": outcome.level,
+            "text": outcome.text,
+            "numbers": {} if outcome.seen is None else outcome.seen.numbers,
+            "step": None if outcome.seen is None else outcome.seen.step,
+            "means": outcome.means,
+            "remedy": outcome.remedy,
+        }
+        for outcome in results
+    ]
+    lines: list[str] = []
+    for line in identity_lines(view):
+        text = line.lstrip()
+        lines += _filled(len(line) - len(text), text)
+    lines += _filled(0, *error_lines(view.errors, arguments.run))
+    value = {"run": arguments.run, "level": level, "identities": rows}
+    value |= {"errors": errors_json(view.errors)}
+    return answer(arguments, "identities", value, lines, Verdict(level, "").exit_code)
 
 
 def errors_json(errors: Sequence[ErrorNote]) -> list[dict[str, Any]]:

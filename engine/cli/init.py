@@ -127,9 +127,7 @@ def run(arguments: argparse.Namespace) -> int:
         "data (folder, file, glob, or python-stdlib)",
         lambda given: _as_data(given, arguments.columns),
     )
-    text, inputs, size, spec = _find_fitting_spec(
-        path, teacher, student, data, arguments.columns, arguments.on_policy, arguments.adapter
-    )
+    text, inputs, size, spec = _find_fitting_spec(arguments, path, teacher, student, data)
 
     from engine.log.folder import write_whole
 
@@ -259,13 +257,7 @@ def _is_shape(path: Path) -> bool:
 
 
 def _find_fitting_spec(
-    path: Path,
-    teacher: Model,
-    student: Model,
-    data: str,
-    columns: str,
-    on_policy: bool,
-    adapter: bool,
+    arguments: argparse.Namespace, path: Path, teacher: Model, student: Model, data: str
 ) -> tuple[str, Inputs, DataSize, RunSpec]:
     """Return the text of a spec that is sound, with what its check found. Of a small corpus the longest rows are
     taken that leave one on each side of the split.
@@ -287,21 +279,10 @@ def _find_fitting_spec(
     while lengths[-1] // 2 >= SHORTEST_ROW:
         lengths.append(lengths[-1] // 2)
     inputs, problem = None, None
-    has_chats = check_corpus(data, columns=column_names(columns))
+    has_chats = check_corpus(data, columns=column_names(arguments.columns))
     for held_out in HELD_OUT:
         for seq_len in lengths:
-            text = _text(
-                path,
-                teacher,
-                student,
-                data,
-                columns,
-                seq_len,
-                held_out,
-                has_chats,
-                on_policy,
-                adapter,
-            )
+            text = _text(arguments, path, teacher, student, data, seq_len, held_out, has_chats)
             spec = spec_of_text(text, path)
             if inputs is None:
                 inputs = check_inputs(spec, Path(spec.run.out, path.stem))
@@ -317,17 +298,16 @@ def _find_fitting_spec(
 
 
 def _text(
+    arguments: argparse.Namespace,
     path: Path,
     teacher: Model,
     student: Model,
     data: str,
-    columns: str,
     seq_len: int,
     held_out: float,
     has_chats: bool,
-    on_policy: bool,
-    adapter: bool,
 ) -> str:
+    columns, on_policy = arguments.columns, arguments.on_policy
     columns_line = f"columns = {_quoted(columns)}\n" if columns else ""
     heldout_line = (
         "" if held_out == HELD_OUT[0] else f"heldout_fraction = {held_out}  # of few documents\n"
@@ -337,7 +317,7 @@ def _text(
     )
     lr = LR_FRESH if student.fresh else LR_ON_POLICY if on_policy else LR_TRAINED
     adapter_lines = ""
-    if adapter:
+    if arguments.adapter:
         lr = LR_ADAPTER
         adapter_lines = (
             'adapter = "lora"  # of a frozen student; saved as peft saves it\nadapter_rank = 16\n'
