@@ -137,8 +137,8 @@ def _gpu_pool(window: _Window) -> tuple[str, list[float], float]:
 
 
 def _allocator_pool(window: _Window) -> tuple[str, list[float], float]:
-    """Return torch's reserved memory and what the memory plan allows it: all that is known of a GPU without counters, such
-    as one that shares the host's memory."""
+    """Return torch's reserved memory and what the memory plan allows it: all that is known of a GPU without counters,
+    such as one that shares the host's memory."""
     reserved = window.host("memory_reserved_bytes")
     plan = window.case.view.memory_plan
     if plan is None or not plan.available_bytes:
