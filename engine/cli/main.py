@@ -143,25 +143,26 @@ GROUPS: dict[str, tuple[Command, ...]] = {
 """Commands by group, the most used first, those for experts last."""
 COMMANDS = tuple(itertools.chain.from_iterable(GROUPS.values()))
 
-OTHER_NAMES = {
-    **dict.fromkeys(("train", "run", "fit", "finetune", "kd", "start", "launch"), "distill"),
-    **dict.fromkeys(("new", "create", "setup", "quickstart"), "init"),
-    **dict.fromkeys(("resume", "continue"), "distill --resume RUN"),
-    **dict.fromkeys(("validate", "lint", "check"), "distill SPEC --check"),
-    **dict.fromkeys(("replay", "reproduce", "audit"), "verify"),
-    **dict.fromkeys(("list", "ls", "ps"), "runs"),
-    **dict.fromkeys(("log", "logs", "status", "show"), "tail"),
-    **dict.fromkeys(("kill", "cancel"), "stop"),
-    **dict.fromkeys(("note", "label", "annotate"), "tag"),
-    **dict.fromkeys(("settings", "config", "options"), "spec"),
-    **dict.fromkeys(("info", "describe"), "inspect"),
-    **dict.fromkeys(("quantize", "quantise"), "convert"),
-    **dict.fromkeys(("sample", "chat", "infer"), "generate"),
-    **dict.fromkeys(("benchmark",), "bench"),
-    **dict.fromkeys(("cache", "precompute"), "prepare"),
-    **dict.fromkeys(("upload", "push"), "publish"),
-    **dict.fromkeys(("server", "web", "browser", "dashboard"), "serve"),
+_OTHER_NAMES_OF = {
+    "distill": "train run fit finetune kd start launch",
+    "init": "new create setup quickstart",
+    "distill --resume RUN": "resume continue",
+    "distill SPEC --check": "validate lint check",
+    "verify": "replay reproduce audit",
+    "runs": "list ls ps",
+    "tail": "log logs status show",
+    "stop": "kill cancel",
+    "tag": "note label annotate",
+    "spec": "settings config options",
+    "inspect": "info describe",
+    "convert": "quantize quantise",
+    "generate": "sample chat infer",
+    "bench": "benchmark",
+    "prepare": "cache precompute",
+    "publish": "upload push",
+    "serve": "server web browser dashboard",
 }
+OTHER_NAMES = {word: name for name, words in _OTHER_NAMES_OF.items() for word in words.split()}
 """Words that users of other tools try first, and our command for each."""
 EPILOG = (
     "exit codes: 0 pass, 1 fail, 2 unknown, 64 usage, 65 bad input, 70 internal, "
