@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import PurePath
@@ -22,6 +23,8 @@ _PLAIN = frozenset(
     | {"parse_args", "open", "load", "loads", "read", "read_text", "Path"}
 )
 """Functions whose result is a constant of the script where their arguments are."""
+_MOST_TEXT = 1 << 20
+"""Largest size of all sources that are searched, in characters: a second."""
 _LOOPS = (ast.For, ast.AsyncFor, ast.While)
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
@@ -41,7 +44,11 @@ class OwnCheck:
 
 def find_own_check(sources: Mapping[str, str], raised_at: tuple[str, int] | None) -> OwnCheck:
     """Return the check that raises at a line of a file, given by its name without folders; without a line, all that end
-    the process. Empty where the script's `sources`, by their paths, raise nothing there."""
+    the process. Empty where the script's `sources`, by their paths, raise nothing there. Of more than `_MOST_TEXT`, the
+    file that raises alone."""
+    if sum(map(len, sources.values())) > _MOST_TEXT:
+        name = raised_at[0] if raised_at else ""
+        sources = {file: text for file, text in sources.items() if PurePath(file).name == name}
     return _Finder(sources).find(raised_at)
 
 
@@ -126,17 +133,25 @@ class _Finder:
             child: node for _, node in self._nodes for child in ast.iter_child_nodes(node)
         }
         self._files = {node: file for file, node in self._nodes}
+        self._calls: dict[str, list[ast.Call]] = defaultdict(list)
+        self._functions: dict[str, list[ast.FunctionDef | ast.AsyncFunctionDef]] = defaultdict(list)
+        for _, node in self._nodes:
+            if isinstance(node, ast.Call):
+                self._calls[_name_of(node)].append(node)
+            elif isinstance(node, _FUNCTIONS):
+                self._functions[node.name].append(node)
         self._found = OwnCheck()
         self._seen: set[ast.AST] = set()
 
     def find(self, raised_at: tuple[str, int] | None) -> OwnCheck:
         for file, node in self._nodes:
             if raised_at is None:
-                ends = isinstance(node, ast.Call) and _name_of(node.func) in _ENDS
+                ends = isinstance(node, ast.Call) and _name_of(node) in _ENDS
+                ends |= isinstance(node, ast.Raise) and _name_of(node.exc) == "SystemExit"
             else:
                 raises = isinstance(node, (ast.Raise, ast.Assert)) or _name_of(node) == "throw"
                 ends = raises and _is_at(node, file, raised_at)
-            if ends or (isinstance(node, ast.Raise) and _name_of(node.exc) == "SystemExit"):
+            if ends:
                 self._add(node)
         self._add_constants()
         return self._found
@@ -148,15 +163,10 @@ class _Finder:
             self._seen.add(node)
             self._read_condition(node, below)
             if isinstance(node, _FUNCTIONS):
-                calls = [
-                    one
-                    for _, one in self._nodes
-                    if isinstance(one, ast.Call) and _name_of(one.func) == node.name
-                ]
-                for call in calls:
-                    self._read(*call.args, *(keyword.value for keyword in call.keywords))
+                for call in self._calls.get(node.name, ()):
+                    self._read_arguments(call)
                     self._add(self._parents[call])
-                if not calls:
+                if node.name not in self._calls:
                     # A library calls it, perhaps in each step.
                     self._found.loops.add((self._files[node], node.lineno))
             below, node = node, self._parents[node]
@@ -188,11 +198,10 @@ class _Finder:
 
     def _enter(self, call: ast.Call) -> None:
         """Add what raises in the functions of the script that a call names."""
-        for _, node in self._nodes:
-            if isinstance(node, _FUNCTIONS) and node.name == _name_of(call.func):
-                for inner in ast.walk(node):
-                    if isinstance(inner, (ast.Raise, ast.Assert)):
-                        self._add(inner)
+        for function in self._functions.get(_name_of(call), ()):
+            for inner in ast.walk(function):
+                if isinstance(inner, (ast.Raise, ast.Assert)):
+                    self._add(inner)
 
     def _read(self, *expressions: ast.AST) -> None:
         called = {
@@ -206,26 +215,37 @@ class _Finder:
             elif isinstance(node, ast.Constant) and isinstance(node.value, str):
                 self._found.reads.add(node.value)
             elif isinstance(node, ast.Call):
-                for _, function in self._nodes:
-                    is_new = isinstance(function, _FUNCTIONS) and function not in self._seen
-                    if is_new and function.name == _name_of(node.func):  # type: ignore[attr-defined]
+                for function in self._functions.get(_name_of(node), ()):
+                    if function not in self._seen:
                         self._seen.add(function)
-                        self._read(*function.body)  # type: ignore[attr-defined]
+                        self._read(*function.body)
+
+    def _read_arguments(self, call: ast.Call) -> None:
+        self._read(*call.args, *(keyword.value for keyword in call.keywords))
 
     def _add_constants(self) -> None:
         """Add what the constants are made of, and the arguments of which the parameters are."""
         reads, count = self._found.reads, -1
+        assigns = [node for _, node in self._nodes if isinstance(node, ast.Assign)]
+        constants = [node for node in assigns if self._is_constant(node)]
         while len(reads) != count:
             count = len(reads)
-            for _, node in self._nodes:
-                if isinstance(node, ast.Assign) and self._is_constant(node):
-                    if reads.isdisjoint(name for to in node.targets for name in _names_in(to)):
-                        continue
-                    entries = [*_entries(node.value)] if isinstance(node.value, ast.Dict) else []
-                    read = [of for key, of in entries if reads & {ast.unparse(key).strip("'\"")}]
-                    self._read(*(read if entries else [node.value]))
-                elif isinstance(node, _FUNCTIONS):
-                    self._read_arguments(node)
+            for node in constants:
+                if reads.isdisjoint(name for to in node.targets for name in _names_in(to)):
+                    continue
+                entries = [*_entries(node.value)] if isinstance(node.value, ast.Dict) else []
+                read = [of for key, of in entries if reads & {ast.unparse(key).strip("'\"")}]
+                self._read(*(read if entries else [node.value]))
+            for function in (one for several in self._functions.values() for one in several):
+                parameters = {
+                    one.arg for one in ast.walk(function.args) if isinstance(one, ast.arg)
+                }
+                if (parameters - {"self"}) & reads:
+                    owner = self._parents.get(function)
+                    is_made = function.name == "__init__" and isinstance(owner, ast.ClassDef)
+                    name = owner.name if is_made else function.name  # type: ignore[union-attr]
+                    for call in self._calls.get(name, ()):
+                        self._read_arguments(call)
         varying = {
             name
             for _, node in self._nodes
@@ -251,22 +271,7 @@ class _Finder:
         parent: ast.AST | None = node
         while parent is not None and not isinstance(parent, _LOOPS):
             parent = self._parents.get(parent)
-        return parent is None and all(_name_of(call.func) in _PLAIN for call in calls)
-
-    def _read_arguments(self, function: ast.AST) -> None:
-        """Read the arguments of a function's or a class's calls if one of its parameters is read."""
-        assert isinstance(function, _FUNCTIONS)
-        parameters = {one.arg for one in ast.walk(function.args) if isinstance(one, ast.arg)}
-        if not parameters - {"self"} & self._found.reads:
-            return
-        owner = self._parents.get(function)
-        made = (
-            owner if function.name == "__init__" and isinstance(owner, ast.ClassDef) else function
-        )
-        name = made.name
-        for _, call in self._nodes:
-            if isinstance(call, ast.Call) and _name_of(call.func) == name:
-                self._read(*call.args, *(keyword.value for keyword in call.keywords))
+        return parent is None and all(_name_of(call) in _PLAIN for call in calls)
 
 
 def _name_of(node: ast.AST | None) -> str:
