@@ -30,7 +30,6 @@ import types
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
-from unittest.mock import patch
 
 LIMIT_S = 300.0
 """Longest duration of one request, in seconds."""
@@ -89,8 +88,22 @@ def start_python(
     if _Words.read(words) is None or _loaded(env) != _loaded(_environment()):
         return subprocess.Popen(command, env=env, **how)
     _server()
-    with patch.object(subprocess, "_fork_exec", _fork_of_server):
+    # Other threads may start processes at the same time, and these are no forks.
+    subprocess._fork_exec = _fork_or_exec
+    _thread.forks = True
+    try:
         return subprocess.Popen(command, env=env, **how)
+    finally:
+        _thread.forks = False
+
+
+_thread = threading.local()
+"""Whether the thread starts a fork: `forks`."""
+
+
+def _fork_or_exec(words: Sequence[str], *rest: Any) -> int:
+    start = _fork_of_server if getattr(_thread, "forks", False) else _fork_exec
+    return int(start(words, *rest))
 
 
 def _fork_of_server(words: Sequence[str], *rest: Any) -> int:

@@ -81,7 +81,7 @@ def test_a_run_trains_on_what_the_assistant_wrote_and_says_so(spec: Path, tmp_pa
     assert count == 1 and view.data.partly_labelled == train.partly_labelled + held.partly_labelled
     assert any("does not write its tool_calls" in why for why in view.data.remarks)
     words = event_text(view.data)
-    assert "have labels" in words and "1 left out: no assistant turn" in words
+    assert "are predicted" in words and "left out 1: no assistant turn" in words
     seed = run.read_effective()["spec"]["train"]["seed"]
     batches = Batches(train, seq_len=SEQ_LEN, rows_per_batch=ROWS, seed=seed)
     assert view.steps.values("labelled") == [
