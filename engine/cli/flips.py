@@ -8,6 +8,7 @@ engine flips DIR --json    as one JSON list
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -39,9 +40,15 @@ def run(arguments: argparse.Namespace) -> int:
             rows.append((path, None, error.message))
     if not rows:
         say(f"no flips in {arguments.folder}; make one with `engine flip`")
-    if len(rows) == 1 and rows[0][0] == arguments.folder and rows[0][1] is not None:
-        lines = verdict_lines(rows[0][1])
-    else:
-        lines = aligned([(path.name, verdict_line(f) if f else why) for path, f, why in rows])
+
+    def lines() -> Iterator[str]:
+        # Only where they are printed: the file of a verdict may lack fields.
+        if len(rows) == 1 and rows[0][0] == arguments.folder and rows[0][1] is not None:
+            yield from verdict_lines(rows[0][1])
+        else:
+            yield from aligned(
+                [(path.name, verdict_line(f) if f else why) for path, f, why in rows]
+            )
+
     entries = [{"flip": path, **(fields or {"error": why})} for path, fields, why in rows]
-    return answer(arguments, "flip", entries, lines)
+    return answer(arguments, "flip", entries, lines())

@@ -259,9 +259,7 @@ def _fork_for_each_request() -> Callable[[], None] | None:
         request = _Request(*json.loads(line))
         child = os.fork()
         if child == 0:
-            if not request.is_awaited and (started := os.fork()):
-                os.write(1, b"%d" % started)
-                os._exit(0)
+            answers = os.dup(1)
             for number, name in enumerate(request.files):
                 # Both may be one file.
                 writes = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND
@@ -269,6 +267,11 @@ def _fork_for_each_request() -> Callable[[], None] | None:
                 file = os.open(name, mode, 0o666)
                 os.dup2(file, number)
                 os.close(file)
+            # After its files are open: who asked closes his ends of them once he has the answer.
+            if not request.is_awaited and (started := os.fork()):
+                os.write(answers, b"%d" % started)
+                os._exit(0)
+            os.close(answers)
             if request.session:
                 os.setsid()
             if request.group >= 0:
