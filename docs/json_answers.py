@@ -70,7 +70,6 @@ ANSWERS = {
     # The workbench itself
     "drill": Answer("drill --list", "a drill"),
     "drills": Answer("drill", "which incidents were named"),
-    "bench": Answer("bench", "measured times, compared with the roofline"),
     "contract-problems": Answer("contracts validate", "what is wrong in contract files"),
     "contracts": Answer("contracts run, contracts status", "the state of every contract"),
     "contract": Answer(

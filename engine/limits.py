@@ -228,10 +228,6 @@ BEAT = Limit(what="what a rank says of itself", most=4 * KIB, unit="bytes")
 # Numbers on command lines.
 STEPS = Limit(what="--steps, --smoke and --rows of a run", most=10**9, unit="steps", beyond=_USAGE)
 PAIRS = Limit(what="--pairs of a flip", most=10_000, unit="pairs", beyond=_USAGE)
-ROUNDS = Limit(what="--rounds, --steps of a measurement", most=10**6, unit="rounds", beyond=_USAGE)
-BENCH_ROWS = Limit(
-    what="--rows and --seq-len of a measurement", most=1 << 24, unit="rows", beyond=_USAGE
-)
 JOBS = Limit(what="--jobs and --gpus", most=1024, unit="processes", beyond=_USAGE)
 SAMPLES = Limit(what="--samples of an evaluation", most=10**6, unit="samples", beyond=_USAGE)
 SHOWN_DOCUMENTS = Limit(

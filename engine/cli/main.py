@@ -17,7 +17,6 @@ from typing import NamedTuple
 
 from engine.bytecode import keep_bytecode
 from engine.cli import (
-    bench,
     checks,
     completion,
     contracts,
@@ -135,7 +134,6 @@ GROUPS: dict[str, tuple[Command, ...]] = {
     ),
     "the workbench itself": (
         _of(drill),
-        _of(bench),
         _of(contracts),
         _of(completion),
     ),
@@ -157,7 +155,6 @@ _OTHER_NAMES_OF = {
     "inspect": "info describe",
     "convert": "quantize quantise",
     "generate": "sample chat infer",
-    "bench": "benchmark",
     "prepare": "cache precompute",
     "publish": "upload push",
     "serve": "server web browser dashboard",

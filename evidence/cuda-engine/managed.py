@@ -11,17 +11,22 @@ from __future__ import annotations
 import json
 import math
 import statistics
+import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from engine.bench.random_weights import random_blocks
 from engine.kernels.dequantize import dequantize_rows
 from engine.quant.blocks import BLOCK_TYPES
 from engine.quant.planes import PackedMatrix, pack
 from engine.runtime.managed import managed_pool
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from evidence.bench.random_weights import random_blocks
 
 ROWS, COLUMNS, M = 18944, 3584, 8192
 LIMIT_BYTES = 2 << 30

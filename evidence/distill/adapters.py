@@ -24,10 +24,10 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from engine.bench.teacher import config_named
-from engine.bench.timing import time_arms
 from engine.log.events import MemoryMeasured, MemoryPlanned, StepDone
 from engine.log.read import LogReader
+from evidence.bench.shapes import config_named
+from evidence.bench.timing import time_arms
 from evidence.generation.on_policy import TOKENIZER, write_teacher
 
 RANK, LENGTH = 32, 2048

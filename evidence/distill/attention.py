@@ -20,10 +20,10 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from engine.bench.teacher import config_named
-from engine.bench.timing import time_arms
 from engine.kernels.cudnn_attention import Ragged, attend
 from engine.models.attention import Packing, attend_packed
+from evidence.bench.shapes import config_named
+from evidence.bench.timing import time_arms
 
 CUDA = torch.device("cuda")
 LENGTHS = (1024, 8192, 32768)

@@ -23,14 +23,17 @@ from pathlib import Path
 
 import torch
 
-from engine.bench.random_weights import RandomWeights
-from engine.bench.teacher import config_named
 from engine.flips.arms import metrics_of
 from engine.formats.gguf_write import write_gguf
 from engine.log.folder import open_run
 from engine.log.follow import Follower
 from engine.teachers.store.folder import open_store
 from engine.teachers.store.teacher import Reader
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from evidence.bench.random_weights import RandomWeights
+from evidence.bench.shapes import config_named
 
 ROOT = Path(__file__).parents[2]
 WARM_UP = 5

@@ -12,17 +12,22 @@ step: `python evidence/distill/products.py > products.json`, on a GPU.
 """
 
 import json
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from engine.bench.teacher import config_named
-from engine.bench.timing import time_arms
 from engine.kernels.kd_loss import LossRows, row_buffer
 from engine.models.head import multiply
 from engine.models.load import new_decoder
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from evidence.bench.shapes import config_named
+from evidence.bench.timing import time_arms
 
 N, V, W, D, E = 8192, 151936, 152064, 896, 3584
 CUDA = torch.device("cuda")

@@ -5,7 +5,7 @@ divergences.json, and ../other-models/kd-h100.json.
     python -m evidence.distill.rivals loss [--rounds N] [--out FILE]
     python -m evidence.distill.rivals onpolicy FOLDER [--rival STEPS] [--out FILE]
 
-`steps` are the whole distillation steps of `engine bench kd`, each arm in its own process, with:
+`steps` are whole distillation steps (`evidence.bench.kd`), each arm in its own process, with:
 
     transformers   the loop an engineer would write: Qwen2ForCausalLM twice, full logits, kl_div
     liger          the same models, with Liger's chunked loss instead of full logits; beta = 0 is KL
@@ -22,7 +22,7 @@ requested arm.
 
 `onpolicy` are on-policy steps (`evidence.generation.on_policy`).
 
-`loss` is the loss head of `engine bench loss` with Liger's chunked loss, compiled, of the same objectives.
+`loss` is the loss head (`evidence.bench.loss`) with Liger's chunked loss, compiled, of the same objectives.
 """
 
 from __future__ import annotations
@@ -49,8 +49,17 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import engine
-from engine.bench import kd
-from engine.bench.kd import (
+from engine.models.config import CONFIG_FILE
+from engine.models.decoder import Decoder
+from engine.models.names import hf_names, joined
+from engine.models.transformers_config import read_transformers_config
+from engine.models.transformers_decoder import TransformersDecoder
+from engine.runtime.rates import measure_rates
+from engine.spec.sections import ModelSection
+from engine.teachers.frozen import DequantizedTeacher
+from engine.terminal import put, say
+from evidence.bench import kd
+from evidence.bench.kd import (
     Arms,
     Clock,
     Found,
@@ -67,17 +76,8 @@ from engine.bench.kd import (
     products_dtype,
     run_arm,
 )
-from engine.bench.loss import BETA, Forms, LossShape, LossWork, arm_of, bench_loss
-from engine.bench.rows import table
-from engine.models.config import CONFIG_FILE
-from engine.models.decoder import Decoder
-from engine.models.names import hf_names, joined
-from engine.models.transformers_config import read_transformers_config
-from engine.models.transformers_decoder import TransformersDecoder
-from engine.runtime.rates import measure_rates
-from engine.spec.sections import ModelSection
-from engine.teachers.frozen import DequantizedTeacher
-from engine.terminal import put, say
+from evidence.bench.loss import BETA, Forms, LossShape, LossWork, arm_of, bench_loss
+from evidence.bench.rows import table
 from evidence.generation import on_policy
 
 NEEDS = {

@@ -27,12 +27,15 @@ from pathlib import Path
 
 import torch
 
-from engine.bench.random_weights import RandomWeights
-from engine.bench.teacher import config_named
 from engine.formats.gguf_write import write_gguf
 from engine.log.folder import open_run
 from engine.log.follow import Follower
 from engine.quant.tensor import QuantTensor
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from evidence.bench.random_weights import RandomWeights
+from evidence.bench.shapes import config_named
 
 WARM_UP = 5
 PHASES = ("data_s", "teacher_s")

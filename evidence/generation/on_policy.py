@@ -32,11 +32,11 @@ import torch
 from torch import Tensor
 
 from engine import demo
-from engine.bench.random_weights import RandomWeights
-from engine.bench.teacher import config_named
 from engine.formats.gguf_write import write_gguf
 from engine.log.events import MemoryMeasured, MemoryPlanned, StepDone, Wrote
 from engine.log.read import LogReader
+from evidence.bench.random_weights import RandomWeights
+from evidence.bench.shapes import config_named
 
 TOKENIZER = Path(demo.__file__).parent / "teacher"
 PROMPT, NEW = 256, 512

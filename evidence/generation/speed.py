@@ -18,12 +18,12 @@ from typing import Any
 
 import torch
 
-from engine.bench.teacher import config_named
 from engine.generation.generate import generate
 from engine.generation.sampling import Sampling
 from engine.generation.size import token_bytes
 from engine.models.config import ModelConfig
 from engine.models.decoder import Decoder
+from evidence.bench.shapes import config_named
 
 PROMPTS_OF_MANY = 64
 

@@ -30,15 +30,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from engine.bench.random_weights import random_blocks
-from engine.bench.rows import BenchRow, Timing, table
-from engine.bench.teacher import config_named
-from engine.bench.timing import time_arms
 from engine.kernels.dequantize import dequantize_rows
 from engine.kernels.linear import Scratch, packed_linear, packed_linear_many
 from engine.quant.blocks import BLOCK_TYPES
 from engine.quant.planes import PackedMatrix, pack
 from engine.runtime.rates import measure_rates
+from evidence.bench.random_weights import random_blocks
+from evidence.bench.rows import BenchRow, Timing, table
+from evidence.bench.shapes import config_named
+from evidence.bench.timing import time_arms
 
 # Shapes: M rows of activations, K columns, N rows of W
 

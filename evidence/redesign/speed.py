@@ -4,9 +4,10 @@
     python evidence/redesign/speed.py --table FILE [FILE ...]
 
 Each `engine bench` runs as a process of its own, first from one checkout, then from the other, the order
-turned round at each pair; all benchmarks get a pair before any gets its next. What is compared is each
-row's median time inside its process. Of a benchmark the mean of `log(after / before)` over its rows is one
-observation per pair; the interval is Student's, over pairs. Every row of our own arms is listed too.
+turned round at each pair; all benchmarks get a pair before any gets its next. The command was removed on
+2026-12-01: both checkouts are older. What is compared is each row's median time inside its process. Of a
+benchmark the mean of `log(after / before)` over its rows is one observation per pair; the interval is
+Student's, over pairs. Every row of our own arms is listed too.
 """
 
 from __future__ import annotations

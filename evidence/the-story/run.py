@@ -129,10 +129,10 @@ class Story:
     def make_files(self) -> None:
         import torch
 
-        from engine.bench.random_weights import RandomWeights
-        from engine.bench.teacher import config_named
         from engine.formats.gguf_write import write_gguf
         from engine.quant.tensor import QuantTensor
+        from evidence.bench.random_weights import RandomWeights
+        from evidence.bench.shapes import config_named
 
         def tensors(weights: RandomWeights) -> Iterator[tuple[str, object]]:
             for name in weights.tensors:

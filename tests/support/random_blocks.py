@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from engine.bench.random_weights import random_blocks
 from engine.quant.blocks import BLOCK_TYPES, BlockType, row_bytes
 from engine.quant.tensor import QuantTensor
+from evidence.bench.random_weights import random_blocks
 
 PACKAGE_SCALES = {
     "IQ1_S": 0,

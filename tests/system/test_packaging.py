@@ -45,7 +45,7 @@ OFFERED = (
 NEED_ENGINE = (
     *("distill kd.toml", "distill --resume run", "prepare kd.toml", "data kd.toml", "verify run"),
     *("init --teacher t --student t --data t --name new", "flip kd.toml loss.alpha 0.1 0.2"),
-    *("inspect t", "convert t out.gguf --quant bf16", "publish run out", "gate t", "bench loss"),
+    *("inspect t", "convert t out.gguf --quant bf16", "publish run out", "gate t"),
     *("generate --prompt a t", "eval ppl t --data t", "drill swapped_tokenizer"),
 )
 """Commands that a folder with `kd.toml`, `run` and `t` has all inputs for."""

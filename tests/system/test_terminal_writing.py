@@ -25,7 +25,6 @@ PROTOCOLS = {
     "engine/export/peers.py",
     "engine/contracts/proving.py",
     "engine/machine/cuda_driver.py",
-    "engine/bench/kd.py",
     "engine/runtime/rates.py",
 }
 """Helper processes whose stdout is a pipe to the engine."""
@@ -101,10 +100,10 @@ def test_a_character_that_the_stream_cannot_encode_is_written_as_its_escape() ->
 
 
 def test_json_names_what_is_not_finite(capsys: pytest.CaptureFixture[str]) -> None:
-    put_json("bench", {"loss": [float("nan"), float("-inf"), 1.5], "text": "\x1b"})
+    put_json("checks", {"loss": [float("nan"), float("-inf"), 1.5], "text": "\x1b"})
     line = capsys.readouterr().out
     found = {"loss": ["nan", "-inf", 1.5], "text": "\x1b"}
-    assert json.loads(line) == {"schema": "apr-workbench/bench-1"} | found
+    assert json.loads(line) == {"schema": "apr-workbench/checks-1"} | found
     assert line.rstrip("\n").isprintable()
 
 

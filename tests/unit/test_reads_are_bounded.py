@@ -19,8 +19,6 @@ ALLOWED: dict[str, str] = {
     "engine/audit/corpus.py": "the libraries of the formats, and no more than MOST_BYTES of a file",
     **dict.fromkeys(
         (
-            "engine/bench/kd.py",
-            "engine/cli/bench.py",
             "engine/cli/flip.py",
             "engine/contracts/plant.py",
             "engine/contracts/run.py",

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 import torch
 
-from engine.bench.kd import ARMS, KdRow, KdShape, batches_of, row_of, run_arm, table
-from engine.cli.main import main
-from engine.errors import BadInput
 from engine.plan.cost import flops_per_token
+from evidence.bench.kd import ARMS, KdRow, KdShape, batches_of, row_of, run_arm, table
 
 CPU = torch.device("cpu")
 TINY = KdShape(teacher="tiny", student="tiny", rows=2, seq_len=16, steps=2, warm_up=1)
@@ -59,31 +55,3 @@ def test_a_row_has_the_rates_of_its_steps_and_a_table_the_reason_of_a_failure() 
     lines = table([row, KdRow(arm="engine packed", state="failed", why="exit code 1")])
     assert lines[1].split() == ["engine", "41.0k", "50%", "200.0", "50%", "24.0", "GiB", "6.5000"]
     assert lines[-1] == "engine packed: failed: exit code 1"
-
-
-@pytest.mark.parametrize(
-    "words, found",
-    [
-        ("--steps 0", "--steps"),
-        ("--rows 0", "--rows"),
-        ("--alpha 1", "nothing to distil"),
-        ("--temperature 0", "above 0"),
-    ],
-)
-def test_what_cannot_be_measured_is_refused_before_anything_is(
-    words: str, found: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    code = main(["bench", "kd", "--shape", "tiny", "--device", "cpu", *words.split()])
-    assert code == BadInput.exit_code
-    said = capsys.readouterr().err
-    assert found in said and "measuring" not in said
-
-
-@pytest.mark.soak
-def test_the_command_prints_one_value_with_every_arm(capsys: pytest.CaptureFixture[str]) -> None:
-    words = "bench kd --shape tiny --device cpu --rows 1 --seq-len 16 --steps 1 --json"
-    assert main(words.split()) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert [row["arm"] for row in found["rows"]] == ["engine", "engine packed"]
-    assert found["work"]["seq_len"] == 16
-    assert all(row["tokens_per_s"] > 0 for row in found["rows"])

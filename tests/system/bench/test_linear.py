@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from engine.bench.rows import table
 from engine.machine.rates import Rates
+from evidence.bench.rows import table
 from evidence.kernels.linear import StackShape, stack_rows
 
 SMALL = StackShape(name="small", width=256, key_width=32, inner=512, layers=2, repeats=1)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from engine.bench.kd import table
+from evidence.bench.kd import table
 from evidence.distill import rivals
 from tests.support.paths import ROOT
 from tests.system.bench.test_kd import CPU, TINY

@@ -18,7 +18,6 @@ import pytest
 import torch
 
 from docs.json_answers import ANSWERS
-from engine.bench import kd
 from engine.cli.answers import schema_of
 from engine.cli.main import EPILOG, build_parser
 from engine.export import published
@@ -203,16 +202,6 @@ def asked_once(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(published, "ask", told)
 
 
-def arms_here(patch: pytest.MonkeyPatch) -> None:
-    """The arms of a benchmark are measured in this process."""
-
-    def measured(arm: str, device: str, shape: kd.KdShape, **how: float) -> kd.KdRow:
-        found = kd.ARMS[arm](shape, torch.device(device))
-        return kd.row_of(arm, found, shape, how["flop_per_s"])
-
-    patch.setattr(kd, "run_arm", measured)
-
-
 @pytest.fixture(scope="module")
 def printed(kit: Kit, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, str]]:
     """The fields and types of each kind of object that commands print of a finished run without a supervisor."""
@@ -272,16 +261,11 @@ def printed(kit: Kit, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dic
         ("export", run, "--to", "csv", "--out", "values.csv"),
         ("import", "csv", "values.csv", "--out", "imported"),
         ("contracts", "validate"),
-        (
-            *("bench", "kd", "--shape", "tiny", "--device", "cpu"),
-            *("--rows", 1, "--seq-len", 16, "--steps", 1),
-        ),
     )
     work.mkdir()
     found: dict[str, dict[str, set[str]]] = {}
     with pytest.MonkeyPatch.context() as patch:
         asked_once(patch)
-        arms_here(patch)
         train_here(patch)
         patch.chdir(work)  # `init` writes into the working folder
         (work / "contracts").symlink_to(ROOT / "contracts")

@@ -13,7 +13,6 @@ from typing import Any, cast
 import pytest
 import torch
 
-from engine.bench.teacher import config_named
 from engine.errors import BadInput, InternalError
 from engine.log.folder import RunFolder
 from engine.log.follow import Follower
@@ -32,6 +31,7 @@ from engine.spec import spec_from_dict
 from engine.teachers.sharded import ShardedLayers
 from engine.train import to_events
 from engine.units import format_bytes
+from evidence.bench.shapes import config_named
 from tests.support.budgets import budget_of, spec_of
 from tests.support.forked import run_python
 from tests.support.packed_models import lively, make_config, write

@@ -210,10 +210,10 @@ def test_nothing_waits_for_the_device() -> None:
 
 @pytest.mark.gpu
 def test_a_head_in_blocks_teaches_what_its_values_teach() -> None:
-    from engine.bench.random_weights import random_blocks
     from engine.kernels.linear import Scratch
     from engine.quant.blocks import BLOCK_TYPES
     from engine.quant.planes import pack
+    from evidence.bench.random_weights import random_blocks
 
     case = Case((130, 3000, 3008, 64, 512), torch.bfloat16)
     generator = torch.Generator(device="cuda").manual_seed(0)

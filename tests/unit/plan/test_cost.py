@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from engine.bench.teacher import config_named
 from engine.plan.cost import LAUNCHES, flops_per_token, peak_flops, step_costs
+from evidence.bench.shapes import config_named
 
 STUDENT, TEACHER = config_named("qwen2.5-0.5b"), config_named("qwen2.5-7b")
 

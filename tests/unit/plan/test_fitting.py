@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from engine.bench.teacher import config_named
 from engine.decision import Decision
 from engine.errors import BadInput
 from engine.machine.reading import absent, measured
@@ -16,6 +15,7 @@ from engine.plan.device import CONTEXT_BYTES, limit_allocator, limited
 from engine.plan.fit_in_memory import FEWER_CHUNK_ROWS, fit, longest_on_card, on_card
 from engine.plan.memory import MemoryPlan
 from engine.spec import spec_from_dict
+from evidence.bench.shapes import config_named
 from tests.support.budgets import planned
 
 GIB = 2**30

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from engine.bench.teacher import config_named
 from engine.decision import Decision
 from engine.errors import BadInput
 from engine.plan.knobs import choose_attention, choose_checkpointing
+from evidence.bench.shapes import config_named
 from tests.support.budgets import config
 
 SHAPE = config_named("qwen2.5-0.5b")

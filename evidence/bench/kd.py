@@ -1,4 +1,4 @@
-"""Whole distillation steps of this trainer, with a dense teacher and with a block-quantised one: `engine bench kd`.
+"""Whole distillation steps of this trainer, with a dense teacher and with a block-quantised one.
 
     L = alpha CE + (1 - alpha) T^2 KL(teacher || student)        over the student's vocabulary, mean of all tokens
 
@@ -10,7 +10,7 @@ have the same loss in their first step, up to rounding.
 Every arm runs in its own process, one after another on the same device, so that what it compiles or allocates
 affects no other. One that broke or timed out has a row with its reason.
 
-    python -m engine.bench.kd ARM DEVICE SHAPE-AS-JSON         one JSON value as its last line
+    python -m evidence.bench.kd ARM DEVICE SHAPE-AS-JSON         one JSON value as its last line
 
 Times are between the ends of steps, with the device synchronised. The peak is the allocator's, over weights,
 steps and optimizer, without the creation of the models.
@@ -32,8 +32,6 @@ import numpy as np
 import torch
 
 from engine import child
-from engine.bench.random_weights import RandomWeights
-from engine.bench.teacher import config_named
 from engine.data.batches import Batches
 from engine.data.tokens import TokenStream, starts_of
 from engine.kernels.dequantize import has_triton
@@ -57,6 +55,8 @@ from engine.teachers.truncating import TruncatingTeacher
 from engine.terminal import aligned
 from engine.train.trainer import Trainer
 from engine.units import format_bytes, format_count
+from evidence.bench.random_weights import RandomWeights
+from evidence.bench.shapes import config_named
 
 EXTRA_IDS = 128
 """Vocabulary entries that the teacher has beyond the student's, as with Qwen2.5-7B and 0.5B."""
@@ -316,7 +316,7 @@ def run_arm(
     *,
     flop_per_s: float,
     timeout_s: float,
-    module: str = "engine.bench.kd",
+    module: str = "evidence.bench.kd",
 ) -> KdRow:
     """Run the arm's process, `python -m MODULE ARM DEVICE SHAPE`, and return its row.
 

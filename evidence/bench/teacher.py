@@ -1,4 +1,7 @@
-"""A whole teacher: hidden states of a batch of packed documents, in every form that a run may use.
+"""A whole teacher: hidden states of a batch of packed documents, in every form that a run may use:
+../distill/teacher.json and ../cuda-engine/teacher.json.
+
+    python -m evidence.bench.teacher [--shape qwen2.5-7b] [--rows 8] [--seq-len 1024] [--rounds 15] [--out FILE]
 
     arm             weights             between the matmuls
     torch           dense bf16          torch's operations
@@ -17,19 +20,17 @@ forward pass. A CPU has none of the kernels, and fp8 is left out there because i
 
 from __future__ import annotations
 
+import argparse
+import json
 import time
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from engine.bench.random_weights import RandomWeights
-from engine.bench.rows import BenchRow, Measured
-from engine.bench.timing import time_arms
-from engine.formats.weights import WeightFile
 from engine.models.attention import record_documents
-from engine.models.config import ModelConfig
 from engine.models.decoder import Decoder
 from engine.models.fp8 import DTYPE, matmul
 from engine.models.frozen import freeze, join
@@ -37,48 +38,20 @@ from engine.models.fused import use_kernels
 from engine.models.load import load_decoder, load_packed_decoder
 from engine.models.load_fp8 import load_fp8_decoder
 from engine.models.packed_size import packed_size
+from engine.runtime.rates import measure_rates
+from evidence.bench.random_weights import RandomWeights
+from evidence.bench.rows import BenchRow, Measured, table
+from evidence.bench.shapes import SHAPES, config_named
+from evidence.bench.timing import time_arms
 
 DOCUMENTS = 3
 """Documents in each row."""
 BASE = "torch"
 """The arm that others are compared with."""
 
-SHAPES = {
-    "qwen2.5-0.5b": dict(
-        hidden_size=896, num_hidden_layers=24, num_attention_heads=14, num_key_value_heads=2,
-        intermediate_size=4864, vocab_size=151936, tie_word_embeddings=True,
-    ),
-    "qwen2.5-1.5b": dict(
-        hidden_size=1536, num_hidden_layers=28, num_attention_heads=12, num_key_value_heads=2,
-        intermediate_size=8960, vocab_size=151936, tie_word_embeddings=True,
-    ),
-    "qwen2.5-7b": dict(
-        hidden_size=3584, num_hidden_layers=28, num_attention_heads=28, num_key_value_heads=4,
-        intermediate_size=18944, vocab_size=152064, tie_word_embeddings=False,
-    ),
-    "tiny": dict(
-        hidden_size=256, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-        intermediate_size=512, vocab_size=4096, tie_word_embeddings=False,
-    ),
-}  # fmt: skip
-"""Published shapes, by name."""
-
-
-def config_named(name: str) -> ModelConfig:
-    """Return the configuration of one of `SHAPES`."""
-    common = dict(
-        model_type="qwen2",
-        max_position_embeddings=32768,
-        rope_theta=1e6,
-        rms_norm_eps=1e-6,
-        hidden_act="silu",
-    )
-    return ModelConfig.from_dict({**common, **SHAPES[name]}, f"the shape {name}")
-
 
 def bench_teacher(
-    weights: WeightFile,
-    config: ModelConfig,
+    weights: RandomWeights,
     device: torch.device,
     *,
     rows: int,
@@ -95,7 +68,7 @@ def bench_teacher(
         first_s           seconds of the first forward pass, including compilation
         fp8_flop_per_s    the rate of one large fp8 matmul in the same run
     """
-    cuda = device.type == "cuda"
+    cuda, config = device.type == "cuda", weights.config
     dtype = torch.bfloat16 if cuda else torch.float32
     packed_bytes = packed_size(config, weights).weight_bytes(dtype.itemsize)
     fp8_flop_per_s = _fp8_rate(device) if cuda else None
@@ -118,8 +91,7 @@ def bench_teacher(
     linears = 0
     for name, make in makes.items():
         before = _held(device)
-        if isinstance(weights, RandomWeights):
-            weights.generator.manual_seed(0)
+        weights.generator.manual_seed(0)
         decoder = freeze(make(weights, dtype, device))
         after = _held(device)
         resident[name] = None if before is None or after is None else after - before
@@ -187,3 +159,35 @@ def _fp8_rate(device: torch.device) -> float | None:
 
 def _held(device: torch.device) -> int | None:
     return torch.cuda.memory_allocated(device) if device.type == "cuda" else None
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="A teacher in every form, beside the roofline.")
+    parser.add_argument("--shape", choices=SHAPES, default="qwen2.5-7b")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--rows", type=int, default=8)
+    parser.add_argument("--seq-len", type=int, default=1024)
+    parser.add_argument("--rounds", type=int, default=15, help="repetitions of each arm")
+    parser.add_argument("--out", type=Path, help="also keep the result as JSON here")
+    given = parser.parse_args()
+    device = torch.device(given.device)
+    roof = measure_rates(device, torch.bfloat16 if device.type == "cuda" else torch.float32)
+    weights = RandomWeights(config_named(given.shape), "q4_k_m", device)
+    rows, extra = bench_teacher(
+        weights, device, rows=given.rows, seq_len=given.seq_len, rounds=given.rounds
+    )
+    print("\n".join([*table(rows, roof), *(f"{name}: {value}" for name, value in extra.items())]))
+    if given.out is not None:
+        result = {
+            "bench": "teacher",
+            "shape": given.shape,
+            "torch": torch.__version__,
+            "roofline": {"copy_bytes_per_s": roof.bytes, "matmul_flop_per_s": roof.flops},
+            "rows": [row.as_dict(roof) for row in rows],
+            **extra,
+        }
+        given.out.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from engine.bench.rows import Timing
+from evidence.bench.rows import Timing
 
 WAIT_CYCLES = 20_000_000
 """Cycles of the GPU's clock: about 10 ms, longer than a host needs for its launches."""

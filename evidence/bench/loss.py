@@ -28,9 +28,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from engine.bench.random_weights import random_blocks
-from engine.bench.rows import BenchRow, Measured, Timing
-from engine.bench.timing import time_arms
 from engine.divergences import DIVERGENCES, fused_divergences
 from engine.kernels.dequantize import has_triton
 from engine.kernels.linear import Scratch
@@ -41,6 +38,9 @@ from engine.models.packed import reserve
 from engine.plan.knobs import choose_loss_kernel
 from engine.quant.blocks import BLOCK_TYPES
 from engine.quant.planes import pack
+from evidence.bench.random_weights import random_blocks
+from evidence.bench.rows import BenchRow, Measured, Timing
+from evidence.bench.timing import time_arms
 
 # Shapes: N tokens, C tokens of a chunk, G of a group of chunks, V student vocabulary, W teacher vocabulary,
 # D student width, E teacher width
