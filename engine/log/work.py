@@ -12,6 +12,8 @@ B counts as free of the failure only if it did at least what A had done:
                 each step, and the number of a batch in its pass over a loader
     call        the changed line makes the call in which A failed, if A's line made it
     training    it trains at the same lines, and no identity contradicts it that did not contradict A
+    learning    its loss fell at least half as far as A's until that failed, and does not rise to its end as A's did:
+                a run that hardly learns, or fails later, does not show the failure either
     cause       where the script itself had judged a number, and so ended A, the change is not of what that check reads,
                 and B computed another number: not the same one under another limit, nor a multiple of it
 
@@ -26,7 +28,7 @@ import statistics
 from collections import Counter
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import combinations, pairwise, takewhile
 from types import MappingProxyType
 
 from engine.log.events import (
@@ -50,7 +52,7 @@ from engine.log.own_checks import (
 )
 
 _STEPS = 64
-"""Number of first steps from which the pace of a counter is taken."""
+"""Number of first steps from which the pace of a counter is taken, and of last ones in which a loss may rise."""
 _FIRST_BATCH = "0:"
 """Beginning of the name of the first batch of a pass."""
 _SAME_LOSS = 0.02
@@ -59,8 +61,17 @@ _ROUNDING = 1e-4
 """Largest relative difference of two numbers that were computed alike."""
 _PIECES = 0.95
 """Minimum number of different pieces, relative to A's; below 1, as rows may be drawn at random."""
-_POWER = 0.25
-"""Minimum exponent r such that another loss on the same rows, such as a logarithm, rises by (rise of A's loss) ** r."""
+_STANDS_OUT = 2.0
+"""Minimum ratio of A's largest loss to its median for which B's may not be largest in the same step."""
+_NOISE = 4.0
+"""Minimum change of a loss, in median differences of two losses in a row, that is more than noise: losses that only
+fluctuate change by up to 3."""
+_LEARNT = 0.5
+"""Minimum fall of B's loss, relative to the fall of A's before it failed."""
+_CHANCE = 2.33
+"""Number of standard deviations that chance exceeds in 1 % of cases."""
+_IN_A_ROW = 5
+"""Number of losses of which a median is taken."""
 DATA, OBJECTIVE, MODEL = KINDS = ("data", "objective", "model")
 """Kinds of a change that may be registered: what it changes on purpose."""
 
@@ -89,6 +100,8 @@ def work_left_out(
     broken = next((step.step for step in run_b.done if _is_broken(step)), None)
     if broken is not None and not any(map(_is_broken, run_a.done[:-1])):
         return f"its loss is not finite from step {broken} on, and A's was until it failed"
+    if text := next(_learnt_less(run_a, run_b, kind, observed), ""):
+        return text
     if not run_a.worked or not run_b.worked:
         return None
     # A may have failed before it reached some of these lines.
@@ -160,6 +173,12 @@ class _Run:
     def last(self) -> int:
         """Number of the last step."""
         return self.worked[-1].step
+
+    @property
+    def losses(self) -> list[float]:
+        """Losses of the steps, as far as they are known one after the other; infinite where not finite."""
+        known = takewhile(lambda step: step.loss is not None, self.done)
+        return [math.inf if _is_broken(step) else step.loss or 0.0 for step in known]
 
     @property
     def step_s(self) -> float:
@@ -265,6 +284,8 @@ def _other_objective(a: _Run, b: _Run, kind: str, observed: Observed | None) -> 
             )
     if kind != MODEL and b.parameters < a.parameters:
         yield f"it trains {b.parameters} parameters, and A {a.parameters}"
+    if kind == OBJECTIVE and observed is not None and observed.kind == ALERT:
+        yield from _largest_there_too(a, b)
     answers_a, answers_b = ([one for step in run.worked for one in step.answers] for run in (a, b))
     if len(answers_b) > 2 and len({*answers_b}) == 1 < len({*answers_a}):
         yield f"its model answers {answers_b[0]:g} without gradients, whatever the rows"
@@ -272,6 +293,54 @@ def _other_objective(a: _Run, b: _Run, kind: str, observed: Observed | None) -> 
     losses = {step.loss for step in last}
     if len(last) > 2 and len(losses) == 1 and len({step.loss for step in a.done}) > 1:
         yield f"its loss is {last[0].loss} from step {last[0].step} on, whatever the rows"
+
+
+def _largest_there_too(a: _Run, b: _Run) -> Iterator[str]:
+    """Yield the step in which A's loss is far above the others, if B's is largest in it too: any growing function of
+    A's loss is, such as its logarithm."""
+    losses_a, losses_b = a.losses, b.losses[: len(a.losses)]
+    if len(losses_a) > 2 and losses_b:
+        at = losses_a.index(max(losses_a))
+        stands_out = losses_a[at] >= _STANDS_OUT * statistics.median(losses_a)
+        if at > 0 and stands_out and at < len(losses_b) and losses_b[at] >= max(losses_b):
+            yield f"the change is of the scale of its loss, which is largest in step {at + 1} too"
+
+
+def _learnt_less(a: _Run, b: _Run, kind: str, observed: Observed | None) -> Iterator[str]:
+    """Yield that B's loss fell less than A's had, or rises to its end as A's did. An identity judges how it trains."""
+    losses_a, losses_b = a.losses, [loss for loss in b.losses if math.isfinite(loss)]
+    if observed is None or observed.kind == IDENTITY or not losses_a:
+        return
+    fall_a, fall_b = _fall(losses_a[:-1]), _fall(losses_b)
+    if kind != OBJECTIVE and fall_b < _LEARNT * fall_a:
+        yield (
+            f"its loss fell by {fall_b:.3g}, and A's by {fall_a:.3g} before it failed: "
+            f"a run that learns as much tells (--steps)"
+        )
+    rose = losses_a[-1] >= _STANDS_OUT * statistics.median(losses_a)
+    if rose and _rises(losses_b[len(losses_b) // 2 :]):
+        yield "its loss rises to its end, as A's did: it may fail later (--steps)"
+
+
+def _fall(losses: Sequence[float]) -> float:
+    """Return how far a loss falls; 0 where that may be noise, or where too few are known."""
+    finite = [loss for loss in losses if math.isfinite(loss)]
+    if len(finite) < 2 * _IN_A_ROW:
+        return 0.0
+    lowest = min(
+        statistics.median(finite[at : at + _IN_A_ROW]) for at in range(len(finite) - _IN_A_ROW + 1)
+    )
+    noise = statistics.median(abs(after - before) for before, after in pairwise(finite))
+    fall = statistics.median(finite[:3]) - lowest
+    return fall if fall > _NOISE * noise else 0.0
+
+
+def _rises(losses: Sequence[float]) -> bool:
+    """Return whether losses rise by more than chance, by the test of Mann and Kendall: the number of pairs whose later
+    one is larger, against that in any order."""
+    last = losses[-_STEPS:]
+    n, signs = len(last), sum((y > x) - (y < x) for x, y in combinations(last, 2))
+    return signs - 1 > _CHANCE * math.sqrt(n * (n - 1) * (2 * n + 5) / 18)
 
 
 def _own_check(observed: Observed | None, sources: Mapping[str, str]) -> OwnCheck:
@@ -336,14 +405,8 @@ def _unjudged(a: _Run, b: _Run, kind: str, check: OwnCheck, changed: set[str]) -
         is_same = is_same and any(_is_alike(losses_b[at] / scale, held) for held in end.held)
     if is_same:
         yield f"it computed what A did until step {at}: the change is of {text}what raises, not of the training"
-    elif kind == OBJECTIVE and 1.0 <= _rise(losses_a, at) ** _POWER <= _rise(losses_b, at):
-        yield f"the change is of the scale of its loss, which rises in step {at} too"
-
-
-def _rise(losses: Mapping[int, float], step: int) -> float:
-    """Return the ratio of the loss of a step to the largest loss before it; 1 if the loss is not known."""
-    before = max((loss for at, loss in losses.items() if at < step), default=0.0)
-    return losses.get(step, before) / before if before > 0 else math.inf
+    elif kind == OBJECTIVE:
+        yield from _largest_there_too(a, b)
 
 
 def _is_alike(left: float, right: float) -> bool:

@@ -376,6 +376,32 @@ for step in range(60):
     loss.backward()
     optimizer.step()
 """
+OF_A_SCHEDULE = """\
+import torch
+from torch import nn
+
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
+rate = 0.05
+factors = [1.0] * 30 + [1000.0] * 200
+optimizer = torch.optim.SGD(model.parameters(), lr=rate)
+x = torch.randn(800, 8)
+y = x @ torch.randn(8, 1)
+for step in range(90):
+    rows = slice(step * 8, step * 8 + 8)
+    optimizer.param_groups[0]["lr"] = rate * factors[step]
+    optimizer.zero_grad()
+    loss = (model(x[rows]) - y[rows]).square().mean()
+    loss.backward()
+    optimizer.step()
+    if loss > 1000:
+        raise ValueError("diverged")
+"""
+OF_A_STEEP_RATE = (
+    OF_A_SCHEDULE.replace("[1.0] * 30 + [1000.0] * 200", "[1.0] * 230")
+    .replace("nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))", "nn.Linear(8, 1)")
+    .replace("rate = 0.05", "rate = 1.0")
+)
 LEFT_OUT = "for step in [one for one in range(given.steps) if one != 20]:"
 NOT_ZEROED = HEAD.replace("    optimizer.zero_grad()\n", "")
 DECOY = """\
@@ -605,7 +631,7 @@ NONSENSE = {
         "exit",
         "loss =",
         "loss = (model(x) - y).square().mean().clamp(max=1e4)",
-        "whatever the rows",
+        "B did not do the work of A: its loss",
     ),
     "a check of the loss turned off": Attempt(
         OF_A_CHECK, "exit", "        check(", "pass", "its loss is not finite from step 26 on"
@@ -733,6 +759,23 @@ NONSENSE = {
     "crops of a shorter text": Attempt(
         OF_CROPS, "exit", "text[2500", "data: text = text[:400]", "different pieces"
     ),
+    "a rate at which nothing is learnt": Attempt(
+        OF_A_SCHEDULE,
+        "exit",
+        "rate =",
+        "rate = 1e-7",
+        "B did not do the work of A: its loss fell by",
+    ),
+    "a rate under which it fails later": Attempt(
+        OF_A_STEEP_RATE, "exit", "rate =", "rate = 0.6", "it may fail later"
+    ),
+    "a loss that is bounded, named so": Attempt(
+        OF_A_SCHEDULE,
+        "exit",
+        "loss =",
+        "objective: loss = (model(x[rows]) - y[rows]).square().mean().tanh()",
+        "whatever the rows",
+    ),
     "crops of a text that repeats": Attempt(
         OF_CROPS, "exit", "text[2500", "data: text = text[:500].repeat(8)", "different pieces"
     ),
@@ -807,6 +850,12 @@ HONEST = {
     ),
     "a model in evaluation mode": Attempt(
         OF_AN_ANSWER, "exit", "        self.both.train()", "self.both.eval()", "B_ENDS_IT"
+    ),
+    "a schedule that is mended": Attempt(
+        OF_A_SCHEDULE, "exit", "factors =", "factors = [1.0] * 230", "B_ENDS_IT"
+    ),
+    "a rate at which it learns": Attempt(
+        OF_A_STEEP_RATE, "exit", "rate =", "rate = 0.05", "B_ENDS_IT"
     ),
     "a text that is clean": Attempt(
         OF_CROPS, "exit", "text[2500", "data: text[2500:2600] = 7", "B_ENDS_IT"
