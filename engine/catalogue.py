@@ -474,18 +474,6 @@ ALERTS: tuple[About, ...] = (
 
 IDENTITIES: tuple[About, ...] = (
     _identity(
-        id="update",
-        wrong="the weights do not move as the optimizer would move them",
-        group="update",
-        level=FAIL,
-        question="Are the new weights those that textbook AdamW, Adam or SGD computes from the old weights, gradient, "
-        "state, learning rate and weight decay?",
-        means="Something else also moves the weights, or the optimizer does not do what its settings say.",
-        remedy="compare the step with foreach=False and fused=False; look for code that writes weights, states or "
-        "gradients while optimizer.step() runs",
-        transformers='set optim="adamw_torch" and look for callbacks that write weights or gradients',
-    ),
-    _identity(
         id="outside_writes",
         wrong="something besides the optimizer changes the weights",
         group="update",

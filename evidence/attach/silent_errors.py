@@ -142,8 +142,7 @@ CASES: dict[str, tuple[str, str, str]] = {
     "decay counted twice": (
         LOOP,
         "    optimizer.step()\n",
-        "    decay = lambda *_: torch._foreach_mul_([p.data for p in model.parameters()], 0.999)\n"
-        "    hook = optimizer.register_step_post_hook(decay)\n    optimizer.step()\n    hook.remove()\n",
+        "    optimizer.step()\n    torch._foreach_mul_([p.data for p in model.parameters()], 0.999)\n",
     ),
     "the model is in eval mode": (LOOP, "loader = ", "model.eval()\nloader = "),
     "the same batch at every step": (

@@ -423,7 +423,7 @@ save(net)
 FAULTS = """
 import hashlib, signal, types
 import apr_watch.gradients, apr_watch.hooks, apr_watch.identities, apr_watch.parameters, apr_watch.step
-import apr_watch.updates, apr_watch.values, apr_watch.writer
+import apr_watch.sampled, apr_watch.values, apr_watch.writer
 Steps, Log = apr_watch.step.Steps, apr_watch.writer.Log
 optimizers = sys.modules["torch.optim.optimizer"]
 
@@ -522,7 +522,7 @@ for owner, name in ((apr_watch.compiles.Compiles, "since_last"), (apr_watch.memo
 for at in (1, 4):
     for name in ("step_begins", "step_ends"):
         say(**with_fault(apr_watch.identities.Identities, name, fail, at))
-say(**with_fault(apr_watch.updates, "judge", fail, 2))
+say(**with_fault(apr_watch.sampled.SampledStep, "lines", fail, 2))
 say(**with_fault(apr_watch.gradients.Chain, "begin", fail, 2))
 say(**with_fault(apr_watch.parameters.MissingGradients, "check", fail, 3))
 for name in ("mark", "lap"):

@@ -137,7 +137,7 @@ def table(
     return make
 
 
-HELD = identity_event("update", "pass", 1, "it is the textbook's")
+HELD = identity_event("weights_move", "pass", 1, "each has changed")
 KEPT = identity_event("kept_gradients", "fail", 2, "nothing zeroed them")
 MODE = identity_event("training_mode", "suspicion", 3, "2 modules in eval mode")
 LARGE = identity_event(

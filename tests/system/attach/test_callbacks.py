@@ -89,7 +89,7 @@ def test_a_callback_in_a_trainer_of_transformers_changes_no_byte_and_records_wha
     assert losses == pytest.approx(said, rel=1e-4, abs=1e-4) and len(said) == 8
     assert trainer.view.total_steps == 8
     passed = {one.id for one in events_of(trainer, Judged) if one.level == "pass"}
-    assert passed >= {"update", "label_shift", "accumulation_windows", "stale_parameters"}
+    assert passed >= {"outside_writes", "label_shift", "accumulation_windows", "stale_parameters"}
 
 
 def test_a_callback_adds_the_held_out_loss_a_text_settings_and_what_the_framework_logs(

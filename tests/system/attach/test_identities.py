@@ -151,50 +151,6 @@ def in_shared_memory():
 tell(adamw, adamw_in_groups, adamw_fused, adam_with_decay, sgd, sgd_with_momentum, nesterov, bf16, a_closure,
      clipping_in_a_hook, a_subclass, weights_moved_in_a_hook, amsgrad, in_shared_memory)
 """
-UNSEEN = {"a_subclass", "weights_moved_in_a_hook", "amsgrad", "in_shared_memory"}
-
-WRONG_UPDATES = """
-of_adam, of_sgd = (sys.modules[f"torch.optim.{name}"] for name in ("adam", "sgd"))
-
-def without_the_correction_of_the_moments():
-    real = of_adam.adam
-
-    def adam(*args, **kwargs):
-        # The update of a step far on, in which the moments are no longer corrected.
-        steps = args[5]
-        torch._foreach_add_(steps, 10000.0)
-        real(*args, **kwargs)
-        torch._foreach_sub_(steps, 10000.0)
-
-    of_adam.adam = adam
-    try:
-        net = model()
-        return fit(net, torch.optim.AdamW(net.parameters(), lr=0.1))
-    finally:
-        of_adam.adam = real
-
-class Clamps:
-    def __init__(self, function):
-        self.function = function
-
-    def __call__(self, params, *args, **kwargs):
-        result = self.function(params, *args, **kwargs)
-        for p in params:
-            if p.shape == (16, 8):
-                p[0].clamp_(-1e-3, 1e-3)
-        return result
-
-def a_row_that_is_written_elsewhere():
-    function = of_sgd.sgd
-    of_sgd.sgd = Clamps(function)
-    try:
-        net = nn.ModuleDict({"body": model()})
-        return fit(net["body"], torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9))
-    finally:
-        of_sgd.sgd = function
-
-tell(without_the_correction_of_the_moments, a_row_that_is_written_elsewhere)
-"""
 
 
 def of_script(found: Found, script: str) -> Found:
@@ -203,44 +159,13 @@ def of_script(found: Found, script: str) -> Found:
 
 @pytest.fixture
 def updates(plain_loops: Found) -> Found:
-    return of_script(plain_loops, HEALTHY_UPDATES + WRONG_UPDATES)
+    return of_script(plain_loops, HEALTHY_UPDATES)
 
 
-def test_updates_of_adamw_adam_and_sgd_are_the_textbooks(
-    updates: Found,
-) -> None:
+def test_optimizers_of_all_kinds_have_no_contradiction(updates: Found) -> None:
     assert degrees(updates["a_closure"], "kept_gradients") == [PASS]
     for name, lines in updates.items():
-        if name not in UNSEEN | WRONG_NAMES:
-            assert degrees(lines, "update") == [PASS], name
-            (line,) = [line for line in lines if line["id"] == "update"]
-            assert (line["numbers"]["parameters"], line["numbers"]["numbers"]) == (4, 161)
-            assert line["step"] == 1 and 0 < line["numbers"]["largest"] <= 1
-
-
-def test_an_update_that_has_no_textbook_is_unknown(
-    updates: Found,
-) -> None:
-    for name in UNSEEN:
-        assert degrees(updates[name], "update") == [UNKNOWN], name
-
-
-WRONG_NAMES = {"without_the_correction_of_the_moments", "a_row_that_is_written_elsewhere"}
-
-
-def test_weights_that_are_not_the_textbooks_update_are_named_with_both_values(
-    updates: Found,
-) -> None:
-    for name in WRONG_NAMES:
-        assert FAIL in degrees(updates[name], "update"), name
-    line = updates["without_the_correction_of_the_moments"][0]
-    assert line["step"] == 1 and "0.weight: AdamW changed " in line["text"]
-    line = updates["a_row_that_is_written_elsewhere"][0]
-    # The name is that of the outermost module, and one row of it is wrong.
-    assert line["text"].startswith("body.0.weight: SGD changed -0.28")
-    assert "to -0.00100000005 with the gradient" in line["text"]
-    assert line["text"].endswith("8 of 128 elements differ")
-    assert line["numbers"]["wrong"] == 1
+        assert not [line for line in lines if line["level"] == FAIL], name
 
 
 PARAMETERS = """
@@ -483,7 +408,7 @@ tell(bf16_at_a_small_rate, a_loop_in_16_bit_after_its_warm_up, bf16_at_a_large_r
      only_the_head_is_held, layers_in_a_list, a_head_that_is_not_used, a_body_that_is_cut_off)
 """
 WRONG = {
-    "bf16_at_a_small_rate": ("vanishing_updates", 2, "161 of 161"),
+    "bf16_at_a_small_rate": ("vanishing_updates", 2, "of 161 16-bit weights"),
     "a_loop_in_16_bit_after_its_warm_up": ("vanishing_updates", 4, "at a learning rate of 1e-06"),
     "a_copy_behind_the_optimizer": ("stale_parameters", 3, "(0.bias, 0.weight, 3.bias, ...)"),
     "a_head_replaced_behind_the_optimizer": (
@@ -613,7 +538,7 @@ def test_the_healthy_twin_of_each_says_nothing(parameters: Found) -> None:
             assert degrees(lines, "stale_parameters") == [PASS], name
             assert degrees(lines, "kept_gradients") == [PASS], name
     # Some of its weights have not changed.
-    assert degrees(parameters["bf16_at_a_large_rate"], "vanishing_updates") == [FACT]
+    assert degrees(parameters["bf16_at_a_large_rate"], "vanishing_updates")[-1] == FACT
     assert not degrees(parameters["fp32_at_a_small_rate"], "vanishing_updates")
 
 
@@ -887,7 +812,7 @@ tell(gan, gan_whose_judge_learns_now_and_then, actor_and_critic, lbfgs, ema, lor
 """
 
 
-PLAIN_LOOPS = SETUP + HEALTHY_UPDATES + WRONG_UPDATES + PARAMETERS + HEALTHY
+PLAIN_LOOPS = SETUP + HEALTHY_UPDATES + PARAMETERS + HEALTHY
 
 
 @pytest.fixture(scope="module")
@@ -996,7 +921,7 @@ def test_a_healthy_trainer_of_transformers_has_no_contradiction(trainer: Found) 
         lines = trainer[name]
         assert {line["level"] for line in lines} <= {PASS, FACT}, name
         assert {line["framework"] for line in lines} == {"transformers"}
-        for identity in ("update", "stale_parameters", "kept_gradients"):
+        for identity in ("outside_writes", "stale_parameters", "kept_gradients"):
             assert degrees(lines, identity) == [PASS], (name, identity)
 
 

@@ -271,7 +271,7 @@ def test_a_loss_that_is_not_finite_is_named_with_its_first_step(run: RunFolder) 
 def test_a_contradiction_is_the_verdict_with_its_numbers_and_what_to_do(run: RunFolder) -> None:
     steps = [StepDone(step=1, loss=1.0), StepDone(step=2, loss=0.5)]
     with LogWriter(run.events, writer="probe") as log:
-        about = {"id": "update", "numbers": {}, "framework": "transformers"}
+        about = {"id": "weights_move", "numbers": {}, "framework": "transformers"}
         seen = [("pass", 1, "held"), ("fail", 2, "net.weight: SGD made 3 of 1")]
         identities = [
             identity_event(level=degree, step=step, text=text, **about)  # type: ignore[arg-type]
@@ -280,13 +280,13 @@ def test_a_contradiction_is_the_verdict_with_its_numbers_and_what_to_do(run: Run
         for event in (WATCHED, Phase(name="training"), *steps, *identities):
             log.write(event)
     found = write(run, [], ended(returncode=0, state="COMPLETED", signal=None))
-    assert found["verdict"].startswith(
-        "WRONG since step 2: the weights do not move as the optimizer"
+    assert found["verdict"].startswith("WRONG since step 2: weights do not move")
+    assert found["why"].startswith(
+        "contradiction weights_move at step 2: net.weight: SGD made 3 of 1"
     )
-    assert found["why"].startswith("contradiction update at step 2: net.weight: SGD made 3 of 1")
     # What passed is in `engine checks` alone.
     assert "pass" not in found["evidence"]
-    remedy = BY_ID["identity"]["update"].transformers
+    remedy = BY_ID["identity"]["weights_move"].transformers
     assert remedy and found["next step"].startswith(f"{remedy}; then apr-workbench")
 
 

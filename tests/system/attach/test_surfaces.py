@@ -222,15 +222,15 @@ def test_what_needs_settings_refuses_it_with_the_command_to_change(
 
 def test_a_finding_begins_with_what_is_suspected_of_a_script(tmp_path: Path) -> None:
     seen = [
-        identity_event(id="update", level=PASS, step=1, text="each is the optimizer's"),
+        identity_event(id="weights_move", level=PASS, step=1, text="each has changed"),
         identity_event(id="lost_gradients", level=SUSPICION, step=2, text="4 of 9 got none"),
-        identity_event(id="update", level=FAIL, step=2, text="w moved by 1, not by 2"),
+        identity_event(id="weights_move", level=FAIL, step=2, text="w did not change"),
     ]
     run = make(tmp_path / "runs" / "run", *seen)
     found = observations(run)
-    names = ["identity update", "identity lost_gradients"]
+    names = ["identity weights_move", "identity lost_gradients"]
     assert [one.name for one in found] == names
-    assert found[0].text == "w moved by 1, not by 2"
+    assert found[0].text == "w did not change"
     with pytest.raises(BadInput, match="identity lost_gradients"):
         observation(run, "identity no_gradient")
 
@@ -251,7 +251,7 @@ SHIFT = identity_event(
     id="label_shift", level=SUSPICION, step=1, text="the labels are shifted twice"
 )
 HELD = identity_event(
-    id="update", level=PASS, step=1, text="9 numbers are the textbook's", numbers={"of": 9}
+    id="weights_move", level=PASS, step=1, text="9 tensors have changed", numbers={"of": 9}
 )
 KEPT = identity_event(
     id="kept_gradients", level=FAIL, step=2, text="nothing zeroed them",
@@ -283,14 +283,14 @@ def test_every_surface_lists_all_identities_with_what_is_wrong_first_and_what_to
     )
     signs = [line[0] for line in heads]
     assert signs == sorted(signs, key="x!?-+".index)
-    assert heads[-1] == "+ pass update: 9 numbers are the textbook's (step 1)"
+    assert heads[-1] == "+ pass weights_move: 9 tensors have changed (step 1)"
 
     page, tail = tmp_path / "run.html", engine_here("tail", run.path).stdout
     assert engine_here("report", run.path, "--out", page).returncode == 0
     *_, pane = texts_of(run.path, (160, 120), "7", "z")
     for shown in (tail, page.read_text(), pane):
         assert "x CONTRADICTION kept_gradients: nothing zeroed them (step 2)" in shown
-        assert "+ pass update: 9 numbers are the textbook" in shown
+        assert "+ pass weights_move: 9 tensors have changed" in shown
     assert "7 identities" in pane and "7 checks" not in pane
     shown = page_panes()["checks"].lines(RunFeed(run).read_all(), False, 100)
     assert shown[1].startswith("x CONTRADICTION kept_gradients")
@@ -298,7 +298,7 @@ def test_every_surface_lists_all_identities_with_what_is_wrong_first_and_what_to
 
 def test_the_exit_code_and_json_of_identities_say_what_could_be_judged(tmp_path: Path) -> None:
     fact = identity_event(id="label_coverage", level=FACT, step=1, text="9 of 9 places")
-    unknown = identity_event(id="update", level=UNKNOWN, step=1, text="sharded")
+    unknown = identity_event(id="weights_move", level=UNKNOWN, step=1, text="sharded")
     for name, seen, code, level in (
         ("holds", (HELD, SHIFT), 0, "pass"),
         ("wrong", (HELD, KEPT), 1, "fail"),
@@ -312,7 +312,7 @@ def test_the_exit_code_and_json_of_identities_say_what_could_be_judged(tmp_path:
         assert rows["lost_gradients"]["level"] == UNKNOWN and rows["lost_gradients"]["step"] is None
         keys = ("id", "level", "text", "numbers", "step", "means", "remedy")
         assert tuple(found["identities"][0]) == keys
-    assert rows["update"]["text"] == "sharded (step 1)"
+    assert rows["weights_move"]["text"] == "sharded (step 1)"
 
 
 def test_the_list_and_the_summary_have_the_same_verdict(

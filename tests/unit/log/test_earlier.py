@@ -44,7 +44,9 @@ def test_a_check_keeps_its_numbers_also_those_that_are_not_finite() -> None:
     ("degree", "level"), [("contradiction", "fail"), ("suspicion", "suspicion"), ("fact", "fact")]
 )
 def test_an_identity_has_the_level_of_its_degree(degree: str, level: str) -> None:
-    found = read("identity", id="update", degree=degree, step=2, text="t", framework="transformers")
+    found = read(
+        "identity", id="weights_move", degree=degree, step=2, text="t", framework="transformers"
+    )
     assert (found.by, found.level, found.framework) == ("identity", level, "transformers")
 
 

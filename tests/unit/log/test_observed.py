@@ -37,11 +37,11 @@ OF_LOADING, OF_TRAINING = (
     for part in ("loading the teacher", "training")
 )
 WARNING = alert_event(id="data_wait", level="suspicion", text="waits", step=2)
-WRONG = identity_event(id="update", level="fail", step=2, text="another rate")
+WRONG = identity_event(id="weights_move", level="fail", step=2, text="another rate")
 
 
 def of_update(level: str, text: str) -> Judged:
-    return identity_event(id="update", level=level, step=1, text=text)
+    return identity_event(id="weights_move", level=level, step=1, text=text)
 
 
 def ended(state: str = "completed", returncode: int = 0) -> TrainerExited:
@@ -81,7 +81,7 @@ def test_what_proves_most_comes_first_and_each_is_one_line_of_a_log(tmp_path: Pa
     killed = ended("killed_external", -9)
     run = run_of(tmp_path / "a", WARNING, ALERT, WRONG, CHECK, end=killed)
     found = observations(run)
-    names = ("check step_rows", "identity update", "alert gpu_idle", "alert data_wait")
+    names = ("check step_rows", "identity weights_move", "alert gpu_idle", "alert data_wait")
     assert [one.name for one in found] == [*names, "exit killed_external"]
     for one in found:
         raw = getattr(run, one.log).read_bytes().splitlines()[one.seq]

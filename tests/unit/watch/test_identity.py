@@ -33,10 +33,10 @@ def test_a_contradiction_is_an_alarm_with_its_numbers_and_what_to_do() -> None:
         case(
             seen("label_shift", "suspicion"),
             seen("kept_gradients", "fail", 3, numbers={"steps": 2.0, "of": None}),
-            seen("update", "fail", 8),
+            seen("weights_move", "fail", 8),
         ),
     )
-    assert alert.text == "kept_gradients (and update): kept_gradients of numbers"
+    assert alert.text == "kept_gradients (and weights_move): kept_gradients of numbers"
     assert [(name, value) for name, value, _ in numbers_of(alert)] == [
         ("step", 3.0),
         ("steps", 2.0),
@@ -52,7 +52,7 @@ def test_what_to_do_is_said_in_the_words_of_the_framework() -> None:
 
 @pytest.mark.parametrize("level", ["suspicion", "fact", "unknown", "pass"])
 def test_nothing_else_is_an_alarm(level: str) -> None:
-    quiet("identity_fails", case(seen("update", level)))
+    quiet("identity_fails", case(seen("weights_move", level)))
 
 
 def test_a_run_of_ours_and_a_script_that_has_not_stepped_are_not_judged() -> None:

@@ -17,7 +17,7 @@ from collections import Counter
 from typing import Any
 
 from .parameters import FAIL, PASS, SUSPICION, Line, held_by
-from .updates import Sample, SampledStep, is_plain, sample_of
+from .sampled import Sample, SampledStep, is_plain, sample_of
 
 _ELEMENTS = 1 << 14
 _MAX_PASSES = 16

@@ -10,9 +10,9 @@ whose number is a power of two. `engine/catalogue.py` has their names and remedi
     data      dropout and batch norm are in training mode in training and in eval mode in evaluations (modes.py), data
               loaders yield what their samplers promise (data.py), evaluations read held-out samples (held_out.py)
     ranks     they hold the same weights and read different data (ranks.py)
-    update    the new weights are the optimizer's textbook update (updates.py), they move (movement.py), nothing else
-              writes them, the learning rate schedule advances with the steps (schedule.py), and optimizers
-              hold the parameters that backward passes reach (parameters.py)
+    update    the weights move and nothing else writes them (movement.py, sampled.py), the learning rate schedule
+              advances with the steps (schedule.py), and optimizers hold the parameters that backward passes reach
+              (parameters.py)
 
 Every other step costs one comparison. If the steps of a training are faster than FAST_S, those after the first 64 are
 only counted, except some around each multiple of 64 (`Identities.rests`).
@@ -50,10 +50,10 @@ from .parameters import (
 from .pitfalls import Classes, Pitfalls, Terms
 from .questions import ASKED_STEPS, Budget, Questions, Rows
 from .ranks import Ranks
+from .sampled import Rates, SampledStep, is_plain
 from .scaling import ScaledNorms, Scaling
 from .settings import SEED_BY
 from .untouched import tensors_in
-from .updates import Rates, SampledStep, is_plain
 from .values import is_capturing
 
 _MAX_OPTIMIZERS = 64
@@ -406,7 +406,7 @@ class Identities:
                 if state.movement is not None:
                     own = self._exclusive_ids(optimizer) if _is_sampled(state.steps + 1) else set()
                     state.movement.step_ends(sampled, state.steps == state.asked, own)
-                sampled.end(optimizer)
+                sampled.end()
             self.verdicts.append(sampled)
             if _is_sampled(state.steps + 1):
                 with self._torch.no_grad():

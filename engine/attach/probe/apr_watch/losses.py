@@ -15,7 +15,7 @@ from .coverage import Coverage, Tokenizers
 from .distillation import Divergence, divergence_at
 from .graph import CROSS_ENTROPIES, labels_of, places, saved, source, weight
 from .parameters import FACT, PASS, SUSPICION, Line
-from .updates import SampledStep
+from .sampled import SampledStep
 
 _IDS = 8
 """Maximum number of embeddings whose ids are compared with the labels."""

@@ -1,20 +1,20 @@
-"""Check by counting whether weights move and have gradients other than 0, of any optimizer and with sharded parameters
-too, and whether nothing but the optimizer writes them.
+"""Check by counting whether weights move, by how much, and have gradients other than 0, and whether nothing but the
+optimizer writes them, of any optimizer and with sharded parameters too.
 
 Some elements of each tensor of an optimizer are copied before its first step and compared after later ones, once the
-learning rate no longer rises, and from the end of a sampled step to the begin of the next one. A write that is
-reverted in between, such as averaged weights for an evaluation, is not detected. Only the local part of a sharded
-tensor is read.
+learning rate no longer rises; before and after a sampled step; and from its end to the begin of the next one. A write
+that is reverted in between, such as averaged weights for an evaluation, is not detected. Only the local part of a
+sharded tensor is read.
 """
 
 from __future__ import annotations
 
 import math
-import weakref
+import statistics
 from typing import Any
 
-from .parameters import FAIL, PASS, SUSPICION, Line, Modules, named
-from .updates import Rows, Sample, SampledStep, local_of
+from .parameters import FACT, FAIL, PASS, SUSPICION, Line, Modules, named
+from .sampled import Rows, Sample, SampledStep, local_of
 
 _ELEMENTS, _MIN_ELEMENTS = 1 << 14, 4
 _MAX_TENSORS = 4096
@@ -26,6 +26,10 @@ _IN_A_ROW = 2
 """Number of consecutive sampled steps that must move frozen weights."""
 _TOLERANCE_ULP = 8.0
 """Tolerated change of a weight between two steps, in units of the last place."""
+_MAX_UNCHANGED = 0.5
+"""Share of 16-bit weights left unchanged by an update, from which it is reported as a mistake."""
+_LARGE_STEP = 0.1
+"""Size of a step relative to the weights, from which it is reported; in healthy training about 0.001."""
 
 
 class Movement:
@@ -42,11 +46,17 @@ class Movement:
         elements_each = max(_MIN_ELEMENTS, _ELEMENTS // max(1, len(every)))
         by_kind: dict[Any, tuple[list[Rows], Any]] = {}
         for parameter, local, group_index, place in every:
-            rows = Rows(local, group_index, place, elements_each, 0)
-            rows.of = weakref.ref(parameter)
+            rows = Rows(parameter, local, group_index, place, elements_each)
             by_kind.setdefault((local.device, local.dtype), ([], local))[0].append(rows)
         self._samples = [Sample(torch, *rows_and_like) for rows_and_like in by_kind.values()]
+        optim, kind = torch.optim, type(optimizer)
+        self._rounds = kind in (optim.AdamW, optim.Adam, optim.SGD)
+        """Whether updates of 16-bit weights are rounded to the nearest: another optimizer may round at random."""
+        # Gradients shrink as a training converges, and the updates of SGD with them; those of Adam do not.
+        self._level_of_vanishing = SUSPICION if kind is optim.SGD else FAIL
         self._first = self._before = self._read("data")
+        self._sizes: dict[str, float] = {}
+        """First size of each matrix, by its label."""
         self._after: list[Any] = []
         """Weights after the newest step; empty unless they are compared before the next one."""
         self._exclusive_ids: set[int] = set()
@@ -71,13 +81,9 @@ class Movement:
         return [] if any(vector is None for vector in vectors) else vectors
 
     def step_begins(self, sampled: SampledStep) -> None:
-        """Copy the weights before a sampled step, if some are frozen; compare them with those after the step before."""
-        parameters = [rows.of() for sample in self._samples for rows in sample.rows]
-        has_frozen = not all(
-            parameter is not None and parameter.requires_grad for parameter in parameters
-        )
+        """Copy the weights before a sampled step; compare them with those after the step before."""
         weights_after, self._after = self._after, []
-        self._before = self._read("data") if has_frozen or weights_after else []
+        self._before = self._read("data")
         changed = {}
         for index, (old, new) in enumerate(zip(weights_after, self._before, strict=False)):
             # A perturbation that is added and removed again (sharpness-aware minimisation) leaves rounding errors.
@@ -97,15 +103,11 @@ class Movement:
         # A learning rate in a tensor may be on a GPU: assume that it is above 0.
         likely = [1.0 if rate is None else rate for rate in sampled.rates]
         self._highest = list(map(max, likely, self._highest + [0.0] * len(likely)))
-        is_open = number in (1, _ANY) or number >= _EACH
-        is_open = is_open and not (self.is_settled and self._knows_zeros)
-        if not (self._before or is_open or is_asked or exclusive_ids):
-            return
         weights_now, gradients = self._read("data"), self._read("grad")
         self._has_gradients |= any(sample.has_gradients for sample in self._samples)
         previous, self._gradients = self._gradients, gradients
         self._after, self._exclusive_ids = weights_now if exclusive_ids else [], exclusive_ids
-        if not (self._first and weights_now and gradients):
+        if not (self._first and self._before and weights_now and gradients):
             return
         state = [
             [
@@ -133,7 +135,9 @@ class Movement:
             self._moved[index] = self._moved[index] | (weights != self._first[index])
             tensors[f"moved {index}"] = self._moved[index]
             tensors[f"nan {index}"] = weights.isnan()
-            if self._before and previous and not sampled.runs_script:
+            tensors[f"before {index}"] = self._before[index]
+            tensors[f"change {index}"] = weights - self._before[index]
+            if previous and not sampled.runs_script:
                 # Neither a backward pass nor the script wrote these gradients since the previous sampled step.
                 stale = (slopes == 0) | (slopes == previous[index])
                 tensors[f"frozen {index}"] = (weights != self._before[index]) & stale
@@ -186,17 +190,27 @@ class Movement:
         self.is_settled |= sampled.has_failed
         trained: list[Any] = []
         moved, still, with_nan, driven, resting, zero = [], [], [], [], [], []
-        numbers = frozen_tensors = 0
+        numbers = frozen_tensors = changing = unchanged = 0
+        shares: list[float] = []
         for index, sample in enumerate(self._samples):
             none = self._torch.zeros(sum(sample.counts), dtype=self._torch.bool, device="cpu")
             columns = [
                 tensors.pop(f"{kind} {index}", none).split(sample.counts)
-                for kind in ("pushed", "moved", "nan", "frozen", "nonzero")
+                for kind in ("pushed", "moved", "nan", "frozen", "nonzero", "before", "change")
             ]
             norms = tensors.pop(f"whole {index}", self._torch.zeros(len(sample.rows)))
-            for rows, (frozen, works, rests), pushed, moves, nan, drives, nonzero, norm in zip(
-                sample.rows, state[index], *columns, norms.tolist(), strict=True
-            ):
+            for (
+                rows,
+                (frozen, works, rests),
+                pushed,
+                moves,
+                nan,
+                drives,
+                nonzero,
+                before,
+                change,
+                norm,
+            ) in zip(sample.rows, state[index], *columns, norms.tolist(), strict=True):
                 if frozen:
                     frozen_tensors += 1
                     driven += [rows] * bool(drives.any())
@@ -205,6 +219,11 @@ class Movement:
                 self._nonzero |= {rows.label} if norm or nonzero.any() else set()
                 with_nan += [rows] * bool(nan.any())
                 resting += [rows] * bool(rests and pushed.any() and not moves.any())
+                if rows.is_matrix and nonzero.any():
+                    shares.append(self._share(rows.label, before, change))
+                if works and before.element_size() == 2:
+                    changing += int(nonzero.sum())
+                    unchanged += int((nonzero & (change == 0)).sum())
                 if works:
                     trained.append(rows)
                     zero += [rows] * (rows.label not in self._nonzero)
@@ -224,8 +243,46 @@ class Movement:
             lines.append(("frozen_weights", PASS, text, {"tensors": frozen_tensors}))
         if with_nan:
             return lines
+        lines += self._updates(sampled, changing, unchanged, shares)
         lines += self._moves(name, sampled.number, trained, moved, still, resting)
         return [*lines, *self._zero_gradients(name, sampled.number, trained, zero)]
+
+    def _share(self, label: str, weights: Any, change: Any) -> float:
+        """Return the size of a step relative to the first size of the matrix; 0 if that is unknown."""
+        first_size = self._sizes.setdefault(label, _size(weights))
+        share = _size(change) / first_size if first_size else math.inf
+        return share if math.isfinite(share) else 0.0
+
+    def _updates(
+        self, sampled: SampledStep, changing: int, unchanged: int, shares: list[float]
+    ) -> list[Line]:
+        """Judge whether most 16-bit weights with a gradient stay unchanged because the update is below their precision:
+        not during a warm-up or once the learning rate has fallen by half, where that is normal. Report a step that is
+        large relative to the matrices, which alone is no mistake: a small problem may be learnt so. The rule
+        `update_too_large` checks whether the loss falls."""
+        lines: list[Line] = []
+        rate = max(filter(None, sampled.rates), default=0.0)
+        if changing and self._rounds:
+            about = {"numbers": changing, "still": unchanged, "lr": rate}
+            text = (
+                f"{unchanged} of {changing} 16-bit weights with a gradient did not change at a learning rate of "
+                f"{rate:.3g}"
+            )
+            level = FACT if unchanged else PASS
+            if unchanged > _MAX_UNCHANGED * changing:
+                level = self._level_of_vanishing
+                text += ": the update is below half a unit in their last place"
+                # This says why weights stay.
+                self.is_settled |= level == FAIL
+            lines.append(("vanishing_updates", level, text, about))
+        share = statistics.median(shares) if shares else 0.0
+        if share >= _LARGE_STEP:
+            text = (
+                f"a step at a learning rate of {rate:.3g} changes half of the matrices by "
+                f"{100 * share:.0f} % of their size"
+            )
+            lines.append(("update_size", FACT, text, {"share": share, "lr": rate}))
+        return lines
 
     def _zero_gradients(
         self, name: str, number: int, trained: list[Any], zero: list[Any]
@@ -299,3 +356,7 @@ class Movement:
 
     def _named(self, found: list[Any]) -> str:
         return named(Modules(self._torch), [(rows.of(), rows.label) for rows in found])
+
+
+def _size(values: Any) -> float:
+    return float(values.double().square().mean().sqrt())

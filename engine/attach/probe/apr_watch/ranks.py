@@ -37,8 +37,8 @@ from .parameters import (
     listed,
     parameters_of,
 )
+from .sampled import is_plain
 from .token_weights import across_ranks
-from .updates import is_plain
 from .values import EXIT_WAIT_S, HostCopies, is_capturing
 
 DRIFT, DATA = "rank_drift", "rank_data"

@@ -12,7 +12,7 @@ from typing import Any
 
 from .graph import CROSS_ENTROPIES, POINTWISE, scalar
 from .parameters import FACT, PASS, SUSPICION, Line
-from .updates import fits
+from .sampled import fits
 
 _IN_A_ROW = 2
 """Number of consecutive steps that must agree."""

@@ -28,8 +28,8 @@ from .modes import Verdicts
 from .parameters import FACT, SUSPICION, WITHDRAWN, held_by
 from .places import Places
 from .progress import Plan
+from .sampled import SampledStep
 from .trainings import Trainings
-from .updates import SampledStep
 from .values import EXIT_WAIT_S, PendingValue, Reader, Values, as_number, is_capturing
 from .work import Batch, Work
 from .writer import Log

@@ -14,7 +14,7 @@ from typing import Any
 from .graph import below, saved
 from .losses import targets_of
 from .parameters import FACT, PASS, SUSPICION, Line
-from .updates import SampledStep
+from .sampled import SampledStep
 from .values import is_capturing
 
 _MAX_LOSSES = 16
