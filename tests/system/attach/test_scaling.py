@@ -39,7 +39,7 @@ def loop(window=1, divide=lambda loss, window: loss / window, front=None, behind
 def clip(parameters):
     nn.utils.clip_grad_norm_(list(parameters), 0.1)
 
-def scaled(window=1, unscale=True, init_scale=1024.0, before=None, clip=clip):
+def scaled(window=1, unscale=True, init_scale=1024.0, clip=clip):
     net = model()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
     scaler = torch.amp.GradScaler("cpu", init_scale=init_scale)
@@ -47,8 +47,6 @@ def scaled(window=1, unscale=True, init_scale=1024.0, before=None, clip=clip):
         scaler.scale(mse(net, x, y) / window).backward()
         if at % window:
             continue
-        if before:
-            before(net.parameters())
         if unscale:
             scaler.unscale_(optimizer)
         clip(net.parameters())
@@ -102,24 +100,8 @@ def by_norm(parameters, most=0.1):
         for one in gradients:
             one.mul_(min(1.0, most / float(norm)))
 
-def by_value(parameters):
-    for one in parameters:
-        one.grad.clamp_(-0.05, 0.05)
-
-def clipped_by_hand_before_unscaling():
-    return scaled(before=by_norm, clip=lambda parameters: None)
-
-def clamped_before_the_scaler_unscales():
-    return scaled(before=by_value, unscale=False, clip=lambda parameters: None)
-
 def clipped_by_hand_once_unscaled():
     return scaled(clip=by_norm)
-
-def divided_by_hand_before_unscaling():
-    def halve(parameters):
-        for one in parameters:
-            one.grad.div_(2)
-    return scaled(before=halve, clip=by_value)
 
 def clipped_in_front():
     return loop(front=clip)
@@ -273,16 +255,6 @@ def restored_each_time():
         optimizer.step()
     return net
 
-def clamped_in_a_hook():
-    net = model()
-    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
-    optimizer.register_step_post_hook(lambda *_: [p.data.clamp_(-0.1, 0.1) for p in net.parameters()] and None)
-    for x, y in loader():
-        optimizer.zero_grad()
-        mse(net, x, y).backward()
-        optimizer.step()
-    return net
-
 def a_hook_that_writes_nothing():
     net = model()
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
@@ -357,13 +329,12 @@ def two_optimizers_of_one_body():
 
 tell(means_of_unlike_sizes, means_of_unlike_numbers_of_labels,
      clipped_behind_the_step, a_trainer_that_clips_late, clipped_with_the_scale, clipped_with_the_scale_over_windows,
-     clipped_by_hand_before_unscaling, clamped_before_the_scaler_unscales, clipped_by_hand_once_unscaled,
-     divided_by_hand_before_unscaling, clipped_in_front, clipped_once_unscaled, looked_at_behind_the_step,
+     clipped_by_hand_once_unscaled, clipped_in_front, clipped_once_unscaled, looked_at_behind_the_step,
      two_optimizers_that_clip_in_turn,
      divided_twice, a_trainer_that_divides_in_two_places, never_divided, never_divided_in_a_trainer,
      divided_by_another_number, divided_once, divided_once_in_a_trainer, sums_over_all_tokens, two_losses_of_each_batch,
      fp16_without_a_scale, autocast_to_fp16_without_a_scale, fp16_with_a_scaler, fp16_scaled_by_hand,
-     decayed_by_hand, restored_each_time, clamped_in_a_hook, a_hook_that_writes_nothing, averages_for_an_evaluation,
+     decayed_by_hand, restored_each_time, a_hook_that_writes_nothing, averages_for_an_evaluation,
      sharpness_aware, an_optimizer_around_another, two_optimizers_of_one_body)
 """
 
@@ -383,8 +354,6 @@ WRONG = {
     "a_trainer_that_clips_late": ("clipping", "clipped after steps 1 and 2 of SGD"),
     "clipped_with_the_scale": ("clipping", "still have the loss scale"),
     "clipped_with_the_scale_over_windows": ("clipping", "still have the loss scale"),
-    "clipped_by_hand_before_unscaling": ("clipping", "by hand to 0.1 while they still have"),
-    "clamped_before_the_scaler_unscales": ("clipping", "by hand to 0.05 while they still"),
     "divided_twice": ("accumulated_mean", "divided by 4 2 times: the gradients are 4 times"),
     "a_trainer_that_divides_in_two_places": ("accumulated_mean", "divided by 3 2 times"),
     "never_divided": ("accumulated_mean", "sums the gradients of 4 losses, each a mean"),
@@ -400,16 +369,11 @@ WRONG = {
         "outside_writes",
         "between steps 1 and 2 of SGD something else wrote its weights",
     ),
-    "clamped_in_a_hook": (
-        "outside_writes",
-        "a hook of the script writes the weights at the end of the step",
-    ),
 }
 HEALTHY: dict[str, dict[str, str]] = {
     "clipped_in_front": {"clipping": PASS},
     "clipped_once_unscaled": {"clipping": PASS},
     "clipped_by_hand_once_unscaled": {},
-    "divided_by_hand_before_unscaling": {},
     "looked_at_behind_the_step": {},
     "two_optimizers_that_clip_in_turn": {"clipping": PASS},
     "divided_once": {"accumulated_mean": PASS},

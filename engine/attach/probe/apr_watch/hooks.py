@@ -62,7 +62,6 @@ class Hooks:
                 (*iterator, "_next_index", after(steps.samples_asked_for)),
                 (*scaler, "scale", after(steps.scaled)),
                 (*scaler, "update", after(steps.scaler_updated)),
-                (*scaler, "unscale_", after(None, steps.unscaled)),
             ):
                 self._replace(module, owner, name, wrap)
             self._hook_steps(optimizers)
@@ -177,21 +176,16 @@ class Hooks:
         if hook_name == "on_train_batch_start":
             self._steps.planned(steps_left_of_lightning(trainer))
 
-    def _after(
-        self, then: Callable[..., None] | None, first: Callable[..., None] | None = None
-    ) -> Callable[[Any], Any]:
-        """Return a decorator: `first` is called with the function's arguments before it, `then` with its result and its
-        arguments after it."""
+    def _after(self, then: Callable[..., None]) -> Callable[[Any], Any]:
+        """Return a decorator: `then` is called after a function, with its result and its arguments."""
         is_compiling = self._is_compiling
 
         def wrap(original: Any) -> Any:
             @functools.wraps(original)
             def wrapper(*args: Any, **kwargs: Any) -> Any:
                 is_on = not is_compiling() and (self._on or self._is_on())
-                if is_on and first is not None:
-                    self._guarded(first, *args, **kwargs)
                 result = original(*args, **kwargs)
-                if is_on and then is not None:
+                if is_on:
                     self._guarded(then, result, *args, **kwargs)
                 return result
 

@@ -51,7 +51,7 @@ from .pitfalls import Classes, Pitfalls, Terms
 from .questions import ASKED_STEPS, Budget, Questions, Rows
 from .ranks import Ranks
 from .sampled import Rates, SampledStep, is_plain
-from .scaling import ScaledNorms, Scaling
+from .scaling import Scaling
 from .settings import SEED_BY
 from .untouched import tensors_in
 from .values import is_capturing
@@ -85,7 +85,6 @@ class Identities:
         """Optimizers whose next step is sampled."""
         self._any_sampled_next = False
         """Whether there is such an optimizer."""
-        self._norms: weakref.WeakKeyDictionary[Any, ScaledNorms] = weakref.WeakKeyDictionary()
         self._losses: list[Loss | Divergence] = []
         """Losses of the backward passes since the previous step."""
         self._open_windows: list[Windows] = []
@@ -270,20 +269,9 @@ class Identities:
                     self._open_pass.end()
                     self._loss_passes.append(self._open_pass)
                     self._open_pass = None
-                if self.scaling.is_scaled and not is_capturing(self._torch):
-                    for optimizer in self._sampled_next:
-                        norms = self._norms.setdefault(optimizer, ScaledNorms())
-                        norms.backward_ends(self._torch, held_by(optimizer))
             self._check_gradients()
         for windows in self._windows():
             windows.backward_ends()
-
-    def unscaled(self, optimizer: Any) -> None:
-        """Record that a gradient scaler is about to unscale the gradients of an optimizer."""
-        norms = self._norms.get(optimizer)
-        if norms is not None and not is_capturing(self._torch):
-            with self._torch.no_grad():
-                norms.unscaled(self._torch, held_by(optimizer))
 
     def end(self, begun: Any = None) -> list[Verdicts]:
         """Return the verdicts at the regular end of a training; `begun` is the optimizer whose first step begins the
@@ -505,12 +493,6 @@ class Identities:
             sampled.judge_later(
                 lambda tensors: state.terms.add(*tensors[0].tolist()), {0: terms[0]}
             )
-        norms = self._norms.get(optimizer)
-        if norms is not None and norms.written is not None:
-            sampled.judge_later(
-                lambda tensors: norms.lines(sampled.name, tensors[0].tolist()), {0: norms.written}
-            )
-            norms.written = None
         judge_losses(sampled, self._losses)
         # With sharding, the forward pass uses other tensors than the optimizer.
         if self._position.world > 1 or len(self._threads) > 1:

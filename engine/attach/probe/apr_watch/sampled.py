@@ -113,16 +113,6 @@ def is_readable(torch: Any, tensor: Any) -> bool:
     )
 
 
-def fits(torch: Any, gradient: Any, parameter: Any) -> bool:
-    """Return whether the gradient has the type and the device of its parameter."""
-    return (
-        type(gradient) in (torch.Tensor, torch.nn.Parameter)
-        and gradient.layout == torch.strided
-        and gradient.dtype == parameter.dtype
-        and gradient.device == parameter.device
-    )
-
-
 class SampledStep:
     """One sampled step of an optimizer. Its verdicts are known once the device has passed it."""
 

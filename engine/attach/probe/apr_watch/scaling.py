@@ -12,7 +12,6 @@ from typing import Any
 
 from .graph import CROSS_ENTROPIES, POINTWISE, scalar
 from .parameters import FACT, PASS, SUSPICION, Line
-from .sampled import fits
 
 _IN_A_ROW = 2
 """Number of consecutive steps that must agree."""
@@ -20,8 +19,6 @@ _MAX_SCALING_NODES = 8
 """Maximum number of scaling nodes between a loss and the tensor of the backward pass."""
 _EQUAL = 1e-6
 """Largest relative difference of two equal factors."""
-_EQUAL_NORM, _UNLIKE_NORM = 1e-3, 1e-2
-"""Largest relative difference of two equal norms, and smallest one of two that differ."""
 _SCALED_BY_HAND = 16.0
 """Smallest factor of a loss that counts as a loss scale."""
 _MEANS = (
@@ -86,11 +83,11 @@ class Scaling:
         self._batches += 1
 
     def backward_begins(self, tensors: list[Any], nodes: list[Any]) -> None:
-        """Record a backward pass. `nodes`: those near the loss, empty unless the step is sampled. Once losses are
-        accumulated, their divisors are read at every step."""
+        """Record a backward pass. `nodes`: those near the loss, empty unless the step is sampled."""
         self._just_stepped, self._is_sampled = False, bool(nodes)
-        reads = nodes or self._window is not None
-        divisions, size = _divisions(tensors) if reads else (None, None)
+        if not nodes:
+            return
+        divisions, size = _divisions(tensors)
         self._divisions.append(divisions)
         self._sizes.append(size)
         kinds = (_dtype_of(node) for node, _ in nodes)
@@ -118,7 +115,7 @@ class Scaling:
         """Return the verdicts before step `number` of an optimizer."""
         self._stepped.add(id(optimizer))
         name = type(optimizer).__name__
-        lines = [*self._clipping(name, number), *self._short_window(name, number)]
+        lines = self._clipping(name, number)
         if self._is_sampled:
             lines += [*self._accumulation(name), *self._loss_scale()]
         self._just_stepped, self.is_scaled = True, False
@@ -142,22 +139,6 @@ class Scaling:
             f"not before them"
         )
         return [("clipping", SUSPICION, text, {"steps": self._late})]
-
-    def _short_window(self, name: str, number: int) -> list[Line]:
-        """Report a step that accumulates fewer losses than usual, as at the end of an epoch, and divides each as if it
-        had them all."""
-        if self._alike < _IN_A_ROW or self._window is None:
-            return []
-        passes, (window, division) = len(self._divisions), self._window
-        if not (0 < passes < window and division[1]) or self._divisions != [division] * passes:
-            return []
-        if abs(math.prod(division[0]) * window - 1) > _EQUAL:
-            return []
-        text = (
-            f"step {number} of {name} sums the gradients of {passes} losses, and each is divided by {window} as in a "
-            f"whole window"
-        )
-        return [("accumulated_mean", FACT, text, {"passes": passes, "divided_by": window})]
 
     def _accumulation(self, name: str) -> list[Line]:
         """Judge how the losses of a step with several backward passes are divided."""
@@ -212,71 +193,6 @@ class Scaling:
             return [("loss_scale", PASS, text, {})]
         text = "the backward pass goes through fp16 tensors, and nothing scales the loss before it"
         return [("loss_scale", SUSPICION, text, {})]
-
-
-class ScaledNorms:
-    """Norms of one optimizer's gradients while they have the loss scale: after the backward pass, and before they are
-    unscaled. If something wrote the gradients in between, and their norm or largest element is then the same at two
-    steps, they were clipped to a limit that should have been multiplied by the loss scale."""
-
-    def __init__(self) -> None:
-        self._versions: list[int] = []
-        self._before: Any = None
-        self.written: Any = None
-        """Both norms before and after a write since the last step, (2, 2); None if there was none."""
-        self._previous: list[list[float]] | None = None
-
-    def backward_ends(self, torch: Any, parameters: list[Any]) -> None:
-        self._versions, self._before = _versions(parameters), _norms(torch, parameters)
-
-    def unscaled(self, torch: Any, parameters: list[Any]) -> None:
-        """Compare before the gradients are unscaled."""
-        before, self._before, self.written = self._before, None, None
-        if before is None or _versions(parameters) == self._versions:
-            return
-        after = _norms(torch, parameters)
-        if after is not None:
-            self.written = torch.stack([before, after])
-
-    def lines(self, name: str, norms: list[list[float]]) -> list[Line]:
-        """Return the verdict on a step, from its `written`."""
-        previous, self._previous = self._previous, norms
-        if previous is None:
-            return []
-        # Once for the norm, and once for the largest element.
-        for (previous_before, previous_after), (before, after) in zip(
-            zip(*previous, strict=True), zip(*norms, strict=True), strict=True
-        ):
-            is_equal = (
-                0 < after < before
-                and previous_after < previous_before
-                and abs(after - previous_after) < _EQUAL_NORM * after
-            )
-            if is_equal and abs(before - previous_before) > _UNLIKE_NORM * before:
-                text = (
-                    f"the gradients of {name} are clipped by hand to {after:.4g} while they still have the loss "
-                    "scale: nothing unscaled them before clipping"
-                )
-                return [("clipping", SUSPICION, text, {"limit": after})]
-        return []
-
-
-def _versions(parameters: list[Any]) -> list[int]:
-    gradients = (one.grad for one in parameters)
-    return [one._version for one in gradients if one is not None and not one.is_inference()]
-
-
-def _norms(torch: Any, parameters: list[Any]) -> Any:
-    """Return the norm of all gradients and their largest element, (2,); None where they cannot be read together."""
-    gradients = [one.grad.detach() for one in parameters if one.grad is not None]
-    if not gradients or not all(fits(torch, gradient, gradients[0]) for gradient in gradients):
-        return None
-    pairs = [
-        torch.stack([gradient.float().norm(), gradient.abs().amax().float()])
-        for gradient in gradients
-    ]
-    table = torch.stack(pairs)
-    return torch.stack([table[:, 0].norm(), table[:, 1].amax()])
 
 
 def _divisions(tensors: list[Any]) -> tuple[tuple[list[float], bool] | None, float | None]:

@@ -414,9 +414,6 @@ class Steps:
             for tensor, product in pairs:
                 self._scaled[id(product)] = weakref.ref(product), self._keep(tensor)
 
-    def unscaled(self, _: Any, optimizer: Any) -> None:
-        self.identities.unscaled(optimizer)
-
     def scaler_updated(self, *_: Any, **others: Any) -> None:
         """End an iteration: the losses belong to no step if the scaler skipped it for an infinite gradient."""
         self._forget_losses()
