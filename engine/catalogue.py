@@ -82,31 +82,12 @@ def _alert(id: str, level: str, question: str) -> About:
 
 STAGES: tuple[About, ...] = (
     _stage(
-        id="step_rows",
-        wrong="a step did not train on the next rows of the corpus",
-        question="Did the step train on the next rows of the corpus in order, each once?",
-        means="Rows are repeated, left out or altered between the corpus and the models.",
-        remedy="`engine data RUN --step N` shows the rows of the step. Make sure that nothing writes to the corpus, "
-        "and delete the token cache (`apr-workbench/tokens` in the user's cache folder).",
-    ),
-    _stage(
-        id="step_labels",
-        wrong="labels are not the next tokens of their documents",
-        question="Is every label of the step the next token of its document, and does every token to be predicted have "
-        "a label?",
-        means="The student learns to repeat or skip tokens, trains on tokens that it should not predict, or misses "
-        "some that it should.",
-        remedy="`engine data RUN --step N` shows which tokens have labels; compare them with the chat template and "
-        "data.turns.",
-    ),
-    _stage(
         id="step_teacher",
         wrong="the teacher's outputs are not those of the weights in its files",
         question="Do the teacher's hidden states in the step equal those of a plain forward pass over its tokens?",
         means="The teacher runs with wrong weights or a wrong forward pass, or it gets wrong tokens or positions, or "
         "attends to neighbouring documents.",
-        remedy="Flip teacher.backend or teacher.precision to see which of them causes it. With stored outputs "
-        "(teacher.cache), run without them, or make a new store with `engine prepare` at the temperature of the loss.",
+        remedy="Flip teacher.backend or teacher.precision to see which of them causes it.",
     ),
     _stage(
         id="step_student",
@@ -116,20 +97,13 @@ STAGES: tuple[About, ...] = (
         remedy="Flip kernels.layers or student.precision to see which of them causes it.",
     ),
     _stage(
-        id="step_loss_parts",
-        wrong="the loss leaves out or repeats a part of the batch",
-        question="Are the logged cross entropy, divergence and agreement those computed from the step's hidden states "
-        "and labels?",
+        id="step_loss",
+        wrong="the logged loss is not that of the batch",
+        question="Are the logged loss and its parts those computed from the step's hidden states and labels, with the "
+        "spec's weights?",
         means="Tokens or rows are left out of the loss or counted twice, or the loss uses other settings than the "
         "spec's.",
         remedy="Flip loss.kernel and loss.chunk_rows to see whether a kernel or a compiler is wrong.",
-    ),
-    _stage(
-        id="step_loss",
-        wrong="the loss is not weighted as in the spec",
-        question="Is the logged loss the sum of its parts with the weights that the spec gives?",
-        means="The teacher's part of the loss has a different weight from the recorded one.",
-        remedy="Compare loss.alpha and loss.temperature in `resolved.json` with the spec.",
     ),
     _stage(
         id="step_gradients",
@@ -141,32 +115,17 @@ STAGES: tuple[About, ...] = (
         "tensor. Flip loss.kernel, kernels.layers, student.checkpointing or student.graphs.",
     ),
     _stage(
-        id="step_clipping",
-        wrong="gradients are clipped by a wrong norm",
-        question="Is the logged gradient norm the norm of the gradients?",
-        means="Gradients are clipped by a wrong norm, and the chart shows that wrong norm.",
-        remedy="Flip train.update: its fused kernel sums the squares in a different way.",
-    ),
-    _stage(
-        id="step_moments",
-        wrong="the moments of the optimizer are not AdamW's",
-        question="Are the optimizer's moments those that AdamW computes from the clipped gradients?",
-        means="The optimizer gets gradients that are not those of the loss, clips them differently, or uses other "
-        "betas.",
-        remedy="Flip train.update, and compare train.clip_norm, beta1 and beta2 in `resolved.json` with the spec.",
-    ),
-    _stage(
         id="step_weights",
         wrong="the weights do not move as AdamW would move them",
-        question="Did every weight move as AdamW moves it, with the learning rate, weight decay and epsilon of the "
-        "spec?",
-        means="The learning rate or weight decay in use is not the recorded one, or a part of the student is not "
-        "trained.",
+        question="Did every moment and weight move as AdamW moves it by the clipped gradients, with the logged "
+        "learning rate and the weight decay, betas and epsilon of the spec?",
+        means="The optimizer gets gradients that are not those of the loss, clips them differently, uses other "
+        "settings than the recorded ones, or leaves out a part of the student.",
         remedy="Flip train.update; `engine tail RUN` shows whether steps were skipped.",
     ),
 )
-"""The stages of a training step, in the order in which data flows through them: rows, labels, teacher, student, loss
-parts, loss, gradients, clipping, moments, weights."""
+"""The stages of a training step, in the order in which data flows through them: teacher, student, loss, gradients,
+weights."""
 
 CHECKS: tuple[About, ...] = (
     _check(

@@ -1,4 +1,4 @@
-"""Records of an audited step: what was observed in it, and what the spec, the files and the corpus prescribe for it.
+"""Records of an audited step: what was observed in it, and what the spec prescribes for it.
 
 All fields are plain tensors, numbers and functions; `engine.train.auditing` fills them in.
 """
@@ -8,67 +8,45 @@ All fields are plain tensors, numbers and functions; `engine.train.auditing` fil
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from engine.audit.reference import (
-    IGNORED,
-    AdamW,
-    HeadRows,
-    Objective,
-    Runs,
-    Shape,
-    Targets,
-    Weight,
-    next_tokens,
-)
-
-TEACHER_NOT_READABLE = (
-    "not compared: the teacher's outputs are read from a store, and its files are missing, in no format that another "
-    "library reads, or too large to be read at each audit"
-)
-TEACHER_TOO_LARGE = "not compared: an fp32 copy of the teacher would be too large"
+from engine.audit.reference import AdamW, HeadRows, Objective, Runs, Shape, Targets, Weight
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class ObservedPass:
-    """One micro-batch, as it was consumed."""
+    """One micro-batch: its rows as they are on the host, and what the step computed from them."""
 
     tokens_BT: Tensor
     documents_BT: Tensor
     labels_BT: Tensor
-    row_ids: Sequence[int]
-    """Corpus row index that the batch gives for each row."""
     student_hidden_ND: Tensor
     """Hidden states that the loss received."""
-    student_gradient_ND: Tensor | None
+    student_gradient_ND: Tensor | None = None
     """Gradient of the hidden states; None when backward produced none."""
     teacher_hidden_NE: Tensor | None
     """None without a teacher, or with targets."""
     targets: Targets | None
-    corpus: CorpusRows
     objective: Objective
     """The objective of these rows."""
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CorpusRows:
-    """The rows that the corpus holds for a micro-batch, (B, T) each."""
-
-    row_ids: Sequence[int]
-    tokens_BT: Tensor
-    documents_BT: Tensor
-    predicted_BT: Tensor
-    """Whether the token after each position may be a label."""
-    after_B: Tensor
-    """The label of each row's last position."""
-
-    @property
-    def labels_BT(self) -> Tensor:
-        labels_BT = next_tokens(self.tokens_BT, self.documents_BT, self.after_B)
-        return torch.where(self.predicted_BT, labels_BT, IGNORED)
+    def to(self, device: torch.device) -> ObservedPass:
+        tensors: dict[str, Any] = {
+            field.name: value.to(device)
+            for field in fields(self)
+            if isinstance(value := getattr(self, field.name), Tensor)
+        }
+        if (targets := self.targets) is not None:
+            log_probs_NK = targets.log_probs_NK
+            targets = Targets(
+                ids_NK=targets.ids_NK.to(device),
+                log_probs_NK=None if log_probs_NK is None else log_probs_NK.to(device),
+            )
+        return replace(self, **tensors, targets=targets)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,8 +64,6 @@ class Model:
     """Reference forward pass with the same weights."""
     proved: bool = True
     """Whether `runs` is an independent implementation rather than the same module in fp32."""
-    files: str = ""
-    """Folder or file with the model's configuration; empty when its shape was already compared."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,41 +97,6 @@ class UpdatedParameter:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Logged:
-    """The logged numbers of the step."""
-
-    loss: float
-    ce: float
-    kd: float | None
-    agreement: float | None
-    lr: float
-    grad_norm: float
-    labelled: int
-    updates: int
-    """Number of updates applied before the step."""
-    applied: bool
-    """Whether there was an update: it is skipped where the loss or a gradient is not finite."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Wanted:
-    """The settings of the step, from the spec and the corpus."""
-
-    objective: Objective
-    """The objective of the first micro-batch."""
-    mixed: bool
-    """Whether another micro-batch has another objective, as rows that a model wrote."""
-    adam: AdamW
-    rate: float
-    decay: float
-    clip_norm: float
-    passes: int
-    """Number of micro-batches, over all ranks."""
-    rows_distinct: bool
-    """Whether all rows of the step belong to one epoch, so that none may repeat."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class ObservedStep:
     """A step after its backward passes and before its update."""
 
@@ -164,8 +105,9 @@ class ObservedStep:
     student: Model
     teacher: Model | None
     """The teacher; None where the objective has none, or for the reason in `no_teacher`."""
-    teacher_changed: Sequence[str]
-    """Names of the teacher's tensors that the step changed."""
+    no_teacher: str
+    stored: bool
+    """Whether the teacher's outputs are read from a store."""
     student_head: HeadRows
     """Head of the student as the loss receives it; `teacher_head` likewise."""
     teacher_head: HeadRows | None
@@ -174,8 +116,9 @@ class ObservedStep:
     parameters: Sequence[ObservedParameter]
     gradient_norm: float
     """Global norm of all gradients, summed in float64."""
-    wanted: Wanted
-    seed: int
+    adam: AdamW
+    decay: float
+    """Weight decay of matrices."""
+    clip_norm: float
     free_bytes: int = 0
     """GPU bytes that the step allocated and freed."""
-    no_teacher: str = TEACHER_NOT_READABLE

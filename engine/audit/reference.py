@@ -12,7 +12,6 @@ imports nothing of the engine. Decoders and logits are computed in fp32, sums an
                 logits is autograd's
     update      AdamW (Loshchilov & Hutter, 2019): m = b1 m + (1 - b1) g,  v = b2 v + (1 - b2) g^2,
                 w = w - lr (m' / (sqrt(v') + eps) + decay w),  with m' = m / (1 - b1^t), v' = v / (1 - b2^t)
-                SGD (Sutskever et al., 2013): b = mu b + (1 - dampening) g,  w = w - lr b
 
 Gradients of a decoder are computed layer by layer, last layer first: those of one layer are in memory at a time.
 """
@@ -25,7 +24,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -59,21 +58,6 @@ HeadRows = Callable[[int, int], Tensor]
 def LOGITS(first: int, count: int) -> Tensor:
     """Mark a model whose hidden states are its logits: it has no head."""
     raise NotImplementedError
-
-
-# Rows
-
-
-def next_tokens(tokens_BT: Tensor, documents_BT: Tensor, after_B: Tensor) -> Tensor:
-    """Return the label of each position, (B, T): the next token where it is of the same document.
-
-    `after_B` is the label of a row's last position, which depends on the token after the row.
-    """
-    labels_BT = torch.full_like(tokens_BT, IGNORED)
-    same_BT = documents_BT[:, 1:] == documents_BT[:, :-1]
-    labels_BT[:, :-1] = torch.where(same_BT, tokens_BT[:, 1:], IGNORED)
-    labels_BT[:, -1] = after_B
-    return labels_BT
 
 
 # The decoder
@@ -267,46 +251,6 @@ class PlainDecoder:
 
     def _layer(self, index: int, *arguments: Any) -> Tensor:
         return _layer(self.shape, index, self.attention_weights, *arguments)
-
-
-@dataclass(frozen=True, slots=True)
-class InContext:
-    """A model that reads a context before each document; its hidden states are those of the documents."""
-
-    plain: Runs
-    context: Sequence[int]
-
-    def forward(
-        self, tokens_BT: Tensor, documents_BT: Tensor, *, keep: bool = False, rounding: float = 0.0
-    ) -> Forward:
-        tokens: list[int] = []
-        documents: list[int] = []
-        document_positions: list[int] = []
-        previous: tuple[int, int] | None = None
-        for row, (ids, document_ids) in enumerate(
-            zip(tokens_BT.tolist(), documents_BT.tolist(), strict=True)
-        ):
-            for token, document in zip(ids, document_ids, strict=True):
-                if previous != (row, document):
-                    previous = row, document
-                    number = documents[-1] + 1 if documents else 0
-                    tokens += self.context
-                    documents += [number] * len(self.context)
-                document_positions.append(len(tokens))
-                tokens.append(token)
-                documents.append(number)
-        forward = self.plain.forward(
-            *(torch.tensor([values], device=tokens_BT.device) for values in (tokens, documents)),
-            keep=keep,
-            rounding=rounding,
-        )
-        positions_N = torch.tensor(document_positions, device=tokens_BT.device)
-        return replace(forward, hidden_ND=forward.hidden_ND[positions_N])
-
-    def backward(
-        self, passes: Sequence[Forward], upstream: Sequence[Tensor]
-    ) -> Iterator[tuple[str, Tensor]]:
-        raise TypeError("a model that reads a context is a teacher, which is not trained")
 
 
 @dataclass(frozen=True, slots=True)
@@ -786,49 +730,3 @@ def step_of_adamw(
     m = mean.double() / (1 - adam.beta1**count)
     v = square.double() / (1 - adam.beta2**count)
     return -rate * (m / (v.sqrt() + adam.eps) + decay * weight.double())
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SGD:
-    momentum: float
-    dampening: float
-    nesterov: bool
-
-
-def buffer_of_sgd(sgd: SGD, gradient: Tensor, buffer: Tensor | None) -> Tensor:
-    """Return the momentum buffer after the next gradient, in float64; the first gradient becomes the buffer."""
-    g = gradient.double()
-    return g if buffer is None else sgd.momentum * buffer.double() + (1 - sgd.dampening) * g
-
-
-def step_of_sgd(sgd: SGD, gradient: Tensor, buffer: Tensor | None, *, rate: float) -> Tensor:
-    """Return the change of a weight by an update, from the buffer after it, in float64. `buffer` is None without
-    momentum.
-
-    Weight decay is part of the gradient, as in Adam with L2: g + decay w.
-    """
-    g = gradient.double()
-    if buffer is not None:
-        g = g + sgd.momentum * buffer.double() if sgd.nesterov else buffer.double()
-    return -rate * g
-
-
-def warmup_steps(requested: int, steps: int) -> int:
-    """Return the number of warm-up steps: `asked`, or where that is -1 the default of a tenth of a run below 200 steps,
-    a fiftieth of one of 1,000 or more, and 20 steps between."""
-    if requested != -1:
-        return requested
-    return steps // 10 if steps < 200 else 20 if steps < 1000 else steps // 50
-
-
-def learning_rate(
-    step: int, *, peak: float, warmup: int, steps: int, schedule: str, final_ratio: float
-) -> float:
-    """Return the learning rate of step `step`, counted from 1: linear warm-up, then cosine or constant."""
-    if step <= warmup:
-        return peak * step / warmup
-    if schedule == "constant":
-        return peak
-    done = min(1.0, (step - warmup) / (steps - warmup))
-    lowest = peak * final_ratio
-    return lowest + (peak - lowest) * (1 + math.cos(math.pi * done)) / 2

@@ -23,16 +23,11 @@ the data are bit for bit what they would be without it.
       stored_outputs             stored teacher outputs of another model or of other rows
       teacher_not_student        the same model on both sides
     of a real step: the first of a session, some later ones, the last (engine/audit)
-      step_rows                  rows that are not the corpus's, or are met twice
-      step_labels                labels that are missing, shifted, or are where none belongs
       step_teacher               a teacher that computes something else in the step than its weights say
       step_student               a student that does
-      step_loss_parts            tokens left out of the loss, another temperature or divergence
-      step_loss                  another weight of the teacher
+      step_loss                  tokens left out of the loss, another temperature, divergence or weight of the teacher
       step_gradients             gradients of another objective than the logged one, rows or passes left out
-      step_clipping              a norm that is not that of the gradients
-      step_moments               other betas, another clipping, gradients that the optimizer does not see
-      step_weights               another rate or decay; a part of the student that is not trained
+      step_weights               a wrong norm or clipping, other betas, rate or decay; a part that is not trained
     in the first steps
       split_disjoint             held-out text that is trained on
       memory_as_planned          a memory plan that differs from the measurement

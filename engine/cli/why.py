@@ -8,7 +8,7 @@
     engine why test                      run the next experiment: the run as it was, and with the change, in turn
     engine why show | check | close | export
     engine why check --all               hash every file of every finding, judge every test again
-    engine why new runs/kd-1 --seen "check step_rows" --why-of hang     the next why, of the cause that was found
+    engine why new runs/kd-1 --seen "check step_loss" --why-of hang     the next why, of the cause that was found
     engine why withdraw c1 "mistyped"                 no longer suspected; it stays on record
     engine why note "the fan was loud"                kept, and supports nothing
 

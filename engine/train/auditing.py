@@ -1,4 +1,4 @@
-"""Observe the real steps of a trainer for the audit, and collect what spec, files and corpus prescribe for them.
+"""Observe the real steps of a trainer for the audit, and collect what the spec prescribes for them.
 
 Nothing is judged here (`engine.audit.judge`). Hidden states and their gradients are copied when they are computed.
 Models, loss and gradients are judged after the backward pass, while the weights are those that they were computed
@@ -10,54 +10,38 @@ the audited step runs the same code as any other.
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from engine.audit import reference
 from engine.audit.bounds import COMPARED_NUMBERS, FP32_TEACHER_PARAMETERS
 from engine.audit.judge import StepJudge
 from engine.audit.observed import (
-    TEACHER_NOT_READABLE,
-    TEACHER_TOO_LARGE,
-    CorpusRows,
-    Logged,
     Model,
     ObservedParameter,
     ObservedPass,
     ObservedStep,
     UpdatedParameter,
-    Wanted,
 )
 from engine.catalogue import STAGES, About, skipped_ids
 from engine.checks.result import Result
 from engine.checks.weights import held, shape_of, weights_of
-from engine.data.batches import IGNORED, Batch, Batches
-from engine.data.tokens import TokenStream
-from engine.formats.open import open_weights
-from engine.log.events import CHECKS, StepDone, nan_if_absent
+from engine.log.events import CHECKS, StepDone
 from engine.models.adapted_linear import FrozenLayer, LoraLinear
 from engine.models.adapter import is_adapted
-from engine.models.config import count_parameters
 from engine.models.decoder import Decoder
 from engine.models.head import Head, OwnMatmul, operand_dtype
-from engine.models.load import as_floats, reader
 from engine.models.packed import tensor_names
-from engine.models.read_config import config_of
 from engine.models.transformers_decoder import TransformersDecoder
 from engine.runtime.ranks import is_shared, whole
 from engine.spec import RunSpec
-from engine.teachers.build import DTYPES
 from engine.teachers.in_context import context_of
-from engine.teachers.store.keys import Identity
 from engine.teachers.store.teacher import CachedTeacher
-from engine.train.rollout import Written
 from engine.train.same_module import SameModule
 from engine.train.step import MicroBatch, StepObserver, TeacherOutput
 from engine.train.trainer import Trainer
@@ -69,8 +53,10 @@ NARROW = {"tf32": 2.0**-11, "fp8": 2.0**-4}
 """Largest relative error of one rounding of a matmul's operands, by precision. In fp8 these are e4m3 activations; the
 reference uses the same, already rounded, weights.
 """
-SAMPLED_NUMBERS = 1024
-"""Number of elements of each teacher tensor that are compared before and after a step."""
+NO_TEACHER = (
+    "not compared: an fp32 copy of the teacher would be too large, or its layers are on several GPUs, or it reads a "
+    "context"
+)
 
 
 def is_due(spec: RunSpec, step: int, *, after: int) -> bool:
@@ -84,34 +70,17 @@ def is_due(spec: RunSpec, step: int, *, after: int) -> bool:
     return step <= early or step == spec.train.steps or (every > 0 and step % every == 0)
 
 
-@dataclass(slots=True, kw_only=True)
-class _ObservedMicroBatch:
-    """Observations of a micro-batch of one rank."""
-
-    tokens_BT: Tensor
-    documents_BT: Tensor
-    labels_BT: Tensor
-    row_ids: list[int]
-    written: Written | None
-    hidden_ND: Tensor
-    gradients: list[Tensor] = field(default_factory=list)
-    """Gradients that reached the hidden states, (N, D) each; they add up."""
-    teacher_NE: Tensor | None
-    teacher_head: Head | None
-    targets: reference.Targets | None
-
-
 @dataclass(slots=True)
 class _AuditedStep:
     """Observations of a step so far."""
 
     step: int
-    teacher: dict[str, Tensor]
-    """Some numbers of each tensor of the teacher, before the step."""
     rows: dict[str, Tensor]
     """Indices of the compared rows, by parameter."""
     before: dict[str, UpdatedParameter]
-    passes: list[_ObservedMicroBatch] = field(default_factory=list)
+    passes: list[ObservedPass] = field(default_factory=list)
+    teacher_head: reference.HeadRows | None = None
+    """The teacher's head as the loss receives it."""
     judge: StepJudge | None = None
     """Judge of the step, on the first rank, once the step has its gradients."""
     error: str = ""
@@ -122,21 +91,10 @@ class _AuditedStep:
 class StepAudit(StepObserver):
     """Observes the audited steps and passes them to the judge."""
 
-    def __init__(
-        self,
-        trainer: Trainer,
-        spec: RunSpec,
-        stream: TokenStream,
-        teacher_decoder: Decoder | None,
-    ) -> None:
+    def __init__(self, trainer: Trainer, spec: RunSpec, teacher_decoder: Decoder | None) -> None:
         self.trainer, self.spec = trainer, spec
-        train = spec.train
-        self.prescribed = Batches(
-            stream, seq_len=spec.data.seq_len, rows_per_batch=train.rows, seed=train.seed
-        )
-        """The rows that spec and corpus prescribe, independent of the trainer's."""
         self.teacher_decoder = teacher_decoder if trainer.has_teacher else None
-        self._began_at, self._began_position = trainer.step, trainer.position
+        self._began_at = trainer.step
         self._updates = max(
             (int(whole(state["step"])) for state in trainer.optimizer.state.values()), default=0
         )
@@ -159,12 +117,7 @@ class StepAudit(StepObserver):
         total = sum(p.numel() for p in parameters.values())
         share = min(1.0, COMPARED_NUMBERS / total)
         rows = {name: _some_rows(p, share, step) for name, p in parameters.items()}
-        self._audited = _AuditedStep(
-            step=step,
-            teacher=self._teacher_samples(),
-            rows=rows,
-            before=self._parameters(rows),
-        )
+        self._audited = _AuditedStep(step=step, rows=rows, before=self._parameters(rows))
 
     def _parameters(self, rows: Mapping[str, Tensor]) -> dict[str, UpdatedParameter]:
         """Return a copy of some rows of every parameter of the student and of its moments, as they are now."""
@@ -184,40 +137,41 @@ class StepAudit(StepObserver):
             for name, (after, moments) in copies.items()
         }
 
-    def _teacher_samples(self) -> dict[str, Tensor]:
-        decoder = self.teacher_decoder
-        if decoder is None or decoder.shards is not None:
-            return {}
-        return {name: _sample(tensor) for name, tensor in _weights_of(decoder).items()}
-
     def forwarded(
         self, micro: MicroBatch, student_hidden_BTD: Tensor, teacher: TeacherOutput
     ) -> None:
         audited = self._audited
         if audited is None:
             return
-        micro_batch = _ObservedMicroBatch(
-            tokens_BT=micro.tokens_BT,
-            documents_BT=micro.documents_BT,
-            labels_BT=torch.from_numpy(micro.batch.labels_BT),
-            row_ids=micro.batch.row_ids.tolist(),
-            written=micro.written,
-            hidden_ND=student_hidden_BTD.detach().flatten(0, 1).clone(),
-            teacher_NE=_as_read(teacher),
-            teacher_head=teacher.head,
+        # The rows on the host, so that a wrong copy of them on the device differs from the reference.
+        tokens_BT, documents_BT, labels_BT = micro.batch.to_torch(torch.device("cpu"))
+        targets = teacher.targets
+        observed = ObservedPass(
+            tokens_BT=tokens_BT,
+            documents_BT=documents_BT,
+            labels_BT=labels_BT,
+            student_hidden_ND=student_hidden_BTD.detach()
+            .flatten(0, 1)
+            .to(self.trainer.dtype, copy=True),
+            teacher_hidden_NE=_as_read(teacher),
             targets=None
-            if teacher.targets is None
-            else reference.Targets(
-                ids_NK=teacher.targets.ids_NK, log_probs_NK=teacher.targets.log_probs_NK
-            ),
+            if targets is None
+            else reference.Targets(ids_NK=targets.ids_NK, log_probs_NK=targets.log_probs_NK),
+            objective=self._objective(written=micro.written is not None),
         )
-        if student_hidden_BTD.requires_grad:
-            student_hidden_BTD.register_hook(  # type: ignore[no-untyped-call]
-                lambda gradient_BTD: micro_batch.gradients.append(
-                    gradient_BTD.detach().flatten(0, 1).clone()
-                )
+        if teacher.head is not None and observed.teacher_hidden_NE is not None:
+            audited.teacher_head = _head_rows(teacher.head, observed.teacher_hidden_NE)
+
+        def add_gradient(gradient_BTD: Tensor) -> None:
+            gradient_ND = gradient_BTD.detach().flatten(0, 1)
+            earlier_ND = observed.student_gradient_ND
+            observed.student_gradient_ND = (
+                gradient_ND.clone() if earlier_ND is None else earlier_ND + gradient_ND
             )
-        audited.passes.append(micro_batch)
+
+        if student_hidden_BTD.requires_grad:
+            student_hidden_BTD.register_hook(add_gradient)  # type: ignore[no-untyped-call]
+        audited.passes.append(observed)
 
     @torch.no_grad()
     def gradients(self, step: int) -> None:
@@ -240,18 +194,16 @@ class StepAudit(StepObserver):
                 squares.append(torch.linalg.vector_norm(gradient, dtype=torch.float64).square())
         ranks = trainer.ranks
         passes = ranks.collect(
-            [_on_host(micro_batch) for micro_batch in audited.passes]
+            [observed.to(torch.device("cpu")) for observed in audited.passes]
             if ranks.many
             else audited.passes
         )
-        samples = self._teacher_samples()
-        changed = [n for n, t in audited.teacher.items() if not torch.equal(t, samples[n])]
         if ranks.first:
             try:
                 norm = float(torch.stack(squares).sum().sqrt()) if squares else 0.0
-                with torch.enable_grad(), contextlib.ExitStack() as opened:
+                with torch.enable_grad():
                     audited.judge = StepJudge(
-                        self._observed(audited, passes, weights, gradients, norm, changed, opened)
+                        self._observed(audited, passes, weights, gradients, norm)
                     )
             except Exception as error:  # noqa: BLE001 - an audit that breaks must not end the run
                 audited.error = f"the audit raised {type(error).__name__}: {error}"
@@ -276,7 +228,7 @@ class StepAudit(StepObserver):
         self._audited = None
         answers: list[tuple[About, Answer, float]] = []
         if audited.judge is not None:
-            answers = audited.judge.after_update(_logged(step, updates), audited.after)
+            answers = audited.judge.after_update(step, updates, audited.after)
         elif self.trainer.ranks.first:
             answers = [(about, unknown(audited.error), 0.0) for about in STAGES]
         for about, answer, cost_s in cast(list[Any], self.trainer.ranks.tell(answers)):
@@ -292,17 +244,15 @@ class StepAudit(StepObserver):
     def _observed(
         self,
         audited: _AuditedStep,
-        passes: list[list[_ObservedMicroBatch]],
+        passes: list[list[ObservedPass]],
         weights: dict[str, Tensor],
         gradients: dict[str, Tensor],
         gradient_norm: float,
-        teacher_changed: list[str],
-        opened: contextlib.ExitStack,
     ) -> ObservedStep:
-        """Collect the observed step; `opened` closes the files of a teacher that is not in memory."""
-        trainer, spec = self.trainer, self.spec
+        """Collect the observed step."""
+        trainer, spec, train = self.trainer, self.spec, self.spec.train
         student = trainer.student
-        narrow = operand_dtype(audited.passes[0].hidden_ND.to(trainer.dtype))
+        narrow = operand_dtype(audited.passes[0].student_hidden_ND)
         if is_adapted(student):
             weights = {**dict(student.named_buffers()), **weights}
         student_head, head_name = reference.LOGITS, _head_name(student)
@@ -313,16 +263,12 @@ class StepAudit(StepObserver):
             def student_head(first: int, count: int) -> Tensor:
                 return head[first : first + count]
 
-        teacher = next(
-            (observed for observed in audited.passes if observed.teacher_head is not None), None
-        )
-        position = self._position(audited.step - 1)
         return ObservedStep(
             step=audited.step,
             passes=[
-                self._pass(position, rank_passes[index], index * trainer.ranks.world + rank)
+                rank_passes[index].to(trainer.device)
                 for index in range(len(audited.passes))
-                for rank, rank_passes in enumerate(passes)
+                for rank_passes in passes
             ],
             student=Model(
                 shape=shape_of(student.config),
@@ -333,15 +279,12 @@ class StepAudit(StepObserver):
                 vocabulary=student.config.vocab_size,
                 rounding=NARROW.get(spec.student.adapter_base, ROUNDING[trainer.dtype]),
                 parameters=sum(p.numel() for p in weights.values()),
-                # A resumed session has its weights from a checkpoint.
-                files=(spec.student.path or spec.student.config)
-                if audited.step == 1 and student.config.native
-                else "",
             ),
-            teacher=self._teacher(audited.step == self._began_at + 1, opened),
-            teacher_changed=teacher_changed,
+            teacher=self._teacher(),
+            no_teacher=NO_TEACHER,
+            stored=trainer.has_teacher and isinstance(trainer.teacher, CachedTeacher),
             student_head=student_head,
-            teacher_head=None if teacher is None else _head_rows(teacher),
+            teacher_head=audited.teacher_head,
             logit_rounding=ROUNDING[torch.float32],
             parameters=[
                 ObservedParameter(
@@ -357,10 +300,10 @@ class StepAudit(StepObserver):
                 for name, before in audited.before.items()
             ],
             gradient_norm=gradient_norm,
-            wanted=self._wanted(audited.step, audited.passes),
-            seed=spec.train.seed,
+            adam=reference.AdamW(beta1=train.beta1, beta2=train.beta2, eps=train.eps),
+            decay=train.weight_decay,
+            clip_norm=train.clip_norm,
             free_bytes=_free_bytes(trainer.device),
-            no_teacher=TEACHER_TOO_LARGE if self._too_large else TEACHER_NOT_READABLE,
         )
 
     def _student_runs(self, weights: dict[str, Tensor]) -> reference.Runs:
@@ -396,31 +339,8 @@ class StepAudit(StepObserver):
         plain = reference.PlainDecoder(shape, reference.merged(frozen, adapters))
         return reference.AdaptedDecoder(plain, adapters)
 
-    def _wanted(self, step: int, passes: Sequence[_ObservedMicroBatch]) -> Wanted:
-        trainer, train = self.trainer, self.spec.train
-        begun, ended = self._position(step - 1), self._position(step)
-        per_epoch = self.prescribed.rows_per_epoch
-        return Wanted(
-            objective=self._objective(passes[0]),
-            mixed=len({self._objective(micro_batch) for micro_batch in passes}) > 1,
-            adam=reference.AdamW(beta1=train.beta1, beta2=train.beta2, eps=train.eps),
-            rate=reference.learning_rate(
-                step,
-                peak=train.lr,
-                warmup=reference.warmup_steps(train.warmup_steps, train.steps),
-                steps=train.steps,
-                schedule=train.schedule,
-                final_ratio=train.final_lr_ratio,
-            ),
-            decay=train.weight_decay,
-            clip_norm=train.clip_norm,
-            passes=train.accumulation * trainer.ranks.world,
-            rows_distinct=begun // per_epoch == (ended - 1) // per_epoch,
-        )
-
-    def _objective(self, micro_batch: _ObservedMicroBatch) -> reference.Objective:
+    def _objective(self, *, written: bool) -> reference.Objective:
         loss, rollout, has_teacher = self.spec.loss, self.spec.rollout, self.trainer.has_teacher
-        written = micro_batch.written is not None
         return reference.Objective(
             # Text that a model wrote is no label for cross entropy.
             alpha=0.0 if written else loss.alpha if has_teacher else 1.0,
@@ -429,47 +349,13 @@ class StepAudit(StepObserver):
             beta=loss.beta,
         )
 
-    def _pass(self, first_row: int, micro_batch: _ObservedMicroBatch, index: int) -> ObservedPass:
-        """Return what was observed of a micro-batch, and the corpus rows that belong there. `index` counts the
-        micro-batches of all ranks in the step, whose first row has the position `first_row`.
-        """
-        rows, device = self.spec.train.rows, self.trainer.device
-        targets = micro_batch.targets
-        corpus = self.prescribed.rows(self.prescribed.row_ids_at(first_row + index * rows, rows))
-        return ObservedPass(
-            tokens_BT=micro_batch.tokens_BT.to(device),
-            documents_BT=micro_batch.documents_BT.to(device),
-            labels_BT=micro_batch.labels_BT,
-            row_ids=micro_batch.row_ids,
-            student_hidden_ND=micro_batch.hidden_ND.to(device, self.trainer.dtype),
-            student_gradient_ND=sum(
-                (g.to(device) for g in micro_batch.gradients[1:]),
-                micro_batch.gradients[0].to(device),
-            )
-            if micro_batch.gradients
-            else None,
-            teacher_hidden_NE=None
-            if micro_batch.teacher_NE is None
-            else micro_batch.teacher_NE.to(device),
-            targets=targets,
-            corpus=_corpus_rows(corpus)
-            if micro_batch.written is None
-            else _written_rows(corpus, micro_batch.written),
-            objective=self._objective(micro_batch),
-        )
-
-    def _position(self, step: int) -> int:
-        """Return the number of rows that all ranks have taken after `step`, by the spec."""
-        train = self.spec.train
-        step_rows = train.rows * train.accumulation * self.trainer.ranks.world
-        return self._began_position + (step - self._began_at) * step_rows
-
-    def _teacher(self, first: bool, opened: contextlib.ExitStack) -> Model | None:
+    def _teacher(self) -> Model | None:
         decoder = self.teacher_decoder
-        if isinstance(self.trainer.teacher, CachedTeacher):
-            return self._stored_teacher(self.trainer.teacher.store.identity, opened)
         # Gathering a sharded layer is a collective, and only the first rank calls this.
-        if decoder is None or decoder.shards is not None or self._too_large:
+        if decoder is None or decoder.shards is not None or context_of(self.trainer.teacher):
+            return None
+        is_other = isinstance(decoder, TransformersDecoder)
+        if is_other and decoder.config.counted > FP32_TEACHER_PARAMETERS:
             return None
         rounding = NARROW.get(self.spec.teacher.precision, ROUNDING[decoder.dtype])
         shape, weight = shape_of(decoder.config), weights_of(decoder)
@@ -477,8 +363,6 @@ class StepAudit(StepObserver):
         if isinstance(decoder, TransformersDecoder):
             tensors = dict(decoder.named_parameters()) | dict(decoder.named_buffers())
             runs = SameModule(decoder, tensors, self.trainer.device)
-        if context := context_of(self.trainer.teacher):
-            runs = reference.InContext(runs, context)
         return Model(
             shape=shape,
             weight=weight,
@@ -488,75 +372,7 @@ class StepAudit(StepObserver):
             head_name=_head_name(decoder),
             runs=runs,
             proved=decoder.config.native,
-            files=self.spec.teacher.path if first and decoder.config.native else "",
         )
-
-    def _stored_teacher(self, identity: Identity, opened: contextlib.ExitStack) -> Model | None:
-        """Return the teacher whose outputs were stored. Its weights are read from its files when they are needed, so it
-        is never in memory as a whole."""
-        if not Path(self.spec.teacher.path).exists():
-            return None
-        weights = opened.enter_context(open_weights(self.spec.teacher.path))
-        config = config_of(weights, self.spec.model)
-        parameters = count_parameters(config)
-        if not config.native or parameters > FP32_TEACHER_PARAMETERS:
-            return None
-        dtype, device = DTYPES[identity.precision], self.trainer.device
-        shape, read = shape_of(config), reader(weights, config)
-
-        def weight(name: str, rows_N: Tensor | None = None) -> Tensor:
-            values = as_floats(read(name), dtype, device).float()
-            return values if rows_N is None else values[rows_N]
-
-        return Model(
-            shape=shape,
-            weight=weight,
-            vocabulary=config.vocab_size,
-            rounding=NARROW.get(identity.precision, ROUNDING[dtype]),
-            parameters=parameters,
-            head_name="embed.weight" if shape.tied else "head.weight",
-            runs=reference.PlainDecoder(shape, weight),
-        )
-
-    @property
-    def _too_large(self) -> bool:
-        """Whether an fp32 copy of the teacher is too large for the audit."""
-        decoder = self.teacher_decoder
-        return (
-            isinstance(decoder, TransformersDecoder)
-            and decoder.config.counted > FP32_TEACHER_PARAMETERS
-        )
-
-
-def _corpus_rows(batch: Batch) -> CorpusRows:
-    return CorpusRows(
-        row_ids=batch.row_ids.tolist(),
-        tokens_BT=torch.from_numpy(batch.tokens_BT),
-        documents_BT=torch.from_numpy(batch.documents_BT),
-        predicted_BT=torch.from_numpy(batch.labels_BT != IGNORED),
-        after_B=torch.from_numpy(batch.labels_BT[:, -1]),
-    )
-
-
-def _written_rows(batch: Batch, written: Written) -> CorpusRows:
-    """Return the rows that a model wrote after the prompts of corpus rows."""
-    rows, length = batch.tokens_BT.shape
-    tokens_BT = torch.zeros(rows, length, dtype=torch.int64)
-    documents_BT = torch.ones_like(tokens_BT)
-    predicted_BT = torch.zeros_like(tokens_BT, dtype=torch.bool)
-    for row, (prompt, text) in enumerate(zip(written.prompts, written.texts, strict=True)):
-        end = len(prompt) + len(text)
-        tokens_BT[row, :end] = torch.tensor(prompt + text)
-        documents_BT[row, :end] = 0
-        # From the last token of the prompt to the last but one of the text.
-        predicted_BT[row, len(prompt) - 1 : end - 1] = True
-    return CorpusRows(
-        row_ids=batch.row_ids.tolist(),
-        tokens_BT=tokens_BT,
-        documents_BT=documents_BT,
-        predicted_BT=predicted_BT,
-        after_B=torch.full((rows,), IGNORED),
-    )
 
 
 def _free_bytes(device: torch.device) -> int:
@@ -598,45 +414,6 @@ def _size(decoder: Decoder) -> int:
     return sum(math.prod(held(decoder, name).shape) for name in tensor_names(decoder))
 
 
-def _weights_of(module: nn.Module) -> dict[str, Tensor]:
-    """Return parameters and buffers except those that are not saved with a model, such as rotary frequencies, which
-    some models recompute for the length of the rows."""
-    not_saved = {
-        f"{path}.{name}".lstrip(".")
-        for path, part in module.named_modules()
-        for name in part._non_persistent_buffers_set
-    }
-    tensors = dict(module.named_buffers()) | dict(module.named_parameters())
-    return {name: tensor for name, tensor in tensors.items() if name not in not_saved}
-
-
-def _sample(tensor: Tensor) -> Tensor:
-    return tensor.detach().reshape(-1)[:: max(1, tensor.numel() // SAMPLED_NUMBERS)].clone()
-
-
-def _on_host(observed: _ObservedMicroBatch) -> _ObservedMicroBatch:
-    """Return a pass that can be sent to another rank; the teacher's head stays where it is."""
-
-    def to_cpu(tensor: Tensor | None) -> Tensor | None:
-        return None if tensor is None else tensor.cpu()
-
-    targets = observed.targets
-    return replace(
-        observed,
-        tokens_BT=observed.tokens_BT.cpu(),
-        documents_BT=observed.documents_BT.cpu(),
-        hidden_ND=observed.hidden_ND.cpu(),
-        gradients=[gradient.cpu() for gradient in observed.gradients],
-        teacher_NE=to_cpu(observed.teacher_NE),
-        teacher_head=None,
-        targets=None
-        if targets is None
-        else reference.Targets(
-            ids_NK=targets.ids_NK.cpu(), log_probs_NK=to_cpu(targets.log_probs_NK)
-        ),
-    )
-
-
 def _as_read(teacher: TeacherOutput) -> Tensor | None:
     """Return a copy of the teacher's hidden states as the matmul of its head reads them."""
     if teacher.hidden_NE is None:
@@ -646,9 +423,7 @@ def _as_read(teacher: TeacherOutput) -> Tensor | None:
     return slices.operand(hidden_NE) if isinstance(slices, OwnMatmul) else hidden_NE.clone()
 
 
-def _head_rows(teacher: _ObservedMicroBatch) -> reference.HeadRows:
-    head, hidden_NE = teacher.teacher_head, teacher.teacher_NE
-    assert head is not None and hidden_NE is not None
+def _head_rows(head: Head, hidden_NE: Tensor) -> reference.HeadRows:
     dtype = operand_dtype(hidden_NE)
     if not head.slices(1, dtype):
         return reference.LOGITS
@@ -658,17 +433,3 @@ def _head_rows(teacher: _ObservedMicroBatch) -> reference.HeadRows:
         return torch.cat([weight_RE.clone() for _, weight_RE in slices])
 
     return rows
-
-
-def _logged(step: StepDone, updates: int) -> Logged:
-    return Logged(
-        loss=nan_if_absent(step.loss),
-        ce=nan_if_absent(step.ce),
-        kd=step.kd,
-        agreement=step.agreement,
-        lr=nan_if_absent(step.lr),
-        grad_norm=nan_if_absent(step.grad_norm),
-        labelled=step.labelled or 0,
-        updates=updates,
-        applied=step.updated,
-    )

@@ -9,7 +9,6 @@ it, the next step is launched before the numbers of this one are read, so that t
 
 from __future__ import annotations
 
-import itertools
 import math
 import time
 from collections.abc import Callable, Iterator
@@ -277,9 +276,9 @@ class TrainingLoop:
         trainer.student.train()
         if trainer.rollout is not None:
             trainer.rollout.prepare()
-        audit = StepAudit(trainer, self.spec, self.data.stream, self.teacher_decoder)
+        audit = StepAudit(trainer, self.spec, self.teacher_decoder)
         folder = self.keeper.folder
-        rows = TrainedRows(folder, trainer, self.spec, audit.prescribed, self.data.heldout)
+        rows = TrainedRows(folder, trainer)
         self.keeper.sync_rows = rows.sync
         self._act_on(self.checks.before_first_step(), trainer.ranks)
         memory_writer = MemoryWriter(folder, partial(to_events.trainer_memory, trainer.device))
@@ -326,8 +325,7 @@ class TrainingLoop:
         """Raise TrainingFailed where a check or a number of the step ends the run."""
         if self._reading is not None and self._reading.done:
             self.end_reading(session.trainer)
-        # Rows first: wrong rows also make the loss and the gradients differ, and they are the cause.
-        self._act_on(itertools.chain(session.rows.after(step), session.audit.after(step)))
+        self._act_on(session.audit.after(step))
         self._act_on(self.checks.after_step(step))
         if self.spec.train.on_non_finite == "stop":
             stop_unless_finite(step)

@@ -57,21 +57,21 @@ class Field(NamedTuple):
 
 
 FIELDS = (
-    Field("step_rows", "position"),
-    Field("step_rows", "rows"),
-    Field("step_rows", "tokens"),
-    Field("step_rows", "rows_digest"),
-    Field("step_labels", "labelled"),
+    Field("rows", "position"),
+    Field("rows", "rows"),
+    Field("rows", "tokens"),
+    Field("rows", "rows_digest"),
+    Field("rows", "labelled"),
     Field("step_teacher", "teacher", 2e-2, 1e-6, of_recorded=True),
     Field("step_student", "student", 2e-2, 1e-6, of_recorded=True, first=True),
-    Field("step_loss_parts", "ce", 1e-3, 1e-6),
-    Field("step_loss_parts", "kd", 1e-3, 1e-6),
-    Field("step_loss_parts", "agreement", 0.0, 1e-2),
+    Field("step_loss", "ce", 1e-3, 1e-6),
+    Field("step_loss", "kd", 1e-3, 1e-6),
+    Field("step_loss", "agreement", 0.0, 1e-2),
     Field("step_loss", "loss", 1e-3, 1e-6),
     Field("step_gradients", "gradient", 5e-2, of_recorded=True, first=True),
     Field("step_gradients", "grad_norm", 1e-2, 1e-6, first=True),
-    Field("step_moments", "mean", 2e-1, 1e-12, of_recorded=True, first=True),
-    Field("step_moments", "square", 4e-1, 1e-24, of_recorded=True, first=True),
+    Field("step_weights", "mean", 2e-1, 1e-12, of_recorded=True, first=True),
+    Field("step_weights", "square", 4e-1, 1e-24, of_recorded=True, first=True),
     Field("step_weights", "lr"),
     Field("step_weights", "weight", 1e-6, of_recorded=True, first=True),
 )
@@ -136,7 +136,7 @@ def compare_steps(record: Stretch, replay: Session, *, rounded: bool) -> Compare
         )
         if recorded is None:
             missing = FirstDifference(
-                step=step, stage="step_rows", field="step", recorded=None, replayed=step
+                step=step, stage="rows", field="step", recorded=None, replayed=step
             )
             return Compared(done, missing, lacking)
         if replayed is None:

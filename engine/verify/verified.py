@@ -388,6 +388,9 @@ class _Verifier:
             item.stage: item for item in differences(piece, fresh, step, rounded=bool(why))
         }
         answers = _audit_verdicts(fresh, step)
+        if other := differing.get("rows"):
+            result.difference = other
+            result.add("rows", Verdict(Level.FAIL, str(other)))
         for about in STAGES:
             verdict = answers.get(about.id, Verdict(Level.UNKNOWN, "the replay did not audit it"))
             if about.id in differing:

@@ -142,7 +142,7 @@ class Run:
         done = []
         if self.audit is None:
             decoder = self.context.teacher_decoder
-            self.audit = StepAudit(self.trainer, self.spec, self.stream, decoder)
+            self.audit = StepAudit(self.trainer, self.spec, decoder)
         steps = self.trainer.steps()
         for _ in range(count):
             step = next(steps)

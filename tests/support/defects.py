@@ -27,7 +27,6 @@ from engine.loss import objective
 from engine.loss.chunks import Job
 from engine.loss.objective import LossTerms
 from engine.models import decoder
-from engine.models.config import ModelConfig
 from engine.models.decoder import Attention, AttentionInputs, Decoder, RMSNorm
 from engine.train import trainer
 from engine.train.checkpoint import state
@@ -51,6 +50,8 @@ class Defect:
 
 DEFECTS: dict[str, Defect] = {}
 BETWEEN_PARTS: dict[str, Defect] = {}
+OTHER_ROWS: dict[str, Defect] = {}
+"""Defects that the record of the rows shows: the step trains on other rows or labels than spec and seed prescribe."""
 
 
 def _named(defects: dict[str, Defect], named_by: str) -> Callable[[Plant], Plant]:
@@ -141,17 +142,6 @@ def _rows(spoil: Callable[[Batch], Batch]) -> AbstractContextManager[None]:
         return lambda *arguments: spoil(gather(*arguments))
 
     return replaced(batches, "gather_rows", make)
-
-
-@_part("step_labels")
-def labels_unshifted() -> AbstractContextManager[None]:
-    """A label is the token itself."""
-
-    def spoil(batch: Batch) -> Batch:
-        labels_BT = np.where(batch.labels_BT == IGNORED, IGNORED, batch.tokens_BT)
-        return dataclasses.replace(batch, labels_BT=labels_BT)
-
-    return _rows(spoil)
 
 
 @_part("padding_not_trained")
@@ -280,7 +270,7 @@ def _micro(spoil: Callable[[MicroBatch], MicroBatch]) -> AbstractContextManager[
     return replaced(Trainer, "_on_device", make)
 
 
-@_between("step_rows")
+@_between("step_teacher")
 def device_copy_stale() -> AbstractContextManager[None]:
     """The last row on the device is the first one of the batch again."""
 
@@ -291,7 +281,7 @@ def device_copy_stale() -> AbstractContextManager[None]:
     return _micro(spoil)
 
 
-@_between("step_labels")
+@_named(OTHER_ROWS, "rows")
 def labels_cut_off() -> AbstractContextManager[None]:
     """The second half of every row of the step has no labels."""
 
@@ -307,7 +297,7 @@ def labels_cut_off() -> AbstractContextManager[None]:
     return replaced(Trainer, "_part_at", make)
 
 
-@_between("step_rows")
+@_named(OTHER_ROWS, "rows")
 def second_pass_dropped() -> AbstractContextManager[None]:
     """Each step trains on the first of its micro-batches."""
 
@@ -321,7 +311,7 @@ def second_pass_dropped() -> AbstractContextManager[None]:
     return replaced(Trainer, "_fetch", make)
 
 
-@_between("step_rows")
+@_named(OTHER_ROWS, "rows")
 def half_of_each_batch() -> AbstractContextManager[None]:
     """A batch has half of the rows that the spec asks for."""
 
@@ -334,20 +324,6 @@ def half_of_each_batch() -> AbstractContextManager[None]:
         return spoilt
 
     return replaced(Trainer, "_part_at", make)
-
-
-@_between("step_teacher")
-def rotary_base_doubled() -> AbstractContextManager[None]:
-    """Rotary positions have twice the base of config.json."""
-
-    def make(from_dict: Callable[..., ModelConfig]) -> Callable[..., ModelConfig]:
-        def spoilt(*given: Any) -> ModelConfig:
-            config = from_dict(*given)
-            return dataclasses.replace(config, rope_theta=2 * config.rope_theta)
-
-        return spoilt
-
-    return replaced(ModelConfig, "from_dict", make)
 
 
 def _teach(
@@ -422,7 +398,7 @@ def student_rounded_in_step() -> AbstractContextManager[None]:
     return _hidden(make)
 
 
-@_between("step_loss_parts")
+@_between("step_loss")
 def temperature_at_the_call() -> AbstractContextManager[None]:
     """The loss is called at temperature 1."""
     return _loss(lambda loss: lambda *given, **how: loss(*given, **{**how, "temperature": 1.0}))
@@ -434,7 +410,7 @@ def alpha_at_the_call() -> AbstractContextManager[None]:
     return _loss(lambda loss: lambda *given, **how: loss(*given, **{**how, "alpha": 0.8}))
 
 
-@_between("step_loss_parts")
+@_between("step_loss")
 def last_pass_uncounted() -> AbstractContextManager[None]:
     """The loss forgets the labels of the last row of each pass, and not in the denominator."""
 
@@ -495,7 +471,7 @@ def layer_cut_off() -> AbstractContextManager[None]:
     return _hidden(make)
 
 
-@_between("step_clipping")
+@_between("step_weights")
 def norm_of_half() -> AbstractContextManager[None]:
     """The norm leaves out every second gradient."""
     return replaced(
@@ -503,7 +479,7 @@ def norm_of_half() -> AbstractContextManager[None]:
     )
 
 
-@_between("step_moments")
+@_between("step_weights")
 def clipped_twice_as_hard() -> AbstractContextManager[None]:
     """Gradients are clipped to half of train.clip_norm."""
 
@@ -530,7 +506,7 @@ def _in_update(change: Callable[[dict[str, Any]], None]) -> AbstractContextManag
     return replaced(trainer, "update_if_finite", make)
 
 
-@_between("step_moments")
+@_between("step_weights")
 def beta2_of_the_default() -> AbstractContextManager[None]:
     """The optimizer averages squares with 0.999, whatever train.beta2 says."""
     return _in_update(lambda group: group.update(betas=(group["betas"][0], 0.999)))
@@ -548,7 +524,7 @@ def rate_halved_in_step() -> AbstractContextManager[None]:
     return _in_update(lambda group: group.update(lr=group["lr"] / 2))
 
 
-@_between("step_moments")
+@_between("step_weights")
 def count_stands_still() -> AbstractContextManager[None]:
     """The optimizer's count of updates stays at 1: moments are never rightly corrected."""
 

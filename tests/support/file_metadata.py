@@ -25,8 +25,8 @@ from typing import Any
 
 from engine import limits
 from engine.audit.reference import Stretch, stretched
-from engine.audit.shapes import shape_in, shape_in_gguf
 from engine.files import parse_json, read_json_object, read_text
+from tests.support.shapes import shape_in, shape_in_gguf
 
 Metadata = dict[str, Any]
 

@@ -17,8 +17,8 @@ from torch import Tensor
 from engine import limits
 from engine.audit import reference
 from engine.audit.reference import Weight
-from engine.audit.shapes import Shape, shape_in, shape_in_gguf
 from engine.files import read_json_object
+from tests.support.shapes import Shape, shape_in, shape_in_gguf
 
 IN_SAFETENSORS = {
     "embed": "model.embed_tokens",

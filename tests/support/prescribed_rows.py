@@ -4,12 +4,45 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 import numpy as np
 import torch
+from torch import Tensor
 
-from engine.audit.observed import CorpusRows
 from engine.data.batches import IGNORED, Int64Array
 from engine.data.tokens import READ_AT_ONCE, TokenStream
+
+
+def next_tokens(tokens_BT: Tensor, documents_BT: Tensor, after_B: Tensor) -> Tensor:
+    """Return the label of each position, (B, T): the next token where it is of the same document.
+
+    `after_B` is the label of a row's last position, which depends on the token after the row.
+    """
+    labels_BT = torch.full_like(tokens_BT, IGNORED)
+    same_BT = documents_BT[:, 1:] == documents_BT[:, :-1]
+    labels_BT[:, :-1] = torch.where(same_BT, tokens_BT[:, 1:], IGNORED)
+    labels_BT[:, -1] = after_B
+    return labels_BT
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CorpusRows:
+    """The rows that the corpus holds for a micro-batch, (B, T) each."""
+
+    row_ids: Sequence[int]
+    tokens_BT: Tensor
+    documents_BT: Tensor
+    predicted_BT: Tensor
+    """Whether the token after each position may be a label."""
+    after_B: Tensor
+    """The label of each row's last position."""
+
+    @property
+    def labels_BT(self) -> Tensor:
+        labels_BT = next_tokens(self.tokens_BT, self.documents_BT, self.after_B)
+        return torch.where(self.predicted_BT, labels_BT, IGNORED)
 
 
 class PrescribedRows:

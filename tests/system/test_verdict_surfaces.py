@@ -151,8 +151,8 @@ FOLDERS: dict[str, tuple[Callable[[Path], RunFolder], str]] = {
     "vanished": (vanished, "ENDED at step 30: the cause was not recorded"),
     "empty": (empty, "UNKNOWN: "),
     "labels": (
-        checked("fail", "step_labels"),
-        "WRONG since step 1: labels are not the next tokens",
+        checked("fail", "step_loss"),
+        "WRONG since step 1: the logged loss is not that of the batch",
     ),
     "identical": (
         checked("fail", "teacher_not_student"),

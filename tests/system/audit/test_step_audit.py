@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import nn
 
 from engine.audit import bounds, judge
 from engine.catalogue import STAGES
 from engine.models.load import load_decoder
 from engine.teachers.frozen import DequantizedTeacher
 from engine.train import auditing
-from engine.train.auditing import StepAudit, _weights_of
+from engine.train.auditing import StepAudit
 from engine.train.trainer import Trainer
 from engine.verdict import Level
 from tests.support.checked_runs import Run, World, make_run, make_world
@@ -80,7 +79,7 @@ def test_the_reference_knows_every_family(world: World, shape: dict[str, object]
 def test_a_step_that_was_launched_ahead_is_audited(world: World) -> None:
     run = make_run(world, checks__every=3)
     trainer = run.trainer
-    audit = StepAudit(trainer, run.spec, world.train, run.context.teacher_decoder)
+    audit = StepAudit(trainer, run.spec, run.context.teacher_decoder)
     first = trainer.launch()
     run.answer(audit.after(trainer.finish(first)))
     second = trainer.launch()
@@ -184,13 +183,3 @@ def test_a_student_in_32_bits_may_follow_the_rounding_of_its_teacher_in_16(world
     run.step(1)
     assert run.failures() == {}
     assert run.results["step_gradients"].verdict.level is Level.PASS, judged(run)
-
-
-def test_what_a_teacher_chooses_anew_by_the_length_of_rows_is_no_weight_of_it() -> None:
-    outer, inner = nn.Module(), nn.Module()
-    outer.inner = inner
-    inner.register_buffer("inv_freq", torch.ones(2), persistent=False)
-    outer.register_buffer("also_passing", torch.ones(2), persistent=False)
-    inner.register_buffer("codes", torch.ones(2))
-    outer.weight = nn.Parameter(torch.ones(2))
-    assert _weights_of(outer).keys() == {"inner.codes", "weight"}

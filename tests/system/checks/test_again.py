@@ -80,5 +80,5 @@ def test_how_much_of_a_run_was_audited_is_told(world: World) -> None:
     view = fold_events(RunView(), "events", numbered([opened(1.0), *said]))
     assert view.audited_steps == (1, 2, 4)
     assert audit_text(view) == (
-        "audited: steps 1, 2, 4; stages 10 of 10; positions 192 of 192; parameters 100 %"
+        "audited: steps 1, 2, 4; stages 5 of 5; positions 192 of 192; parameters 100 %"
     )

@@ -28,7 +28,6 @@ def world(kit: Kit, tmp_path_factory: pytest.TempPathFactory) -> World:
 
 
 SAID = [
-    ("labels_unshifted", "step_labels", "the label is"),
     ("t_squared_missing", "step_gradients", "the relative error of the hidden states' gradient"),
     ("denominator_per_pass", "step_gradients", "the relative error of the hidden states' gradient"),
     ("last_row_only", "step_gradients", "to the plain decoder's is"),

@@ -40,7 +40,6 @@ from engine.models.load import new_decoder
 from engine.teachers.frozen import DequantizedTeacher
 from engine.train.checkpoint.keeper import Keeper
 from engine.train.checkpoint.manifest import MANIFEST, digest_of
-from engine.train.step import StepObserver
 from engine.train.trainer import Trainer
 from engine.verdict import Answer, Level
 from tests.support.checked_runs import World, context, make_run, make_world
@@ -245,11 +244,9 @@ def test_a_tokenizer_that_is_not_known_is_never_a_pass(world: World) -> None:
 @pytest.mark.parametrize(
     ("changes", "stage", "text"),
     [
-        ({"train__rows": 3}, "step_rows", "the spec sets"),
-        ({"data__seq_len": 64}, "step_rows", "the spec sets"),
-        ({"train__beta2": 0.999}, "step_moments", "AdamW computes"),
-        ({"train__eps": 1e-6}, "step_weights", "AdamW at the spec's learning rate"),
-        ({"train__weight_decay": 0.5}, "step_weights", "AdamW at the spec's learning rate"),
+        ({"train__beta2": 0.999}, "step_weights", "the mean square of"),
+        ({"train__eps": 1e-6}, "step_weights", "the update of"),
+        ({"train__weight_decay": 0.5}, "step_weights", "the update of"),
     ],
 )
 def test_settings_that_are_not_the_spec_are_found(
@@ -375,20 +372,6 @@ def test_a_run_without_a_teacher_asks_none(world: World) -> None:
 
 
 # First steps and checkpoints
-
-
-def test_a_teacher_that_learns_is_found(world: World) -> None:
-    run = make_run(world)
-    decoder = run.context.teacher_decoder
-    assert decoder is not None
-
-    class Teaches(StepObserver):
-        def gradients(self, step: int) -> None:
-            decoder.norm.weight.add_(1e-3)
-
-    run.trainer.observers = (Teaches(),)
-    run.step(1)
-    assert "tensors of the teacher, first norm.weight" in run.failures()["step_teacher"]
 
 
 def test_a_frozen_tensor_is_found(world: World) -> None:

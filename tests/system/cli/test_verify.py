@@ -324,7 +324,7 @@ def test_a_corpus_that_has_changed_since_is_named(copy: Path, own_kit: Kit) -> N
 def test_one_step_is_compared_stage_by_stage_with_its_record_and_a_textbook(copy: Path) -> None:
     found = verified(copy, "--step", "4")
     stages = [name for name in by_name(found) if name.startswith("step_")]
-    assert len(stages) == 10 and found["level"] == "pass"
+    assert len(stages) == 5 and found["level"] == "pass"
     # From the checkpoint of step 2: the step before is compared on the way.
     assert by_name(found)["steps 3 to 3"][0] == "pass" and found["steps"] == 2
 
@@ -335,7 +335,7 @@ def test_one_step_is_compared_stage_by_stage_with_its_record_and_a_textbook(copy
     edit_step(copy, 4, other)
     found = verified(copy, "--step", "4", code=1)
     failed = [name for name, (level, _) in by_name(found).items() if level == "fail"]
-    assert {"step_loss_parts", "step_gradients"} <= set(failed)
-    assert found["first_difference"]["stage"] == "step_loss_parts"
+    assert {"step_loss", "step_gradients"} <= set(failed)
+    assert found["first_difference"]["stage"] == "step_loss"
     done = engine_here("verify", copy, "--step", "5")
     assert done.returncode == 64 and "1 to 4" in done.stderr

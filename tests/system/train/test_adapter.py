@@ -61,7 +61,7 @@ def test_a_run_trains_adapters_alone_and_its_audit_passes(adapted: RunFolder) ->
     judged = of(adapted, Judged)
     assert not [one for one in judged if one.level == "fail"]
     passed = {one.id for one in judged if one.level == "pass"}
-    assert {"step_rows", "step_loss", "step_gradients", "step_moments", "step_weights"} <= passed
+    assert {"step_student", "step_loss", "step_gradients", "step_weights"} <= passed
     losses = [one.loss for one in of(adapted, StepDone)]
     assert losses[-1] < losses[0]
     heldout = {(one.subject, one.saved): one.loss for one in of(adapted, Evaluated)}
@@ -340,7 +340,7 @@ def test_adapters_of_a_base_in_fp8_learn_and_pass_the_audit(
     assert code == 0
     judged = of(run, Judged)
     assert not [one for one in judged if one.level == "fail"]
-    assert {"step_student", "step_moments"} <= {one.id for one in judged if one.level == "pass"}
+    assert {"step_student", "step_weights"} <= {one.id for one in judged if one.level == "pass"}
     losses, exact = ([one.loss for one in of(each, StepDone)] for each in (run, adapted))
     assert losses != exact
     # Eight bits keep three of the mantissa: 1/16 of each value.

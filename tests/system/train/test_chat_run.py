@@ -92,8 +92,6 @@ def test_a_run_trains_on_what_the_assistant_wrote_and_says_so(spec: Path, tmp_pa
     assert final is not None and before is not None
     assert final.labelled == heldout_rows(held, SEQ_LEN, 8).labelled
     assert final.loss is not None and before.loss is not None and final.loss < before.loss
-    found = view.checks["step_labels"]
-    assert found.level == "pass"
     # The student is a chat model: it brings the template that it was trained with.
     assert (run.student / "chat_template.jinja").read_text() == CHATML.plain
 

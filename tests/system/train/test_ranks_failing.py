@@ -3,7 +3,6 @@ checks` and in `engine diagnose`. On CPUs, with torchrun and gloo for real."""
 
 from __future__ import annotations
 
-import json
 import signal
 from pathlib import Path
 
@@ -12,7 +11,7 @@ import pytest
 from engine.log.beats import read_lost_rank
 from engine.log.folder import RunFolder
 from engine.log.follow import Follower
-from tests.support.faulty_rank import FROM_STEP, MODULE
+from tests.support.faulty_rank import MODULE
 from tests.support.kit import Kit
 from tests.support.running import engine, engine_here
 
@@ -47,26 +46,6 @@ def _seen(run: RunFolder, *texts: str) -> None:
             assert all(text in out for text in texts), (words, more, out)
 
 
-@pytest.mark.soak
-def test_a_rank_that_reads_wrong_rows_says_so_before_the_rank_that_lost_it(
-    kit: Kit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    code, stderr, run = _ended(kit, tmp_path, monkeypatch, "rows:1")
-    words = _last_words(stderr)
-    assert code == 1 and "WRONG since step" in words
-    assert "rank 1: " in words and ROWS in words and PEER not in words
-    assert "check step_rows: FAIL: rank 1: " in stderr
-    _seen(run, "rank 1: ", ROWS)
-    rows = json.loads(engine_here("checks", run.path, "--json").stdout)["checks"]
-    assert [(row["id"], row["rank"]) for row in rows if row["level"] == "fail"] == [
-        ("step_rows", 1)
-    ]
-    exit_ = Follower(run).read_all().exit
-    assert exit_ is not None and exit_.rank == 1 and ROWS in exit_.sentence
-    lost = read_lost_rank(run)
-    assert lost is not None and (lost.rank, lost.returncode) == (1, 1)
-
-
 @pytest.mark.soak  # half a minute each; what is said of each kind of end is told in test_ranks_said
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_raises_is_how_the_run_ended(
@@ -93,23 +72,3 @@ def test_a_rank_that_is_killed_is_named_with_its_exit_code(
     assert code == 128 + signal.SIGKILL and ": rank 1 (process " in words and PEER not in words
     assert "own record" not in words
     _seen(run, "was ended by SIGKILL")
-
-
-@pytest.mark.soak
-def test_what_fails_on_both_ranks_is_said_of_each(
-    kit: Kit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    code, _, run = _ended(kit, tmp_path, monkeypatch, "rows:0,rows:1")
-    rows = json.loads(engine_here("checks", run.path, "--json").stdout)["checks"]
-    assert code == 1 and [row["rank"] for row in rows if row["id"] == "step_rows"] == [0, 1]
-
-
-@pytest.mark.soak
-def test_a_run_that_only_reports_what_fails_on_a_rank_completes_and_is_not_called_sound(
-    kit: Kit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    code, stderr, run = _ended(kit, tmp_path, monkeypatch, "rows:1", checks__on_fail="report")
-    view = Follower(run).read_all()
-    assert code == 0 and view.last_step > FROM_STEP
-    assert "COMPLETED" in stderr.splitlines()[-2] and "WRONG since step" in _last_words(stderr)
-    _seen(run, "rank 1: ", ROWS)

@@ -58,7 +58,7 @@ def test_a_step_on_written_rows_passes_its_audit(
     judged = of(run, Judged)
     assert not [one for one in judged if one.level == "fail"]
     stages = {one.id for one in judged if one.level == "pass" and one.id.startswith("step_")}
-    assert {"step_rows", "step_labels", "step_teacher", "step_loss", "step_gradients"} <= stages
+    assert {"step_teacher", "step_student", "step_loss", "step_gradients"} <= stages
     wrote = of(run, Wrote)
     every = "train__accumulation" in changes or changes.get("rollout__share") == 1.0
     assert [one.step for one in wrote] == ([1, 2, 3, 4] if every else [2, 4])

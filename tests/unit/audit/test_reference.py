@@ -15,8 +15,6 @@ from engine.loss.chunks import SparseTargets
 from engine.loss.objective import distillation_loss
 from engine.model_families import FAMILIES
 from engine.models.rope import LongRope
-from engine.spec import TrainSection
-from engine.train.schedule import learning_rate
 from tests.support.families import CHANGES
 from tests.support.model_files import tensor_names
 from tests.support.packed_models import lively, make_config, random_tokens
@@ -41,25 +39,6 @@ def test_the_update_is_torchs_adamw_over_several_steps() -> None:
             adam, mine, mean, square, rate=0.01, decay=0.2, count=count
         )
         torch.testing.assert_close(mine, weight.detach(), rtol=1e-12, atol=1e-14)
-
-
-@pytest.mark.parametrize("schedule", ["cosine", "constant"])
-@pytest.mark.parametrize("warmup", [0, 1, 4, 10])
-def test_the_rate_is_the_schedules_at_every_step(schedule: str, warmup: int) -> None:
-    train = TrainSection(
-        steps=10, lr=3e-3, warmup_steps=warmup, schedule=schedule, final_lr_ratio=0.1
-    )
-    for step in range(1, 11):
-        mine = reference.learning_rate(
-            step, peak=3e-3, warmup=warmup, steps=10, schedule=schedule, final_ratio=0.1
-        )
-        assert math.isclose(mine, learning_rate(step - 1, train), rel_tol=1e-12)
-
-
-def test_the_default_warm_up_is_that_of_the_settings() -> None:
-    for steps in range(1, 3000):
-        assert reference.warmup_steps(-1, steps) == TrainSection(steps=steps).warmup
-    assert reference.warmup_steps(7, 100) == 7
 
 
 @pytest.mark.parametrize("kind", ["top_k", "sampled"])

@@ -49,7 +49,7 @@ def ended(state: str, code: int | None = 1, **more: object) -> TrainerExited:
 
 DONE = RunFinished(state="completed", reason="every step done", exit_code=0, step=2)
 PASSED = check_event("step_rows", "pass", "8 rows", 1, cost_s=0.1)
-FAILED = check_event("step_labels", "fail", "7 of 8 labels", 1, cost_s=0.1)
+FAILED = check_event("step_loss", "fail", "7 of 8 labels", 1, cost_s=0.1)
 WARNED = check_event("split_disjoint", "fail", "12 texts", 0, cost_s=0.1)
 KEPT = identity_event("kept_gradients", "fail", 3, "nothing zeroed them")
 MODE = identity_event("training_mode", "suspicion", 51, "2 modules in eval mode")
@@ -68,7 +68,10 @@ KILLED = ended("KILLED_EXTERNAL", -9, signal="SIGKILL")
             (started(steps=2), PASSED, step(1), step(2), DONE),
             "HEALTHY: completed 2 steps; 1 check",
         ),
-        ((started(steps=2), FAILED, STALL), "WRONG since step 1: labels are not the next tokens"),
+        (
+            (started(steps=2), FAILED, STALL),
+            "WRONG since step 1: the logged loss is not that of the batch",
+        ),
         ((started(steps=2), PASSED, WARNED, DONE), "SUSPECT since step 0: held-out text is also"),
         (
             (started(steps=2), PASSED, WAITS, SLOW),

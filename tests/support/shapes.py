@@ -6,33 +6,12 @@ Fields are those of `engine.audit.reference.Shape` and of its `Stretch`.
 from __future__ import annotations
 
 import math
-from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
-
-from engine import limits
-from engine.files import read_json_object
 
 PARTIAL = "partial_rotary_factor"
 LOCAL = "rope_local_base_freq"
 ORIGINAL = "original_max_position_embeddings"
 Shape = dict[str, float | str | tuple[float, ...] | None]
-
-
-def shape_in_files(path: str | Path) -> Shape:
-    """Return the fields of `reference.Shape` and of its `Stretch` that a folder, a config.json or a GGUF file sets.
-    Empty for other paths, and for a GGUF where the `gguf` library is not installed."""
-    path = Path(path)
-    if path.suffix == ".gguf":
-        if not find_spec("gguf"):
-            return {}
-        from gguf import GGUFReader
-
-        return shape_in_gguf(GGUFReader(path))[1]
-    config = path / "config.json" if path.is_dir() else path
-    if config.suffix != ".json":
-        return {}
-    return shape_in(read_json_object(config, "model configuration", limits.MODEL_CONFIG))
 
 
 def shape_in(raw: dict[str, Any]) -> Shape:
