@@ -51,8 +51,6 @@ _MAX_PENDING = 64
 _MAX_BYTES = 1 << 22
 """Maximum size of a rank's file, in bytes."""
 _READ_EVERY_S = 0.2
-_ROUNDING = 1e-3
-"""Difference between ranks, relative to the distance from the first weights, that summation order may explain."""
 
 
 class Record(NamedTuple):
@@ -65,8 +63,6 @@ class Record(NamedTuple):
     """Hash of the names, shapes and dtypes of its parameters."""
     digests: list[str]
     """Hash of the sampled elements of each parameter."""
-    sums: list[float]
-    """Sum with alternating signs of the sampled elements of each parameter: measures how far two ranks differ."""
     batches: list[list[str]]
     """Hash of the sampler's indices and hash of the content of each trained batch; empty where they are not known."""
     tokens: list[list[float]]
@@ -137,8 +133,6 @@ class Wrapper:
         """Whether all backward passes of a step were inside no_sync, so the ranks diverge as in Local SGD."""
         self.has_hook = False
         """Whether the script registered a communication hook."""
-        self.was_called = True
-        """Whether its forward ever ran in training, by torch's own counter; not known before the second step."""
 
     def backward_begins(self) -> None:
         module = self.of()
@@ -153,14 +147,8 @@ class Wrapper:
     def update(self) -> None:
         """Read the module's state at a sampled step; the module may be gone when the step is judged."""
         module = self.of()
-        if module is None:
-            return
-        self.has_hook = bool(vars(module).get("_comm_hooks"))
-        try:
-            counts = module.logger._get_ddp_logging_data().ints_map
-            self.was_called = bool(counts["iteration"])
-        except Exception:  # noqa: BLE001  a private interface of torch, which may differ between versions
-            self.was_called = True
+        if module is not None:
+            self.has_hook = bool(vars(module).get("_comm_hooks"))
 
 
 def _ranks_of(torch: Any, module: Any) -> list[int]:
@@ -177,8 +165,6 @@ class _Place(NamedTuple):
 
     name: str
     wrapper: Wrapper | None
-    is_known: bool = True
-    """Whether the wrapper averages its gradients."""
     is_ignored: bool = False
     """Whether the script excludes it by name (`parameters_to_ignore`)."""
 
@@ -199,13 +185,11 @@ def _places(
         elif issubclass(type(holder), torch.nn.parallel.DistributedDataParallel):
             if holder not in wrappers:
                 wrappers[holder] = Wrapper(torch, holder)
-            known = {id(parameter) for parameter in inside.get("_module_parameters") or ()}
             ignored = inside.get("parameters_to_ignore") or ()
             module = inside["_modules"].get("module")
             for name, parameter in _parameters(module) if module is not None else ():
-                is_known, id_ = id(parameter) in known or not known, id(parameter)
                 is_ignored = name in ignored or f".{name}" in ignored
-                places.setdefault(id_, _Place(name, wrappers[holder], is_known, is_ignored))
+                places.setdefault(id(parameter), _Place(name, wrappers[holder], is_ignored))
     return places, sharded
 
 
@@ -265,8 +249,6 @@ class Layout:
         self.parameters = [weakref.ref(parameter) for parameter, _ in compared]
         self.names = [place.name for _, place in compared]
         self.wrappers = [place.wrapper for _, place in compared]
-        self.unknown = {index for index, (_, place) in enumerate(compared) if not place.is_known}
-        """Indices of parameters inside a wrapped module that the wrapper does not average."""
         about = [
             f"{name} {tuple(parameter.shape)} {parameter.dtype}"
             for name, (parameter, _) in zip(self.names, compared, strict=True)
@@ -319,20 +301,18 @@ class Snapshot:
     def record(self) -> Record:
         """Return the record; call only once the copies on the host `are_complete`."""
         count = len(self.layout.parameters)
-        digests, sums = ["0" * _HEX] * count, [0.0] * count
+        digests = ["0" * _HEX] * count
         tokens = self._tensors.pop("tokens", None)
         for kind, numbers in self._tensors.items():
             data = bytes(numbers.view(self._torch.uint8).tolist())
-            values, width = numbers.double().tolist(), numbers.element_size()
             begin = 0
             for place, size in self._sizes[kind]:
-                end = begin + size
-                digests[place] = _digest(data[begin * width : end * width])
-                sums[place] = sum(values[begin:end:2]) - sum(values[begin + 1 : end : 2])
+                end = begin + size * numbers.element_size()
+                digests[place] = _digest(data[begin:end])
                 begin = end
         token_rows = [] if tokens is None else tokens.tolist()
         hashes = self.layout.hash, digests
-        return Record(self._optimizer, self._step, *hashes, sums, self._batches, token_rows)
+        return Record(self._optimizer, self._step, *hashes, self._batches, token_rows)
 
 
 def _sampled(parameter: Any) -> Any:
@@ -391,20 +371,6 @@ def _differing(records: Compared, places: list[int]) -> tuple[list[int], list[in
     return indices, ranks
 
 
-def _relative_difference(records: Compared, places: list[int]) -> float | None:
-    """Return the largest difference relative to the distance from the first weights; None where that is unknown."""
-    own, began = records.own, records.began.get(0)
-    if began is None or began.layout != own.layout:
-        return None
-    distance = sum((own.sums[index] - began.sums[index]) ** 2 for index in places)
-    difference = max(
-        sum((own.sums[index] - record.sums[index]) ** 2 for index in places)
-        for record in records.others.values()
-    )
-    share = (difference / distance) ** 0.5 if distance else None
-    return share if share is not None and share == share else None
-
-
 def _judge_weights(records: Compared, places: list[int], is_wrapped: bool) -> list[Line]:
     """Return the verdict on parameters, all inside a DistributedDataParallel or none."""
     layout, step = records.layout, records.own.step
@@ -425,15 +391,11 @@ def _judge_weights(records: Compared, places: list[int], is_wrapped: bool) -> li
     else:
         text += f"of {layout.name} differ between {differing_ranks}, and some did before the first step: "
         return [(DRIFT, FACT, f"{text}different models, or parts of one", numbers)]
-    share = numbers["apart"] = _relative_difference(records, apart)
-    if share is not None and share < _ROUNDING:
-        text += f", by {share:.1g} of their change so far, as by rounding"
-        return [(DRIFT, FACT, text, numbers)]
-    level, why = _reason_of_drift(layout, apart, step)
+    level, why = _reason_of_drift(layout, apart)
     return [(DRIFT, level, text + why, numbers)]
 
 
-def _reason_of_drift(layout: Layout, apart: list[int], step: int) -> tuple[str, str]:
+def _reason_of_drift(layout: Layout, apart: list[int]) -> tuple[str, str]:
     """Return the level of parameters that differ, and the reason."""
     wrappers = {
         id(wrapper): wrapper for index in apart if (wrapper := layout.wrappers[index]) is not None
@@ -451,12 +413,6 @@ def _reason_of_drift(layout: Layout, apart: list[int], step: int) -> tuple[str, 
             SUSPICION,
             ": all backward passes of a step ran inside no_sync(), as in Local SGD",
         )
-    if layout.unknown.issuperset(apart):
-        return FAIL, ": they were added to the module after it was wrapped"
-    if step == 1:
-        return FAIL, ": they were changed after the module was wrapped"
-    if not any(wrapper.was_called for wrapper in wrappers):
-        return FAIL, ": no training step calls its forward, so no gradient is averaged"
     return FAIL, ""
 
 
