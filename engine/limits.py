@@ -112,12 +112,6 @@ _UNRENDERED = "the conversation is left out; the third time the template is refu
 CHAT_TEMPLATE = Limit(
     what="a chat template that conversations are rendered with", most=256 * KIB, unit="characters"
 )
-TEMPLATE_MEMORY = Limit(
-    what="memory that a chat template takes for a conversation",
-    most=2 * GIB,
-    unit="bytes",
-    beyond=_UNRENDERED,
-)
 TEMPLATE_TIME = Limit(
     what="time on a processor that a chat template takes for a conversation",
     most=5,

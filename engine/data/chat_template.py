@@ -19,9 +19,8 @@ message that are null are left out, and reasoning is read under each of its name
   are also right inside macros and `{% set %}` blocks. If these characters change what the template renders, the marks
   are not used.
 
-A template is an untrusted program. It runs in a sandbox, in a process of its own with limits on time and memory
-(`engine.data.template_process`). A conversation that exceeds a limit is not rendered, and a template that exceeds it
-repeatedly is refused.
+A template is an untrusted program, and runs in a sandbox (`engine.data.template_program`). A conversation that takes
+too long is not rendered, and a template that takes too long repeatedly is refused.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ from engine.data.template_program import (
     CLOSE,
     OPEN,
     NoTemplate,
-    OverBudget,
+    OverTime,
     Program,
     one_line,
 )
@@ -68,8 +67,8 @@ _ROLES = {
     "mask": "mask_token",
 }
 REASONING = ("reasoning_content", "thinking", "reasoning")
-_OVER_BUDGET = 3
-"""Number of conversations over budget from which a template is refused."""
+_TOO_MANY = 3
+"""Number of conversations that take too long from which a template is refused."""
 Message = Mapping[str, Any]
 
 
@@ -108,8 +107,8 @@ class ChatTemplate:
     _compiled: dict[tuple[str, bool], Program] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
-    _over: list[str] = field(default_factory=list, init=False, repr=False, compare=False)
-    """Conversations whose rendering exceeded a limit."""
+    _too_long: list[str] = field(default_factory=list, init=False, repr=False, compare=False)
+    """Conversations whose rendering took too long."""
 
     def __post_init__(self) -> None:
         for name in self.texts:
@@ -134,7 +133,7 @@ class ChatTemplate:
         name: str = "",
     ) -> Rendered:
         """Render a conversation; `name` is its name in messages. Raises Unrenderable if the template refuses it or
-        fails, and TokenizerError once several conversations exceeded the budget.
+        fails, and TokenizerError once several conversations took too long.
 
         With `add_generation_prompt` the text ends where the model begins to generate.
         """
@@ -162,15 +161,15 @@ class ChatTemplate:
     def _run(self, name: str, inputs: dict[str, Any], conversation: str, *, marking: bool) -> str:
         try:
             return self._compile(name, marking=marking).run(inputs)
-        except OverBudget as error:
-            self._over.append(conversation or "a conversation")
-            if len(self._over) < _OVER_BUDGET:
+        except OverTime as error:
+            self._too_long.append(conversation or "a conversation")
+            if len(self._too_long) < _TOO_MANY:
                 raise
             raise TokenizerError.expected(
                 "chat template",
                 self.where,
-                f"{limits.TEMPLATE_TIME} and {limits.TEMPLATE_MEMORY} for a conversation",
-                f"{error} ({self._over[-1]})",
+                f"{limits.TEMPLATE_TIME} for a conversation",
+                f"{error} ({self._too_long[-1]})",
                 hint="look for nested loops in it, or use the original template of the model",
             ) from None
 

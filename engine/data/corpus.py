@@ -20,7 +20,6 @@ again, in the order of the files, whenever the texts are needed. A document that
 
 from __future__ import annotations
 
-import hashlib
 import math
 from array import array
 from collections import Counter
@@ -33,7 +32,7 @@ from numpy.typing import NDArray
 
 from engine.data.left_out import SKIP_AT_MOST, LeftOut, RecordFaults, Skipped
 from engine.data.records import shown, unusable
-from engine.data.sources import Piece, list_pieces
+from engine.data.sources import hash_of, list_pieces
 from engine.errors import CorpusError
 
 CHECK_BYTES = 1 << 20
@@ -81,17 +80,6 @@ class Split:
         places = np.searchsorted(digests, self.index.digests[numbers])
         return self.numbers[first[places]]
 
-    @property
-    def sha256(self) -> str:
-        """Hash of the names and texts in order, with their lengths. All texts are loaded into memory."""
-        digest = hashlib.sha256()
-        for document in self.documents:
-            for text in (document.name.encode("utf-8"), document.text.encode("utf-8")):
-                # The length keeps "ab" + "c" and "a" + "bc" apart.
-                digest.update(len(text).to_bytes(8, "little"))
-                digest.update(text)
-        return digest.hexdigest()
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Corpus:
@@ -115,9 +103,6 @@ class Corpus:
         return self.train.index.read(numbers)
 
 
-_TEXT, _CHAT, _SKIPPED = range(3)
-
-
 class Index:
     """Hashes, size and kind of each document of a source, by its number in the order of the files. Shape (P,) each."""
 
@@ -127,7 +112,6 @@ class Index:
         *,
         include_tests: bool,
         columns: tuple[str, ...],
-        max_bytes: int | None,
         skip_at_most: float,
         progress: Callable[[int], None],
     ) -> None:
@@ -136,12 +120,7 @@ class Index:
         self.skipped: list[Skipped] = []
         self.faults = RecordFaults(shown(source), skip_at_most)
         self.remarks: Counter[str] = Counter()
-        self.unusable: dict[int, CorpusError] = {}
-        """Errors of files that cannot be read, by document number; raised only if the document is taken."""
-        positions, digests, sizes, kinds = array("Q"), array("Q"), array("Q"), bytearray()
-        self._skipped: dict[int, Skipped] = {}
-        self.left_out = 0
-        """Number of documents that `take` skipped because they are not UTF-8."""
+        positions, digests, sizes, are_chats = array("Q"), array("Q"), array("Q"), bytearray()
         done = 0
         for item in self._list():
             if isinstance(item, Skipped):
@@ -150,21 +129,9 @@ class Index:
                 continue
             if item.remark:
                 self.remarks[item.remark] += 1
-            text: str | Skipped = ""
-            try:
-                text = item.read()
-            except CorpusError as error:
-                if max_bytes is None:
-                    raise
-                self.unusable[len(positions)] = error
-            if isinstance(text, Skipped):
-                self._skipped[len(positions)] = text
-                kinds.append(_SKIPPED)
-                text = ""
-            else:
-                kinds.append(_CHAT if item.is_chat else _TEXT)
-            positions.append(_position(item.name))
-            digests.append(_position(text) if item.digest is None else item.digest)
+            are_chats.append(item.is_chat)
+            positions.append(hash_of(item.name.encode()))
+            digests.append(item.digest)
             sizes.append(item.size_bytes)
             done += item.size_bytes
             progress(done)
@@ -174,7 +141,7 @@ class Index:
         self.digests = np.frombuffer(digests, dtype=np.uint64)
         """Hashes of the texts, in [0, 2^64)."""
         self.sizes = np.frombuffer(sizes, dtype=np.uint64)
-        self.kinds = np.frombuffer(kinds, dtype=np.uint8)
+        self.are_chats = np.frombuffer(are_chats, dtype=np.bool_)
 
     def __len__(self) -> int:
         return len(self.positions)
@@ -183,7 +150,7 @@ class Index:
         self, numbers: NDArray[np.int64], max_bytes: int | None, heldout: Split | None = None
     ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Return, in order, the documents that still fit and are not copies of held-out text, and those that are
-        copies. Raises the CorpusError of a document that fits and cannot be read."""
+        copies."""
         left_bytes = math.inf if max_bytes is None else max_bytes
         is_copy = np.zeros(len(numbers), dtype=np.bool_)
         if heldout is not None:
@@ -193,13 +160,7 @@ class Index:
             size = int(self.sizes[number])
             if size > left_bytes:
                 continue
-            if self.kinds[number] == _SKIPPED:
-                if (why := self._skipped.pop(int(number), None)) is not None:
-                    self.skipped.append(why)
-                    self.left_out += 1
-            elif (error := self.unusable.get(int(number))) is not None:
-                raise error
-            elif copy:
+            if copy:
                 copies.append(number)
             else:
                 left_bytes -= size
@@ -211,7 +172,7 @@ class Index:
             index=self,
             numbers=numbers,
             size_bytes=int(self.sizes[numbers].sum()),
-            chats=int(np.count_nonzero(self.kinds[numbers] == _CHAT)),
+            chats=int(np.count_nonzero(self.are_chats[numbers])),
         )
 
     def read(self, numbers: NDArray[np.int64]) -> Iterator[tuple[int, Document]]:
@@ -225,16 +186,14 @@ class Index:
             number += 1
             if not is_requested[min(number, len(self))]:
                 continue
-            text = item.read()
             if (
-                isinstance(text, Skipped)
-                or _position(item.name) != self.positions[number]
-                or _position(text) != self.digests[number]
+                hash_of(item.name.encode()) != self.positions[number]
+                or item.digest != self.digests[number]
             ):
                 break
             yield (
                 number,
-                Document(name=item.name, text=text, is_chat=item.is_chat, place=item.place),
+                Document(name=item.name, text=item.text, is_chat=item.is_chat, place=item.place),
             )
         else:
             if number + 1 == len(self):
@@ -269,7 +228,6 @@ def open_corpus(
         source,
         include_tests=include_tests,
         columns=tuple(columns),
-        max_bytes=max_bytes,
         skip_at_most=skip_at_most,
         progress=progress,
     )
@@ -284,12 +242,9 @@ def open_corpus(
     heldout_bytes = None if max_bytes is None else int(max_bytes * heldout_fraction)
     numbers, _ = index.take(heldout_numbers, heldout_bytes)
     if not len(numbers):
-        # A run cannot be evaluated without held-out text, so one document is kept even if it exceeds max_bytes.
-        by_size = heldout_numbers[np.argsort(index.sizes[heldout_numbers], kind="stable")]
-        for place in range(len(by_size)):
-            numbers, _ = index.take(by_size[place : place + 1], None)
-            if len(numbers):
-                break
+        # A run cannot be evaluated without held-out text: the smallest document is kept, beyond max_bytes too.
+        smallest = np.argsort(index.sizes[heldout_numbers], kind="stable")[:1]
+        numbers = heldout_numbers[smallest]
     if not len(numbers):
         raise _no_heldout(source, index, int(order[0]), heldout_fraction)
     heldout = index.split(numbers)
@@ -307,7 +262,7 @@ def open_corpus(
         faults=index.faults.left_out,
         remarks=index.remarks,
         dropped=copies,
-        beyond_max_bytes=len(index) - kept_count - len(copies) - index.left_out,
+        beyond_max_bytes=len(index) - kept_count - len(copies),
     )
 
 
@@ -322,13 +277,12 @@ def check_corpus(source: str, *, include_tests: bool = False, columns: Sequence[
     faults = RecordFaults(shown(source), 1.0)
     read_bytes, chats = 0, False
     for item in list_pieces(source, include_tests=include_tests, columns=columns):
-        chats |= isinstance(item, Piece) and item.is_chat
-        text = item.read() if isinstance(item, Piece) else item
-        if isinstance(text, Skipped):
-            if not faults.add(text):
-                skipped.append(text)
+        if isinstance(item, Skipped):
+            if not faults.add(item):
+                skipped.append(item)
             continue
-        read_bytes += len(text)
+        chats |= item.is_chat
+        read_bytes += len(item.text)
         if read_bytes >= CHECK_BYTES:
             break
     if not read_bytes:
@@ -346,11 +300,6 @@ def _check_settings(heldout_fraction: float, max_bytes: int | None) -> None:
         raise CorpusError.expected(
             "corpus", "max_bytes", "at least 1, or none for no limit", repr(max_bytes)
         )
-
-
-def _position(text: str) -> int:
-    """Return the hash of a name or text, in [0, 2^64)."""
-    return int.from_bytes(hashlib.sha256(text.encode("utf-8")).digest()[:8], "big")
 
 
 def _empty(source: str, skipped: list[Skipped]) -> CorpusError:

@@ -7,8 +7,7 @@
     text                                  any other
     any but Parquet, compressed           another name and .gz .zst    1f 8b (gzip), 28 b5 2f fd (zstd)
 
-The first bytes decide, and a name that does not match them is refused. A file with any other name has the kind that
-its first bytes show, and is text if they show none.
+Compression and Parquet are recognised by the first bytes alone, JSON by the name.
 
 A record is a text or a conversation:
 
@@ -19,13 +18,13 @@ A record is a text or a conversation:
     one column is named                                    a text, or a list of messages
 
 **An invalid record is left out**, with its file and line, and the others are read: a line that is not JSON or not
-UTF-8, nesting that is too deep, numbers that JSON and characters that UTF-8 cannot represent, a duplicate key in an
-object, or an unknown form. Code that reads a record later can rely on this. A fault of the whole file, such as a JSON
-list that is cut off, raises a CorpusError.
+UTF-8, nesting that is too deep, numbers that JSON and characters that UTF-8 cannot represent, or an unknown form. Code
+that reads a record later can rely on this. A fault of the whole file, such as a JSON list that is cut off, raises a
+CorpusError.
 
-Reading holds one record in memory at a time, and for Parquet the pages of one row in the columns that are needed.
-Compressed bytes are decompressed as a stream, and their decompressed size counts towards the limit of a corpus. Byte
-positions in messages are those of the decompressed bytes.
+Reading holds one record in memory at a time, for Parquet the pages of one row in the columns that are needed, and for
+a JSON list the text of the whole file. Compressed bytes are decompressed as a stream, and their decompressed size
+counts towards the limit of a corpus. Byte positions in messages are those of the decompressed bytes.
 """
 
 from __future__ import annotations
@@ -37,7 +36,6 @@ import json
 import os
 import re
 import zlib
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -56,7 +54,6 @@ from engine.data.left_out import Skipped
 from engine.errors import CorpusError
 from engine.files import depth_of, open_regular
 
-RECORD_SUFFIXES = (".jsonl", ".json", ".parquet")
 TEXT_SUFFIXES = (".py", ".txt", ".md")
 CHAT_KEYS = frozenset({"messages", "conversations", "completion"})
 """Keys of which a record or table has at least one if it holds conversations."""
@@ -72,21 +69,11 @@ _UTF8_HINT = "convert it to UTF-8, or leave it out of the corpus"
 
 _BOM = codecs.BOM_UTF8
 _MAGIC = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"PAR1": "parquet"}
-_COMPRESSED_SUFFIXES = {".gz": "gzip", ".zst": "zstd"}
-_KIND_NAMES = {
-    "gzip": "a gzip file",
-    "zstd": "a zstd file",
-    "parquet": "a Parquet file",
-    "json": "JSON",
-    "text": "text",
-    "": "neither Parquet nor a compressed file",
-}
+_COMPRESSED_SUFFIXES = (".gz", ".zst")
 _SPACE = re.compile(r"[ \t\r\n]*")
 _ROWS_AT_ONCE = 1
 """Rows of Parquet decoded at a time. One costs 10 microseconds more per row, and bounds memory by one long row."""
 _READ_AT_ONCE = 64 << 10
-_ZSTD_READ_AT_ONCE = 4 << 10
-"""Compressed bytes given to zstd at a time: four of them can decompress to 128 KiB."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,66 +108,40 @@ class Record:
 
 def has_record_suffix(name: str) -> bool:
     """Return whether a file's name has an ending of record files."""
-    kind, _ = _kind_of_name(name)
-    return kind in ("json", "parquet")
+    return _kind_of_name(name) != "text"
 
 
-def _kind_of_name(name: str) -> tuple[str | None, str]:
-    """Return the kind and the compression that a name's endings stand for; kind None if they stand for none."""
+def _kind_of_name(name: str) -> Literal["text", "json", "parquet"]:
     stem, suffix = os.path.splitext(name)
-    compression = _COMPRESSED_SUFFIXES.get(suffix, "")
-    if compression:
+    if suffix in _COMPRESSED_SUFFIXES:
         suffix = os.path.splitext(stem)[1]
     if suffix in (".jsonl", ".json"):
-        return "json", compression
-    if suffix == ".parquet":
-        return "parquet", compression
-    return "text" if suffix in TEXT_SUFFIXES else None, compression
+        return "json"
+    return "parquet" if suffix == ".parquet" else "text"
 
 
 def recognise(path: Path, name: str, columns: tuple[str, ...] = ()) -> DataFile:
-    """Recognise a regular file by its first bytes. Raises CorpusError where its name says something else."""
+    """Recognise a regular file. Raises CorpusError where its name says Parquet and its first bytes do not."""
     with _opened(path) as file, _readable(shown(path)):
         if os.fstat(file.fileno()).st_size > limits.CORPUS_FILE.most:
             refuse_size(path, limits.CORPUS_FILE)
         head = file.read(4)
-    detected = next(
-        (name_found for magic, name_found in _MAGIC.items() if head.startswith(magic)), ""
-    )
-    kind, compression = _kind_of_name(path.name)
-    if kind == "parquet" and compression:
+    detected = next((kind for magic, kind in _MAGIC.items() if head.startswith(magic)), "")
+    kind = "parquet" if detected == "parquet" else _kind_of_name(path.name)
+    if kind == "parquet" and detected != kind:
         raise unusable(
             shown(path),
-            "a Parquet file by itself",
-            f"a compressed one, {path.suffix}",
-            hint="decompress it",
+            "a Parquet file, which begins with PAR1",
+            f"a {detected} file" if detected else "another file",
+            hint="decompress it" if detected else "rename the file to match its content",
         )
-    if kind is None and not compression:
-        # No known ending.
-        kind, compression = ("parquet", "") if detected == "parquet" else ("text", detected)
-    expected = "parquet" if kind == "parquet" else compression
-    if expected != detected:
-        raise _wrong_name(path, kind or "text", expected, detected)
     return DataFile(
         path=path,
         name=name,
-        kind="parquet" if kind == "parquet" else "json" if kind == "json" else "text",
+        kind=kind,
         compression="gzip" if detected == "gzip" else "zstd" if detected == "zstd" else "",
         columns=columns,
     )
-
-
-def _wrong_name(path: Path, kind: str, by_name: str, detected: str) -> CorpusError:
-    plain = path.with_suffix("") if path.suffix in _COMPRESSED_SUFFIXES else path
-    if detected == "parquet":
-        hint = f"name it {plain.with_suffix('.parquet').name}"
-    elif by_name == "parquet":
-        hint = "a Parquet file begins with PAR1; rename the file to match its content"
-    else:
-        suffix_of = {compression: suffix for suffix, compression in _COMPRESSED_SUFFIXES.items()}
-        hint = f"name it {plain.name}{suffix_of.get(detected, '')}"
-    expected = f"{_KIND_NAMES[by_name or kind]}, as its name says"
-    return unusable(shown(path), expected, _KIND_NAMES[detected], hint=shown(hint))
 
 
 def read_records(file: DataFile) -> Iterator[Record | Skipped]:
@@ -236,7 +197,7 @@ def _parse_record(file: DataFile, place: str, raw: bytes, start_byte: int) -> Re
     raw = raw.rstrip(b"\r\n")
     try:
         source = raw.decode("utf-8")
-        record = json.loads(source, object_pairs_hook=_unique)
+        record = json.loads(source)
     except UnicodeDecodeError as error:
         bad_record(
             f"{where}, byte {start_byte + error.start:,}",
@@ -252,26 +213,10 @@ def _parse_record(file: DataFile, place: str, raw: bytes, start_byte: int) -> Re
         if file.path.suffix == ".json" or ".json." in file.path.name:
             hint = "a .json file holds a list of records, or one record per line"
         bad_record(f"{where}, byte {byte:,}", _WANTED, error.msg, hint=hint, what="corpus")
-    except _Duplicate as error:
-        _refuse_duplicate(f"{where}, byte {start_byte:,}", error)
     except (ValueError, RecursionError) as error:
         found = _parser_message(error)
         bad_record(f"{where}, byte {start_byte:,}", _WANTED, found, what="corpus")
     return _content(file, place, f"{where}, byte {start_byte:,}", record, source)
-
-
-def _parse_element(file: DataFile, place: str, where: str, source: str) -> Record:
-    """Parse the JSON of an element of a list, which is known to be JSON."""
-    try:
-        record = json.loads(source, object_pairs_hook=_unique)
-    except _Duplicate as error:
-        _refuse_duplicate(where, error)
-    return _content(file, place, where, record, source)
-
-
-def _refuse_duplicate(where: str, error: _Duplicate) -> NoReturn:
-    reason = "a key that occurs twice in one object"
-    bad_record(where, "each key once in an object", str(error), reason=reason, what="corpus")
 
 
 def _parser_message(error: Exception) -> str:
@@ -315,19 +260,6 @@ def _content(file: DataFile, place: str, where: str, record: Any, source: str) -
         expected = f"Unicode text in {json.dumps(key)}"
         bad_record(where, expected, found, reason=LONE_SURROGATE, what="corpus")
     return Record(place=place, chat="", text=text)
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return an object of JSON. Raises ValueError for a key that it has twice."""
-    mapping = dict(pairs)
-    if len(mapping) < len(pairs):
-        key = next(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
-        raise _Duplicate(f"{key!a:.40} twice")
-    return mapping
-
-
-class _Duplicate(ValueError):
-    """A key that an object has twice."""
 
 
 def _refuse_deep(record: dict[str, Any], source: str, where: str) -> None:
@@ -382,90 +314,52 @@ def _list_names(names: Sequence[str] | Mapping[str, Any]) -> str:
 
 
 def _elements(file: DataFile, stream: IO[bytes], start: int) -> Iterator[Record | Skipped]:
-    """Yield the records of one JSON list without holding its whole text in memory."""
-    decoder, parse = codecs.getincrementaldecoder("utf-8")(), json.JSONDecoder().raw_decode
-    text, index, byte, ended, size = "", 0, start, False, _READ_AT_ONCE
+    """Yield the records of one JSON list, which begins at byte `start`. The text of the file is held in memory."""
+    text, parse = decoded(stream.read(), file.where, start), json.JSONDecoder().raw_decode
+    byte, counted = start, 0
 
-    def move(to: int) -> None:
-        nonlocal index, byte
-        byte += len(text[index:to].encode("utf-8"))
-        index = to
+    def place_of(to: int) -> str:
+        """Return a place for messages. Places are asked for in order, so that each character is counted once."""
+        nonlocal byte, counted
+        byte, counted = byte + len(text[counted:to].encode()), to
+        return f"byte {byte:,}"
 
-    def read_more() -> None:
-        nonlocal text, index, ended
-        raw = stream.read(size)
-        ended = not raw
-        try:
-            text, index = text[index:] + decoder.decode(raw, final=ended), 0
-        except UnicodeDecodeError as error:
-            place = byte + len(text[index:].encode("utf-8")) + error.start
-            character = f"0x{error.object[error.start]:02x} ({error.reason})"
-            raise unusable(f"{file.where}, byte {place:,}", "UTF-8 text", character) from None
+    def after_space(at: int) -> int:
+        space = _SPACE.match(text, at)
+        assert space is not None
+        return space.end()
 
-    def following() -> str:
-        """Move to the next character that is no white space, and return it; empty at the end of the file."""
-        while True:
-            space = _SPACE.match(text, index)
-            assert space is not None
-            move(space.end())
-            if index < len(text):
-                return text[index]
-            if ended:
-                return ""
-            read_more()
+    def found(at: int) -> str:
+        return repr(text[at : at + 20]) if at < len(text) else "the end of the file"
 
-    def expect(expected: str, character: str) -> CorpusError:
-        shown_found = "the end of the file" if not character else repr(text[index : index + 20])
-        return unusable(f"{file.where}, byte {byte:,}", expected, shown_found)
-
-    assert following() == "["
-    move(index + 1)
-    number = 0
-    while (character := following()) != "]" or number:
+    number, index = 0, after_space(text.index("[") + 1)
+    while number or text[index : index + 1] != "]":
         number += 1
-        where = f"{file.where} record {number:,}"
-        if character in ",]":
-            raise expect(f"JSON as record {number:,} of the list", character)
-        while True:
-            try:
-                _, end = parse(text, index)
-                if end < len(text) or ended or character in '{["':
-                    break
-                # A number or a word may go on.
-            except (ValueError, RecursionError) as error:
-                # An element that is cut here fails at its end, or at the start of the string that is cut.
-                cut = isinstance(error, json.JSONDecodeError) and (
-                    error.msg.startswith("Unterminated string") or error.pos > len(text) - 16
-                )
-                if not cut or ended:
-                    place = byte
-                    if isinstance(error, json.JSONDecodeError):
-                        place += len(text[index : error.pos].encode("utf-8"))
-                    message = (
-                        error.msg
-                        if isinstance(error, json.JSONDecodeError)
-                        else _parser_message(error)
-                    )
-                    raise unusable(f"{where}, byte {place:,}", _WANTED, message) from None
-            if len(text) - index > limits.CORPUS_DOCUMENT.most:
-                refuse_size(file.path, limits.CORPUS_DOCUMENT)
-            # The size doubles each time, so that a long element is parsed only a few times.
-            size = max(_READ_AT_ONCE, len(text) - index)
-            read_more()
-        size = _READ_AT_ONCE
-        source, begins = text[index:end], byte
-        move(end)
-        where = f"{where}, byte {begins:,}"
-        yield _record_or_skipped(_parse_element, file, f"record {number:,}", where, source)
-        _refuse_bomb(file, byte)
-        if (character := following()) == "]":
+        record = f"record {number:,}"
+        where = f"{file.where} {record}"
+        try:
+            parsed, end = parse(text, index)
+        except (ValueError, RecursionError) as error:
+            at, message = index, _parser_message(error)
+            if isinstance(error, json.JSONDecodeError):
+                at, message = error.pos, error.msg
+            raise unusable(f"{where}, {place_of(at)}", _WANTED, message) from None
+        place = place_of(index)
+        if end - index > limits.CORPUS_DOCUMENT.most:
+            yield _record_or_skipped(_refuse_long, file, record, byte)
+        else:
+            source = text[index:end]
+            yield _record_or_skipped(_content, file, record, f"{where}, {place}", parsed, source)
+        index = after_space(end)
+        if text[index : index + 1] == "]":
             break
-        if character != ",":
-            raise expect("a comma or the end of the list", character)
-        move(index + 1)
-    move(index + 1)
-    if character := following():
-        raise expect("nothing after the list", character)
+        if text[index : index + 1] != ",":
+            expected = "a comma or the end of the list"
+            raise unusable(f"{file.where}, {place_of(index)}", expected, found(index))
+        index = after_space(index + 1)
+    index = after_space(index + 1)
+    if index < len(text):
+        raise unusable(f"{file.where}, {place_of(index)}", "nothing after the list", found(index))
 
 
 # Parquet
@@ -540,39 +434,14 @@ def open_stream(file: DataFile) -> io.BufferedReader:
     if file.compression == "gzip":
         return io.BufferedReader(_Stream(file, raw, gzip.GzipFile(fileobj=raw)), _READ_AT_ONCE)
     try:
-        import zstandard
+        import pyarrow
     except ImportError:
         raw.close()
         raise unusable(
-            file.where, "zstandard, which reads .zst", "it is not installed", hint=_INSTALL
+            file.where, "pyarrow, which reads .zst", "it is not installed", hint=_INSTALL
         ) from None
-    return io.BufferedReader(_Stream(file, raw, _Zstd(raw, zstandard)), _READ_AT_ONCE)
-
-
-class _Zstd:
-    """Decompresses zstd, frame after frame. The package's own reader reports no error for a truncated file."""
-
-    def __init__(self, raw: IO[bytes], package: Any) -> None:
-        self._raw, self._package = raw, package
-        self._frame: Any = None
-        self._input, self._output, self._at = b"", b"", 0
-
-    def read(self, size: int) -> bytes:
-        while self._at >= len(self._output):
-            if self._frame is not None and self._frame.eof:
-                self._input, self._frame = self._frame.unused_data, None
-            data = self._input or self._raw.read(_ZSTD_READ_AT_ONCE)
-            self._input = b""
-            if not data:
-                if self._frame is not None:
-                    raise EOFError("the file ends within a frame")
-                return b""
-            if self._frame is None:
-                self._frame = self._package.ZstdDecompressor().decompressobj()
-            self._output, self._at = self._frame.decompress(data), 0
-        taken = self._output[self._at : self._at + size]
-        self._at += len(taken)
-        return taken
+    decompressed = pyarrow.CompressedInputStream(raw, "zstd")
+    return io.BufferedReader(_Stream(file, raw, decompressed), _READ_AT_ONCE)
 
 
 class _Stream(io.RawIOBase):
@@ -588,32 +457,21 @@ class _Stream(io.RawIOBase):
     def readinto(self, buffer: Any) -> int:
         try:
             data = self._decompressor.read(len(buffer))
-        except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-            self._refuse(error)
-        except OSError as error:
-            refuse_unreadable(self._file.path, error)
-        except Exception as error:
-            # The error of zstandard is known by name, since the package may be absent.
-            if type(error).__name__ != "ZstdError":
-                raise
-            self._refuse(error)
+        except (EOFError, zlib.error, OSError) as error:
+            # Only an error of the disk has a number: others are of gzip or zstd.
+            if isinstance(error, OSError) and error.errno:
+                refuse_unreadable(self._file.path, error)
+            where = f"{self._file.where}, decompressed byte {self._size:,}"
+            raise unusable(where, f"a complete {self._file.compression} file", str(error)) from None
         buffer[: len(data)] = data
         self._size += len(data)
-        _refuse_bomb(self._file, self._size)
+        if self._size > limits.CORPUS_TEXT.most:
+            refuse_size(self._file.path, limits.CORPUS_TEXT)
         return len(data)
-
-    def _refuse(self, error: Exception) -> NoReturn:
-        where = f"{self._file.where}, decompressed byte {self._size:,}"
-        raise unusable(where, f"a complete {self._file.compression} file", str(error)) from None
 
     def close(self) -> None:
         self._raw.close()
         super().close()
-
-
-def _refuse_bomb(file: DataFile, size: int) -> None:
-    if size > limits.CORPUS_TEXT.most:
-        refuse_size(file.path, limits.CORPUS_TEXT)
 
 
 def lines(

@@ -19,8 +19,8 @@ columns are named, is a folder of records. Its .json files are read only if it h
 next to other files they usually describe the data. A glob is the folder that it begins in, with only the files that
 match: `data/*.parquet`, `src/**/*.py`, with `*`, `?` and `[ab]` in a name and `**` for any folders.
 
-Listing holds one record or passage at a time, so a source may be larger than memory: what is kept of a piece must not
-be its text. A file of a folder of text is read when its piece is.
+Listing holds one text at a time (of a JSON list, its file), so a source may be larger than memory: what is kept of a
+piece must not be its text.
 
 The following are left out, and each is reported as a `Skipped`: invalid records, empty files and texts, links to
 folders (they can loop), hidden files and folders (.git, .venv), and, in the standard library only, files that are not
@@ -68,13 +68,6 @@ _KINDS = ".py, .txt, .md, .jsonl, .json, .parquet, or .jsonl and .json with .gz 
 _NOT_LIBRARY = frozenset({"site-packages", "dist-packages", "__pycache__"})
 _LOCAL_FILES = ("_sysconfigdata", "sitecustomize")
 _TEST_FOLDERS = frozenset({"test", "tests", "idle_test"})
-_SPECIAL_FILES = (
-    (stat.S_ISFIFO, "a FIFO"),
-    (stat.S_ISCHR, "a character device"),
-    (stat.S_ISBLK, "a block device"),
-    (stat.S_ISSOCK, "a socket"),
-    (stat.S_ISDIR, "a folder"),
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,41 +81,26 @@ class SourceFile:
     """`text` is one document and `records` a file of records. `alone` is a source of one file;
     its first bytes decide how it is read."""
     may_skip: bool = False
-    """Whether bytes that are not UTF-8 are skipped instead of refused."""
+    """Whether a file that is not UTF-8 is left out instead of refused."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
-    """One document that has been found."""
+    """One document."""
 
     name: str
+    text: str
+    """The text, or the JSON of a conversation's record."""
     size_bytes: int
     """Size of the text in UTF-8."""
-    text: str | None = None
-    """The text, or the JSON of a conversation's record; None for a file that is read on demand."""
-    file: SourceFile | None = None
-    """The file that is read on demand."""
-    digest: int | None = None
-    """First 64 bits of the SHA-256 of the text; None if the text has not been read."""
+    digest: int
+    """First 64 bits of the SHA-256 of the text."""
     is_chat: bool = False
     """Whether it is a conversation."""
     place: str = ""
     """File and line of a record; empty for a document that is not a record."""
     remark: str = ""
     """Warning about a part of the record that is not read although the user may expect it; empty for none."""
-
-    def read(self) -> str | Skipped:
-        """Return the text, decoded as strict UTF-8. Raises CorpusError when it cannot be read."""
-        if self.text is not None:
-            return self.text
-        assert self.file is not None
-        raw = _read_document(self.file.path)
-        if not self.file.may_skip:
-            return decoded(raw, shown(self.file.path), 0)
-        try:
-            return raw.decode("utf-8")
-        except UnicodeDecodeError as error:
-            return Skipped(name=self.name, reason=f"not UTF-8 at byte {error.start:,}")
 
 
 def _read_document(path: Path) -> bytes:
@@ -183,16 +161,12 @@ def list_files(
 
 
 def _pieces(source_file: SourceFile, columns: tuple[str, ...]) -> Iterator[Piece | Skipped]:
-    status = _stat(source_file.path)
-    # Checked before anything opens it: opening a FIFO waits for a writer.
-    _refuse_special(source_file.path, status.st_mode)
-    if status.st_size == 0:
-        if source_file.kind == "alone":
-            # A file of procfs looks empty; opening it says what it is.
-            open_regular(source_file.path, "corpus", error=CorpusError).close()
+    if _stat(source_file.path).st_size == 0:
+        # A FIFO or a file of procfs looks empty; opening it says what it is.
+        open_regular(source_file.path, "corpus", error=CorpusError).close()
         yield Skipped(name=source_file.name, reason="empty")
     elif source_file.kind == "text":
-        yield Piece(name=source_file.name, file=source_file, size_bytes=status.st_size)
+        yield _whole_file(source_file)
     else:
         file = recognise(source_file.path, source_file.name, columns)
         if file.kind == "text":
@@ -200,6 +174,22 @@ def _pieces(source_file: SourceFile, columns: tuple[str, ...]) -> Iterator[Piece
             yield from _passages(file)
         else:
             yield from _records(file)
+
+
+def _whole_file(file: SourceFile) -> Piece | Skipped:
+    raw = _read_document(file.path)
+    if file.may_skip:
+        try:
+            raw.decode()
+        except UnicodeDecodeError as error:
+            return Skipped(name=file.name, reason=f"not UTF-8 at byte {error.start:,}")
+    text = decoded(raw, shown(file.path), 0)
+    return Piece(name=file.name, text=text, size_bytes=len(raw), digest=hash_of(raw))
+
+
+def hash_of(text: bytes) -> int:
+    """Return the first 64 bits of the SHA-256 of a text."""
+    return int.from_bytes(hashlib.sha256(text).digest()[:8], "big")
 
 
 def column_names(setting: str) -> tuple[str, ...]:
@@ -349,12 +339,12 @@ def _records(file: DataFile) -> Iterator[Piece | Skipped]:
             yield Skipped(name=record.place, reason=f'empty "{key}"')
             continue
         encoded = text.encode()
-        digest = hashlib.sha256(encoded).hexdigest()[:16]
+        digest = hash_of(encoded)
         yield Piece(
-            name=record.chat or f"text-{digest}",
+            name=record.chat or f"text-{digest:016x}",
             size_bytes=len(encoded),
             text=text,
-            digest=int(digest, 16),
+            digest=digest,
             is_chat=bool(record.chat),
             place=record.place,
             remark=record.remark,
@@ -368,8 +358,10 @@ def _passages(file: DataFile) -> Iterator[Piece | Skipped]:
     raw_lines: list[bytes] = []
 
     def passage() -> Piece:
-        text = decoded(b"".join(raw_lines), file.where, start)
-        return Piece(name=f"{file.name}#{ordinal:06d}", size_bytes=size, text=text)
+        raw = b"".join(raw_lines)
+        text = decoded(raw, file.where, start)
+        name = f"{file.name}#{ordinal:06d}"
+        return Piece(name=name, size_bytes=size, text=text, digest=hash_of(raw))
 
     with open_stream(file) as stream:
         for raw in records.lines(file, stream):
@@ -396,13 +388,6 @@ def _stat(path: Path) -> os.stat_result:
         raise unusable(shown(path), f"a folder, a file or {STDLIB}", found) from None
     except (OSError, ValueError) as error:
         refuse_unreadable(path, error)
-
-
-def _refuse_special(path: Path, mode: int) -> None:
-    if stat.S_ISREG(mode):
-        return
-    found = next((kind for test, kind in _SPECIAL_FILES if test(mode)), "something else")
-    raise unusable(shown(path), "a regular file", found, hint="copy its text to a file first")
 
 
 def _refuse_walk(error: OSError) -> NoReturn:

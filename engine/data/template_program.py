@@ -1,24 +1,20 @@
 """A chat template as a program: compiled by Jinja into its sandbox, as in Transformers, and ended if it takes too much.
 
 A template is a program of whoever made the tokenizer. The sandbox keeps it from files and from the interpreter. In each
-round of a loop, of a macro and of a block, the processor time and the memory since its begin are compared with their
-limits. An operation that alone would take much more is refused: a huge number as an argument, a factor or an exponent.
+round of a loop, of a macro and of a block, its processor time is compared with the limit.
 """
 
 from __future__ import annotations
 
-import functools
 import json
-import resource
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from datetime import datetime
-from pathlib import Path
 from typing import Any, NoReturn
 
 from jinja2 import TemplateError, nodes
 from jinja2.compiler import CodeGenerator, Frame
-from jinja2.exceptions import SecurityError, TemplateSyntaxError
+from jinja2.exceptions import TemplateSyntaxError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.runtime import Macro
@@ -28,55 +24,34 @@ from engine import limits
 
 # Noncharacters: Unicode keeps them out of text that is exchanged.
 OPEN, CLOSE = "\ufdd0", "\ufdd1"
-_LARGEST = 1_000_000
-"""Largest number that a function, a filter or an operator other than `+` and `-` may be given."""
-_CHECK_S = 0.02
-"""Processor time between two readings of the memory, in seconds."""
 
 
 class Unrenderable(Exception):
     """A template that refuses a conversation, or fails on it; the text says why, in one line."""
 
 
-class OverBudget(Unrenderable):
-    """A template that takes more time or memory for a conversation than it may."""
+class OverTime(Unrenderable):
+    """A template that takes more time for a conversation than it may."""
 
 
 class NoTemplate(Exception):
     """A text that is not a Jinja template; the text says why, in one line."""
 
 
-class _Budget:
-    """Time and memory of a rendering."""
+class _Clock:
+    """Ends a rendering that takes too long."""
 
     def begin(self) -> None:
-        now_s = time.thread_time()
-        self._check_at_s, self._end_s = now_s + _CHECK_S, now_s + limits.TEMPLATE_TIME.most
-        self._begin_bytes: int | None = None
+        self._end_s = time.thread_time() + limits.TEMPLATE_TIME.most
 
     def round(self) -> None:
-        """Compare what the template has taken with its limits. Raises OverBudget."""
-        now_s = time.thread_time()
-        if now_s < self._check_at_s:
-            return
-        self._check_at_s = now_s + _CHECK_S
-        if now_s > self._end_s:
-            raise OverBudget(f"the template takes longer than {limits.TEMPLATE_TIME}")
-        used = _used_bytes()
-        # What a rendering takes before its first check is little.
-        self._begin_bytes = used if self._begin_bytes is None else self._begin_bytes
-        if used - self._begin_bytes > limits.TEMPLATE_MEMORY.most:
-            raise OverBudget(f"the template takes more than {limits.TEMPLATE_MEMORY}")
-
-
-def _used_bytes() -> int:
-    """Return the memory of this process without the files that it maps, in bytes."""
-    _, resident, shared, *_ = map(int, Path("/proc/self/statm").read_text().split())
-    return (resident - shared) * resource.getpagesize()
+        """Raise OverTime if the template has taken more than its time."""
+        if time.thread_time() > self._end_s:
+            raise OverTime(f"the template takes longer than {limits.TEMPLATE_TIME}")
 
 
 class _Code(CodeGenerator):
-    """Generates the program with a check of the budget in each round."""
+    """Generates the program with a check of the time in each round."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -91,7 +66,7 @@ class _Code(CodeGenerator):
 
     def blockvisit(self, nodes: Iterable[nodes.Node], frame: Frame) -> None:
         if id(nodes) in self._bodies:
-            self.writeline("environment.budget.round()")
+            self.writeline("environment.clock.round()")
         super().blockvisit(nodes, frame)
 
 
@@ -117,10 +92,9 @@ class _Marking(_Unmarked):
 
 
 class _Sandbox(ImmutableSandboxedEnvironment):
-    """The sandbox of a template, with its budget."""
+    """The sandbox of a template, with its clock."""
 
     code_generator_class = _Code
-    intercepted_binops = frozenset({"*", "**"})
 
     def __init__(self, extension: type[Extension], now: datetime) -> None:
         # Jinja's optimizer would run filters while it compiles.
@@ -130,43 +104,12 @@ class _Sandbox(ImmutableSandboxedEnvironment):
             extensions=[extension, loopcontrols],
             optimized=False,
         )
-        self.budget = _Budget()
+        self.clock = _Clock()
         self.filters["tojson"] = _to_json
-        self.filters = {name: _bounded(function) for name, function in self.filters.items()}
         del self.globals["lipsum"]
         self.globals["raise_exception"] = _raise_exception
         # A method would lead to its class, and that to others.
         self.globals["strftime_now"] = lambda form: now.strftime(form)
-
-    def call(self, context: Any, obj: Any, /, *args: Any, **kwargs: Any) -> Any:
-        _refuse_large((*args, *kwargs.values()))
-        return super().call(context, obj, *args, **kwargs)
-
-    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        both_large = all(isinstance(n, int) and abs(n) > _LARGEST for n in (left, right))
-        if operator == "**" or both_large or not isinstance(left, int | float):
-            _refuse_large((right,))
-        if not isinstance(right, int | float):
-            _refuse_large((left,))
-        return super().call_binop(context, operator, left, right)
-
-
-def _bounded(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a filter that refuses large numbers."""
-
-    @functools.wraps(function)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        # The value itself may be a large number.
-        _refuse_large((*args[1:], *kwargs.values()))
-        return function(*args, **kwargs)
-
-    return run
-
-
-def _refuse_large(arguments: Iterable[Any]) -> None:
-    for number in arguments:
-        if isinstance(number, int | float) and abs(number) > _LARGEST:
-            raise SecurityError(f"a chat template computes with numbers up to {_LARGEST:,}")
 
 
 def _to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
@@ -196,8 +139,8 @@ class Program:
             raise NoTemplate(f"{type(error).__name__}: {one_line(str(error))}") from None
 
     def run(self, inputs: dict[str, Any]) -> str:
-        """Return the text. Raises Unrenderable if the template refuses or fails, OverBudget for too much work."""
-        self._environment.budget.begin()
+        """Return the text. Raises Unrenderable if the template refuses or fails, OverTime if it takes too long."""
+        self._environment.clock.begin()
         try:
             text = "".join(self._template.root_render_func(self._template.new_context(inputs)))
         except TemplateError as error:

@@ -182,7 +182,7 @@ def load_tokens(
     if the disk is full, else RunLogError.
     """
     root = root or user_cache("tokens")
-    content, stamp = _hash_content(recipe, progress)
+    content = _hash_content(recipe, progress)
     entry = root / recipe.key(content)
     try:
         # Before the lock, because a read-only cache cannot have a lock file.
@@ -195,7 +195,7 @@ def load_tokens(
             partial = entry.with_name(f".{entry.name}-{secrets.token_hex(4)}")
             with partial_output(partial):
                 partial.mkdir(mode=0o700)
-                _make_tokens(recipe, corpus, partial, content, stamp, progress)
+                _make_tokens(recipe, corpus, partial, progress)
                 if entry.exists():
                     shutil.rmtree(entry)
                 partial.rename(entry)
@@ -205,7 +205,7 @@ def load_tokens(
         why = f"the cache {root} cannot be used ({error.strerror or error})"
     try:
         with scratch_folder("apr-workbench-tokens-") as folder:
-            _make_tokens(recipe, corpus, folder, content, stamp, progress)
+            _make_tokens(recipe, corpus, folder, progress)
             # The files stay mapped after the folder is removed.
             note = f"{why}: they are made for this process only"
             return _open(folder, note, progress, is_kept=False)
@@ -273,17 +273,16 @@ def _remove_old_folders(newest: Path) -> None:
 # The content of a corpus
 
 
-def _hash_content(recipe: Recipe, progress: Progress) -> tuple[str, str]:
-    """Return a hash of the names and contents of a corpus, and one of the state of its files on disk."""
-    content, stamp = hashlib.sha256(), hashlib.sha256()
-    done = 0
-    for file in _files(recipe):
+def _hash_content(recipe: Recipe, progress: Progress) -> str:
+    """Return a hash of the names and contents of a corpus."""
+    content, done = hashlib.sha256(), 0
+    files = list_files(recipe.source, include_tests=recipe.include_tests, columns=recipe.columns)
+    for file in files:
         if isinstance(file, Skipped):
             content.update(json.dumps([file.name, file.reason]).encode())
             continue
         sha256 = hashlib.sha256()
         try:
-            stamp.update(_state(file.path))
             with open_regular(file.path, "corpus", error=CorpusError) as stream:
                 if os.fstat(stream.fileno()).st_size > limits.CORPUS_FILE.most:
                     raise CorpusError.expected("corpus", file.path, str(limits.CORPUS_FILE), "more")
@@ -296,33 +295,7 @@ def _hash_content(recipe: Recipe, progress: Progress) -> tuple[str, str]:
                 "corpus", file.path, "a readable file", error.strerror or str(error)
             ) from error
         content.update(json.dumps([file.name, file.kind, sha256.hexdigest()]).encode())
-    return content.hexdigest(), stamp.hexdigest()
-
-
-def _files(recipe: Recipe) -> Iterator[Any]:
-    return list_files(recipe.source, include_tests=recipe.include_tests, columns=recipe.columns)
-
-
-def _state(path: Path) -> bytes:
-    status = path.stat()
-    return repr((str(path), status.st_ino, status.st_size, status.st_mtime_ns)).encode()
-
-
-def _check_unchanged(recipe: Recipe, stamp: str) -> None:
-    """Raise CorpusError if the files changed since their content was hashed for the key."""
-    current = hashlib.sha256()
-    with contextlib.suppress(OSError):
-        for file in _files(recipe):
-            if not isinstance(file, Skipped):
-                current.update(_state(file.path))
-    if current.hexdigest() != stamp:
-        raise CorpusError.expected(
-            "corpus",
-            recipe.source,
-            "files that do not change while they are read",
-            "files that were written to",
-            hint="start again when no program writes to them",
-        )
+    return content.hexdigest()
 
 
 # Making
@@ -332,8 +305,6 @@ def _make_tokens(
     recipe: Recipe,
     corpus: Corpus | None,
     folder: Path,
-    content: str,
-    stamp: str,
     progress: Progress,
 ) -> None:
     """Write the tokens of a corpus and their manifest into an empty folder."""
@@ -354,7 +325,6 @@ def _make_tokens(
             streams[side] = maker.arrange(side, folder, progress)
     for name in ("tokens", "labelled"):
         (folder / name).unlink()
-    _check_unchanged(recipe, stamp)
     manifest = {
         "format": FORMAT,
         "skipped": len(corpus.skipped) + len(corpus.dropped) + sum(n.count for n in corpus.faults),

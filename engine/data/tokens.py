@@ -206,14 +206,13 @@ def read_again(
         if piece.name not in missing or isinstance(piece, Skipped):
             continue
         missing.discard(piece.name)
-        text = piece.read()
-        if isinstance(text, Skipped):
-            continue
         if piece.is_chat:
-            document = Document(name=piece.name, text=text, is_chat=True)
+            document = Document(name=piece.name, text=piece.text, is_chat=True)
             yield from ((piece.name, encoded) for encoded in encoder.encode([document]))
         else:
-            ids = np.append(encoder.tokenizer.encode_whole(text), encoder.tokenizer.end_of_text_id)
+            ids = np.append(
+                encoder.tokenizer.encode_whole(piece.text), encoder.tokenizer.end_of_text_id
+            )
             yield piece.name, Encoded(ids=ids.astype(encoder.dtype))
 
 

@@ -33,7 +33,7 @@ from torch.nn import functional as F
 from engine import limits
 from engine.data.corpus import Document
 from engine.data.left_out import Skipped
-from engine.data.sources import Piece, list_pieces
+from engine.data.sources import list_pieces
 from engine.errors import BadInput, CorpusError, NoAnswer
 from engine.evaluate.model import Model
 from engine.evaluate.statistics import Interval, bootstrap
@@ -107,16 +107,15 @@ def read_documents(source: str) -> tuple[list[Document], list[Skipped]]:
     skipped: list[Skipped] = []
     size = 0
     for item in list_pieces(source):
-        if isinstance(item, Piece) and item.is_chat:
+        if isinstance(item, Skipped):
+            skipped.append(item)
+            continue
+        if item.is_chat:
             raise CorpusError.expected("documents", source, "texts", "a conversation")
-        size += 0 if isinstance(item, Skipped) else item.size_bytes
+        size += item.size_bytes
         if size > limits.JUDGED_TEXT.most:
             raise CorpusError.expected("documents", source, str(limits.JUDGED_TEXT), "more")
-        text = item if isinstance(item, Skipped) else item.read()
-        if isinstance(text, Skipped):
-            skipped.append(text)
-        elif not isinstance(item, Skipped):
-            documents.append(Document(name=item.name, text=text))
+        documents.append(Document(name=item.name, text=item.text))
     if not documents:
         if (fault := next((skip.fault for skip in skipped if skip.fault), None)) is not None:
             raise fault

@@ -126,9 +126,9 @@ def measure_data(spec: RunSpec, inputs: Inputs) -> DataSize:
             tokens, listed = None, listed - item.size_bytes
             all_listed = False
             break
-        if item.size_bytes > limits.UNCUT_TEXT.most and isinstance(text := item.read(), str):
+        if item.size_bytes > limits.UNCUT_TEXT.most:
             try:
-                inputs.tokenizer.check_length(text)
+                inputs.tokenizer.check_length(item.text)
             except TextTooLong as error:
                 name = item.place or item.name
                 faults.add(Skipped(name=name, reason=error.reason, fault=error))
@@ -209,11 +209,11 @@ class _Sample:
         """Add a document, unless the sample is large enough."""
         if self.size_bytes >= SAMPLED_BYTES or piece.size_bytes > PIECE_BYTES:
             return
-        if isinstance(text := piece.read(), str):
-            if not piece.is_chat:
-                text = text[: SAMPLED_BYTES - self.size_bytes]
-            self.documents.append(Document(name=piece.name, text=text, is_chat=piece.is_chat))
-            self.size_bytes += len(text.encode())
+        text = piece.text
+        if not piece.is_chat:
+            text = text[: SAMPLED_BYTES - self.size_bytes]
+        self.documents.append(Document(name=piece.name, text=text, is_chat=piece.is_chat))
+        self.size_bytes += len(text.encode())
 
     def estimate(
         self, spec: RunSpec, inputs: Inputs, listed: int, texts: int

@@ -30,7 +30,7 @@ LACKS = {
     "py-spy": "pip install -e .[stacks], where the kernel lets a process read another",
     "llama.cpp": "make peers",
     "JupyterLab": "pip install -e .[dev]",
-    "pyarrow and zstandard": "pip install -e .[data]",
+    "pyarrow and zstandard": "pip install -e .[data,dev]",
     "TensorBoard and W&B": "pip install -e .[import]",
     "Starlette and uvicorn": "pip install -e .[serve]",
     "the MCP SDK": "pip install -e .[agent]",

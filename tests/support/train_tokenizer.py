@@ -31,6 +31,7 @@ from engine.data.sources import STDLIB
 from engine.errors import EXIT_PASS, BadInput, EngineError, UsageError
 from engine.formats.tokenizer import Tokenizer, open_tokenizer
 from engine.terminal import put, say
+from tests.support.split_digest import digest_of
 
 END_OF_TEXT = "<|endoftext|>"
 SMALLEST_VOCAB = 257
@@ -134,7 +135,7 @@ def _train(given: argparse.Namespace) -> None:
         ratio = bytes_per_token(tokenizer, split.documents)
         put(
             f"{name}: {split.document_count:,} documents, {split.size_bytes:,} bytes, "
-            f"{ratio:.3f} bytes per token, sha256 {split.sha256}"
+            f"{ratio:.3f} bytes per token, sha256 {digest_of(split)}"
         )
 
 

@@ -316,10 +316,10 @@ def test_lines_within_the_limit_of_a_file_beyond_it_are_read_as_ever(
 ) -> None:
     source = tmp_path / "a.txt"
     source.write_text("some words\n\n" * 5000)
-    whole = [piece.read() for piece in list_pieces(str(source)) if isinstance(piece, Piece)]
+    whole = [piece.text for piece in list_pieces(str(source)) if isinstance(piece, Piece)]
     small = dataclasses.replace(limits.CORPUS_DOCUMENT, most=10_000)
     monkeypatch.setattr(limits, "CORPUS_DOCUMENT", small)
-    again = [piece.read() for piece in list_pieces(str(source)) if isinstance(piece, Piece)]
+    again = [piece.text for piece in list_pieces(str(source)) if isinstance(piece, Piece)]
     assert again == whole and "".join(map(str, whole)) == source.read_text()
 
 

@@ -164,7 +164,6 @@ def test_variables_reach_the_template() -> None:
         ("{{ messages.append(1) }}", "unsafe|not safely callable"),
         ("{{ strftime_now.__globals__ }}{{ strftime_now.__globals__.os }}", "unsafe"),
         ("{{ dict.__subclasses__() }}", "unsafe"),
-        ("{{ 'a' * 1000000000000 }}", "numbers up to 1,000,000"),
         ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "RecursionError"),
         ("{{ 1 / 0 }}", "ZeroDivisionError"),
     ],

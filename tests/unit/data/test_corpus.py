@@ -70,7 +70,7 @@ def test_place_of_the_folder_does_not_matter(tmp_path: Path) -> None:
     here = open_corpus(write_folder(tmp_path / "a", numbered(20)), heldout_fraction=FRACTION)
     there = open_corpus(write_folder(tmp_path / "b/c", numbered(20)), heldout_fraction=FRACTION)
     for one, other in ((here.train, there.train), (here.heldout, there.heldout)):
-        assert one.documents == other.documents and one.sha256 == other.sha256
+        assert one.documents == other.documents
 
 
 def test_larger_fraction_only_moves_documents_out_of_train(tmp_path: Path) -> None:
@@ -91,16 +91,6 @@ def test_copies_of_heldout_text_are_dropped_from_train(tmp_path: Path) -> None:
     assert train_name not in names(after)[0]
     assert not {d.text for d in after.train.documents} & {d.text for d in after.heldout.documents}
     assert after.heldout.documents == before.heldout.documents
-
-
-def test_sha256_changes_with_text_and_with_name(tmp_path: Path) -> None:
-    files = numbered(20)
-    first = open_corpus(write_folder(tmp_path / "a", files), heldout_fraction=FRACTION)
-    document = first.train.documents[3]
-    edited = {**files, document.name: document.text + " "}
-    second = open_corpus(write_folder(tmp_path / "b", edited), heldout_fraction=FRACTION)
-    assert second.train.sha256 != first.train.sha256
-    assert second.heldout.sha256 == first.heldout.sha256
 
 
 def test_counts_are_of_the_documents_kept(tmp_path: Path) -> None:
@@ -139,12 +129,6 @@ def test_one_heldout_document_is_kept_past_its_share(tmp_path: Path) -> None:
     corpus = open_corpus(write_folder(tmp_path, files), heldout_fraction=FRACTION, max_bytes=200)
     every = open_corpus(str(tmp_path), heldout_fraction=FRACTION).heldout.documents
     assert corpus.heldout.documents == (min(every, key=lambda document: len(document.text)),)
-
-
-def test_files_that_do_not_fit_are_not_read(tmp_path: Path) -> None:
-    source = write_folder(tmp_path, {**numbered(30), "large.txt": b"\xff" * 10_000})
-    assert open_corpus(source, heldout_fraction=FRACTION, max_bytes=5_000).beyond_max_bytes == 1
-    refused(source)
 
 
 def test_max_bytes_below_every_train_document_says_what_would_do(tmp_path: Path) -> None:
@@ -253,7 +237,7 @@ def test_special_files_are_refused_without_opening_them(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe.txt")
     assert "FIFO" in refused(tmp_path / "pipe.txt")
     assert "FIFO" in refused(tmp_path)
-    assert "character device" in refused("/dev/zero")
+    assert "a device" in refused("/dev/zero")
 
 
 def test_socket_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -301,9 +285,8 @@ def test_passages_joined_are_the_file(
     text = ("\n\n" if blank else "\n").join("\n".join([line] * n) for line, n in paragraphs)
     path.write_bytes(text.encode())
     pieces = [piece for piece in list_pieces(str(path)) if isinstance(piece, Piece)]
-    read = [piece.read() for piece in pieces]
-    assert "".join(str(one) for one in read) == text
-    assert [len(str(one).encode()) for one in read] == [piece.size_bytes for piece in pieces]
+    assert "".join(piece.text for piece in pieces) == text
+    assert all(len(piece.text.encode()) == piece.size_bytes for piece in pieces)
     assert all(piece.size_bytes >= PASSAGE_BYTES for piece in pieces[:-1])
 
 

@@ -190,19 +190,33 @@ def test_a_mark_of_byte_order_and_windows_line_ends_are_no_part_of_records(tmp_p
 @pytest.mark.parametrize(
     ("name", "content", "hint"),
     [
-        ("a.jsonl", as_gzip(TEXTS), "name it a.jsonl.gz"),
-        ("a.json", as_zstd(TEXTS), "name it a.json.zst"),
-        ("a.jsonl.gz", as_lines(TEXTS), "name it a.jsonl"),
-        ("a.jsonl.gz", as_zstd(TEXTS), "name it a.jsonl.zst"),
-        ("a.txt", as_parquet(TEXTS), "name it a.parquet"),
-        ("a.jsonl.zst", as_parquet(TEXTS), "name it a.parquet"),
         ("a.parquet", as_lines(TEXTS), "PAR1"),
         ("a.parquet", as_gzip(TEXTS), "PAR1"),
         ("a.parquet.gz", gzip.compress(as_parquet(TEXTS)), "decompress it"),
     ],
 )
-def test_a_name_that_lies_is_said(tmp_path: Path, name: str, content: bytes, hint: str) -> None:
+def test_a_name_of_parquet_that_lies_is_said(
+    tmp_path: Path, name: str, content: bytes, hint: str
+) -> None:
     assert hint in refused(make(tmp_path, name, content))
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("a.jsonl", as_gzip(TEXTS)),
+        ("a.json", as_zstd(TEXTS)),
+        ("a.jsonl.gz", as_lines(TEXTS)),
+        ("a.jsonl.gz", as_zstd(TEXTS)),
+        ("a.txt", as_parquet(TEXTS)),
+        ("a.jsonl.zst", as_parquet(TEXTS)),
+    ],
+)
+def test_compression_and_parquet_are_recognised_under_any_name(
+    tmp_path: Path, name: str, content: bytes
+) -> None:
+    reference = found_in(make(tmp_path, "b.jsonl", as_lines(TEXTS)))
+    assert found_in(make(tmp_path, name, content)) == reference
 
 
 def test_a_name_that_says_nothing_is_read_by_its_first_bytes(tmp_path: Path) -> None:
@@ -420,13 +434,15 @@ def test_a_record_beyond_the_limit_is_not_held(
         ("a.jsonl.zst", zstandard.compress(zeros)),
     ):
         assert "at most 100,000 bytes" in refused(make(tmp_path, name, content))
-    assert "at most 100,000 bytes" in refused(make(tmp_path, "a.json", b'[{"text": "' + zeros))
+    assert "at most 100,000 bytes" in refused(
+        make(tmp_path, "a.json", b'[{"text": "' + zeros + b'"}]')
+    )
     row = as_parquet([{"text": "0" * 1_000_000}], compression="zstd")
     assert "at most 100,000 bytes" in refused(make(tmp_path, "a.parquet", row))
 
 
 @pytest.mark.parametrize(
-    ("package", "name"), [("pyarrow", "a.parquet"), ("zstandard", "a.jsonl.zst")]
+    ("package", "name"), [("pyarrow", "a.parquet"), ("pyarrow", "a.jsonl.zst")]
 )
 def test_a_missing_package_is_named_with_how_to_get_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, package: str, name: str

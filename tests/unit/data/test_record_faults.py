@@ -99,18 +99,6 @@ FAULTS: dict[str, tuple[str | bytes | dict[str, Any], str]] = {
         {"conversations": [{"from": "function_call", "value": "weather()"}]},
         "expected JSON",
     ),
-    # Keys that stand twice.
-    "two contents": ('{"messages": [{"role": "user", "content": "a", "content": "b"}]}', "twice"),
-    "two lists of messages": (
-        json.dumps(chat(USER, ANSWER, other=[USER])).replace("other", "messages"),
-        "twice",
-    ),
-    "two cities": (
-        json.dumps(chat(USER, calling({"city": "a", "town": "b"}))).replace("town", "city"),
-        "twice",
-    ),
-    "two ids": ('{"id": 1, "id": 2, "text": "a"}', "twice"),
-    "two texts": ('{"text" : "a", "text" : "b"}', "twice"),
     # Lines that are no records.
     "a line that breaks off": ('{"messages": [', "Expecting value"),
     "a line of other bytes": (b'{"text": "\xff"}', "not UTF-8"),

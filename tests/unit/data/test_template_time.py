@@ -1,5 +1,5 @@
 # ruff: noqa: E501
-"""Templates that take time or memory and write nothing: each ends, with a reason, and soon."""
+"""Templates that take time and write nothing: each ends, with a reason, and soon."""
 
 from __future__ import annotations
 
@@ -21,8 +21,6 @@ from tests.support.chats import make_tokenizer
 CHATML = "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\\n' + m['content'] + '<|im_end|>' + '\\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 HI = [{"role": "user", "content": "Hi"}]
 R = "range(99999)"
-BIG = "{% set big = 'a' * 1000000 %}"
-DOUBLING = "{% set ns = namespace(s='abcdefgh') %}{% for i in range(60) %}"
 
 LOOPS = {
     "two loops": f"{{% for a in {R} %}}{{% for b in {R} %}}{{% endfor %}}{{% endfor %}}",
@@ -54,49 +52,6 @@ LOOPS = {
     "text that is written and dropped": f"{{% for a in {R} %}}{{% set x %}}{{% for b in {R} %}}x{{% endfor %}}{{% endset %}}{{% endfor %}}",
     "a constant in loops": f"{{% for a in {R} %}}{{% set x %}}{{% for b in {R} %}}{'x' * 5000}{{% endfor %}}{{% endset %}}{{% endfor %}}",
 }
-TEXTS = {
-    "doubled by +": DOUBLING + "{% set ns.s = ns.s + ns.s %}{% endfor %}",
-    "doubled by ~": DOUBLING + "{% set ns.s = ns.s ~ ns.s %}{% endfor %}",
-    "doubled by join": DOUBLING + "{% set ns.s = [ns.s, ns.s] | join %}{% endfor %}",
-    "doubled by a method join": DOUBLING + "{% set ns.s = ','.join([ns.s, ns.s]) %}{% endfor %}",
-    "doubled by replace": DOUBLING + "{% set ns.s = ns.s | replace('a', 'aa') %}{% endfor %}",
-    "doubled by a method replace": DOUBLING + "{% set ns.s = ns.s.replace('', 'aa') %}{% endfor %}",
-    "doubled by %": DOUBLING + "{% set ns.s = '%s%s' % (ns.s, ns.s) %}{% endfor %}",
-    "doubled by % and a name": DOUBLING + "{% set ns.s = '%(a)s%(a)s' % {'a': ns.s} %}{% endfor %}",
-    "doubled by format": DOUBLING + "{% set ns.s = '{0}{0}'.format(ns.s) %}{% endfor %}",
-    "doubled by a filter format": DOUBLING
-    + "{% set ns.s = '%s%s' | format(ns.s, ns.s) %}{% endfor %}",
-    "doubled by a block": DOUBLING
-    + "{% set x %}{{ ns.s }}{{ ns.s }}{% endset %}{% set ns.s = x %}{% endfor %}",
-    "doubled by a macro": "{% macro m(s) %}{{ s }}{{ s }}{% endmacro %}"
-    + DOUBLING
-    + "{% set ns.s = m(ns.s) %}{% endfor %}",
-    "doubled by escapes": DOUBLING
-    + "{% set ns.s = (ns.s ~ '&') | forceescape | string %}{% endfor %}"
-    + f"{{% for a in {R} %}}{{% set ns.s = ns.s ~ ns.s %}}{{% endfor %}}",
-    "doubled by JSON": DOUBLING
-    + "{% set ns.s = ns.s ~ '\\\\' | tojson %}{% set ns.s = [ns.s, ns.s] | tojson %}{% endfor %}",
-    "doubled lists": "{% set ns = namespace(l=[1]) %}{% for i in range(60) %}{% set ns.l = ns.l + ns.l %}{% endfor %}",
-    "multiplied lists": "{% set ns = namespace(l=[1]) %}{% for i in range(60) %}{% set ns.l = ns.l * 9 %}{% endfor %}",
-    "kept": f"{{% set ns = namespace(l=[]) %}}{{% for a in {R} %}}{{% set ns.l = ns.l + [('a' ~ a) * 100000] %}}{{% endfor %}}",
-    "written many times": BIG
-    + f"{{% set x %}}{{% for i in {R} %}}{{{{ big }}}}{{% endfor %}}{{% endset %}}",
-}
-LARGE = {
-    "centred": "{% set x = 'a' | center(10000000000) %}",
-    "aligned": "{% set x = 'a'.ljust(10000000000) %}",
-    "filled with zeros": "{% set x = 'a'.zfill(10000000000) %}",
-    "indented": "{% set x = 'a\\nb' | indent(10000000000) %}",
-    "indented JSON": "{% set x = [[[[1]]]] | tojson(indent=1000000000) %}",
-    "a batch that is filled": "{% set x = [1] | batch(10000000000, 'x') | list %}",
-    "slices": "{% set x = [1] | slice(10000000000) | list %}",
-    "in bytes": "{% set x = (1).to_bytes(10000000000, 'big') %}",
-    "many times": "{% set x = 'a' * 10000000000 %}",
-    "many times, in front": "{% set x = 10000000000 * ['a'] %}",
-    "squared": "{% set ns = namespace(x=10) %}{% for i in range(60) %}{% set ns.x = ns.x * ns.x %}{% endfor %}",
-    "a power": "{% set x = 9 ** 9999999 %}",
-    "rounded": "{% set x = 5 | round(-1000000000) %}",
-}
 
 
 def make(text: str, **given: Any) -> ChatTemplate:
@@ -105,22 +60,15 @@ def make(text: str, **given: Any) -> ChatTemplate:
 
 @pytest.fixture
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A twentieth of the time, and 200 MiB."""
+    """A twentieth of the time."""
     monkeypatch.setattr(limits, "TEMPLATE_TIME", replace(limits.TEMPLATE_TIME, most=0.25))
-    monkeypatch.setattr(limits, "TEMPLATE_MEMORY", replace(limits.TEMPLATE_MEMORY, most=200 << 20))
 
 
 @pytest.mark.usefixtures("soon")
 @pytest.mark.timeout(60)
-@pytest.mark.parametrize("text", [*LOOPS.values(), *TEXTS.values()], ids=[*LOOPS, *TEXTS])
-def test_a_template_that_takes_time_or_memory_ends_with_a_reason(text: str) -> None:
-    with pytest.raises(Unrenderable, match=r"the template (takes (longer|more) than|ends in a)"):
-        make(text).render(HI)
-
-
-@pytest.mark.parametrize("text", LARGE.values(), ids=LARGE)
-def test_an_operation_with_a_huge_number_is_refused(text: str) -> None:
-    with pytest.raises(Unrenderable, match="numbers up to 1,000,000"):
+@pytest.mark.parametrize("text", LOOPS.values(), ids=LOOPS)
+def test_a_template_that_takes_time_ends_with_a_reason(text: str) -> None:
+    with pytest.raises(Unrenderable, match=r"the template (takes longer than|ends in a)"):
         make(text).render(HI)
 
 
