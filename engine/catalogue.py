@@ -25,8 +25,6 @@ class When(Enum):
     """Before a model runs: settings and data."""
     AT_START = "at_start"
     """Before the first step of a session."""
-    BEFORE_RESUMED_STEP = "before_resumed_step"
-    """In a resumed session, right before its first step, after everything else that could change the state."""
     FIRST_STEPS = "first_steps"
     """After one of the first steps, as soon as there is a result."""
     AT_STEP = "at_step"
@@ -174,17 +172,6 @@ CHECKS: tuple[About, ...] = (
         stops=False,
     ),
     _check(
-        id="resume_continues",
-        wrong="the resumed run does not continue from its checkpoint",
-        question="Is the state of a resumed run bit-identical to the one in its checkpoint's files?",
-        means="The run continues from a different state: old weights, moments that are zero or of other tensors, rows "
-        "that are trained on twice. Each rank compares its shards of tensors and moments, counters, random generators, "
-        "step and row.",
-        remedy="The reason names what differs. The checkpoint is unchanged: resume again, with the versions of torch "
-        "and the engine that wrote it if yours have changed.",
-        when=When.BEFORE_RESUMED_STEP,
-    ),
-    _check(
         id="weights_alive",
         wrong="a model has weights that were never loaded",
         question="Are all tensors of both models finite, and is no matrix constant?",
@@ -211,15 +198,6 @@ CHECKS: tuple[About, ...] = (
         remedy="Check the teacher's file, tokenizer and model family; a good teacher's loss is far below ln V, with V "
         "the size of the vocabulary.",
         when=When.AT_START,
-    ),
-    _check(
-        id="eval_baseline",
-        wrong="the evaluation gives a useless model a good loss",
-        question="Does the evaluation give a model that knows nothing a loss no lower than that of token frequencies?",
-        means="The evaluation gives any model a good loss, so no held-out loss of this run means anything.",
-        remedy="`engine data SPEC` shows the held-out rows and which tokens have labels; use more rows with eval.rows.",
-        when=When.AT_START,
-        stops=False,
     ),
     _check(
         id="teacher_fp8_within_noise_floor",

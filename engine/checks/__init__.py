@@ -10,14 +10,11 @@ the data are bit for bit what they would be without it.
       documents_in_rows          documents of the corpus that are in no row, or in that of another split, cut or altered
       padding_not_trained        padding with labels, which teaches the student to produce padding
       end_is_learnt              ends of texts and turns that are never a label
-      resume_continues           a resume whose tensors, moments, counters, random generators, step or row differ from
-                                 the checkpoint's files
     at the start
       weights_alive              zero, constant or non-finite matrices
       no_token_leaks             a model that transformers runs whose tokens attend to later ones or to another document
       teacher_knows_text         a teacher whose cross entropy is no better than guessing: random weights, wrong
                                  tokenizer, wrong forward pass; unknown for text that it does not know
-      eval_baseline              an evaluation that gives a good score to a model that knows nothing
       teacher_fp8_within_noise_floor
                                  a teacher whose outputs fp8 changes more than 4-bit weights would
       stored_outputs             stored teacher outputs of another model or of other rows

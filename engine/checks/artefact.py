@@ -19,7 +19,6 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from engine.checks.checkpoint import same_bits
 from engine.checks.context import Context
 from engine.errors import EngineError, WeightsError
 from engine.formats.adapter import ADAPTER_FILE
@@ -70,6 +69,14 @@ class Artefact:
     def save_as(self) -> str:
         """Name of the dtype, as in config.json."""
         return str(self.dtype).removeprefix("torch.")
+
+
+def same_bits(found: object, wanted: Tensor) -> bool:
+    """Return whether two tensors on one device are the same in type, shape and every bit."""
+    if not isinstance(found, Tensor) or found.dtype != wanted.dtype or found.shape != wanted.shape:
+        return False
+    first, second = (t.detach().reshape(-1).view(torch.uint8) for t in (found, wanted))
+    return torch.equal(first, second)
 
 
 def _compare_adapters(student: Decoder, saved: Artefact) -> Answer:

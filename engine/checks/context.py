@@ -1,7 +1,6 @@
 """Define what a check can read: the built objects of a run, and the functions that it trains with.
 
-The loss, the step and the schedule are in layers above this package. They are passed in as functions, so that
-the checks test the code that trains rather than a copy of it.
+What is in layers above this package is passed in as functions.
 """
 
 # Shapes: B rows, T tokens, N tokens of a micro-batch, D student width, E teacher width, V vocabulary
@@ -11,16 +10,13 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from engine.data.batches import Batch, Batches
 from engine.data.tokens import Encoded, TokenStream
 from engine.formats.tokenizer import Tokenizer
 from engine.models.decoder import Decoder
-from engine.models.head import Head
 from engine.spec import RunSpec
 from engine.teachers.protocol import Teacher
 
@@ -34,15 +30,6 @@ class Memory:
     source: str
     does_all_work: bool = True
     """Whether this process does all of the planned work: with several ranks only the first audits steps."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Resumed:
-    """The checkpoint that a session resumed from."""
-
-    checkpoint: Path
-    random: Mapping[str, Tensor]
-    """States of the random number generators right after they were restored."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,14 +61,10 @@ class Context:
     tokenizers: Mapping[str, Tokenizer | None]
     """Tokenizers by owner; None for an unknown one."""
 
-    evaluate: Callable[[Callable[[Tensor, Tensor], Tensor], Head, Sequence[Batch]], float]
-    """Function that returns the held-out loss of hidden states and a head on some batches."""
     autocast: Callable[[], contextlib.AbstractContextManager[object]]
     """The autocast context of the student's training steps."""
     memory: Callable[[], Memory | None]
     """Function that returns the measured peak; None when no memory was planned."""
-    resumed: Resumed | None
-    """The checkpoint of this session; None for a session that begins at step 0."""
     late_compiles: Callable[[], Sequence[str]]
     """Function that returns descriptions of the kernels whose compilation delayed a step."""
 

@@ -2,7 +2,6 @@
 
     checks = Checks(spec)
     for result in checks.before_training(context): ...     before the first step of a session
-    for result in checks.before_first_step(): ...          right before the first step
     for result in checks.after_step(step): ...             after each step: checks that wait for one
     for result in checks.at_checkpoint(path, ...): ...     after each save
     for result in checks.at_end(saved, step, student): ... once the student is saved
@@ -28,7 +27,7 @@ import torch
 
 from engine.catalogue import CHECKS, About, When, skipped_ids
 from engine.checks.artefact import Artefact, artefact
-from engine.checks.checkpoint import checkpoint_reloads, resume_continues
+from engine.checks.checkpoint import checkpoint_reloads
 from engine.checks.context import Context
 from engine.checks.data import (
     batch_not_degenerate,
@@ -41,7 +40,6 @@ from engine.checks.forward import no_token_leaks
 from engine.checks.resources import memory_as_planned, no_late_compile
 from engine.checks.result import Result
 from engine.checks.teacher import (
-    eval_baseline,
     stored_outputs,
     teacher_fp8_within_noise_floor,
     teacher_knows_text,
@@ -61,11 +59,9 @@ _CHECK_FUNCTIONS: tuple[Callable[..., Answer | None], ...] = (
     documents_in_rows,
     padding_not_trained,
     end_is_learnt,
-    resume_continues,
     weights_alive,
     no_token_leaks,
     teacher_knows_text,
-    eval_baseline,
     teacher_fp8_within_noise_floor,
     stored_outputs,
     teacher_not_student,
@@ -103,15 +99,6 @@ class Checks:
                 yield from self._run(about, context.step)
             elif about.id in FUNCTIONS:
                 self._pending[about] = None
-
-    @property
-    def begun(self) -> bool:
-        return self._context is not None
-
-    def before_first_step(self) -> Iterator[Result]:
-        """Run the checks of the state that the first step begins with, right before that step."""
-        for about in [check for check in self._pending if check.when is When.BEFORE_RESUMED_STEP]:
-            yield from self._run(about, self._context.step if self._context else 0)
 
     def use(self, context: Context) -> None:
         """Continue with other objects of the same run, after its student was sharded over several GPUs."""

@@ -75,27 +75,6 @@ def _baselines(context: Context, batch: Batch) -> tuple[Tensor, float, float]:
     return labels_N, token_frequencies(context.train_stream, labels_N, columns), math.log(columns)
 
 
-def eval_baseline(context: Context) -> Answer:
-    """Evaluate random hidden states with the student's own head."""
-    batch = few_rows(context.heldout[0])
-    head = head_of(context.student)
-    _, frequencies, ln_v = _baselines(context, batch)
-
-    def noise(tokens_BT: Tensor, documents_BT: Tensor) -> Tensor:
-        generator = torch.Generator(tokens_BT.device).manual_seed(0)
-        return torch.randn(
-            *tokens_BT.shape, head.width, generator=generator, device=tokens_BT.device
-        )
-
-    loss = context.evaluate(noise, head, [batch])
-    numbers = Numbers(noise=loss, frequencies=frequencies, ln_vocabulary=ln_v)
-    text = f"random hidden states evaluate to {loss:.2f} nats; token frequencies alone give {frequencies:.2f}"
-    # Frequencies of another text may be worse than guessing.
-    if not loss >= min(frequencies, ln_v - MARGIN):
-        return numbers.failed(text)
-    return numbers.passed(text)
-
-
 def teacher_not_student(context: Context) -> Answer:
     teacher = context.teacher
     if teacher is None:

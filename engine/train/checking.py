@@ -5,16 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from types import MappingProxyType
 
-from torch import Tensor
-
-from engine.checks.context import Context, Memory, Resumed
+from engine.checks.context import Context, Memory
 from engine.data.batches import Batch
 from engine.data.tokens import Encoded, TokenStream
 from engine.formats.tokenizer import Tokenizer
 from engine.models.decoder import Decoder
-from engine.models.head import Head
 from engine.spec import RunSpec
-from engine.train.heldout import heldout_loss
 from engine.train.trainer import Trainer
 
 
@@ -30,16 +26,9 @@ def context_of(
     sampled_documents: Mapping[str, str] = MappingProxyType({}),
     read_again: Callable[[Set[str]], Iterator[tuple[str, Encoded]]] = lambda names: iter(()),
     memory: Callable[[], Memory | None] = lambda: None,
-    resumed: Resumed | None = None,
     late_compiles: Callable[[], Sequence[str]] = tuple,
 ) -> Context:
     """Return the context of the trainer's current state, before the first step of its session."""
-
-    def evaluate(
-        hidden: Callable[[Tensor, Tensor], Tensor], head: Head, batches: Sequence[Batch]
-    ) -> float:
-        return heldout_loss(hidden, head, batches, trainer.device, trainer.autocast)[0]
-
     return Context(
         spec=spec,
         device=trainer.device,
@@ -56,9 +45,7 @@ def context_of(
         tokenizers=tokenizers,
         sampled_documents=sampled_documents,
         read_again=read_again,
-        evaluate=evaluate,
         autocast=trainer.autocast,
         memory=memory,
-        resumed=resumed,
         late_compiles=late_compiles,
     )

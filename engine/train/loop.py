@@ -280,7 +280,6 @@ class TrainingLoop:
         folder = self.keeper.folder
         rows = TrainedRows(folder, trainer)
         self.keeper.sync_rows = rows.sync
-        self._act_on(self.checks.before_first_step(), trainer.ranks)
         memory_writer = MemoryWriter(folder, partial(to_events.trainer_memory, trainer.device))
         recorder = Recorder(trainer, self.spec)
         return _Session(trainer, trainer.step, audit, rows, recorder, memory_writer)
@@ -351,7 +350,6 @@ class TrainingLoop:
             sampled_documents=self.data.sampled_documents,
             read_again=partial(self.inputs.read_again, self.spec.data),
             memory=lambda: self._memory(trainer),
-            resumed=self.keeper.resumed,
             late_compiles=lambda: self.compiles.late,
         )
 

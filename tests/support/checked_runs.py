@@ -135,7 +135,6 @@ class Run:
 
     def begin(self) -> Run:
         self.answer(self.checks.before_training(self.context))
-        self.answer(self.checks.before_first_step())
         return self
 
     def step(self, count: int = 1) -> list[StepDone]:

@@ -24,8 +24,6 @@ import torch
 from torch import Tensor, nn
 
 from engine.checkpoint_folders import published
-from engine.checks.checkpoint import random_states
-from engine.checks.context import Resumed
 from engine.errors import CheckpointError
 from engine.log.events import CheckpointSaved, Note
 from engine.log.folder import RunFolder
@@ -139,8 +137,6 @@ class Keeper:
         self.best_step: int | None = None
         self._read_back: Path | None = None
         """Newest checkpoint whose every byte was read after it was saved."""
-        self.resumed: Resumed | None = None
-        """Checkpoint that this session was restored from."""
 
     def save(self, trainer: Trainer, heldout_loss: float | None) -> Path:
         """Publish a checkpoint, log it once it is safe, and return its path.
@@ -238,7 +234,6 @@ class Keeper:
             text = f"settings changed since this checkpoint, as allowed: {', '.join(changes)}"
             self.log(Note(level="warning", text=text))
         state.restore_trainer(training_state, trainer)
-        self.resumed = Resumed(checkpoint=last.path, random=random_states(trainer.device))
         self.best_loss = training_state.best_held_out_loss
         done = [c for c in before.checkpoints if c.best and c.step <= training_state.step]
         self.best_step = done[-1].step if done else None

@@ -136,9 +136,9 @@ def test_checks_before_training_leave_no_gradient_and_no_mode(world: World) -> N
 
 
 def test_a_skipped_check_is_unknown_and_the_others_are_asked(world: World) -> None:
-    run = make_run(world, checks__skip="eval_baseline, step_student").begin()
+    run = make_run(world, checks__skip="weights_alive, step_student").begin()
     run.step(2)
-    for name in ("eval_baseline", "step_student"):
+    for name in ("weights_alive", "step_student"):
         verdict = run.results[name].verdict
         assert verdict.level is Level.UNKNOWN and verdict.reason == "skipped by checks.skip"
     assert run.results["step_gradients"].verdict.level is Level.PASS
@@ -155,12 +155,12 @@ def test_switched_off_checks_are_all_unknown(world: World) -> None:
 
 def test_a_skip_that_names_no_check_is_refused_with_the_nearest() -> None:
     with pytest.raises(SpecError, match="found 'step_gradeints'; did you mean step_gradients"):
-        skipped_ids("eval_baseline,step_gradeints")
+        skipped_ids("weights_alive,step_gradeints")
     with pytest.raises(SpecError, match="found 'loss_gradient', which is now step_gradients"):
         skipped_ids("loss_gradient")
     assert skipped_ids(" ") == frozenset()
     # A run of an earlier version can be resumed.
-    assert skipped_ids("eval_baseline,receipt_agrees") == {"eval_baseline", "receipt_agrees"}
+    assert skipped_ids("weights_alive,receipt_agrees") == {"weights_alive", "receipt_agrees"}
 
 
 def test_a_check_that_breaks_is_unknown_and_ends_nothing(
@@ -170,13 +170,13 @@ def test_a_check_that_breaks_is_unknown_and_ends_nothing(
         torch.manual_seed(1)
         raise RuntimeError("no kernel for it")
 
-    monkeypatch.setitem(runner.FUNCTIONS, "eval_baseline", broken)
+    monkeypatch.setitem(runner.FUNCTIONS, "weights_alive", broken)
     torch.manual_seed(0)
     state = torch.get_rng_state()
     run = make_run(world)
     torch.set_rng_state(state)
     run.begin()
-    verdict = run.results["eval_baseline"].verdict
+    verdict = run.results["weights_alive"].verdict
     assert str(verdict) == "unknown: the check raised RuntimeError: no kernel for it"
     assert torch.equal(torch.get_rng_state(), state)
 
@@ -243,8 +243,8 @@ def test_the_exit_code_is_the_lowest_answer(
     for number, (changed, code) in enumerate(
         [
             ({}, EXIT_PASS),
-            ({"eval_baseline": "unknown"}, EXIT_UNKNOWN),
-            ({"eval_baseline": "unknown", "step_gradients": "fail"}, EXIT_FAIL),
+            ({"weights_alive": "unknown"}, EXIT_UNKNOWN),
+            ({"weights_alive": "unknown", "step_gradients": "fail"}, EXIT_FAIL),
         ]
     ):
         folder = tmp_path / str(number)
@@ -267,14 +267,14 @@ def test_the_answers_of_an_earlier_version_count_and_name_the_stage_of_today(
 def test_a_check_that_has_not_answered_is_unknown(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert ask(logged(tmp_path, {"eval_baseline": "pass"}), json=True) == EXIT_UNKNOWN
+    assert ask(logged(tmp_path, {"weights_alive": "pass"}), json=True) == EXIT_UNKNOWN
     rows = {row["id"]: row for row in json.loads(capsys.readouterr().out)["checks"]}
     assert rows["step_gradients"]["reason"] == "has not answered in this session"
-    assert rows["eval_baseline"]["numbers"] == {"kl": "nan", "step": 1.0}
+    assert rows["weights_alive"]["numbers"] == {"kl": "nan", "step": 1.0}
 
 
 def test_the_view_keeps_the_newest_answer_and_the_status_names_failures(tmp_path: Path) -> None:
-    run = logged(tmp_path, {"eval_baseline": "pass", "no_late_compile": "fail"})
+    run = logged(tmp_path, {"weights_alive": "pass", "no_late_compile": "fail"})
     follower = Follower(run)
     follower.read_all()
     view = follower.view

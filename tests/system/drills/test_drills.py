@@ -92,7 +92,7 @@ def view_of(*events: Event, watch: tuple[Event, ...] = ()) -> RunView:
 def test_failed_checks_alerts_refusals_and_exits_are_names_and_nothing_else_is() -> None:
     view = view_of(
         example_of(Judged, by="check", id="no_token_leaks", level="pass"),
-        example_of(Judged, by="check", id="eval_baseline", level="unknown"),
+        example_of(Judged, by="check", id="weights_alive", level="unknown"),
         example_of(Judged, by="check", id="weights_alive", level="fail", text="zero"),
         example_of(StepDone, step=1),
         Note(level="warning", text="w"),

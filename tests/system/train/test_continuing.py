@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from engine.checkpoint_folders import published
+from engine.checks import runner
 from engine.errors import DiskFull
 from engine.log.folder import RunFolder
 from engine.log.follow import Follower
@@ -22,6 +23,7 @@ from engine.log.text import decision_lines
 from engine.plan.inputs import check_inputs
 from engine.spec import load_spec, settings_sha256
 from engine.train import run as trainer_module
+from engine.verdict import failed
 from engine.watch.rules.rule import read_settings
 from tests.support.checked_runs import World, make_world
 from tests.support.finished_runs import carried_out
@@ -138,14 +140,6 @@ def write_state(checkpoint: Path, state: dict[str, Any]) -> None:
     (checkpoint / "MANIFEST.json").write_text(json.dumps(manifest))
 
 
-def moved_in_the_data(run: RunFolder, rows: int) -> None:
-    """The newest checkpoint as one that verifies and would go on elsewhere in the data."""
-    newest = next(published(run.checkpoints))
-    state = json.loads((newest / "state.json").read_text())
-    state["position"]["rows"] += rows
-    write_state(newest, state)
-
-
 @pytest.mark.parametrize("saved_before_the_change", [False, True])
 def test_a_run_with_a_setting_that_is_gone_goes_on(
     saved: RunFolder, tmp_path: Path, saved_before_the_change: bool
@@ -179,11 +173,11 @@ def test_decisions_about_settings_that_are_gone_are_shown() -> None:
 
 @pytest.mark.usefixtures("trainer_here")
 def test_a_newest_checkpoint_that_is_gone_is_told_and_a_resume_that_a_check_stops_says_what_goes_on(
-    saved: RunFolder, tmp_path: Path
+    saved: RunFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = copied(saved, tmp_path)
     shutil.rmtree(run.checkpoints / "step-00000006")
-    moved_in_the_data(run, 4)
+    monkeypatch.setitem(runner.FUNCTIONS, "weights_alive", lambda context: failed("planted"))
     (run.checkpoints / "step-00000006").with_suffix(".mine").mkdir()
     kept = steps_saved(run)
     stopped = engine_here("distill", "--resume", run.path)
@@ -192,7 +186,7 @@ def test_a_newest_checkpoint_that_is_gone_is_told_and_a_resume_that_a_check_stop
     notes = [note.text for note in view.notes if "step 6 was safe" in note.text]
     assert len(notes) == 1 and "the run resumes from step 4" in notes[0]
 
-    assert stopped.returncode == 1 and "check resume_continues" in stopped.stderr
+    assert stopped.returncode == 1 and "check weights_alive" in stopped.stderr
     assert "The risk: " in stopped.stderr
     ended = view.finished
     assert ended is not None and ended.step == 4
@@ -205,7 +199,7 @@ def test_a_newest_checkpoint_that_is_gone_is_told_and_a_resume_that_a_check_stop
     again = engine_here(*words[1:])
     assert again.returncode == 0, again.stderr
     view = Follower(run).read_all()
-    assert view.checks["resume_continues"].level == "fail"
+    assert view.checks["weights_alive"].level == "fail"
     assert view.steps.values("step") == [float(step) for step in range(1, 9)]
     assert view.finished is not None and view.finished.state == "completed"
 

@@ -60,7 +60,7 @@ def of_two(path: Path) -> Scene:
     """Two ranks that have made three steps; the first one passes a check."""
     scene = say(Scene(path).open().begin(60), 1).steps(1, 3)
     say(scene, 1, *(step(number, 1.0) for number in (1, 2, 3)))
-    return scene.events(checked("resume_continues", "pass", "it goes on where it was"))
+    return scene.events(checked("weights_alive", "pass", "it goes on where it was"))
 
 
 def exited(scene: Scene, code: int, sentence: str, rank: int | None = None) -> Scene:
@@ -113,8 +113,8 @@ def stopped_at_rank_1(path: Path) -> Scene:
     say(
         scene,
         1,
-        checked("resume_continues", "fail", ROWS),
-        failed(f"check resume_continues: {ROWS}"),
+        checked("weights_alive", "fail", ROWS),
+        failed(f"check weights_alive: {ROWS}"),
     )
     scene.now_s += 1
     scene.events(failed(f"RuntimeError: {PEER}", code=70))
@@ -129,7 +129,7 @@ def test_a_check_that_fails_on_another_rank_is_a_failed_check(
     scene = stopped_at_rank_1(tmp_path / "run")
     checks, diagnosis = both(capsys, scene, f"rank 1: {ROWS}")
     rows = [row for row in checks["checks"] if row["level"] == "fail"]  # type: ignore[attr-defined]
-    assert [(row["id"], row["rank"]) for row in rows] == [("resume_continues", 1)]
+    assert [(row["id"], row["rank"]) for row in rows] == [("weights_alive", 1)]
     assert [c["rank"] for c in diagnosis["checks"]] == [1]  # type: ignore[attr-defined]
     assert "1 failed" in answer(capsys, "checks", scene.run.path)[1].splitlines()[-1]
 
@@ -137,12 +137,12 @@ def test_a_check_that_fails_on_another_rank_is_a_failed_check(
 def test_a_failed_ranks_own_sentence_is_how_the_run_ended(tmp_path: Path) -> None:
     view = view_of(stopped_at_rank_1(tmp_path / "run"))
     assert view.finished is not None
-    assert view.finished.reason.startswith(f"rank 1: check resume_continues: {ROWS}")
+    assert view.finished.reason.startswith(f"rank 1: check weights_alive: {ROWS}")
     assert view.finished.exit_code == 1 and exit_code(view, 70) == 1
     assert was_stopped_by_checks(view)
     assert status_text(view, DEAD).startswith("FAILED")
     first, seen, *_ = run_verdict_lines(view, view.state(DEAD))
-    assert "WRONG since step" in first and "does not continue from its checkpoint" in first
+    assert "WRONG since step" in first and "weights that were never loaded" in first
     assert ROWS in seen and PEER not in seen.partition(ROWS)[0]
 
 
@@ -156,8 +156,8 @@ def test_a_rank_that_lost_its_peer_is_not_named_in_its_place(tmp_path: Path) -> 
 def test_a_check_that_fails_on_both_ranks_is_told_of_each(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    scene = of_two(tmp_path / "run").events(checked("resume_continues", "fail", "row 4, not 0"))
-    say(scene, 1, checked("resume_continues", "fail", ROWS))
+    scene = of_two(tmp_path / "run").events(checked("weights_alive", "fail", "row 4, not 0"))
+    say(scene, 1, checked("weights_alive", "fail", ROWS))
     checks, _ = both(capsys, scene, "row 4, not 0", f"rank 1: {ROWS}")
     rows = [row["rank"] for row in checks["checks"] if row["level"] == "fail"]  # type: ignore[attr-defined]
     assert rows == [0, 1]
@@ -183,12 +183,12 @@ def test_a_check_that_failed_and_later_passed_on_that_rank_has_passed(tmp_path: 
 def test_a_failure_that_is_only_reported_is_seen_of_a_run_that_completed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    scene = say(of_two(tmp_path / "run"), 1, checked("resume_continues", "fail", ROWS))
+    scene = say(of_two(tmp_path / "run"), 1, checked("weights_alive", "fail", ROWS))
     scene.events(RunFinished(state="completed", reason="every step done", exit_code=0, step=3))
     both(capsys, scene, f"rank 1: {ROWS}")
     view = Follower(scene.run).read_all()
     assert view.finished is not None and view.finished.state == "completed"
-    assert any("resume_continues" in line and "FAIL" in line for line in check_lines(view))
+    assert any("weights_alive" in line and "FAIL" in line for line in check_lines(view))
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -283,13 +283,13 @@ def test_of_ranks_that_fail_in_one_second_the_first_to_record_it_is_named() -> N
 def test_a_rank_that_failed_is_told_where_nothing_else_recorded_an_end(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    scene = say(of_two(tmp_path / "run"), 1, failed(f"check resume_continues: {ROWS}"))
+    scene = say(of_two(tmp_path / "run"), 1, failed(f"check weights_alive: {ROWS}"))
     scene.close()
     view = Follower(scene.run).read_all()
-    assert view.state(DEAD) == "failed" and f"rank 1: check resume_continues: {ROWS}" in " ".join(
+    assert view.state(DEAD) == "failed" and f"rank 1: check weights_alive: {ROWS}" in " ".join(
         run_verdict_lines(view, view.state(DEAD))
     )
-    both(capsys, scene, f"rank 1: check resume_continues: {ROWS}")
+    both(capsys, scene, f"rank 1: check weights_alive: {ROWS}")
     # The first rank may go on for some seconds.
     assert view.state(Liveness(trainer=True, supervisor=True)) == "running"
 
@@ -301,7 +301,7 @@ def test_a_session_that_is_over_is_not_held_against_the_next_one(
     scene.events(Note(level="error", text="an old error")).close()
     scene.now_s += 10
     say(scene.open().begin(60, resumed_from=3), 1).steps(4, 6)
-    scene.events(checked("resume_continues", "pass", "it goes on where it was", at=4))
+    scene.events(checked("weights_alive", "pass", "it goes on where it was", at=4))
     scene.close()
     view = Follower(scene.run).read_all()
     assert view.finished is None and not view.errors
@@ -321,15 +321,15 @@ def test_a_rank_that_a_resumed_run_has_no_more_says_nothing_of_it(tmp_path: Path
 def test_a_rank_may_open_its_log_before_the_first_rank_does(tmp_path: Path) -> None:
     scene = stopped_at_rank_1(tmp_path / "run").close()
     scene.now_s += 10
-    say(scene, 1, checked("resume_continues", "fail", "other rows again"))
+    say(scene, 1, checked("weights_alive", "fail", "other rows again"))
     view = view_of(scene.open().begin(60, resumed_from=3).steps(4, 6))
-    assert view.checks["resume_continues"].text == "rank 1: other rows again"
+    assert view.checks["weights_alive"].text == "rank 1: other rows again"
 
 
 def test_a_line_that_is_cut_off_says_nothing_and_hides_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    scene = say(of_two(tmp_path / "run"), 1, checked("resume_continues", "fail", ROWS))
+    scene = say(of_two(tmp_path / "run"), 1, checked("weights_alive", "fail", ROWS))
     say(scene, 1, failed("it is cut off")).close()
     log = log_of(scene.run, 1)
     log.write_bytes(log.read_bytes()[:-20])
@@ -340,7 +340,7 @@ def test_a_line_that_is_cut_off_says_nothing_and_hides_nothing(
 def test_a_ranks_log_that_cannot_be_read_further_is_an_error_of_its_own(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    scene = say(of_two(tmp_path / "run"), 1, checked("resume_continues", "fail", ROWS)).close()
+    scene = say(of_two(tmp_path / "run"), 1, checked("weights_alive", "fail", ROWS)).close()
     with log_of(scene.run, 1).open("ab") as file:
         file.write(b'{"kind":"note","seq"\n')
     both(capsys, scene, f"rank 1: {ROWS}", "1.jsonl", "expected a record")
@@ -371,12 +371,12 @@ def test_a_failure_of_a_rank_is_a_line_of_the_log_that_is_followed(tmp_path: Pat
     follower = Follower(scene.run)
     follower.read_all()
     follower.new_lines()
-    say(scene, 1, checked("resume_continues", "fail", ROWS))
+    say(scene, 1, checked("weights_alive", "fail", ROWS))
     say(scene, 3, Note(level="error", text="its disk is full"), Note(level="info", text="hello"))
     say(scene, 1, checked("shift_proof", "pass", "it is right"))
     follower.read_all()
     assert [line_text(line).partition(" ")[2] for line in follower.new_lines()] == [
-        f"check resume_continues: FAIL: rank 1: {ROWS} (10 ms)",
+        f"check weights_alive: FAIL: rank 1: {ROWS} (10 ms)",
         "error: rank 3: its disk is full",
     ]
     assert follower.new_lines() == []
@@ -387,7 +387,7 @@ def test_the_order_in_which_logs_are_read_does_not_matter(tmp_path: Path) -> Non
     scene = stopped_at_rank_1(tmp_path / "run").close()
     scene.now_s += 10
     say(scene.open().begin(60, resumed_from=3), 1).steps(4, 6)
-    say(scene, 1, Note(level="error", text="another"), checked("resume_continues", "fail", "again"))
+    say(scene, 1, Note(level="error", text="another"), checked("weights_alive", "fail", "again"))
     scene.close()
     logs: dict[str, list[AnyEvent]] = {}
     for line in InOrder(scene.run):
