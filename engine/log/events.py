@@ -539,9 +539,6 @@ class Wrote(Event, frozen=True, kw_only=True, tag="wrote"):
     """The token that ends the corpus's turns of the assistant; empty for a corpus of texts."""
     turn_tokens: Number | None = None
     """Median length of these turns in tokens."""
-    drawn_apart: Number | None = None
-    """Mean distance, 0 to 1, from the random numbers that drew the tokens of a recorded text to the intervals of those
-    tokens, in a replay that takes the text from the record (`engine.train.given_rows`); None where the model wrote."""
     write_s: Number
     prompt: str
     sample: str

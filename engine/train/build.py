@@ -57,7 +57,6 @@ from engine.train.background import Background, ModelHash
 from engine.train.checkpoint.continuing import check_same_teacher
 from engine.train.compiles import Compiles, build_cudnn_attention
 from engine.train.data import Data
-from engine.train.given_rows import GivenRows
 from engine.train.rollout import Rollout, turns_of
 from engine.train.step import BeatObserver
 from engine.train.stop_request import StopRequest
@@ -91,8 +90,6 @@ class Builder:
     beat: BeatWriter | None
     """The beats of this rank; None for a single process."""
     log: Log
-    recorded: Path | None = None
-    """Folder of the run whose written rows are replayed; None where rows are written."""
     hashes: list[ModelHash] = field(default_factory=list)
     """Hashes of the models, computed in background threads."""
 
@@ -257,7 +254,7 @@ class Builder:
                 "a teacher that each rank holds as a whole",
                 "a sharded one",
             )
-        rollout = (Rollout if self.recorded is None else GivenRows)(
+        return Rollout(
             writer,
             self.plan.inputs.tokenizer,
             spec.rollout,
@@ -268,9 +265,6 @@ class Builder:
             turns=turns_of(self.data.heldout),
             rank=ranks.rank,
         )
-        if isinstance(rollout, GivenRows) and self.recorded is not None:
-            rollout.recorded = self.recorded
-        return rollout
 
     def trainer(
         self,

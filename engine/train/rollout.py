@@ -42,7 +42,6 @@ RowKey = tuple[int, int, int]
 class Written(NamedTuple):
     """The rows of one micro-batch that a model wrote."""
 
-    keys: list[RowKey]
     prompts: list[list[int]]
     texts: list[list[int]]
     """The written tokens of each row, the end of text included."""
@@ -50,8 +49,6 @@ class Written(NamedTuple):
     """Whether the text ends by itself and not by its length."""
     log_p: list[float]
     """Sum of the log-probabilities of each row's tokens, as they were drawn, in nats."""
-    drawn_apart: float | None = None
-    """Mean distance of recorded texts from what the model draws (`engine.train.given_rows`); None for new texts."""
 
 
 def is_written(share: float, index: int) -> bool:
@@ -186,13 +183,12 @@ class Rollout:
             part = slice(first, first + len(batch.row_ids))
             first = part.stop
             written = Written(
-                keys[part],
                 prompts[part],
                 [text.tokens for text in texts[part]],
                 [text.ended for text in texts[part]],
                 [text.log_p for text in texts[part]],
             )
-            result.append(self._finish(written, batch.row_ids))
+            result.append((written_batch(written, self._seq_len, batch.row_ids), written))
         return result
 
     def prepare(self) -> None:
@@ -225,6 +221,3 @@ class Rollout:
             text.log_p += step.log_p
             text.ended = step.ended == "end_of_text"
         return texts
-
-    def _finish(self, written: Written, row_ids: Int64Array) -> tuple[Batch, Written]:
-        return written_batch(written, self._seq_len, row_ids), written

@@ -32,7 +32,6 @@ from engine.log.folder import RunFolder, open_run
 from engine.log.follow import Follower
 from engine.log.view import RunView
 from engine.log.write import LogWriter
-from engine.log.written import WRITTEN_BY
 from engine.models.adapter import is_adapted
 from engine.models.decoder import Decoder
 from engine.models.load import load_decoder
@@ -103,8 +102,6 @@ def run(
             )
         forget_warnings()
         job = _Job(spec, folder, log, stop, before, ranks)
-        if recorded := settings.get(WRITTEN_BY):
-            job.recorded = Path(recorded)
         stop.before_exit = job.log_stopped
         try:
             if ranks.first:
@@ -176,8 +173,6 @@ class _Job:
         """Requested settings, `asked`, which identify the run, and those with all decisions, `spec`, which it uses."""
         self._write = partial(to_events.write, log)
         self.ranks = ranks
-        self.recorded: Path | None = None
-        """Folder of the run whose written rows this run replays; None if it writes its own."""
         self.before = before
         """The log of a resumed run's earlier sessions."""
         self.begun_s = time.monotonic()
@@ -250,7 +245,6 @@ class _Job:
                 ranks=ranks,
                 beat=self.beat,
                 log=self.log,
-                recorded=self.recorded,
             )
             self.hashes = builder.hashes
             fresh = builder.fresh_student()

@@ -284,10 +284,6 @@ def wrote(
         repeated_in_prompts=_repeated(prompts),
         turn_end=decode([turns.end]) if turns else "",
         turn_tokens=turns.tokens if turns else None,
-        drawn_apart=None
-        if launched.written[0].drawn_apart is None
-        else sum(micro_batch.drawn_apart or 0.0 for micro_batch in launched.written)
-        / len(launched.written),
         write_s=launched.write_s,
         prompt=decode(prompts[0]),
         sample=decode(texts[0]),

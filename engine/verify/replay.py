@@ -22,7 +22,6 @@ from engine.files import read_json_object
 from engine.limits import RUN_FILE
 from engine.log.folder import RunFolder, create_run
 from engine.log.follow import Follower
-from engine.log.written import WRITTEN_BY
 from engine.signals import partial_output
 from engine.spec import RunSpec, spec_from_dict, spec_to_toml
 from engine.terminal import StatusLine
@@ -81,12 +80,9 @@ def replay_folder(run: RunFolder, scratch: Path | None, *, keep: bool) -> Iterat
             path.rmdir()  # where no replay was made
 
 
-def train_again(
-    spec: RunSpec, stretch: Stretch, checkpoint: Path | None, *, written_by: Path | None = None
-) -> RunFolder:
+def train_again(spec: RunSpec, stretch: Stretch, checkpoint: Path | None) -> RunFolder:
     """Train a stretch with the settings of `spec` in a new process, from `checkpoint` or from the first step, and
-    return the run folder. With `written_by` it trains on the rows that this run wrote, and writes none. Progress is
-    shown on stderr; a signal ends the process at once."""
+    return the run folder. Progress is shown on stderr; a signal ends the process at once."""
     path = Path(spec.run.out) / spec.run.name
     settings: dict[str, Any] = {
         "engine": VERSION,
@@ -94,8 +90,6 @@ def train_again(
         "sets": [],
         "spec": spec.to_dict(),
     }
-    if written_by is not None:
-        settings[WRITTEN_BY] = str(written_by)
     if checkpoint is not None:
         settings["changes"] = _changes(stretch.settings, spec, _settings_sha256_of(checkpoint))
     run = create_run(path, spec_to_toml(spec), settings | {"spec_sha256": spec.sha256})

@@ -22,7 +22,6 @@ from engine.log.events import (
     RunFinished,
     RunStarted,
     StepDone,
-    Wrote,
 )
 from engine.log.folder import RunFolder
 from engine.log.observed import lines_of
@@ -42,8 +41,6 @@ class Session:
     """Models by role, as they were loaded."""
     steps: dict[int, StepDone] = field(default_factory=dict)
     recorded: dict[int, Recorded] = field(default_factory=dict)
-    wrote: dict[int, Wrote] = field(default_factory=dict)
-    """Records of written text, by step."""
     audited: dict[tuple[int, str], Judged] = field(default_factory=dict)
     """Results of audit stages, by step and id."""
     evaluated: list[Evaluated] = field(default_factory=list)
@@ -81,8 +78,6 @@ def read_sessions(run: RunFolder) -> list[Session]:
                 session.steps.setdefault(event.step, event)
             case Recorded():
                 session.recorded.setdefault(event.step, event)
-            case Wrote():
-                session.wrote.setdefault(event.step, event)
             case Judged(by="check"):
                 session.audited[event.step, event.id] = event
             case Evaluated():

@@ -71,9 +71,7 @@ def by_name(found: dict[str, Any]) -> dict[str, tuple[str, str]]:
 def at_hand(replayed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every replay is the one that was made: another would only add its start-up time."""
 
-    def train_again(
-        spec: RunSpec, stretch: Stretch, checkpoint: Path | None, written_by: Path | None = None
-    ) -> RunFolder:
+    def train_again(spec: RunSpec, stretch: Stretch, checkpoint: Path | None) -> RunFolder:
         return RunFolder(replayed)
 
     monkeypatch.setattr(replay, "train_again", train_again)

@@ -75,9 +75,7 @@ def test_the_end_and_the_length_of_turns_are_found_and_texts_have_none() -> None
 
 
 def test_labels_are_the_written_tokens_and_nothing_else() -> None:
-    written = Written(
-        [(1, 0, 0), (1, 0, 1)], [[5, 6, 7], [8]], [[1, 2], [3, 4, 9]], [False, True], [-1.0, -2.0]
-    )
+    written = Written([[5, 6, 7], [8]], [[1, 2], [3, 4, 9]], [False, True], [-1.0, -2.0])
     batch = written_batch(written, 6, np.array([40, 2]))
     assert batch.tokens_BT.tolist() == [[5, 6, 7, 1, 2, 0], [8, 3, 4, 9, 0, 0]]
     assert batch.labels_BT.tolist() == [
