@@ -1,4 +1,4 @@
-"""Dequantises packed weights, with kernels on a GPU and with plain torch elsewhere,
+"""Dequantises packed weights, with kernels on a GPU and with plain torch elsewhere and for rare types,
 bit-identically.
 
 Triton is imported only when a GPU is first used, so that everything runs on a machine without it.
@@ -37,14 +37,16 @@ def dequantize_rows(packed: PackedMatrix, out_RC: Tensor, first: int, count: int
     check_out(packed, out_RC, count)
     if out_RC.numel() == 0:
         return
-    if packed.device.type != "cuda" or not has_triton():
-        dequantize_rows_reference(packed, out_RC, first, count)
-        return
-    if not out_RC.is_contiguous():
-        raise InternalError(f"dequantise: expected contiguous rows, found {out_RC.stride()}")
-    from engine.kernels.dequantize_triton import dequantize_blocks
+    if packed.device.type == "cuda" and has_triton():
+        from engine.kernels.dequantize_triton import TUNINGS, dequantize_blocks
 
-    dequantize_blocks(packed, out_RC, first, count)
+        if packed.type.name in TUNINGS:
+            if not out_RC.is_contiguous():
+                found = str(out_RC.stride())
+                raise InternalError(f"dequantise: expected contiguous rows, found {found}")
+            dequantize_blocks(packed, out_RC, first, count)
+            return
+    dequantize_rows_reference(packed, out_RC, first, count)
 
 
 def dequantize_gathered(packed: PackedMatrix, rows_I: Tensor, out_IC: Tensor) -> None:

@@ -1,5 +1,5 @@
-"""Dequantisation kernels of the types with blocks of 32 values: Q8_0, Q4_0, Q4_1, Q5_0, Q5_1, IQ4_NL
-and MXFP4.
+"""Dequantisation kernels of the types with blocks of 32 values: Q8_0, Q4_0, Q5_0, Q5_1, IQ4_NL and
+MXFP4.
 
 `dequantize_triton.py` describes how they work and their common arguments; the bit layouts are in
 `engine/quant/reference.py`.
@@ -79,27 +79,6 @@ def _dequantize_q4_0(
     d = tl.load(d_ptr + source, mask=there, other=0).to(tl.float32)
     w0 = d * tl.reshape(_floats(low, 8.0), (BLOCKS, 16))
     w1 = d * tl.reshape(_floats(high, 8.0), (BLOCKS, 16))
-    _store_32(out_ptr, block, there, w0, w1)
-
-
-@triton.jit
-def _dequantize_q4_1(
-    low_ptr,  # *u8      (blocks, 16)
-    d_ptr,  # *fp16      (blocks)
-    second_ptr,  # *fp16 (blocks)
-    out_ptr,  # *        (blocks, 32)
-    first,
-    count,
-    BLOCKS: tl.constexpr,
-):
-    block = (tl.program_id(0) * BLOCKS + tl.arange(0, BLOCKS))[:, None]
-    there = block < count
-    source = first + block.to(tl.int64)
-    low, high = _nibbles(low_ptr, source, there)
-    d = tl.load(d_ptr + source, mask=there, other=0).to(tl.float32)
-    m = tl.load(second_ptr + source, mask=there, other=0).to(tl.float32)
-    w0 = d * tl.reshape(_floats(low, 0.0), (BLOCKS, 16)) + m
-    w1 = d * tl.reshape(_floats(high, 0.0), (BLOCKS, 16)) + m
     _store_32(out_ptr, block, there, w0, w1)
 
 

@@ -1,4 +1,4 @@
-"""Dequantisation kernels of the types with blocks of 256 values: Q2_K to Q6_K, and IQ4_XS.
+"""Dequantisation kernels of the types with blocks of 256 values: Q3_K to Q6_K, and IQ4_XS.
 
 `dequantize_triton.py` describes how they work; the bit layouts are in `engine/quant/reference.py`.
 Here `first` and `count`, i32, are numbers of rows of `row_blocks` blocks each. The planes hold rows
@@ -183,38 +183,6 @@ def _dequantize_q6_k(
         code = ((codes >> (group // 2 * 4)) & 0x0F0F0F0F) | (top & 0x30303030)
         scale = d * tl.load(scales + group * 2, mask=there, other=0).to(tl.float32)
         value = scale * tl.reshape(_floats(code, 32.0), (BLOCKS, 2, 2, 16))
-        tl.store(out + group * 32, value.to(out_ptr.dtype.element_ty), mask=there)
-
-
-@triton.jit
-def _dequantize_q2_k(
-    low_ptr,  # *u8      (blocks, 64)
-    scales_ptr,  # *u8   (blocks, 16)
-    d_ptr,  # *fp16      (blocks)
-    dmin_ptr,  # *fp16   (blocks)
-    out_ptr,  # *        (blocks, 256)
-    first,
-    count,
-    row_blocks,
-    BLOCKS: tl.constexpr,
-):
-    source, target, there = _places(first, count, row_blocks, BLOCKS)
-    source, target = source[:, None, None, None], target[:, None, None, None]
-    there = there[:, None, None, None]
-    half = tl.arange(0, 2)[None, :, None, None]
-    part = tl.arange(0, 2)[None, None, :, None]  # of the 16 values that share a scale
-    word = tl.arange(0, 4)[None, None, None, :]
-    codes = _words(_as_words(low_ptr) + source * 16 + half * 8 + part * 4 + word, there)
-    d = tl.load(d_ptr + source, mask=there, other=0).to(tl.float32)
-    dmin = tl.load(dmin_ptr + source, mask=there, other=0).to(tl.float32)
-    scales = scales_ptr + source * 16 + half * 8 + part
-    out = out_ptr + target * 256 + half * 128 + part * 16
-    out += tl.arange(0, 16)[None, None, None, :]
-    for group in tl.static_range(4):
-        both = tl.load(scales + group * 2, mask=there, other=0)
-        scale, minimum = d * (both & 15).to(tl.float32), dmin * (both >> 4).to(tl.float32)
-        code = tl.reshape(_floats((codes >> (2 * group)) & 0x03030303, 0.0), (BLOCKS, 2, 2, 16))
-        value = scale * code - minimum
         tl.store(out + group * 32, value.to(out_ptr.dtype.element_ty), mask=there)
 
 

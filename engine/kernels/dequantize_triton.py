@@ -1,7 +1,9 @@
 """Kernels that dequantise packed blocks, bit-identical to `engine.quant.reference`.
 
-    dequantize_k.py     Q2_K, Q3_K, Q4_K, Q5_K, Q6_K, IQ4_XS
-    dequantize_32.py    Q8_0, Q4_0, Q4_1, Q5_0, Q5_1, IQ4_NL, MXFP4
+    dequantize_k.py     Q3_K, Q4_K, Q5_K, Q6_K, IQ4_XS
+    dequantize_32.py    Q8_0, Q4_0, Q5_0, Q5_1, IQ4_NL, MXFP4
+
+Q2_K and Q4_1 are rare, and dequantised by the reference, on the GPU too.
 
 The work is memory-bound: per bf16 value 0.56 (Q4_K) to 0.82 (Q6_K) bytes are read and 2 are
 written. So a thread loads 8 or 16 adjacent bytes of codes, as words, and stores 16 bytes of
@@ -37,14 +39,12 @@ from engine.kernels.dequantize_32 import (
     _dequantize_iq4_nl,
     _dequantize_mxfp4,
     _dequantize_q4_0,
-    _dequantize_q4_1,
     _dequantize_q5_0,
     _dequantize_q5_1,
     _dequantize_q8_0,
 )
 from engine.kernels.dequantize_k import (
     _dequantize_iq4_xs,
-    _dequantize_q2_k,
     _dequantize_q3_k,
     _dequantize_q4_k,
     _dequantize_q5_k,
@@ -74,11 +74,9 @@ TUNINGS = {
     "Q5_0": Tuning(_dequantize_q5_0, blocks=64, warps=4),
     "Q5_1": Tuning(_dequantize_q5_1, blocks=64, warps=4),
     # Not measured: those of the types that are most like them.
-    "Q4_1": Tuning(_dequantize_q4_1, blocks=64, warps=4),
     "IQ4_NL": Tuning(_dequantize_iq4_nl, blocks=64, warps=4),
     "MXFP4": Tuning(_dequantize_mxfp4, blocks=64, warps=4),
     "IQ4_XS": Tuning(_dequantize_iq4_xs, blocks=8, warps=2),
-    "Q2_K": Tuning(_dequantize_q2_k, blocks=4, warps=1),
     "Q3_K": Tuning(_dequantize_q3_k, blocks=4, warps=1),
 }
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
