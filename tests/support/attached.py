@@ -115,6 +115,7 @@ def _write_script(
 ) -> dict[str, str]:
     """Write the script into its folder; returns the environment of its process."""
     (folder / "run").mkdir(parents=True, exist_ok=True)
+    (folder / "run" / "effective.json").write_text('{"spec": {}, "command": {}}')
     (folder / "train.py").write_text(BEGIN + script)
     names = ("APR_WATCH_RUN", "PYTHONPATH", "RANK", "WORLD_SIZE")
     environment = {name: value for name, value in os.environ.items() if name not in names}

@@ -213,7 +213,8 @@ def test_a_rank_that_is_not_the_first_writes_how_far_it_has_come_and_nothing_els
     ran = run_watched(tmp_path, script)
     assert (ran.returncode, ran.stderr, ran.stdout) == (0, "", plain.stdout)
     assert not ran.lines
-    assert sorted(p.name for p in (tmp_path / "run").iterdir()) == ["owner", "ranks", "stacks"]
+    made = {p.name for p in (tmp_path / "run").iterdir()}
+    assert made == {"effective.json", "owner", "ranks", "stacks"}
     (beat,) = read_beats(RunFolder(tmp_path / "run"))
     # Each of the twelve steps begins a backward pass and an update.
     assert (beat.rank, beat.step, beat.entered) == (1, 12, 24)

@@ -11,7 +11,7 @@ Without `engine watch` a script starts its own watch by one of these lines:
 
     apr_watch.start()                               to the end of the process, or to apr_watch.stop()
     with apr_watch.watch(out="runs/first"):
-    WatchCallback()                                 of apr_watch.transformers or apr_watch.lightning
+    WatchCallback()                                 of apr_watch.transformers
     WatchLogger(), WatchTracker()                   of apr_watch.lightning, apr_watch.accelerate
 
 Under `engine watch` the neighbouring `sitecustomize` starts it; it waits for the script to import torch. Until then it
@@ -177,8 +177,6 @@ def _hook(torch: ModuleType, run: str) -> None:
 
         _hooks = Hooks(torch, run)
         _hooks.install()
-        if _begun is not None and _begun.why_none:
-            note(f"no observer watches this process: {_begun.why_none}", "warning")
         from .stacks import register
 
         register(run)

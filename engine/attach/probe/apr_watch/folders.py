@@ -84,11 +84,8 @@ def _create_or_check(folder: str, run: str) -> bool:
             except (OSError, ValueError, AttributeError):
                 time.sleep(_PAUSE_S)
         return False
-    try:
-        with open(os.path.join(run, SETTINGS)) as file:
-            settings_of_run = json.loads(file.read(_MAX_CHARACTERS))
-    except OSError:
-        settings_of_run = unknown_command()
+    with open(os.path.join(run, SETTINGS)) as file:
+        settings_of_run = json.loads(file.read(_MAX_CHARACTERS))
     settings_of_run["command"] = {
         **settings_of_run["command"],
         PART_OF: os.path.basename(run),
@@ -96,11 +93,6 @@ def _create_or_check(folder: str, run: str) -> bool:
     }
     fill(folder, settings_of_run)
     return True
-
-
-def unknown_command() -> dict[str, Any]:
-    """Return the settings of a run of which only the working directory is known."""
-    return {"spec": {}, "command": {"arguments": [], "folder": os.getcwd(), "commit": None}}
 
 
 def fill(folder: str, settings: dict[str, Any]) -> None:

@@ -789,11 +789,3 @@ def _mapped(value: Any, change: Callable[[Any], Any]) -> Any:
     if type(value) in (list, tuple):
         return type(value)(_mapped(one, change) for one in value)
     return change(value)
-
-
-def logits_of(torch: Any, output: Any, tokens_BT: Any) -> Any:
-    """Return the logits in a model's output for tokens, (B, T, V); None where there are none."""
-    return _logits_for(
-        [tensor for tensor in tensors_in(torch, [_parts(output)]) if tensor.is_floating_point()],
-        tokens_BT,
-    )

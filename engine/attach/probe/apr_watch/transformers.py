@@ -12,41 +12,23 @@ from transformers import TrainerCallback
 
 import apr_watch
 
-from .callback import Guard, Prompt, logged, settings
+from .callback import Guard, logged, settings
 
 
 class WatchCallback(TrainerCallback):
     """Callback that watches this process as `engine watch` does, and records the Trainer's settings and the values that
     it logs, `eval_loss` as the held-out loss."""
 
-    def __init__(
-        self, out: str = "", *, prompt: str | None = None, tokens: int = 32, tokenizer: Any = None
-    ) -> None:
-        """Start watching. `out`: the run folder to create, in `runs` if empty. At each evaluation the model continues
-        `prompt` by up to `tokens` greedy tokens, with `tokenizer` or else the Trainer's."""
+    def __init__(self, out: str = "") -> None:
+        """Start watching. `out`: the run folder to create, in `runs` if empty."""
         apr_watch.start(out)
         self._guarded = Guard(type(self).__name__)
-        self._prompt = Prompt(prompt, tokens, tokenizer)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         self._guarded(lambda: settings(type(args).__name__, _changed(args)))
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **others: Any) -> None:
-        self._guarded(self._log, logs or {})
-
-    def _log(self, logs: dict[str, Any]) -> None:
-        # `on_evaluate` logs the held-out loss, together with the sample.
-        logged({name: value for name, value in logs.items() if name != "eval_loss"}, "")
-
-    def on_evaluate(
-        self, args: Any, state: Any, control: Any, metrics: Any = None, **others: Any
-    ) -> None:
-        self._guarded(self._evaluated, metrics or {}, others)
-
-    def _evaluated(self, metrics: dict[str, Any], others: dict[str, Any]) -> None:
-        loss = {name: value for name, value in metrics.items() if name == "eval_loss"}
-        tokenizer = others.get("processing_class") or others.get("tokenizer")
-        logged({**loss, **self._prompt.of(others.get("model"), tokenizer)}, "eval_loss")
+        self._guarded(logged, logs or {}, "eval_loss")
 
 
 def _changed(arguments: Any) -> dict[str, Any]:
