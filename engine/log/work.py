@@ -86,12 +86,14 @@ def work_left_out(
     same_rows: bool = False,
     kind: str = "",
     observed: Observed | None = None,
+    scales_updates: bool = False,
     sources: Mapping[str, str] = MappingProxyType({}),
 ) -> str | None:
     """Return what run `b` left out of the work of run `a`, in words: empty if it did all of it, None if the logs do not
     tell. `was` and `now` are the line `key` that was changed for `b`, `kind` is one of KINDS or empty; with
-    `same_rows` steps of the engine must be on the same rows. `sources` are the texts of A's script by their paths.
-    Raises RunLogError."""
+    `same_rows` steps of the engine must be on the same rows, and with `scales_updates`, where the change may make
+    updates as small as it likes, the loss must fall. `sources` are the texts of A's script by their paths. Raises
+    RunLogError."""
     run_a, run_b = _Run.read(a), _Run.read(b)
     for step, step_b in zip(run_a.done, run_b.done, strict=False) if same_rows else ():
         if step.rows_digest and step_b.rows_digest and step.rows_digest != step_b.rows_digest:
@@ -100,7 +102,7 @@ def work_left_out(
     broken = next((step.step for step in run_b.done if _is_broken(step)), None)
     if broken is not None and not any(map(_is_broken, run_a.done[:-1])):
         return f"its loss is not finite from step {broken} on, and A's was until it failed"
-    if text := next(_learnt_less(run_a, run_b, kind, observed), ""):
+    if text := next(_learnt_less(run_a, run_b, kind, observed, scales_updates=scales_updates), ""):
         return text
     if not run_a.worked or not run_b.worked:
         return None
@@ -306,7 +308,9 @@ def _largest_there_too(a: _Run, b: _Run) -> Iterator[str]:
             yield f"the change is of the scale of its loss, which is largest in step {at + 1} too"
 
 
-def _learnt_less(a: _Run, b: _Run, kind: str, observed: Observed | None) -> Iterator[str]:
+def _learnt_less(
+    a: _Run, b: _Run, kind: str, observed: Observed | None, *, scales_updates: bool
+) -> Iterator[str]:
     """Yield that B's loss fell less than A's had, or rises to its end as A's did. An identity judges how it trains."""
     losses_a, losses_b = a.losses, [loss for loss in b.losses if math.isfinite(loss)]
     if observed is None or observed.kind == IDENTITY or not losses_a:
@@ -317,6 +321,8 @@ def _learnt_less(a: _Run, b: _Run, kind: str, observed: Observed | None) -> Iter
             f"its loss fell by {fall_b:.3g}, and A's by {fall_a:.3g} before it failed: "
             f"a run that learns as much tells (--steps)"
         )
+    if scales_updates and not fall_b and len(losses_b) >= 2 * _IN_A_ROW:
+        yield f"its loss did not fall in {len(losses_b)} steps: a run that learns tells (--steps)"
     rose = losses_a[-1] >= _STANDS_OUT * statistics.median(losses_a)
     if rose and _rises(losses_b[len(losses_b) // 2 :]):
         yield "its loss rises to its end, as A's did: it may fail later (--steps)"

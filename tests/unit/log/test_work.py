@@ -139,12 +139,7 @@ def test_steps_on_losses_that_are_no_numbers_are_no_work(
     tmp_path: Path, a: list[float], b: list[float], is_left_out: bool
 ) -> None:
     """A check of the loss that is turned off does not end what it found."""
-    runs = []
-    for name, losses in (("a", a), ("b", b)):
-        scene = Scene(tmp_path / name).open()
-        scene.events(*(step(n, loss) for n, loss in enumerate(losses, 1)))
-        runs.append(scene.close().run)
-    assert bool(work_left_out(*runs)) is is_left_out
+    assert bool(work_left_out(*losses_of(tmp_path, a, b))) is is_left_out
 
 
 def test_steps_of_the_engine_are_on_the_same_rows_unless_the_data_were_changed(
@@ -246,6 +241,15 @@ def course(first: float, last: float, n: int, noise: float = 0.02) -> list[float
     return [first * (last / first) ** (at / n) * (1 + noise * (-1) ** at) for at in range(n)]
 
 
+def losses_of(path: Path, a: list[float], b: list[float]) -> list[RunFolder]:
+    runs = []
+    for name, losses in (("a", a), ("b", b)):
+        scene = Scene(path / name).open()
+        scene.events(*(step(n, loss) for n, loss in enumerate(losses, 1)))
+        runs.append(scene.close().run)
+    return runs
+
+
 LEARNS_AND_FAILS = [*course(2.0, 0.5, 20), 40.0]
 GROWS = course(1.0, 60.0, 20)
 
@@ -274,12 +278,24 @@ GROWS = course(1.0, 60.0, 20)
 def test_a_run_learns_as_the_other_one_did(
     tmp_path: Path, a: list[float], b: list[float], kind: str, said: str | None
 ) -> None:
-    runs = []
-    for name, losses in (("a", a), ("b", b)):
-        scene = Scene(tmp_path / name).open()
-        scene.events(*(step(n, loss) for n, loss in enumerate(losses, 1)))
-        runs.append(scene.close().run)
-    found = work_left_out(*runs, kind=kind, observed=SEEN)
+    found = work_left_out(*losses_of(tmp_path, a, b), kind=kind, observed=SEEN)
+    assert not found if said is None else found is not None and said in found, found
+
+
+@pytest.mark.parametrize(
+    ("b", "said"),
+    [
+        (course(1.0, 0.4, 30), None),
+        (course(1.0, 0.999, 30), "its loss did not fall in 30 steps"),
+        (course(1.0, 0.999, 6), None),
+    ],
+)
+def test_a_setting_that_scales_updates_must_leave_some(
+    tmp_path: Path, b: list[float], said: str | None
+) -> None:
+    """A learning rate of nothing ends every divergence."""
+    runs = losses_of(tmp_path, GROWS, b)
+    found = work_left_out(*runs, observed=SEEN, scales_updates=True)
     assert not found if said is None else found is not None and said in found, found
 
 
