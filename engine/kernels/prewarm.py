@@ -46,12 +46,8 @@ def prewarm_variants(
     slices and lookups of them launch; each variant once.
     """
     kinds = tuple(dtypes)
-    variants = (
-        dequantize_triton.variant(type_, dtype)
-        for type_ in types
-        if type_.name in dequantize_triton.TUNINGS
-        for dtype in kinds
-    )
+    types = [type_ for type_ in types if type_.name in dequantize_triton.TUNINGS]
+    variants = (dequantize_triton.variant(type_, dtype) for type_ in types for dtype in kinds)
     return tuple(dict.fromkeys(variants))
 
 

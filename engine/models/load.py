@@ -66,7 +66,6 @@ from engine.models.names import (
     rotated_heads,
     rotates_neighbours,
     rows_of,
-    scales,
     shifted,
     unpermute_rows,
     untied_head_error,
@@ -172,7 +171,6 @@ def reader(weights: WeightFile, config: ModelConfig) -> Callable[[str], Tensor |
     check_fits(config, weights, weights.path, convention)
     permuted = rotates_neighbours(config, convention, weights.metadata, weights.path)
     check_tied(config, weights)
-    scale_names = scales(weights)
     parts_by_name = {part.ours: part for part in parts(config, convention)}
     kept: tuple[str, Tensor | QuantTensor] | None = None
 
@@ -180,11 +178,7 @@ def reader(weights: WeightFile, config: ModelConfig) -> Callable[[str], Tensor |
         nonlocal kept
         _, name, shape, first = parts_by_name[ours]
         if kept is None or kept[0] != name:
-            whole = weights.get(name)
-            if name in scale_names:
-                values = whole if isinstance(whole, Tensor) else whole.dequantize()
-                whole = values * as_floats(weights.get(scale_names[name]), torch.float32, "cpu")
-            kept = name, whole
+            kept = name, weights.get(name)
         source = rows_of(kept[1], first, shape[0])
         if convention == "gguf":
             source = shifted(config, ours, source, -1)

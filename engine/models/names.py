@@ -17,7 +17,6 @@ tied embedding) are checked where they are read, in `engine.models.load`.
 
 from __future__ import annotations
 
-import importlib.util
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -37,7 +36,7 @@ from engine.model_families import (
 )
 from engine.models.config import ModelConfig, shape_of
 from engine.models.transformers_config import TransformersConfig
-from engine.quant.blocks import BLOCK_TYPES, PACKAGE, package_needed
+from engine.quant.blocks import BLOCK_TYPES
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -114,17 +113,11 @@ def check_fits(
 ) -> None:
     """Compare names, shapes and dtypes with what `config` requires; no data is read.
 
-    Raises a `WeightsError` if block types need the package `gguf` and it is not installed; else
-    one that lists every missing, unexpected and misshapen tensor and every
-    tensor of an unreadable dtype. A tied model may have a head of the embedding's shape (or an
+    Raises a `WeightsError` that lists every missing, unexpected and misshapen tensor and every tensor of an
+    unreadable dtype. A tied model may have a head of the embedding's shape (or an
     empty one in an .apr, as one exporter of tied models writes it), and a Llama outside safetensors
     may have `ROPE_DIVISORS`. Buffers of RoPE and parts other than the language model are not read.
     """
-    if importlib.util.find_spec(PACKAGE) is None:
-        present = {info.dtype for info in weights.tensors.values()}
-        rare = [name for name in BLOCK_TYPES if name in present and BLOCK_TYPES[name].by_package]
-        if rare:
-            raise package_needed(where, rare)
     if isinstance(config, TransformersConfig):
         # The text model of a checkpoint may be run alone, or with its other parts.
         whole = {facts.name: facts.shape for facts in weights.tensors.values()}
@@ -143,7 +136,6 @@ def check_fits(
     dtypes = readable_dtypes(convention)
     unread = {name for name in weights.tensors if ROPE_BUFFER.fullmatch(name)}
     unread |= {*other_parts(weights.tensors)}
-    unread |= {*scales(weights).values()}
     found = {
         name: facts
         for name, facts in weights.tensors.items()
@@ -192,23 +184,6 @@ def untied_head_error(where: object, head: str, embedding: str) -> WeightsError:
         "another matrix",
         hint="set tie_word_embeddings to false in config.json if the head is its own",
     )
-
-
-def scales(weights: WeightFile) -> dict[str, str]:
-    """Return the tensor whose one number multiplies a matrix in NVFP4, by the matrix's name: GGUF files have it as
-    `blk.0.ffn_gate.scale` or as `blk.0.ffn_gate.weight.scale`.
-    """
-    names = {}
-    for name, facts in weights.tensors.items():
-        if facts.dtype == "NVFP4":
-            for scale in (f"{name.removesuffix('.weight')}.scale", f"{name}.scale"):
-                scale_facts = weights.tensors.get(scale)
-                if scale_facts is not None and (scale_facts.dtype, scale_facts.shape) == (
-                    "F32",
-                    (1,),
-                ):
-                    names[name] = scale
-    return names
 
 
 def rotates_neighbours(

@@ -32,17 +32,7 @@ The value of a code q:
     BF16    30     1      2      16          itself
     MXFP4   39    32     17       4.25       d book[q]           d: a power of two
 
-Types whose codes are numbers of rows of a large table, ternary, or with scales in 8-bit floats are
-rare. The package `gguf`, an optional dependency, has their layouts and tables and decodes them:
-
-    name     id  values  bytes  bits/weight      name     id  values  bytes  bits/weight
-    IQ1_S    19   256     50      1.5625         IQ3_XXS  18   256     98      3.0625
-    IQ1_M    29   256     56      1.75           IQ3_S    21   256    110      3.4375
-    IQ2_XXS  16   256     66      2.0625         TQ1_0    34   256     54      1.6875
-    IQ2_XS   17   256     74      2.3125         TQ2_0    35   256     66      2.0625
-    IQ2_S    22   256     82      2.5625         NVFP4    40    64     36      4.5
-
-The bytes of the parts of the others:
+The bytes of the parts:
 
     type     d        second     scales                       low bits           high bits
     Q4_0       0..1                                             2..17   16 x 4
@@ -72,7 +62,6 @@ checked without torch.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -165,7 +154,7 @@ class BlockType:
     None for a type that is only read: nothing is quantised to it.
     """
     layout: Layout | None = field(default=None, compare=False, repr=False)
-    """None for the float types, and for those that the package `gguf` decodes."""
+    """None for the float types."""
     float_dtype: str | None = field(default=None, compare=False, repr=False)
     """torch's name of a float type."""
     shorter: str | None = field(default=None, compare=False, repr=False)
@@ -178,11 +167,6 @@ class BlockType:
         """The layout of a type that is not a float type."""
         assert self.layout is not None
         return self.layout
-
-    @property
-    def by_package(self) -> bool:
-        """Whether the package `gguf` decodes this type."""
-        return self.layout is None and self.float_dtype is None
 
     @property
     def is_packed(self) -> bool:
@@ -427,16 +411,6 @@ _ROWS = (
         largest=_BFLOAT16_MAX,
         float_dtype="bfloat16",
     ),
-    BlockType(name="IQ2_XXS", ggml_id=16, block_size=256, block_bytes=66, file_type=19),
-    BlockType(name="IQ2_XS", ggml_id=17, block_size=256, block_bytes=74, file_type=20),
-    BlockType(name="IQ3_XXS", ggml_id=18, block_size=256, block_bytes=98, file_type=23),
-    BlockType(name="IQ1_S", ggml_id=19, block_size=256, block_bytes=50, file_type=24),
-    BlockType(name="IQ3_S", ggml_id=21, block_size=256, block_bytes=110, file_type=26),
-    BlockType(name="IQ2_S", ggml_id=22, block_size=256, block_bytes=82, file_type=28),
-    BlockType(name="IQ1_M", ggml_id=29, block_size=256, block_bytes=56, file_type=31),
-    BlockType(name="TQ1_0", ggml_id=34, block_size=256, block_bytes=54, file_type=36),
-    BlockType(name="TQ2_0", ggml_id=35, block_size=256, block_bytes=66, file_type=37),
-    BlockType(name="NVFP4", ggml_id=40, block_size=64, block_bytes=36, file_type=39),
 )
 
 BLOCK_TYPES: dict[str, BlockType] = {row.name: row for row in _ROWS}
@@ -460,17 +434,27 @@ GGML_NAMES = {row.ggml_id: row.name for row in _ROWS} | {
     5: "Q4_3, of 2023",
     9: "Q8_1",
     15: "Q8_K",
+    16: "IQ2_XXS",
+    17: "IQ2_XS",
+    18: "IQ3_XXS",
+    19: "IQ1_S",
+    21: "IQ3_S",
+    22: "IQ2_S",
     24: "I8",
     25: "I16",
     26: "I32",
     27: "I64",
     28: "F64",
+    29: "IQ1_M",
     31: "Q4_0_4_4, which llama.cpp makes of Q4_0 as it loads",
     32: "Q4_0_4_8, which llama.cpp makes of Q4_0 as it loads",
     33: "Q4_0_8_8, which llama.cpp makes of Q4_0 as it loads",
+    34: "TQ1_0",
+    35: "TQ2_0",
     36: "IQ4_NL_4_4, which llama.cpp makes of IQ4_NL as it loads",
     37: "IQ4_NL_4_8, which llama.cpp makes of IQ4_NL as it loads",
     38: "IQ4_NL_8_8, which llama.cpp makes of IQ4_NL as it loads",
+    40: "NVFP4",
     41: "Q1_0, 128 weights in 18 bytes",
     42: "Q2_0, 64 weights in a block",
 }
@@ -480,17 +464,6 @@ name them.
 
 GROUP_ROWS = 16
 """Rows of a K-quant that are stored together on a device (`engine.quant.planes`)."""
-
-
-PACKAGE = "gguf"
-"""Decodes the types that have no layout here."""
-
-
-def package_needed(where: object, names: Iterable[str], found: str = "none") -> QuantError:
-    """Return the error for blocks of types that the missing package would decode."""
-    expected = f"the package {PACKAGE}, which decodes them"
-    what = f"{' and '.join(names)} blocks"
-    return QuantError.expected(what, where, expected, found, hint=f"`pip install {PACKAGE}`")
 
 
 def group_rows(type_: BlockType) -> int:

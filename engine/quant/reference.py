@@ -1,9 +1,6 @@
 """Unpacks and dequantises blocks in plain torch: the slow, exact reference that every faster
 implementation is compared with.
 
-Types without a layout are decoded by the package `gguf`, on one core of the CPU: 20 (IQ2_XXS) to 150
-(TQ2_0) million values a second.
-
 `unpack` reads a block as its row of `engine.quant.blocks` describes. The 12 scale bytes S of Q4_K
 and Q5_K (a width of 6) hold eight 6-bit scales sc and eight 6-bit minima mn:
 
@@ -34,11 +31,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from engine.quant.blocks import BLOCK_TYPES, Bits, BlockType, Layout, QuantError, package_needed
+from engine.quant.blocks import BLOCK_TYPES, Bits, BlockType, Layout, QuantError
 
 # Shapes: R rows, C bytes of a row, L values of a row, N blocks, B bytes of a block or of a part of it,
 # E values of a block, S sub-blocks of a block, K values of a sub-block
@@ -185,8 +181,7 @@ def dequantize(
     """Return the values in `blocks_u8`, uint8 of shape (..., row bytes), as `dtype` of shape (...,
     row length). The result is a new tensor on the same device, also for the float types.
 
-    Raises `QuantError` if rows are not whole blocks, and for a type that the package `gguf`
-    decodes if it is not installed.
+    Raises `QuantError` if rows are not whole blocks.
     """
     if blocks_u8.dtype != torch.uint8 or blocks_u8.ndim == 0:
         found = f"{blocks_u8.dtype} of shape {tuple(blocks_u8.shape)}"
@@ -207,9 +202,7 @@ def dequantize(
     step = chunk_rows(values, out.device)
     for start in range(0, len(rows_RC), step):
         part_RC = rows_RC[start : start + step]
-        if type_.by_package:
-            part_RL = _dequantize_by_package(part_RC, type_)
-        elif type_.name in FLOATS:
+        if type_.name in FLOATS:
             # A copy, because its address is aligned for any dtype.
             part_RL = part_RC.clone(memory_format=torch.contiguous_format).view(FLOATS[type_.name])
         else:
@@ -241,19 +234,6 @@ def _dequantize_blocks(blocks_NB: Tensor, type_: BlockType) -> Tensor:
         else:
             value_NSK.sub_((second_N[:, None] * parts.min_NS)[:, :, None])
     return value_NE
-
-
-def _dequantize_by_package(rows_RC: Tensor, type_: BlockType) -> Tensor:
-    """Return the values of rows as float32 of shape (R, row length) on the CPU."""
-    try:
-        import gguf  # takes half a second, and few files need it
-
-        kind = gguf.GGMLQuantizationType[type_.name]
-        with np.errstate(all="ignore"):  # NaN and infinity are judged where the values go
-            return torch.from_numpy(gguf.quants.dequantize(rows_RC.cpu().numpy(), kind))
-    except (ImportError, KeyError, NotImplementedError) as error:
-        found = "none" if isinstance(error, ImportError) else f"a version without {type_.name}"
-        raise package_needed("decoder", [type_.name], found) from error
 
 
 def _code_values(code_NE: Tensor, layout: Layout) -> Tensor:

@@ -37,7 +37,7 @@ LACKS = {
     "zsh": "apt-get install zsh",
     "fish": "apt-get install fish",
     "man": "apt-get install man-db",
-    "the gguf package": "pip install -e .[gguf]",
+    "the gguf package": "pip install -e .[dev]",
     "TRL": "make frameworks",
     "Lightning": "make frameworks",
     "loops in Triton's interpreter": "pip install 'triton>=3.7'",

@@ -189,15 +189,11 @@ def _gguf(path: Path) -> Files:
         found = tensors[_renamed(name, IN_GGUF)]
         turned = family in ("llama", "smollm3") and name.split(".")[-2] in ("q", "k")
         places = [_neighbours(row, head_dim) if turned else row for row in which]
-        base = found.name.removesuffix(".weight")
-        scale = tensors.get(f"{base}.scale") or tensors.get(f"{found.name}.scale")
         if len(found.shape) == 1:
             whole = torch.from_numpy(dequantize(found.data, found.tensor_type)[places]).float()
             # There, llama.cpp's readers multiply with what the file holds.
             return whole - 1 if gemma else whole
-        values = torch.from_numpy(dequantize(found.data[places], found.tensor_type)).float()
-        # A matrix in NVFP4 has one more factor beside it.
-        return values if scale is None else values * float(scale.data[0])
+        return torch.from_numpy(dequantize(found.data[places], found.tensor_type)).float()
 
     return _apart(Files(shape, count, rows))
 

@@ -20,7 +20,6 @@ from engine.models.load import save_decoder
 from engine.plan.inputs import Inputs, check_inputs
 from engine.spec import load_spec
 from engine.teachers.vocabulary import check_vocabularies, compare
-from tests.support.gguf_types import written
 from tests.support.kit import Kit, tiny_config
 from tests.support.packed_models import lively, make_config, write
 from tests.support.train_tokenizer import train_bpe
@@ -191,15 +190,6 @@ def test_a_quantized_teacher_needs_blocks_and_says_so_before_the_run(
         data__tokenizer=tokenizer,
     )
     assert found.teacher_size is not None and found.teacher_size.matrices == 16
-    written(path := tmp_path / "rare.gguf", ["Q4_K", "IQ3_S", "TQ1_0"], vocab_size=300)
-    rare = inputs(
-        kit,
-        tmp_path,
-        teacher__backend="quantized",
-        teacher__path=str(path),
-        data__tokenizer=tokenizer,
-    )
-    assert "teacher.backend=quantized: matrices in IQ3_S and TQ1_0 become floats" in rare.notes
     assert found.notes == (
         f"teacher: {tmp_path / 'm.gguf'}: no tokenizer.json: the file brings no tokenizer",
         "vocabulary: the teacher's tokenizer is not known, so its ids were not compared",

@@ -1,24 +1,16 @@
-"""GGUF files of other makers: types by name, scales of NVFP4, other versions, faults that only a tokenizer shows."""
+"""GGUF files of other makers: types by name, other versions, faults that only a tokenizer shows."""
 
 from __future__ import annotations
 
-import itertools
 import struct
 from pathlib import Path
 
-import gguf
 import pytest
-import torch
 
 from engine.cli.main import main
 from engine.errors import WeightsError
-from engine.export.convert import convert
-from engine.export.describe import describe
 from engine.formats.gguf import open_gguf
-from engine.models.load import load_decoder, load_packed_decoder
 from tests.support.gguf_files import QWEN2, build, tensor, vocabulary
-from tests.support.gguf_types import written
-from tests.support.model_files import open_files
 
 
 def refusal(path: Path) -> WeightsError:
@@ -74,65 +66,6 @@ def test_another_version_or_byte_order_is_refused_with_what_to_do(
     path.write_bytes(b"GGUF" + start + bytes(16))
     error = refusal(path)
     assert code in error.message and error.hint is not None and hint in error.hint
-
-
-def scaled(path: Path, named: str, *, kind: str = "NVFP4", types: tuple[str, ...] = ()) -> None:
-    """Rewrite a GGUF with a scale of 0.5 to 4 for each matrix, under `{base}.scale` or `{name}.scale`."""
-    reader = gguf.GGUFReader(path)
-    writer = gguf.GGUFWriter(path.with_name("scaled.gguf"), "qwen2")
-    for field in reader.fields.values():
-        if not field.name.startswith(("GGUF.", "general.architecture")):
-            writer.add_key_value(field.name, field.contents(), field.types[0])
-    factors = itertools.cycle((0.5, 2.0, 4.0))
-    for one in reader.tensors:
-        writer.add_tensor(one.name, one.data, raw_dtype=one.tensor_type)
-        if one.tensor_type.name == kind:
-            value = torch.tensor([next(factors)]).numpy()
-            base = one.name.removesuffix(".weight")
-            writer.add_tensor(named.format(base=base, name=one.name), value)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-
-
-@pytest.mark.parametrize("named", ["{base}.scale", "{name}.scale"])
-@pytest.mark.parametrize("types", [("NVFP4",), ("NVFP4", "Q8_0"), ("Q4_0", "NVFP4", "Q5_1")])
-def test_the_scale_of_a_matrix_in_nvfp4_multiplies_it(
-    types: tuple[str, ...], named: str, tmp_path: Path
-) -> None:
-    plain = written(tmp_path / "m.gguf", types).state_dict()
-    scaled(tmp_path / "m.gguf", named)
-    path = tmp_path / "scaled.gguf"
-    found = load_decoder(path).state_dict()
-    factors, turns = itertools.cycle((0.5, 2.0, 4.0)), itertools.cycle(types)
-    for name, tensor_ in plain.items():
-        quantised = tensor_.dim() > 1 and next(turns) == "NVFP4"
-        assert torch.equal(found[name], tensor_ * next(factors) if quantised else tensor_), name
-    assert describe(path)["runs"] is True
-    audited = open_files(path)
-    assert audited is not None
-    for name in ("embed.weight", "layers.1.mlp.up.weight", "layers.0.attention.q.weight"):
-        assert torch.equal(audited.rows(name, range(5)), found[name][:5])
-    if len(types) > 1:
-        again = load_packed_decoder(path)
-        tokens_BT = torch.arange(12).view(2, 6)
-        with torch.no_grad():
-            torch.testing.assert_close(
-                again(tokens_BT), load_decoder(path)(tokens_BT), rtol=1e-4, atol=1e-4
-            )
-    made = convert(path, tmp_path / "folder", "f32").target
-    assert all(
-        torch.equal(found[key], value) for key, value in load_decoder(made).state_dict().items()
-    )
-
-
-@pytest.mark.parametrize("named", ["{base}.scale", "{name}.scale"])
-def test_a_scale_of_another_type_is_refused_by_name(named: str, tmp_path: Path) -> None:
-    written(tmp_path / "m.gguf", ("Q8_0",))
-    scaled(tmp_path / "m.gguf", named, kind="Q8_0")
-    with pytest.raises(WeightsError, match=r"unexpected token_embd\.(weight\.)?scale"):
-        load_decoder(tmp_path / "scaled.gguf")
 
 
 VOCABULARY = ["a", "b", "c", "ab", "abc", "<|end|>"]

@@ -125,7 +125,7 @@ def test_blocks_fit_where_the_format_has_them() -> None:
     config = make_config()
     blocks = (
         "F32, BF16, F16, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q2_K, Q3_K, Q4_K, Q5_K, Q6_K, IQ4_NL, "
-        "IQ4_XS, MXFP4, IQ2_XXS, IQ2_XS, IQ3_XXS, IQ1_S, IQ3_S, IQ2_S, IQ1_M, TQ1_0, TQ2_0, NVFP4"
+        "IQ4_XS, MXFP4"
     )
     for convention, dtypes in (("gguf", blocks), ("apr", f"{blocks}, APR_Q4, APR_Q8")):
         check_fits(config, Weights(config, "Q4_K", convention), "x", convention)
