@@ -22,8 +22,6 @@ ATTENTION_WEIGHTS = 1 << 20
 """Maximum number of attention weights of one head, over all rows, in memory at a time (`engine.audit.reference`)."""
 LOGITS = {"cpu": 1 << 19, "cuda": 1 << 25}
 """Maximum number of fp32 logits of one model in memory at a time, by device type. On a CPU they fit in its cache."""
-FP32_TEACHER_PARAMETERS = 2 * 10**9
-"""Maximum number of parameters of a teacher that the audit copies to fp32 to run its module again."""
 MAX_SCALE = 8
 """Maximum factor by which the reference's chunks grow when the step has freed the memory for them. Larger chunks need
 fewer kernel launches."""

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.audit.reference import AdamW, HeadRows, Objective, Runs, Shape, Targets, Weight
+from engine.audit.reference import AdamW, HeadRows, Objective, PlainDecoder, Shape, Targets, Weight
 
 
 @dataclass(slots=True, kw_only=True)
@@ -60,10 +60,8 @@ class Model:
     parameters: int
     head_name: str
     """Name of the head's tensor, which may be the embedding; empty with `reference.LOGITS`."""
-    runs: Runs
-    """Reference forward pass with the same weights."""
-    proved: bool = True
-    """Whether `runs` is an independent implementation rather than the same module in fp32."""
+    runs: PlainDecoder | None
+    """Reference with the same weights; None for a model that transformers runs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -24,7 +24,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -144,28 +144,27 @@ class Forward:
     """Relative size of the rounding errors that were added; the backward pass adds the same."""
 
 
-class Runs(Protocol):
-    """A model that runs a forward pass and its backward pass."""
+@dataclass(frozen=True, slots=True)
+class LowRank:
+    """An adapter of a matrix: W + scale B A is used in its place."""
 
-    def forward(
-        self, tokens_BT: Tensor, documents_BT: Tensor, *, keep: bool = False, rounding: float = 0.0
-    ) -> Forward:
-        """Return the hidden states of some rows; with `keep` also the tensors that the backward pass needs."""
-        ...
-
-    def backward(
-        self, passes: Sequence[Forward], upstream: Sequence[Tensor]
-    ) -> Iterator[tuple[str, Tensor]]:
-        """Yield the name and the gradient of every tensor through which the hidden states were computed."""
-        ...
+    a_RI: Tensor
+    b_OR: Tensor
+    scale: float
 
 
 @dataclass(frozen=True, slots=True)
 class PlainDecoder:
-    """The decoder of this file as a `Runs`."""
+    """The decoder of this file.
+
+    With adapters, W + s B A is merged into its weights (`merged`), and the gradients of A and B take the place of the
+    others: dA = s B^T dW and dB = s dW A^T.
+    """
 
     shape: Shape
     weight: Weight
+    adapters: Mapping[str, LowRank] = field(default_factory=dict)
+    """Adapters by the name of their matrix."""
     attention_weights: int = ATTENTION_WEIGHTS
     """Number of attention weights of one head, over all rows, in memory at a time; at least those of one query."""
 
@@ -212,6 +211,19 @@ class PlainDecoder:
 
         `upstream` is the gradient of each pass's hidden states, (N, D). Passes must have kept their inputs.
         """
+        gradients = self._backward(passes, upstream)
+        if not self.adapters:
+            yield from gradients
+            return
+        for name, gradient_OI in gradients:
+            if (adapter := self.adapters.get(name)) is not None:
+                stem, wide = name.removesuffix(".weight"), gradient_OI.dtype
+                yield f"{stem}.lora_A", adapter.scale * adapter.b_OR.to(wide).T @ gradient_OI
+                yield f"{stem}.lora_B", adapter.scale * gradient_OI @ adapter.a_RI.to(wide).T
+
+    def _backward(
+        self, passes: Sequence[Forward], upstream: Sequence[Tensor]
+    ) -> Iterator[tuple[str, Tensor]]:
         shape, weight = self.shape, _widened(self.weight, passes[0].rounding)
         flows = [flow_ND.to(weight("norm.weight").dtype) for flow_ND in upstream]
 
@@ -251,40 +263,6 @@ class PlainDecoder:
 
     def _layer(self, index: int, *arguments: Any) -> Tensor:
         return _layer(self.shape, index, self.attention_weights, *arguments)
-
-
-@dataclass(frozen=True, slots=True)
-class LowRank:
-    """An adapter of a matrix: W + scale B A is used in its place."""
-
-    a_RI: Tensor
-    b_OR: Tensor
-    scale: float
-
-
-@dataclass(frozen=True, slots=True)
-class AdaptedDecoder:
-    """A plain decoder with adapters, as a `Runs`: of W + s B A the gradients are dA = s B^T dW and dB = s dW A^T."""
-
-    plain: PlainDecoder
-    """The decoder with the adapters merged into its weights (`merged`)."""
-    adapters: Mapping[str, LowRank]
-    """Adapters by the name of their matrix."""
-
-    def forward(
-        self, tokens_BT: Tensor, documents_BT: Tensor, *, keep: bool = False, rounding: float = 0.0
-    ) -> Forward:
-        return self.plain.forward(tokens_BT, documents_BT, keep=keep, rounding=rounding)
-
-    def backward(
-        self, passes: Sequence[Forward], upstream: Sequence[Tensor]
-    ) -> Iterator[tuple[str, Tensor]]:
-        """Yield the name and the gradient of every A and B."""
-        for name, gradient_OI in self.plain.backward(passes, upstream):
-            if (adapter := self.adapters.get(name)) is not None:
-                stem, wide = name.removesuffix(".weight"), gradient_OI.dtype
-                yield f"{stem}.lora_A", adapter.scale * adapter.b_OR.to(wide).T @ gradient_OI
-                yield f"{stem}.lora_B", adapter.scale * gradient_OI @ adapter.a_RI.to(wide).T
 
 
 def merged(weight: Weight, adapters: Mapping[str, LowRank]) -> Weight:

@@ -58,9 +58,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from engine.audit.bounds import (
-    FP32_TEACHER_PARAMETERS,
     REFERENCE_FLOPS,
-    group_tokens,
     layer_bytes,
     logits_bytes,
 )
@@ -785,24 +783,29 @@ def _audit_items(plan: MemoryPlan) -> Iterator[BudgetItem]:
     student, teacher = plan.student, plan.teacher_in_loss
     tokens = plan.tokens * plan.spec.train.accumulation
     models = [model for model in (student, teacher) if model is not None]
-    layer = 4 * max(sum(linear_sizes(model).values()) for model in models)
+    # A model that transformers runs has no reference.
+    compared = [model for model in models if model.native]
+    layer = 4 * max((sum(linear_sizes(model).values()) for model in compared), default=0)
 
     at_once = max(
-        layer_bytes(
-            intermediate=model.intermediate_size,
-            width=model.hidden_size,
-            heads=model.num_attention_heads,
-            tokens=plan.tokens,
-            row_tokens=plan.spec.data.seq_len,
-            backward=model is student,
-        )
-        for model in models
+        (
+            layer_bytes(
+                intermediate=model.intermediate_size,
+                width=model.hidden_size,
+                heads=model.num_attention_heads,
+                tokens=plan.tokens,
+                row_tokens=plan.spec.data.seq_len,
+                backward=model is student,
+            )
+            for model in compared
+        ),
+        default=0,
     )
     hidden = (
         sum(plan.itemsize * tokens * model.hidden_size for model in models)
         + 8 * tokens * student.hidden_size
     )
-    if 8 * count_parameters(student) * tokens <= REFERENCE_FLOPS["cuda"]:
+    if student.native and 8 * count_parameters(student) * tokens <= REFERENCE_FLOPS["cuda"]:
         # The input of every layer, for its gradients.
         hidden += 4 * tokens * student.hidden_size * (student.num_hidden_layers + 1)
     logits = logits_bytes(plan.tokens, student.vocab_size)
@@ -843,35 +846,6 @@ def _transformers_items(plan: MemoryPlan) -> Iterator[BudgetItem]:
             f"{format_count(tokens)} tokens x {teacher.vocab_size}, as the model gives them",
             phases=(_TEACHER, _LOSS),
         )
-    if plan.spec.checks.enabled and plan.on_gpu:
-        yield from _same_module_items(plan, teacher)
-
-
-def _same_module_items(plan: MemoryPlan, teacher: ModelConfig | None) -> Iterator[BudgetItem]:
-    """Yield what the audit of a step needs to rerun a module of transformers in fp32 (`engine.train.same_module`)."""
-    student, tokens = plan.student, plan.tokens
-    needed = 0
-    if isinstance(student, TransformersConfig):
-        at_once = max(1, group_tokens(student.intermediate_size) // plan.spec.data.seq_len)
-        forward = replace(
-            plan._pass(student, min(at_once, plan.spec.train.rows), 4, 4),
-            checkpointing=plan.checkpointing,
-            kept_layers=plan.kept_layers,
-        )
-        needed = 8 * count_parameters(student) + sum(forward.kept().values()) + forward.recomputed()
-        if student.scales_logits:
-            needed += tokens * student.vocab_size * (32 + 3 * plan.itemsize)
-    if (
-        isinstance(teacher, TransformersConfig)
-        and count_parameters(teacher) <= FP32_TEACHER_PARAMETERS
-    ):
-        needed = max(needed, 4 * count_parameters(teacher))
-    yield BudgetItem(
-        "audit of a module of transformers",
-        needed,
-        "its weights and their gradients in fp32, a forward pass kept, logits in float64",
-        phases=(_AUDIT,),
-    )
 
 
 def _workspace(plan: MemoryPlan, forward: Forward) -> int:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from engine.audit import reference
-from engine.audit.bounds import COMPARED_NUMBERS, FP32_TEACHER_PARAMETERS
+from engine.audit.bounds import COMPARED_NUMBERS
 from engine.audit.judge import StepJudge
 from engine.audit.observed import (
     Model,
@@ -42,7 +42,6 @@ from engine.runtime.ranks import is_shared, whole
 from engine.spec import RunSpec
 from engine.teachers.in_context import context_of
 from engine.teachers.store.teacher import CachedTeacher
-from engine.train.same_module import SameModule
 from engine.train.step import MicroBatch, StepObserver, TeacherOutput
 from engine.train.trainer import Trainer
 from engine.verdict import Answer, unknown
@@ -53,10 +52,7 @@ NARROW = {"tf32": 2.0**-11, "fp8": 2.0**-4}
 """Largest relative error of one rounding of a matmul's operands, by precision. In fp8 these are e4m3 activations; the
 reference uses the same, already rounded, weights.
 """
-NO_TEACHER = (
-    "not compared: an fp32 copy of the teacher would be too large, or its layers are on several GPUs, or it reads a "
-    "context"
-)
+NO_TEACHER = "not compared: transformers runs the teacher, its layers are on several GPUs, or it reads a context"
 
 
 def is_due(spec: RunSpec, step: int, *, after: int) -> bool:
@@ -275,7 +271,6 @@ class StepAudit(StepObserver):
                 weight=_weight(weights, trainer.device),
                 head_name=head_name,
                 runs=self._student_runs(weights),
-                proved=student.config.native,
                 vocabulary=student.config.vocab_size,
                 rounding=NARROW.get(spec.student.adapter_base, ROUNDING[trainer.dtype]),
                 parameters=sum(p.numel() for p in weights.values()),
@@ -306,11 +301,10 @@ class StepAudit(StepObserver):
             free_bytes=_free_bytes(trainer.device),
         )
 
-    def _student_runs(self, weights: dict[str, Tensor]) -> reference.Runs:
+    def _student_runs(self, weights: dict[str, Tensor]) -> reference.PlainDecoder | None:
         student, device = self.trainer.student, self.trainer.device
         if isinstance(student, TransformersDecoder):
-            buffers = dict(student.named_buffers())
-            return SameModule(student, {**buffers, **weights}, device)
+            return None
         layers = {
             f"{path}.weight": module
             for path, module in student.named_modules()
@@ -336,8 +330,7 @@ class StepAudit(StepObserver):
         def frozen(name: str, rows_N: Tensor | None = None) -> Tensor:
             return (held_weight if name in layers else weight)(name, rows_N)
 
-        plain = reference.PlainDecoder(shape, reference.merged(frozen, adapters))
-        return reference.AdaptedDecoder(plain, adapters)
+        return reference.PlainDecoder(shape, reference.merged(frozen, adapters), adapters)
 
     def _objective(self, *, written: bool) -> reference.Objective:
         loss, rollout, has_teacher = self.spec.loss, self.spec.rollout, self.trainer.has_teacher
@@ -352,17 +345,15 @@ class StepAudit(StepObserver):
     def _teacher(self) -> Model | None:
         decoder = self.teacher_decoder
         # Gathering a sharded layer is a collective, and only the first rank calls this.
-        if decoder is None or decoder.shards is not None or context_of(self.trainer.teacher):
-            return None
-        is_other = isinstance(decoder, TransformersDecoder)
-        if is_other and decoder.config.counted > FP32_TEACHER_PARAMETERS:
+        if (
+            decoder is None
+            or decoder.shards is not None
+            or isinstance(decoder, TransformersDecoder)
+            or context_of(self.trainer.teacher)
+        ):
             return None
         rounding = NARROW.get(self.spec.teacher.precision, ROUNDING[decoder.dtype])
         shape, weight = shape_of(decoder.config), weights_of(decoder)
-        runs: reference.Runs = reference.PlainDecoder(shape, weight)
-        if isinstance(decoder, TransformersDecoder):
-            tensors = dict(decoder.named_parameters()) | dict(decoder.named_buffers())
-            runs = SameModule(decoder, tensors, self.trainer.device)
         return Model(
             shape=shape,
             weight=weight,
@@ -370,8 +361,7 @@ class StepAudit(StepObserver):
             rounding=rounding,
             parameters=_size(decoder),
             head_name=_head_name(decoder),
-            runs=runs,
-            proved=decoder.config.native,
+            runs=reference.PlainDecoder(shape, weight),
         )
 
 
