@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from engine.errors import RunLogError
 from engine.files import read_json_object
 from engine.limits import RUN_FILE
-from engine.log.events import Evaluated, StepDone
+from engine.log.events import Evaluated
 from engine.log.folder import RunFolder
 from engine.log.rows import path_of, read_ranks, read_rows
 from engine.verdict import Level, Verdict
@@ -54,6 +54,8 @@ class Field(NamedTuple):
     first: bool = False
     """Whether the field is compared only in the first step with the same weights, where rounding is allowed. AdamW
     moves a weight by the sign of its gradient, however small, so rounding decides the later steps."""
+    exact: bool = False
+    """Whether the field is compared only where every bit must be equal: few numbers, which rounding may decide."""
 
 
 FIELDS = (
@@ -68,22 +70,19 @@ FIELDS = (
     Field("step_loss", "kd", 1e-3, 1e-6),
     Field("step_loss", "agreement", 0.0, 1e-2),
     Field("step_loss", "loss", 1e-3, 1e-6),
-    Field("step_gradients", "gradient", 5e-2, of_recorded=True, first=True),
+    Field("step_gradients", "gradient", of_recorded=True, exact=True),
     Field("step_gradients", "grad_norm", 1e-2, 1e-6, first=True),
-    Field("step_weights", "mean", 2e-1, 1e-12, of_recorded=True, first=True),
-    Field("step_weights", "square", 4e-1, 1e-24, of_recorded=True, first=True),
+    Field("step_weights", "mean", of_recorded=True, exact=True),
+    Field("step_weights", "square", of_recorded=True, exact=True),
     Field("step_weights", "lr"),
-    Field("step_weights", "weight", 1e-6, of_recorded=True, first=True),
+    Field("step_weights", "weight", of_recorded=True, exact=True),
 )
 """Compared fields in the order in which a step computes them: the first difference names the stage."""
 ROUNDING = (
     f"losses may differ by 0.1 % for each step since both had the same weights, up to {MAX_ROUNDING_STEPS} steps, and "
-    "the teacher's hidden states by 2 %; the student's hidden states, gradients, moments and weights are compared in "
-    "the first of these steps"
+    "the teacher's hidden states by 2 %; the student's hidden states and the norm of the gradients are compared in the "
+    "first of these steps"
 )
-GRADIENT_ROUNDING, UPDATE_ROUNDING = 0.5, 0.3
-"""Tolerance of a single gradient, as a share of the root mean square of all gradients, and of an update, as a share of
-the learning rate."""
 HELDOUT = Field("", "loss", 1e-3, 1e-6)
 
 
@@ -166,14 +165,11 @@ def differences(
             or (field.name == "rows_digest" and record.begin)
         ):
             continue
-        if rounded and field.first:
-            if step > record.begin + 1:
-                continue
-            if field.name in ("mean", "square", "weight"):
-                recorded, replayed = _where_gradients_agree(*of_recorded, recorded, replayed)
+        if rounded and (field.exact or (field.first and step > record.begin + 1)):
+            continue
         # A teacher's rounding does not grow: its weights are the same in every step.
         rounding_steps = (1 if field.name == "teacher" else since) if rounded else 0
-        if not agrees(field, recorded, replayed, rounding_steps, _floor(field, of_step[0], replay)):
+        if not agrees(field, recorded, replayed, rounding_steps):
             yield FirstDifference(
                 step=step, stage=field.stage, field=field.name, recorded=recorded, replayed=replayed
             )
@@ -188,31 +184,9 @@ def _reason_for_end(replay: Session) -> str:
     return ended.reason or ended.state
 
 
-def _where_gradients_agree(
-    record: Any, replay: Any, recorded: list[float], replayed: list[float]
-) -> tuple[list[float], list[float]]:
-    """Return the numbers of a moment or a weight whose gradients agree within 5 %, in both records."""
-    pairs = zip(record.gradient, replay.gradient, strict=True)
-    is_close = [abs(a - b) <= 0.05 * abs(a) for a, b in pairs] or [False] * len(recorded)
-    return [*itertools.compress(recorded, is_close)], [*itertools.compress(replayed, is_close)]
-
-
-def _floor(field: Field, step: StepDone, replay: Session) -> float:
-    """Return the absolute tolerance of a single gradient or weight."""
-    if field.name == "gradient" and replay.started is not None:
-        return (
-            GRADIENT_ROUNDING
-            * (step.grad_norm or 0.0)
-            / math.sqrt(replay.started.trainable_parameters)
-        )
-    return UPDATE_ROUNDING * (step.lr or 0.0) if field.name == "weight" else 0.0
-
-
-def agrees(
-    field: Field, recorded: Any, replayed: Any, rounding_steps: int, floor: float = 0.0
-) -> bool:
+def agrees(field: Field, recorded: Any, replayed: Any, rounding_steps: int) -> bool:
     """Return whether a number or vector of the record agrees with the replay's within `rounding_steps` times the
-    field's tolerance plus `floor`. With 0 steps every bit must be equal; two NaN are equal."""
+    field's tolerance. With 0 steps every bit must be equal; two NaN are equal."""
     recorded_values, replayed_values = (
         value if isinstance(value, list) else [value] for value in (recorded, replayed)
     )
@@ -234,7 +208,7 @@ def agrees(
         math.dist(recorded_values, replayed_values),
         max(math.hypot(*recorded_values), math.hypot(*replayed_values)),
     )
-    return apart <= rounding_steps * (field.relative * length + field.absolute) + floor
+    return apart <= rounding_steps * (field.relative * length + field.absolute)
 
 
 def _same_number(recorded: Any, replayed: Any) -> bool:

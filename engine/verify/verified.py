@@ -319,14 +319,17 @@ class _Verifier:
         self._result.add(str(piece), Verdict(Level.UNKNOWN, text))
         return None
 
-    def _add_steps(self, piece: Stretch, compared: Compared, *, explain: bool = True) -> None:
+    def _add_steps(self, piece: Stretch, compared: Compared) -> None:
         name, count = str(piece), compared.steps
         for field_name, of_steps in compared.lacking.items():
             text = f"{of_steps} of {piece.end - piece.begin} steps of the log lack it"
             self._result.add(f"steps: {field_name}", Verdict(Level.UNKNOWN, text))
         if (difference := compared.difference) is not None:
             self._result.difference = self._result.difference or difference
-            text = self._explain(piece, difference) if explain else str(difference)
+            text = str(difference)
+            if count:
+                text += f"; {count} steps before it agree"
+            text += f"; --step {difference.step} audits that step"
             self._result.add(name, Verdict(Level.FAIL, text))
         elif compared.ended:
             level = Level.FAIL if compared.ended.startswith("the settings end") else Level.UNKNOWN
@@ -335,31 +338,6 @@ class _Verifier:
         else:
             precision = self._result.rounding or "every bit the same"
             self._result.add(name, Verdict(Level.PASS, f"{count} steps agree: {precision}"))
-
-    def _explain(self, piece: Stretch, difference: FirstDifference) -> str:
-        """Describe where the record differs, and by an audit of the replay which side is wrong."""
-        text = str(difference)
-        if agreeing := difference.step - piece.begin - 1:
-            text += f"; {agreeing} steps before it agree"
-        if difference.recorded is None:
-            return text
-        answers = self._replay_with_audit(piece, difference.step)
-        wrong = [
-            f"{id}: {verdict.reason}"
-            for id, verdict in answers.items()
-            if verdict.level is Level.FAIL
-        ]
-        if wrong:
-            return f"{text}; the audit of the replayed step fails {wrong[0]}"
-        proved = sum(verdict.level is Level.PASS for verdict in answers.values())
-        if proved:
-            text += f"; the audit of the replayed step passes {proved} of {len(answers)} stages"
-        return text
-
-    def _replay_with_audit(self, piece: Stretch, step: int) -> dict[str, Verdict]:
-        """Replay and audit `step`, and return the verdicts by stage; empty where it cannot be replayed."""
-        replayed = self._run_replay(self._from_checkpoint(piece, step), audited=step)
-        return {} if replayed is None else _audit_verdicts(replayed[1], step)
 
     def _from_checkpoint(self, stretch: Stretch, step: int) -> Stretch:
         """Return the steps after the nearest checkpoint before `step`, up to `step`."""
@@ -379,7 +357,7 @@ class _Verifier:
             earlier = piece.between(piece.begin, step - 1)
             compared = compare_steps(earlier, fresh, rounded=bool(why))
             result.steps += compared.steps
-            self._add_steps(earlier, compared, explain=False)
+            self._add_steps(earlier, compared)
         rows = compare_rows(self._run, replay_run, piece)
         if rows is not None and rows.level is Level.FAIL:
             result.add("rows", rows)

@@ -19,7 +19,9 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Literal
+
+import msgspec
 
 from engine import limits
 from engine.checkpoint_folders import PUBLISHED, published, refusal
@@ -27,15 +29,18 @@ from engine.errors import CheckpointError
 from engine.files import open_regular, read_bytes
 
 MANIFEST = "MANIFEST.json"
-SCHEMA = 1
 _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
-_SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FileRecord:
-    sha256: str
-    size: int
+class FileRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    sha256: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")]
+    size: Annotated[int, msgspec.Meta(ge=0)]
+
+
+class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    schema: Literal[1]
+    step: int
+    files: dict[str, FileRecord]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,11 +104,8 @@ def newest(folder: Path, allow_fallback: bool = False) -> VerifiedCheckpoint | N
 
 def manifest_bytes(step: int, records: Mapping[str, FileRecord]) -> bytes:
     """Return the content of the manifest file; equal records give equal bytes."""
-    files = {
-        name: {"sha256": record.sha256, "size": record.size} for name, record in records.items()
-    }
-    text = json.dumps({"schema": SCHEMA, "step": step, "files": files}, sort_keys=True, indent=1)
-    return text.encode() + b"\n"
+    manifest = msgspec.to_builtins(Manifest(schema=1, step=step, files=dict(records)))
+    return json.dumps(manifest, sort_keys=True, indent=1).encode() + b"\n"
 
 
 def is_file_name(name: str) -> bool:
@@ -139,48 +141,18 @@ def _verify_folder(path: Path, step: int) -> VerifiedCheckpoint:
 
 
 def _read_manifest(path: Path, raw: bytes, step: int) -> dict[str, FileRecord]:
-    """Return the manifest's files.
-
-    Every key and type is required and no other key is allowed, so that a flipped bit is not read as a new
-    field.
-    """
-
-    def refuse_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        mapping = dict(pairs)
-        if len(mapping) != len(pairs):
-            raise ValueError("a key twice")
-        return mapping
-
+    """Return the manifest's files. Every key and type is required and no other key is allowed, so that a flipped bit is
+    not read as a new field."""
     try:
-        manifest = json.loads(raw.decode(), object_pairs_hook=refuse_duplicate_keys)
-    except (ValueError, RecursionError) as error:
-        raise refusal(path, "JSON", str(error)) from error
-    if not isinstance(manifest, dict) or manifest.keys() != {"schema", "step", "files"}:
-        raise refusal(path, "schema, step and files", "other content")
-    if not _is_integer(manifest["schema"]) or manifest["schema"] != SCHEMA:
-        raise refusal(path, f"schema {SCHEMA}", repr(manifest["schema"]))
-    if not _is_integer(manifest["step"]) or manifest["step"] != step:
-        raise refusal(path, f"step {step}, as the folder is named", repr(manifest["step"]))
-    if not isinstance(manifest["files"], dict):
-        raise refusal(path, "a table of files", repr(manifest["files"]))
-    records: dict[str, FileRecord] = {}
-    for name, fields in manifest["files"].items():
+        manifest = msgspec.json.decode(raw, type=Manifest)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise refusal(path, "JSON with schema, step and files", str(error)) from error
+    if manifest.step != step:
+        raise refusal(path, f"step {step}, as the folder is named", str(manifest.step))
+    for name in manifest.files:
         if not is_file_name(name):
             raise refusal(path, "plain file names", repr(name))
-        if (
-            not isinstance(fields, dict)
-            or fields.keys() != {"sha256", "size"}
-            or not _is_integer(fields["size"])
-            or not isinstance(fields["sha256"], str)
-            or not _SHA256.fullmatch(fields["sha256"])
-        ):
-            raise refusal(path, f"sha256 and size of {name}", repr(fields))
-        records[name] = FileRecord(sha256=fields["sha256"], size=fields["size"])
-    return records
-
-
-def _is_integer(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+    return manifest.files
 
 
 def digest_of(path: Path) -> tuple[int, str]:

@@ -340,11 +340,6 @@ def _deep_manifest(path: Path) -> None:
     (path / MANIFEST).write_bytes(b"[" * 100_000)
 
 
-def _repeated_key(path: Path) -> None:
-    raw = (path / MANIFEST).read_bytes()
-    (path / MANIFEST).write_bytes(raw.replace(b'"schema": 1', b'"schema": 1, "schema": 1'))
-
-
 def _escaping_name(path: Path) -> None:
     raw = (path / MANIFEST).read_bytes()
     (path / MANIFEST).write_bytes(raw.replace(b"model.bin", b"../model.bin"))
@@ -365,7 +360,6 @@ def _other_step(path: Path) -> None:
         (_remove_manifest, "found none: not a checkpoint"),
         (_empty_manifest, "MANIFEST.json — expected JSON"),
         (_deep_manifest, "MANIFEST.json — expected JSON"),
-        (_repeated_key, "a key twice"),
         (_escaping_name, r"expected plain file names, found '\.\./model.bin'"),
         (_other_step, "expected step 7, as the folder is named, found 8"),
     ],
