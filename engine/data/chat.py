@@ -35,7 +35,7 @@ conversation without any labels is skipped with the reason.
 **A token has a label if its first character lies inside the turn.** A token that begins in the prompt and
 extends into the turn (a space at the end of the prompt, with the word that follows) has none: at generation
 the prompt is complete and contains the beginning of that token, so the model never predicts it. The prompt
-alone is then tokenized differently from the beginning of the whole; `Chat.straddling` counts these turns. A
+alone is then tokenized differently from the beginning of the whole; a remark says so. A
 token may extend over the end of a turn only if the turn has no end-of-turn token. It has a label, because the
 model has to predict it to generate the last characters of the turn.
 """
@@ -64,7 +64,6 @@ from engine.errors import CorpusError
 from engine.formats.tokenizer import TextTooLong, Tokenizer
 
 Turns = Literal["all", "last"]
-Proof = Literal["prefix", "marks", "text"]
 
 NO_ASSISTANT = "no assistant turn"
 OTHER_PROMPT = "the template's generation prompt is not the beginning of an assistant turn"
@@ -87,16 +86,6 @@ class Chat:
     """Shape (T,)."""
     labelled: NDArray[np.bool_]
     """Shape (T,). Whether each token is a label; at least one is."""
-    turns: int
-    """Assistant turns in the conversation."""
-    labelled_turns: int
-    """Assistant turns with labels."""
-    proof: Proof
-    """Method that found the turns: `prefix`, `marks` (used for at least one turn), or `text` for a pair of texts."""
-    straddling: int = 0
-    """Labelled turns whose first characters are in a token that begins in the prompt."""
-    unended: int = 0
-    """Labelled turns without an end-of-turn token."""
     reason: str | None = None
     """Reason why a requested turn has no labels; None if all have them."""
     remarks: tuple[str, ...] = ()
@@ -157,8 +146,6 @@ class _Span:
 class _Proved:
     text: str
     spans: tuple[_Span, ...]
-    turns: int
-    proof: Proof
     reason: str | None = None
     remarks: tuple[str, ...] = ()
     is_cut: bool = False
@@ -182,12 +169,12 @@ def _label(
 ) -> Chat | Skipped:
     """Turn the spans of a text into labels of its tokens, which begin at the characters `starts`."""
     labelled = np.zeros(len(ids), dtype=np.bool_)
-    straddling = 0
+    straddles = False
     for span in proved.spans:
         first, after = np.searchsorted(starts, (span.start, span.end))
         labelled[first:after] = True
         begins = first < len(starts) and starts[first] == span.start
-        straddling += span.start < span.end and not begins
+        straddles |= span.start < span.end and not begins
     if not labelled.any() and any(span.start < span.end for span in proved.spans):
         return Skipped(name=conversation.name, reason=NO_TOKEN)
     if not proved.spans[-1].ended and not proved.is_cut:
@@ -200,13 +187,8 @@ def _label(
         name=conversation.name,
         ids=ids.astype(np.int32),
         labelled=labelled,
-        turns=proved.turns,
-        labelled_turns=len(proved.spans),
-        proof=proved.proof,
-        straddling=straddling,
-        unended=sum(not span.ended for span in proved.spans),
         reason=proved.reason,
-        remarks=(*proved.remarks, *([STRADDLING] if straddling else [])),
+        remarks=(*proved.remarks, *([STRADDLING] if straddles else [])),
     )
 
 
@@ -217,7 +199,7 @@ def _prove(
     if conversation.pair is not None:
         prompt, completion = conversation.pair
         span = _Span(start=len(prompt), end=len(prompt) + len(completion), ended=False)
-        return _Proved(text=prompt + completion, spans=(span,), turns=1, proof="text")
+        return _Proved(text=prompt + completion, spans=(span,))
     if template is None:
         raise CorpusError.expected(
             "conversation",
@@ -270,8 +252,6 @@ def _prove(
     return _Proved(
         text=whole.text if is_whole else whole.text[: last_span.end],
         spans=tuple(spans[index] for index in sorted(spans)),
-        turns=len(assistant),
-        proof="marks" if finder.by_mark & spans.keys() else "prefix",
         is_cut=max(spans) != requested[-1],
         reason=reasons[-1] if reasons else None,
         remarks=tuple(remarks),
@@ -290,8 +270,6 @@ class _TurnFinder:
     special: _Special
     ends: set[str] = field(default_factory=set)
     """End-of-turn tokens of the turns found so far."""
-    by_mark: set[int] = field(default_factory=set)
-    """Turns that were proved by their mark."""
     lost: dict[int, list[str]] = field(default_factory=dict)
     """Fields that the template does not write, for each turn that has no labels because of them."""
 
@@ -332,7 +310,7 @@ class _TurnFinder:
 
     def span(self, index: int) -> _Span:
         """Return where message `index` is. Raises _Unproved."""
-        span: _Span | None = None
+        span: _Span | None
         try:
             span = self._by_prefix(index)
         except (_Unproved, Unrenderable) as error:
@@ -343,12 +321,9 @@ class _TurnFinder:
             # A turn that begins with its prompt and changes later cannot be found by likeness either.
             may_be_like = marked is None and reason != OTHER_LATER
             likened = self._by_likeness(index) if may_be_like else None
-            if marked is not None:
-                self.by_mark.add(index)
-            elif likened is None:
-                raise _Unproved(reason) from None
             span = marked or likened
-        assert span is not None
+            if span is None:
+                raise _Unproved(reason) from None
         if span.ended:
             end = self.special.at_end(self.whole.text[span.start : span.end])
             assert end is not None

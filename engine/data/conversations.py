@@ -26,8 +26,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -296,44 +295,16 @@ def _dump_checked(content: object, where: str) -> str:
     except RecursionError:
         bad_record(where, f"JSON nested {limits.JSON_DEPTH}", "more")
     except ValueError:
-        leaf = next(
-            leaf_place
-            for leaf_place, value in _leaves(content)
-            if isinstance(value, float) and not math.isfinite(value)
-        )
-        bad_record(
-            f"{where}{leaf}",
-            "a finite number",
-            "NaN or an infinity",
-            reason="a number that is NaN or an infinity, which JSON cannot represent",
-        )
+        reason = "a number that is NaN or an infinity, which JSON cannot represent"
+        bad_record(where, "finite numbers", "NaN or an infinity", reason=reason)
     # JSON can spell half of a surrogate pair, which no UTF-8 text can hold.
     if "\\ud" in text:
-        for leaf, value in _leaves(content):
-            try:
-                str(value).encode("utf-8")
-            except UnicodeEncodeError as error:
-                code = ord(str(value)[error.start])
-                bad_record(
-                    f"{where}{leaf}",
-                    "Unicode text",
-                    f"the lone surrogate U+{code:04X} at character {error.start:,}",
-                    reason=LONE_SURROGATE,
-                )
+        try:
+            json.dumps(content, ensure_ascii=False).encode("utf-8")
+        except UnicodeEncodeError as error:
+            found = f"the lone surrogate U+{ord(error.object[error.start]):04X}"
+            bad_record(where, "Unicode text", found, reason=LONE_SURROGATE)
     return text
-
-
-def _leaves(content: object, place: str = "") -> Iterator[tuple[str, object]]:
-    """Yield the keys and the innermost values of JSON, each with its place."""
-    if isinstance(content, dict):
-        for key, child in content.items():
-            yield f"{place}, a key", key
-            yield from _leaves(child, f"{place}, {key!a}")
-    elif isinstance(content, list | tuple):
-        for number, child in enumerate(content):
-            yield from _leaves(child, f"{place}[{number}]" if place else place)
-    else:
-        yield place, content
 
 
 def _has_unnamed_keys(message: Message) -> bool:

@@ -212,7 +212,8 @@ def test_a_header_inside_the_mark_has_no_label(
         ids, mask = masked(theirs, chat)
         assert ids == found.ids.tolist() and mask[found.labelled].all()
         more = tokenizer.decode(found.ids[mask & ~found.labelled])
-        assert more == "<|im_start|>assistant\n" * found.turns
+        turns = sum(one["role"] == "assistant" for one in chat.messages)
+        assert more == "<|im_start|>assistant\n" * turns
 
 
 @pytest.mark.parametrize(
@@ -263,7 +264,7 @@ def test_the_tokenizer_of_the_demo(chats: list[Conversation]) -> None:
     theirs = reference(tokenizer, text, special)
     counts: Counter[str] = Counter()
     for chat, found in zip(chats, encode_chats(chats, tokenizer, template), strict=True):
-        assert isinstance(found, Chat) and found.proof == "prefix" and found.reason is None
+        assert isinstance(found, Chat) and found.reason is None
         ids, mask = masked(theirs, chat)
         assert ids == found.ids.tolist()
         counts.update(classes(found, mask, tokenizer) or {"equal"})

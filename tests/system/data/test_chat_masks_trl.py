@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from engine.data.chat import STRADDLING as STRADDLES
 from engine.data.chat import Chat, encode_chats
 from engine.data.conversations import Conversation, read_conversation
 from engine.formats.tokenizer import Tokenizer
@@ -203,7 +204,7 @@ def test_a_prompt_that_ends_in_the_middle_of_a_token(tokenizer: Tokenizer) -> No
     messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
     chat = read_conversation({"messages": messages}, "here")
     ((_, ours, (ids, mask)),) = both(tokenizer, QWEN3, text, [chat], COMPLETION_ONLY)
-    assert ids == ours.ids.tolist() and ours.straddling == 1
+    assert ids == ours.ids.tolist() and STRADDLES in ours.remarks
     label = tokenizer.decode(ours.ids[ours.labelled])
     assert label == "</think>\n\nHello<|im_end|>"
     assert tokenizer.decode(np.array(ids)[mask]) == f"\n\n{label}\n"
@@ -261,8 +262,9 @@ def test_a_template_that_trl_knows_is_replaced_there(
         more = np.flatnonzero(mask[:size] & ~ours.labelled)
         assert all(tokenizer.decode([ours.ids[at]]) == "\n" for at in more)
         per_turn = {0: "equal", 1: "⏎ after each end", 2: "⏎ before each turn and after each end"}
-        counts[per_turn[len(more) // ours.labelled_turns]] += 1
-        assert len(more) % ours.labelled_turns == 0
+        turns = np.count_nonzero(np.diff(ours.labelled.astype(int), prepend=0) == 1)
+        counts[per_turn[len(more) // turns]] += 1
+        assert len(more) % turns == 0
     assert counts == expected
 
 

@@ -13,6 +13,7 @@ from engine.data.chat import (
     OTHER_CONTENT,
     OTHER_LATER,
     OTHER_PROMPT,
+    STRADDLING,
     Chat,
     encode_chats,
 )
@@ -71,8 +72,7 @@ def test_an_answer_and_its_end_have_labels_and_nothing_else(
     found = chat(record("Name two.", "the first 👩‍👧"), tokenizer, style.template())
     before = {"qwen3": "<think>\n\n</think>\n\n", "mistral": " "}.get(style.name, "")
     assert labels(found, tokenizer) == [f"{before}the first 👩‍👧{style.end}"]
-    assert (found.turns, found.labelled_turns, found.proof) == (1, 1, "prefix")
-    assert found.straddling == found.unended == 0 and found.reason is None
+    assert STRADDLING not in found.remarks and found.reason is None
 
 
 @pytest.mark.parametrize("style", (CHATML, LLAMA3, GEMMA, MISTRAL), ids=lambda style: style.name)
@@ -81,9 +81,9 @@ def test_all_turns_or_the_last(style: Style, tokenizer: Tokenizer) -> None:
     lead = " " if style is MISTRAL else ""
     each = [f"{lead}{text}{style.end}" for text in ("first", "second", "")]
     found = chat(given, tokenizer, style.template())
-    assert labels(found, tokenizer) == each and found.labelled_turns == 3
+    assert labels(found, tokenizer) == each
     last = chat(given, tokenizer, style.template(), turns="last")
-    assert labels(last, tokenizer) == each[2:] and (last.turns, last.labelled_turns) == (3, 1)
+    assert labels(last, tokenizer) == each[2:]
     np.testing.assert_array_equal(found.ids, last.ids)
 
 
@@ -128,17 +128,17 @@ def test_tool_calls_have_labels_and_their_results_have_none(tokenizer: Tokenizer
     assert labels(found, tokenizer) == [second] and found.reason == OTHER_LATER
     # The mark begins with a line end, which is one token with that of the header.
     marked = chat(given, tokenizer, QWEN3.template(marks=True))
-    assert len(labels(marked, tokenizer)) == 2 and marked.straddling == 1
+    assert len(labels(marked, tokenizer)) == 2 and STRADDLING in marked.remarks
 
 
 def test_reasoning_that_is_removed_later_leaves_the_last_turn(tokenizer: Tokenizer) -> None:
     given = record("a", "<think>\nhm\n</think>\n\none", "b", "<think>\nso\n</think>\n\ntwo")
     found = chat(given, tokenizer, QWEN3.template())
     assert labels(found, tokenizer) == ["<think>\nso\n</think>\n\ntwo<|im_end|>"]
-    assert (found.turns, found.labelled_turns, found.reason) == (2, 1, OTHER_LATER)
+    assert found.reason == OTHER_LATER
     marked = chat(given, tokenizer, QWEN3.template(marks=True))
     assert labels(marked, tokenizer) == ["one<|im_end|>", *labels(found, tokenizer)]
-    assert (marked.labelled_turns, marked.proof, marked.reason) == (2, "marks", None)
+    assert marked.reason is None
     np.testing.assert_array_equal(found.ids, marked.ids)
 
 
@@ -310,7 +310,6 @@ def test_a_mark_that_has_too_little_or_too_much_is_put_right(
     template = CHATML.template(text=head + MARKS.replace("MARKED", marked) + PROMPT)
     found = chat(record("a", "one", "b", "", "c", "two"), tokenizer, template)
     assert labels(found, tokenizer) == ["one<|im_end|>", "<|im_end|>", "two<|im_end|>"]
-    assert found.proof == ("prefix" if head is HEAD else "marks")
 
 
 @pytest.mark.parametrize(
@@ -337,7 +336,6 @@ def test_an_end_that_is_written_before_the_next_message_has_a_label(tokenizer: T
     found = chat(record("a", "one", "b", "two"), tokenizer, CHATML.template(text=text))
     # The last has no end in the text, and is given one.
     assert labels(found, tokenizer) == ["one<|im_end|>", "two<|im_end|>"]
-    assert found.unended == 1
 
 
 def test_a_template_without_ends_still_teaches_to_stop(tokenizer: Tokenizer) -> None:
@@ -349,7 +347,6 @@ def test_a_template_without_ends_still_teaches_to_stop(tokenizer: Tokenizer) -> 
     found = chat(record("a", "one.", "b", "two."), tokenizer, template)
     # The last of the first turn's tokens reaches over its end.
     assert labels(found, tokenizer) == ["one.\n\n", "two.<|endoftext|>"]
-    assert found.unended == 2 and found.labelled_turns == 2
 
 
 def test_a_pair_of_texts_has_labels_on_the_completion_and_one_end(tokenizer: Tokenizer) -> None:
@@ -357,7 +354,6 @@ def test_a_pair_of_texts_has_labels_on_the_completion_and_one_end(tokenizer: Tok
         found = chat({"prompt": "2 + 2 =", "completion": completion}, tokenizer, None)
         assert labels(found, tokenizer) == [" 4<|endoftext|>"]
         assert tokenizer.decode(found.ids) == "2 + 2 = 4<|endoftext|>"
-        assert found.proof == "text"
 
 
 @pytest.mark.parametrize("name", ["tokenizer", "trimming"])
@@ -366,9 +362,9 @@ def test_a_token_that_begins_in_the_prompt_has_no_label(
 ) -> None:
     tokenizer: Tokenizer = request.getfixturevalue(name)
     found = chat({"prompt": "say: ", "completion": "the water"}, tokenizer, None)
-    assert labels(found, tokenizer) == [" water<|endoftext|>"] and found.straddling == 1
+    assert labels(found, tokenizer) == [" water<|endoftext|>"] and STRADDLING in found.remarks
     tidy = chat({"prompt": "say:", "completion": " the water"}, tokenizer, None)
-    assert labels(tidy, tokenizer) == [" the water<|endoftext|>"] and tidy.straddling == 0
+    assert labels(tidy, tokenizer) == [" the water<|endoftext|>"] and STRADDLING not in tidy.remarks
     # The blank at the end of a prompt is another token than the one that the whole has there.
     (alone,) = tokenizer.encode_documents(["say: "])
     assert list(found.ids[: len(alone)]) != list(alone)
@@ -388,7 +384,7 @@ def test_characters_of_several_tokens_and_of_several_characters(nfc: bool, tmp_p
     given = {"prompt": "caf e", "completion": "\u0301 the"}
     found = chat(given, tokenizer, None)
     assert labels(found, tokenizer) == [" the<|endoftext|>" if nfc else "\u0301 the<|endoftext|>"]
-    assert found.straddling == nfc
+    assert (STRADDLING in found.remarks) == nfc
 
 
 def test_without_a_generation_prompt_the_header_is_what_the_model_writes(
