@@ -525,7 +525,7 @@ for at in (1, 4):
 say(**with_fault(apr_watch.sampled.SampledStep, "lines", fail, 2))
 say(**with_fault(apr_watch.gradients.Chain, "begin", fail, 2))
 say(**with_fault(apr_watch.parameters.MissingGradients, "check", fail, 3))
-for name in ("mark", "lap"):
+for name in ("mark", "forget"):
     say(**with_fault(apr_watch.device_clock.DeviceClock, name, fail, 3))
 say(**with_fault(apr_watch.step, "Log", fail, 1))
 say(**with_fault(apr_watch.step, "claim", fail, 1))

@@ -31,37 +31,6 @@ for number in range(3):
 save(net)
 """
 
-INNER = """
-import apr_watch
-x = torch.randn(4, 8)
-outer_net, inner_net = model().eval(), model().eval()
-inner = torch.optim.SGD(inner_net.parameters(), lr=0.1)
-outer = torch.optim.SGD(outer_net.parameters(), lr=0.2)
-
-def step(net, optimizer):
-    loss = net(x).square().mean()
-    loss.backward()
-    optimizer.step()
-    return loss.item()
-
-for rounds in (2, 3):
-    with apr_watch.watch(outer_net, outer):
-        for _ in range(rounds):
-            step(inner_net, inner)
-            say(loss=step(outer_net, outer), lr=0.2)
-say(loss=step(inner_net, inner), lr=0.1)
-try:
-    with apr_watch.watch(outer):
-        say(loss=step(outer_net, outer), lr=0.2)
-        raise KeyError("mine")
-except KeyError:
-    pass
-with apr_watch.watch("nothing that steps"):
-    pass
-save(outer_net, inner_net)
-"""
-
-
 NAMES = """
 net = model()
 optimizer = torch.optim.SGD([
@@ -75,9 +44,9 @@ apr_watch.log(**{'a"b\\\\': 1.0, "eval/é ~": float("inf"), "": 2.0})
 
 @pytest.fixture(scope="module")
 def watched(tmp_path_factory: pytest.TempPathFactory) -> Ran:
-    """One process with a training that says numbers, four in marked blocks or behind one, and one of odd names."""
-    ran = watched_once(tmp_path_factory, "said", SAYS + INNER + NAMES, path=PROBE, forked=True)
-    assert len(ran.trainings) == 6
+    """One process with a training that says numbers, and one of odd names."""
+    ran = watched_once(tmp_path_factory, "said", SAYS + NAMES, path=PROBE, forked=True)
+    assert len(ran.trainings) == 2
     return ran
 
 
@@ -102,20 +71,6 @@ def test_numbers_of_the_script_stand_in_the_log_at_the_step_that_was_done_last(
     assert result_lines(view) == [f"held-out loss at step 3: {losses[-1]:.4f}"]
 
 
-def test_a_marked_block_is_a_training_of_its_own_with_the_steps_of_its_optimizer(
-    watched: Ran,
-) -> None:
-    blocks = watched.trainings[1:5]
-    found = [
-        [(line["loss"], line["lr"]) for line in lines if line["kind"] == "step"] for lines in blocks
-    ]
-    said = [(one["loss"], one["lr"]) for one in watched.said[3:]]
-    assert found == [said[:2], said[2:5], said[5:6], said[6:]]
-    ends = [lines[-1] for lines in blocks]
-    assert [line["kind"] for line in ends] == ["script_ended"] * 4
-    assert {line["how"] for line in ends} == {"goes on"}
-
-
 def test_what_cannot_be_recorded_is_never_raised(tmp_path: Path) -> None:
     script = """
 import apr_watch
@@ -125,15 +80,14 @@ class Bad:
 apr_watch.log(loss=Bad(), held_out=Bad())
 apr_watch.log()
 apr_watch.log(**{str(n): n for n in range(5000)})
-with apr_watch.watch():
-    say(done=1)
+say(done=1)
 """
     ran = run_watched(tmp_path, script)
     assert (ran.returncode, ran.stderr, len(ran.said)) == (0, "", 1)
 
 
 def test_a_name_may_be_anything(watched: Ran) -> None:
-    run = RunFolder(watched.folder / "run-6")
+    run = RunFolder(watched.folder / "run-2")
     view = Follower(run).read_all()
     assert dict(view.logged) == {'a"b\\': (1, 1.0), "eval/é ~": (1, float("inf")), "": (1, 2.0)}
     # Each loss, and each group's rate and decay.
@@ -153,7 +107,6 @@ def test_the_module_is_installed_under_its_own_name() -> None:
     words = (
         "import sys, apr_watch\n"
         "apr_watch.log(loss=1.0)\n"
-        "with apr_watch.watch(): pass\n"
         "print(sorted({'torch', 'engine'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-I", "-c", words], capture_output=True, text=True)

@@ -121,19 +121,6 @@ def test_trainings_that_take_turns_are_one_from_then_on() -> None:
     assert trainings.number == 2
 
 
-def test_of_a_marked_block_the_chosen_optimizer_alone_has_steps() -> None:
-    trainings = Trainings()
-    inner, outer, later = optimizers(3)
-    trainings.choose(outer)
-    assert not trainings.begin_with(inner) and not trainings.counts_steps_of(inner)
-    assert trainings.begin_with(outer) and trainings.counts_steps_of(outer)
-    trainings.optimizer_made(later, None)
-    assert not trainings.begin_with(later) and not trainings.counts_steps_of(later)
-    trainings.end()
-    assert not trainings.counts_steps_of(outer)
-    assert trainings.begin_with(later) and trainings.number == 2
-
-
 RANKS = """
 import os, subprocess, sys, threading, torch
 import torch.distributed as dist

@@ -1,11 +1,10 @@
 """The probe of `engine watch`: records every optimizer step of an unmodified PyTorch script.
 
-A script may call it to record more; where it is not watched both do nothing:
+A script may call it to record more; where it is not watched this does nothing:
 
     import apr_watch
 
     apr_watch.log(held_out=2.31, accuracy=0.7)      numbers, or tensors of one element; never raises
-    with apr_watch.watch(optimizer):                the steps of this optimizer are a separate training
 
 Without `engine watch` a script starts its own watch by one of these lines:
 
@@ -77,31 +76,17 @@ def note(text: str, level: str = "info") -> None:
         _hooks.tell("noted", level, text)
 
 
-def is_watching() -> bool:
-    """Return whether logged values are recorded: the process is watched and has imported torch."""
-    return _hooks is not None and _hooks.are_on
-
-
 class watch:
-    """Context for a training: inside `with apr_watch.watch(optimizer):` or `watch(model, optimizer)` only the steps of
-    this optimizer count, and they are a training that begins and ends with the block. Does nothing where the process is
-    not watched.
+    """Context that watches its block, as by `start` and `stop`. Does nothing where the process is watched already."""
 
-    `with apr_watch.watch(out="runs/first"):` watches the block itself, as by `start` and `stop`."""
-
-    def __init__(self, *parts: Any, out: str | None = None) -> None:
-        """Choose the optimizer among `parts`; others are ignored. `out`: the run folder to create, in `runs` if
-        empty."""
-        self._optimizer = next((part for part in parts if hasattr(part, "param_groups")), None)
+    def __init__(self, out: str = "") -> None:
+        """`out`: the run folder to create, in `runs` if empty."""
         self._out, self._has_started = out, False
 
     def __enter__(self) -> watch:
-        if self._out is not None:
-            before = _begun
-            start(self._out)
-            self._has_started = _begun is not before
-        if _hooks is not None and self._optimizer is not None:
-            _hooks.tell("choose", self._optimizer)
+        before = _begun
+        start(self._out)
+        self._has_started = _begun is not before
         return self
 
     def __exit__(
@@ -112,8 +97,6 @@ class watch:
     ) -> None:
         if self._has_started:
             stop(error)
-        elif _hooks is not None and self._optimizer is not None:
-            _hooks.tell("end_chosen")
 
 
 def start(out: str = "") -> None:

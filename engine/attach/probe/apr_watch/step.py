@@ -30,7 +30,7 @@ from .places import Places
 from .progress import Plan
 from .sampled import SampledStep
 from .trainings import Trainings
-from .values import EXIT_WAIT_S, PendingValue, Reader, Values, as_number, is_capturing
+from .values import EXIT_WAIT_S, PendingValue, Reader, as_number, is_capturing, is_pending
 from .work import Batch, Work
 from .writer import Log
 
@@ -232,10 +232,11 @@ _NO_BATCH = Batch()
 class Entry(NamedTuple):
     """A line of a log that waits for its values."""
 
-    values: Values
     log: Log
     kind: str
     fields: dict[str, Any]
+    values: Sequence[Any] = ()
+    """Numbers of the line that may be on a GPU."""
     lap: Lap | None = None
     """Time of the step on a GPU."""
     sampled: SampledStep | Verdicts | None = None
@@ -269,13 +270,12 @@ class Steps:
         self._device_clock = DeviceClock(self._torch, PHASES)
         self._clock = Clock(self._mark_device)
         self._thread: int | None = None
-        self._early: list[tuple[Values, str, dict[str, Any]]] = []
+        self._early: list[tuple[str, dict[str, Any], Sequence[Any]]] = []
         self._plan = Plan()
         self._position.read()
         self._batches = Batches(self._torch, self._position)
         self.identities = Identities(self._torch, self._position)
         self._waiting: deque[Entry] = deque()
-        self._values = Values()
         self._optimizers = 0
         """Number of optimizers that this process created."""
         self._scaled: dict[int, tuple[Any, float | PendingValue | None]] = {}
@@ -297,9 +297,6 @@ class Steps:
         """Identities and levels that the training's log already has."""
 
     def _forget_losses(self) -> None:
-        if self._values.pending:
-            self._reader.drop(self._values)
-            self._values = Values()
         self._losses: list[float | PendingValue | None] = []
         if self._scaled:
             self._scaled = {}
@@ -390,7 +387,7 @@ class Steps:
 
     def _keep(self, tensor: Any) -> float | PendingValue | None:
         # Only the rank that writes the log needs values.
-        return None if self._rank else self._reader.keep(tensor, self._values)
+        return None if self._rank else self._reader.keep(tensor)
 
     def _as_list(self, tensors: Any) -> list[Any]:
         return [tensors] if isinstance(tensors, self._torch.Tensor) else list(tensors)
@@ -492,14 +489,14 @@ class Steps:
                 self._clock.begin_at(mark)
                 self._device_clock.forget()
 
-    def end_training(self, begun: Any = None) -> None:
+    def end_training(self, begun: Any) -> None:
         """End the training; its log closes once the values of its steps are known. `begun` is the optimizer of the
-        next training, if that is what ends this one."""
+        next training."""
         self._end_ranks(at_exit=False)
         if self.log is not None:
             # The verdicts on the next training's first step do not belong to this one.
             self._queue_verdicts(self.identities.end(begun))
-            self._waiting.append(Entry(Values(), self.log, "script_ended", {"how": "goes on"}))
+            self._waiting.append(Entry(self.log, "script_ended", {"how": "goes on"}))
             self._write_ready()
         if self._beat is not None:
             self._beat.close()
@@ -507,54 +504,41 @@ class Steps:
 
     # Calls of the script.
 
-    def choose(self, optimizer: Any) -> None:
-        self.end_training()
-        self._trainings.choose(optimizer)
-
-    def end_chosen(self) -> None:
-        self.end_training()
-        self._trainings.end()
-
     def logged(self, values: Mapping[str, Any]) -> None:
         """Record the script's own values at the last completed step; before the first, they wait for the log."""
-        values_on_gpu = Values()
         texts = {
             name: value[:_SAMPLE]
             for name, value in values.items()
             if name in (PROMPT, SAMPLE) and isinstance(value, str)
         }
-        numbers = {
-            name: self._number(value, values_on_gpu)
-            for name, value in values.items()
-            if name not in texts
-        }
+        numbers = {name: self._number(value) for name, value in values.items() if name not in texts}
         if HELD_OUT in numbers or SAMPLE in texts:
             loss = numbers.pop(HELD_OUT, None)
             held_out = {"step": self._step, "subject": "student", "loss": loss}
-            self._queue(
-                values_on_gpu, "eval", {**held_out, "labelled": None, "eval_s": None, **texts}
-            )
+            fields = {**held_out, "labelled": None, "eval_s": None, **texts}
+            self._queue("eval", fields, [loss])
         if numbers:
-            self._queue(values_on_gpu, "logged", {"step": self._step, "values": numbers})
+            fields = {"step": self._step, "values": numbers}
+            self._queue("logged", fields, list(numbers.values()))
         self._write_ready()
 
     def noted(self, level: str, text: str) -> None:
         self.log_event("note", {"level": level, "text": text})
 
     def log_event(self, kind: str, fields: dict[str, Any]) -> None:
-        self._queue(Values(), kind, fields)
+        self._queue(kind, fields)
         self._write_ready()
 
-    def _queue(self, values_on_gpu: Values, kind: str, fields: dict[str, Any]) -> None:
+    def _queue(self, kind: str, fields: dict[str, Any], values: Sequence[Any] = ()) -> None:
         if self.log is not None:
-            self._waiting.append(Entry(values_on_gpu, self.log, kind, fields))
+            self._waiting.append(Entry(self.log, kind, fields, values))
         elif len(self._early) < _EARLY and not self._position.rank:
-            self._early.append((values_on_gpu, kind, fields))
+            self._early.append((kind, fields, values))
 
-    def _number(self, value: Any, values_on_gpu: Values) -> float | PendingValue | None:
+    def _number(self, value: Any) -> float | PendingValue | None:
         torch = self._torch
         if isinstance(value, torch.Tensor) and value.is_floating_point():
-            return None if self._rank else self._reader.keep(value, values_on_gpu)
+            return self._keep(value)
         try:
             # Reading an integer tensor on a GPU would synchronise.
             on_gpu = isinstance(value, torch.Tensor) and not value.is_cpu
@@ -566,7 +550,7 @@ class Steps:
         """Find the folder of the training and this process's rank in it."""
         if self._folder is None:
             self._rank, self._world = self._position.rank, self._position.world
-            self._folder = claim(self._run, self._trainings.newest, self._world)
+            self._folder = claim(self._run, self._trainings.number or 1, self._world)
             if self._world > 1:
                 self._beat = Beat(self._folder, self._rank)
         return self._folder
@@ -587,8 +571,10 @@ class Steps:
         step_s, phases = self._clock.lap()
         self.identities.is_fast = step_s < FAST_S
         on_host = device.type == "cpu"
-        lap = self._device_clock.lap(device)
-        self._clock.marks = not self._rank and self._torch.cuda.is_initialized()
+        lap = None if on_host else self._device_clock.lap(device)
+        if on_host:
+            self._device_clock.forget()
+        self._clock.marks = not self._rank and not on_host
         if self._slow_by:
             # The sleep counts in the next step: subtract it from that step's time before taking the share.
             self._slept_s = self._slow_by * max(0.0, step_s - self._slept_s)
@@ -618,12 +604,12 @@ class Steps:
             **self._optional_fields(optimizer),
             **self._batches.place,
         }
-        self._waiting.append(Entry(self._values, log, "step", step, None if on_host else lap))
+        values = [*self._losses, step["lr"], self._norm]
+        self._waiting.append(Entry(log, "step", step, values, lap))
         if self._work.is_on:
             self._work.follow()
             work = self._work.done(batches)
-            self._waiting.append(Entry(Values(), log, "worked", {"step": self._step, **work}))
-        self._values = Values()
+            self._waiting.append(Entry(log, "worked", {"step": self._step, **work}))
         # Steps that are only counted are too fast to have compiled anything.
         if not (self.identities.is_fast and self.identities.rests):
             for compiled in self._compiles.since_last(self._step):
@@ -642,7 +628,7 @@ class Steps:
             step = sampled.step if isinstance(sampled, Verdicts) else None
             about = {"step": min(self._step, step or self._step), "framework": framework()}
             logged = self._logged_identities
-            entry = Entry(Values(), self.log, "judged", about, None, sampled, logged, self._work)
+            entry = Entry(self.log, "judged", about, (), None, sampled, logged, self._work)
             self._waiting.append(entry)
         self._write_ready()
 
@@ -686,16 +672,18 @@ class Steps:
             **self._places.of_step(optimizer),
         )
         self.log.write("phase", name="training", detail="")
-        for values, kind, fields in self._early:
-            self._waiting.append(Entry(values, self.log, kind, fields))
+        for kind, fields, values in self._early:
+            self._waiting.append(Entry(self.log, kind, fields, values))
         self._early = []
         return self.log
 
     def _write_ready(self, *, at_once: bool = False) -> None:
-        """Write the lines whose values are known, in order. `now`: copy values of a GPU to the host at once."""
-        if self._reader.has_streams:
-            self._reader.read((entry.values for entry in self._waiting), at_once=at_once)
-        while self._waiting and not self._waiting[0].values.pending:
+        """Write the lines whose values are known, in order. `at_once`: copy values of a GPU to the host at once."""
+        if self._reader.pending:
+            self._reader.read(at_once=at_once)
+        while self._waiting:
+            if self._reader.pending and any(map(is_pending, self._waiting[0].values)):
+                break
             lap = self._waiting[0].lap
             if lap is not None and not self._device_clock.has_passed(lap):
                 break
@@ -755,7 +743,7 @@ class Steps:
         if self._beat is not None:
             self._beat.close()
         # Not freed: the child may not touch the parent's GPU.
-        self._left_to_parent += [self._values, self._waiting, self._reader, self._device_clock]
+        self._left_to_parent += [self._waiting, self._reader, self._device_clock]
         self._left_to_parent.append(self.identities)
         self._reset()
 

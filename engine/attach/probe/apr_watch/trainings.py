@@ -18,17 +18,10 @@ class Trainings:
     def __init__(self) -> None:
         self.number = 0
         """Number of the training in progress; 0 before the first."""
-        self._is_open = False
         self._leader: weakref.ref[Any] | None = None
-        self._chosen: weakref.ref[Any] | None = None
         self._created: weakref.WeakKeyDictionary[Any, tuple[int, Any]] = weakref.WeakKeyDictionary()
         self._led: weakref.WeakSet[Any] = weakref.WeakSet()
         self._interleaved = False
-
-    @property
-    def newest(self) -> int:
-        """Number of the training in progress, or of the next one."""
-        return self.number if self._is_open else self.number + 1
 
     def optimizer_made(self, optimizer: Any, mark: Any) -> None:
         """Remember in which training and at which mark of the clock an optimizer was created."""
@@ -43,14 +36,11 @@ class Trainings:
         if not self._begins(optimizer):
             return False
         self.number += 1
-        self._is_open = True
         self._lead(optimizer)
         return True
 
     def _begins(self, optimizer: Any) -> bool:
-        if self._chosen is not None:
-            return not self._is_open and self._chosen() is optimizer
-        if not self._is_open:
+        if not self.number:
             return True
         training = self._created.get(optimizer, (0, None))[0]
         return training == self.number < MAX_TRAININGS and not self._interleaved
@@ -59,9 +49,7 @@ class Trainings:
         """Return whether a step of this optimizer counts."""
         leader = self._leader() if self._leader is not None else None
         if leader is optimizer:
-            return self._is_open
-        if self._chosen is not None:
-            return False
+            return True
         has_led = optimizer in self._led
         self._interleaved |= has_led
         if has_led or leader is None:
@@ -72,11 +60,3 @@ class Trainings:
     def _lead(self, optimizer: Any) -> None:
         self._leader = weakref.ref(optimizer)
         self._led.add(optimizer)
-
-    def choose(self, optimizer: Any) -> None:
-        """Count only the steps of this optimizer; its next one begins a training."""
-        self._chosen, self._is_open = weakref.ref(optimizer), False
-
-    def end(self) -> None:
-        """End the chosen training; the next step of any optimizer begins one."""
-        self._chosen, self._is_open = None, False
