@@ -56,8 +56,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.divergences import DIVERGENCES, fused_divergences
-from engine.errors import InternalError
+from engine.divergences import DIVERGENCES
 from engine.kernels.compiler import Variant
 from engine.kernels.registry import compiled_as, launch
 from engine.kernels.sizes import cdiv, next_power_of_2
@@ -122,9 +121,7 @@ def variant(
     tuning: Tuning | None = None,
 ) -> Variant:
     """Return the kernel for rows of `vocabulary` logits; `dtype` is the dtype of dz."""
-    if not DIVERGENCES[divergence].fused:
-        known = " or ".join(fused_divergences())
-        raise InternalError(f"loss kernel: expected {known}, found {divergence}")
+    assert DIVERGENCES[divergence].fused, divergence
     tuning = tuning or tuning_of(divergence)
     # Without a teacher T is always 1.
     power = 1 if not teacher else int(temperature) if temperature in (1, 2, 4) else 0
@@ -275,17 +272,10 @@ def row_buffer(rows: int, vocabulary: int, dtype: torch.dtype, device: torch.dev
 
 def _check(z_CV: Tensor, t_CV: Tensor | None, dz_CV: Tensor, labels_M: Tensor) -> None:
     wanted = (tuple(z_CV.shape), (z_CV.stride(0) // int(UNIT) * int(UNIT), 1))
-    for name, x_CV in (("student logits", z_CV), ("teacher logits", t_CV), ("dz", dz_CV)):
-        if x_CV is None:
-            continue
-        found = (tuple(x_CV.shape), x_CV.stride())
-        if found != wanted or (x_CV is not dz_CV and x_CV.dtype != torch.float32):
-            raise InternalError(
-                f"loss kernel: {name} — expected float32 of shape and strides {wanted}, "
-                f"found {x_CV.dtype} of {found}"
-            )
-    if labels_M.dtype != torch.int64:
-        raise InternalError(f"loss kernel: labels — expected int64, found {labels_M.dtype}")
+    for x_CV in (z_CV, t_CV, dz_CV):
+        assert x_CV is None or (tuple(x_CV.shape), x_CV.stride()) == wanted, "not a row buffer"
+        assert x_CV is None or x_CV is dz_CV or x_CV.dtype == torch.float32, x_CV.dtype
+    assert labels_M.dtype == torch.int64, labels_M.dtype
 
 
 @triton.jit

@@ -9,7 +9,7 @@ The scratch is one tensor for all layers, as large as the largest weight or its 
 weight is processed in ranges of rows, and each range's matmul writes its columns of y. The scratch
 is never reallocated, so a captured CUDA graph may hold its address.
 
-A packed weight is frozen, and inputs that require a gradient are refused. Adapters of a frozen student compute the
+A packed weight is frozen, and no input requires a gradient. Adapters of a frozen student compute the
 gradient of their input themselves (`add_input_gradient`).
 """
 
@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from engine.errors import InternalError
 from engine.kernels.dequantize import dequantize_rows
 from engine.quant.planes import PackedMatrix
 
@@ -62,11 +61,9 @@ class Scratch:
         """Reserve space for a matrix, or for as many of its rows as the limit allows (at least 16)."""
         least = min(rows, ROWS) * columns
         values = max(least, min(rows * columns, self._limit))
-        if self._arena is not None and values > self._arena.numel():
-            raise InternalError(
-                f"scratch: expected at most {self._arena.numel():,} values after its first use, "
-                f"found a matrix of {rows} x {columns}"
-            )
+        assert self._arena is None or values <= self._arena.numel(), (
+            "it cannot grow once it is used"
+        )
         self._values = max(self._values, values)
 
     def fitting(self, rows: int, columns: int) -> int:
@@ -74,11 +71,7 @@ class Scratch:
         fits = self._values // columns
         if fits >= rows:
             return rows
-        if fits < ROWS:
-            raise InternalError(
-                f"scratch: expected a matrix that was reserved, found {rows} x {columns} for "
-                f"{self._values:,} values"
-            )
+        assert fits >= ROWS, f"{rows} x {columns} was not reserved"
         # Ranges of equal length, so that the last matmul is not a thin one.
         ranges = -(-rows // (fits // ROWS * ROWS))
         return -(-rows // ranges // ROWS) * ROWS
@@ -103,9 +96,7 @@ def packed_linear(
     bias: Tensor | None,
     scratch: Scratch,
 ) -> Tensor:
-    """Map x of shape (..., K) to (..., N), in the dtype of x, which must be the scratch's. Raises
-    `InternalError` for an input that requires a gradient.
-    """
+    """Map x of shape (..., K) to (..., N), in the dtype of x, which must be the scratch's."""
     x_MK = _input(x, weight.columns, scratch)
     out_MN = _dequantized(x_MK, weight, bias, scratch)
     return out_MN.view(*x.shape[:-1], weight.rows)
@@ -156,13 +147,8 @@ def add_input_gradient(
 
 def _input(x: Tensor, columns: int, scratch: Scratch) -> Tensor:
     """Check x and return it as a matrix."""
-    if x.requires_grad and torch.is_grad_enabled():
-        raise InternalError("packed linear: expected inputs without gradient, found requires_grad")
-    if x.shape[-1] != columns or x.dtype != scratch.dtype:
-        raise InternalError(
-            f"packed linear: expected {scratch.dtype} of (..., {columns}), "
-            f"found {x.dtype} of {tuple(x.shape)}"
-        )
+    assert not (x.requires_grad and torch.is_grad_enabled()), "a packed weight is frozen"
+    assert x.shape[-1] == columns and x.dtype == scratch.dtype, (x.shape, x.dtype)
     return x.reshape(-1, columns)
 
 

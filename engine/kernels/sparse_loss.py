@@ -24,7 +24,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.errors import InternalError
 from engine.kernels.compiler import Variant
 from engine.kernels.kd_loss import LEAST, LOG2_E, UNIT, _power, _read
 from engine.kernels.registry import compiled_as, launch
@@ -154,11 +153,7 @@ def differentiate_rest(
     """
     rows, vocabulary = z_CV.shape
     wanted = (z_CV.stride(0) // int(UNIT) * int(UNIT), 1)
-    if z_CV.stride() != wanted or dz_CV.stride() != wanted or not kept_4C.is_contiguous():
-        raise InternalError(
-            f"sparse loss kernel: expected rows of stride {wanted[0]} and sums side by side, found "
-            f"{z_CV.stride()}, {dz_CV.stride()} and {kept_4C.stride()}"
-        )
+    assert z_CV.stride() == dz_CV.stride() == wanted and kept_4C.is_contiguous(), z_CV.stride()
     sums_5C = torch.empty(5, rows, device=z_CV.device)
     launch(
         variant(temperature=temperature, dtype=dz_CV.dtype), (rows,),

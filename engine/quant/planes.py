@@ -50,7 +50,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from engine.quant.blocks import LAYOUTS, BlockType, QuantError, group_rows, row_bytes
+from engine.quant.blocks import BlockType, group_rows, row_bytes
 from engine.quant.reference import chunk_rows
 from engine.quant.tensor import QuantTensor
 
@@ -72,7 +72,8 @@ class Field:
 
 
 @cache
-def _fields(type_: BlockType) -> tuple[Field, ...]:
+def fields(type_: BlockType) -> tuple[Field, ...]:
+    """Return the planes of a type that has a layout, in order."""
     layout = type_.in_blocks
     if layout.scales is not None and layout.d == 0:
         planes_256 = [Field("low", layout.low.start, layout.low.count)]
@@ -101,20 +102,9 @@ def _fields(type_: BlockType) -> tuple[Field, ...]:
     return tuple(planes)
 
 
-def fields(type_: BlockType) -> tuple[Field, ...]:
-    """Return the planes of a type, in order. Raises `QuantError` for a type without a layout."""
-    if not type_.is_packed:
-        known = ", ".join(LAYOUTS)
-        raise QuantError.expected("packed matrix", "block type", f"one of {known}", type_.name)
-    return _fields(type_)
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedMatrix:
-    """A matrix of `rows` x `columns` values whose planes are in `data`.
-
-    Raises `QuantError` if the number of bytes does not match the planes.
-    """
+    """A matrix of `rows` x `columns` values whose planes are in `data`."""
 
     type: BlockType
     rows: int
@@ -125,13 +115,7 @@ class PackedMatrix:
 
     def __post_init__(self) -> None:
         expected = packed_bytes(self.type, self.rows, self.columns)
-        if self.data.dtype != torch.uint8 or tuple(self.data.shape) != (expected,):
-            raise QuantError.expected(
-                f"packed {self.type.name} matrix",
-                f"{self.rows} x {self.columns}",
-                f"uint8 bytes of shape ({expected},)",
-                f"{self.data.dtype} of shape {tuple(self.data.shape)}",
-            )
+        assert self.data.dtype == torch.uint8 and self.data.shape == (expected,), self.data.shape
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -197,10 +181,6 @@ def pack(weight: QuantTensor) -> PackedMatrix:
     """Return a block-quantised matrix as planes on the same device, in new memory and without
     another temporary.
     """
-    if len(weight.shape) != 2:
-        raise QuantError.expected(
-            f"packed {weight.type.name} matrix", "shape", "rows x columns", str(weight.shape)
-        )
     rows, columns = weight.shape
     count = packed_bytes(weight.type, rows, columns)
     blocks = weight.blocks
@@ -276,25 +256,13 @@ def dequantize_rows_reference(
 
 
 def check_rows(packed: PackedMatrix, first: int, count: int) -> None:
-    """Raise `QuantError` unless rows `first` to `first + count` exist."""
-    if first < 0 or count < 0 or first + count > packed.rows:
-        raise QuantError.expected(
-            f"packed {packed.type.name} matrix",
-            "rows",
-            f"some of {packed.rows}",
-            f"{count} from {first}",
-        )
+    """Assert that rows `first` to `first + count` exist."""
+    assert first >= 0 and count >= 0 and first + count <= packed.rows, (first, count, packed.rows)
 
 
 def check_out(packed: PackedMatrix, out_RC: Tensor, count: int) -> None:
-    """Raise `QuantError` unless `count` rows of values fit `out_RC` exactly."""
-    if tuple(out_RC.shape) != (count, packed.columns) or out_RC.device != packed.device:
-        raise QuantError.expected(
-            f"values of a packed {packed.type.name} matrix",
-            "out",
-            f"shape ({count}, {packed.columns}) on {packed.device}",
-            f"{tuple(out_RC.shape)} on {out_RC.device}",
-        )
+    """Assert that `count` rows of values fit `out_RC` exactly."""
+    assert out_RC.shape == (count, packed.columns) and out_RC.device == packed.device, out_RC.shape
 
 
 def _aligned(count: int) -> int:

@@ -34,7 +34,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.quant.blocks import BLOCK_TYPES, Bits, BlockType, Layout, QuantError
+from engine.quant.blocks import BLOCK_TYPES, Bits, BlockType, Layout
 
 # Shapes: R rows, C bytes of a row, L values of a row, N blocks, B bytes of a block or of a part of it,
 # E values of a block, S sub-blocks of a block, K values of a sub-block
@@ -180,20 +180,10 @@ def dequantize(
 ) -> Tensor:
     """Return the values in `blocks_u8`, uint8 of shape (..., row bytes), as `dtype` of shape (...,
     row length). The result is a new tensor on the same device, also for the float types.
-
-    Raises `QuantError` if rows are not whole blocks.
     """
-    if blocks_u8.dtype != torch.uint8 or blocks_u8.ndim == 0:
-        found = f"{blocks_u8.dtype} of shape {tuple(blocks_u8.shape)}"
-        raise QuantError.expected(f"{type_.name} blocks", "bytes", "uint8 of rows", found)
+    assert blocks_u8.dtype == torch.uint8 and blocks_u8.ndim, (blocks_u8.dtype, blocks_u8.shape)
     *lead, count = blocks_u8.shape
-    if count % type_.block_bytes:
-        raise QuantError.expected(
-            f"{type_.name} blocks",
-            f"shape {tuple(blocks_u8.shape)}",
-            f"rows of a multiple of {type_.block_bytes} bytes",
-            f"{count:,}, with {count % type_.block_bytes} left over",
-        )
+    assert count % type_.block_bytes == 0, f"{count} bytes are not whole blocks of {type_.name}"
     values = count // type_.block_bytes * type_.block_size
     out = torch.empty(*lead, values, dtype=dtype, device=blocks_u8.device)
     if out.numel() == 0:

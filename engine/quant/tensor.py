@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from engine.quant.blocks import BlockType, QuantError, row_bytes
+from engine.quant.blocks import BlockType, row_bytes
 from engine.quant.reference import dequantize
 
 
@@ -17,7 +17,7 @@ class QuantTensor:
     values: a matrix of shape (rows, row length) has blocks of shape (rows, row bytes). Leading
     dimensions are the same in both.
 
-    Raises `QuantError`, with the numbers, if the two do not match.
+    Raises `QuantError` if blocks do not fill a row.
     """
 
     blocks: Tensor = field(repr=False)
@@ -26,16 +26,9 @@ class QuantTensor:
     shape: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        if not self.shape:
-            raise QuantError.expected(f"{self.type.name} tensor", "shape", "rows", "a scalar")
+        assert self.shape and self.blocks.dtype == torch.uint8, (self.shape, self.blocks.dtype)
         expected = (*self.shape[:-1], row_bytes(self.type, self.shape[-1]))
-        if self.blocks.dtype != torch.uint8 or tuple(self.blocks.shape) != expected:
-            raise QuantError.expected(
-                f"{self.type.name} tensor",
-                f"values of shape {self.shape}",
-                f"uint8 bytes of shape {expected}",
-                f"{self.blocks.dtype} of shape {tuple(self.blocks.shape)}",
-            )
+        assert self.blocks.shape == expected, (self.shape, self.blocks.shape)
 
     @property
     def nbytes(self) -> int:

