@@ -9,7 +9,7 @@ The scratch is one tensor for all layers, as large as the largest weight or its 
 weight is processed in ranges of rows, and each range's matmul writes its columns of y. The scratch
 is never reallocated, so a captured CUDA graph may hold its address.
 
-A packed weight is frozen, and no input requires a gradient. Adapters of a frozen student compute the
+A packed weight is frozen, and inputs that require a gradient are refused. Adapters of a frozen student compute the
 gradient of their input themselves (`add_input_gradient`).
 """
 
@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from engine.errors import InternalError
 from engine.kernels.dequantize import dequantize_rows
 from engine.quant.planes import PackedMatrix
 
@@ -96,7 +97,9 @@ def packed_linear(
     bias: Tensor | None,
     scratch: Scratch,
 ) -> Tensor:
-    """Map x of shape (..., K) to (..., N), in the dtype of x, which must be the scratch's."""
+    """Map x of shape (..., K) to (..., N), in the dtype of x, which must be the scratch's. Raises `InternalError` for
+    an input that requires a gradient.
+    """
     x_MK = _input(x, weight.columns, scratch)
     out_MN = _dequantized(x_MK, weight, bias, scratch)
     return out_MN.view(*x.shape[:-1], weight.rows)
@@ -147,7 +150,8 @@ def add_input_gradient(
 
 def _input(x: Tensor, columns: int, scratch: Scratch) -> Tensor:
     """Check x and return it as a matrix."""
-    assert not (x.requires_grad and torch.is_grad_enabled()), "a packed weight is frozen"
+    if x.requires_grad and torch.is_grad_enabled():
+        raise InternalError("packed linear: expected inputs without gradient, found requires_grad")
     assert x.shape[-1] == columns and x.dtype == scratch.dtype, (x.shape, x.dtype)
     return x.reshape(-1, columns)
 
