@@ -216,7 +216,6 @@ STUDENT_FILE = Limit(
 )
 EVALUATION = Limit(what="an evaluation given to gate or publish", most=GIB, unit="bytes")
 CONTRACT_RECEIPTS = Limit(what="receipts of a contract", most=64 * MIB, unit="bytes")
-DRILL_RESULTS = Limit(what="results of drills", most=64 * MIB, unit="bytes")
 BEAT = Limit(what="what a rank says of itself", most=4 * KIB, unit="bytes")
 
 # Numbers on command lines.

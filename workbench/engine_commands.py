@@ -41,12 +41,6 @@ def start_run(spec: Path, sets: Sequence[str], out: Path | None) -> RunFolder:
     return _detached([*distill_arguments(spec, sets, out), "--detach"])
 
 
-def check_run(spec: Path, sets: Sequence[str], out: Path | None = None) -> str:
-    """Return the report of `engine distill --check-inputs` on a valid spec and its inputs. Raises BadInput with
-    everything that is wrong otherwise. Nothing is started and nothing is written."""
-    return _run([*distill_arguments(spec, sets, out), "--check-inputs"]).stderr.strip()
-
-
 def resume_arguments(
     run: RunFolder, *, allow_fallback: bool = False, allow_change: Sequence[str] = ()
 ) -> list[str]:

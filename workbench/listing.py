@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar, Literal
 
-from engine.units import format_seconds
 from engine.verdict import Level
 from workbench.jobs import Job
 
@@ -104,11 +103,3 @@ class FoldersFeed(ABC):
 def with_job(listing: Listing, job: Job | None) -> Listing:
     """Return the list with the newest output of a command below it."""
     return listing if job is None else replace(listing, job=job.lines())
-
-
-def age_text(age_s: float | None) -> str:
-    """Format how long ago something was: days and hours, or less; `never` where there is no time."""
-    if age_s is None:
-        return "never"
-    days, hours = divmod(int(max(0.0, age_s)) // 3600, 24)
-    return f"{days}d{hours:02d}h" if days else format_seconds(max(0.0, float(int(age_s))))

@@ -9,7 +9,7 @@ imported (`imported`).
 Opens the workbench on what is there, without a terminal, and saves what it draws: the list of runs
 in the folder RUNS; the run folder RUN at two sizes, in a light theme and in two for the colour-blind;
 WATCHED, a run of `make demo-watch`, at two sizes; a flip of RUN before it starts; help and palette;
-each of the screens that can be opened from everywhere (contracts, drills, findings, doctor), and the newest
+each of the screens that can be opened from everywhere (findings, flips, doctor), and the newest
 finding, as they are in the folder where this is started.
 `live.svg`, the picture of README, is a replay of ON_GPU, on an H100: `engine distill engine/demo/demo.toml --set
 train.rows=512 --set train.steps=1500 --set eval.every=100 --set watch.sample_seconds=0.5 --set checkpoint.every=500`.
@@ -84,7 +84,6 @@ async def main(runs: Path, run: Path, watched: Path, on_gpu: Path) -> None:
     await save(runs, (80, 24), "runs-80x24.svg")
     await save(runs, (200, 60), "runs-200x60.svg")
     await save(runs, wide, "compare.svg", *["space"] * TOGETHER, "c")
-    await save(runs, wide, "new-run.svg", "n")
     await save(run, wide, "flip.svg", "F")
     await save(run, wide, "help.svg", "question_mark")
     await save(run, wide, "palette.svg", "ctrl+p")

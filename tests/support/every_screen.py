@@ -24,7 +24,6 @@ ROUTES: tuple[tuple[str, tuple[str, ...], int], ...] = (
     ("run", A_RUN, 1),
     ("compare", ("space", "down", "space", "c"), 1),
     ("flip", (*A_RUN, "F"), 2),
-    ("new run", ("n",), 1),
     *((place.name, (*A_RUN, place.key), 2) for place in PLACES if place.key),
 )
 """A name for each screen, the keys that lead there, and how many screens it is above the list of runs."""

@@ -296,7 +296,7 @@ def test_the_viewer_reads_judges_and_reports_runs_without_torch(
         codes.items(), ask_viewer(viewer, tmp_path, codes), strict=True
     ):
         assert answer[0] == code, (command, answer)
-    screen = f"{ASK}import workbench.tui.app, workbench.drafts; print(workbench.__file__)"
+    screen = f"{ASK}import workbench.tui.app; print(workbench.__file__)"
     done = from_wheel(viewer, tmp_path, "-c", screen)
     assert done.stdout.startswith(str(viewer)), done.stderr
 

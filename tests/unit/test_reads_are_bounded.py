@@ -112,7 +112,6 @@ ALLOWED: dict[str, str] = {
             "engine/notify/receivers.py",
             "engine/spec/build.py",
             "engine/spec/values.py",
-            "workbench/drill_rows.py",
         ),
         BOUNDED,
     ),

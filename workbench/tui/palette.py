@@ -32,8 +32,6 @@ ALSO = {
     "resume": "continue restart go on",
     "flip": "experiment A/B try suspicion",
     "compare": "overlay side by side",
-    "start": "new run launch spec",
-    "again": "rerun repeat clone",
     "replay": "scrub past history rewind",
     "why": "five whys finding cause",
     "verify": "repeat reproduce replay bit record",
@@ -45,8 +43,6 @@ ALSO = {
     "whys": "findings evidence root cause",
     "flips": "experiments verdicts",
     "doctor": "machine GPU diagnose health",
-    "contracts": "promises receipts tests",
-    "drills": "incidents on purpose",
 }
 """Synonyms of an action or a place, by its name: what a user may type to find it."""
 ELSEWHERE = (
@@ -57,7 +53,7 @@ ELSEWHERE = (
     ("verify", "on the screen of a run that has ended: T trains it again and compares the record"),
     ("flip", "on the screen of a run: F tests a suspicion about it"),
     ("filter", "on the list of runs, and in the log of a run: /"),
-    ("new", "on the list of runs: n starts one from a spec"),
+    ("new", "in a shell: `engine init` writes a first spec, `engine distill SPEC` starts a run"),
 )
 """Commands that cannot be used here, with the place where they can."""
 STARTING = frozenset({"stop", "resume", "verify", "flip", "new"})

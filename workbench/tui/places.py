@@ -42,17 +42,11 @@ class Place:
         return screen
 
 
-NEW_RUN, FLIPS = "new_run.NewRunScreen", "lists.FlipsScreen"
+FLIPS = "lists.FlipsScreen"
 PLACES: tuple[Place, ...] = (
-    Place("", "new run", "start a run from a spec", NEW_RUN, acts=True),
-    Place(
-        "", "another run", "start another run with the settings of this one", NEW_RUN, "like", True
-    ),
     Place("", "flip", "test a suspicion about the run on screen", "flip.FlipScreen", "run", True),
     Place("E", "flips", "experiments: past flips with their verdicts", FLIPS, "run"),
     Place("w", "whys", "five whys: the findings and their evidence", "lists.WhysScreen"),
-    Place("C", "contracts", "what the code promises, and its receipts", "lists.ContractsScreen"),
-    Place("D", "drills", "known incidents, made on purpose", "lists.DrillsScreen"),
     Place("I", "doctor", "what this machine is, and what it cannot measure", "lists.DoctorScreen"),
 )
 """Screens in the order in which help and palette list them."""

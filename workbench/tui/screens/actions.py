@@ -29,19 +29,6 @@ def changes_to_allow(problem: Problem) -> list[str]:
     return re.findall(r"--allow-change (\S+)", getattr(problem, "hint", None) or "")
 
 
-def refuse_other(screen: PollingScreen, run: RunFolder, what: str) -> bool:
-    """Return whether a run is a watched script or an imported log, which the workbench cannot start; if so, tell the
-    user."""
-    command = command_of(run)
-    if command is None:
-        return False
-    kind = "an imported log, which has no command"
-    if command.arguments:
-        kind = f"a watched script; to start it again: engine watch -- {command.line}"
-    screen.notify(f"not {what}: {run.name} is {kind}", markup=False)
-    return True
-
-
 def ask_to_stop(screen: PollingScreen, target: Target) -> None:
     """Stop a run, after confirmation."""
     run = target.run
@@ -61,7 +48,11 @@ def ask_to_stop(screen: PollingScreen, target: Target) -> None:
 def ask_to_resume(screen: PollingScreen, target: Target) -> None:
     """Continue a run that ended early, after confirmation."""
     run = target.run
-    if refuse_other(screen, run, "resumed"):
+    if (command := command_of(run)) is not None:
+        kind = "an imported log, which has no command"
+        if command.arguments:
+            kind = f"a watched script; to start it again: engine watch -- {command.line}"
+        screen.notify(f"not resumed: {run.name} is {kind}", markup=False)
         return
     question = (
         f"{run.name} ({target.state} at step {target.step}) continues from its newest checkpoint, "

@@ -2,8 +2,6 @@
 
 five whys     the findings in the evidence folders
 experiments   every flip with its verdict; opens one, or starts a new one
-contracts     what each promises, the level it has reached, and running its tests
-drills        known incidents, whether each was named, and running one
 doctor        what this machine can do, and what cannot be measured on it
 rows          what one step of a run trained on
 """
@@ -16,11 +14,9 @@ from typing import ClassVar
 from textual.binding import Binding, BindingType
 
 from engine.errors import UsageError
-from engine.log.folder import RunFolder, is_run
-from workbench import contract_rows, drill_rows, finding_rows
-from workbench.contract_rows import ContractsFeed
+from engine.log.folder import RunFolder
+from workbench import finding_rows
 from workbench.doctor_rows import DoctorFeed
-from workbench.drill_rows import DrillsFeed
 from workbench.finding_rows import FindingsFeed
 from workbench.flip_snapshots import FLIPS, FlipsFeed
 from workbench.listing import beside
@@ -30,7 +26,6 @@ from workbench.tui.screens.browse import BrowseScreen, own_keys
 from workbench.tui.screens.finding import FindingScreen, ask_why, finding_form
 from workbench.tui.screens.flip import FlipScreen
 from workbench.tui.screens.form import FormScreen
-from workbench.tui.screens.polling import RunChosen
 from workbench.tui.widgets.fields import Field, Values
 
 
@@ -100,91 +95,6 @@ class FlipsScreen(BrowseScreen[FlipsFeed]):
         if self.selected is not None:
             folder = Path(self.selected.key)
             ask_why(self, lambda: finding_form(*finding_rows.of_flip(folder)))
-
-
-class ContractsScreen(BrowseScreen[ContractsFeed]):
-    """The contracts of the project in the current folder."""
-
-    TITLE = "contracts"
-    NOTES = (
-        "Levels, computed from receipts each time they are shown:",
-        "  basic      the file is valid",
-        "  standard   and every test passes",
-        "  strict     and every planted bug is caught",
-        "  proven     and every proof holds",
-        "",
-        "UNKNOWN is never a pass: not run, skipped, stale (the contract or its code changed since).",
-        "`engine contracts run` continues when this screen or the workbench is closed.",
-    )
-    JOB = contract_rows.JOB
-    ACTING = frozenset({"run", "run_all", "stop"})
-    BINDINGS: ClassVar[list[BindingType]] = own_keys(
-        Binding(
-            "n", "run", "run now", tooltip="run the contract under the cursor in the background"
-        ),
-        Binding("N", "run_all", "run all", tooltip="run every contract in the background"),
-        Binding(
-            "x", "stop", "stop", tooltip="stop the running command; complete receipts are kept"
-        ),
-    )
-
-    def __init__(self, context: Context) -> None:
-        super().__init__(context, ContractsFeed())
-
-    def action_run(self) -> None:
-        if self.selected is not None:
-            self.start_job(["contracts", "run", self.selected.key])
-
-    def action_run_all(self) -> None:
-        self.start_job(["contracts", "run"])
-
-
-class DrillsScreen(BrowseScreen[DrillsFeed]):
-    """Every drill of the engine."""
-
-    TITLE = "drills"
-    NOTES = (
-        "A drill makes one known incident happen in a short real run and asks whether the workbench names it.",
-        "PASS: it was named as required. FAIL: it was not. UNKNOWN: it cannot be tried here.",
-        "",
-        "A running drill continues when this screen or the workbench is closed; its folder is in drills/.",
-    )
-    JOB = drill_rows.JOB
-    ACTING = frozenset({"run", "stop"})
-    BINDINGS: ClassVar[list[BindingType]] = own_keys(
-        Binding("n", "run", "run now", tooltip="run the drill under the cursor (a few seconds)"),
-        Binding(
-            "o", "open_run", "open its run", tooltip="the screen of the run of its last result"
-        ),
-        Binding("x", "stop", "stop", tooltip="stop the running drill and its run"),
-    )
-
-    def __init__(self, context: Context) -> None:
-        super().__init__(context, DrillsFeed())
-
-    def _run(self) -> Path | None:
-        """Return the run of the selected drill: its active run, else that of its last result."""
-        if (row := self.selected) is None:
-            return None
-        if self.job is not None and self.job_runs and self.job.arguments[1] == row.key:
-            folder = Path(self.job.arguments[3]) / row.key
-            if is_run(folder):
-                return folder
-        found = self._feed.results.get(row.key)
-        return None if found is None else found.run
-
-    def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
-        if action == "open_run":
-            return self._run() is not None
-        return super().check_action(action, parameters)
-
-    def action_run(self) -> None:
-        if (row := self.selected) is not None:
-            self.start_job(drill_rows.drill_arguments(row.key, drill_rows.new_folder(row.key)))
-
-    def action_open_run(self) -> None:
-        if (folder := self._run()) is not None:
-            self.post_message(RunChosen(RunFolder(folder)))
 
 
 class DoctorScreen(BrowseScreen[DoctorFeed]):

@@ -30,7 +30,6 @@ from workbench.tui.screens.actions import (
     STOP,
     ask_to_resume,
     ask_to_stop,
-    refuse_other,
 )
 from workbench.tui.screens.form import FormScreen
 from workbench.tui.screens.polling import Polled, PollingScreen, RunChosen
@@ -45,7 +44,7 @@ FILTER_HINT = "lr>0.001  state:failed  tag:baseline  /regex/  words; all must ho
 WIDE = 160
 """Width in cells from which the run under the cursor is shown next to the table."""
 SORT_KEYS = Binding.Group("sort")
-ABOUT_RUN = frozenset({"open", "mark", "again", "tags", "note", "sort"})
+ABOUT_RUN = frozenset({"open", "mark", "tags", "note", "sort"})
 """The actions that need a run under the cursor."""
 MARKS_NEEDED = {"compare": 2, "unmark": 1}
 """The actions that need marked runs, and how many."""
@@ -54,7 +53,7 @@ MARKS_NEEDED = {"compare": 2, "unmark": 1}
 NO_RUNS = """\
 No run in {folders} yet.
 
-Start one {with_key}from another terminal:
+Start one from another terminal:
 
   engine distill SPEC               a run of your own, from a file of settings
   engine watch -- python train.py   a training script of your own, as it is
@@ -75,7 +74,7 @@ class RunsScreen(PollingScreen):
     )
 
     AUTO_FOCUS = "RunsTable"
-    ACTING = frozenset({"stop", "resume", "start", "again", "tags", "note"})
+    ACTING = frozenset({"stop", "resume", "tags", "note"})
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("question_mark", "app.help", "help", tooltip="this help"),
         Binding("q", "app.quit", "quit", tooltip="close the workbench; runs continue"),
@@ -85,10 +84,8 @@ class RunsScreen(PollingScreen):
         Binding("space", "mark", "mark", tooltip="mark the run for a comparison, or unmark it"),
         Binding("c", "compare", "compare", tooltip="compare the 2 to 6 runs marked with space"),
         Binding("u", "unmark", "unmark all", show=False, tooltip="remove all marks"),
-        Binding("n", "start", "new", tooltip="start a run from a spec"),
         STOP,
         RESUME,
-        Binding("N", "again", "again", tooltip="start another run like the one under the cursor"),
         Binding("t", "tags", "tags", tooltip="edit the tags of the run, words to filter by"),
         Binding("e", "note", "note", tooltip="edit the note of the run"),
         *(
@@ -187,9 +184,7 @@ class RunsScreen(PollingScreen):
         with self.app.batch_update():
             self._write_head(self._heading(snapshot, len(rows)))
             self.set_class(not rows, "-empty")
-            words = empty_list_text(
-                snapshot, self._pattern, read_only=self.context.read_only
-            ).splitlines()
+            words = empty_list_text(snapshot, self._pattern).splitlines()
             self.query_one("#empty", WordsView).lines = tuple(words)
             table = self.query_one(RunsTable)
             table.marked, table.rows_shown = dict(self._marked), tuple(rows)
@@ -326,18 +321,6 @@ class RunsScreen(PollingScreen):
             return self.query_one(RunsTable).selected is not None and not is_typing
         return action != "clear_filter" or self.query_one(FilterLine).display
 
-    def action_start(self) -> None:
-        from workbench.tui.screens.new_run import NewRunScreen
-
-        self.app.push_screen(NewRunScreen(self.context))
-
-    def action_again(self) -> None:
-        from workbench.tui.screens.new_run import NewRunScreen
-
-        row = self.query_one(RunsTable).selected
-        if row is not None and not refuse_other(self, RunFolder(row.path), "started again"):
-            self.app.push_screen(NewRunScreen(self.context, like=RunFolder(row.path)))
-
     # Tags and the note.
 
     def action_tags(self) -> None:
@@ -395,11 +378,10 @@ class RunsScreen(PollingScreen):
         self.query_one(RunsTable).focus()
 
 
-def empty_list_text(snapshot: RunsSnapshot, pattern: str, *, read_only: bool) -> str:
+def empty_list_text(snapshot: RunsSnapshot, pattern: str) -> str:
     """Return the text for an empty list."""
     if not snapshot.rows:
-        with_key = "" if read_only else "with n, or "
-        return NO_RUNS.format(folders=_folders(snapshot), with_key=with_key)
+        return NO_RUNS.format(folders=_folders(snapshot))
     return f"None of the {len(snapshot.rows)} runs matches {pattern!r}."
 
 

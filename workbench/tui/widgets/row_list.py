@@ -9,10 +9,11 @@ from typing import ClassVar
 from textual.binding import Binding, BindingType
 from textual.content import Content
 from textual.reactive import reactive
+from textual.widgets import OptionList
+from textual.widgets.option_list import Option
 
 from workbench.listing import SIGNS, Row, Tone
 from workbench.tui.names import distinct_names, wrapped
-from workbench.tui.widgets.keyed_list import KeyedList
 
 STYLES: dict[Tone, str] = {
     "good": "$text-success",
@@ -62,8 +63,8 @@ def prompt_of(row: Row, line: str) -> Content:
     return Content.assemble(sign, Content.styled(text, plain))
 
 
-class RowList(KeyedList):
-    """Draws rows."""
+class RowList(OptionList):
+    """Draws rows; only changed ones are drawn again."""
 
     HELP = """\
 # List
@@ -89,6 +90,10 @@ a row repeats its colour: `+` good, `!` bad, `?` not known, `-` does not count.
 
     rows: reactive[tuple[Row, ...]] = reactive((), init=False)
 
+    def __init__(self) -> None:
+        super().__init__(markup=False)
+        self._keys: list[str] = []
+
     def whole_text(self) -> str:
         """Return every row, as lines."""
         lines = lines_of(self.rows, WHOLE)
@@ -111,9 +116,20 @@ a row repeats its colour: `+` good, `!` bad, `?` not known, `-` does not count.
         return self.rows[index] if index is not None and index < len(self.rows) else None
 
     def on_resize(self) -> None:
-        self.watch_rows(self.rows)
+        self.watch_rows(self.rows, self.rows)
 
-    def watch_rows(self, rows: tuple[Row, ...]) -> None:
+    def watch_rows(self, before: tuple[Row, ...], rows: tuple[Row, ...]) -> None:
+        """Draw the rows; the cursor stays on its row."""
         width = max(0, self.scrollable_content_region.width - SIGN_CELLS) or WHOLE
-        lines = lines_of(rows, width)
-        self.draw({row.key: prompt_of(row, line) for row, line in zip(rows, lines, strict=True)})
+        prompts = [*map(prompt_of, rows, lines_of(rows, width))]
+        keys, at = [row.key for row in rows], self.highlighted
+        if keys == self._keys:
+            for place, prompt in enumerate(prompts):
+                if self.get_option_at_index(place).prompt != prompt:
+                    self.replace_option_prompt_at_index(place, prompt)
+            return
+        kept = self._keys[at] if at is not None and at < len(self._keys) else ""
+        self._keys = keys
+        self.set_options([Option(prompt) for prompt in prompts])
+        if keys:
+            self.highlighted = keys.index(kept) if kept in keys else 0

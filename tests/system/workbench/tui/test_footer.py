@@ -58,23 +58,16 @@ def test_an_imported_log_has_neither_rows_nor_a_command(tmp_path: Path) -> None:
 
     on_screen([run.path], SIZE, script)
 
-    async def again(pilot: Pilot[None]) -> None:
-        await press(pilot, "N")
-        words = " ".join(words_of(pilot).replace("▌", " ").split())
-        assert "is an imported log, which has no command" in words
-
-    on_screen([run.path.parent], SIZE, again)
-
 
 def test_what_is_typed_into_a_filter_is_no_key(tmp_path: Path) -> None:
     killed(tmp_path / "runs" / "a")
 
     async def in_the_list(pilot: Pilot[None]) -> None:
-        assert {"enter open", "n new", "q quit"} <= {*footer(pilot)}
+        assert {"enter open", "q quit"} <= {*footer(pilot)}
         await press(pilot, "slash", "k")
         assert footer(pilot) == ["esc clear"]
         await press(pilot, "enter")
-        assert {"enter open", "n new", "esc clear"} <= {*footer(pilot)}
+        assert {"enter open", "esc clear"} <= {*footer(pilot)}
         await press(pilot, "escape")
         assert "esc clear" not in footer(pilot)
 
@@ -95,33 +88,10 @@ def test_a_filter_without_a_match_leaves_no_run_to_act_on(tmp_path: Path) -> Non
     async def script(pilot: Pilot[None]) -> None:
         await press(pilot, "slash", *"nobody", "enter")
         keys = {*footer(pilot)}
-        assert {"/ filter", "esc clear", "n new"} <= keys
+        assert {"/ filter", "esc clear"} <= keys
         assert not {"enter open", "space mark", "N again", "t tags", "e note"} & keys
 
     on_screen([tmp_path], SIZE, script)
-
-
-def test_a_form_of_a_run_has_the_keys_of_what_is_typed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-
-    async def script(pilot: Pilot[None]) -> None:
-        await press(pilot, "n", "enter")
-        assert {"enter edit", "s start", "/ search"} <= {*footer(pilot)}
-        await press(pilot, "slash", "l")
-        assert footer(pilot) == ["esc back"]
-        await press(pilot, "escape")
-        assert {"enter edit", "s start", "/ search"} <= {*footer(pilot)}
-
-    on_screen([tmp_path], SIZE, script)
-
-
-def test_read_only_offers_no_start_in_words_either(tmp_path: Path) -> None:
-    async def script(pilot: Pilot[None]) -> None:
-        assert "Start one from another terminal" in words_of(pilot)
-
-    on_screen([tmp_path], SIZE, script, read_only=True)
 
 
 def test_runs_are_compared_once_two_are_marked(tmp_path: Path) -> None:

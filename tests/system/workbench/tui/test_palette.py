@@ -104,13 +104,10 @@ ESSENTIALS = {
     "save": "save",
     "screenshot": "save",
     "copy": "copy",
-    "contracts": "contracts",
-    "drills": "drills",
     "doctor": "doctor",
     "whys": "whys",
     "root cause": "whys",
     "replay": "replay",
-    "new run": "new run",
     "filter": "filter",
     "exit": "quit",
 }
@@ -170,7 +167,7 @@ def test_the_palette_begins_with_what_is_done_most(here: Path, where: str) -> No
         offered = list(await names(pilot))
         assert len(offered) == len(set(offered))
         first = offered[: offered.index("copy")]
-        wanted = {"help", "filter", "flip", "flips", "whys", "contracts", "drills", "doctor"}
+        wanted = {"help", "filter", "flip", "flips", "whys", "doctor"}
         assert wanted <= set(offered[:25]), offered
         assert "select" not in {name.casefold() for name in offered}
         assert not any("cursor" in name for name in first)

@@ -154,6 +154,6 @@ def test_a_comparison_without_alerts_has_no_pane_of_alerts(
 
 def test_an_empty_list_of_runs_offers_no_key_that_needs_a_run(tmp_path: Path) -> None:
     async def script(pilot: Pilot[None]) -> None:
-        assert words_of(pilot).endswith("? help q quit n new r refresh")
+        assert words_of(pilot).endswith("? help q quit r refresh")
 
     on_screen([tmp_path], (80, 24), script)

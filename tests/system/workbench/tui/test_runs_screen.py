@@ -291,12 +291,12 @@ def test_a_resume_that_is_refused_for_a_changed_setting_is_asked_again(
 
 def test_read_only_stops_resumes_and_starts_nothing(tmp_path: Path, commands: list[str]) -> None:
     scene = running(tmp_path / "going")
-    seen = texts_of(tmp_path, (120, 40), "x", "n", read_only=True)
+    seen = texts_of(tmp_path, (120, 40), "x", "t", read_only=True)
     scene.close()
     assert "read-only" in seen[0]
     assert "x stop" not in seen[0]
     assert all("engine stop" not in text for text in seen)
-    assert "choose a spec" not in seen[2]
+    assert "words, as in baseline good" not in seen[2]
     assert commands == []
 
 

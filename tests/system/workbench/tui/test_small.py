@@ -165,7 +165,7 @@ def test_the_key_bar_has_whole_words_and_help(tmp_path: Path) -> None:
     killed(tmp_path / "runs" / "kd")
 
     async def script(pilot: Pilot[None]) -> None:
-        for keys in ((), ("enter",), ("escape", "n")):
+        for keys in ((), ("enter",), ("escape", "w")):
             await press(pilot, *keys)
             if pilot.app.screen.is_modal:
                 await press(pilot, "enter")
