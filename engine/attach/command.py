@@ -34,6 +34,7 @@ from typing import IO, Any
 
 from engine import child
 from engine.errors import BadInput, EngineError, RunLogError
+from engine.files import user_state
 from engine.log.folder import COMMAND, RunFolder, create_run
 from engine.notify.receivers import ALL, NOTIFY_VARIABLE
 from engine.redact import Redactor
@@ -98,7 +99,7 @@ def new_run(
         cause = error.__cause__
         if not isinstance(cause, OSError) or cause.errno not in READ_ONLY:
             raise
-        run = create_run(_users_folder() / name, "", effective)
+        run = create_run(user_state("runs").absolute() / name, "", effective)
         say(f"{RUNS.absolute()}: {cause.strerror}; the run folder is {run.path}")
         return run
 
@@ -106,12 +107,6 @@ def new_run(
 def _name_of(arguments: Sequence[str]) -> str:
     word = next((Path(a).stem for a in arguments if a.endswith(".py")), Path(arguments[0]).stem)
     return f"{word}-{datetime.now():%Y%m%d-%H%M%S}"
-
-
-def _users_folder() -> Path:
-    """Return the runs folder in the user's state folder (XDG base directories)."""
-    state = os.environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state")
-    return Path(state, "apr-workbench", "runs").absolute()
 
 
 def run_command(

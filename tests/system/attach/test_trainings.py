@@ -102,21 +102,20 @@ def test_an_optimizer_made_after_the_first_step_begins_a_training_and_one_made_b
     assert trainings.begin_with(first) and trainings.counts_steps_of(first)
     assert not trainings.begin_with(second) and not trainings.counts_steps_of(second)
     assert not trainings.begin_with(first) and trainings.counts_steps_of(first)
-    trainings.optimizer_made(third, "mark")
+    trainings.optimizer_made(third)
     assert (
         trainings.begin_with(third) and trainings.counts_steps_of(third) and trainings.number == 2
     )
-    assert trainings.mark_of(third) == "mark" and trainings.mark_of(second) is None
 
 
 def test_trainings_that_take_turns_are_one_from_then_on() -> None:
     trainings = Trainings()
     first, second, third = optimizers(3)
     trainings.begin_with(first)
-    trainings.optimizer_made(second, None)
+    trainings.optimizer_made(second)
     assert trainings.begin_with(second)
     assert not trainings.begin_with(first) and trainings.counts_steps_of(first)
-    trainings.optimizer_made(third, None)
+    trainings.optimizer_made(third)
     assert not trainings.begin_with(third) and not trainings.counts_steps_of(third)
     assert trainings.number == 2
 

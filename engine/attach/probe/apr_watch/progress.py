@@ -6,22 +6,6 @@ import math
 from typing import Any
 
 
-class Plan:
-    """Number of steps of a training, where a framework knows it."""
-
-    def __init__(self) -> None:
-        self.total_steps: int | None = None
-
-    def planned(self, step: int, steps_left: int | None) -> None:
-        """Record that a framework will do `left` steps after step `step`; None if unknown."""
-        self.total_steps = None if steps_left is None or steps_left < 0 else step + steps_left
-
-    def begin(self, done: int) -> None:
-        """Begin a training after `done` steps of the previous one; the planned steps count from here."""
-        steps_left = None if self.total_steps is None else self.total_steps - done
-        self.total_steps = steps_left if steps_left is not None and steps_left > 0 else None
-
-
 def steps_left_of_trainer(state: Any) -> int | None:
     """Return the steps left of a transformers Trainer, from its state between two steps; None if unknown."""
     max_steps, done = getattr(state, "max_steps", None), getattr(state, "global_step", None)

@@ -27,7 +27,6 @@ from .memory import HeldMemory
 from .modes import Verdicts
 from .parameters import FACT, SUSPICION, WITHDRAWN, held_by
 from .places import Places
-from .progress import Plan
 from .sampled import SampledStep
 from .trainings import Trainings
 from .values import EXIT_WAIT_S, PendingValue, Reader, as_number, is_capturing, is_pending
@@ -103,16 +102,6 @@ class Clock:
         self._mark_s = now
         if self.marks:
             self._mark(phase)
-
-    def mark(self) -> tuple[float, dict[str, float]]:
-        """Return the time and the seconds of each phase until now, from which a step may begin (`begin_at`)."""
-        self._charge(self.running[-1] if self.running else "rest")
-        return self._mark_s, dict(self.seconds)
-
-    def begin_at(self, mark: tuple[float, dict[str, float]]) -> None:
-        """Count the step in progress from `mark` on."""
-        self.begin_s, seconds_before = mark
-        self.seconds = {phase: self.seconds[phase] - seconds_before[phase] for phase in PHASES}
 
     def lap(self) -> tuple[float, dict[str, float]]:
         """End the step at the last boundary of a phase; return its seconds, in all and by phase."""
@@ -271,7 +260,8 @@ class Steps:
         self._clock = Clock(self._mark_device)
         self._thread: int | None = None
         self._early: list[tuple[str, dict[str, Any], Sequence[Any]]] = []
-        self._plan = Plan()
+        self._total_steps: int | None = None
+        """Number of steps of the training, where a framework knows it."""
         self._position.read()
         self._batches = Batches(self._torch, self._position)
         self.identities = Identities(self._torch, self._position)
@@ -433,7 +423,9 @@ class Steps:
 
     def planned(self, steps_left: int | None) -> None:
         """Record how many steps are left by a framework's own plan; None where it has none."""
-        self._plan.planned(self._step, steps_left)
+        self._total_steps = None
+        if steps_left is not None and steps_left >= 0:
+            self._total_steps = self._step + steps_left
 
     # Optimizer.
 
@@ -444,8 +436,7 @@ class Steps:
         self._places.optimizer_made(optimizer)
         if self._work.is_on:
             self._work.follow()
-        if self._trainings.number:
-            self._trainings.optimizer_made(optimizer, self._clock.mark())
+        self._trainings.optimizer_made(optimizer)
 
     def seeded(self, _: Any, seed: Any) -> None:
         self.identities.seeds.seeded(int(seed))
@@ -482,12 +473,8 @@ class Steps:
 
     def _begin_training(self, optimizer: Any) -> None:
         if self._trainings.number > 1:
-            self._plan.begin(self._step)
+            self._total_steps = None
             self.end_training(optimizer)
-            mark = self._trainings.mark_of(optimizer)
-            if mark is not None:
-                self._clock.begin_at(mark)
-                self._device_clock.forget()
 
     def end_training(self, begun: Any) -> None:
         """End the training; its log closes once the values of its steps are known. `begun` is the optimizer of the
@@ -640,8 +627,8 @@ class Steps:
         """Return the planned steps if they are known, each loss where there are several, and each group's learning
         rate where they differ."""
         fields: dict[str, Any] = {}
-        if self._plan.total_steps is not None:
-            fields["total_steps"] = self._plan.total_steps
+        if self._total_steps is not None:
+            fields["total_steps"] = self._total_steps
         if 1 < len(self._losses) <= _PARTS:
             fields["losses"] = list(self._losses)
         groups = optimizer.param_groups

@@ -19,17 +19,14 @@ class Trainings:
         self.number = 0
         """Number of the training in progress; 0 before the first."""
         self._leader: weakref.ref[Any] | None = None
-        self._created: weakref.WeakKeyDictionary[Any, tuple[int, Any]] = weakref.WeakKeyDictionary()
+        self._created: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        """Training in which each optimizer was created; none for those before the first."""
         self._led: weakref.WeakSet[Any] = weakref.WeakSet()
         self._interleaved = False
 
-    def optimizer_made(self, optimizer: Any, mark: Any) -> None:
-        """Remember in which training and at which mark of the clock an optimizer was created."""
-        self._created[optimizer] = self.number, mark
-
-    def mark_of(self, optimizer: Any) -> Any:
-        """Return the mark at which an optimizer was created; None if before the first training."""
-        return self._created.get(optimizer, (0, None))[1]
+    def optimizer_made(self, optimizer: Any) -> None:
+        """Remember in which training an optimizer was created."""
+        self._created[optimizer] = self.number
 
     def begin_with(self, optimizer: Any) -> bool:
         """Begin a training if this completed step of an optimizer begins one; return whether it does."""
@@ -42,7 +39,7 @@ class Trainings:
     def _begins(self, optimizer: Any) -> bool:
         if not self.number:
             return True
-        training = self._created.get(optimizer, (0, None))[0]
+        training = self._created.get(optimizer, 0)
         return training == self.number < MAX_TRAININGS and not self._interleaved
 
     def counts_steps_of(self, optimizer: Any) -> bool:

@@ -44,7 +44,7 @@ class Log:
             os.close(self._fd)
             raise
         self._file = (status.st_dev, status.st_ino)
-        self._seq = self._end = self._written = self._sent = 0
+        self._seq = self._end = 0
         self._lines: list[tuple[str, dict[str, Any], float]] = []
         """Lines that are not written yet, each with its time."""
         self._origin = self._flushed_s = time.monotonic()
@@ -78,27 +78,18 @@ class Log:
         status = os.fstat(self._fd)
         if (status.st_dev, status.st_ino) != self._file:
             raise OSError(errno.EBADF, "the script closed the log's file descriptor")
-        # `_written` is 0 unless a signal handler of the script raised between a write and the line after it.
-        if self._written and status.st_size == self._end + self._written:
-            self._take()
-        elif status.st_size != self._end:
+        if status.st_size != self._end:
             raise OSError(errno.EIO, f"expected a log of {self._end} bytes, found {status.st_size}")
         data = b"".join(
             encode(kind, fields, self._seq + at, now_s - self._origin)
             for at, (kind, fields, now_s) in enumerate(self._lines)
         )
-        self._written, self._sent = len(data), len(self._lines)
         if os.write(self._fd, data) != len(data):
             os.ftruncate(self._fd, self._end)
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        self._take()
-
-    def _take(self) -> None:
-        """Forget the lines that have been written."""
-        self._seq += self._sent
-        self._end += self._written
-        self._lines = self._lines[self._sent :]
-        self._written = self._sent = 0
+        self._seq += len(self._lines)
+        self._end += len(data)
+        self._lines = []
         self._flushed_s = time.monotonic()
 
     def close(self) -> None:
