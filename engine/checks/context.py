@@ -44,7 +44,6 @@ class Context:
     """Number of training rows taken."""
 
     student: Decoder
-    optimizer: torch.optim.Optimizer
     teacher: Teacher | None
     """The teacher; None when the objective uses none."""
     teacher_decoder: Decoder | None

@@ -28,7 +28,6 @@ import hashlib
 import json
 import os
 import re
-import time
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -106,8 +105,6 @@ class Tokenizer:
         """SHA-256 of the bytes of the file."""
         self._end_of_text = end_of_text
         self._cuts = _cuts_of(inner)
-        self.encoded_s = self.encoded_cpu_s = 0.0
-        """Seconds spent on encoding, and CPU seconds of all threads in that time."""
         ids = inner.get_vocab(with_added_tokens=True).values()
         self.vocab_size = max(ids, default=-1) + 1
         """The highest id + 1, added tokens included."""
@@ -152,10 +149,7 @@ class Tokenizer:
         for batch in _batches(self._pieces(texts)):
             pieces = [piece for _, piece in batch]
             with _panic_is_bad_input(self.path):
-                begun_s, begun_cpu_s = time.perf_counter(), time.process_time()
                 encodings = self._inner.encode_batch_fast(pieces, add_special_tokens=False)
-                self.encoded_s += time.perf_counter() - begun_s
-                self.encoded_cpu_s += time.process_time() - begun_cpu_s
             for (text, _), encoding in zip(batch, encodings, strict=True):
                 encoded[text].extend(encoding.ids)
         return [np.frombuffer(ids, dtype=np.uint32) for ids in encoded]
@@ -168,7 +162,7 @@ class Tokenizer:
             return np.array(self._inner.encode(text, add_special_tokens=False).ids, dtype=np.uint32)
 
     def encode_each(self, texts: Sequence[str]) -> list[list[int]]:
-        """Return the ids of short texts that are no documents: `encoded_s` does not include them."""
+        """Return the ids of short texts that are no documents."""
         with _panic_is_bad_input(self.path):
             encodings = self._inner.encode_batch_fast(list(texts), add_special_tokens=False)
         return [encoding.ids for encoding in encodings]

@@ -8,7 +8,6 @@ import os
 import signal
 import sys
 from collections.abc import MutableMapping
-from importlib.util import find_spec
 from pathlib import Path
 
 from engine import child
@@ -22,19 +21,6 @@ def grow_segments(environment: MutableMapping[str, str]) -> None:
     another; otherwise a run within a limit may run out of memory with gigabytes free. Call before torch is imported."""
     if not any(name in environment for name in ALLOCATOR_SETTINGS):
         environment[ALLOCATOR_SETTINGS[0]] = "expandable_segments:True"
-
-
-def name_triton(environment: MutableMapping[str, str]) -> None:
-    """Name Triton's folder for compiled kernels and its assembler, Triton's own by default. Torch's compiler sets
-    other paths for the rest of the process, but only if it compiles something that is not in its cache: the same
-    kernels would then have other keys at the next start, and be compiled again."""
-    home = Path(environment.get("TRITON_HOME") or Path.home())
-    environment.setdefault("TRITON_CACHE_DIR", str(home / ".triton" / "cache"))
-    triton = find_spec("triton")
-    if triton is not None and triton.origin is not None:
-        assembler = Path(triton.origin).parent / "backends" / "nvidia" / "bin" / "ptxas"
-        if assembler.exists():
-            environment.setdefault("TRITON_PTXAS_PATH", str(assembler))
 
 
 def main() -> int:
@@ -54,7 +40,6 @@ def main() -> int:
         die_with_parent()
     child.cover_torch(os.environ)
     grow_segments(os.environ)
-    name_triton(os.environ)
     # Default handling until the run installs its own handlers: nothing has started, and a traceback would not
     # help.
     signal.signal(signal.SIGINT, signal.SIG_DFL)

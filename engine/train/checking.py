@@ -35,7 +35,6 @@ def context_of(
         step=trainer.step,
         position=trainer.position,
         student=trainer.student,
-        optimizer=trainer.optimizer,
         teacher=trainer.teacher if trainer.has_teacher else None,
         teacher_decoder=teacher_decoder if trainer.has_teacher else None,
         batches=trainer.batches,

@@ -7,7 +7,6 @@ before and after are only comparable on the same text.
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,7 +14,6 @@ from dataclasses import dataclass
 from engine.data.batches import Batch, heldout_rows
 from engine.data.tokens import TokenStream
 from engine.errors import CorpusError
-from engine.formats.tokenizer import Tokenizer
 from engine.log.events import DataReady, Note, Phase
 from engine.plan.inputs import Inputs
 from engine.plan.memory import EVAL_ROWS_AT_ONCE
@@ -24,8 +22,6 @@ from engine.train import to_events
 from engine.train.to_events import Log
 from engine.units import format_bytes
 
-TOKENIZED_S, MIN_CPUS = 3.0, 1.25
-"""Minimum seconds of tokenizing for the warning about one CPU, and the number of CPUs used that counts as several."""
 PROGRESS_EVERY_S = 10.0
 """Interval between logged progress lines, in seconds."""
 
@@ -61,20 +57,6 @@ class _Progress:
         self._log(Phase(name=what, detail=detail))
 
 
-def one_cpu_of_many(tokenizer: Tokenizer) -> str:
-    """Return a warning if only one of several CPUs tokenized texts; empty otherwise."""
-    cpus, took_s = len(os.sched_getaffinity(0)), tokenizer.encoded_s
-    if took_s < TOKENIZED_S or tokenizer.encoded_cpu_s > MIN_CPUS * took_s:
-        return ""
-    # On a busy machine, only one CPU may have been free.
-    if cpus == 1 or os.getloadavg()[0] > cpus + 1:
-        return ""
-    return (
-        f"tokens: texts were tokenized by one CPU of {cpus}, in {took_s:.0f} s: TOKENIZERS_PARALLELISM=false does so, "
-        "and texts that are given one by one"
-    )
-
-
 def prepare_data(spec: RunSpec, inputs: Inputs, seen: DataReady | None, log: Log) -> Data:
     """Read, split and tokenize the corpus, or take its tokens from the cache.
 
@@ -85,8 +67,6 @@ def prepare_data(spec: RunSpec, inputs: Inputs, seen: DataReady | None, log: Log
     tokens = inputs.load_tokens(data, _Progress(log, data.corpus))
     if not tokens.is_kept:
         log(Note(level="warning", text=f"tokens: {tokens.note}"))
-    if text := one_cpu_of_many(inputs.tokenizer):
-        log(Note(level="warning", text=text))
     log(Phase(name="taking the rows", detail=tokens.note))
     train, heldout = tokens.train, tokens.heldout
     rows = heldout_rows(heldout, data.seq_len, spec.eval.rows)
