@@ -66,6 +66,8 @@ class Untouched:
 
     def _enter(self) -> None:
         torch = self._torch
+        gpus = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+        self._stack.enter_context(torch.random.fork_rng(gpus))
         self._stack.enter_context(torch.no_grad())
         # Do not load the compiler just for this.
         if "torch._dynamo" in sys.modules and hasattr(torch.compiler, "set_stance"):
@@ -246,12 +248,9 @@ def tensors_in(torch: Any, value: Any) -> list[Any]:
 
 
 class _Generators:
-    """States of all random generators, those in attributes of modules included, to be restored."""
+    """States of the random generators of Python, numpy and attributes of modules, to be restored."""
 
     def __init__(self, torch: Any, attributes: list[dict[str, Any]]) -> None:
-        self._torch = torch
-        self._host = torch.get_rng_state()
-        self._gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
         self._python = random.getstate()
         numpy = sys.modules.get("numpy")
         self._numpy = numpy.random.get_state() if numpy is not None else None
@@ -266,9 +265,6 @@ class _Generators:
         ]
 
     def restore(self) -> None:
-        self._torch.set_rng_state(self._host)
-        if self._gpus is not None:
-            self._torch.cuda.set_rng_state_all(self._gpus)
         random.setstate(self._python)
         if self._numpy is not None:
             sys.modules["numpy"].random.set_state(self._numpy)
