@@ -266,23 +266,6 @@ def own_part(tensor: Tensor) -> Tensor:
     return tensor.to_local() if is_shared(tensor) else tensor
 
 
-def part_like(value: Tensor, like: Tensor) -> Tensor:
-    """Return this rank's part, a view, of a complete `value` laid out as `like`. No communication.
-
-    FSDP2 gives each rank one chunk of the sharded dimension (`torch.chunk`), and the last ranks get none where there
-    are fewer chunks than ranks.
-    """
-    if not is_shared(like):
-        return value
-    (placement,) = like.placements
-    if not placement.is_shard():
-        return value
-    dim = placement.dim  # type: ignore[attr-defined]
-    chunks = value.chunk(like.device_mesh.size(), dim)
-    rank = like.device_mesh.get_local_rank()
-    return chunks[rank] if rank < len(chunks) else value.narrow(dim, 0, 0)
-
-
 @torch.no_grad()
 def put(target: Tensor, value: Tensor) -> None:
     """Copy `value`, which is complete on every rank, into `target`; each rank copies its own shard."""

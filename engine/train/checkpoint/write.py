@@ -15,8 +15,8 @@ acknowledge it. A crash before the rename leaves a partial folder that nothing r
 removes. A crash after it may leave a checkpoint that is published but was never acknowledged, which is
 allowed; the reverse cannot happen. A published step is never written again.
 
-The caller must ensure that there is one writer per folder: partial folders of this process and of dead
-processes are deleted.
+The caller must ensure that there is one writer per folder, as the lock of the run's log does: partial folders
+that are found are deleted.
 
 Covered: death or an I/O error at any operation, loss of bytes that were not fsynced, bit rot. Not
 covered: a disk that lies about fsync.
@@ -30,11 +30,10 @@ Retention:
                               verifies are kept
       -> .trash-<pid>         being deleted: no longer published, whatever is left of it
       -> .refused-<pid>       did not verify: its files are kept, and its step can be saved again
-    .partial-<pid>            being written by a live process, or abandoned by one that died
+    .partial-<pid>            being written, or abandoned by a process that died
 
 A folder is renamed before any of its files is deleted, so a crash never leaves half a checkpoint. Folders
-that dead processes left half written or half deleted are removed with the next change; partial folders of
-live processes are kept.
+that earlier processes left half written or half deleted are removed with the next change.
 """
 
 from __future__ import annotations
@@ -52,7 +51,6 @@ from typing import Protocol
 
 from engine.checkpoint_folders import FREE_SPACE_FACTOR, folder_name, published, refusal, step_of
 from engine.errors import NO_ROOM, CheckpointError, DiskFull
-from engine.machine.host import Host
 from engine.train.checkpoint.manifest import (
     MANIFEST,
     FileRecord,
@@ -112,7 +110,7 @@ def sync_folder(path: Path, calls: FileCalls) -> None:
         calls.close(descriptor)
 
 
-_LEFTOVER = re.compile(r"step-[0-9]{8}\.(?:partial|trash)-([0-9]+)")
+_LEFTOVER = re.compile(r"step-[0-9]{8}\.(?:partial|trash)-[0-9]+")
 
 
 # contract: checkpoint-protocol-v1
@@ -172,40 +170,17 @@ def set_aside(path: Path, *, calls: FileCalls = OS_CALLS) -> Path:
 
 
 def sweep(folder: Path, calls: FileCalls) -> None:
-    """Delete what dead processes left half written or half deleted, and what this process failed to delete."""
+    """Delete what earlier processes left half written or half deleted, and what this process failed to delete."""
     for entry in sorted(folder.iterdir()):
-        leftover = _LEFTOVER.fullmatch(entry.name)
-        if leftover is None or entry.is_symlink() or not entry.is_dir():
+        if not _LEFTOVER.fullmatch(entry.name) or entry.is_symlink() or not entry.is_dir():
             continue
-        pid = int(leftover[1])
-        if pid == os.getpid() or not _is_owned(entry, pid):
-            _delete_tree(entry, calls)
+        _delete_tree(entry, calls)
 
 
 def remove_partial(partial: Path, calls: FileCalls) -> None:
     """Delete a failed partial folder. An I/O error here must not hide the one that is being reported."""
     with contextlib.suppress(OSError):
         _delete_tree(partial, calls)
-
-
-def _is_owned(leftover: Path, pid: int) -> bool:
-    """Return whether the process that a folder is named for is alive and older than the folder.
-
-    Pids are reused, soonest in a container, where they begin at 1 with every start.
-    """
-    try:
-        os.kill(pid, 0)
-    except (ProcessLookupError, OverflowError):
-        return False
-    except PermissionError:
-        pass  # another user's process, and alive
-    ticks = Host().process(pid).start_ticks.number
-    if ticks is None:
-        return True
-    booted_unix_s = time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)
-    started_unix_s = booted_unix_s + ticks / os.sysconf("SC_CLK_TCK")
-    # A tick is 10 ms, and the two clocks are not read at the same time.
-    return leftover.stat().st_mtime >= started_unix_s - 1.0
 
 
 def _delete_tree(path: Path, calls: FileCalls) -> None:
