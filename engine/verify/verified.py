@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 
 from engine.catalogue import STAGES
@@ -21,7 +20,6 @@ from engine.log.follow import Follower
 from engine.plan.inputs import check_inputs
 from engine.receipts.receipt import check_receipt, not_compared, read_receipt_or_facts
 from engine.spec import spec_from_dict
-from engine.train.background import Background
 from engine.verdict import Level, Verdict, lowest
 from engine.verify import replay
 from engine.verify.compare import (
@@ -107,9 +105,8 @@ def verify(
         raise RunLogError.expected(
             "run folder", run.path, "a run that has ended", "a run that has not ended"
         )
-    # Hashing gigabytes of files overlaps with the replay.
-    receipt = Background(partial(_compare_receipt, run), "hash of the run's files")
     result = Verified()
+    _compare_receipt(run, result)
     sessions = read_sessions(run)
     run_stretches = _read_stretches(run, sessions, result)
     if run_stretches:
@@ -123,9 +120,6 @@ def verify(
                 verifying.steps(run_stretches, steps, chain=chain)
             if keep:
                 result.kept = folder
-    receipt_result = receipt.result()
-    result.lines = receipt_result.lines | result.lines
-    result.not_compared[:0] = receipt_result.not_compared
     if chain:
         result.not_compared = [text for text in result.not_compared if "their contents" not in text]
     return result
@@ -147,9 +141,8 @@ def _read_stretches(run: RunFolder, sessions: Sequence[Session], result: Verifie
     return run_stretches
 
 
-def _compare_receipt(run: RunFolder) -> Verified:
+def _compare_receipt(run: RunFolder, result: Verified) -> None:
     """Compare the files of the folder with the hashes in its receipt."""
-    result = Verified()
     view = Follower(run).read_all()
     receipt, is_receipt = read_receipt_or_facts(run, view)
     if not is_receipt:
@@ -158,7 +151,7 @@ def _compare_receipt(run: RunFolder) -> Verified:
             result.lines["receipt"] = Verdict(Level.FAIL, text)
         else:
             result.not_compared.append("files: the run ended without a receipt of their hashes")
-        return result
+        return
     answers = check_receipt(run, receipt, view)
     wrong = {name: verdict for name, verdict in answers.items() if verdict.level is not Level.PASS}
     for name, verdict in wrong.items():
@@ -167,7 +160,6 @@ def _compare_receipt(run: RunFolder) -> Verified:
         text = f"{len(answers)} entries match the files of the folder"
         result.lines["receipt"] = Verdict(Level.PASS, text)
     result.not_compared += not_compared(run, receipt)
-    return result
 
 
 class _Verifier:
