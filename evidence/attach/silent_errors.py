@@ -199,7 +199,7 @@ def said_by_watch(script: Path, folder: Path) -> tuple[str, list[str]]:
     log = run / "events.jsonl"
     lines = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
     found = [
-        f"{line['degree']}: {line['id']} (step {line['step']})"
+        f"{line['level']}: {line['id']} (step {line['step']})"
         for line in lines
         if line.get("by") == "identity" and line["level"] in ("fail", "suspicion")
     ]

@@ -153,15 +153,16 @@ class Batches:
 
     def lap(self, backwards: int) -> tuple[int | None, int | None, list[Batch]]:
         """Return rows and tokens since the last step, None where unknown for a batch, and the names of the batches."""
-        fed = [read for read, _ in self._sizes if read.feeds]
-        sizes = [size for read, size in self._sizes if read.feeds]
-        if fed and backwards:
+        fed, self._sizes = [pair for pair in self._sizes if pair[0].feeds], []
+        if not fed:
+            return None, None, []
+        if backwards:
             # Before the first step of a pass batches may be read ahead, or be left over from the pass before.
-            fed[-1].steps[len(fed), backwards] += fed[-1].has_stepped
-            fed[-1].has_stepped = True
-        self._sizes = []
-        rows, tokens = (_sum([size[index] for size in sizes]) for index in (0, 1))
-        return rows, tokens, [name for _, _, name in sizes]
+            newest = fed[-1][0]
+            newest.steps[len(fed), backwards] += newest.has_stepped
+            newest.has_stepped = True
+        rows, tokens, names = zip(*(size for _, size in fed), strict=True)
+        return _sum(rows), _sum(tokens), [*names]
 
     def _size(self, batch: Any) -> tuple[int | None, int | None]:
         tensor_type = self._torch.Tensor
@@ -210,7 +211,7 @@ def _is_dispatched(caller: FrameType) -> bool:
     return module == "accelerate.data_loader" and caller.f_code.co_name == "_fetch_batches"
 
 
-def _sum(numbers: list[Any]) -> Any:
+def _sum(numbers: Sequence[Any]) -> Any:
     """Return the sum; None if the list is empty or holds an unknown number."""
     return None if not numbers or None in numbers else sum(numbers)
 
@@ -230,10 +231,6 @@ class Entry(NamedTuple):
     """Time of the step on a GPU."""
     sampled: SampledStep | Verdicts | None = None
     """Sampled step whose verdicts become lines once the device has passed it."""
-    logged: set[tuple[str, str]] | None = None
-    """Identities and levels that the log already has."""
-    work: Work | None = None
-    """Counter of the verdicts."""
 
 
 class Steps:
@@ -283,8 +280,6 @@ class Steps:
         self._beat: Beat | None = None
         self._rank, self._world = 0, 1
         self._step = 0
-        self._logged_identities: set[tuple[str, str]] = set()
-        """Identities and levels that the training's log already has."""
 
     def _forget_losses(self) -> None:
         self._losses: list[float | PendingValue | None] = []
@@ -614,9 +609,7 @@ class Steps:
         for sampled in verdicts:
             step = sampled.step if isinstance(sampled, Verdicts) else None
             about = {"step": min(self._step, step or self._step), "framework": framework()}
-            logged = self._logged_identities
-            entry = Entry(self.log, "judged", about, (), None, sampled, logged, self._work)
-            self._waiting.append(entry)
+            self._waiting.append(Entry(self.log, "judged", about, sampled=sampled))
         self._write_ready()
 
     def _end_ranks(self, at_exit: bool) -> None:
@@ -677,8 +670,42 @@ class Steps:
             sampled = self._waiting[0].sampled
             if sampled is not None and not sampled.has_passed():
                 break
-            if _write(self._waiting.popleft()):
+            if self._write(self._waiting.popleft()):
                 self.identities.loss_was_not_finite()
+
+    def _write(self, entry: Entry) -> bool:
+        """Write a line; return whether it is a step whose loss is not finite."""
+        fields = entry.fields
+        if entry.sampled is not None:
+            self._write_verdicts(entry.log, fields, entry.sampled)
+            return False
+        if entry.lap is not None:
+            fields["phases"] = entry.lap.seconds
+        if entry.kind == "step":
+            return _write_step(entry.log, fields)
+        if entry.kind == "eval":
+            fields["loss"] = as_number(fields["loss"])
+        elif entry.kind == "logged":
+            fields["values"] = {name: as_number(value) for name, value in fields["values"].items()}
+        entry.log.write(entry.kind, **fields)
+        if entry.kind == "script_ended":
+            entry.log.close()
+        return False
+
+    def _write_verdicts(
+        self, log: Log, fields: dict[str, Any], sampled: SampledStep | Verdicts
+    ) -> None:
+        # At the end of the process, verdicts on steps that the GPU has not passed stay unknown.
+        for name, level, text, numbers in sampled.lines() if sampled.has_passed() else []:
+            is_withdrawal = WITHDRAWN in numbers
+            if level != FACT:
+                self._work.judged[name] += 1
+            if is_withdrawal or (name, level) not in log.judged:
+                log.judged.add((name, level))
+                if is_withdrawal:
+                    log.judged.discard((name, SUSPICION))
+                about = {"id": name, "level": level, "text": text, "numbers": numbers}
+                log.write("judged", by="identity", **fields, **about)
 
     def _mark_device(self, phase: str) -> None:
         # Only the rank that writes the log needs values.
@@ -710,7 +737,7 @@ class Steps:
                     time.sleep(0.001)
         finally:
             while self._waiting:
-                _write(self._waiting.popleft())
+                self._write(self._waiting.popleft())
         if self.log is None and claim_failed(self._run):
             self.log = Log(self._run)
             ended["optimizers"] = self._optimizers
@@ -744,40 +771,6 @@ def _write_step(log: Log, fields: dict[str, Any]) -> bool:
     fields["lr"], fields["grad_norm"] = as_number(fields["lr"]), as_number(fields["grad_norm"])
     log.write_soon("step", fields)
     return loss is not None and not math.isfinite(loss)
-
-
-def _write(entry: Entry) -> bool:
-    """Write a line; return whether it is a step whose loss is not finite."""
-    fields = entry.fields
-    if entry.sampled is not None:
-        _write_verdicts(entry, entry.sampled)
-        return False
-    if entry.lap is not None:
-        fields["phases"] = entry.lap.seconds
-    if entry.kind == "step":
-        return _write_step(entry.log, fields)
-    if entry.kind == "eval":
-        fields["loss"] = as_number(fields["loss"])
-    elif entry.kind == "logged":
-        fields["values"] = {name: as_number(value) for name, value in fields["values"].items()}
-    entry.log.write(entry.kind, **fields)
-    if entry.kind == "script_ended":
-        entry.log.close()
-    return False
-
-
-def _write_verdicts(entry: Entry, sampled: SampledStep | Verdicts) -> None:
-    # At the end of the process, verdicts on steps that the GPU has not passed stay unknown.
-    for name, level, text, numbers in sampled.lines() if sampled.has_passed() else []:
-        is_withdrawal = WITHDRAWN in numbers
-        if entry.work is not None and level != FACT:
-            entry.work.judged[name] += 1
-        if entry.logged is not None and (is_withdrawal or (name, level) not in entry.logged):
-            entry.logged.add((name, level))
-            if is_withdrawal:
-                entry.logged.discard((name, SUSPICION))
-            about = {"id": name, "level": level, "text": text, "numbers": numbers}
-            entry.log.write("judged", by="identity", **entry.fields, **about)
 
 
 def _plain(value: Any) -> float | None:

@@ -47,6 +47,8 @@ class Log:
         self._seq = self._end = 0
         self._lines: list[tuple[str, dict[str, Any], float]] = []
         """Lines that are not written yet, each with its time."""
+        self.judged: set[tuple[str, str]] = set()
+        """Identities and levels that the log already has."""
         self._origin = self._flushed_s = time.monotonic()
         self.write(
             "log_opened",
