@@ -175,12 +175,6 @@ LOG_NUMBER = Limit(
     unit="",
     beyond=_BROKEN_LINE,
 )
-COLUMNS_FILE = Limit(
-    what="a file of columns of a log",
-    most=64 * MIB,
-    unit="bytes",
-    beyond="not used: the lines are read",
-)
 LOG_PID = Limit(what="the number of a process in a log", most=1 << 22, unit="", beyond=_BROKEN_LINE)
 LOG_GPU = Limit(what="the number of a GPU in a log", most=255, unit="", beyond=_BROKEN_LINE)
 # What `engine import` reads.

@@ -149,12 +149,10 @@ class RunFeed:
         *,
         wall: Callable[[], float] = time.time,
         budget_s: float = READ_BUDGET_S,
-        save_columns: bool = False,
     ) -> None:
-        """Prepare to read; `save_columns` saves the columns computed from a long log in the run's folder."""
         self.run = run
         self._wall, self._budget_s = wall, budget_s
-        self._follower = Follower(run, files=True, save_columns=save_columns)
+        self._follower = Follower(run)
         self._book = LogBook(self._follower.reader("events"))
         self._verified = _Verified(run)
         self._command: WatchedCommand | None = None

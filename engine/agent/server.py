@@ -264,7 +264,7 @@ class Tools:
 
     def _read(self, wanted: str) -> tuple[Follower, dict[str, Any], list[Any]]:
         """Read a run. Return it with what heads an answer, and what kept its logs from being read to their ends."""
-        follower = Follower(self._run(wanted), files=True)
+        follower = Follower(self._run(wanted))
         faults: list[Any] = []
         try:
             follower.read_all()
@@ -286,7 +286,7 @@ def _is_inside(run: RunFolder, folder: Path) -> bool:
 
 
 def _row(run: RunFolder) -> dict[str, Any]:
-    follower, fields = Follower(run, files=True), {"id": id_of(run), "name": run.name}
+    follower, fields = Follower(run), {"id": id_of(run), "name": run.name}
     try:
         view = follower.read_all()
         notes = read_notes(run)
@@ -310,7 +310,7 @@ def _fields(event: Any) -> dict[str, Any]:
 
 
 def _proposals(run: RunFolder) -> tuple[Proposal, ...]:
-    return proposals(Follower(run, files=True).read_all(), settings_of(run), read_command(run))
+    return proposals(Follower(run).read_all(), settings_of(run), read_command(run))
 
 
 def _parts(fields: dict[str, Any]) -> Iterator[dict[str, Any]]:

@@ -1,7 +1,7 @@
 """Fold the logs of a run into its view: `fold(view, source, batches) -> view`.
 
-The fold is pure. The same lines give the same view: live or a year later, in one batch or in many, whichever
-of the logs is read first, and from its lines or from segment files.
+The fold is pure. The same lines give the same view: live or a year later, in one batch or in many, and whichever
+of the logs is read first.
 
 A resumed run repeats the steps after its last checkpoint. The view keeps the repetition and drops what it
 replaces, so that a step is never counted twice.

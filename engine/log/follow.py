@@ -20,14 +20,11 @@ class Follower:
     """Polls the logs of one run. `view` is the newest frozen RunView; `alive` says which processes existed at
     the last poll."""
 
-    def __init__(self, run: RunFolder, *, files: bool = False, save_columns: bool = False) -> None:
-        """`files` uses valid segments of a long log (`engine.log.columns`); `save_columns` also saves those
-        that had to be built."""
+    def __init__(self, run: RunFolder) -> None:
         self.run = run
         logs = run.logs()
         self._readers: dict[Source, BatchReader] = {
-            source: BatchReader(LogReader(logs[source]), files=files, keep=save_columns)
-            for source in SOURCES
+            source: BatchReader(LogReader(logs[source])) for source in SOURCES
         }
         self._further: dict[Source, RankReader] = {}
         """Readers of the logs of the other ranks and hosts, added as they appear."""

@@ -223,18 +223,6 @@ class LogReader:
             )
         return block[:end]
 
-    def pass_over(self, file_id: FileId, lines: int, end: int, last_s: float) -> None:
-        """Skip lines up to `end` that were read elsewhere in this file and that open no session; `last_s` is the
-        latest of their times."""
-        number, _, opened_s, latest_s = self.points[-1]
-        self._file_id, self._offset, self._next_seq = file_id, end, number + lines
-        self.points.append(Point(self._next_seq, end, opened_s, max(latest_s, opened_s + last_s)))
-
-    @property
-    def file_id(self) -> FileId | None:
-        """Device and inode of the file that is being read; None before the first read."""
-        return self._file_id
-
     @property
     def lines_read(self) -> int:
         """Number of lines that have been returned."""

@@ -315,8 +315,8 @@ def is_absent(column: Numbers) -> NDArray[np.bool_]:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Consecutive lines of one session of a log, as `fold` takes them: from decoded lines (`batches_of`) or from a
-    segment file (`engine.log.columns`). If the opening of the session is among them it comes first."""
+    """Consecutive lines of one session of a log, as `fold` takes them. If the opening of the session is among them it
+    comes first."""
 
     tables: dict[str, dict[str, Numbers]]
     """The columns of all steps and readings, `t_s` included, by table: `step`, `host`, `gpu0`."""

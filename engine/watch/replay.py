@@ -117,7 +117,7 @@ def _sibling_step_s(run: RunFolder, view: RunView) -> dict[str, float]:
                 continue
             with suppress(BadInput):
                 if other.read_effective()["spec"] == spec:
-                    sibling = Follower(other, files=True).read_all()
+                    sibling = Follower(other).read_all()
                     if _is_comparable(sibling, view):
                         step_s[other.name] = median_step_s(sibling)
     return step_s

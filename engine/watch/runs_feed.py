@@ -306,7 +306,7 @@ class RunsFeed:
             return self._kept_row(key, now_unix_s)
         follower = self._followers.get(key)
         if follower is None:
-            follower = Follower(run.folder, files=True)
+            follower = Follower(run.folder)
             self._followers[key] = follower
         state, error = self._read(follower, until_s)
         view, alive = follower.view, follower.alive

@@ -28,8 +28,6 @@ class small_sizes:
         for module, name, value in (
             (columns_module, "CHUNK_BYTES", 1500),
             (columns_module, "NEWEST_BYTES", 4000),
-            (columns_module, "LEFT_BYTES", 0),
-            (columns_module, "TAIL_BYTES", 32),
             (fold_module, "LOG_LINES_KEPT", 3),
             (read_module, "PART_BYTES", 600),
         ):
@@ -82,12 +80,9 @@ def followed(
     source: Source,
     reader: LogReader,
     most: int = 1 << 20,
-    *,
-    files: bool = False,
-    keep: bool = False,
 ) -> RunView:
     """Return `view` after what follows in a log, read as a Follower reads a long one."""
-    batches = BatchReader(reader, files=files, keep=keep)
+    batches = BatchReader(reader)
     while found := batches.poll(most):
         view = fold(view, source, found)
     return view

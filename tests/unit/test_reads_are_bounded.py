@@ -67,7 +67,6 @@ ALLOWED: dict[str, str] = {
     ),
     **dict.fromkeys(
         (
-            "engine/log/columns.py",
             "engine/log/read.py",
             "engine/log/rows.py",
             "engine/log/written.py",

@@ -156,7 +156,7 @@ class Live(Panel):
         return frame_of(self.snapshot.view, what)
 
     def _attach(self, run: RunFolder) -> None:
-        self._feed = RunFeed(run, save_columns=True)
+        self._feed = RunFeed(run)
 
     # The polling thread.
 

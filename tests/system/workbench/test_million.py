@@ -1,7 +1,5 @@
 """A run of a million steps: how long until all of it is on the screen or the page, and what a key costs then.
 
-Once with the columns that an earlier viewer has kept beside the log, once with the log alone.
-
 `python -m pytest -m soak -s tests/system/workbench/test_million.py` prints what it measured: seconds by the clock,
 seconds of processor of the viewer, and how fast this machine decodes a line now, which tells how much of it other
 programs took.
@@ -10,7 +8,6 @@ programs took.
 from __future__ import annotations
 
 import os
-import shutil
 import time
 from pathlib import Path
 from statistics import median
@@ -19,10 +16,8 @@ import msgspec
 import pytest
 from textual.pilot import Pilot
 
-import engine.log.columns as columns
 from engine.log.events import Known
 from engine.log.folder import RunFolder
-from engine.log.follow import Follower
 from tests.support.long_runs import Written, write_long_run
 from tests.support.screens import on_screen
 from tests.support.terminals import Terminal
@@ -31,7 +26,7 @@ from workbench.notebook.stream import Stream
 
 pytestmark = [pytest.mark.soak, pytest.mark.perf]
 STEPS = 1_000_000
-LIMIT_S = {"kept": 3.0, "alone": 9.0}
+LIMIT_S = 9.0
 TRIES = 3
 TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 LINE_US = 2.3
@@ -41,32 +36,6 @@ LINE_US = 2.3
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Written:
     return write_long_run(tmp_path_factory.mktemp("million") / "run", steps=STEPS)
-
-
-@pytest.fixture(scope="module")
-def kept(written: Written) -> Path:
-    """The same run, with the columns that an earlier viewer has kept."""
-    run = RunFolder(written.folder.with_name("kept"))
-    run.path.mkdir()
-    # Without the columns that a viewer of the run alone has kept meanwhile.
-    for file in filter(Path.is_file, written.folder.iterdir()):
-        os.link(file, run.path / file.name)
-    begin = time.process_time()
-    Follower(run, files=True, save_columns=True).read_all()
-    used_s = time.process_time() - begin
-    size = sum(file.stat().st_size for file in (run.path / columns.FOLDER).iterdir())
-    print(f"\nkept beside it: {size / 1e6:.0f} MB, {used_s:.1f} s of processor")
-    return run.path
-
-
-def folder_of(which: str, written: Written, request: pytest.FixtureRequest) -> Path:
-    return written.folder if which == "alone" else request.getfixturevalue("kept")
-
-
-def forget(folder: Path, which: str) -> None:
-    """The viewer before keeps what it has made."""
-    if which == "alone":
-        shutil.rmtree(folder / columns.FOLDER, ignore_errors=True)
 
 
 def slowness(written: Written) -> float:
@@ -95,14 +64,10 @@ def peak_bytes(pid: int) -> int:
     return int(status.split("VmHWM:")[1].split()[0]) * 1024
 
 
-@pytest.mark.parametrize("which", LIMIT_S)
-def test_the_terminal_shows_all_of_it_within_seconds(
-    written: Written, which: str, request: pytest.FixtureRequest
-) -> None:
-    folder, before = folder_of(which, written, request), slowness(written)
+def test_the_terminal_shows_all_of_it_within_seconds(written: Written) -> None:
+    folder, before = written.folder, slowness(written)
     taken, used, peak = [], [], 0
     for _ in range(TRIES):
-        forget(folder, which)
         begin_s = time.monotonic()
         terminal = Terminal(str(folder), columns=160, rows=45)
         terminal.deadline_s = begin_s + 200.0
@@ -114,17 +79,17 @@ def test_the_terminal_shows_all_of_it_within_seconds(
         assert terminal.wait() == 0
     slow = max(1.0, (before + slowness(written)) / 2)
     print(
-        f"\n{which}: {written.lines} lines, {written.size_bytes / 1e6:.0f} MB: all on screen after"
+        f"\n{written.lines} lines, {written.size_bytes / 1e6:.0f} MB: all on screen after"
         f" {min(taken):.1f} s; processor {min(used):.1f} s, machine {slow:.1f} times as slow as idle; at most"
         f" {peak / 1e6:.0f} MB"
     )
     # Seconds of processor leave out what other programs took meanwhile.
-    assert min(taken) < LIMIT_S[which] or min(used) < LIMIT_S[which]
+    assert min(taken) < LIMIT_S or min(used) < LIMIT_S
     assert peak < 1e9
 
 
 def test_every_key_of_the_time_line_and_of_the_log_is_answered_at_once(
-    written: Written, kept: Path
+    written: Written,
 ) -> None:
     costs: dict[str, list[float]] = {}
     slow = max(1.0, slowness(written))
@@ -153,7 +118,7 @@ def test_every_key_of_the_time_line_and_of_the_log_is_answered_at_once(
         await pilot.pause()
         costs.setdefault(key, []).append((time.process_time() - begin) / slow * 1000)
 
-    on_screen([kept], (160, 45), script)
+    on_screen([written.folder], (160, 45), script)
     print(
         "\n"
         + ", ".join(f"{key} {median(ms):.0f}" for key, ms in costs.items())
@@ -162,27 +127,23 @@ def test_every_key_of_the_time_line_and_of_the_log_is_answered_at_once(
     assert all(median(ms) < 150 for ms in costs.values())
 
 
-@pytest.mark.parametrize("which", LIMIT_S)
-def test_the_notebook_has_all_of_it_within_seconds(
-    written: Written, which: str, request: pytest.FixtureRequest
-) -> None:
+def test_the_notebook_has_all_of_it_within_seconds(written: Written) -> None:
     """What `Live` does to open: reading, and the messages for the page."""
-    folder, before = folder_of(which, written, request), slowness(written)
+    folder, before = written.folder, slowness(written)
     taken, used = [], []
     for _ in range(TRIES):
-        forget(folder, which)
         begin_s, begin = time.monotonic(), time.process_time()
-        snapshot = RunFeed(RunFolder(folder), save_columns=True).read_all()
+        snapshot = RunFeed(RunFolder(folder)).read_all()
         messages = list(Stream().messages(snapshot))
         taken.append(time.monotonic() - begin_s)
         used.append(time.process_time() - begin)
     slow = max(1.0, (before + slowness(written)) / 2)
     size = sum(len(buffer) for message in messages for buffer in message.buffers)
     print(
-        f"\nnotebook, {which}: {min(taken):.1f} s, processor {min(used):.1f} s, machine"
+        f"\nnotebook: {min(taken):.1f} s, processor {min(used):.1f} s, machine"
         f" {slow:.1f} times as slow as idle; {size / 1000:.0f} KB to the page"
     )
-    assert min(taken) < LIMIT_S[which] or min(used) < LIMIT_S[which]
+    assert min(taken) < LIMIT_S or min(used) < LIMIT_S
     assert size < 200_000
     steps = snapshot.view.steps
     assert len(steps) == STEPS and steps.value("loss", written.spike - 1) == 90.0

@@ -175,7 +175,7 @@ class RunScreen(PollingScreen):
         super().__init__(context)
         self.run = run
         self.title = f"run {run.name}"
-        self._feed = RunFeed(run, save_columns=not context.read_only)
+        self._feed = RunFeed(run)
         self._snapshot: Snapshot | None = None
         self._chosen, self._zoomed, self._paused = PANES[0].id, False, False
         self._flip_finder = FlipFinder(run)
