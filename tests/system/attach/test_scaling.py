@@ -159,6 +159,18 @@ def divided_by_another_number():
 def divided_once():
     return loop(4)
 
+def short_windows_at_the_ends_of_epochs():
+    net = model()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
+    # Steps 4 and 8, which are looked at, take three batches.
+    for _ in range(3):
+        for at, (x, y) in enumerate(loader(15), 1):
+            (mse(net, x, y) / 4).backward()
+            if at % 4 == 0 or at == 15:
+                optimizer.step()
+                optimizer.zero_grad()
+    return net
+
 def means_of_unlike_sizes():
     turns = iter([1, 2] * 12)
     def loss(net, x, y):
@@ -327,7 +339,7 @@ def two_optimizers_of_one_body():
             optimizer.step()
     return nn.ModuleList([body, heads])
 
-tell(means_of_unlike_sizes, means_of_unlike_numbers_of_labels,
+tell(means_of_unlike_sizes, short_windows_at_the_ends_of_epochs, means_of_unlike_numbers_of_labels,
      clipped_behind_the_step, a_trainer_that_clips_late, clipped_with_the_scale, clipped_with_the_scale_over_windows,
      clipped_by_hand_once_unscaled, clipped_in_front, clipped_once_unscaled, looked_at_behind_the_step,
      two_optimizers_that_clip_in_turn,
@@ -378,6 +390,7 @@ HEALTHY: dict[str, dict[str, str]] = {
     "two_optimizers_that_clip_in_turn": {"clipping": PASS},
     "divided_once": {"accumulated_mean": PASS},
     "divided_once_in_a_trainer": {"accumulated_mean": PASS},
+    "short_windows_at_the_ends_of_epochs": {"accumulated_mean": PASS},
     "means_of_unlike_sizes": {"accumulated_mean": FACT},
     "means_of_unlike_numbers_of_labels": {"accumulated_mean": FACT},
     "sums_over_all_tokens": {},

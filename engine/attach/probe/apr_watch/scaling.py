@@ -57,6 +57,8 @@ class Scaling:
         self._window: tuple[int, tuple[list[float], bool]] | None = None
         """Number of losses that the newest sampled step accumulated, and the division of each; None if it was one loss,
         or they differ."""
+        self._whole: tuple[list[float], bool] | None = None
+        """Division of each loss in a window that was divided by its number of losses."""
         self._alike = 0
         """Consecutive sampled steps that summed losses alike."""
         self._is_sampled = False
@@ -65,7 +67,7 @@ class Scaling:
 
     def optimizer_made(self) -> None:
         """Reset: another training may begin."""
-        self._stepped = set()
+        self._stepped, self._whole = set(), None
         self._just_stepped = self._clipped_after = False
         self._late = self._unscaled = self._alike = 0
 
@@ -156,6 +158,7 @@ class Scaling:
         share = 1 / math.prod(factors)
         numbers = {"passes": passes, "divided_by": share}
         if abs(share - passes) < _EQUAL * passes:
+            self._whole = known[0]
             text = f"each loss of the {passes} backward passes of a step of {name} is divided by {passes}"
             sizes = [size for size in self._sizes if size is not None]
             if not is_mean or len(sizes) < passes:
@@ -165,6 +168,8 @@ class Scaling:
             else:
                 text += f", though they are means of {min(sizes):g} to {max(sizes):g} elements"
             return [("accumulated_mean", FACT, text, numbers)]
+        if known[0] == self._whole:
+            return []  # a window cut short by the end of an epoch
         times = sum(abs(1 / factor - passes) < _EQUAL * passes for factor in factors)
         if times > 1:
             text = (
