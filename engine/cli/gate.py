@@ -1,12 +1,10 @@
 """Check the gates of a distillation: what has to hold before the next phase is worth its cost.
 
-    engine gate kd.toml                                     smoke, teacher, cache: before the run
+    engine gate kd.toml                                     smoke: before the run
     engine gate runs/kd --eval runs/kd-humaneval.jsonl      and of the finished run: heldout, eval
     engine gate runs/kd --set gate.heldout_loss=3.0 --set gate.pass_at_1=0.15 --only heldout,eval
 
 smoke    train on one batch of the run's rows for some steps: its loss has to fall (gate.smoke_steps)
-teacher  a quantized teacher differs from its reference by no more than 4-bit rounding does (gate.teacher_*)
-cache    each token of stored rows at a cosine of 0.999 or more from the teacher (gate.cache_*)
 heldout  the student's held-out loss, or its share of the way to the teacher's (gate.heldout_*)
 eval     the lower end of the interval of pass@1 (gate.pass_at_1)
 

@@ -37,7 +37,7 @@ _KEY = re.compile(r"\s*([A-Za-z0-9_\-]+(?:\s*\.\s*[A-Za-z0-9_\-]+)*)\s*=")
 class Gone(NamedTuple):
     """A setting of earlier versions."""
 
-    same: tuple[str, ...]
+    same: tuple[str | float, ...]
     """Values that name what every run does now. They are accepted and have no effect."""
     why: str
 
@@ -62,6 +62,13 @@ GONE = {
             ("auto", "on", "off"),
             "layers on a GPU have our kernels between their matmuls, as fast as compiled ones (kernels.layers)",
         ),
+    ),
+    **dict.fromkeys(
+        ("gate.teacher_reference", "gate.teacher_kl"),
+        Gone(("", 0.0), "`engine eval ppl TEACHER --against REFERENCE` measures the KL"),
+    ),
+    "gate.cache_rows": Gone(
+        (16,), "a run itself compares stored outputs with its teacher before it uses them"
     ),
 }
 """Settings that specs, runs and checkpoints of earlier versions may have."""

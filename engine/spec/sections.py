@@ -667,25 +667,11 @@ class GateSection:
         low=2,
         most=10**6,
     )
-    teacher_reference: str = setting(
-        "",
-        "The model that a quantized teacher was made from; empty compares with the values in its blocks.",
-        path=True,
-    )
-    teacher_kl: float = setting(
-        0.0,
-        "Largest mean KL(reference || teacher) in nats; 0 is the published noise of 4-bit weights.",
-        low=0.0,
-        most=1e6,
-    )
     cache_cosine: float = setting(
         0.999,
         "Least cosine between a token's hidden state in teacher.cache and the teacher's own.",
         low=0.0,
         high=1.0,
-    )
-    cache_rows: int = setting(
-        16, "Stored rows that the teacher recomputes for comparison.", low=1, most=1 << 20
     )
     heldout_loss: float = setting(
         0.0,

@@ -123,9 +123,7 @@ class Subject:
     @cached_property
     def teacher(self) -> BuiltTeacher:
         """The teacher as the run uses it, cut to the student's vocabulary."""
-        return self.teacher_of(self.teacher_backend, self.teacher_precision)
-
-    def teacher_of(self, backend: str, precision: str) -> BuiltTeacher:
+        backend, precision = self.teacher_backend, self.teacher_precision
         self.say(f"loading the teacher: {self.spec.teacher.path} ({backend}, {precision})")
         return build_teacher(
             self.spec.teacher.path,

@@ -10,11 +10,10 @@ from engine.export.gate import IDS
 from engine.export.gate.gate import Subject
 from engine.export.gate.results import eval_threshold, heldout_target
 from engine.export.gate.smoke import smoke
-from engine.export.gate.teacher import cache_fidelity, teacher_parity
 from engine.export.outcome import Outcome, unknown
 
 GATES: dict[str, Callable[[Subject], Outcome]] = dict(
-    zip(IDS, (smoke, teacher_parity, cache_fidelity, heldout_target, eval_threshold), strict=True)
+    zip(IDS, (smoke, heldout_target, eval_threshold), strict=True)
 )
 
 

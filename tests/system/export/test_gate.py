@@ -11,7 +11,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
 from engine.cli.main import main
 from engine.data.batches import Batch
@@ -20,17 +19,13 @@ from engine.export.gate.gate import Subject, does_not_apply, verdict_of
 from engine.export.gate.results import eval_threshold, heldout_target
 from engine.export.gate.run import ask_gates
 from engine.export.gate.smoke import least_cross_entropy, smoke
-from engine.export.gate.teacher import cache_fidelity, teacher_parity
 from engine.export.outcome import Outcome, answered
 from engine.log.folder import RunFolder
-from engine.models.load import save_decoder
 from engine.receipts.context import spec_hash, view_of
 from engine.spec import load_spec, spec_from_dict
 from engine.verdict import Level
 from tests.support.finished_runs import finish, results_file
 from tests.support.kit import Kit
-from tests.support.packed_models import lively, make_config, write
-from tests.support.preparing import make_store
 
 
 def of_spec(spec: Path, *sets: str) -> Subject:
@@ -122,82 +117,6 @@ def test_a_batch_that_cannot_be_learnt_is_unknown_however_its_loss_falls(
     monkeypatch.setattr("engine.export.gate.smoke.least_cross_entropy", lambda batch: 5.0)
     gate = smoke(of_spec(spec, "gate.smoke_steps=4"))
     assert gate.level == "unknown" and "cannot be learnt" in gate.reason
-
-
-# Teacher parity
-
-
-def test_a_dense_teacher_has_nothing_to_compare_and_none_neither(spec: Path) -> None:
-    gate = teacher_parity(of_spec(spec))
-    assert gate.level == "n/a" and "dense" in gate.reason
-    alone = of_spec(spec, "teacher.backend=none", "loss.alpha=1.0")
-    assert teacher_parity(alone).level == "n/a"
-
-
-def test_a_quantized_teacher_is_held_to_the_noise_of_its_blocks(kit: Kit, tmp_path: Path) -> None:
-    decoder = lively(make_config(vocab_size=300))
-    blocks = write(tmp_path / "m.gguf", decoder, "Q8_0")
-    save_decoder(decoder, tmp_path / "plain", torch.float32)
-    spec = kit.spec(
-        tmp_path,
-        teacher__path=str(blocks),
-        teacher__backend="quantized",
-        data__tokenizer=str(kit.teacher),
-    )
-    own = teacher_parity(of_spec(spec))
-    assert own.level == "pass" and own.numbers["kl"] < 1e-6, own
-    plain = f"gate.teacher_reference={tmp_path / 'plain'}"
-    against = teacher_parity(of_spec(spec, plain))
-    assert against.level == "pass" and own.numbers["kl"] < against.numbers["kl"] < 1.27e-2
-    strict = teacher_parity(of_spec(spec, plain, f"gate.teacher_kl={against.numbers['kl'] / 2}"))
-    assert strict.level == "fail"
-    other = teacher_parity(of_spec(spec, f"gate.teacher_reference={kit.teacher}"))
-    assert other.level == "fail", other
-
-
-# Cache fidelity
-
-
-@pytest.mark.parametrize("form", ["hidden", "top_k", "sampled"])
-def test_a_store_is_the_teacher_and_one_of_another_row_is_not(
-    form: str, kit: Kit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    store = tmp_path / "store"
-    spec = kit.spec(tmp_path, teacher__cache=str(store))
-    empty = cache_fidelity(of_spec(spec))
-    assert empty.level == "unknown" and "engine prepare" in empty.reason
-    make_store(
-        spec, store, form=form, count={"hidden": 0, "top_k": 16, "sampled": 8}[form], rows=12
-    )
-    gate = cache_fidelity(of_spec(spec, "gate.cache_rows=4"))
-    assert gate.level == "pass" and gate.numbers["least"] >= 0.999 and gate.numbers["rows"] == 4
-    # Every answer is that of the row before it.
-    from engine.teachers.store.teacher import CachedTeacher
-
-    whole, name = CachedTeacher._stored, "_stored"
-
-    def turned(self, tokens_BT, documents_BT):  # type: ignore[no-untyped-def]
-        fields, keys = whole(self, tokens_BT, documents_BT)
-        return tuple(field.roll(1, 0) for field in fields), keys
-
-    monkeypatch.setattr(CachedTeacher, name, turned)
-    assert cache_fidelity(of_spec(spec, "gate.cache_rows=4")).level == "fail"
-
-
-def test_a_store_of_another_teacher_fails_and_no_store_is_not_asked(
-    kit: Kit, spec: Path, tmp_path: Path
-) -> None:
-    assert cache_fidelity(of_spec(spec)).level == "n/a"
-    store = tmp_path / "store"
-    mine = Path(shutil.copytree(kit.teacher, tmp_path / "teacher"))
-    spec = kit.spec(tmp_path, teacher__path=str(mine), teacher__cache=str(store))
-    make_store(spec, store, form="hidden", rows=4)
-    shutil.copyfile(mine / "model.safetensors", tmp_path / "kept")
-    raw = bytearray((mine / "model.safetensors").read_bytes())
-    raw[-3] ^= 0x10
-    (mine / "model.safetensors").write_bytes(raw)
-    gate = cache_fidelity(of_spec(spec))
-    assert gate.level == "fail" and "made with a teacher" in gate.reason
 
 
 # Held-out target
@@ -293,9 +212,9 @@ def test_the_verdict_is_the_lowest_of_those_that_apply() -> None:
         return verdict_of(gates).level
 
     holds = answered("smoke", Level.PASS, "it does")
-    assert level(holds, does_not_apply("cache", "none")) == Level.PASS
+    assert level(holds, does_not_apply("eval", "none")) == Level.PASS
     assert level(holds, answered("eval", Level.UNKNOWN, "not asked")) == Level.UNKNOWN
-    assert level(does_not_apply("cache", "none")) == Level.UNKNOWN
+    assert level(does_not_apply("eval", "none")) == Level.UNKNOWN
 
 
 def test_what_keeps_one_gate_from_being_measured_leaves_the_others(
@@ -319,8 +238,6 @@ def test_the_command_prints_each_gate_and_exits_by_the_lowest(
     levels = {gate["id"]: gate["level"] for gate in printed["gates"]}
     assert levels == {
         "smoke": "pass",
-        "teacher": "n/a",
-        "cache": "n/a",
         "heldout": "pass",
         "eval": "n/a",
     }

@@ -62,7 +62,6 @@ ASSERTIONS = (
             "step_student",
             "step_teacher",
         ),
-        gates=("teacher",),
         defects=(
             *("rotary_neighbours", "qkv_bias_missing", "norm_eps_fixed", "causal_mask_missing"),
             "documents_merged_in_step",
@@ -233,13 +232,11 @@ GAPS = (
         "G10",
         "stored answers of another teacher or row, blocks that may not teach",
         checks=("stored_outputs",),
-        gates=("cache", "teacher"),
         drills=("teacher_after_prepare",),
         tests=(
             "teachers/store_teacher::stored_outputs_of_other_rows_are_named_before_they_are_used",
             "teachers/store::one_changed_byte_anywhere_is_found_and_named",
             "teachers/store_teacher::a_miss_asks_the_teacher_is_counted_and_said_once",
-            "export/gate::a_quantized_teacher_is_held_to_the_noise_of_its_blocks",
         ),
     ),
     Failure(

@@ -227,7 +227,7 @@ def test_list_of_settings_is_frozen() -> None:
         "checks.enabled", "checks.skip", "checks.on_fail", "checks.every", "checks.record",
         "watch.stall_seconds", "watch.on_stall", "watch.on_thrash", "watch.sample_seconds",
         "notify.to",
-        "gate.smoke_steps", "gate.teacher_reference", "gate.teacher_kl", "gate.cache_cosine", "gate.cache_rows",
+        "gate.smoke_steps", "gate.cache_cosine",
         "gate.heldout_loss", "gate.heldout_share", "gate.pass_at_1",
     ]  # fmt: skip
 
@@ -260,7 +260,7 @@ KEEPS_RESULTS = """
     kernels.attention
     watch.stall_seconds watch.on_stall watch.on_thrash watch.sample_seconds notify.to
     checks.enabled checks.skip checks.on_fail checks.every checks.record
-    gate.smoke_steps gate.teacher_reference gate.teacher_kl gate.cache_cosine gate.cache_rows
+    gate.smoke_steps gate.cache_cosine
     gate.heldout_loss gate.heldout_share gate.pass_at_1
 """
 """Guards (teacher.allow_identical, vocab.align) decide whether a run goes on, never what it computes."""
