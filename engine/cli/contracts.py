@@ -1,13 +1,13 @@
 """Check contracts, run their tests and proofs, and show for each the verdict (pass, unknown, fail) and the level that
 it has reached (none, basic, standard, strict, proven: `engine.contracts.status`).
 
-    engine contracts validate [FILES]    check each file; list every problem at once, with line and column
+    engine contracts validate [FILES]    check each file; list what is wrong, with its place
     engine contracts run [IDS]           run tests and proofs, then plant each bug and see it caught
     engine contracts status              verdict and level of each, from the receipts of earlier runs alone
     engine contracts list                each with its equations, last result and age
     engine contracts show ID             one in full
 
-Exit codes of validate: 0 no errors (warnings are allowed), 1 errors. Of run and status: 0 all pass, 1
+Exit codes of validate: 0 no problem, 1 one or more. Of run and status: 0 all pass, 1
 one fails, 2 something is unknown: skipped, stale, not run, or its tool is not installed.
 """
 
@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from engine import limits
 from engine.cli.answers import answer
-from engine.cli.arguments import actions_of, add_choice, add_json, add_number, add_path
+from engine.cli.arguments import actions_of, add_json, add_number, add_path
 from engine.terminal import say
 
 if TYPE_CHECKING:
@@ -33,12 +33,9 @@ WIDTH = 100
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     action = actions_of(parser)
-    validate = action("validate", "check each file; list every problem at once")
+    validate = action("validate", "check each file; list what is wrong")
     add_path(validate, "files", "FILES", "files or folders (contracts/)", nargs="*")
-    add_choice(validate, "--format", ("text", "json"), "text")
-    add_json(validate, "as --format json")
-    rules = "pv: only the rules of `pv validate`, from upstream's aprender-contracts"
-    add_choice(validate, "--rules", ("all", "pv"), "all", rules)
+    add_json(validate)
     run_ = action("run", "run tests, proofs and planted bugs, and keep receipts")
     run_.add_argument("ids", nargs="*", metavar="IDS", help="contracts (all)")
     add_number(run_, "--jobs", limits.JOBS, "contracts at once (1)", default=1, metavar="N")
@@ -71,18 +68,12 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _validate(a: argparse.Namespace) -> int:
     from engine.contracts.contract import checked_contracts
-    from engine.contracts.problems import PV, WARNING
 
     loaded = checked_contracts(a.files, Path())
     problems = sorted(problem for file in loaded for problem in file.problems)
-    if a.rules == "pv":
-        problems = [p for p in problems if p.rule.startswith(PV)]
-    warnings = sum(problem.severity == WARNING for problem in problems)
-    errors = len(problems) - warnings
-    a.json = a.json or a.format == "json"
-    value = {"files": len(loaded), "errors": errors, "warnings": warnings, "problems": problems}
-    lines = [*problems, f"{errors} error(s), {warnings} warning(s)"]
-    return answer(a, "contract-problems", value, lines, int(errors > 0))
+    value = {"files": len(loaded), "problems": problems}
+    lines = [*problems, f"{len(loaded)} contracts, {len(problems)} problems"]
+    return answer(a, "contract-problems", value, lines, int(bool(problems)))
 
 
 def _run(a: argparse.Namespace) -> int:
@@ -101,7 +92,7 @@ def _run(a: argparse.Namespace) -> int:
         say(problem)
     contracts = [by_id[id_].contract for id_ in ids]
     runner = Runner(Path(), a.receipts, say)
-    runner.run([contract for contract in contracts if contract and contract.is_run], a.jobs)
+    runner.run([contract for contract in contracts if contract and not contract.demoted_by], a.jobs)
     return _print([s for s in overview(receipts=a.receipts) if s.id in ids], a)
 
 
@@ -153,7 +144,8 @@ def _line(text: object) -> str:
 
 
 def _as_json(status: Status) -> dict[str, Any]:
-    contract = status.contract
+    file = status.contract.file if status.contract else None
+    claims = file.proof_obligations if file else ()
     return {
         "id": status.id,
         "path": status.path,
@@ -161,13 +153,14 @@ def _as_json(status: Status) -> dict[str, Any]:
         "reason": str(status.answer),
         "reached": status.reached,
         "age_s": status.age_s,
-        "description": contract.description if contract else None,
-        "equations": dict(contract.equations) if contract else {},
-        "obligations": dict(contract.obligations) if contract else {},
+        "description": file.metadata.description if file else None,
+        "equations": {name: one.formula for name, one in file.equations.items()} if file else {},
+        "obligations": {one.id: one.property for one in claims if one.is_active},
         # Claims that a finding has refuted, which it names.
         "demoted": [
-            {"id": id_, "property": property_, "by": by}
-            for id_, property_, by in (contract.demoted if contract else ())
+            {"id": one.id, "property": one.property, "by": one.demoted_by}
+            for one in claims
+            if not one.is_active
         ],
         "problems": status.problems,
         "checks": [
@@ -192,8 +185,9 @@ def _list(a: argparse.Namespace) -> int:
     lines = []
     for status in statuses:
         lines.append(summary(status))
-        for name, formula in status.contract.equations if status.contract else ():
-            lines.append(_wrapped(f"  {name}: {_line(formula)}"))
+        equations = status.contract.file.equations if status.contract else {}
+        for name, equation in equations.items():
+            lines.append(_wrapped(f"  {name}: {_line(equation.formula)}"))
     return answer(a, "contract", [_as_json(status) for status in statuses], lines)
 
 

@@ -1,144 +1,303 @@
-"""A contract: the content of a file after it has been read, checked by the rules and compared with the
-source.
+"""A contract: the typed content of a YAML file, checked by itself and compared with the source.
 
-A bound function must name its contract in a comment, so that neither can be moved or deleted without the
-other. Source is read as text; nothing that a contract names is imported or run here.
+    W-YAML      the file is YAML, with no key twice in a mapping
+    W-FORM      every key is known, every value has the form of its key, and every required value is there
+    W-STEM      no two files with one name
+    W-REF       ids are unique, and every id that is named is there
+    W-CLAIM     every active obligation has an active test or a proof
+    W-TOL       numeric obligations have a tolerance, and each says where it comes from
+    W-DEMOTE    a demoted claim names the finding that demoted it, and no other does
+    W-CTRL      every active test is turned red by a planted bug
+    W-TEST      every test and harness is there to be run
+    W-EDIT      the text that a planted bug replaces is there exactly once
+    W-BIND      bound code is there and names its contract, and the other way round
+
+A bound function must name its contract in a comment, so that neither can be moved or deleted without the other. Source
+is read as text; nothing that a contract names is imported or run here. No level, count or verdict is written in a
+contract: receipts say them.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import msgspec
+import yaml
 
-from engine.contracts.problems import ERROR, Problem
-from engine.contracts.rules import check_own, check_upstream
-from engine.contracts.schema import CONTRACT, DIALECT, Walk
+from engine import limits
 from engine.contracts.source import Sources, split_node
-from engine.contracts.yaml_tree import Unreadable, parse_tree, read_raw
 from engine.errors import BadInput
+from engine.files import read_text
 
 FOLDER = Path("contracts")
-# Upstream's folders also hold these registries, which are no contracts.
-_NO_CONTRACTS = frozenset({"binding.yaml", "binding.yml", "external-corpora.yaml", "ontology.yaml"})
+NUMERIC = frozenset({"equivalence", "linearity", "conservation", "roundtrip"})
+"""Types of obligation that compare numbers and so need a tolerance."""
+_LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+_Text = Annotated[str, msgspec.Meta(min_length=1)]
 
 
-class Falsifier(msgspec.Struct, frozen=True, kw_only=True):
-    id: str
-    prediction: str = ""
-    if_fails: str = ""
-    test: str
-    """`python:<pytest node>`, or any text in an upstream file."""
+class _Part(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A mapping in the file."""
+
+
+class _Claim(_Part, frozen=True, kw_only=True):
+    """What can be demoted by a finding that refuted it."""
+
+    status: Literal["active", "demoted"] = "active"
+    demoted_by: str = ""
+
+    @property
+    def is_active(self) -> bool:
+        return self.status == "active"
+
+
+class Metadata(_Claim, frozen=True, kw_only=True):
+    version: _Text
+    kind: Literal["kernel", "pattern", "schema", "training-loop", "training-precondition-gate"]
+    description: _Text
+    references: Annotated[tuple[_Text, ...], msgspec.Meta(min_length=1)]
+    depends_on: tuple[str, ...] = ()
+
+
+class Equation(_Part, frozen=True, kw_only=True):
+    formula: _Text
+    domain: str = ""
+    codomain: str = ""
+    invariants: tuple[str, ...] = ()
+
+
+class Tolerance(_Part, frozen=True, kw_only=True):
+    value: float
+    kind: Literal["abs", "rel", "ulp"]
+    derivation: _Text
+
+
+class Obligation(_Claim, frozen=True, kw_only=True):
+    id: _Text
+    type: Literal[
+        "associativity", "bound", "classification", "completeness", "conservation", "equivalence", "frame",
+        "idempotency", "independence", "invariant", "involution", "linearity", "liveness", "monotonicity", "ordering",
+        "postcondition", "precondition", "roundtrip", "safety", "soundness", "state_machine", "symmetry",
+    ]  # fmt: skip
+    property: _Text
+    formal: str = ""
+    tolerance: Tolerance | None = None
+
+
+class Falsifier(_Claim, frozen=True, kw_only=True):
+    id: _Text
+    rule: _Text
+    prediction: _Text
+    if_fails: _Text
+    obligations: tuple[str, ...] = ()
+    test: str = ""
+    """`python:<pytest node>`; may be missing where it is demoted."""
     differs: str = ""
-    demoted_by: str
-    """The finding that refuted the claim; empty while it is active."""
+    """Reason why the condition is not the published one of this id."""
 
     @property
     def node(self) -> str:
-        """The pytest node of a test that runs here."""
+        """The pytest node of the test."""
         return self.test.removeprefix("python:")
 
 
-class Proof(msgspec.Struct, frozen=True, kw_only=True):
-    id: str
-    engine: str
-    """z3 or enumerate."""
-    harness: str
-    bound: str
-    timeout_s: int = 60
+class Proof(_Part, frozen=True, kw_only=True):
+    id: _Text
+    obligation: _Text
+    engine: Literal["z3", "enumerate"]
+    harness: _Text
+    bound: _Text
+    strategy: Literal["exhaustive", "stub_float", "compositional", "bounded_int"]
+    axioms: tuple[str, ...] = ()
+    timeout_s: Annotated[int, msgspec.Meta(ge=1)] = 60
 
 
-class Planted(msgspec.Struct, frozen=True, kw_only=True):
+class Edit(_Part, frozen=True, kw_only=True):
+    module: _Text
+    replace: _Text
+    by: str = msgspec.field(name="with")
+
+
+class Planted(_Part, frozen=True, kw_only=True):
     """A planted bug: an edit of one module's source, and the tests that it must turn red."""
 
-    id: str
-    what: str
-    module: str
-    replace: str
-    by: str = msgspec.field(name="with")
+    id: _Text
+    what: _Text
+    edit: Edit
     turns_red: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+class Gate(_Part, frozen=True, kw_only=True):
+    id: _Text
+    name: str
+    checks: tuple[str, ...]
+    pass_criteria: str
+    falsification: str = ""
+    planted: tuple[Planted, ...] = ()
+
+
+class _File(_Part, frozen=True, kw_only=True):
+    dialect: Literal["engine-1"]
+    metadata: Metadata
+    binds: tuple[str, ...]
+    equations: dict[str, Equation]
+    proof_obligations: Annotated[tuple[Obligation, ...], msgspec.Meta(min_length=1)]
+    falsification_tests: Annotated[tuple[Falsifier, ...], msgspec.Meta(min_length=1)]
+    proof_harnesses: tuple[Proof, ...] = ()
+    qa_gate: Gate
+
+
+@dataclass(frozen=True, slots=True)
 class Contract:
     id: str
     """The file name without its suffix."""
     sha256: str
-    runs: bool
-    """Whether its file says `dialect: engine-1`."""
-    description: str
-    demoted_by: str
-    """The finding that refuted the whole contract; empty while it is active."""
-    depends_on: tuple[str, ...]
-    equations: tuple[tuple[str, str], ...]
-    """Name and formula of each equation."""
-    obligations: tuple[tuple[str, str], ...]
-    """Id and property of each active obligation."""
-    demoted: tuple[tuple[str, str, str], ...]
-    """Id, property and finding of each demoted claim."""
-    binds: tuple[str, ...]
-    falsifiers: tuple[Falsifier, ...]
-    proofs: tuple[Proof, ...]
-    planted: tuple[Planted, ...]
+    file: _File
+
+    @property
+    def demoted_by(self) -> str:
+        """The finding that refuted the whole contract; empty while it is active."""
+        return self.file.metadata.demoted_by
+
+    @property
+    def planted(self) -> tuple[Planted, ...]:
+        return self.file.qa_gate.planted
 
     @property
     def active(self) -> tuple[Falsifier, ...]:
-        return tuple(f for f in self.falsifiers if not f.demoted_by)
+        """The tests that run."""
+        return tuple(test for test in self.file.falsification_tests if test.is_active)
 
-    @property
-    def is_run(self) -> bool:
-        """Whether it is of our dialect and was not demoted."""
-        return self.runs and not self.demoted_by
+
+@dataclass(frozen=True, slots=True, order=True)
+class Problem:
+    file: str
+    """Path of the contract, or place in the source as `FILE:LINE`."""
+    rule: str
+    path: str
+    """The place in the contract: `proof_obligations[0].formal`."""
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.file}: {self.rule}: {self.path}{': ' * bool(self.path)}{self.text}"
 
 
 @dataclass(slots=True)
 class Loaded:
-    """One file: its problems, and its contract if it has no errors."""
+    """One file: its problems, and its contract if it has none."""
 
     path: Path
-    walk: Walk
-    """The places of all values, and the problems found so far."""
     _contract: Contract | None = None
+    _problems: list[Problem] = field(default_factory=list)
 
     @property
     def problems(self) -> tuple[Problem, ...]:
-        return tuple(sorted(self.walk.problems))
-
-    @property
-    def is_broken(self) -> bool:
-        return any(problem.severity == ERROR for problem in self.walk.problems)
+        return tuple(sorted(self._problems))
 
     @property
     def contract(self) -> Contract | None:
-        return None if self.is_broken else self._contract
+        return None if self._problems else self._contract
+
+    def add(self, rule: str, path: str, text: str, *, file: str = "") -> None:
+        self._problems.append(Problem(file or str(self.path), rule, path, text))
+
+
+class _Loader(_LOADER):  # type: ignore[misc]
+    """Refuses a key that occurs twice in a mapping, of which YAML would keep the last."""
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+        counts = Counter(key.value for key, _ in node.value)
+        for key, _ in node.value:
+            if counts[key.value] > 1:
+                text = f"the key {key.value!r} is here twice"
+                raise yaml.constructor.ConstructorError(None, None, text, key.start_mark)
+        return super().construct_mapping(node, deep)
 
 
 def load_file(path: Path) -> Loaded:
     """Read one file and apply the rules that concern it alone."""
-    walk = Walk(str(path))
+    loaded = Loaded(path)
     try:
-        raw = read_raw(path)
-        tree, duplicates = parse_tree(raw)
-    except Unreadable as error:
-        walk.add("W-YAML", (), error.text, place=(error.line, error.column))
-        return Loaded(path, walk)
-    for double in duplicates:
-        text = f"here a second time, first on line {double.first_line}"
-        walk.add("SCHEMA-020", (double.key,), text, place=double.place)
-    fields = walk.read(tree, CONTRACT)
-    if fields is not None:
-        check_upstream(fields, walk)
-        check_own(fields, walk)
-    elif not walk.problems:
-        walk.add("W-FORM", (), "expected a mapping, found nothing")
-    loaded = Loaded(path, walk)
-    if not loaded.is_broken:
-        loaded._contract = contract_of(path, raw, fields)
+        text = read_text(path, "contract", limits.RUN_FILE)
+        file = msgspec.convert(yaml.load(text, _Loader), _File)
+    except BadInput as error:
+        loaded.add("W-YAML", "", error.message)
+    except yaml.YAMLError as error:
+        loaded.add("W-YAML", "", " ".join(str(error).split()))
+    except msgspec.ValidationError as error:
+        what, _, place = str(error).partition(" - at `$")
+        loaded.add("W-FORM", place.strip(".`"), what)
+    else:
+        digest = hashlib.sha256(text.encode()).hexdigest()
+        loaded._contract = Contract(path.stem, digest, file)
+        for rule, place, what in (*_id_problems(file), *_claim_problems(file)):
+            loaded.add(rule, place, what)
     return loaded
+
+
+_Found = Iterator[tuple[str, str, str]]
+"""Rule, place and words of each problem."""
+
+
+def _id_problems(file: _File) -> _Found:
+    """Yield each id that occurs twice, and each that is named and is not there."""
+    obligations, tests = file.proof_obligations, file.falsification_tests
+    proofs, planted = file.proof_harnesses, file.qa_gate.planted
+    # Receipts are stored by id.
+    kept = [*(one.id for one in tests), *(one.id for one in proofs), *(bug.id for bug in planted)]
+    claimed = [one.id for one in obligations]
+    for name, ids in (("proof_obligations", claimed), ("falsification_tests", kept)):
+        for id_, count in Counter(ids).items():
+            if count > 1:
+                yield "W-REF", name, f"{id_} is the id of {count}"
+    known, active = {one.id for one in obligations}, {one.id for one in tests if one.is_active}
+    for i, test in enumerate(tests):
+        place = f"falsification_tests[{i}].obligations"
+        if not test.obligations and test.is_active:
+            yield "W-REF", place, f"{test.id} names no obligation: which one does it test?"
+        yield from _missing(place, test.obligations, known)
+    for i, proof in enumerate(proofs):
+        yield from _missing(f"proof_harnesses[{i}].obligation", (proof.obligation,), known)
+    for i, bug in enumerate(planted):
+        yield from _missing(f"qa_gate.planted[{i}].turns_red", bug.turns_red, active)
+
+
+def _missing(place: str, ids: Iterable[str], known: set[str]) -> _Found:
+    for id_ in ids:
+        if id_ not in known:
+            yield "W-REF", place, f"{id_} does not exist; known are {', '.join(sorted(known))}"
+
+
+def _claim_problems(file: _File) -> _Found:
+    """Yield what is claimed and not covered, compared without a tolerance, wrongly demoted, or never seen to fail."""
+    claims: list[tuple[str, _Claim]] = [("metadata", file.metadata)]
+    claims += [(f"proof_obligations[{i}]", one) for i, one in enumerate(file.proof_obligations)]
+    claims += [(f"falsification_tests[{i}]", one) for i, one in enumerate(file.falsification_tests)]
+    for place, claim in claims:
+        if claim.is_active == bool(claim.demoted_by):
+            text = "only with status: demoted" if claim.is_active else "demoted: by which finding?"
+            yield "W-DEMOTE", f"{place}.demoted_by", text
+    if not file.metadata.is_active:
+        return  # a demoted contract claims nothing
+    active = [test for test in file.falsification_tests if test.is_active]
+    covered = {id_ for test in active for id_ in test.obligations}
+    covered |= {proof.obligation for proof in file.proof_harnesses}
+    for i, one in enumerate(file.proof_obligations):
+        place = f"proof_obligations[{i}]"
+        if one.is_active and one.id not in covered:
+            yield "W-CLAIM", place, f"{one.id} is claimed, but no active test or proof covers it"
+        if one.is_active and one.tolerance is None and one.type in NUMERIC:
+            yield "W-TOL", f"{place}.tolerance", f"none, on an obligation of type {one.type}"
+    caught = {id_ for bug in file.qa_gate.planted for id_ in bug.turns_red}
+    for test in active:
+        if test.id not in caught:
+            text = f"no planted bug turns {test.id} red: a test that was never seen to fail"
+            yield "W-CTRL", "qa_gate.planted", text
 
 
 def load_all(paths: Iterable[Path]) -> list[Loaded]:
@@ -148,13 +307,12 @@ def load_all(paths: Iterable[Path]) -> list[Loaded]:
     for file in loaded:
         first = stems.setdefault(file.path.stem, file.path)
         if first is not file.path:
-            file.walk.add("W-STEM", (), f"{file.path.stem} is the name of {first} too")
+            file.add("W-STEM", "", f"{file.path.stem} is the name of {first} too")
     for file in loaded:
-        if (contract := file.contract) is not None and contract.runs:
-            for i, stem in enumerate(contract.depends_on):
+        if file.contract is not None:
+            for stem in file.contract.file.metadata.depends_on:
                 if stem not in stems:
-                    reference = ("metadata", "depends_on", i)
-                    file.walk.add("W-REF", reference, f"{stem} is not among the files read")
+                    file.add("W-REF", "metadata.depends_on", f"{stem} is not among the files read")
     return loaded
 
 
@@ -164,67 +322,61 @@ def checked_contracts(paths: Sequence[Path], root: Path) -> list[Loaded]:
     loaded = load_all(contract_files(paths, root))
     sources = Sources(root)
     for file in loaded:
-        if (contract := file.contract) is not None and contract.runs:
-            check_source(contract, sources, file.walk)
+        if (contract := file.contract) is not None:
+            for rule, place, text in _source_problems(contract, sources):
+                file.add(rule, place, text)
     # Comments that name other contracts concern none of the given files.
     _check_markers(loaded, sources, whole=not paths)
     return loaded
 
 
-def check_source(contract: Contract, sources: Sources, walk: Walk) -> None:
-    """Check that the tests, harnesses, texts to replace and bound functions that a contract names exist."""
-    for i, falsifier in enumerate(contract.falsifiers):
-        scheme, _, target = falsifier.test.partition(":")
+def _source_problems(contract: Contract, sources: Sources) -> _Found:
+    """Yield each test, harness, text to replace and bound function that a contract names and that is not there."""
+    for i, test in enumerate(contract.file.falsification_tests):
+        scheme, _, target = test.test.partition(":")
+        path, name = split_node(target)
         text = ""
-        if falsifier.demoted_by:
-            continue
-        if scheme == "python":
-            file, name = split_node(target)
-            if not (sources.root / file).is_file():
-                text = f"no file {file}"
-            elif name not in sources.names(sources.root / file):
-                text = f"no test {name} in {file}"
-        else:
-            text = f"expected python: and a test, found {falsifier.test!r}"
-        if text:
-            walk.add("W-TEST", ("falsification_tests", i, "test"), text)
-    for i, proof in enumerate(contract.proofs):
+        if scheme != "python":
+            text = f"expected python: and a test, found {test.test!r}"
+        elif not (sources.root / path).is_file():
+            text = f"no file {path}"
+        elif name not in sources.names(sources.root / path):
+            text = f"no test {name} in {path}"
+        if text and test.is_active:
+            yield "W-TEST", f"falsification_tests[{i}].test", text
+    for i, proof in enumerate(contract.file.proof_harnesses):
         if not sources.has(proof.harness):
             text = f"no function {proof.harness}; expected module:function"
-            walk.add("W-TEST", ("proof_harnesses", i, "harness"), text)
-    for i, planted in enumerate(contract.planted):
-        field, text = _find_edit_fault(planted.module, planted.replace, planted.by, sources)
-        if text:
-            walk.add("W-EDIT", ("qa_gate", "planted", i, "edit", field), text)
-    if not contract.binds:
-        walk.add("W-BIND", ("binds",), "none: of which code is this the contract?")
+            yield "W-TEST", f"proof_harnesses[{i}].harness", text
+    for i, bug in enumerate(contract.planted):
+        if text := _edit_fault(bug.edit, sources):
+            yield "W-EDIT", f"qa_gate.planted[{i}].edit", text
+    if not contract.file.binds:
+        yield "W-BIND", "binds", "none: of which code is this the contract?"
     marked = {(m.file, m.name) for m in sources.markers if m.contract == contract.id}
-    for i, bound in enumerate(contract.binds):
+    for i, bound in enumerate(contract.file.binds):
         if not sources.has(bound):
-            text = f"no function {bound}; expected module:function"
-            walk.add("W-BIND", ("binds", i), text)
+            yield "W-BIND", f"binds[{i}]", f"no function {bound}; expected module:function"
         elif sources.place_of(bound) not in marked:
             text = f"{bound} has no `# contract: {contract.id}` on the line above it"
-            walk.add("W-BIND", ("binds", i), text)
+            yield "W-BIND", f"binds[{i}]", text
 
 
-def _find_edit_fault(module: str, replace: str, by: str, sources: Sources) -> tuple[str, str]:
-    """Name the wrong field of a planted bug's edit, and why it is wrong; the reason is empty when the bug can
-    be planted."""
-    text = sources.text(sources.file_of(module))
+def _edit_fault(edit: Edit, sources: Sources) -> str:
+    """Return why a bug cannot be planted; empty when it can."""
+    text = sources.text(sources.file_of(edit.module))
     if text is None:
-        return "module", f"no module {module}"
-    count = text.count(replace) if replace else 0
-    if count != 1:
-        return "replace", f"expected once in {module}, found {count} times"
-    if by == replace:
-        return "with", "the same text: nothing is changed"
+        return f"no module {edit.module}"
+    if (count := text.count(edit.replace)) != 1:
+        return f"expected `replace` once in {edit.module}, found {count} times"
+    if edit.by == edit.replace:
+        return "`with` is the same text: nothing is changed"
     try:
-        compile(text.replace(replace, by), module, "exec")
+        compile(text.replace(edit.replace, edit.by), edit.module, "exec")
     except (SyntaxError, ValueError) as error:
         # Every test is red when a file does not compile, so that would prove nothing.
-        return "with", f"the module no longer compiles: {error}"
-    return "", ""
+        return f"the module no longer compiles: {error}"
+    return ""
 
 
 def _check_markers(loaded: Sequence[Loaded], sources: Sources, *, whole: bool) -> None:
@@ -237,15 +389,14 @@ def _check_markers(loaded: Sequence[Loaded], sources: Sources, *, whole: bool) -
         # Where no file has that name, the problem is attached to the first one.
         marked_file, words = by_name.get(marker.contract, loaded[0]), ""
         if contract is not None:
-            bound = {sources.place_of(reference) for reference in contract.binds}
+            bound = {sources.place_of(reference) for reference in contract.file.binds}
             if (marker.file, marker.name) not in bound:
                 words = "is above code that the contract does not bind"
         elif whole and marker.contract not in contracts:
             words = "names a contract that does not exist"
         if words:
-            text = f"`# contract: {marker.contract}` {words}"
-            file, place = sources.name_of(marker.file), (marker.line, 1)
-            marked_file.walk.add("W-BIND", (marker.contract,), text, place=place, file=file)
+            place = f"{sources.name_of(marker.file)}:{marker.line}"
+            marked_file.add("W-BIND", "", f"`# contract: {marker.contract}` {words}", file=place)
 
 
 def contract_files(paths: Sequence[Path], root: Path = Path()) -> list[Path]:
@@ -254,8 +405,7 @@ def contract_files(paths: Sequence[Path], root: Path = Path()) -> list[Path]:
     out: list[Path] = []
     for path in paths or (root / FOLDER,):
         if path.is_dir():
-            files = sorted(p for p in path.glob("*.y*ml") if p.suffix in (".yaml", ".yml"))
-            out += [p for p in files if p.name not in _NO_CONTRACTS and not p.name.startswith(".")]
+            out += sorted(file for file in path.glob("*.yaml") if not file.name.startswith("."))
         elif path.exists():
             out.append(path)
         else:
@@ -263,48 +413,3 @@ def contract_files(paths: Sequence[Path], root: Path = Path()) -> list[Path]:
     if not out:
         raise BadInput.expected("contracts", paths[0] if paths else FOLDER, "*.yaml", "none")
     return out
-
-
-def contract_of(path: Path, raw: bytes, fields: dict[str, Any]) -> Contract:
-    """Build the contract of a file that was read without an error."""
-    metadata = fields["metadata"]
-    equations = fields.get("equations", {})
-    if isinstance(equations, list):
-        equations = {row.get("id", f"equation_{i}"): row for i, row in enumerate(equations)}
-    obligations = [
-        (row.get("id", ""), row.get("property", ""), _demoting_finding(row))
-        for row in fields.get("proof_obligations", ())
-    ]
-    return Contract(
-        id=path.stem,
-        sha256=hashlib.sha256(raw).hexdigest(),
-        runs=fields.get("dialect") == DIALECT,
-        description=metadata["description"],
-        demoted_by=_demoting_finding(metadata),
-        depends_on=tuple(metadata.get("depends_on", ())),
-        equations=tuple((name, row.get("formula", "")) for name, row in equations.items()),
-        obligations=tuple((id_, says) for id_, says, by in obligations if not by),
-        demoted=tuple((id_, says, by) for id_, says, by in obligations if by),
-        binds=tuple(fields.get("binds", ())),
-        falsifiers=tuple(
-            msgspec.convert(
-                row | {"test": _test_reference(row), "demoted_by": _demoting_finding(row)},
-                Falsifier,
-            )
-            for row in fields.get("falsification_tests", ())
-        ),
-        proofs=tuple(msgspec.convert(row, Proof) for row in fields.get("proof_harnesses", ())),
-        planted=tuple(
-            msgspec.convert(row | row["edit"], Planted)
-            for row in fields.get("qa_gate", {}).get("planted", ())
-        ),
-    )
-
-
-def _demoting_finding(row: dict[str, Any]) -> str:
-    by: str = row.get("demoted_by", "")
-    return by if row.get("status") == "demoted" else ""
-
-
-def _test_reference(row: dict[str, Any]) -> str:
-    return row.get("test") or row.get("test_harness") or row.get("name") or ""

@@ -72,9 +72,11 @@ class Receipts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 def code_files(contract: Contract, sources: Sources) -> list[Path]:
     """Return the files that a contract's receipts are bound to, whether they exist or not."""
-    modules = [*contract.binds, *(planted.module for planted in contract.planted)]
+    modules = [*contract.file.binds, *(bug.edit.module for bug in contract.planted)]
     files = {sources.file_of(module.partition(":")[0]) for module in modules}
-    importing = {sources.file_of(proof.harness.partition(":")[0]) for proof in contract.proofs}
+    importing = {
+        sources.file_of(proof.harness.partition(":")[0]) for proof in contract.file.proof_harnesses
+    }
     for falsifier in contract.active:
         file = sources.root / split_node(falsifier.node)[0]
         folders = [folder for folder in file.parents if folder.is_relative_to(sources.root)]

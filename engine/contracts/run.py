@@ -78,7 +78,7 @@ class Runner:
             for id_, counts in tested.counts.items():
                 detail = tested.details[id_]
                 yield receipt(kinds.TEST, id_, tested.ran, {id_: counts}, detail=detail)
-        for proof in contract.proofs:
+        for proof in contract.file.proof_harnesses:
             self.tell(f"{contract.id}: proof {proof.id}")
             ran, answer = run_proof(proof, self.root)
             cases = {"cases": {"all": answer["cases"]}}
@@ -247,9 +247,9 @@ def _plant(planted: Planted, folder: Path) -> dict[str, str]:
     site.mkdir()
     shutil.copy(plant.__file__, site / "sitecustomize.py")
     bug = {
-        "module": planted.module,
-        "replace": planted.replace,
-        "with": planted.by,
+        "module": planted.edit.module,
+        "replace": planted.edit.replace,
+        "with": planted.edit.by,
         "seen": str(folder / "seen"),
     }
     (folder / "bug.json").write_text(json.dumps(bug), encoding="utf-8")

@@ -285,14 +285,14 @@ def _checks(
         ),
         *(
             (proof.id, PROOF, f"{proof.engine} {proof.harness}, {proof.bound}")
-            for proof in contract.proofs
+            for proof in contract.file.proof_harnesses
         ),
         *(
             (
                 bug.id,
                 PLANTED,
                 bug.what,
-                f"in {bug.module}; must turn red: {', '.join(bug.turns_red)}",
+                f"in {bug.edit.module}; must turn red: {', '.join(bug.turns_red)}",
             )
             for bug in contract.planted
         ),
@@ -308,11 +308,6 @@ def _overall(contract: Contract, checks: Sequence[Check]) -> Answer:
     counted = [c for c in checks if c.kind != VALID]
     if contract.demoted_by:
         return Answer(Rank.REPORT, f"demoted by {contract.demoted_by}")
-    if not contract.runs:
-        return Answer(
-            Rank.NO_CHECKABLE,
-            "the file does not say `dialect: engine-1`, so nothing in it runs here",
-        )
     lowest = meet_all(check.answer for check in counted)
     if lowest.rank is Rank.PASS:
         return Answer(Rank.PASS, f"{len(counted)} checks passed")

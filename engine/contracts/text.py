@@ -33,13 +33,13 @@ def contract_lines(status: Status) -> Iterator[str]:
     contract = status.contract
     if contract is None:
         return
-    yield f"  {one_line(contract.description)}"
+    yield f"  {one_line(contract.file.metadata.description)}"
     stale = [c.answer.text for c in status.checks if c.answer.rank is Rank.WITNESS_STALE]
     if stale:
         yield "stale"
         for text in dict.fromkeys(stale):
             yield f"  {text}; `engine contracts run {status.id}`"
-        yield f"  bound: {', '.join(contract.binds) or 'nothing'}"
+        yield f"  bound: {', '.join(contract.file.binds)}"
     yield from _claims(contract)
     for kind, title in (("test", "falsifiers"), ("proof", "proofs"), ("planted", "planted bugs")):
         checks = [check for check in status.checks if check.kind == kind]
@@ -53,15 +53,15 @@ def contract_lines(status: Status) -> Iterator[str]:
 
 
 def _claims(contract: Contract) -> Iterator[str]:
-    for title, pairs in (("equations", contract.equations), ("obligations", contract.obligations)):
-        if pairs:
-            yield title
-        yield from (f"  {name}: {one_line(text)}" for name, text in pairs)
-    if contract.demoted or contract.demoted_by:
-        yield "demoted"
+    yield "equations"
+    for name, equation in contract.file.equations.items():
+        yield f"  {name}: {one_line(equation.formula)}"
+    yield "obligations"
+    for one in contract.file.proof_obligations:
+        by = "" if one.is_active else f" (demoted by {one.demoted_by})"
+        yield f"  {one.id}: {one_line(one.property)}{by}"
     if contract.demoted_by:
-        yield f"  all of it, by {contract.demoted_by}"
-    yield from (f"  {id_}: {one_line(text)} (by {by})" for id_, text, by in contract.demoted)
+        yield f"demoted, all of it, by {contract.demoted_by}"
 
 
 def _age(age_s: float) -> str:

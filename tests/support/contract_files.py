@@ -12,72 +12,6 @@ import yaml
 Change = Callable[[dict[str, Any]], object]
 
 
-def _test(number: int) -> dict[str, Any]:
-    return {
-        "id": f"FALSIFY-{number:03d}",
-        "rule": "a rule",
-        "prediction": "what is seen if it holds",
-        "test": "cargo test --lib something",
-        "if_fails": "what a failure means",
-    }
-
-
-KERNEL: dict[str, Any] = {
-    "metadata": {
-        "version": "1.0.0",
-        "created": "2026-02-18",
-        "author": "somebody",
-        "description": "a kernel",
-        "references": ["a paper (2024)"],
-        "depends_on": ["parent-v1"],
-        "competitor": "vllm",
-        "demand_score": 3,
-        "intake_status": "partial",
-    },
-    "equations": {"f": {"formula": "f(x) = x", "domain": "all x", "float_tolerance": 1e-6}},
-    "proof_obligations": [
-        {"type": "invariant", "property": "one", "formal": "one()", "tolerance": 1e-6},
-        {"type": "postcondition", "property": "two", "formal": "two()", "requires": "PRE-001"},
-        {"type": "loop_invariant", "property": "three", "applies_to_phase": "sum"},
-        {"type": "subcontract", "property": "four", "parent_contract": "parent-v1"},
-        {
-            "type": "bound",
-            "property": "five",
-            "applies_to": "not_applicable",
-            "na_reason": "not of code",
-            "na_owner": "a bench",
-        },
-    ],
-    "kernel_structure": {"phases": [{"name": "sum", "description": "adds"}]},
-    "simd_dispatch": {"f": {"scalar": "f_scalar", "avx2": "f_avx2"}},
-    "enforcement": {"sum": {"description": "adds up", "severity": "ERROR"}},
-    "falsification_tests": [_test(number) for number in range(1, 6)],
-    "kani_harnesses": [
-        {"id": "KANI-001", "obligation": "one", "bound": 8, "strategy": "exhaustive"},
-        {"id": "KANI-002", "obligation": "two", "bound": 16, "strategy": "stub_float"},
-    ],
-    "qa_gate": {"id": "F-001", "name": "a gate", "checks": ["sum"]},
-    "stories": [{"id": "S-1", "competitor": "ollama", "demand_score": 5, "title": "a story"}],
-}
-
-BEAT: dict[str, Any] = {
-    "metadata": {
-        "version": "1.0.0",
-        "description": "a benchmark",
-        "kind": "beat-benchmark",
-        "references": ["a paper (2024)"],
-    },
-    "beat": {
-        "incumbent": "Ollama 0.5",
-        "metric": "tokens_per_sec",
-        "direction": "higher_is_better",
-        "baseline_value": 100.0,
-        "beat_threshold": 110.0,
-        "approved_compute": "GPU",
-        "ci_gate_name": "beat_ollama",
-    },
-}
-
 MODULE = '''"""Doubles."""
 
 
@@ -201,6 +135,8 @@ THING: dict[str, Any] = {
     "qa_gate": {
         "id": "F-THING",
         "name": "thing",
+        "checks": ["doubling"],
+        "pass_criteria": "every test",
         "planted": [
             {
                 "id": "B-1",
@@ -217,18 +153,11 @@ THING: dict[str, Any] = {
 }
 
 
-class _Plain(yaml.SafeDumper):
-    """Writes a value that occurs twice as two values, because anchors are refused."""
-
-    def ignore_aliases(self, data: Any) -> bool:
-        return True
-
-
 def text_of(contract: dict[str, Any], change: Change = lambda contract: None) -> str:
     """Return a contract as YAML, with one change."""
     changed = copy.deepcopy(contract)
     change(changed)
-    return yaml.dump(changed, Dumper=_Plain, sort_keys=False, allow_unicode=True, width=1000)
+    return yaml.safe_dump(changed, sort_keys=False, allow_unicode=True, width=1000)
 
 
 def write_contract(

@@ -99,7 +99,8 @@ def test_a_contract_that_holds_is_proven(sound: Path) -> None:
         ("B-1", "caught by F-1"),
     ]
     assert status.contract is not None
-    assert status.contract.demoted == (("OLD", "it is fast", "evidence/slow"),)
+    (old,) = (one for one in status.contract.file.proof_obligations if not one.is_active)
+    assert (old.id, old.property, old.demoted_by) == ("OLD", "it is fast", "evidence/slow")
 
 
 def test_a_receipt_names_what_ran_and_no_place_of_the_machine(sound: Path) -> None:
@@ -276,7 +277,7 @@ def test_a_proof_is_stopped_at_its_limit(tmp_path: Path) -> None:
     append(root / "contracts/proofs/some.py", "\n\ndef holds():\n    while True:\n        pass\n")
     (one,) = checked_contracts((), root)
     assert one.contract is not None
-    _, said = run_proof(one.contract.proofs[0], root)
+    _, said = run_proof(one.contract.file.proof_harnesses[0], root)
     assert said["result"] == "unknown" and "stopped at its limit" in said["detail"]
 
 
@@ -305,7 +306,7 @@ def test_the_command_runs_lists_and_shows(
     assert "double: d(x) = 2x" in capsys.readouterr().out
     assert main(["contracts", "show", "thing-v1"]) == 0
     shown = capsys.readouterr().out
-    assert "demoted\n  OLD: it is fast (by evidence/slow)" in shown and "caught by F-1" in shown
+    assert "OLD: it is fast (demoted by evidence/slow)" in shown and "caught by F-1" in shown
     for words in (["show", "none-v1"], ["run", "none-v1"]):
         assert main(["contracts", *words]) == 65
     write_contract(tmp_path / "contracts/thing-v1.yaml", THING, put("binds", value=[]))
@@ -316,7 +317,7 @@ def test_the_command_runs_lists_and_shows(
 def test_a_front_end_reads_contracts_without_torch() -> None:
     program = (
         "import sys; from engine.contracts.status import overview; found = overview(); "
-        "assert all(s.contract is None or s.contract.equations for s in found); "
+        "assert all(s.contract is None or s.contract.file.equations for s in found); "
         "heavy = {'torch', 'numpy', 'z3', 'pytest'} & set(sys.modules); "
         "print(len(found), sorted(heavy))"
     )
