@@ -46,7 +46,7 @@ class _Part(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class _Claim(_Part, frozen=True, kw_only=True):
-    """What can be demoted by a finding that refuted it."""
+    """A claim, which a finding that refutes it demotes."""
 
     status: Literal["active", "demoted"] = "active"
     demoted_by: str = ""
