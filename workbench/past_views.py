@@ -3,7 +3,7 @@
 The logs are folded once from the beginning, in order of time (`engine.log.in_order`), and after each stretch the
 view and the positions in the logs are kept. A view is frozen and shares its columns, so keeping it costs next to
 nothing. A query for a time starts at the newest kept view before it, reads the few thousand lines that follow, and
-folds those that are not later. So jumping by a day costs no more than jumping by a minute.
+folds those that are not later.
 
 A view of the past contains nothing later: an alert raised a minute afterwards is not active in it.
 """
@@ -12,17 +12,16 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_right
-from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import islice
 
-from engine.log.events import AnyEvent, LogOpened, RunStarted
+from engine.log.events import AnyEvent
 from engine.log.fold import fold
 from engine.log.folder import RunFolder
 from engine.log.in_order import InOrder, blocks
 from engine.log.read import BrokenLog, Liveness, LogReader
-from engine.log.table import Table, batches_of
+from engine.log.table import batches_of
 from engine.log.text import status_text
 from engine.log.view import RunView, Source
 from workbench.feed import Snapshot, command_of
@@ -33,8 +32,6 @@ BUDGET_S = 0.25
 PAGE_BYTES = 256 << 10
 STRIDE = 2048
 """Lines between two views that are kept."""
-KEPT = -1
-"""Marks a session row that the fold has not changed."""
 BOTH = Liveness(trainer=True, supervisor=True)
 NOBODY = Liveness(trainer=False, supervisor=False)
 
@@ -103,9 +100,9 @@ class ReplayFeed:
         view = kept.view
         if index + 1 < len(self._kept):
             later = self._kept[index + 1]
-            counts = {s: later.taken[s] - kept.taken[s] for s in kept.taken}
-            between = {s: self._between(s, kept.taken[s], n, unix_s) for s, n in counts.items()}
-            view = _folded(view, later.view, between)
+            for source, taken in kept.taken.items():
+                events = self._between(source, taken, later.taken[source] - taken, unix_s)
+                view = fold(view, source, batches_of(events))
         whole = self._book.log(self._view.asides)
         alive = _alive(view)
         return Snapshot(
@@ -135,49 +132,6 @@ class ReplayFeed:
                     break
         wanted = lines[first - point.number : first + count - point.number]
         return [line.event for line in wanted if line.order_s <= unix_s]
-
-
-def _folded(view: RunView, later: RunView, between: Mapping[Source, list[AnyEvent]]) -> RunView:
-    """Extend a view by the lines that follow it. `later` already has the rows of these lines, so no long column
-    is copied to add a few."""
-    opens = any(
-        type(event) in (LogOpened, RunStarted) for events in between.values() for event in events
-    )
-    if opens or not _is_prefix(view, later):
-        # A resume may remove rows, and its counts depend on all of them.
-        for source, events in between.items():
-            view = fold(view, source, batches_of(events))
-        return view
-    last = [{name: view.steps.last(name) for name in view.steps.columns}] if len(view.steps) else []
-    thin = replace(
-        view,
-        session_row=KEPT,
-        steps=Table(view.steps.columns).extended(last),
-        hosts=Table(view.hosts.columns),
-        gpu_tables={n: Table(table.columns) for n, table in view.gpu_tables.items()},
-    )
-    for source, events in between.items():
-        thin = fold(thin, source, batches_of(events))
-    counts = {n: len(table) for n, table in view.gpu_tables.items()}
-    rows = len(view.steps) - len(last) + len(thin.steps)
-    return replace(
-        thin,
-        # The fold starts a session after all steps, or leaves it where it was.
-        session_row=view.session_row if thin.session_row == KEPT else rows,
-        steps=later.steps.first(rows),
-        hosts=later.hosts.first(len(view.hosts) + len(thin.hosts)),
-        gpu_tables={
-            n: later.gpu_tables[n].first(counts.get(n, 0) + len(table))
-            for n, table in thin.gpu_tables.items()
-        },
-    )
-
-
-def _is_prefix(view: RunView, later: RunView) -> bool:
-    """Return whether the rows of a view are a prefix of those of a later one."""
-    pairs = [(view.steps, later.steps), (view.hosts, later.hosts)]
-    pairs += [(table, later.gpu_tables[n]) for n, table in view.gpu_tables.items()]
-    return all(table.columns is longer.columns for table, longer in pairs)
 
 
 def _alive(view: RunView) -> Liveness:

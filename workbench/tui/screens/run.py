@@ -17,7 +17,6 @@ from textual.containers import Horizontal, Vertical
 from textual.events import DescendantFocus, Resize
 from textual.geometry import Size
 from textual.reactive import reactive
-from textual.timer import Timer
 from textual.widget import Widget
 from textual.widgets import Input
 
@@ -35,7 +34,7 @@ from workbench.tui.screens.actions import RESUME, STOP, ask_to_resume, ask_to_st
 from workbench.tui.screens.flip import FlipScreen
 from workbench.tui.screens.form import ChooseScreen
 from workbench.tui.screens.polling import Polled, PollingScreen
-from workbench.tui.screens.replay import TICK_S, Replay
+from workbench.tui.screens.replay import Replay
 from workbench.tui.widgets.key_bar import KeyBar
 from workbench.tui.widgets.log_pane import LogPane
 from workbench.tui.widgets.pane_tabs import PaneTabs, pane_keys
@@ -78,7 +77,7 @@ class RunScreen(PollingScreen):
         "Signs on the row of marks",
         "  × ! R F C s c          not finite, alert, resumed, flip, late compile, saved, compile",
         "",
-        "A replay shows every pane as it was: arrows move in time, space plays, v sets the speed.",
+        "A replay shows every pane as it was; arrows move in time.",
         "Closing this screen does not affect the run.",
     )
 
@@ -99,15 +98,7 @@ class RunScreen(PollingScreen):
         Binding("l", "log_y", "log y", tooltip="logarithmic y axis of the chosen plot on or off"),
         Binding("slash", "filter", "filter", tooltip="filter the log"),
         Binding("f", "follow", "follow", tooltip="follow the end of the log, or stop following"),
-        Binding(
-            "space",
-            "pause",
-            "pause",
-            show=False,
-            tooltip="freeze the screen, the run continues; in a replay: play or pause",
-        ),
         Binding("p", "replay", "replay", tooltip="replay the run from the cursor on; p ends it"),
-        Binding("v", "speed", "speed", show=False, tooltip="speed of a replay: 1x to 3600x"),
         Binding(
             "left", "scrub(-1)", "earlier", show=False, priority=True, tooltip="back in a replay"
         ),
@@ -177,7 +168,7 @@ class RunScreen(PollingScreen):
         self.title = f"run {run.name}"
         self._feed = RunFeed(run)
         self._snapshot: Snapshot | None = None
-        self._chosen, self._zoomed, self._paused = PANES[0].id, False, False
+        self._chosen, self._zoomed = PANES[0].id, False
         self._flip_finder = FlipFinder(run)
         self._marks: tuple[Mark, ...] = ()
         self._marked: tuple[RunView, tuple[Mark, ...]] | None = None
@@ -185,7 +176,6 @@ class RunScreen(PollingScreen):
         self._replay: Replay | None = None
         self._past: Snapshot | None = None
         """The run as it was at the time of the replay."""
-        self._player: Timer
 
     def compose(self) -> ComposeResult:
         ascii_only, read_only = self.context.ascii_only, self.context.read_only
@@ -208,11 +198,6 @@ class RunScreen(PollingScreen):
         if pane.id == "log":
             return LogPane(title, id=pane.id)
         return TextPane(title, id=pane.id, help=pane.help)
-
-    # Textual calls the handlers of every class of a screen, so they do not call super().
-
-    def on_mount(self) -> None:
-        self._player = self.set_interval(TICK_S, self._play, pause=True)
 
     @property
     def shown(self) -> Snapshot | None:
@@ -238,8 +223,7 @@ class RunScreen(PollingScreen):
             now = message.snapshot.verification
             if not now.startswith(VERIFYING):
                 self.notify(now, markup=False)
-        if not self._paused:
-            self._update_panes()
+        self._update_panes()
         self.draw_keys()
         if _layout_inputs(before) != _layout_inputs(self._snapshot):
             self.lay_out()
@@ -348,23 +332,10 @@ class RunScreen(PollingScreen):
             self.action_pane("log")
         self.query_one(LogPane).start_filter()
 
-    def action_pause(self) -> None:
-        if self._replay is not None:
-            self._replay.is_playing = not self._replay.is_playing
-            self._show_replay_position()
-            self.draw_keys()
-            return
-        self._paused = not self._paused
-        self.query_one(StatusLine).paused = self._paused
-        if not self._paused:
-            self._update_panes()
-
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
         if action == "scrub":
             # The timeline binds these keys itself, and typing a filter needs them.
             return self._replay is not None and not isinstance(self.focused, TimelinePane | Input)
-        if action == "speed":
-            return self._replay is not None
         if action in ("flip", "why"):
             # A log of another tool has no command that could be started again.
             live = self._snapshot
@@ -392,9 +363,7 @@ class RunScreen(PollingScreen):
             return
         keys = [
             Binding("question_mark", "app.help", "help"),
-            Binding("space", "pause", "pause" if replay.is_playing else "play"),
             Binding("left,right", "scrub(-1)", "time"),
-            Binding("v", "speed", f"{replay.speed}x"),
             Binding("p", "replay", "end replay"),
             Binding("z", "zoom", "zoom"),
         ]
@@ -411,7 +380,6 @@ class RunScreen(PollingScreen):
         if begin is None:
             begin = self._snapshot.view.first_unix_s
         self._past = None
-        self._player.resume()
         self._replay = Replay(self, self.run, begin, self.show_past)
         line.show_time(begin)
         line.focus()
@@ -421,7 +389,6 @@ class RunScreen(PollingScreen):
     def _end_replay(self) -> None:
         if self._replay is not None:
             self._replay.close()
-        self._player.pause()
         self._replay, self._past = None, None
         self._update_panes()
         self.draw_keys()
@@ -433,15 +400,6 @@ class RunScreen(PollingScreen):
         if replay is not None and live is not None:
             words = replay.words(live.view.first_unix_s or 0.0, live.view.last_unix_s or 0.0)
         self.query_one(StatusLine).replay = words
-
-    def _play(self) -> None:
-        replay, live = self._replay, self._snapshot
-        if replay is not None and live is not None and replay.is_playing:
-            replay.tick(live.view.last_unix_s or 0.0)
-            self.query_one(TimelinePane).show_time(replay.unix_s)
-            self._show_replay_position()
-            if not replay.is_playing:
-                self.draw_keys()
 
     def show_past(self, snapshot: Snapshot) -> None:
         """Draw the run as it was."""
@@ -464,12 +422,6 @@ class RunScreen(PollingScreen):
 
     def action_scrub(self, columns: int) -> None:
         self.query_one(TimelinePane).action_move(columns)
-
-    def action_speed(self) -> None:
-        if self._replay is not None:
-            self._replay.next_speed()
-            self._show_replay_position()
-            self.draw_keys()
 
     # Keys that act on the run, or ask why.
 

@@ -128,7 +128,6 @@ class StatusLine(Static):
     """
 
     snapshot: reactive[Snapshot | None] = reactive(None, repaint=False)
-    paused: reactive[bool] = reactive(False)
     replay: reactive[str] = reactive("")
     """The position of a replay; empty for the live view."""
 
@@ -141,7 +140,7 @@ class StatusLine(Static):
     def watch_snapshot(self) -> None:
         self._write()
 
-    on_resize = watch_paused = watch_replay = watch_snapshot
+    on_resize = watch_replay = watch_snapshot
 
     def _verdict(self, verdict_of_run: RunVerdict, snapshot: Snapshot, width: int) -> list[Content]:
         """Return the verdict in the colour of its level, and what to do in the same row, or below it on a screen
@@ -169,8 +168,7 @@ class StatusLine(Static):
         if snapshot is None:
             return
         width = self.size.width
-        before = ["SCREEN PAUSED (space resumes)"] if self.paused else []
-        before = [self.replay, *before] if self.replay else before
+        before = [self.replay] if self.replay else []
         after = ["read-only"] if self._read_only else []
         share, flags = heading(snapshot, width, ascii_only=self._ascii_only)
         name, verdict, low = self._run_name, None, is_low(*self.app.size)

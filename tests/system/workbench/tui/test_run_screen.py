@@ -26,7 +26,7 @@ from tests.support.run_folders import (
     torn,
     vanished,
 )
-from tests.support.screens import at_sizes, on_screen, poll, press, texts_of, words_of
+from tests.support.screens import at_sizes, on_screen, poll, texts_of, words_of
 
 SIZES = [(40, 12), (80, 24), (120, 40), (160, 45)]
 
@@ -114,22 +114,6 @@ def test_new_steps_appear_at_the_next_look(tmp_path: Path) -> None:
         scene.close()
         await poll(pilot)
         assert "VANISHED" in words_of(pilot)
-
-    on_screen([scene.run.path], (120, 40), script)
-
-
-def test_a_paused_screen_stands_still_and_says_so(tmp_path: Path) -> None:
-    scene = running(tmp_path / "run", done=10)
-
-    async def script(pilot: Pilot[None]) -> None:
-        await press(pilot, "space")
-        scene.steps(11, 12)
-        await poll(pilot)
-        assert "step 10/60" in words_of(pilot)
-        assert "SCREEN PAUSED" in words_of(pilot)
-        await press(pilot, "space")
-        assert "step 12/60" in words_of(pilot)
-        scene.close()
 
     on_screen([scene.run.path], (120, 40), script)
 
