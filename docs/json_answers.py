@@ -58,7 +58,6 @@ ANSWERS = {
     # Models
     "weights": Answer("inspect", "a weight file"),
     "convert": Answer("convert", "the file that was written"),
-    "unpickle": Answer("convert --from-pickle", "the file that was written"),
     "generate": Answer("generate", "generated text"),
     "perplexity": Answer("eval ppl", "the perplexity of a model on documents"),
     "problems": Answer("eval humaneval, eval mbpp", "the programming problems that a model solves"),

@@ -176,7 +176,7 @@ CHECKS: tuple[About, ...] = (
         wrong="a model has weights that were never loaded",
         question="Are all tensors of both models finite, and is no matrix constant?",
         means="A model still has its allocated or initial values: its file was not loaded into it.",
-        remedy="Load the file again, and compare the weights with `engine inspect --values`.",
+        remedy="Load the file again; if the check still fails, fetch the file again.",
         when=When.AT_START,
     ),
     _check(

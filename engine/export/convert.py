@@ -42,8 +42,6 @@ from torch import Tensor
 
 from engine import limits
 from engine.errors import UsageError, WeightsError
-from engine.evaluate.model import open_model
-from engine.evaluate.perplexity import perplexity, read_documents
 from engine.export.hf_folder import TEMPLATE_FILE, TOKENIZER_CONFIG_FILE, write_folder
 from engine.export.mixture import tensor_types
 from engine.files import read_text
@@ -217,36 +215,6 @@ def convert(
         done.warnings = tuple(weights.warnings)
     done.elapsed_s = time.monotonic() - started_s
     return done
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rounding:
-    """The change of a model's output by a conversion, on a text."""
-
-    text: Path
-    tokens: int
-    kl: float
-    """Mean KL(source || target), in nats."""
-    top1_agreement: float
-    """Fraction of tokens for which both have the same most probable token."""
-
-
-def rounding_of(done: Converted, text: Path, device: str = "cpu") -> Rounding:
-    """Compare the target of a conversion with its source on a text, both computed in fp32. The source of a merge is the
-    adapter merged in fp32, before it is rounded. Raises `CorpusError`, `TokenizerError`, `NoAnswer`.
-    """
-    documents, skipped = read_documents(str(text))
-    source, target = (
-        open_model(path, device=device, precision="fp32") for path in (done.source, done.target)
-    )
-    comparison = perplexity(target, documents, against=source, skipped=skipped)
-    assert comparison.kl is not None and comparison.agreement is not None
-    return Rounding(
-        text=text,
-        tokens=comparison.tokens,
-        kl=comparison.kl.value,
-        top1_agreement=comparison.agreement.value,
-    )
 
 
 def _convert_tensors(

@@ -20,7 +20,7 @@ from pathlib import Path
 from engine.formats.adapter import AdapterFolder, base_of, is_adapter, read_adapter
 from engine.formats.apr import AprFile
 from engine.formats.gguf import PART, open_gguf
-from engine.formats.kinds import START_BYTES, Kind, kind_of, other_kind
+from engine.formats.kinds import HINTS, START_BYTES, Kind, kind_of, other_kind
 from engine.formats.safetensors import (
     INDEX_FILE,
     SINGLE_FILE,
@@ -33,7 +33,6 @@ from engine.formats.weights import WeightFile, open_regular
 
 _EXPECTED = "a safetensors, GGUF or .apr file"
 _PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".distcp")
-_PICKLE_REASON = "a pickle can run code: convert it to safetensors in a sandbox"
 
 
 def open_weights(path: str | Path) -> WeightFile:
@@ -112,13 +111,12 @@ def _in_folder(folder: Path) -> Path:
     pickled = [name for name in names if name.endswith(_PICKLED) or name == ".metadata"]
     if pickled:
         found = f"only {', '.join(pickled[:8])}" + (", ..." if pickled[8:] else "")
-        hint = _PICKLE_REASON
+        hint = HINTS[Kind.PICKLE]
         if any(name.startswith("pytorch_model") for name in pickled):
-            # The folder of a snapshot in the hub's cache is named by its commit.
-            at_hub = folder.parent.name == "snapshots"
-            name = folder.parents[1].name.split("--")[-1] if at_hub else folder.name
             hint = (
-                f"a pickle can run code: engine convert --from-pickle {folder} {name}-safetensors"
+                "a pickle can run code; transformers reads its tensors alone, and writes them as safetensors: python -c "
+                '"from transformers import AutoModelForCausalLM as Model; '
+                f"Model.from_pretrained('{folder}', dtype='auto').save_pretrained('NEW')\"; then copy tokenizer.json"
             )
         refuse(folder, _EXPECTED, found, hint, code="PK01")
     listed = ", ".join(names[:8]) + (", ..." if names[8:] else "")

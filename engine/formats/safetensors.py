@@ -27,7 +27,7 @@ is refused with a code and the byte or the tensor that is wrong:
 ST06, a header that does not start with its brace, is a warning, and so is an unknown field.
 
 Importing this module does not import torch; `get`, `write_safetensors` and `tensors_sha256` do. Not
-covered: values (`engine.formats.values`).
+covered: values (`engine.models.load` refuses NaN and infinity).
 """
 
 from __future__ import annotations

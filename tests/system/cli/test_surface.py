@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from docs.json_answers import ANSWERS
 from engine.cli.answers import schema_of
@@ -209,10 +208,6 @@ def printed(kit: Kit, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dic
     run = finish(kit, folder).path
     spec, work, flips = folder / "spec.toml", folder / "work", folder / "flips"
     flip(flips / "one")
-    old = folder / "old"
-    old.mkdir()
-    (old / "config.json").write_text("{}")
-    torch.save({"weight": torch.ones(2, 3)}, old / "pytorch_model.bin")
     hanging = hanging_run(folder / "hanging").path
     asked(RunFolder(hanging), folder=folder / "evidence")
     commands: tuple[tuple[object, ...], ...] = (
@@ -249,9 +244,8 @@ def printed(kit: Kit, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dic
         ("why", "check", "--evidence", folder / "evidence"),
         ("evidence", "list", folder / "evidence"),
         ("evidence", "receipt", run),
-        ("inspect", run / "student", "--tensors", "--values"),
+        ("inspect", run / "student", "--tensors"),
         ("convert", run / "student", folder / "student.gguf", "--quant", "q8_0"),
-        ("convert", "--from-pickle", old, folder / "new-weights"),
         ("generate", run, "--prompt", "def ", "--max-tokens", "2"),
         ("eval", "ppl", run, "--data", kit.corpus, "--against", kit.teacher),
         ("gate", run, "--only", "heldout,eval"),

@@ -127,23 +127,6 @@ def test_two_ranks_train_the_adapters_that_one_does(
             assert torch.allclose(found.get(name), wanted.get(name), atol=1e-4), name
 
 
-def test_a_merge_reports_the_kl_that_rounding_costs_on_a_text(
-    adapted: RunFolder, tmp_path: Path
-) -> None:
-    text = tmp_path / "heldout.txt"
-    text.write_text("def double(x):\n    return 2 * x\n" * 20)
-    found = {}
-    for quant in ("f32", "bf16", "q8_0"):
-        target = tmp_path / quant
-        arguments = ("--quant", quant, "--format", "gguf", "--text", text, "--json")
-        done = engine_here("convert", adapted.student, target, *arguments)
-        assert done.returncode == 0, done.stderr
-        found[quant] = json.loads(done.stdout)["rounding"]
-    assert abs(found["f32"]["kl"]) < 1e-7 and found["f32"]["top1_agreement"] == 1
-    assert 1e-8 < found["bf16"]["kl"] < found["q8_0"]["kl"] < 0.1
-    assert found["bf16"]["tokens"] == found["f32"]["tokens"] > 100
-
-
 # Of peft's own use of transformers; a key of the configuration that peft does not know must not warn.
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
 def test_peft_loads_it_with_the_same_logits_and_merges_it_to_the_same(

@@ -221,7 +221,7 @@ def test_a_folder_without_weights_says_what_is_in_it(tmp_path: Path) -> None:
     (tmp_path / "pytorch_model.bin").touch()
     text = refusal(tmp_path)
     assert "found only pytorch_model.bin" in text
-    assert f"engine convert --from-pickle {tmp_path} " in text
+    assert f"from_pretrained('{tmp_path}', dtype='auto')" in text
 
 
 def test_a_folder_with_a_file_and_an_index_is_refused(tmp_path: Path) -> None:
