@@ -114,8 +114,8 @@ def _in_folder(folder: Path) -> Path:
         hint = HINTS[Kind.PICKLE]
         if any(name.startswith("pytorch_model") for name in pickled):
             hint = (
-                "a pickle can run code; transformers reads its tensors alone, and writes them as safetensors: python -c "
-                '"from transformers import AutoModelForCausalLM as Model; '
+                "a pickle can run code; transformers reads its tensors alone, and writes them as safetensors: "
+                'python -c "from transformers import AutoModelForCausalLM as Model; '
                 f"Model.from_pretrained('{folder}', dtype='auto').save_pretrained('NEW')\"; then copy tokenizer.json"
             )
         refuse(folder, _EXPECTED, found, hint, code="PK01")
