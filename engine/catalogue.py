@@ -312,13 +312,7 @@ ALERTS: tuple[About, ...] = (
     _alert("data_wait", SUSPICION, "Do steps wait for data?"),
     _alert("unaccounted", SUSPICION, "Is the time between two steps spent on training?"),
     _alert("seldom_training", SUSPICION, "Does most of the time go into training?"),
-    _alert("step_time_bimodal", SUSPICION, "Do step times fall into two groups?"),
     _alert("step_time_drift", SUSPICION, "Does a step take longer than it did at the beginning?"),
-    _alert(
-        "slower_than_before",
-        SUSPICION,
-        "Do steps take longer than in earlier runs of the same settings on this machine?",
-    ),
     _alert("compile_after_warm_up", SUSPICION, "Did a step wait for a compiler?"),
     _alert("non_finite", FAIL, "Was a loss, gradient or weight NaN or infinite?"),
     _alert("loss_not_below_guessing", FAIL, "Is the student no better than uniform guessing?"),
@@ -330,7 +324,6 @@ ALERTS: tuple[About, ...] = (
     _alert(
         "teacher_off_text", SUSPICION, "Does the teacher know the kind of text that it is used on?"
     ),
-    _alert("loss_at_alpha_ln_v", FAIL, "Is the loss that of a student with uniform output?"),
     _alert("kl_near_zero", FAIL, "Is there anything to learn from the teacher?"),
     _alert("loss_spike", SUSPICION, "Did the loss jump?"),
     _alert(
@@ -383,28 +376,6 @@ ALERTS: tuple[About, ...] = (
         "written_text_shrinks",
         SUSPICION,
         "Do generated texts have more than an end token, and the length that the teacher prefers?",
-    ),
-    _alert(
-        "writer_is_another_model",
-        FAIL,
-        "Is the model that generates the one that trains, within rounding?",
-    ),
-    _alert("learning_rate", FAIL, "Is the learning rate that of the schedule, and not 0?"),
-    _alert(
-        "batch_not_as_set",
-        FAIL,
-        "Are the rows and tokens of a step, and the position in the data, what they should be?",
-    ),
-    _alert("run_not_as_set", FAIL, "Did every setting reach the run?"),
-    _alert(
-        "schedule_not_as_set",
-        FAIL,
-        "Was the run evaluated, saved and ended at the steps that the settings say?",
-    ),
-    _alert(
-        "resumed_as_another",
-        FAIL,
-        "Does a resumed session start with the models, the data and the settings of the one before it?",
     ),
 )
 """The rules of the supervisor, in the order in which they are listed."""

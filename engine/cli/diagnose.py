@@ -93,7 +93,7 @@ def run(arguments: argparse.Namespace) -> int:
             raise BadInput.expected("diagnose", arguments.path, "one log", f"{len(logs)}")
         return _diagnose_folder(logs, arguments)
     try:
-        return _diagnose_one(_replayed(logs[0], siblings=True), logs[0], logs[0].name, arguments)
+        return _diagnose_one(_replayed(logs[0]), logs[0], logs[0].name, arguments)
     except BadInput as error:
         raise type(error)(error.message) from None  # the hint is about `engine import`
 
@@ -315,7 +315,7 @@ def _judged(log: Log) -> tuple[Diagnosis, JudgedLog | None]:
     return diagnosis, judged
 
 
-def _replayed(log: Log, *, siblings: bool = False) -> tuple[Diagnosis, JudgedLog | None]:
+def _replayed(log: Log) -> tuple[Diagnosis, JudgedLog | None]:
     from engine.interchange.importing import VALUES_MOST, diagnose_recorded
     from engine.interchange.sources import Recorded
     from engine.log.folder import open_run
@@ -324,7 +324,7 @@ def _replayed(log: Log, *, siblings: bool = False) -> tuple[Diagnosis, JudgedLog
 
     if log.read is None:
         run = open_run(log.path)
-        return diagnose(run, read_settings(run), siblings=siblings), None
+        return diagnose(run, read_settings(run)), None
     recorded = Recorded(path=log.path, most=VALUES_MOST)
     log.read(recorded, {})
     judged = diagnose_recorded(recorded, log.source, {})

@@ -178,7 +178,7 @@ IDEAS: tuple[Idea, ...] = (
     Idea(
         "TORCH_COMPILE_DISABLE=1",
         "without torch.compile no step waits for a compiler",
-        ("compile_after_warm_up", "step_time_bimodal"),
+        ("compile_after_warm_up",),
         (COMPILES,),
     ),
     Idea(

@@ -81,7 +81,6 @@ from engine.log.view import (
     Source,
     host_of,
     rank_of,
-    start_events_of,
 )
 
 if TYPE_CHECKING:
@@ -306,8 +305,6 @@ class _Changes:
         if self.source == "events":
             self.changes |= {"sessions": session, "session_unix_s": self.unix_s(event)}
             self.changes["before_unix_s"] = self.get("first_rank_unix_s")
-            models = self.dict_of("models")
-            self.changes["before"] = start_events_of(self.get("started"), self.get("data"), models)
             self.lists["decisions"] = []
             self.lists["compiles"] = []
             self.lists["start_phases"] = []

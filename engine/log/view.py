@@ -160,8 +160,6 @@ class RunView:
     """Readings of each host other than the first, and the records of its supervisor, by name of the host."""
     beats: tuple[Beat, ...] = ()
     """Progress of the ranks when the view was read; empty where one process trains."""
-    before: Mapping[str, AnyEvent] = field(default_factory=dict)
-    """`start_events` of the previous session."""
     phase: Phase | None = None
     phase_unix_s: float | None = None
     start_phases: tuple[tuple[str, float], ...] = ()
@@ -366,11 +364,6 @@ class RunView:
         return tuple(line.event for line in self.note_lines if isinstance(line.event, Note))
 
     @property
-    def start_events(self) -> dict[str, AnyEvent]:
-        """The events that describe a session at its start: `run`, `data`, and its models by role."""
-        return start_events_of(self.started, self.data, self.models)
-
-    @property
     def is_foreign(self) -> bool:
         """Whether the run was watched or imported, not made by the engine: it has no spec."""
         return any((self.watched, self.process, self.imported))
@@ -515,13 +508,6 @@ def without_repeats(notes: Iterable[ErrorNote]) -> list[ErrorNote]:
         text = note.text.removeprefix(f"rank {rank}: ")
         lowest[text] = min(rank, lowest.get(text, rank))
     return [e for e in notes if lowest[e.note.text.removeprefix(f"rank {e.rank}: ")] == e.rank]
-
-
-def start_events_of(
-    run: RunStarted | None, data: DataReady | None, models: Mapping[str, ModelReady]
-) -> dict[str, AnyEvent]:
-    events: dict[str, AnyEvent | None] = {"run": run, "data": data, **models}
-    return {name: event for name, event in events.items() if event is not None}
 
 
 def _end_state(state: str) -> str:

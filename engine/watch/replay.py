@@ -14,7 +14,7 @@ two evaluations is missed.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import chain, groupby
@@ -22,7 +22,6 @@ from operator import attrgetter
 
 import msgspec
 
-from engine.errors import BadInput
 from engine.log.events import (
     ALERT,
     PASS,
@@ -34,22 +33,18 @@ from engine.log.events import (
     StepDone,
 )
 from engine.log.fold import OF_RANKS, failure_of_rank, fold
-from engine.log.folder import RunFolder, find_runs
-from engine.log.follow import Follower
+from engine.log.folder import RunFolder
 from engine.log.in_order import BLOCK_BYTES, InOrder, Line, blocks
 from engine.log.read import BrokenLog, LogReader
 from engine.log.table import batches_of
 from engine.log.view import SOURCES, ErrorNote, Failed, RunView, host_of, rank_of, without_repeats
 from engine.spec import RunSpec
 from engine.watch.active_alerts import ActiveAlerts
-from engine.watch.rules.pace import median_step_s
-from engine.watch.rules.rule import Case, Unknown, earlier_settings
+from engine.watch.rules.rule import Case, Unknown
 
 SHORTEST_INTERVAL_S = 1.0
 MAX_EVALUATIONS = 5000
 MAX_STEPS_BETWEEN = 50
-MAX_SIBLINGS = 5
-"""Earlier runs that one is compared with."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,49 +81,22 @@ class Diagnosis:
         return replace(self.view, alerts=active)
 
 
-def diagnose(run: RunFolder, settings: RunSpec | None, *, siblings: bool = False) -> Diagnosis:
-    """Replay a run under every rule; with `siblings`, also compare its end with the other runs in its parent folder."""
-    replay, lines = _Replay(settings, _interval_s(run), earlier_settings(run)), InOrder(run)
+def diagnose(run: RunFolder, settings: RunSpec | None) -> Diagnosis:
+    """Replay a run under every rule."""
+    replay, lines = _Replay(settings, _interval_s(run)), InOrder(run)
     for line in lines:
         replay.take(line)
     replay.fold_waiting()
-    if siblings:
-        replay.sibling_step_s = _sibling_step_s(run, replay.view)
     return replay.end(lines.fault)
 
 
 def diagnose_events(events: Iterable[tuple[AnyEvent, float]]) -> Diagnosis:
     """Judge the records of a run that were never written, each with its time, as `diagnose` judges its log."""
-    replay = _Replay(None, SHORTEST_INTERVAL_S, {})
+    replay = _Replay(None, SHORTEST_INTERVAL_S)
     for event, unix_s in events:
         replay.take(Line("events", event, unix_s, unix_s))
     replay.fold_waiting()
     return replay.end(None)
-
-
-def _sibling_step_s(run: RunFolder, view: RunView) -> dict[str, float]:
-    """Return the median step times of the newest MAX_SIBLINGS runs in the same folder that completed with its
-    settings on its machine, and began before it."""
-    step_s: dict[str, float] = {}
-    with suppress(BadInput):
-        spec = run.read_effective()["spec"]
-        for other in find_runs(run.path.parent):
-            if other.name == run.name or len(step_s) == MAX_SIBLINGS:
-                continue
-            with suppress(BadInput):
-                if other.read_effective()["spec"] == spec:
-                    sibling = Follower(other).read_all()
-                    if _is_comparable(sibling, view):
-                        step_s[other.name] = median_step_s(sibling)
-    return step_s
-
-
-def _is_comparable(sibling: RunView, view: RunView) -> bool:
-    if sibling.started is None or view.started is None or not view.started.machine:
-        return False
-    ended = sibling.finished is not None and sibling.finished.state == "completed"
-    before = (sibling.first_unix_s or 0.0) < (view.first_unix_s or 0.0)
-    return ended and before and sibling.started.machine == view.started.machine
 
 
 def _interval_s(run: RunFolder) -> float:
@@ -146,12 +114,9 @@ def _interval_s(run: RunFolder) -> float:
 
 
 class _Replay:
-    def __init__(
-        self, settings: RunSpec | None, interval_s: float, earlier: Mapping[str, RunSpec]
-    ) -> None:
-        self.settings, self.interval_s, self.earlier = settings, interval_s, earlier
+    def __init__(self, settings: RunSpec | None, interval_s: float) -> None:
+        self.settings, self.interval_s = settings, interval_s
         self.view, self.alerts = RunView(), ActiveAlerts()
-        self.sibling_step_s: dict[str, float] | None = None
         self.waiting: list[Line] = []
         self.steps = 0
         self.next_s: float | None = None
@@ -214,13 +179,7 @@ class _Replay:
 
     def evaluate(self, now_s: float) -> None:
         self.fold_waiting()
-        case = Case(
-            view=self.view,
-            settings=self.settings,
-            now_unix_s=now_s,
-            earlier=self.earlier,
-            sibling_step_s=self.sibling_step_s,
-        )
+        case = Case(view=self.view, settings=self.settings, now_unix_s=now_s)
         for event in self.alerts.evaluate(case):
             if isinstance(event, Judged):
                 add_or_clear(self.raised, event, now_s)

@@ -37,7 +37,6 @@ OF_THE_MACHINE = (
     "throttled",
     "slow_machine",
     "step_time_drift",
-    "step_time_bimodal",
     "unaccounted",
 )
 """Alerts that other work on the machine can explain."""

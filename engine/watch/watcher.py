@@ -37,7 +37,7 @@ from engine.log.follow import Follower
 from engine.log.view import RunView, Table
 from engine.units import format_seconds
 from engine.watch.active_alerts import ActiveAlerts
-from engine.watch.rules.rule import CannotJudge, Case, earlier_settings, read_settings
+from engine.watch.rules.rule import CannotJudge, Case, read_settings
 from engine.watch.rules.stall import Silence, silence
 from engine.watch.stacks import TRAINER_FILE, Capture, dump_file
 
@@ -82,7 +82,7 @@ class Watcher:
         self._process = process or trainer_process
         self._write, self._stop = write, stop
         self._wall, self._monotonic = wall, monotonic
-        self.settings, self._earlier = read_settings(run), earlier_settings(run)
+        self.settings = read_settings(run)
         self.alerts = ActiveAlerts()
         self.follower = Follower(run)
         self._is_watching = True
@@ -141,7 +141,6 @@ class Watcher:
             view=self.view,
             settings=self.settings,
             now_unix_s=self._wall(),
-            earlier=self._earlier,
         )
 
     def _silence(self, case: Case) -> Silence | None:

@@ -14,7 +14,6 @@ from engine.watch.rules import (
     loss,
     memory,
     pace,
-    settings,
     stall,
     update,
     written,
@@ -31,5 +30,5 @@ def rules_of(*families: ModuleType) -> tuple[Rule, ...]:
     )
 
 
-RULES = rules_of(stall, broken_identity, gpu, memory, pace, loss, curves, update, written, settings)
+RULES = rules_of(stall, broken_identity, gpu, memory, pace, loss, curves, update, written)
 """All rules, in the order in which they are listed."""

@@ -1,7 +1,6 @@
 """Compare the loss with the value that each kind of failure would give.
 
 ln V          a student that guesses: nothing was learnt, or it was unlearnt
-alpha * ln V  the mixed loss of a uniform student and a teacher that agrees with it: KL is 0
 KL = 0        at the start: the teacher is the student
 """
 
@@ -70,11 +69,6 @@ DESTROYED = (
     "the first updates destroyed the initial weights: most often the learning rate is far too large"
 )
 """Meaning of a loss that rose in the first steps."""
-ALPHA_STEPS = 50
-ALPHA_NEAR = 0.02
-ALPHA_CE_NEAR = 0.05
-ALPHA_FLAT = 0.01
-"""Relative change between the halves of the window: a loss that only passes through the value is falling."""
 KL_STEPS, KL_LEAST = 10, 3
 KL_NEAR_ZERO = 1e-3
 """KL below which two models count as equal, in nats. Any real difference is above it, bf16 rounding below."""
@@ -393,37 +387,6 @@ def teacher_off_text(case: Case) -> Symptom | None:
         ],
         case.recent(0.0),
         meaning="it predicts this text worse than token frequencies do, so the student can learn little from it",
-        flip="--set loss.alpha=1",
-    )
-
-
-@rule(
-    reads=("loss", "ce", "vocabulary", "alpha"),
-    threshold=f"flat over {ALPHA_STEPS} steps, within {ALPHA_NEAR:.0%} of alpha * ln V, ce within "
-    f"{ALPHA_CE_NEAR:.0%} of ln V",
-)
-def loss_at_alpha_ln_v(case: Case) -> Symptom | None:
-    alpha, ceiling = case.started.alpha, case.vocabulary_nats
-    if not 0 < alpha < 1:
-        raise CannotJudge(f"alpha is {alpha:g}: the loss is not a mixture")
-    rows = case.steps(ALPHA_STEPS, at_least=ALPHA_STEPS)
-    losses = case.column("loss", rows)
-    level, half = alpha * ceiling, len(losses) // 2
-    first, second = mean(losses[:half] or losses), mean(losses[half:])
-    loss = mean(losses)
-    flat = abs(second - first) <= ALPHA_FLAT * abs(loss)
-    near = abs(loss - level) <= ALPHA_NEAR * level
-    ce = mean(case.column("ce", rows))
-    if not (flat and near and abs(ce - ceiling) <= ALPHA_CE_NEAR * ceiling):
-        return None
-    return Symptom(
-        f"the loss stays at {loss:.4f}, which is alpha * ln V = {level:.4f}",
-        [
-            ("loss, mean", loss, f"alpha * ln V = {level:.4f}, within {ALPHA_NEAR:.0%}"),
-            ("ce, mean", ce, f"ln V = {ceiling:.4f}, within {ALPHA_CE_NEAR:.0%}"),
-        ],
-        case.span(rows),
-        meaning="the student's output is uniform and the KL is 0: what is left is its cross entropy of ln V",
         flip="--set loss.alpha=1",
     )
 

@@ -11,7 +11,7 @@ import math
 from typing import NamedTuple
 
 from engine.log.events import OUTSIDE
-from engine.log.view import PHASES_KEPT, RunView
+from engine.log.view import PHASES_KEPT
 from engine.machine.rates import Rates, kept_rates
 from engine.units import format_seconds
 from engine.watch.rules.rule import NO_SETTINGS, CannotJudge, Case, Symptom, median, rule
@@ -44,15 +44,6 @@ DATA_BURST_S = 5.0
 """Smallest total wait in seconds if most steps do not wait: a single slow read of the disk is not a pattern."""
 OUTSIDE_SHARE = 1 / 3
 SELDOM_SHARE, SELDOM_LEAST_S = 0.5, 20.0
-BIMODAL_STEPS, BIMODAL_LEAST = 200, 60
-BIMODAL_RATIO = 1.8
-BIMODAL_SHARE = 0.15
-"""Smallest share of the steps in the smaller group, 0 to 1: single slow steps are not a second mode."""
-BIMODAL_GAP = 3.0
-"""Smallest gap between the groups, as a multiple of the wider spread within one of them."""
-SLOWER_RATIO, SLOWER_RUNS = 1.5, 2
-SLOWER_LEAST_S = 0.05
-"""Shortest step that is judged, in seconds: other processes make shorter ones vary by as much."""
 DRIFT_WARM_UP, DRIFT_STEPS = 20, 50
 DRIFT_RATIO = 1.5
 DRIFT_LEAST_S = 30.0
@@ -310,46 +301,6 @@ def seldom_training(case: Case) -> Symptom | None:
 
 @rule(
     reads=("step_s", "load1, family_cpu_pct"),
-    threshold=f"two groups with a gap of {BIMODAL_GAP:g} times their spread, medians {BIMODAL_RATIO:g} "
-    f"times apart, {BIMODAL_SHARE:.0%} of {BIMODAL_STEPS} steps in the smaller",
-)
-def step_time_bimodal(case: Case) -> Symptom | None:
-    rows = case.steps(BIMODAL_STEPS, at_least=BIMODAL_LEAST)
-    times = sorted(case.column("step_s", rows))
-    if len(times) < BIMODAL_LEAST:
-        raise CannotJudge(f"needs {BIMODAL_LEAST} timed steps")
-    least = max(1, round(BIMODAL_SHARE * len(times)))
-    # Split at the widest gap that leaves enough steps on either side.
-    cut = max(range(least, len(times) - least + 1), key=lambda i: times[i] - times[i - 1])
-    low, high = times[:cut], times[cut:]
-    gap, spread = high[0] - low[-1], max(_percentile_range(low), _percentile_range(high))
-    fast, slow = median(low), median(high)
-    if fast < LEAST_STEP_S or slow < BIMODAL_RATIO * fast or gap < BIMODAL_GAP * spread:
-        return None
-    step_s = case.view.steps.values("step_s", rows.start, rows.stop)
-    case.must_have_had_the_cpu(
-        [row for row, taken in zip(rows, step_s, strict=True) if (taken or 0.0) >= high[0]]
-    )
-    return Symptom(
-        f"steps take either {format_seconds(fast)} or {format_seconds(slow)}, and seldom anything between",
-        [
-            ("slow over fast", slow / fast, f"at least {BIMODAL_RATIO:g}"),
-            ("share of slow steps", len(high) / len(times), f"at least {BIMODAL_SHARE:g}"),
-        ],
-        case.span(rows),
-        meaning="two kinds of step: two shapes, a cache that is hit or missed, or another process that comes and goes",
-        no_flip="find what the slow steps share: length, a compile, another job on the machine",
-    )
-
-
-def _percentile_range(times: list[float]) -> float:
-    """Return the distance from the 10th to the 90th percentile, which a few outliers do not change."""
-    tenth = len(times) // 10
-    return times[-1 - tenth] - times[tenth]
-
-
-@rule(
-    reads=("step_s", "load1, family_cpu_pct"),
     threshold=f"the median of {DRIFT_STEPS} steps, in the last two such windows, is {DRIFT_RATIO:g} times that of the "
     f"{DRIFT_STEPS} steps after the first {DRIFT_WARM_UP}",
 )
@@ -382,45 +333,6 @@ def step_time_drift(case: Case) -> Symptom | None:
         meaning="the run slows down: heat, fragmented memory, a growing list, or another job on the machine",
         no_flip=("start the script again" if case.view.is_foreign else "resume the run")
         + ": if a fresh process is fast again, the cause is inside it",
-    )
-
-
-def median_step_s(view: RunView) -> float:
-    """Return the median step time of a run after its first steps; NaN where too few are timed."""
-    finite = view.steps.finite("step_s", PART_WARM_UP)
-    return median(finite) if len(finite) >= PHASES_KEPT else math.nan
-
-
-@rule(
-    reads=("step_s", "the other runs in its folder"),
-    threshold=f"the median step {SLOWER_RATIO:g} times that of {SLOWER_RUNS} completed runs or more in the same "
-    f"folder, and {SLOWER_LEAST_S:g} s or more; judged by `engine diagnose`",
-)
-def slower_than_before(case: Case) -> Symptom | None:
-    if case.sibling_step_s is None:
-        raise CannotJudge(
-            "the other runs in its folder are read by `engine diagnose`, at the end of the log"
-        )
-    before = {name: step_s for name, step_s in case.sibling_step_s.items() if math.isfinite(step_s)}
-    if len(before) < SLOWER_RUNS:
-        raise CannotJudge(
-            f"{len(before)} earlier run(s) of the same settings on this machine completed in its folder, "
-            f"expected {SLOWER_RUNS}"
-        )
-    now_s, usual_s = median_step_s(case.view), median(list(before.values()))
-    if math.isnan(now_s):
-        raise CannotJudge("too few of its steps are timed")
-    if now_s < max(SLOWER_LEAST_S, SLOWER_RATIO * usual_s):
-        return None
-    return Symptom(
-        f"a step takes {format_seconds(now_s)}; in {len(before)} earlier runs it took {format_seconds(usual_s)}",
-        [
-            ("seconds of a step, median", now_s, f"expected less than {SLOWER_RATIO:g} times"),
-            *((f"seconds in {name}", step_s, "median") for name, step_s in before.items()),
-        ],
-        case.span(case.steps(len(case.view.steps), at_least=1, session=False)),
-        meaning="settings and machine are the same; a driver, a library, a clock or the other processes differ",
-        no_flip="compare the versions and surroundings of both runs (`engine report RUN`), and the other processes",
     )
 
 

@@ -22,8 +22,8 @@ from __future__ import annotations
 import math
 import re
 import statistics
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import KW_ONLY, dataclass
 from typing import TypeAlias
 
 from engine.catalogue import BY_ID, About
@@ -82,10 +82,6 @@ class Case:
     settings: RunSpec | None
     """The settings of the run (its effective.json); None when they cannot be read."""
     now_unix_s: float
-    earlier: Mapping[str, RunSpec] = field(default_factory=dict)
-    """The settings before each change that a resume was allowed to make, by their hash."""
-    sibling_step_s: Mapping[str, float] | None = None
-    """Median step times of earlier runs with the same settings on its machine, by folder; None if not read."""
 
     # What the run is.
 
@@ -105,12 +101,7 @@ class Case:
         if self.settings is None:
             why = "the settings of the run (effective.json) cannot be read"
             raise CannotJudge(why if not self.view.is_foreign else NO_SETTINGS)
-        started = self.view.started
-        return (
-            self.settings
-            if started is None
-            else self.earlier.get(started.spec_sha256, self.settings)
-        )
+        return self.settings
 
     def lower_rate(self, times: float) -> dict[str, str]:
         """Return the flip to a learning rate `times` lower; for a watched script, the advice to change it there."""
@@ -441,20 +432,3 @@ def read_settings(run: RunFolder) -> RunSpec | None:
         return None if COMMAND in effective else spec_from_dict(effective["spec"])
     except BadInput:
         return None
-
-
-def earlier_settings(run: RunFolder) -> dict[str, RunSpec]:
-    """Return the settings of the earlier sessions of a run, by their hash: today's, with the changes that its resumes
-    made undone one by one, the newest first."""
-    settings: dict[str, RunSpec] = {}
-    try:
-        effective = run.read_effective()
-        tree = {name: dict(section) for name, section in effective.get("spec", {}).items()}
-        for change in reversed(effective.get("changes", [])):
-            section, _, name = change["key"].partition(".")
-            tree[section][name] = change["was"]
-            spec = spec_from_dict(tree)
-            settings[spec.sha256] = spec
-    except (BadInput, LookupError, TypeError, AttributeError):
-        pass  # the settings read so far are returned
-    return settings

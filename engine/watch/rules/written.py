@@ -36,9 +36,6 @@ SHORTER = 0.25
 """Ratio of the newest to the first lengths."""
 BY_ITSELF = 0.5
 """Share of the rows that end by themselves, above which lengths are those of texts and not of the limit."""
-APART = {"fp32": 1e-4, "bf16": 0.05}
-"""Distance of entropy and cross entropy beyond rounding, in nats per token, by the student's precision. In fp32
-rounding gives 1e-6 to 1e-5, and a writer in bf16 1e-3."""
 
 
 def _records(case: Case, least: int = NEWEST) -> Sequence[Wrote]:
@@ -228,37 +225,4 @@ def written_text_shrinks(case: Case) -> Symptom | None:
         meaning="the student learns to stop where the teacher would go on: cross entropy on shorter texts, or a "
         "learning rate too high",
         flip=flip,
-    )
-
-
-@rule(
-    reads=("wrote", "precision"),
-    threshold="entropy as drawn and cross entropy of the step apart, at temperature 1: "
-    + ", ".join(f"{nats:g} nats in {precision}" for precision, nats in APART.items())
-    + f"; median of {NEWEST} steps",
-)
-def writer_is_another_model(case: Case) -> Symptom | None:
-    newest = _records(case)[-NEWEST:]
-    if newest[-1].by != "student" or newest[-1].temperature != 1:
-        raise CannotJudge("only a student that generates at temperature 1 is compared with itself")
-    precision = case.choice("student.precision") or "bf16"
-    allowed = APART.get(precision, APART["bf16"])
-    # Both are measured on the same tokens, so only a difference of the models separates them.
-    distance = _median(newest, lambda one: abs(one.entropy - one.cross_entropy))
-    if distance <= allowed:
-        return None
-    drawn, trained = (
-        _median(newest, number)
-        for number in (lambda one: one.entropy, lambda one: one.cross_entropy)
-    )
-    return Symptom(
-        f"the generated text has {trained:.6g} nats per token in the training step, {drawn:.6g} in generation",
-        [
-            ("distance, median nats", distance, f"at most {allowed:g} in {precision}"),
-            ("cross entropy, median", trained, f"{drawn:.6g} as drawn"),
-        ],
-        _span(case, newest),
-        meaning="the model that generates is not the one that trains: another precision, dropout in the model's own "
-        "code, or stale weights",
-        flip="--set student.precision=fp32",
     )

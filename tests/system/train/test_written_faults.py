@@ -10,7 +10,6 @@ import torch
 
 from engine.log.folder import RunFolder
 from engine.models.load import save_decoder
-from engine.train import rollout
 from engine.watch.replay import Diagnosis, diagnose
 from engine.watch.rules.rule import read_settings
 from tests.support.finished_runs import carry_out
@@ -121,18 +120,6 @@ def test_a_token_over_and_over_is_named(chats: ChatKit, tmp_path: Path) -> None:
     student = taught(chats, "repeats", answered(lambda number, answer: " water" * 12), steps=40)
     said = alerts_of(chats, tmp_path, student__path=student, train__lr=1e-5)
     assert set(said) == {"written_text_repeats"}
-
-
-def test_a_writer_in_another_precision_is_named(
-    chats: ChatKit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    make = rollout.Rollout.__init__
-
-    def in_bf16(self: rollout.Rollout, *given: Any, **how: Any) -> None:
-        make(self, *given, **{**how, "dtype": torch.bfloat16})
-
-    monkeypatch.setattr(rollout.Rollout, "__init__", in_bf16)
-    assert set(alerts_of(chats, tmp_path)) == {"writer_is_another_model"}
 
 
 def test_an_end_of_turn_that_is_not_the_templates_is_named(chats: ChatKit, tmp_path: Path) -> None:

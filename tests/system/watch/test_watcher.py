@@ -38,7 +38,7 @@ from engine.watch.watcher import (
     trimmed,
 )
 from tests.support.diagnosing import healthy_step
-from tests.support.judged import is_alert, is_alert_end, numbers_of
+from tests.support.judged import is_alert, is_alert_end, number_event, numbers_of
 from tests.support.perf import within
 from tests.support.run_events import fold_events, numbered, opened
 from tests.support.run_folders import START_UNIX_S, Scene, started
@@ -321,6 +321,9 @@ def test_what_the_last_lines_of_a_run_show_is_an_alert_too(watched: Watched) -> 
     watched.scene.events(started("scene", 10)).steps(1, 6)
     watched.watcher.judge_end()
     assert watched.alerts() == []
-    watched.scene.events(RunFinished(state="stopped", reason="", exit_code=0, step=6))
+    watched.scene.events(
+        number_event(step=6, field="loss", value="nan"),
+        RunFinished(state="stopped", reason="", exit_code=0, step=6),
+    )
     watched.watcher.judge_end()
-    assert "schedule_not_as_set" in [alert.id for alert in watched.alerts()]
+    assert "non_finite" in [alert.id for alert in watched.alerts()]

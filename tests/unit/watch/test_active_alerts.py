@@ -41,7 +41,6 @@ from tests.support.judged import alert_event, is_alert, numbers_of
 from tests.support.perf import within
 from tests.support.run_events import (
     example_of,
-    finished,
     fold_events,
     numbered,
     opened,
@@ -414,35 +413,3 @@ def test_a_running_run_is_diagnosed_too(tmp_path: Path) -> None:
     scene.close()
     assert found.view.last_step == 30
     assert dataclasses.is_dataclass(found)
-
-
-def test_a_run_is_compared_with_those_beside_it_that_completed_before_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    spec = {"spec": {"train": {"lr": 1.0}}}
-
-    def made(name: str, begun_s: float, step_s: float, **changes: Any) -> RunFolder:
-        machine, state = changes.pop("machine", "a CPU"), changes.pop("state", "completed")
-        log = Log(
-            count=20,
-            change=lambda n: {"step_s": step_s},
-            start_changes={"machine": machine},
-            extra=[(25.0, finished(state))],
-        )
-        monkeypatch.setattr("tests.support.diagnosing.START", START + begun_s)
-        return folder_of(log, tmp_path, name, changes.pop("effective", spec))
-
-    made("first", 1.0, 0.1)
-    made("second", 1.0, 0.12)
-    made("failed", 1.0, 0.01, state="failed")
-    made("elsewhere", 1.0, 0.01, machine="another")
-    made("another", 1.0, 0.01, effective={"spec": {"train": {"lr": 2.0}}})
-    run = made("slow", 2.0, 0.3)
-    made("later", 3.0, 0.01)
-
-    def alerts(**more: Any) -> list[Judged]:
-        return [e.alert for e in diagnose(run, None, **more).raised]
-
-    (alert,) = (one for one in alerts(siblings=True) if one.id == "slower_than_before")
-    assert {name for name, *_ in numbers_of(alert)[1:]} == {"seconds in first", "seconds in second"}
-    assert "slower_than_before" not in [one.id for one in alerts()]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from pathlib import Path
 from typing import Any
 
@@ -152,19 +151,6 @@ def test_kept_rates_are_the_best_and_none_where_they_cannot_be_read(
     assert keep_rates(MACHINE, Rates(2.0, 3.0)) == Rates(2.0, 3.0) and kept_rates(MACHINE) is None
 
 
-def test_steps_that_take_longer_than_in_earlier_runs_are_named_with_the_runs() -> None:
-    def case(now_s: float, **beside: float) -> Case:
-        log = Log(count=30, change=lambda n: {"step_s": now_s})
-        return dataclasses.replace(log.case(), sibling_step_s=beside)
-
-    alert = raised("slower_than_before", case(0.16, a=0.1, b=0.1, c=0.09))
-    assert [name for name, _, _ in numbers_of(alert)[1:]] == [f"seconds in {one}" for one in "abc"]
-    quiet("slower_than_before", case(0.14, a=0.1, b=0.1))
-    quiet("slower_than_before", case(0.04, a=0.01, b=0.01))
-    unknown("slower_than_before", case(0.16, a=0.1, b=math.nan), "1 earlier run(s)")
-    unknown("slower_than_before", Log(count=30).case(), "`engine diagnose`")
-
-
 def beside(eval_s: float, save_s: float = 0.1) -> Log:
     """Evaluations and checkpoints after every fifth of 40 steps of a second, 35 s in all."""
     extra: list[tuple[float, Event]] = []
@@ -237,43 +223,6 @@ def test_one_long_pause_outside_is_no_pattern_and_a_longer_one_is() -> None:
         check("unaccounted", log.case())
 
 
-# Two kinds of step.
-
-
-def two_modes(ratio: float, every: int) -> Log:
-    return Log(
-        count=120,
-        change=lambda n: {"step_s": (0.1 * ratio if n % every == 0 else 0.1) + 0.001 * (n % 7)},
-    )
-
-
-@pytest.mark.parametrize("every", [2, 5])
-def test_two_kinds_of_step_are_named(every: int) -> None:
-    alert = raised("step_time_bimodal", two_modes(pace.BIMODAL_RATIO + 0.1, every).case())
-    assert numbers_of(alert)[1][1] == pytest.approx(1 / every)
-
-
-@pytest.mark.parametrize(
-    "log",
-    [
-        two_modes(pace.BIMODAL_RATIO - 0.1, 3),
-        two_modes(3.0, 10),  # a tenth of the steps is no second mode
-        Log(count=120, change=lambda n: {"step_s": 0.1 + 0.001 * n}),
-        Log(count=120, change=lambda n: {"step_s": 0.1}),
-        Log(count=120, change=lambda n: {"step_s": 0.001 * (1 + n % 2)}),
-    ],
-    ids=["close", "rare", "even", "equal", "tiny"],
-)
-def test_other_step_times_are_not_bimodal(log: Log) -> None:
-    quiet("step_time_bimodal", log.case())
-
-
-def test_bimodal_needs_steps_with_times() -> None:
-    unknown("step_time_bimodal", Log(count=59).case(), "needs 60 steps")
-    log = Log(count=80, change=lambda n: {"step_s": None if n % 2 else 0.5})
-    unknown("step_time_bimodal", log.case(), "60 timed steps")
-
-
 # Drift.
 
 
@@ -303,7 +252,6 @@ def on_two_cores(log: Log, host: dict[str, float], since_s: float = 0.0) -> Case
 
 SLOW = {
     "step_time_drift": drifting(2.0),
-    "step_time_bimodal": two_modes(3.0, 2),
     "unaccounted": outside(0.3),
 }
 

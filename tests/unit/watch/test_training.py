@@ -2,39 +2,22 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
-from collections.abc import Sequence
 from typing import Any
 
-import msgspec
 import pytest
 
 from engine.log.events import (
-    AnyEvent,
-    CheckpointSaved,
-    DataReady,
     Evaluated,
     Event,
     Judged,
     ModelReady,
     Recorded,
-    RunFinished,
-    StepDone,
-    StopRequested,
 )
-from engine.log.view import RunView
-from engine.train.schedule import learning_rate
-from engine.watch.rules import loss, settings, update
-from engine.watch.rules.rule import Case
-from engine.watch.rules.settings import expected_rate
+from engine.watch.rules import loss, update
 from tests.support.diagnosing import (
     LN_V,
-    ROWS,
-    SEQ,
-    START,
     Log,
-    fold_events,
     quiet,
     raised,
     spec,
@@ -66,18 +49,6 @@ def test_a_loss_of_guessing_is_named() -> None:
     log = steady(ce=9.0)
     log.extra = [NO_MODEL]
     unknown("loss_not_below_guessing", log.case(), "vocabulary")
-
-
-def test_the_loss_of_a_uniform_student_is_named() -> None:
-    level = 0.3 * LN_V
-    raised("loss_at_alpha_ln_v", steady(ce=LN_V, loss=level * 1.015).case())
-    quiet("loss_at_alpha_ln_v", steady(ce=LN_V, loss=level * 1.03).case())
-    quiet("loss_at_alpha_ln_v", steady(ce=LN_V * 0.9, loss=level).case())
-    falling = Log(count=120, change=lambda n: {"ce": LN_V, "loss": level * (1 + (95 - n) / 1000)})
-    quiet("loss_at_alpha_ln_v", falling.case())
-    alone = steady(ce=LN_V, loss=LN_V)
-    alone.start_changes = {"alpha": 1.0}
-    unknown("loss_at_alpha_ln_v", alone.case(), "not a mixture")
 
 
 def test_text_that_a_teacher_does_not_know_is_a_warning_where_the_check_leaves_it_open() -> None:
@@ -183,179 +154,7 @@ def test_a_gradient_that_is_always_clipped_is_named() -> None:
     unknown("always_clipped", free.case(), "effective.json")
 
 
-@pytest.mark.parametrize("kind", ["cosine", "constant"])
-@pytest.mark.parametrize("warm_up", [0, 1, 20, 100])
-def test_the_rate_expected_here_is_the_one_the_trainer_works_out(kind: str, warm_up: int) -> None:
-    """Two programs of the same schedule, written apart."""
-    train = spec(
-        train__steps=100, train__warmup_steps=warm_up, train__schedule=kind, train__lr=3e-4
-    ).train
-    for step in range(1, 101):
-        theirs = learning_rate(step - 1, train)
-        assert expected_rate(step, train) == pytest.approx(theirs, rel=1e-12)
-
-
-def test_a_rate_that_never_reached_the_optimizer_is_named() -> None:
-    alert = raised("learning_rate", steady(30, lr=1e-3 * 1.001).case())
-    assert "never reached" in alert.meaning
-    assert "the learning rate is 0" in raised("learning_rate", steady(30, lr=0.0).case()).meaning
-    for off, check in ((0.5, quiet), (2.0, raised)):
-        factor = 1 + off * settings.RATE_TOLERANCE
-        log = Log(count=30, change=lambda n, f=factor: {"lr": f * 1e-3 * min(1.0, n / 20)})  # type: ignore[misc]
-        check("learning_rate", log.case())
-    unknown("learning_rate", steady(30, lr=None).case(), "not logged")
-    blind = steady(30, lr=0.0)
-    blind.settings = None
-    unknown("learning_rate", blind.case(), "effective.json")
-
-
 # What was asked for.
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"rows": ROWS - 1}, "rows of a step: 3"),
-        ({"tokens": ROWS * SEQ - 1}, "tokens of a step: 127"),
-        ({"position": 7}, "rows read by step"),
-    ],
-)
-def test_a_batch_that_is_not_the_one_that_was_set_is_named(
-    changes: dict[str, int], words: str
-) -> None:
-    assert words in raised("batch_not_as_set", steady(5, **changes).case()).text
-    quiet("batch_not_as_set", Log(count=5).case())
-    unknown("batch_not_as_set", Log().case(), "needs 1 steps")
-
-
-@pytest.mark.parametrize(
-    ("changes", "name"),
-    [
-        ({"peak_lr": 1e-5}, "train.lr"),
-        ({"steps": 999}, "train.steps"),
-        ({"rows_per_step": 1}, "train.rows * accumulation"),
-        ({"alpha": 0.7}, "loss.alpha"),
-        ({"seq_len": 31}, "data.seq_len"),
-        ({"temperature": 1.0}, "loss.temperature"),
-    ],
-)
-def test_a_setting_that_did_not_reach_the_run_is_named(changes: dict[str, Any], name: str) -> None:
-    log = Log(count=5, start_changes=changes)
-    assert numbers_of(raised("run_not_as_set", log.case()))[0][0] == name
-    quiet("run_not_as_set", Log(count=5).case())
-    log.settings = None
-    unknown("run_not_as_set", log.case(), "effective.json")
-
-
-def student_loss(step: int, **values: Any) -> Evaluated:
-    return example_of(
-        Evaluated, **{"step": step, "subject": "student", "loss": 1.0, "saved": False} | values
-    )
-
-
-def scheduled(count: int, evals: Sequence[int], saves: Sequence[int], **changes: Any) -> Log:
-    """A session of `count` steps of 12, evaluated and saved after those steps."""
-    made: list[AnyEvent] = [
-        *map(student_loss, evals),
-        *(example_of(CheckpointSaved, step=s) for s in saves),
-    ]
-    ends = changes.pop("ends", ())
-    begun = changes.pop("resumed_from", None)
-    sets = {
-        "train__steps": 12,
-        "train__warmup_steps": 0,
-        "eval__every": 3,
-        "checkpoint__every": 4,
-    } | changes
-    log = Log(count=count, start_changes={"resumed_from": begun}, settings=spec(**sets))
-    after = {e.step: log.begun_s + (e.step + 0.5) * log.every_s for e in (*made, *ends)}
-    log.extra = [(after[e.step], e) for e in (*made, *ends)]
-    return log
-
-
-def end(state: str, step: int, asked: bool = False) -> list[AnyEvent]:
-    stop = [StopRequested(reason="SIGTERM", step=step)] if asked else []
-    return [*stop, RunFinished(state=state, reason="", exit_code=0, step=step)]
-
-
-@pytest.mark.parametrize(
-    ("log", "words"),
-    [
-        (scheduled(8, [4, 6], [4]), "step 3 is not evaluated"),
-        (scheduled(8, [3, 4, 5, 6], [4]), "step 5 is evaluated"),
-        (scheduled(8, [3, 4, 6], []), "step 4 is not saved"),
-        (scheduled(8, [3, 4, 6], [3, 4]), "step 3 is saved"),
-        (scheduled(12, [3, 4, 6, 8, 9], [4, 8, 12], ends=end("completed", 12)), "step 12 is not e"),
-        (scheduled(12, [3, 4, 6, 8, 9, 12], [4, 8], ends=end("completed", 12)), "step 12 is not s"),
-        (scheduled(5, [3, 4], [4], train__stop_after=5, ends=end("stopped", 5)), "step 5 is not s"),
-        (scheduled(5, [3, 4], [4], ends=end("stopped", 5, asked=True)), "step 5 is not saved"),
-        (scheduled(5, [3, 4], [4], ends=end("stopped", 5)), "the session ends after step 5"),
-        (scheduled(9, [3, 4, 6, 8], [4, 8], train__stop_after=8), "step 9 is trained"),
-    ],
-)
-def test_what_was_not_evaluated_saved_or_ended_as_set_is_named(log: Log, words: str) -> None:
-    assert words in raised("schedule_not_as_set", log.case()).text
-
-
-@pytest.mark.parametrize(
-    "log",
-    [
-        scheduled(4, [3], []),
-        scheduled(8, [3, 4, 6, 8], [4, 8]),
-        scheduled(12, [3, 4, 6, 8, 9, 12], [4, 8, 12], ends=end("completed", 12)),
-        scheduled(5, [3, 4], [4, 5], train__stop_after=5, ends=end("stopped", 5)),
-        scheduled(5, [3, 4], [4, 5], ends=end("stopped", 5, asked=True)),
-        scheduled(5, [3, 4], [4], ends=end("failed", 5)),
-        scheduled(6, [], [], eval__every=0, checkpoint__every=0),
-        scheduled(
-            12, [12], [], eval__every=0, checkpoint__every=0, checkpoint__at_end=False,
-            ends=end("completed", 12),
-        ),
-    ],
-)  # fmt: skip
-def test_a_run_that_is_evaluated_saved_and_ended_as_set_is_quiet(log: Log) -> None:
-    quiet("schedule_not_as_set", log.case())
-
-
-def test_what_an_earlier_session_evaluated_and_saved_is_not_this_ones() -> None:
-    log = scheduled(8, [3, 4, 5], [4, 5], ends=end("stopped", 5, asked=True))
-    before = log.logs()["events"]
-    later = scheduled(8, [6, 8], [8], resumed_from=4).logs()["events"]
-    steps = [e for e in later if not isinstance(e, StepDone) or e.step > 4]
-    view = fold_events(fold_events(RunView(), "events", before), "events", steps)
-    quiet("schedule_not_as_set", Case(view=view, settings=log.settings, now_unix_s=START + 99))
-
-
-def resumed(*changed: AnyEvent, **start: Any) -> Case:
-    """A run of two sessions; the second begins with `changed` where the first had something else."""
-    before, later = Log(count=5), Log(count=9, start_changes={"resumed_from": 4, **start})
-    view = fold_events(RunView(), "events", before.logs()["events"])
-    events = [e for e in later.logs()["events"] if not isinstance(e, StepDone) or e.step > 4]
-    events[2:2] = changed
-    view = fold_events(view, "events", events)
-    return Case(view=view, settings=spec(), now_unix_s=START + 99)
-
-
-def test_a_session_that_begins_otherwise_than_the_one_before_is_named() -> None:
-    quiet("resumed_as_another", resumed())
-    fresh = example_of(ModelReady, role="teacher", sha256="a" * 64)
-    case = resumed(fresh)
-    quiet("resumed_as_another", case)  # the session before had none
-    other: dict[str, AnyEvent] = {"teacher": msgspec.structs.replace(fresh, sha256="b" * 64)}
-    case = dataclasses.replace(
-        case, view=dataclasses.replace(case.view, before={**case.view.before, **other})
-    )
-    alert = raised("resumed_as_another", case)
-    assert alert.text == f"teacher.sha256 is {'a' * 24}, {'b' * 24} before"
-    assert "data.epoch_rows" in raised("resumed_as_another", _data_changed()).text
-    quiet("resumed_as_another", Log(count=5).case())
-    unknown("resumed_as_another", resumed(torch="1.0"), "versions")
-
-
-def _data_changed() -> Case:
-    case = resumed(example_of(DataReady, epoch_rows=7))
-    before = {**case.view.before, "data": example_of(DataReady, epoch_rows=8)}
-    return dataclasses.replace(case, view=dataclasses.replace(case.view, before=before))
 
 
 # A rate that is far too large.

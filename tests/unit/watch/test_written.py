@@ -46,7 +46,6 @@ def test_a_healthy_writer_is_left_alone_and_a_run_without_one_is_not_judged() ->
         "written_entropy_collapsed",
         "written_text_repeats",
         "written_text_shrinks",
-        "writer_is_another_model",
     ):
         quiet(rule, log_of(40))
         unknown(rule, Log(count=40).case(), "no model generates rows")
@@ -99,13 +98,6 @@ def test_lengths_that_collapse_are_named_unless_the_teacher_agrees() -> None:
     quiet("written_text_shrinks", log_of(40, tokens=100, divergence=0.39))
     # A student that ran into the limit at first learns to end.
     quiet("written_text_shrinks", log_of(40, {"ended": 0.5}, tokens=100))
-
-
-def test_a_writer_that_is_not_the_model_that_trains_is_named() -> None:
-    raised("writer_is_another_model", log_of(40, cross_entropy=1.50011))
-    quiet("writer_is_another_model", log_of(40, cross_entropy=1.50009))
-    unknown("writer_is_another_model", log_of(40, by="teacher"), "only a student that generates")
-    unknown("writer_is_another_model", log_of(40, temperature=0.7), "only a student that generates")
 
 
 def test_noise_is_named_where_it_is_no_untaught_student() -> None:
