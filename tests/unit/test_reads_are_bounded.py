@@ -17,7 +17,6 @@ ALLOWED: dict[str, str] = {
     "engine/data/tokens.py": "a record, which was bounded when it was read",
     "engine/formats/tokenizer_probes.py": "a tokenizer.json, which was bounded when it was opened",
     "engine/contracts/contract.py": "the text of a contract, which was bounded when it was read",
-    "engine/audit/corpus.py": "the libraries of the formats, and no more than MOST_BYTES of a file",
     **dict.fromkeys(
         (
             "engine/cli/flip.py",

@@ -389,6 +389,13 @@ def a_divergence_of_logits():
 def a_reverse_divergence():
     return taught(loss=lambda s, t: F.kl_div(t, s.exp(), reduction="batchmean"))
 
+def a_teacher_cut_at_its_beginning():
+    torch.manual_seed(1)
+    student, teacher = Reads(V), Reads(V + 4).requires_grad_(False)
+    return fit(student, lambda net: F.kl_div(
+        F.log_softmax(net(input_ids=text)["logits"], -1),
+        F.softmax(teacher(input_ids=text)["logits"][..., -V:], -1), reduction="batchmean"))
+
 def cooled(logits, tau):
     return logits if tau == 1 else logits / tau
 
@@ -413,7 +420,7 @@ for function in (a_teacher_without_the_temperature, a_teacher_that_is_sharpened,
                  a_student_without_the_temperature, a_teacher,
                  a_teacher_without_the_last_position, a_teacher_one_position_ahead,
                  a_teacher_one_position_behind, a_teacher_that_drops, a_divergence_of_two_logarithms,
-                 a_divergence_of_logits, a_reverse_divergence):
+                 a_divergence_of_logits, a_reverse_divergence, a_teacher_cut_at_its_beginning):
     print(json.dumps({"name": function.__name__}))
     save(function())
 """
@@ -471,6 +478,7 @@ EXPECTED = {
     "a_divergence_of_two_logarithms": {"divergence_arguments": (SUSPICION, "gets logarithms")},
     "a_divergence_of_logits": {"divergence_arguments": (SUSPICION, "gets negative numbers")},
     "a_reverse_divergence": {"distillation": (FACT, "reverse divergence")},
+    "a_teacher_cut_at_its_beginning": {"teacher_alignment": (SUSPICION, "id i + 4 of the teacher")},
     "a_teacher_without_the_temperature": {
         "divergence_temperature": (SUSPICION, "at temperature 1, the student's at 2")
     },

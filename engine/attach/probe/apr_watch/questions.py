@@ -628,33 +628,39 @@ class Questions:
         if start is None or rows is None or remainder or not length - 4 < width <= length:
             return []
         ids, known = sample_RV.shape[1], min(rows.shape[1], length)
-        if rows.shape[2] < ids:
-            return []
-        place_R = self._torch.arange(min(len(sample_RV), width)) + start
+        cut, place_R = rows.shape[2] - ids, self._torch.arange(min(len(sample_RV), width)) + start
         temperature = divergence.temperature
-        pairs: dict[int, tuple[Any, Any]] = {}
+        pairs: dict[tuple[int, int], tuple[Any, Any]] = {}
         for shift in (-2, -1, 0, 1, 2):
-            at_R = place_R + shift
-            kept_R = (at_R >= 0) & (at_R < known)
-            logits_RV = rows[0, at_R[kept_R].to(rows.device)][:, :ids].double()
-            p_RV = sample_RV[: len(kept_R)][kept_R.to(sample_RV.device)].to(rows.device)
-            if len(p_RV):
-                pairs[shift] = logits_RV, p_RV
-        distances = {shift: _variation(*pair, temperature) for shift, pair in pairs.items()}
+            for first_id in sorted({0, cut}) if cut >= 0 else []:
+                at_R = place_R + shift
+                kept_R = (at_R >= 0) & (at_R < known)
+                logits_RV = rows[0, at_R[kept_R].to(rows.device)][
+                    :, first_id : first_id + ids
+                ].double()
+                p_RV = sample_RV[: len(kept_R)][kept_R.to(sample_RV.device)].to(rows.device)
+                if len(p_RV):
+                    pairs[shift, first_id] = logits_RV, p_RV
+        distances = {pair_key: _variation(*pair, temperature) for pair_key, pair in pairs.items()}
         if not distances:
             return []
-        best = min(distances, key=distances.__getitem__)
+        best = min(distances, key=lambda pair_key: distances[pair_key])
         if distances[best] > _SAME_ROW and divergence.knows_temperature:
-            return _other_temperature(temperature, *pairs[0]) if 0 in pairs else []
-        others = [distance for shift, distance in distances.items() if shift != best]
+            return _other_temperature(temperature, *pairs[0, 0]) if (0, 0) in pairs else []
+        others = [distance for pair_key, distance in distances.items() if pair_key != best]
         if distances[best] > _SAME_ROW or min(others, default=1.0) < distances[best] + _OTHER_ROW:
             return []
-        numbers = {"positions": best}
-        if best:
-            direction = (
-                f"{abs(best)} position{'s' * (abs(best) > 1)} {'after' if best > 0 else 'before'}"
-            )
+        shift, first_id = best
+        numbers = {"positions": shift, "first_id": first_id}
+        if shift:
+            direction = f"{abs(shift)} position{'s' * (abs(shift) > 1)} {'after' if shift > 0 else 'before'}"
             text = f"the teacher's logits are those {direction} the student's in the divergence"
+            return [("teacher_alignment", SUSPICION, text, numbers)]
+        if first_id:
+            text = (
+                f"the teacher's vocabulary of {rows.shape[2]} is cut to the student's {ids} at its beginning: id i of "
+                f"the student meets id i + {first_id} of the teacher"
+            )
             return [("teacher_alignment", SUSPICION, text, numbers)]
         text = "positions and ids of the teacher are those of the student"
         lines: list[Line] = [("teacher_alignment", PASS, text, numbers)]
