@@ -13,8 +13,8 @@ refused.
 The card says what `engine verify RUN` found, or that the run was not verified. Where a replay did not give the
 record, the command refuses in the same way.
 
-The folder appears complete, after it was verified. Repeating the command changes nothing. receipt.json,
-spec.toml and effective.json are copied unchanged, including the folder names in them.
+The folder appears complete, after it was verified; nothing is overwritten. receipt.json, spec.toml and
+effective.json are copied unchanged, including the folder names in them.
 
 Verification compares this engine, transformers, and llama.cpp if llama-cpp-python is installed (`pip install
 'apr-workbench[peers]'`): float weights must give the same 50 greedy tokens, block-quantised weights logits
@@ -129,7 +129,6 @@ def _publish(arguments: argparse.Namespace, name: str) -> int:
     value = {
         "folder": done.folder,
         "bytes": done.bytes,
-        "was_there": done.was_there,
         "missing": [proof.what for proof in done.proof.missing],
         "weights_sha256": done.proof.weights_sha256,
         "verification": done.verification and done.verification.as_dict(),
@@ -140,8 +139,6 @@ def _publish(arguments: argparse.Namespace, name: str) -> int:
 def _summary(done: Published) -> list[str]:
     from engine.units import format_bytes
 
-    if done.was_there:
-        return [f"{done.folder}: published before, from this run, and whole; nothing was changed"]
     lines = [] if done.verification is None else _outcome_lines(done.verification)
     lines += [
         f"unevaluated: the card says that it lacks {proof.what}" for proof in done.proof.missing

@@ -207,14 +207,9 @@ def _training_lines(card: Card) -> list[str]:
             f"- {passed} lines of the receipt were compared with the run's folder and match"
         )
     lines += [f"- not verified: {reason}" for reason in unknown]
-    lines.append(replay_line(proof))
+    lines.append(f"- replay of the run (`engine verify`): {proof.replay}")
     lines.append(f"- made and published by apr-workbench {VERSION}")
     return lines
-
-
-def replay_line(proof: Proof) -> str:
-    """Return the line of a card that says whether the run was verified."""
-    return f"- replay of the run (`engine verify`): {proof.replay}"
 
 
 def _bases(card: Card) -> list[str]:

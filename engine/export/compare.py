@@ -3,7 +3,6 @@
     tokens        the first greedy token that differs; a tie when both are equally good up to rounding
     distance      the largest difference of two logits, relative to the root mean square of all
     divergence    mean over positions from 1 on of KL(reference || other), and how often the top token is the same
-    values        every tensor of two files, bit for bit
 
 Position 0 is left out of KL: there every rotary embedding is the identity, which would hide errors in them.
 
@@ -23,16 +22,10 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from engine.export.outcome import Outcome, answered
 from engine.export.peers import Absent, Answered, Crashed, Logits
-from engine.formats.weights import WeightFile
-from engine.models.load import sources
-from engine.models.read_config import config_of
-from engine.quant.quantize import quantize
-from engine.quant.tensor import QuantTensor
-from engine.verdict import Level, Verdict
+from engine.verdict import Level
 
 # Shapes: T tokens of a row, V vocabulary
 
@@ -170,34 +163,6 @@ def _no_answer(id_: str, answer: Absent | Crashed) -> Outcome:
 
 def _other_shapes(answer: Answered, reference: Answered) -> bool:
     return any(a.shape != b.shape for a, b in zip(answer.logits, reference.logits, strict=True))
-
-
-def same_values(file: WeightFile, plain: WeightFile) -> Verdict:
-    """Check that `file` holds the values of `plain`: cast where its floats are narrower, and quantised by our
-    own quantizer where it has blocks."""
-    config = config_of(plain)
-    if config_of(file) != config:
-        return Verdict(Level.FAIL, "another configuration")
-    bytes_ = kept = 0
-    for (our_name, name, tensor), (_, _, source) in zip(
-        sources(file, config), sources(plain, config), strict=True
-    ):
-        assert isinstance(source, Tensor), "safetensors have no blocks"
-        if isinstance(tensor, QuantTensor):
-            is_same = torch.equal(tensor.blocks, quantize(source, tensor.type, name=name).blocks)
-        else:
-            is_same = torch.equal(_bits(tensor), _bits(source.to(tensor.dtype)))
-            kept += tensor.dtype == source.dtype
-        if not is_same:
-            return Verdict(Level.FAIL, f"{name} ({our_name}) has other values than the safetensors")
-        bytes_ += tensor.nbytes
-    count = len(file.tensors)
-    text = f"{count} tensors, {bytes_:,} bytes: the values of the safetensors, {kept} with the same bytes"
-    return Verdict(Level.PASS, text)
-
-
-def _bits(tensor: Tensor) -> Tensor:
-    return tensor.contiguous().view(torch.uint8)
 
 
 def _size(rows: Sequence[Logits]) -> float:

@@ -5,35 +5,27 @@
     convert     the .apr and the GGUF file, from the copy
     verify      load it in three independent ways (`engine.export.published`), from the files that are shipped
     card        README.md with the metrics and the verification; MANIFEST.json last
-    rename      the complete folder appears under its name
-
-Everything is written into `.NAME.publish` next to the folder, which is locked for as long as its writer lives.
-The kernel releases the lock however the writer ends, so the remains of a killed one are recognised and
-replaced; two writers at once exclude each other. Repeating the command on a folder that was published from
-the same run reports that and changes nothing.
+    rename      the complete folder appears under its name; nothing is overwritten
 
 The run's receipt and spec are copied unchanged, including the names of folders in them.
 """
 
 from __future__ import annotations
 
-import fcntl
 import json
-import os
 import shlex
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from engine import limits
-from engine.errors import BadInput, DiskFull, EngineError, write_error
-from engine.export.card import Card, card_text, replay_line
+from engine.errors import BadInput, EngineError
+from engine.export.card import Card, card_text
 from engine.export.convert import Converted, Progress, convert
 from engine.export.hf_folder import complete_folder
 from engine.export.licence import bases_of, inherited, licence_files
-from engine.export.manifest import check_manifest, read_manifest, write_manifest
+from engine.export.manifest import write_manifest
 from engine.export.published import Verification, verify
 from engine.export.required_evidence import (
     Proof,
@@ -41,15 +33,13 @@ from engine.export.required_evidence import (
     file_sha256,
     refuse_missing,
 )
-from engine.files import open_regular, read_json_object, read_text
+from engine.files import read_json_object
 from engine.formats.adapter import is_adapter
-from engine.formats.writing import fsync_folder
 from engine.log.folder import RunFolder
 from engine.models.config import count_parameters
+from engine.models.load import new_folder
 from engine.models.read_config import read_config
 from engine.quant.blocks import QUANTS
-from engine.signals import partial_output
-from engine.units import format_bytes
 from engine.verdict import Level
 from engine.verify.kept_outcome import NAME as OUTCOME
 
@@ -58,9 +48,6 @@ VERIFICATION = "verification.json"
 RECEIPT = "receipt.json"
 DATA_RECEIPT = "data_receipt.json"
 NONE = "none"
-_SPACE_FACTOR = 4
-"""Free disk space that publishing needs, as a multiple of the student's size: its copy, two conversions, and one in
-F32 for verification."""
 
 Say = Callable[[str], None]
 Files = list[tuple[str, str]]
@@ -94,8 +81,6 @@ class Published:
     proof: Proof
     verification: Verification | None
     bytes: int
-    was_there: bool
-    """Whether it had been published before from the same run, and is complete."""
 
 
 def publish(
@@ -121,86 +106,20 @@ def publish(
     if not wanted.unevaluated:
         refuse_missing(proof)
     if wanted.folder.exists() or wanted.folder.is_symlink():
-        return _accept_published(proof, wanted, say)
-    _refuse_full_disk(run, wanted.folder)
-    with whole_folder(wanted.folder) as partial:
+        raise BadInput.expected(
+            "publish",
+            wanted.folder,
+            "a path where nothing is yet",
+            "something",
+            hint="choose another name, or remove it",
+        )
+    with new_folder(wanted.folder) as partial:
         verification = _write(proof, wanted, partial, say, on_tensor)
     return Published(
         folder=wanted.folder,
         proof=proof,
         verification=verification,
-        bytes=_bytes(wanted.folder),
-        was_there=False,
-    )
-
-
-# contract: publication-v1
-@contextmanager
-def whole_folder(folder: Path) -> Iterator[Path]:
-    """Yield an empty, locked folder to write to. It becomes `folder` when all of it is on disk, and is
-    removed when anything fails. Raises `BadInput`, `DiskFull`."""
-    partial = folder.with_name(f".{folder.name}.publish")
-    try:
-        partial.mkdir(parents=True, exist_ok=True)
-        lock = os.open(partial, os.O_RDONLY | os.O_DIRECTORY)
-    except OSError as error:
-        raise write_error("publish", partial, "a folder to write to", error) from error
-    try:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise BadInput.expected(
-                "publish", folder, "to be the only one", "another that is publishing to it"
-            ) from None
-        with partial_output(partial):
-            try:
-                for path in partial.iterdir():
-                    path.unlink()  # left by a killed writer
-                yield partial
-                for path in partial.iterdir():
-                    with open_regular(path, "file") as file:
-                        os.fsync(file.fileno())
-                fsync_folder(partial)
-                partial.rename(folder)
-                fsync_folder(folder.parent)
-            except OSError as error:
-                raise write_error("publish", partial, "to write it", error) from error
-    finally:
-        os.close(lock)
-
-
-def _accept_published(proof: Proof, wanted: Wanted, say: Say) -> Published:
-    """Accept an existing folder if it was published from this run and is complete; otherwise refuse."""
-
-    def refusal(expected: str, found: str, hint: str) -> BadInput:
-        return BadInput.expected("publish", wanted.folder, expected, found, hint=hint)
-
-    receipt, anew = wanted.folder / RECEIPT, "remove the folder to publish again"
-    is_comparable = receipt.is_file() and proof.run.receipt.is_file()
-    if not is_comparable or file_sha256(receipt) != file_sha256(proof.run.receipt):
-        expected = "a path where nothing is yet, or this run, published before"
-        raise refusal(expected, "something else", "choose another name, or remove it")
-    manifest_verdict = check_manifest(wanted.folder)
-    if manifest_verdict.level != Level.PASS:
-        raise refusal("this run as it was published before", manifest_verdict.reason, anew)
-    published_hashes = {entry["sha256"] for entry in (read_manifest(wanted.folder) or {}).values()}
-    if unpublished := [
-        path for path in wanted.evaluations if file_sha256(path) not in published_hashes
-    ]:
-        raise refusal(
-            f"{unpublished[0]} among what was published before", "a card without it", anew
-        )
-    card = read_text(wanted.folder / CARD, "card", limits.MODEL_TEXT)
-    if replay_line(proof) not in card.splitlines():
-        say(
-            "its card states another outcome of `engine verify`; remove the folder to publish again"
-        )
-    return Published(
-        folder=wanted.folder,
-        proof=proof,
-        verification=None,
-        bytes=_bytes(wanted.folder),
-        was_there=True,
+        bytes=sum(path.stat().st_size for path in wanted.folder.iterdir()),
     )
 
 
@@ -345,20 +264,3 @@ def _verify_folder(partial: Path, files: Files, say: Say) -> Verification:
     (partial / VERIFICATION).write_text(text, encoding="utf-8")
     files.append((VERIFICATION, "how it was loaded and what came of it"))
     return verification
-
-
-def _refuse_full_disk(run: RunFolder, folder: Path) -> None:
-    needed = _SPACE_FACTOR * _bytes(run.student)
-    existing = next(path for path in (folder, *folder.absolute().parents) if path.is_dir())
-    free = shutil.disk_usage(existing).free
-    if free < needed:
-        raise DiskFull.expected(
-            "publish",
-            folder,
-            f"{format_bytes(needed)} free to write and verify",
-            format_bytes(free),
-        )
-
-
-def _bytes(folder: Path) -> int:
-    return sum(path.stat().st_size for path in folder.iterdir() if path.is_file())

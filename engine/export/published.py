@@ -2,10 +2,7 @@
 implementations.
 
     files          every file has the size and hash of MANIFEST.json
-    metadata       generation_config.json, the .apr and the GGUF file have the end-of-text tokens, the positions and
-                   the chat template of the folder, which no output shows
     engine         this engine on the safetensors: the reference; same tokens with and without a KV cache
-    apr            our reader finds exactly the values of the safetensors in the .apr file, bit for bit
     gguf           this engine on the GGUF: within its block type's noise of the reference
     transformers   the folder through AutoModel and AutoTokenizer: same token ids, greedy tokens, text and logits
     llama float    llama.cpp on the same weights in F32, in a temporary file: the same
@@ -27,25 +24,21 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from engine.errors import BadInput, TokenizerError, WeightsError
-from engine.export.compare import as_float, first_difference, same_values, within
-from engine.export.convert import FILE_TYPES, chat_template, convert
-from engine.export.hf_folder import GENERATION_FILE
+from engine.errors import BadInput
+from engine.export.compare import as_float, first_difference, within
+from engine.export.convert import FILE_TYPES, convert
 from engine.export.manifest import MANIFEST, check_manifest
 from engine.export.outcome import Outcome, answered, unknown
 from engine.export.peers import Absent, Answered, Crashed, absent, ask
-from engine.files import read_json_object
 from engine.formats.open import open_weights
 from engine.formats.tokenizer import open_tokenizer
-from engine.limits import MODEL_CONFIG
-from engine.models.read_config import NATIVE, config_of, read_config
+from engine.models.read_config import read_config
 from engine.quant.blocks import NOISE_FLOORS
 from engine.signals import scratch_folder
 from engine.verdict import Level, Verdict, lowest
@@ -59,8 +52,6 @@ PROMPTS = (
 )
 TEXTS = (*PROMPTS, inspect.getsource(inspect)[:20_000])
 """Texts whose token ids are compared. The long one has merges, words and spaces that the short ones lack."""
-_GGUF_ENDS = 3
-"""GGUF has keys for three tokens that end a text."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,7 +123,7 @@ def verify(folder: Path, say: Callable[[str], None] = lambda text: None) -> Veri
     with scratch_folder("engine-verify-") as scratch:
         request = _Request(prompts=prompts, steps=steps, scratch=scratch)
         say("hashing the files")
-        outcomes = [_files(folder), _metadata(folder, config.native)]
+        outcomes = [_files(folder)]
         say("this engine, on the safetensors")
         reference = request.send("engine", folder, None)
         outcomes.append(_reference(reference, request))
@@ -150,9 +141,6 @@ def verify(folder: Path, say: Callable[[str], None] = lambda text: None) -> Veri
 def _compare_others(
     folder: Path, request: _Request, reference: Answered, say: Callable[[str], None]
 ) -> Iterator[Outcome]:
-    for path in sorted(folder.glob("*.apr")):
-        say(f"this engine, on {path.name}")
-        yield _apr(path, folder)
     say("transformers")
     yield as_float("transformers", request.send("transformers", folder, reference.rows), reference)
     say("llama.cpp, on the weights in F32")
@@ -167,59 +155,6 @@ def _files(folder: Path) -> Outcome:
         return unknown("files", f"no {MANIFEST} to compare them with")
     verdict = check_manifest(folder)
     return answered("files", verdict.level, verdict.reason)
-
-
-def _metadata(folder: Path, native: bool) -> Outcome:
-    """Compare what outputs do not show: where a text ends, how long it may be, and the chat template."""
-    if wrong := _wrong_ends(folder):
-        return answered("metadata", Level.FAIL, wrong)
-    files = sorted([*folder.glob("*.apr"), *folder.glob("*.gguf")]) if native else []
-    if not files:
-        return unknown("metadata", "no .apr or GGUF file to compare with the folder")
-    expected = _not_in_outputs(folder)
-    for path in files:
-        try:
-            found = _not_in_outputs(path)
-        except BadInput as error:
-            return answered("metadata", Level.FAIL, error.message)
-        for what, value in found.items():
-            if value != expected[what]:
-                text = f"{path.name}, {what}: {value!r:.60}, expected {expected[what]!r:.60}"
-                return answered("metadata", Level.FAIL, text)
-    names = ", ".join(path.name for path in files)
-    return answered("metadata", Level.PASS, f"{names}: what the folder says")
-
-
-def _not_in_outputs(path: Path) -> dict[str, Any]:
-    with open_weights(path) as weights:
-        config = config_of(weights, NATIVE)
-        return {
-            "ends": config.eos_token_ids[:_GGUF_ENDS],
-            "positions": config.max_position_embeddings,
-            "template": chat_template(weights) or "",
-        }
-
-
-def _wrong_ends(folder: Path) -> str:
-    """Return how the end-of-text tokens of generation_config.json contradict config.json or tokenizer.json; empty if
-    they agree.
-
-    generation_config.json may have additional ones: that of a base model often has the end of a document and the end of
-    an answer.
-    """
-    path = folder / GENERATION_FILE
-    if not path.is_file():
-        return ""
-    eos = read_json_object(path, "model", MODEL_CONFIG).get("eos_token_id")
-    ends = set(eos if isinstance(eos, list) else [] if eos is None else [eos])
-    known, source = set(read_config(folder).eos_token_ids), "config.json"
-    if not known and ends:
-        source = "tokenizer.json"
-        with suppress(TokenizerError):
-            known.add(open_tokenizer(folder).end_of_text_id)
-    if known <= ends:
-        return ""
-    return f"{GENERATION_FILE} ends a text at {sorted(ends)}, {source} at {sorted(known)}"
 
 
 def _reference(answer: Answered | Absent | Crashed, request: _Request) -> Outcome:
@@ -271,12 +206,3 @@ def _gguf(path: Path, request: _Request, reference: Answered) -> Iterator[Outcom
         yield within(
             f"llama {path.name}", llama_answer, engine_answer, floor.kl, "this engine on it"
         )
-
-
-def _apr(path: Path, folder: Path) -> Outcome:
-    try:
-        with open_weights(path) as apr, open_weights(folder) as plain:
-            verdict = same_values(apr, plain)
-    except WeightsError as error:
-        verdict = Verdict(Level.FAIL, error.message)
-    return answered(f"apr {path.name}", verdict.level, verdict.reason)

@@ -401,6 +401,7 @@ def _write_native(decoder: Decoder, folder: Path, dtype: torch.dtype) -> None:
     (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
+# contract: publication-v1
 @contextmanager
 def new_folder(folder: Path) -> Iterator[Path]:
     """Yield a partial folder next to `folder` to write to. It is renamed to `folder` when everything

@@ -4,9 +4,7 @@ and that it appears whole or not at all.
 
 from __future__ import annotations
 
-import fcntl
 import json
-import os
 import re
 import shutil
 from dataclasses import replace
@@ -81,7 +79,7 @@ def test_a_published_student_loads_in_transformers_and_gives_the_same_text(
     assert main(["publish", str(run.path), str(folder), "--json"]) == 0
     printed = json.loads(capsys.readouterr().out)
     ways = {way["id"]: way for way in printed["verification"]["ways"]}
-    sure = ["files", "engine", "apr tiny.apr", "transformers", "gguf tiny-Q4_K_M.gguf"]
+    sure = ["files", "engine", "transformers", "gguf tiny-Q4_K_M.gguf"]
     assert {name: ways[name]["level"] for name in sure} == dict.fromkeys(sure, "pass"), ways
     assert ways["transformers"]["numbers"]["steps"] == 50
     # Where llama.cpp is not installed, that is what is said.
@@ -181,18 +179,6 @@ def test_what_contradicts_is_refused_whatever_is_asked(
     assert not (tmp_path / "tiny").exists()
 
 
-def test_tensors_with_another_hash_than_the_run_logged_are_refused(run: RunFolder) -> None:
-    """Files and receipt changed together: the log still has the hash that the trainer took."""
-    flipped(run.student / "model.safetensors")
-    receipt = run.read_receipt()
-    assert receipt is not None
-    from engine.receipts.receipt import digest_files
-
-    another_receipt(run, student_files=digest_files(run.student))
-    with pytest.raises(BadInput, match="tensors of the student: expected sha256"):
-        examine(run)
-
-
 def test_an_evaluation_of_other_weights_or_one_that_is_not_finished_is_refused(
     run: RunFolder, tmp_path: Path
 ) -> None:
@@ -228,44 +214,13 @@ def test_perplexity_as_it_was_printed_is_evidence(
         "a completed run (it is vanished)",
         "a receipt of the run",
     }
-    better = json.loads(printed)
-    better["loss"]["value"] /= 2
-    (tmp_path / "ppl.json").write_text(json.dumps(better))
-    with pytest.raises(BadInput, match=r"loss: .*ppl\.json — expected .* \(of its documents\)"):
-        examine(run, [tmp_path / "ppl.json"])
 
 
-def test_the_same_command_again_changes_nothing_and_says_so(run: RunFolder, tmp_path: Path) -> None:
-    first = published(run, tmp_path / "tiny")
-    before = {path: path.stat().st_mtime_ns for path in first.folder.iterdir()}
-    again = published(run, tmp_path / "tiny")
-    assert again.was_there and not first.was_there
-    assert before == {path: path.stat().st_mtime_ns for path in first.folder.iterdir()}
-    results = results_file(tmp_path / "r.jsonl", run, right=1, judged=2, problems=2)
-    with pytest.raises(BadInput, match="a card without it"):
-        published(run, tmp_path / "tiny", evaluations=(results,))
-    flipped(first.folder / "tiny.apr")
-    with pytest.raises(BadInput, match=r"tiny\.apr has other content"):
+def test_a_folder_that_is_there_is_not_written_to(run: RunFolder, tmp_path: Path) -> None:
+    (tmp_path / "tiny").mkdir()
+    with pytest.raises(BadInput, match="expected a path where nothing is yet"):
         published(run, tmp_path / "tiny")
-    (tmp_path / "other").mkdir()
-    with pytest.raises(BadInput, match="found something else"):
-        published(run, tmp_path / "other")
-
-
-def test_one_that_was_killed_is_begun_anew_and_two_at_once_refuse_each_other(
-    run: RunFolder, tmp_path: Path
-) -> None:
-    partial = tmp_path / ".tiny.publish"
-    partial.mkdir()
-    (partial / "model.safetensors").write_bytes(b"half")
-    holder = os.open(partial, os.O_RDONLY | os.O_DIRECTORY)
-    fcntl.flock(holder, fcntl.LOCK_EX)
-    with pytest.raises(BadInput, match="another that is publishing"):
-        published(run, tmp_path / "tiny")
-    assert (partial / "model.safetensors").read_bytes() == b"half"
-    os.close(holder)
-    done = published(run, tmp_path / "tiny")
-    assert check_manifest(done.folder).level == Level.PASS and not partial.exists()
+    assert not list((tmp_path / "tiny").iterdir())
 
 
 @pytest.mark.parametrize(
@@ -364,11 +319,6 @@ def test_the_card_says_whether_the_run_was_verified(run: RunFolder, tmp_path: Pa
 
     day = keep(run, Verdict(Level.PASS, "why"), 6)
     said.clear()
-    publish(run, wanted, said.append)  # as it was published before
-    assert (
-        "its card states another outcome of `engine verify`; remove the folder to publish again"
-        in said
-    )
     publish(run, replace(wanted, folder=tmp_path / "b"), said.append)
     assert replay_in(tmp_path / "b") == [f"pass, 6 steps to the bit, {day}"]
     assert (tmp_path / "b" / OUTCOME).read_bytes() == (run.path / OUTCOME).read_bytes()

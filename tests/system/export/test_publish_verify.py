@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -24,16 +23,13 @@ from engine.export.compare import (
     as_float,
     divergence,
     first_difference,
-    same_values,
     within,
 )
 from engine.export.convert import convert
 from engine.export.peers import PEERS, Absent, Answered, Crashed, ask
-from engine.export.published import PROMPTS, _metadata, _wrong_ends, verify
-from engine.formats.open import open_weights
-from engine.formats.tokenizer import open_tokenizer
+from engine.export.published import PROMPTS, verify
 from engine.models.config import ModelConfig
-from engine.models.load import load_decoder, new_decoder, save_decoder
+from engine.models.load import new_decoder, save_decoder
 from engine.quant.blocks import NOISE_FLOORS
 from engine.verdict import Level
 from tests.support.kit import Kit, tiny_config
@@ -146,22 +142,6 @@ def model(kit: Kit, tmp_path: Path) -> Path:
     return tmp_path / "model"
 
 
-def test_an_apr_file_with_another_value_is_found(model: Path, tmp_path: Path) -> None:
-    def verdict(file: Path, folder: Path) -> Level:
-        with open_weights(file) as apr, open_weights(folder) as plain:
-            return same_values(apr, plain).level
-
-    for quant in ("f32", "bf16", "q6_k"):
-        made = convert(model, tmp_path / f"{quant}.apr", quant)
-        assert verdict(made.target, model) == Level.PASS
-    other = load_decoder(model)
-    with torch.no_grad():
-        other.layers[1].mlp.down.weight[3, 3] += 1.0  # type: ignore[operator,union-attr]
-    save_decoder(other, tmp_path / "other", torch.float32)
-    for quant in ("f32", "bf16", "q6_k"):
-        assert verdict(tmp_path / f"{quant}.apr", tmp_path / "other") == Level.FAIL
-
-
 def test_a_file_of_other_weights_fails_and_the_command_exits_1(
     model: Path,
     kit: Kit,
@@ -184,7 +164,6 @@ def test_a_file_of_other_weights_fails_and_the_command_exits_1(
     found = {way["id"]: way["level"] for way in printed["ways"]}
     assert found == {
         "files": "unknown",
-        "metadata": "pass",
         "engine": "pass",
         "transformers": "unknown",
         "llama float": "unknown",
@@ -273,53 +252,3 @@ def test_llama_cpp_gives_the_same_tokens_and_text(family: str, kit: Kit, tmp_pat
     found = {one.id: one.verdict for one in verify(folder).outcomes}
     assert found["llama float"].level == Level.PASS, found
     assert found["llama m-Q8_0.gguf"].level == Level.PASS, found
-
-
-def test_a_text_that_ends_at_no_end_of_the_tokenizer_fails(kit: Kit, tmp_path: Path) -> None:
-    folder = tmp_path / "model"
-    shutil.copytree(kit.teacher, folder)
-    end = open_tokenizer(folder).end_of_text_id
-    config = json.loads((folder / "config.json").read_text())
-    for of_model, ends, words in (
-        (None, end, ""),
-        (None, [end, 7], ""),
-        (None, end + 1, "ends a text at"),
-        (None, [7, 8], "[7, 8]"),
-        (5, [5, end], ""),
-        (5, end, f"generation_config.json ends a text at [{end}], config.json at [5]"),
-        ([5, 6], 5, "config.json at [5, 6]"),
-        (5, None, "ends a text at []"),
-    ):
-        (folder / "config.json").write_text(json.dumps(config | {"eos_token_id": of_model}))
-        (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
-        assert words in _wrong_ends(folder) if words else _wrong_ends(folder) == ""
-
-
-TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
-
-
-@pytest.mark.parametrize("name", ["m-Q8_0.gguf", "m.apr"])
-@pytest.mark.parametrize(
-    ("file", "change", "words"),
-    [
-        ("config.json", {}, ""),
-        ("config.json", {"eos_token_id": [3, 5]}, "ends: "),
-        ("config.json", {"max_position_embeddings": 4096}, "positions: "),
-        ("chat_template.jinja", None, "template: "),
-        ("chat_template.jinja", TEMPLATE + " ", "template: "),
-    ],
-)
-def test_a_file_that_says_another_thing_than_the_folder_is_named(
-    model: Path, file: str, change: Any, words: str, name: str
-) -> None:
-    path = model / "chat_template.jinja"
-    path.write_text(TEMPLATE)
-    convert(model, model / name, "q8_0" if name.endswith("gguf") else "f32")
-    path = model / file
-    if file == "chat_template.jinja":
-        path.unlink() if change is None else path.write_text(change)
-    else:
-        path.write_text(json.dumps(json.loads(path.read_text()) | change))
-    found = _metadata(model, native=True).verdict
-    assert words in found.reason and (found.level == Level.FAIL) == bool(words), found
-    assert name in found.reason
