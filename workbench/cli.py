@@ -13,7 +13,7 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import MutableMapping, Sequence
 from importlib import import_module
 from pathlib import Path
 
@@ -50,7 +50,6 @@ environment:
   APR_WORKBENCH_THEME=NAME      as --theme; else TEXTUAL_THEME, else dark, or light where the
                                 terminal says in COLORFGBG that it is
   ESCDELAY=MS                   wait so long for the rest of a key that begins with escape (25)
-  APR_WORKBENCH_CAPTURES=DIR    where S saves panes and screens (default: apr-workbench-captures/)
 
 `?` shows the keys, ctrl+p finds every command by name.
 """
@@ -266,20 +265,6 @@ def _foreground(module: str, *arguments: str) -> int:
     return subprocess.run(words, env=child.environment(), check=False).returncode
 
 
-def launch_environ() -> Mapping[str, str]:
-    """Return the environment as this process received it.
-
-    Python replaces a C locale by C.UTF-8 and changes `os.environ` accordingly, which would hide that the
-    terminal is not UTF-8.
-    """
-    try:
-        block = Path("/proc/self/environ").read_bytes()
-    except OSError:
-        return os.environ
-    pairs = (item.partition(b"=") for item in block.split(b"\0") if item)
-    return {os.fsdecode(key): os.fsdecode(value) for key, _, value in pairs}
-
-
 def believe_the_terminal(environ: MutableMapping[str, str]) -> None:
     """Drop COLUMNS and LINES where stdout is a terminal that knows its size.
 
@@ -303,7 +288,7 @@ def _show(paths: Sequence[Path], options: argparse.Namespace) -> int:
     from workbench.tui.app import WorkbenchApp, refresh_seconds
     from workbench.tui.printable import is_utf8
 
-    ascii_only = not is_utf8(launch_environ()) if options.ascii is None else options.ascii
+    ascii_only = not is_utf8(os.environ) if options.ascii is None else options.ascii
     believe_the_terminal(os.environ)
     app = WorkbenchApp(
         paths,

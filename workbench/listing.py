@@ -30,8 +30,6 @@ class Row:
     name: str = ""
     """Drawn before the text in a column of its own. That column is cut first, so that a narrow list shortens
     names before it loses a verdict."""
-    words: str = ""
-    """A sentence that the details have as well: drawn after the text in a list that has room for all of them."""
     tone: Tone = "plain"
     sign: str = ""
     """One character before the text; the sign of the tone when empty."""

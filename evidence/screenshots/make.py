@@ -9,7 +9,7 @@ imported (`imported`).
 Opens the workbench on what is there, without a terminal, and saves what it draws: the list of runs
 in the folder RUNS; the run folder RUN at two sizes, in a light theme and in two for the colour-blind;
 WATCHED, a run of `make demo-watch`, at two sizes; a flip of RUN before it starts; help and palette;
-each of the screens that can be opened from everywhere (findings, flips, doctor), and the newest
+each of the screens that can be opened from everywhere (findings, flips), and the newest
 finding, as they are in the folder where this is started.
 `live.svg`, the picture of README, is a replay of ON_GPU, on an H100: `engine distill engine/demo/demo.toml --set
 train.rows=512 --set train.steps=1500 --set eval.every=100 --set watch.sample_seconds=0.5 --set checkpoint.every=500`.
@@ -24,7 +24,6 @@ from textual.command import CommandPalette
 from textual.widgets import OptionList
 
 from workbench.tui.app import WorkbenchApp
-from workbench.tui.places import PLACES
 from workbench.tui.screens.run import RunScreen
 
 HERE = Path(__file__).absolute().parent
@@ -89,9 +88,8 @@ async def main(runs: Path, run: Path, watched: Path, on_gpu: Path) -> None:
     await save(run, wide, "palette.svg", "ctrl+p")
     await save(watched, (80, 24), "watch-80x24.svg")
     await save(watched, (200, 60), "watch-200x60.svg")
-    for place in PLACES:
-        if place.key:
-            await save(run, wide, f"{place.name}.svg", place.key)
+    await save(run, wide, "flips.svg", "E")
+    await save(run, wide, "whys.svg", "w")
     await save(run, wide, "finding.svg", "w", "enter", *["down"] * 5)
 
 

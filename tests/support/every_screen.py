@@ -13,7 +13,6 @@ from engine.spec import load_spec
 from tests.support.run_folders import completed, corrupt, killed, resumed, vanished
 from tests.support.screens import on_screen, press, settle
 from workbench.cli import demo_spec
-from workbench.tui.places import PLACES
 from workbench.tui.screens.run import RunScreen
 
 Visit = Callable[[Pilot[None], str], Awaitable[None]]
@@ -24,10 +23,11 @@ ROUTES: tuple[tuple[str, tuple[str, ...], int], ...] = (
     ("run", A_RUN, 1),
     ("compare", ("space", "down", "space", "c"), 1),
     ("flip", (*A_RUN, "F"), 2),
-    *((place.name, (*A_RUN, place.key), 2) for place in PLACES if place.key),
+    ("flips", (*A_RUN, "E"), 2),
+    ("whys", (*A_RUN, "w"), 2),
 )
 """A name for each screen, the keys that lead there, and how many screens it is above the list of runs."""
-ACTING = ("flip", *(place.name for place in PLACES if place.acts))
+ACTING = ("flip",)
 """The screens whose purpose is to start something: read-only mode does not open them."""
 
 

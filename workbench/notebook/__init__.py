@@ -1,4 +1,4 @@
-"""The workbench in a notebook: `from workbench.notebook import Live, Flip, Whys, Compare, Doctor`.
+"""The workbench in a notebook: `from workbench.notebook import Live, Flip, Whys, Compare`.
 
 Each returns at once and shows a widget. The content comes from run folders through the same feeds as the
 terminal's, polled in a thread of its own, so the kernel stays free and nothing here touches a GPU. No port is
@@ -20,10 +20,9 @@ if _MISSING:
     )
 
 from workbench.notebook.compare import Compare  # noqa: E402
-from workbench.notebook.doctor import Doctor  # noqa: E402
 from workbench.notebook.flip import Flip, FlipResult  # noqa: E402
 from workbench.notebook.frames import frame  # noqa: E402
 from workbench.notebook.live import Live  # noqa: E402
 from workbench.notebook.whys import Whys  # noqa: E402
 
-__all__ = ["Compare", "Doctor", "Flip", "FlipResult", "Live", "Whys", "frame"]
+__all__ = ["Compare", "Flip", "FlipResult", "Live", "Whys", "frame"]

@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import os
 import selectors
 import signal
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -17,44 +17,27 @@ from typing import Any, ClassVar
 
 from textual import constants, on
 from textual.actions import ActionParseResult
-from textual.app import App
+from textual.app import App, SystemCommand
 from textual.binding import Binding, BindingType
-from textual.command import Provider
 from textual.dom import DOMNode
 from textual.drivers import linux_driver
 from textual.filter import LineFilter
+from textual.screen import Screen
 
-from engine.errors import EXIT_TERMINATED, EngineError
+from engine.errors import EXIT_TERMINATED
 from engine.log.folder import RunFolder, is_run
-from workbench.paths import path_text
-from workbench.tui.captures import (
-    FOLDER_VARIABLE,
-    capture,
-    captures_folder,
-    pane_of,
-    pane_text,
-    save,
-    save_copy,
-)
+from workbench.tui.captures import pane_of, pane_text
 from workbench.tui.context import Context
 from workbench.tui.keys import is_refused
-from workbench.tui.places import PLACES, place
 from workbench.tui.printable import Printable, drawable
 from workbench.tui.screens.help import HelpScreen
 from workbench.tui.screens.polling import Polled, RunChosen
 from workbench.tui.screens.runs import RunsScreen
-from workbench.tui.themes import OWN, OWN_NAMES, THEME_VARIABLES
+from workbench.tui.themes import OWN, OWN_NAMES
 from workbench.tui.widgets.key_bar import bindings_of
 
 CLIPBOARD_BYTES = 50_000
 """Terminals cut off or ignore an OSC 52 sequence longer than about 75 kB of base64."""
-
-
-def _palette_commands() -> type[Provider]:
-    # Imported when the palette is first opened: it is not needed for the first frame.
-    from workbench.tui.palette import WorkbenchCommands
-
-    return WorkbenchCommands
 
 
 def _settle() -> None:
@@ -99,7 +82,6 @@ class WorkbenchApp(App[None]):
     PollingScreen.-tiny > .-first { display: block !important; height: 1fr !important; max-height: 100% !important; }
     PollingScreen.-tiny > ToastRack { display: block !important; }
     """
-    COMMANDS: ClassVar[set[Any]] = {_palette_commands}
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding(
             "ctrl+c",
@@ -115,18 +97,13 @@ class WorkbenchApp(App[None]):
             "palette",
             show=False,
             priority=True,
-            tooltip="find a command, a screen, a run or a theme by name",
+            tooltip="find a command by name",
         ),
         Binding("question_mark,f1", "help", "help", show=False, tooltip="this help"),
         Binding("y", "copy", "copy", show=False, tooltip="copy the pane as text"),
-        Binding("S", "save", "save", show=False, tooltip="save pane and screen, text and SVG"),
-        *(
-            Binding(
-                place.key, f"visit('{place.name}')", place.name, show=False, tooltip=place.tooltip
-            )
-            for place in PLACES
-            if place.key
-        ),
+        Binding("S", "save", "save", show=False, tooltip="save the screen as SVG"),
+        Binding("E", "flips", "flips", show=False, tooltip="past flips with their verdicts"),
+        Binding("w", "whys", "whys", show=False, tooltip="findings and their evidence"),
     ]
 
     def __init__(
@@ -156,20 +133,23 @@ class WorkbenchApp(App[None]):
         else:
             self.push_screen(RunsScreen(self.context))
 
-    def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
-        if action == "visit" and self.read_only:
-            return not place(str(parameters[0])).acts
-        return True
+    def action_flips(self) -> None:
+        """Open the list of flips, for new ones about the run on screen."""
+        from workbench.tui.screens.lists import FlipsScreen
 
-    def action_visit(self, name: str) -> None:
-        """Open a place, unless it is on screen already."""
         screen = self.screen
         run = getattr(screen, "run", None)
         if isinstance(screen, RunsScreen) and (target := screen.target()) is not None:
             run = target.run
-        built = place(name).build(self.context, run)
-        if type(built) is not type(screen):
-            self.push_screen(built)
+        if not isinstance(screen, FlipsScreen):
+            self.push_screen(FlipsScreen(self.context, run))
+
+    def action_whys(self) -> None:
+        """Open the list of findings."""
+        from workbench.tui.screens.lists import WhysScreen
+
+        if not isinstance(self.screen, WhysScreen):
+            self.push_screen(WhysScreen(self.context))
 
     @on(RunChosen)
     def open_run(self, message: RunChosen) -> None:
@@ -219,7 +199,14 @@ class WorkbenchApp(App[None]):
         if not self.screen.is_modal:
             super().action_command_palette()
 
-    # Help and themes.
+    def get_system_commands(self, screen: Screen[Any]) -> Iterable[SystemCommand]:
+        """Return the commands of the palette."""
+        # Imported when the palette is first opened: it is not needed for the first frame.
+        from workbench.tui.palette import commands_of
+
+        return commands_of(self, screen)
+
+    # Help.
 
     def action_help(self) -> None:
         screen = self.screen
@@ -227,62 +214,26 @@ class WorkbenchApp(App[None]):
         notes = getattr(screen, "NOTES", ())
         self.push_screen(HelpScreen(f"help: {title}", bindings_of(screen), notes))
 
-    def choose_theme(self, name: str) -> None:
-        """Switch the theme, and say how to keep it."""
-        self.theme = name
-        self.notify(f"theme {name}; {THEME_VARIABLES[0]}={name} keeps it", markup=False)
-
-    def next_theme(self) -> None:
-        """Switch to the next of the workbench's own themes."""
-        place = OWN_NAMES.index(self.theme) if self.theme in OWN_NAMES else -1
-        self.choose_theme(OWN_NAMES[(place + 1) % len(OWN_NAMES)])
-
     # Copying and saving.
 
-    def action_copy(self, whole: bool = False) -> None:
-        """Copy the selection, else the focused pane, else the screen."""
+    def action_copy(self) -> None:
+        """Copy the selection, else the focused pane."""
         screen = self.screen
-        pane = None if whole else pane_of(screen)
-        selected = None if whole else screen.get_selected_text()
-        if selected:
-            text, what = selected, "the selection"
-        elif pane is not None:
-            text, what = pane_text(screen, pane), "the pane"
-        else:
-            text, what = capture(screen).text, "the screen"
-        text = "\n".join(drawable(line, ascii_only=False) for line in text.splitlines()) + "\n"
-        count = text.count("\n")
-        message = f"copied {what}, {count} line{'' if count == 1 else 's'}"
+        words = screen.get_selected_text() or pane_text(screen, pane_of(screen))
+        lines = [drawable(line, ascii_only=False) for line in words.splitlines()]
+        text = "\n".join([*lines, ""])
+        count = f"{len(lines)} line{'' if len(lines) == 1 else 's'}"
         if len(text.encode()) > CLIPBOARD_BYTES:
-            message += "; too long for the clipboard of a terminal"
-        else:
-            self.copy_to_clipboard(text)
-        try:
-            message += f", and to {path_text(save_copy(self._folder(), text))}"
-        except EngineError as problem:
-            self._not_saved(problem)
-        self.notify(message, markup=False)
+            words = f"not copied: {count} are too long for the clipboard of a terminal"
+            self.notify(words, severity="warning", markup=False)
+            return
+        self.copy_to_clipboard(text)
+        self.notify(f"copied {count}", markup=False)
 
     def action_save(self) -> None:
-        """Save the screen and the focused pane."""
-        screen = self.screen
-        pane = pane_of(screen)
-        captures = [capture(screen), *([] if pane is None else [capture(screen, pane)])]
-        run = getattr(screen, "run", None)
+        """Save the screen in the current folder."""
         try:
-            files = save(self._folder(), run.name if isinstance(run, RunFolder) else None, captures)
-        except EngineError as problem:
-            self._not_saved(problem)
-            return
-        names = "\n".join(f"  {path.name}" for path in files)
-        note = "\nread-only: files of the viewer, not of the run" if self.read_only else ""
-        self.notify(
-            f"saved in {path_text(files[0].parent)}:\n{names}{note}", timeout=10, markup=False
-        )
-
-    def _folder(self) -> Path:
-        return captures_folder(Path.cwd(), os.environ)
-
-    def _not_saved(self, problem: EngineError) -> None:
-        words = f"{problem}\n{FOLDER_VARIABLE} names another folder"
-        self.notify(words, severity="error", timeout=15, markup=False)
+            name = time.strftime("apr-workbench-%Y%m%d-%H%M%S.svg")
+            self.notify(f"saved {self.save_screenshot(name)}", timeout=10, markup=False)
+        except OSError as problem:
+            self.notify(f"not saved: {problem}", severity="error", markup=False)

@@ -247,17 +247,3 @@ def test_the_farewell_of_an_unreadable_run_tells_the_fault(tmp_path: Path) -> No
     text = farewell_of(corrupt(tmp_path / "run"))
     assert text.startswith("UNREADABLE")
     assert "expected line number 20" in text
-
-
-def test_the_environment_is_the_one_the_process_was_given() -> None:
-    code = "from workbench.cli import launch_environ; print(launch_environ().get('LC_CTYPE'))"
-    environ = {k: v for k, v in os.environ.items() if not k.startswith(("LC_", "LANG"))}
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=ROOT,
-        env=environ | {"LANG": "C"},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert done.stdout.strip() == "None", "Python's own LC_CTYPE=C.UTF-8 is not the terminal's"

@@ -39,8 +39,6 @@ COMMON: tuple[Binding, ...] = (
     ),
 )
 """Keys of every list, after its own."""
-STARTING = frozenset({"run", "run_all"})
-"""The actions that start the command of a list."""
 ABOUT_ROW = frozenset({"open", "zoom"})
 """The actions that need a row."""
 JOB_LINES = 7
@@ -193,8 +191,8 @@ class BrowseScreen(PollingScreen, Generic[F]):
         """Give the list the width that its rows need next to the details, within limits."""
         rows, width = self.query_one(RowList), self.size.width
         if shape_of(*self.size) == "wide":
-            most = width * SHARE[1] // 100
-            rows.styles.width = max(rows.wanted_width(most), width * SHARE[0] // 100)
+            least, most = (width * share // 100 for share in SHARE)
+            rows.styles.width = min(max(rows.wanted_width(), least), most)
         else:
             rows.styles.width = "1fr"
 
@@ -209,8 +207,6 @@ class BrowseScreen(PollingScreen, Generic[F]):
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
         if action == "stop":
             return self.job_runs
-        if action in STARTING:
-            return self.selected is not None and not self.job_runs
         return action not in ABOUT_ROW or self.selected is not None or self._zoomed
 
     @on(OptionList.OptionSelected)

@@ -2,7 +2,6 @@
 
 five whys     the findings in the evidence folders
 experiments   every flip with its verdict; opens one, or starts a new one
-doctor        what this machine can do, and what cannot be measured on it
 rows          what one step of a run trained on
 """
 
@@ -16,7 +15,6 @@ from textual.binding import Binding, BindingType
 from engine.errors import UsageError
 from engine.log.folder import RunFolder
 from workbench import finding_rows
-from workbench.doctor_rows import DoctorFeed
 from workbench.finding_rows import FindingsFeed
 from workbench.flip_snapshots import FLIPS, FlipsFeed
 from workbench.listing import beside
@@ -95,27 +93,6 @@ class FlipsScreen(BrowseScreen[FlipsFeed]):
         if self.selected is not None:
             folder = Path(self.selected.key)
             ask_why(self, lambda: finding_form(*finding_rows.of_flip(folder)))
-
-
-class DoctorScreen(BrowseScreen[DoctorFeed]):
-    """One examination of this machine."""
-
-    TITLE = "doctor"
-    NOTES = (
-        "The report of `engine doctor`, made once when this opens; R runs it again.",
-        "PASS: everything that a run reads can be read. UNKNOWN: something cannot; the row says what",
-        "that rules out. FAIL: something is broken.",
-    )
-    BINDINGS: ClassVar[list[BindingType]] = own_keys(
-        Binding("R", "ask_again", "run again", tooltip="examine the machine again"),
-    )
-
-    def __init__(self, context: Context) -> None:
-        super().__init__(context, DoctorFeed())
-
-    def action_ask_again(self) -> None:
-        self._feed.forget()
-        self.read_again("doctor: running again")
 
 
 class StepRowsScreen(BrowseScreen[StepRowsFeed]):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import ClassVar
 
 from textual.binding import Binding, BindingType
@@ -34,8 +33,8 @@ NAME_CELLS, TEXT_CELLS = 12, 30
 
 
 def lines_of(rows: Sequence[Row], width: int) -> list[str]:
-    """Return the rows without their signs; names in a column, cut in the middle where it is narrow, and the words of
-    the rows where all of them fit. A text that is wider than the row has several lines."""
+    """Return the rows without their signs; names in a column, cut in the middle where it is narrow. A text that is
+    wider than the row has several lines."""
     names = tuple(row.name for row in rows)
     needed = max((len(row.text) for row in rows if row.name), default=0)
     cells = max(NAME_CELLS, width - len(GAP) - min(needed, TEXT_CELLS))
@@ -45,12 +44,6 @@ def lines_of(rows: Sequence[Row], width: int) -> list[str]:
         f"{name:<{cells}}{GAP}{row.text}" if row.name else row.text
         for row, name in zip(rows, shown, strict=True)
     ]
-    column = max(map(len, texts), default=0)
-    if column + len(GAP) + max((len(row.words) for row in rows), default=0) <= width:
-        texts = [
-            f"{text:<{column}}{GAP}{row.words}".rstrip()
-            for row, text in zip(rows, texts, strict=True)
-        ]
     return ["\n".join(wrapped(text, width)) for text in texts]
 
 
@@ -94,20 +87,10 @@ a row repeats its colour: `+` good, `!` bad, `?` not known, `-` does not count.
         super().__init__(markup=False)
         self._keys: list[str] = []
 
-    def whole_text(self) -> str:
-        """Return every row, as lines."""
-        lines = lines_of(self.rows, WHOLE)
-        return "\n".join(prompt_of(*pair).plain for pair in zip(self.rows, lines, strict=True))
-
-    def wanted_width(self, most: int) -> int:
-        """Return the width at which no row needs a second line, with the words of the rows if that is at most
-        `most`."""
-        lines = lines_of(self.rows, WHOLE)
-        bare = lines_of([replace(row, words="") for row in self.rows], WHOLE)
-        widths = [
-            max(map(len, texts), default=0) + SIGN_CELLS + FRAME_CELLS for texts in (lines, bare)
-        ]
-        return next((width for width in widths if width <= most), most)
+    def wanted_width(self) -> int:
+        """Return the width at which no row needs a second line."""
+        longest = max(map(len, lines_of(self.rows, WHOLE)), default=0)
+        return longest + SIGN_CELLS + FRAME_CELLS
 
     @property
     def selected(self) -> Row | None:

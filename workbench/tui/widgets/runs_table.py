@@ -416,11 +416,6 @@ class RunsTable(ScrollView, can_focus=True):
             for column, text, width in zip(self._shown, cells, self._widths, strict=True)
         ]
 
-    def whole_text(self) -> str:
-        """Return every row, as lines."""
-        rows = [self._titles, *(cells for _, cells in self._lines)]
-        return "\n".join("".join(self._padded(cells)).rstrip() for cells in rows)
-
     def _style_of(self, column: Column, row: RunRow) -> Style:
         if column is NAME and (slot := self.marked.get(row.path)) is not None:
             return Style(color=series_style(slot).colour, bold=True)

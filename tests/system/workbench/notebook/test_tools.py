@@ -1,13 +1,11 @@
-"""Flip, Whys, Compare and Doctor in a kernel without a page: the real engine answers."""
+"""Flip, Whys and Compare in a kernel without a page: the real engine answers."""
 
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-import ipywidgets
 import pytest
 
 from engine.errors import BadInput, UsageError
@@ -17,7 +15,7 @@ from engine.flips.flip_folder import read_verdict
 from tests.support.findings import THREADS, carry_out, hanging_run
 from tests.support.notebook_pages import drawn, until
 from tests.support.run_folders import completed, killed
-from workbench.notebook import Compare, Doctor, Flip, Whys
+from workbench.notebook import Compare, Flip, Whys
 
 pytestmark = pytest.mark.filterwarnings("default")
 
@@ -172,12 +170,3 @@ def test_runs_are_grouped_by_a_setting_in_a_figure(tmp_path: Path) -> None:
     assert still.count("×") == 1
     with pytest.raises(UsageError, match=r"found 'loss.alpha': train.lr"):
         Compare([run.path for run in runs], by="loss.alpha")
-
-
-def test_the_doctor_answers_without_a_comm_or_a_thread_left() -> None:
-    before = len(ipywidgets.widgets.widget._instances)
-    doctor = Doctor()
-    assert doctor.level in ("pass", "unknown", "fail")
-    assert any(line.startswith("Verdict") for line in doctor.lines)
-    assert len(ipywidgets.widgets.widget._instances) == before
-    assert "apr-doctor" not in {thread.name for thread in threading.enumerate()}

@@ -229,9 +229,8 @@ def test_the_impossible_is_shown_and_cannot_be_chosen(ended_run: Path) -> None:
     assert settings_of(RunFolder(ended_run))["compute.threads"] == 1
 
     async def script(pilot: Pilot[None]) -> None:
-        # As the command palette does it; F of the run's screen is tested above.
-        await pilot.app.run_action("app.visit('flip')")
-        await settle(pilot)
+        # From the list of flips; F of the run's screen is tested above.
+        await press(pilot, "E", "n")
         await poll(pilot)
         screen = pilot.app.screen
         assert isinstance(screen, FlipScreen)

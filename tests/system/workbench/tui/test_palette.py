@@ -10,10 +10,9 @@ from textual.pilot import Pilot
 from textual.widgets import OptionList
 
 from tests.support.run_folders import completed, killed
-from tests.support.screens import on_screen, press, settle, texts_of, words_of
-from workbench.tui.palette import WorkbenchCommands, runs_to_open
-from workbench.tui.places import PLACES
-from workbench.tui.screens.run import RunScreen
+from tests.support.screens import on_screen, press, settle, texts_of
+from workbench.tui.palette import commands_of
+from workbench.tui.screens.lists import WhysScreen
 from workbench.tui.widgets.key_bar import bindings_of
 
 
@@ -23,167 +22,42 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-async def names(pilot: Pilot[None]) -> dict[str, str]:
+def names(pilot: Pilot[None]) -> dict[str, str]:
     """Names and words of what the palette offers on the present screen."""
-    provider = WorkbenchCommands(pilot.app.screen)
-    await provider.startup()
-    return {command.name: command.words for command in provider._commands()}
+    return {title: words for title, words, *_ in commands_of(pilot.app, pilot.app.screen)}
 
 
-async def found(pilot: Pilot[None], query: str) -> list[str]:
-    """What the palette finds, best first."""
-    provider = WorkbenchCommands(pilot.app.screen)
-    await provider.startup()
-    hits = [hit async for hit in provider.search(query)]
-    return [str(hit.text) for hit in sorted(hits, key=lambda hit: -hit.score)]
-
-
-def test_every_place_key_run_and_theme_is_in_the_palette(here: Path) -> None:
-    completed(here / "runs" / "kd")
-    killed(here / "runs" / "other")
+@pytest.mark.parametrize("where", ["runs", "run"])
+def test_every_key_that_does_something_is_in_the_palette(here: Path, where: str) -> None:
+    killed(here / "runs" / "kd")
 
     async def script(pilot: Pilot[None]) -> None:
-        offered = await names(pilot)
-        assert {place.name for place in PLACES} <= set(offered)
-        screen = pilot.app.screen
-        own = {binding.description for binding in bindings_of(screen)}
-        for place in PLACES:
-            key = f" (key {place.key})" if place.key else ""
-            assert place.name in own or offered[place.name] == place.tooltip + key
+        offered, screen = names(pilot), pilot.app.screen
         for binding in bindings_of(screen):
             if screen.check_action(binding.action.partition("(")[0], ()):
                 assert any(name.endswith(binding.description) for name in offered), binding
-        assert {"run kd", "run other", "theme colourblind-dark", "theme textual-light"} <= set(
-            offered
-        )
-        assert {"copy", "save", "copy the screen", "help", "quit"} <= set(offered)
+        assert {"copy", "save", "help", "quit", "theme", "flips", "whys", "resume"} <= set(offered)
+        assert offered["flips"] == "past flips with their verdicts (key E)"
+        assert all(offered.values())
 
-    on_screen([here / "runs" / "kd"], (120, 40), script)
+    on_screen([here / "runs" / ("kd" if where == "run" else "")], (120, 40), script)
 
 
-def test_a_run_is_opened_by_its_name(here: Path) -> None:
-    for name in ("alpha", "beta"):
-        completed(here / "runs" / name)
+def test_a_command_is_done_by_its_name(here: Path) -> None:
+    completed(here / "runs" / "kd")
 
     async def script(pilot: Pilot[None]) -> None:
         await press(pilot, "ctrl+p")
         assert isinstance(pilot.app.screen, CommandPalette)
-        await pilot.press(*"run beta")
+        await pilot.press(*"whys")
         while not pilot.app.screen.query_one(OptionList).option_count:
             await pilot.pause()
         await settle(pilot)
         await press(pilot, "enter")
         await settle(pilot)
-        screen = pilot.app.screen
-        assert isinstance(screen, RunScreen)
-        assert screen.run.name == "beta"
+        assert isinstance(pilot.app.screen, WhysScreen)
 
     on_screen([here / "runs"], (120, 40), script)
-
-
-def test_the_best_match_comes_first(here: Path) -> None:
-    completed(here / "runs" / "kd")
-
-    async def script(pilot: Pilot[None]) -> None:
-        assert (await found(pilot, "zoom"))[0] == "zoom"
-        assert (await found(pilot, "colourblind-l"))[0] == "theme colourblind-light"
-
-    on_screen([here / "runs" / "kd"], (120, 40), script)
-
-
-ESSENTIALS = {
-    "flip": "flip",
-    "experiment": "flip",
-    "stop": "stop",
-    "kill": "stop",
-    "resume": "resume",
-    "continue": "resume",
-    "compare": "compare",
-    "help": "help",
-    "theme": "next theme",
-    "save": "save",
-    "screenshot": "save",
-    "copy": "copy",
-    "doctor": "doctor",
-    "whys": "whys",
-    "root cause": "whys",
-    "replay": "replay",
-    "filter": "filter",
-    "exit": "quit",
-}
-"""What a person would type, and what is meant."""
-
-
-@pytest.mark.parametrize("where", ["runs", "run"])
-def test_whatever_somebody_types_finds_what_is_meant_and_it_is_described(
-    here: Path, where: str
-) -> None:
-    killed(here / "runs" / "kd")
-
-    async def script(pilot: Pilot[None]) -> None:
-        provider = WorkbenchCommands(pilot.app.screen)
-        await provider.startup()
-        for typed, meant in ESSENTIALS.items():
-            hits = [hit async for hit in provider.search(typed)]
-            best = sorted(hits, key=lambda hit: -hit.score)[:3]
-            assert any(str(hit.text).startswith(meant) for hit in best), (typed, best)
-            assert all(hit.help for hit in hits)
-
-    on_screen([here / "runs" / ("kd" if where == "run" else "")], (120, 40), script)
-
-
-def test_what_cannot_be_done_here_is_found_and_says_where_it_can(here: Path) -> None:
-    completed(here / "runs" / "kd")
-
-    async def script(pilot: Pilot[None]) -> None:
-        provider = WorkbenchCommands(pilot.app.screen)
-        await provider.startup()
-        hits = {str(hit.text): hit async for hit in provider.search("compare")}
-        hits["compare (not here)"].command()
-        await settle(pilot)
-        assert "compare: not here" in words_of(pilot)
-        assert "stop (not here)" not in await names(pilot), "only for who types it"
-
-    on_screen([here / "runs" / "kd"], (120, 40), script)
-
-
-def test_read_only_sends_nobody_to_a_key_that_it_refuses(here: Path) -> None:
-    completed(here / "runs" / "kd")
-
-    async def script(pilot: Pilot[None]) -> None:
-        provider = WorkbenchCommands(pilot.app.screen)
-        await provider.startup()
-        hits = {str(hit.text): hit.help async for hit in provider.search("stop")}
-        assert str(hits["stop (not here)"]).startswith("read-only: no key")
-
-    on_screen([here / "runs" / "kd"], (120, 40), script, read_only=True)
-
-
-@pytest.mark.parametrize("where", ["runs", "run"])
-def test_the_palette_begins_with_what_is_done_most(here: Path, where: str) -> None:
-    completed(here / "runs" / "kd")
-
-    async def script(pilot: Pilot[None]) -> None:
-        offered = list(await names(pilot))
-        assert len(offered) == len(set(offered))
-        first = offered[: offered.index("copy")]
-        wanted = {"help", "filter", "flip", "flips", "whys", "doctor"}
-        assert wanted <= set(offered[:25]), offered
-        assert "select" not in {name.casefold() for name in offered}
-        assert not any("cursor" in name for name in first)
-
-    on_screen([here / "runs" / ("kd" if where == "run" else "")], (120, 40), script)
-
-
-def test_beside_a_run_that_was_named_its_neighbours_can_be_opened(here: Path) -> None:
-    for name in ("alpha", "beta"):
-        completed(here / "runs" / name)
-
-    async def script(pilot: Pilot[None]) -> None:
-        context = pilot.app.context  # type: ignore[attr-defined]
-        assert sorted(run.name for run in runs_to_open(context)) == ["alpha", "beta"]
-
-    on_screen([here / "runs" / "alpha"], (120, 40), script)
 
 
 def test_a_question_is_not_left_by_the_palette(here: Path) -> None:
@@ -219,7 +93,7 @@ def test_help_lists_each_key_what_works_everywhere_and_what_does_not_now(here: P
         *("1-f11", "stop the run", "continue a run", "logarithmic", "this help"),
         "copy the pane as text",
         "find a command",
-        *(p.tooltip for p in PLACES if p.key),
+        "past flips with their verdicts",
     ):
         assert expected in words
 
