@@ -390,7 +390,7 @@ HEALTHY: dict[str, dict[str, str]] = {
     "two_optimizers_that_clip_in_turn": {"clipping": PASS},
     "divided_once": {"accumulated_mean": PASS},
     "divided_once_in_a_trainer": {"accumulated_mean": PASS},
-    "short_windows_at_the_ends_of_epochs": {"accumulated_mean": PASS},
+    "short_windows_at_the_ends_of_epochs": {"accumulated_mean": FACT},
     "means_of_unlike_sizes": {"accumulated_mean": FACT},
     "means_of_unlike_numbers_of_labels": {"accumulated_mean": FACT},
     "sums_over_all_tokens": {},
@@ -416,7 +416,7 @@ def test_a_mistake_is_named(found: Found, name: str) -> None:
 
 @pytest.mark.parametrize("name", HEALTHY)
 def test_a_healthy_one_is_not(found: Found, name: str) -> None:
-    seen = {id: said for id in IDS if (said := degrees(found[name], id))}
-    if seen.get("outside_writes") == [PASS]:
-        del seen["outside_writes"]
-    assert seen == {id: [degree] for id, degree in HEALTHY[name].items()}
+    all_of = {id: said for id in IDS if (said := degrees(found[name], id))}
+    assert all(level in (PASS, FACT) for said in all_of.values() for level in said)
+    seen = {id: said[-1] for id, said in all_of.items() if (id, said) != ("outside_writes", [PASS])}
+    assert seen == HEALTHY[name]

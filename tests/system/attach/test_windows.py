@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.log.events import PASS, SUSPICION
+from engine.log.events import FACT, PASS, SUSPICION
 from tests.support.attached import run_twice
 from tests.system.attach.test_identities import SETUP, Found, degrees, of_script
 
@@ -261,3 +261,11 @@ def test_whole_windows_and_passes_that_are_not_a_windows_are_not_suspected(windo
             assert {line["level"] for line in found} <= {PASS}, name
     for name in ("windows_that_fit", "the_last_window_is_stepped", "one_pass_each"):
         assert degrees(windows[name], "accumulation_windows") == [PASS], name
+
+
+def test_a_last_window_that_is_divided_as_a_whole_one_is_a_fact(windows: Found) -> None:
+    facts = [line for line in windows["the_last_window_is_stepped"] if line["level"] == FACT]
+    (text,) = [line["text"] for line in facts if line["id"] == "accumulated_mean"]
+    assert "sums the gradients of 2 losses, and each is divided by 4 as in a whole window" in text
+    for name in ("the_last_window_is_divided_by_its_own_number", "windows_that_go_on_over_epochs"):
+        assert FACT not in degrees(windows[name], "accumulated_mean"), name

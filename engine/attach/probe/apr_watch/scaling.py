@@ -59,6 +59,8 @@ class Scaling:
         or they differ."""
         self._whole: tuple[list[float], bool] | None = None
         """Division of each loss in a window that was divided by its number of losses."""
+        self._has_short = False
+        """Whether a window with fewer losses was seen, each divided as in a whole one."""
         self._alike = 0
         """Consecutive sampled steps that summed losses alike."""
         self._is_sampled = False
@@ -67,7 +69,7 @@ class Scaling:
 
     def optimizer_made(self) -> None:
         """Reset: another training may begin."""
-        self._stepped, self._whole = set(), None
+        self._stepped, self._whole, self._has_short = set(), None, False
         self._just_stepped = self._clipped_after = False
         self._late = self._unscaled = self._alike = 0
 
@@ -85,9 +87,10 @@ class Scaling:
         self._batches += 1
 
     def backward_begins(self, tensors: list[Any], nodes: list[Any]) -> None:
-        """Record a backward pass. `nodes`: those near the loss, empty unless the step is sampled."""
+        """Record a backward pass. `nodes`: those near the loss, empty unless the step is sampled. Once losses are
+        accumulated, their divisors are read at every step, until a shorter window was seen."""
         self._just_stepped, self._is_sampled = False, bool(nodes)
-        if not nodes:
+        if not nodes and (self._whole is None or self._has_short):
             return
         divisions, size = _divisions(tensors)
         self._divisions.append(divisions)
@@ -117,7 +120,7 @@ class Scaling:
         """Return the verdicts before step `number` of an optimizer."""
         self._stepped.add(id(optimizer))
         name = type(optimizer).__name__
-        lines = self._clipping(name, number)
+        lines = [*self._clipping(name, number), *self._short_window(name, number)]
         if self._is_sampled:
             lines += [*self._accumulation(name), *self._loss_scale()]
         self._just_stepped, self.is_scaled = True, False
@@ -141,6 +144,22 @@ class Scaling:
             f"not before them"
         )
         return [("clipping", SUSPICION, text, {"steps": self._late})]
+
+    def _short_window(self, name: str, number: int) -> list[Line]:
+        """Report a step that accumulates fewer losses than usual, as at the end of an epoch, and divides each as if it
+        had them all."""
+        passes, whole = len(self._divisions), self._whole
+        if whole is None or self._has_short or self._divisions != [whole] * passes or not passes:
+            return []
+        window = round(1 / math.prod(whole[0]))
+        if passes >= window or not whole[1]:
+            return []
+        self._has_short = True
+        text = (
+            f"step {number} of {name} sums the gradients of {passes} losses, and each is divided by {window} as in a "
+            f"whole window"
+        )
+        return [("accumulated_mean", FACT, text, {"passes": passes, "divided_by": window})]
 
     def _accumulation(self, name: str) -> list[Line]:
         """Judge how the losses of a step with several backward passes are divided."""
@@ -169,7 +188,7 @@ class Scaling:
                 text += f", though they are means of {min(sizes):g} to {max(sizes):g} elements"
             return [("accumulated_mean", FACT, text, numbers)]
         if known[0] == self._whole:
-            return []  # a window cut short by the end of an epoch
+            return []  # a window cut short by the end of an epoch (`_short_window`)
         times = sum(abs(1 / factor - passes) < _EQUAL * passes for factor in factors)
         if times > 1:
             text = (
