@@ -293,7 +293,6 @@ ALERTS: tuple[About, ...] = (
         FAIL,
         "Is the teacher computed by the CPU although the run is on a GPU?",
     ),
-    _alert("busy_without_work", SUSPICION, "Does a GPU with a high utilisation do little work?"),
     _alert("throttled", SUSPICION, "Are the GPU's clocks throttled by heat or the power supply?"),
     _alert("gpu_lost", FAIL, "Is the GPU still there?"),
     _alert("memory_ceiling", FAIL, "Does memory use grow from step to step towards the limit?"),

@@ -269,8 +269,6 @@ class DataReady(Event, frozen=True, kw_only=True, tag="data"):
     """Number of padding positions in the training rows."""
     left_out: dict[str, Count] = {}
     """Number of invalid records and of conversations that cannot be rendered, by reason and first place."""
-    last_turn_only: Count = 0
-    """Number of conversations with labels on the last turn only; only logs of earlier versions have it."""
     partly_labelled: Count = 0
     """Number of conversations in which a requested turn has no labels."""
     remarks: dict[str, Count] = {}
@@ -639,21 +637,15 @@ class HostSample(Event, frozen=True, kw_only=True, tag="host"):
     host_total_bytes: Number | None = None
     swap_free_bytes: Number | None = None
     load1: Number | None = None
-    psi_memory_some_avg10_pct: Number | None = None
     psi_memory_full_avg10_pct: Number | None = None
     psi_cpu_some_avg10_pct: Number | None = None
     psi_io_full_avg10_pct: Number | None = None
     major_faults_per_s: Number | None = None
     """Pages read from disk on a page fault, over the whole machine."""
-    swap_in_pages_per_s: Number | None = None
-    swap_out_pages_per_s: Number | None = None
     oom_kills: Number | None = None
     """Processes the kernel's OOM killer has ended since boot."""
-    cgroup_memory_bytes: Number | None = None
-    cgroup_memory_limit_bytes: Number | None = None
     trainer_rss_bytes: Number | None = None
     trainer_cpu_pct: Number | None = None
-    trainer_threads: Number | None = None
     trainer_state: str | None = None
     """State of its main thread: R running, S sleeping, D uninterruptible in the kernel, T stopped."""
     family_cpu_pct: Number | None = None
@@ -663,7 +655,6 @@ class HostSample(Event, frozen=True, kw_only=True, tag="host"):
     family_rss_bytes: Number | None = None
     """Sum of their resident bytes; a page that several of them share counts once for each."""
     family_processes: Number | None = None
-    family_threads: Number | None = None
     memory_held_bytes: Number | None = None
     """Memory in use as the trainer counts it: tensor bytes on a GPU, resident bytes of the process on a CPU."""
     memory_reserved_bytes: Number | None = None
@@ -736,8 +727,6 @@ class StackDump(Event, frozen=True, kw_only=True, tag="stack_dump"):
     """The main thread, innermost first."""
     others: list[str] = []
     """The innermost Python line of each other thread, with the thread's name, where py-spy read them."""
-    busy_threads: Count | None = None
-    """Threads that were computing at the time, the main thread included."""
     collective: str = ""
     """Collective in which the ranks hang, and the rank that is missing from it; empty if unknown."""
     missing: list[str] = []

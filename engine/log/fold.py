@@ -53,7 +53,6 @@ from engine.log.events import (
     Phase,
     ProcessFound,
     ReceiptWritten,
-    Recorded,
     RunFinished,
     RunStarted,
     ScriptEnded,
@@ -71,7 +70,6 @@ from engine.log.table import ABSENT, GPU_FIELDS, NOT_A_READING, Batch, Table
 from engine.log.view import (
     MEMORY_KEPT,
     PHASES_KEPT,
-    RECORDED_KEPT,
     WROTE_FIRST,
     WROTE_KEPT,
     Clock,
@@ -309,7 +307,7 @@ class _Changes:
             self.lists["compiles"] = []
             self.lists["start_phases"] = []
             self.lists["audited_steps"] = []
-            self.changes |= {"own_checks": {}, "checked_again": (0, 0.0)}
+            self.changes |= {"own_checks": {}}
             self.changes |= {"memory_plan": None, "memory_peak": None, "kernel_counts": None}
             self.forget_session()
         elif self.source == "device":
@@ -367,9 +365,6 @@ class _Changes:
             case RunStarted():
                 self.changes |= {"started": event, "started_unix_s": unix_s}
                 self.rewind(event.resumed_from or 0)
-            case Recorded():
-                self.list_of("recorded").append(event)
-                del self.list_of("recorded")[:-RECORDED_KEPT]
             case Wrote():
                 self.list_of("wrote").append(event)
                 del self.list_of("wrote")[WROTE_FIRST : WROTE_FIRST - WROTE_KEPT]
@@ -427,9 +422,6 @@ class _Changes:
             self.dict_of("alerts")[event.id] = event
             self.changes["alert_count"] = self.get("alert_count") + 1
         elif event.by == CHECK:
-            if event.id in self.get("own_checks"):
-                count, seconds = self.get("checked_again")
-                self.changes["checked_again"] = count + 1, seconds + (event.cost_s or 0.0)
             self.dict_of("own_checks")[event.id] = event
             # The record of a step that was not audited can only fail.
             if event.id.startswith(STAGE) and event.level != FAIL:
@@ -444,7 +436,7 @@ class _Changes:
         if keep < len(table):
             self.changes["steps"] = table.cut(keep)
         self.changes["session_row"] = keep
-        for name in ("evals", "non_finite", "checkpoints", "recorded"):
+        for name in ("evals", "non_finite", "checkpoints"):
             self.lists[name] = [event for event in self.list_of(name) if event.step <= step]
         self.changes["student"] = self.changes["receipt"] = None
 

@@ -794,10 +794,8 @@ def check_lines(view: RunView) -> list[str]:
     ordered = sorted(checks.values(), key=lambda check: order.index(levels[check.id]))
     counts = ", ".join(f"{list(levels.values()).count(level)} {level}" for level in reversed(order))
     cost = sum(check.cost_s or 0.0 for check in ordered)
-    times, seconds = view.checked_again
-    again = f"; {times} repeated answers took {format_seconds(seconds)}" if times else ""
     return [
-        f"{counts}; they took {format_seconds(cost)}{again}",
+        f"{counts}; they took {format_seconds(cost)}",
         *filter(None, [audit_text(view)]),
         *(
             one_line(f"{CHECK_SIGNS[levels[check.id]]} {check.id}: {check.text}")
@@ -886,10 +884,6 @@ def _data_lines(data: DataReady) -> list[str]:
             f"repeated   {data.repeated:,} training documents have the same tokens as an earlier one"
         )
     lines += [f"left out   {count:,}: {why}" for why, count in data.left_out.items()]
-    if data.last_turn_only:
-        lines.append(
-            f"in part    of {data.last_turn_only:,} conversations only the last turn has labels"
-        )
     if data.partly_labelled:
         lines.append(
             f"in part    {data.partly_labelled:,} conversations have a turn without labels"

@@ -37,7 +37,6 @@ from engine.log.events import (
     Phase,
     ProcessFound,
     ReceiptWritten,
-    Recorded,
     RunFinished,
     RunStarted,
     ScriptEnded,
@@ -63,8 +62,6 @@ MEMORY_KEPT = 512
 """Number of points that are kept of each memory value that a script logs."""
 PHASES_KEPT = 8
 """Number of newest steps whose phases are kept: a step's row in the table has none."""
-RECORDED_KEPT = 32
-"""Number of newest `Recorded` events that are kept."""
 WROTE_KEPT, WROTE_FIRST = 1000, 10
 """Number of `Wrote` events that are kept, the first WROTE_FIRST and the newest."""
 LONGEST_STATE = 32
@@ -182,8 +179,6 @@ class RunView:
     """The row of `steps` where this session begins."""
     evals: tuple[Evaluated, ...] = ()
     non_finite: tuple[Judged, ...] = ()
-    recorded: tuple[Recorded, ...] = ()
-    """The newest RECORDED_KEPT."""
     wrote: tuple[Wrote, ...] = ()
     """The first WROTE_FIRST and the newest, WROTE_KEPT in all."""
     identities: tuple[Judged, ...] = ()
@@ -200,8 +195,6 @@ class RunView:
     vocabulary_cut: VocabularyCut | None = None
     own_checks: dict[str, Judged] = field(default_factory=dict)
     """The newest result of each first-minute check of this session on the first rank, by its id."""
-    checked_again: tuple[int, float] = (0, 0.0)
-    """Number of repeated checks in this session, and the seconds that they took."""
     audited_steps: tuple[int, ...] = ()
     """Steps of this session that were audited, in order."""
     student: StudentSaved | None = None

@@ -11,8 +11,7 @@ it and `seq` never repeats or jumps.
 
 A killed writer leaves at most an unfinished last line. A power loss may leave more: unsynced pages that read
 as zeros, followed by later pages with data. A log continues before the first hole (`recover`). Nothing
-acknowledged follows the hole, because an acknowledgement is a sync; whole lines that do follow it are saved
-to a separate file in the run folder, for people.
+acknowledged follows the hole, because an acknowledgement is a sync.
 """
 
 from __future__ import annotations
@@ -265,8 +264,6 @@ class Recovered:
     """End of the last complete line, in bytes."""
     cut: int
     """Number of bytes after it that were cut off."""
-    aside: Path | None
-    """The file that keeps those bytes, when there were whole lines among them."""
 
 
 def lock(fd: int, path: Path) -> None:
@@ -293,7 +290,7 @@ def recover(fd: int, path: Path) -> Recovered:
     file that is not a log is refused and left as it is."""
     try:
         size = os.fstat(fd).st_size
-        start = sound = _first_zero(fd, size)
+        start = _first_zero(fd, size)
         block = b""
         # Search backwards for the last two newlines: the last whole line carries the last sequence number.
         while start > 0 and block.count(b"\n") < 2:
@@ -313,14 +310,11 @@ def recover(fd: int, path: Path) -> Recovered:
                     f"line, found {line[:60]!r}"
                 ) from None
         # Cut only now, so that a file that is not a log stays as it is.
-        aside = None
         if end < size:
-            if sound < size:
-                aside = _keep_lines(os.pread(fd, size - end, end), path, end)
             os.ftruncate(fd, end)
     except OSError as error:
         raise write_error("run log", path, "to cut off its unfinished end", error) from error
-    return Recovered(seq + 1, end, size - end, aside)
+    return Recovered(seq + 1, end, size - end)
 
 
 def _first_zero(fd: int, size: int) -> int:
@@ -334,15 +328,6 @@ def _first_zero(fd: int, size: int) -> int:
         if at >= 0:
             return start + at
     return size
-
-
-def _keep_lines(lost: bytes, path: Path, begin: int) -> Path | None:
-    """Save what is cut off at `begin` to a file, when there are lines in it."""
-    if b"\n" not in lost:
-        return None
-    aside = path.with_name(f"{path.name}.lost-{begin}")
-    aside.write_bytes(lost)
-    return aside
 
 
 def repair(path: Path) -> str | None:
@@ -363,12 +348,7 @@ def repair(path: Path) -> str | None:
         os.close(fd)
     if not recovered.cut:
         return None
-    kept = (
-        f"; the lines among them are in {recovered.aside.name}"
-        if recovered.aside is not None
-        else ""
-    )
     return (
         f"{path.name}: its last {recovered.cut} bytes, from @{recovered.end}, had not been written whole when the"
-        f" run ended and were cut off{kept}"
+        " run ended and were cut off"
     )

@@ -1,4 +1,4 @@
-"""CPU seconds, bytes moved so far, resident bytes and threads of a process and all its descendants, from /proc.
+"""CPU seconds, bytes moved so far and resident bytes of a process and all its descendants, from /proc.
 
     /proc/<pid>/task/<tid>/children   the children of each thread
     /proc/<pid>/stat                  CPU ticks of a process, and of the children it has waited for
@@ -22,7 +22,6 @@ MOST = 4096
 """Most processes that are read; a run has some dozens."""
 _CPU = re.compile(rb"(?s).*\) \S+(?: \S+){10} (\d+) (\d+) (\d+) (\d+) ")
 _RSS = re.compile(rb"^VmRSS:\s+(\d+) kB$", re.MULTILINE)
-_THREADS = re.compile(rb"^Threads:\s+(\d+)$", re.MULTILINE)
 _IO = re.compile(rb"^(?:rchar|wchar|read_bytes|write_bytes): (\d+)$", re.MULTILINE)
 
 
@@ -34,7 +33,6 @@ class FamilyReadings:
     """Bytes read and written, by system calls and at disks; a byte may count twice."""
     rss_bytes: Reading
     """Sum of the resident bytes; shared pages count once for each process."""
-    threads: Reading
     processes: Reading
 
 
@@ -44,9 +42,7 @@ def read_family(pid: int, proc: Path = Path("/proc")) -> FamilyReadings:
         pids = members(pid, proc)
     except OSError as error:
         missing = absent(f"not readable: {error.strerror}", f"{proc}/{pid}/task/*/children")
-        return FamilyReadings(
-            cpu_s=missing, io_bytes=missing, rss_bytes=missing, threads=missing, processes=missing
-        )
+        return FamilyReadings(cpu_s=missing, io_bytes=missing, rss_bytes=missing, processes=missing)
     count = f"{proc}/PID/{{}} of {len(pids)} processes"
     ticks = _sum(pids, proc, "stat", _CPU)
 
@@ -58,7 +54,6 @@ def read_family(pid: int, proc: Path = Path("/proc")) -> FamilyReadings:
         cpu_s=reading(ticks, "stat", 1 / os.sysconf("SC_CLK_TCK")),
         io_bytes=reading(_sum(pids, proc, "io", _IO), "io"),
         rss_bytes=reading(_sum(pids, proc, "status", _RSS), "status", 1024),
-        threads=reading(_sum(pids, proc, "status", _THREADS), "status"),
         processes=measured(len(pids), f"{proc}/{pid}/task/*/children"),
     )
 

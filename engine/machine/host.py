@@ -3,7 +3,7 @@
     /proc/meminfo             MemTotal, MemAvailable, ... ("kB" there means KiB)
     /proc/vmstat              oom_kill: processes the kernel killed for memory, whatever the limit
     /proc/pressure/memory     PSI: share of the last 10 s in which some (full: all) tasks waited
-    /proc/<pid>/stat, status  CPU seconds, start, state, resident bytes, threads
+    /proc/<pid>/stat, status  CPU seconds, start, state, resident bytes
     /proc/<pid>/cgroup        its cgroup, one line for each v1 hierarchy and `0::` for v2
     /proc/self/mountinfo      where a hierarchy is mounted and which cgroup is its root here:
                               a container sees a part of the tree
@@ -102,7 +102,6 @@ class ProcessReadings:
     """User and system seconds of its threads since it started, without its children."""
     start_ticks: Reading
     """Clock ticks from boot to its start; with the pid it identifies a process uniquely."""
-    threads: Reading
     oom_score_adj: Reading
 
 
@@ -207,7 +206,6 @@ class Host:
             if cpu_ticks.number is None
             else measured(cpu_ticks.number / per_second, cpu_ticks.source),
             start_ticks=read_first(folder / "stat", tail + r"(?: \S+){18} (\d+)\b", int),
-            threads=status.number("Threads"),
             oom_score_adj=read_first(folder / "oom_score_adj", r"(-?\d+)\s", int),
         )
 

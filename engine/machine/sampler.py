@@ -9,7 +9,7 @@ reason is logged once, when it appears or changes, and again after the field has
 that a reader of the whole log always knows it. Without NVML there are no `gpu` samples and the host sample
 has a reason for `gpu`.
 
-Fast fields are read at every tick. Slow ones (temperature, limits, energy; swap, pressure, cgroup, paging;
+Fast fields are read at every tick. Slow ones (temperature, limits, energy; swap, pressure, paging;
 the CPU and I/O of the trainer and its descendants) are read at every tenth and repeated in between, so that
 every record is complete; they are at most nine ticks old.
 
@@ -33,7 +33,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from engine.machine.family import members, read_family
-from engine.machine.host import Cgroup, Host
+from engine.machine.host import Host
 from engine.machine.nvml import Nvml
 from engine.machine.reading import Reading, absent, measured
 
@@ -48,13 +48,8 @@ LONGEST_TICK_S = 16.0
 _NEEDS_TWO = "needs two readings, some time apart"
 _FAMILY_FIELDS = (
     *("family_cpu_pct", "family_io_bytes_per_s"),
-    *("family_rss_bytes", "family_processes", "family_threads"),
+    *("family_rss_bytes", "family_processes"),
 )
-_RATES = {
-    "major_faults_per_s": "pgmajfault",
-    "swap_in_pages_per_s": "pswpin",
-    "swap_out_pages_per_s": "pswpout",
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,7 +99,6 @@ class Sampler:
         """(pid, its start in ticks, its CPU seconds, the time) at the last read of the trainer."""
         self._last_counts: dict[str, tuple[float, float]] = {}
         """(time, count) at the last read of each kernel counter."""
-        self._cgroup: tuple[int | None, Cgroup | Reading] | None = None
 
     def sample(self) -> list[Sample]:
         """Take one tick: the host's sample first, then one for each GPU."""
@@ -183,13 +177,11 @@ class Sampler:
                 "swap_free_bytes": memory.swap_free_bytes,
                 **self._slow_readings(pid),
             }
-        some, full = self._host.psi_pct("memory")
         return {
             "host_available_bytes": memory.available_bytes,
             "host_total_bytes": memory.total_bytes,
             "load1": self._host.load1(),
-            "psi_memory_some_avg10_pct": some,
-            "psi_memory_full_avg10_pct": full,
+            "psi_memory_full_avg10_pct": self._host.psi_pct("memory")[1],
             **self._slow_host,
             **self._trainer_readings(pid),
             **self._own_memory(),
@@ -197,21 +189,13 @@ class Sampler:
 
     def _slow_readings(self, pid: int | None) -> dict[str, Reading]:
         now_s = self._clock()
-        oom_kills, *counts = self._host.vmstat("oom_kill", *_RATES.values())
-        rates = {
-            name: self._rate(name, count, now_s) for name, count in zip(_RATES, counts, strict=True)
-        }
-        if self._cgroup is None or self._cgroup[0] != pid:
-            self._cgroup = pid, self._host.find_cgroup("memory", pid)
-        group = self._host.cgroup_memory(self._cgroup[1])
+        oom_kills, faults = self._host.vmstat("oom_kill", "pgmajfault")
         return {
             "psi_cpu_some_avg10_pct": self._host.psi_pct("cpu")[0],
             "psi_io_full_avg10_pct": self._host.psi_pct("io")[1],
-            **rates,
+            "major_faults_per_s": self._rate("major_faults_per_s", faults, now_s),
             **self._family_readings(pid, now_s),
             "oom_kills": oom_kills,
-            "cgroup_memory_bytes": group.current_bytes,
-            "cgroup_memory_limit_bytes": group.limit_bytes,
         }
 
     def _family_readings(self, pid: int | None, now_s: float) -> dict[str, Reading]:
@@ -227,7 +211,6 @@ class Sampler:
             "family_io_bytes_per_s": self._rate("family_io_bytes_per_s", family.io_bytes, now_s),
             "family_rss_bytes": family.rss_bytes,
             "family_processes": family.processes,
-            "family_threads": family.threads,
         }
 
     def _rate(self, name: str, count: Reading, now_s: float) -> Reading:
@@ -242,13 +225,12 @@ class Sampler:
     def _trainer_readings(self, pid: int | None) -> dict[str, Reading]:
         if pid is None:
             self._last_trainer = None
-            names = ("trainer_rss_bytes", "trainer_threads", "trainer_state", "trainer_cpu_pct")
+            names = ("trainer_rss_bytes", "trainer_state", "trainer_cpu_pct")
             return dict.fromkeys(names, absent("no trainer is running", "pid of the trainer"))
         now_s = self._clock()
         process = self._host.process(pid)
         return {
             "trainer_rss_bytes": process.rss_bytes,
-            "trainer_threads": process.threads,
             "trainer_state": process.state,
             "trainer_cpu_pct": self._cpu_pct(pid, process.start_ticks, process.cpu_s, now_s),
         }

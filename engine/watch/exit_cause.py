@@ -41,8 +41,8 @@ the sentence says that unchanged counters prove nothing. The remaining evidence 
 and the memory pressure before the end) is added to every SIGKILL that is neither the OOM killer's nor
 requested here.
 
-`find_kernel_line` reads `/dev/kmsg` where permitted and otherwise runs `dmesg`. Both are denied to ordinary
-users on most machines; the reason is then reported and only the counters decide.
+`find_kernel_line` runs `dmesg`, which is denied to ordinary users on most machines; the reason is then reported and
+only the counters decide.
 
 Not covered: userspace killers such as earlyoom and systemd-oomd are KILLED_EXTERNAL or TERMINATED here; only
 their own journals can name them.
@@ -54,10 +54,9 @@ import os
 import re
 import signal
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from pathlib import Path
 
 from engine.errors import NO_ROOM
 from engine.log.text import one_line
@@ -480,55 +479,26 @@ def cause_in_stderr(stderr: str) -> tuple[str | None, str]:
     return None, ""
 
 
-def find_kernel_line(
-    pid: int, *, since_s: float = 0.0, kmsg: Path = Path("/dev/kmsg")
-) -> tuple[str | None, str | None]:
+def find_kernel_line(pid: int, *, since_s: float = 0.0) -> tuple[str | None, str | None]:
     """Return (the kernel's line on the OOM kill of `pid` or None, why the kernel log cannot be read or None).
 
     `since_s` is the monotonic start time of the process: pids are reused, so older lines are about another
     process. The kernel log uses the host's pids, so inside a container the host's pid is needed.
     """
-    lines, reason = read_kernel_log(kmsg)
+    lines, reason = _read_kernel_log()
     return _match_kernel_line(lines, pid, since_s), reason
 
 
-def read_kernel_log(kmsg: Path = Path("/dev/kmsg")) -> tuple[list[str], str | None]:
+def _read_kernel_log() -> tuple[list[str], str | None]:
     """Return the kernel log as `[seconds] text` lines, oldest first, and why it cannot be read, or None."""
-    try:
-        return list(_read_kmsg(kmsg)), None
-    except OSError as error:
-        reason = f"{kmsg}: {error.strerror}"
     try:
         done = subprocess.run(["dmesg"], capture_output=True, timeout=_DMESG_LIMIT_S, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
-        return [], f"{reason}; dmesg: {error}"
+        return [], f"dmesg: {error}"
     if done.returncode != 0:
         text = done.stderr.decode("utf-8", "replace").strip()
-        return [], f"{reason}; {text or f'dmesg: exit {done.returncode}'}"
+        return [], text or f"dmesg: exit {done.returncode}"
     return done.stdout.decode("utf-8", "replace").splitlines(), None
-
-
-def _read_kmsg(path: Path) -> Iterator[str]:
-    """Return records as `[seconds] text`, oldest first.
-
-    Each read of the device gives one record, `priority,number,microseconds,flags;text`, and detail lines that
-    begin with a space. The device is opened non-blocking, because a read at the end would wait.
-    """
-    device = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-    try:
-        while True:
-            try:
-                text = os.read(device, 8192).decode("utf-8", "replace")
-            except BlockingIOError:
-                return
-            except BrokenPipeError:
-                continue  # a record was overwritten before it was read; the next read continues
-            if not text:
-                return
-            for record in re.finditer(r"(?m)^\d+,\d+,(\d+),[^;]*;(.*)$", text):
-                yield f"[{int(record[1]) / 1e6:.6f}] {record[2]}"
-    finally:
-        os.close(device)
 
 
 def _match_kernel_line(lines: Sequence[str], pid: int, since_s: float) -> str | None:

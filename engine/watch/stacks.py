@@ -14,7 +14,7 @@ What the threads are doing is inferred from two samples of /proc, some time apar
 
     /proc/PID/task/TID/stat      name, state, CPU time
     /proc/PID/task/TID/syscall   the number of the system call it is in, `running` when in none
-    /proc/PID/task/TID/stack     the kernel's functions, for root alone; `wchan`, the innermost, for others
+    /proc/PID/task/TID/wchan     the kernel's function that it waits in
 
 By the state alone a deadlock, a slow disk and a quiet poll are all "S". More detail tells them apart:
 
@@ -266,7 +266,7 @@ def _sample_thread(folder: Path, tid: int) -> ThreadSample | None:
         letter=match[2],
         cpu_s=ticks / os.sysconf("SC_CLK_TCK"),
         call=_system_call(folder / "syscall"),
-        kernel=_kernel_function(folder),
+        kernel=_kernel_function(folder / "wchan"),
     )
 
 
@@ -281,21 +281,15 @@ def _system_call(path: Path) -> Reading:
     return measured(SYSTEM_CALLS.get(number, f"system call {number}"), str(path))
 
 
-def _kernel_function(folder: Path) -> Reading:
+def _kernel_function(path: Path) -> Reading:
     try:
-        lines = (folder / "stack").read_text().splitlines()
-        if lines and (match := re.match(r"\[<\S+>\] (\w+)", lines[0])):
-            return measured(match[1], str(folder / "stack"))
-    except OSError:
-        pass  # only root may read it; every user may read the next file
-    try:
-        word = (folder / "wchan").read_text().strip()
+        word = path.read_text().strip()
     except OSError as error:
-        return absent(f"not readable: {error.strerror}", str(folder / "wchan"))
+        return absent(f"not readable: {error.strerror}", str(path))
     # The kernel shows "0" for a running thread, and for any thread where symbols are hidden.
     if word in ("", "0"):
-        return absent("the kernel does not show it", str(folder / "wchan"))
-    return measured(word, str(folder / "wchan"))
+        return absent("the kernel does not show it", str(path))
+    return measured(word, str(path))
 
 
 def compare(before: ProcessSample, after: ProcessSample) -> list[Thread]:
@@ -481,7 +475,6 @@ class Capture:
             native_frame=(native if self.native else "") or call,
             python_stack=list(stacks.main) if stacks else [],
             others=others,
-            busy_threads=sum(t.state == COMPUTING for t in threads),
             collective=collective,
             missing=self._missing,
         )

@@ -11,7 +11,7 @@ AROUND = Surroundings(
         "torch": measured("2.13.0", "package metadata"),
     },
     c_compiler=measured("/usr/bin/cc", "PATH"),
-    kernel_log=measured("readable", "/dev/kmsg"),
+    kernel_log=measured("readable", "dmesg"),
     attach=measured("allowed for processes of the same user", "ptrace_scope"),
     py_spy=absent("py-spy is not on the PATH", "PATH"),
     memory_pressure_pct=measured(0.0, "/proc/pressure/memory full"),

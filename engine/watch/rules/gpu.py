@@ -1,7 +1,6 @@
 """Rules about the GPU while a model should be computing.
 
-`gpu_util_pct` shows only that some kernel ran. It is enough to find an idle GPU. A GPU that looks busy is
-also judged by its power and, where the device has the counters, by its tensor pipes.
+`gpu_util_pct` shows only that some kernel ran: enough to find an idle GPU, and no proof that a busy one works well.
 """
 
 from __future__ import annotations
@@ -16,12 +15,6 @@ READINGS = 10
 """Minimum number of readings, of 30 at 1 Hz: the sampler may have halved its rate once or lost some."""
 IDLE_PCT = 5.0
 """Utilisation up to which a GPU is idle, in percent; one that waits for data between steps shows tens of percent."""
-BUSY_PCT = 80.0
-"""Utilisation from which a GPU counts as busy, in percent."""
-TENSOR_PCT = 3.0
-"""Mean tensor pipe activity below which a GPU hardly works, in percent: a memory-bound bf16 step shows 10."""
-POWER_PCT = 35.0
-"""Share of the current power limit: cards idle at 10 to 20 % and train above 50 %."""
 SLOWED_SHARE = 0.2
 """Share of the readings with throttled clocks, 0 to 1, that raises the alert."""
 SLOWED_WINDOW_S = 60.0
@@ -118,53 +111,6 @@ def _time_in_teacher(case: Case) -> tuple[tuple[str, float, str], bool]:
     )
     number = ("frames between the innermost line and the teacher", depth, "in the stack dump")
     return number, depth >= 0
-
-
-@rule(
-    reads=("gpu_util_pct", "tensor_util_pct or gpu_power_w"),
-    threshold=f"utilisation of {BUSY_PCT:g} % or more, and tensor pipes under {TENSOR_PCT:g} % and power "
-    f"under {POWER_PCT:g} % of the limit, as far as they are known",
-)
-def busy_without_work(case: Case) -> Symptom | None:
-    gpu = case.gpu
-    _must_be_computing(case)
-    util = mean(case.gpu_readings("gpu_util_pct", WINDOW_S, at_least=READINGS))
-    numbers = [("gpu_util_pct, mean", util, f"at least {BUSY_PCT:g} counts as busy")]
-    low: list[bool] = []
-    reasons: list[str] = []
-    try:
-        tensor = mean(case.gpu_readings("tensor_util_pct", WINDOW_S, at_least=READINGS))
-        numbers.append(("tensor_util_pct, mean", tensor, f"under {TENSOR_PCT:g} is hardly working"))
-        low.append(tensor < TENSOR_PCT)
-    except CannotJudge as missing:
-        reasons.append(str(missing))
-    limit = case.view.gpus[gpu].gpu_power_limit_w if gpu in case.view.gpus else None
-    try:
-        power = mean(case.gpu_readings("gpu_power_w", WINDOW_S, at_least=READINGS))
-        if not limit:
-            raise CannotJudge(case.view.absent.get(f"gpu{gpu}.gpu_power_limit_w", "no power limit"))
-        share = 100 * power / limit
-        numbers.append(("power, % of the limit", share, f"under {POWER_PCT:g} is hardly working"))
-        low.append(share < POWER_PCT)
-    except CannotJudge as missing:
-        reasons.append(str(missing))
-    if not low:
-        raise CannotJudge("; ".join(reasons))
-    # fp32 matmuls do not use the tensor pipes, so there power alone decides; otherwise every known reading
-    # must be low.
-    if util < BUSY_PCT or not all(low):
-        return None
-    return Symptom(
-        f"GPU {gpu} reads {util:.0f} % busy, but {numbers[-1][0]} is {numbers[-1][1]:.1f}",
-        numbers,
-        case.recent(WINDOW_S),
-        meaning="a kernel is always running and does little: many tiny kernels, a serial one, or one that waits",
-        flip="--set train.rows=" + str(_more_rows(case)),
-    )
-
-
-def _more_rows(case: Case) -> int:
-    return 2 * case.settings.train.rows if case.settings else 2 * case.started.rows_per_step
 
 
 @rule(

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import math
 from dataclasses import replace
 
-from engine.log.events import Number, Recorded
-from engine.log.view import RECORDED_KEPT
 from engine.watch.rules.rule import CannotJudge, Case, Symptom, median, rule
 
 ZERO_STEPS = 10
@@ -18,7 +15,6 @@ EXPLODING_STEPS, EXPLODING_BEFORE = 10, 100
 EXPLODING_RATIO = 50.0
 UPDATE_FROM = 100
 """First step that is judged: before it weights may be as small as initialised, and the warm-up at its peak."""
-UPDATE_RECORDS = RECORDED_KEPT // 2
 UPDATE_SHARE = 0.1
 """Relative change of a weight in one step; in healthy training it is about a thousandth."""
 UPDATE_FIRST, UPDATE_ROWS = 5, 50
@@ -108,39 +104,14 @@ def always_clipped(case: Case) -> Symptom | None:
 
 
 @rule(
-    reads=("recorded", "lr", "[train]"),
-    threshold=f"AdamW's step {UPDATE_SHARE:g} times the weights or more, median of the newest {RECORDED_KEPT} recorded "
-    f"tensors, {UPDATE_RECORDS} at least, from step {UPDATE_FROM} on; in a watched script of half of its matrices as "
-    f"they were at first, where the median loss of the newest {UPDATE_ROWS} steps is less than {UPDATE_PROGRESS:.0%} "
-    "below the first, or below that of guessing",
+    reads=("identity update_size", "loss"),
+    threshold=f"a step {UPDATE_SHARE:g} times the weights or more, median of the matrices of a watched script as they "
+    f"were at first, from step {UPDATE_FROM} on, where the median loss of the newest {UPDATE_ROWS} steps is less than "
+    f"{UPDATE_PROGRESS:.0%} below the first, or below that of guessing",
 )
 def update_too_large(case: Case) -> Symptom | None:
-    if case.view.is_foreign:
-        return _overwrites_without_learning(case)
-    rows = case.steps(UPDATE_FROM, at_least=1, session=False)
-    if case.view.last_step < UPDATE_FROM:
-        raise CannotJudge(f"needs {UPDATE_FROM} steps since the start of the run")
-    recorded = case.view.recorded
-    shares = [share for record in recorded if (share := _share_of_weight(case, record)) is not None]
-    if len(shares) < UPDATE_RECORDS:
-        raise CannotJudge(f"needs {UPDATE_RECORDS} recorded updates, {len(shares)} are known")
-    share = median(shares)
-    if share < UPDATE_SHARE:
-        return None
-    return Symptom(
-        f"each step moves a weight by {100 * share:.0f} % of its size",
-        [
-            ("update / weight, median", share, f"expected less than {UPDATE_SHARE:g}"),
-            ("recorded updates", len(shares), f"the newest {RECORDED_KEPT} at most"),
-        ],
-        case.span(rows),
-        meaning="the weights are overwritten within a few steps: the learning rate is far too large for them",
-        **case.lower_rate(10),
-    )
-
-
-def _overwrites_without_learning(case: Case) -> Symptom | None:
-    """Judge a watched script by the size of its steps and by its loss: large steps may learn a small problem."""
+    if not case.view.is_foreign:
+        raise CannotJudge("the size of a step is measured in a watched script only")
     rows = case.steps(UPDATE_ROWS, at_least=UPDATE_ROWS)
     if case.view.last_step < UPDATE_FROM:
         raise CannotJudge(f"needs {UPDATE_FROM} steps since the start of the run")
@@ -148,6 +119,7 @@ def _overwrites_without_learning(case: Case) -> Symptom | None:
     share = None if identity is None else identity.numbers.get("share")
     if identity is None or share is None or share < UPDATE_SHARE:
         return None
+    # Large steps may learn a small problem.
     case.must_be_meant_to_fall()
     start = case.column("loss", range(UPDATE_FIRST))
     first, now = min(start[0], median(start)), median(case.column("loss", rows))
@@ -173,32 +145,3 @@ def _overwrites_without_learning(case: Case) -> Symptom | None:
         meaning="the weights are overwritten within a few steps: the learning rate is far too large for them",
         **case.lower_rate(10),
     )
-
-
-def _share_of_weight(case: Case, record: Recorded) -> float | None:
-    """Return the size of AdamW's update, without decay, relative to the recorded weights; None where it is unknown."""
-    steps, train = case.view.steps, case.spec.train
-    row = steps.find("step", record.step)
-    rate = steps.value("lr", row) if row < len(steps) else None
-    weight = _rms(record.weight)
-    if rate is None or not weight or not record.step or len(record.mean) != len(record.square):
-        return None
-    # Bias correction: the moments begin at 0.
-    first, second = (1 - beta**record.step for beta in (train.beta1, train.beta2))
-    if not first or not second:
-        return None
-    updates: list[Number | None] = [
-        None
-        if mean is None or square is None or square < 0
-        else rate * (mean / first) / (math.sqrt(square / second) + train.eps)
-        for mean, square in zip(record.mean, record.square, strict=True)
-    ]
-    update = _rms(updates)
-    return None if update is None else update / weight
-
-
-def _rms(values: list[Number | None]) -> float | None:
-    """Return the root mean square; None where a value is missing or not finite."""
-    if not values or any(value is None or not math.isfinite(value) for value in values):
-        return None
-    return math.hypot(*(value for value in values if value is not None)) / math.sqrt(len(values))

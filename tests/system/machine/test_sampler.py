@@ -70,7 +70,7 @@ def test_the_log_has_a_place_for_every_field_of_a_sample() -> None:
 def test_without_a_trainer_its_fields_are_absent_and_the_reason_is_given_once() -> None:
     sampler = Sampler(lambda: None, NO_NVML)
     first, second = sampler.sample()[0], sampler.sample()[0]
-    for name in ("trainer_rss_bytes", "trainer_cpu_pct", "trainer_threads"):
+    for name in ("trainer_rss_bytes", "trainer_cpu_pct"):
         assert first.fields[name] is None
         assert first.absent[name] == "no trainer is running"
     assert second.absent == {}
@@ -84,7 +84,7 @@ def test_a_process_that_ended_without_being_waited_for_has_no_memory_and_no_zero
     assert sample.fields["trainer_rss_bytes"] is None
     assert "VmRSS" in sample.absent["trainer_rss_bytes"]
     child.wait()
-    assert Sampler(lambda: child.pid, NO_NVML).sample()[0].fields["trainer_threads"] is None
+    assert Sampler(lambda: child.pid, NO_NVML).sample()[0].fields["trainer_state"] is None
 
 
 class Recorded:
@@ -233,7 +233,7 @@ def test_rates_are_counts_over_the_time_between_two_slow_ticks(tmp_path: Path) -
 
 def test_pressure_swap_and_paging_of_this_machine_are_read() -> None:
     fields = Sampler(os.getpid, NO_NVML).sample()[0].fields
-    for name in ("psi_memory_some_avg10_pct", "psi_cpu_some_avg10_pct", "psi_io_full_avg10_pct"):
+    for name in ("psi_memory_full_avg10_pct", "psi_cpu_some_avg10_pct", "psi_io_full_avg10_pct"):
         assert name in fields
     assert fields["oom_kills"] is None or number_is_count(fields["oom_kills"])
 

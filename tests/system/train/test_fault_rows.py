@@ -139,9 +139,7 @@ def test_without_a_boot_id_nothing_is_said_of_the_machine(
     assert follower.state == "vanished"
 
 
-def test_a_hole_that_a_power_loss_left_in_a_log_is_named_cut_off_and_its_lines_kept(
-    tmp_path: Path,
-) -> None:
+def test_a_hole_that_a_power_loss_left_in_a_log_is_named_and_cut_off(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     with LogWriter(path, writer="trainer") as log:
         for index in range(4):
@@ -155,8 +153,7 @@ def test_a_hole_that_a_power_loss_left_in_a_log_is_named_cut_off_and_its_lines_k
         LogReader(path).poll()
     assert broken.value.hole and len(broken.value.before) == 2
     said = repair(path)
-    assert said is not None and f"events.jsonl.lost-{begin}" in said
-    assert (tmp_path / f"events.jsonl.lost-{begin}").read_bytes().endswith(raw[end:])
+    assert said is not None and f"from @{begin}, had not been written whole" in said
     assert repair(path) is None
     with LogWriter(path, writer="trainer") as log:
         log.write(Note(level="info", text="after"))

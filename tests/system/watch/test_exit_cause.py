@@ -436,16 +436,22 @@ def test_oom_is_never_said_without_a_counter_that_proves_it(
     assert found.cause
 
 
-KMSG = f"""\
-4,1200,700000000,-;oom-kill:constraint=CONSTRAINT_NONE,task=python3,pid=4242,uid=0
-6,1201,700000100,-;eth0: link up
- SUBSYSTEM=net
- DEVICE=n2
-6,1300,812441020,-;{MEMCG_LINE.partition("] ")[2]}
-3,1301,812441100,-;Memory cgroup out of memory: Killed process 4242 (python3) total-vm:9kB
-6,1302,812441200,-;oom_reaper: reaped process 4242 (python3), now anon-rss:0kB
-3,1303,812500000,c;Out of memory: Killed process 14242 (other) total-vm:9kB, anon-rss:1kB
+LINES = f"""\
+[  700.000000] oom-kill:constraint=CONSTRAINT_NONE,task=python3,pid=4242,uid=0
+[  700.000100] eth0: link up
+{MEMCG_LINE}
+[  812.441100] Memory cgroup out of memory: Killed process 4242 (python3) total-vm:9kB
+[  812.441200] oom_reaper: reaped process 4242 (python3), now anon-rss:0kB
+[  812.500000] Out of memory: Killed process 14242 (other) total-vm:9kB, anon-rss:1kB
 """
+
+
+def answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
+    """Put a `dmesg` before the system's."""
+    dmesg = tmp_path / "dmesg"
+    dmesg.write_text(f"#!/bin/sh\n{script}\n")
+    dmesg.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
 
 
 @pytest.mark.parametrize(
@@ -459,11 +465,14 @@ KMSG = f"""\
     ],
 )
 def test_the_kernel_line_is_the_one_of_this_process_since_its_start(
-    tmp_path: Path, pid: int, since_s: float, expected: str | None
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    pid: int,
+    since_s: float,
+    expected: str | None,
 ) -> None:
-    log = tmp_path / "kmsg"
-    log.write_text(KMSG)
-    line, reason = find_kernel_line(pid, since_s=since_s, kmsg=log)
+    answer(tmp_path, monkeypatch, f"cat <<'END'\n{LINES}END")
+    line, reason = find_kernel_line(pid, since_s=since_s)
     assert reason is None
     assert line is None if expected is None else expected in (line or "")
 
@@ -485,24 +494,19 @@ def test_the_kernels_own_words_decide_which_limit_it_was(line: str, state: ExitS
 def test_the_real_kernel_log_gives_no_line_for_a_living_process_or_says_why_it_is_closed() -> None:
     line, reason = find_kernel_line(os.getpid(), since_s=time.monotonic())
     assert line is None
-    assert reason is None or "/dev/kmsg" in reason
+    assert reason is None or "dmesg" in reason
 
 
-def test_a_kernel_log_that_is_not_there_falls_to_dmesg_and_then_to_a_reason(
+def test_a_kernel_log_that_cannot_be_read_has_a_reason(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    denied = "dmesg: read kernel buffer failed: Operation not permitted"
+    answer(tmp_path, monkeypatch, f"echo '{denied}' >&2\nexit 1")
+    assert find_kernel_line(4242) == (None, denied)
+    (tmp_path / "dmesg").unlink()
     monkeypatch.setenv("PATH", str(tmp_path))
-    line, reason = find_kernel_line(os.getpid(), kmsg=tmp_path / "kmsg")
-    assert line is None
-    assert "No such file" in (reason or "") and "dmesg" in (reason or "")
-    dmesg = tmp_path / "dmesg"
-    dmesg.write_text(f"#!/bin/sh\necho '{MEMCG_LINE}'\n")
-    dmesg.chmod(0o755)
-    line, reason = find_kernel_line(4242, kmsg=tmp_path / "kmsg")
-    assert (line, reason) == (MEMCG_LINE, None)
-    dmesg.write_text("#!/bin/sh\necho 'dmesg: read kernel buffer failed: denied' >&2\nexit 1\n")
-    line, reason = find_kernel_line(4242, kmsg=tmp_path / "kmsg")
-    assert line is None and "read kernel buffer failed" in (reason or "")
+    line, reason = find_kernel_line(4242)
+    assert line is None and "dmesg" in (reason or "") and "No such file" in (reason or "")
 
 
 @pytest.mark.parametrize(

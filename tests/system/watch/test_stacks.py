@@ -163,7 +163,7 @@ def test_a_deadlock_waits_for_a_lock_and_its_line_is_named(play: Callable[..., P
     assert dump.state == "waiting for a lock"
     native = "futex" if find_command("py-spy").absent else "PyThread_acquire_lock_timed"
     assert dump.native_frame.startswith(native)
-    assert dump.python_frame.endswith("in deadlock") and dump.busy_threads == 0
+    assert dump.python_frame.endswith("in deadlock") and "other threads compute" not in dump.summary
     assert one.process.poll() is None
 
 
@@ -222,7 +222,7 @@ def test_a_busy_worker_behind_a_waiting_main_thread_is_seen(play: Callable[..., 
     one.wait_for_state(stacks.LOCK)
     dump = one.capture()
     assert dump.state == "waiting for a lock"
-    assert dump.busy_threads == 1 and "1 other threads compute" in dump.summary
+    assert "1 other threads compute" in dump.summary
     assert "main_waits_for_a_worker" in " ".join(dump.python_stack)
 
 

@@ -482,7 +482,6 @@ def test_what_a_run_trains_on_is_told_with_what_was_left_out() -> None:
         padding=10,
         unlabelled_rows=2,
         left_out={"no assistant turn": 4},
-        last_turn_only=5,
         partly_labelled=6,
         remarks={"the template does not write the tools": 3},
     )
@@ -498,7 +497,6 @@ def test_what_a_run_trains_on_is_told_with_what_was_left_out() -> None:
     words = "\n".join(data_lines(RunView(data=chats)))
     assert "30 tokens, 33.3%, are predicted" in words and "10.0% of the positions" in words
     assert "2 rows have no label" in words and "left out   4: no assistant turn" in words
-    assert "of 5 conversations only the last turn" in words
     assert "6 conversations have a turn without labels" in words
     assert "in 3: the template does not write the tools" in words
     assert "in 3: the template does not write the tools" in event_text(chats)

@@ -11,13 +11,10 @@ import pytest
 from engine.log.events import DecisionMade, Phase, RunFinished, StackDump
 from engine.log.view import RunView
 from engine.watch.rules.gpu import (
-    BUSY_PCT,
     CPU_PCT,
     IDLE_PCT,
-    POWER_PCT,
     SLOWED_SHARE,
     TEACHER_SHARE,
-    TENSOR_PCT,
 )
 from engine.watch.rules.rule import Case
 from tests.support.diagnosing import Log, at, quiet, raised, unknown
@@ -97,7 +94,7 @@ def test_an_idle_gpu_is_named_before_the_run_has_said_what_it_will_do() -> None:
     ],
 )
 def test_without_a_reading_the_reason_is_given(log: Log, words: str) -> None:
-    for rule in ("gpu_idle", "cpu_bound_teacher", "busy_without_work"):
+    for rule in ("gpu_idle", "cpu_bound_teacher"):
         unknown(rule, log.case(), words)
 
 
@@ -110,7 +107,7 @@ def test_loading_and_saving_may_leave_the_gpu_idle() -> None:
 def test_a_run_that_has_ended_is_not_idle() -> None:
     log = gpu(gpu_util_pct=0.0)
     log.extra = [(51.0, RunFinished(state="completed", reason="r", exit_code=0, step=80))]
-    for rule in ("gpu_idle", "cpu_bound_teacher", "busy_without_work", "throttled"):
+    for rule in ("gpu_idle", "cpu_bound_teacher", "throttled"):
         unknown(rule, log.case(), "has ended")
 
 
@@ -179,37 +176,6 @@ def test_a_teacher_on_the_cpu_is_named_with_its_line_where_the_stacks_are_known(
     alert = raised("cpu_bound_teacher", case)
     assert alert.text.endswith("% CPU, at /x/softmax.py:66 in attend")
     assert "stacks/7.txt" in alert.meaning and alert.flip == "--set teacher.backend=dequantized"
-
-
-def test_a_busy_gpu_without_work_is_named() -> None:
-    low = {"tensor_util_pct": TENSOR_PCT - 0.1, "gpu_power_w": 7 * POWER_PCT - 1}
-    alert = raised("busy_without_work", gpu(**low).case())
-    assert [name.split(",")[0] for name, _, _ in numbers_of(alert)] == [
-        "gpu_util_pct",
-        "tensor_util_pct",
-        "power",
-    ]
-    assert alert.flip == "--set train.rows=8"
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"tensor_util_pct": TENSOR_PCT},
-        {"gpu_power_w": 7 * POWER_PCT + 1},
-        {"gpu_util_pct": BUSY_PCT - 0.1},
-    ],
-)
-def test_one_number_above_its_threshold_is_work(changes: dict[str, float]) -> None:
-    low = {"tensor_util_pct": 0.1, "gpu_power_w": 80.0}
-    quiet("busy_without_work", gpu(**low | changes).case())
-
-
-def test_power_alone_decides_where_there_are_no_counters() -> None:
-    none = {"tensor_util_pct": None, "absent": {"tensor_util_pct": "NVML: no GPM counters"}}
-    raised("busy_without_work", gpu(**none, gpu_power_w=80.0).case())
-    quiet("busy_without_work", gpu(**none, gpu_power_w=500.0).case())
-    unknown("busy_without_work", gpu(**none, gpu_power_limit_w=None).case(), "no GPM counters")
 
 
 def test_clocks_held_down_by_heat_are_named_and_a_power_cap_is_not() -> None:

@@ -9,10 +9,8 @@ import pytest
 
 from engine.log.events import (
     Evaluated,
-    Event,
     Judged,
     ModelReady,
-    Recorded,
 )
 from engine.watch.rules import loss, update
 from tests.support.diagnosing import (
@@ -23,7 +21,7 @@ from tests.support.diagnosing import (
     spec,
     unknown,
 )
-from tests.support.judged import number_event, numbers_of
+from tests.support.judged import number_event
 from tests.support.run_events import example_of
 
 NO_MODEL = (6.5, example_of(ModelReady, role="student", vocab_size=1))
@@ -217,34 +215,3 @@ def test_a_loss_that_stays_at_guessing_is_named() -> None:
     quiet("loss_stays_at_guessing", near_guessing(1.01).case())
     quiet("loss_stays_at_guessing", Log(count=520).case())
     unknown("loss_stays_at_guessing", near_guessing(0.99, 499).case(), "needs 500 steps")
-
-
-def moving(share: float, count: int = 150, records: int = 32, **changes: Any) -> Log:
-    """Steps of a rate of 1e-3 whose recorded weights are so small that a step moves them by `share`."""
-    values: dict[str, Any] = {
-        "mean": [0.01, -0.01],
-        "square": [1e-4, 1e-4],
-        "weight": [1e-3 / share, -1e-3 / share],
-    }
-    extra: list[tuple[float, Event]] = [
-        (10.1 + 0.5 * step, example_of(Recorded, step=step, **values | changes))
-        for step in range(count - records + 1, count + 1)
-    ]
-    return Log(count=count, extra=extra)
-
-
-def test_a_step_that_moves_weights_by_a_tenth_of_their_size_is_named() -> None:
-    # The squares come from beta2 = 0.95 or more: in 150 steps they are nearly whole.
-    alert = raised("update_too_large", moving(0.2).case())
-    assert numbers_of(alert)[0][1] == pytest.approx(0.2, rel=0.1)
-    assert alert.flip == "--set train.lr=0.0001"
-    quiet("update_too_large", moving(0.08).case())
-    # What is not trained yet, or is 0, says nothing.
-    unknown("update_too_large", moving(0.2, weight=[0.0, 0.0]).case(), "0 are known")
-    unknown("update_too_large", moving(0.2, mean=[None, 0.1]).case(), "0 are known")
-
-
-def test_an_update_is_judged_with_enough_steps_and_records() -> None:
-    unknown("update_too_large", moving(0.2, count=99).case(), "needs 100 steps")
-    unknown("update_too_large", moving(0.2, records=15).case(), "15 are known")
-    unknown("update_too_large", Log(count=150).case(), "0 are known")
