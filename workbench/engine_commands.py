@@ -41,30 +41,15 @@ def start_run(spec: Path, sets: Sequence[str], out: Path | None) -> RunFolder:
     return _detached([*distill_arguments(spec, sets, out), "--detach"])
 
 
-def resume_arguments(
-    run: RunFolder, *, allow_fallback: bool = False, allow_change: Sequence[str] = ()
-) -> list[str]:
+def resume_arguments(run: RunFolder) -> list[str]:
     """Return the arguments of `engine distill` that continue a run."""
-    arguments = ["distill", "--resume", str(run.path)]
-    arguments += ["--allow-fallback"] if allow_fallback else []
-    for key in allow_change:
-        arguments += ["--allow-change", key]
-    return arguments
+    return ["distill", "--resume", str(run.path)]
 
 
-def resume_run(
-    run: RunFolder,
-    *,
-    allow_fallback: bool = False,
-    allow_change: Sequence[str] = (),
-) -> RunFolder:
-    """Continue a run that has ended, from its newest checkpoint.
-
-    With `allow_fallback`, an older checkpoint is used when the newest is damaged. Raises BadInput when no
-    steps are left, or when the environment changes a setting that is not in `allow_change`.
-    """
-    arguments = resume_arguments(run, allow_fallback=allow_fallback, allow_change=allow_change)
-    return _detached([*arguments, "--detach"])
+def resume_run(run: RunFolder) -> RunFolder:
+    """Continue a run that has ended, from its newest checkpoint. Raises BadInput when no steps are left, when that
+    checkpoint is damaged, or when the environment changes a setting."""
+    return _detached([*resume_arguments(run), "--detach"])
 
 
 def command_text(arguments: Sequence[str]) -> str:

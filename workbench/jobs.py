@@ -109,12 +109,12 @@ class Jobs:
         return self._newest.get(name)
 
     def start(self, name: str, arguments: Sequence[str]) -> Job:
-        """Start `engine ARGUMENTS`, or return the running command of that name. Its first word is in the name of
-        the file of its output. Raises RunLogError or DiskFull when that cannot be written."""
+        """Start `engine ARGUMENTS`, or return the running command of that name. Raises RunLogError or DiskFull when
+        the file of its output cannot be written."""
         before = self.of(name)
         if before is not None and before.is_alive:
             return before
-        prefix = f"apr-{name.split()[0]}-"
+        prefix = f"apr-{name}-"
         try:
             output = tempfile.NamedTemporaryFile(prefix=prefix, suffix=".txt", delete=False)  # noqa: SIM115
         except OSError as problem:

@@ -1,5 +1,5 @@
-"""The marks on the time line of a run: non-finite values, alerts, restarts, flips of this run, compiles and
-checkpoints. Each has a step, a time and a text.
+"""The marks on the time line of a run: non-finite values, alerts, restarts, compiles and checkpoints. Each has a step,
+a time and a text.
 
 A mark with a time but no step is placed at the step that was running then. Marks of steps that a resume has
 replaced are dropped; marks with a time stay.
@@ -7,37 +7,29 @@ replaced are dropped; marks with a time stay.
 
 from __future__ import annotations
 
-import os
-import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Literal
 
-from engine.errors import EngineError
-from engine.flips.flip_folder import find_flips, read_plan_of, read_verdict
 from engine.log.events import PASS, AnyEvent, Compiled, Judged, RunStarted
 from engine.log.figures import first_seen
-from engine.log.folder import RunFolder
 from engine.log.text import alert_lines, clock_text, event_text
 from engine.log.view import RunView
 from engine.units import format_bytes, format_seconds
 
-Kind = Literal["nan", "alert", "restart", "flip", "late compile", "compile", "checkpoint"]
+Kind = Literal["nan", "alert", "restart", "late compile", "compile", "checkpoint"]
 SIGNS: dict[Kind, tuple[str, str]] = {
     "nan": ("×", "X"),
     "alert": ("!", "!"),
     "restart": ("R", "R"),
-    "flip": ("F", "F"),
     "late compile": ("C", "C"),
     "checkpoint": ("s", "s"),
     "compile": ("c", "c"),
 }
 """Character of each kind of mark, with and without Unicode; of several marks in one column, the first kind is drawn."""
 PRIORITY = tuple(SIGNS)
-FLIPS = Path("flips")
-LOOK_FOR_FLIPS_S = 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,8 +44,6 @@ class Mark:
     """The title and all details. Empty for an alert, whose text is formatted only when it is shown: a run may have
     thousands."""
     alert: Judged | None = None
-    folder: Path | None = None
-    """The folder of a flip."""
 
     @property
     def title(self) -> str:
@@ -64,48 +54,7 @@ class Mark:
         return self.words if self.alert is None else tuple(alert_lines(self.alert))
 
 
-class FlipFinder:
-    """Finds the flips of a run, at most once in LOOK_FOR_FLIPS_S."""
-
-    def __init__(self, run: RunFolder, flips: Path = FLIPS) -> None:
-        self._run, self._flips = run, flips
-        self._looked_s = float("-inf")
-        self._found: tuple[Mark, ...] = ()
-
-    def look(self) -> tuple[Mark, ...]:
-        """Return the flips found as marks without a step, except those whose folder cannot be read."""
-        now_s = time.monotonic()
-        if now_s - self._looked_s < LOOK_FOR_FLIPS_S:
-            return self._found
-        self._looked_s = now_s
-        flips = []
-        for path in self._paths():
-            try:
-                plan, verdict = read_plan_of(path), read_verdict(path)
-                if os.path.abspath(plan.source) != os.path.abspath(self._run.path):
-                    continue
-                began_unix_s = (path / "plan.json").stat().st_mtime
-            except (EngineError, OSError):
-                continue
-            verdict_text = "no verdict yet" if verdict is None else f"{verdict['verdict']}"
-            changes = ", ".join(map(str, plan.changes)) or plan.name
-            words = (
-                f"flip {changes}: {verdict_text}",
-                f"began at {clock_text(began_unix_s)}",
-                f"folder: {path}",
-            )
-            flips.append(Mark(kind="flip", step=0, unix_s=began_unix_s, words=words, folder=path))
-        self._found = tuple(flips)
-        return self._found
-
-    def _paths(self) -> list[Path]:
-        try:
-            return find_flips(self._flips)
-        except OSError:
-            return []
-
-
-def all_marks(view: RunView, flips: Sequence[Mark] = ()) -> tuple[Mark, ...]:
+def all_marks(view: RunView) -> tuple[Mark, ...]:
     """Return every mark, ordered by step."""
     steps = view.steps
 
@@ -163,7 +112,6 @@ def all_marks(view: RunView, flips: Sequence[Mark] = ()) -> tuple[Mark, ...]:
                 words=words_of_checkpoint,
             )
         )
-    marks += [replace(x, step=step_of(steps.find("clock_s", x.unix_s))) for x in flips]
     marks.sort(key=lambda mark: (mark.step, PRIORITY.index(mark.kind)))
     return tuple(marks)
 

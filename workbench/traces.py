@@ -65,15 +65,14 @@ def window_traces(
     high: float,
     count: int,
     *,
-    x: str = "step",
     gap: float = math.inf,
 ) -> tuple[Trace, ...]:
-    """Return each named column over [low, high], in at most `count` buckets; `x` names a non-decreasing column.
+    """Return each named column over the steps [low, high], in at most `count` buckets.
 
     Every bucket holds the extremes of all its rows, which costs hardly more for a million rows than for a
     thousand. The width of buckets is a round number, so that they stay the same while rows are appended.
     """
-    xs = table.column(x)
+    xs = table.column("step")
     edges = equal_widths(xs, low, high, count)
     traces = []
     for name in names:

@@ -39,14 +39,6 @@ class Window:
         share = (fixed - low) / (high - low) if high > low else 1.0
         return self._ending(fixed + width * (1 - share), width, last)
 
-    def panned(self, share: float, first: float, last: float) -> Window:
-        """Return the window moved by a share of its width."""
-        low, high = self.bounds(first, last)
-        if self.span is None:
-            return self
-        end = min(max(high + share * (high - low), first + self.span), last)
-        return self._ending(end, self.span, last)
-
     def moved(self, to: float, first: float, last: float) -> Window:
         """Return the window with the cursor at `to`, moved if necessary to show it."""
         to = min(max(to, first), last)

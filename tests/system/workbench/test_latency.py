@@ -39,15 +39,15 @@ PAGE_UP, HOME, END = "\x1b[5~", "\x1b[H", "\x1b[F"
 FASTER, ESCAPE = "\x1b[1;2D", "\x1b"
 
 ON_A_RUN = (
-    # The cursor, zoom and pan of the timeline, its axes, curves, means, levels and marks.
-    *[LEFT] * 5, *[RIGHT] * 2, *[FASTER] * 3, *"++", LEFT, *",.-0ttccceeehhll[][", ESCAPE, HOME, END,
+    # The cursor and zoom of the timeline, its curves, means and marks.
+    *[LEFT] * 5, *[RIGHT] * 2, *[FASTER] * 3, *"++", LEFT, *"-0ccceell[][", ESCAPE, HOME, END,
     # Panes by their keys, the log scrolled in and following again, panes zoomed, and the next panes in turn.
     *"2345", UP, UP, DOWN, PAGE_UP, PAGE_UP, *"f6789", "1z", LEFT, LEFT, "z", "5", "z", UP, PAGE_UP, *"zf4",
     *"\t\t\t", "1", "?", ESCAPE, *[LEFT] * 6, *"234512345123451",
 )  # fmt: skip
 IN_THE_LIST = (
     # The cursor, the order of the rows, marks, the ends of the list, a filter, tags.
-    *[DOWN] * 10, *[UP] * 4, *"11344<>2", *[DOWN] * 6, *"   u", HOME, END, *[UP] * 6, HOME, *[DOWN] * 6,
+    *[DOWN] * 10, *[UP] * 4, *"113442", *[DOWN] * 6, *"   u", HOME, END, *[UP] * 6, HOME, *[DOWN] * 6,
     *"/kd-0\r", DOWN, DOWN, ESCAPE, "t", ESCAPE, *[DOWN] * 12, "?", ESCAPE, *[UP] * 12, END, HOME, *"2424",
     *[DOWN] * 8,
 )  # fmt: skip

@@ -104,7 +104,6 @@ def test_every_key_of_the_time_line_and_of_the_log_is_answered_at_once(
             "1",
             *["left"] * 5,
             *["plus"] * 6,
-            *["comma"] * 3,
             "0",
             *["left_square_bracket"] * 3,
         ):

@@ -35,7 +35,6 @@ from workbench.jobs import Job
 from workbench.tui.context import Context
 from workbench.tui.screens.polling import Polled, PollingScreen
 from workbench.tui.widgets.flip_form import FlipForm, FlipPlan
-from workbench.tui.widgets.forest_plot import ForestPlot
 from workbench.tui.widgets.key_bar import KeyBar
 from workbench.tui.widgets.text_pane import TextPane
 from workbench.tui.widgets.words_view import WordsView
@@ -85,7 +84,7 @@ class FlipScreen(PollingScreen):
     FlipScreen.-short {
         OptionList, OptionList:focus { border: none; max-height: 3; }
         FlipPlan { border-top: none; }
-        ForestPlot, #verdict { margin-bottom: 0; }
+        #verdict { margin-bottom: 0; }
     }
     FlipScreen.-begun #before { display: none; }
     FlipScreen.-begun #flip { display: block; }
@@ -117,7 +116,6 @@ class FlipScreen(PollingScreen):
             yield FlipPlan(self._run, self._flips)
         with Vertical(id="flip"):
             yield WordsView(id="verdict")
-            yield ForestPlot(ascii_only=self.context.ascii_only)
             yield TextPane("", id="details")
         yield KeyBar()
 
@@ -188,7 +186,6 @@ class FlipScreen(PollingScreen):
             self.set_class(True, "-begun")
             self.call_after_refresh(self.query_one("#details").focus)
         self.query_one("#head", Static).update(f"flip {self._subject}: {snapshot.state}")
-        self.query_one(ForestPlot).snapshot = snapshot
         self._draw_lines(snapshot)
 
     def _draw_lines(self, snapshot: FlipSnapshot) -> None:

@@ -142,18 +142,13 @@ class PollingScreen(Screen[None]):
         ]
         self.query_one(KeyBar).draw(bindings)
 
-    def command(
-        self,
-        name: str,
-        call: Callable[[], str],
-        answer: Callable[[Problem], bool] | None = None,
-    ) -> None:
-        """Run an engine command, and show its message, or its refusal unless `answer` handles that."""
+    def command(self, name: str, call: Callable[[], str]) -> None:
+        """Run an engine command, and show its message or its refusal."""
 
         def done(text: str, problem: Problem | None) -> None:
             if problem is None:
                 self.notify(text, markup=False)
-            elif answer is None or not answer(problem):
+            else:
                 title = "the engine refused"
                 self.notify(text, title=title, severity="error", timeout=15, markup=False)
             self.tick()

@@ -5,9 +5,7 @@ The panes come from the table `workbench.panes`; stopping and resuming a run is 
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import ClassVar
 
 from textual import on
@@ -20,13 +18,12 @@ from textual.reactive import reactive
 from textual.widget import Widget
 from textual.widgets import Input
 
-from engine.errors import EngineError
-from engine.flips.proposals import Proposal, of_alert, proposals
+from engine.flips.proposals import of_alert, proposals
+from engine.log.events import Judged
 from engine.log.folder import RunFolder, settings_of
 from engine.log.view import RunView
-from workbench.engine_commands import command_text
 from workbench.feed import RunFeed, Snapshot, Target
-from workbench.marks import FlipFinder, Mark, all_marks
+from workbench.marks import Mark, all_marks
 from workbench.panes import PANES, Pane
 from workbench.tui.context import Context
 from workbench.tui.layout import Layout, arrange
@@ -43,7 +40,6 @@ from workbench.tui.widgets.text_pane import TextPane
 from workbench.tui.widgets.timeline_pane import TimelinePane
 
 TABS = {pane.id: (pane.shown_key, pane.name) for pane in PANES}
-VERIFYING = "verifying: "
 
 
 class _Row(Horizontal):
@@ -75,7 +71,7 @@ class RunScreen(PollingScreen):
         "                         of the objective that its cross entropy is",
         "  SM, GPU, mem, W, TC    shares: busy SMs, time with a kernel, memory, power limit, busy tensor cores",
         "Signs on the row of marks",
-        "  × ! R F C s c          not finite, alert, resumed, flip, late compile, saved, compile",
+        "  × ! R C s c            not finite, alert, resumed, late compile, saved, compile",
         "",
         "A replay shows every pane as it was; arrows move in time.",
         "Closing this screen does not affect the run.",
@@ -83,7 +79,7 @@ class RunScreen(PollingScreen):
 
     AUTO_FOCUS = "#loss"
     POLLS_WHILE_COVERED = True
-    ACTING = frozenset({"stop", "resume", "flip", "why", "verify"})
+    ACTING = frozenset({"stop", "resume", "flip", "why"})
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("question_mark", "app.help", "help", tooltip="this help"),
         Binding("q", "app.quit", "quit", tooltip="close the workbench; the run continues"),
@@ -108,12 +104,6 @@ class RunScreen(PollingScreen):
         ),
         Binding("F", "flip", "flip", tooltip="test a suspicion: this run with one setting changed"),
         Binding("W", "why", "why", tooltip="ask what causes what went wrong here, and test it"),
-        Binding(
-            "T",
-            "verify",
-            "verify",
-            tooltip="train it again in the background, and compare the record",
-        ),
         STOP,
         RESUME,
         Binding("escape", "back", "back", show=False, tooltip="unzoom, or go back to the runs"),
@@ -169,10 +159,9 @@ class RunScreen(PollingScreen):
         self._feed = RunFeed(run)
         self._snapshot: Snapshot | None = None
         self._chosen, self._zoomed = PANES[0].id, False
-        self._flip_finder = FlipFinder(run)
         self._marks: tuple[Mark, ...] = ()
-        self._marked: tuple[RunView, tuple[Mark, ...]] | None = None
-        """View and flips that the marks were made from."""
+        self._marked: RunView | None = None
+        """View that the marks were made from."""
         self._replay: Replay | None = None
         self._past: Snapshot | None = None
         """The run as it was at the time of the replay."""
@@ -205,12 +194,11 @@ class RunScreen(PollingScreen):
         return self._snapshot if self._replay is None else self._past
 
     def poll(self) -> Polled:
-        snapshot = self._with_progress(self._feed.poll())
-        # Marks are made here, not in the drawing thread: making them walks long lists and reads other folders.
-        view, flips = snapshot.view, self._flip_finder.look()
-        # A poll that found nothing new must not make them again: quitting waits for the poll.
-        if self._marked is None or view is not self._marked[0] or flips is not self._marked[1]:
-            self._marks, self._marked = all_marks(view, flips), (view, flips)
+        snapshot = self._feed.poll()
+        # Marks are made here, not in the drawing thread: making them walks long lists. A poll that found nothing new
+        # must not make them again: quitting waits for the poll.
+        if snapshot.view is not self._marked:
+            self._marks, self._marked = all_marks(snapshot.view), snapshot.view
         return Polled(snapshot)
 
     @on(Polled)
@@ -219,10 +207,6 @@ class RunScreen(PollingScreen):
         before, self._snapshot = self._snapshot, message.snapshot
         if not self.own_widgets:
             return  # the last poll of a screen that is taken down
-        if before is not None and before.verification.startswith(VERIFYING):
-            now = message.snapshot.verification
-            if not now.startswith(VERIFYING):
-                self.notify(now, markup=False)
         self._update_panes()
         self.draw_keys()
         if _layout_inputs(before) != _layout_inputs(self._snapshot):
@@ -345,10 +329,6 @@ class RunScreen(PollingScreen):
         if action == "replay":
             live = self._snapshot
             return live is not None and live.view.first_unix_s is not None
-        if action == "verify":
-            return not self.context.read_only and bool(
-                self._snapshot and self._snapshot.verification
-            )
         if action in ("stop", "resume"):
             return (target := self.target()) is not None and target.can(action)
         return True
@@ -436,76 +416,17 @@ class RunScreen(PollingScreen):
         if (target := self.target()) is not None:
             ask_to_resume(self, target)
 
-    @property
-    def job_name(self) -> str:
-        """The name of the command that verifies this run."""
-        return f"verify {self.run.path}"
-
-    def _with_progress(self, snapshot: Snapshot) -> Snapshot:
-        """Return the snapshot with the newest line of a verification started here, until its outcome is stored."""
-        job = self.context.jobs.of(self.job_name)
-        if job is None or not snapshot.verification:
-            return snapshot
-        if job.is_alive:
-            return replace(snapshot, verification=f"{VERIFYING}{job.newest_line or 'starting'}")
-        if snapshot.verification.startswith("not verified"):
-            return replace(snapshot, verification=f"not verified: {job.newest_line}")
-        return snapshot
-
-    def action_verify(self) -> None:
-        """Verify the run in the background, or stop that, after confirmation."""
-        job, snapshot = self.context.jobs.of(self.job_name), self._snapshot
-        if snapshot is None:
-            return
-        arguments = ["verify", str(self.run.path)]
-        command = command_text(arguments)
-
-        def stop(answer: str | None) -> None:
-            if answer == "y" and job is not None:
-                job.stop()
-                self.tick()
-
-        def start(answer: str | None) -> None:
-            if answer != "y":
-                return
-            try:
-                self.context.jobs.start(self.job_name, arguments)
-            except EngineError as problem:
-                self.notify(str(problem), severity="error", markup=False)
-                return
-            self._chosen = "checks"
-            self.lay_out()
-            self.tick()
-
-        if job is not None and job.is_alive:
-            answers = [("y", "stop it"), ("n", "let it continue")]
-            question = f"`{command}` is running: {job.newest_line}"
-            self.app.push_screen(ChooseScreen("stop the verification", question, answers), stop)
-            return
-        question = (
-            f"{self.run.name} is trained again, {snapshot.view.last_step:,} steps, in another folder and in the "
-            f"background, and compared with its record.\n\nThis is `{command}`."
-        )
-        answers = [("y", "verify it"), ("n", "leave it")]
-        self.app.push_screen(ChooseScreen("verify this run", question, answers), start)
-
     @on(TimelinePane.Opened)
     def open_marks(self, message: TimelinePane.Opened) -> None:
-        """Show what is under the cursor, and open its flip: an existing one, or the form filled with the flip that
-        its alert names."""
+        """Show what is under the cursor, and open the form filled with the flip that its alert names."""
         can_flip = bool(self.check_action("flip", ()))
-        past = next((mark for mark in message.marks if mark.folder), None)
-        flippable = past or next(
-            (m for m in message.marks if can_flip and m.alert and m.alert.flip), None
+        flippable = next(
+            (mark.alert for mark in message.marks if can_flip and mark.alert and mark.alert.flip),
+            None,
         )
 
         def answered(answer: str | None) -> None:
-            if answer != "F" or flippable is None:
-                return
-            if flippable.folder is not None:
-                # It exists already, so opening it starts nothing.
-                self._push_flip(folder=flippable.folder)
-            else:
+            if answer == "F" and flippable is not None:
                 self._ask_for_flip(flippable)
 
         words = "\n\n".join("\n".join(mark.lines) for mark in message.marks)
@@ -516,27 +437,16 @@ class RunScreen(PollingScreen):
     def action_flip(self) -> None:
         self._ask_for_flip(None)
 
-    def _ask_for_flip(self, mark: Mark | None) -> None:
+    def _ask_for_flip(self, alert: Judged | None) -> None:
         snapshot = self.shown
         if snapshot is None or self.context.read_only:
             return
         suggestions = proposals(snapshot.view, settings_of(self.run), snapshot.command)
-        if mark is not None and mark.alert is not None:
-            of_mark = of_alert(mark.alert)
-            others = [
-                proposal for proposal in suggestions if proposal.assignment != of_mark.assignment
-            ]
-            suggestions = (of_mark, *others)
-        self._push_flip(suggestions)
-
-    def _push_flip(
-        self, suggestions: tuple[Proposal, ...] | None = None, folder: Path | None = None
-    ) -> None:
-        self.app.push_screen(
-            FlipScreen(
-                self.context, self.run if folder is None else None, suggestions, folder=folder
-            )
-        )
+        if alert is not None:
+            first = of_alert(alert)
+            others = [other for other in suggestions if other.assignment != first.assignment]
+            suggestions = (first, *others)
+        self.app.push_screen(FlipScreen(self.context, self.run, suggestions))
 
     def action_batch(self) -> None:
         """Show what the newest step trained on; in a replay the step at its time."""

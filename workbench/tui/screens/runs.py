@@ -98,20 +98,6 @@ class RunsScreen(PollingScreen):
             )
             for digit in range(1, 10)
         ),
-        Binding(
-            "less_than_sign",
-            "sort_beside(-1)",
-            "sort left",
-            show=False,
-            tooltip="sort by the column to the left",
-        ),
-        Binding(
-            "greater_than_sign",
-            "sort_beside(1)",
-            "sort right",
-            show=False,
-            tooltip="sort by the column to the right",
-        ),
         Binding("r", "refresh", "refresh", tooltip="refresh now"),
     ]
     CSS = """
@@ -258,10 +244,6 @@ class RunsScreen(PollingScreen):
 
     def action_sort(self, place: int) -> None:
         self.query_one(RunsTable).sort_by_place(place)
-        self.describe()
-
-    def action_sort_beside(self, offset: int) -> None:
-        self.query_one(RunsTable).sort_beside(offset)
         self.describe()
 
     # Marks.

@@ -340,12 +340,6 @@ class RunsTable(ScrollView, can_focus=True):
         if place < len(self._shown):
             self.sort_by(self._shown[place].name)
 
-    def sort_beside(self, offset: int) -> None:
-        """Sort by the column next to the current one."""
-        names = [column.name for column in self._shown]
-        place = names.index(self.sorted_by) + offset if self.sorted_by in names else 0
-        self.sort_by(names[place % len(names)])
-
     # The cursor.
 
     @property

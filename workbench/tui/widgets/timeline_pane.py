@@ -2,8 +2,8 @@
 its keys.
 
 What is on top is one of `CURVES`: the losses on held-out text with those that they are compared with, the
-training loss, or its parts. The x axis is the step or the time; before the first step it is the time. Its ends
-are those of the whole run, even while a replay shows an earlier state.
+training loss, or its parts. The x axis is the step; before the first step it is the time. Its ends are those of the
+whole run, even while a replay shows an earlier state.
 """
 
 from __future__ import annotations
@@ -45,10 +45,8 @@ from workbench.tui.widgets.chart_view import ChartView
 CURVES = ("held-out", "training", "parts")
 """Charts that can be shown on top."""
 LETTERS = {"loss": "L", "ce": "C", "kd": "K"}
-REACHES = (0.0, 0.02, 0.1)
-"""Lengths of the moving average of the losses, as shares of the shown range."""
-GAP_OF_USUAL, GAP_S = 20.0, 5.0
-"""On a time axis, steps are not joined if they are further apart than both of these: usual distances, seconds."""
+REACH = 0.05
+"""Length of the moving average of the losses, as a share of the shown range."""
 
 
 class TimelinePane(ChartView, can_focus=True):
@@ -64,9 +62,9 @@ class TimelinePane(ChartView, can_focus=True):
     and its tensor cores, per GPU; before the first step they are all there is. Every column shows the lowest
     and highest of all its steps. NaN is drawn as a cross; lines break there and at gaps.
 
-    Marks: × (X in ASCII) not finite, ! alert, R resumed, F a flip of this run began, C a compile that a step
-    waited for, c a compile, s checkpoint saved. Of several in one column the first of these is drawn, and
-    the line under the cursor names all. On a small screen they are drawn on the axis.
+    Marks: × (X in ASCII) not finite, ! alert, R resumed, C a compile that a step waited for, c a compile,
+    s checkpoint saved. Of several in one column the first of these is drawn, and the line under the cursor
+    names all. On a small screen they are drawn on the axis.
     """
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("left", "move(-1)", "cursor", tooltip="the cursor to an earlier step"),
@@ -81,19 +79,10 @@ class TimelinePane(ChartView, can_focus=True):
         Binding("plus,equals_sign", "zoom(0.5)", "zoom in", tooltip="half as much of the run"),
         Binding("minus", "zoom(2.0)", "zoom out", tooltip="twice as much of the run"),
         Binding("0", "whole", "whole run", tooltip="the whole run again"),
-        Binding("comma", "pan(-0.5)", "pan", tooltip="half a width back"),
-        Binding("full_stop", "pan(0.5)", "pan", tooltip="half a width on"),
-        Binding("t", "by_time", "time axis", tooltip="x is the step, or the time"),
         Binding(
             "c", "curves", "curves", tooltip="held-out losses, the training loss, or its parts"
         ),
-        Binding(
-            "e",
-            "smooth",
-            "smooth",
-            tooltip="moving average of the training losses: off, short, long",
-        ),
-        Binding("h", "levels", "levels", tooltip="reference levels on or off"),
+        Binding("e", "smooth", "smooth", tooltip="moving average of the training losses on or off"),
         Binding("escape", "drop", "no cursor", show=False, tooltip="remove the cursor"),
     ]
 
@@ -115,13 +104,11 @@ class TimelinePane(ChartView, can_focus=True):
     whole: reactive[Snapshot | None] = reactive(None, repaint=False)
     """The whole run, which sets the ends of the axis while `snapshot` is an earlier state of it."""
     marks: reactive[tuple[Mark, ...]] = reactive(())
-    by_time: reactive[bool] = reactive(False)
     window: reactive[Window] = reactive(Window())
     log_y: reactive[bool] = reactive(False)
     curves: reactive[str] = reactive("")
     """One of CURVES that was asked for; empty for what the run has."""
-    reach: reactive[float] = reactive(REACHES[0])
-    has_levels: reactive[bool] = reactive(True)
+    is_smooth: reactive[bool] = reactive(False)
 
     def __init__(self, title: str, *, ascii_only: bool, id: str) -> None:
         super().__init__(ascii_only=ascii_only, id=id, classes="pane")
@@ -137,7 +124,7 @@ class TimelinePane(ChartView, can_focus=True):
     def watch_window(self) -> None:
         self._write_title()
 
-    watch_log_y = watch_by_time = watch_curves = watch_reach = watch_window
+    watch_log_y = watch_curves = watch_is_smooth = watch_window
 
     def _write_title(self) -> None:
         snapshot = self.snapshot
@@ -145,29 +132,18 @@ class TimelinePane(ChartView, can_focus=True):
         title = self._title if snapshot is None or snapshot.command is None else "1 loss"
         words = [title, "" if snapshot is None else self._on_top(snapshot.view)]
         words += ["log axis" if self.log_y else ""]
-        words += ["by time" if self.by_time else ""]
-        words += [self._mean_words()]
+        words += ["smoothed" if self.is_smooth else ""]
         words += ["zoomed, 0 shows all" if self.window.span is not None else ""]
         title = ", ".join(word for word in words if word)
         # Setting it draws it.
         if title != self.border_title:
             self.border_title = title
 
-    def _mean_words(self) -> str:
-        """Describe the length of the moving average; empty if there is none."""
-        low, high = self.window.bounds(*self._ends())
-        reach = self.reach * (high - low)
-        if not reach:
-            return ""
-        if self._is_by_time:
-            return f"mean over {format_seconds(reach)}"
-        return f"mean over {reach:.0f} steps" if reach >= 2 else "no mean: too few steps are shown"
-
     # Drawing.
 
     def redraw_key(self) -> tuple[object, ...]:
         views = _view_of(self.snapshot), _view_of(self.whole)
-        how = self.window, self.log_y, self.by_time, self.curves, self.reach, self.has_levels
+        how = self.window, self.log_y, self.curves, self.is_smooth
         return (*views, self.marks, *how)
 
     def _on_top(self, view: RunView) -> str:
@@ -182,17 +158,13 @@ class TimelinePane(ChartView, can_focus=True):
         if snapshot is None:
             return Chart(signs=())
         view, steps = snapshot.view, snapshot.view.steps
-        by_time = self._is_by_time
         low, high = self.window.bounds(*self._ends())
         # Other tools log every N steps; a line is open where its own usual distance is exceeded.
-        spacing = steps.spacing("loss", self._x)
-        gap = GAP * max(1.0, spacing)
-        if self.by_time:
-            gap = max(GAP_S, GAP_OF_USUAL * spacing)
+        gap = GAP * max(1.0, steps.spacing("loss", "step"))
         names = (*LOSSES, "step_s")
-        *traces, pace = window_traces(steps, names, low, high, self.dots, x=self._x, gap=gap)
-        if self.reach:
-            traces = [smoothed(trace, self.reach * (high - low)) for trace in traces]
+        *traces, pace = window_traces(steps, names, low, high, self.dots, gap=gap)
+        if self.is_smooth:
+            traces = [smoothed(trace, REACH * (high - low)) for trace in traces]
         # Marks after the last step, or before the first, are drawn at that end of the axis.
         first, last = self._ends()
         placed = [(min(max(self._place(mark), first), last), mark) for mark in self.marks]
@@ -206,14 +178,14 @@ class TimelinePane(ChartView, can_focus=True):
             lanes=self._lanes(view, low, high),
             note=gap_text(view),
             points=points,
-            levels=levels_of(view, on_top) if self.has_levels else (),
+            levels=levels_of(view, on_top),
             signs=signs_of(placed, ascii_only=self._ascii_only),
             cursor=self.window.cursor,
             readout=self._readout(steps),
             log_y=self.log_y,
-            x_name="time" if by_time else "step",
-            x_text=clock_text if by_time else "{:.0f}".format,
-            ticks=clock_ticks if by_time else None,
+            x_name="time" if self._is_by_time else "step",
+            x_text=clock_text if self._is_by_time else "{:.0f}".format,
+            ticks=clock_ticks if self._is_by_time else None,
         )
 
     def _lines(
@@ -222,7 +194,7 @@ class TimelinePane(ChartView, can_focus=True):
         """Return the lines on top with their points, and the bands below them."""
         loss = traces[0]
         if on_top == "held-out":
-            points = heldout_points(view, low, high, by_time=self.by_time)
+            points = heldout_points(view, low, high)
             trace = points_of("held-out", [(point.x, point.y) for point in points])
             line = Line(trace=trace, slot=0, value=trace.last)
             return (line,), points, (Band(trace=loss, name="training loss"),)
@@ -282,11 +254,7 @@ class TimelinePane(ChartView, can_focus=True):
 
     @property
     def _is_by_time(self) -> bool:
-        return self.by_time or not len(self._table)
-
-    @property
-    def _x(self) -> str:
-        return "clock_s" if self.by_time else "step"
+        return not len(self._table)
 
     @property
     def _table(self) -> Table:
@@ -296,7 +264,7 @@ class TimelinePane(ChartView, can_focus=True):
     def _ends(self) -> tuple[float, float]:
         table = self._table
         if len(table):
-            return table.value(self._x, 0) or 0.0, table.last(self._x) or 0.0
+            return table.value("step", 0) or 0.0, table.last("step") or 0.0
         # Before the first step there are the times of marks and readings.
         snapshot = self.whole or self.snapshot
         lanes = [] if snapshot is None else lanes_of(snapshot.view)
@@ -309,7 +277,7 @@ class TimelinePane(ChartView, can_focus=True):
         return mark.unix_s if self._is_by_time else mark.step
 
     def _row_of(self, x: float) -> int:
-        return min(self._table.find(self._x, x), max(0, len(self._table) - 1))
+        return min(self._table.find("step", x), max(0, len(self._table) - 1))
 
     @property
     def cursor_unix_s(self) -> float | None:
@@ -322,7 +290,7 @@ class TimelinePane(ChartView, can_focus=True):
         """Put the cursor at a time, without a message."""
         if len(self._table):
             row = min(self._table.find("clock_s", unix_s), len(self._table) - 1)
-            self.window = self.window.moved(self._table.value(self._x, row) or 0.0, *self._ends())
+            self.window = self.window.moved(self._table.value("step", row) or 0.0, *self._ends())
 
     # Keys.
 
@@ -334,7 +302,7 @@ class TimelinePane(ChartView, can_focus=True):
             return bool(self._under())
         if action == "mark":
             return bool(self.marks)
-        if action in ("whole", "pan"):
+        if action == "whole":
             return self.window.span is not None
         return True
 
@@ -348,7 +316,7 @@ class TimelinePane(ChartView, can_focus=True):
         if not len(table):
             return
         low, high = self.window.bounds(*self._ends())
-        rows = table.find(self._x, high) - table.find(self._x, low) + 1
+        rows = table.find("step", high) - table.find("step", low) + 1
         cells = columns_of(self.size.width)
         cursor = self.window.cursor
         current_row = len(table) - 1 if cursor is None else self._row_of(cursor)
@@ -357,7 +325,7 @@ class TimelinePane(ChartView, can_focus=True):
             if cursor is not None or columns < 0
             else current_row
         )
-        self._move_to(table.value(self._x, min(max(0, row), len(table) - 1)) or 0.0)
+        self._move_to(table.value("step", min(max(0, row), len(table) - 1)) or 0.0)
 
     def action_end_of(self, side: int) -> None:
         self._move_to(self._ends()[0 if side < 0 else 1])
@@ -391,16 +359,6 @@ class TimelinePane(ChartView, can_focus=True):
     def action_whole(self) -> None:
         self.window = Window(cursor=self.window.cursor)
 
-    def action_pan(self, share: float) -> None:
-        self.window = self.window.panned(share, *self._ends())
-
-    def action_by_time(self) -> None:
-        unix_s = self.cursor_unix_s
-        self.by_time = not self.by_time
-        self.window = Window()
-        if unix_s is not None:
-            self.show_time(unix_s)
-
     def action_curves(self) -> None:
         snapshot = self.snapshot
         if snapshot is None:
@@ -409,10 +367,7 @@ class TimelinePane(ChartView, can_focus=True):
         self.curves = CURVES[(at + 1) % len(CURVES)]
 
     def action_smooth(self) -> None:
-        self.reach = REACHES[(REACHES.index(self.reach) + 1) % len(REACHES)]
-
-    def action_levels(self) -> None:
-        self.has_levels = not self.has_levels
+        self.is_smooth = not self.is_smooth
 
     def action_drop(self) -> None:
         self.window = replace(self.window, cursor=None)
@@ -425,7 +380,7 @@ class TimelinePane(ChartView, can_focus=True):
         if offset is not None and len(self._table):
             share = min(max((offset.x - margin_of(width) - 2) / cells, 0.0), 1.0)
             row = self._row_of(low + share * (high - low))
-            self._move_to(self._table.value(self._x, row) or 0.0)
+            self._move_to(self._table.value("step", row) or 0.0)
 
 
 def signs_of(placed: Sequence[tuple[float, Mark]], *, ascii_only: bool) -> tuple[Sign, ...]:
@@ -461,14 +416,11 @@ def clock_ticks(low: float, high: float, count: int) -> list[float]:
     return [first + every * index for index in range(int((high - first) // every) + 1)]
 
 
-def heldout_points(view: RunView, low: float, high: float, *, by_time: bool) -> tuple[Point, ...]:
-    """Return the held-out losses of the student in a window, each at its step or its time."""
+def heldout_points(view: RunView, low: float, high: float) -> tuple[Point, ...]:
+    """Return the held-out losses of the student in a window of steps."""
     points = []
     for x, loss in held_out(view):
-        if by_time and len(view.steps):
-            row = min(view.steps.find("step", x), len(view.steps) - 1)
-            x = view.steps.value("clock_s", row) or 0.0
-        elif len(view.steps):
+        if len(view.steps):
             x = max(x, view.steps.value("step", 0) or 0.0)
         if low <= x <= high:
             points.append(Point(x=x, y=loss))

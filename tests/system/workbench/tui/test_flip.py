@@ -13,20 +13,16 @@ from textual.widgets import Input, OptionList
 from engine.findings.bundle import find_bundles
 from engine.findings.check import check_bundle
 from engine.flips.flip_folder import find_flips, read_verdict
-from engine.flips.pair import Pair
 from engine.flips.proposals import proposals
 from engine.log.events import DecisionMade, Event, Judged
 from engine.log.folder import RunFolder, settings_of
 from engine.log.view import RunView
 from tests.support.findings import NONE, SAME, asked, carry_out, flip, hanging_run
-from tests.support.flip_pairs import plan, timed
 from tests.support.judged import alert_event, is_alert
 from tests.support.run_folders import Scene, completed
 from tests.support.screens import on_screen, poll, press, settle, shows, texts_of, words_of
 from workbench.feed import RunFeed
 from workbench.flip_snapshots import FlipFeed, FlipsFeed, Wanted, running_flip
-from workbench.plot.canvas import plain
-from workbench.plot.forest import render_forest
 from workbench.tui.screens.flip import FlipScreen
 
 
@@ -249,30 +245,6 @@ def test_the_impossible_is_shown_and_cannot_be_chosen(ended_run: Path) -> None:
     on_screen([ended_run], (160, 45), script)
 
 
-def _forest(pairs: list[Pair], width: int, *, ascii_only: bool = False) -> list[str]:
-    return plain(render_forest(plan(), pairs, width, 20, ascii_only=ascii_only))
-
-
-def test_the_interval_is_drawn_against_the_margin() -> None:
-    inside = _forest(timed(SAME), 80)
-    assert all(len(row) == 80 for row in inside)
-    left, right = inside[4].index("┊"), inside[4].rindex("┊")
-    assert left < inside[4].index("├") < inside[4].index("●") < inside[4].index("┤") < right
-    assert inside[0].index("-5%") + 1 == left and inside[0].index("+5%") + 1 == right
-    assert "◂" in inside[1] and "▸" in inside[1], "one pair has no interval yet"
-    outside = _forest(timed([-0.301, -0.299, -0.3, -0.302]), 80, ascii_only=True)
-    assert all(row.isascii() for row in outside)
-    assert outside[4].index("o") < outside[4].index(":"), "all of it is below the margin"
-    assert "0.740 [0.738, 0.743]" in outside[4]
-
-
-def test_few_rows_show_the_newest_pairs_and_none_show_nothing() -> None:
-    rows = plain(render_forest(plan(), timed([0.1] * 9), 60, 4, ascii_only=True))
-    assert [row.split()[0] for row in rows] == ["pair", "7", "8", "9"]
-    assert render_forest(plan(), timed([0.1]), 10, 4, ascii_only=True) == []
-    assert render_forest(plan(), [], 80, 4, ascii_only=True) == []
-
-
 def _past_flips(folder: Path) -> Path:
     flip(folder / "flips" / "20260101-100000-backend")
     flip(folder / "flips" / "20260102-100000-threads", SAME, controls=NONE)
@@ -296,7 +268,6 @@ def test_past_flips_are_listed_with_verdicts_and_opened(
     assert "experiments: 2 flips" in listed
     assert "+ EQUIVALENT (screen)" in listed and "+ B_FASTER (measured)" in listed
     assert "20260101-100000-backend: B_FASTER (measured)" in opened
-    assert "pair -28%" in opened, "the interval against the margin"
     if size[1] > 18:
         assert "is faster: time per step -26.0 %" in folded and "next: set " in folded
         assert "AA: pass" not in folded

@@ -25,13 +25,13 @@ def test_a_run_has_the_keys_of_its_state(tmp_path: Path) -> None:
     async def going_on(pilot: Pilot[None]) -> None:
         keys = footer(pilot)
         assert {"x stop", "b batch", "p replay"} <= {*keys}
-        assert not {"R resume", "T verify"} & {*keys}
+        assert "R resume" not in keys
 
     on_screen([scene.run.path], SIZE, going_on)
     scene.close()
 
     async def ended(pilot: Pilot[None]) -> None:
-        assert {"T verify", "b batch"} <= {*footer(pilot)}
+        assert "b batch" in footer(pilot)
         assert not {"x stop", "R resume"} & {*footer(pilot)}
 
     on_screen([completed(tmp_path / "done").path], SIZE, ended)

@@ -10,7 +10,6 @@ import pytest
 from textual.pilot import Pilot
 
 from engine.cli.main import main
-from engine.errors import BadInput
 from engine.log.folder import RunFolder
 from engine.log.notes import Notes, change_notes, read_notes
 from tests.support.judged import alert_event
@@ -238,15 +237,7 @@ def commands(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         asked.append(f"stop {run.name}")
         return "asked the run to stop"
 
-    def resume(run: RunFolder, *, allow_fallback: bool, allow_change: list[str]) -> RunFolder:
-        asked.append(f"resume {run.name} fallback={allow_fallback} changes={[*allow_change]}")
-        if not allow_change:
-            hint = "they come from --set or from the environment; --allow-change memory.allocator goes on"
-            raise BadInput("settings: memory.allocator = 'managed' (was 'auto')", hint=hint)
-        return run
-
     monkeypatch.setattr(actions, "stop_run", stop)
-    monkeypatch.setattr(actions, "resume_run", resume)
     return asked
 
 
@@ -268,25 +259,6 @@ def test_the_run_under_the_cursor_is_stopped_after_a_question(
     on_screen([tmp_path], (80, 24), script)
     scene.close()
     assert commands == ["stop going"]
-
-
-def test_a_resume_that_is_refused_for_a_changed_setting_is_asked_again(
-    tmp_path: Path, commands: list[str]
-) -> None:
-    killed(tmp_path / "dead")
-
-    async def script(pilot: Pilot[None]) -> None:
-        await press(pilot, "R", "o")
-        assert "settings have changed" in words_of(pilot)
-        assert "memory.allocator = 'managed' (was 'auto')" in words_of(pilot)
-        await press(pilot, "y")
-        assert "resumed dead" in words_of(pilot)
-
-    on_screen([tmp_path], (120, 40), script)
-    assert commands == [
-        "resume dead fallback=True changes=[]",
-        "resume dead fallback=True changes=['memory.allocator']",
-    ]
 
 
 def test_read_only_stops_resumes_and_starts_nothing(tmp_path: Path, commands: list[str]) -> None:
@@ -462,21 +434,6 @@ def test_tags_and_the_note_are_edited_in_a_form(swept: Path) -> None:
 def test_read_only_edits_no_tags(swept: Path) -> None:
     texts_of(swept, (120, 40), "t", "x", "enter", "e", "x", "enter", read_only=True)
     assert not [*swept.rglob("notes.json")]
-
-
-def test_every_column_can_be_sorted_by_with_two_keys(swept: Path) -> None:
-    async def script(pilot: Pilot[None]) -> None:
-        table = pilot.app.screen.query_one(RunsTable)
-        seen = set()
-        await press(pilot, "1")
-        for _ in heading_of(pilot):
-            seen.add(table.sorted_by)
-            await press(pilot, "greater_than_sign")
-        assert {"name", "loss", "train.lr", "loss.kernel", "verdict", "held-out"} <= seen
-        await press(pilot, "1", "less_than_sign", "greater_than_sign")
-        assert table.sorted_by == "name"
-
-    on_screen([swept], (150, 40), script)
 
 
 def test_runs_are_sorted_by_a_setting(swept: Path) -> None:

@@ -86,7 +86,7 @@ def test_on_few_rows_marks_stand_on_the_axis_and_the_cursor_takes_the_legend(
 ) -> None:
     (mark,) = [
         mark
-        for mark in all_marks(RunFeed(killed(tmp_path / "kd")).read_all().view, ())
+        for mark in all_marks(RunFeed(killed(tmp_path / "kd")).read_all().view)
         if mark.kind == "checkpoint"
     ]
     line = low_line(signs=signs_of([(30.0, mark)], ascii_only=ascii_only))

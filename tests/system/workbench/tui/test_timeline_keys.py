@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from textual.pilot import Pilot
 
-from engine.flips.flip_folder import create_flip
 from engine.log.folder import RunFolder
 from engine.spec import load_spec
-from tests.support.findings import HERE
-from tests.support.flip_pairs import plan
 from tests.support.judged import alert_event
 from tests.support.kit import Kit
 from tests.support.run_events import exited
@@ -66,18 +62,14 @@ def test_the_cursor_reads_out_a_step_and_moves_to_the_ends(tmp_path: Path) -> No
     assert "step 60 at" in seen[4]
 
 
-def test_zoom_pan_and_time_axis(tmp_path: Path) -> None:
+def test_zooming_shows_a_part_and_0_the_whole(tmp_path: Path) -> None:
     async def script(pilot: Pilot[None]) -> None:
         await press(pilot, "plus")
         low, high = line_of(pilot).window.bounds(1.0, 60.0)
         assert (high - low, high) == (29.5, 60.0)
         assert "zoomed" in words_of(pilot)
-        await press(pilot, "comma")
-        assert line_of(pilot).window.bounds(1.0, 60.0)[1] == 45.25
-        await press(pilot, "t")
-        assert "by time" in words_of(pilot)
+        await press(pilot, "0")
         assert line_of(pilot).window.span is None
-        await press(pilot, "minus", "0")
 
     on_screen([completed(tmp_path / "run").path], (120, 40), script)
 
@@ -108,26 +100,6 @@ def test_read_only_names_no_key_for_the_flip_of_an_alert(tmp_path: Path) -> None
         assert "esc closes" in words_of(pilot) and "open the flip" not in words_of(pilot)
 
     on_screen([alerted(tmp_path / "run").path], (120, 40), script, read_only=True)
-
-
-def test_the_mark_of_a_flip_opens_that_flip(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    run = completed(tmp_path / "run")
-    folder = tmp_path / "flips" / "20260101-100000-threads"
-    record = create_flip(folder, replace(plan(), source=str(run.path)), HERE)
-    record.close()
-
-    async def script(pilot: Pilot[None]) -> None:
-        await press(pilot, "left_square_bracket", "enter")
-        assert "no verdict yet" in words_of(pilot)
-        await press(pilot, "F")
-        assert isinstance(pilot.app.screen, FlipScreen)
-        assert folder.name in words_of(pilot)
-        assert "what to test?" not in words_of(pilot)
-
-    on_screen([run.path], (120, 40), script)
 
 
 def test_an_alert_that_stands_has_a_pane_with_what_it_means(tmp_path: Path) -> None:
@@ -203,13 +175,13 @@ def test_edge_states_survive_every_key_of_the_time_line(
     tmp_path: Path, make: object, size: tuple[int, int]
 ) -> None:
     assert callable(make)
-    keys = ["home", "plus", "plus", "right", "t", "end", "left_square_bracket", "p", "l"]
+    keys = ["home", "plus", "plus", "right", "end", "left_square_bracket", "p", "l"]
     texts_of(make(tmp_path / "run").path, size, "1", *keys, "escape", "escape")
 
 
 def test_a_run_without_a_step_has_a_time_line(tmp_path: Path) -> None:
     scene = Scene(tmp_path / "run")
-    texts_of(scene.run.path, (120, 40), "left", "home", "plus", "t", "enter", "p", "escape")
+    texts_of(scene.run.path, (120, 40), "left", "home", "plus", "enter", "p", "escape")
 
 
 def test_the_oldest_line_of_a_long_log_is_a_key_away_and_a_filter_goes_through_it_all(
