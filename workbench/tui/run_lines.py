@@ -12,6 +12,7 @@ width, and never drop a run.
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -19,7 +20,7 @@ from textual.content import Content
 
 from workbench.plot.canvas import flow
 from workbench.plot.series import series_style
-from workbench.tui.names import broken, distinct_names, shortened
+from workbench.tui.names import distinct_names, shortened
 
 GAP = "  "
 """The space between two columns."""
@@ -41,10 +42,10 @@ def result_lines(
     for every run in each."""
     widths = [max(map(len, row)) for row in rows]
     least, most = NAME_CELLS
-    shown = distinct_names(tuple(names), min(most, max(least, width // 4)))
+    shown = distinct_names(names, min(most, max(least, width // 4)))
     named = 1 + max(map(len, shown), default=0)
     if 1 + named + len(GAP) + max(widths, default=0) > width:
-        shown, named = tuple("" for _ in names), 0
+        shown, named = [""] * len(names), 0
     lines = []
     for block in flow([len(GAP) + wide for wide in widths], width - 1 - named, 0):
         if block.start:
@@ -81,10 +82,10 @@ def setting_lines(
         if line.cell_length <= width:
             lines.append(line)
             continue
-        lines += [Content.styled(row, "bold") for row in broken(key, width)]
+        lines += [Content.styled(row, "bold") for row in textwrap.wrap(key, width)]
         for who, text in parts:
             indent = who.cell_length + 1
-            first, *rest = broken(text, max(1, width - indent))
+            first, *rest = textwrap.wrap(text, max(1, width - indent))
             lines.append(who + f" {first}")
             lines += [Content(" " * indent + row) for row in rest]
     return lines
@@ -105,11 +106,11 @@ def heading_lines(
     """Return at most `rows` lines of `width` cells. `first` is text before the runs; it is left out if the runs would
     otherwise lose their names."""
     lines: list[Content] = []
-    names = tuple(run.name for run in runs)
+    names = [run.name for run in runs]
     for cells in (HEADING_CELLS, (0,)):
         for words in (first, ()):
             for most in cells:
-                shown = distinct_names(names, most) if most else tuple("" for _ in names)
+                shown = distinct_names(names, most) if most else [""] * len(names)
                 lines = _filled(runs, shown, words, width, ascii_only=ascii_only)
                 if len(lines) <= rows:
                     return lines

@@ -247,7 +247,7 @@ class CompareScreen(PollingScreen):
             first = ((Span(grouping_words, "legend"), Span("", "legend")),)
         else:
             room = width // len(runs) - NAME
-            names = list(distinct_names(tuple(x.snapshot.run.name for x in runs), max(NAME, room)))
+            names = distinct_names([x.snapshot.run.name for x in runs], max(NAME, room))
         slots = [group.slot for group in groups or runs]
         return (
             *first,

@@ -35,7 +35,7 @@ NAME_CELLS, TEXT_CELLS = 12, 30
 def lines_of(rows: Sequence[Row], width: int) -> list[str]:
     """Return the rows without their signs; names in a column, cut in the middle where it is narrow. A text that is
     wider than the row has several lines."""
-    names = tuple(row.name for row in rows)
+    names = [row.name for row in rows]
     needed = max((len(row.text) for row in rows if row.name), default=0)
     cells = max(NAME_CELLS, width - len(GAP) - min(needed, TEXT_CELLS))
     cells = min(max(map(len, names), default=0), cells)

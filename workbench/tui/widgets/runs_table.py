@@ -465,7 +465,7 @@ class RunsTable(ScrollView, can_focus=True):
         widths = self._fitted(wanted, self.size.width - self.scrollbar_size_vertical)
         self._shown = tuple(column for column in self._columns if column.name in widths)
         places = [(self._columns.index(column), column) for column in self._shown[1:]]
-        names = distinct_names(tuple(words[0] for words in texts.values()), widths[NAME.name])
+        names = distinct_names([words[0] for words in texts.values()], widths[NAME.name])
         gap = self._gap
         return {
             key: [

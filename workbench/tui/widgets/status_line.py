@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Sequence
 
 from textual.content import Content
 from textual.reactive import reactive
@@ -63,33 +61,6 @@ def heading(snapshot: Snapshot, width: int, *, ascii_only: bool) -> tuple[str, l
         words = f" warning{'s' if problems > 1 else ''}" if width >= NARROW else ""
         parts.append(f"! {problems}{words}")
     return share, parts
-
-
-DETAILS = re.compile(r"held-out .*|.* tok/s.*|.* left")
-"""The parts of a status that a small screen drops where they do not fit."""
-NAME_CELLS = 8
-"""The width to which a name is cut to make space for these."""
-
-
-def compact(name: str, flags: Sequence[str], share: str, status: str, width: int) -> list[str]:
-    """Return name and status in two rows where possible; `flags` and the state are never dropped.
-
-    `share` is the progress in percent; the state is the beginning of the second line.
-    """
-    first = [*flags, *([share] if share else [])]
-    second: list[str] = []
-    details: list[str] = []
-    for part in status.split(" | "):
-        (details if second and DETAILS.fullmatch(part) else second).append(part)
-    for part in (
-        part for kind in ("left", "tok/s", "held-out") for part in details if kind in part
-    ):
-        if len(" | ".join([*second, part])) <= width:
-            second.append(part)
-        elif min(len(name), NAME_CELLS) + sum(2 + len(x) for x in (*first, part)) <= width:
-            first.append(part)
-    room = width - sum(2 + len(x) for x in first)
-    return ["  ".join([shortened(name, max(NAME_CELLS, room)), *first]), " | ".join(second)]
 
 
 COMMAND_CELLS = 16
@@ -177,18 +148,13 @@ class StatusLine(Static):
             if low and verdict.level == HEALTHY:
                 # A row of its own would be missed by the chart.
                 name = f"{verdict.sign(ascii_only=self._ascii_only)} {name}"
-        if width < NARROW and low:
-            states = [*before, *flags, *after]
-            top, below = compact(name, states, share, snapshot.status, max(1, width))
-        else:
-            if width < WIDE:
-                name = shortened(name, 24 if width >= NARROW else 16)
-            top = "  ".join([name, *before, *([share] if share else []), *flags, *after])
-            top = with_command(top, snapshot.command, width - 2)
-            below = snapshot.status
+        if width < WIDE:
+            name = shortened(name, 24 if width >= NARROW else 16)
+        top = "  ".join([name, *before, *([share] if share else []), *flags, *after])
+        top = with_command(top, snapshot.command, width - 2)
         lines = [
             _bold_to(top, "  ", "bold"),
-            _bold_to(below, " | ", f"bold reverse $text-{state_role(snapshot.state)}"),
+            _bold_to(snapshot.status, " | ", f"bold reverse $text-{state_role(snapshot.state)}"),
         ]
         if verdict is not None and (not low or verdict.level != HEALTHY):
             lines = [*self._verdict(verdict, snapshot, max(1, width - 2)), *lines]
