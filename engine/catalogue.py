@@ -323,7 +323,6 @@ ALERTS: tuple[About, ...] = (
     _alert(
         "teacher_off_text", SUSPICION, "Does the teacher know the kind of text that it is used on?"
     ),
-    _alert("kl_near_zero", FAIL, "Is there anything to learn from the teacher?"),
     _alert("loss_spike", SUSPICION, "Did the loss jump?"),
     _alert(
         "heldout_diverging", SUSPICION, "Does the held-out loss rise while the training loss falls?"

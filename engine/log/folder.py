@@ -336,6 +336,9 @@ def new_folder(path: Path, what: str, hint: str) -> Iterator[None]:
     removed: a partial folder would block the next attempt. Raises BadInput when it already exists."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise write_error(what, path.parent, "to create it", error) from error
+    try:
         path.mkdir()
     except FileExistsError:
         raise BadInput.expected(what, path, "a new folder", "one that exists", hint=hint) from None
@@ -356,36 +359,14 @@ def create_run(path: Path, spec_text: str, effective: dict[str, Any]) -> RunFold
     """Create a run folder. An existing one is refused, and a folder that cannot be completed is removed."""
     # Serialise first: invalid JSON is an internal error and must leave nothing to clean up.
     effective_text = json.dumps(effective, indent=2, sort_keys=True, allow_nan=False) + "\n"
+    # Also sync the names of the run folder and of any new parents; without them nothing inside can be found.
     made = [folder for folder in (path, *path.parents) if not folder.exists()]
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise write_error("run folder", path.parent, "to create it", error) from error
-    try:
-        path.mkdir()
-    except FileExistsError:
-        raise BadInput(
-            f"run folder: {path} — expected a new folder, found one that exists",
-            hint="choose another with --out or `run.name`, or continue it with --resume",
-        ) from None
-    except OSError as error:
-        raise write_error("run folder", path, "to create it", error) from error
-    run = RunFolder(path)
-    try:
+    hint = "choose another with --out or `run.name`, or continue it with --resume"
+    with new_folder(path, "run folder", hint):
+        run = RunFolder(path)
         write_whole(run.spec, spec_text)
         # Written last: a folder without it is not a run.
         write_whole(run.effective, effective_text)
-        # Also sync the names of the run folder and of any new parents; without them nothing inside can be
-        # found.
         for folder in made:
             sync_folder(folder.parent)
-    except BaseException as error:
-        # An error while cleaning up must not mask the first error.
-        with contextlib.suppress(OSError):
-            for file in (run.effective, run.spec):
-                file.unlink(missing_ok=True)
-            path.rmdir()
-        if isinstance(error, OSError):
-            raise write_error("run folder", path, "to reach the disk", error) from error
-        raise
     return run

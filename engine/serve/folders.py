@@ -39,7 +39,7 @@ class Folders:
         """Return the folder of a run, a flip or a finding by its key."""
         path = self._by_key.get(key)
         if path is None or not path.is_dir():
-            runs = [run.folder.path for folder in self.given for run in find_all(folder, {})]
+            runs = [run.folder.path for folder in self.given for run in find_all(folder)]
             self._by_key = {key_of(path): path for path in [*runs, *self.flips_and_findings()]}
             path = self._by_key.get(key)
         return path

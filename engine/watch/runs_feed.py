@@ -1,9 +1,7 @@
 """The list of runs: one row for each run in some folders, whoever started it.
 
-A run that has ended is read once, and again only when one of its logs has changed size. To notice that,
-EXAMINED_AT_ONCE ended runs are examined at each poll in turn, so that thousands of them cost no more than a few
-hundred. Active runs are followed. A run that cannot be read becomes a row that says why, never an
-exception.
+A run that has ended is read once, and again only when one of its logs has changed size. Active runs are followed. A
+run that cannot be read becomes a row that says why, never an exception.
 """
 
 from __future__ import annotations
@@ -12,8 +10,7 @@ import contextlib
 import os
 import stat
 import time
-from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -42,8 +39,6 @@ READ_BUDGET_S = 0.5
 UNREADABLE = "unreadable"
 READING = "reading"
 LOGS = ("events.jsonl", "device.jsonl", "watch.jsonl")
-EXAMINED_AT_ONCE = 200
-"""Number of ended runs that one poll examines."""
 CURVE_POINTS = 12
 ALERTS_SHOWN = 6
 """Most alerts of a run that are shown in full in a list."""
@@ -131,7 +126,7 @@ class _FoundRun:
 class _Ended:
     """An ended run that was read to its end: its row, and the sizes of its logs at that time."""
 
-    run: _FoundRun
+    made_ns: int
     sizes: tuple[int, ...]
     row: RunRow
     began_unix_s: float
@@ -168,21 +163,16 @@ def _newest_first(runs: Iterable[_FoundRun]) -> list[_FoundRun]:
     return sorted(runs, key=lambda run: (run.made_ns, run.name), reverse=True)
 
 
-def _runs_in(
-    folder: str, known: Mapping[str, _FoundRun], prefix: str = "", *, nested: bool = True
-) -> list[_FoundRun]:
+def _runs_in(folder: str, prefix: str = "", *, nested: bool = True) -> list[_FoundRun]:
     """Return the runs in a folder, and in those of its folders that are not runs themselves, newest first.
 
-    A path in `known` is assumed to be the same run as before. Raises OSError when the folder cannot be
-    listed; an unreadable folder inside it is skipped.
+    Raises OSError when the folder cannot be listed; an unreadable folder inside it is skipped.
     """
     runs: list[_FoundRun] = []
     inner: list[os.DirEntry[str]] = []
     with os.scandir(folder) as entries:
         for entry in entries:
-            if (before := known.get(entry.path)) is not None:
-                runs.append(before)
-            elif (made_ns := _made_ns(entry.path)) is not None:
+            if (made_ns := _made_ns(entry.path)) is not None:
                 key = os.path.realpath(entry.path)
                 name = prefix + entry.name
                 runs.append(_FoundRun(RunFolder(Path(entry.path)), name, made_ns, key))
@@ -190,18 +180,18 @@ def _runs_in(
                 inner.append(entry)
     for entry in inner:
         with contextlib.suppress(OSError):
-            runs += _runs_in(entry.path, known, f"{entry.name}/", nested=False)
+            runs += _runs_in(entry.path, f"{entry.name}/", nested=False)
     return _newest_first(runs)
 
 
-def find_all(folder: Path, known: Mapping[str, _FoundRun]) -> list[_FoundRun]:
+def find_all(folder: Path) -> list[_FoundRun]:
     """Return every run of `folder`: itself, or those in it and one level below. Empty when there is
     no such folder."""
     if is_run(folder):
         run = RunFolder(folder)
         key = os.path.realpath(folder)
         return [_FoundRun(run, run.name, _made_ns(key) or 0, key)]
-    return _runs_in(str(folder), known) if folder.is_dir() else []
+    return _runs_in(str(folder)) if folder.is_dir() else []
 
 
 def not_read(run: RunFolder, problem: OSError) -> str:
@@ -222,29 +212,21 @@ class RunsFeed:
     ) -> None:
         """`first_share` is the share of the time budget that the first poll may use, 0 to 1: with 0 it names the runs
         and reads none, so that a screen shows them at once. `accepts` is asked about a run
-        each time before it is read; one that is not accepted has no row."""
+        before it is read; one that is not accepted has no row."""
         self.folders = tuple(folders)
         self._accepts = accepts
         self._wall, self._budget_s = wall, budget_s
         self._followers: dict[str, Follower] = {}
         self._ended: dict[str, _Ended] = {}
-        self._requested: deque[str] = deque()
-        self._turn = 0
         self._share = first_share
 
     def poll(self) -> RunsSnapshot:
         """Return a row for each run, in the order of the folders and newest first in each."""
         share, self._share = self._share, 1.0
         now_unix_s, until_s = self._wall(), time.monotonic() + self._budget_s * share
-        to_examine = self._runs_to_examine()
-        runs, error = self._find(to_examine)
+        runs, error = self._find()
         self._forget_all_but(runs)
-        rows = [
-            self._kept_row(key, now_unix_s)
-            if key in self._ended and key not in to_examine
-            else self._row(run, now_unix_s, until_s)
-            for key, run in runs.items()
-        ]
+        rows = [self._row(run, now_unix_s, until_s) for run in runs.values()]
         return RunsSnapshot(
             folders=self.folders,
             rows=tuple(rows),
@@ -253,35 +235,13 @@ class RunsFeed:
             behind=any(row.state == READING for row in rows),
         )
 
-    def examine(self, run: Path) -> None:
-        """Examine a run at the next poll, even an ended one; called from any thread."""
-        self._requested.append(os.path.realpath(run))
-
-    def _runs_to_examine(self) -> set[str]:
-        """Return the ended runs to examine at this poll."""
-        requested = {self._requested.popleft() for _ in range(len(self._requested))}
-        ended = list(self._ended)
-        begin = self._turn if self._turn < len(ended) else 0
-        self._turn = begin + EXAMINED_AT_ONCE
-        return requested | set(ended[begin : begin + EXAMINED_AT_ONCE])
-
-    def _kept_row(self, key: str, now_unix_s: float) -> RunRow:
-        ended = self._ended[key]
-        return replace(ended.row, age_s=now_unix_s - ended.began_unix_s)
-
-    def _find(self, to_examine: Set[str]) -> tuple[dict[str, _FoundRun], str | None]:
+    def _find(self) -> tuple[dict[str, _FoundRun], str | None]:
         runs: dict[str, _FoundRun] = {}
-        known = {
-            str(ended.run.folder.path): ended.run
-            for key, ended in self._ended.items()
-            if key not in to_examine
-        }
         problems = []
         for folder in self.folders:
             try:
-                for run in find_all(folder, known):
-                    is_kept = run.key in self._ended and run.key not in to_examine
-                    if is_kept or self._accepts(run.folder.path):
+                for run in find_all(folder):
+                    if run.key in self._ended or self._accepts(run.folder.path):
                         runs.setdefault(run.key, run)
             except OSError as problem:
                 problems.append(f"{folder} — expected to list it, found {problem.strerror}")
@@ -300,10 +260,9 @@ class RunsFeed:
         except OSError as problem:
             return _row_of(run, RunView(), UNREADABLE, None, not_read(run.folder, problem))
         ended, notes = self._ended.get(key), _notes_of(run.folder)
-        if ended is not None and (ended.sizes, ended.run.made_ns) == (sizes, run.made_ns):
-            row = replace(ended.row, tags=notes.tags, note=notes.text)
-            self._ended[key] = replace(ended, row=row)
-            return self._kept_row(key, now_unix_s)
+        if ended is not None and (ended.sizes, ended.made_ns) == (sizes, run.made_ns):
+            age_s = now_unix_s - ended.began_unix_s
+            return replace(ended.row, tags=notes.tags, note=notes.text, age_s=age_s)
         follower = self._followers.get(key)
         if follower is None:
             follower = Follower(run.folder)
@@ -316,7 +275,7 @@ class RunsFeed:
         row = _row_of(run, view, state, now_unix_s - began_unix_s, error, notes, alive=alive)
         is_over = state == UNREADABLE or (state != READING and has_ended(state))
         if is_over and not is_alive:
-            self._ended[key] = _Ended(run, sizes, row, began_unix_s)
+            self._ended[key] = _Ended(run.made_ns, sizes, row, began_unix_s)
             del self._followers[key]
         else:
             self._ended.pop(key, None)

@@ -1,8 +1,4 @@
-"""Compare the loss with the value that each kind of failure would give.
-
-ln V          a student that guesses: nothing was learnt, or it was unlearnt
-KL = 0        at the start: the teacher is the student
-"""
+"""Compare the loss with that of guessing, ln V, and with its own course: rises, spikes, held-out losses that rise."""
 
 from __future__ import annotations
 
@@ -69,9 +65,6 @@ DESTROYED = (
     "the first updates destroyed the initial weights: most often the learning rate is far too large"
 )
 """Meaning of a loss that rose in the first steps."""
-KL_STEPS, KL_LEAST = 10, 3
-KL_NEAR_ZERO = 1e-3
-"""KL below which two models count as equal, in nats. Any real difference is above it, bf16 rounding below."""
 SPIKE_BEFORE, SPIKE_WINDOW = 50, 100
 SPIKE_SIGMAS, SPIKE_RATIO = 8.0, 1.5
 """Height of a spike in sigmas and as a ratio. Sigmas alone flag a ripple on a smooth curve, a ratio a noisy batch."""
@@ -387,35 +380,6 @@ def teacher_off_text(case: Case) -> Symptom | None:
         ],
         case.recent(0.0),
         meaning="it predicts this text worse than token frequencies do, so the student can learn little from it",
-        flip="--set loss.alpha=1",
-    )
-
-
-@rule(
-    reads=("kd", "alpha", "temperature"),
-    threshold=f"median KL of the first {KL_STEPS} steps under {KL_NEAR_ZERO:g} nats",
-)
-def kl_near_zero(case: Case) -> Symptom | None:
-    if case.started.alpha >= 1 and not case.view.wrote:
-        raise CannotJudge("alpha is 1: the teacher has no part in the loss")
-    steps = case.view.steps
-    if (steps.value("step", 0) if len(steps) else 1) != 1:
-        raise CannotJudge("the first steps of the run are not in its log")
-    if len(steps) < KL_LEAST:
-        raise CannotJudge(f"needs {KL_LEAST} steps, {len(steps)} are done")
-    rows = range(min(KL_STEPS, len(steps)))
-    # Compare the KL itself: the logged term carries the factor T^2.
-    temperature = case.started.temperature
-    if not 0 < temperature < math.inf:
-        raise CannotJudge(f"the temperature is {temperature}")
-    kl = [kd / temperature / temperature for kd in case.column("kd", rows)]
-    if median(kl) >= KL_NEAR_ZERO:
-        return None
-    return Symptom(
-        f"the KL between teacher and student is {median(kl):.2e} nats from the first step on",
-        [("kl, median of the first steps", median(kl), f"under {KL_NEAR_ZERO:g} is no signal")],
-        case.span(rows),
-        meaning="teacher and student are the same model, or the teacher's logits never reach the loss",
         flip="--set loss.alpha=1",
     )
 

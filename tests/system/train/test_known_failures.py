@@ -39,7 +39,6 @@ ASSERTIONS = (
         "A1",
         "the teacher is the student",
         checks=("teacher_not_student",),
-        rules=("kl_near_zero",),
         drills=("identical_teacher",),
         tests=("teachers/identical::it_is_refused_unless_it_is_asked_for",),
     ),

@@ -154,12 +154,6 @@ def test_a_teacher_that_writes_at_chance_is_named(
     assert "written_text_is_noise" in alerts_of(chats, tmp_path, **how, rollout__by="teacher")
 
 
-def test_a_teacher_that_is_the_student_is_named(chats: ChatKit, tmp_path: Path) -> None:
-    same = {"student__path": str(chats.root / "teacher"), "teacher__allow_identical": True}
-    said = alerts_of(chats, tmp_path, **same, loss__alpha=1.0, train__lr=1e-6)
-    assert set(said) == {"kl_near_zero"}
-
-
 @pytest.mark.soak
 def test_gradients_that_are_mostly_rounding_pass_the_audit(chats: ChatKit, tmp_path: Path) -> None:
     # Teacher and student are equal at first.

@@ -89,7 +89,7 @@ ROWS = (
         (
             POWER,
             "train/fault_rows::a_run_that_ended_with_its_machine_is_host_lost_and_says_how_to_go_on",
-            "train/fault_rows::a_hole_that_a_power_loss_left_in_a_log_is_named_cut_off_and_its_lines_kept",
+            "train/fault_rows::a_hole_that_a_power_loss_left_in_a_log_is_named_and_cut_off",
             "watch/exit_cause::another_boot_id_means_that_the_host_was_lost",
         ),
     ),

@@ -64,22 +64,6 @@ def test_text_that_a_teacher_does_not_know_is_a_warning_where_the_check_leaves_i
     unknown("teacher_off_text", Log(count=1).case(), "no numbers")
 
 
-def test_no_kl_from_the_start_is_named() -> None:
-    # The logged term carries T^2 = 4.
-    raised("kl_near_zero", steady(3, kd=4 * loss.KL_NEAR_ZERO * 0.99).case())
-    quiet("kl_near_zero", steady(3, kd=4 * loss.KL_NEAR_ZERO).case())
-    unknown("kl_near_zero", steady(2, kd=0.0).case(), "needs 3 steps")
-    unknown("kl_near_zero", steady(5, kd=None).case(), "kd is not logged")
-    alone = steady(5, kd=0.0)
-    alone.start_changes = {"alpha": 1.0}
-    unknown("kl_near_zero", alone.case(), "no part in the loss")
-
-
-def test_a_kl_that_comes_to_zero_later_is_success() -> None:
-    log = Log(count=100, change=lambda n: {"kd": 1.0 if n < 50 else 0.0})
-    quiet("kl_near_zero", log.case())
-
-
 def spiking(height: float) -> Log:
     return Log(
         count=120,

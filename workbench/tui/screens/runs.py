@@ -322,7 +322,6 @@ class RunsScreen(PollingScreen):
         def send(values: Values) -> str:
             text = values[field.name]
             write(RunFolder(row.path), text)
-            self._feed.examine(row.path)
             return f"{field.name} of {row.name}: {' '.join(text.split()) or 'none'}"
 
         def done(message: str | None) -> None:
