@@ -5,8 +5,7 @@
 
 Hidden states are compared if they are stored, otherwise probabilities: one component for each token that either side
 kept, and one for the rest. They are computed here, from the logits alone, and not by the code that fills a store.
-Sampled targets are drawn again with their own random numbers, so they are equal or nearly so; that those numbers are
-independent of one another, between rows, tokens and draws, is checked too.
+Sampled targets are drawn again with their own random numbers, so they are equal or nearly so.
 """
 
 # Shapes: N tokens of a row, E width, K stored tokens of a position, V vocabulary
@@ -19,7 +18,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -36,8 +34,6 @@ BATCH_ROWS = 4
 MIN_COMPARED, MAX_COMPARED = 4, 64
 COMPARED_FLOPS = {"cpu": 1e11, "cuda": 1e15}
 """FLOPs, by device, for recomputing stored rows with the teacher before they are used: a few seconds of work."""
-DEVIATIONS = 6.5
-"""Largest correlation of independent random numbers, in standard deviations."""
 DRAW_ROUNDING = 2e-3
 """Largest distance of a random number from the interval of its id, in probability: two passes round differently."""
 SEARCHED_ROWS = 1024
@@ -52,20 +48,17 @@ class Fidelity:
     largest_distance: float
     rows: int
     tokens: int
-    alike: str = ""
-    """Description of draws whose random numbers depend on each other; empty if none do."""
 
     def within(self, cosine: float) -> bool:
         """Return whether each token has this cosine or more, and no more than the distance that belongs to it."""
         distance = math.sqrt(2 * (1 - cosine))
         # `>=` and `<=`, so that NaN fails.
-        same = self.least_cosine >= cosine and self.largest_distance <= 1.1 * distance
-        return same and not self.alike
+        return self.least_cosine >= cosine and self.largest_distance <= 1.1 * distance
 
     def text(self, cosine: float) -> str:
         return (
             f"least cosine {self.least_cosine:.6f}, mean {self.mean_cosine:.6f}, at least {cosine:g}; largest distance "
-            f"{self.largest_distance:.2g} ({self.rows} rows, {self.tokens:,} tokens){self.alike and f'; {self.alike}'}"
+            f"{self.largest_distance:.2g} ({self.rows} rows, {self.tokens:,} tokens)"
         )
 
 
@@ -77,20 +70,15 @@ def affordable_rows(teacher: ModelConfig, seq_len: int, device: torch.device) ->
 
 def stored_rows(batches: Batches, store: Store, count: int, taken: int) -> list[Batch]:
     """Return at most `count` of the `taken` rows of a run that are stored, in batches of BATCH_ROWS, so that swapped
-    outputs of rows in one batch are found too. Half of them are at the ends of shards, where a store was continued; the
-    others are spread evenly."""
+    outputs of rows in one batch are found too. They are spread evenly over the run."""
     rows = min(batches.rows_per_epoch, taken)
     positions = np.unique(np.linspace(0, rows - 1, min(rows, SEARCHED_ROWS)).astype(np.int64))
-    stored: list[tuple[int, int]] = []
-    for position in positions:
-        row = batches.take(int(position), 1)
-        (key,) = store.identity.keys(row)
-        if key in store:
-            stored.append((store.from_edge(key), int(row.row_ids[0])))
-    at_ends = [row_id for _, row_id in sorted(stored)[: count // 2]]
-    others = [row_id for _, row_id in stored if row_id not in at_ends]
-    spread = np.linspace(0, len(others) - 1, min(len(others), count - len(at_ends)))
-    ids = np.array([*at_ends, *(others[int(at)] for at in spread)], dtype=np.int64)
+    candidates = [batches.take(int(position), 1) for position in positions]
+    stored = np.array(
+        [int(row.row_ids[0]) for row in candidates if store.identity.keys(row)[0] in store],
+        dtype=np.int64,
+    )
+    ids = stored[np.linspace(0, len(stored) - 1, min(len(stored), count)).astype(np.int64)]
     return [
         batches.rows(ids[first : first + BATCH_ROWS]) for first in range(0, len(ids), BATCH_ROWS)
     ]
@@ -113,35 +101,7 @@ def compare(
         largest_distance=float(distance_N.max()),
         rows=sum(len(batch.row_ids) for batch in batches),
         tokens=len(cosine_N),
-        alike=alike(numbers_of(stored.store.identity, batches)),
     )
-
-
-def numbers_of(identity: Identity, batches: Sequence[Batch]) -> NDArray[np.float64]:
-    """Return the random numbers (B, T, K) by which the stored rows of batches were drawn; empty for other forms."""
-    shape = (identity.seq_len, identity.count)
-    if identity.seed is None:
-        return np.empty((0, *shape))
-    keys = dict.fromkeys(key for batch in batches for key in identity.keys(batch))
-    return np.stack([uniforms(identity.seed, key, shape) for key in keys])
-
-
-def alike(numbers_BTK: NDArray[np.float64]) -> str:
-    """Describe a correlation of neighbouring random numbers, or that they are not uniform; empty if both tests pass.
-    Independent numbers have a correlation beyond DEVIATIONS / sqrt(count) less than once in 10^9 times."""
-    if not numbers_BTK.size:
-        return ""
-    scaled = (numbers_BTK - 0.5) * math.sqrt(12)
-    mean, variance = float(scaled.mean()), float((scaled**2).mean())
-    centred = scaled - mean
-    for axis, what in enumerate(("rows", "tokens", "draws")):
-        left, right = np.delete(centred, -1, axis), np.delete(centred, 0, axis)
-        if left.size and abs(float((left * right).mean())) > DEVIATIONS / math.sqrt(left.size):
-            return f"neighbouring {what} are drawn with numbers that depend on one another"
-    # The square of a scaled number has variance 4/5.
-    if max(abs(mean), abs(variance - 1)) > DEVIATIONS / math.sqrt(scaled.size):
-        return "the numbers that are drawn with are not spread evenly over [0, 1)"
-    return ""
 
 
 def _stored_and_computed(

@@ -118,11 +118,6 @@ class Store:
     def __contains__(self, key: bytes) -> bool:
         return key in self._places
 
-    def from_edge(self, key: bytes) -> int:
-        """Return how many rows of its shard lie between the row under `key` and the nearer end. Raises KeyError."""
-        shard, row = self._places[key]
-        return min(row, len(shard.rows) - 1 - row)
-
     def read(self, key: bytes, into: Sequence[memoryview]) -> None:
         """Read the row under `key` into one byte buffer per field.
 

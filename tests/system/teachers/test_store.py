@@ -158,6 +158,13 @@ def test_draws_are_a_function_of_seed_and_row_within_0_and_1() -> None:
     assert np.array_equal(one, uniforms(3, b"k" * 32, (50, 40)))
     assert not np.array_equal(one, uniforms(4, b"k" * 32, (50, 40)))
     assert not np.array_equal(one, uniforms(3, b"l" * 32, (50, 40)))
+    numbers_BTK = np.stack([uniforms(1, bytes([n]), (64, 8)) for n in range(4)])
+    scaled = (numbers_BTK - 0.5) * 12**0.5
+    for axis in range(3):
+        left, right = np.delete(scaled, -1, axis), np.delete(scaled, 0, axis)
+        assert abs(float((left * right).mean())) < 4 / left.size**0.5
+    assert abs(float(scaled.mean())) < 4 / scaled.size**0.5
+    assert float((scaled**2).mean()) == pytest.approx(1, abs=4 / scaled.size**0.5)
     assert one.min() >= 0 and one.max() < 1
     assert abs(one.mean() - 0.5) < 5 / np.sqrt(12 * one.size)
 
