@@ -44,13 +44,13 @@ from engine import limits
 from engine.errors import UsageError, WeightsError
 from engine.export.hf_folder import TEMPLATE_FILE, TOKENIZER_CONFIG_FILE, write_folder
 from engine.export.mixture import tensor_types
-from engine.files import read_text
+from engine.files import read_json_object, read_text
 from engine.formats.adapter import is_adapter
 from engine.formats.apr_write import write_apr
 from engine.formats.gguf_write import write_gguf
 from engine.formats.open import open_weights
 from engine.formats.tokenizer import FILE_NAME
-from engine.formats.weights import WeightFile, read_json_object
+from engine.formats.weights import WeightFile
 from engine.model_families import ROPE_DIVISORS
 from engine.models.config import ModelConfig
 from engine.models.load import (
@@ -351,7 +351,9 @@ def chat_template(weights: WeightFile) -> str | None:
     path = weights.folder / TOKENIZER_CONFIG_FILE
     if not path.exists():
         return None
-    record = read_json_object(path, "tokenizer configuration", limits.MODEL_CONFIG)
+    record = read_json_object(
+        path, "tokenizer configuration", limits.MODEL_CONFIG, error=WeightsError
+    )
     template = record.get("chat_template")
     if isinstance(template, list):
         named = [

@@ -76,6 +76,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from engine import limits
 from engine.errors import WeightsError
 from engine.formats.apr_metadata import (
     METADATA_LIMIT_BYTES,
@@ -86,7 +87,7 @@ from engine.formats.apr_metadata import (
     unsupported,
 )
 from engine.formats.kinds import START_BYTES, Kind, kind_of, other_kind
-from engine.formats.safetensors import DTYPES, TENSORS_LIMIT
+from engine.formats.safetensors import DTYPES
 from engine.formats.weights import (
     CUT_SHORT,
     OpenFile,
@@ -121,6 +122,7 @@ _KNOWN = 0xFFF
 
 NAME_LIMIT_BYTES = 256
 DIMS_LIMIT = 8
+TENSORS_LIMIT = limits.TENSORS.most
 _HEAD = struct.Struct("<H")
 _MIDDLE = struct.Struct("<BB")
 _TAIL = struct.Struct("<QQ")
@@ -170,7 +172,7 @@ class AprFile(WeightFile):
             raw_metadata = file.read(header.metadata_bytes)
             file.seek(header.index_start)
             raw_index = file.read(index_limit_bytes(header))
-        self.metadata, oddities = read_metadata(path, raw_metadata, header.metadata_start)
+        self.metadata, oddities = read_metadata(path, raw_metadata)
         all_tensors = read_index(path, header, raw_index)
         self._data_end, unclaimed = check_extent(path, header, all_tensors)
         self.tensors = {

@@ -14,9 +14,9 @@ Writers use several names for the same number. Each alias is mapped to its canon
     rms_norm_eps               layer_norm_eps norm_eps                    as canonical
 
 If a canonical key is null, its alias is used; if both have a value, the canonical one is used and a
-warning names both. Training checkpoints have duplicate keys: the last value is used, with a
-warning. Unknown keys are kept. `model_type`, `total_size`, `param_count` and the three provenance
-keys (`license`, `data_source`, `data_license`, null if unknown) are always written.
+warning names both. Of duplicate keys, which training checkpoints have, the last value is used. Unknown
+keys are kept. `model_type`, `total_size`, `param_count` and the three provenance keys (`license`,
+`data_source`, `data_license`, null if unknown) are always written.
 
 The canonical keys cannot express a whole config.json, so files written here contain all of it under
 `hf_config`, and a file in which the two disagree is refused (AP09).
@@ -51,11 +51,12 @@ from typing import Any, NoReturn
 
 from engine import limits
 from engine.errors import TokenizerError, WeightsError
+from engine.files import parse_json
 from engine.formats.gguf_metadata import TokenType, shortest_decimal
 from engine.formats.gguf_tokenizer import added_token, pre_tokenizer
 from engine.formats.gguf_values import LARGEST_REAL
 from engine.formats.tokenizer import PRE_TOKENIZERS
-from engine.formats.weights import TensorInfo, parse_object
+from engine.formats.weights import TensorInfo
 from engine.model_families import FAMILIES, HEAD
 
 METADATA_LIMIT_BYTES = limits.APR_METADATA.most
@@ -105,13 +106,12 @@ def refuse(
     raise WeightsError.expected(f"{code} apr", where, expected, found, hint=hint)
 
 
-def read_metadata(path: Path, raw: bytes, first_byte: int) -> tuple[dict[str, Any], list[str]]:
+def read_metadata(path: Path, raw: bytes) -> tuple[dict[str, Any], list[str]]:
     """Return the metadata with canonical keys, and warnings. Raises `WeightsError` AP09."""
-    twice: list[str] = []
-    metadata = parse_object(
-        raw, "apr metadata", path, first_byte=first_byte, code="AP09", twice=twice
-    )
-    oddities = [f"{path}: metadata key {json.dumps(key)} twice, the last counts" for key in twice]
+    metadata = parse_json(raw, path, "AP09 apr metadata", error=WeightsError)
+    if not isinstance(metadata, dict):
+        refuse("AP09", path, "a JSON object as metadata", f"{metadata!r:.80}")
+    oddities = []
     for canonical, aliases in ALIASES.items():
         value = metadata.get(canonical)
         for alias in aliases:

@@ -30,12 +30,13 @@ from engine.formats.apr import (
     PLAIN,
     QUANTIZED,
     ROW_MAJOR,
+    TENSORS_LIMIT,
     align,
     header_crc,
     index_entry,
 )
 from engine.formats.apr_metadata import build_metadata, check_family, embed
-from engine.formats.safetensors import DTYPES, TENSORS_LIMIT
+from engine.formats.safetensors import DTYPES
 from engine.formats.writing import Placed, TensorData, new_file, tensor_bytes
 from engine.quant.blocks import BLOCK_TYPES
 

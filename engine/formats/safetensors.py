@@ -1,10 +1,10 @@
 """Opens, checks, reads and writes weights in safetensors files: one file, or a model folder.
 
 A model is one file, or a folder with `model.safetensors`, or a folder with
-`model.safetensors.index.json`, which lists the shard of each tensor. The choice is never guessed: a
-folder with both is refused. Every header is checked before any data is read. Opening a model costs
-no memory: a tensor is read when it is requested. The files contain only tensors: configuration and
-tokenizer are in the `config.json` and `tokenizer.json` of the same folder.
+`model.safetensors.index.json`, which lists the shard of each tensor. Every header is checked before
+any data is read. Opening a model costs no memory: a tensor is read when it is requested. The files
+contain only tensors: configuration and tokenizer are in the `config.json` and `tokenizer.json` of the
+same folder.
 
     byte 0      8 bytes   N, the length of the header, unsigned little-endian
     byte 8      N bytes   JSON: {name: {"dtype", "shape", "data_offsets": [begin, end]}, ...},
@@ -13,18 +13,12 @@ tokenizer are in the `config.json` and `tokenizer.json` of the same folder.
                           overlaps or a tail
 
 The `safetensors` library checks this layout too. But its reader maps the file, so a file that is
-truncated while it is read kills the process; it accepts duplicate keys, its messages name neither
-tensor nor byte, it reports a failed download (a Git-LFS pointer, an HTML page) as a bad number, and
-it has no parser for a header alone. Here nothing is allocated from an unchecked length, and a file
-is refused with a code and the byte or the tensor that is wrong:
+truncated while it is read kills the process, its messages name neither tensor nor byte, and it has no
+parser for a header alone. Here a file is refused with a code and what is wrong:
 
-    ST01  shorter than a header      ST07  a key twice               ST12  unknown dtype
-    ST02  another kind of file       ST08  data cut short            ST13  shards do not fit the index
-    ST03  header longer than file    ST09  trailing bytes            ST17  too many tensors
-    ST04  header over the limit      ST10  overlap, hole, reversed   ST18  an index names a file outside
-    ST05  not UTF-8, not JSON        ST11  shape and bytes disagree        its folder, by a path or a link
-
-ST06, a header that does not start with its brace, is a warning, and so is an unknown field.
+    ST02  another kind of file: a failed download, a pickle    ST10  tensors that do not fill the file
+    ST05  a header that is no JSON object                      ST12  a dtype that torch does not have
+    ST08  cut short                                            ST13  shards that do not fit the index
 
 Importing this module does not import torch; `get`, `write_safetensors` and `tensors_sha256` do. Not
 covered: values (`engine.models.load` refuses NaN and infinity).
@@ -36,15 +30,14 @@ import hashlib
 import json
 import math
 import os
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Any, NoReturn, TypeGuard
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from engine import files, limits
 from engine.errors import WeightsError
-from engine.formats.kinds import HEADER_LIMIT_BYTES, START_BYTES, Kind, kind_of, other_kind
+from engine.formats.kinds import START_BYTES, Kind, kind_of, other_kind
 from engine.formats.weights import (
     CUT_SHORT,
     OpenFile,
@@ -53,8 +46,6 @@ from engine.formats.weights import (
     WeightFile,
     identity_of,
     open_regular,
-    parse_object,
-    read_json_object,
 )
 from engine.formats.writing import fsync_folder, tensor_bytes, tensor_parts, unwritable
 from engine.model_families import ROPE_BUFFER, in_text_model
@@ -66,10 +57,6 @@ SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 CONFIG_FILE = "config.json"
 TOKENIZER_FILE = "tokenizer.json"
-
-TENSORS_LIMIT = limits.TENSORS.most
-"""A 70B model has fewer than a thousand; a header of a million empty tensors would only take time.
-"""
 
 # Name in a file -> bits per value, and torch's name if torch has the dtype.
 DTYPES: dict[str, tuple[int, str | None]] = {
@@ -97,8 +84,6 @@ DTYPES: dict[str, tuple[int, str | None]] = {
     "C64": (64, "complex64"),
 }
 
-_GGUF_TYPE = re.compile(r"(Q\d|IQ\d|TQ\d|MXFP)\w*", re.IGNORECASE)
-
 
 class SafetensorsFolder(WeightFile):
     """The tensors of one file or of all shards of a folder, with Hugging Face names."""
@@ -106,29 +91,18 @@ class SafetensorsFolder(WeightFile):
     format = "safetensors"
     convention = "hf"
 
-    def __init__(self, path: Path, headers: list[Header], warnings: Sequence[str] = ()) -> None:
+    def __init__(
+        self, path: Path, headers: list[Header], tensors: Mapping[str, TensorInfo] | None = None
+    ) -> None:
+        """Hold the tensors of `headers`, or those of them in `tensors`."""
         self.path = path
-        tensors: dict[str, TensorInfo] = {}
         metadata: dict[str, str] = {}
-        named_apr = [
-            f"AP12 {header.path}: a safetensors file named .apr, read as what it is"
-            for header in headers
-            if header.path.suffix.lower() == ".apr"
-        ]
-        self.warnings = (*named_apr, *warnings, *(w for h in headers for w in h.warnings))
+        found: dict[str, TensorInfo] = {}
         for header in headers:
-            metadata |= header.metadata  # for duplicate keys the last shard's value is used
-            for name, info in header.tensors.items():
-                if name in tensors:
-                    refuse(
-                        path,
-                        f'tensor "{name}" in one shard',
-                        f"it in {tensors[name].file.name} and {info.file.name}",
-                        code="ST13",
-                    )
-                tensors[name] = info
-        self.tensors, self.metadata = _of_text_model(tensors), metadata
-        self.warnings = (*self.warnings, *_left_out(path, self.tensors))
+            metadata |= header.metadata
+            found |= header.tensors
+        self.tensors, self.metadata = _of_text_model(dict(tensors or found)), metadata
+        self.warnings = tuple(_left_out(path, self.tensors))
         scratch = Scratch()
         self._files = {
             header.path: OpenFile(header.path, "weights", "", header.identity, scratch)
@@ -150,8 +124,11 @@ class SafetensorsFolder(WeightFile):
 
     def config_dict(self) -> dict[str, Any]:
         """Return the `config.json` in the folder of the weights. Raises `WeightsError`."""
-        return read_json_object(
-            self.folder / CONFIG_FILE, "model configuration", limits.MODEL_CONFIG
+        return files.read_json_object(
+            self.folder / CONFIG_FILE,
+            "model configuration",
+            limits.MODEL_CONFIG,
+            error=WeightsError,
         )
 
     def tokenizer_json(self) -> bytes | None:
@@ -164,15 +141,32 @@ class SafetensorsFolder(WeightFile):
 
 def open_index(path: Path) -> SafetensorsFolder:
     """Open the shards that an index file lists, whatever its name. Raises `WeightsError`."""
-    headers, total = _read_shards(path)
-    total_bytes = sum(info.bytes for header in headers for info in header.tensors.values())
-    warnings = []
-    if total is not None and (isinstance(total, bool) or total != total_bytes):
-        warnings.append(
-            f"{path}: metadata.total_size is {total!r:.80}, its shards hold {total_bytes:,} bytes of tensors; "
-            "nothing here reads it"
+    raw = files.read_json_object(
+        path, "safetensors index", limits.WEIGHTS_HEADER, error=WeightsError
+    )
+    weight_map = raw.get("weight_map")
+    if not isinstance(weight_map, dict) or not all(
+        isinstance(shard, str) and Path(shard).name == shard != "" for shard in weight_map.values()
+    ):
+        found = f"{weight_map!r:.80}"
+        refuse(path, "a weight_map of tensors to files in its folder", found, code="ST13")
+    shards = sorted(set(weight_map.values()))
+    missing = [shard for shard in shards if not os.path.exists(path.parent / shard)]
+    if missing:
+        refuse(
+            path,
+            f"{len(shards)} shards",
+            f"{len(missing)} missing: {', '.join(missing[:8])}" + (", ..." if missing[8:] else ""),
+            "fetch the rest of the model",
+            code="ST13",
         )
-    return SafetensorsFolder(path, headers, warnings)
+    headers = {shard: read_header(path.parent / shard) for shard in shards}
+    for name, shard in weight_map.items():
+        if name not in headers[shard].tensors:
+            expected = f"tensor {json.dumps(name)} in {shard}"
+            refuse(path, expected, "none of this name", code="ST13")
+    tensors = {name: headers[shard].tensors[name] for name, shard in weight_map.items()}
+    return SafetensorsFolder(path, [*headers.values()], tensors)
 
 
 def _of_text_model(tensors: dict[str, TensorInfo]) -> dict[str, TensorInfo]:
@@ -290,72 +284,6 @@ def dtype_code(dtype: torch.dtype) -> str:
     raise WeightsError(f"{dtype}: a safetensors file has no such dtype")
 
 
-def escapes(name: str) -> bool:
-    """Whether a file named in an index may be outside the index's folder, or is not a valid file
-    name.
-
-    This checks only the name: the Hugging Face cache stores its files as links that leave the
-    folder.
-    """
-    inside = PurePosixPath(name)
-    is_invalid = "\\" in name or not name.isprintable()
-    return is_invalid or inside.is_absolute() or ".." in inside.parts or not inside.parts
-
-
-def _stays_inside(folder: Path, shard: str) -> bool:
-    """Whether a shard, with links followed, is in its folder or in the blobs of a Hugging Face
-    cache.
-
-    That cache keeps `snapshots/<revision>/<file>` as links to `blobs/<digest>` two folders up.
-    """
-    real = Path(os.path.realpath(folder / shard))
-    blobs = Path(os.path.realpath(folder)).parent.parent / "blobs"
-    return real.is_relative_to(os.path.realpath(folder)) or real.parent == blobs
-
-
-def _read_shards(index: Path) -> tuple[list[Header], object]:
-    """Return the headers of all shards of an index, after checking that each tensor is in its
-    listed shard, and the total size that it says.
-    """
-    raw = read_json_object(index, "safetensors index", limits.WEIGHTS_HEADER)
-    weight_map, about = raw.get("weight_map"), raw.get("metadata")
-    if not isinstance(weight_map, dict) or not all(isinstance(v, str) for v in weight_map.values()):
-        found = f"{weight_map!r:.80}"
-        refuse(index, "a weight_map of tensor names to file names", found, code="ST13")
-    shards = sorted(set(weight_map.values()))
-    for shard in shards:
-        if escapes(shard):
-            found = f"the shard path {json.dumps(shard)}"
-            refuse(index, "shards inside the folder", found, code="ST18")
-    for shard in shards:
-        if not _stays_inside(index.parent, shard):
-            found = f"{json.dumps(shard)}, a link to {os.path.realpath(index.parent / shard)}"
-            hint = "name that folder itself if the link is meant"
-            refuse(index, "shards inside the folder", found, hint, code="ST18")
-    missing = [shard for shard in shards if not os.path.exists(index.parent / shard)]
-    if missing:
-        refuse(
-            index,
-            f"{len(shards)} shards",
-            f"{len(missing)} missing: {', '.join(missing[:8])}" + (", ..." if missing[8:] else ""),
-            "fetch the rest of the model",
-            code="ST13",
-        )
-    headers = [read_header(index.parent / shard) for shard in shards]
-    for shard, header in zip(shards, headers, strict=True):
-        for name in header.tensors:
-            if name not in weight_map:
-                expected = f"a shard for tensor {json.dumps(name)}"
-                refuse(index, expected, f"none, and it is in {shard}", code="ST13")
-    holds = {shard: header.tensors for shard, header in zip(shards, headers, strict=True)}
-    for name, shard in weight_map.items():
-        if name not in holds[shard]:
-            others = [holder for holder in shards if name in holds[holder]]
-            found = f"it in {others[0]}" if others else "it in no shard"
-            refuse(index, f"tensor {json.dumps(name)} in {shard}", found, code="ST13")
-    return headers, about.get("total_size") if isinstance(about, dict) else None
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Header:
     """A checked header: its tensors fill the rest of the file exactly."""
@@ -366,8 +294,6 @@ class Header:
     file_bytes: int
     identity: tuple[int, ...] = ()
     """Identity of the file that was read, as `engine.formats.weights` compares it."""
-    warnings: tuple[str, ...] = ()
-    """Deviations from the format that this reader accepts, one line each."""
 
 
 def read_header(path: str | Path) -> Header:
@@ -378,59 +304,22 @@ def read_header(path: str | Path) -> Header:
         file_bytes = os.fstat(file.fileno()).st_size
         start = file.read(START_BYTES)
         kind = kind_of(start)
-        if kind not in (Kind.SAFETENSORS, Kind.EMPTY, Kind.UNKNOWN):
+        if kind is not Kind.SAFETENSORS:
             raise other_kind("weights", path, Kind.SAFETENSORS.value, kind, start, "ST02")
-        if file_bytes < 8:
+        data_start = 8 + int.from_bytes(start[:8], "little")
+        if data_start > file_bytes:
+            expected = f"a header of {data_start - 8:,} bytes"
             refuse(
-                path,
-                "8 bytes of header length",
-                f"a file of {file_bytes} bytes",
-                CUT_SHORT,
-                code="ST01",
-            )
-        header_bytes = int.from_bytes(start[:8], "little")
-        if header_bytes > HEADER_LIMIT_BYTES:
-            refuse(
-                path,
-                f"a header of at most {HEADER_LIMIT_BYTES:,} bytes",
-                f"a length of {header_bytes:,} (the file starts with {start[:8]!r})",
-                "this may be no safetensors file at all",
-                code="ST04",
-            )
-        if 8 + header_bytes > file_bytes:
-            refuse(
-                path,
-                f"a header of {header_bytes:,} bytes",
-                f"a truncated file of {file_bytes:,} bytes",
-                CUT_SHORT,
-                code="ST03",
+                path, expected, f"a truncated file of {file_bytes:,} bytes", CUT_SHORT, code="ST08"
             )
         file.seek(8)
-        text = file.read(header_bytes)
-    raw = parse_object(
-        text,
-        "safetensors header",
-        path,
-        first_byte=8,
-        code="ST05",
-        twice_code="ST07",
-        no_minus_zero=True,
-    )
-    metadata = raw.pop("__metadata__", {})
-    if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
-        refuse(path, "__metadata__ of text to text", f"{metadata!r:.80}", code="ST05")
-    if len(raw) > TENSORS_LIMIT:
-        refuse(path, f"at most {TENSORS_LIMIT:,} tensors", f"{len(raw):,}", code="ST17")
-    data_start = 8 + header_bytes
+        text = file.read(data_start - 8)
+    raw = files.parse_json(text, path, "ST05 safetensors header", error=WeightsError)
+    metadata = raw.pop("__metadata__", None) or {}
     tensors = {name: _tensor_info(path, name, raw[name], data_start) for name in raw}
     _check_layout(path, tensors, data_start, file_bytes)
     return Header(
-        path=path,
-        tensors=tensors,
-        metadata=metadata,
-        file_bytes=file_bytes,
-        identity=identity,
-        warnings=tuple(_oddities(path, text, raw)),
+        path=path, tensors=tensors, metadata=metadata, file_bytes=file_bytes, identity=identity
     )
 
 
@@ -441,61 +330,23 @@ def refuse(
     raise WeightsError.expected(f"{code} weights".lstrip(), where, expected, found, hint=hint)
 
 
-def _oddities(path: Path, text: bytes, raw: dict[str, Any]) -> Iterator[str]:
-    spaces = len(text) - len(text.lstrip())
-    if spaces:
-        yield f"ST06 {path}: non-canonical header start, {spaces} bytes of white space at byte 8"
-    for name, entry in raw.items():
-        for field in entry.keys() - {"dtype", "shape", "data_offsets"}:
-            yield f"{path}, tensor {json.dumps(name)}: unknown field {json.dumps(field)} ignored"
-
-
-def _tensor_info(path: Path, name: str, raw: object, data_start: int) -> TensorInfo:
+def _tensor_info(path: Path, name: str, entry: Any, data_start: int) -> TensorInfo:
     where = f"{path}, tensor {json.dumps(name)}"
-    entry = raw if isinstance(raw, dict) else {}
-    dtype, shape, offsets = (entry.get(key) for key in ("dtype", "shape", "data_offsets"))
-    if not isinstance(dtype, str) or dtype not in DTYPES:
-        gguf = ", a GGUF type" if isinstance(dtype, str) and _GGUF_TYPE.fullmatch(dtype) else ""
-        refuse(
-            where,
-            f"one of the dtypes {', '.join(DTYPES)}",
-            f"{dtype!r:.80}{gguf}",
-            "quantized blocks are kept in .gguf and .apr files" if gguf else None,
-            code="ST12",
+    try:
+        dtype, shape, (begin, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
+        bits = math.prod(shape) * DTYPES[dtype][0]
+        is_sound = bits == 8 * (end - begin) and all(
+            type(number) is int and 0 <= number < 2**63 for number in (begin, end, *shape)
         )
-    if not counts(shape):
-        refuse(where, "a shape of integers from 0", f"{shape!r:.80}", code="ST11")
-    if not counts(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
-        refuse(where, "data_offsets of [begin, end]", f"{offsets!r:.80}", code="ST10")
-    begin, end = offsets
-    bits = math.prod(shape) * DTYPES[dtype][0]
-    if bits != (end - begin) * 8:
-        refuse(
-            where,
-            f"{bits / 8:,g} bytes for {dtype}{shape!r:.80}",
-            f"{end - begin:,} bytes",
-            code="ST11",
+    except (TypeError, KeyError, ValueError):
+        is_sound = False
+    if not is_sound:
+        expected = (
+            f"a dtype of {', '.join(DTYPES)}, and data_offsets as far apart as its shape needs"
         )
-    if math.prod(size for size in shape if size) >= 2**63:
-        # Possible only with a dimension of zero, with no bytes; torch cannot create such a
-        # tensor.
-        refuse(where, "a shape below 2^63", f"{shape!r:.80}", code="ST11")
+        refuse(where, expected, f"{entry!r:.200}", code="ST10")
     return TensorInfo(
-        name=name,
-        dtype=dtype,
-        shape=tuple(shape),
-        file=path,
-        start=data_start + begin,
-        bytes=end - begin,
-    )
-
-
-def counts(value: object) -> TypeGuard[list[int]]:
-    """Whether it is a short list of integers from 0 to 2^63 - 1, so that their product stays small."""
-    return (
-        isinstance(value, list)
-        and len(value) <= 64
-        and all(type(count) is int and 0 <= count < 2**63 for count in value)
+        name=name, dtype=dtype, shape=shape, file=path, start=data_start + begin, bytes=end - begin
     )
 
 
@@ -503,37 +354,15 @@ def _check_layout(
     path: Path, tensors: dict[str, TensorInfo], data_start: int, file_bytes: int
 ) -> None:
     """Check that each byte after the header belongs to exactly one tensor."""
-    end, previous = data_start, "the header"
+    end = data_start
     for info in sorted(tensors.values(), key=lambda info: (info.start, info.bytes)):
-        name = f"tensor {json.dumps(info.name)}"
-        if info.start < end:
-            refuse(
-                path,
-                f"{name} after {previous}",
-                f"it overlaps {previous} at byte {info.start:,}",
-                code="ST10",
-            )
-        if info.start > end:
-            refuse(
-                path,
-                f"{name} at byte {end:,}",
-                f"a hole of {info.start - end:,} bytes before it",
-                code="ST10",
-            )
-        end, previous = info.start + info.bytes, name
+        if info.start != end:
+            where = f"{path}, tensor {json.dumps(info.name)}"
+            refuse(where, f"its data at byte {end:,}", f"{info.start:,}", code="ST10")
+        end += info.bytes
     if end > file_bytes:
-        refuse(
-            path,
-            f"{end:,} bytes",
-            f"a truncated file of {file_bytes:,}: {end - file_bytes:,} bytes are missing",
-            CUT_SHORT,
-            code="ST08",
-        )
+        found = f"a truncated file of {file_bytes:,}: {end - file_bytes:,} bytes are missing"
+        refuse(path, f"{end:,} bytes", found, CUT_SHORT, code="ST08")
     if end < file_bytes:
-        refuse(
-            path,
-            f"{end:,} bytes",
-            f"{file_bytes - end:,} trailing bytes of no tensor",
-            "another file may be hidden after the weights",
-            code="ST09",
-        )
+        found = f"{file_bytes - end:,} bytes of no tensor at its end"
+        refuse(path, f"{end:,} bytes", found, code="ST10")

@@ -28,7 +28,6 @@ tensor into the memory of the previous one, unless that is still in use.
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import threading
@@ -41,7 +40,6 @@ from typing import TYPE_CHECKING, Any, BinaryIO, Literal, NoReturn, Self
 
 from engine import files
 from engine.errors import WeightsError
-from engine.limits import Limit
 
 if TYPE_CHECKING:
     import numpy as np
@@ -278,86 +276,3 @@ def _fill(descriptor: int, view: memoryview, start: int) -> int:
         if counts[reader] < bounds[reader + 1] - bounds[reader]:
             return bounds[reader] + counts[reader]
     return count
-
-
-def read_json_object(path: Path, what: str, limit: Limit) -> dict[str, Any]:
-    """Read a JSON file with one object; duplicate keys and NaN, which `json` accepts, are refused."""
-    return parse_object(files.read_bytes(path, what, limit, error=WeightsError), what, path)
-
-
-class _JsonRefused(ValueError):
-    """JSON that `json` accepts and this module does not."""
-
-
-class _DuplicateKey(_JsonRefused):
-    """An object has a duplicate key: `json` would silently keep the last value."""
-
-
-def _constant(text: str) -> NoReturn:
-    raise _JsonRefused(f"the value {text}")
-
-
-def _integer(text: str) -> int:
-    if text == "-0":
-        raise _JsonRefused("the value -0")
-    return int(text)
-
-
-def parse_object(
-    raw: bytes,
-    what: str,
-    path: Path,
-    *,
-    first_byte: int = 0,
-    code: str = "",
-    twice_code: str = "",
-    twice: list[str] | None = None,
-    no_minus_zero: bool = False,
-) -> dict[str, Any]:
-    """Return the JSON object in `raw`, which starts at `first_byte` of the file. Raises
-    `WeightsError`.
-
-    A duplicate key is refused under `twice_code`; or, if a list is given as `twice`, it is added
-    there and the last value is used. NaN and infinity are refused, and with `no_minus_zero` the
-    integer -0, which other readers parse as a float.
-    """
-
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        record: dict[str, Any] = {}
-        for key, value in pairs:
-            if key in record and twice is None:
-                raise _DuplicateKey(f"the key {json.dumps(key)} twice")
-            if key in record and twice is not None:
-                twice.append(key)
-            key.encode()  # a lone surrogate could be neither printed nor written again
-            record[key] = value
-        return record
-
-    coded = f"{code} {what}".lstrip()
-    try:
-        text = raw.decode()
-        # A callback for each integer takes time, so it is used only if it could find something.
-        integer = _integer if no_minus_zero and b"-0" in raw else None
-        record = json.loads(
-            text, object_pairs_hook=unique, parse_constant=_constant, parse_int=integer
-        )
-    except UnicodeDecodeError as error:
-        offset = first_byte + error.start
-        raise WeightsError.expected(
-            coded, path, "UTF-8", f"another byte at byte {offset}"
-        ) from error
-    except json.JSONDecodeError as error:
-        offset = first_byte + len(text[: error.pos].encode())
-        raise WeightsError.expected(coded, path, "JSON", f"{error.msg} at byte {offset}") from error
-    except RecursionError as error:
-        raise WeightsError.expected(coded, path, "JSON", "brackets nested too deep") from error
-    except MemoryError as error:
-        raise WeightsError.expected(coded, path, "JSON that fits in memory", "more") from error
-    except ValueError as error:
-        # A duplicate key, NaN, a number of thousands of digits, or a lone surrogate.
-        if isinstance(error, _DuplicateKey):
-            coded = f"{twice_code} {what}".lstrip()
-        raise WeightsError.expected(coded, path, "JSON with unique keys", str(error)) from error
-    if not isinstance(record, dict):
-        raise WeightsError.expected(coded, path, "a JSON object", f"{type(record).__name__}")
-    return record

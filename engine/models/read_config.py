@@ -21,7 +21,8 @@ from typing import TYPE_CHECKING
 
 from engine import limits
 from engine.errors import WeightsError
-from engine.formats.weights import open_regular, read_json_object
+from engine.files import read_json_object
+from engine.formats.weights import open_regular
 from engine.model_families import FAMILIES, ROPE_DIVISORS
 from engine.models.config import CONFIG_FILE, SIZES, ModelConfig, unsupported
 from engine.models.rope import divisors, same_divisors, scaling_of_divisors
@@ -41,7 +42,7 @@ def read_config(folder_or_file: str | Path, how: ModelSection = AUTO) -> ModelCo
     path = Path(folder_or_file)
     if path.is_dir():
         path = path / CONFIG_FILE
-    raw = read_json_object(path, "model configuration", limits.MODEL_CONFIG)
+    raw = read_json_object(path, "model configuration", limits.MODEL_CONFIG, error=WeightsError)
     return _config_in(raw, path, how)
 
 

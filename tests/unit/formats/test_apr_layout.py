@@ -94,11 +94,10 @@ CASES: list[tuple[str, bytes, str]] = [
     ("AP08", GOOD[:-5], "bytes of padded data, found a file of"),
     ("AP08", build_apr(tail=b"polyglot"), "hint: another file may be hidden"),
     ("AP09", build_apr(metadata=b""), "apr metadata: "),
-    ("AP09", build_apr(metadata=b'{"a": }'), "found Expecting value at byte 70"),
-    ("AP09", build_apr(metadata=b'{"\xff": 1}'), "expected UTF-8, found another byte at byte 66"),
-    ("AP09", build_apr(metadata=b"[1]"), "expected a JSON object, found list"),
-    ("AP09", build_apr(metadata=b'{"a": NaN}'), "found the value NaN"),
-    ("AP09", build_apr(metadata=b"[" * 50_000), "nested too deep"),
+    ("AP09", build_apr(metadata=b'{"a": }'), "expected JSON, found Expecting value"),
+    ("AP09", build_apr(metadata=b'{"\xff": 1}'), "expected JSON, found"),
+    ("AP09", build_apr(metadata=b"[1]"), "expected a JSON object as metadata, found [1]"),
+    ("AP09", build_apr(metadata=b"[" * 50_000), "expected JSON nested"),
     ("AP09", build_apr(header={"metadata_size": 2**25}), "at most 16,777,216 bytes of metadata"),
     ("AP10", build_apr([FLOATS, HALVES]), '"a.weight" in sorted order, found it after "b.weight"'),
     ("AP10", build_apr([FLOATS, FLOATS]), "found it a second time"),
@@ -184,7 +183,6 @@ def test_what_is_odd_and_harmless_is_a_warning(tmp_path: Path) -> None:
         "no footer": build_apr(footer=False),
         "belong to no tensor": build_apr([HALVES._replace(data=bytes(136), size=8), FLOATS]),
         "no values": build_apr([Entry("lm_head.weight", 0, [0, 32], b"")]),
-        'key "name" twice': build_apr(metadata=b'{"name": 1, "name": 2}'),
         "no tokenizer": GOOD,
     }
     for words, raw in cases.items():
