@@ -80,9 +80,6 @@ def _screen_options(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="colours: dark, light, colourblind-dark, colourblind-light or one of Textual's",
     )
-    parser.add_argument(
-        "--list-themes", action="store_true", help="print the names of all themes and exit"
-    )
     parser.add_argument("--version", action="version", version=f"apr-workbench {VERSION}")
 
 
@@ -145,17 +142,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         options, show = demo_parser().parse_args(arguments[1:]), _demo
     else:
         options, show = watch_parser().parse_args(arguments), _watch
-    return run_command(
-        "apr-workbench", lambda: _list_themes() if options.list_themes else show(options)
-    )
-
-
-def _list_themes() -> int:
-    """Print the names of all themes, the workbench's own first; exit code 0."""
-    from workbench.tui.themes import theme_names
-
-    put("\n".join(theme_names()))
-    return 0
+    return run_command("apr-workbench", lambda: show(options))
 
 
 def _watch(options: argparse.Namespace) -> int:

@@ -81,7 +81,7 @@ class FindingsFeed(FoldersFeed):
 
 
 class FindingFeed:
-    """Reads one finding; it is verified again when one of its files has changed, or after `forget`."""
+    """Reads one finding; it is verified again when one of its files has changed."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -89,10 +89,6 @@ class FindingFeed:
         self._listing: Listing | None = None
         self.finding: Finding | None = None
         """The finding as of the last poll; None if it cannot be read or changed."""
-
-    def forget(self) -> None:
-        """Verify every byte again at the next poll."""
-        self._seen = None
 
     def poll(self) -> Listing:
         """Return its rows. Damage is shown in them, not raised."""

@@ -33,7 +33,7 @@ from engine.flips.watched import options_for
 from engine.log.folder import RunFolder, find_runs
 from engine.log.follow import Follower
 from engine.log.read import writer_is_alive
-from engine.units import parse_share, parse_time
+from engine.units import parse_time
 from workbench.engine_commands import check_flip
 from workbench.jobs import Job, start_flip
 from workbench.listing import FoldersFeed, Row, Tone
@@ -167,15 +167,12 @@ def _controls(folder: Path) -> Iterator[str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wanted:
-    """A flip as a form describes it: the options of `engine flip`, as they are typed. Without a budget or steps the
-    engine chooses them."""
+    """A flip as a form describes it: the options of `engine flip`, as they are typed. The engine chooses the others,
+    and a budget where none is typed."""
 
     assignment: str
     hypothesis: str = ""
-    margin: str = "5%"
     budget: str = "5m"
-    steps: str = "12"
-    controls: str = "auto"
     ends: str = ""
     """Problem that B should fix, such as `identity kept_gradients`; nothing is measured then. Empty for a metric."""
 
@@ -186,11 +183,8 @@ class Wanted:
         try:
             if self.budget:
                 parse_time("budget", self.budget)
-            parse_share("margin", self.margin)
         except UsageError as problem:
             return str(problem)
-        if self.steps and not self.steps.isdecimal():
-            return f"steps: expected a number, found {self.steps!r}"
         return ""
 
     def check(self, source: Path, flips: Path) -> list[str]:
@@ -211,8 +205,7 @@ class Wanted:
 
     def arguments(self, source: Path, folder: Path) -> list[str]:
         """Return the engine arguments that start it."""
-        measured = ("hypothesis", "margin", "controls")
-        named = ("budget", "steps", *(("ends",) if self.ends else measured))
+        named = ("budget", "ends" if self.ends else "hypothesis")
         values = [(f"--{name}", value) for name in named if (value := getattr(self, name))]
         asked = [tuple(options_for(self.assignment)), ("--out", str(folder)), *values]
         return ["flip", str(source), *(word for option in asked for word in option)]

@@ -167,8 +167,6 @@ class Flip(Panel):
             assignment=self._set.value.strip(),
             hypothesis=self._hypothesis.value.strip(),
             budget=self._budget.value.strip(),
-            # The engine's own number: of a watched run it follows from the run.
-            steps="",
             ends=self._ends.get(self._set.value.strip(), ""),
         )
 

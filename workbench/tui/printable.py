@@ -72,5 +72,9 @@ def is_utf8(environ: Mapping[str, str]) -> bool:
     # The Linux console and a dumb terminal have no braille, whatever the locale says.
     if environ.get("TERM") in ("linux", "dumb"):
         return False
-    name = next((environ[key] for key in ("LC_ALL", "LC_CTYPE", "LANG") if environ.get(key)), "")
+    names = {key: environ.get(key, "") for key in ("LC_ALL", "LC_CTYPE", "LANG")}
+    if names["LC_CTYPE"] == "C.UTF-8":
+        # Python sets this where the locale is C (PEP 538).
+        names["LC_CTYPE"] = ""
+    name = next(filter(None, names.values()), "")
     return name.lower().replace("-", "").endswith("utf8")

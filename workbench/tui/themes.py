@@ -143,6 +143,6 @@ def _checked(name: str, source: str) -> str:
         raise UsageError(
             f"{source}: expected the name of a theme, found {name!r}"
             + (f"; did you mean {near[0]!r}?" if near else ""),
-            hint="`apr-workbench --list-themes` lists them",
+            hint=", ".join(names),
         )
     return name

@@ -11,9 +11,8 @@ from textual.binding import Binding, BindingType
 
 from engine.errors import EngineError
 from engine.findings import changes
-from engine.findings.bundle import LOG, Bundle
+from engine.findings.bundle import Bundle
 from engine.findings.changes import Suspect, suspects_of
-from engine.findings.check import check_bundle
 from engine.findings.finding import Finding
 from engine.findings.text import next_words, state_words
 from engine.log.folder import RunFolder
@@ -30,7 +29,7 @@ from workbench.tui.widgets.fields import Field, Values
 NOTES = (
     "+ confirmed: runs as they were show the observation, runs with the change do not, in three",
     "  pairs, and no run says otherwise. x refuted: a run with the change shows it too. ? open.",
-    "> is a test, judged again from its files. ! does not verify. A note supports nothing.",
+    "> is a test, judged again from its files. ! does not verify. A note supports nothing (`engine why note`).",
     "",
     "t runs the next test in the background, and E shows its runs. It goes on when this screen or the",
     "workbench is closed, and t goes on with one that was interrupted.",
@@ -46,7 +45,7 @@ class FindingScreen(BrowseScreen[FindingFeed]):
 
     NOTES, JOB = NOTES, JOB
     CSS = "FindingScreen.-wide #both RowList, FindingScreen.-wide #both #details { width: 1fr; }"
-    ACTING = frozenset({"test", "cause", "note", "close", "export", "stop"})
+    ACTING = frozenset({"test", "cause", "close", "stop"})
     BINDINGS: ClassVar[list[BindingType]] = own_keys(
         Binding(
             "t", "test", "test", tooltip="run the next test, or that of the cause under the cursor"
@@ -54,9 +53,6 @@ class FindingScreen(BrowseScreen[FindingFeed]):
         Binding("ctrl+x", "stop", "stop", tooltip="interrupt the test; t goes on with it"),
         Binding("a", "cause", "add cause", tooltip="name another change that may end it"),
         Binding("c", "close", "close", tooltip="close with the confirmed cause, or as unresolved"),
-        Binding("n", "note", "note", tooltip="keep some words; they support nothing"),
-        Binding("v", "check", "check", tooltip="hash every file, judge every test again"),
-        Binding("x", "export", "export", tooltip="check it and enter it into LOG.md"),
     )
 
     def __init__(self, context: Context, path: Path) -> None:
@@ -104,18 +100,6 @@ class FindingScreen(BrowseScreen[FindingFeed]):
             Field(name="change", label="change", hint=hint),
         )
 
-    def action_note(self) -> None:
-        fields = (Field(name="text", label="note"),)
-        self._ask("a note", lambda v: changes.note(self.bundle, v["text"]), *fields)
-
-    def action_check(self) -> None:
-        def check() -> str:
-            verdict = check_bundle(self.bundle).verdict
-            return f"{verdict.level.name}: {verdict.reason}"
-
-        self._feed.forget()
-        self.command("check", check)
-
     def action_close(self) -> None:
         finding = self._feed.finding
         if finding is not None and finding.confirmed:
@@ -126,13 +110,6 @@ class FindingScreen(BrowseScreen[FindingFeed]):
             lambda v: changes.close(self.bundle, v["reason"]),
             Field(name="reason", label="reason", hint="why there is no cause"),
         )
-
-    def action_export(self) -> None:
-        def send() -> str:
-            path = changes.export(self.bundle).path
-            return f"exported: {path}, entered into {path.parent / LOG}"
-
-        self.command("export", send)
 
 
 def ask_why(screen: PollingScreen, form: Callable[[], FormScreen]) -> None:

@@ -52,7 +52,7 @@ class FlipScreen(PollingScreen):
         "",
         "The verdict is one sentence and the next action; z shows the statistics that it rests on.",
         "B_FASTER, B_SLOWER, EQUIVALENT are decided; INCONCLUSIVE says what would decide it;",
-        "`measured` needs controls of the last day (controls: run makes them), else it is a `screen`.",
+        "`measured` needs controls of the last day (`engine flip --controls run`), else it is a `screen`.",
         "",
         "Leaving this screen, ctrl+c or closing the workbench does not end a flip: it continues, and E",
         "lists it. ctrl+x ends it and keeps its measurements.",

@@ -44,7 +44,7 @@ class FormScreen(ModalScreen[str | None]):
     FormScreen {
         .line { height: 1; }
         .label { width: 14; color: $text-muted; }
-        .line Input, .line Choice { width: 1fr; }
+        .line Input, .line Select { width: 1fr; }
         Input { height: 1; border: none; padding: 0; background: $panel; }
         Input:focus { background: $primary 30%; }
         #note { color: $text-muted; }

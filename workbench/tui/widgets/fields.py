@@ -7,9 +7,7 @@ from dataclasses import dataclass
 
 from textual.containers import Horizontal
 from textual.widget import Widget
-from textual.widgets import Input, Static
-
-from workbench.tui.widgets.choice import Choice
+from textual.widgets import Input, Select, Static
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,12 +20,13 @@ class Field:
     hint: str = ""
     """Shown while the field is empty."""
     options: tuple[str, ...] = ()
-    """The values to choose from; empty for free text."""
+    """The values to choose from, the first of which is chosen; empty for free text."""
 
-    def widget(self, id_: str) -> Input | Choice:
+    def widget(self, id_: str) -> Input | Select[str]:
         """Make the widget of its value."""
         if self.options:
-            return Choice(self.options, self.value, id=id_)
+            options = [(option, option) for option in self.options]
+            return Select(options, allow_blank=False, compact=True, id=id_)
         return Input(self.value, placeholder=self.hint, id=id_, compact=True)
 
 
@@ -46,6 +45,6 @@ def values_in(form: Widget, fields: Sequence[Field], prefix: str = "") -> dict[s
     values = {}
     for field in fields:
         widget = form.query_one(f"#{prefix}{field.name}")
-        assert isinstance(widget, Input | Choice)
-        values[field.name] = widget.value.strip()
+        assert isinstance(widget, Input | Select)
+        values[field.name] = str(widget.value).strip()
     return values

@@ -21,7 +21,6 @@ from engine.log.folder import RunFolder
 from engine.log.text import one_line
 from workbench.flip_snapshots import Wanted
 from workbench.listing import Row
-from workbench.tui.widgets.choice import Choice
 from workbench.tui.widgets.fields import Field, field_lines, values_in
 from workbench.tui.widgets.row_list import RowList
 from workbench.tui.widgets.text_pane import TextPane
@@ -29,15 +28,11 @@ from workbench.tui.widgets.text_pane import TextPane
 START = (
     Field(name="assignment", label="B differs in", hint="teacher.backend=quantized"),
     Field(name="hypothesis", label="hypothesis", hint="what you expect, in one sentence"),
-    Field(name="margin", label="margin", value="5%", hint="differences too small to matter"),
     Field(name="budget", label="budget", value="5m", hint="of all pairs, as 90s or 5m"),
-    Field(name="steps", label="steps", value="12", hint="of each run"),
-    Field(name="controls", label="controls", options=("auto", "run", "skip")),
 )
 WATCHED_HINTS = {
     "assignment": "loader.workers=4, NAME=VALUE of its environment, or --option value",
     "budget": "what 8 pairs of this run need",
-    "steps": "so many that a run lasts some seconds",
 }
 """The hints of fields that are empty at first for a watched run: the engine chooses what its steps need."""
 CHECK_AFTER_S = 0.4
@@ -70,7 +65,7 @@ Enter starts; tab moves through the fields; the plan below is the one that will 
         height: 1fr; padding: 0 1; scrollbar-size-vertical: 1;
         .line { height: 1; }
         .label { width: 14; color: $text-muted; }
-        .line Input, .line Choice { width: 1fr; }
+        .line Input { width: 1fr; }
         Input { height: 1; border: none; padding: 0; background: $surface; }
         Input:focus { background: $primary 30%; }
         OptionList {
@@ -138,7 +133,6 @@ Enter starts; tab moves through the fields; the plan below is the one that will 
             self._input("hypothesis").value = proposal.hypothesis
 
     @on(Input.Changed)
-    @on(Choice.Changed)
     def post_change(self, event: Message) -> None:
         event.stop()
         self.post_message(self.Changed(self.wanted))
