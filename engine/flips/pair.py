@@ -97,12 +97,6 @@ OF_ROWS = (*FACTS["training tokens"], *FACTS["tokens per step"], "train.seed")
 OF_LOADERS = ("loader.",)
 """Settings of a script that may change the rows of a step: each worker augments by a seed of its own."""
 
-OF_UPDATES = (
-    *("train.lr", "train.eps", "train.warmup_steps", "train.schedule", "train.clip_norm"),
-    *("train.beta1", "train.beta2", "train.weight_decay", "train.final_lr_ratio"),
-)
-"""Settings that can make updates so small that nothing is learnt, and so nothing diverges."""
-
 
 def matches(key: str, patterns: Iterable[str]) -> bool:
     """Whether a dotted key is one of `patterns`, or lies in a section (`data.`) that is one."""
@@ -142,7 +136,7 @@ def same_work(plan: Plan, a: Outcome, b: Outcome, flip: Path) -> Verdict | None:
         *texts,
         key=change.key,
         same_rows=not matches(change.key, OF_ROWS),
-        scales_updates=change.key in OF_UPDATES,
+        scales_updates=change.key.startswith("train."),
         kind=plan.changes_on_purpose or (DATA if matches(change.key, OF_LOADERS) else ""),
         observed=plan.observed,
         sources=kept_sources(code_folder(runs[0].path)),

@@ -82,10 +82,7 @@ def value_text(metric: str, outcome: Outcome) -> str:
         return {True: "shows it", False: "does not", None: outcome.state}[outcome.shown]
     if outcome.value is None:
         return outcome.state if not outcome.completed else NOT_MEASURED
-    return amount_text(metric, outcome.value)
-
-
-def amount_text(metric: str, value: float) -> str:
+    value = outcome.value
     if metric.endswith("_bytes"):
         return format_bytes(value)
     if metric == "step_s":

@@ -69,11 +69,11 @@ def test_a_script_of_training_arguments_takes_their_options() -> None:
     words = ("python", "t.py", "--per_device_train_batch_size", "2")
     one = found(watched("cuda:0"), alert("data_wait"), words=words)
     assert one[0].assignment == "--dataloader_num_workers 4"
-    assert "--attn_implementation sdpa" in [each.assignment for each in one if not each.impossible]
+    assert "--torch_compile True" in [each.assignment for each in one if not each.impossible]
 
 
 def test_an_option_that_a_script_lacks_is_said_to_be_given_by_hand() -> None:
-    (one,) = [each for each in found(watched("cuda:0")) if "attn_impl" in each.assignment]
+    (one,) = [each for each in found(watched("cuda:0")) if "torch_compile" in each.assignment]
     assert one.impossible == "the command has no such option: give the script one"
 
 
