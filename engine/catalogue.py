@@ -297,7 +297,6 @@ ALERTS: tuple[About, ...] = (
     _alert("gpu_lost", FAIL, "Is the GPU still there?"),
     _alert("memory_ceiling", FAIL, "Does memory use grow from step to step towards the limit?"),
     _alert("memory_pressure", FAIL, "Do all processes wait for memory?"),
-    _alert("allocator_ceiling", FAIL, "Did an allocation fail although memory was free?"),
     _alert(
         "slow_part",
         SUSPICION,

@@ -184,7 +184,7 @@ IDEAS: tuple[Idea, ...] = (
     Idea(
         "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True",
         "expandable segments reduce memory fragmentation",
-        ("memory_ceiling", "allocator_ceiling", "memory_pressure", "step_time_drift"),
+        ("memory_ceiling", "memory_pressure", "step_time_drift"),
         (GPU,),
     ),
     Idea(

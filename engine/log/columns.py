@@ -3,7 +3,6 @@ are shown with."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, get_args
 
@@ -11,7 +10,7 @@ import msgspec
 
 from engine.log.events import Known, StepDone
 from engine.log.read import READ_BYTES, BrokenLog, LogReader, decode_line
-from engine.log.table import NOT_A_READING, Batch, batches_of, fields_of
+from engine.log.table import Batch, batches_of, fields_of
 
 CHUNK_BYTES = 1 << 20
 NEWEST_BYTES = 8 << 20
@@ -38,8 +37,8 @@ _decoder: msgspec.json.Decoder[Any] = msgspec.json.Decoder(_record)
 
 
 class BatchReader:
-    """Reads one log as batches. Older lines than the last NEWEST_BYTES come without what only the newest are shown
-    with: the phases of steps, and the rows themselves."""
+    """Reads one log as batches. Older lines than the last NEWEST_BYTES come without the phases of steps, and are not
+    among the lines that are shown."""
 
     def __init__(self, lines: LogReader) -> None:
         self.lines = lines
@@ -77,21 +76,8 @@ class BatchReader:
         return [
             replace(
                 batch,
-                rows={n: _carrying_newest(rows) for n, rows in batch.rows.items() if n != "step"},
+                rows={name: rows for name, rows in batch.rows.items() if name != "step"},
                 shown=batch.others,
             )
             for batch in batches_of(events)
         ]
-
-
-def _carrying_newest(rows: Sequence[Any]) -> list[Any]:
-    """Return the last row, and of each reading the last with its value and the last with a reason why it is missing."""
-    kept: dict[str, Any] = {}
-    for row in rows:
-        if row.absent:
-            kept |= dict.fromkeys(row.absent, row)
-    reasons = [*kept.values(), rows[-1]]
-    for name in set(rows[-1].__struct_fields__) - NOT_A_READING:
-        kept[name] = next((row for row in reversed(rows) if getattr(row, name) is not None), None)
-    carrying = {row.seq: row for row in (*reasons, *kept.values()) if row is not None}
-    return [carrying[seq] for seq in sorted(carrying)]

@@ -66,7 +66,7 @@ from engine.log.events import (
     Wrote,
 )
 from engine.log.read import LINES_KEPT
-from engine.log.table import ABSENT, GPU_FIELDS, NOT_A_READING, Batch, Table
+from engine.log.table import ABSENT, GPU_FIELDS, Batch, Table
 from engine.log.view import (
     MEMORY_KEPT,
     PHASES_KEPT,
@@ -222,11 +222,10 @@ class _Changes:
                 self.changes |= {"host_s": step.host, "batch": batch_of_epoch}
                 self.changes["planned_steps"] = step.total_steps
             elif name == "host":
-                self.changes["host"] = self.newest(self.get("host"), rows, "")
+                self.changes["host"] = self.newest(rows, "")
             else:
                 index = rows[0].index
-                newest = self.newest(self.get("gpus").get(index), rows, f"{name}.")
-                self.changes["gpus"] = {**self.get("gpus"), index: newest}
+                self.changes["gpus"] = {**self.get("gpus"), index: self.newest(rows, f"{name}.")}
         self.drop_outdated()
 
     def take_rank(self, batch: Batch) -> None:
@@ -440,33 +439,21 @@ class _Changes:
             self.lists[name] = [event for event in self.list_of(name) if event.step <= step]
         self.changes["student"] = self.changes["receipt"] = None
 
-    def newest(self, before: Sample | None, samples: Sequence[Sample], prefix: str) -> Sample:
-        """Return the newest value of each reading, and put the reasons for missing ones into `absent`.
+    def newest(self, samples: Sequence[Sample], prefix: str) -> Sample:
+        """Return the newest sample, and put the reasons for its missing readings into `absent`.
 
-        A missing reading was either not taken at that tick, and keeps its value, or is gone. The first sample
-        that lacks it gives the reason; later ones do not repeat it.
+        The first sample that lacks a reading gives the reason; later ones do not repeat it.
         """
-        reason_at: dict[str, tuple[int, str]] = {}
+        absent = dict(self.get("absent"))
+        since = {name.removeprefix(prefix): 0 for name in absent if name.startswith(prefix)}
         for row, sample in enumerate(samples):
-            if sample.absent:
-                reason_at |= {name: (row, reason) for name, reason in sample.absent.items()}
-        fields = [n for n in samples[0].__struct_fields__ if n not in NOT_A_READING]
-        values: dict[str, Any] = {}
-        for name in fields:
-            for row in range(len(samples) - 1, reason_at.get(name, (-1,))[0], -1):
-                if (value := getattr(samples[row], name)) is not None:
-                    values[name] = value
-                    break
-        reasons = {name: reason for name, (_, reason) in reason_at.items() if name not in values}
-        unknown = set(fields) - values.keys() - reasons.keys()
-        if before is not None:
-            values |= {n: v for n in unknown if (v := getattr(before, n)) is not None}
-        known = {prefix + name for name in values}
-        self.changes["absent"] = {
-            **{name: reason for name, reason in self.get("absent").items() if name not in known},
-            **{prefix + name: reason for name, reason in reasons.items()},
-        }
-        return msgspec.structs.replace(samples[-1], **values)
+            for name, reason in sample.absent.items():
+                absent[prefix + name], since[name] = reason, row + 1
+        for name, row in since.items():
+            if any(getattr(sample, name, None) is not None for sample in samples[row:]):
+                del absent[prefix + name]
+        self.changes["absent"] = absent
+        return samples[-1]
 
     def finish(self) -> RunView:
         self.changes |= {name: tuple(items) for name, items in self.lists.items()}

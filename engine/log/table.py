@@ -321,7 +321,7 @@ class Batch:
     tables: dict[str, dict[str, Numbers]]
     """The columns of all steps and readings, `t_s` included, by table: `step`, `host`, `gpu0`."""
     rows: dict[str, list[Any]]
-    """The steps and readings themselves, at least those that carry the newest values."""
+    """The steps and readings themselves; steps only among the newest lines of a log."""
     others: Sequence[AnyEvent]
     """Events that are not rows of a table."""
     shown: Sequence[AnyEvent]

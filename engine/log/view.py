@@ -205,8 +205,7 @@ class RunView:
     own_finished_unix_s: float = 0.0
     facts: dict[str, Any] | None = None
     host: HostSample | None = None
-    """The newest readings. A reading that is not taken at every tick keeps its value until a sample reports it
-    missing."""
+    """The newest readings of the host."""
     hosts: Table = field(default_factory=lambda: Table(HOST_FIELDS))
     gpus: dict[int, GpuSample] = field(default_factory=dict)
     gpu_tables: dict[int, Table] = field(default_factory=dict)

@@ -29,7 +29,7 @@ SIGNS = {HEALTHY: "✓", SUSPECT: "!", WRONG: "✗", ENDED: "■", UNDECIDED: "?
 ASCII_SIGNS = {HEALTHY: "+", SUSPECT: "!", WRONG: "x", ENDED: "#", UNDECIDED: "?"}
 """ASCII sign of each level, shown with its word and colour."""
 
-EXPLAINS_AN_END = ("non_finite", "allocator_ceiling", "gpu_lost")
+EXPLAINS_AN_END = ("non_finite", "gpu_lost")
 """Alerts that explain how a run ended."""
 CAUSES = ("cpu_bound_teacher", "data_wait", "memory_ceiling", "update_too_large")
 """Alerts that explain other alerts of their level."""

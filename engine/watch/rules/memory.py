@@ -1,5 +1,4 @@
-"""Rules about memory: its growth and who causes it, memory pressure, and an allocator that fails before the device is
-full.
+"""Rules about memory: its growth and who causes it, and memory pressure.
 
     held       bytes of tensors, as torch counts them
     reserved   what the allocator has reserved on the device; reserved - held is fragmentation and cache
@@ -12,7 +11,6 @@ fragmentation the last two, another process only the last.
 from __future__ import annotations
 
 import itertools
-import re
 from dataclasses import dataclass
 
 from engine.log.table import Table
@@ -37,8 +35,6 @@ PRESSURE_PCT = 10.0
 PRESSURE_WINDOW_S = 30.0
 _INNER_SHARE = 0.5
 """Share of a growth, 0 to 1, that an inner number must explain to be its cause."""
-UNUSED_SHARE = 0.25
-"""Share of free memory, 0 to 1, from which a failed allocation is blamed on another limit."""
 
 
 @rule(
@@ -292,59 +288,3 @@ def _fewer_rows(case: Case) -> dict[str, str]:
     if half:
         return {"flip": f"--set train.rows={half}"}
     return {"no_flip": "the batch already has one row: use smaller models"}
-
-
-_REQUESTED = re.compile(r"[Tt]ried to allocate ([\d.]+) ([KMG]iB)")
-_UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
-
-
-@rule(
-    reads=("how the run ended", "gpu_mem_used_bytes, or host_available_bytes where shared"),
-    threshold=f"{UNUSED_SHARE:.0%} of the memory free in the last minute, and twice what was asked for",
-)
-def allocator_ceiling(case: Case) -> Symptom | None:
-    case.must_have_been_watched()
-    view = case.view
-    reason = view.finished.reason if view.finished else view.exit.sentence if view.exit else None
-    if reason is None:
-        raise CannotJudge("judged when the run has ended")
-    refused = "device allocator refused" in reason or "allocation of device memory failed" in reason
-    if not refused:
-        return None
-    pool, free, total = _pool_and_free(case)
-    request = _REQUESTED.search(reason)
-    requested_bytes = float(request[1]) * _UNITS[request[2]] if request else 0.0
-    if free < UNUSED_SHARE * total or free < 2 * requested_bytes:
-        return None
-    other_allocator = "native" if case.choice("memory.allocator") == "managed" else "managed"
-    return Symptom(
-        f"an allocation failed while {format_bytes(free)} of the {pool} were free",
-        [
-            ("free, share of the total", free / total, f"at least {UNUSED_SHARE:g}"),
-            ("asked for, GiB", requested_bytes / 2**30, "0: the message does not say"),
-        ],
-        case.recent(60.0),
-        meaning="the allocator's own limit was reached, not the device's, or the memory was fragmented",
-        part=pool,
-        flip=f"--set memory.allocator={other_allocator}",
-    )
-
-
-def _pool_and_free(case: Case) -> tuple[str, float, float]:
-    """Return the pool that the GPU allocates from and its lowest free memory in the last minute."""
-    try:
-        gpu = case.gpu
-        used = case.gpu_readings("gpu_mem_used_bytes", 60.0, at_least=1)
-        total = case.view.gpus[gpu].gpu_mem_total_bytes if gpu in case.view.gpus else None
-        if not total:
-            raise CannotJudge("the total of the GPU's memory is not known")
-    except CannotJudge:
-        facts = case.view.facts or {}
-        if facts.get("cuda0_integrated") != "yes":
-            raise
-        free = min(case.host_readings("host_available_bytes", 60.0, at_least=1))
-        whole = case.view.host.host_total_bytes if case.view.host else None
-        if not whole:
-            raise CannotJudge("the total of the host's memory is not known") from None
-        return "memory that CPU and GPU share", free, whole
-    return f"memory of GPU {gpu}", total - max(used), total

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from engine.log.events import Evaluated, Imported, Judged, TrainerExited, Watched
+from engine.log.events import Evaluated, Imported, Judged, Watched
 from engine.watch.rules import loss, update
 from engine.watch.rules.rule import Case
-from tests.support.diagnosing import GIB, LN_V, VOCABULARY, Log, quiet, raised, unknown
+from tests.support.diagnosing import LN_V, VOCABULARY, Log, quiet, raised, unknown
 from tests.support.judged import identity_event
 from tests.support.run_events import example_of
 
@@ -147,11 +147,6 @@ def test_advice_to_a_script_speaks_of_the_script() -> None:
     assert drift.no_flip.startswith("start the script again")
     pressure = raised("memory_pressure", case(lambda n: {}, host=paging))
     assert pressure.no_flip == "lower the batch size in the script, or use a smaller model"
-    refused: Any = example_of(TrainerExited, sentence="the device allocator refused 2.00 GiB")
-    readings = {"gpu_mem_used_bytes": 10 * GIB, "gpu_mem_total_bytes": 100 * GIB}
-    watched = case(lambda n: {}, gpu=lambda t_s: readings)
-    over = dataclasses.replace(watched, view=dataclasses.replace(watched.view, own_exit=refused))
-    unknown("allocator_ceiling", over, "the settings are the script's own")
 
 
 def up(number: int) -> dict[str, Any]:

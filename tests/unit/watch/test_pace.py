@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from engine.log.events import CheckpointSaved, Compiled, Evaluated, Event, FactsRead, RunFinished
+from engine.log.events import CheckpointSaved, Compiled, Evaluated, Event
 from engine.machine.rates import Rates, keep_rates, kept_rates
 from engine.watch.rules import memory, pace
 from engine.watch.rules.rule import Case
 from tests.support.diagnosing import GIB, Log, quiet, raised, spec, unknown
 from tests.support.judged import numbers_of
-from tests.support.run_events import example_of, fold_events
+from tests.support.run_events import example_of
 
 # Data.
 
@@ -429,46 +429,3 @@ def test_pressure_is_named() -> None:
     quiet("memory_pressure", pressed(memory.PRESSURE_PCT - 0.1).case())
     log = Log(count=80, host=lambda _: {"absent": {"psi_memory_full_avg10_pct": "no PSI here"}})
     unknown("memory_pressure", log.case(), "no PSI here")
-
-
-REFUSED = (
-    "the device allocator refused: CUDA out of memory. Tried to allocate 932.00 MiB. GPU 0 has"
-)
-
-
-def refused(used_gib: float, reason: str = REFUSED) -> Log:
-    end = RunFinished(state="failed", reason=reason, exit_code=1, step=3)
-    return Log(
-        count=3,
-        extra=[(40.0, end)],
-        gpu=lambda _: {
-            "gpu_mem_used_bytes": used_gib * GIB,
-            "gpu_mem_total_bytes": 100 * GIB,
-        },
-    )
-
-
-def test_an_allocator_that_stops_before_the_device_is_named_with_the_flip() -> None:
-    alert = raised("allocator_ceiling", refused(30.0).case())
-    assert alert.flip == "--set memory.allocator=managed"
-    assert numbers_of(alert)[1][1] == pytest.approx(932 / 1024)
-    quiet("allocator_ceiling", refused(100 - 100 * memory.UNUSED_SHARE + 1).case())
-    quiet("allocator_ceiling", refused(30.0, "NaN at step 3").case())
-    large = REFUSED.replace("932.00 MiB", "60.00 GiB")
-    quiet("allocator_ceiling", refused(30.0, large).case())
-
-
-def test_on_shared_memory_the_host_s_is_what_was_free() -> None:
-    end = RunFinished(state="failed", reason=REFUSED, exit_code=1, step=3)
-    log = Log(
-        count=3,
-        extra=[(40.0, end)],
-        host=lambda _: {"host_available_bytes": 80 * GIB, "host_total_bytes": 119 * GIB},
-        gpu=lambda _: {"absent": {"gpu_mem_used_bytes": "NVML: Not Supported"}},
-    )
-    case = log.case()
-    unknown("allocator_ceiling", case, "Not Supported")
-    facts = FactsRead(facts={"cuda0_integrated": "yes", "cuda0_nvml_index": 0})
-    shared = dataclasses.replace(case, view=fold_events(case.view, "device", [facts]))
-    assert "CPU and GPU share" in raised("allocator_ceiling", shared).text
-    unknown("allocator_ceiling", Log(count=3).case(), "when the run has ended")
