@@ -16,7 +16,7 @@ where each format stores it:
     gguf          metadata `tokenizer.chat_template`, `general.name`, `general.license`, ...
     apr           metadata `chat_template`, `name`, `license`, ...
 
-Within one format all information about the model's origin is kept; between formats, only keys that both have.
+Within one format all texts about the model's origin are kept; between formats, only keys that both have.
 A chat template is text of the model's author: it is copied, never rendered here.
 
 Nothing is overwritten. The new file or folder appears when all of it is on disk, and a failed conversion
@@ -83,13 +83,6 @@ _TYPE_OF = {dtype: name for name, dtype in FLOATS.items()}
 _TEMPLATE_KEY = {"gguf": "tokenizer.chat_template", "apr": "chat_template"}
 # .apr key -> GGUF key.
 _ORIGIN = {key: f"general.{key}" for key in ("name", "author", "version", "description", "license")}
-# Keys that the GGUF writer computes by itself.
-_COMPUTED_KEYS = (
-    "general.architecture",
-    "general.file_type",
-    "general.quantization_version",
-    "general.alignment",
-)
 FILE_TYPES = {"f32": 0, "q8_0": 7, "q4_k_m": 15, "q6_k": 18, "bf16": 32}
 """Values of llama.cpp's `general.file_type`, which has one number for each mixture."""
 
@@ -322,8 +315,9 @@ def _metadata_for(weights: WeightFile, format_: str, origin: Mapping[str, str]) 
         # Leave out what the writer computes by itself.
         metadata = {k: v for k, v in weights.metadata.items() if not k.startswith("tokenizer.")}
     elif weights.format == format_ == "gguf":
-        general = [key for key in weights.metadata if key.startswith("general.")]
-        metadata = {key: weights.metadata[key] for key in general if key not in _COMPUTED_KEYS}
+        general = {k: v for k, v in weights.metadata.items() if k.startswith("general.")}
+        metadata = {key: text for key, text in general.items() if isinstance(text, str)}
+        metadata.pop("general.architecture", None)
     elif weights.format != "safetensors":
         pairs = [(a, g) if format_ == "gguf" else (g, a) for a, g in _ORIGIN.items()]
         values = {new: weights.metadata.get(old) for old, new in pairs}

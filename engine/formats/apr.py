@@ -147,11 +147,9 @@ ROW_BLOCKS = {
 }
 APR_Q4_BLOCK = (32, 18)
 _NAMES = {number: name for name, number in DTYPE_IDS.items()}
-_GGML_SHADOWED = {"F64": "Q4_1", "I8": "Q5_0", "U8": "Q5_1"}
 
 TRAINING_PREFIX = "__training__."
 _ZERO_NIBBLE = 8
-_DENSITY_VALUES = 1024
 _READ_BYTES = 1 << 22
 
 
@@ -208,7 +206,7 @@ class AprFile(WeightFile):
         flat = self.read(info, torch.uint8)
         if info.dtype in ROW_BLOCKS:
             return _blocks(flat, info)
-        values_E = self._apr_q4(flat, info) if info.dtype == "APR_Q4" else self._apr_q8(flat, info)
+        values_E = _apr_q4(flat) if info.dtype == "APR_Q4" else _apr_q8(flat)
         return values_E[: math.prod(info.shape)].view(info.shape)
 
     def config_dict(self) -> dict[str, Any]:
@@ -241,33 +239,24 @@ class AprFile(WeightFile):
             hint = "the file is damaged: compare its digest with the source, fetch it again"
             refuse("AP04", where, expected, f"0x{stored:08x} in the footer", hint)
 
-    def _apr_q4(self, flat: Tensor, info: TensorInfo) -> Tensor:
-        import torch
 
-        blocks_NB = flat.view(-1, APR_Q4_BLOCK[1])
-        scale_N1 = blocks_NB[:, :2].clone().view(torch.float16).float()
-        pairs_NH = blocks_NB[:, 2:]
-        codes = torch.stack((pairs_NH & 15, pairs_NH >> 4), dim=-1).flatten(1)
-        count = math.prod(info.shape)
-        zeros = int((codes.flatten()[:count] == _ZERO_NIBBLE).sum())
-        if count >= _DENSITY_VALUES and zeros > 0.99 * count:
-            where = f"{self.path}, tensor {json.dumps(info.name)}"
-            refuse("ST14", where, "at most 99% zeros in APR_Q4", f"{zeros / count:.2%}")
-        return ((codes.float() - _ZERO_NIBBLE) * scale_N1).flatten()
+def _apr_q4(flat: Tensor) -> Tensor:
+    import torch
 
-    def _apr_q8(self, flat: Tensor, info: TensorInfo) -> Tensor:
-        import torch
+    blocks_NB = flat.view(-1, APR_Q4_BLOCK[1])
+    scale_N1 = blocks_NB[:, :2].clone().view(torch.float16).float()
+    pairs_NH = blocks_NB[:, 2:]
+    codes = torch.stack((pairs_NH & 15, pairs_NH >> 4), dim=-1).flatten(1)
+    return ((codes.float() - _ZERO_NIBBLE) * scale_N1).flatten()
 
-        if not info.bytes:
-            return torch.empty(0)
-        scale, codes_E = flat[:4].clone().view(torch.float32), flat[4:].view(torch.int8)
-        zeros = 1 - int(codes_E.count_nonzero()) / len(codes_E)
-        if len(codes_E) >= _DENSITY_VALUES and zeros > 0.995:
-            where = f"{self.path}, tensor {json.dumps(info.name)}"
-            warning = f"ST14 {where}: {zeros:.2%} of APR_Q8 are zero"
-            if warning not in self.warnings:
-                self.warnings += (warning,)
-        return codes_E.float() * scale
+
+def _apr_q8(flat: Tensor) -> Tensor:
+    import torch
+
+    if not len(flat):
+        return torch.empty(0)
+    scale, codes_E = flat[:4].clone().view(torch.float32), flat[4:].view(torch.int8)
+    return codes_E.float() * scale
 
 
 def _blocks(flat: Tensor, info: TensorInfo) -> Tensor | QuantTensor:
@@ -545,14 +534,5 @@ def _check_size(where: str, dtype: str, shape: tuple[int, ...], size: int) -> No
     if dtype in ROW_BLOCKS and not shape:
         refuse("AP07", where, f"at least one dimension of {dtype}", "none")
     expected = size_of(dtype, shape)
-    if size == expected:
-        return
-    hint = None
-    ggml_type = _GGML_SHADOWED.get(dtype)
-    if ggml_type is not None and shape and size == size_of(ggml_type, shape):
-        hint = f"that is the size of {ggml_type}, which has the same number in GGUF"
-    elif dtype in ROW_BLOCKS and size == size_of(dtype, shape[::-1]):
-        hint = "that is the size with rows and columns swapped"
-    elif dtype in ROW_BLOCKS and size == size_of(dtype, (math.prod(shape),)):
-        hint = "that is the size of blocks that run on from row to row"
-    refuse("AP07", where, f"{expected:,} bytes for {dtype}{list(shape)}", f"{size:,} bytes", hint)
+    if size != expected:
+        refuse("AP07", where, f"{expected:,} bytes for {dtype}{list(shape)}", f"{size:,} bytes")

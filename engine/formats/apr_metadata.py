@@ -19,7 +19,7 @@ keys are kept. `model_type`, `total_size`, `param_count` and the three provenanc
 `data_source`, `data_license`, null if unknown) are always written.
 
 The canonical keys cannot express a whole config.json, so files written here contain all of it under
-`hf_config`, and a file in which the two disagree is refused (AP09).
+`hf_config`, which is what is read.
 
 **The tokenizer.** Other readers of the format use tables, from which they rebuild a byte-level BPE:
 
@@ -42,7 +42,6 @@ from __future__ import annotations
 import base64
 import binascii
 import json
-import math
 import struct
 import zlib
 from collections.abc import Mapping
@@ -148,16 +147,8 @@ def read_config(
         return config
     if not isinstance(stored, dict):
         refuse("AP09", path, f"{HF_CONFIG} to be an object", f"{stored!r:.80}")
-    config = dict(stored)
-    for hf, value in from_keys.items():
-        stored_value = _rope_theta(config) if hf == "rope_theta" else config.get(hf)
-        if stored_value is not None and not _is_same(stored_value, value):
-            where = f"{path}, metadata {HF_CONFIG}.{hf}"
-            refuse(
-                "AP09", where, f"{value!r:.40}, as the file's own key says", f"{stored_value!r:.40}"
-            )
-    check_family(config, path)
-    return config
+    check_family(stored, path)
+    return dict(stored)
 
 
 def check_family(config: Mapping[str, Any], path: Path) -> None:
@@ -272,13 +263,6 @@ def _rope_theta(config: Mapping[str, Any]) -> Any:
 
 def _first_of(value: object) -> object:
     return next(iter(value), None) if isinstance(value, list) else value
-
-
-def _is_same(left: object, right: object) -> bool:
-    """Whether two values are equal, or equal as the fp32 numbers that other writers store."""
-    if isinstance(left, int | float) and isinstance(right, int | float):
-        return math.isclose(left, right, rel_tol=1e-6)
-    return left == right
 
 
 def embed(tokenizer_json: bytes) -> dict[str, Any]:

@@ -20,24 +20,21 @@ from typing import TYPE_CHECKING, Any
 from engine.errors import WeightsError
 from engine.formats.apr import (
     ALIGNMENT,
-    DIMS_LIMIT,
     FOOTER_BYTES,
     HAS_VOCAB,
     HEADER,
     HEADER_BYTES,
     MAGIC,
-    NAME_LIMIT_BYTES,
     PLAIN,
     QUANTIZED,
     ROW_MAJOR,
-    TENSORS_LIMIT,
     align,
     header_crc,
     index_entry,
 )
 from engine.formats.apr_metadata import build_metadata, check_family, embed
 from engine.formats.safetensors import DTYPES
-from engine.formats.writing import Placed, TensorData, new_file, tensor_bytes
+from engine.formats.writing import Placed, new_file, tensor_bytes
 from engine.quant.blocks import BLOCK_TYPES
 
 if TYPE_CHECKING:
@@ -68,7 +65,9 @@ def write_apr(
     tokenizer = {} if tokenizer_json is None else embed(tokenizer_json)
     partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
     with new_file(path, partial, ALIGNMENT) as (file, data):
-        _add_tensors(data, tensors)
+        for name, tensor in tensors:
+            dtype, raw = _raw(f"tensor {json.dumps(name)}", tensor)
+            data.add(name, dtype, tuple(tensor.shape), raw)
         raw_metadata = build_metadata(
             config,
             metadata,
@@ -83,24 +82,6 @@ def write_apr(
             crc = zlib.crc32(piece, crc)
             file.write(piece)
         file.write(crc.to_bytes(FOOTER_BYTES, "little"))
-
-
-def _add_tensors(data: TensorData, tensors: Iterable[tuple[str, Tensor | QuantTensor]]) -> None:
-    for name, tensor in tensors:
-        where = f"tensor {json.dumps(name)}"
-        raw_name = name.encode(errors="backslashreplace")
-        if not 0 < len(raw_name) <= NAME_LIMIT_BYTES or raw_name.decode() != name:
-            expected = f"a name of 1 to {NAME_LIMIT_BYTES} bytes of UTF-8"
-            raise WeightsError.expected("apr to write", where, expected, f"{len(raw_name)} bytes")
-        if name in data.tensors:
-            raise WeightsError.expected("apr to write", where, "it once", "it a second time")
-        if len(data.tensors) == TENSORS_LIMIT:
-            raise WeightsError.expected("apr to write", where, f"{TENSORS_LIMIT:,} tensors", "more")
-        dtype, raw = _raw(where, tensor)
-        if len(tensor.shape) > DIMS_LIMIT:
-            expected = f"at most {DIMS_LIMIT} dimensions"
-            raise WeightsError.expected("apr to write", where, expected, f"{len(tensor.shape)}")
-        data.add(name, dtype, tuple(tensor.shape), raw)
 
 
 def _raw(where: str, tensor: Tensor | QuantTensor) -> tuple[str, memoryview]:

@@ -9,17 +9,15 @@ A tokenizer is two arrays of 150 thousand strings. Opening a file only reads the
 `decode` creates the strings; numbers are unpacked as one block. So invalid UTF-8 within an array is
 found when the array is decoded, and every other fault when the file is opened.
 
-Other readers require certain types: a count is UINT32, a list of ids INT32, a real FLOAT32. Those
-are used if they hold the value exactly, else the next wider one. This module does not import torch.
+This module does not import torch.
 """
 
 from __future__ import annotations
 
 import json
-import math
 import mmap
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
@@ -302,62 +300,6 @@ def encode_value(value: GgufValue) -> bytes:
     if value.element is ValueType.STRING:
         return head + b"".join(map(encode_string, value.value))
     return head + struct.pack(f"<{len(value.value)}{NUMBER_FORMATS[value.element]}", *value.value)
-
-
-def typed(value: object, key: str, where: object) -> GgufValue:
-    """Return a value in the smallest usual type that holds it; a list must have one type. Raises
-    `WeightsError`.
-    """
-    if isinstance(value, list | tuple):
-        kinds = {type(item) for item in value}
-        if kinds <= {int} and (element := _integer_type(value, ValueType.INT32)):
-            return GgufValue(ValueType.ARRAY, list(value), element)
-        if kinds == {float}:
-            element = max(map(_real_type, value))
-            return GgufValue(ValueType.ARRAY, list(value), element)
-        if kinds in ({bool}, {str}):
-            element = ValueType.BOOL if kinds == {bool} else ValueType.STRING
-            for text in value if element is ValueType.STRING else ():
-                encode_text(text, key, where)
-            return GgufValue(ValueType.ARRAY, list(value), element)
-    elif isinstance(value, bool):
-        return GgufValue(ValueType.BOOL, value)
-    elif isinstance(value, int) and (kind := _integer_type([value], ValueType.UINT32)):
-        return GgufValue(kind, value)
-    elif isinstance(value, float):
-        return GgufValue(_real_type(value), value)
-    elif isinstance(value, str):
-        encode_text(value, key, where)
-        return GgufValue(ValueType.STRING, value)
-    expected = "a number of at most 64 bits, a text, true, false, or a list of one of them"
-    refuse_key(where, key, expected, f"{value!r:.80}")
-
-
-def _integer_type(values: Sequence[int], usual: ValueType) -> ValueType | None:
-    low, high = min(values, default=0), max(values, default=0)
-    for kind in (usual, ValueType.UINT32, ValueType.INT32, ValueType.INT64, ValueType.UINT64):
-        bits = 8 * struct.calcsize(NUMBER_FORMATS[kind])
-        signed = NUMBER_FORMATS[kind].islower()
-        least, most = (-(2 ** (bits - 1)), 2 ** (bits - 1)) if signed else (0, 2**bits)
-        if least <= low and high < most:
-            return kind
-    return None
-
-
-def _real_type(value: float) -> ValueType:
-    """Return FLOAT32, which readers expect, if it loses nothing; else FLOAT64."""
-    if not math.isfinite(value):
-        return ValueType.FLOAT32
-    fits = abs(value) < LARGEST_REAL and struct.unpack("<f", struct.pack("<f", value))[0] == value
-    return ValueType.FLOAT32 if fits else ValueType.FLOAT64
-
-
-def encode_text(text: str, key: str, where: object) -> bytes:
-    """Return the text as UTF-8; `key` names it in the `WeightsError` for a lone surrogate."""
-    try:
-        return text.encode()
-    except UnicodeEncodeError as error:
-        refuse_key(where, key, "text of Unicode characters", f"a lone surrogate at {error.start}")
 
 
 def encode_string(text: str) -> bytes:

@@ -10,25 +10,22 @@ import struct
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from engine.errors import WeightsError
-from engine.formats.gguf import ALIGNMENT_KEY, DEFAULT_ALIGNMENT, MAX_DIMS, MAX_NAME_BYTES
-from engine.formats.gguf_metadata import config_metadata
+from engine.formats.gguf import DEFAULT_ALIGNMENT
+from engine.formats.gguf_metadata import config_metadata, uint32
 from engine.formats.gguf_tokenizer import tokenizer_metadata
 from engine.formats.gguf_values import (
-    MAX_KEY_BYTES,
     GgufValue,
     ValueType,
     encode_string,
-    encode_text,
     encode_value,
     quoted,
     refuse_key,
-    typed,
 )
-from engine.formats.writing import Placed, TensorData, new_file, tensor_bytes
-from engine.model_families import EMBEDDING, FAMILIES, HEAD, ROPE_DIVISORS
+from engine.formats.writing import Placed, new_file, tensor_bytes
+from engine.model_families import FAMILIES
 from engine.quant.blocks import BLOCK_TYPES
 
 if TYPE_CHECKING:
@@ -55,16 +52,17 @@ def write_gguf(
     """Write a new file, and return when it is safe on disk.
 
     `config` is a Hugging Face config.json. `tensors` have GGUF names and are written in their order
-    and type (float32, float16, bfloat16 or blocks). `metadata` adds keys (`general.name`,
-    `tokenizer.chat_template`, ...) and may set `general.file_type`, by default the type of most
+    and type (float32, float16, bfloat16 or blocks). `metadata` adds keys with a text or a count
+    (`general.name`, `tokenizer.chat_template`, ...) and may set `general.file_type`, by default the type of most
     weights. An existing file is refused. Raises `WeightsError`, `TokenizerError`, `DiskFull`.
     """
     path = Path(path)
     values = _metadata(config, tokenizer_json, metadata or {}, path)
     partial = path.with_name(path.name + ".partial")
     with new_file(path, partial, DEFAULT_ALIGNMENT) as (file, data):
-        _add_tensors(data, tensors, path)
-        _check_model(config, data.tensors, path)
+        for name, tensor in tensors:
+            kind, raw = _raw(name, tensor, path)
+            data.add(name, kind, tuple(tensor.shape), raw)
         values.setdefault("general.file_type", _u32(_file_type(data.tensors)))
         file.write(_header(values, data.tensors))
         for piece in data.pieces():
@@ -92,31 +90,12 @@ def _metadata(
                 expected = f"{value.value}, as in the tokenizer's template"
                 refuse_key(path, key, expected, str(values[key].value))
     for key, value in extra.items():
-        if key in values or key == ALIGNMENT_KEY or key.startswith("split."):
-            expected = "a key that the configuration and the tokenizer do not decide"
-            refuse_key(path, key, expected, f"{value!r:.80}")
-        values[key] = typed(value, key, path)
-    for key in values:
-        if not 1 <= len(encode_text(key, key, path)) <= MAX_KEY_BYTES:
-            refuse_key(
-                path, key, f"a key of 1 to {MAX_KEY_BYTES:,} bytes", f"{len(key):,} characters"
-            )
+        values[key] = (
+            GgufValue(ValueType.STRING, value)
+            if isinstance(value, str)
+            else uint32(value, key, path)
+        )
     return values
-
-
-def _add_tensors(
-    data: TensorData, tensors: Iterable[tuple[str, torch.Tensor | QuantTensor]], path: Path
-) -> None:
-    for name, tensor in tensors:
-        kind, raw = _raw(name, tensor, path)
-        shape = tuple(tensor.shape)
-        twice = name in data.tensors
-        if twice or not 1 <= len(encode_text(name, name, path)) <= MAX_NAME_BYTES:
-            expected = f"a name of its own, of 1 to {MAX_NAME_BYTES} bytes"
-            _refuse_tensor(path, name, expected, "it twice" if twice else "a longer one")
-        if not 1 <= len(shape) <= MAX_DIMS or 0 in shape:
-            _refuse_tensor(path, name, f"1 to {MAX_DIMS} dimensions, none of zero", f"{shape}")
-        data.add(name, kind, shape, raw)
 
 
 def _raw(name: str, tensor: torch.Tensor | QuantTensor, path: Path) -> tuple[str, memoryview]:
@@ -127,25 +106,10 @@ def _raw(name: str, tensor: torch.Tensor | QuantTensor, path: Path) -> tuple[str
         return tensor.type.name, tensor_bytes(tensor.blocks)
     kind = _TORCH_KINDS.get(str(tensor.dtype))
     if kind is None:
-        _refuse_tensor(path, name, f"one of {', '.join(_TORCH_KINDS)}", str(tensor.dtype))
+        where = f"{path}, tensor {quoted(name)}"
+        expected = f"one of {', '.join(_TORCH_KINDS)}"
+        raise WeightsError.expected("GGUF tensor", where, expected, str(tensor.dtype))
     return kind, tensor_bytes(tensor)
-
-
-def _check_model(config: Mapping[str, Any], written: Mapping[str, Placed], path: Path) -> None:
-    """Check that the tensors imply the same configuration to a reader as `config`."""
-    embedding = written.get(EMBEDDING.gguf)
-    if embedding is None:
-        return
-    if embedding.shape[0] != config["vocab_size"]:
-        expected = f"{config['vocab_size']:,} rows, the vocab_size"
-        _refuse_tensor(path, EMBEDDING.gguf, expected, f"{embedding.shape[0]:,}")
-    tied = bool(config.get("tie_word_embeddings", False))
-    if tied == (HEAD.gguf in written):
-        expected = f"{'no such tensor' if tied else 'it'}, tie_word_embeddings being {tied}"
-        _refuse_tensor(path, HEAD.gguf, expected, "it" if tied else "none")
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    if rope.get("rope_type", rope.get("type")) == "llama3" and ROPE_DIVISORS not in written:
-        _refuse_tensor(path, ROPE_DIVISORS, "the divisors of the llama3 rope_scaling", "none")
 
 
 def _header(values: Mapping[str, GgufValue], written: Mapping[str, Placed]) -> bytes:
@@ -171,7 +135,3 @@ def _file_type(written: Mapping[str, Placed]) -> int:
 
 def _u32(number: int) -> GgufValue:
     return GgufValue(ValueType.UINT32, number)
-
-
-def _refuse_tensor(where: object, name: str, expected: str, found: str) -> NoReturn:
-    raise WeightsError.expected("GGUF tensor", f"{where}, tensor {quoted(name)}", expected, found)

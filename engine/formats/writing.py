@@ -84,24 +84,12 @@ def new_file(path: Path, partial: Path, alignment: int) -> Iterator[tuple[IO[byt
             yield file, TensorData(data, alignment)
             file.flush()
             os.fsync(file.fileno())
-            _publish(partial, path)
+            if os.path.lexists(path):
+                raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
+            partial.rename(path)
             fsync_folder(path.parent)
     except OSError as error:
         raise unwritable(path, error) from error
-
-
-def _publish(partial: Path, path: Path) -> None:
-    """Give a finished file its name, unless that name exists by now."""
-    try:
-        os.link(partial, path)  # unlike a rename, it never replaces
-        partial.unlink()
-    except OSError as error:
-        if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.ENOSYS):
-            raise
-        # A file system without hard links, such as exFAT or some network shares.
-        if os.path.lexists(path):
-            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST)) from error
-        partial.rename(path)
 
 
 def unwritable(path: Path, error: OSError) -> BadInput:

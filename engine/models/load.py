@@ -365,13 +365,8 @@ def save_decoder(
     and `DiskFull`.
     """
     folder = Path(folder)
-    extras = [Path(extra) for extra in extra_files]
     if folder.exists() or folder.is_symlink():
         raise WeightsError.expected("model folder", folder, "a path where nothing is yet", "one")
-    for extra in extras:
-        if not extra.is_file() or extra.name in (CONFIG_FILE, SINGLE_FILE):
-            found = "a name that the model uses" if extra.is_file() else "none"
-            raise WeightsError.expected("extra file", extra, "a file to copy", found)
     with new_folder(folder) as partial:
         if isinstance(decoder, TransformersDecoder):
             save_transformers_decoder(decoder, partial, dtype)
@@ -379,7 +374,7 @@ def save_decoder(
             write_adapter(decoder, partial, dtype, section)
         else:
             _write_native(decoder, partial, dtype)
-        for extra in extras:
+        for extra in map(Path, extra_files):
             shutil.copyfile(extra, partial / extra.name)
 
 

@@ -14,18 +14,14 @@ from engine.data.batches import Batch, Batches, heldout_rows
 from engine.export.outcome import Outcome
 from engine.log.folder import RunFolder
 from engine.log.view import RunView
-from engine.machine.facts import read_facts
-from engine.models.config import count_parameters
 from engine.plan.inputs import Inputs, check_inputs
-from engine.plan.memory import ITEM_BYTES
 from engine.runtime.device import choose_device, choose_precision
 from engine.spec import RunSpec
-from engine.teachers.backend import choose_backend, choose_teacher_precision
+from engine.teachers.backend import choose_teacher_precision
 from engine.teachers.build import BuiltTeacher, build_teacher
 from engine.verdict import Verdict, lowest
 
 Say = Callable[[str], None]
-_WEIGHTS_SHARE = 0.8
 
 
 def does_not_apply(id_: str, reason: str) -> Outcome:
@@ -77,31 +73,11 @@ class Subject:
 
     @cached_property
     def teacher_backend(self) -> str:
-        """The backend that the run chose; for a spec, the one that a run here would choose by the size of the
-        weights."""
+        """The backend that the run chose; for a spec, the one that it names, else `dequantized`."""
         for decision in () if self.view is None else self.view.decisions:
             if decision.knob == "teacher.backend" and decision.choice != "cached":
                 return decision.choice
-        config, size = self.inputs.teacher, self.inputs.teacher_size
-        assert config is not None
-        item_bytes = ITEM_BYTES[self.teacher_precision]
-        packed = size.weight_bytes(item_bytes) if size is not None and size.matrices else None
-        setting = self.spec.teacher.backend
-        return choose_backend(
-            "auto" if setting == "cached" else setting,
-            config=config,
-            quantised_blocks=packed is not None,
-            dense_bytes=item_bytes * count_parameters(config),
-            packed_bytes=packed,
-            available_bytes=self._available_bytes(),
-            precision=self.teacher_precision,
-        ).choice
-
-    def _available_bytes(self) -> int | None:
-        if self.device.type == "cuda":
-            return int(_WEIGHTS_SHARE * torch.cuda.mem_get_info(self.device)[0])
-        available = read_facts().memory.available_bytes.number
-        return None if available is None else int(_WEIGHTS_SHARE * available)
+        return "quantized" if self.spec.teacher.backend == "quantized" else "dequantized"
 
     @cached_property
     def rows(self) -> Rows:

@@ -247,7 +247,7 @@ def test_saving_never_touches_what_is_there(tmp_path: Path) -> None:
 
 
 def test_a_save_that_cannot_work_leaves_nothing(tmp_path: Path) -> None:
-    with pytest.raises(WeightsError, match=r"absent\.json — expected a file to copy, found none"):
+    with pytest.raises(WeightsError, match="No such file"):
         save_decoder(make_decoder(), tmp_path / "m", torch.float32, [tmp_path / "absent.json"])
     with pytest.raises(InternalError, match="not dense weights"):
         save_decoder(

@@ -194,26 +194,6 @@ def test_dtype_8_is_ggmls_where_the_size_says_so(tmp_path: Path) -> None:
     assert found.dequantize()[0].tolist() == [code / 2 for code in range(-16, 16)]
 
 
-def test_a_q4_of_almost_nothing_but_zeros_is_refused(tmp_path: Path) -> None:
-    """The sign of a conversion that lost its scale."""
-    values = [0.0] * 2048
-    values[:20] = [7.0] * 20
-    weights = opened(tmp_path / "m.apr", Entry("w", 128, [2048], apr_q4(values)))
-    with pytest.raises(
-        WeightsError, match=r"ST14 apr: .*at most 99% zeros in APR_Q4, found 99\.02%"
-    ):
-        weights.get("w")
-
-
-def test_a_q8_of_almost_nothing_but_zeros_is_a_warning(tmp_path: Path) -> None:
-    data = struct.pack("<f", 1.0) + b"\1" + bytes(1999)
-    weights = opened(tmp_path / "m.apr", Entry("w", 129, [2000], data))
-    assert plain(weights.get("w")).sum() == 1
-    weights.get("w")
-    assert [line for line in weights.warnings if "99.95% of APR_Q8 are zero" in line]
-    assert len(weights.warnings) == len(set(weights.warnings))
-
-
 def test_writing_to_a_tensor_leaves_the_file_alone(tmp_path: Path) -> None:
     path = tmp_path / "m.apr"
     path.write_bytes(build_apr([Entry("w", 0, [1000, 1000], bytes(4_000_000))]))

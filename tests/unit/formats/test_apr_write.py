@@ -194,12 +194,6 @@ def test_host_memory_peaks_at_one_tensor(tmp_path: Path) -> None:
         ("w", torch.zeros(2, dtype=torch.complex64), "found complex64"),
         ("w", quantized("Q8_0", 2, 32), "found Q8_0\nhint: a .gguf file has it"),
         ("w", quantized("Q5_K", 1, 256), "expected blocks of Q4_K, Q6_K"),
-        ("w", torch.zeros(*[1] * 9), "expected at most 8 dimensions, found 9"),
-        ("", torch.zeros(1), "a name of 1 to 256 bytes of UTF-8, found 0 bytes"),
-        ("n" * 257, torch.zeros(1), "found 257 bytes"),
-        ("ä" * 129, torch.zeros(1), "found 258 bytes"),
-        ("\ud800", torch.zeros(1), "a name of 1 to 256 bytes of UTF-8"),
-        ("first", torch.zeros(1), "expected it once, found it a second time"),
     ],
 )
 def test_a_tensor_that_the_format_cannot_hold_is_refused_and_nothing_is_left(

@@ -43,10 +43,7 @@ def test_a_file_of_ours_is_read_there_with_equal_content(tmp_path: Path) -> None
     extra: dict[str, Any] = {
         "general.name": "naïve",
         "tokenizer.chat_template": "{{ messages }}",
-        "x.ids": [1, -2],
-        "x.reals": [0.5, 0.1],
-        "x.flag": True,
-        "x.big": 2**40,
+        "x.count": 2**31,
     }
     write_gguf(
         path,

