@@ -1,4 +1,4 @@
-"""Write the values of a run, ours or another's, as a TensorBoard folder, a CSV file or a Parquet file.
+"""Write the values of a run, the engine's or a watched script's, as a TensorBoard folder, a CSV file or a Parquet file.
 
     step         every number of its record; `phases/data`, `host/launch` and `losses/0` are the nested ones
     evaluation   held_out (the student), held_out/teacher, held_out/untrained

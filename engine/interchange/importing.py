@@ -22,7 +22,7 @@ from engine import limits
 from engine.errors import BadInput
 from engine.files import parse_json
 from engine.interchange.kinds import BY_SOURCE
-from engine.interchange.names import COUNTS, HELD_OUT, our_names
+from engine.interchange.names import COUNTS, HELD_OUT, engine_names
 from engine.interchange.series import Point, by_step
 from engine.interchange.sources import NotALog, Recorded
 from engine.log.events import (
@@ -55,8 +55,6 @@ VALUES_MOST = 1 << 14
 judged, or every fourth, and so on."""
 STATE = "imported"
 """State of a run whose files do not say how it ended."""
-NON_FINITE_MOST = 1000
-"""Maximum number of losses that are NaN or infinite and have a line of their own; the others are counted."""
 _AT_ONCE = 200
 """Names in one line of the log."""
 _SHOWN = 8
@@ -78,7 +76,8 @@ def import_run(
 ) -> tuple[RunFolder, list[Note]]:
     """Create `folder`/NAME from the files at `path`; return it with remarks for the user, which its log has too.
 
-    `given` has the names that the user gives: ours to theirs. Raises BadInput; then nothing was written.
+    `given` has the names from `--map`: the engine's name of a value, and its name in the files. Raises BadInput; then
+    nothing was written.
     """
     given = given or {}
     recorded = Recorded(path=path, partial=partial)
@@ -131,8 +130,8 @@ def _with_times(records: Iterable[tuple[float, Event]]) -> Iterator[tuple[Any, f
 
 
 def _find_names(recorded: Recorded, source: str, given: Mapping[str, str]) -> dict[str, str]:
-    names = our_names(recorded.series, given)
-    if not any(ours not in HELD_OUT for ours in names) and recorded.crash is None:
+    names = engine_names(recorded.series, given)
+    if not any(engine_name not in HELD_OUT for engine_name in names) and recorded.crash is None:
         shown = _list_some(recorded.series) or "no number"
         expected, hint = "a loss or another value of a step", "--map loss=NAME says which"
         raise NotALog.expected(source, recorded.path, expected, shown, hint=hint)
@@ -160,7 +159,7 @@ def _list_some(names: Iterable[str]) -> str:
 
 def _describe_names(recorded: Recorded, names: Mapping[str, str]) -> list[str]:
     """Return notes on the names in the files: which are read as the engine's, kept, left out or thinned out."""
-    texts = [f"{ours} from {theirs}" for ours, theirs in names.items()]
+    texts = [f"{engine_name} from {log_name}" for engine_name, log_name in names.items()]
     lines = [f"names: {', '.join(texts) or 'none'}"]
     if others := recorded.series.keys() - set(names.values()):
         lines.append(f"logged under its own name: {_list_some(others)}")
@@ -233,8 +232,8 @@ def _records(
     recorded: Recorded, first_events: Iterable[Event], names: Mapping[str, str]
 ) -> Iterator[tuple[float, Event]]:
     """Yield the records of the run, each with its time, which never goes back."""
-    ours_of = {theirs: ours for ours, theirs in names.items()}
-    last_step = non_finite = 0
+    engine_name_of = {log_name: engine_name for engine_name, log_name in names.items()}
+    last_step = 0
     times = [series.unix_s[0] for series in recorded.series.values() if series.unix_s]
     now_s = min(times, default=recorded.begin_unix_s)
     yield from ((now_s, event) for event in first_events)
@@ -242,7 +241,7 @@ def _records(
     waiting: list[tuple[float, Event]] = []
     for step, points in by_step(recorded.series):
         last_step = step
-        done_s, done, others = _events(step, points, ours_of)
+        done_s, done, others = _events(step, points, engine_name_of)
         if done is not None:
             for unix_s, event in waiting:
                 now_s = max(now_s, min(unix_s, done_s))
@@ -251,21 +250,13 @@ def _records(
             now_s = max(now_s, done_s if recorded.is_timed else now_s + _plausible_s(done.step_s))
             yield now_s, done
             if done.loss is not None and not math.isfinite(done.loss):
-                non_finite += 1
-                if non_finite <= NON_FINITE_MOST:
-                    yield now_s, _not_finite(step, done.loss)
+                text = name_of_non_finite(done.loss)
+                yield now_s, Judged(by=NUMBER, id="loss", level=FAIL, text=text, step=step)
         waiting += others
     for unix_s, event in waiting:
         now_s = max(now_s, unix_s)
         yield now_s, event
-    if non_finite > NON_FINITE_MOST:
-        extra = non_finite - NON_FINITE_MOST
-        yield now_s, Note(level="error", text=f"{extra} more losses are NaN or infinite")
     yield now_s, _end(recorded, last_step)
-
-
-def _not_finite(step: int, loss: float) -> Judged:
-    return Judged(by=NUMBER, id="loss", level=FAIL, text=name_of_non_finite(loss), step=step)
 
 
 def _plausible_s(seconds: float | None) -> float:
@@ -273,7 +264,7 @@ def _plausible_s(seconds: float | None) -> float:
 
 
 def _events(
-    step: int, points: Iterable[Point], ours_of: Mapping[str, str]
+    step: int, points: Iterable[Point], engine_name_of: Mapping[str, str]
 ) -> tuple[float, StepDone | None, list[tuple[float, Event]]]:
     """Return the time and the record of a step, None where it has no value of the engine's; and its other records, each
     with its time."""
@@ -281,16 +272,16 @@ def _events(
     logged: dict[str, float | None] = {}
     evals: list[tuple[float, Event]] = []
     done_s = logged_s = 0.0
-    for _, unix_s, theirs, value in points:
-        ours = ours_of.get(theirs)
-        if ours in HELD_OUT:
-            subject = HELD_OUT[ours]
+    for _, unix_s, log_name, value in points:
+        engine_name = engine_name_of.get(log_name)
+        if engine_name in HELD_OUT:
+            subject = HELD_OUT[engine_name]
             loss = Evaluated(step=step, subject=subject, loss=value, labelled=None, eval_s=None)
             evals.append((unix_s, loss))
-        elif ours is None or (ours in COUNTS and not _is_count(value)):
-            logged[theirs], logged_s = value, max(logged_s, unix_s)
+        elif engine_name is None or (engine_name in COUNTS and not _is_count(value)):
+            logged[log_name], logged_s = value, max(logged_s, unix_s)
         else:
-            values[ours] = int(value) if ours in COUNTS else value
+            values[engine_name] = int(value) if engine_name in COUNTS else value
             done_s = max(done_s, unix_s)
     done = StepDone(step=step, **values) if values else None
     named = list(logged.items())

@@ -37,9 +37,9 @@ ce          ce_loss cross_entropy train_ce train_ce_loss loss_ce task_loss
 kd          kd_loss distill_loss distillation_loss train_kd_loss loss_kd
 """
 NAMES: dict[str, list[str]] = {}
-for _ours, *_theirs in map(str.split, _TABLE.strip().splitlines()):
-    NAMES.setdefault(_ours, []).extend(_theirs)
-"""In lower case, with `_` for every other sign; our own names need no row. Tokens are those of one step: names of
+for _engine_name, *_log_names in map(str.split, _TABLE.strip().splitlines()):
+    NAMES.setdefault(_engine_name, []).extend(_log_names)
+"""In lower case, with `_` for every other sign; the engine's names need no row. Tokens are those of one step: names of
 running sums are not here."""
 TIMES = frozenset({"step_s", "data_s"})
 """Values whose names may have a word before them: `perf/step_time`, `profile/data_time`."""
@@ -47,8 +47,8 @@ STEP = ("global_step", "train_global_step", "trainer_global_step", "step", "iter
 """Names of a column with the step, by priority. W&B's `_step` counts calls, so a step of the script has priority."""
 TIME = ("unix_s", "wall_time", "timestamp")
 """Names of a column with unix seconds."""
-OURS = (*OF_STEP, *HELD_OUT)
-MAPPED = (*OURS, "step", "time")
+ENGINE_NAMES = (*OF_STEP, *HELD_OUT)
+MAPPED = (*ENGINE_NAMES, "step", "time")
 """Names that `--map` accepts."""
 _SHOWN = 12
 
@@ -67,24 +67,35 @@ def find(candidates: Iterable[str], names: Iterable[str]) -> str | None:
     )
 
 
-def our_names(series: Mapping[str, Series], given: Mapping[str, str]) -> dict[str, str]:
-    """Return for each name in OURS the name of the series that has its values: the one that `--map` gives, else the one
-    of the table with most values. Raises BadInput for a given name that no series has."""
-    for ours, theirs in given.items():
-        if ours in OURS and theirs not in series:
+def engine_names(series: Mapping[str, Series], given: Mapping[str, str]) -> dict[str, str]:
+    """Return for each of ENGINE_NAMES the name of the series that has its values: the one that `--map` gives, else the
+    one of the table with most values. Raises BadInput for a given name that no series has."""
+    for engine_name, log_name in given.items():
+        if engine_name in ENGINE_NAMES and log_name not in series:
             shown = ", ".join([*sorted(series)[:_SHOWN], *["..."] * (len(series) > _SHOWN)])
-            raise BadInput.expected("--map", f"{ours}={theirs}", "a name in the files", shown)
-    chosen = {ours: theirs for ours, theirs in given.items() if ours in OURS}
-    for ours in OURS:
-        also = [plain(ours), *NAMES.get(ours, [])]
+            raise BadInput.expected(
+                "--map", f"{engine_name}={log_name}", "a name in the files", shown
+            )
+    chosen = {
+        engine_name: log_name
+        for engine_name, log_name in given.items()
+        if engine_name in ENGINE_NAMES
+    }
+    for engine_name in ENGINE_NAMES:
+        also = [plain(engine_name), *NAMES.get(engine_name, [])]
         places = {
             name: also.index(known)
             for name in series
-            if name not in given.values() and (known := _table_name(name, also, ours in TIMES))
+            if name not in given.values()
+            and (known := _table_name(name, also, engine_name in TIMES))
         }
-        if ours not in chosen and places:
-            chosen[ours] = max(places, key=lambda name: (len(series[name].steps), -places[name]))
-    return {ours: chosen[ours] for ours in OURS if ours in chosen}
+        if engine_name not in chosen and places:
+            chosen[engine_name] = max(
+                places, key=lambda name: (len(series[name].steps), -places[name])
+            )
+    return {
+        engine_name: chosen[engine_name] for engine_name in ENGINE_NAMES if engine_name in chosen
+    }
 
 
 def _table_name(name: str, among: Sequence[str], after_a_word: bool) -> str:

@@ -28,7 +28,7 @@ from typing import NamedTuple, TextIO
 from engine import limits
 from engine.errors import BadInput
 from engine.files import open_regular
-from engine.interchange.names import HELD_OUT, NAMES, OURS, STEP, plain
+from engine.interchange.names import ENGINE_NAMES, HELD_OUT, NAMES, STEP, plain
 from engine.interchange.sources import NotALog, Recorded
 from engine.watch.crashes import CRASHED, CRASHES, EXCEPTION, TRACEBACK
 
@@ -52,7 +52,11 @@ _UNITS = {"ms": 1e-3, "kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12}
 _UNITS |= {"kib": 2.0**10, "mib": 2.0**20, "gib": 2.0**30, "tib": 2.0**40}
 _STEPS = frozenset({*STEP, "it", "itr", "batch", "update", "num_updates"})
 _STEP_TIMES = frozenset({"time", "dt", "elapsed_time_per_iteration", *NAMES["step_s"]})
-_OURS = {name: ours for ours in OURS for name in (plain(ours), *NAMES.get(ours, []))}
+_ENGINE_NAMES = {
+    name: engine_name
+    for engine_name in ENGINE_NAMES
+    for name in (plain(engine_name), *NAMES.get(engine_name, []))
+}
 _NO_PART = frozenset(
     {"avg", "average", "mean", "current", "running", "batch", "and", "with", "at", "the"}
 )
@@ -297,7 +301,7 @@ class _LineReader:
         while len(words) > 1 and (words[0].isupper() or words[0].lower() in _NO_PART):
             del words[0]
         joined, last_word = plain(" ".join(words)), plain(words[-1])
-        kind = _OURS.get(joined, "")
+        kind = _ENGINE_NAMES.get(joined, "")
         kind = "held_out" if kind in HELD_OUT else kind
         # Only whole names count: `data time` is no time of a step, and `kl loss` is not the loss.
         if last_word in _STEPS:

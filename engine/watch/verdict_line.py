@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from itertools import islice
 from typing import Any
 
 from engine.catalogue import BY_ID, CHECKS
@@ -42,8 +41,6 @@ OF_THE_MACHINE = (
 """Alerts that other work on the machine can explain."""
 FEWEST_IMPORTED = 10
 """Minimum number of logged steps from which an imported run without alerts counts as healthy."""
-MOST_ALERTS = 200
-"""Most alerts that are considered; there are fewer rules than that."""
 REPEATS_IDENTITIES = "identity_fails"
 """Id of the alert that repeats failed identities."""
 NO_FAULT = (
@@ -191,7 +188,7 @@ def _findings(view: RunView, state: str, path: str) -> Iterator[Finding]:
             id=f"check {check.id}",
         )
     yield from _identity_findings(view)
-    for alert in islice(view.alerts.values(), MOST_ALERTS):
+    for alert in view.alerts.values():
         if alert.id != REPEATS_IDENTITIES:
             yield _alert_finding(alert)
     if view.errors:

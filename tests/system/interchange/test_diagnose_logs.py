@@ -16,7 +16,7 @@ import pytest
 
 from engine.interchange.importing import import_run
 from engine.interchange.kinds import find_logs
-from engine.interchange.names import our_names
+from engine.interchange.names import engine_names
 from engine.interchange.sources import Recorded
 from tests.support.foreign_logs import BEGAN_S, KINDS, Point, nanogpt, plain, transformers_text
 from tests.support.running import engine_here, start
@@ -50,7 +50,7 @@ def test_each_kind_of_log_is_read_to_the_digit_with_its_steps(kind: str, tmp_pat
     assert log.read is not None
     recorded = Recorded(path=log.path)
     log.read(recorded, {})
-    names = our_names(recorded.series, {})
+    names = engine_names(recorded.series, {})
     loss = recorded.series[names["loss"]]
     assert list(loss.steps) == [point.step for point in points]
     assert list(loss.values) == pytest.approx([point.loss for point in points], rel=1e-6)

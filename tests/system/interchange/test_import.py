@@ -17,7 +17,7 @@ import pytest
 import tensorboard  # noqa: F401  the file is skipped where it is not installed
 import wandb  # noqa: F401
 
-from engine.interchange.names import NAMES, OURS, plain
+from engine.interchange.names import ENGINE_NAMES, NAMES, plain
 from engine.log.folder import RunFolder, read_command, settings_of
 from engine.log.follow import Follower
 from engine.log.view import RunView
@@ -338,8 +338,8 @@ def test_a_count_that_is_none_is_kept_under_its_own_name(tmp_path: Path) -> None
 
 def test_no_name_of_others_means_two_things() -> None:
     theirs = [name for names in NAMES.values() for name in names]
-    assert len(theirs) == len(set(theirs)) and NAMES.keys() <= set(OURS)
-    assert not set(theirs) & set(OURS) and all(plain(name) == name for name in theirs)
+    assert len(theirs) == len(set(theirs)) and NAMES.keys() <= set(ENGINE_NAMES)
+    assert not set(theirs) & set(ENGINE_NAMES) and all(plain(name) == name for name in theirs)
 
 
 # Refusals.

@@ -49,15 +49,6 @@ def test_infinite_losses_are_named_with_their_sign_and_a_healthy_table_says_noth
     assert read(imported(tmp_path / "b", lambda n: 1.0)).non_finite == ()
 
 
-def test_the_lines_are_bounded_and_the_rest_is_counted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(importing, "NON_FINITE_MOST", 20)
-    run = imported(tmp_path, lambda n: math.nan if n > 100 else 1.0)
-    assert len(read(run).non_finite) == 20
-    assert "180 more losses are NaN or infinite" in run.events.read_text()
-
-
 def diverged(step: int) -> float:
     updates = step - 1
     return 2.3 + 6 * min(1.0, updates / 20) + 0.3 * math.sin(7 * step)
