@@ -348,7 +348,6 @@ ALERTS: tuple[About, ...] = (
     _alert(
         "update_too_large", SUSPICION, "Is a step small relative to the weights that it changes?"
     ),
-    _alert("always_clipped", SUSPICION, "Is nearly every gradient clipped, and by a large factor?"),
     _alert(
         "written_text_is_noise",
         SUSPICION,

@@ -96,13 +96,6 @@ class Case:
             raise CannotJudge(why)
         return self.view.started
 
-    @property
-    def spec(self) -> RunSpec:
-        if self.settings is None:
-            why = "the settings of the run (effective.json) cannot be read"
-            raise CannotJudge(why if not self.view.is_foreign else NO_SETTINGS)
-        return self.settings
-
     def lower_rate(self, times: float) -> dict[str, str]:
         """Return the flip to a learning rate `times` lower; for a watched script, the advice to change it there."""
         if self.view.is_foreign:
@@ -114,24 +107,17 @@ class Case:
         """Column of the cross entropy; in a watched script the loss, if that is one."""
         if not self.view.is_foreign:
             return "ce"
-        if self._identity_number("label_coverage", "vocabulary") is None:
-            raise CannotJudge("the loss is not known to be one cross entropy of a language model")
+        self._script_vocabulary()
         return "loss"
 
-    @property
-    def clip_norm(self) -> float:
-        """Norm that gradients are clipped to; 0 if they are not clipped."""
-        if not self.view.is_foreign:
-            return self.spec.train.clip_norm
-        limit = self._identity_number("clipping", "max_norm")
-        if limit is None:
-            raise CannotJudge("no clipping before a step was seen")
-        return limit
-
-    def _identity_number(self, identity: str, number: str) -> float | None:
-        """Return a number that an identity of a watched script reported; None if there is none."""
-        values = [seen.numbers.get(number) for seen in self.view.identities if seen.id == identity]
-        return next((value for value in values if value is not None), None)
+    def _script_vocabulary(self) -> float:
+        """Return the number of classes of a watched script's loss; CannotJudge when that is not known to be one cross
+        entropy of a language model."""
+        labels = [seen.numbers for seen in self.view.identities if seen.id == "label_coverage"]
+        size = next((known for numbers in labels if (known := numbers.get("vocabulary"))), 0.0)
+        if size < 2:
+            raise CannotJudge("the loss is not known to be one cross entropy of a language model")
+        return size
 
     def must_be_meant_to_fall(self) -> None:
         """Raise CannotJudge where the loss of a watched script may be meant to rise."""
@@ -142,12 +128,7 @@ class Case:
     def vocabulary_nats(self) -> float:
         """ln V of the student: the loss of a uniform guess, in nats."""
         if self.view.is_foreign:
-            vocabulary = self._identity_number("label_coverage", "vocabulary")
-            if vocabulary is None or vocabulary < 2:
-                raise CannotJudge(
-                    "the loss is not known to be one cross entropy of a language model"
-                )
-            return math.log(vocabulary)
+            return math.log(self._script_vocabulary())
         student = self.view.models.get("student")
         if student is None or student.vocab_size < 2:
             raise CannotJudge("the size of the student's vocabulary is not logged")

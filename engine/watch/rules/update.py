@@ -1,4 +1,4 @@
-"""The optimizer update: gradients and their clipping."""
+"""Rules about the optimizer update: its gradients, and its size."""
 
 from __future__ import annotations
 
@@ -21,10 +21,6 @@ UPDATE_FIRST, UPDATE_ROWS = 5, 50
 """Steps at the start and newest steps of a watched script whose losses are compared."""
 UPDATE_PROGRESS = 0.03
 """Share by which a loss must have fallen, or be below that of guessing."""
-CLIPPED_STEPS = 200
-CLIPPED_SHARE = 0.98
-CLIPPED_TIMES = 3.0
-"""Median gradient norm divided by the limit: clipping hardly changes a norm just above the limit."""
 
 
 @rule(
@@ -72,34 +68,6 @@ def gradient_exploding(case: Case) -> Symptom | None:
         case.span(rows),
         meaning="training diverges; clipping bounds the size of the step but not its direction",
         **case.lower_rate(10),
-    )
-
-
-@rule(
-    reads=("grad_norm", "train.clip_norm"),
-    threshold=f"{CLIPPED_SHARE:.0%} of {CLIPPED_STEPS} steps, with a median norm of "
-    f"{CLIPPED_TIMES:g} times the limit",
-)
-def always_clipped(case: Case) -> Symptom | None:
-    limit = case.clip_norm
-    if limit <= 0:
-        raise CannotJudge("train.clip_norm is 0: nothing is clipped")
-    rows = case.steps(CLIPPED_STEPS, at_least=CLIPPED_STEPS)
-    norms = case.column("grad_norm", rows)
-    watched = case.view.is_foreign
-    share = sum(norm > limit for norm in norms) / len(norms)
-    if share < CLIPPED_SHARE or median(norms) < CLIPPED_TIMES * limit:
-        return None
-    return Symptom(
-        f"{100 * share:.0f} % of the gradients were clipped, to 1/{median(norms) / limit:.1f} of their norm",
-        [
-            ("share of steps clipped", share, f"at least {CLIPPED_SHARE:g}"),
-            ("grad_norm, median", median(norms), f"{CLIPPED_TIMES:g} times the limit of {limit:g}"),
-        ],
-        case.span(rows),
-        meaning="the size of the gradient no longer matters; a loss that is summed instead of averaged causes this",
-        flip="" if watched else f"--set train.clip_norm={2 * median(norms):.3g}",
-        no_flip=f"clip to {2 * median(norms):.3g} in the script",
     )
 
 

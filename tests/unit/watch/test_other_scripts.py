@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from engine.log.events import Evaluated, Imported, Judged, Watched
-from engine.watch.rules import loss, update
+from engine.watch.rules import loss
 from engine.watch.rules.rule import Case
 from tests.support.diagnosing import LN_V, VOCABULARY, Log, quiet, raised, unknown
 from tests.support.judged import identity_event
@@ -20,10 +20,6 @@ from tests.support.run_events import example_of
 CROSS_ENTROPY = identity_event(
     id="label_coverage", level="fact", step=1, text="", numbers={"vocabulary": float(VOCABULARY)}
 )
-
-
-def clipped_to(norm: float) -> Judged:
-    return identity_event(id="clipping", level="pass", step=1, text="", numbers={"max_norm": norm})
 
 
 def case(change: Any, *seen: Judged, count: int = 150, **more: Any) -> Case:
@@ -98,16 +94,6 @@ def test_steps_as_large_as_the_weights_are_named_where_the_loss_does_not_fall() 
     quiet("update_too_large", case(stays, size(0.09)))
     quiet("update_too_large", case(stays))
     unknown("update_too_large", case(stays, size(0.5), count=99), "needs 100 steps")
-
-
-def test_clipping_of_nearly_all_steps_is_named_by_the_norm_that_the_script_clips_to() -> None:
-    def large(number: int) -> dict[str, Any]:
-        return {"grad_norm": 2.0 * update.CLIPPED_TIMES}
-
-    alert = raised("always_clipped", case(large, clipped_to(1.0), count=220))
-    assert alert.no_flip == "clip to 12 in the script"
-    quiet("always_clipped", case(large, clipped_to(10.0), count=220))
-    unknown("always_clipped", case(large, count=220), "no clipping")
 
 
 def test_a_held_out_loss_that_rises_while_the_loss_falls_is_named() -> None:

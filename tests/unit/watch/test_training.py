@@ -18,7 +18,6 @@ from tests.support.diagnosing import (
     Log,
     quiet,
     raised,
-    spec,
     unknown,
 )
 from tests.support.judged import number_event
@@ -120,23 +119,6 @@ def test_a_gradient_that_explodes_is_named() -> None:
     raised("gradient_exploding", grown(update.EXPLODING_RATIO).case())
     quiet("gradient_exploding", grown(update.EXPLODING_RATIO - 1).case())
     unknown("gradient_exploding", Log(count=29).case(), "needs 30 steps")
-
-
-def test_a_gradient_that_is_always_clipped_is_named() -> None:
-    limit = update.CLIPPED_TIMES
-    raised("always_clipped", steady(200, grad_norm=limit).case())
-    quiet("always_clipped", steady(200, grad_norm=limit - 0.1).case())
-    some = Log(count=200, change=lambda n: {"grad_norm": 0.5 if n % 40 == 0 else 9.0})
-    quiet("always_clipped", some.case())
-    unknown("always_clipped", steady(199, grad_norm=9.0).case(), "needs 200 steps")
-    free = steady(200, grad_norm=9.0)
-    free.settings = spec(train__clip_norm=0.0)
-    unknown("always_clipped", free.case(), "nothing is clipped")
-    free.settings = None
-    unknown("always_clipped", free.case(), "effective.json")
-
-
-# What was asked for.
 
 
 # A rate that is far too large.
