@@ -255,7 +255,7 @@ def _verification(card: Card) -> list[str]:
         return ["**Not verified**: it was published with --unverified."]
     rows = [(outcome.id, outcome.level, outcome.reason) for outcome in verification.outcomes]
     return [
-        *_table(("way", "verdict", "what was seen"), rows),
+        *_table(("check", "verdict", "result"), rows),
         "",
         f"After `{verification.prompt!r}` it goes on, greedily, with:",
         "",

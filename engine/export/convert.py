@@ -238,7 +238,7 @@ def _convert_tensors(
 
 
 def _rotates_neighbours(config: ModelConfig, convention: str) -> bool:
-    """Whether readers of a format rotate neighbouring dimensions (interleaved RoPE): those of .apr do as
+    """Return whether readers of a format rotate neighbouring dimensions (interleaved RoPE): those of .apr do as
     those of GGUF."""
     return config.kind.turns_neighbours and convention != "hf"
 

@@ -146,7 +146,7 @@ def _vocabulary(weights: WeightFile, raw: Mapping[str, Any], warnings: list[str]
 
 
 def _token_count(weights: WeightFile, warnings: list[str]) -> int | None:
-    """Highest token id + 1, added tokens included; None without a readable tokenizer.
+    """Return the highest token id + 1, added tokens included; None without a readable tokenizer.
 
     Raises `WeightsError` for tokens or merges of a GGUF file that contradict each other.
     """
@@ -169,7 +169,7 @@ def _token_count(weights: WeightFile, warnings: list[str]) -> int | None:
 
 
 def _gguf_token_count(metadata: Mapping[str, Any]) -> int | None:
-    """Highest token id + 1, without the tokens that only fill the rows of a padded embedding."""
+    """Return the highest token id + 1, without the tokens that only fill the rows of a padded embedding."""
     kinds, texts = metadata.get(TOKEN_TYPES), metadata.get(TOKENS)
     if not isinstance(kinds, list):
         return len(texts) if isinstance(texts, list) else None
@@ -178,7 +178,7 @@ def _gguf_token_count(metadata: Mapping[str, Any]) -> int | None:
 
 
 def _sizes(infos: Sequence[TensorInfo]) -> dict[str, float | None]:
-    """Totals over some tensors."""
+    """Return number, weights, bytes and bits per weight of some tensors."""
     weights = sum(math.prod(info.shape) for info in infos)
     bytes_ = sum(info.bytes for info in infos)
     return {

@@ -96,7 +96,7 @@ def inherited(bases: Sequence[Base], chosen: str | None) -> Licence:
 
 
 def licence_files(bases: Sequence[Base], licence: Licence) -> dict[str, Base]:
-    """The licence texts in the folders of the bases: file name -> base.
+    """Return the licence texts in the folders of the bases: file name -> base.
 
     A single text is called `LICENSE`. With several texts, or when each base has its own licence, each is
     named after the role of its base.
@@ -130,7 +130,7 @@ def _base(role: str, path: Path, sha256: Any) -> Base:
 
 
 def _name_of(path: Path) -> tuple[str, bool]:
-    """`org/name` when the path is in a cache of the Hub, otherwise the last part of the path."""
+    """Return `org/name` and true for a path in a cache of the Hub, otherwise the last part of the path and false."""
     for folder in (path, *path.parents):
         if match := _HUB_FOLDER.search(folder.name):
             return f"{match[1]}/{match[2]}", True

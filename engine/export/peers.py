@@ -133,7 +133,7 @@ def ask(
         code = done.returncode
         ending = f"ended by signal {-code}" if code < 0 else f"exit {code}"
         lines = done.stderr.decode("utf-8", "replace").strip()[-_TAIL:].splitlines()
-        return Crashed(f"{ending}: {lines[-1] if lines else 'it said nothing'}")
+        return Crashed(f"{ending}: {lines[-1] if lines else 'no output on stderr'}")
     answer = json.loads(output.splitlines()[-1])
     with np.load(logits) as saved:
         arrays = [saved[f"row{index}"] for index in range(len(answer["rows"]))]

@@ -164,7 +164,7 @@ def refuse_missing(proof: Proof) -> None:
         return
     listed = "".join(f"\n  {item.what}\n    make it: {item.command}" for item in proof.missing)
     raise BadInput(
-        f"evidence: {proof.run.path} — expected what a model card has to show, missing:{listed}",
+        f"evidence: {proof.run.path} — expected the evidence that a model card shows, missing:{listed}",
         hint="--unevaluated publishes without it, and the card says so at its head",
     )
 

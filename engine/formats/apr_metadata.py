@@ -360,7 +360,7 @@ def _pre_type(metadata: Mapping[str, Any]) -> Any:
 
 
 def _are_ids(texts: Mapping[Any, object]) -> bool:
-    """Whether the keys are integers from 0 with few gaps, so that a list by id stays in proportion
+    """Return whether the keys are integers from 0 with few gaps, so that a list by id stays in proportion
     to its input.
     """
     return all(type(i) is int and 0 <= i < 2 * len(texts) + 1024 for i in texts)

@@ -94,7 +94,7 @@ def kind_of(start: bytes) -> Kind:
 
 
 def is_safetensors(start: bytes) -> bool:
-    """Whether a file begins with a header length within the limit and an opening brace."""
+    """Return whether a file begins with a header length within the limit and an opening brace."""
     return (
         len(start) > 8
         and int.from_bytes(start[:8], "little") <= HEADER_LIMIT_BYTES

@@ -549,7 +549,7 @@ def _places_of(pre_tokenizer: Mapping[str, Any]) -> re.Pattern[str] | None:
 
 
 def _adds_nothing(processor: Mapping[str, Any]) -> bool:
-    """Whether a post-processor leaves the ids of a text unchanged if no special tokens are requested."""
+    """Return whether a post-processor leaves the ids of a text unchanged if no special tokens are requested."""
     if processor["type"] == "TemplateProcessing":
         return sum("Sequence" in item for item in processor["single"]) == 1
     return bool(processor["type"] == "ByteLevel")

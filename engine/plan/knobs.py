@@ -163,7 +163,7 @@ def choose_graphs(
         "layers with a window and layers without one are not captured together": (
             len({config.has_window(layer) for layer in range(config.num_hidden_layers)}) > 1
         ),
-        "layers that make their activations again are not captured": checkpointing,
+        "layers that recompute their activations are not captured": checkpointing,
         f"a graph's memory is native, and this run's is {allocator}": allocator != "native",
     }
     hindrance = next((text for text, holds in hindrances.items() if holds), None)

@@ -112,9 +112,9 @@ def choose_backend(
         reason, rejected = f"{weights}: {dense}", "quantized"
         why_not = packed if not quantised_blocks else f"{packed}, and is slower"
         if not fits and not quantised_blocks:
-            reason += f"; {packed}, so that there is no smaller way"
+            reason += f"; {packed}, so no smaller backend exists"
     if wanted == "auto" and available_bytes is None:
-        reason += ", and how much there is is unknown"
+        reason += ", and the available memory is unknown"
     return Decision(
         knob="teacher.backend",
         choice=choice,

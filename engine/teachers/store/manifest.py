@@ -48,7 +48,7 @@ class TeacherFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """Measurements of the teacher on content-out rows that a run would otherwise make itself."""
+    """Measurements of the teacher on held-out rows that a run would otherwise make itself."""
 
     heldout_sha256: str
     """Digest of the rows it was measured on (`contents_sha256`)."""

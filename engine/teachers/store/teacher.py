@@ -331,14 +331,14 @@ class CachedTeacher:
         if self._load is None:
             raise TrainingFailed(
                 f"teacher outputs: {self.store.path} — expected every row, found a batch of {rows} "
-                "that has one that is missing or damaged",
-                hint="`engine prepare` with this spec fills the store; teacher.cache_miss=online asks "
-                "the teacher for what is not there",
+                "of which one is missing or damaged",
+                hint="`engine prepare` with this spec fills the store; teacher.cache_miss=online computes "
+                "missing rows with the teacher",
             )
         if first:
             self._report(
-                f"{self.store.path}: a batch of {rows} rows is not all there, so the teacher itself is "
-                "asked for it and for any other; their number is in the log at the end"
+                f"{self.store.path}: a batch of {rows} rows is not complete in the store, so the teacher model "
+                "computes it, as it will any other such batch; the log counts them at the end"
             )
         if self._online is None:
             self._online = self._load()

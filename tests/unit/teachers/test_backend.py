@@ -59,13 +59,13 @@ def test_auto_without_blocks_is_dense_and_says_that_it_does_not_fit() -> None:
     found = choose(available=22.9, blocks=False)
     assert found.choice == "dequantized"
     assert "31.2 GiB of 22.9 GiB available" in found.reason
-    assert "the file has no quantized blocks, so that there is no smaller way" in found.reason
+    assert "the file has no quantized blocks, so no smaller backend exists" in found.reason
 
 
 def test_auto_where_nobody_knows_the_memory_is_dense_and_says_so() -> None:
     found = choose(available=None)
     assert found.choice == "dequantized"
-    assert "needs 31.2 GiB, and how much there is is unknown" in found.reason
+    assert "needs 31.2 GiB, and the available memory is unknown" in found.reason
 
 
 def test_what_the_user_set_is_taken_with_the_same_arithmetic() -> None:
