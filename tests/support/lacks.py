@@ -49,7 +49,7 @@ LACKS = {
 """What is lacked, in the words of the skip, and how to get it."""
 
 _MODULES = {
-    "JupyterLab": ("anywidget", "comm", "ipywidgets", "nbclient", "nbformat"),
+    "JupyterLab": ("anywidget", "comm", "ipywidgets", "nbclient", "nbformat", "plotly"),
     "pyarrow and zstandard": ("pyarrow", "zstandard"),
     "Starlette and uvicorn": ("starlette", "uvicorn"),
     "the MCP SDK": ("anyio", "mcp", "mcp_types"),

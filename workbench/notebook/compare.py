@@ -1,9 +1,13 @@
-"""Compare: several runs in figures that stay in the notebook: SVG, downsampled, without a comm."""
+"""Compare: several runs in one figure that stays in the notebook.
+
+The figure is made by plotly: static data, downsampled, no comm; it can be zoomed in a page and is part of the
+notebook. Next to it, for pages without plotly, are the same lines as SVG and the runs as text.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 from engine.errors import UsageError
 from engine.log.downsample import Row, points
 from engine.log.folder import open_run
-from engine.report.chart import LIMIT, Series, line_chart
+from engine.report.chart import COLOURS, LIMIT, Series, line_chart
 from engine.report.compared import Metric
-from engine.terminal import printable
+from engine.terminal import as_html, printable
 from workbench.compared import (
     Compared,
     CompareFeed,
@@ -27,6 +31,10 @@ from workbench.notebook.panel import still_html
 
 if TYPE_CHECKING:
     import pandas
+    from plotly.graph_objects import Figure
+
+ACROSS = 2
+"""Charts next to each other."""
 
 
 class Compare:
@@ -67,6 +75,35 @@ class Compare:
             curves.append(_band_curve(name, spread_of(samples, low, high, columns)))
         return curves
 
+    def figure(self) -> Figure:
+        """Return a figure of every metric that the runs have over steps, one colour per run; needs plotly."""
+        from plotly.subplots import make_subplots
+
+        metrics = self.comparison.metrics()
+        rows = -(-len(metrics) // ACROSS)
+        figure = make_subplots(rows=rows, cols=ACROSS, subplot_titles=[x.title for x in metrics])
+        for index, metric in enumerate(metrics):
+            position = {"row": index // ACROSS + 1, "col": index % ACROSS + 1}
+            for number, curve in enumerate(self.curves(metric)):
+                for part, style in _drawn_parts(curve, COLOURS[number % len(COLOURS)]):
+                    figure.add_scatter(
+                        x=[x for x, _ in part],
+                        # A non-finite value leaves a gap in the line.
+                        y=[y if y is not None and math.isfinite(y) else None for _, y in part],
+                        mode="lines",
+                        # Plotly interprets some HTML in names.
+                        name=as_html(curve.name),
+                        legendgroup=str(number),
+                        showlegend=index == 0 and part is curve.rows,
+                        **style,
+                        **position,
+                    )
+        figure.update_xaxes(title="step")
+        figure.update_layout(height=300 * rows)
+        if self._by:
+            figure.update_layout(legend_title_text=as_html(self._grouping_words()))
+        return figure
+
     def _grouping_words(self) -> str:
         """Describe the grouping of the runs, and the line and band of a group."""
         return f"{self._by}: {band_words(len(group.runs) for group in self._groups)}"
@@ -95,10 +132,15 @@ class Compare:
             ]
             grouping = f" by {self._grouping_words()}" if self._by else ""
             drawn.append(line_chart(f"{metric.title}{grouping}", series, x_name="step"))
-        return {
+        bundle: dict[str, Any] = {
             "text/plain": "\n".join(self.lines()),
             "text/html": still_html("compare", drawn, self.lines()),
         }
+        try:
+            bundle["application/vnd.plotly.v1+json"] = self.figure().to_plotly_json()
+        except ImportError:
+            bundle["text/plain"] += "\n(no plotly here: the figure is SVG only)"
+        return bundle
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,3 +169,12 @@ def _band_curve(name: str, spread: Spread) -> Curve:
         tuple((x.x_first, x.low) for x in band),
         tuple((x.x_first, x.high) for x in band),
     )
+
+
+def _drawn_parts(curve: Curve, colour: str) -> Iterator[tuple[tuple[Row, ...], dict[str, Any]]]:
+    """Yield the lines of plotly for a curve: the edges of its band, which it fills, and itself."""
+    edge = {"line": {"width": 0}, "hoverinfo": "skip"}
+    if curve.low is not None and curve.high is not None:
+        yield curve.low, edge
+        yield curve.high, edge | {"fill": "tonexty", "fillcolor": f"{colour}33"}
+    yield curve.rows, {"line": {"color": colour}}

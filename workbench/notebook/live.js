@@ -2,7 +2,8 @@
 //
 // The kernel replies to `ready` with the whole run, downsampled, and then sends what is added: which charts there
 // are, rows of each series as one buffer of float32, first all x, then all y, and text that changed. Nothing is
-// kept in the state of the widget. A pointer on a chart shows the values there in all of them.
+// kept in the state of the widget. A pointer on a chart shows the values there in all of them; a drag selects a
+// window, which is shaded and goes to the kernel as `window`.
 
 function makePane(name) {
   const pane = document.createElement("details");
@@ -41,6 +42,7 @@ function render({ model, el }) {
   const hidden = document.createElement("style");
   const key = model.get("key");
   let waiting = 0;
+  let chosen = null;
   let pointed = null;
   let byStep = true;
   let axis = axisOf(all, byStep);
@@ -49,7 +51,7 @@ function render({ model, el }) {
     axis = axisOf(all, byStep);
     over.textContent = axis.x === "step" ? "over steps" : "over time";
     over.title = "the axis of all charts";
-    for (const chart of shown) drawChart(canvases.get(chart.id), chart, all, axis, null, pointed);
+    for (const chart of shown) drawChart(canvases.get(chart.id), chart, all, axis, chosen, pointed);
     under.textContent = pointed === null ? "" : underPointer();
     root.dataset.rows = String([...all.values()].reduce((sum, s) => sum + s.length, 0));
   }
@@ -121,15 +123,33 @@ function render({ model, el }) {
   const size = new ResizeObserver(soon);
   size.observe(charts);
 
-  charts.addEventListener("pointermove", (event) => {
+  let begun = null;
+  function placed(event) {
     const range = event.target.range;
-    const share = range && (event.offsetX - range.left) / (range.right - range.left);
-    pointed = range ? axis.back(range.x0 + Math.min(1, Math.max(0, share)) * (range.x1 - range.x0)) : null;
+    if (!range) return null;
+    const share = (event.offsetX - range.left) / (range.right - range.left);
+    return { canvas: event.target, x: range.x0 + Math.min(1, Math.max(0, share)) * (range.x1 - range.x0) };
+  }
+  charts.addEventListener("pointerdown", (event) => {
+    begun = placed(event);
+    if (begun) event.target.setPointerCapture(event.pointerId);
+  });
+  charts.addEventListener("pointermove", (event) => {
+    const now = placed(event);
+    pointed = now && axis.back(now.x);
+    if (begun && now && now.x !== begun.x) {
+      chosen = { x: axis.x, from: Math.min(begun.x, now.x), to: Math.max(begun.x, now.x) };
+      begun.moved = true;
+    }
     soon();
   });
   charts.addEventListener("pointerleave", () => {
     pointed = null;
     soon();
+  });
+  charts.addEventListener("pointerup", () => {
+    if (begun && begun.moved) model.send({ kind: "window", ...chosen });
+    begun = null;
   });
 
   model.send({ kind: "ready" });

@@ -192,6 +192,8 @@ def test_a_page_of_a_notebook_gets_bounded_plain_messages(part: int, tmp_path: P
         assert series < 1000, where
         check_page(bundle["text/html"] + drawn(bundle["text/html"]), where)
         assert not acts(bundle["text/plain"]), where
+        figure = bundle.get("application/vnd.plotly.v1+json")
+        assert figure is None or "<" not in "".join(one["name"] for one in figure["data"]), where
         shown += bool(series)
     assert shown > EACH // 4
 

@@ -143,7 +143,7 @@ def test_a_notebook_runs_top_to_bottom_without_an_error(
 
     until(ended, f"{last!r}")
     if name[:2] in ("04", "05"):
-        page.wait_for_selector('[data-apr-static="compare"] img')
+        page.wait_for_selector(".js-plotly-plot .main-svg")
     shoot(name[:2], whole=True)
     if name.startswith("03"):
         words = " ".join(page.inner_text(".jp-Notebook").split())

@@ -159,8 +159,9 @@ flip = Flip(place / "run", flips=place / "flips")
 whys = Whys.of(place / "hang", "alert gpu_idle", folder=place / "evidence")
 Compare([place / "run"])._repr_mimebundle_()
 def page():
-    # What a page can cause: a question, a choice, every button.
+    # What a page can cause: a question, a selection, a choice, every button.
     live._hear(None, {"kind": "ready"}, [])
+    live._hear(None, {"kind": "window", "x": "step", "from": 1, "to": 9}, [])
     flip._set.value = "compute.threads=1"
     whys._change.value = "compute.threads=1"
     # All but the one that starts runs, which would go on behind this test.
@@ -190,7 +191,7 @@ def test_callbacks_on_another_thread_load_no_torch_and_open_no_socket_of_a_netwo
 
 
 def test_the_notebook_loads_no_torch_and_no_terminal() -> None:
-    unwanted = "torch safetensors tokenizers textual pandas"
+    unwanted = "torch safetensors tokenizers textual pandas plotly"
     code = (
         "import sys, workbench.notebook; "
         f"bad = set('{unwanted}'.split()) & set(sys.modules); assert not bad, bad"

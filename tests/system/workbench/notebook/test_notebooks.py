@@ -105,9 +105,7 @@ def test_a_past_run_is_read(
     past = place | {"APR_NOTEBOOK_RUNS": str(ended_run.parent)}
     notebook = executed("04_reading_a_past_run.ipynb", past, monkeypatch)
     assert "COMPLETED" in said(notebook)
-    (figure,) = [
-        d for d in outputs(notebook) if 'data-apr-static="compare"' in d.get("text/html", "")
-    ]
+    (figure,) = [d for d in outputs(notebook) if "application/vnd.plotly.v1+json" in d]
     assert "<svg" in drawn(figure["text/html"])
 
 

@@ -1,4 +1,4 @@
-"""Pages in a real browser: eight widgets on one, notebooks and reports without a kernel.
+"""Pages in a real browser: eight widgets on one, a drag that becomes evidence, notebooks and reports without a kernel.
 
 Takes minutes and wants Chromium, so it runs with `make notebooks` and in the soak.
 """

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -127,16 +126,15 @@ def test_runs_are_compared_in_a_figure_and_a_frame(tmp_path: Path) -> None:
     runs = [completed(tmp_path / "a", nan=(7,)).path, killed(tmp_path / "b").path]
     compare = Compare(runs)
     bundle = compare._repr_mimebundle_()
-    metrics = [metric.title for metric in compare.comparison.metrics()]
+    figure = bundle["application/vnd.plotly.v1+json"]
+    metrics = [x["text"] for x in figure["layout"]["annotations"]]
     assert metrics[:3] == ["loss, nats", "held-out, nats", "step time, s"]
-    loss, other = compare.curves(compare.comparison.metrics()[0])
-    assert (loss.name, other.name) == ("a", "b")
-    values = [y for _, y in loss.rows]
-    assert values[6] is not None and math.isnan(values[6])
-    assert values[5] == pytest.approx(4.963, abs=0.01)
-    still = drawn(bundle["text/html"])
-    assert still.count("<svg") == len(metrics)
-    assert all(title in still for title in metrics)
+    assert [trace["name"] for trace in figure["data"]] == ["a", "b"] * len(metrics)
+    assert [trace["showlegend"] for trace in figure["data"]].count(True) == 2
+    losses = figure["data"][0]["y"]
+    assert losses[6] is None and losses[5] == pytest.approx(4.963, abs=0.01)
+    json.dumps(figure, allow_nan=False, default=list)
+    assert drawn(bundle["text/html"]).count("<svg") == len(metrics)
     assert "KILLED" in bundle["text/plain"]
     assert dict(compare.frame()["run"].value_counts()) == {"a": 60, "b": 30}
     with pytest.raises(UsageError, match="a list"):
@@ -152,16 +150,20 @@ def test_runs_are_grouped_by_a_setting_in_a_figure(tmp_path: Path) -> None:
     for run, lr in zip(runs, (0.1, 0.2, 0.1), strict=True):
         run.effective.write_text(json.dumps({"spec": {"train": {"lr": lr}}}))
     compare = Compare([run.path for run in runs], by="train.lr")
-    group, alone = compare.curves(compare.comparison.metrics()[0])
-    assert (group.name, alone.name) == ("0.1 (2 runs)", "0.2 (1 run)")
-    assert group.low is not None and group.high is not None
+    figure = compare.figure().to_plotly_json()
+    assert [trace["name"] for trace in figure["data"] if trace["showlegend"]] == [
+        "0.1 (2 runs)",
+        "0.2 (1 run)",
+    ]
+    low, high, mean, alone = figure["data"][:4]
     others = [n for n in range(60) if n != 6]
-    for rows in (group.low, group.high, group.rows):
-        assert [rows[n][1] for n in others] == pytest.approx([alone.rows[n][1] for n in others])
-    nan = group.rows[6][1]
-    assert nan is not None and math.isnan(nan), "a NaN of one run"
-    assert group.low[6] == group.high[6] == alone.rows[6], "the value of the other run"
+    for trace in (low, high, mean):
+        assert [trace["y"][n] for n in others] == pytest.approx([alone["y"][n] for n in others])
+    assert mean["y"][6] is None, "a NaN of one run"
+    assert low["y"][6] == high["y"][6] == alone["y"][6], "the value of the other run"
+    assert high["fill"] == "tonexty"
     said = "mean, band from lowest to highest"
+    assert figure["layout"]["legend"]["title"]["text"] == f"train.lr: {said}"
     still = drawn(compare._repr_mimebundle_()["text/html"])
     assert f"loss, nats by train.lr: {said}" in still
     assert "0.1 (2 runs)" in still
