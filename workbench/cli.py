@@ -49,7 +49,7 @@ environment:
   NO_COLOR=1                    no colour; no meaning is carried by colour alone
   APR_WORKBENCH_THEME=NAME      as --theme; else TEXTUAL_THEME, else dark, or light where the
                                 terminal says in COLORFGBG that it is
-  ESCDELAY=MS                   wait so long for the rest of a key that begins with escape (25)
+  ESCDELAY=MS                   milliseconds to wait for the rest of a key that begins with escape (25)
 
 `?` shows the keys, ctrl+p finds every command by name.
 """
@@ -113,7 +113,7 @@ def demo_parser() -> argparse.ArgumentParser:
     example.add_argument(
         "--on-policy",
         action="store_true",
-        help="the example on the student's own text; --set student.path=RUN/student goes on from a run of the demo",
+        help="the example on the student's own text; --set student.path=RUN/student continues from a run of the demo",
     )
     parser.add_argument(
         "--set",
@@ -216,7 +216,7 @@ def _demo(options: argparse.Namespace) -> int:
 
 
 def _on_policy_demo(spec: Path, out: Path, options: argparse.Namespace) -> int:
-    """Train a student on the corpus unless one is given, let it go on with what it writes, and compare both."""
+    """Train a student on the corpus unless one is given, continue on text that it writes, and compare both."""
     given = [
         assignment.partition("=")[2]
         for assignment in options.sets
@@ -314,7 +314,7 @@ def _print_result(run: RunFolder, code: int) -> None:
         )
         return
     if code == EXIT_TERMINATED:
-        # Whoever ends the screen does not wait until a long log is read once more.
+        # Who terminates the screen does not wait until a long log is read once more.
         put(f"run folder: {run.path}\n  reattach  apr-workbench {run.path}")
         return
     put("\n".join(farewell(RunFeed(run).read_all())))

@@ -90,8 +90,8 @@ class Compared:
         return self.view.steps.column("step")
 
     def _series(self, metric: Metric, axis: str) -> tuple[Numbers, Numbers]:
-        """Return x and value of each step; of the held-out loss, those of each evaluation of the student, the one
-        before the first step included."""
+        """Return x and value of each step, or for the held-out loss of each evaluation of the student, the one before
+        the first step included."""
         xs, steps = self._xs(axis), self.view.steps
         if metric.column:
             return xs, steps.column(metric.column)
@@ -226,7 +226,7 @@ class Group:
 
 
 def groupings(found: Sequence[Difference]) -> tuple[str, ...]:
-    """Return the settings that runs can be grouped by: those of which several runs share a value."""
+    """Return the settings that runs can be grouped by: those with a value that several runs share."""
     return tuple(one.key for one in found if any(len(places) > 1 for places, _ in one.values))
 
 

@@ -83,7 +83,7 @@ def ask(arguments: Sequence[str]) -> subprocess.CompletedProcess[str]:
 
 
 def ask_json(arguments: Sequence[str], type_: type[T]) -> T:
-    """Return the JSON value that an engine command prints. Raises InternalError with what it says when there is
+    """Return the JSON value that an engine command prints. Raises InternalError with its message when there is
     none."""
     done = ask(arguments)
     try:

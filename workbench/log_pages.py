@@ -156,7 +156,7 @@ class LogBook:
         points = self._reader.points
         known = 0
         if asides[: len(self._asides)] == self._asides and newest is not None:
-            # The position of an aside before a line is final; after the last line it is looked up again.
+            # The position of an aside before a line is final; one after the last line is computed again.
             known = bisect_left(self._places, newest.count)
         places = self._places[:known]
         for line in asides[known:]:
@@ -168,8 +168,7 @@ class LogBook:
 
 
 def matches(text: str, pattern: str) -> bool:
-    """Return whether a line matches a filter: words to look for, ignoring case; with `!` before them, words to leave
-    out."""
+    """Return whether a line matches a filter: a text to search for, ignoring case, or after a `!` one to leave out."""
     if pattern.startswith("!"):
         return len(pattern) == 1 or pattern[1:].casefold() not in text.casefold()
     return pattern.casefold() in text.casefold()

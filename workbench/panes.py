@@ -104,7 +104,7 @@ def _step_bars(view: RunView, width: int, ascii_only: bool) -> list[str]:
         return [] if view.imported is not None else ["no phases of a step measured yet"]
     names = [name for name in (*STEP_PHASES, IDLE) if name in view.phases]
     if len(names) < len(view.phases):
-        # The phases of a watched script are its own, and come in their order.
+        # The phases of a watched script have names of its own.
         names = list(view.phases)
     return _bars({name: view.phases[name] for name in names}, width, ascii_only)
 
@@ -143,8 +143,8 @@ def _peak_lines(view: RunView) -> list[str]:
 
 
 def decision_words(snapshot: Snapshot) -> list[str]:
-    """Return every automatic choice with its reason, the rejected values, and how to override it; of a script that
-    is not ours, its command."""
+    """Return every automatic choice with its reason, the rejected values, and how to override it; the command of a
+    watched script."""
     if snapshot.command is not None:
         return command_lines(snapshot.view, snapshot.command)
     if not snapshot.view.decisions:
@@ -154,7 +154,7 @@ def decision_words(snapshot: Snapshot) -> list[str]:
 
 def check_words(snapshot: Snapshot) -> list[str]:
     """Return the first-minute checks: failed, then unknown, then passed, and below their counts whether the run was
-    verified; of a script that is not ours, what was seen of the identities of any training."""
+    verified; the identities of a watched script."""
     if snapshot.command is not None:
         return identity_lines(snapshot.view)
     counts, *rest = check_lines(snapshot.view)
@@ -179,7 +179,7 @@ def data_words(snapshot: Snapshot) -> list[str]:
 
 
 def sample_words(snapshot: Snapshot) -> list[str]:
-    """Return what the models made of one held-out prompt at each evaluation."""
+    """Return the text that the models wrote after one held-out prompt at each evaluation."""
     if snapshot.command is not None and not any(done.sample for done in snapshot.view.evals):
         return [OTHERS_SAMPLES]
     return sample_lines(snapshot.view)

@@ -1,4 +1,4 @@
-"""The rows of one step: everything that `engine data RUN --step N --json` says, as rows of a list.
+"""The rows of one step: everything that `engine data RUN --step N --json` prints, as rows of a list.
 
 The command reads the corpus again, which takes seconds, so it runs in its own process.
 """
@@ -13,26 +13,23 @@ from engine.log.text import one_line
 from workbench.engine_commands import ask_json
 from workbench.listing import Listing, Row
 
-KEPT = 64
-"""Number of viewed steps that are kept, so that going back does not read the corpus again."""
-
 
 class StepRowsFeed:
+    """Reads the rows of one step after the other."""
+
     def __init__(self, run: Path, step: int) -> None:
         self._run = run
         self.step = max(step, 1)
         """The step that the next poll reads."""
         self._seen: dict[int, Listing] = {}
+        """The viewed steps, so that going back does not read the corpus again."""
 
     def poll(self) -> Listing:
         """Return the rows of the step. Raises InternalError with the command's message where it is not on record."""
         step = self.step
         if step not in self._seen:
             command = ["data", str(self._run), "--step", str(step), "--json"]
-            listing = listing_of(ask_json(command, dict[str, Any]))
-            while len(self._seen) >= KEPT:
-                del self._seen[next(iter(self._seen))]
-            self._seen[step] = listing
+            self._seen[step] = listing_of(ask_json(command, dict[str, Any]))
         return self._seen[step]
 
 

@@ -206,7 +206,8 @@ def compared_charts(
 
 
 def _rows_of(view: RunView, column: str) -> tuple[Row, ...]:
-    """Return the rows of a column over steps; of the held-out loss without one. Empty where it has no value."""
+    """Return the rows of a column over steps, or of the held-out loss where no column is named; none where it has no
+    value."""
     if not column:
         return tuple(held_out(view))
     span = view.steps.range(column)

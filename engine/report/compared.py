@@ -190,11 +190,11 @@ def _results(run: Comparable) -> dict[str, str]:
         "best held-out": shown(min(finite, default=None)),
         "teacher's": shown(teacher.loss if teacher else None),
         "tokens/s": shown(view.tokens_per_second(), format_count),
-        # A script that is not ours may not say how many tokens its steps have.
+        # The tokens of a watched script's steps may be unknown.
         "tokens": shown(None if steps.last("tokens") is None else run.total_tokens, format_count),
         "wall time": shown(seconds, format_seconds),
         "peak memory": shown(getattr(peak, "measured_bytes", None), format_bytes),
-        # A probe logs the values themselves, and no event of its own for those that are not finite.
+        # The probe of a watched script logs no events for non-finite values.
         "not finite": ABSENT if run.command else str(len(view.non_finite)),
         "alerts": str(len(view.alerts)),
         "sessions": str(view.sessions),

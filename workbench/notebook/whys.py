@@ -91,7 +91,7 @@ class Whys(Panel):
         return job
 
     def note(self, text: str) -> None:
-        """Keep some words; they support nothing. Raises BadInput."""
+        """Add a note, which supports nothing. Raises BadInput."""
         self._waking(changes.note(self.bundle, text))
 
     def close_finding(self, unresolved: str = "") -> Finding:

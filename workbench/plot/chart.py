@@ -142,7 +142,7 @@ class Chart:
     """Everything that a chart draws, for one width."""
 
     title: str = ""
-    """Takes the place of the lines' legend, for one chart among several with the same lines."""
+    """Drawn instead of the legend of the lines, for one chart among several with the same lines."""
     low: float = 0.0
     high: float = 1.0
     """The ends of the x axis."""

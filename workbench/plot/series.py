@@ -24,10 +24,6 @@ class SeriesStyle:
     colour: str
     """`#RRGGBB`, for dark and light grounds."""
 
-    def sign(self, *, ascii_only: bool) -> str:
-        """Return the marker, or the letter where only ASCII can be drawn."""
-        return self.letter if ascii_only else self.marker
-
 
 SERIES = (
     SeriesStyle("A", "●", "#0072B2"),

@@ -69,7 +69,7 @@ class Printable(LineFilter):
 def is_utf8(environ: Mapping[str, str]) -> bool:
     """Return whether the locale of an environment is UTF-8 and its terminal has more than a few hundred
     glyphs."""
-    # The Linux console and a dumb terminal have no braille, whatever the locale says.
+    # The Linux console and a dumb terminal have no braille, even in a UTF-8 locale.
     if environ.get("TERM") in ("linux", "dumb"):
         return False
     names = {key: environ.get(key, "") for key in ("LC_ALL", "LC_CTYPE", "LANG")}

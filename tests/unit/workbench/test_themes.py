@@ -72,8 +72,6 @@ def test_series_differ_in_letter_marker_and_colour() -> None:
     for part in ("letter", "marker", "colour"):
         assert len({getattr(style, part) for style in SERIES}) == 6
     assert all(style.letter.isascii() and len(style.marker) == 1 for style in SERIES)
-    assert series_style(1).sign(ascii_only=True) == "B"
-    assert series_style(1).sign(ascii_only=False) == "■"
     with pytest.raises(IndexError, match="series 6: expected 0 to 5"):
         series_style(6)
 

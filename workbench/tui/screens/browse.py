@@ -41,7 +41,8 @@ COMMON: tuple[Binding, ...] = (
 """Keys of every list, after its own."""
 ABOUT_ROW = frozenset({"open", "zoom"})
 """The actions that need a row."""
-JOB_LINES = 7
+JOB_LINES = 3
+"""Number of lines of output that are shown of a running command."""
 SHARE = (30, 50)
 """Smallest and largest share of the width that a list gets next to its details, in percent."""
 
@@ -153,15 +154,12 @@ class BrowseScreen(PollingScreen, Generic[F]):
             self._share_width()
             self.set_class(bool(listing.job), "-working")
             first, rest = listing.job[:1], listing.job[1:]
-            words = "\n".join((*first, *rest[-self._job_lines() :]))
+            words = "\n".join((*first, *rest[-JOB_LINES:]))
             self.query_one("#job", Static).update(words)
             self.draw_row()
         self.draw_keys()
         if listing.rows and self.focused is None:
             self.call_after_refresh(rows.focus)
-
-    def _job_lines(self) -> int:
-        return JOB_LINES if self.size.height >= 30 else 3 if self.size.height >= 18 else 1
 
     @on(OptionList.OptionHighlighted)
     def draw_row(self) -> None:

@@ -81,11 +81,9 @@ class CompareScreen(PollingScreen):
         Binding("question_mark", "app.help", "help", tooltip="this help"),
         Binding("escape,q", "back", "back", tooltip="remove the cursor, or back to the runs"),
         *pane_keys(TABS),
-        Binding("m", "metric(1)", "metric", tooltip="the next metric"),
-        Binding("M", "metric(-1)", "metric before", show=False, tooltip="the metric before"),
+        Binding("m", "metric", "metric", tooltip="the next metric"),
         Binding("g", "grid", "grid", tooltip="one metric large, or all that fit"),
-        Binding("b", "group(1)", "group by", tooltip="group runs by the next setting that differs"),
-        Binding("B", "group(-1)", "before", show=False, tooltip="group by the setting before"),
+        Binding("b", "group", "group by", tooltip="group runs by the next setting that differs"),
         Binding("x", "axis", "x axis", tooltip="x by step, tokens or wall time"),
         Binding("l", "log_y", "log y", tooltip="logarithmic y axis on or off"),
         Binding("left", "move(-1)", "cursor", tooltip="a cursor that shows each run's value"),
@@ -380,11 +378,11 @@ class CompareScreen(PollingScreen):
 
     # Keys.
 
-    def action_metric(self, by: int) -> None:
+    def action_metric(self) -> None:
         if self._comparison is not None:
             metrics = self._comparison.metrics()
             at = metrics.index(self._chosen(self._comparison))
-            self._metric = metrics[(at + by) % len(metrics)]
+            self._metric = metrics[(at + 1) % len(metrics)]
             self._draw_plot()
 
     def action_grid(self) -> None:
@@ -394,7 +392,7 @@ class CompareScreen(PollingScreen):
         self.lay_out()
         self._draw_plot()
 
-    def action_group(self, by: int) -> None:
+    def action_group(self) -> None:
         """Group the runs by another of the settings that differ, or, after the last one, not at all."""
         if self._comparison is None:
             return
@@ -402,7 +400,7 @@ class CompareScreen(PollingScreen):
         if len(keys) == 1:
             self.notify("no setting groups these runs: each value has one run", markup=False)
         at = keys.index(self._group_by) if self._group_by in keys else 0
-        self._group_by = keys[(at + by) % len(keys)]
+        self._group_by = keys[(at + 1) % len(keys)]
         self._draw_plot()
 
     def action_axis(self) -> None:

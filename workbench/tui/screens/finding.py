@@ -28,11 +28,11 @@ from workbench.tui.widgets.fields import Field, Values
 
 NOTES = (
     "+ confirmed: runs as they were show the observation, runs with the change do not, in three",
-    "  pairs, and no run says otherwise. x refuted: a run with the change shows it too. ? open.",
+    "  pairs, and no run contradicts it. x refuted: a run with the change shows it too. ? open.",
     "> is a test, judged again from its files. ! does not verify. A note supports nothing (`engine why note`).",
     "",
-    "t runs the next test in the background, and E shows its runs. It goes on when this screen or the",
-    "workbench is closed, and t goes on with one that was interrupted.",
+    "t runs the next test in the background, and E shows its runs. It continues when this screen or the",
+    "workbench is closed, and t resumes one that was interrupted.",
     "Every change is made as by `engine why`, under the lock of the finding.",
 )
 LATER = "name one later"
@@ -50,7 +50,7 @@ class FindingScreen(BrowseScreen[FindingFeed]):
         Binding(
             "t", "test", "test", tooltip="run the next test, or that of the cause under the cursor"
         ),
-        Binding("ctrl+x", "stop", "stop", tooltip="interrupt the test; t goes on with it"),
+        Binding("ctrl+x", "stop", "stop", tooltip="interrupt the test; t resumes it"),
         Binding("a", "cause", "add cause", tooltip="name another change that may end it"),
         Binding("c", "close", "close", tooltip="close with the confirmed cause, or as unresolved"),
     )

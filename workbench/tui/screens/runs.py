@@ -1,4 +1,4 @@
-"""All runs in the given folders, newest first, whoever started them."""
+"""All runs in the given folders, newest first, however they were started."""
 
 from __future__ import annotations
 
@@ -66,9 +66,9 @@ class RunsScreen(PollingScreen):
     """Draws the snapshots of one RunsFeed."""
 
     NOTES = (
-        "Runs are found in the given folders and one level below, whoever started them.",
+        "Runs are found in the given folders and one level below, however they were started.",
         "All terms of a filter must hold: `lr>0.001 state:failed tag:baseline /lr-\\d/ sweep`. A setting",
-        "has its short name or section.key; a word is looked for in names, states, alerts and reasons.",
+        "has its short name or section.key; a word is searched in names, states, alerts and reasons.",
         "Marks stay on their runs until they are removed; the letter and the colour are those of",
         "the run in the comparison.",
     )

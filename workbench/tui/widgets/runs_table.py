@@ -117,8 +117,8 @@ STATE = Column(
 )
 AGE = "age"
 VERDICT, TAGS = "verdict", "tags"
-SETTING, LATER_SETTING, FIRST_SETTINGS, MODEL = 60, 85, 3, 80
-"""The rank of the first settings that differ, of the others, and of models that differ."""
+SETTING, LATER_SETTING, FIRST_SETTINGS = 60, 85, 3
+"""The rank of the first settings that differ, and of the others."""
 BEFORE = (
     NAME,
     STATE,
@@ -173,12 +173,7 @@ AFTER = (
 )
 
 
-MODELS: dict[str, Callable[[RunRow], str]] = {
-    "teacher": lambda row: row.teacher,
-    "student": lambda row: row.student,
-}
-"""They are as important as settings where they differ."""
-WIDENED = (NAME.name, VERDICT, TAGS, *MODELS)
+WIDENED = (NAME.name, VERDICT, TAGS, "teacher", "student")
 """The columns that get what is left of the width, in this order."""
 
 
@@ -482,13 +477,8 @@ class RunsTable(ScrollView, can_focus=True):
         """Return the width of each column that fits, without its gap. In the order of their ranks columns get the
         least they need; what is left goes to the name, the verdict and the rest of the texts."""
         name_least = NAME_CELLS[self.size.width >= ROOMY]
-        differing_models = {
-            name for name, text in MODELS.items() if len({text(row) for row in self.rows_shown}) > 1
-        }
         widths: dict[str, int] = {}
-        for column in sorted(
-            self._columns, key=lambda c: MODEL if c.name in differing_models else c.rank
-        ):
+        for column in sorted(self._columns, key=lambda column: column.rank):
             if column.name not in wanted:
                 continue
             if column.rank > SETTING and VERDICT in widths:

@@ -68,7 +68,7 @@ COMMAND_CELLS = 16
 
 
 def with_command(top: str, command: WatchedCommand | None, width: int) -> str:
-    """Return a line with the command of a script that is not ours and its commit, as far as there is space."""
+    """Return a line with the command of a watched script and its commit, as far as they fit."""
     if command is None:
         return top
     commit = f"  {command.commit}" if command.commit else ""
@@ -79,7 +79,7 @@ def with_command(top: str, command: WatchedCommand | None, width: int) -> str:
 
 
 def what_to_press(verdict: RunVerdict, snapshot: Snapshot) -> str:
-    """Return the next action of a verdict with the keys of the screen in the place of commands."""
+    """Return the next action of a verdict, with the keys of the screen instead of commands."""
     if snapshot.view.imported is not None:
         return one_line(verdict.action)
     resume = f"engine distill --resume {snapshot.run.path}"
