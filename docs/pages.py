@@ -186,7 +186,7 @@ def json_answers() -> str:
     text = (
         "# JSON\n\nEvery command that prints results prints them with `--json` as one line on standard output. "
         "Messages for people are on standard error, and the exit code says the same with and without it.\n\n"
-        "- Every object begins with `schema`, such as `apr-workbench/run-1`; its fields follow at the same level.\n"
+        "- Every object begins with `schema`, such as `apr-workbench/run-2`; its fields follow at the same level.\n"
         "- An answer that is a list, such as that of `engine runs`, has it in each entry; a stream, of "
         "`engine tail --follow` or `engine diagnose --follow`, in each line.\n"
         "- The number grows when a field is removed, or changes its type or meaning. A new field leaves it as it is: "

@@ -212,21 +212,6 @@ def _zero_gradients(script: _Script, seen: Judged) -> _Edited | None:
     return script.after(step[0], f"; {step[1]}.zero_grad()", "zero the gradients after each step")
 
 
-def _keep_gradients(script: _Script, seen: Judged) -> _Edited | None:
-    backward, step = script.places.get("backward", 0), script.places.get("step", 0)
-    between = [
-        call
-        for call in script.calls("zero_grad")
-        if backward < call.lineno < step
-        and isinstance(statement := script.simple(call.lineno), ast.Expr)
-        and statement.value is call
-    ]
-    call = _only(between)
-    if call is None:
-        return None
-    return script.replaced(call, "pass", "keep the gradients until the optimizer steps")
-
-
 def _set_mode(name: str, mode: str, change: str, script: _Script, seen: Judged) -> _Edited | None:
     model, first = script.names.get(name, ""), script.loop_begins()
     step, backward = script.places.get("step"), script.places.get("backward")
@@ -362,7 +347,6 @@ _BOUNDED = {"relu": "ReLU", "sigmoid": "Sigmoid", "tanh": "Tanh", "softmax": "So
 
 _FIXES: dict[str, _Make] = {
     "kept_gradients": _zero_gradients,
-    "lost_gradients": _keep_gradients,
     "training_mode": partial(
         _set_mode, "model", "train", "put the model into training mode before each step"
     ),

@@ -5,7 +5,7 @@ B counts as free of the failure only if it did at least what A had done:
     rows        the same rows in each step, by their digests; a row may be mended in its place. After a change of data:
                 as many different rows and pieces of rows, and each sample that A's sampler had asked for
     judge       as many results that could show the failure: losses and evaluations on the log, calls of the model
-                without gradients on the same rows, verdicts on the identity
+                without gradients on the same rows; half as many verdicts on the identity, which may come later
     objective   the loss of the first step, before any update, is the same unless the objective or the model was
                 changed; later losses depend on the rows, and as many parameters are trained
     step        no step was left out: the counters of the script's loops, integers that grow by the same amount with
@@ -270,7 +270,7 @@ def _judged_less(a: _Run, b: _Run, observed: Observed | None) -> Iterator[str]:
         )
     if observed is not None and observed.kind == IDENTITY:
         counts = [run.worked[-1].judged.get(observed.id, 0) for run in (a, b)]
-        if counts[1] < counts[0]:
+        if 2 * counts[1] < counts[0]:
             yield f"{observed.name} was judged {counts[1]} times, and {counts[0]} times in A"
 
 

@@ -83,16 +83,6 @@ FIXABLE: dict[str, Fixable] = {
         "optimizer.step()  # every step",
         "optimizer.step(); optimizer.zero_grad()  # every step",
     ),
-    "lost_gradients": Fixable(
-        _regression(
-            "loss = (model(x) - y).square().mean()",
-            "loss.backward()",
-            "optimizer.zero_grad()",
-            "optimizer.step()",
-        ),
-        "optimizer.zero_grad()",
-        "pass",
-    ),
     "training_mode": Fixable(
         _regression(
             "optimizer.zero_grad()",

@@ -24,6 +24,7 @@ from engine.cli.main import main
 from engine.errors import RunLogError
 from engine.log.folder import RunFolder, find_runs
 from engine.log.follow import Follower
+from engine.log.view import GOING_ON
 from tests.support.hostile_logs import ACTED_ON, hostile_run, is_a_run
 from tests.support.notebook_pages import CountedComm, comms, drawn
 from tests.support.screens import NEVER_S, settle
@@ -82,12 +83,12 @@ def acts(text: str) -> set[str]:
     return {ascii(char) for char in set(text) if not char.isprintable() and char not in "\n\t"}
 
 
-def waits_for_its_start(run: RunFolder) -> bool:
-    """Whether `tail -f` goes on for ever, as it should: nothing says that the run has begun."""
+def goes_on(run: RunFolder) -> bool:
+    """Whether `tail -f` goes on, as it should: nothing says that the run has begun, or it is one of another machine."""
     follower = Follower(run)
     with contextlib.suppress(RunLogError):
         follower.read_all()
-        return follower.state == "not started"
+        return follower.state in GOING_ON
     return False
 
 
@@ -114,7 +115,7 @@ def test_commands_end_with_a_code_and_print_nothing_that_acts(
             *(["checks", run.path], ["report", "--force", "--out", page, run.path]),
         ):
             where = f"seed {seed}: {command}"
-            if "-f" in command and waits_for_its_start(run):
+            if "-f" in command and goes_on(run):
                 continue
             out, err = io.StringIO(), io.StringIO()
             with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), limited(where):
@@ -133,6 +134,14 @@ def test_commands_end_with_a_code_and_print_nothing_that_acts(
     assert reached[0] > EACH // 2 and reached[65] > EACH // 2, reached
 
 
+OURS = (
+    ("meta", {"charset": "utf-8"}),
+    ("meta", {"name": "viewport", "content": "width=device-width, initial-scale=1"}),
+    ("meta", "Content-Security-Policy"),
+    ("script", {"type": "application/json", "id": "series"}),
+    # Its policy lets one script run, by its hash.
+    ("script", {}),
+)
 ACTING = ("script", "iframe", "object", "embed", "link", "base", "form", "meta")
 
 
@@ -144,8 +153,7 @@ class Page(html.parser.HTMLParser):
         self.found: list[str] = []
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        is_charset = tag == "meta" and dict(attrs) == {"charset": "utf-8"}
-        if tag in ACTING and not is_charset:
+        if tag in ACTING and (tag, dict(attrs).get("http-equiv", dict(attrs))) not in OURS:
             self.found.append(f"<{tag} {attrs}>")
         for name, value in attrs:
             odd = name.startswith("on") or "javascript:" in (value or "").lower()
