@@ -277,8 +277,7 @@ class Table:
     def column(self, name: str, start: int = 0, stop: int | None = None) -> Numbers:
         """Return rows [start, stop) of a column, (N,), as they are stored: not to be written, ABSENT where absent."""
         start, stop, _ = slice(start, stop).indices(self.length)
-        rows: Numbers = self.columns[name][start:stop]
-        return rows
+        return numbers(self.columns[name][start:stop])
 
 
 @dataclass(slots=True, eq=False)

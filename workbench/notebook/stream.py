@@ -125,8 +125,6 @@ class Stream:
         curves |= {
             series_key(figure, curve): curve for figure in figures for curve in figure.curves
         }
-        import numpy as np
-
         cleared, buffers = [], {}
         for key, curve in curves.items():
             table, sent = curve.table, self._sent.get(key)
@@ -138,8 +136,7 @@ class Stream:
                 sent = None
             if sent is None:
                 sent = self._sent[key] = _Sent(table.columns)
-            # A table without rows has no array of numpy's.
-            xs = np.asarray(table.column(curve.times, sent.rows)) - (self._begin_unix_s or 0.0)
+            xs = table.column(curve.times, sent.rows) - (self._begin_unix_s or 0.0)
             ys = table.column(curve.column, sent.rows)
             rows = points(xs, ys, LIVE if sent.rows else self._history)
             sent.rows = len(table)
