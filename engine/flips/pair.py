@@ -131,12 +131,13 @@ def same_work(plan: Plan, a: Outcome, b: Outcome, flip: Path) -> Verdict | None:
     (change,) = plan.changes
     runs = RunFolder(flip / a.run), RunFolder(flip / b.run)
     texts = change.text(b=False), change.text(b=True)
+    same_rows = not matches(change.key, OF_ROWS)
     left_out = work_left_out(
         *runs,
         *texts,
         key=change.key,
-        same_rows=not matches(change.key, OF_ROWS),
-        scales_updates=change.key.startswith("train."),
+        same_rows=same_rows,
+        scales_updates=same_rows and change.key.startswith("train."),
         kind=plan.changes_on_purpose or (DATA if matches(change.key, OF_LOADERS) else ""),
         observed=plan.observed,
         sources=kept_sources(code_folder(runs[0].path)),

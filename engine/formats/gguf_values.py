@@ -303,8 +303,14 @@ def encode_value(value: GgufValue) -> bytes:
 
 
 def encode_string(text: str) -> bytes:
-    """Return a text as bytes of a file: its length and its UTF-8."""
-    raw = text.encode()
+    """Return a text as bytes of a file: its length and its UTF-8. Raises WeightsError for a lone surrogate, as in the
+    name of a folder whose bytes are not UTF-8."""
+    try:
+        raw = text.encode()
+    except UnicodeEncodeError:
+        raise WeightsError.expected(
+            "GGUF metadata", ascii(text)[:80], "text of Unicode characters", "a lone surrogate"
+        ) from None
     return struct.pack("<Q", len(raw)) + raw
 
 

@@ -152,7 +152,7 @@ def test_a_miss_asks_the_teacher_is_counted_and_said_once(
     wanted, _ = train(spec, online(spec))
     assert losses == wanted
     assert teacher.hits == 8 * 4 and teacher.misses == 22 * 4
-    assert len(loaded) == 1 and len(said) == 1 and "not all there" in said[0]
+    assert len(loaded) == 1 and len(said) == 1 and "is not complete in the store" in said[0]
     assert "88 from the teacher" in teacher.summary
 
 

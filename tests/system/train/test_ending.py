@@ -140,7 +140,7 @@ def test_a_signal_while_a_model_is_converted_leaves_no_part_of_a_file(
 ) -> None:
     out = tmp_path / "out"
     out.mkdir()
-    where = "engine.formats.gguf_write:_check_model"
+    where = "engine.formats.gguf_write:_header"
     held = Held(tmp_path, where, how, "convert", kit.teacher, out / "m.gguf", "--quant", "f32")
     assert list(out.iterdir()), "it had begun to write"
     held.end(number)

@@ -60,7 +60,7 @@ GPU: dict[str, Any] = dict(
             {"config": config(family="gemma3_text", layers_without_window=(1,), sliding_window=5)},
             "without one",
         ),
-        ({"checkpointing": True}, "again"),
+        ({"checkpointing": True}, "recompute"),
         ({"allocator": "managed"}, "managed"),
     ],
 )
