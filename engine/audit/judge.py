@@ -651,6 +651,8 @@ def _weight_gradients(
 ) -> Answer:
     """Compare the gradients of the weights with those of the plain decoder."""
     observed, model = step.observed, step.student
+    if not math.isfinite(observed.gradient_norm):
+        return unknown(f"the norm of the gradients is {observed.gradient_norm}")
     total = max(sum(parameter.numbers for parameter in observed.parameters), 1)
     # In 16 bits the backward pass of each layer adds an error of a few percent.
     relative = max(2e-3, 32 * model.rounding)

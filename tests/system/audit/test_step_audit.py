@@ -139,6 +139,16 @@ def test_a_gradient_that_is_mostly_rounding_is_unknown_and_says_so(
     assert verdict.level is Level.UNKNOWN and "is rounding" in verdict.reason
 
 
+def test_a_step_whose_gradient_norm_is_not_finite_names_no_gradient(world: World) -> None:
+    run = make_run(world, train__on_non_finite="skip")
+    overflowed = run.trainer.student.get_parameter("layers.1.attention.o.weight")
+    overflowed.register_hook(lambda gradient: gradient * float("nan"))
+    run.step(1)
+    assert "step_gradients" not in run.failures()
+    verdict = run.results["step_gradients"].verdict
+    assert verdict.level is Level.UNKNOWN and "norm" in verdict.reason, verdict
+
+
 def with_sharp_attention(trainer: Trainer) -> None:
     """Scores so large that their rounding chooses the tokens that are attended to: in fp32 those of a run that
     diverged.
