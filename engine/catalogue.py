@@ -145,15 +145,6 @@ CHECKS: tuple[About, ...] = (
         when=When.BEFORE,
     ),
     _check(
-        id="documents_in_rows",
-        wrong="the rows are not those of the corpus",
-        question="If documents are read and tokenized again, are they complete in the rows of their split?",
-        means="The rows do not come from this corpus and tokenizer: text is missing, cut, altered, or in both splits.",
-        remedy="Delete the token cache (`apr-workbench/tokens` in the user's cache folder). Make sure that nothing "
-        "writes to the corpus, and that tokenizer.json sets no truncation.",
-        when=When.BEFORE,
-    ),
-    _check(
         id="padding_not_trained",
         wrong="padding is trained on",
         question="Are rows free of labels on padding?",

@@ -7,7 +7,6 @@ the data are bit for bit what they would be without it.
     before the models run
       vocabulary_by_bytes        a token id that means one token to the teacher and another to the student
       batch_not_degenerate       one token repeated, the same row everywhere, a loader that is stuck
-      documents_in_rows          documents of the corpus that are in no row, or in that of another split, cut or altered
       padding_not_trained        padding with labels, which teaches the student to produce padding
       end_is_learnt              ends of texts and turns that are never a label
     at the start

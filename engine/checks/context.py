@@ -8,13 +8,13 @@ What is in layers above this package is passed in as functions.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from engine.data.batches import Batch, Batches
-from engine.data.tokens import Encoded, TokenStream
+from engine.data.tokens import TokenStream
 from engine.formats.tokenizer import Tokenizer
 from engine.models.decoder import Decoder
 from engine.spec import RunSpec
@@ -53,10 +53,6 @@ class Context:
     train_stream: TokenStream
     heldout_stream: TokenStream
     heldout: Sequence[Batch]
-    sampled_documents: Mapping[str, str]
-    """Splits, training or held-out, of some documents in the rows, by name."""
-    read_again: Callable[[Set[str]], Iterator[tuple[str, Encoded]]]
-    """Function that reads and tokenizes documents of the corpus by name, one at a time."""
     tokenizers: Mapping[str, Tokenizer | None]
     """Tokenizers by owner; None for an unknown one."""
 

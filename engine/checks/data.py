@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from engine.checks.context import Context
 from engine.data.batches import IGNORED, Batch
 from engine.data.overlap import SHINGLE, WINDOW, near_copies, predicted, shared_windows
-from engine.data.tokens import READ_AT_ONCE, Encoded, TokenStream
+from engine.data.tokens import READ_AT_ONCE, TokenStream
 from engine.verdict import Answer, Numbers, unknown
 
 CHECKED_STEPS = 4
@@ -82,33 +82,6 @@ def batch_not_degenerate(context: Context) -> Answer:
     return numbers.passed(
         f"{len(counts):,} distinct tokens, {entropy:.1f} nats, {repeated - expected} rows repeated"
     )
-
-
-def documents_in_rows(context: Context) -> Answer:
-    """Read and tokenize some documents of the corpus again, for up to a second, and search them in the rows."""
-    numbers = Numbers(looked_at=0)
-    for name, document in context.read_again(context.sampled_documents.keys()):
-        numbers["looked_at"] += 1
-        splits = [split for split, stream in context.streams.items() if _has(stream, document)]
-        if splits != [wanted := context.sampled_documents[name]]:
-            where = " and ".join(splits) or "no"
-            return numbers.failed(
-                f"{name}, read and tokenized again, is expected whole in the {wanted} rows, found in {where} rows"
-            )
-    if not numbers["looked_at"]:
-        return numbers.unknown("no document is small enough to be read again")
-    return numbers.passed(
-        f"all {numbers['looked_at']:.0f} documents that were read and tokenized again are in the rows of their split"
-    )
-
-
-def _has(stream: TokenStream, document: Encoded) -> bool:
-    """Return whether a stream has a document with the same labels."""
-    for index in np.flatnonzero(stream.lengths == len(document.ids)):
-        span = slice(stream.starts[index], stream.starts[index + 1])
-        if np.array_equal(stream.tokens[span], document.ids):
-            return stream.labelled is None or np.array_equal(stream.labelled[span], document.labels)
-    return False
 
 
 def padding_not_trained(context: Context) -> Answer:

@@ -31,7 +31,6 @@ from engine.checks.checkpoint import checkpoint_reloads
 from engine.checks.context import Context
 from engine.checks.data import (
     batch_not_degenerate,
-    documents_in_rows,
     end_is_learnt,
     padding_not_trained,
     split_disjoint,
@@ -56,7 +55,6 @@ from engine.verdict import Answer, Verdict, unknown
 _CHECK_FUNCTIONS: tuple[Callable[..., Answer | None], ...] = (
     vocabulary_by_bytes,
     batch_not_degenerate,
-    documents_in_rows,
     padding_not_trained,
     end_is_learnt,
     weights_alive,

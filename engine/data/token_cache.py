@@ -56,16 +56,10 @@ from engine.files import open_regular, read_json_object, user_cache
 from engine.signals import partial_output, scratch_folder
 from engine.version import VERSION
 
-FORMAT = 4
+FORMAT = 5
 COPY = "the same tokens as a held-out document"
 NAMED = 8
 """Number of documents dropped as copies whose names are kept."""
-AGAIN = 16
-"""Number of documents of a split that a run reads again."""
-AGAIN_AMONG = 4096
-"""Number of documents, from the first of the source, that these are chosen from."""
-AGAIN_BYTES = 1 << 16
-"""Largest size of these documents, in bytes."""
 MOST_BYTES = 64 << 30
 """Size of the cache, in bytes, from which the least recently used folders are removed."""
 _READ_AT_ONCE = 1 << 22
@@ -135,8 +129,6 @@ class Tokens:
     heldout: TokenStream
     documents: tuple[int, int]
     """Number of documents in the training and in the held-out split."""
-    sampled_documents: Mapping[str, str]
-    """Names of documents to be read again, with their split: training or held-out."""
     skipped: int
     """Number of documents that are in neither split, except because of `max_bytes`."""
     faults: tuple[LeftOut, ...]
@@ -351,10 +343,6 @@ class _Maker:
         self._tokens, self._labelled = tokens, labelled
         self._has_chats = corpus.train.chats + corpus.heldout.chats > 0
         self._starts = np.zeros(1, dtype=np.int64)
-        self._names = dict.fromkeys(
-            (*_choose_again(corpus.train), *_choose_again(corpus.heldout)), ""
-        )
-        """Names of the documents that a run reads again, by number."""
         self._hashes = np.zeros(len(self._index), dtype=np.uint64)
         """Hash of the tokens of each document. Shape (P,)."""
         self.repeated = 0
@@ -376,8 +364,6 @@ class _Maker:
         def documents() -> Iterator[Document]:
             for number, document in self._corpus.read():
                 numbers.append(number)
-                if number in self._names:
-                    self._names[number] = document.name
                 yield document
 
         for encoded in self._recipe.encoder.encode(documents()):
@@ -435,7 +421,6 @@ class _Maker:
         lengths = self._starts[split.numbers + 1] - begins
         if side == "train":
             lengths[np.isin(split.numbers, self._copies)] = 0
-        again = split.numbers[np.isin(split.numbers, _choose_again(split)) & (lengths > 0)].tolist()
         refuse_nothing(left_out, int(lengths.sum()))
         is_packed = recipe.packing != STREAM
         has_labels = split.chats > 0 or is_packed
@@ -482,20 +467,10 @@ class _Maker:
             "sha256": sha256,
             "dtype": np.dtype(dtype).name,
             "documents": split.document_count,
-            "again": [self._names[number] for number in again],
             "left_out": [asdict(one) for one in left_out],
             "partly_labelled": self._partly_labelled[side],
             "remarks": [asdict(one) for one in self._remarks[side].values()],
         }
-
-
-def _choose_again(split: Split) -> list[int]:
-    """Return the numbers of up to AGAIN documents, spread evenly over the small ones among the first AGAIN_AMONG."""
-    early = np.sort(split.numbers[split.numbers < AGAIN_AMONG])
-    small = early[split.index.sizes[early] <= AGAIN_BYTES]
-    count = min(AGAIN, len(small))
-    chosen: list[int] = small[np.arange(count) * len(small) // max(count, 1)].tolist()
-    return chosen
 
 
 def _names(index: Index, numbers: NDArray[np.int64]) -> list[str]:
@@ -544,11 +519,6 @@ def _open(folder: Path, note: str, progress: Progress, *, is_kept: bool) -> Toke
         train=sides["train"],
         heldout=sides["heldout"],
         documents=(streams["train"]["documents"], streams["heldout"]["documents"]),
-        sampled_documents={
-            name: split
-            for side, split in zip(_SIDES, ("training", "held-out"), strict=True)
-            for name in streams[side].get("again", ())
-        },
         skipped=manifest["skipped"],
         faults=tuple(LeftOut(**entry) for entry in manifest["faults"]),
         beside=manifest["beside"],

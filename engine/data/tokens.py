@@ -16,8 +16,7 @@ from __future__ import annotations
 import hashlib
 import json
 import mmap
-import time
-from collections.abc import Iterable, Iterator, Sequence, Set
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -29,14 +28,11 @@ from engine.data.chat_template import ChatTemplate
 from engine.data.conversations import read_conversation
 from engine.data.corpus import Document
 from engine.data.left_out import LeftOut, Skipped, count_left_out
-from engine.data.sources import list_pieces
 from engine.errors import CorpusError
 from engine.formats.tokenizer import TextTooLong, Tokenizer
 
 BATCH_BYTES = 1 << 20
 """Text that is tokenized at a time, in bytes; with its tokens as Python integers it needs about 20 times as much."""
-AGAIN_SECONDS = 1.0
-"""Time limit of reading documents again, in seconds."""
 READ_AT_ONCE = 1 << 22
 """Tokens or labels that are read before the pages of their file are released."""
 _HASHED_AT_ONCE = 1 << 20
@@ -191,29 +187,6 @@ class Encoder:
             if len(texts) == 1:
                 return [Skipped(name=texts[0].place or texts[0].name, reason=error.reason)]
         return [found for document in texts for found in self._encode_texts([document])]
-
-
-def read_again(
-    names: Set[str], encoder: Encoder, source: str, *, include_tests: bool, columns: Sequence[str]
-) -> Iterator[tuple[str, Encoded]]:
-    """Read named documents of a source again and yield (name, tokens), each tokenized separately. Stops when all
-    `names` are found, or after AGAIN_SECONDS and at least one document. Raises CorpusError and TokenizerError."""
-    begun_s, missing = time.monotonic(), set(names)
-    for piece in list_pieces(source, include_tests=include_tests, columns=columns):
-        is_over = time.monotonic() > begun_s + AGAIN_SECONDS
-        if not missing or (is_over and len(missing) < len(names)):
-            return
-        if piece.name not in missing or isinstance(piece, Skipped):
-            continue
-        missing.discard(piece.name)
-        if piece.is_chat:
-            document = Document(name=piece.name, text=piece.text, is_chat=True)
-            yield from ((piece.name, encoded) for encoded in encoder.encode([document]))
-        else:
-            ids = np.append(
-                encoder.tokenizer.encode_whole(piece.text), encoder.tokenizer.end_of_text_id
-            )
-            yield piece.name, Encoded(ids=ids.astype(encoder.dtype))
 
 
 def tokenize(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import filecmp
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -22,7 +22,7 @@ from engine.data.corpus import Corpus, Document, check_corpus, open_corpus
 from engine.data.packing import pack
 from engine.data.sources import column_names
 from engine.data.token_cache import Progress, Recipe, Tokens, load_tokens, no_progress
-from engine.data.tokens import Encoded, Encoder, TokenStream, read_again, tokenize
+from engine.data.tokens import Encoder, TokenStream, tokenize
 from engine.errors import BadInput, DiskFull, TokenizerError
 from engine.formats.adapter import is_adapter
 from engine.formats.open import open_weights
@@ -96,16 +96,6 @@ class Inputs:
 
     def _encoder(self, data: DataSection) -> Encoder:
         return Encoder(tokenizer=self.tokenizer, template=self.template, turns=_turns(data))
-
-    def read_again(self, data: DataSection, names: Set[str]) -> Iterator[tuple[str, Encoded]]:
-        """Yield documents of the corpus by name, each read and tokenized alone. Raises CorpusError."""
-        return read_again(
-            names,
-            self._encoder(data),
-            data.corpus,
-            include_tests=data.include_tests,
-            columns=column_names(data.columns),
-        )
 
     def tokenize(self, documents: Sequence[Document], data: DataSection) -> TokenStream:
         """Tokenize documents of the corpus into one stream, in order."""

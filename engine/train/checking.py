@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from types import MappingProxyType
+from collections.abc import Callable, Mapping, Sequence
 
 from engine.checks.context import Context, Memory
 from engine.data.batches import Batch
-from engine.data.tokens import Encoded, TokenStream
+from engine.data.tokens import TokenStream
 from engine.formats.tokenizer import Tokenizer
 from engine.models.decoder import Decoder
 from engine.spec import RunSpec
@@ -23,8 +22,6 @@ def context_of(
     heldout_stream: TokenStream,
     heldout: Sequence[Batch],
     tokenizers: Mapping[str, Tokenizer | None],
-    sampled_documents: Mapping[str, str] = MappingProxyType({}),
-    read_again: Callable[[Set[str]], Iterator[tuple[str, Encoded]]] = lambda names: iter(()),
     memory: Callable[[], Memory | None] = lambda: None,
     late_compiles: Callable[[], Sequence[str]] = tuple,
 ) -> Context:
@@ -42,8 +39,6 @@ def context_of(
         heldout_stream=heldout_stream,
         heldout=heldout,
         tokenizers=tokenizers,
-        sampled_documents=sampled_documents,
-        read_again=read_again,
         autocast=trainer.autocast,
         memory=memory,
         late_compiles=late_compiles,

@@ -8,7 +8,6 @@ before and after are only comparable on the same text.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from engine.data.batches import Batch, heldout_rows
@@ -31,8 +30,6 @@ class Data:
     stream: TokenStream
     heldout_stream: TokenStream
     heldout: list[Batch]
-    sampled_documents: Mapping[str, str]
-    """Splits of some documents, by name."""
     ready: DataReady
 
 
@@ -87,6 +84,5 @@ def prepare_data(spec: RunSpec, inputs: Inputs, seen: DataReady | None, log: Log
         stream=train,
         heldout_stream=heldout,
         heldout=list(rows.split(EVAL_ROWS_AT_ONCE)),
-        sampled_documents=tokens.sampled_documents,
         ready=ready,
     )

@@ -347,8 +347,6 @@ class TrainingLoop:
             heldout_stream=self.data.heldout_stream,
             heldout=self.data.heldout,
             tokenizers=self.inputs.tokenizers,
-            sampled_documents=self.data.sampled_documents,
-            read_again=partial(self.inputs.read_again, self.spec.data),
             memory=lambda: self._memory(trainer),
             late_compiles=lambda: self.compiles.late,
         )

@@ -4,8 +4,7 @@ everything that a check may read."""
 from __future__ import annotations
 
 import dataclasses
-import itertools
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from engine.checks.result import Result
 from engine.checks.runner import Checks
 from engine.data.batches import Batches, heldout_rows
 from engine.data.corpus import open_corpus
-from engine.data.tokens import Encoded, Encoder, TokenStream, read_again, tokenize
+from engine.data.tokens import TokenStream, tokenize
 from engine.formats.tokenizer import open_tokenizer
 from engine.log.events import StepDone
 from engine.models.config import ModelConfig
@@ -46,8 +45,6 @@ class World:
     train: TokenStream
     heldout: TokenStream
     tokenizer: Any
-    again: dict[str, str]
-    read_again: Callable[[Set[str]], Iterator[tuple[str, Encoded]]]
 
 
 _WORLDS: dict[Path, World] = {}
@@ -69,10 +66,6 @@ def _make_world(kit: Kit, folder: Path) -> World:
         train=tokenize(corpus.train.documents, tokenizer),
         heldout=tokenize(corpus.heldout.documents, tokenizer),
         tokenizer=tokenizer,
-        again={one.name: "training" for one in itertools.islice(corpus.train.documents, 8)},
-        read_again=lambda names: read_again(
-            names, Encoder(tokenizer=tokenizer), str(kit.corpus), include_tests=False, columns=()
-        ),
     )
     config = ModelConfig.from_dict(tiny_config(hidden_size=48), "teacher")
     spec = make_spec(world, loss__alpha=1.0, train__steps=60, train__lr=1e-2, train__rows=8)
@@ -221,7 +214,5 @@ def context(world: World, spec: RunSpec, trainer: Trainer, **changes: Any) -> Co
         heldout_stream=world.heldout,
         heldout=list(heldout_rows(world.heldout, SEQ_LEN, 16).split(8)),
         tokenizers={"teacher": world.tokenizer},
-        sampled_documents=world.again,
-        read_again=world.read_again,
     )
     return dataclasses.replace(found, **changes)

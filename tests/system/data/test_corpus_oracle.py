@@ -7,7 +7,7 @@ import gzip
 import itertools
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,19 +21,15 @@ from engine.data import chat, conversations, corpus, sources
 from engine.data.batches import Batches, gather_rows, labelled_rows
 from engine.data.chat_template import Unrenderable
 from engine.data.corpus import Document
+from engine.data.left_out import Skipped
 from engine.data.packing import PACKINGS
 from engine.data.token_cache import Recipe, load_tokens
-from engine.data.tokens import Encoder, TokenStream, read_again
+from engine.data.tokens import Encoded, Encoder, TokenStream
 from engine.formats.tokenizer import Tokenizer
 from tests.support.chats import CHATML, STYLES, Style, make_tokenizer
 from tests.support.chats import conversations as odd_conversations
 from tests.support.corpus_oracle import Answers, Made, _wrong_split, read_records, what_is_wrong
 from tests.support.prescribed_rows import PrescribedRows
-
-
-@pytest.fixture(autouse=True)
-def all_documents_are_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("engine.data.tokens.AGAIN_SECONDS", 60.0)
 
 
 @pytest.fixture(scope="module")
@@ -58,6 +54,22 @@ def chats(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+def read_each(
+    encoder: Encoder, source: str, columns: Sequence[str]
+) -> Iterator[tuple[str, Encoded]]:
+    """Read the documents of a source and tokenize each by itself."""
+    for piece in sources.list_pieces(source, include_tests=False, columns=columns):
+        if isinstance(piece, Skipped):
+            continue
+        if piece.is_chat:
+            document = Document(name=piece.name, text=piece.text, is_chat=True)
+            yield from ((piece.name, encoded) for encoded in encoder.encode([document]))
+        else:
+            ids = encoder.tokenizer.encode_whole(piece.text)
+            whole = np.append(ids, encoder.tokenizer.end_of_text_id)
+            yield piece.name, Encoded(ids=whole.astype(encoder.dtype))
+
+
 def made_of(source: Path, tokenizer: Tokenizer, root: Path | None = None, **other: Any) -> Made:
     """The rows of this source; tokens are kept in `root`."""
     encoder = Encoder(tokenizer=tokenizer, template=CHATML.template())
@@ -70,21 +82,13 @@ def made_of(source: Path, tokenizer: Tokenizer, root: Path | None = None, **othe
         **({"max_bytes": None, "packing": "stream", "columns": ()} | other),
     )
     tokens = load_tokens(recipe, root=root)
-    pieces = sources.list_pieces(str(source), include_tests=False, columns=recipe.columns)
-    again = read_again(
-        {one.name for one in pieces},
-        encoder,
-        str(source),
-        include_tests=False,
-        columns=recipe.columns,
-    )
     return Made(
         source=str(source),
         streams={"training": tokens.train, "held-out": tokens.heldout},
         documents=tokens.documents,
         left_out=tokens.skipped,
         copies=tokens.dropped_count,
-        again=dict(again),
+        again=dict(read_each(encoder, str(source), recipe.columns)),
         tokenizer=tokenizer,
         fraction=0.2,
         max_bytes=recipe.max_bytes or 0,

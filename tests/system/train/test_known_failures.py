@@ -275,5 +275,5 @@ def test_every_failure_is_in_the_table_and_so_is_every_check() -> None:
     assert [one.id for one in ASSERTIONS] == [f"A{n}" for n in range(1, 18)]
     assert [one.id for one in GAPS] == [f"G{n}" for n in range(1, 12)]
     # Checks of the run's own text and of its arithmetic, which no published failure asked for.
-    own = {"split_disjoint", "batch_not_degenerate", "documents_in_rows"}
+    own = {"split_disjoint", "batch_not_degenerate"}
     assert {id_ for one in FAILURES for id_ in one.checks} | own == BY_ID["check"].keys()
