@@ -1,36 +1,31 @@
-"""Send a message to receivers from a child process, `python -m engine.notify.send`, which is killed at a time limit.
+"""Send a message to receivers, each in a thread of its own that nothing waits for longer than a time limit.
 
-    Delivery(message, receivers) --(memory file: message, URLs)--> child: a thread for each receiver
-                                 <--(memory file: a line each)----
-
-A receiver that hangs, drips or streams ends with the child, so the process that watches a run never waits for one.
-URLs are in no argument, no variable and no file of a disk.
+A receiver that hangs or drips keeps a daemon thread, which ends with the process at the latest. URLs are in no
+argument, no variable and no file.
 """
 
 from __future__ import annotations
 
 import base64
-import contextlib
-import dataclasses
 import json
 import os
-import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 from urllib.parse import unquote, urlsplit
 
-from engine import child
 from engine.notify.message import Message, body_of, escape_of
 from engine.notify.receivers import Receiver
 
 LIMIT_S = 4.0
-"""Seconds that all receivers of a message have together, the start of the child included."""
+"""Seconds that a receiver has to answer."""
+LATE_S = 0.5
+"""Seconds after that in which a receiver that is ended says so."""
 ANSWER_BYTES = 4096
 """Bytes of an answer that are read."""
+_LATE = (False, f"no answer within {LIMIT_S:g} s")
 
 
 class Outcome(NamedTuple):
@@ -44,57 +39,34 @@ class Delivery:
     def __init__(
         self, message: Message, receivers: Sequence[Receiver], *, terminal: int | None = None
     ) -> None:
-        """Start to send. `terminal` is the descriptor of the terminal for a desktop notification. Raises OSError."""
+        """Start to send. `terminal` is the descriptor of the terminal for a desktop notification."""
         self._receivers = receivers
-        self.outcomes: list[Outcome] | None = None
-        """Outcome at each receiver; None while they are open."""
-        self._by_s = time.monotonic() + LIMIT_S
-        # Unlike a pipe, a memory file never makes its writer wait.
-        self._results = open(os.memfd_create("results"), "w+")  # noqa: SIM115 - closed by poll
-        with open(os.memfd_create("message"), "w+") as order:
-            json.dump(
-                [message.as_dict(), list(map(dataclasses.asdict, receivers)), terminal], order
-            )
-            order.seek(0)
-            self._child = subprocess.Popen(
-                child.command("engine.notify.send"),
-                stdin=order,
-                stdout=self._results,
-                stderr=subprocess.DEVNULL,
-                pass_fds=() if terminal is None else (terminal,),
-                env=child.environment(),
-                start_new_session=True,
-            )
+        self._answers: dict[int, tuple[bool, str]] = {}
+        self._by_s = time.monotonic() + LIMIT_S + LATE_S
+        fields = message.as_dict()
+
+        def serve(number: int, receiver: Receiver) -> None:
+            self._answers[number] = _send(receiver, fields, terminal)
+
+        self._threads = [
+            threading.Thread(target=serve, args=pair, daemon=True) for pair in enumerate(receivers)
+        ]
+        for thread in self._threads:
+            thread.start()
 
     def poll(self) -> list[Outcome] | None:
         """Return the outcomes where they are known; never waits."""
-        if self.outcomes is not None:
-            return self.outcomes
-        if self._child.poll() is None:
-            if time.monotonic() < self._by_s:
-                return None
-            # The whole session, with the commands that the child has started.
-            with contextlib.suppress(OSError):
-                os.killpg(self._child.pid, signal.SIGKILL)
-            self._child.wait()
-        results_by_number: dict[str, tuple[bool, str]] = {}
-        with self._results as results:
-            results.seek(0)
-            for line in results:
-                number, sent, text = line.rstrip("\n").split(" ", 2)
-                results_by_number[number] = (sent == "sent", text)
-        late = (False, f"no answer within {LIMIT_S:g} s")
-        self.outcomes = [
-            Outcome(receiver, *results_by_number.get(str(n), late))
-            for n, receiver in enumerate(self._receivers)
-        ]
-        return self.outcomes
+        is_open = any(thread.is_alive() for thread in self._threads)
+        return None if is_open and time.monotonic() < self._by_s else self.wait()
 
     def wait(self) -> list[Outcome]:
-        """Return the outcomes; takes LIMIT_S at most."""
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._child.wait(max(0.0, self._by_s - time.monotonic()))
-        return self.poll() or []
+        """Return the outcomes; takes LIMIT_S + LATE_S at most."""
+        for thread in self._threads:
+            thread.join(max(0.0, self._by_s - time.monotonic()))
+        return [
+            Outcome(receiver, *self._answers.get(number, _LATE))
+            for number, receiver in enumerate(self._receivers)
+        ]
 
 
 def _send(receiver: Receiver, message: dict[str, Any], terminal: int | None) -> tuple[bool, str]:
@@ -139,6 +111,8 @@ def _post(receiver: Receiver, message: dict[str, Any]) -> tuple[bool, str]:
     except (OSError, HTTPException, ValueError) as error:
         # The text of some of these errors repeats the URL.
         reason = getattr(error, "reason", error)
+        if isinstance(reason, TimeoutError):
+            return _LATE
         return False, getattr(reason, "strerror", None) or type(reason).__name__
 
 
@@ -154,25 +128,11 @@ def _run(receiver: Receiver, message: dict[str, Any]) -> tuple[bool, str]:
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             env={**os.environ, **variables},
+            timeout=LIMIT_S,
         )
+    except subprocess.TimeoutExpired:
+        return _LATE
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not a command"
         return False, f"it could not be started: {reason}"
     return done.returncode == 0, f"exit {done.returncode}"
-
-
-def main() -> None:
-    # Ends this process where the one that would kill it is gone.
-    signal.setitimer(signal.ITIMER_REAL, LIMIT_S + 1)
-    message, receivers, terminal = json.load(sys.stdin)
-
-    def serve(number: int, receiver: Receiver) -> None:
-        sent, text = _send(receiver, message, terminal)
-        os.write(1, f"{number} {'sent' if sent else 'failed'} {text}\n".encode())
-
-    for number, fields in enumerate(receivers):
-        threading.Thread(target=serve, args=(number, Receiver(**fields))).start()
-
-
-if __name__ == "__main__":
-    main()

@@ -4,7 +4,7 @@ once a session.
     observer.tick ------> Notices.tick: the verdict of the view, every EVALUATE_EVERY_S; how earlier messages arrived
     the end recorded ---> Notices.close: the last message, and LIMIT_S at most for what is still being sent
 
-A child process sends them (`engine.notify.send`). A record `notified` in the watch log says who got a message and
+Threads send them (`engine.notify.send`). A record `notified` in the watch log says who got a message and
 who did not, so a resumed run does not repeat one.
 """
 
@@ -16,14 +16,14 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from engine.errors import RunLogError
-from engine.log.events import ALERT, Event, Note, Notified
+from engine.log.events import ALERT, Event, Notified
 from engine.log.folder import RunFolder
 from engine.log.follow import Follower
 from engine.log.read import events_of
 from engine.log.view import RunView
 from engine.notify.message import ENDED, STALLED, WORSE, Message
 from engine.notify.receivers import Receiver
-from engine.notify.send import Delivery
+from engine.notify.send import Delivery, Outcome
 from engine.redact import Redactor
 from engine.watch.verdict_line import SUSPECT, WRONG, RunVerdict, verdict_of
 from engine.watch.watcher import EVALUATE_EVERY_S, STALLS
@@ -68,8 +68,7 @@ class Notices:
             verdict = verdict_of(follower.view, follower.state, self._run.path.absolute())
             self._send(ENDED, ENDED, follower.view, verdict)
         for key, delivery in self._deliveries:
-            delivery.wait()
-            self._record(key, delivery)
+            self._record(key, delivery.wait())
 
     def _send(self, event: str, key: str, view: RunView, verdict: RunVerdict) -> None:
         if key in self._sent:
@@ -88,21 +87,18 @@ class Notices:
             folder=str(path),
             look=f"apr-workbench {path}",
         )
-        try:
-            delivery = Delivery(message, self._receivers, terminal=self._terminal)
-        except OSError as error:
-            self._write(Note(level="warning", text=f"no message was sent: {error.strerror}"))
-            return
+        delivery = Delivery(message, self._receivers, terminal=self._terminal)
         self._deliveries.append((key, delivery))
 
     def _collect(self) -> None:
-        for key, delivery in self._deliveries:
-            if delivery.poll() is not None:
-                self._record(key, delivery)
-        self._deliveries = [(key, sent) for key, sent in self._deliveries if sent.outcomes is None]
+        sending, self._deliveries = self._deliveries, []
+        for key, delivery in sending:
+            if (outcomes := delivery.poll()) is None:
+                self._deliveries.append((key, delivery))
+            else:
+                self._record(key, outcomes)
 
-    def _record(self, key: str, delivery: Delivery) -> None:
-        outcomes = delivery.outcomes or []
+    def _record(self, key: str, outcomes: Sequence[Outcome]) -> None:
         self._write(
             Notified(
                 message=key,

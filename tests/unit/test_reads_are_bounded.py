@@ -34,7 +34,6 @@ ALLOWED: dict[str, str] = {
             "engine/receipts/receipt.py",
             "engine/flips/flip.py",
             "engine/kernels/bodies.py",
-            "engine/notify/send.py",
             "engine/kernels/compiler.py",
             "engine/export/peer.py",
             "engine/export/peers.py",
