@@ -7,15 +7,14 @@
     q6_k      Q6_K                                              F32
     q4_k_m    Q4_K, with more bits where an error costs more:   F32
               Q6_K for the head (the embedding, if it is tied), and for v and down in the first and
-              last eighth of the layers and every third between;
-              Q5_K for the other v of a model of 80 layers, which eight query heads share, and for q, k
-              and v where they are one tensor
+              last eighth of the layers and every third between; for the other v of a model of 80 layers,
+              which eight query heads share, and for q, k and v where they are one tensor
 
-This is llama.cpp's mixture, so that a Q4_K_M file of llama.cpp already has these types. When the row length
-is no multiple of 256: Q5_0 for Q4_K, Q5_1 for Q5_K, Q8_0 for Q6_K, as in llama.cpp.
+This is llama.cpp's mixture, with Q6_K where that has Q5_K. When the row length is no multiple of 256: Q5_0 for
+Q4_K, Q8_0 for Q6_K, as in llama.cpp.
 
-An .apr file has only Q4_K and Q6_K. There, rows whose length is no multiple of 256 stay F32, and Q6_K
-replaces Q5_K. Safetensors have no block types. A quant that a format has no type for is refused.
+An .apr file has only Q4_K and Q6_K. There, rows whose length is no multiple of 256 stay F32. Safetensors have no
+block types. A quant that a format has no type for is refused.
 
 No torch.
 """
@@ -27,8 +26,6 @@ from engine.models.config import ModelConfig
 from engine.models.names import expected_tensors, hf_names
 from engine.quant.blocks import BLOCK_TYPES, QUANTS, TYPES_OF, BlockType, fallback
 
-# Replacements for types that .apr does not have.
-_INSTEAD_IN_APR = {"Q5_K": "Q6_K"}
 _SHARED_V_LAYERS = 80
 
 
@@ -60,13 +57,12 @@ def _type_in_mixture(config: ModelConfig, our_name: str) -> str:
     if config.kind.fused and our_name.endswith(
         tuple(f".attention.{projection}.weight" for projection in "qkv")
     ):
-        return "Q5_K"
+        return "Q6_K"
+    layers = config.num_hidden_layers
+    if our_name.endswith(".attention.v.weight") and layers == _SHARED_V_LAYERS:
+        return "Q6_K"
     if our_name.endswith((".attention.v.weight", ".mlp.down.weight")):
-        layers = config.num_hidden_layers
-        if _more_bits(int(our_name.split(".")[1]), layers):
-            return "Q6_K"
-        if our_name.endswith(".attention.v.weight") and layers == _SHARED_V_LAYERS:
-            return "Q5_K"
+        return "Q6_K" if _more_bits(int(our_name.split(".")[1]), layers) else "Q4_K"
     return "Q4_K"
 
 
@@ -77,7 +73,7 @@ def _more_bits(layer: int, layers: int) -> bool:
 
 def _fitting_type(type_name: str, row_values: int, format_: str) -> BlockType:
     """Return the type for rows of a given length in a format."""
+    kind = BLOCK_TYPES[type_name]
     if format_ != "apr":
-        return fallback(BLOCK_TYPES[type_name], row_values)
-    kind = BLOCK_TYPES[_INSTEAD_IN_APR.get(type_name, type_name)]
+        return fallback(kind, row_values)
     return kind if row_values % kind.block_size == 0 else BLOCK_TYPES["F32"]

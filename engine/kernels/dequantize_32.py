@@ -1,5 +1,4 @@
-"""Dequantisation kernels of the types with blocks of 32 values: Q8_0, Q4_0, Q5_0, Q5_1, IQ4_NL and
-MXFP4.
+"""Dequantisation kernels of types with blocks of 32 values: Q8_0, Q4_0 and Q5_0.
 
 `dequantize_triton.py` describes how they work and their common arguments; the bit layouts are in
 `engine/quant/reference.py`.
@@ -10,11 +9,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from engine.kernels.dequantize_k import NL, _as_words, _floats, _numbers, _words, book_words
+from engine.kernels.dequantize_k import _as_words, _floats, _words
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
-
-FP4 = book_words("MXFP4")
 
 
 @triton.jit
@@ -83,47 +80,6 @@ def _dequantize_q4_0(
 
 
 @triton.jit
-def _dequantize_iq4_nl(
-    low_ptr,  # *u8      (blocks, 16)
-    d_ptr,  # *fp16      (blocks)
-    out_ptr,  # *        (blocks, 32)
-    first,
-    count,
-    BLOCKS: tl.constexpr,
-):
-    block = (tl.program_id(0) * BLOCKS + tl.arange(0, BLOCKS))[:, None]
-    there = block < count
-    source = first + block.to(tl.int64)
-    low, high = _nibbles(low_ptr, source, there)
-    d = tl.load(d_ptr + source, mask=there, other=0).to(tl.float32)
-    w0 = d * tl.reshape(_numbers(low, NL), (BLOCKS, 16))
-    w1 = d * tl.reshape(_numbers(high, NL), (BLOCKS, 16))
-    _store_32(out_ptr, block, there, w0, w1)
-
-
-@triton.jit
-def _dequantize_mxfp4(
-    low_ptr,  # *u8      (blocks, 16)
-    d_ptr,  # *u8        (blocks)
-    out_ptr,  # *        (blocks, 32)
-    first,
-    count,
-    BLOCKS: tl.constexpr,
-):
-    block = (tl.program_id(0) * BLOCKS + tl.arange(0, BLOCKS))[:, None]
-    there = block < count
-    source = first + block.to(tl.int64)
-    low, high = _nibbles(low_ptr, source, there)
-    # 2^(e - 128), whose first two are subnormal.
-    e = tl.load(d_ptr + source, mask=there, other=0).to(tl.int32)
-    bits = tl.where(e < 2, 0x00200000 << (e & 1), (e - 1) << 23)
-    d = bits.to(tl.float32, bitcast=True)
-    w0 = d * tl.reshape(_numbers(low, FP4), (BLOCKS, 16))
-    w1 = d * tl.reshape(_numbers(high, FP4), (BLOCKS, 16))
-    _store_32(out_ptr, block, there, w0, w1)
-
-
-@triton.jit
 def _dequantize_q5_0(
     low_ptr,  # *u8      (blocks, 16)
     high_ptr,  # *i32    (blocks)
@@ -142,28 +98,4 @@ def _dequantize_q5_0(
     d = tl.load(d_ptr + source, mask=there, other=0).to(tl.float32)
     w0 = d * tl.reshape(_floats(low, 16.0), (BLOCKS, 16))
     w1 = d * tl.reshape(_floats(high, 16.0), (BLOCKS, 16))
-    _store_32(out_ptr, block, there, w0, w1)
-
-
-@triton.jit
-def _dequantize_q5_1(
-    low_ptr,  # *u8      (blocks, 16)
-    high_ptr,  # *i32    (blocks)
-    d_ptr,  # *fp16      (blocks)
-    second_ptr,  # *fp16 (blocks)
-    out_ptr,  # *        (blocks, 32)
-    first,
-    count,
-    BLOCKS: tl.constexpr,
-):
-    block = (tl.program_id(0) * BLOCKS + tl.arange(0, BLOCKS))[:, None]
-    there = block < count
-    source = first + block.to(tl.int64)
-    low, high = _nibbles(low_ptr, source, there)
-    low |= _tops(high_ptr, source, there, 0)
-    high |= _tops(high_ptr, source, there, 16)
-    d = tl.load(d_ptr + source, mask=there, other=0).to(tl.float32)
-    m = tl.load(second_ptr + source, mask=there, other=0).to(tl.float32)
-    w0 = d * tl.reshape(_floats(low, 0.0), (BLOCKS, 16)) + m
-    w1 = d * tl.reshape(_floats(high, 0.0), (BLOCKS, 16)) + m
     _store_32(out_ptr, block, there, w0, w1)

@@ -1,4 +1,4 @@
-"""Dequantisation kernels of the types with blocks of 256 values: Q3_K to Q6_K, and IQ4_XS.
+"""Dequantisation kernels of types with blocks of 256 values: Q4_K to Q6_K.
 
 `dequantize_triton.py` describes how they work; the bit layouts are in `engine/quant/reference.py`.
 Here `first` and `count`, i32, are numbers of rows of `row_blocks` blocks each. The planes hold rows
@@ -11,22 +11,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from engine.quant.blocks import GROUP_ROWS, LAYOUTS
+from engine.quant.blocks import GROUP_ROWS
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
 
 GROUP: tl.constexpr = tl.constexpr(GROUP_ROWS)
-
-
-def book_words(name: str) -> tl.constexpr:
-    """Return the numbers of a type's codebook plus 128, as bytes of four words."""
-    book = LAYOUTS[name].codebook
-    assert book is not None
-    raw = bytes(number + 128 for number in book)
-    return tl.constexpr(tuple(int.from_bytes(raw[i : i + 4], "little") for i in (0, 4, 8, 12)))
-
-
-NL = book_words("IQ4_NL")
 
 
 @triton.jit
@@ -36,20 +25,6 @@ def _floats(word, ZERO: tl.constexpr):
     # The bits 0x4B0000xx are the float32 2^23 + xx, and 2^23 is 8388608.
     bits = ((tl.expand_dims(word, -1) >> shift) & 255) | 0x4B000000
     return bits.to(tl.float32, bitcast=True) - (8388608.0 + ZERO)
-
-
-@triton.jit
-def _numbers(word, BOOK: tl.constexpr):
-    """Look up the four bytes of each word, which are 4-bit codes, in a codebook; return the values in a new
-    dimension, as float32.
-    """
-    shift = (tl.arange(0, 4) * 8).to(tl.uint32)
-    code = (tl.expand_dims(word, -1) >> shift) & 15
-    low = tl.where(code < 4, BOOK[0], BOOK[1]).to(tl.uint32)
-    high = tl.where(code < 12, BOOK[2], BOOK[3]).to(tl.uint32)
-    byte = tl.where(code < 8, low, high) >> ((code & 3) * 8)
-    bits = (byte & 255) | 0x4B000000
-    return bits.to(tl.float32, bitcast=True) - (8388608.0 + 128.0)
 
 
 @triton.jit
@@ -184,70 +159,3 @@ def _dequantize_q6_k(
         scale = d * tl.load(scales + group * 2, mask=there, other=0).to(tl.float32)
         value = scale * tl.reshape(_floats(code, 32.0), (BLOCKS, 2, 2, 16))
         tl.store(out + group * 32, value.to(out_ptr.dtype.element_ty), mask=there)
-
-
-@triton.jit
-def _dequantize_q3_k(
-    low_ptr,  # *u8      (blocks, 64)
-    high_ptr,  # *u8     (blocks, 32)
-    scales_ptr,  # *i32  (blocks, 3): two words of nibbles, one of top bits
-    d_ptr,  # *fp16      (blocks)
-    out_ptr,  # *        (blocks, 256)
-    first,
-    count,
-    row_blocks,
-    BLOCKS: tl.constexpr,
-):
-    source, target, there = _places(first, count, row_blocks, BLOCKS)
-    source, target = source[:, None, None, None], target[:, None, None, None]
-    there = there[:, None, None, None]
-    half = tl.arange(0, 2)[None, :, None, None]
-    part = tl.arange(0, 2)[None, None, :, None]  # of the 16 values that share a scale
-    word = tl.arange(0, 4)[None, None, None, :]
-    codes = _words(_as_words(low_ptr) + source * 16 + half * 8 + part * 4 + word, there)
-    # Bit 4 half + group of a byte is the top bit of a value in that group of 32.
-    tops = _words(_as_words(high_ptr) + source * 8 + part * 4 + word, there)
-    tops >>= (half * 4).to(tl.uint32)
-    scales = _as_words(scales_ptr) + source * 3
-    s0, s1, s2 = _words(scales, there), _words(scales + 1, there), _words(scales + 2, there)
-    d = tl.load(d_ptr + source, mask=there, other=0).to(tl.float32)
-    out = out_ptr + target * 256 + half * 128 + part * 16
-    out += tl.arange(0, 16)[None, None, None, :]
-    for group in tl.static_range(4):
-        # Scale 8 half + 2 group + part: nibble `half` of a byte, and two bits of one in s2.
-        byte = group % 2 * 16 + part * 8
-        nibbles = s0 if group < 2 else s1
-        low = (nibbles >> (byte + half * 4).to(tl.uint32)) & 15
-        top = (s2 >> (byte + half * 4 + group // 2 * 2).to(tl.uint32)) & 3
-        scale = d * ((low | (top << 4)).to(tl.float32) - 32.0)
-        code = ((codes >> (2 * group)) & 0x03030303) | (((tops >> group) & 0x01010101) << 2)
-        value = scale * tl.reshape(_floats(code, 4.0), (BLOCKS, 2, 2, 16))
-        tl.store(out + group * 32, value.to(out_ptr.dtype.element_ty), mask=there)
-
-
-@triton.jit
-def _dequantize_iq4_xs(
-    low_ptr,  # *u8      (blocks, 128)
-    header_ptr,  # *i32  (blocks, 2): d and the top bits of the scales, their nibbles
-    out_ptr,  # *        (blocks, 256)
-    first,
-    count,
-    row_blocks,
-    BLOCKS: tl.constexpr,
-):
-    source, target, there = _places(first, count, row_blocks, BLOCKS)
-    source, target = source[:, None, None], target[:, None, None]
-    there = there[:, None, None]
-    sub = tl.arange(0, 8)[None, :, None]  # of the 32 values that share a scale
-    word = tl.arange(0, 4)[None, None, :]
-    codes = _words(_as_words(low_ptr) + source * 32 + sub * 4 + word, there)
-    header = _as_words(header_ptr) + source * 2
-    first_word, nibbles = _words(header, there), _words(header + 1, there)
-    low = (nibbles >> (sub * 4).to(tl.uint32)) & 15
-    top = (first_word >> (sub * 2 + 16).to(tl.uint32)) & 3
-    scale = _half(first_word, 0) * ((low | (top << 4)).to(tl.float32) - 32.0)
-    w0 = scale * tl.reshape(_numbers(codes & 0x0F0F0F0F, NL), (BLOCKS, 8, 16))
-    w1 = scale * tl.reshape(_numbers((codes >> 4) & 0x0F0F0F0F, NL), (BLOCKS, 8, 16))
-    out = out_ptr + target * 256 + sub * 32 + tl.arange(0, 16)[None, None, :]
-    tl.store(out, w0.to(out_ptr.dtype.element_ty), mask=there)
-    tl.store(out + 16, w1.to(out_ptr.dtype.element_ty), mask=there)

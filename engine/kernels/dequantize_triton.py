@@ -1,9 +1,9 @@
 """Kernels that dequantise packed blocks, bit-identical to `engine.quant.reference`.
 
-    dequantize_k.py     Q3_K, Q4_K, Q5_K, Q6_K, IQ4_XS
-    dequantize_32.py    Q8_0, Q4_0, Q5_0, Q5_1, IQ4_NL, MXFP4
+    dequantize_k.py     Q4_K, Q5_K, Q6_K
+    dequantize_32.py    Q8_0, Q4_0, Q5_0
 
-Q2_K and Q4_1 are rare, and dequantised by the reference, on the GPU too.
+The other types are rare, and dequantised by the reference, on the GPU too.
 
 The work is memory-bound: per bf16 value 0.56 (Q4_K) to 0.82 (Q6_K) bytes are read and 2 are
 written. So a thread loads 8 or 16 adjacent bytes of codes, as words, and stores 16 bytes of
@@ -13,8 +13,7 @@ a thread holds, from the cache.
 Little time is left for arithmetic, and converting an integer to a float is slow. Codes are unpacked
 four at a time, in the bytes of a word, and a byte becomes a float by being placed in the last byte
 of one: the bits 0x4B0000xx are the float32 2^23 + xx, from which subtracting 2^23 is exact. The
-same subtraction also subtracts the code of the value 0. Numbers of a codebook are bytes of four
-constant words, selected by two bits of the code and shifted by the other two.
+same subtraction also subtracts the code of the value 0.
 
 The arithmetic is float32 in the order that the reference fixes, without fused multiply-adds, and is
 rounded once to the dtype of the result.
@@ -35,21 +34,8 @@ import torch
 from torch import Tensor
 
 from engine.kernels.compiler import Variant
-from engine.kernels.dequantize_32 import (
-    _dequantize_iq4_nl,
-    _dequantize_mxfp4,
-    _dequantize_q4_0,
-    _dequantize_q5_0,
-    _dequantize_q5_1,
-    _dequantize_q8_0,
-)
-from engine.kernels.dequantize_k import (
-    _dequantize_iq4_xs,
-    _dequantize_q3_k,
-    _dequantize_q4_k,
-    _dequantize_q5_k,
-    _dequantize_q6_k,
-)
+from engine.kernels.dequantize_32 import _dequantize_q4_0, _dequantize_q5_0, _dequantize_q8_0
+from engine.kernels.dequantize_k import _dequantize_q4_k, _dequantize_q5_k, _dequantize_q6_k
 from engine.kernels.registry import compiled_as, launch
 from engine.kernels.sizes import cdiv
 from engine.quant.blocks import BLOCK_TYPES, BlockType, group_rows
@@ -72,12 +58,6 @@ TUNINGS = {
     "Q8_0": Tuning(_dequantize_q8_0, blocks=64, warps=4),
     "Q4_0": Tuning(_dequantize_q4_0, blocks=64, warps=4),
     "Q5_0": Tuning(_dequantize_q5_0, blocks=64, warps=4),
-    "Q5_1": Tuning(_dequantize_q5_1, blocks=64, warps=4),
-    # Not measured: those of the types that are most like them.
-    "IQ4_NL": Tuning(_dequantize_iq4_nl, blocks=64, warps=4),
-    "MXFP4": Tuning(_dequantize_mxfp4, blocks=64, warps=4),
-    "IQ4_XS": Tuning(_dequantize_iq4_xs, blocks=8, warps=2),
-    "Q3_K": Tuning(_dequantize_q3_k, blocks=4, warps=1),
 }
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 

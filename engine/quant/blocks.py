@@ -30,7 +30,6 @@ The value of a code q:
     IQ4_NL  20    32     18       4.5        d book[q]
     IQ4_XS  23   256    136       4.25       d (sc - 32) book[q] sc: 6 bits for each 32 values
     BF16    30     1      2      16          itself
-    MXFP4   39    32     17       4.25       d book[q]           d: a power of two
 
 The bytes of the parts:
 
@@ -47,9 +46,8 @@ The bytes of the parts:
     Q6_K     208..209               192..207 int8               0..127  64 x 4   128..191   32 x 2
     IQ4_NL     0..1                                             2..17   16 x 4
     IQ4_XS     0..1                 4..7 1 x 4, 2..3 1 x 2      8..135  16 x 4
-    MXFP4      0                                                1..16   16 x 4
 
-d, m and dmin are little-endian fp16; the d of MXFP4 is a byte e that means 2^(e - 128). `R x W` is
+d, m and dmin are little-endian fp16. `R x W` is
 a run of R bytes in which each byte holds 8 / W values of W bits: the first R values are the lowest
 W bits of the R bytes, the next R values are the next W bits, and so on. So `32 x 4` is 32 low
 nibbles, then the 32 high nibbles of the same bytes, and `1 x 1` is the bits of a little-endian
@@ -87,8 +85,6 @@ class Layout:
     """The position of each part of a block."""
 
     d: int
-    d_bits: int = 16
-    """16 for a d in fp16; 8 for an exponent e, d being 2^(e - 128)."""
     second: int | None = None
     """Byte offset of dmin (types of 256) or m (Q4_1, Q5_1)."""
     scales: Bits | None = None
@@ -185,8 +181,6 @@ _FLOAT32_MAX = 3.4028234663852886e38
 _BFLOAT16_MAX = 3.3895313892515355e38
 
 _NL_BOOK = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
-# The floats of 4 bits (sign, two bits of exponent, one of mantissa), doubled. -0 is 0.
-_FP4_BOOK = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 
 _ROWS = (
     BlockType(
@@ -213,14 +207,7 @@ _ROWS = (
         block_size=32,
         block_bytes=18,
         file_type=2,
-        largest=7 * HALF_MAX,
-        layout=Layout(
-            d=0,
-            low=Bits(start=2, count=16, run=16, width=4),
-            zero=8,
-            levels=15,
-            steps=(-2.0, 0.5),
-        ),
+        layout=Layout(d=0, low=Bits(start=2, count=16, run=16, width=4), zero=8),
     ),
     BlockType(
         name="Q4_1",
@@ -252,14 +239,11 @@ _ROWS = (
         block_size=32,
         block_bytes=24,
         file_type=9,
-        largest=HALF_MAX,
         layout=Layout(
             d=0,
             second=2,
             low=Bits(start=8, count=16, run=16, width=4),
             high=Bits(start=4, count=4, run=1, width=1),
-            levels=31,
-            steps=(-3.0, 0.5),
         ),
     ),
     BlockType(
@@ -333,17 +317,13 @@ _ROWS = (
         block_size=256,
         block_bytes=176,
         file_type=17,
-        largest=63 * HALF_MAX,
         layout=Layout(
             d=0,
             second=2,
             scales=Bits(start=4, count=12, run=4, width=6),
             low=Bits(start=48, count=128, run=32, width=4),
             high=Bits(start=16, count=32, run=32, width=1),
-            levels=31,
-            steps=(-3.0, 0.5),
         ),
-        shorter="Q5_1",
     ),
     BlockType(
         name="Q6_K",
@@ -387,19 +367,6 @@ _ROWS = (
             scale_zero=32,
             low=Bits(start=8, count=128, run=16, width=4),
             codebook=_NL_BOOK,
-        ),
-    ),
-    BlockType(
-        name="MXFP4",
-        ggml_id=39,
-        block_size=32,
-        block_bytes=17,
-        file_type=38,
-        layout=Layout(
-            d=0,
-            d_bits=8,
-            low=Bits(start=1, count=16, run=16, width=4),
-            codebook=_FP4_BOOK,
         ),
     ),
     BlockType(
@@ -454,6 +421,7 @@ GGML_NAMES = {row.ggml_id: row.name for row in _ROWS} | {
     36: "IQ4_NL_4_4, which llama.cpp makes of IQ4_NL as it loads",
     37: "IQ4_NL_4_8, which llama.cpp makes of IQ4_NL as it loads",
     38: "IQ4_NL_8_8, which llama.cpp makes of IQ4_NL as it loads",
+    39: "MXFP4",
     40: "NVFP4",
     41: "Q1_0, 128 weights in 18 bytes",
     42: "Q2_0, 64 weights in a block",

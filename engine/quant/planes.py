@@ -17,7 +17,6 @@ bits of all rows, and so on. The fields keep their bytes and bit order.
     Q5_0     low 16    high 4                 d 2
     Q5_1     low 16    high 4                 d 2   second 2
     IQ4_NL   low 16                           d 2
-    MXFP4    low 16                           d 1
 
 The header is d, dmin if there is one, and the 6-bit scales. Memory is fetched in sectors of 32 bytes: if the header
 stayed next to the low bits, as in the blocks, reading either would also fetch half a sector of the
@@ -95,8 +94,7 @@ def fields(type_: BlockType) -> tuple[Field, ...]:
         if layout.scales_high is not None:  # which follows
             count, scales = count + layout.scales_high.count, torch.int32
         planes.append(Field("scales", start, count, scales))
-    d_bytes = layout.d_bits // 8
-    planes.append(Field("d", layout.d, d_bytes, torch.float16 if d_bytes == 2 else torch.uint8))
+    planes.append(Field("d", layout.d, 2, torch.float16))
     if layout.second is not None:
         planes.append(Field("second", layout.second, 2, torch.float16))
     return tuple(planes)

@@ -5,7 +5,7 @@ values; `share_affine` and `share_symmetric` find the integers and the fp16 fact
 the scales of a block of 256. `quantize` splits tensors into blocks and packs the results.
 
 The search tries nine ranges and refines the best twice: its error is below that of llama.cpp's quantisers
-without an importance matrix, by 0.7 % (Q4_K) to 11 % (Q5_1, Q8_0).
+without an importance matrix, by 0.7 % (Q4_K) to 11 % (Q8_0).
 
 A block's bytes depend only on its own values: they are the same on every device, and however a
 tensor is chunked to bound memory.
@@ -32,8 +32,8 @@ scale of its range: comparisons with NaN are false.
 **The second level of a block of 256**: the scales of sub-blocks are small integers times one fp16
 number.
 
-    Q4_K, Q5_K   s_j = d sc_j, m_j = -dmin mn_j    sc, mn in 0..63, 8 sub-blocks of 32
-    Q6_K         s_j = d sc_j                      sc in -128..127, 16 sub-blocks of 16
+    Q4_K   s_j = d sc_j, m_j = -dmin mn_j    sc, mn in 0..63, 8 sub-blocks of 32
+    Q6_K   s_j = d sc_j                      sc in -128..127, 16 sub-blocks of 16
 
 Rounding s_j to a multiple of d moves it by up to d / 2, which changes the best q, m_j and d. So the
 parts are optimised in turn, each given the current others: the codes q; for each sub-block the
@@ -130,7 +130,7 @@ def _quantize_blocks(x_NE: Tensor, type_: BlockType) -> Parts:
         return _single(x_KG, w_KG, layout, extra)
     w_KSN = w_KG.view(x_KSN.shape)
     if layout.second is not None:
-        scale_G, low_G = fit_affine(x_KG, w_KG, layout.levels, extra, low_below_zero=True)
+        scale_G, low_G = fit_affine(x_KG, w_KG, layout.levels, extra)
         scale_SN, low_SN = scale_G.view(x_KSN.shape[1:]), low_G.view(x_KSN.shape[1:])
         best = share_affine(x_KSN, w_KSN, scale_SN, low_SN, layout.levels)
     else:
@@ -149,22 +149,14 @@ def _quantize_blocks(x_NE: Tensor, type_: BlockType) -> Parts:
 
 
 def _single(x_KN: Tensor, w_KN: Tensor, layout: Layout, extra: list[float]) -> Parts:
-    """Quantise blocks of 32 with one scale: codes are the nearest ones for d and m as stored in
-    fp16.
-    """
-    m_N = None
-    if layout.second is not None:
-        scale_N, low_N = fit_affine(x_KN, w_KN, layout.levels, extra, low_below_zero=False)
-        d_N, m_N = round_to_half(scale_N), round_to_half(low_N)
-        q_KN = ratio(x_KN - m_N, d_N).round_().clamp_(0, layout.levels)
-    else:
-        steps = layout.zero or 128
-        d_N = round_to_half(fit_symmetric(x_KN, w_KN, steps, extra))
-        q_KN = ratio(x_KN, d_N).round_().clamp_(-steps, steps - 1).add_(layout.zero)
+    """Quantise blocks of 32 with one scale: codes are the nearest ones for d as stored in fp16."""
+    steps = layout.zero or 128
+    d_N = round_to_half(fit_symmetric(x_KN, w_KN, steps, extra))
+    q_KN = ratio(x_KN, d_N).round_().clamp_(-steps, steps - 1).add_(layout.zero)
     signed = layout.low.width == 8
     return Parts(
         d_N=d_N.half(),
-        second_N=None if m_N is None else m_N.half(),
+        second_N=None,
         scale_NS=None,
         min_NS=None,
         code_NE=q_KN.t().to(torch.int8 if signed else torch.uint8).contiguous(),
@@ -199,17 +191,11 @@ def exact_quotient(x: Tensor, count: int) -> Tensor:
 
 
 def fit_affine(
-    x_KG: Tensor,
-    w_KG: Tensor,
-    levels: int,
-    extra: list[float],
-    *,
-    low_below_zero: bool,
+    x_KG: Tensor, w_KG: Tensor, levels: int, extra: list[float]
 ) -> tuple[Tensor, Tensor]:
-    """Return (s, m) for x = s q + m with q in 0..levels and s >= 0; m <= 0 if `low_below_zero`."""
+    """Return (s, m) for x = s q + m with q in 0..levels, s >= 0 and m <= 0."""
     low_G, high_G = torch.aminmax(x_KG, dim=0)
-    if low_below_zero:
-        low_G.clamp_(max=0)
+    low_G.clamp_(max=0)
     y_KG = x_KG - low_G
     span_G = high_G - low_G
     w_G, y_G = total(w_KG), total(w_KG * y_KG)
@@ -229,8 +215,7 @@ def fit_affine(
         # shifted.
         solved = determinant_G > 1e-5 * w_G * q2_G
         m_G = torch.where(solved, (q2_G * y_G - q_G * qy_G) / determinant_G, 0.0)
-        if low_below_zero:
-            m_G = torch.minimum(m_G, -low_G)
+        m_G = torch.minimum(m_G, -low_G)
         s_G = (qy_G - m_G * q_G) / q2_G
         new_G = s_G * (s_G * q2_G + 2 * (m_G * q_G - qy_G)) + m_G * (m_G * w_G - 2 * y_G)
         better = (new_G < score_G) & (s_G > 0)
@@ -294,7 +279,7 @@ def ratio(a: Tensor, b: Tensor) -> Tensor:
 def share_affine(
     x_KSN: Tensor, w_KSN: Tensor, scale_SN: Tensor, low_SN: Tensor, levels: int
 ) -> Shared:
-    """Return blocks of Q4_K or Q5_K for sub-blocks whose best fit is x = scale q + low, low <= 0."""
+    """Return blocks of Q4_K for sub-blocks whose best fit is x = scale q + low, low <= 0."""
 
     def encoded(d_N: Tensor, dmin_N: Tensor, scale_SN: Tensor, min_SN: Tensor) -> Shared:
         step_SN, drop_SN = d_N * scale_SN, dmin_N * min_SN

@@ -17,14 +17,13 @@ The arithmetic is float32, in the order that determines the last bit:
     Q4_1, Q5_1         d * q + m
     Q4_0, Q5_0         d * (q - 8),  d * (q - 16)
     Q8_0               d * q
-    IQ4_NL, MXFP4      d * book[q]
+    IQ4_NL             d * book[q]
     IQ4_XS             (d * (sc - 32)) * book[q]
 
 A fused multiply-add would round once instead of twice and change that bit, so multiplications and
 additions are separate operations here. Any other dtype is the float32 result rounded once.
 
-NaN and infinity are not treated specially: a block whose d is NaN dequantises to NaN. MXFP4 has no
-NaN: the exponent 255, which other users of the format read as NaN, is 2^127 in GGUF.
+NaN and infinity are not treated specially: a block whose d is NaN dequantises to NaN.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ class Parts:
     """N unpacked blocks; fields that a type does not have are None."""
 
     d_N: Tensor
-    """float16; in MXFP4 its exponent, uint8"""
+    """float16"""
     second_N: Tensor | None
     """float16: dmin, or the m of Q4_1 and Q5_1"""
     scale_NS: Tensor | None
@@ -77,12 +76,9 @@ def unpack(blocks_NB: Tensor, type_: BlockType) -> Parts:
         elif layout.scales.width == 8:
             scale_NS = scale_NS.view(torch.int8)
     code_NE = _read(blocks_NB, layout.low, layout.high)
-    d_dtype = torch.float16 if layout.d_bits == 16 else torch.uint8
     return Parts(
-        d_N=_number(blocks_NB, layout.d, d_dtype),
-        second_N=None
-        if layout.second is None
-        else _number(blocks_NB, layout.second, torch.float16),
+        d_N=_half(blocks_NB, layout.d),
+        second_N=None if layout.second is None else _half(blocks_NB, layout.second),
         scale_NS=scale_NS,
         min_NS=min_NS,
         code_NE=code_NE.view(torch.int8) if layout.low.width == 8 else code_NE,
@@ -97,7 +93,7 @@ def pack(parts: Parts, type_: BlockType) -> Tensor:
     blocks_NB = torch.empty(
         len(code_NE), type_.block_bytes, dtype=torch.uint8, device=code_NE.device
     )
-    blocks_NB[:, layout.d : layout.d + layout.d_bits // 8] = parts.d_N[:, None].view(torch.uint8)
+    blocks_NB[:, layout.d : layout.d + 2] = parts.d_N[:, None].view(torch.uint8)
     if layout.second is not None:
         assert parts.second_N is not None
         blocks_NB[:, layout.second : layout.second + 2] = parts.second_N[:, None].view(torch.uint8)
@@ -111,13 +107,10 @@ def pack(parts: Parts, type_: BlockType) -> Tensor:
     return blocks_NB
 
 
-def _number(blocks_NB: Tensor, start: int, dtype: torch.dtype) -> Tensor:
+def _half(blocks_NB: Tensor, start: int) -> Tensor:
     # A copy, because a view as fp16 requires an even byte offset.
-    return (
-        blocks_NB[:, start : start + dtype.itemsize]
-        .clone(memory_format=torch.contiguous_format)
-        .view(dtype)[:, 0]
-    )
+    part_N2 = blocks_NB[:, start : start + 2].clone(memory_format=torch.contiguous_format)
+    return part_N2.view(torch.float16)[:, 0]
 
 
 def _shifts(bits: Bits, device: torch.device) -> Tensor:
@@ -207,8 +200,6 @@ def _dequantize_blocks(blocks_NB: Tensor, type_: BlockType) -> Tensor:
     parts = unpack(blocks_NB, type_)
     value_NE = _code_values(parts.code_NE, layout)
     d_N = parts.d_N.to(torch.float32)
-    if layout.d_bits == 8:
-        d_N = _power_of_two(parts.d_N)
     value_NSK = value_NE.view(len(value_NE), -1, layout.sub_block)
     if parts.scale_NS is None:
         value_NSK.mul_(d_N[:, None, None])
@@ -233,10 +224,3 @@ def _code_values(code_NE: Tensor, layout: Layout) -> Tensor:
         return book.index_select(0, code_NE.flatten().int()).view(code_NE.shape)
     value_NE = code_NE.to(torch.float32)
     return value_NE.sub_(layout.zero) if layout.zero else value_NE
-
-
-def _power_of_two(exponent_N: Tensor) -> Tensor:
-    """Return 2^(e - 128) as float32, exactly; the first two are subnormal."""
-    e_N = exponent_N.to(torch.int32)
-    bits_N = torch.where(e_N < 2, 0x00200000 << e_N.clamp(max=1), (e_N - 1) << 23)
-    return bits_N.view(torch.float32)

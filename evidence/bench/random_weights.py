@@ -77,9 +77,7 @@ class RandomWeights(WeightFile):
 def random_blocks(
     type_: BlockType, shape: tuple[int, ...], generator: torch.Generator
 ) -> QuantTensor:
-    """Make random blocks on the generator's device, with values of standard deviation `STD`; in MXFP4,
-    whose scales are powers of two, up to 1.42 times more or less.
-    """
+    """Make random blocks on the generator's device, with values of standard deviation `STD`."""
     layout = type_.in_blocks
     blocks = torch.randint(
         0,
@@ -92,9 +90,6 @@ def random_blocks(
     blocks_NB = blocks.view(-1, type_.block_bytes)
     starts = [layout.d] if layout.second is None else [layout.d, layout.second]
     scale = STD / _deviation(type_, starts, blocks_NB[:256].clone())
-    if layout.d_bits == 8:
-        blocks_NB[:, layout.d] = 128 + round(math.log2(scale))
-        starts = []
     for start in starts:
         half = torch.tensor([scale], dtype=torch.float16, device=blocks.device)
         blocks_NB[:, start : start + 2] = half.view(torch.uint8)
@@ -104,8 +99,6 @@ def random_blocks(
 def _deviation(type_: BlockType, starts: list[int], sample_NB: Tensor) -> float:
     """Return the standard deviation of the values of some blocks whose fp16 scales are set to 1."""
     scale_bytes = torch.ones(1, dtype=torch.float16, device=sample_NB.device).view(torch.uint8)
-    if type_.in_blocks.d_bits == 8:
-        scale_bytes = torch.tensor([128], dtype=torch.uint8, device=sample_NB.device)
     for start in starts:
         sample_NB[:, start : start + len(scale_bytes)] = scale_bytes
     return float(dequantize(sample_NB, type_).std())

@@ -22,7 +22,7 @@ from engine.quant.blocks import BLOCK_TYPES, row_bytes
 from engine.quant.quantize import quantize
 
 TEACHER = Path(__file__).resolve().parents[2] / "engine/demo/teacher/model.safetensors"
-TYPES = ("Q4_K", "Q5_K", "Q6_K", "Q8_0", "Q4_0", "Q5_0", "Q5_1")
+TYPES = ("Q4_K", "Q6_K", "Q8_0", "Q5_0")
 
 
 class InitParameters(ctypes.Structure):

@@ -35,7 +35,7 @@ def timed(call) -> float:
 
 
 table = {}
-for name in ("Q4_K", "Q5_K", "Q6_K", "Q8_0", "Q4_0", "Q5_0", "Q5_1"):
+for name in ("Q4_K", "Q6_K", "Q8_0", "Q5_0"):
     packed = quantize(values, BLOCK_TYPES[name])
     table[name] = {
         "quantise_weights_per_s": round(

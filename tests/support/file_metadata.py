@@ -55,7 +55,7 @@ _IN_APR = {
 _MATRICES = {0: "F32", 1: "F16", 7: "Q8_0", 15: "Q4_K", 18: "Q6_K", 32: "BF16"}
 """Type of a file's matrices by its general.file_type. 15 is llama.cpp's Q4_K_M, which also contains other types."""
 _Q4_K_M = 15
-_SHORTER = {"Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}
+_SHORTER = {"Q4_K": "Q5_0", "Q6_K": "Q8_0"}
 """Types that llama.cpp uses instead if a row is not a multiple of the 256 numbers of a block."""
 
 
@@ -156,10 +156,10 @@ def other_types(path: Path) -> str:
     # Errors cost more in the first and last eighth of the layers, and every third between is spared too.
     spared = {*range(layers // 8), *range(7 * layers // 8, layers)}
     spared |= {*range(layers // 8 + 2, layers, 3)}
-    special = {f"blk.{layer}.attn_qkv.weight": "Q5_K" for layer in range(layers)}
+    special = {f"blk.{layer}.attn_qkv.weight": "Q6_K" for layer in range(layers)}
     if layers == 80:
         # Of 70B, where eight heads share a v.
-        special |= {f"blk.{layer}.attn_v.weight": "Q5_K" for layer in range(layers)}
+        special |= {f"blk.{layer}.attn_v.weight": "Q6_K" for layer in range(layers)}
     special |= {
         f"blk.{layer}.{kind}.weight": "Q6_K" for layer in spared for kind in ("attn_v", "ffn_down")
     }

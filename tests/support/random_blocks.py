@@ -17,7 +17,7 @@ def random_matrix(name: str, rows: int, columns: int, seed: int = 0) -> QuantTen
     blocks = weight.blocks.view(-1, weight.type.block_bytes)
     layout = weight.type.in_blocks
     starts = [layout.d] if layout.second is None else [layout.d, layout.second]
-    for start in starts if layout.d_bits == 16 else ():
+    for start in starts:
         halves = blocks[:, start : start + 2].contiguous().view(torch.float16)
         halves *= 0.5 + torch.rand(halves.shape, generator=generator)
         blocks[:, start : start + 2] = halves.view(torch.uint8)

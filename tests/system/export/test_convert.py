@@ -346,7 +346,7 @@ def test_parts_of_one_tensor_travel_together(kit: Kit, tmp_path: Path) -> None:
     first = convert(source, tmp_path / "first.gguf", "q4_k_m")
     with open_weights(first.target) as weights:
         # As llama.cpp has it: of one tensor, v alone cannot have more bits.
-        assert weights.tensors["blk.0.attn_qkv.weight"].dtype == "Q5_K"
+        assert weights.tensors["blk.0.attn_qkv.weight"].dtype == "Q6_K"
         assert weights.tensors["blk.0.ffn_up.weight"].dtype == "Q4_K"
     again = convert(first.target, tmp_path / "again.gguf", "q4_k_m")
     assert (again.cast, again.quantized) == (0, 0)
@@ -469,7 +469,7 @@ def test_q4_k_m_is_the_mixture_of_llama_cpp() -> None:
     tied = types_of(replace(QWEN_7B, tie_word_embeddings=True), "q4_k_m", "gguf")
     assert tied["embed.weight"] == "Q6_K"
     deep = types_of(replace(QWEN_7B, num_hidden_layers=80), "q4_k_m", "gguf")
-    assert deep["layers.10.attention.v.weight"] == "Q5_K"
+    assert deep["layers.10.attention.v.weight"] == "Q6_K"
     assert deep["layers.10.mlp.down.weight"] == "Q4_K"
     assert deep["layers.9.attention.v.weight"] == "Q6_K"
 

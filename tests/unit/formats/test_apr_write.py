@@ -193,7 +193,7 @@ def test_host_memory_peaks_at_one_tensor(tmp_path: Path) -> None:
         ("w", torch.zeros(2, dtype=torch.bool), "expected one of F32, F16, BF16, F64"),
         ("w", torch.zeros(2, dtype=torch.complex64), "found complex64"),
         ("w", quantized("Q8_0", 2, 32), "found Q8_0\nhint: a .gguf file has it"),
-        ("w", quantized("Q5_K", 1, 256), "expected blocks of Q4_K, Q6_K"),
+        ("w", quantized("Q8_0", 1, 256), "expected blocks of Q4_K, Q6_K"),
     ],
 )
 def test_a_tensor_that_the_format_cannot_hold_is_refused_and_nothing_is_left(

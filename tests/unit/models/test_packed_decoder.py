@@ -193,7 +193,7 @@ def test_a_file_without_blocks_is_refused_with_what_to_do(tmp_path: Path) -> Non
         assert "teacher.backend=dequantized" in str(caught.value.hint)
 
 
-@pytest.mark.parametrize("blocks", ["Q4_K", "Q5_1", "Q6_K", "Q8_0"])
+@pytest.mark.parametrize("blocks", ["Q4_K", "Q5_0", "Q6_K", "Q8_0"])
 def test_nan_in_a_block_is_refused_by_name_with_its_share(tmp_path: Path, blocks: str) -> None:
     path = write(tmp_path / "m.gguf", lively(make_config()), blocks)
     with open_weights(path) as weights:

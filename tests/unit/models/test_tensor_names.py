@@ -124,8 +124,7 @@ def test_float_weights_that_fit_pass(dtype: str, convention: str, family: str) -
 def test_blocks_fit_where_the_format_has_them() -> None:
     config = make_config()
     blocks = (
-        "F32, BF16, F16, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q2_K, Q3_K, Q4_K, Q5_K, Q6_K, IQ4_NL, "
-        "IQ4_XS, MXFP4"
+        "F32, BF16, F16, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q2_K, Q3_K, Q4_K, Q5_K, Q6_K, IQ4_NL, IQ4_XS"
     )
     for convention, dtypes in (("gguf", blocks), ("apr", f"{blocks}, APR_Q4, APR_Q8")):
         check_fits(config, Weights(config, "Q4_K", convention), "x", convention)

@@ -85,16 +85,6 @@ def test_iq4_nl_by_hand() -> None:
     assert (w == 0.5).sum() == 28
 
 
-def test_mxfp4_by_hand() -> None:
-    # w = 2^(e - 128) book[q]; code 8 is the 0 with a sign
-    w = values("MXFP4", b"\x7e" + with_bytes(16, 0x80, {0: 0xF7, 15: 0x19}))
-    assert w[0] == 0.25 * 12
-    assert w[16] == 0.25 * -12
-    assert w[15] == 0.25 * -1
-    assert w[31] == 0.25 * 1
-    assert w.count_nonzero() == 4 and not w.signbit()[w == 0].any()
-
-
 def test_q8_0_by_hand() -> None:
     w = values("Q8_0", QUARTER + with_bytes(32, 0, {0: 0x80, 1: 0x7F, 2: 0xFF, 31: 0x01}))
     assert w[[0, 1, 2, 31]].tolist() == [-32.0, 31.75, -0.25, 0.25]
