@@ -1,7 +1,7 @@
 """The data that one step of a run trained on: its rows, their documents by name, and their text, proved by content.
 
-The run's records (`engine.log.rows`) have a hash of each row. The corpus is read again, and each hash is looked up in
-it: first as the prescribed row, and if that differs, among all rows of both splits.
+The run's records (`engine.log.rows`) have a hash of each row. The corpus is read again, and the hash of the prescribed
+row is compared with the recorded one.
 """
 
 # Shapes: B rows, T tokens of a row
@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 
 from engine.data.batches import IGNORED, Batch, Batches, Int64Array, gather_rows
-from engine.data.corpus import Corpus
 from engine.data.packing import FILLS, STREAM, places
 from engine.data.row_hashes import hashes_of
 from engine.data.token_cache import Progress, no_progress
@@ -31,10 +30,6 @@ from engine.plan.data_overview import Marked, marked
 from engine.plan.inputs import Inputs, open_corpus_of
 from engine.spec import RunSpec
 from engine.units import format_count
-
-HASHED_TOKENS = 1 << 20
-"""Number of tokens whose rows are hashed at a time."""
-TRAINING, HELD_OUT = SPLITS = ("training", "held-out")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,28 +54,19 @@ class Piece:
 class StepRow:
     hash: str
     rank: int
-    turn: int
+    row: int
     """The prescribed training row, by the order of the data."""
-    row: int | None
-    """The row of the corpus with this content; None if there is none."""
-    split: str
-    """Split of `row`, one of SPLITS."""
+    in_turn: bool
+    """Whether the row that was trained on has its content."""
     labels: int = 0
     pieces: tuple[Piece, ...] = ()
     text: tuple[Marked, ...] = ()
     """Text in order, and whether it is to be predicted from what precedes it in the row."""
 
-    @property
-    def in_turn(self) -> bool:
-        return self.row == self.turn and self.split == TRAINING
-
     def __str__(self) -> str:
         if self.in_turn:
             return f"row {self.row:,}, which was due"
-        if self.row is None:
-            return f"NOT row {self.turn:,}, which was due: no row of the corpus has this content"
-        whose = "held-out row" if self.split == HELD_OUT else "row"
-        return f"{whose} {self.row:,}, and NOT row {self.turn:,}, which was due"
+        return f"NOT row {self.row:,}, which was due: its content differs from the recorded hash"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,7 +84,7 @@ class StepRows:
         """Return the fields for JSON, with a description."""
         fields = asdict(self)
         for row_fields, row in zip(fields["rows"], self.rows, strict=True):
-            row_fields |= {"in_turn": row.in_turn, "says": str(row)}
+            row_fields["says"] = str(row)
             for piece_fields, piece in zip(row_fields["pieces"], row.pieces, strict=True):
                 piece_fields["says"] = str(piece)
         return {**fields, "about": self.lines()}
@@ -138,10 +124,10 @@ def rows_of_step(
             f"others ({tokens.train.sha256[:12]})",
             hint="restore the files as they were",
         )
-    streams = dict(zip(SPLITS, (tokens.train, tokens.heldout), strict=True))
     prescribed = _prescribed_rows(spec, tokens.train, [rank for rank, _ in trained], ranks, step)
-    corpus_rows = _find_in_corpus(trained, prescribed, streams, spec.data.seq_len)
-    names = _RowFormatter(spec, inputs, streams, corpus_rows, progress)
+    row_ids = np.array(prescribed)
+    batch = gather_rows(tokens.train, spec.data.seq_len, row_ids)
+    describe = _RowFormatter(spec, inputs, tokens.train, row_ids, progress)
     agrees = None
     if done is not None and done.rows_digest is not None:
         agrees = done.rows_digest == digest.hex()
@@ -151,7 +137,12 @@ def rows_of_step(
         seq_len=spec.data.seq_len,
         ranks=ranks,
         digest_agrees=agrees,
-        rows=tuple(names.row(*row) for row in zip(trained, prescribed, corpus_rows, strict=True)),
+        rows=tuple(
+            describe.row(rank, row, prescribed_row, in_turn=content.row == row.hash)
+            for (rank, row), prescribed_row, content in zip(
+                trained, prescribed, hashes_of(batch), strict=True
+            )
+        ),
     )
 
 
@@ -211,99 +202,44 @@ def _prescribed_rows(
         numbers = [((step - 1) * passes + index) * ranks + rank for index in range(passes)]
         passes_rows = [batches.row_ids_at(number * rows, rows) for number in numbers]
         rows_by_rank[rank] = iter(np.concatenate(passes_rows).tolist())
-    return [next(rows_by_rank[rank], -1) for rank in row_ranks]
-
-
-def _find_in_corpus(
-    trained: list[tuple[int, TrainedRow]],
-    turns: list[int],
-    streams: dict[str, TokenStream],
-    length: int,
-) -> list[tuple[str, int] | None]:
-    """Return the split and number of the corpus row with the content of each trained row; None if there is none."""
-    train = streams[TRAINING]
-    hashes = hashes_of(gather_rows(train, length, np.maximum(np.array(turns), 0)))
-    corpus_rows: list[tuple[str, int] | None] = [
-        (TRAINING, turn) if corpus_row.row == row.hash else None
-        for (_, row), turn, corpus_row in zip(trained, turns, hashes, strict=True)
-    ]
-    if None not in corpus_rows:
-        return corpus_rows
-    rows_by_hash: dict[bytes, tuple[str, int]] = {}
-    missing = {
-        row.hash
-        for (_, row), corpus_row in zip(trained, corpus_rows, strict=True)
-        if corpus_row is None
-    }
-    for split, stream in streams.items():
-        rows_at_once = max(1, HASHED_TOKENS // length)
-        for first in range(0, len(stream) // length, rows_at_once):
-            row_ids = np.arange(first, min(first + rows_at_once, len(stream) // length))
-            for number, corpus_row in zip(
-                row_ids, hashes_of(gather_rows(stream, length, row_ids)), strict=True
-            ):
-                if corpus_row.row in missing:
-                    rows_by_hash.setdefault(corpus_row.row, (split, int(number)))
-    return [
-        rows_by_hash.get(row.hash) if corpus_row is None else corpus_row
-        for (_, row), corpus_row in zip(trained, corpus_rows, strict=True)
-    ]
+    return [next(rows_by_rank[rank]) for rank in row_ranks]
 
 
 class _RowFormatter:
-    """Describes rows with the names of their documents, which it reads from the corpus."""
+    """Describes training rows with the names of their documents, which it reads from the corpus."""
 
     def __init__(
         self,
         spec: RunSpec,
         inputs: Inputs,
-        streams: dict[str, TokenStream],
-        found: list[tuple[str, int] | None],
+        stream: TokenStream,
+        row_ids: Int64Array,
         progress: Progress,
     ) -> None:
-        self._streams, self._length, self._inputs = streams, spec.data.seq_len, inputs
+        self._stream, self._length, self._inputs = stream, spec.data.seq_len, inputs
         data = spec.data
         corpus = open_corpus_of(
             data, lambda done: progress("reading the names of documents", done, None)
         )
-        self._numbers = {TRAINING: corpus.train.numbers, HELD_OUT: corpus.heldout.numbers}
-        self._in_split: dict[str, Int64Array] = {}
-        """Index in the split of each document of a stream; FILLS for padding."""
-        if data.packing == STREAM:
-            self._in_split = {
-                split: np.arange(len(stream.lengths)) for split, stream in streams.items()
-            }
-        else:
+        self._in_split = np.arange(len(stream.lengths))
+        """Index in the split of each document of the stream; FILLS for padding."""
+        if data.packing != STREAM:
             whole = inputs.load_tokens(replace(data, packing=STREAM), progress, corpus=corpus)
-            for split, stream in zip(SPLITS, (whole.train, whole.heldout), strict=True):
-                placed = places(stream.lengths, data.seq_len, data.packing)
-                self._in_split[split] = np.array([number for number, _ in placed])
-        self._names = self._read(corpus, [row for row in found if row is not None])
+            placed = places(whole.train.lengths, data.seq_len, data.packing)
+            self._in_split = np.array([number for number, _ in placed])
+        self._numbers = corpus.train.numbers
+        in_split = self._in_split[np.unique(self._batch(row_ids).documents_BT)]
+        numbers = np.unique(self._numbers[in_split[in_split != FILLS]])
+        self._names = {n: document.name for n, document in corpus.train.index.read(numbers)}
 
-    def _read(self, corpus: Corpus, rows: list[tuple[str, int]]) -> dict[int, str]:
-        numbers = {
-            int(self._numbers[split][in_split])
-            for split, row in rows
-            for in_split in self._in_split[split][np.unique(self._batch(split, row).documents_BT)]
-            if in_split != FILLS
-        }
-        return {
-            n: document.name
-            for n, document in corpus.train.index.read(np.array(sorted(numbers), np.int64))
-        }
+    def _batch(self, row_ids: Int64Array) -> Batch:
+        return gather_rows(self._stream, self._length, row_ids)
 
-    def _batch(self, split: str, row: int) -> Batch:
-        return gather_rows(self._streams[split], self._length, np.array([row]))
-
-    def row(
-        self, trained: tuple[int, TrainedRow], turn: int, found: tuple[str, int] | None
-    ) -> StepRow:
-        rank, trained_row = trained
-        split, row = found or (TRAINING, None)
-        result = StepRow(hash=trained_row.hash.hex(), rank=rank, turn=turn, row=row, split=split)
-        if row is None:
-            return result
-        batch, stream = self._batch(split, row), self._streams[split]
+    def row(self, rank: int, trained: TrainedRow, row: int, *, in_turn: bool) -> StepRow:
+        found = StepRow(hash=trained.hash.hex(), rank=rank, row=row, in_turn=in_turn)
+        if not in_turn:
+            return found
+        batch = self._batch(np.array([row]))
         tokens_T, labels_T = batch.tokens_BT[0], batch.labels_BT[0]
         numbers, begins, counts = np.unique(
             batch.documents_BT[0], return_index=True, return_counts=True
@@ -312,19 +248,19 @@ class _RowFormatter:
         for number, begin, count in zip(
             numbers.tolist(), begins.tolist(), counts.tolist(), strict=True
         ):
-            in_split = int(self._in_split[split][number])
+            in_split = int(self._in_split[number])
             if in_split != FILLS:
                 pieces.append(
                     Piece(
-                        document=self._names[int(self._numbers[split][in_split])],
-                        begin=row * self._length + begin - int(stream.starts[number]),
+                        document=self._names[int(self._numbers[in_split])],
+                        begin=row * self._length + begin - int(self._stream.starts[number]),
                         tokens=count,
-                        length=int(stream.lengths[number]),
+                        length=int(self._stream.lengths[number]),
                     )
                 )
         is_label_T = np.append(False, labels_T[:-1] != IGNORED)
         return replace(
-            result,
+            found,
             labels=int((labels_T != IGNORED).sum()),
             pieces=tuple(pieces),
             text=marked(self._inputs.tokenizer, tokens_T, is_label_T),

@@ -76,7 +76,7 @@ def test_a_row_out_of_turn_has_the_sign_of_what_is_wrong(whole: Path, tmp_path: 
     tones = [row.tone for row in listing.rows]
     assert tones.count("bad") == 1 and "does NOT agree" in listing.head
     (bad,) = [row for row in listing.rows if row.tone == "bad"]
-    assert "no row of the corpus has this content" in bad.lines[0]
+    assert "differs from the recorded hash" in bad.lines[0]
 
 
 def test_a_text_of_many_lines_stays_below_its_heading() -> None:
