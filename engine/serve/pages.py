@@ -154,7 +154,7 @@ def list_page(folders: Folders, read: Callable[[], RunsSnapshot]) -> Callable[[]
 
 def _place(row: RunRow) -> tuple[bool, int, float]:
     place = 4 if row.state == READING else PLACES.get(row.level, 0)
-    return not row.alive, place, row.age_s or 0.0
+    return not row.alive, place, row.age_s
 
 
 def _run_row(row: RunRow) -> str:

@@ -1,7 +1,7 @@
 """The list of runs: one row for each run in some folders, whoever started it.
 
-A run that has ended is read once, and again only when one of its logs has changed size. Active runs are followed. A
-run that cannot be read becomes a row that says why, never an exception.
+A run that has ended is read once, and again only when one of its logs has changed. Active runs are followed. A run
+that cannot be read becomes a row that says why, never an exception.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from engine.log.events import GpuSample
 from engine.log.filters import Subject
 from engine.log.folder import RunFolder, is_run, settings_of
 from engine.log.follow import Follower
-from engine.log.notes import Notes, read_notes
+from engine.log.notes import NAME, Notes, read_notes
 from engine.log.read import Liveness
 from engine.log.sparkline import intervals
 from engine.log.table import Table
@@ -38,7 +38,8 @@ READ_BUDGET_S = 0.5
 """Seconds that one poll may read."""
 UNREADABLE = "unreadable"
 READING = "reading"
-LOGS = ("events.jsonl", "device.jsonl", "watch.jsonl")
+FILES = ("events.jsonl", "device.jsonl", "watch.jsonl", NAME)
+"""Files whose times of change say that an ended run has changed; only notes may change without a log."""
 CURVE_POINTS = 12
 ALERTS_SHOWN = 6
 """Most alerts of a run that are shown in full in a list."""
@@ -57,8 +58,8 @@ class RunRow:
     loss: float | None
     heldout: float | None
     tokens_per_second: float | None
-    age_s: float | None
-    """Seconds since the first line of its log, or since its folder was created when there is no line yet."""
+    began_unix_s: float
+    """Time of the first line of its log, or of its folder when there is no line yet."""
     error: str | None
     left_s: float | None = None
     """Seconds to its last step at the pace of this session; None for a run that has ended."""
@@ -85,6 +86,10 @@ class RunRow:
     """Summary of the run: its state in a sentence, its results, its alerts."""
 
     @property
+    def age_s(self) -> float:
+        return max(0.0, time.time() - self.began_unix_s)
+
+    @property
     def subject(self) -> Subject:
         """The properties that a filter can test."""
         alerts = (f"{severity} {name}" for severity, name in self.alerts)
@@ -105,7 +110,6 @@ class RunsSnapshot:
 
     folders: tuple[Path, ...]
     rows: tuple[RunRow, ...]
-    now_unix_s: float
     error: str | None
     """Reason why a folder could not be listed."""
     behind: bool
@@ -122,16 +126,6 @@ class _FoundRun:
     """Its path without links: the same for a run that is named twice."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Ended:
-    """An ended run that was read to its end: its row, and the sizes of its logs at that time."""
-
-    made_ns: int
-    sizes: tuple[int, ...]
-    row: RunRow
-    began_unix_s: float
-
-
 def _made_ns(folder: str) -> int | None:
     """Return when the run in a folder was created; None when there is no run."""
     try:
@@ -141,14 +135,15 @@ def _made_ns(folder: str) -> int | None:
     return status.st_mtime_ns if stat.S_ISREG(status.st_mode) else None
 
 
-def _sizes(folder: str) -> tuple[int, ...]:
-    sizes = []
-    for name in LOGS:
+def _changed_ns(folder: str) -> tuple[int, ...]:
+    """Return when each of FILES was changed; -1 for one that is not there."""
+    changed = []
+    for name in FILES:
         try:
-            sizes.append(os.stat(f"{folder}/{name}").st_size)
+            changed.append(os.stat(f"{folder}/{name}").st_mtime_ns)
         except FileNotFoundError:
-            sizes.append(-1)
-    return tuple(sizes)
+            changed.append(-1)
+    return tuple(changed)
 
 
 def _notes_of(run: RunFolder) -> Notes:
@@ -170,10 +165,12 @@ def _runs_in(folder: str, prefix: str = "", *, nested: bool = True) -> list[_Fou
     """
     runs: list[_FoundRun] = []
     inner: list[os.DirEntry[str]] = []
+    real = os.path.realpath(folder)
     with os.scandir(folder) as entries:
         for entry in entries:
             if (made_ns := _made_ns(entry.path)) is not None:
-                key = os.path.realpath(entry.path)
+                is_link = entry.is_symlink()
+                key = os.path.realpath(entry.path) if is_link else f"{real}/{entry.name}"
                 name = prefix + entry.name
                 runs.append(_FoundRun(RunFolder(Path(entry.path)), name, made_ns, key))
             elif nested and not entry.name.startswith(".") and entry.is_dir():
@@ -205,7 +202,6 @@ class RunsFeed:
         self,
         folders: Sequence[Path],
         *,
-        wall: Callable[[], float] = time.time,
         budget_s: float = READ_BUDGET_S,
         first_share: float = 1.0,
         accepts: Callable[[Path], bool] = lambda _: True,
@@ -215,22 +211,22 @@ class RunsFeed:
         before it is read; one that is not accepted has no row."""
         self.folders = tuple(folders)
         self._accepts = accepts
-        self._wall, self._budget_s = wall, budget_s
+        self._budget_s = budget_s
         self._followers: dict[str, Follower] = {}
-        self._ended: dict[str, _Ended] = {}
+        self._ended: dict[str, tuple[tuple[int, ...], RunRow]] = {}
+        """The row of each ended run that was read to its end, and when its files were changed."""
         self._share = first_share
 
     def poll(self) -> RunsSnapshot:
         """Return a row for each run, in the order of the folders and newest first in each."""
         share, self._share = self._share, 1.0
-        now_unix_s, until_s = self._wall(), time.monotonic() + self._budget_s * share
+        until_s = time.monotonic() + self._budget_s * share
         runs, error = self._find()
         self._forget_all_but(runs)
-        rows = [self._row(run, now_unix_s, until_s) for run in runs.values()]
+        rows = [self._row(run, until_s) for run in runs.values()]
         return RunsSnapshot(
             folders=self.folders,
             rows=tuple(rows),
-            now_unix_s=now_unix_s,
             error=error,
             behind=any(row.state == READING for row in rows),
         )
@@ -251,31 +247,28 @@ class RunsFeed:
         self._followers = {key: f for key, f in self._followers.items() if key in runs}
         self._ended = {key: e for key, e in self._ended.items() if key in runs}
 
-    def _row(self, run: _FoundRun, now_unix_s: float, until_s: float) -> RunRow:
+    def _row(self, run: _FoundRun, until_s: float) -> RunRow:
         key = run.key
         if key not in self._ended and key not in self._followers and time.monotonic() >= until_s:
-            return _row_of(run, RunView(), READING, now_unix_s - run.made_ns / 1e9, None)
+            return _row_of(run, RunView(), READING, None)
         try:
-            sizes = _sizes(key)
+            changed_ns = (run.made_ns, *_changed_ns(key))
         except OSError as problem:
-            return _row_of(run, RunView(), UNREADABLE, None, not_read(run.folder, problem))
-        ended, notes = self._ended.get(key), _notes_of(run.folder)
-        if ended is not None and (ended.sizes, ended.made_ns) == (sizes, run.made_ns):
-            age_s = now_unix_s - ended.began_unix_s
-            return replace(ended.row, tags=notes.tags, note=notes.text, age_s=age_s)
-        follower = self._followers.get(key)
-        if follower is None:
-            follower = Follower(run.folder)
-            self._followers[key] = follower
+            return _row_of(run, RunView(), UNREADABLE, not_read(run.folder, problem))
+        before_ns, row = self._ended.get(key, ((), None))
+        if row is not None and before_ns[:-1] == changed_ns[:-1]:
+            if before_ns != changed_ns:
+                notes = _notes_of(run.folder)
+                row = replace(row, tags=notes.tags, note=notes.text)
+                self._ended[key] = changed_ns, row
+            return row
+        if (follower := self._followers.get(key)) is None:
+            follower = self._followers[key] = Follower(run.folder)
         state, error = self._read(follower, until_s)
-        view, alive = follower.view, follower.alive
-        is_alive = alive.trainer or alive.supervisor
-        made_unix_s = run.made_ns / 1e9
-        began_unix_s = made_unix_s if view.first_unix_s is None else view.first_unix_s
-        row = _row_of(run, view, state, now_unix_s - began_unix_s, error, notes, alive=alive)
+        row = _row_of(run, follower.view, state, error, follower.alive)
         is_over = state == UNREADABLE or (state != READING and has_ended(state))
-        if is_over and not is_alive:
-            self._ended[key] = _Ended(run.made_ns, sizes, row, began_unix_s)
+        if is_over and not row.alive:
+            self._ended[key] = changed_ns, row
             del self._followers[key]
         else:
             self._ended.pop(key, None)
@@ -298,17 +291,15 @@ def _row_of(
     run: _FoundRun,
     view: RunView,
     state: str,
-    age_s: float | None,
     error: str | None,
-    notes: Notes | None = None,
-    *,
     alive: Liveness | None = None,
 ) -> RunRow:
+    """Return the row of a run; `alive` is None for one that was not read."""
     student = view.eval_of("student")
     verdict = verdict_of(view, state, run.folder.path)
     alerts = [(level_text(alert), name) for name, alert in view.alerts.items()]
-    settings = {} if notes is None else settings_of(run.folder)
-    notes = notes or Notes()
+    settings = {} if alive is None else settings_of(run.folder)
+    notes = Notes() if alive is None else _notes_of(run.folder)
     is_read = state not in (UNREADABLE, READING)
     is_alive = alive is not None and (alive.trainer or alive.supervisor)
     return RunRow(
@@ -320,7 +311,7 @@ def _row_of(
         loss=view.steps.last("loss"),
         heldout=student.loss if student else None,
         tokens_per_second=view.tokens_per_second(),
-        age_s=age_s,
+        began_unix_s=run.made_ns / 1e9 if view.first_unix_s is None else view.first_unix_s,
         error=error,
         left_s=None if has_ended(state) or state == UNREADABLE else view.eta_s(),
         alive=is_alive,

@@ -25,13 +25,12 @@ from tests.support.run_folders import (
     running,
 )
 
-NOW_UNIX_S = START_UNIX_S + 3600
 UNHURRIED_S = 60.0
 """Reads all there is on a busy machine too."""
 
 
 def row_of(run: RunFolder) -> RunRow:
-    (row,) = RunsFeed([run.path], wall=lambda: NOW_UNIX_S, budget_s=UNHURRIED_S).poll().rows
+    (row,) = RunsFeed([run.path], budget_s=UNHURRIED_S).poll().rows
     return row
 
 
@@ -54,7 +53,7 @@ def test_all_runs_of_a_folder_are_rows(tmp_path: Path) -> None:
     killed(tmp_path / "b")
     scene = running(tmp_path / "c", done=10)
     (tmp_path / "not-a-run").mkdir()
-    snapshot = RunsFeed([tmp_path], wall=lambda: NOW_UNIX_S, budget_s=UNHURRIED_S).poll()
+    snapshot = RunsFeed([tmp_path], budget_s=UNHURRIED_S).poll()
     scene.close()
     rows = {row.name: row for row in snapshot.rows}
     assert {name: row.state for name, row in rows.items()} == {
@@ -66,7 +65,7 @@ def test_all_runs_of_a_folder_are_rows(tmp_path: Path) -> None:
     assert rows["a"].loss == pytest.approx(loss_at(60))
     assert rows["c"].tokens_per_second == pytest.approx(4096.0)
     assert (rows["c"].last_step, rows["c"].total_steps) == (10, 60)
-    assert rows["a"].age_s == pytest.approx(3600.0)
+    assert rows["a"].began_unix_s == pytest.approx(START_UNIX_S)
 
 
 def test_an_ended_run_is_not_read_again(tmp_path: Path, reads: list[str]) -> None:
@@ -100,15 +99,6 @@ def test_a_run_that_is_not_accepted_has_no_row_and_is_not_read(
     feed = RunsFeed([tmp_path], budget_s=UNHURRIED_S, accepts=lambda path: path.name == "a")
     assert [row.name for row in feed.poll().rows] == ["a"]
     assert set(reads) == {"a"}
-
-
-def test_age_goes_on_without_reading(tmp_path: Path) -> None:
-    completed(tmp_path / "run")
-    now = [NOW_UNIX_S]
-    feed = RunsFeed([tmp_path], wall=lambda: now[0], budget_s=UNHURRIED_S)
-    feed.poll()
-    now[0] += 60
-    assert feed.poll().rows[0].age_s == pytest.approx(3660.0)
 
 
 def test_a_run_named_twice_is_one_row(tmp_path: Path) -> None:

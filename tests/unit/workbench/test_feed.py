@@ -47,7 +47,7 @@ def feed_of(run: RunFolder, **changes: object) -> RunFeed:
 
 
 def row_of(run: RunFolder) -> RunRow:
-    (row,) = RunsFeed([run.path], wall=lambda: NOW_UNIX_S, budget_s=UNHURRIED_S).poll().rows
+    (row,) = RunsFeed([run.path], budget_s=UNHURRIED_S).poll().rows
     return row
 
 

@@ -158,9 +158,7 @@ AFTER = (
     ),
     Column(
         name=AGE,
-        text=lambda row: _text_or_absent(
-            format_seconds, None if row.age_s is None else max(0.0, row.age_s)
-        ),
+        text=lambda row: format_seconds(row.age_s),
         value=lambda row: row.age_s,
         rank=120,
     ),
