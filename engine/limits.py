@@ -53,20 +53,9 @@ NOTE = Limit(what="the note of a run", most=1000, unit="characters")
 
 # Specs and --set.
 SPEC_FILE = Limit(what="a spec", most=256 * KIB, unit="bytes")
-SPEC_LINE = Limit(
-    what="a line of a spec without its texts in double quotes", most=16 * KIB, unit="characters"
-)
-SPEC_DEPTH = Limit(what="nesting of lists and tables in a spec or a --set", most=8, unit="levels")
-SPEC_KEYS = Limit(what="keys of a spec", most=1000, unit="keys")
-SPEC_KEY = Limit(what="a key of a spec or of a --set", most=200, unit="characters")
 SPEC_DIGITS = Limit(what="an integer in a spec or a --set", most=19, unit="digits")
 SPEC_TEXT = Limit(what="a text or path in a spec or a --set", most=4000, unit="bytes")
 SPEC_PROMPT = Limit(what="teacher.context in a spec", most=32 * KIB, unit="bytes")
-SPEC_NAME = Limit(what="one name of a path", most=255, unit="bytes")
-SETS = Limit(what="--set of one command", most=1000, unit="arguments")
-SPEC_PROBLEMS = Limit(
-    what="problems of a spec that are reported at once", most=50, unit="lines", beyond="counted"
-)
 BATCH_TOKENS = Limit(
     what="tokens of one forward pass: train.rows x data.seq_len", most=1 << 32, unit="tokens"
 )

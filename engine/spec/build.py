@@ -16,11 +16,11 @@ from typing import Any, NamedTuple
 
 from engine import limits
 from engine.errors import BadInput, SpecError
-from engine.files import depth_of, read_text
+from engine.files import read_text
 from engine.spec import hub_cache
 from engine.spec.other_names import OTHER_NAMES
 from engine.spec.sections import KEYS, RunSpec, options, section_type
-from engine.spec.values import check_value, parse_set, path_problem, refusal_of_toml, shown
+from engine.spec.values import check_value, parse_set, refusal_of_toml, shown
 
 # Adjacent parts never match the same character, so a line of spaces cannot cause backtracking.
 _HEADER = re.compile(r"\s*\[([A-Za-z0-9_.\-\s]+)\]\s*(?:#.*)?$")
@@ -118,10 +118,7 @@ class Problems:
     def raise_if_any(self) -> None:
         if self.found:
             self.found.sort(key=lambda item: item[0])
-            texts = [text for _, text in self.found]
-            if (extra := len(texts) - limits.SPEC_PROBLEMS.most) > 0:
-                texts = [*texts[:-extra], f"{self.file}: {extra:,} more problems"]
-            raise SpecError(texts)
+            raise SpecError([text for _, text in self.found])
 
 
 def nearest(key: str) -> str:
@@ -243,7 +240,10 @@ def _path_checks(
     corpus = spec.data.corpus
     if corpus != "python-stdlib" and not glob.has_magic(corpus) and not os.path.exists(corpus):
         hint = _download(written.get("data.corpus"), corpus)
-        add("data.corpus", f"expected python-stdlib or a path, found nothing at {corpus}{hint}")
+        add(
+            "data.corpus",
+            f"expected python-stdlib or a path, found nothing at {shown(corpus)}{hint}",
+        )
 
 
 def _download(written: Any, resolved: str) -> str:
@@ -271,7 +271,6 @@ def build_spec(
     if not isinstance(tree, dict):
         raise SpecError([f"{file}: expected sections of settings, found {type(tree).__name__}"])
     pairs = dict(_flatten(tree))
-    _refuse_many(len(pairs), len(sets or []), file)
     origin = dict.fromkeys(pairs, base)
     set_problems: list[str] = []
     from_sets: set[str] = set()
@@ -294,11 +293,7 @@ def build_spec(
                 problems.add(key, GONE[key].refusal(value))
             continue
         if key not in by_key:
-            if len(problems.found) >= limits.SPEC_PROBLEMS.most:
-                problems.add(
-                    key, "unknown key"
-                )  # past the limit, counted without looking for the nearest key
-            elif key in values and not isinstance(value, dict) and key not in OTHER_NAMES:
+            if key in values and not isinstance(value, dict) and key not in OTHER_NAMES:
                 problems.add(key, f"expected a section{_as_section(key, value)}")
             else:
                 problems.add(key, f"unknown key{nearest(key)}")
@@ -362,12 +357,6 @@ def _as_section(key: str, value: Any) -> str:
     return f", [{key}] with {main} = {shown(json.dumps(value, ensure_ascii=False))}, found a text"
 
 
-def _refuse_many(keys: int, sets: int, file: str) -> None:
-    for count, limit in ((keys, limits.SPEC_KEYS), (sets, limits.SETS)):
-        if count > limit.most:
-            raise SpecError([f"{file}: expected {limit}, found {count:,}"])
-
-
 def _resolved(base: Path, text: str) -> tuple[str, str | None]:
     """Resolve a path, or say why it cannot be resolved: an unknown home folder, a loop of links."""
     try:
@@ -375,7 +364,7 @@ def _resolved(base: Path, text: str) -> tuple[str, str | None]:
     except (OSError, RuntimeError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         return text, f"expected a path, found {shown(text)}: {shown(reason)}"
-    return resolved, path_problem(resolved)
+    return resolved, None
 
 
 def _with_ending(resolved: str, base: Path, named: str) -> str:
@@ -393,34 +382,13 @@ def read_spec(path: Path) -> tuple[dict[str, Any], str]:
     return _parse_toml(text, path), text
 
 
-_QUOTED = re.compile(r'"(?:[^"\\]|\\.)*"')
-
-
 def _parse_toml(text: str, path: Path) -> dict[str, Any]:
-    for number, line in enumerate(text.splitlines(), start=1):
-        # Of a key with n dots tomllib takes n^2 steps.
-        if (length := len(_QUOTED.sub("", line))) > limits.SPEC_LINE.most:
-            raise SpecError(
-                [f"{path}:{number}: expected a line of {limits.SPEC_LINE}, found {length:,}"]
-            )
     try:
-        tree = tomllib.loads(text)
+        return tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise SpecError([f"{path}: not TOML: {shown(str(error))}"]) from None
     except (RecursionError, ValueError) as error:
         raise SpecError([f"{path}: {refusal_of_toml(error)}"]) from None
-    # Checked before any code recurses into it.
-    if depth_of(tree) > limits.SPEC_DEPTH.most:
-        raise SpecError([f"{path}: expected values nested {limits.SPEC_DEPTH}, found more"])
-    if long_key := next(
-        (key for key, _ in _flatten(tree) if len(key) > limits.SPEC_KEY.most), None
-    ):
-        raise SpecError(
-            [
-                f"{path}: {shown(long_key)}: expected a key of {limits.SPEC_KEY}, found {len(long_key):,}"
-            ]
-        )
-    return tree
 
 
 def load_spec(path: Path, sets: list[str] | None = None) -> tuple[RunSpec, str]:

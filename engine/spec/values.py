@@ -11,7 +11,6 @@ from typing import Any
 
 from engine import limits
 from engine.errors import SpecError
-from engine.files import depth_of
 from engine.spec.sections import Option
 from engine.terminal import clipped, printable
 
@@ -25,18 +24,12 @@ def parse_set(argument: str) -> tuple[str, Any]:
     if not equals or not key:
         argument_text = shown(argument)
         raise SpecError([f"--set {argument_text}: expected key=value, found no key or no ="])
-    if len(key) > limits.SPEC_KEY.most:
-        found = f"{len(key):,}"
-        raise SpecError([f"--set {shown(key)}: expected a key of {limits.SPEC_KEY}, found {found}"])
-    if len(text) > limits.SPEC_TEXT.most:
-        found = f"{len(text):,}"
-        raise SpecError([f"--set {key}: expected a value of {limits.SPEC_TEXT}, found {found}"])
     try:
         parsed = tomllib.loads(f"v = {text}")
     except tomllib.TOMLDecodeError:
         return key, text
     except (RecursionError, ValueError) as error:
-        raise SpecError([f"--set {key}: {refusal_of_toml(error)}"]) from None
+        raise SpecError([f"--set {shown(key)}: {refusal_of_toml(error)}"]) from None
     # A text with a line break could define further keys.
     return key, parsed["v"] if len(parsed) == 1 else text
 
@@ -44,7 +37,7 @@ def parse_set(argument: str) -> tuple[str, Any]:
 def refusal_of_toml(error: RecursionError | ValueError) -> str:
     """Say what TOML text exceeds: the nesting or the digits that can be parsed."""
     if isinstance(error, RecursionError):
-        return f"expected values nested {limits.SPEC_DEPTH}, found more"
+        return "expected a value, found lists or tables nested too deep to read"
     return f"expected integers of {limits.SPEC_DIGITS}, found one with thousands of digits"
 
 
@@ -55,8 +48,6 @@ def shown(text: str) -> str:
 
 def check_value(option: Option, value: Any) -> tuple[Any, str | None]:
     """Return the value in its field's type, or what is wrong with it."""
-    if depth_of(value) > limits.SPEC_DEPTH.most:
-        return value, f"expected a value nested {limits.SPEC_DEPTH}, found more"
     if isinstance(value, int) and abs(value) >= 10**limits.SPEC_DIGITS.most:
         # Checked before it is shown: Python does not format integers of thousands of digits.
         return value, f"expected a number of {limits.SPEC_DIGITS}, found one that has more"
@@ -96,16 +87,6 @@ def text_problem(text: str, limit: limits.Limit = limits.SPEC_TEXT) -> str | Non
         return f"expected a text of {limit}, found {size:,}"
     if "\0" in text:
         return "expected a text without NUL, found one"
-    return None
-
-
-def path_problem(text: str) -> str | None:
-    """Return why no file can have this path; None where one can."""
-    if (problem := text_problem(text)) is not None:
-        return problem
-    for name in text.split("/"):
-        if (size := len(name.encode("utf-8", "surrogateescape"))) > limits.SPEC_NAME.most:
-            return f"expected names in a path of {limits.SPEC_NAME}, found {size:,}"
     return None
 
 

@@ -49,24 +49,19 @@ def test_every_number_of_a_spec_has_two_ends() -> None:
 
 
 NUMBERS = [o.key for o in options() if o.type_name in ("int", "float")]
-# A file without models has some problems of its own.
-AT_ONCE = limits.SPEC_PROBLEMS.most - 4
 
 
 @pytest.mark.parametrize(
     "value", ["7" * 39, "-4611686018427387905", "7" * 5000, "0x" + "f" * 3000], ids=lambda v: v[:6]
 )
-@pytest.mark.parametrize(
-    "keys", [NUMBERS[n : n + AT_ONCE] for n in range(0, len(NUMBERS), AT_ONCE)], ids=lambda k: k[0]
-)
 def test_each_number_far_beyond_its_use_is_refused_in_a_line(
-    keys: list[str], value: str, capsys: pytest.CaptureFixture[str]
+    value: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     code, lines = run(
-        capsys, "spec", *(word for key in keys for word in ("--set", f"{key}={value}"))
+        capsys, "spec", *(word for key in NUMBERS for word in ("--set", f"{key}={value}"))
     )
     assert code == 65, (value, lines)
-    for key in keys:
+    for key in NUMBERS:
         about = [line for line in lines if f"--set {key}: " in line]
         assert len(about) == 1 and len(about[0]) < 300, (key, lines)
 
@@ -78,20 +73,13 @@ def test_each_number_far_beyond_its_use_is_refused_in_a_line(
         "[train]\nsteps = " + "[\n" * 3000 + "]\n" * 3000,
         "[train]\nsteps = " + "[" * 12 + "]" * 12,
         "train = " + "{a=" * 2000,
-        ".".join(["a"] * 4000) + " = 1",
         "[train]\nsteps = " + "9" * 5001,
         "[train]\nsteps = 0b" + "1" * 9000,
         '[run]\nname = "a\\u0000b"',
         '[student]\nconfig = "a\\u0000b"',
         '[data]\ncorpus = "' + "x" * 15000 + '"',
-        '[data]\ncorpus = "' + "x/" * 3000 + '"',
-        '[data]\ncorpus = "' + "x" * 256 + '"',
         '[teacher]\npath = "~nobody-has-this-name/x"',
-        "#" * 20000,
         "#\n" * 200000,
-        '[run]\nname = """\n[' + " " * 16000 + '\n"""',
-        "\n".join(f"k{number} = 1" for number in range(2000)),
-        "\n".join(f"{'k' * 150}{number} = 1" for number in range(900)),
         '"' + "k" * 300 + '" = 1',
         '"a\\nb\\u001b[31m" = 1',
         "[[train]]\n" * 500,
@@ -105,7 +93,7 @@ def test_a_spec_beyond_the_limits_is_refused_in_lines(
     spec = tmp_path / "kd.toml"
     spec.write_text(text)
     code, lines = run(capsys, "distill", spec, "--check")
-    assert code == 65 and 1 <= len(lines) <= limits.SPEC_PROBLEMS.most + 1, lines
+    assert code == 65 and 1 <= len(lines) <= 8, lines
     assert all(len(line) < 500 and line.isprintable() for line in lines), lines
 
 
