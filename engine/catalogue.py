@@ -399,7 +399,7 @@ IDENTITIES: tuple[About, ...] = (
         level=FAIL,
         question="After 16 steps, has each tensor with a gradient changed in its sampled elements?",
         means="A tensor that does not move is not trained: the optimizer holds other tensors than the model uses, no "
-        "gradient reaches it, each update is rounded away, or the learning rate of its group is 0.",
+        "gradient reaches it, or each update is rounded away.",
         remedy="create the optimizer from model.parameters() after the model has been moved, wrapped or sharded; keep "
         "weights in fp32 under torch.autocast where 16 bits round the updates away",
         transformers="let the Trainer create the optimizer, in create_optimizer; load the model with "
@@ -417,19 +417,6 @@ IDENTITIES: tuple[About, ...] = (
         "loss, a factor or mask of 0, a margin that is always kept, or an underflow in fp16.",
         remedy="look at what lies between the named tensors and the loss: activations that are all 0, argmax(), masks; "
         "in fp16 scale the loss with torch.amp.GradScaler",
-    ),
-    _identity(
-        id="frozen_weights",
-        wrong="the optimizer moves frozen weights",
-        group="update",
-        level=SUSPICION,
-        question="Does the optimizer leave weights with requires_grad=False unchanged?",
-        means="A left-over gradient, momentum or weight decay moves them, although no backward pass reaches them.",
-        remedy="set their .grad to None when you freeze them, or leave them out of the optimizer",
-        transformers="freeze them before trainer.train(), which gives the optimizer only parameters that require "
-        "gradients",
-        lightning="freeze them before configure_optimizers runs, and give the optimizer only the others, as "
-        "BaseFinetuning does",
     ),
     _identity(
         id="finite_weights",
@@ -690,17 +677,6 @@ IDENTITIES: tuple[About, ...] = (
         remedy="give cross_entropy the logits, or give nll_loss their log_softmax",
     ),
     _identity(
-        id="log_probabilities",
-        wrong="the loss gets no log probabilities of the classes",
-        group="loss",
-        level=SUSPICION,
-        question="Do the probabilities whose logarithms nll_loss gets sum to 1 over the classes?",
-        means="nll_loss only selects a number for each label: without log_softmax over the classes it can fall without "
-        "end, or compares samples with each other.",
-        remedy="call cross_entropy on the logits, or nll_loss on log_softmax(logits, dim=1); with (batch, length, "
-        "classes) take dim=-1 and flatten before the loss",
-    ),
-    _identity(
         id="distillation",
         wrong="the loss contains a divergence from a teacher",
         group="loss",
@@ -806,15 +782,6 @@ IDENTITIES: tuple[About, ...] = (
         remedy="give the loss the output of the last layer: no ReLU, sigmoid or tanh after it",
     ),
     _identity(
-        id="untrained_term",
-        wrong="a term of the loss has no gradient",
-        group="loss",
-        level=SUSPICION,
-        question="Does each term of a sum of losses have a gradient?",
-        means="The term is in the logged loss but trains nothing: it was detached, or computed without gradients.",
-        remedy="compute the term from the model's outputs, without detach(), .data, .item() and torch.no_grad()",
-    ),
-    _identity(
         id="one_class",
         wrong="every label of a batch is the same class",
         group="data",
@@ -890,16 +857,6 @@ IDENTITIES: tuple[About, ...] = (
         lightning="check limit_train_batches and overfit_batches",
     ),
     _identity(
-        id="repeated_samples",
-        wrong="samples are repeated within an epoch",
-        group="data",
-        level=SUSPICION,
-        question="Does each sample appear only once in an epoch?",
-        means="Some samples are trained on twice and others not at all, unless that is the purpose of the sampler.",
-        remedy="check which indices the sampler or batch sampler yields; draw them with torch.randperm, not "
-        "torch.randint",
-    ),
-    _identity(
         id="repeated_batches",
         wrong="consecutive batches are the same",
         group="data",
@@ -908,16 +865,6 @@ IDENTITIES: tuple[About, ...] = (
         means="The same data is trained on several times in a row.",
         remedy="with an IterableDataset and several workers, split the data by get_worker_info(); otherwise check what "
         "__getitem__ does with its index",
-    ),
-    _identity(
-        id="skipped_batches",
-        wrong="most batches are read and not trained on",
-        group="data",
-        level=SUSPICION,
-        question="Is each batch of a pass followed by a backward pass?",
-        means="The script goes on to the next batch before backward(): a loss that is not finite, a caught error, or a "
-        "condition. An epoch trains on part of the data.",
-        remedy="count why the loop continues without backward(): non-finite losses, caught errors, filters",
     ),
     _identity(
         id="no_gradient",

@@ -457,27 +457,6 @@ class Repeats(Sampler):
 def each_sample_twice():
     return on(DataLoader(data, batch_size=4, sampler=Repeats()), epochs=2)
 
-class Picks(Sampler):
-    def __init__(self):
-        self.generator = torch.Generator().manual_seed(1)
-
-    def __len__(self):
-        return len(data)
-
-    def __iter__(self):
-        return iter(torch.randint(len(data), (len(data),), generator=self.generator).tolist())
-
-def drawn_with_randint():
-    return on(DataLoader(data, batch_size=4, sampler=Picks()), epochs=1)
-
-class Windows(Sampler):
-    # Each begins half a batch behind the one before.
-    def __iter__(self):
-        return iter([list(range(at, at + 4)) for at in range(0, 20, 2)])
-
-def batches_that_overlap():
-    return on(DataLoader(data, batch_sampler=Windows()), epochs=1)
-
 def a_stream_that_each_worker_reads():
     return on(DataLoader(Stream(False), batch_size=4, num_workers=2), epochs=1)
 
@@ -491,122 +470,29 @@ class OneItem(Dataset):
 def an_index_that_is_not_used():
     return on(DataLoader(OneItem(), batch_size=4, shuffle=True), epochs=1)
 
-import random
-def skipping(skips, epochs=6, size=1):
-    net = linear()
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
-    for epoch in range(epochs):
-        for at, (x, y) in enumerate(DataLoader(data, batch_size=size, shuffle=True)):
-            loss = of(net, x, y)
-            if skips(epoch, at):
-                continue
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-    return net
-
-def losses_that_are_not_finite():
-    return skipping(lambda epoch, at: random.Random(100 * epoch + at).random() < 0.7)
-
-def errors_that_are_caught():
-    net = linear()
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
-    for epoch in range(6):
-        for at, (x, y) in enumerate(DataLoader(data, batch_size=1, shuffle=True)):
-            try:
-                optimizer.zero_grad()
-                of(net, x[:, :8 - (3 * epoch + at * at) % 5], y).backward()
-                optimizer.step()
-            except RuntimeError:
-                pass
-    return net
-
-def one_batch_that_is_not_finite():
-    return skipping(lambda epoch, at: (epoch, at) == (1, 3))
-
-def summed(close, epochs=6):
-    net = linear()
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
-    for epoch in range(epochs):
-        loss, batches = 0.0, 0
-        for x, y in DataLoader(data, batch_size=1, shuffle=True):
-            loss, batches = loss + of(net, x, y), batches + 1
-            if batches == close:
-                optimizer.zero_grad()
-                loss.backward()
-                optimizer.step()
-                loss, batches = 0.0, 0
-        if batches:
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-    return net
-
-def losses_that_are_summed():
-    return summed(4)
-
-def losses_that_are_summed_with_a_short_rest():
-    return summed(5, epochs=6)
-
-def gradients_that_are_accumulated():
-    net = linear()
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
-    for epoch in range(6):
-        for at, (x, y) in enumerate(DataLoader(data, batch_size=1, shuffle=True)):
-            (of(net, x, y) / 4).backward()
-            if at % 4 == 3:
-                optimizer.step()
-                optimizer.zero_grad()
-    return net
-
-def batches_that_are_read_ahead():
-    net = linear()
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
-    for epoch in range(6):
-        batches = iter(DataLoader(data, batch_size=1, shuffle=True))
-        ahead = next(batches)
-        while ahead is not None:
-            (x, y), ahead = ahead, next(batches, None)
-            optimizer.zero_grad()
-            of(net, x, y).backward()
-            optimizer.step()
-    return net
-
-tell(losses_that_are_not_finite, errors_that_are_caught, one_batch_that_is_not_finite, losses_that_are_summed,
-     losses_that_are_summed_with_a_short_rest, gradients_that_are_accumulated, batches_that_are_read_ahead)
 tell(shuffled, shuffled_by_a_loader_of_each_epoch, shuffled_by_workers_that_stay, in_order, spread_over_ranks,
      with_replacement, weighted, all_in_one_batch, the_same_batch_on_purpose, one_of_two_trainings,
      in_the_order_of_the_other_training, some_batches_of_each_pass, two_passes_at_a_time, a_stream_that_is_split,
      seeded_in_each_epoch, a_generator_of_each_epoch, an_epoch_that_is_not_set, the_first_batch_again_and_again,
-     a_first_batch_of_each_shuffle, the_first_batches_of_each_pass, drawn_with_randint, batches_that_overlap,
+     a_first_batch_of_each_shuffle, the_first_batches_of_each_pass,
      a_stream_that_each_worker_reads, an_index_that_is_not_used, each_sample_twice,
      a_generator_of_each_counted_pass, data_that_is_made_anew, a_dataset_that_is_made_anew)
 """
-SKIPPED = {
-    "losses_that_are_not_finite": [SUSPICION],
-    "errors_that_are_caught": [SUSPICION, FACT],
-    "one_batch_that_is_not_finite": [PASS, FACT],
-    "losses_that_are_summed": [FACT],
-    "losses_that_are_summed_with_a_short_rest": [FACT],
-    "gradients_that_are_accumulated": [PASS],
-    "batches_that_are_read_ahead": [PASS],
-}
-"""What is said of the batches that no backward pass follows."""
 HEALTHY_DATA = {
-    "shuffled": {"data_order": [PASS], "repeated_samples": [PASS]},
-    "shuffled_by_a_loader_of_each_epoch": {"data_order": [PASS], "repeated_samples": [PASS]},
-    "shuffled_by_workers_that_stay": {"data_order": [PASS], "repeated_samples": [PASS]},
-    "in_order": {"data_order": [FACT], "repeated_samples": [PASS]},
-    "spread_over_ranks": {"data_order": [PASS], "repeated_samples": [PASS]},
-    "with_replacement": {"repeated_samples": [FACT]},
-    "each_sample_twice": {"data_order": [PASS], "repeated_samples": [FACT]},
-    "weighted": {"repeated_samples": [FACT]},
-    "all_in_one_batch": {"data_order": [FACT], "repeated_samples": [PASS]},
+    "shuffled": {"data_order": [PASS]},
+    "shuffled_by_a_loader_of_each_epoch": {"data_order": [PASS]},
+    "shuffled_by_workers_that_stay": {"data_order": [PASS]},
+    "in_order": {"data_order": [FACT]},
+    "spread_over_ranks": {"data_order": [PASS]},
+    "with_replacement": {},
+    "each_sample_twice": {"data_order": [PASS]},
+    "weighted": {},
+    "all_in_one_batch": {"data_order": [FACT]},
     "the_same_batch_on_purpose": {},
-    "one_of_two_trainings": {"repeated_samples": [PASS]},
-    "in_the_order_of_the_other_training": {"repeated_samples": [PASS]},
-    "some_batches_of_each_pass": {"data_order": [PASS], "repeated_samples": [PASS]},
-    "two_passes_at_a_time": {"repeated_samples": [PASS]},
+    "one_of_two_trainings": {},
+    "in_the_order_of_the_other_training": {},
+    "some_batches_of_each_pass": {"data_order": [PASS]},
+    "two_passes_at_a_time": {},
     "a_stream_that_is_split": {},
 }
 WRONG_DATA = {
@@ -625,8 +511,6 @@ WRONG_DATA = {
         "cut_passes",
         "over 8 batches end after the same first 5",
     ),
-    "drawn_with_randint": ("repeated_samples", "repeat an earlier one of that epoch, by Picks"),
-    "batches_that_overlap": ("repeated_samples", "18 of 40 samples of an epoch repeat"),
     "a_stream_that_each_worker_reads": (
         "repeated_batches",
         "equal the batch before them: each of 2 workers reads the whole stream",
@@ -639,7 +523,7 @@ WRONG_DATA = {
 def test_nothing_is_said_against_data_that_is_read_as_it_is_meant(found: Found, name: str) -> None:
     said: dict[str, list[str]] = {}
     for line in found[name]:
-        if BY_ID["identity"][line["id"]].group == "data" and line["id"] != "skipped_batches":
+        if BY_ID["identity"][line["id"]].group == "data":
             said.setdefault(line["id"], []).append(line["level"])
     assert said == HEALTHY_DATA[name]
 
@@ -654,22 +538,9 @@ def test_data_that_is_not_what_the_sampler_promised_is_suspected(found: Found, n
     assert text in str(line["text"])
 
 
-@pytest.mark.parametrize("name", SKIPPED)
-def test_batches_that_are_read_and_not_trained_on_are_counted(found: Found, name: str) -> None:
-    said = dict.fromkeys(degrees(found[name], "skipped_batches"))
-    assert list(said) == SKIPPED[name]
-    others = [one for one in _suspicions_of_data(found, name) if one["id"] != "skipped_batches"]
-    assert not others
-
-
-@pytest.mark.parametrize("name", HEALTHY_DATA)
-def test_no_other_data_is_called_skipped(found: Found, name: str) -> None:
-    assert not {SUSPICION, FACT} & {*degrees(found[name], "skipped_batches")}
-
-
 def test_every_training_is_looked_at(found: Found) -> None:
     modes, data = MODE_OF.keys() | WRONG_MODES.keys(), HEALTHY_DATA.keys() | WRONG_DATA.keys()
-    assert set(found) == modes | data | SKIPPED.keys()
+    assert set(found) == modes | data
 
 
 def _suspicions_of_data(found: Found, name: str) -> list[dict[str, object]]:

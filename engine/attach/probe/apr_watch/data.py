@@ -9,23 +9,16 @@ from __future__ import annotations
 import sys
 import weakref
 import zlib
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from .parameters import FACT, PASS, SUSPICION, Line
 
-_MAX_INDICES = 1 << 16
-"""Maximum number of indices of a pass that are kept: some megabytes."""
 _ORDER, _LEAST = 1024, 8
 """Maximum and minimum number of indices compared between two passes; fewer may agree by chance."""
-_TWICE = 0.01
-"""Share of samples that a sampler may repeat to give all ranks the same number."""
 _CUT = 3
 """Number of consecutive passes left after their first batch, from which it is reported."""
-_STEPS, _SKIPPED, _IRREGULAR = 8, 0.5, 4
-"""Minimum number of steps whose batches are counted, share of batches without a backward pass that is reported as a
-mistake, and number of different counts that no sum of losses has."""
 _LOADERS = 16
 _AHEAD = 4096
 """Maximum number of batches that a loader asks for ahead."""
@@ -60,44 +53,34 @@ class Pass:
         """Number of consecutive passes, including this one, that were left before their end."""
         self.has_indices = True
         """Whether the sampler gave integers for all batches so far."""
-        self._asked: list[int] = []
-        self._ends: list[int] = []
-        """Number of indices up to each batch."""
+        self.order: list[int] = []
+        """First indices of the yielded batches."""
         self.queue: deque[Any] = deque(maxlen=_AHEAD)
         """Indices that the sampler gave for batches that have not been yielded."""
         self.index: Any = None
         """Indices of the newest batch."""
-        self.steps: Counter[tuple[int, int]] = Counter() if previous is None else previous.steps
-        """Number of steps for each number of batches and of backward passes, of passes that are not judged yet; without
-        the first step of a pass."""
-        self.has_stepped = False
         self.ahead: Any = None
         """Size of a batch that was read ahead (`step.Batches`)."""
         self.rows: set[int] = set()
         """Hashes of rows before a backward pass (`held_out.HeldOut`)."""
         self.is_evaluated = False
-        self._is_compared = self._is_counted = False
-        self._shuffles, self._repeats, self._sampler = _sampler_of(iterator)
+        self._is_compared = False
+        self._shuffles, self._sampler = _sampler_of(iterator)
         self._fingerprint: Any = None
         self._equal = self._compared = 0
-
-    def ask(self, index: Any) -> None:
-        self.queue.append(index)
-        if self.has_indices and len(self._asked) < _MAX_INDICES:
-            indices = indices_of(index)
-            self.has_indices = indices is not None
-            self._asked += indices or []
-            self._ends.append(len(self._asked))
-
-    @property
-    def taken(self) -> int:
-        """Number of yielded indices."""
-        most = min(self.batches, len(self._ends))
-        return self._ends[most - 1] if most else 0
 
     def next_index(self) -> Any:
         """Return what the sampler gave for the batch that is handed out."""
         return self.queue.popleft() if self.queue else None
+
+    def yielded(self) -> None:
+        """Record a yielded batch."""
+        self.batches += 1
+        self.index = self.next_index()
+        if self.has_indices and len(self.order) < _ORDER:
+            indices = indices_of(self.index)
+            self.has_indices = indices is not None
+            self.order += (indices or [])[: _ORDER - len(self.order)]
 
     def may_judge(self) -> bool:
         """Return whether `take` may have a verdict; seldom enough to cost nothing."""
@@ -109,26 +92,18 @@ class Pass:
         is_last = self.batches == self.length
         if not self.may_judge():
             return []
-        return self._order() if self.has_indices and (is_last or self.taken >= _ORDER) else []
+        return self._order() if self.has_indices and (is_last or len(self.order) == _ORDER) else []
 
     def end(self) -> list[Line]:
         """End the pass: there is no further batch, or the next pass has begun."""
-        if not self.feeds:
-            return []
-        lines = [*self._order(), *self._count(), *self._skipped()]
-        # The next pass is compared with the first indices.
-        self._asked = self.order()
-        return lines
-
-    def order(self) -> list[int]:
-        return self._asked[: min(self.taken, _ORDER)]
+        return self._order() if self.feeds else []
 
     def _order(self) -> list[Line]:
         previous = self.previous
         if self._is_compared or previous is None or not (self.feeds and previous.feeds):
             return []
-        count = min(len(self.order()), len(previous.order()))
-        new, old = self.order()[:count], previous.order()[:count]
+        count = min(len(self.order), len(previous.order))
+        new, old = self.order[:count], previous.order[:count]
         if len({*new, *old}) < _LEAST:
             return []
         self._is_compared = True
@@ -141,50 +116,6 @@ class Pass:
         text = f"{self._sampler} shuffles, but two epochs begin with the same {count} samples in the same order"
         return [("data_order", SUSPICION, text, numbers)]
 
-    def _count(self) -> list[Line]:
-        if self._is_counted or not self.has_indices or self.taken < _LEAST:
-            return []
-        self._is_counted = True
-        counts = Counter(self._asked[: self.taken])
-        repeated = self.taken - len(counts)
-        numbers = {"samples": self.taken, "repeated": repeated}
-        if repeated <= max(1, _TWICE * self.taken):
-            text = f"an epoch has {self.taken} samples, {repeated or 'none'} repeated"
-            return [("repeated_samples", PASS, text, numbers)]
-        text = f"{repeated} of {self.taken} samples of an epoch repeat an earlier one of that epoch"
-        if self._repeats:
-            return [("repeated_samples", FACT, f"{text}, as {self._sampler} is meant to", numbers)]
-        (times, samples), *_ = Counter(counts.values()).most_common(1)
-        if len(counts) - samples <= max(1, _TWICE * len(counts)):
-            # Several completions of each prompt, as in GRPO.
-            text = f"{text}: each {times} times, by {self._sampler}"
-            return [("repeated_samples", FACT, text, numbers)]
-        return [("repeated_samples", SUSPICION, f"{text}, by {self._sampler}", numbers)]
-
-    def _skipped(self) -> list[Line]:
-        """Judge whether a backward pass follows each batch, or each group of as many batches."""
-        if self.steps.total() < _STEPS:
-            return []
-        steps, self.steps = self.steps, Counter()
-        spare: Counter[int] = Counter()
-        for (batches, backwards), times in steps.items():
-            spare[batches - backwards] += times
-        read = sum(batches * times for (batches, _), times in steps.items())
-        # Steps of summed losses have one number of batches, and the last one of a pass another.
-        (usual, _), *_ = spare.most_common(1)
-        usual = usual if len(spare) < _IRREGULAR else min(spare)
-        skipped = sum((difference - usual) * times for difference, times in spare.items())
-        numbers = {"batches": read, "skipped": max(0, skipped), "usual": usual}
-        if skipped > 0:
-            level = SUSPICION if skipped >= _SKIPPED * read else FACT
-            text = f"{skipped} of {read} batches were read for training and followed by no backward pass"
-            return [("skipped_batches", level, text, numbers)]
-        if usual > 0:
-            text = f"a step reads {usual} batches more than it has backward passes: their losses are summed or unused"
-            return [("skipped_batches", FACT, text, numbers)]
-        text = f"a backward pass followed each of {read} batches of {steps.total()} steps"
-        return [("skipped_batches", PASS, text, numbers)]
-
     def leave(self) -> list[Line]:
         """End the pass because the next one begins."""
         lines = self.end()
@@ -192,9 +123,7 @@ class Pass:
             return lines
         previous = self.previous
         self.cut = 1 + (previous.cut if previous is not None else 0)
-        is_same_order = (
-            previous is not None and bool(self.order()) and previous.order() == self.order()
-        )
+        is_same_order = previous is not None and bool(self.order) and previous.order == self.order
         numbers = {"batches": self.batches, "of": self.length, "passes": self.cut}
         if self.batches == 1 and self.cut >= _CUT:
             addition = ", the same one each time" if is_same_order else ""
@@ -263,7 +192,7 @@ class Passes:
             is_again = current is not None
             current = self._known = self._passes[iterator] = Pass(iterator, previous)
             current.is_again = is_again
-        current.ask(index)
+        current.queue.append(index)
         return lines
 
     def _find_previous(self, iterator: Any) -> Pass | None:
@@ -292,8 +221,7 @@ class Passes:
             self.asked(iterator, None)  # before the hooks
             current = self._passes[iterator]
         self.latest = current
-        current.batches += 1
-        current.index = current.next_index()
+        current.yielded()
         return current
 
     def fetched(self, current: Pass, batch: Any, is_sampled: bool) -> list[Line]:
@@ -352,8 +280,8 @@ def length_of(iterator: Any) -> int | None:
         return None
 
 
-def _sampler_of(iterator: Any) -> tuple[bool, bool, str]:
-    """Return whether the sampler shuffles, whether it may repeat a sample, and its name."""
+def _sampler_of(iterator: Any) -> tuple[bool, str]:
+    """Return whether the sampler shuffles, and its name."""
     samplers = sys.modules["torch.utils.data.sampler"]
     distributed = sys.modules.get("torch.utils.data.distributed")
     spread = getattr(distributed, "DistributedSampler", ())
@@ -364,23 +292,10 @@ def _sampler_of(iterator: Any) -> tuple[bool, bool, str]:
             break
         sampler = inside
     kind, name = type(sampler), type(sampler).__name__
-    if issubclass(kind, samplers.RandomSampler):
-        return True, _may_repeat(sampler), name
-    if issubclass(kind, samplers.WeightedRandomSampler):
-        return True, bool(getattr(sampler, "replacement", True)), name
-    if issubclass(kind, samplers.SubsetRandomSampler):
-        return True, False, name
+    random = (samplers.RandomSampler, samplers.WeightedRandomSampler, samplers.SubsetRandomSampler)
     if spread and issubclass(kind, spread):
-        return bool(getattr(sampler, "shuffle", False)), False, name
-    return False, False, name
-
-
-def _may_repeat(sampler: Any) -> bool:
-    # An explicit number of samples may exceed the size of the data.
-    return (
-        bool(getattr(sampler, "replacement", False))
-        or vars(sampler).get("_num_samples") is not None
-    )
+        return bool(getattr(sampler, "shuffle", False)), name
+    return issubclass(kind, random), name
 
 
 class Seeds:

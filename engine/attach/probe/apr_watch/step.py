@@ -151,16 +151,11 @@ class Batches:
         """Record the begin of a backward pass."""
         self.place = self._place
 
-    def lap(self, backwards: int) -> tuple[int | None, int | None, list[Batch]]:
+    def lap(self) -> tuple[int | None, int | None, list[Batch]]:
         """Return rows and tokens since the last step, None where unknown for a batch, and the names of the batches."""
         fed, self._sizes = [pair for pair in self._sizes if pair[0].feeds], []
         if not fed:
             return None, None, []
-        if backwards:
-            # Before the first step of a pass batches may be read ahead, or be left over from the pass before.
-            newest = fed[-1][0]
-            newest.steps[len(fed), backwards] += newest.has_stepped
-            newest.has_stepped = True
         rows, tokens, names = zip(*(size for _, size in fed), strict=True)
         return _sum(rows), _sum(tokens), [*names]
 
@@ -561,7 +556,7 @@ class Steps:
             # The sleep counts in the next step: subtract it from that step's time before taking the share.
             self._slept_s = self._slow_by * max(0.0, step_s - self._slept_s)
             time.sleep(self._slept_s)
-        rows, tokens, batches = self._batches.lap(self._backwards)
+        rows, tokens, batches = self._batches.lap()
         called = self._work.rows() if self._work.is_on else None
         if self._beat is not None:
             self._beat.done(self._step)
@@ -742,7 +737,7 @@ class Steps:
             self.log = Log(self._run)
             ended["optimizers"] = self._optimizers
         if self.log is not None:
-            work = self._work.failed([*self._batches.lap(0)[2], self._missed], error)
+            work = self._work.failed([*self._batches.lap()[2], self._missed], error)
             if work is not None and error is not None:
                 self.log.write("worked", step=self._step + 1, **work)
             self.log.write("script_ended", **ended)
