@@ -5,40 +5,32 @@
 where it stopped. `check_receipt` compares a receipt with the files of its run folder.
 
 Identity fields come first: tool, config, seeds, data, weights, device, environment, times, outcome. Then
-come decisions, rows, lineage of checkpoints, and `differences`: every setting whose effective value differs
-from the requested one, with the reason. Requested means spec.toml overridden by the settings of the command
-line. Effective means the settings after parsing, the choices made for `auto`, and the values that the log
-records. Nothing is copied from the request where the log records the value.
+come decisions and rows. Nothing is copied from the request where the log records the value. What else the log has,
+such as the checkpoints, is covered by the hash of the log.
 """
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import os
-import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
 
-from engine.errors import BadInput, RunLogError, SpecError
+from engine.errors import RunLogError
 from engine.files import open_plain
-from engine.limits import LOG_COUNT, LOG_FILE, MANIFEST, RUN_FILE, SPEC_FILE, STUDENT_FILE, Limit
+from engine.limits import LOG_FILE, MANIFEST, RUN_FILE, SPEC_FILE, STUDENT_FILE, Limit
 from engine.log.events import (
-    CheckpointSaved,
     Event,
-    RunStarted,
     StudentSaved,
 )
 from engine.log.folder import RunFolder
 from engine.log.observed import lines_of
-from engine.log.read import BrokenLog, events_of
 from engine.log.view import RunView, host_of
 from engine.receipts.context import plain, sessions_of, spec_hash
 from engine.sealing import now_utc
-from engine.spec import parse_set, read_spec
 from engine.terminal import clipped
 from engine.verdict import Level, Verdict
 
@@ -52,7 +44,6 @@ _UNSEALED = frozenset(
 """Names of the files and folders of a run folder that other processes write, during training and after it."""
 LOG_DELAY_S = 30.0
 """Maximum time between the end of a log and its receipt, in seconds: another process writes the log."""
-_GPU_FACTS = ("uuid", "name", "compute_capability", "integrated", "total_bytes")
 
 
 class _File(msgspec.Struct):
@@ -63,25 +54,11 @@ class _Log(_File):
     bytes: Annotated[int, msgspec.Meta(ge=0, le=STUDENT_FILE.most)]
 
 
-class _Link(msgspec.Struct):
-    step: Annotated[int, msgspec.Meta(ge=0, le=LOG_COUNT.most)] | None = None
-    manifest_sha256: str | None = None
-
-
 class _Decided(msgspec.Struct):
     overridden: bool
     reason: str
     knob: str
     choice: str
-
-
-class Difference(msgspec.Struct, frozen=True):
-    """A setting whose effective value differs from the requested one."""
-
-    key: str
-    requested: Any
-    effective: Any
-    why: str
 
 
 class _Form(msgspec.Struct):
@@ -91,9 +68,7 @@ class _Form(msgspec.Struct):
     student_files: dict[str, _File] | None = None
     files: dict[str, _File] | None = None
     finished_unix_s: float | None = None
-    lineage: list[_Link] | None = None
     decisions: list[_Decided] | None = None
-    differences: list[Difference] | None = None
 
 
 def facts_of(run: RunFolder, view: RunView) -> dict[str, Any]:
@@ -110,7 +85,7 @@ def facts_of(run: RunFolder, view: RunView) -> dict[str, Any]:
         "seeds": {"train.seed": (spec.get("train") or {}).get("seed")},
         "data": _fields(view.data),
         "weights": {role: _fields(model) for role, model in view.models.items()},
-        "device": device_of(view),
+        "device": plain(view.facts),
         "times": {
             "first": None if view.first_unix_s is None else now_utc(view.first_unix_s),
             "last": None if view.last_unix_s is None else now_utc(view.last_unix_s),
@@ -118,8 +93,6 @@ def facts_of(run: RunFolder, view: RunView) -> dict[str, Any]:
         },
         "decisions": [_fields(decision) for decision in view.decisions],
         "rows": rows_of(view),
-        "lineage": lineage_of(run),
-        "differences": [msgspec.structs.asdict(d) for d in differences(run, view)],
         "logs": {path.name: digest_of_log(path) for path in logs_of(run) if path.exists()},
     }
 
@@ -136,53 +109,6 @@ def _fields(event: Event | None) -> dict[str, Any] | None:
     if event is None:
         return None
     return {k: v for k, v in plain(event).items() if k not in ("seq", "t_s")}
-
-
-def device_of(view: RunView) -> dict[str, Any]:
-    """Return driver, CUDA and GPUs from the device facts that the supervisor logged; a missing reading has its
-    reason."""
-    facts = view.facts
-    if facts is None:
-        return {"why": "the run has no device facts in its log"}
-
-    def reading(name: str) -> Any:
-        value = facts.get(name)
-        return value if value is not None else {"absent": facts.get(f"{name}_absent")}
-
-    names = {name.split("_")[0] for name in facts}
-    gpus = sorted(name for name in names if re.match("cuda[0-9]", name))
-    gpus = gpus or sorted(name for name in names if re.match("gpu[0-9]", name))
-    return {
-        "driver": reading("driver"),
-        "cuda_driver": reading("cuda_driver"),
-        "machine": facts.get("machine"),
-        "kernel": facts.get("kernel"),
-        "gpus": {
-            gpu: {f: reading(f"{gpu}_{f}") for f in _GPU_FACTS if f"{gpu}_{f}" in facts}
-            for gpu in gpus
-        },
-    }
-
-
-def lineage_of(run: RunFolder) -> list[dict[str, Any]]:
-    """List every published checkpoint with the hash of its manifest and that of the checkpoint it continued
-    from."""
-    by_step: dict[int, str] = {}
-    out: list[dict[str, Any]] = []
-    parent: str | None = None
-    try:
-        for event in events_of(run.events):
-            if isinstance(event, RunStarted):
-                start = event.resumed_from
-                parent = by_step.get(start) if start else None
-            elif isinstance(event, CheckpointSaved):
-                sha256 = event.manifest_sha256
-                saved = {"step": event.step, "manifest_sha256": sha256}
-                out.append(saved | {"parent_manifest_sha256": parent})
-                parent = by_step[event.step] = sha256
-    except BrokenLog as error:
-        out.append({"why": f"the log cannot be read further: {error.message}"})
-    return out
 
 
 def digest_of_log(path: Path) -> dict[str, Any] | None:
@@ -234,81 +160,6 @@ def _sha256(path: Path, limit: Limit, first_bytes: int | None = None) -> str | N
     except OSError:
         return None
     return digest.hexdigest() if not left else None
-
-
-# Requested and effective settings
-
-
-def differences(run: RunFolder, view: RunView) -> list[Difference]:
-    """List the settings whose effective value differs from the requested one, in the order of the settings."""
-    effective = effective_of(run)
-    spec = _flat(effective.get("spec") or {})
-    changes = list(_changed_in_parsing(_requested(run, effective), spec))
-    for decision in view.decisions:
-        requested = spec.get(decision.knob)
-        if requested is not None and str(requested) != decision.choice:
-            changes.append(Difference(decision.knob, requested, decision.choice, decision.reason))
-    return changes + list(_changed_in_run(spec, view))
-
-
-# The reasons below are compared with those in stored receipts: a new wording would fail every older receipt.
-def _changed_in_parsing(requested: dict[str, Any], spec: dict[str, Any]) -> Iterator[Difference]:
-    for key, value in requested.items():
-        if key not in spec or spec[key] == value:
-            continue
-        effective = spec[key]
-        if (
-            isinstance(value, str)
-            and isinstance(effective, str)
-            and effective.endswith(Path(value).name)
-        ):
-            why = "a path is kept whole"
-        elif key.startswith("run."):
-            why = "where the run is kept"
-        else:
-            why = "settings are kept in their own type"
-        yield Difference(key, value, effective, why)
-
-
-def _changed_in_run(spec: dict[str, Any], view: RunView) -> Iterator[Difference]:
-    """Yield the differences between the settings and the run."""
-    trains = any(key.startswith("train.") for key in spec)
-    steps = spec.get("train.steps")
-    if trains and view.last_step != steps:
-        ended = (
-            view.finished.reason if view.finished else "the log has no record of how the run ended"
-        )
-        yield Difference("steps done", steps, view.last_step, ended)
-    done = rows_of(view)
-    if done["rows_seen"] != done["rows_trained"]:
-        why = f"{done['steps_not_applied']} steps had a number that was not finite"
-        yield Difference("rows trained", done["rows_seen"], done["rows_trained"], why)
-    if (cut := view.vocabulary_cut) is not None:
-        why = "the teacher's columns beyond the student's ids were cut"
-        yield Difference("vocabulary", cut.teacher_ids, cut.student_ids, why)
-
-
-def _flat(tree: dict[str, Any]) -> dict[str, Any]:
-    """Flatten the settings to `section.key`."""
-    flat: dict[str, Any] = {}
-    for section, settings in tree.items():
-        if isinstance(settings, dict):
-            flat |= {f"{section}.{name}": value for name, value in settings.items()}
-        else:
-            flat[section] = settings
-    return flat
-
-
-def _requested(run: RunFolder, effective: dict[str, Any]) -> dict[str, Any]:
-    """Return the requested settings: spec.toml, overridden by the command line."""
-    requested: dict[str, Any] = {}
-    with contextlib.suppress(BadInput):
-        requested = _flat(read_spec(run.spec)[0])
-    for argument in effective.get("sets") or []:
-        with contextlib.suppress(SpecError):
-            key, value = parse_set(argument)
-            requested[key] = value
-    return requested
 
 
 def effective_of(run: RunFolder) -> dict[str, Any]:
@@ -382,7 +233,7 @@ def check_receipt(run: RunFolder, receipt: dict[str, Any], view: RunView) -> dic
     for name, file in (receipt.get("files") or {}).items():
         found = _sha256(run.path / name, STUDENT_FILE) if name in names else None
         out[name] = _equal(f"sha256 of {name}", file["sha256"], found)
-    return out | {"files": _every_file(run, receipt, names)} | _checkpoints(run, receipt)
+    return out | {"files": _every_file(run, receipt, names)} | _checkpoints(run, view)
 
 
 def _ends_early(log: Path, covered: int, receipt: dict[str, Any]) -> str:
@@ -452,16 +303,14 @@ def check_student_files(run: RunFolder, receipt: dict[str, Any]) -> dict[str, Ve
     return out
 
 
-def _checkpoints(run: RunFolder, receipt: dict[str, Any]) -> dict[str, Verdict]:
-    """Compare the manifests of the checkpoints in the lineage that still exist."""
-    lineage = receipt.get("lineage") or []
-    newest = {entry["step"]: entry for entry in lineage if entry.get("step") is not None}
+def _checkpoints(run: RunFolder, view: RunView) -> dict[str, Verdict]:
+    """Compare the manifests of the checkpoints that still exist with the log."""
     out = {}
-    for step, entry in newest.items():
+    for step, sha256 in {saved.step: saved.manifest_sha256 for saved in view.checkpoints}.items():
         manifest = run.checkpoints / f"step-{step:08d}" / "MANIFEST.json"
         if manifest.is_file():
-            found, text = _sha256(manifest, MANIFEST), f"manifest of step {step}"
-            out[f"checkpoint {step}"] = _equal(text, entry["manifest_sha256"], found)
+            found = _sha256(manifest, MANIFEST)
+            out[f"checkpoint {step}"] = _equal(f"manifest of step {step}", sha256, found)
     return out
 
 

@@ -12,10 +12,10 @@ _ENTRIES_SHOWN = 200
 
 
 def receipt_lines(receipt: dict[str, Any]) -> Iterator[str]:
-    """Render a receipt: the identity of the run, its work, and the differences from the request."""
+    """Render a receipt: the identity of the run, its work and its decisions."""
     for name in (
         *("run", "tool", "outcome", "config", "seeds", "data", "weights", "device_facts"),
-        *("times", "environment", "rows", "heldout_loss_nats", "lineage"),
+        *("times", "environment", "rows", "heldout_loss_nats"),
     ):
         value = receipt.get(name)
         if not isinstance(value, dict | list):
@@ -31,12 +31,6 @@ def receipt_lines(receipt: dict[str, Any]) -> Iterator[str]:
     for decision in receipt.get("decisions") or []:
         how = "set by the user" if decision["overridden"] else f"because {decision['reason']}"
         yield f"  {decision['knob']}: {decision['choice']}, {how}"
-    yield "differences from the requested settings"
-    for difference in receipt.get("differences") or []:
-        key, requested, effective, why = (
-            difference[name] for name in ("key", "requested", "effective", "why")
-        )
-        yield f"  {key}: requested {requested}, effective {effective} ({why})"
 
 
 def _compact(value: Any) -> str:

@@ -84,8 +84,7 @@ def run(tmp_path: Path) -> RunFolder:
         strange = json.dumps({"v": 1, "seq": len(lines), "t_s": 99.0, "kind": h, h: h}).encode()
         getattr(run, name).write_bytes(b"".join(lines) + strange + b"\n")
     part = {"knob": h, "choice": h, "reason": h, "overridden": False}
-    differs = {"key": h, "requested": h, "effective": [h], "why": h}
-    receipt = {"run": h, "config": {h: h}, "decisions": [part], "differences": [differs]}
+    receipt = {"run": h, "config": {h: h}, "decisions": [part]}
     receipt |= {"logs": {h: {"bytes": 1, "sha256": h}}, "student_files": {h: {"sha256": h}}}
     run.receipt.write_text(json.dumps(receipt))
     return run

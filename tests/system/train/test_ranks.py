@@ -20,7 +20,6 @@ from engine.log.beats import read_beats, read_lost_rank
 from engine.log.folder import RunFolder
 from engine.log.follow import Follower
 from engine.log.view import RunView
-from engine.receipts.receipt import differences
 from engine.runtime.ranks import Ranks, ranks_here, use_own_gpu
 from tests.support.finished_runs import finish
 from tests.support.kit import Kit
@@ -103,11 +102,6 @@ def test_the_teacher_in_parts_is_the_teacher_of_one_process(alone: RunView, pair
 def test_no_note_of_a_healthy_run_of_two_ranks_is_an_error(pair: Path) -> None:
     notes = Follower(RunFolder(pair)).read_all().notes
     assert [one.text for one in notes if one.level == "error"] == []
-
-
-def test_nothing_of_a_run_of_two_ranks_is_called_otherwise_than_set(pair: Path) -> None:
-    view = Follower(RunFolder(pair)).read_all()
-    assert "rows per step" not in {found.key for found in differences(RunFolder(pair), view)}
 
 
 def test_checkpoint_and_student_are_whole_and_equal_to_one_another(pair: Path) -> None:
