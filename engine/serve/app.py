@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import socket
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 
 import uvicorn
@@ -21,7 +21,7 @@ from engine.report import page as report
 from engine.serve.access import Guard
 from engine.serve.folders import Folders
 from engine.serve.pages import COMPARE, document, error_state, list_page, report_page, runs_of
-from engine.serve.topics import MOST_READERS, MOST_TOPICS, Topic, follow
+from engine.serve.topics import MOST_TOPICS, Topic
 from engine.watch.metrics import CONTENT_TYPE, metrics_text
 from engine.watch.runs_feed import READING
 
@@ -33,6 +33,10 @@ MISSING = (
 STALLED_MS = 30_000
 """Milliseconds after which a client that takes nothing is cut off."""
 SEND_BYTES = 64 << 10
+MOST_REQUESTS = 256
+"""Maximum number of connections at a time."""
+LONGEST_FILTER = 1000
+"""Characters of a filter that are read."""
 _HERE = Path(__file__).parent
 
 
@@ -63,11 +67,8 @@ class _Site:
                         return None
                     paths.append(path)
                 render = report_page(self._folders, paths)
-            for idle in [
-                key for key, topic in self._topics.items() if key != "/" and not topic.readers
-            ]:
-                if len(self._topics) >= MOST_TOPICS:
-                    del self._topics[idle]
+            if len(self._topics) >= MOST_TOPICS:
+                del self._topics[next(key for key in self._topics if key != "/")]
             self._topics[page] = Topic(render, self._pool)
         return self._topics[page]
 
@@ -78,7 +79,7 @@ class _Site:
             keys = [key for text in request.query_params.getlist("runs") for key in text.split(",")]
             page = f"{COMPARE}?runs={','.join(dict.fromkeys(keys))}"
         topic = self.topic(page)
-        wanted = request.query_params.get("filter", "")[:1000]
+        wanted = request.query_params.get("filter", "")[:LONGEST_FILTER]
         missing = error_state(MISSING, 404)
         state = missing if topic is None else await topic.refresh()
         return HTMLResponse(document(state, wanted, page if topic else "/"), state.status)
@@ -88,12 +89,17 @@ class _Site:
         rows = [row for row in snapshot.rows if row.state != READING]
         return Response(metrics_text(rows), media_type=CONTENT_TYPE)
 
-    async def follow(self, request: Request) -> ASGIApp:
-        readers = sum(topic.readers for topic in self._topics.values())
-        if readers >= MOST_READERS:
-            return PlainTextResponse(f"{MOST_READERS} pages are open already.\n", 503)
-        topic = self.topic(request.query_params.get("page", "/"))
-        return PlainTextResponse("", 404) if topic is None else partial(follow, topic)
+    async def news(self, request: Request) -> Response:
+        """Answer an open page with what has changed since the version that it has."""
+        page, wanted, have = (
+            request.query_params.get(name, "") for name in ("page", "filter", "have")
+        )
+        if (topic := self.topic(page)) is None:
+            return PlainTextResponse("", 404)
+        news = await topic.news(wanted[:LONGEST_FILTER], have)
+        if news is None:
+            return Response(status_code=204)
+        return Response(json.dumps(news), media_type="application/json")
 
 
 def build_app(given: Sequence[Path], token: str, port: int) -> ASGIApp:
@@ -113,7 +119,7 @@ def build_app(given: Sequence[Path], token: str, port: int) -> ASGIApp:
         Route("/", site.show),
         Route("/page/{key}", site.show),
         Route(COMPARE, site.show),
-        Route("/events", site.follow),
+        Route("/news", site.news),
         Route("/metrics", site.metrics),
         *(Route(path, file) for path in (*report_files, "/page.js", "/page.css")),
     ]
@@ -157,7 +163,7 @@ def server_of(app: ASGIApp) -> uvicorn.Server:
         log_level="critical",
         server_header=False,
         proxy_headers=False,
-        limit_concurrency=4 * MOST_READERS,
+        limit_concurrency=MOST_REQUESTS,
         # Pages are open for hours.
         timeout_graceful_shutdown=0,
     )

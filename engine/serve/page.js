@@ -4,7 +4,7 @@ const main = document.querySelector("main");
 const light = document.getElementById("live");
 const box = document.getElementById("filter");
 let have = main.dataset.version;
-let source, timer;
+let timer, calls = 0;
 const nameOf = (folded) => folded.firstElementChild.textContent.split(":")[0];
 const isFigures = (node) => node.className === "figures";
 
@@ -58,17 +58,23 @@ function apply({ parts, order, version }) {
   });
 }
 
-function listen() {
+async function ask() {
   clearTimeout(timer);
-  if (source) source.close();
+  const call = ++calls;
   if (document.hidden) return;
-  source = new EventSource("/events?" + new URLSearchParams({ page: main.dataset.page, filter: box ? box.value : "", have }));
-  source.onopen = () => { light.value = "● live"; };
-  source.onmessage = (event) => apply(JSON.parse(event.data));
-  source.onerror = () => {
-    light.value = "○ not connected";
-    if (source.readyState === EventSource.CLOSED) timer = setTimeout(listen, 2000);
-  };
+  let news = null, word = "● live";
+  try {
+    const wanted = new URLSearchParams({ page: main.dataset.page, filter: box ? box.value : "", have });
+    const answer = await fetch("/news?" + wanted);
+    if (!answer.ok) throw answer;
+    if (answer.status === 200) news = await answer.json();
+  } catch {
+    word = "○ not connected";
+  }
+  if (call !== calls) return;
+  light.value = word;
+  if (news) apply(news);
+  timer = setTimeout(ask, 1000);
 }
 
 if (box) box.addEventListener("input", () => {
@@ -76,8 +82,8 @@ if (box) box.addEventListener("input", () => {
   timer = setTimeout(() => {
     history.replaceState(null, "", box.value ? "?" + new URLSearchParams({ filter: box.value }) : "/");
     have = "";
-    listen();
+    ask();
   }, 200);
 });
-document.addEventListener("visibilitychange", listen);
-requestAnimationFrame(() => requestAnimationFrame(listen));
+document.addEventListener("visibilitychange", ask);
+requestAnimationFrame(() => requestAnimationFrame(ask));

@@ -6,6 +6,7 @@ import http.client
 import json
 import socket
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
@@ -51,13 +52,11 @@ class Served:
         *,
         method: str = "GET",
         headers: dict[str, str] | None = None,
-        receive_bytes: int = 1 << 20,
     ) -> Iterator[http.client.HTTPResponse]:
         """Yield an answer that goes on."""
         head = (self.cookie if headers is None else headers) | {"Connection": "close"}
         with closing(socket.socket()) as to:
             to.settimeout(DEADLINE_S)
-            to.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_bytes)
             to.connect(("127.0.0.1", self.port))
             lines = {"Host": f"127.0.0.1:{self.port}"} | head
             text = "".join(f"{name}: {value}\r\n" for name, value in lines.items())
@@ -69,13 +68,19 @@ class Served:
     @contextmanager
     def following(self, page: str) -> Iterator[Iterator[dict[str, Any]]]:
         """Yield what an open page is sent."""
-        with self.opened(f"/events?page={page}") as answer:
-            assert answer.status == 200, answer.status
-            yield (
-                json.loads(line[6:])
-                for line in iter(answer.readline, b"")
-                if line.startswith(b"data: ")
-            )
+
+        def answers() -> Iterator[dict[str, Any]]:
+            have = ""
+            for _ in range(DEADLINE_S * 20):
+                answer = self.ask(f"/news?page={page}&have={have}")
+                if answer.status == 200:
+                    news = json.loads(answer.text)
+                    have = news["version"]
+                    yield news
+                assert answer.status in (200, 204), answer.status
+                time.sleep(0.05)
+
+        yield answers()
 
     def text(self, path: str) -> str:
         answer = self.ask(path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -16,7 +17,6 @@ import pytest
 from engine.errors import BadInput
 from engine.log.events import Note
 from engine.log.notes import change_notes
-from engine.serve import topics
 from engine.serve.access import read_token
 from engine.serve.app import listen
 from tests.support.findings import asked, flip, hanging_run
@@ -54,7 +54,7 @@ def test_the_token_becomes_a_cookie_and_leaves_the_url(served: Served) -> None:
 
 
 @pytest.mark.parametrize(
-    "path", ["/", "/page.js", "/page.css", "/events?page=/", "/page/x", "/x", "/compare?runs=x"]
+    "path", ["/", "/page.js", "/page.css", "/news?page=/", "/page/x", "/x", "/compare?runs=x"]
 )
 def test_nothing_is_answered_without_the_token(served: Served, path: str) -> None:
     for headers in ({}, {"Cookie": f"apr-serve-{served.port}=wrong"}, {"Cookie": f"x={TOKEN}"}):
@@ -173,10 +173,10 @@ def test_no_path_leads_outside(served: Served, path: str) -> None:
     for url in (
         f"/{path}",
         f"/page/{path}",
-        f"/events?page={path}",
-        f"/events?page=/page/{path}",
+        f"/news?page={path}",
+        f"/news?page=/page/{path}",
         f"/compare?runs={path}",
-        f"/events?page=/compare?runs={path}",
+        f"/news?page=/compare?runs={path}",
     ):
         answer = served.ask(url)
         text = answer.text
@@ -346,50 +346,15 @@ def test_a_step_and_a_verdict_arrive_while_the_page_is_open(tmp_path: Path) -> N
 def test_an_open_page_that_has_the_newest_state_is_sent_nothing_again(served: Served) -> None:
     path = served.page_of("whole")
     have = re.findall(r'data-version="(\w+)"', served.text(path))[0]
-    with served.opened(f"/events?page={path}&have={have}") as answer:
-        assert answer.headers["Content-Type"] == "text/event-stream"
-        assert answer.readline() == b"retry: 1000\n"
+    answer = served.ask(f"/news?page={path}&have={have}")
+    assert (answer.status, answer.text) == (204, "")
 
 
-def test_a_client_that_reads_nothing_costs_few_messages_and_then_gets_the_newest_state(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(topics, "EVERY_S", 0.02)
-    made: Counter[int] = Counter()
-    real = topics._news
-
-    def spy(sent: dict[str, int], parts: topics.Parts, version: str) -> str:
-        text = real(sent, parts, version)
-        made[id(sent)] += bool(text)
-        return text
-
-    monkeypatch.setattr(topics, "_news", spy)
-    scene = running(tmp_path / "runs" / "live", done=1)
-    with serving([tmp_path / "runs"]) as served:
-        path = served.page_of("live")
-        with served.opened(f"/events?page={path}", receive_bytes=2048) as slow:
-            with served.following(path) as fast:
-                for last in range(2, 61):
-                    scene.steps(last, last)
-                    while f"step {last}/60" not in next(fast)["parts"]["part-page"]:
-                        pass
-            of_slow, of_fast = sorted(made.values())
-            assert of_fast >= 59 and of_slow < 25
-            while "step 60/60" not in slow.readline().decode():
-                pass
-            assert max(made.values()) == of_fast and sum(made.values()) <= of_fast + of_slow + 2
-    scene.close()
-
-
-def test_no_more_pages_are_open_than_the_most(
-    served: Served, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from engine.serve import app
-
-    monkeypatch.setattr(app, "MOST_READERS", 2)
-    with served.following("/") as first, served.following("/") as second:
-        assert next(first) and next(second)
-        assert served.ask("/events?page=/").status == 503
+def test_a_page_of_an_unknown_version_is_sent_whole(served: Served) -> None:
+    for have in ("", "0123456789abcdef"):
+        answer = served.ask(f"/news?page=/&have={have}")
+        news = json.loads(answer.text)
+        assert list(news["parts"]) == news["order"] and len(news["order"]) == 4
 
 
 # The command
@@ -448,10 +413,8 @@ def test_the_command_serves_what_it_printed_and_ends_at_once(tmp_path: Path) -> 
     port, token = re.findall(r"http://127.0.0.1:(\d+)/\?token=(\S+)", url)[0]
     served = Served(int(port), token)
     assert "1 of 1 runs" in served.text("/")
-    with served.following("/") as still_open:
-        assert next(still_open)
-        process.terminate()
-        _, said = process.communicate(timeout=60)
+    process.terminate()
+    _, said = process.communicate(timeout=60)
     assert (process.returncode, said) == (143, "engine serve: stopped by SIGTERM\n")
 
 
