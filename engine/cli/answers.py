@@ -20,7 +20,15 @@ from engine import limits
 from engine.errors import EXIT_PASS
 from engine.terminal import clipped, put
 
-VERSIONS = {"contract-problems": 2, "receipt": 3, "run": 2, "diagnosis": 2, "distill": 3, "step": 2}
+VERSIONS = {
+    "contract-problems": 2,
+    "receipt": 3,
+    "run": 2,
+    "diagnosis": 2,
+    "distill": 3,
+    "step": 2,
+    "doctor": 2,
+}
 """Version of each kind of object that is not at its first."""
 OF_LOGS = frozenset(
     {"run", "log-line", "diagnosis", "diagnoses", "verdict", "checks", "identities"}

@@ -18,6 +18,7 @@ import argparse
 import os
 import sys
 import textwrap
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -28,7 +29,6 @@ from engine.terminal import columns_of, say
 
 if TYPE_CHECKING:
     from engine.machine.doctor import Diagnosis
-    from engine.machine.nvml_capability import Probe
     from engine.machine.reading import Reading
 
 NARROWEST, WIDEST = 40, 120
@@ -57,7 +57,6 @@ def _examine(wanted_allocator: str) -> Diagnosis:
     from engine.machine.doctor import diagnose
     from engine.machine.facts import read_facts
     from engine.machine.nvml import open_nvml
-    from engine.machine.nvml_capability import probe_gpu
     from engine.machine.rates import measure_in_child
     from engine.machine.reading import Reading, absent, measured
     from engine.machine.surroundings import read_surroundings
@@ -68,11 +67,14 @@ def _examine(wanted_allocator: str) -> Diagnosis:
     cuda = ask_in_child()
     nvml = open_nvml()
     facts = read_facts(nvml=nvml, cuda=cuda)
-    probes: list[Probe] = []
+    gpu_readings = []
     if not isinstance(nvml, Reading):
+        _say(f"asking NVML about {nvml.count} GPUs")
         for gpu in range(nvml.count):
-            _say(f"asking NVML about GPU {gpu} ({gpu + 1} of {nvml.count})")
-            probes += probe_gpu(nvml, gpu)
+            nvml.fast(gpu)
+        # The performance counters are means between two calls.
+        time.sleep(0.1)
+        gpu_readings = [nvml.fast(gpu) | nvml.slow(gpu) for gpu in range(nvml.count)]
         nvml.close()
     _say("reading the kernel's log")
     # No process has the number 0, so this only tests whether the log can be read.
@@ -85,7 +87,7 @@ def _examine(wanted_allocator: str) -> Diagnosis:
     surroundings = replace(
         read_surroundings(kernel_log, COMPILERS), matmul_flops_per_s=matmul, copy_bytes_per_s=copy
     )
-    return diagnose(facts, probes, surroundings, wanted_allocator)
+    return diagnose(facts, gpu_readings, surroundings, wanted_allocator)
 
 
 def _say(text: str) -> None:
@@ -118,9 +120,11 @@ def report_lines(diagnosis: Diagnosis, width: int) -> list[str]:
     section("Versions", (f"{name}: {_value(r)}" for name, r in surroundings.versions.items()))
     section("Around a run", _surroundings(diagnosis))
     section("Memory allocator", iter(diagnosis.allocator.lines()))
-    for gpu in diagnosis.facts.gpus:
-        gpu_probes = [probe for probe in diagnosis.probes if probe.gpu == gpu.index]
-        section(f"NVML queries, GPU {gpu.index}", _probe_lines(gpu_probes))
+    for gpu, readings in enumerate(diagnosis.gpu_readings):
+        section(
+            f"Readings of a run, GPU {gpu}",
+            (f"{name}: {_value(r)}" for name, r in readings.items()),
+        )
     section("Broken", iter(diagnosis.broken))
     for counts, title in (
         (True, "Cannot be measured here"),
@@ -157,13 +161,3 @@ def _surroundings(diagnosis: Diagnosis) -> Iterator[str]:
         ("copy, bytes/s", surroundings.copy_bytes_per_s),
     ):
         yield f"{name}: {_value(reading)}"
-
-
-def _probe_lines(probes: list[Probe]) -> Iterator[str]:
-    from engine.units import format_seconds
-
-    name = max((len(probe.capability.what) for probe in probes), default=0)
-    for probe in probes:
-        answer = str(probe.answer.absent or probe.answer.value)
-        cost = format_seconds(probe.cost_s)
-        yield f"{probe.capability.what:{name}}  {cost:>7}  {answer}; {probe.capability.asked}"

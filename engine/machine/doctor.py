@@ -14,7 +14,7 @@ the verdict. It is not normal when the PCI bus has an NVIDIA GPU or `CUDA_VISIBL
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -24,10 +24,22 @@ from engine.machine.allocator import choose_allocator
 from engine.machine.cuda_facts import YES, CudaState
 from engine.machine.facts import DeviceFacts
 from engine.machine.memory_class import MemoryClass
-from engine.machine.nvml_capability import Probe
 from engine.machine.reading import Reading, event_fields
 from engine.machine.surroundings import Surroundings
 from engine.verdict import Level, Verdict
+
+RULES_OUT = {
+    "gpu_util_pct": "how busy the GPU is: an alert about an idle GPU cannot fire",
+    "gpu_mem_used_bytes": "how much GPU memory all processes hold: only the run's own count is known",
+    "gpu_power_w": "the power that a run draws",
+    "sm_clock_mhz": "whether the GPU ran slower during a run",
+    "clock_event_reasons": "why the GPU ran slower: power, heat or no work",
+    "gpu_temperature_c": "how hot the GPU is: an alert about heat cannot fire",
+    "gpu_power_limit_w": "whether two runs had the same power limit",
+    "gpu_energy_j": "energy by the GPU's own counter",
+    "sm_util_pct": "how much of the GPU works: tensor cores, occupancy, memory bandwidth",
+}
+"""Question that cannot be answered without a reading of a GPU, by its name in the log of a run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +58,8 @@ class Diagnosis:
     facts: DeviceFacts
     surroundings: Surroundings
     allocator: Decision
-    probes: tuple[Probe, ...]
+    gpu_readings: tuple[Mapping[str, Reading], ...]
+    """Readings that a run would log of each GPU, by name."""
     broken: tuple[str, ...]
     missing: tuple[Missing, ...]
 
@@ -86,24 +99,20 @@ class Diagnosis:
                 "override": self.allocator.override,
             },
             "facts": self.facts.as_event_fields(),
-            "nvml_queries": [
+            "gpu_readings": [
                 {
-                    "gpu": probe.gpu,
-                    "what": probe.capability.what,
-                    "function": probe.answer.source,
-                    "works": probe.answer.absent is None,
-                    "absent": probe.answer.absent,
-                    "cost_s": probe.cost_s,
-                    "asked": probe.capability.asked,
+                    key: value
+                    for item in readings.items()
+                    for key, value in event_fields(*item).items()
                 }
-                for probe in self.probes
+                for readings in self.gpu_readings
             ],
         }
 
 
 def diagnose(
     facts: DeviceFacts,
-    probes: Sequence[Probe],
+    gpu_readings: Sequence[Mapping[str, Reading]],
     surroundings: Surroundings,
     wanted_allocator: str = "auto",
 ) -> Diagnosis:
@@ -122,11 +131,11 @@ def diagnose(
         facts=facts,
         surroundings=surroundings,
         allocator=allocator,
-        probes=tuple(probes),
+        gpu_readings=tuple(gpu_readings),
         broken=(*_broken(facts, surroundings, allocator), *([refused] if refused else [])),
         missing=(
             *_missing_gpu(facts, surroundings),
-            *_missing_answers(probes),
+            *_missing_readings(gpu_readings),
             *_missing_memory(facts),
             *_missing_evidence(facts, surroundings),
         ),
@@ -185,15 +194,16 @@ def _missing_gpu(facts: DeviceFacts, surroundings: Surroundings) -> Iterator[Mis
         )
 
 
-def _missing_answers(probes: Sequence[Probe]) -> Iterator[Missing]:
-    for probe in probes:
-        if probe.answer.absent is not None and probe.capability.rules_out:
-            yield Missing(
-                what=f"GPU {probe.gpu} {probe.capability.what}",
-                reason=probe.answer.absent,
-                rules_out=probe.capability.rules_out,
-                counts=True,
-            )
+def _missing_readings(gpu_readings: Sequence[Mapping[str, Reading]]) -> Iterator[Missing]:
+    for gpu, readings in enumerate(gpu_readings):
+        for name, reading in readings.items():
+            if reading.absent is not None and name in RULES_OUT:
+                yield Missing(
+                    what=f"GPU {gpu} {name}",
+                    reason=reading.absent,
+                    rules_out=RULES_OUT[name],
+                    counts=True,
+                )
 
 
 def _missing_memory(facts: DeviceFacts) -> Iterator[Missing]:

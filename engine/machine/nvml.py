@@ -81,12 +81,9 @@ class _Gpu:
             lost = f"NVML cannot open GPU {index}: {error}"
             gone = error.value == GPU_IS_LOST
 
-        def named(*forms: tuple[str, tuple[Any, ...]]) -> Query:
-            complete = [(name, (handle, *arguments)) for name, arguments in forms]
-            return Query(module, complete, lost, gpu_lost=gone)
-
         def query(*forms: tuple[Any, ...]) -> Query:
-            return named(*((f"nvmlDeviceGet{name}", tuple(a)) for name, *a in forms))
+            complete = [(f"nvmlDeviceGet{name}", (handle, *a)) for name, *a in forms]
+            return Query(module, complete, lost, gpu_lost=gone)
 
         memory_v2 = getattr(module, "nvmlMemory_v2", None)
         # v2 counts memory reserved by the driver apart from `used`, as nvidia-smi does.
@@ -101,10 +98,8 @@ class _Gpu:
         self.limit = query(("EnforcedPowerLimit",), ("PowerManagementLimit",))
         self.energy = query(("TotalEnergyConsumption",))
         self.gpm = Gpm(module, handle, lost)
-        self._query, self._named = query, named
-
-    def ask(self, function: str, arguments: tuple[Any, ...]) -> Answer:
-        return self._named((function, arguments)).ask()
+        self.running = query(("ComputeRunningProcesses",))
+        self._query = query
 
     def facts(self) -> GpuFacts:
         def once(*forms: tuple[Any, ...]) -> Answer:
@@ -223,10 +218,11 @@ class Nvml:
         self, index: int, pids: Container[int], proc: Path = Path("/proc")
     ) -> tuple[Reading, Reading]:
         """Return the bytes of a GPU that these processes use for CUDA, and every process that does, by its name."""
-        processes = self.ask(index, "nvmlDeviceGetComputeRunningProcesses")
-        if isinstance(processes, Reading):
-            return processes, processes
-        source = "nvmlDeviceGetComputeRunningProcesses"
+        running = self._gpus[index].running.ask()
+        source = running.source
+        if running.missing is not None:
+            return absent(running.missing, source), absent(running.missing, source)
+        processes = running.value
         used = [process.usedGpuMemory for process in processes if process.pid in pids]
         if not used and not _is_in_host_namespace(proc):
             reason = (
@@ -243,14 +239,6 @@ class Nvml:
         if None in used:
             return absent("NVML does not say how much the process uses", source), listed
         return measured(sum(used), source), listed
-
-    def ask(self, index: int, function: str, *arguments: Any) -> Any | Reading:
-        """Return the result of one NVML function for a GPU now, or an absent Reading. For a diagnosis of the
-        machine, not for the monitor: it has no memory of failures and may be slow."""
-        answer = self._gpus[index].ask(function, arguments)
-        if answer.missing is not None:
-            return absent(answer.missing, answer.source)
-        return answer.value
 
     def close(self) -> None:
         for gpu in self._gpus:

@@ -8,7 +8,6 @@ import subprocess
 import sys
 from dataclasses import fields, replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,9 +15,8 @@ import pytest
 from engine.cli.doctor import report_lines
 from engine.cli.main import main
 from engine.machine.cuda_facts import CudaState
-from engine.machine.doctor import Diagnosis, diagnose
+from engine.machine.doctor import RULES_OUT, Diagnosis, diagnose
 from engine.machine.host import Host
-from engine.machine.nvml_capability import CAPABILITIES, Probe, probe_gpu
 from engine.machine.rates import kept_rates, measure_in_child
 from engine.machine.reading import Reading, absent, measured
 from engine.machine.surroundings import Surroundings, find_command, read_surroundings
@@ -26,7 +24,7 @@ from engine.verdict import Level
 from tests.support.cuda_stub import compiled
 from tests.support.doctor_around import AROUND
 from tests.support.machines import MACHINES, NO_LIBRARY, cuda_facts
-from tests.support.nvml_machines import GB10, H200, NOT_SUPPORTED, ORIN, TOTAL_ZERO, opened
+from tests.support.nvml_machines import GB10, H200, ORIN, opened
 from tests.support.nvml_machines import Machine as NvmlMachine
 
 EXPECTED = {
@@ -148,80 +146,40 @@ def test_a_gpu_that_nvml_lists_and_cuda_cannot_use_is_broken(
     assert words in diagnosis.verdict.reason
 
 
-MORE: dict[str, Any] = {
-    "nvmlDeviceGetComputeRunningProcesses": [],
-    "nvmlDeviceGetTotalEnergyConsumption": 0,
-    "nvmlGpmQueryDeviceSupport": SimpleNamespace(isSupportedDevice=1),
-}
-
-
-def probes_of(recording: dict[str, Any], **changed: Any) -> dict[str, Probe]:
-    more = MORE | changed
-    machine = NvmlMachine(recording | more)
-    for name in more:
-        setattr(machine.module, name, machine.call(name))
-    ticks = iter(range(1000))
-    probes = probe_gpu(opened(machine), 0, clock=lambda: next(ticks) / 4)
-    assert [probe.cost_s for probe in probes] == [0.25] * len(CAPABILITIES)
-    return {probe.capability.what: probe for probe in probes}
-
-
-def rows(probes: dict[str, Probe]) -> dict[str, str | None]:
-    return {what: probe.answer.absent for what, probe in probes.items() if probe.answer.absent}
+def readings_of(recording: dict[str, Any]) -> dict[str, Reading]:
+    nvml = opened(NvmlMachine(recording))
+    nvml.fast(0)
+    return nvml.fast(0) | nvml.slow(0)
 
 
 def test_a_whole_gpu_answers_everything_and_an_answer_of_zero_is_one() -> None:
-    assert rows(probes_of(H200)) == {
-        "NUMA node": "NVML: Not Supported",
-    }
-    diagnosis = diagnose(MACHINES["h200"].facts, list(probes_of(H200).values()), AROUND)
+    readings = readings_of(H200 | {"nvmlDeviceGetTotalEnergyConsumption": 0})
+    assert not [name for name, reading in readings.items() if reading.absent is not None]
+    assert RULES_OUT.keys() <= readings.keys()
+    diagnosis = diagnose(MACHINES["h200"].facts, [readings], AROUND)
     assert diagnosis.verdict.level is Level.PASS
 
 
 def test_what_an_integrated_gpu_does_not_answer_is_named_with_what_it_rules_out() -> None:
-    probes = list(probes_of(GB10).values())
-    diagnosis = diagnose(MACHINES["gb10"].facts, probes, AROUND)
+    diagnosis = diagnose(MACHINES["gb10"].facts, [readings_of(GB10)], AROUND)
     by_name = {m.what: m for m in diagnosis.missing}
-    assert by_name["GPU 0 memory in use"].reason == "NVML: Not Supported"
-    assert "all processes" in by_name["GPU 0 memory in use"].rules_out
-    assert by_name["GPU 0 power limit in force"].counts
-    assert "GPU 0 utilisation" not in by_name
+    assert by_name["GPU 0 gpu_mem_used_bytes"].reason == "NVML: Not Supported"
+    assert "all processes" in by_name["GPU 0 gpu_mem_used_bytes"].rules_out
+    assert by_name["GPU 0 gpu_power_limit_w"].counts
+    assert "GPM" in by_name["GPU 0 sm_util_pct"].reason
+    assert "GPU 0 gpu_util_pct" not in by_name
 
 
 def test_without_utilisation_no_alert_about_an_idle_gpu_can_fire() -> None:
-    probes = list(probes_of(ORIN).values())
-    diagnosis = diagnose(MACHINES["orin"].facts, probes, AROUND)
+    diagnosis = diagnose(MACHINES["orin"].facts, [readings_of(ORIN)], AROUND)
     by_name = {m.what: m for m in diagnosis.missing}
-    assert "idle GPU cannot fire" in by_name["GPU 0 utilisation"].rules_out
-
-
-def test_an_answer_that_says_nothing_is_none() -> None:
-    assert "total of 0" in str(rows(probes_of(TOTAL_ZERO))["memory in use"])
-    support = SimpleNamespace(isSupportedDevice=0)
-    without = probes_of(H200, nvmlGpmQueryDeviceSupport=support)["GPM counters"]
-    assert without.answer.absent == "the GPU has no GPM counters"
-
-
-def test_an_older_name_counts_and_the_newest_reason_is_given() -> None:
-    old = H200 | {"nvmlDeviceGetTemperatureV": NOT_SUPPORTED}
-    assert probes_of(old)["temperature"].answer.source == "nvmlDeviceGetTemperature"
-    none = old | {"nvmlDeviceGetTemperature": NOT_SUPPORTED}
-    answer = probes_of(none)["temperature"].answer
-    assert (answer.absent, answer.source) == ("NVML: Not Supported", "nvmlDeviceGetTemperatureV")
-
-
-def test_every_question_names_a_function_of_the_real_binding() -> None:
-    pynvml = pytest.importorskip("pynvml")
-    for capability in CAPABILITIES:
-        assert any(hasattr(pynvml, name) for name in capability.functions), capability.what
-        # Whatever a run asks has a consequence when it is not answered, or is only a description.
-        assert capability.rules_out or capability.asked != "every second"
+    assert "idle GPU cannot fire" in by_name["GPU 0 gpu_util_pct"].rules_out
 
 
 @pytest.mark.parametrize("width", [40, 80, 120])
 @pytest.mark.parametrize("name", MACHINES)
 def test_the_report_fits_its_width_and_is_plain(name: str, width: int) -> None:
-    diagnosis = diagnose(MACHINES[name].facts, list(probes_of(GB10).values()), AROUND)
+    diagnosis = diagnose(MACHINES[name].facts, [readings_of(GB10)], AROUND)
     for line in report_lines(diagnosis, width):
         assert line.isprintable()
         assert len(line) <= width or len(line.split()) == 1, line
@@ -241,14 +199,14 @@ def test_the_report_says_all_that_the_diagnosis_knows(name: str) -> None:
 
 @pytest.mark.parametrize("name", MACHINES)
 def test_the_json_says_the_same_as_the_report(name: str) -> None:
-    diagnosis = diagnose(MACHINES[name].facts, list(probes_of(H200).values()), AROUND)
+    diagnosis = diagnose(MACHINES[name].facts, [readings_of(H200)], AROUND)
     record = json.loads(json.dumps(diagnosis.as_json(), allow_nan=False))
     assert record["verdict"] == diagnosis.verdict.level.name.lower()
     assert record["broken"] == list(diagnosis.broken)
     assert [m["what"] for m in record["missing"]] == [m.what for m in diagnosis.missing]
     assert record["facts"] == diagnosis.facts.as_event_fields()
     assert record["allocator"]["choice"] == MACHINES[name].auto
-    assert [q["what"] for q in record["nvml_queries"]] == [c.what for c in CAPABILITIES]
+    assert record["gpu_readings"][0]["gpu_util_pct"] == 96
     readings = [f.name for f in fields(Surroundings) if f.name != "versions"]
     assert all(f"{name}_source" in record["surroundings"] for name in readings)
 
@@ -399,8 +357,7 @@ def test_on_a_gpu_the_class_of_its_memory_is_known() -> None:
     assert facts["cuda0_memory_class"].startswith("unified") == bool(integrated)
     assert facts["cuda0_memory_class"] != "unknown"
     assert facts["cuda0_usable_bytes"] > 0
-    asked = {q["what"]: q["works"] for q in record["nvml_queries"] if q["gpu"] == 0}
-    assert asked["utilisation"] and asked["uuid"]
+    assert record["gpu_readings"][0]["gpu_util_pct"] is not None
 
 
 def test_the_doctor_keeps_the_best_rates_it_has_measured(

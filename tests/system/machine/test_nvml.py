@@ -202,14 +202,6 @@ def test_a_lost_gpu_is_told_from_one_that_says_nothing() -> None:
     assert [nvml.facts(0).memory_status.value for _ in range(2)] == ["lost", "supported"]
 
 
-def test_one_question_outside_the_ticks_is_answered_or_absent() -> None:
-    nvml = opened(Machine(ORIN))
-    answer = nvml.ask(0, "nvmlDeviceGetPowerUsage")
-    assert isinstance(answer, Reading) and answer.absent == "NVML: Not Supported"
-    assert nvml.ask(0, "nvmlDeviceGetName") == "Orin (nvgpu)"
-    assert "no such function" in str(nvml.ask(0, "nvmlDeviceGetNothing").absent)
-
-
 def test_an_older_driver_answers_through_the_older_names() -> None:
     old = H200 | {
         "nvmlDeviceGetCurrentClocksEventReasons": FUNCTION_NOT_FOUND,
