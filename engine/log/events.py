@@ -722,7 +722,7 @@ class StackDump(Event, frozen=True, kw_only=True, tag="stack_dump"):
     python_frame: str
     """Innermost Python line of the main thread: `file:line in function`; empty when not known."""
     native_frame: str
-    """Innermost C function, or the system call, of the main thread; empty when not known."""
+    """Innermost C function of the main thread, or the kernel's function that it waits in; empty when not known."""
     python_stack: list[str] = []
     """The main thread, innermost first."""
     others: list[str] = []

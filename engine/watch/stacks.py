@@ -13,19 +13,17 @@ In the supervisor, `Capture` works in two steps, one tick apart, so that the sup
 What the threads are doing is inferred from two samples of /proc, some time apart:
 
     /proc/PID/task/TID/stat      name, state, CPU time
-    /proc/PID/task/TID/syscall   the number of the system call it is in, `running` when in none
     /proc/PID/task/TID/wchan     the kernel's function that it waits in
 
-By the state alone a deadlock, a slow disk and a quiet poll are all "S". More detail tells them apart:
+By the state alone a deadlock, a slow disk and a quiet poll are all "S". The kernel's function tells them apart:
 
     T, t                        stopped by a signal, or held by a debugger
     D                           in the kernel, and not even a kill reaches it: a disk, a network, a driver
     R, or more than half a core computing
-    S in futex                  waiting for a lock or for another thread
-    S in poll, select, epoll    waiting for input
-    S in read, recv             waiting to read: a pipe, a socket
-    S in nanosleep              sleeping
-    S in ioctl                  inside a driver
+    S in futex_...              waiting for a lock or for another thread
+    S in ..._poll, poll_...     waiting for input
+    S in pipe_read, wait_woken  waiting to read: a pipe, a socket
+    S in hrtimer_nanosleep      sleeping
 
 Not covered: which lock, and who holds it; the C function that made the call, which needs a debugger.
 
@@ -41,7 +39,6 @@ from __future__ import annotations
 import faulthandler
 import itertools
 import os
-import platform
 import re
 import signal
 import subprocess
@@ -77,27 +74,6 @@ BUSY_PCT = 50.0
 TICKS_FOR_A_SHARE = 5
 """Smallest interval over which a thread's CPU share is computed, in clock ticks (mostly 10 ms): over less, one tick too
 many would make an idle thread look busy."""
-_X86 = {
-    **{
-        0: "read",
-        1: "write",
-        7: "poll",
-        16: "ioctl",
-        23: "select",
-        35: "nanosleep",
-        45: "recvfrom",
-    },
-    **{61: "wait4", 74: "fsync", 75: "fdatasync", 202: "futex", 230: "clock_nanosleep"},
-    **{232: "epoll_wait", 247: "waitid", 257: "openat", 270: "pselect6", 271: "ppoll"},
-    **{281: "epoll_pwait", 2: "open", 17: "pread64", 47: "recvmsg"},
-}
-_ARM = {
-    **{22: "epoll_pwait", 29: "ioctl", 56: "openat", 63: "read", 64: "write", 67: "pread64"},
-    **{72: "pselect6", 73: "ppoll", 82: "fsync", 83: "fdatasync", 95: "waitid", 98: "futex"},
-    **{101: "nanosleep", 115: "clock_nanosleep", 207: "recvfrom", 212: "recvmsg", 260: "wait4"},
-}
-SYSTEM_CALLS = {"x86_64": _X86, "aarch64": _ARM}.get(platform.machine(), {})
-
 COMPUTING, STOPPED, UNINTERRUPTIBLE = (
     "computing",
     "stopped by a signal",
@@ -109,19 +85,20 @@ LOCK, INPUT, READING, SLEEPING = (
     "waiting to read",
     "sleeping",
 )
-DRIVER, CHILD, DISK = "inside a driver call", "waiting for a child process", "waiting for the disk"
-ENDED, WAITING = "ended", "waiting"
+CHILD, ENDED, WAITING = "waiting for a child process", "ended", "waiting"
 _WAITS = {
     "futex": LOCK,
-    **dict.fromkeys(("poll", "ppoll", "select", "pselect6", "epoll_wait", "epoll_pwait"), INPUT),
-    **dict.fromkeys(("read", "pread64", "recvfrom", "recvmsg"), READING),
-    **dict.fromkeys(("open", "openat"), "waiting to open a file"),
-    **dict.fromkeys(("nanosleep", "clock_nanosleep"), SLEEPING),
-    **dict.fromkeys(("wait4", "waitid"), CHILD),
-    **dict.fromkeys(("fsync", "fdatasync"), DISK),
-    "write": "waiting to write",
-    "ioctl": DRIVER,
+    "poll": INPUT,
+    "pipe_read": READING,
+    "unix_stream": READING,
+    "sk_wait_data": READING,
+    "wait_woken": READING,
+    "pipe_write": "waiting to write",
+    "nanosleep": SLEEPING,
+    "do_wait": CHILD,
+    "wait_for_partner": "waiting to open a file",
 }
+"""State of a thread by what the name of the kernel's function contains, of Linux 5 and 6."""
 
 _open_files: list[IO[str]] = []
 """The handler writes to a file descriptor, so its file must stay open for the life of the process."""
@@ -202,8 +179,6 @@ class ThreadSample:
     letter: str
     """State letter in /proc: R, S, D, T, t, Z, ..."""
     cpu_s: float
-    call: Reading
-    """The system call it is in, by name or number; absent when in none or when it may not be read."""
     kernel: Reading
     """The innermost kernel function."""
 
@@ -216,14 +191,11 @@ class Thread:
     """One of the states in the module's table, in words."""
     cpu_pct: float | None
     """CPU use between two samples, in percent; 100 is one core. None where they are too close together."""
-    call: Reading
     kernel: Reading
 
     def line(self) -> str:
         cpu = "not measured" if self.cpu_pct is None else f"{self.cpu_pct:.0f} %"
-        return (
-            f"{self.tid} {self.name}: {self.state}, CPU {cpu}, in {self.call}, kernel {self.kernel}"
-        )
+        return f"{self.tid} {self.name}: {self.state}, CPU {cpu}, kernel {self.kernel}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -265,20 +237,8 @@ def _sample_thread(folder: Path, tid: int) -> ThreadSample | None:
         name=match[1],
         letter=match[2],
         cpu_s=ticks / os.sysconf("SC_CLK_TCK"),
-        call=_system_call(folder / "syscall"),
         kernel=_kernel_function(folder / "wchan"),
     )
-
-
-def _system_call(path: Path) -> Reading:
-    try:
-        first = path.read_text().split()[:1]
-    except OSError as error:
-        return absent(f"not readable: {error.strerror}", str(path))
-    if not first or not first[0].lstrip("-").isdecimal() or int(first[0]) < 0:
-        return absent("in no system call", str(path))
-    number = int(first[0])
-    return measured(SYSTEM_CALLS.get(number, f"system call {number}"), str(path))
 
 
 def _kernel_function(path: Path) -> Reading:
@@ -308,7 +268,6 @@ def compare(before: ProcessSample, after: ProcessSample) -> list[Thread]:
                 name=sample.name,
                 state=_state(sample, pct),
                 cpu_pct=pct,
-                call=sample.call,
                 kernel=sample.kernel,
             )
         )
@@ -325,7 +284,8 @@ def _state(sample: ThreadSample, cpu_pct: float | None) -> str:
         return ENDED
     if sample.letter == "R" or (cpu_pct is not None and cpu_pct >= BUSY_PCT):
         return COMPUTING
-    return _WAITS.get(str(sample.call.value), WAITING)
+    function = str(sample.kernel.value)
+    return next((state for part, state in _WAITS.items() if part in function), WAITING)
 
 
 @dataclass(slots=True)
@@ -439,7 +399,7 @@ class Capture:
             others = [f"{name}: {own_frame(stack) or stack[0]}" for name, stack in rest if stack]
         main = threads[0] if threads else None
         frame = stacks.main[0] if stacks and stacks.main else ""
-        call = str(main.call.value) if main is not None and main.call.value is not None else ""
+        kernel = main.kernel.value if main is not None else None
         state = main.state if main is not None else "ended"
         summary = self._summary(main, threads, stacks)
         if others:
@@ -472,7 +432,7 @@ class Capture:
             state=state,
             summary=summary,
             python_frame=frame,
-            native_frame=(native if self.native else "") or call,
+            native_frame=(native if self.native else "") or str(kernel or ""),
             python_stack=list(stacks.main) if stacks else [],
             others=others,
             collective=collective,
@@ -534,8 +494,8 @@ class Capture:
             words += f": `kill -CONT {self.pid}` lets it go on"
         elif main.state == UNINTERRUPTIBLE:
             words += f" ({main.kernel}): a disk, a network file system or a driver does not answer"
-        elif main.call.value is not None:
-            words += f" ({main.call})"
+        elif main.kernel.value is not None:
+            words += f" ({main.kernel})"
         busy = [t for t in threads if t is not main and t.state == COMPUTING]
         if busy:
             spent = sum(t.cpu_pct or 0.0 for t in busy)

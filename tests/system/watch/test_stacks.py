@@ -28,7 +28,6 @@ from engine.watch.stacks import (
     sample_threads,
     takes_signal,
 )
-from tests.support.lacks import needs
 from tests.support.running import environment
 
 DEADLINE_S = 120.0
@@ -313,72 +312,64 @@ class Recorded:
         (root / "5/task/5").mkdir(parents=True)
 
     def look(
-        self, letter: str, ticks: int, call: str, wchan: str = "0", *, after_s: float = 1.0
+        self, letter: str, ticks: int, wchan: str = "0", *, after_s: float = 1.0
     ) -> ProcessSample:
         folder = self.root / "5/task/5"
         (folder / "stat").write_text(
             f"5 (a) b) {letter} {' '.join(['0'] * 10)} {ticks} 0 0 0 20 0 1 0 5 1 1\n"
         )
-        (folder / "syscall").write_text(call)
         (folder / "wchan").write_text(wchan)
         self.now_s += after_s
         return sample_threads(5, self.root, lambda: self.now_s)
 
 
-def number_of(name: str) -> int:
-    return next(number for number, known in stacks.SYSTEM_CALLS.items() if known == name)
-
-
-@needs("listed system calls", stacks.SYSTEM_CALLS)
 @pytest.mark.parametrize(
-    ("letter", "ticks", "call", "state"),
+    ("letter", "ticks", "kernel", "state"),
     [
-        ("T", 0, "futex", stacks.STOPPED),
-        ("t", 0, "futex", stacks.STOPPED),
-        ("D", 0, "read", stacks.UNINTERRUPTIBLE),
-        ("Z", 0, "read", stacks.ENDED),
-        ("R", 0, "", stacks.COMPUTING),
+        ("T", 0, "futex_do_wait", stacks.STOPPED),
+        ("t", 0, "futex_do_wait", stacks.STOPPED),
+        ("D", 0, "folio_wait_bit", stacks.UNINTERRUPTIBLE),
+        ("Z", 0, "do_exit", stacks.ENDED),
+        ("R", 0, "0", stacks.COMPUTING),
         # Asleep at the moment of the look, but more than half a core in between.
-        ("S", 60, "futex", stacks.COMPUTING),
-        ("S", 40, "futex", stacks.LOCK),
-        ("S", 0, "ppoll", stacks.INPUT),
-        ("S", 0, "ioctl", stacks.DRIVER),
-        ("S", 0, "fsync", stacks.DISK),
-        ("S", 0, "", stacks.WAITING),
+        ("S", 60, "futex_wait_queue", stacks.COMPUTING),
+        ("S", 40, "futex_wait_queue_me", stacks.LOCK),
+        ("S", 0, "poll_schedule_timeout.constprop.0", stacks.INPUT),
+        ("S", 0, "do_epoll_wait", stacks.INPUT),
+        ("S", 0, "anon_pipe_read", stacks.READING),
+        ("S", 0, "do_wait", stacks.CHILD),
+        ("S", 0, "inet_csk_accept", stacks.WAITING),
+        ("S", 0, "0", stacks.WAITING),
     ],
 )
 def test_states_of_a_recorded_thread(
-    tmp_path: Path, letter: str, ticks: int, call: str, state: str
+    tmp_path: Path, letter: str, ticks: int, kernel: str, state: str
 ) -> None:
     machine = Recorded(tmp_path)
-    before = machine.look("S", 0, "running")
-    text = f"{number_of(call)} 0x1 0x2" if call else "running"
-    (thread,) = compare(before, machine.look(letter, ticks, text, "wait_on_page"))
+    before = machine.look("S", 0)
+    (thread,) = compare(before, machine.look(letter, ticks, kernel))
     assert (thread.name, thread.state) == ("a) b", state)
     assert thread.cpu_pct == pytest.approx(float(ticks))
-    assert thread.kernel.value == "wait_on_page"
+    assert thread.kernel.value == (None if kernel == "0" else kernel)
 
 
-@needs("listed system calls", stacks.SYSTEM_CALLS)
 @pytest.mark.parametrize(("after_s", "pct"), [(0.0004, None), (0.04, None), (0.0625, 16.0)])
 def test_one_tick_between_two_quick_looks_makes_no_waiting_thread_a_busy_one(
     tmp_path: Path, after_s: float, pct: float | None
 ) -> None:
     machine = Recorded(tmp_path)
-    text = f"{number_of('futex')} 0x1"
-    before = machine.look("S", 20, text)
-    (thread,) = compare(before, machine.look("S", 21, text, after_s=after_s))
+    before = machine.look("S", 20, "futex_do_wait")
+    (thread,) = compare(before, machine.look("S", 21, "futex_do_wait", after_s=after_s))
     assert (thread.state, thread.cpu_pct) == (stacks.LOCK, pytest.approx(pct))
 
 
-def test_a_call_that_may_not_be_read_is_a_reason(tmp_path: Path) -> None:
+def test_a_function_that_may_not_be_read_is_a_reason(tmp_path: Path) -> None:
     machine = Recorded(tmp_path)
-    machine.look("S", 0, "")
-    (tmp_path / "5/task/5/syscall").unlink()
-    (tmp_path / "5/task/5/syscall").mkdir()
-    look = sample_threads(5, tmp_path).threads[5]
-    assert look.call.absent is not None and "not readable" in look.call.absent
-    assert look.kernel.absent == "the kernel does not show it"
+    assert machine.look("S", 0).threads[5].kernel.absent == "the kernel does not show it"
+    (tmp_path / "5/task/5/wchan").unlink()
+    (tmp_path / "5/task/5/wchan").mkdir()
+    found = sample_threads(5, tmp_path).threads[5]
+    assert found.kernel.absent is not None and "not readable" in found.kernel.absent
 
 
 def test_the_watching_half_loads_without_torch() -> None:
