@@ -293,11 +293,6 @@ ALERTS: tuple[About, ...] = (
         SUSPICION,
         "Does one part of the step take many times what its arithmetic needs on this machine?",
     ),
-    _alert(
-        "slow_machine",
-        SUSPICION,
-        "Is this machine as fast as it was when `engine doctor` measured it?",
-    ),
     _alert("data_wait", SUSPICION, "Do steps wait for data?"),
     _alert("unaccounted", SUSPICION, "Is the time between two steps spent on training?"),
     _alert("seldom_training", SUSPICION, "Does most of the time go into training?"),

@@ -32,12 +32,7 @@ EXPLAINS_AN_END = ("non_finite", "gpu_lost")
 """Alerts that explain how a run ended."""
 CAUSES = ("cpu_bound_teacher", "data_wait", "memory_ceiling", "update_too_large")
 """Alerts that explain other alerts of their level."""
-OF_THE_MACHINE = (
-    "throttled",
-    "slow_machine",
-    "step_time_drift",
-    "unaccounted",
-)
+OF_THE_MACHINE = ("throttled", "step_time_drift", "unaccounted")
 """Alerts that other work on the machine can explain."""
 FEWEST_IMPORTED = 10
 """Minimum number of logged steps from which an imported run without alerts counts as healthy."""

@@ -26,9 +26,6 @@ ALONE_TIMES = 10.0
 """Ratio that replaces both where fewer than two other parts are known."""
 PART_SHARE, PART_LEAST_S = 0.1, 0.02
 """Smallest part of a step that is judged: as a share of the step, 0 to 1, and in seconds."""
-MACHINE_TIMES = 5.0
-"""Ratio of measured to computed time from which a machine is slow. Parts of many small operations reach 3 on a machine
-at its usual clock."""
 OF_MATMULS = frozenset({"student", "loss", "backward", "teacher"})
 """Parts of a step whose time is mostly matmuls."""
 LAUNCH_S = {"cuda": 10e-6, "cpu": 20e-6}
@@ -167,34 +164,6 @@ def slow_part(case: Case) -> Symptom | None:
         "that are converted at each step",
         no_flip="profile that part; its precision, kernel and compile settings select its kernels",
         part=part,
-    )
-
-
-@rule(
-    reads=("costs", "phases", "rates of `engine doctor`"),
-    threshold=f"every part with matmuls takes {MACHINE_TIMES:g} times what its FLOPs, bytes and launches need at the "
-    f"rates that `engine doctor` has measured: median of {PHASES_KEPT} steps, together {PART_LEAST_S:g} s or more",
-)
-def slow_machine(case: Case) -> Symptom | None:
-    rows, rates, parts = _parts(case)
-    # A part that needs no matmul may wait for a disk.
-    matmuls = {
-        name: part
-        for name, part in parts.items()
-        if name in OF_MATMULS and case.started.costs[name][0]
-    }
-    if len(matmuls) < 2:
-        raise CannotJudge("fewer than two parts of its steps have matmuls and are timed")
-    least = min(part.times for part in matmuls.values())
-    if least < MACHINE_TIMES or sum(part.seconds for part in matmuls.values()) < PART_LEAST_S:
-        return None
-    return Symptom(
-        f"every part of a step takes {least:.0f} times what it needs on this machine, or more",
-        _numbers(rates, matmuls),
-        case.span(rows),
-        meaning="the whole machine is slow: its clock is throttled or limited, or other processes use it",
-        no_flip="check clocks, temperature and power (`engine tail RUN`) and other processes; `engine doctor` "
-        "measures the machine now, and prints the best rates measured before",
     )
 
 

@@ -102,32 +102,20 @@ def test_a_part_without_two_others_is_slow_by_itself() -> None:
     only = {"teacher": NEEDS["teacher"]}
     quiet("slow_part", timed({"teacher": 9.5}, costs=only).case())
     raised("slow_part", timed({"teacher": 10.5}, costs=only).case())
-    unknown("slow_machine", timed({"teacher": 10.5}, costs=only).case(), "fewer than two")
 
 
 @pytest.mark.usefixtures("rated")
-def test_a_machine_is_slow_when_every_part_is() -> None:
-    every = dict.fromkeys(NEEDS, pace.MACHINE_TIMES + 0.1)
-    alert = raised("slow_machine", timed(every).case())
-    assert alert.text.startswith("every part of a step takes 5 times")
-    quiet("slow_machine", timed(every | {"student": 4.9}).case())
-    quiet("slow_machine", timed({"teacher": 50.0}).case())
-    # A teacher that is read from a store needs no matmul, and may wait for its disk.
-    stored = {**NEEDS, "teacher": (0.0, 1e8, 0.0)}
-    raised("slow_machine", timed(every | {"teacher": 1.0}, costs=stored).case())
-
-
-@pytest.mark.usefixtures("rated")
-@pytest.mark.parametrize("rule", ["slow_part", "slow_machine"])
-def test_parts_are_not_judged_without_costs_rates_or_times(rule: str) -> None:
+def test_parts_are_not_judged_without_costs_rates_or_times() -> None:
     every = dict.fromkeys(NEEDS, 50.0)
-    unknown(rule, timed(every, costs={}).case(), "costs of the parts of a step are not logged")
-    unknown(rule, timed(every, machine="another").case(), "`engine doctor` measures")
+    unknown(
+        "slow_part", timed(every, costs={}).case(), "costs of the parts of a step are not logged"
+    )
+    unknown("slow_part", timed(every, machine="another").case(), "`engine doctor` measures")
     few, untimed = timed(every), timed(every)
     few.count = pace.PART_WARM_UP + pace.PHASES_KEPT - 1
     untimed.change = lambda n: {"phases": {}}
-    unknown(rule, few.case(), "needs 12 steps")
-    unknown(rule, untimed.case(), "not timed")
+    unknown("slow_part", few.case(), "needs 12 steps")
+    unknown("slow_part", untimed.case(), "not timed")
 
 
 @pytest.mark.parametrize(

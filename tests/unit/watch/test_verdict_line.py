@@ -53,7 +53,7 @@ FAILED = check_event("step_loss", "fail", "7 of 8 labels", 1, cost_s=0.1)
 WARNED = check_event("split_disjoint", "fail", "12 texts", 0, cost_s=0.1)
 KEPT = identity_event("kept_gradients", "fail", 3, "nothing zeroed them")
 MODE = identity_event("training_mode", "suspicion", 51, "2 modules in eval mode")
-SLOW = alert_event("slow_machine", "suspicion", "every part is slow", first_step=5, step=9)
+SLOW = alert_event("step_time_drift", "suspicion", "a step takes longer", first_step=5, step=9)
 WAITS = alert_event(
     "data_wait", "suspicion", "steps wait for data", first_step=2, flip="--set loader.workers=4"
 )
@@ -77,7 +77,7 @@ KILLED = ended("KILLED_EXTERNAL", -9, signal="SIGKILL")
             (started(steps=2), PASSED, WAITS, SLOW),
             "SUSPECT since step 2: steps wait for data (and 1",
         ),
-        ((started(steps=2), PASSED, SLOW), "SUSPECT since step 5: every part is slow"),
+        ((started(steps=2), PASSED, SLOW), "SUSPECT since step 5: a step takes longer"),
         (
             (started(steps=9), step(1), step(2), STALL, KILLED),
             "WRONG since step 2: no step after step 2 for 31 s; ended at step 2, killed from outside",
