@@ -33,7 +33,7 @@ from wheels.man import pages
 WHOLE, VIEW = "apr-workbench", "apr-workbench-view"
 SUMMARY = "Look at training runs in a terminal, a notebook or a browser, and diagnose them, without torch."
 ENGINE_PACKAGES = frozenset(
-    {"torch", "triton", "cudnn", "safetensors", "tokenizers", "transformers", "rensa"}
+    {"torch", "triton", "cudnn", "safetensors", "tokenizers", "transformers"}
 )
 DOORS = ("engine.cli.", "engine.divergences")
 """Beginnings of the names of modules whose functions may import the engine: commands, and the arithmetic of a

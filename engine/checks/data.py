@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from engine.checks.context import Context
 from engine.data.batches import IGNORED, Batch
-from engine.data.overlap import SHINGLE, WINDOW, near_copies, predicted, shared_windows
+from engine.data.overlap import WINDOW, predicted, shared_windows
 from engine.data.tokens import READ_AT_ONCE, TokenStream
 from engine.verdict import Answer, Numbers, unknown
 
@@ -38,11 +38,6 @@ CHECKED_DOCUMENTS = 64
 MIN_SPECIAL_TOKENS = 4
 """Minimum number of special tokens needed for a verdict."""
 
-NEAR_COPY_SHARE = 0.4
-"""Maximum share of held-out documents that may be near copies of training documents, 0 to 1. In Python's library,
-split by file, it is one in six, mostly tables of character codes, and 10 of 44 in a small split."""
-MIN_NEAR_COPIES = 3
-"""Minimum number of near copies for a failure where only a sample of the training documents was searched."""
 SHARED_SHARE = 0.5
 """Share of held-out windows found in the training text above which the split leaks, 0 to 1. Source code repeats itself:
 for Python's library, split by file, the share is a quarter. For leaked text it is 1.
@@ -147,15 +142,11 @@ def split_disjoint(context: Context, step: object = None) -> Answer:
     searched, held_tokens = predicted(train), predicted(held)
     is_shared_W = shared_windows(searched, held_tokens)
     shared, windows = int(is_shared_W.sum()), len(is_shared_W)
-    near = near_copies(train, held)
     train.release()
     held.release()
     share = shared / windows if windows else 0.0
     numbers = Numbers(
         copied_documents=copies,
-        near_copies=len(near.pairs),
-        compared_documents=near.compared,
-        searched_documents=near.searched,
         shared_windows=shared,
         windows=windows,
         searched_tokens=len(searched),
@@ -169,27 +160,9 @@ def split_disjoint(context: Context, step: object = None) -> Answer:
             f"{share:.0%} of held-out windows of {WINDOW} tokens are in the training text, expected up to "
             f"{SHARED_SHARE:.0%}"
         )
-    allowed = NEAR_COPY_SHARE * near.compared * near.searched
-    if len(near.pairs) > allowed and (near.searched == 1 or len(near.pairs) >= MIN_NEAR_COPIES):
-        document, _, alike = near.pairs[0]
-        return numbers.failed(
-            f"{len(near.pairs)} of {near.compared} held-out documents differ from a training document in few tokens, "
-            f"such as {_beginning(context, document)} ({alike:.0%} alike)"
-        )
-    sample = "" if near.searched == 1 else f" in a sample of {near.searched:.1%} of them"
     return numbers.passed(
-        f"no held-out document is in the training text, {len(near.pairs)} of {near.compared} are near copies of "
-        f"training documents{sample}; {share:.1%} of held-out windows of {WINDOW} tokens are in the training text"
+        f"no held-out document is in the training text; {share:.1%} of held-out windows of {WINDOW} tokens are in it"
     )
-
-
-def _beginning(context: Context, document: int) -> str:
-    """Return the first tokens of a held-out document as text."""
-    stream = context.heldout_stream
-    begin, end = stream.starts[document : document + 2].tolist()
-    ids = stream.tokens[begin : min(end, begin + SHINGLE)].tolist()
-    tokenizer = context.tokenizer
-    return f"document {document:,}" if tokenizer is None else repr(tokenizer.decode(ids))
 
 
 def _digests(stream: TokenStream, wanted: NDArray[np.bool_]) -> Iterator[bytes]:

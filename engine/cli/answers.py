@@ -28,6 +28,7 @@ VERSIONS = {
     "distill": 3,
     "step": 2,
     "doctor": 2,
+    "data": 2,
 }
 """Version of each kind of object that is not at its first."""
 OF_LOGS = frozenset(

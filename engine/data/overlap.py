@@ -1,18 +1,16 @@
-"""Overlap of two splits: windows of tokens that occur in both, and near-duplicate documents.
+"""Overlap of two splits: windows of tokens that occur in both.
 
 Only labels are compared: a system prompt that all conversations begin with is not a leak.
 """
 
-# Shapes: N tokens, D documents, P permutations of a sketch, W windows
+# Shapes: N tokens, W windows
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.data.tokens import TokenStream, starts_of
+from engine.data.tokens import TokenStream
 
 WINDOW = 64
 """Tokens of a window that is long enough to be shared only by copying; boilerplate such as a licence is found too."""
@@ -20,87 +18,6 @@ MOST_TOKENS = 1 << 26
 """Most tokens of either split whose windows are compared; they take about two seconds."""
 MOST_WINDOWS = 1 << 16
 """Most windows that are compared, spread evenly over the held-out split."""
-
-SHINGLE = 8
-"""Tokens of a shingle: a document is described by its set of them. One changed token changes this many shingles."""
-LEAST_TOKENS = 64
-"""Fewest tokens of a document that is compared."""
-ALIKE = 0.5
-"""Jaccard similarity of shingles from which documents are near copies, 0 to 1: that of one changed token in 20."""
-PERMUTATIONS = 128
-"""Permutations of a MinHash; the similarity has a standard deviation of at most 0.045."""
-MOST_COMPARED = 1 << 24
-"""Most tokens of training documents that are compared."""
-MOST_OF_ONE = 1 << 18
-"""Most tokens of one document that are compared, from its beginning."""
-MOST_TRAIN, MOST_HELDOUT = 1 << 15, 1 << 8
-"""Most documents of each split that are compared, spread evenly over it."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NearCopies:
-    pairs: tuple[tuple[int, int, float], ...]
-    """Held-out document, the most similar training document, and their Jaccard similarity, 0 to 1."""
-    compared: int
-    """Held-out documents that were compared."""
-    searched: float
-    """Share of the training documents that they were compared with, 0 to 1."""
-
-
-def near_copies(train: TokenStream, heldout: TokenStream) -> NearCopies:
-    """Find held-out documents that differ from a training document in few tokens, by MinHash (Broder 1997) of their
-    shingles. If there are too many documents, a sample is compared."""
-    chosen_heldout, heldout_DP, _ = _sketches(heldout, MOST_HELDOUT)
-    chosen_train, train_DP, searched = _sketches(train, MOST_TRAIN)
-    pairs = []
-    for number, sketch_P in zip(chosen_heldout, heldout_DP if chosen_train else (), strict=False):
-        alike_D = (train_DP == sketch_P).mean(axis=1)
-        nearest = int(alike_D.argmax())
-        if alike_D[nearest] >= ALIKE:
-            pairs.append((number, chosen_train[nearest], float(alike_D[nearest])))
-    return NearCopies(pairs=tuple(pairs), compared=len(chosen_heldout), searched=searched)
-
-
-def _sketches(stream: TokenStream, limit: int) -> tuple[list[int], NDArray[np.uint32], float]:
-    """Return a sample spread evenly over the documents that are long enough, their MinHashes, shape (D, P), and the
-    share of those documents in the sample, 0 to 1."""
-    from rensa import RMinHash
-
-    lengths = np.minimum(stream.lengths, MOST_OF_ONE)
-    is_long = lengths >= LEAST_TOKENS
-    if stream.padding is not None:
-        is_long &= ~stream.padding
-    places = np.flatnonzero(is_long)
-    room = MOST_COMPARED * len(places) // max(int(lengths[is_long].sum()), 1)
-    count = min(len(places), limit, max(room, 1))
-    chosen: list[int] = []
-    sketches: list[NDArray[np.uint32]] = []
-    # In small batches: the rolling hash needs 50 bytes per token.
-    for batch in np.array_split(
-        places[np.arange(count) * len(places) // max(count, 1)], max(count // 64, 1)
-    ):
-        texts = [(i, _labels_of(stream, i)) for i in batch.tolist()]
-        hashed = [(i, rolling(text, SHINGLE)) for i, text in texts if len(text) >= LEAST_TOKENS]
-        if not hashed:
-            continue
-        matrix = RMinHash.digest_matrix_from_flat_token_hashes(
-            np.concatenate([hashes for _, hashes in hashed]),
-            starts_of([len(hashes) for _, hashes in hashed]).astype(np.uint64),
-            PERMUTATIONS,
-            0,
-        )
-        chosen += [i for i, _ in hashed]
-        sketches.append(np.array(matrix.to_rows(), dtype=np.uint32))
-    stream.release()
-    empty = np.empty((0, PERMUTATIONS), dtype=np.uint32)
-    return chosen, np.concatenate([empty, *sketches]), count / max(len(places), 1)
-
-
-def _labels_of(stream: TokenStream, document: int) -> NDArray[np.generic]:
-    begin, end = stream.starts[document : document + 2]
-    place = slice(begin, min(end, begin + MOST_OF_ONE))
-    tokens = stream.tokens[place]
-    return tokens if stream.labelled is None else tokens[stream.labelled[place]]
 
 
 def predicted(stream: TokenStream) -> NDArray[np.generic]:

@@ -20,7 +20,6 @@ from numpy.typing import NDArray
 from engine.data.batches import Int64Array, count_rows, labelled_rows, labels_after_a_cut
 from engine.data.corpus import Corpus, Split
 from engine.data.left_out import LeftOut, count_left_out
-from engine.data.overlap import near_copies
 from engine.data.packing import STREAM
 from engine.data.token_cache import Progress, no_progress, remarks_of
 from engine.data.tokens import TokenStream
@@ -106,9 +105,6 @@ class Overview:
     """Training documents whose tokens an earlier one has."""
     dropped: Copies
     """Documents dropped from the training text because their text is held out."""
-    near_copies: Copies
-    """Held-out documents that are training documents but for few tokens, of those that were compared."""
-    compared: int
     left_out: tuple[Reason, ...]
     remarks: tuple[Reason, ...]
     """Parts of records and conversations that are not read, not rendered or not labelled."""
@@ -153,10 +149,6 @@ class Overview:
         for copies, words in (
             (self.repeated, "training documents have the tokens of another one"),
             (self.dropped, "documents are dropped from train, because their text is held out"),
-            (
-                self.near_copies,
-                f"of {self.compared:,} held-out documents are training documents but for few tokens",
-            ),
         ):
             if copies.count:
                 remarks.append(f"{copies.count:,} {words}:")
@@ -207,12 +199,7 @@ def look_at_data(
     packed = inputs.load_tokens(part, progress, corpus=corpus)
     train, heldout = unpacked.train, unpacked.heldout
     lengths = train.lengths
-    near = near_copies(train, heldout)
     repeated, first = _repeated(corpus.train, train)
-    copied, originals = (
-        side.numbers[np.array([pair[side_index] for pair in near.pairs], dtype=np.int64)]
-        for side_index, side in enumerate((corpus.heldout, corpus.train))
-    )
     return Overview(
         source=data.corpus,
         seq_len=data.seq_len,
@@ -227,8 +214,6 @@ def look_at_data(
         longer_than_a_row=int((lengths > data.seq_len).sum()),
         repeated=_copies(corpus, repeated, first),
         dropped=_copies(corpus, corpus.dropped, corpus.heldout.like(corpus.dropped)),
-        near_copies=_copies(corpus, copied, originals),
-        compared=near.compared,
         left_out=_reasons(corpus, (*corpus.faults, *train.left_out, *heldout.left_out)),
         remarks=tuple(
             Reason(text=remark.reason, count=remark.count, example=remark.example)

@@ -76,7 +76,6 @@ SHADOWING = [
     "jinja2",
     "yaml",
     "mpmath",
-    "rensa",
     "gguf",
     "pyarrow",
     "wandb",
