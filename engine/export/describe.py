@@ -13,7 +13,6 @@ from typing import Any
 
 from engine.errors import BadInput
 from engine.files import parse_json
-from engine.formats.gguf_metadata import TOKEN_TYPES, TOKENS, TokenType
 from engine.formats.open import open_weights
 from engine.formats.weights import TensorInfo, WeightFile
 from engine.models.config import ModelConfig
@@ -148,33 +147,19 @@ def _vocabulary(weights: WeightFile, raw: Mapping[str, Any], warnings: list[str]
 def _token_count(weights: WeightFile, warnings: list[str]) -> int | None:
     """Return the highest token id + 1, added tokens included; None without a readable tokenizer.
 
-    Raises `WeightsError` for tokens or merges of a GGUF file that contradict each other.
+    Raises `WeightsError` for tokens or merges that contradict each other.
     """
-    if weights.format == "gguf":
-        weights.tokenizer_json()
-        return _gguf_token_count(weights.metadata)
+    text = weights.tokenizer_json()
+    if text is None:
+        return None
     try:
-        text = weights.tokenizer_json()
-        if text is None:
-            return None
         record = parse_json(text, f"tokenizer.json of {weights.path}", "tokenizer")
         ids = [*record["model"]["vocab"].values()]
         ids += [token["id"] for token in record.get("added_tokens") or ()]
         return max(ids, default=-1) + 1
-    except BadInput as error:
-        warnings.append(str(error))
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (BadInput, KeyError, TypeError, AttributeError) as error:
         warnings.append(f"tokenizer.json cannot be read: {type(error).__name__}: {error}")
     return None
-
-
-def _gguf_token_count(metadata: Mapping[str, Any]) -> int | None:
-    """Return the highest token id + 1, without the tokens that only fill the rows of a padded embedding."""
-    kinds, texts = metadata.get(TOKEN_TYPES), metadata.get(TOKENS)
-    if not isinstance(kinds, list):
-        return len(texts) if isinstance(texts, list) else None
-    used = (i for i in reversed(range(len(kinds))) if kinds[i] != TokenType.UNUSED)
-    return next(used, -1) + 1
 
 
 def _sizes(infos: Sequence[TensorInfo]) -> dict[str, float | None]:

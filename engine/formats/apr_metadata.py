@@ -13,10 +13,10 @@ Writers use several names for the same number. Each alias is mapped to its canon
     max_position_embeddings    max_seq_len context_length n_ctx           as canonical
     rms_norm_eps               layer_norm_eps norm_eps                    as canonical
 
-If a canonical key is null, its alias is used; if both have a value, the canonical one is used and a
-warning names both. Of duplicate keys, which training checkpoints have, the last value is used. Unknown
-keys are kept. `model_type`, `total_size`, `param_count` and the three provenance keys (`license`,
-`data_source`, `data_license`, null if unknown) are always written.
+If a canonical key is null, its alias is used; if both have a value, the canonical one is used. Of
+duplicate keys, which training checkpoints have, the last value is used. Unknown keys are kept.
+`model_type`, `total_size`, `param_count` and the three provenance keys (`license`, `data_source`,
+`data_license`, null if unknown) are always written.
 
 The canonical keys cannot express a whole config.json, so files written here contain all of it under
 `hf_config`, which is what is read.
@@ -28,8 +28,8 @@ The canonical keys cannot express a whole config.json, so files written here con
     tokenizer.bos_token_id, tokenizer.eos_token_id       tokenizer.vocab_size
 
 Tables lose what they have no column for (a normalizer, added tokens that strip spaces). So a file
-written here has the tables for other readers and the `tokenizer.json` itself, byte for byte, under
-one more key. It is deflated, because its text would come close to the metadata limit of 16 MiB. For
+written here has the tables for other readers, where GGUF could hold the same, and the `tokenizer.json` itself, byte for
+byte, under one more key. It is deflated, because its text would come close to the metadata limit of 16 MiB. For
 a file of another writer a `tokenizer.json` is built from its tables, if they contain everything
 that ids depend on: which tokens are special, and the pre-tokenizer. Otherwise there is none, with a
 warning that gives the reason: nearly correct ids are worse than none.
@@ -41,6 +41,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import itertools
 import json
 import struct
 import zlib
@@ -51,10 +52,11 @@ from typing import Any, NoReturn
 from engine import limits
 from engine.errors import TokenizerError, WeightsError
 from engine.files import parse_json
-from engine.formats.gguf_metadata import TokenType, shortest_decimal
-from engine.formats.gguf_tokenizer import added_token, pre_tokenizer
+from engine.formats import gguf_metadata
+from engine.formats.gguf_metadata import shortest_decimal
+from engine.formats.gguf_tokenizer import PRE_KEY, tokenizer_json, tokenizer_metadata
 from engine.formats.gguf_values import LARGEST_REAL
-from engine.formats.tokenizer import PRE_TOKENIZERS
+from engine.formats.tokenizer import PRE_TOKENIZERS, make_inner
 from engine.formats.weights import TensorInfo
 from engine.model_families import FAMILIES, HEAD
 
@@ -105,26 +107,17 @@ def refuse(
     raise WeightsError.expected(f"{code} apr", where, expected, found, hint=hint)
 
 
-def read_metadata(path: Path, raw: bytes) -> tuple[dict[str, Any], list[str]]:
-    """Return the metadata with canonical keys, and warnings. Raises `WeightsError` AP09."""
+def read_metadata(path: Path, raw: bytes) -> dict[str, Any]:
+    """Return the metadata with canonical keys. Raises `WeightsError` AP09."""
     metadata = parse_json(raw, path, "AP09 apr metadata", error=WeightsError)
     if not isinstance(metadata, dict):
         refuse("AP09", path, "a JSON object as metadata", f"{metadata!r:.80}")
-    oddities = []
     for canonical, aliases in ALIASES.items():
-        value = metadata.get(canonical)
-        for alias in aliases:
-            other = metadata.pop(alias, None)
-            if value is None:
-                value = other
-            elif other is not None and other != value:
-                oddities.append(
-                    f"{path}: metadata {alias} {other!r:.40} ignored for {canonical} {value!r:.40}"
-                )
-        metadata.pop(canonical, None)
+        found = [metadata.pop(key, None) for key in (canonical, *aliases)]
+        value = next((value for value in found if value is not None), None)
         if value is not None:
             metadata[canonical] = value
-    return metadata, oddities
+    return metadata
 
 
 def read_config(
@@ -135,20 +128,13 @@ def read_config(
     It is built from the canonical keys if the file has no `hf_config`; whether the head is tied is
     then read from `tied_embeddings`, or else from the tensors.
     """
-    from_keys = {
-        hf: _as_decimal(value)
-        for key, hf in _CONFIG_KEYS.items()
-        if (value := metadata.get(key)) is not None
-    }
-    stored = metadata.get(HF_CONFIG)
-    if stored is None:
-        config = _config_of(path, metadata, tensors, from_keys)
-        check_family(config, path)
-        return config
-    if not isinstance(stored, dict):
-        refuse("AP09", path, f"{HF_CONFIG} to be an object", f"{stored!r:.80}")
-    check_family(stored, path)
-    return dict(stored)
+    config = metadata.get(HF_CONFIG)
+    if config is None:
+        config = _config_of(path, metadata, tensors)
+    if not isinstance(config, dict):
+        refuse("AP09", path, f"{HF_CONFIG} to be an object", f"{config!r:.80}")
+    check_family(config, path)
+    return dict(config)
 
 
 def check_family(config: Mapping[str, Any], path: Path) -> None:
@@ -217,10 +203,7 @@ def build_metadata(
 
 
 def _config_of(
-    path: Path,
-    metadata: Mapping[str, Any],
-    tensors: Mapping[str, TensorInfo],
-    from_keys: Mapping[str, Any],
+    path: Path, metadata: Mapping[str, Any], tensors: Mapping[str, TensorInfo]
 ) -> dict[str, Any]:
     names = ("hf_model_type", "architecture", "model_type")
     family = next((metadata[name] for name in names if metadata.get(name)), None)
@@ -230,7 +213,11 @@ def _config_of(
     tied = metadata.get("tied_embeddings")
     config: dict[str, Any] = {
         "model_type": family,
-        **from_keys,
+        **{
+            hf: _as_decimal(value)
+            for key, hf in _CONFIG_KEYS.items()
+            if (value := metadata.get(key)) is not None
+        },
         "tie_word_embeddings": tied if isinstance(tied, bool) else not (head and head.bytes),
     }
     config.setdefault("num_key_value_heads", config.get("num_attention_heads"))
@@ -265,42 +252,26 @@ def _first_of(value: object) -> object:
     return next(iter(value), None) if isinstance(value, list) else value
 
 
-def embed(tokenizer_json: bytes) -> dict[str, Any]:
-    """Return the metadata keys for a `tokenizer.json`: its bytes, and tables if it is a byte-level
-    BPE.
+def embed(raw: bytes) -> dict[str, Any]:
+    """Return the metadata keys for the `tokenizer.json` in `raw`: its bytes, and tables where GGUF could hold it.
 
     Raises `TokenizerError` if the bytes are not such a file.
     """
+    ids = make_inner(raw, Path("to write")).get_vocab(with_added_tokens=True).values()
+    keys: dict[str, Any] = {EXACT: base64.b64encode(zlib.compress(raw, 6)).decode()}
     try:
-        record = json.loads(tokenizer_json.decode())
-        model = record["model"]
-        added = {token["id"]: token for token in record.get("added_tokens") or ()}
-        texts = {i: text for text, i in (model.get("vocab") or {}).items()}
-        texts |= {i: token["content"] for i, token in added.items()}
-        merges = [
-            merge if isinstance(merge, str) else " ".join(merge)
-            for merge in model.get("merges") or ()
-        ]
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        reason = f"{type(error).__name__}: {error}"
-        raise TokenizerError.expected(
-            "tokenizer", "to write", "a tokenizer.json of the tokenizers library", reason
-        ) from error
-    keys = {EXACT: base64.b64encode(zlib.compress(tokenizer_json, 6)).decode()}
-    if model.get("type") != "BPE" or not _are_ids(texts):
+        tables = tokenizer_metadata(raw, max(ids, default=-1) + 1, "to write")
+    except TokenizerError:
         return keys
-    ids = range(max(texts, default=-1) + 1)
-    kinds = [_kind(texts, added, i) for i in ids]
-    splits = _splits(record.get("pre_tokenizer"))
-    pre = next((name for name, row in PRE_TOKENIZERS.items() if row.splits == splits), None)
+    texts = tables[gguf_metadata.TOKENS].value
     return {
         **keys,
-        VOCABULARY: [texts.get(i, f"[PAD{i}]") for i in ids],
-        MERGES: merges,
-        TOKEN_TYPES: kinds,
-        "tokenizer.vocab_size": len(ids),
+        VOCABULARY: texts,
+        MERGES: tables[gguf_metadata.MERGES].value,
+        TOKEN_TYPES: tables[gguf_metadata.TOKEN_TYPES].value,
+        "tokenizer.vocab_size": len(texts),
         "tokenizer.model_type": "gpt2",
-        **({} if pre is None else {PRE_TYPE: pre}),
+        PRE_TYPE: tables[PRE_KEY].value,
     }
 
 
@@ -332,24 +303,18 @@ def extract(metadata: Mapping[str, Any], path: Path) -> bytes | None:
         return _exact(metadata[EXACT], path)
     if unsupported(metadata, path):
         return None
-    vocab, added = _tokens(metadata, path)
+    texts, kinds, merges = (metadata[key] for key in (VOCABULARY, TOKEN_TYPES, MERGES))
+    if (
+        not all(isinstance(table, list) for table in (texts, kinds, merges))
+        or len(texts) != len(kinds)
+        or not all(isinstance(text, str) for text in itertools.chain(texts, merges))
+    ):
+        expected = (
+            f"{VOCABULARY} and {MERGES} as lists of texts, and as many {TOKEN_TYPES} as tokens"
+        )
+        refuse("AP09", path, expected, "others")
     row = PRE_TOKENIZERS[_pre_type(metadata)]
-    cutter = pre_tokenizer(row.splits, trim_offsets=False)
-    record = {
-        "version": "1.0",
-        "added_tokens": added,
-        "normalizer": None if row.normalizer == "none" else {"type": row.normalizer},
-        "pre_tokenizer": cutter,
-        "post_processor": None,
-        "decoder": cutter["pretokenizers"][-1],
-        "model": {
-            "type": "BPE",
-            "ignore_merges": row.ignore_merges,
-            "vocab": vocab,
-            "merges": _merges(metadata[MERGES], vocab, path),
-        },
-    }
-    return json.dumps(record, ensure_ascii=False, separators=(",", ":")).encode()
+    return tokenizer_json("AP09 apr", path, texts, kinds, merges, row, row.normalizer, None)
 
 
 def _pre_type(metadata: Mapping[str, Any]) -> Any:
@@ -357,32 +322,6 @@ def _pre_type(metadata: Mapping[str, Any]) -> Any:
     stored = metadata.get(PRE_TYPE)
     family = FAMILIES.get(str(metadata.get("architecture")))
     return family.pre_tokenizer if stored is None and family is not None else stored
-
-
-def _are_ids(texts: Mapping[Any, object]) -> bool:
-    """Return whether the keys are integers from 0 with few gaps, so that a list by id stays in proportion
-    to its input.
-    """
-    return all(type(i) is int and 0 <= i < 2 * len(texts) + 1024 for i in texts)
-
-
-def _kind(texts: Mapping[int, str], added: Mapping[int, Mapping[str, Any]], i: int) -> int:
-    if i in added:
-        return int(TokenType.CONTROL if added[i].get("special") else TokenType.USER_DEFINED)
-    return int(TokenType.NORMAL if i in texts else TokenType.UNUSED)
-
-
-def _splits(pre_tokenizer: object) -> tuple[str, ...]:
-    """Return the regular expressions of a pre-tokenizer that splits text and then encodes bytes, as
-    all rows here do.
-    """
-    parts = pre_tokenizer.get("pretokenizers") if isinstance(pre_tokenizer, dict) else None
-    patterns = [
-        part.get("pattern")
-        for part in (parts if isinstance(parts, list) else [])
-        if isinstance(part, dict) and part.get("type") == "Split"
-    ]
-    return tuple(str(pattern.get("Regex")) for pattern in patterns if isinstance(pattern, dict))
 
 
 def _exact(packed: object, path: Path) -> bytes:
@@ -397,37 +336,3 @@ def _exact(packed: object, path: Path) -> bytes:
         where = f"{path}, metadata {json.dumps(EXACT)}"
         refuse("AP09", where, "a deflated tokenizer.json in base64", str(error))
     return raw
-
-
-def _tokens(metadata: Mapping[str, Any], path: Path) -> tuple[dict[str, int], list[dict[str, Any]]]:
-    """Return token -> id, and the added tokens, which are matched in text before it is split."""
-    texts, kinds = metadata[VOCABULARY], metadata[TOKEN_TYPES]
-    if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
-        refuse("AP09", path, f"{VOCABULARY} to be a list of texts", f"{texts!r:.40}")
-    if not isinstance(kinds, list) or len(kinds) != len(texts):
-        refuse("AP09", path, f"{len(texts):,} numbers of {TOKEN_TYPES}", f"{kinds!r:.40}")
-    vocab: dict[str, int] = {}
-    added: list[dict[str, Any]] = []
-    for i, (text, kind) in enumerate(zip(texts, kinds, strict=True)):
-        if kind == TokenType.UNUSED:
-            continue
-        if not text or text in vocab:
-            where = f"{path}, {VOCABULARY}[{i}]"
-            refuse("AP09", where, "a text of its own", json.dumps(text) if text else "none")
-        vocab[text] = i
-        if kind in (TokenType.CONTROL, TokenType.USER_DEFINED):
-            added.append(added_token(text, i, special=kind == TokenType.CONTROL))
-    return vocab, added
-
-
-def _merges(merges: object, vocab: Mapping[str, int], path: Path) -> list[list[str]]:
-    if not isinstance(merges, list):
-        refuse("AP09", path, f"{MERGES} to be a list", f"{merges!r:.40}")
-    pairs = []
-    for i, text in enumerate(merges):
-        left, space, right = text.partition(" ") if isinstance(text, str) else ("", "", "")
-        if not space or left not in vocab or right not in vocab or left + right not in vocab:
-            where = f"{path}, {MERGES}[{i}]"
-            refuse("AP09", where, "two tokens that make a third, with a space", f"{text!r:.80}")
-        pairs.append([left, right])
-    return pairs

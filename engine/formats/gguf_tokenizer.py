@@ -34,12 +34,11 @@ first and a last token.
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Mapping
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from engine.errors import TokenizerError
+from engine.errors import TokenizerError, WeightsError
 from engine.formats.gguf_metadata import MERGES, TOKEN_TYPES, TOKENS, TokenType, token_id
 from engine.formats.gguf_values import GgufMetadata, GgufValue, ValueType, quoted, refuse
 from engine.formats.tokenizer import PRE_TOKENIZERS, PreTokenizer, make_inner
@@ -49,7 +48,6 @@ PRE_KEY = "tokenizer.ggml.pre"
 ADD_KEY = "tokenizer.ggml.add_{}_token"
 NORMALIZER_KEY = "apr_workbench.tokenizer.normalizer"
 """`none` or `NFC`; written only if it differs from the row of `PRE_TOKENIZERS`."""
-_KINDS = frozenset(TokenType)
 
 
 def unsupported_tokenizer(metadata: GgufMetadata) -> list[str]:
@@ -80,16 +78,56 @@ def build_tokenizer_json(metadata: GgufMetadata) -> bytes | None:
     if unsupported_tokenizer(metadata):
         return None
     pre = PRE_TOKENIZERS[metadata.get(PRE_KEY, "default")]
-    vocab, added = _read_tokens(metadata)
+    texts, kinds, merges = (metadata[key] for key in (TOKENS, TOKEN_TYPES, MERGES))
     normalizer = metadata.get(NORMALIZER_KEY, pre.normalizer)
+    around = _post_processor(metadata, pre)
+    return tokenizer_json("GG08 gguf", metadata.path, texts, kinds, merges, pre, normalizer, around)
+
+
+def tokenizer_json(
+    what: str,
+    path: Path,
+    texts: Sequence[str],
+    kinds: Sequence[int],
+    merges: Sequence[str],
+    pre: PreTokenizer,
+    normalizer: str,
+    post_processor: dict[str, Any] | None,
+) -> bytes:
+    """Return a `tokenizer.json` of a byte-level BPE from its tables: the text and the type of each id, and its merges.
+    `what` and `path` name the file in errors. Raises `WeightsError` for tables that contradict each other.
+    """
+    vocab: dict[str, int] = {}
+    added: list[dict[str, Any]] = []
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    for number, (text, kind) in enumerate(zip(texts, kinds, strict=True)):
+        if kind == TokenType.UNUSED:
+            continue
+        if not text or text in vocab:
+            found = f"that of {vocab[text]}, {quoted(text)}" if text else "none"
+            raise WeightsError.expected(what, f"{path}, token {number}", "a text of its own", found)
+        vocab[text] = number
+        if kind in (TokenType.CONTROL, TokenType.USER_DEFINED):
+            # Matched in text before it is split.
+            is_special = kind == TokenType.CONTROL
+            added.append({"id": number, "content": text, **flags, "special": is_special})
+    pairs = []
+    for number, text in enumerate(merges):
+        # In files of other writers the left side may begin with a space, so never split there.
+        cut = text.find(" ", 1)
+        left, right = text[:cut], text[cut + 1 :]
+        if cut < 0 or left not in vocab or right not in vocab or left + right not in vocab:
+            expected = "two tokens that make a third, with a space"
+            raise WeightsError.expected(what, f"{path}, merge {number}", expected, quoted(text))
+        pairs.append([left, right])
     record = {
         "version": "1.0",
         "truncation": None,
         "padding": None,
         "added_tokens": added,
         "normalizer": None if normalizer == "none" else {"type": normalizer},
-        "pre_tokenizer": pre_tokenizer(pre.splits, trim_offsets=True),
-        "post_processor": _post_processor(metadata, pre),
+        "pre_tokenizer": _pre_tokenizer(pre.splits),
+        "post_processor": post_processor,
         "decoder": {
             "type": "ByteLevel",
             "add_prefix_space": True,
@@ -106,58 +144,13 @@ def build_tokenizer_json(metadata: GgufMetadata) -> bytes | None:
             "byte_fallback": False,
             "ignore_merges": pre.ignore_merges,
             "vocab": vocab,
-            "merges": _read_merges(metadata, vocab),
+            "merges": pairs,
         },
     }
     return json.dumps(record, ensure_ascii=False, separators=(",", ":")).encode()
 
 
-def _read_tokens(metadata: GgufMetadata) -> tuple[dict[str, int], list[dict[str, Any]]]:
-    """Return token -> id, and the added tokens, which are matched in text before it is split."""
-    vocab: dict[str, int] = {}
-    added: list[dict[str, Any]] = []
-    kinds: list[int] = metadata[TOKEN_TYPES]
-
-    def wrong(expected: str, found: str) -> NoReturn:
-        refuse("GG08", f"{metadata.path}, key {quoted(TOKENS)}[{number}]", expected, found)
-
-    for number, (text, kind) in enumerate(zip(metadata[TOKENS], kinds, strict=True)):
-        if kind == TokenType.UNUSED:
-            continue
-        if kind not in _KINDS:
-            wrong("a token type from 1 to 6", f"{kind}")
-        if kind == TokenType.BYTE and not re.fullmatch("<0x[0-9A-F]{2}>", text):
-            wrong("<0x00> to <0xFF> for a token of type BYTE", quoted(text))
-        if not text or text in vocab:
-            wrong("a text of its own", f"that of {vocab[text]}, {quoted(text)}" if text else "none")
-        vocab[text] = number
-        if kind in (TokenType.CONTROL, TokenType.USER_DEFINED):
-            added.append(added_token(text, number, special=kind == TokenType.CONTROL))
-    return vocab, added
-
-
-def _read_merges(metadata: GgufMetadata, vocab: Mapping[str, int]) -> list[list[str]]:
-    merges = []
-    for number, text in enumerate(metadata[MERGES]):
-        # In files of other writers the left side may begin with a space, so never split there.
-        cut = text.find(" ", 1)
-        left, right = text[:cut], text[cut + 1 :]
-        if cut < 0 or left not in vocab or right not in vocab or left + right not in vocab:
-            where = f"{metadata.path}, key {quoted(MERGES)}[{number}]"
-            refuse("GG08", where, "two tokens that make a third, with a space", quoted(text))
-        merges.append([left, right])
-    return merges
-
-
-def added_token(text: str, number: int, *, special: bool) -> dict[str, Any]:
-    """Return an added token, which is matched in text before it is split, in the form of a
-    tokenizer.json.
-    """
-    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-    return {"id": number, "content": text, **flags, "special": special}
-
-
-def pre_tokenizer(splits: tuple[str, ...], *, trim_offsets: bool) -> dict[str, Any]:
+def _pre_tokenizer(splits: tuple[str, ...]) -> dict[str, Any]:
     """Return a pre-tokenizer in the form of a tokenizer.json: it splits text by each expression in
     turn, and then encodes bytes.
     """
@@ -168,7 +161,7 @@ def pre_tokenizer(splits: tuple[str, ...], *, trim_offsets: bool) -> dict[str, A
     spell = {
         "type": "ByteLevel",
         "add_prefix_space": False,
-        "trim_offsets": trim_offsets,
+        "trim_offsets": True,
         "use_regex": False,
     }
     return {"type": "Sequence", "pretokenizers": [*cuts, spell]}

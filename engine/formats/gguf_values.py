@@ -1,7 +1,7 @@
 """Key/value pairs of a GGUF file: located and measured when a file is opened, decoded when they are
 used; and encoded for writing.
 
-    key      u64 length, UTF-8; 1 to 65,535 bytes
+    key      u64 length, UTF-8
     type     u32, a `ValueType`
     value    a scalar | string: u64 length, UTF-8 | array: u32 element type, u64 count, elements
 
@@ -57,10 +57,6 @@ NUMBER_FORMATS: dict[ValueType, str] = {
     ValueType.FLOAT64: "d",
 }
 """The `struct` format of each fixed-width type; all little-endian."""
-
-MAX_KEY_BYTES = 65_535
-MAX_STRINGS = 1 << 22
-"""Limit for one array; the largest vocabularies have 2^18 tokens and twice as many merges."""
 
 LARGEST_REAL = 1e38
 """A smaller number is still in the fp32 range when it is rounded up in any digit."""
@@ -155,10 +151,6 @@ def read_entry(cursor: Cursor) -> tuple[str, Entry]:
     """Advance past one key and its value. Raises `WeightsError` GG06 to GG10."""
     key_at = cursor.at
     length = cursor.u64("GG06", "the length of a key")
-    if not 1 <= length <= MAX_KEY_BYTES:
-        raise cursor.error(
-            "GG06", key_at, f"a key of 1 to {MAX_KEY_BYTES:,} bytes", f"{length:,} bytes"
-        )
     key = cursor.text(length, "GG06", "a key")
     kind = _value_type(cursor, key)
     element, count, start = None, 1, cursor.at
@@ -173,8 +165,6 @@ def read_entry(cursor: Cursor) -> tuple[str, Entry]:
         _skip_elements(cursor, key, element, count)
     else:
         cursor.take(struct.calcsize(NUMBER_FORMATS[kind]), "GG07", quoted(key))
-        if kind is ValueType.BOOL:
-            _check_bools(cursor, key, start)
     return key, Entry(
         type=kind, element=element, count=count, key_at=key_at, start=start, end=cursor.at
     )
@@ -224,8 +214,6 @@ def _skip_elements(cursor: Cursor, key: str, element: ValueType, count: int) -> 
     what = f"{quoted(key)}, an array of {count:,} {element.name}"
     if element is not ValueType.STRING:
         cursor.take(count * struct.calcsize(NUMBER_FORMATS[element]), "GG08", what)
-        if element is ValueType.BOOL:
-            _check_bools(cursor, key, start)
         return
     if count > (cursor.size - start) // 8:
         raise cursor.error(
@@ -234,10 +222,6 @@ def _skip_elements(cursor: Cursor, key: str, element: ValueType, count: int) -> 
             f"at most {(cursor.size - start) // 8:,} texts in {quoted(key)}",
             f"a length of {count:,}",
             CUT_SHORT,
-        )
-    if count > MAX_STRINGS:
-        raise cursor.error(
-            "GG08", start, f"at most {MAX_STRINGS:,} texts in {quoted(key)}", f"{count:,}"
         )
     # The one loop over every token and merge, so it makes no other calls.
     data, size, position, unpack = cursor.data, cursor.size, start, _U64.unpack_from
@@ -253,14 +237,6 @@ def _skip_elements(cursor: Cursor, key: str, element: ValueType, count: int) -> 
             )
         position += 8 + length
     cursor.at = position
-
-
-def _check_bools(cursor: Cursor, key: str, start: int) -> None:
-    values = bytes(cursor.data[start : cursor.at])
-    others = values.translate(None, b"\0\1")
-    if others:
-        at = start + values.index(others[:1])
-        raise cursor.error("GG10", at, f"0 or 1 for a BOOL of {quoted(key)}", f"{others[0]}")
 
 
 class GgufMetadata(Mapping[str, Any]):

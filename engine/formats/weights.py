@@ -222,14 +222,8 @@ class OpenFile:
         if self._descriptor < 0:
             with open_regular(self.path, self.what) as file:
                 self._descriptor = os.dup(file.fileno())
-        current = identity_of(self._descriptor)
-        if current == self.identity:
-            return
-        if current[:2] == self.identity[:2] and current[2] != self.identity[2]:
-            self._refuse(
-                f"{self.identity[2]:,} bytes, as when it was opened", f"{current[2]:,} bytes"
-            )
-        self._refuse("the file that was opened", "another, or one that was written to since")
+        if identity_of(self._descriptor) != self.identity:
+            self._refuse("the file that was opened", "another, or one that was written to since")
 
     def _refuse(self, expected: str, found: str) -> NoReturn:
         raise WeightsError.expected(

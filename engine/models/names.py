@@ -49,7 +49,6 @@ if TYPE_CHECKING:
 APR_NEIGHBOURS = 0
 APR_HALVES = 2
 
-APR_BLOCKS = ("APR_Q4", "APR_Q8")
 FLOAT_DTYPES = ("F32", "BF16", "F16")
 LISTED_PROBLEMS = 12
 
@@ -105,7 +104,7 @@ def readable_dtypes(convention: str) -> tuple[str, ...]:
     if convention == "hf":
         return FLOAT_DTYPES
     blocks = tuple(name for name in BLOCK_TYPES if name not in FLOAT_DTYPES)
-    return FLOAT_DTYPES + blocks + (APR_BLOCKS if convention == "apr" else ())
+    return FLOAT_DTYPES + blocks
 
 
 def check_fits(

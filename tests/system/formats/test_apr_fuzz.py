@@ -25,7 +25,20 @@ from tests.support.apr_bytes import METADATA, Entry, build_apr, seal, seal_heade
 TOKENIZER = json.dumps(
     {
         "model": {"type": "BPE", "vocab": {"a": 0, "b": 1, "ab": 2}, "merges": ["a b"]},
-        "added_tokens": [{"id": 3, "content": "<|end|>", "special": True}],
+        "added_tokens": [
+            {
+                "id": 3,
+                "content": "<|end|>",
+                "special": True,
+                **dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False),
+            }
+        ],
+        "pre_tokenizer": {
+            "type": "ByteLevel",
+            "add_prefix_space": False,
+            "trim_offsets": True,
+            "use_regex": True,
+        },
     }
 ).encode()
 APR_SEEDS = [
@@ -34,9 +47,7 @@ APR_SEEDS = [
     build_apr(
         [
             Entry("model.embed", 12, [2, 256], bytes(range(144)) * 2),
-            Entry("q4", 128, [5, 7], bytes(36)),
             Entry("q6", 14, [1, 300], bytes(420)),
-            Entry("q8", 129, [6], struct.pack("<f6b", 1.0, *range(6))),
             Entry("s", 30, [], bytes(2)),
         ],
         METADATA | embed(TOKENIZER) | {"hf_config": {"hidden_size": 32, "model_type": "qwen2"}},

@@ -183,20 +183,6 @@ def test_a_part_under_the_name_of_another_is_named(tmp_path: Path) -> None:
         open_gguf(paths[0])
 
 
-def test_a_tensor_in_two_parts_is_named(tmp_path: Path) -> None:
-    paths = split(tmp_path)
-    paths[2].write_bytes(part(2, 3, 3, "b"))
-    with pytest.raises(WeightsError, match=r'^GG14 gguf: .*"b".*00002-of-00003.gguf and .*00003'):
-        open_gguf(paths[0])
-
-
-def test_a_wrong_total_of_tensors_is_refused(tmp_path: Path) -> None:
-    paths = split(tmp_path)
-    paths[0].write_bytes(part(0, 3, 4))
-    with pytest.raises(WeightsError, match=r"^GG19 gguf: .*expected 4 tensors.*found 3"):
-        open_gguf(paths[1])
-
-
 def test_a_part_that_lost_its_name_is_refused(tmp_path: Path) -> None:
     path = split(tmp_path)[0].rename(tmp_path / "model.gguf")
     with pytest.raises(WeightsError, match=r"^GG19 gguf: .*-00001-of-00003.gguf"):

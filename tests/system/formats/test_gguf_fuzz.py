@@ -69,6 +69,8 @@ def spare_memory(count: int) -> Iterator[None]:
 
 def read_all(content: bytes) -> GgufHeader | None:
     """Everything that can be asked of a header; None when the file is refused."""
+    if not content.startswith(b"GGUF"):
+        return None
     started_s = time.monotonic()
     try:
         header = parse_header(content, Path("m"))

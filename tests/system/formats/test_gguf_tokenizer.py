@@ -290,22 +290,19 @@ def test_another_kind_of_tokenizer_gives_none_and_a_warning_that_says_which(
 @pytest.mark.parametrize(
     ("tokens", "kinds", "merges", "said"),
     [
-        (["a", "b", "ab", "a"], [1, 1, 1, 1], ["a b"], "[3]"),
-        (["a", "b", "ab", ""], [1, 1, 1, 1], ["a b"], "[3]"),
-        (["a", "b", "ab", "c"], [1, 1, 1, 7], ["a b"], "[3]"),
-        (["a", "b", "ab", "<0x-1>"], [1, 1, 1, 6], ["a b"], "<0x-1>"),
-        (["a", "b", "ab", "<0x100>"], [1, 1, 1, 6], ["a b"], "<0x100>"),
-        (["a", "b", "ab"], [1, 1, 1], ["a b", "ab"], 'merges"[1]'),
+        (["a", "b", "ab", "a"], [1, 1, 1, 1], ["a b"], "token 3"),
+        (["a", "b", "ab", ""], [1, 1, 1, 1], ["a b"], "token 3"),
+        (["a", "b", "ab"], [1, 1, 1], ["a b", "ab"], "merge 1"),
         (["a", "b", "ab"], [1, 1, 1], ["a c"], "a c"),
         (["a", "b", "ab"], [1, 1, 1], ["b a"], "b a"),
-        (["a", "b", "ab"], [1, 1, 1], [""], 'merges"[0]'),
+        (["a", "b", "ab"], [1, 1, 1], [""], "merge 0"),
     ],
 )
 def test_tokens_and_merges_that_contradict_each_other_are_refused(
     tokens: list[str], kinds: list[int], merges: list[str], said: str
 ) -> None:
     metadata = parse_header(build(vocabulary(tokens, kinds, merges)), Path("m")).metadata
-    with pytest.raises(WeightsError, match=r"^GG08 gguf: m, key ") as caught:
+    with pytest.raises(WeightsError, match=r"^GG08 gguf: m, ") as caught:
         build_tokenizer_json(metadata)
     assert said in str(caught.value)
 

@@ -189,7 +189,7 @@ def test_the_parts_of_a_split_gguf_are_one_candidate(tmp_path: Path) -> None:
         (b"tjgg" + bytes(60), "a GGML file from before GGUF\nhint: convert it to GGUF"),
         (b"APRN" + bytes(60), "an .apr file of version 1"),
         (b"GGUF", "GG02"),
-        (b"APR\0", "AP01"),
+        (b"APR\0", "AP08"),
         (b'{"weight_map": 3}', "ST13"),
         (b'{"model_type": "qwen2"}', "ST13"),
         (b'{"weight_map": ', "safetensors index"),

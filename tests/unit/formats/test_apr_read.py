@@ -155,45 +155,6 @@ def test_rows_that_blocks_do_not_fill_come_dequantized_in_their_own_shape(tmp_pa
     assert torch.allclose(found[1], torch.tensor(second[:896]), atol=1e-4)
 
 
-def apr_q4(values: list[float]) -> bytes:
-    """Blocks as the format's own writer packs them."""
-    found = b""
-    for at in range(0, len(values), 32):
-        block = values[at : at + 32]
-        scale = max(abs(value) for value in block) / 7 or 1.0
-        codes = [round(value / scale) + 8 for value in block] + [0] * (32 - len(block))
-        packed = bytes(codes[i] | codes[i + 1] << 4 for i in range(0, 32, 2))
-        found += struct.pack("<e", scale) + packed
-    return found
-
-
-def test_the_formats_own_q4_has_even_values_in_low_nibbles(tmp_path: Path) -> None:
-    values = [float((7 * i) % 15 - 7) for i in range(45)]
-    data = apr_q4(values)
-    assert len(data) == 36
-    for dtype in (128, 8):
-        weights = opened(tmp_path / "m.apr", Entry("w", dtype, [3, 15], data))
-        assert plain(weights.get("w")).flatten().tolist() == values
-        assert weights.tensors["w"].dtype == "APR_Q4"
-
-
-def test_the_formats_own_q8_has_one_scale(tmp_path: Path) -> None:
-    data = struct.pack("<f6b", 0.5, -127, 0, 1, 2, 3, 127)
-    for dtype in (129, 9):
-        weights = opened(tmp_path / "m.apr", Entry("w", dtype, [2, 3], data))
-        assert plain(weights.get("w")).tolist() == [[-63.5, 0.0, 0.5], [1.0, 1.5, 63.5]]
-    assert plain(opened(tmp_path / "m.apr", Entry("w", 129, [0], b"")).get("w")).shape == (0,)
-
-
-def test_dtype_8_is_ggmls_where_the_size_says_so(tmp_path: Path) -> None:
-    block = struct.pack("<e32b", 0.5, *range(-16, 16))
-    path = tmp_path / "m.apr"
-    weights = opened(path, Entry("w", 8, [1, 32], block))
-    found = weights.get("w")
-    assert isinstance(found, QuantTensor) and found.type.name == "Q8_0"
-    assert found.dequantize()[0].tolist() == [code / 2 for code in range(-16, 16)]
-
-
 def test_writing_to_a_tensor_leaves_the_file_alone(tmp_path: Path) -> None:
     path = tmp_path / "m.apr"
     path.write_bytes(build_apr([Entry("w", 0, [1000, 1000], bytes(4_000_000))]))
@@ -281,7 +242,7 @@ def test_a_file_cut_while_it_is_open_is_refused_by_the_next_get(tmp_path: Path) 
     weights = AprFile(path)
     weights.get("b.weight")
     os.truncate(path, 600)
-    with pytest.raises(WeightsError, match=r"AP08 .*as when it was opened, found 600 bytes"):
+    with pytest.raises(WeightsError, match=r"AP08 .*the file that was opened"):
         weights.get("b.weight")
 
 

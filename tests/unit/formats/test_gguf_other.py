@@ -45,27 +45,24 @@ def test_a_type_that_cannot_be_read_is_named_with_what_to_do(
 
 
 @pytest.mark.parametrize(
-    ("start", "code", "hint"),
+    ("start", "said"),
     [
-        (struct.pack("<I", 1), "GG03", "llama.cpp of August 2023"),
-        (struct.pack("<I", 4), "GG03", "newer"),
-        (struct.pack("<I", 5), "GG03", "newer"),
-        (struct.pack("<I", 999), "GG03", "damaged"),
-        (struct.pack("<I", 0), "GG03", "damaged"),
-        (struct.pack(">I", 1), "GG04", "gguf-convert-endian"),
-        (struct.pack(">I", 2), "GG04", "gguf-convert-endian"),
-        (struct.pack(">I", 3), "GG04", "gguf-convert-endian"),
-        (struct.pack(">I", 4), "GG04", "gguf-convert-endian"),
-        (b"\xff\xff\xff\xff", "GG03", "damaged"),
+        (struct.pack("<I", 1), "version 1"),
+        (struct.pack("<I", 4), "version 4"),
+        (struct.pack("<I", 0), "version 0"),
+        (struct.pack(">I", 1), "another byte order"),
+        (struct.pack(">I", 3), "another byte order"),
+        (b"\xff\xff\xff\xff", "version 4294967295"),
     ],
 )
 def test_another_version_or_byte_order_is_refused_with_what_to_do(
-    start: bytes, code: str, hint: str, tmp_path: Path
+    start: bytes, said: str, tmp_path: Path
 ) -> None:
     path = tmp_path / "m.gguf"
     path.write_bytes(b"GGUF" + start + bytes(16))
     error = refusal(path)
-    assert code in error.message and error.hint is not None and hint in error.hint
+    assert "GG03" in error.message and said in error.message
+    assert error.hint is not None and "current llama.cpp" in error.hint
 
 
 VOCABULARY = ["a", "b", "c", "ab", "abc", "<|end|>"]
@@ -80,8 +77,6 @@ MERGES = ["a b", "ab c"]
         (["a", "b", "c", "ab", "ab", "<|end|>"], KINDS, ["a b"]),
         (["a", "b", "c", "ab", "abc", "abc"], KINDS, MERGES),
         (["a", "b", "c", "ab", "", "<|end|>"], KINDS, ["a b"]),
-        (VOCABULARY, [1, 1, 1, 1, 1, 9], MERGES),
-        (VOCABULARY, [1, 1, 1, 1, 6, 3], ["a b"]),
         (VOCABULARY, KINDS, ["ab"]),
         (VOCABULARY, KINDS, ["a b", "abc"]),
         (VOCABULARY, KINDS, [""]),

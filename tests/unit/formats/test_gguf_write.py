@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 import engine.demo
 from engine.errors import DiskFull, TokenizerError, WeightsError
-from engine.formats.gguf import open_gguf, read_gguf_header
+from engine.formats.gguf import open_gguf
 from engine.formats.gguf_write import write_gguf
 from engine.quant.blocks import BLOCK_TYPES, row_bytes
 from engine.quant.tensor import QuantTensor
@@ -59,8 +59,7 @@ def test_every_type_of_tensor_is_read_back_bit_for_bit(tmp_path: Path) -> None:
         assert isinstance(got, QuantTensor)
         assert (got.type, got.shape) == (expected.type, expected.shape)
         assert torch.equal(got.blocks, expected.blocks)
-    header = read_gguf_header(path)
-    assert (header.version, header.alignment, header.unclaimed_bytes) == (3, 32, 0)
+    assert path.read_bytes()[:8] == b"GGUF\3\0\0\0"
     assert path.stat().st_size % 32 == 0
 
 

@@ -116,7 +116,7 @@ def test_a_file_cut_after_it_was_opened_is_refused(tmp_path: Path) -> None:
     write_safetensors(path, TENSORS)
     weights = open_weights(path)
     path.write_bytes(path.read_bytes()[:-8])
-    with pytest.raises(WeightsError, match="as when it was opened"):
+    with pytest.raises(WeightsError, match="the file that was opened"):
         weights.get("b")
 
 
