@@ -832,16 +832,6 @@ IDENTITIES: tuple[About, ...] = (
         remedy="seed once, before the first epoch; call set_epoch(epoch) of a DistributedSampler before each epoch",
     ),
     _identity(
-        id="seeded_again",
-        wrong="the same random seed is set again",
-        group="data",
-        level=SUSPICION,
-        question="Is each random seed set only once during training?",
-        means="All random numbers drawn after the seed repeat: the order of the data, dropout, augmentation.",
-        remedy="seed once, before the first step; where an evaluation needs a seed, set it inside "
-        "torch.random.fork_rng()",
-    ),
-    _identity(
         id="cut_passes",
         wrong="epochs end before their data does",
         group="data",

@@ -6,8 +6,8 @@
           children   counted with it; those of torchrun are named by the RANK in their environment
 
 Readings of /proc, NVML and py-spy go to the run folder; steps and loss are unknown. The kernel reports the exit status
-of a process to its parent. Others get it from a pidfd once the process is reaped (since Linux 6.15), or before that
-from /proc while it is a zombie. Without either, how it ended is unknown unless the kernel's log or counters show it.
+of a process to its parent. Others get it from a pidfd once the process is reaped (since Linux 6.15). Without it, how it
+ended is unknown unless the kernel's log or counters show it.
 """
 
 from __future__ import annotations
@@ -47,8 +47,6 @@ COUNTERS_S, COUNTERS_KEPT = 10.0, 7
 """Interval in seconds and number of kept readings of the kill counters, which cover the last minute: a process killed
 for memory may take seconds to end, and earlier kills are unrelated."""
 MOST_RANKS = 16
-_KERNEL_THREAD = 0x0020_0000
-"""PF_KTHREAD of linux/sched.h."""
 _GPU_FILES = ("/dev/nvidia", "/dev/kfd", "/dev/dri/renderD")
 _PIDFD_GET_INFO, _PIDFD_INFO_EXIT = 0xC040_FF0B, 1 << 3
 """Request and flag of linux/pidfd.h: _IOWR(0xFF, 11, struct pidfd_info), whose first version has 64 bytes."""
@@ -102,21 +100,16 @@ def find_process(pid: int) -> Stranger:
     def refused(what: str, hint: str | None = None) -> BadInput:
         return BadInput.expected("--pid", pid, "a running process", what, hint=hint)
 
-    status, stat = read_table(PROC / str(pid) / "status"), read_text(PROC / str(pid) / "stat")
-    start = Host().process(pid).start_ticks
-    if isinstance(stat, Reading) or status.missing is not None or start.number is None:
+    status, start = read_table(PROC / str(pid) / "status"), Host().process(pid).start_ticks
+    if status.missing is not None or start.number is None:
         raise refused("none", "ps -eo pid,user,args | grep python")
     if pid == os.getpid():
         raise refused("this command itself", "name the process that trains")
     group = status.number("Tgid").number
     if group != pid:
         raise refused(f"a thread of process {group}", f"engine watch --pid {group}")
-    # The name may contain spaces and brackets, so fields are counted after the last bracket.
-    letter, *fields = stat.rpartition(") ")[2].split()
-    if int(fields[5]) & _KERNEL_THREAD:
-        raise refused("a thread of the kernel", "name the process that trains")
-    if letter in "ZX":
-        raise refused("one that has ended", "its parent has its exit code: engine watch -- COMMAND")
+    if status.number("VmSize").number is None:
+        raise refused("one that has ended or is the kernel's", "name the process that trains")
     owner = _owner(pid)
     if os.geteuid() not in (0, owner):
         raise refused(f"one of user {_user(owner)}", f"sudo engine watch --pid {pid}")
@@ -220,24 +213,10 @@ def exit_code(pid: int, pidfd: int) -> int | None:
         if known & _PIDFD_INFO_EXIT:
             (status,) = struct.unpack_from("=i", answer, 60)
             return os.waitstatus_to_exitcode(status)
-        status = _status_of_zombie(pid)
-        if status is not None:
-            return os.waitstatus_to_exitcode(status)
         if not (PROC / str(pid)).exists() or time.monotonic() > deadline:
             return None
         # Its parent is about to reap it, without any notification.
         time.sleep(0.01)
-
-
-def _status_of_zombie(pid: int) -> int | None:
-    """Return the wait status in /proc/PID/stat; None without permission, where it reads 0: `io` has the same check and
-    fails then."""
-    folder = PROC / str(pid)
-    text, allowed = read_text(folder / "stat"), read_text(folder / "io")
-    if isinstance(text, Reading) or isinstance(allowed, Reading):
-        return None
-    letter, *fields = text.rpartition(") ")[2].split()
-    return int(fields[-1]) if letter in "ZX" else None
 
 
 def no_stacks() -> str:

@@ -24,8 +24,6 @@ _AHEAD = 4096
 """Maximum number of batches that a loader asks for ahead."""
 _PARTS = 64
 """Number of indices by which subsets of a data set are distinguished."""
-_SEEDS = 64
-"""Maximum number of different seeds that are remembered."""
 _ROWS, _WIDTH, _BYTES = 8, 1024, 64
 """Limits of a batch's fingerprint: rows and elements of a row of each tensor, and the minimum size in bytes."""
 _TENSORS, _DIGESTS = 8, 512
@@ -59,8 +57,6 @@ class Pass:
         """Indices that the sampler gave for batches that have not been yielded."""
         self.index: Any = None
         """Indices of the newest batch."""
-        self.ahead: Any = None
-        """Size of a batch that was read ahead (`step.Batches`)."""
         self.rows: set[int] = set()
         """Hashes of rows before a backward pass (`held_out.HeldOut`)."""
         self.is_evaluated = False
@@ -296,35 +292,6 @@ def _sampler_of(iterator: Any) -> tuple[bool, str]:
     if spread and issubclass(kind, spread):
         return bool(getattr(sampler, "shuffle", False)), name
     return issubclass(kind, random), name
-
-
-class Seeds:
-    """Seeds that the script gives to torch while it trains; one that is followed by a restored state does not count."""
-
-    def __init__(self) -> None:
-        self.newest: int | None = None
-        self._steps: dict[int, list[int]] = {}
-
-    def seeded(self, seed: int) -> None:
-        self.newest = seed
-
-    def restored(self) -> None:
-        self.newest = None
-
-    def trained_on(self, step: int) -> list[Line]:
-        """Record a backward pass after `step` steps; return the verdict on the seed since the one before it."""
-        seed, self.newest = self.newest, None
-        # A seed before the first step is for the initial weights, which are drawn once.
-        if seed is None or not step or len(self._steps) >= _SEEDS:
-            return []
-        steps = self._steps.setdefault(seed, [])
-        if step in steps:
-            return []
-        steps.append(step)
-        if len(steps) < 2:
-            return []
-        text = f"torch is seeded with {seed} after step {steps[-2]}, and again after step {step}"
-        return [("seeded_again", SUSPICION, text, {"seed": seed})]
 
 
 def parts_of(torch: Any, batch: Any) -> list[Any]:

@@ -42,11 +42,6 @@ class Hooks:
         steps, after, self._on = self._steps, self._after, True
         clipping = getattr(sys.modules.get("torch.nn.utils.clip_grad"), "clip_grad_norm_", None)
         clipped = after(steps.clipped)(clipping)
-        random = [
-            (module, "", name, after(then))
-            for module in ("torch", "torch.random")
-            for name, then in (("manual_seed", steps.seeded), ("set_rng_state", steps.restored))
-        ]
         iterator = "torch.utils.data.dataloader", "_BaseDataLoaderIter"
         scaler = "torch.amp.grad_scaler", "GradScaler"
         try:
@@ -57,7 +52,6 @@ class Hooks:
                 ("torch.autograd", "", "backward", self._wrap_backward),
                 ("torch.nn.utils.clip_grad", "", "clip_grad_norm_", lambda _: clipped),
                 ("torch.nn.utils", "", "clip_grad_norm_", lambda _: clipped),
-                *random,
                 (*iterator, "__next__", self._wrap_next),
                 (*iterator, "_next_index", after(steps.samples_asked_for)),
                 (*scaler, "scale", after(steps.scaled)),
@@ -228,7 +222,7 @@ class Hooks:
                     self._guarded(steps.data_ends)
                 self._guarded(steps.no_batch, iterator, error)
                 raise
-            self._guarded(steps.batch_fetched, iterator, batch, sys._getframe(1), timed)
+            self._guarded(steps.batch_fetched, iterator, batch, timed)
             return batch
 
         return __next__

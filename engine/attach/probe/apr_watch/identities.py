@@ -28,7 +28,7 @@ from typing import Any
 
 from . import schedule, token_weights
 from .coverage import Tokenizers
-from .data import Pass, Passes, Seeds
+from .data import Pass, Passes
 from .distillation import Divergence
 from .folders import Position
 from .gradients import Chain, Windows
@@ -47,12 +47,11 @@ from .parameters import (
     held_by,
 )
 from .pitfalls import Classes, Pitfalls
-from .questions import ASKED_STEPS, Budget, Questions, Rows
+from .questions import ASKED_STEPS, Budget, Questions
 from .ranks import Ranks
 from .sampled import Rates, SampledStep, is_plain
 from .scaling import Scaling
 from .settings import SEED_BY
-from .untouched import tensors_in
 from .values import is_capturing
 
 _MAX_OPTIMIZERS = 64
@@ -104,11 +103,10 @@ class Identities:
         self._open_pass: token_weights.Pass | None = None
         """Losses of the backward pass in progress, which may step optimizers."""
         self.schedules = schedule.Schedules(torch)
-        self.seeds = Seeds()
         self._tokenizers = Tokenizers()
         self._questions = None if "none" in os.environ.get(_ASKED, "") else Budget()
-        self._rows: Rows | None = None
-        """Rows of the newest batch of a data loader."""
+        self._rows: int | None = None
+        """Number of rows of the newest batch of a data loader."""
         self._counts = SEED_BY in os.environ
         """Whether verdicts are counted, as in a run of an experiment (`work.Work.judged`)."""
         self.is_fast = self.rests = False
@@ -154,7 +152,6 @@ class Identities:
         self._not_finite = 0
         self._report(self._held_out.forget())
         self.passes.forget()
-        self.seeds = Seeds()
         self.ranks.optimizer_made()
         self.scaling.optimizer_made()
 
@@ -202,10 +199,7 @@ class Identities:
         self.scaling.batch_fetched()
         if self._any_sampled_next:
             self._read_passes.append(loader_pass)
-        if self._questions is not None:
-            self._rows = None if rows is None else Rows(rows, None)
-            if self._any_sampled_next:
-                self._rows = _rows_of(self._torch, batch)
+        self._rows = rows
         if not self._position.rank:
             self._held_out.fetched(loader_pass, batch)
 
@@ -231,14 +225,11 @@ class Identities:
         self._is_fed = True
         self._search.forget()
         if self.rests:
-            if self.seeds.newest is not None:
-                self._report(self.seeds.trained_on(self._reached.steps - self._made_at))
             return
         roots = [one.grad_fn for one in tensors if getattr(one, "grad_fn", None) is not None]
         nodes = [*below(roots)] if self._any_sampled_next else []
         self._evaluations.trained_on()
         self.passes.trained_on()
-        self._report(self.seeds.trained_on(self._reached.steps - self._made_at))
         self._report(self._held_out.trained_on())
         self.ranks.backward_begins()
         self.scaling.backward_begins(tensors, nodes)
@@ -307,7 +298,7 @@ class Identities:
         state = self._states.get(optimizer)
         if self.rests and state is not None and get_ident() in self._threads:
             state.steps += 1
-            self.schedules.step(optimizer, state.scheduled)
+            state.scheduled.steps += 1
             return
         self.wake()
         if state is None:
@@ -346,10 +337,9 @@ class Identities:
         if is_capturing(self._torch):
             state.chain.leave()
             return
-        is_alone = len(self._states) == 1
         # Accelerate calls a scheduler once for each rank.
         if self._position.world == 1:
-            self._report(self.schedules.check(optimizer, state.steps, state.scheduled, is_alone))
+            self._report(self.schedules.check(optimizer, state.steps, state.scheduled))
         with self._torch.no_grad():
             sampled = state.sampled = SampledStep(
                 self._torch, optimizer, state.steps, state.rates, self._threads, has_closure
@@ -487,15 +477,6 @@ class Identities:
         """Return the steps sampled since the last call, in the order of their ends."""
         verdicts, self.verdicts = self.verdicts, []
         return verdicts
-
-
-def _rows_of(torch: Any, batch: Any) -> Rows | None:
-    """Return the rows of the first tensor in a batch, with a copy of the first one."""
-    tensor = next((tensor for tensor in tensors_in(torch, batch) if tensor.dim()), None)
-    if tensor is None:
-        return None
-    first = tensor[0].detach().clone() if tensor.dim() > 1 and len(tensor) else None
-    return Rows(int(tensor.shape[0]), first)
 
 
 _PAIR = os.environ.get(SEED_BY)

@@ -1,8 +1,8 @@
 """Check that dropout and batch norm are in training mode in training steps and in eval mode in evaluations.
 
 Modules are found once for each optimizer, from the parameters that it steps; their flags are read and nothing is
-hooked. An evaluation in training mode is recognised by its effects: batch norms that updated their statistics, or
-random numbers drawn while a batch was processed.
+hooked. An evaluation in training mode is recognised by batch norms that updated their statistics, or by gradients that
+are off while dropout is in training mode, where there is no other model.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from .parameters import (
     listed,
     parameters_of,
 )
-from .values import is_capturing
 
 _IN_A_ROW = 2
 """Number of consecutive batches of an evaluation in training mode, from which it is reported."""
@@ -175,9 +174,9 @@ class Evaluations:
         self._decided: weakref.ref[Any] | None = None
         """First module of a model that has its verdict."""
         self._in_a_row = 0
-        self._before: (
-            tuple[Any, list[tuple[_ModeDependent, int]], list[_ModeDependent], Any] | None
-        ) = None
+        self._before: tuple[Any, list[tuple[_ModeDependent, int]], list[_ModeDependent]] | None = (
+            None
+        )
         self._calm: list[_ModeDependent] = []
         """Modules that were all in eval mode when the newest batch was yielded."""
 
@@ -211,11 +210,10 @@ class Evaluations:
             if dependent.kind == _BATCH_NORM and (version := _version(module)) is not None
         ]
         # All must be in training mode, as parts of a model may be frozen.
-        drops = [dependent for dependent, _ in training if dependent.kind == _DROPOUT]
         without_grad = not self._torch.is_grad_enabled() and len(training) == len(living)
-        drawn = self._drawn() if drops and without_grad else None
-        if counts or drawn is not None:
-            self._before = living[0][0].module, counts, drops, drawn
+        drops = [one for one, _ in training if one.kind == _DROPOUT and without_grad]
+        if counts or drops:
+            self._before = living[0][0].module, counts, drops
 
     def asked_for(self, iterator: Any) -> list[Line]:
         """Return the verdict on the previous batch, which was processed when the next one is requested."""
@@ -231,7 +229,7 @@ class Evaluations:
             return [("evaluation_mode", PASS, text, {"modules": len(calm)})]
         if self._before is None or self._pass is None or self._pass.of() is not iterator:
             return []
-        first, counts, drops, drawn = self._before
+        first, counts, drops = self._before
         self._before = None
         moved = [
             dependent
@@ -240,29 +238,19 @@ class Evaluations:
             and _is_training(module)
             and _version(module) not in (None, version)
         ]
-        has_drawn = drawn is not None and drawn != self._drawn()
-        self._in_a_row = self._in_a_row + 1 if moved or has_drawn else 0
+        self._in_a_row = self._in_a_row + 1 if moved or drops else 0
         if self._in_a_row < _IN_A_ROW:
             return []
         self._decided = first
         if not moved and not _is_alone(drops, self._search.modules):
-            return []  # another model may have drawn the random numbers
+            return []  # another model may be evaluated
         effect = (
             f"{_counts_text(moved)} updated statistics: {_names_text(moved)}"
             if moved
-            else f"{_counts_text(drops)} in training mode drew random numbers: {_names_text(drops)}"
+            else f"{_counts_text(drops)} in training mode: {_names_text(drops)}"
         )
         text = f"on batches without a backward pass, {effect}"
         return [("evaluation_mode", SUSPICION, text, {"modules": len(moved or drops)})]
-
-    def _drawn(self) -> Any:
-        """Return the state of the random generators, which changes with each draw."""
-        torch = self._torch
-        state = [torch.get_rng_state().numpy().tobytes()]
-        if torch.cuda.is_initialized() and not is_capturing(torch):
-            generator = torch.cuda.default_generators[torch.cuda.current_device()]
-            state.append(getattr(generator, "get_offset", int)())
-        return state
 
 
 def _version(module: Any) -> int | None:

@@ -19,11 +19,12 @@ teacher are paired with which of the student.
 
 from __future__ import annotations
 
+import inspect
 import sys
 import time
 import weakref
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from .distillation import Divergence
 from .losses import Loss
@@ -58,14 +59,6 @@ class _Unasked(Exception):
     """Reason why a question cannot be asked."""
 
 
-class Rows(NamedTuple):
-    """Rows of the batch that a data loader gave."""
-
-    number: int
-    first: Any
-    """First row; None unless it was copied."""
-
-
 class _Call:
     """A kept call of a model: its arguments with two rows at most, modes, autocast, and the outputs if wanted."""
 
@@ -77,10 +70,12 @@ class _Call:
         if first is None or not first.dim():
             raise _Unasked("its call has no tensor with rows")
         self.rows = int(first.shape[0])
-        self._is_square = first.dim() > 1 and first.shape[1] == self.rows
+        self.is_square = first.dim() > 1 and first.shape[1] == self.rows
+        """Whether another dimension, such as time, is as long as there are rows."""
         self._bytes = 0
         self.arguments: Any = _mapped(arguments, self._copy_of)
         """Arguments by place or name."""
+        self._names = [*inspect.signature(model.forward).parameters]
         self._modes = [module.training for module in model.modules()]
         kind = first.device.type
         try:
@@ -138,13 +133,10 @@ class _Call:
         scale = _largest(output)
         return self._limits[0] * scale, self._limits[1] * scale
 
-    def has_rows_of(self, data: Rows) -> bool:
-        """Return whether the call's first dimension is the rows of the data: it may be time, with the same length."""
-        if data.number != self.rows or not self._is_square or data.first is None:
-            return data.number == self.rows
-        row = next(iter(tensors_in(self._torch, self.arguments)))[0]
-        ends = (data.first[: len(row)], data.first[len(data.first) - len(row) :])
-        return any(end.shape == row.shape and bool((end.to(row) == row).all()) for end in ends)
+    def _named(self, name: str) -> Any:
+        """Return an argument by its name in the signature, however it was passed."""
+        place: int | str = self._names.index(name) if name in self._names else name
+        return self.arguments.get(name, self.arguments.get(place))
 
     def swapped(self) -> Any:
         return self._with(lambda rows: rows.flip(0))
@@ -183,50 +175,16 @@ class _Call:
         return next(iter(tokens.items()), None)
 
     def padding(self, tokens_BT: Any) -> Any:
-        """Return which tokens are padding, (B, T), by a mask among the arguments. A mask is recognised by its name, or
-        because one of its values covers a single token id, in one run at one end of each row."""
-        torch = self._torch
+        """Return which tokens are padding, (B, T), by a mask among the arguments."""
         for name, marks in _MASKS.items():
-            if _is_like(mask := self.arguments.get(name), tokens_BT):
+            if _is_like(mask := self._named(name), tokens_BT):
                 return mask.bool() if marks else ~mask.bool()
-        for mask in self.arguments.values():
-            if not _is_like(mask, tokens_BT) or mask is tokens_BT:
-                continue
-            for marked_BT in (mask == 0, mask == 1):
-                changes_B = (marked_BT[:, 1:] != marked_BT[:, :-1]).sum(1)
-                if (
-                    marked_BT.any()
-                    and bool(((mask == 0) | (mask == 1)).all())
-                    and int(changes_B.max()) <= 1
-                    and len(tokens_BT[marked_BT].unique())
-                    == 1
-                    < len(tokens_BT[~marked_BT].unique())
-                ):
-                    return marked_BT
-        return torch.zeros_like(tokens_BT, dtype=torch.bool)
+        return self._torch.zeros_like(tokens_BT, dtype=self._torch.bool)
 
     def positions(self, tokens_BT: Any) -> Any:
-        """Return the positions of the tokens in their documents, (B, T): the argument of that name, or one that counts
-        up from 0 several times, in documents of different lengths. None if there is none."""
-        by_name = self.arguments.get("position_ids")
-        if _is_like(by_name, tokens_BT):
-            return by_name
-        for argument in self.arguments.values():
-            if (
-                argument is tokens_BT
-                or not _is_like(argument, tokens_BT)
-                or argument.is_floating_point()
-            ):
-                continue
-            begins_BT = argument == 0
-            counts_on = argument[:, 1:].long() == argument[:, :-1].long() + 1
-            if not bool(begins_BT[:, 0].all() & (counts_on | begins_BT[:, 1:]).all()):
-                continue
-            # Equal lengths may be the rows of an image. The last document of a row may be cut, so it does not count.
-            lengths = [row.nonzero().flatten().diff() for row in begins_BT]
-            if len(self._torch.cat(lengths).unique()) > 1:
-                return argument
-        return None
+        """Return the argument with the positions of the tokens in their documents, (B, T); None if there is none."""
+        positions_BT = self._named("position_ids")
+        return positions_BT if _is_like(positions_BT, tokens_BT) else None
 
 
 class Budget:
@@ -331,8 +289,8 @@ class Questions:
         except Exception:  # noqa: BLE001  an output of another form
             pass
 
-    def ask(self, losses: list[Loss | Divergence], data_rows: Rows | None) -> list[Line]:
-        """Return the verdicts after a step. `data_rows`: the rows of the batch, if a data loader gave one."""
+    def ask(self, losses: list[Loss | Divergence], data_rows: int | None) -> list[Line]:
+        """Return the verdicts after a step. `data_rows`: number of rows of the batch, if a data loader gave one."""
         for hook in self._hooks:
             hook.remove()
         calls, why = self._calls, self._why
@@ -345,11 +303,6 @@ class Questions:
             )
         self._has_asked = True
         begin_s, lines = time.monotonic(), []
-        cuda = self._torch.cuda
-        # Reading the answers synchronises, which must not trip the script's own search for synchronisations.
-        debug = cuda.get_sync_debug_mode() if cuda.is_initialized() else 0
-        if debug:
-            cuda.set_sync_debug_mode(0)
         for model_id, call in calls.items():
             try:
                 if model_id in self._teachers:
@@ -361,8 +314,6 @@ class Questions:
             except Exception as error:  # noqa: BLE001  a model may refuse a repeated call
                 text = f"the second call of the model failed: {type(error).__name__}: {error}"
                 lines.append(("questions", UNKNOWN, text, {}))
-        if debug:
-            cuda.set_sync_debug_mode(debug)
         taken_s = time.monotonic() - begin_s
         self._spent_s += taken_s
         self._budget.seconds -= taken_s
@@ -372,7 +323,7 @@ class Questions:
         return lines
 
     def _ask_model(
-        self, call: _Call, losses: list[Loss | Divergence], data_rows: Rows | None
+        self, call: _Call, losses: list[Loss | Divergence], data_rows: int | None
     ) -> list[Line]:
         torch, name = self._torch, type(call.model).__name__
         context = Untouched(torch, call.model)
@@ -396,7 +347,7 @@ class Questions:
         lines: list[Line] = [("eval_is_random", PASS, text, {})]
         if self._is_put_back:
             return lines
-        if call.rows > 1 and data_rows is not None and call.has_rows_of(data_rows):
+        if call.rows > 1 and data_rows == call.rows and not call.is_square:
             lines += self._swap(call, base, limits, name)
         lines += self._ask_decoder(call, base, losses)
         return lines
@@ -410,17 +361,13 @@ class Questions:
         for index, (output, swapped_output) in enumerate(zip(base, outputs, strict=True)):
             if not output.dim() or output.shape[0] != 2 or output.shape != swapped_output.shape:
                 continue
-            candidates = [swapped_output.flip(0)]
-            if output.dim() == 2 and not output.shape[1] % 2:
-                # Similarities of all rows with all, with those of several kinds side by side.
-                columns = torch.arange(output.shape[1], device=output.device)
-                candidates += [
-                    swapped_output.flip(0)[:, columns ^ 1],
-                    swapped_output.flip(0).roll(output.shape[1] // 2, 1),
-                ]
-            changes = [_largest_change(torch, output, candidate) for candidate in candidates]
-            change = min(changes)
-            alone[index] = changes[0] <= limits[index][0]
+            swapped_output = swapped_output.flip(0)
+            change = _largest_change(torch, output, swapped_output)
+            alone[index] = change <= limits[index][0]
+            if output.dim() == 2:
+                # In similarities of all rows with all, the columns are swapped too.
+                pair = output.sort(1).values, swapped_output.sort(1).values
+                change = min(change, _largest_change(torch, *pair))
             if change > limits[index][1]:
                 text = f"two rows swapped in the input of {name} change its outputs by {change:.3g}, the swap apart"
                 return [("rows_mixed", SUSPICION, text, {"apart": change})]

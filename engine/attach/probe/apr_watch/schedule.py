@@ -11,8 +11,6 @@ _SETTLED = 4
 """First step at which a schedule is judged: schedules are wrapped and started before."""
 _NEGLIGIBLE = 2.0**-24
 """Learning rate, relative to the highest one, that changes no fp32 weight any more: half a unit in the last place."""
-_LATE = 8
-"""First step at which an optimizer that has never stepped counts as unused."""
 
 
 class Schedules:
@@ -35,9 +33,8 @@ class Schedules:
                 if _groups(schedule) is optimizer.param_groups and (length := _length(schedule))
             ]
 
-    def check(self, optimizer: Any, number: int, rates: Rates, is_alone: bool) -> list[Line]:
-        """Return the verdicts before step `number` of an optimizer with these learning rates; `is_alone` if no other
-        optimizer steps."""
+    def check(self, optimizer: Any, number: int, rates: Rates) -> list[Line]:
+        """Return the verdicts before step `number` of an optimizer with these learning rates."""
         groups = optimizer.param_groups
         schedules = [schedule for schedule in self._made if _groups(schedule) is groups]
         lines = rates.check_rate(type(optimizer).__name__, number, groups)
@@ -47,17 +44,6 @@ class Schedules:
                 for line in rates.check_calls(schedule, number)
                 if line[1] != PASS or not rates.was_zero
             ]
-        strays = [
-            schedule
-            for schedule in self._made
-            if _groups(schedule) is not groups and _calls(schedule) >= _SETTLED
-        ]
-        if is_alone and not schedules and strays and number >= _LATE:
-            text = (
-                f"{type(strays[0]).__name__} changes the learning rate of an optimizer that has never stepped; none "
-                f"changes that of the {type(optimizer).__name__} that steps"
-            )
-            lines.append(("schedule", SUSPICION, text, {"calls": _calls(strays[0])}))
         return lines
 
 

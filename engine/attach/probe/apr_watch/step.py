@@ -15,7 +15,6 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from threading import get_ident
-from types import FrameType
 from typing import Any, NamedTuple
 
 from .compiles import Compiles
@@ -114,38 +113,23 @@ class Clock:
 
 class Batches:
     """Rows and tokens of the batches trained on. A pass over a loader feeds the training once a backward pass has
-    directly followed one of its batches; batches of an evaluation are not counted. Where a framework reads one batch
-    ahead, a batch counts when the next one is requested, as that is when the training gets it."""
+    directly followed one of its batches; batches of an evaluation are not counted."""
 
-    def __init__(self, torch: Any, position: Position) -> None:
-        self._torch, self._position = torch, position
+    def __init__(self, torch: Any) -> None:
+        self._torch = torch
         self._integers = {torch.int64, torch.int32, torch.int16, torch.uint8, torch.int8}
         self._place: dict[str, int | None] = {}
         self.place: dict[str, int | None] = {}
         """Number of the newest batch that was trained on, and of all batches of its pass, where they are known."""
         self._sizes: list[tuple[Pass, tuple[int | None, int | None, Batch]]] = []
 
-    def fetched(
-        self, read: Pass, at: int | None, batch: Any, caller: FrameType, name: Batch
-    ) -> int | None:
+    def fetched(self, read: Pass, at: int | None, batch: Any, name: Batch) -> int | None:
         """Record the `at`-th batch of a pass; return its rows, None where they are unknown."""
         is_known = isinstance(at, int) and read.length is not None and at <= read.length
         self._place = {"batch": at, "batches": read.length} if is_known else {}
-        self.asked_for(read)
-        several = self._position.world > 1 and _is_dispatched(caller)
-        rows, tokens = (None, None) if several else self._size(batch)
-        size = rows, tokens, name
-        if _is_read_ahead(caller):
-            read.ahead = size
-        else:
-            self._sizes.append((read, size))
+        rows, tokens = self._size(batch)
+        self._sizes.append((read, (rows, tokens, name)))
         return rows
-
-    def asked_for(self, read: Pass | None) -> None:
-        """Record a request for one more batch, whether or not there is one."""
-        if read is not None and read.ahead is not None:
-            self._sizes.append((read, read.ahead))
-            read.ahead = None
 
     def trained_on(self) -> None:
         """Record the begin of a backward pass."""
@@ -174,36 +158,6 @@ class Batches:
             ):
                 return rows, tensor.numel()
         return rows, None
-
-
-def _is_read_ahead(caller: FrameType) -> bool:
-    """Return whether a framework requests this batch before the training got the previous one: Accelerate always does,
-    Lightning where the number of batches is unknown."""
-    module = caller.f_globals.get("__name__")
-    if module == "accelerate.data_loader":
-        code = caller.f_code
-        return code.co_name == "_fetch_batches" or "next_batch" in code.co_varnames
-    frame: FrameType | None = caller
-    while frame is not None and module in _LIGHTNING_READS:
-        if module.endswith(".fetchers"):
-            fetcher: Any = frame.f_locals.get("self")
-            return hasattr(fetcher, "prefetch_batches") and fetcher.length is None
-        frame = frame.f_back
-        module = frame and frame.f_globals.get("__name__")
-    return False
-
-
-_LIGHTNING_READS = {
-    f"{package}.{module}"
-    for package in ("lightning.pytorch", "pytorch_lightning")
-    for module in ("utilities.combined_loader", "loops.fetchers")
-}
-
-
-def _is_dispatched(caller: FrameType) -> bool:
-    """Return whether rank 0 reads for all ranks (Accelerate's dispatching loader), so its own share is unknown."""
-    module = caller.f_globals.get("__name__")
-    return module == "accelerate.data_loader" and caller.f_code.co_name == "_fetch_batches"
 
 
 def _sum(numbers: Sequence[Any]) -> Any:
@@ -255,7 +209,7 @@ class Steps:
         self._total_steps: int | None = None
         """Number of steps of the training, where a framework knows it."""
         self._position.read()
-        self._batches = Batches(self._torch, self._position)
+        self._batches = Batches(self._torch)
         self.identities = Identities(self._torch, self._position)
         self._waiting: deque[Entry] = deque()
         self._optimizers = 0
@@ -305,9 +259,7 @@ class Steps:
         self._clock.leave("data")
         self._clock.workers_start = False
 
-    def batch_fetched(
-        self, iterator: Any, batch: Any, caller: FrameType, is_timed: bool | None
-    ) -> None:
+    def batch_fetched(self, iterator: Any, batch: Any, is_timed: bool | None) -> None:
         """Record a batch; `is_timed`: what `data_begins` returned."""
         if is_timed:
             self.data_ends()
@@ -319,7 +271,7 @@ class Steps:
                 if self._work.is_on
                 else _NO_BATCH
             )
-            rows = self._batches.fetched(loader_pass, at, batch, caller, name)
+            rows = self._batches.fetched(loader_pass, at, batch, name)
             self.identities.batch_fetched(loader_pass, batch, rows)
 
     def samples_asked_for(self, index: Any, iterator: Any) -> None:
@@ -330,7 +282,6 @@ class Steps:
 
     def no_batch(self, iterator: Any, error: BaseException) -> None:
         loader_pass = self.identities.passes.of(iterator)
-        self._batches.asked_for(loader_pass)
         if isinstance(error, StopIteration):
             self.identities.no_batch(iterator)
             self._write_identities()
@@ -427,12 +378,6 @@ class Steps:
         if self._work.is_on:
             self._work.follow()
         self._trainings.optimizer_made(optimizer)
-
-    def seeded(self, _: Any, seed: Any) -> None:
-        self.identities.seeds.seeded(int(seed))
-
-    def restored(self, *_: Any, **others: Any) -> None:
-        self.identities.seeds.restored()
 
     def schedule_made(self, _: None, schedule: Any, *args: Any, **others: Any) -> None:
         self.identities.schedules.add(schedule)
