@@ -80,7 +80,6 @@ HEADS = Limit(
 )
 HEAD_WIDTH = Limit(what="head_dim of a model", most=1 << 16, unit="numbers")
 POSITIONS = Limit(what="max_position_embeddings of a model", most=1 << 30, unit="positions")
-TOKEN_IDS = Limit(what="token ids that one key of a config.json lists", most=1024, unit="ids")
 PARAMETERS = Limit(what="weights of a model", most=1 << 44, unit="weights")
 WEIGHTS_HEADER = Limit(
     what="the header of a safetensors file, and the index of a sharded one",

@@ -11,7 +11,7 @@ The family (`model_type`) determines the rest: it is a row of `engine.model_fami
 
 `rms_norm_eps` and `rope_theta` change every logit but no shape, so a file without them is refused:
 a default would run and be wrong. Both spellings of the RoPE settings are read, `rope_theta` with
-`rope_scaling` and transformers' newer `rope_parameters`, and both are written.
+`rope_scaling` and transformers' newer `rope_parameters`, which counts where a file has both, and both are written.
 
 Not covered, and refused by name: other families, other activations, other RoPE scalings (yarn,
 linear, ...), dropout, sliding windows and biases where the family has none, quantised
@@ -24,6 +24,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import InitVar, asdict, dataclass
+from typing import Any
 
 from engine import limits
 from engine.errors import WeightsError
@@ -53,10 +54,12 @@ SIZES: dict[str, Limit] = {
     "max_position_embeddings": limits.POSITIONS,
 }
 """Every size of a decoder with its upper limit."""
-_REALS = ("rms_norm_eps", "rope_theta", "rope_local_base_freq", "query_pre_attn_scalar")
+_POSITIVE = (
+    *("rms_norm_eps", "rope_theta", "rope_local_base_freq", "rope_factor"),
+    *("query_pre_attn_scalar", "sliding_window"),
+)
 _SCALING: dict[str, dict[str, type]] = {
     "linear": {"factor": float},
-    "longrope": {},
     "llama3": {
         "factor": float,
         "low_freq_factor": float,
@@ -126,12 +129,11 @@ class ModelConfig:
         # Stays 0 if it does not divide, so that the check below names the two numbers.
         if self.head_dim == 0 and heads > 0 and self.hidden_size % heads == 0:
             object.__setattr__(self, "head_dim", self.hidden_size // heads)
-        kind = FAMILIES.get(self.family)
         derived: dict[str, float | None] = {}
-        if kind is not None and kind.window_by_layer:
+        if self.kind.window_by_layer:
             derived["sliding_window"] = self.max_position_embeddings
             derived["rope_local_base_freq"] = self.rope_theta
-        if kind is not None and kind.query_scale:
+        if self.kind.query_scale:
             derived["query_pre_attn_scalar"] = self.head_dim
         for key, value in derived.items():
             if getattr(self, key) is None:
@@ -193,11 +195,6 @@ class ModelConfig:
         assert family is not None
         values, problems = _read_values(raw, family)
         _refuse(problems, where)
-        scaling = values.get("rope_scaling")
-        if isinstance(scaling, dict):
-            values["rope_scaling"] = RopeScaling(**scaling)
-        if isinstance(long := values.get("long_rope"), dict):
-            values["long_rope"] = LongRope(**long)
         return cls(**values, where=where)  # type: ignore[arg-type]  # each value was checked by `_take`
 
     def to_hf_dict(self) -> dict[str, object]:
@@ -294,27 +291,20 @@ def _refuse(problems: list[str], where: object) -> None:
 
 def _read_values(raw: Mapping[str, object], family: Family) -> tuple[dict[str, object], list[str]]:
     """Return the fields of `ModelConfig` that `raw` has with the right type, and the problems of
-    the others. A RoPE scaling is returned as a dict of its numbers.
+    the others.
     """
-    problems: list[str] = []
-    if family.window_by_layer:
-        raw = _one_rope(raw, problems)
-    problems += _unsupported(raw, family)
+    raw, rope = _flat(raw, family)
+    problems = _unsupported(raw, rope, family)
     values: dict[str, object] = {"family": family.name}
-    if raw.get("num_key_value_heads", 0) is None:
-        raw = {**raw, "num_key_value_heads": raw.get("num_attention_heads")}
-    raw = _completed(raw, family)
     for key in SIZES:
         if key != "head_dim" or family.own_head_dim or raw.get(key) is not None:
             _take(raw, key, int, values, problems)
     _take(raw, "rms_norm_eps", float, values, problems)
-    _take(_from_rope(raw, "rope_theta", problems), "rope_theta", float, values, problems)
-    if family.partial_rotary:
-        raw = _from_rope(raw, "partial_rotary_factor", problems)
-        if raw.get("partial_rotary_factor") is not None:
-            _take(raw, "partial_rotary_factor", float, values, problems)
-    if len(family.rope_types) > 1:
-        _take_rope_scaling(raw, values, problems)
+    _take(raw, "rope_theta", float, values, problems)
+    if family.partial_rotary and raw.get("partial_rotary_factor") is not None:
+        _take(raw, "partial_rotary_factor", float, values, problems)
+    if _rope_type(rope) in family.rope_types:
+        _take_rope_scaling(raw, rope, values, problems)
     # null means no window, except in families where some layers have one: those need its size.
     is_read = family.window_by_layer or raw.get("sliding_window", 0) is not None
     if family.sliding_window and is_read:
@@ -339,16 +329,31 @@ def _read_values(raw: Mapping[str, object], family: Family) -> tuple[dict[str, o
     return values, problems
 
 
-def _completed(raw: Mapping[str, object], family: Family) -> Mapping[str, object]:
-    """Return `raw` with the keys that older files of the family lack."""
-    nested = raw.get("rope_parameters")
-    present = {*raw, *(nested if isinstance(nested, Mapping) else ())}
-    lacking = {key: value for key, value in family.absent.items() if key not in present}
-    for key in lacking:
+def _flat(
+    raw: Mapping[str, object], family: Family
+) -> tuple[dict[str, object], Mapping[str, object]]:
+    """Return `raw` with the base of its RoPE and the keys that older files of the family lack, and its RoPE.
+
+    `rope_parameters` is the newer spelling. Where some layers have a window, it may have a table for each kind of
+    layer.
+    """
+    spellings = [raw.get("rope_scaling"), raw.get("rope_parameters")]
+    rope: dict[str, object] = {}
+    for spelling in spellings:
+        rope |= spelling if isinstance(spelling, Mapping) else {}
+    flat = dict(raw)
+    kinds = [rope.get(kind) for kind in ("full_attention", "sliding_attention")]
+    if family.window_by_layer and isinstance(kinds[0], Mapping):
+        rope = dict(kinds[0])
+        if isinstance(kinds[1], Mapping) and "rope_theta" in kinds[1]:
+            flat["rope_local_base_freq"] = kinds[1]["rope_theta"]
+    flat |= {key: rope[key] for key in ("rope_theta", "partial_rotary_factor") if key in rope}
+    for key, value in family.absent.items():
         # As `Family.absent` says.
-        if lacking[key] is None:
-            lacking[key] = raw.get("num_attention_heads")  # type: ignore[assignment]  # checked as it is taken
-    return {**raw, **lacking}
+        flat.setdefault(key, raw.get("num_attention_heads") if value is None else value)
+    if flat.get("num_key_value_heads", 0) is None:
+        flat["num_key_value_heads"] = raw.get("num_attention_heads")
+    return flat, rope
 
 
 def _take(
@@ -402,55 +407,13 @@ def _layers_without_window(raw: Mapping[str, object], problems: list[str]) -> tu
     return tuple(at for at in range(layers) if types[at] == "full_attention")
 
 
-def _one_rope(raw: Mapping[str, object], problems: list[str]) -> Mapping[str, object]:
-    """Return `raw` with `rope_parameters` for the layers without a window, and the RoPE base of the layers with one as
-    `rope_local_base_freq`. The newer spelling has a table for each kind of layer in `rope_parameters` instead.
-    """
-    nested = raw.get("rope_parameters")
-    kinds = ("full_attention", "sliding_attention")
-    if not isinstance(nested, Mapping) or not nested.keys() & {*kinds}:
-        return raw
-    if nested.keys() - {*kinds}:
-        problems.append(
-            f"rope_parameters: expected {' and '.join(kinds)} alone, found {[*nested]!r:.80}"
-        )
-    full, local = (rope if isinstance(rope := nested.get(kind), Mapping) else {} for kind in kinds)
-    where = "rope_parameters.sliding_attention"
-    if (kind := _rope_type(local)) != "default":
-        problems.append(f"{where}.rope_type: expected 'default', found {kind!r:.80}")
-    if "rope_theta" not in local:
-        return {**raw, "rope_parameters": full}
-    key, found = "rope_local_base_freq", local["rope_theta"]
-    if raw.get(key, found) != found:
-        problems.append(
-            f"{key}: expected the value of {where}.rope_theta, {found!r:.80}, found {raw[key]!r:.80}"
-        )
-    return {**raw, "rope_parameters": full, key: found}
-
-
 def _token_ids(raw: Mapping[str, object], key: str, problems: list[str]) -> tuple[int, ...]:
     found = raw.get(key)
     ids = [] if found is None else found if isinstance(found, list) else [found]
-    if len(ids) > limits.TOKEN_IDS.most:
-        problems.append(f"{key}: expected {limits.TOKEN_IDS}, found {len(ids):,}")
-        return ()
     if all(type(token) is int and abs(token) < 2**63 for token in ids):
         return tuple(ids)
     problems.append(f"{key}: expected an integer or a list of integers, found {found!r:.80}")
     return ()
-
-
-def _from_rope(raw: Mapping[str, object], key: str, problems: list[str]) -> Mapping[str, object]:
-    """Return `raw` with a RoPE setting under `key`, whichever spelling the file has."""
-    nested = raw.get("rope_parameters")
-    if not isinstance(nested, Mapping) or key not in nested:
-        return raw
-    if key in raw and raw[key] != nested[key]:
-        problems.append(
-            f"{key}: expected the value of rope_parameters.{key}, "
-            f"{nested[key]!r:.80}, found {raw[key]!r:.80}"
-        )
-    return {**raw, key: nested[key]}
 
 
 def _family(raw: Mapping[str, object]) -> Family | None:
@@ -464,62 +427,36 @@ def _rope_type(rope: Mapping[str, object]) -> object:
 
 
 def _take_rope_scaling(
-    raw: Mapping[str, object], values: dict[str, object], problems: list[str]
+    raw: Mapping[str, object],
+    rope: Mapping[str, object],
+    values: dict[str, object],
+    problems: list[str],
 ) -> None:
-    """Read the RoPE scaling in either spelling; if a file has both, they must agree."""
-    found: list[dict[str, object]] = []
-    for key in ("rope_scaling", "rope_parameters"):
-        rope = raw.get(key)
-        if not isinstance(rope, Mapping):
-            continue
-        scaling: dict[str, object] = {}
-        wrong: list[str] = []
-        for name, kind in _SCALING.get(str(_rope_type(rope)), {}).items():
-            _take(rope, name, kind, scaling, wrong)
-        if _rope_type(rope) == "longrope":
-            scaling |= _long_rope(raw, rope, wrong)
-        problems.extend(f"{key}.{problem}" for problem in wrong)
-        found.append(scaling)
-    if len(found) == 2 and found[0] != found[1]:
-        problems.append(
-            f"rope_scaling: expected the scaling of rope_parameters, {found[1] or None}, "
-            f"found {found[0] or None}"
-        )
-    elif found and found[0].keys() & {*LONG_FACTORS}:
-        values["long_rope"] = found[0]
-    elif found and found[0].keys() == {"factor"}:
-        values["rope_factor"] = found[0]["factor"]
-    elif found and found[0]:
-        values["rope_scaling"] = found[0]
-
-
-def _long_rope(
-    raw: Mapping[str, object], rope: Mapping[str, object], problems: list[str]
-) -> dict[str, object]:
-    """Return the fields of `LongRope`. The original length is a key of the model and not of its RoPE, as
-    transformers has it.
-    """
-    fields: dict[str, object] = {}
-    _take(raw, ORIGINAL, int, fields, problems)
-    original, length = fields.get(ORIGINAL), raw.get("max_position_embeddings")
-    if rope.get(ORIGINAL, original) != original:
-        problems.append(f"{ORIGINAL}: expected that of the model, found {rope[ORIGINAL]!r:.80}")
-    for key in LONG_FACTORS:
-        factors = rope.get(key)
-        if isinstance(factors, list) and all(type(number) in (int, float) for number in factors):
-            fields[key] = tuple(map(float, factors))
-        else:
-            problems.append(f"{key}: expected a list of numbers, found {factors!r:.80}")
-    if rope.get("attention_factor") is not None:
-        _take(rope, "attention_factor", float, fields, problems)
-    factor = rope.get("factor")
-    if isinstance(original, int) and isinstance(length, int) and original > 0:
-        expected = length / original
-        if factor not in (None, expected):
-            problems.append(
-                f"factor: expected max_position_embeddings / {ORIGINAL}, {expected:g}, found {factor!r:.80}"
-            )
-    return fields
+    kind = _rope_type(rope)
+    fields: dict[str, Any] = {}
+    wrong: list[str] = []
+    for name, type_ in _SCALING.get(str(kind), {}).items():
+        _take(rope, name, type_, fields, wrong)
+    if kind == "longrope":
+        # A key of the model and not of its RoPE, as transformers has it.
+        _take(raw, ORIGINAL, int, fields, wrong)
+        for key in LONG_FACTORS:
+            factors = rope.get(key)
+            if isinstance(factors, list) and all(type(x) in (int, float) for x in factors):
+                fields[key] = tuple(map(float, factors))
+            else:
+                wrong.append(f"{key}: expected a list of numbers, found {factors!r:.80}")
+        if rope.get("attention_factor") is not None:
+            _take(rope, "attention_factor", float, fields, wrong)
+    problems.extend(f"rope_scaling.{problem}" for problem in wrong)
+    if wrong:
+        return
+    if kind == "linear":
+        values["rope_factor"] = fields["factor"]
+    elif kind == "llama3":
+        values["rope_scaling"] = RopeScaling(**fields)
+    elif kind == "longrope":
+        values["long_rope"] = LongRope(**fields)
 
 
 def unsupported(raw: Mapping[str, object]) -> list[str]:
@@ -529,11 +466,13 @@ def unsupported(raw: Mapping[str, object]) -> list[str]:
         names = " or ".join(map(repr, FAMILIES))
         found = f"{raw.get('model_type')!r:.80}"
         return [f"model_type: expected {names} (all that is supported), found {found}"]
-    return _unsupported(_one_rope(raw, []) if family.window_by_layer else raw, family)
+    return _unsupported(*_flat(raw, family), family)
 
 
-def _unsupported(raw: Mapping[str, object], family: Family) -> list[str]:
-    """List the features that the file requests and this decoder does not support."""
+def _unsupported(
+    raw: Mapping[str, object], rope: Mapping[str, object], family: Family
+) -> list[str]:
+    """List the features that the file requests and this decoder does not support; as `_flat` returns it."""
     problems = []
 
     def only(key: str, found: object, *allowed: object) -> None:
@@ -557,23 +496,14 @@ def _unsupported(raw: Mapping[str, object], family: Family) -> list[str]:
     if isinstance(layer_types, list) and not family.window_by_layer:
         for kind in sorted({str(kind) for kind in layer_types} - {"full_attention"}):
             only("layer_types", kind, "full_attention")
-    for key in ("rope_scaling", "rope_parameters"):
-        rope = raw.get(key)
-        if isinstance(rope, Mapping):
-            only(f"{key}.rope_type", _rope_type(rope), *family.rope_types)
-            if not family.partial_rotary or key == "rope_scaling":
-                only(f"{key}.partial_rotary_factor", rope.get("partial_rotary_factor", 1.0), 1.0)
-        else:
-            only(key, rope, None)
+    only("rope_type", _rope_type(rope), *family.rope_types)
+    if not family.partial_rotary:
+        only("partial_rotary_factor", raw.get("partial_rotary_factor") or 1.0, 1.0)
     return problems
 
 
 def _impossible(config: ModelConfig) -> list[str]:
-    """List the problems of values that no model can have: first of its sizes, then of what its family lacks, then of
-    the rest, which is computed from these."""
-    name, family = config.family, FAMILIES.get(config.family)
-    if family is None:
-        return [f"family: expected {', '.join(FAMILIES)}, found {name!r:.80}"]
+    """List the problems of values that no model can have: first of its sizes, then of what is computed from these."""
     problems = []
     for key, limit in SIZES.items():
         size = getattr(config, key)
@@ -582,27 +512,14 @@ def _impossible(config: ModelConfig) -> list[str]:
             problems.append(f"{key}: expected {limit}, found {found}")
         elif size < 1 and not (key == "head_dim" and size == 0):
             problems.append(f"{key}: expected a positive integer, found {size!r:.80}")
-    for key in _REALS:
+    for key in _POSITIVE:
         real = getattr(config, key)
         if real is not None and not (math.isfinite(real) and real > 0):
             problems.append(f"{key}: expected a positive finite number, found {real!r:.80}")
-    for key, absent, has in (
-        ("partial_rotary_factor", 1, family.partial_rotary),
-        ("sliding_window", None, family.sliding_window),
-        ("layers_without_rope", (), family.rope_by_layer),
-        ("layers_without_window", (), family.window_by_layer),
-        ("rope_local_base_freq", None, family.window_by_layer),
-        ("query_pre_attn_scalar", None, family.query_scale),
-        ("rope_factor", 1, "linear" in family.rope_types),
-        ("rope_scaling", None, family.llama3_rope),
-        ("long_rope", None, "longrope" in family.rope_types),
-    ):
-        if not has and (value := getattr(config, key)) != absent:
-            problems.append(f"{key}: expected {absent or None} for {name}, found {value!r:.80}")
-    return problems or _contradictory(config, family)
+    return problems or _contradictory(config)
 
 
-def _contradictory(config: ModelConfig, family: Family) -> list[str]:
+def _contradictory(config: ModelConfig) -> list[str]:
     problems = []
 
     def expect(holds: bool, key: str, expected: str, found: object) -> None:
@@ -611,73 +528,23 @@ def _contradictory(config: ModelConfig, family: Family) -> list[str]:
 
     heads, shared = config.num_attention_heads, config.num_key_value_heads
     expect(heads % shared == 0, "num_key_value_heads", f"a divisor of {heads} heads", shared)
-    if config.head_dim == 0 or family.whole_heads:
+    if config.head_dim == 0 or config.kind.whole_heads:
         width = config.hidden_size
         expect(width % heads == 0, "hidden_size", f"a multiple of {heads} heads", width)
     # RoPE rotates pairs of numbers.
     expect(config.head_dim % 2 == 0, "head_dim", "an even number", config.head_dim)
-    share, width = config.partial_rotary_factor, config.head_dim
-    key = "partial_rotary_factor"
-    expect(0 < share <= 1, key, "from 0 to 1", share)
-    if 0 < share < 1 and width:
-        rotated = int(width * share)
-        is_even = rotated > 0 and rotated % 2 == 0
-        expect(is_even, key, f"an even number of the {width} dimensions to rotate", rotated)
-    if (window := config.sliding_window) is not None:
-        most = limits.POSITIONS.most
-        expect(0 < window <= most, "sliding_window", f"from 1 to {most:,} tokens", window)
-    for key in ("layers_without_rope", "layers_without_window"):
-        layers = getattr(config, key)
-        inside = all(0 <= at < config.num_hidden_layers for at in layers)
-        expect(inside, key, "numbers of layers", layers)
-    factor = config.rope_factor
-    expect(1 <= factor < 2**63, "rope_scaling.factor", "at least 1", factor)
-    if config.rope_scaling is not None:
-        problems += _impossible_scaling(asdict(config.rope_scaling))
-    if config.long_rope is not None:
-        problems += _impossible_factors(config, config.long_rope)
+    if config.partial_rotary_factor != 1:
+        rotated, width = config.rotary_dim, config.head_dim
+        is_even = 0 < rotated <= width and rotated % 2 == 0
+        expected = f"an even number of the {width} dimensions to rotate"
+        expect(is_even, "partial_rotary_factor", expected, rotated)
+    if (long := config.long_rope) is not None:
+        pairs = config.rotary_dim // 2
+        for key in LONG_FACTORS:
+            count = len(getattr(long, key))
+            expected = f"a number for each of {pairs} pairs"
+            expect(count == pairs, f"rope_scaling.{key}", expected, count)
     ids = [*config.eos_token_ids, *([] if config.bos_token_id is None else [config.bos_token_id])]
     outside = [token for token in ids if not 0 <= token < config.vocab_size]
     expect(not outside, "bos_token_id, eos_token_id", "ids below vocab_size", outside)
-    return problems
-
-
-def _impossible_factors(config: ModelConfig, long: LongRope) -> list[str]:
-    problems = []
-    width = config.hidden_size // config.num_attention_heads
-    if config.head_dim != width:
-        # transformers counts the factors by this width, whatever head_dim is.
-        problems.append(f"head_dim: expected {width} with longrope, found {config.head_dim}")
-    pairs = config.rotary_dim // 2
-    for key in LONG_FACTORS:
-        factors = getattr(long, key)
-        if len(factors) != pairs:
-            problems.append(
-                f"rope_scaling.{key}: expected a number for each of {pairs} pairs, found {len(factors)}"
-            )
-        elif not all(0 < number < math.inf for number in factors):
-            problems.append(f"rope_scaling.{key}: expected positive finite numbers")
-    if not 1 < (original := long.original_max_position_embeddings) <= limits.POSITIONS.most:
-        problems.append(
-            f"{ORIGINAL}: expected from 2 to {limits.POSITIONS.most:,}, found {original!r:.80}"
-        )
-    factor = long.attention_factor
-    if factor is not None and not 0 < factor < math.inf:
-        problems.append(
-            f"rope_scaling.attention_factor: expected a positive finite number, found {factor!r:.80}"
-        )
-    return problems
-
-
-def _impossible_scaling(scaling: Mapping[str, float]) -> list[str]:
-    problems = [
-        f"rope_scaling.{key}: expected a positive finite number, found {scaling[key]!r:.80}"
-        for key in scaling
-        if not 0 < scaling[key] < 2**63
-    ]
-    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
-    if not problems and high <= low:
-        problems.append(f"rope_scaling.high_freq_factor: expected more than {low}, found {high}")
-    if not problems and scaling["factor"] < 1:
-        problems.append(f"rope_scaling.factor: expected at least 1, found {scaling['factor']}")
     return problems

@@ -10,9 +10,8 @@ distinguish adjacent positions, are unchanged, and those in between are blended:
     f'_i    = f_i (keep_i + (1 - keep_i) / factor)
 
 A GGUF file has no fields for the four numbers. It stores the divisors f_i / f'_i as the tensor
-`rope_freqs.weight`, and `scaling_of_divisors` finds numbers that give the same divisors. The
-divisors determine only the ratios original : low : high, so it returns low = 1, as in all published
-models.
+`rope_freqs.weight`, and `scaling_of_divisors` finds the factor that gives the same divisors with low = 1,
+high = 4 and original = 8192, as in all published models.
 
 This module does not import torch, because a configuration is read without it.
 `engine.models.decoder` computes the same with tensors.
@@ -23,6 +22,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 TOLERANCE = 1e-4
 """Relative tolerance. Divisors are stored in fp32, and files were made entirely with fp32
@@ -67,8 +67,12 @@ class LongRope:
         return math.sqrt(1 + math.log(ratio) / math.log(self.original_max_position_embeddings))
 
 
-PUBLISHED = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
-PUBLISHED_LENGTH = 8192
+PUBLISHED: dict[str, Any] = {
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+"""The scaling of Llama 3.1 and later, except for its factor."""
 
 
 def frequencies(theta: float, head_dim: int) -> list[float]:
@@ -88,58 +92,20 @@ def divisors(scaling: RopeScaling, theta: float, head_dim: int) -> list[float]:
 
 
 def scaling_of_divisors(stored: Sequence[float], theta: float, head_dim: int) -> RopeScaling | None:
-    """Return a scaling with these divisors; None if all are 1. Raises `ValueError` if there is
-    none.
-
-    The published scaling is tried first: if no pair is blended, many scalings give the same
-    divisors.
+    """Return the published scaling with these divisors, whatever its factor; None if all are 1. Raises `ValueError` if
+    there is none.
     """
     if all(_near(divisor, 1.0) for divisor in stored):
         return None
-    factor = _rounded(max(stored))
-    candidates = [
-        RopeScaling(factor=factor, original_max_position_embeddings=PUBLISHED_LENGTH, **PUBLISHED),
-        *_fit(stored, factor, frequencies(theta, head_dim)),
-    ]
-    for scaling in candidates:
-        if same_divisors(stored, divisors(scaling, theta, head_dim)):
-            return scaling
-    raise ValueError("no llama3 scaling has these divisors")
+    # Authors write 8 or 2.5, and files store them in fp32.
+    scaling = RopeScaling(factor=round(max(stored), 3), **PUBLISHED)
+    if not same_divisors(stored, divisors(scaling, theta, head_dim)):
+        raise ValueError("another scaling has these divisors")
+    return scaling
 
 
 def same_divisors(stored: Sequence[float], expected: Sequence[float]) -> bool:
     return len(stored) == len(expected) and all(map(_near, stored, expected))
-
-
-def _fit(stored: Sequence[float], factor: float, frequency: list[float]) -> list[RopeScaling]:
-    """Fit a scaling through the blended pairs, where keep is linear in turns."""
-    if factor <= 1 or not all(math.isfinite(divisor) and divisor > 0 for divisor in stored):
-        return []
-    blended = [
-        ((1 / divisor - 1 / factor) / (1 - 1 / factor), per_position / (2 * math.pi))
-        for divisor, per_position in zip(stored, frequency, strict=False)
-        if 1 + TOLERANCE < divisor < factor * (1 - TOLERANCE)
-    ]
-    if len(blended) < 2:
-        return []
-    (keep_a, x_a), (keep_b, x_b) = blended[0], blended[-1]
-    slope = (keep_a - keep_b) / (x_a - x_b)  # original / (high - low)
-    drop = slope * x_a - keep_a  # low / (high - low)
-    if slope <= 0 or drop <= 0:
-        return []
-    return [
-        RopeScaling(
-            factor=factor,
-            low_freq_factor=1.0,
-            high_freq_factor=_rounded(1 + 1 / drop),
-            original_max_position_embeddings=max(1, round(slope / drop)),
-        )
-    ]
-
-
-def _rounded(number: float) -> float:
-    """Round to the intended number: authors write 8 or 2.5, and files store them in fp32."""
-    return round(number, 3)
 
 
 def _near(number: float, expected: float) -> bool:

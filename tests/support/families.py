@@ -30,7 +30,7 @@ CHANGES: dict[str, dict[str, object]] = {
             factor=8.0,
             low_freq_factor=1.0,
             high_freq_factor=4.0,
-            original_max_position_embeddings=64,
+            original_max_position_embeddings=8192,
         ),
     },
     # Five heads do not divide the width.

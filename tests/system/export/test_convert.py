@@ -56,7 +56,7 @@ def convert(source: str | Path, target: str | Path, quant: str, **how: Any) -> C
 def make_config(family: str = "qwen2", *, tied: bool = False, width: int = 256) -> ModelConfig:
     """Rows of 256 values, or of `width`, and a head of 32 (three blended pairs of sixteen)."""
     scaling = RopeScaling(
-        factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64
+        factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192
     )
     return ModelConfig(
         family=family,
@@ -265,7 +265,7 @@ def test_llamas_scaling_travels_as_divisors(kit: Kit, tmp_path: Path) -> None:
     back = convert(there.target, tmp_path / "back", "f32")
     raw = json.loads((back.target / "config.json").read_text())
     assert raw["rope_scaling"]["rope_type"] == "llama3"
-    assert raw["rope_scaling"]["original_max_position_embeddings"] == 64
+    assert raw["rope_scaling"]["original_max_position_embeddings"] == 8192
 
 
 def test_rows_of_a_llama_are_permuted_for_those_that_turn_neighbours(

@@ -7,7 +7,6 @@ import struct
 import subprocess
 import sys
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -360,7 +359,6 @@ def test_both_spellings_of_the_rotary_base_are_read(spelling: dict[str, object])
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "found 'yarn'"),
         ({"rope_scaling": {"type": "linear", "factor": 4.0}}, "found 'linear'"),
         ({"rope_parameters": {"rope_theta": 1e6, "rope_type": "llama3"}}, "found 'llama3'"),
-        ({"rope_parameters": {"rope_theta": 2e6}}, "rope_theta: expected the value of"),
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
         ({"rope_theta": ...}, "rope_theta: expected a value, found none"),
         ({"rope_theta": float("nan")}, "rope_theta: expected a positive finite number"),
@@ -397,7 +395,7 @@ def test_what_the_decoder_does_not_do_is_refused_by_name(
         (QWEN3_06B, {"head_dim": ...}, "head_dim: expected a value, found none"),
         (QWEN3_06B, {"head_dim": None}, "head_dim: expected an integer, found None"),
         (QWEN3_06B, {"attention_bias": True}, "attention_bias: expected False (all"),
-        (QWEN3_06B, {"rope_scaling": SCALING}, "rope_scaling.rope_type: expected 'default' (all"),
+        (QWEN3_06B, {"rope_scaling": SCALING}, "rope_type: expected 'default' (all"),
         (QWEN3_06B, {"use_sliding_window": True}, "use_sliding_window: expected False"),
         (SMOLLM3_3B, {"no_rope_layers": ...}, "no_rope_layers: expected 0 or 1 for each of 36"),
         (SMOLLM3_3B, {"no_rope_layers": [1] * 35}, "no_rope_layers: expected 0 or 1 for each of"),
@@ -415,15 +413,14 @@ def test_what_the_decoder_does_not_do_is_refused_by_name(
         (
             LLAMA32_1B,
             {"model_type": "olmo2"},
-            "rope_scaling.rope_type: expected 'default' (all that is supported), found 'llama3'",
+            "rope_type: expected 'default' (all that is supported), found 'llama3'",
         ),
         (MISTRAL_7B, {"sliding_window": ...}, "sliding_window: expected a value, found none"),
-        (MISTRAL_7B, {"sliding_window": 0}, "sliding_window: expected from 1 to"),
         (MISTRAL_7B, {"sliding_window": "4096"}, "sliding_window: expected an integer, found"),
         (
             PHI3_MINI,
             {"rope_scaling": {"type": "yarn", "factor": 4.0}},
-            "rope_scaling.rope_type: expected 'default' or 'longrope' (all that is supported), found",
+            "rope_type: expected 'default' or 'longrope' (all that is supported), found",
         ),
         (
             PHI3_128K,
@@ -432,23 +429,8 @@ def test_what_the_decoder_does_not_do_is_refused_by_name(
         ),
         (
             PHI3_128K,
-            {"rope_scaling": {**LONGROPE, "long_factor": [0.0] * 48}},
-            "rope_scaling.long_factor: expected positive finite numbers",
-        ),
-        (
-            PHI3_128K,
             {"rope_scaling": {**LONGROPE, "long_factor": "1"}},
             "rope_scaling.long_factor: expected a list of numbers, found '1'",
-        ),
-        (
-            PHI3_128K,
-            {"rope_scaling": {**LONGROPE, "original_max_position_embeddings": 8192}},
-            "rope_scaling.original_max_position_embeddings: expected that of the model, found 8192",
-        ),
-        (
-            PHI3_128K,
-            {"rope_scaling": {**LONGROPE, "factor": 4.0}},
-            "rope_scaling.factor: expected max_position_embeddings / original_max_position_embedd",
         ),
         (
             PHI3_128K,
@@ -485,7 +467,7 @@ def test_what_the_decoder_does_not_do_is_refused_by_name(
         (
             GEMMA3_1B,
             {"rope_scaling": {"rope_type": "yarn", "factor": 8.0}},
-            "rope_scaling.rope_type: expected 'default' or 'linear' (all that is supported), found",
+            "rope_type: expected 'default' or 'linear' (all that is supported), found",
         ),
         (
             GEMMA3_1B,
@@ -497,44 +479,15 @@ def test_what_the_decoder_does_not_do_is_refused_by_name(
             {"rope_parameters": {"full_attention": {"rope_theta": 1e6}}},
             "rope_local_base_freq: expected a value, found none",
         ),
-        (
-            GEMMA3_NEWER,
-            {"rope_parameters": {**NEWER_ROPE, "rope_theta": 1e6}},
-            "rope_parameters: expected full_attention and sliding_attention alone, found",
-        ),
-        (
-            GEMMA3_NEWER,
-            {"rope_local_base_freq": 20000},
-            "rope_local_base_freq: expected the value of rope_parameters.sliding_attention.rope_th",
-        ),
-        (
-            GEMMA3_NEWER,
-            {
-                "rope_parameters": {
-                    **NEWER_ROPE,
-                    "sliding_attention": {"rope_theta": 1e4, "rope_type": "yarn"},
-                }
-            },
-            "rope_parameters.sliding_attention.rope_type: expected 'default', found 'yarn'",
-        ),
         (PHI3_MINI, {"resid_pdrop": 0.1}, "resid_pdrop: expected 0.0 (all that is supported)"),
         (
             PHI3_MINI,
             {"partial_rotary_factor": 0.29},
             "partial_rotary_factor: expected an even number of the 96 dimensions to rotate, found 27",
         ),
-        (PHI3_MINI, {"partial_rotary_factor": 1.5}, "partial_rotary_factor: expected from 0 to 1"),
         (PHI3_MINI, {"partial_rotary_factor": "1"}, "partial_rotary_factor: expected a number, f"),
-        (
-            PHI3_MINI,
-            {
-                "partial_rotary_factor": 0.5,
-                "rope_parameters": {"rope_theta": 10000.0, "partial_rotary_factor": 0.75},
-            },
-            "partial_rotary_factor: expected the value of rope_parameters.partial_rotary_factor",
-        ),
         (PHI3_MINI, {"sliding_window": ...}, "sliding_window: expected a value, found none"),
-        (MISTRAL_7B, {"rope_scaling": SCALING}, "rope_scaling.rope_type: expected 'default' (all"),
+        (MISTRAL_7B, {"rope_scaling": SCALING}, "rope_type: expected 'default' (all"),
         (LLAMA32_1B, {"attention_bias": True}, "attention_bias: expected False (all"),
         (LLAMA32_1B, {"mlp_bias": True}, "mlp_bias: expected False (all"),
         (
@@ -545,7 +498,7 @@ def test_what_the_decoder_does_not_do_is_refused_by_name(
         (
             LLAMA32_1B,
             {"rope_scaling": {**SCALING, "rope_type": "yarn"}},
-            "rope_scaling.rope_type: expected 'default' or 'llama3' (all that is supported), found",
+            "rope_type: expected 'default' or 'llama3' (all that is supported), found",
         ),
         (
             LLAMA32_1B,
@@ -556,31 +509,6 @@ def test_what_the_decoder_does_not_do_is_refused_by_name(
             LLAMA32_1B,
             {"rope_scaling": {**SCALING, "original_max_position_embeddings": 8192.0}},
             "rope_scaling.original_max_position_embeddings: expected an integer, found 8192.0",
-        ),
-        (
-            LLAMA32_1B,
-            {"rope_scaling": {**SCALING, "high_freq_factor": 1.0}},
-            "rope_scaling.high_freq_factor: expected more than 1.0, found 1.0",
-        ),
-        (
-            LLAMA32_1B,
-            {"rope_scaling": {**SCALING, "factor": 0.5}},
-            "rope_scaling.factor: expected at least 1, found 0.5",
-        ),
-        (
-            LLAMA32_1B,
-            {"rope_scaling": {**SCALING, "factor": float("nan")}},
-            "rope_scaling.factor: expected a positive finite number, found nan",
-        ),
-        (
-            LLAMA32_1B,
-            {"rope_parameters": {**SCALING, "rope_theta": 500000.0, "factor": 8.0}},
-            "rope_scaling: expected the scaling of rope_parameters, {'factor': 8.0,",
-        ),
-        (
-            LLAMA32_1B,
-            {"rope_parameters": {"rope_theta": 500000.0, "rope_type": "default"}},
-            "rope_scaling: expected the scaling of rope_parameters, None, found {'factor'",
         ),
     ],
 )
@@ -617,31 +545,19 @@ def test_every_spelling_of_rope_scaling_is_read(spelling: dict[str, object]) -> 
     )
 
 
-def test_a_scaling_or_window_in_code_is_for_the_families_that_have_it() -> None:
-    llama = ModelConfig.from_dict(LLAMA32_1B, "x")
-    with pytest.raises(WeightsError, match="rope_scaling: expected None for qwen3"):
-        replace(llama, family="qwen3")
-    with pytest.raises(WeightsError, match=r"family: expected qwen2, qwen3, .*, found 'gpt2'"):
-        replace(llama, family="gpt2", rope_scaling=None)
-    with pytest.raises(WeightsError, match="sliding_window: expected None for llama, found 16"):
-        replace(llama, sliding_window=16)
-    with pytest.raises(WeightsError, match="partial_rotary_factor: expected 1 for llama"):
-        replace(llama, partial_rotary_factor=0.5)
+def test_the_factors_of_longrope_are_read_in_either_spelling() -> None:
     phi3 = ModelConfig.from_dict(PHI3_128K, "x")
     older = {**without(LONGROPE, rope_type=...), "type": "longrope"}
     assert ModelConfig.from_dict({**PHI3_128K, "rope_scaling": older}, "x") == phi3
     long = phi3.long_rope
     assert long is not None and abs(long.angle_factor(131072) - 1.1902) < 1e-4
-    with pytest.raises(WeightsError, match="head_dim: expected 96 with longrope, found 98"):
-        replace(phi3, head_dim=98)
-    with pytest.raises(WeightsError, match="long_rope: expected None for llama"):
-        replace(llama, long_rope=long)
-    with pytest.raises(WeightsError, match="layers_without_window: expected None for llama"):
-        replace(llama, layers_without_window=(1,))
-    with pytest.raises(WeightsError, match="query_pre_attn_scalar: expected None for llama"):
-        replace(llama, query_pre_attn_scalar=64)
-    with pytest.raises(WeightsError, match="rope_factor: expected 1 for llama"):
-        replace(llama, rope_factor=8.0)
+
+
+def test_rope_parameters_count_where_a_file_has_both_spellings() -> None:
+    both = {"rope_parameters": {**SCALING, "rope_theta": 1e6, "factor": 8.0}}
+    config = ModelConfig.from_dict(without(LLAMA32_1B, **both), "x")
+    assert config.rope_theta == 1e6
+    assert config.rope_scaling is not None and config.rope_scaling.factor == 8.0
 
 
 @pytest.mark.parametrize(
@@ -689,8 +605,7 @@ def test_transformers_reads_what_is_written_as_it_reads_the_published_file(
         (5e5, 128, (8.0, 1.0, 4.0, 8192)),
         (5e5, 64, (32.0, 1.0, 4.0, 8192)),
         (5e5, 16, (8.0, 1.0, 4.0, 8192)),
-        (1e4, 64, (2.5, 1.0, 3.0, 100)),
-        (1e6, 128, (4.0, 1.0, 2.5, 333)),
+        (1e4, 64, (2.5, 1.0, 4.0, 8192)),
     ],
 )
 def test_a_scaling_is_found_from_its_divisors(
@@ -711,20 +626,10 @@ def test_a_scaling_is_found_from_its_divisors(
     assert scaling_of_divisors(stored, theta, head_dim) == expected
 
 
-def test_a_scaling_with_another_low_factor_is_found_by_its_ratios() -> None:
-    given = RopeScaling(
-        factor=8.0, low_freq_factor=2.0, high_freq_factor=8.0, original_max_position_embeddings=600
-    )
-    found = scaling_of_divisors(divisors(given, 5e5, 128), 5e5, 128)
-    assert found == replace(
-        given, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=300
-    )
-
-
 def test_divisors_of_no_scaling_are_none_or_refused() -> None:
     assert scaling_of_divisors([1.0] * 32, 5e5, 64) is None
     for stored in ([2.0] * 32, [1.0] * 31 + [8.0], [1.0] * 16 + [0.0] * 16, [float("nan")] * 32):
-        with pytest.raises(ValueError, match="no llama3 scaling"):
+        with pytest.raises(ValueError, match="another scaling"):
             scaling_of_divisors(stored, 5e5, 64)
 
 
