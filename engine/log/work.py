@@ -8,16 +8,13 @@ B counts as free of the failure only if it did at least what A had done:
                 without gradients on the same rows; half as many verdicts on the identity, which may come later
     objective   the loss of the first step, before any update, is the same unless the objective or the model was
                 changed; later losses depend on the rows, and as many parameters are trained
-    step        no step was left out: the counters of the script's loops, integers that grow by the same amount with
-                each step, and the number of a batch in its pass over a loader
+    step        the changed line does not set an integer of the script that grows with each step
     call        the changed line makes the call in which A failed, if A's line made it
     training    it trains at the same lines, and no identity contradicts it that did not contradict A
     learning    its loss fell at least half as far as A's until that failed, and does not rise to its end as A's did:
                 a run that hardly learns, or fails later, does not show the failure either
     cause       where the script itself had judged a number, and so ended A, the change is not of what that check reads,
                 and B computed another number: not the same one under another limit, nor a multiple of it
-
-Logs of earlier versions have steps and batches alone.
 """
 
 from __future__ import annotations
@@ -52,9 +49,7 @@ from engine.log.own_checks import (
 )
 
 _STEPS = 64
-"""Number of first steps from which the pace of a counter is taken, and of last ones in which a loss may rise."""
-_FIRST_BATCH = "0:"
-"""Beginning of the name of the first batch of a pass."""
+"""Number of last steps in which a loss may rise."""
 _SAME_LOSS = 0.02
 """Largest relative difference of two losses on the same rows, for another precision or order of sums."""
 _ROUNDING = 1e-4
@@ -88,12 +83,11 @@ def work_left_out(
     observed: Observed | None = None,
     scales_updates: bool = False,
     sources: Mapping[str, str] = MappingProxyType({}),
-) -> str | None:
-    """Return what run `b` left out of the work of run `a`, in words: empty if it did all of it, None if the logs do not
-    tell. `was` and `now` are the line `key` that was changed for `b`, `kind` is one of KINDS or empty; with
-    `same_rows` steps of the engine must be on the same rows, and with `scales_updates`, where the change may make
-    updates as small as it likes, the loss must fall. `sources` are the texts of A's script by their paths. Raises
-    RunLogError."""
+) -> str:
+    """Return what run `b` left out of the work of run `a`, in words; empty if it did all of it, or the logs do not
+    tell. `was` and `now` are the line `key` that was changed for `b`, `kind` is one of KINDS or empty; with `same_rows`
+    steps of the engine must be on the same rows, and with `scales_updates`, where the change may make updates as small
+    as it likes, the loss must fall. `sources` are the texts of A's script by their paths. Raises RunLogError."""
     run_a, run_b = _Run.read(a), _Run.read(b)
     for step, step_b in zip(run_a.done, run_b.done, strict=False) if same_rows else ():
         if step.rows_digest and step_b.rows_digest and step.rows_digest != step_b.rows_digest:
@@ -102,10 +96,12 @@ def work_left_out(
     broken = next((step.step for step in run_b.done if _is_broken(step)), None)
     if broken is not None and not any(map(_is_broken, run_a.done[:-1])):
         return f"its loss is not finite from step {broken} on, and A's was until it failed"
+    # A line of `train.py` is no setting of our trainer.
+    scales_updates = scales_updates and ":" not in key
     if text := next(_learnt_less(run_a, run_b, kind, observed, scales_updates=scales_updates), ""):
         return text
     if not run_a.worked or not run_b.worked:
-        return None
+        return ""
     # A may have failed before it reached some of these lines.
     places = run_a.places
     moved = {
@@ -119,26 +115,19 @@ def work_left_out(
         name.rpartition(".")[2] for name in run_a.names.values()
     }
     named, kind = kind, kind or (MODEL if makes_model else "")
-    if run_a.worked[0].rows is not None and run_b.worked[0].rows is not None:
-        # A change may be registered as another kind than it is, so it must pass every rule.
-        rules = (
-            _missing_samples(run_a, run_b, is_drawn=makes_model)
-            if kind in (DATA, MODEL)
-            else _other_rows(run_a, run_b),
-            _judged_less(run_a, run_b, observed),
-            _other_objective(run_a, run_b, kind, observed),
-            _new_contradictions(run_a, run_b),
-            _missing_calls(run_a, key, was, now),
-            _unjudged(
-                run_a, run_b, named, _own_check(observed, sources), changed_by(key, was, now)
-            ),
-        )
-        if text := next((found for rule in rules for found in rule), ""):
-            return text
-    results = _counters(run_a.worked, run_b.worked, assigned, assigned - assigned_names(was))
-    results += [] if kind == DATA else [_other_batches(run_a.worked, run_b.worked)]
-    answers = [result for result in results if result is not None]
-    return next((left_out for left_out in answers if left_out), "") if answers else None
+    # A change may be registered as another kind than it is, so it must pass every rule.
+    rules = (
+        _missing_samples(run_a, run_b, is_drawn=makes_model)
+        if kind in (DATA, MODEL)
+        else _other_rows(run_a, run_b),
+        _judged_less(run_a, run_b, observed),
+        _other_objective(run_a, run_b, kind, observed),
+        _new_contradictions(run_a, run_b),
+        _missing_calls(run_a, key, was, now),
+        _unjudged(run_a, run_b, named, _own_check(observed, sources), changed_by(key, was, now)),
+        _other_counts(run_a, run_b, assigned, assigned - assigned_names(was)),
+    )
+    return next((found for rule in rules for found in rule), "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -470,97 +459,18 @@ def _is_broken(step: StepDone) -> bool:
     return step.loss is not None and not math.isfinite(step.loss)
 
 
-def _other_batches(a: Sequence[Worked], b: Sequence[Worked]) -> str | None:
-    sizes = {len(step_a.batches) for step_a in a if not step_a.failed}
-    if not any(step_a.batches for step_a in a):
-        return None
-    first: list[str] = []
-    for step_a, step_b in zip(a, b, strict=False):
-        batches_a, batches_b = step_a.batches, step_b.batches
-        if step_a.failed:
-            # A did not finish the step: B may have gone on with further batches.
-            if len(sizes) == 1 and len(batches_b) > max(sizes):
-                return f"step {step_a.step} of B took {len(batches_b)} batches, each of A's {max(sizes)}"
-            count = min(len(batches_a), len(batches_b))
-            batches_a, batches_b = batches_a[:count], batches_b[:count]
-        first = first or [name.partition(":")[2] for name in batches_a]
-        if len(batches_a) != len(batches_b) or not all(map(_is_same_batch, batches_a, batches_b)):
-            if all(names and names[0].startswith(_FIRST_BATCH) for names in (batches_a, batches_b)):
-                return None
-            rows = [name.partition(":")[2] for name in batches_b]
-            of_rows = any("." in name for name in rows)
-            if of_rows and rows == first[: len(rows)]:
-                return None  # a new pass over the same data
-            return (
-                f"step {step_a.step} of B is on other {'rows' if of_rows else 'batches'} "
-                f"({', '.join(batches_b) or 'none'}) than A's ({', '.join(batches_a) or 'none'})"
-            )
-    return ""
-
-
-def _is_same_batch(batch_a: str, batch_b: str) -> bool:
-    """Whether two batches are of the same samples. Rows without a sampler may have been mended: then the last row is
-    the same, which distinguishes them from rows that moved up. If the loader failed to hand out a batch, only its
-    number is known."""
-    (number_a, _, rows_a), (number_b, _, rows_b) = batch_a.partition(":"), batch_b.partition(":")
-    if number_a != number_b or not rows_a or not rows_b:
-        return number_a == number_b
-    return rows_a.rpartition(".")[2] == rows_b.rpartition(".")[2]
-
-
-def _counters(
-    a: Sequence[Worked], b: Sequence[Worked], assigned: Container[str], newly: Container[str]
-) -> list[str | None]:
-    """Compare the variables that count the steps. `assigned` are the names that the changed line assigns, `newly` those
-    that it did not assign before."""
-    found: list[str | None] = []
-    for name in sorted({name for step in a for name in step.counters}):
-        variable = name.partition(".")[2]
-        last = variable.rpartition(".")[2]
+def _other_counts(
+    a: _Run, b: _Run, assigned: Container[str], newly: Container[str]
+) -> Iterator[str]:
+    """Yield each variable that grows with the steps of A and is set otherwise in B. `assigned` are the names that the
+    changed line assigns, `newly` those that it did not assign before."""
+    for name in sorted({name for step in a.worked for name in step.counters}):
         values_a, values_b = (
-            [step.counters.get(name) for step in run if not step.failed] for run in (a, b)
+            [step.counters.get(name) for step in run.worked if not step.failed] for run in (a, b)
         )
         known = [value for value in values_a if value is not None]
-        pace = _pace(known)
+        last = name.rpartition(".")[2]
         differs = any(x != y for x, y in zip(values_a, values_b, strict=False))
         is_set = last in newly or (last in assigned and differs)
-        if pace and is_set and all(y - x == pace for x, y in pairwise(known)):
-            found.append(f"it assigns `{variable}`, which counts the steps of A")
-        elif name in b[0].counters and last == variable:
-            # Attributes are compared only if the change assigns them: others may count what it mends.
-            found.append(_counter(name, a, b))
-    return found
-
-
-def _counter(name: str, a: Sequence[Worked], b: Sequence[Worked]) -> str | None:
-    values_a, values_b = ([step.counters.get(name) for step in run] for run in (a, b))
-    finished = [step.counters[name] for step in a if not step.failed and name in step.counters]
-    pace = _pace(values_b)
-    # A counter may begin again with each pass over the data.
-    if not pace or any(y - x != pace and y != finished[0] for x, y in pairwise(finished)):
-        return None
-    for event, value_a, value_b in zip(a, values_a, values_b, strict=False):
-        if value_a is None or value_b is None:
-            return None
-        ahead = (value_b - value_a) / pace
-        if event.failed:
-            # A may have failed before or after its loop counted this step, or counted a part of it.
-            gone_on = (value_a - finished[-1]) / pace if finished else 1.0
-            if not 0 <= gone_on <= 1:
-                return ""
-            is_same = ahead <= 1 if gone_on == 0 else 0 <= ahead < 1
-        else:
-            is_same = ahead == 0
-        if not is_same:
-            return f"`{name.partition('.')[2]}` is {value_b} in step {event.step} of B, and {value_a} in A's"
-    return ""
-
-
-def _pace(values: Sequence[int | None]) -> int:
-    """Return by how much a counter grows in most steps; 0 if it does not grow steadily."""
-    known = [value for value in values[:_STEPS] if value is not None]
-    deltas = Counter(after - before for before, after in pairwise(known))
-    if sum(deltas.values()) < 2:
-        return 0
-    ((delta, count),) = deltas.most_common(1)
-    return delta if 2 * count > sum(deltas.values()) else 0
+        if is_set and len(known) > 2 and all(y > x for x, y in pairwise(known)):
+            yield f"it assigns `{name.partition('.')[2]}`, which counts the steps of A"
