@@ -284,12 +284,12 @@ def test_a_long_run_is_looked_at_no_more_often_than_is_allowed(
         return list(real(self, case))
 
     monkeypatch.setattr(ActiveAlerts, "evaluate", counted)
-    monkeypatch.setattr(replay, "MAX_EVALUATIONS", 200)
+    monkeypatch.setattr(replay, "EVALUATIONS", 50)
     log = Log(device="cpu", count=2000, every_s=0.5)
     found = diagnose(folder_of(log, tmp_path), spec(train__steps=4000))
     assert found.view.last_step == 2000
     # By the clock, after a number of steps, and at the end: a look a second would be 1000.
-    assert looks <= 200 + 2000 // replay.MAX_STEPS_BETWEEN + 2
+    assert looks <= 5 * 50 + 2000 // replay.MAX_STEPS_BETWEEN + 2
 
 
 @pytest.mark.soak
