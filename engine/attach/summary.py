@@ -299,13 +299,9 @@ class _Summary:
                     seconds[name] += phase_s
         total_s = sum(seconds.values())
         if not total_s > 0:
-            waited = self._pairs("data_s")
-            total_s = sum(phase_s for _, phase_s in waited)
-            seconds["data"] = sum(data_s for data_s, _ in waited)
+            return {}
         # A phase without any time has no hook: no loader was seen.
-        return {
-            name: phase_s / total_s for name, phase_s in seconds.items() if phase_s and total_s > 0
-        }
+        return {name: phase_s / total_s for name, phase_s in seconds.items() if phase_s}
 
     def _shares_text(self) -> str:
         if not self._shares:
@@ -314,11 +310,7 @@ class _Summary:
         order = sorted(self._shares.items(), key=lambda item: -item[1])
         words = [f"{names.get(name, name)} {_percent(share)}" for name, share in order]
         remark = ""
-        if "backward" not in self._shares:
-            remark = (
-                "; the rest is not split, since a GPU runs asynchronously to the script's clock"
-            )
-        elif "data" not in self._shares:
+        if "data" not in self._shares:
             remark = "; no DataLoader was used: reading the data is part of forward"
         return f"a step is {', '.join(words)}{remark}"
 
@@ -336,8 +328,7 @@ class _Summary:
         lines = []
         if self._steps:
             words = [_steps_text(self._steps)]
-            times = [s for s in view.steps.values("step_s") if s is not None and math.isfinite(s)]
-            if times:
+            if times := view.steps.finite("step_s"):
                 words.append(f"{format_seconds(median(times))} each (median)")
             words += filter(None, (self._rate("rows"), self._rate("tokens")))
             lines.append(", ".join(words))
@@ -370,19 +361,12 @@ class _Summary:
         lines.append(f"{self.path}: {', '.join(files)}")
         return list(filter(None, lines))
 
-    def _pairs(self, name: str) -> list[tuple[float, float]]:
-        """Return the values of a column with the seconds of their steps, without the first step."""
+    def _rate(self, name: str) -> str:
+        """Return how much a column counts in a second, without the first step."""
         begin = min(1, max(0, len(self.view.steps) - 1))
         columns = (self.view.steps.values(one, begin) for one in (name, "step_s"))
-        return [
-            (value, step_s)
-            for value, step_s in zip(*columns, strict=True)
-            if value is not None and step_s is not None and math.isfinite(value + step_s)
-        ]
-
-    def _rate(self, name: str) -> str:
-        pairs = self._pairs(name)
-        total_s = sum(seconds for _, seconds in pairs)
+        pairs = [pair for pair in zip(*columns, strict=True) if None not in pair]
+        total_s = math.fsum(seconds for _, seconds in pairs)
         return f"{format_count(sum(n for n, _ in pairs) / total_s)} {name}/s" if total_s > 0 else ""
 
     def _first_and_last(self, name: str, text: Callable[[float], str] = format_value) -> str:
@@ -398,12 +382,10 @@ class _Summary:
             return self._memory_of_process(self.view.host)
         if (peak := hosts.last("memory_peak_bytes")) is not None:
             words.append(f"{format_bytes(peak)} as the command counts it")
-        resident = [b for b in hosts.values("trainer_rss_bytes") if b is not None]
-        if resident:
+        if resident := hosts.finite("trainer_rss_bytes"):
             words.append(f"{format_bytes(max(resident))} resident in the process")
         for index, table in sorted(self.view.gpu_tables.items()):
-            used = [b for b in table.values("gpu_mem_used_bytes") if b is not None]
-            if used:
+            if used := table.finite("gpu_mem_used_bytes"):
                 words.append(f"{format_bytes(max(used))} of GPU {index}, by all processes")
         return (
             f"peak memory, read once a second: {', '.join(words)}"

@@ -8,7 +8,7 @@ from tests.system.attach.test_pace import probed
 
 MADE = """
 from zlib import crc32
-from apr_watch.ranks import Compared, Others, Record, judge, write
+from apr_watch.ranks import Record, Records, judge, write
 
 NAMES = ["0.weight", "0.bias"]
 
@@ -24,7 +24,7 @@ def ddp(**about):
 
 def said(layout, mine, other, began=((0.0, 0.0), (0.0, 0.0)), **more):
     first = {rank: record(1, values) for rank, values in enumerate(began)}
-    return [line[:2] for line in judge(Compared(layout, record(2, mine, **more), {1: other}, first))]
+    return [line[:2] for line in judge(layout, {0: record(2, mine, **more), 1: other}, first)]
 """
 
 
@@ -90,7 +90,7 @@ def test_records_of_a_rank_are_read_as_they_were_written(tmp_path: Path) -> None
     code = f"""
 folder = {str(tmp_path)!r}
 first, second = record(1, (0.5, float("inf")), batches=[["i", "c"]]), record(2, (0.1, -3.0))
-others = Others(folder)
+others = Records(folder)
 others.read([1, 2])
 print(others.of(1, 0, 1))
 write(folder, 1, [first])

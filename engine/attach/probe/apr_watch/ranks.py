@@ -16,7 +16,7 @@ import sys
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from .data import fingerprint_of, indices_of
@@ -90,8 +90,8 @@ def _path(folder: str, rank: int) -> str:
     return os.path.join(folder, "ranks", f"{rank}.compared")
 
 
-class Others:
-    """Records of other ranks that have arrived."""
+class Records:
+    """Records of rank 0, and those of other ranks that have arrived."""
 
     def __init__(self, folder: str) -> None:
         self._folder = folder
@@ -111,8 +111,10 @@ class Others:
             complete = data[: data.rfind(b"\n") + 1]
             self._read[rank] = begin + len(complete)
             for line in complete.splitlines():
-                record = Record(*json.loads(line))
-                self.records.setdefault(rank, {})[record.optimizer, record.step] = record
+                self.add(rank, Record(*json.loads(line)))
+
+    def add(self, rank: int, record: Record) -> None:
+        self.records.setdefault(rank, {})[record.optimizer, record.step] = record
 
     def of(self, rank: int, optimizer: int, step: int) -> Record | None:
         return self.records.get(rank, {}).get((optimizer, step))
@@ -328,66 +330,58 @@ def _sampled(parameter: Any) -> Any:
 # Verdicts.
 
 
-class Compared(NamedTuple):
-    """Records of rank 0 and of the other ranks, of one optimizer before one step."""
-
-    layout: Layout
-    own: Record
-    others: dict[int, Record]
-    began: dict[int, Record | None]
-    """Record of each rank, including rank 0, before the first step."""
-
-
-def judge(records: Compared) -> list[Line]:
-    """Return the verdicts on the weights and on the data."""
-    layout, own = records.layout, records.own
-    if layout.why or not records.others:
+def judge(
+    layout: Layout, records: dict[int, Record], began: Mapping[int, Record | None]
+) -> list[Line]:
+    """Return the verdicts on the weights and on the data. `records`: of each rank, rank 0 first, before one step;
+    `began`: those before the first step."""
+    own = records[0]
+    if layout.why or len(records) < 2:
         return []
-    ranks = _named_ranks([0, *records.others])
-    if any(record.layout != own.layout for record in records.others.values()):
-        text = f"names or shapes of the parameters of {layout.name} differ between {ranks}"
+    if any(record.layout != own.layout for record in records.values()):
+        text = f"names or shapes of the parameters of {layout.name} differ between {_named_ranks(records)}"
         return [(DRIFT, UNKNOWN, text, {"parameters": len(layout.names)})]
     lines: list[Line] = []
     wrapped = [index for index, one in enumerate(layout.wrappers) if one is not None]
     unwrapped = [index for index, one in enumerate(layout.wrappers) if one is None]
     if wrapped:
-        lines += _judge_weights(records, wrapped, True)
+        lines += _judge_weights(layout, records, began, wrapped, True)
     if unwrapped and own.step > 1:
-        lines += _judge_weights(records, unwrapped, False)
-    return lines + _judge_data(records) + _judge_tokens(records)
+        lines += _judge_weights(layout, records, began, unwrapped, False)
+    return lines + _judge_data(layout, records, began) + _judge_tokens(layout, records)
 
 
-def _differing(records: Compared, places: list[int]) -> tuple[list[int], list[int]]:
-    """Return the indices of parameters that differ from rank 0's, and the ranks that differ."""
-    own = records.own.digests
-    indices = [
-        p for p in places if any(record.digests[p] != own[p] for record in records.others.values())
-    ]
-    ranks = [
-        r
-        for r, record in records.others.items()
-        if any(record.digests[p] != own[p] for p in indices)
-    ]
-    return indices, ranks
-
-
-def _judge_weights(records: Compared, places: list[int], is_wrapped: bool) -> list[Line]:
+def _judge_weights(
+    layout: Layout,
+    records: dict[int, Record],
+    began: Mapping[int, Record | None],
+    places: list[int],
+    is_wrapped: bool,
+) -> list[Line]:
     """Return the verdict on parameters, all inside a DistributedDataParallel or none."""
-    layout, step = records.layout, records.own.step
-    apart, ranks = _differing(records, places)
+    own, everyone = records[0], _named_ranks(records)
+    apart = [p for p in places if len({record.digests[p] for record in records.values()}) > 1]
     numbers: dict[str, Any] = {"parameters": len(places), "different": len(apart)}
-    everyone, differing_ranks = _named_ranks([0, *records.others]), _named_ranks([0, *ranks])
     if not apart:
-        text = f"{everyone} begin step {step} with the same weights: {len(places)} parameters of {layout.name}"
-        return [(DRIFT, PASS, text, numbers)] if step > 1 else []
-    equal = None if is_wrapped else _were_equal_at_start(records, places)
+        text = f"{everyone} begin step {own.step} with the same weights: {len(places)} parameters of {layout.name}"
+        return [(DRIFT, PASS, text, numbers)] if own.step > 1 else []
+    equal = None if is_wrapped else _were_equal_at_start(records, began, places)
     if not is_wrapped and equal is None:
         return []
+    differing_ranks = _named_ranks(
+        [
+            rank
+            for rank, record in records.items()
+            if not rank or any(record.digests[p] != own.digests[p] for p in apart)
+        ]
+    )
     text = f"{listed([layout.names[index] for index in apart])}: {len(apart)} of {len(places)} parameters "
     if is_wrapped:
-        text += f"under DistributedDataParallel differ between {differing_ranks} before step {step}"
+        text += (
+            f"under DistributedDataParallel differ between {differing_ranks} before step {own.step}"
+        )
     elif equal:
-        text += f"of {layout.name} were equal on {everyone} before the first step, and differ before step {step}"
+        text += f"of {layout.name} were equal on {everyone} before the first step, and differ before step {own.step}"
     else:
         text += f"of {layout.name} differ between {differing_ranks}, and some did before the first step: "
         return [(DRIFT, FACT, f"{text}different models, or parts of one", numbers)]
@@ -416,51 +410,48 @@ def _reason_of_drift(layout: Layout, apart: list[int]) -> tuple[str, str]:
     return FAIL, ""
 
 
-def _were_equal_at_start(records: Compared, places: Iterable[int]) -> bool | None:
+def _were_equal_at_start(
+    records: dict[int, Record], began: Mapping[int, Record | None], places: Iterable[int]
+) -> bool | None:
     """Return whether all ranks began with the same weights; None where that is not known."""
-    own = records.began.get(0)
-    others = [records.began.get(rank) for rank in records.others]
-    if own is None or any(record is None or record.layout != own.layout for record in others):
+    first, *others = (began.get(rank) for rank in records)
+    if first is None:
         return None
-    return all(
-        record is not None and record.digests[index] == own.digests[index]
-        for record in others
-        for index in places
-    )
+    known = [other for other in others if other is not None and other.layout == first.layout]
+    if len(known) < len(others):
+        return None
+    return all(other.digests[p] == first.digests[p] for other in known for p in places)
 
 
-def _judge_data(records: Compared) -> list[Line]:
+def _judge_data(
+    layout: Layout, records: dict[int, Record], began: Mapping[int, Record | None]
+) -> list[Line]:
     """Return the verdict on whether ranks that train one model trained on the same batches so far."""
-    own, everyone = records.own.batches, _named_ranks([0, *records.others])
-    count = min([len(own), *(len(record.batches) for record in records.others.values())])
+    (own, *others), everyone = [one.batches for one in records.values()], _named_ranks(records)
+    count = min(map(len, (own, *others)))
     if count < _MIN_BATCHES:
         return []
-    are_same = [
-        _are_same(own[:count], record.batches[:count]) for record in records.others.values()
-    ]
+    are_same = [_are_same(own[:count], batches[:count]) for batches in others]
     if None in are_same:
         return []
-    numbers = {"batches": count, "ranks": len(records.others) + 1}
+    numbers = {"batches": count, "ranks": len(records)}
     if not any(are_same):
         text = f"{everyone} trained on different data in their first {count} batches"
         return [(DATA, PASS, text, numbers)]
-    every = range(len(records.layout.names))
+    every = range(len(layout.names))
     if not all(are_same) or len({content for _, content in own[:count]}) < _MIN_BATCHES:
         return []
     # Ranks that hold parts of one model (tensor or pipeline parallel) must read the same data.
-    if not _were_equal_at_start(records, every):
+    if not _were_equal_at_start(records, began, every):
         return []
     text = f"{everyone} trained on the same data in their first {count} batches: each rank reads the whole data set"
     return [(DATA, SUSPICION, text, numbers)]
 
 
-def _judge_tokens(records: Compared) -> list[Line]:
+def _judge_tokens(layout: Layout, records: dict[int, Record]) -> list[Line]:
     """Return the verdict on the weights of tokens of ranks whose gradients one DistributedDataParallel averages."""
-    wrappers = records.layout.wrappers
-    ranks = {
-        0: records.own.tokens,
-        **{rank: record.tokens for rank, record in records.others.items()},
-    }
+    wrappers = layout.wrappers
+    ranks = {rank: record.tokens for rank, record in records.items()}
     if not all(
         wrapper is not None and not wrapper.has_hook and not wrapper.is_local
         for wrapper in wrappers
@@ -468,7 +459,7 @@ def _judge_tokens(records: Compared) -> list[Line]:
         return []
     if not all(ranks.values()) or wrappers[0] is None:
         return []
-    return across_ranks(records.layout.name, records.own.step, ranks, len(wrappers[0].ranks))
+    return across_ranks(layout.name, records[0].step, ranks, len(wrappers[0].ranks))
 
 
 def _are_same(own: list[list[str]], other: list[list[str]]) -> bool | None:
@@ -483,7 +474,7 @@ def _are_same(own: list[list[str]], other: list[list[str]]) -> bool | None:
     return None if has_indices or not all(a[1] and b[1] for a, b in pairs) else False
 
 
-def _named_ranks(ranks: list[int]) -> str:
+def _named_ranks(ranks: Iterable[int]) -> str:
     ranks = sorted(ranks)
     if len(ranks) > 4:
         return f"ranks {ranks[0]} to {ranks[-1]}"
@@ -511,10 +502,9 @@ class Ranks:
         self._forget_training()
 
     def _forget_training(self) -> None:
-        self._others: Others | None = None
-        self._open: dict[tuple[int, int], tuple[Layout, Record]] = {}
-        """Records of rank 0 that wait for those of other ranks, by optimizer and step."""
-        self._began: dict[int, Record] = {}
+        self._records: Records | None = None
+        self._open: dict[tuple[int, int], Layout] = {}
+        """Layouts of the records of rank 0 that wait for those of other ranks, by optimizer and step."""
         self._has_reported = False
         self._read_s = 0.0
 
@@ -603,25 +593,24 @@ class Ranks:
             write(folder, rank, [record for layout, record in ready if not layout.why])
             return []
         verdicts: list[Verdicts] = []
+        if self._records is None:
+            self._records = Records(folder)
         for layout, record in ready:
             if layout.why:
                 verdicts += self._report_unknown(layout.why)
                 continue
-            if record.step == 1:
-                self._began[record.optimizer] = record
-            self._open[record.optimizer, record.step] = layout, record
+            self._records.add(0, record)
+            self._open[record.optimizer, record.step] = layout
             if len(self._open) > _MAX_PENDING:
                 del self._open[next(iter(self._open))]
         now_s = time.monotonic()
         if not self._open or not (is_last or now_s - self._read_s > _READ_EVERY_S):
             return verdicts
         self._read_s = now_s
-        if self._others is None:
-            self._others = Others(folder)
         local_ranks = _local_ranks(world)
-        self._others.read(other for other in local_ranks if other)
-        for key, (layout, record) in list(self._open.items()):
-            verdicts += self._compare(key, layout, record, local_ranks, is_last)
+        self._records.read(other for other in local_ranks if other)
+        for key, layout in list(self._open.items()):
+            verdicts += self._compare(self._records, key, layout, local_ranks, is_last)
         if is_last and self._open:
             verdicts += self._report_unknown(_why_nothing_arrived(len(local_ranks), world))
         return verdicts
@@ -634,28 +623,25 @@ class Ranks:
 
     def _compare(
         self,
+        every: Records,
         key: tuple[int, int],
         layout: Layout,
-        record: Record,
         local_ranks: list[int],
         is_last: bool,
     ) -> list[Verdicts]:
-        assert self._others is not None
         groups = [wrapper.ranks for wrapper in layout.each_wrapper()]
-        expected = [r for r in local_ranks if r and all(r in group for group in groups)]
-        records = {rank: self._others.of(rank, *key) for rank in expected}
-        arrived = {rank: record for rank, record in records.items() if record is not None}
-        if not expected:
-            del self._open[key]
-            return []
-        if not arrived or (len(arrived) < len(records) and not is_last):
+        expected = [rank for rank in local_ranks if all(rank in group for group in groups)]
+        found = {rank: every.of(rank, *key) for rank in expected}
+        records = {rank: record for rank, record in found.items() if record is not None}
+        if len(expected) > 1 and (
+            len(records) < 2 or (len(records) < len(expected) and not is_last)
+        ):
             return []
         del self._open[key]
-        optimizer = record.optimizer
-        began = {rank: self._others.of(rank, optimizer, 1) for rank in arrived}
-        lines = judge(Compared(layout, record, arrived, {0: self._began.get(optimizer), **began}))
+        optimizer, step = key
+        lines = judge(layout, records, {rank: every.of(rank, optimizer, 1) for rank in records})
         self._has_reported = self._has_reported or bool(lines)
-        return [Verdicts(lines, record.step)] if lines else []
+        return [Verdicts(lines, step)] if lines else []
 
 
 def _local_ranks(world: int) -> list[int]:
