@@ -275,9 +275,6 @@ ALERTS: tuple[About, ...] = (
         "stalled_at_start", FAIL, "Is the run silent before its first step, and in which phase?"
     ),
     _alert("stalled", FAIL, "Has the run stopped making steps?"),
-    _alert(
-        "identity_fails", FAIL, "Does an identity fail that holds in every healthy training run?"
-    ),
     _alert("gpu_idle", FAIL, "Is the GPU idle while a model should be computing?"),
     _alert(
         "cpu_bound_teacher",

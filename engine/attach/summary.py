@@ -33,7 +33,6 @@ from engine.log.follow import Follower
 from engine.log.text import event_text, identity_text, level_text, one_line
 from engine.log.view import RunView
 from engine.units import format_bytes, format_count, format_seconds, format_value
-from engine.watch.rules.broken_identity import identity_fails
 from engine.watch.rules.pace import DATA_SHARE, MORE_WORKERS
 from engine.watch.rules.rule import median
 from engine.watch.stacks import FOLDER, own_frame
@@ -160,11 +159,6 @@ class _Summary:
             word = "failed"
         return f"{self.run.name}: {word} {how}; {done}"
 
-    @cached_property
-    def _alerts(self) -> list[Judged]:
-        """Alerts active at the end, without `identity_fails`, which repeats the failed identities."""
-        return [alert for alert in self.view.alerts.values() if alert.id != identity_fails.id]
-
     def _with_level(self, level: str) -> list[Judged]:
         return [alert for alert in self.view.identities if alert.level == level]
 
@@ -215,7 +209,7 @@ class _Summary:
         lines += [note.text for note in view.notes if "probe removed itself" in note.text][:1]
         if (first := self._first_non_finite) is not None:
             lines.append(f"the loss is not finite from step {first} on")
-        alerts = self._alerts
+        alerts = list(self.view.alerts.values())
         lines += [
             f"{level_text(verdict)} {verdict.id}: {verdict.text}" for verdict in alerts[:ALERTS]
         ]
@@ -423,7 +417,7 @@ class _Summary:
         if (process := self.view.process) is not None:
             if self.state == "unwatched":
                 return f"engine watch --pid {process.pid} continues watching; {view_command}"
-            if self._alerts or (ended is not None and ended.signal == "SIGKILL"):
+            if self.view.alerts or (ended is not None and ended.signal == "SIGKILL"):
                 return f"engine diagnose {self.path}"
             return f"{view_command}; to see its steps and its end, start it with engine watch -- COMMAND"
         if self._is_outside and not self._has_raised:
@@ -444,7 +438,7 @@ class _Summary:
             return f"unless {id} is meant: {verdict.action}; then {view_command}"
         if self._waits_for_data:
             return f"engine flip {self.path} --set {MORE_WORKERS} tests {BY_HAND}; --propose lists what else"
-        if self._alerts or self._first_non_finite is not None:
+        if self.view.alerts or self._first_non_finite is not None:
             evidence = f"engine diagnose {self.path}"
             alert = self.view.alerts.get(id) if kind == ALERT else None
             if alert is not None and alert.flip:

@@ -36,8 +36,6 @@ OF_THE_MACHINE = ("throttled", "step_time_drift", "unaccounted")
 """Alerts that other work on the machine can explain."""
 FEWEST_IMPORTED = 10
 """Minimum number of logged steps from which an imported run without alerts counts as healthy."""
-REPEATS_IDENTITIES = "identity_fails"
-"""Id of the alert that repeats failed identities."""
 NO_FAULT = (
     *("completed", "stopped", "terminated", "interrupted", "declined"),
     *("unwatched", "imported"),
@@ -183,9 +181,7 @@ def _findings(view: RunView, state: str, path: str) -> Iterator[Finding]:
             id=f"check {check.id}",
         )
     yield from _identity_findings(view)
-    for alert in view.alerts.values():
-        if alert.id != REPEATS_IDENTITIES:
-            yield _alert_finding(alert)
+    yield from map(_alert_finding, view.alerts.values())
     if view.errors:
         first = view.errors[0].note.text
         text = first.split("; ")[0]

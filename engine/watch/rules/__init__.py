@@ -8,7 +8,6 @@ from __future__ import annotations
 from types import ModuleType
 
 from engine.watch.rules import (
-    broken_identity,
     curves,
     gpu,
     loss,
@@ -30,5 +29,5 @@ def rules_of(*families: ModuleType) -> tuple[Rule, ...]:
     )
 
 
-RULES = rules_of(stall, broken_identity, gpu, memory, pace, loss, curves, update, written)
+RULES = rules_of(stall, gpu, memory, pace, loss, curves, update, written)
 """All rules, in the order in which they are listed."""
