@@ -42,7 +42,6 @@ from engine.log.events import (
     HostSample,
     Imported,
     Judged,
-    KernelCounts,
     LauncherGone,
     Logged,
     LogOpened,
@@ -61,7 +60,6 @@ from engine.log.events import (
     StudentSaved,
     TrainerExited,
     TrainerStarted,
-    VocabularyCut,
     Watched,
     Wrote,
 )
@@ -89,8 +87,6 @@ _NEWEST: dict[type, str] = {
     DataReady: "data",
     MemoryPlanned: "memory_plan",
     MemoryMeasured: "memory_peak",
-    KernelCounts: "kernel_counts",
-    VocabularyCut: "vocabulary_cut",
     StudentSaved: "student",
     ReceiptWritten: "receipt",
     Watched: "watched",
@@ -307,7 +303,7 @@ class _Changes:
             self.lists["start_phases"] = []
             self.lists["audited_steps"] = []
             self.changes |= {"own_checks": {}}
-            self.changes |= {"memory_plan": None, "memory_peak": None, "kernel_counts": None}
+            self.changes |= {"memory_plan": None, "memory_peak": None}
             self.forget_session()
         elif self.source == "device":
             self.changes |= {"host": None, "gpus": {}, "absent": {}}

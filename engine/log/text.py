@@ -32,7 +32,6 @@ from engine.log.events import (
     HostSample,
     Imported,
     Judged,
-    KernelCounts,
     LauncherGone,
     Logged,
     LogOpened,
@@ -183,8 +182,6 @@ def _event_text(event: AnyEvent) -> str:
             return _peak_text(event)
         case Compiled():
             return _compiled_text(event)
-        case KernelCounts():
-            return f"kernels {_counts_text(event)}"
         case VocabularyCut():
             return (
                 f"vocabulary: the teacher's {event.teacher_ids} ids are cut to {event.student_ids}; "
@@ -975,19 +972,9 @@ def commit_text(command: WatchedCommand) -> str:
     return command.commit if clean == command.commit else f"{command.commit} (files differ)"
 
 
-def _counts_text(counts: KernelCounts) -> str:
-    return (
-        f"by step {counts.step}: {counts.hits} hits, {counts.misses} misses, "
-        f"{counts.disk_hits} of them from the cache on disk"
-    )
-
-
 def kernel_lines(view: RunView) -> list[str]:
-    """Render the kernel caches: hits, misses, and each compile, newest first, with the reason it was needed."""
-    counts = view.kernel_counts
+    """Render each compile, newest first, with the reason it was needed."""
     lines = []
-    if counts is not None:
-        lines.append(_counts_text(counts))
     late = sum(compiled.after_warm_up for compiled in view.compiles)
     took = sum(compiled.compile_s or 0.0 for compiled in view.compiles)
     if view.compiles:

@@ -29,7 +29,6 @@ from engine.log.events import (
     HostSample,
     Imported,
     Judged,
-    KernelCounts,
     MemoryMeasured,
     MemoryPlanned,
     ModelReady,
@@ -43,7 +42,6 @@ from engine.log.events import (
     StackDump,
     StudentSaved,
     TrainerExited,
-    VocabularyCut,
     Watched,
     Wrote,
 )
@@ -191,8 +189,6 @@ class RunView:
     """The newest measurement of this session."""
     compiles: tuple[Compiled, ...] = ()
     """Compiles of this session, in order."""
-    kernel_counts: KernelCounts | None = None
-    vocabulary_cut: VocabularyCut | None = None
     own_checks: dict[str, Judged] = field(default_factory=dict)
     """The newest result of each first-minute check of this session on the first rank, by its id."""
     audited_steps: tuple[int, ...] = ()
