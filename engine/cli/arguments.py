@@ -151,13 +151,6 @@ def add_sampling(parser: Parser) -> None:
         help="sample from tokens at least P times as likely as the likeliest (0)",
     )
     add_number(parser, "--seed", limits.SEED, "of the sampling (0)", default=0)
-    add_choice(
-        parser,
-        "--cuda-graph",
-        ("auto", "on", "off"),
-        "auto",
-        "replay the steps of a GPU as one graph; the same tokens, faster (auto)",
-    )
 
 
 def prepare_threads(wanted: str = "auto") -> None:

@@ -42,7 +42,7 @@ from engine.cli.eval_text import (
     report_json,
     report_lines,
 )
-from engine.cli.generate import graph_decision, open_asked, sampling_of
+from engine.cli.generate import open_asked, sampling_of
 from engine.errors import EXIT_PASS, EXIT_UNKNOWN, NoAnswer, UsageError
 from engine.terminal import put, say
 
@@ -323,8 +323,6 @@ def _judge(
     from engine.evaluate.sandbox import RULES
 
     model = open_asked(arguments, path)
-    for line in graph_decision(model, arguments.cuda_graph):
-        say(line)
     tokens = room(model, problems, arguments.max_tokens)
     settings = Settings(
         samples=arguments.samples, sampling=sampling_of(arguments), max_tokens=tokens
@@ -357,7 +355,6 @@ def _judge(
             results,
             settings,
             rows=arguments.rows,
-            cuda_graph=arguments.cuda_graph,
             progress=ProgressLines("programs").of_programs,
         )
     finally:

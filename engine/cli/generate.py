@@ -28,7 +28,7 @@ from engine.cli.arguments import (
     model_argument,
     prepare_threads,
 )
-from engine.errors import BadInput, UsageError
+from engine.errors import BadInput
 from engine.files import read_text
 from engine.terminal import put, say
 
@@ -59,8 +59,6 @@ def run(arguments: argparse.Namespace) -> int:
 
     prompt = _prompt(arguments)
     model = open_asked(arguments, arguments.model)
-    for line in graph_decision(model, arguments.cuda_graph):
-        say(line)
     text, tokens, ended = "", 0, None
     start_s = time.monotonic()
     for piece in complete(
@@ -71,7 +69,6 @@ def run(arguments: argparse.Namespace) -> int:
         stops=arguments.stop,
         sampling=sampling_of(arguments),
         slots=1,
-        cuda_graph=arguments.cuda_graph,
     ):
         text += piece.text
         tokens, ended = piece.tokens, piece.ended
@@ -116,21 +113,6 @@ def sampling_of(arguments: argparse.Namespace) -> Sampling:
         min_p=arguments.min_p,
         seed=arguments.seed,
     )
-
-
-def graph_decision(model: Model, setting: str) -> list[str]:
-    """Return the decision on how decode steps run on a GPU, as lines; empty on a CPU, which has no choice.
-    UsageError where CUDA graphs are requested but impossible."""
-    from engine.generation.slots import choose_cuda_graph
-
-    decision = choose_cuda_graph(model.decoder, setting)
-    if setting == "on" and decision.choice != "on":
-        raise UsageError(
-            f"--cuda-graph on — expected a model whose steps can be captured, found that "
-            f"{decision.rejected[0][1]}",
-            hint="leave it out: the tokens are the same",
-        )
-    return [] if model.device.type == "cpu" else decision.lines()
 
 
 def most_tokens(model: Model, prompts: Sequence[str], wanted: int | None) -> int:

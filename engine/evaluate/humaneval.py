@@ -131,7 +131,6 @@ def evaluate(
     settings: Settings,
     *,
     rows: int | None = None,
-    cuda_graph: str = "auto",
     progress: Callable[[Progress], None] | None = None,
 ) -> None:
     """Generate, try and record every program that `results` does not have yet.
@@ -157,9 +156,7 @@ def evaluate(
 
     with ThreadPoolExecutor(_workers()) as pool:
         try:
-            for about, program, tests in _generated(
-                model, problems, todo, settings, rows, cuda_graph
-            ):
+            for about, program, tests in _generated(model, problems, todo, settings, rows):
                 pending[pool.submit(sandbox.try_program, program, tests)] = about
                 record(wait=False)
         finally:
@@ -172,7 +169,6 @@ def _generated(
     todo: Sequence[tuple[Problem, int]],
     settings: Settings,
     rows: int | None,
-    cuda_graph: str,
 ) -> Iterator[tuple[Result, str, str]]:
     """Yield each program with its result so far (before the trial) and its tests."""
     if not todo:
@@ -188,7 +184,6 @@ def _generated(
         # Keys identify the programs, so that a resumed evaluation with fewer problems left draws the same.
         keys=[f"{problem.task_id}/{sample}" for problem, sample in todo],
         rows=rows,
-        cuda_graph=cuda_graph,
     ):
         texts[piece.prompt] += piece.text
         if piece.ended is not None:

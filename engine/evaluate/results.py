@@ -78,12 +78,6 @@ def refuse_other(
         return [], 0
     recorded, results, keep = existing
     expected = _beginning(about)
-    if not keep:
-        raw = read_bytes(path, "results", limits.RESULTS)
-        if json.dumps(expected).encode().startswith(raw) or (
-            unknown_keys and raw.startswith(_BEGINNING)
-        ):
-            return [], 0  # killed before its first line was complete
     unasked = {*unknown_keys, *_WORDS}
     differing = [
         key

@@ -10,7 +10,6 @@ from __future__ import annotations
 import itertools
 import json
 import math
-import secrets
 import zlib
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -63,8 +62,7 @@ def write_apr(
     path = Path(path)
     check_family(config, path)
     tokenizer = {} if tokenizer_json is None else embed(tokenizer_json)
-    partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
-    with new_file(path, partial, ALIGNMENT) as (file, data):
+    with new_file(path, ALIGNMENT) as (file, data):
         for name, tensor in tensors:
             dtype, raw = _raw(f"tensor {json.dumps(name)}", tensor)
             data.add(name, dtype, tuple(tensor.shape), raw)

@@ -58,8 +58,7 @@ def write_gguf(
     """
     path = Path(path)
     values = _metadata(config, tokenizer_json, metadata or {}, path)
-    partial = path.with_name(path.name + ".partial")
-    with new_file(path, partial, DEFAULT_ALIGNMENT) as (file, data):
+    with new_file(path, DEFAULT_ALIGNMENT) as (file, data):
         for name, tensor in tensors:
             kind, raw = _raw(name, tensor, path)
             data.add(name, kind, tuple(tensor.shape), raw)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import errno
 import os
+import secrets
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -63,24 +64,19 @@ class TensorData:
 
 
 @contextmanager
-def new_file(path: Path, partial: Path, alignment: int) -> Iterator[tuple[IO[bytes], TensorData]]:
-    """Yield a file to write, under the name `partial`, and temporary storage for its tensors. The
-    file becomes `path` when all of it is on disk, and is removed if anything fails. Raises
-    `WeightsError`, `DiskFull`.
+def new_file(path: Path, alignment: int) -> Iterator[tuple[IO[bytes], TensorData]]:
+    """Yield a file to write, under another name, and temporary storage for its tensors. The file becomes `path` when
+    all of it is on disk, and is removed if anything fails. Raises `WeightsError`, `DiskFull`.
     """
     if os.path.lexists(path):
         raise unwritable(path, FileExistsError(errno.EEXIST, "exists"))
+    partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
     try:
-        file = partial.open("xb")
-    except FileExistsError as error:
-        hint = "remove it if no other process is writing there"
-        raise WeightsError.expected(
-            "weights to write", partial, "nothing at that path", "something", hint=hint
-        ) from error
-    except OSError as error:
-        raise unwritable(path, error) from error
-    try:
-        with partial_output(partial), file, tempfile.TemporaryFile(dir=path.parent) as data:
+        with (
+            partial_output(partial),
+            partial.open("xb") as file,
+            tempfile.TemporaryFile(dir=path.parent) as data,
+        ):
             yield file, TensorData(data, alignment)
             file.flush()
             os.fsync(file.fileno())

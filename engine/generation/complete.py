@@ -88,7 +88,6 @@ def complete(
     keys: Sequence[object] | None = None,
     slots: int = SLOTS,
     rows: int | None = None,
-    cuda_graph: str = "auto",
 ) -> Iterator[Piece]:
     """Yield the completions of `prompts` in pieces as they are generated; each prompt's last piece
     says how it ended.
@@ -117,7 +116,6 @@ def complete(
         stop=stop,
         slots=slots,
         rows=rows,
-        cuda_graph=cuda_graph,
     ):
         counts[index] += 1
         piece = texts[index].take_final(last=ended is not None)

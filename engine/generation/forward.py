@@ -118,10 +118,8 @@ class NativeForward:
         return logits_of(hidden_ND, head_of(self._decoder), self._decoder.config.vocab_size)
 
     def _kernel_caches(self, position_B: Tensor) -> list[LayerCache]:
-        from engine.generation.paged_layer import PagedLayer  # which needs triton
-
         return [
-            PagedLayer(*self._cache.layer(index), self._cache.table_BS, position_B)
+            _PagedLayer(*self._cache.layer(index), self._cache.table_BS, position_B)
             for index in range(len(self._decoder.layers))
         ]
 
@@ -218,6 +216,24 @@ class _PackedLayer:
         self._keys[self._page_1T, :, self._place_1T] = k_BTKE
         self._values[self._page_1T, :, self._place_1T] = v_BTKE
         return attend_packed(q_BTHE, k_BTKE, v_BTKE, self._packing, scale=scale, window=window)
+
+
+class _PagedLayer:
+    """One token of each slot: attention to its pages by our kernel."""
+
+    def __init__(self, keys: Tensor, values: Tensor, table_BS: Tensor, position_B: Tensor) -> None:
+        self._cache = (keys, values, table_BS, position_B)
+
+    def attend(
+        self, q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, *, scale: float | None, window: int | None
+    ) -> Tensor:  # fmt: skip
+        from engine.kernels import paged_attention  # which needs triton
+
+        qkv_BN = torch.cat([q_BTHE[:, 0], k_BTKE[:, 0], v_BTKE[:, 0]], dim=1).flatten(1)
+        paged_attention.place(qkv_BN, None, 0.0, None, *self._cache)
+        y_BHE = torch.zeros_like(q_BTHE[:, 0])
+        paged_attention.attend(qkv_BN, *self._cache, y_BHE, scale=scale, window=window)
+        return y_BHE[:, None]
 
 
 class _Group(NamedTuple):

@@ -31,7 +31,7 @@ from engine.generation.forward import device_of
 from engine.generation.pages import PagePool
 from engine.generation.sampling import GREEDY, Sampling, row_key
 from engine.generation.size import PAGE, pages_for, token_bytes
-from engine.generation.slots import HISTORY, Admitted, Chosen, Slots, choose_cuda_graph
+from engine.generation.slots import HISTORY, Admitted, Chosen, Slots
 from engine.models.decoder import Decoder
 from engine.models.transformers_decoder import TransformersDecoder
 from engine.units import format_bytes
@@ -93,7 +93,6 @@ def generate(
     slots: int = SLOTS,
     rows: int | None = None,
     cache_bytes: int | None = None,
-    cuda_graph: str = "auto",
 ) -> Iterator[Generated]:
     """Yield the tokens of each prompt's continuation as they are generated; sequences are
     interleaved.
@@ -115,7 +114,6 @@ def generate(
         cache_bytes=cache_bytes,
         end_ids=end_ids,
         sampling=sampling,
-        cuda_graph=cuda_graph,
     )
     yield from generator.generate(prompts, max_tokens=max_tokens, keys=keys, stop=stop, rows=rows)
 
@@ -125,7 +123,7 @@ class Generator:
 
     `capacity` is the largest number of tokens of a sequence, its prompt included. The cache has `pages` pages, by
     default what all slots may need; fewer where `cache_bytes` or the free memory of a GPU holds fewer: then some
-    sequences wait. `cuda_graph` (auto, on, off) changes no token. A model in fp32 may compute in 16 bits, `dtype`.
+    sequences wait. A model in fp32 may compute in 16 bits, `dtype`.
 
     Raises BadInput where the cache does not hold one sequence of `capacity` tokens.
     """
@@ -140,7 +138,6 @@ class Generator:
         cache_bytes: int | None = None,
         end_ids: Sequence[int] = (),
         sampling: Sampling = GREEDY,
-        cuda_graph: str = "auto",
         dtype: torch.dtype | None = None,
     ) -> None:
         self._decoder, self._sampling, self._slots = decoder, sampling, slots
@@ -158,7 +155,6 @@ class Generator:
             pages=pages_in_cache + 1,
             sampling=sampling,
             ends=end_ids,
-            graph=choose_cuda_graph(decoder, cuda_graph).choice == "on",
             dtype=dtype,
         )
 

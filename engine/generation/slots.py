@@ -1,7 +1,7 @@
 """The slots of a generation: what the device keeps of each sequence, and the steps of all of them.
 
     begin     runs prompts into some slots and chooses their first tokens
-    step      runs one token of every slot and chooses the next; a CUDA graph where that is decided
+    step      runs one token of every slot and chooses the next; as a CUDA graph where our kernels run
     stop      makes slots idle
 
 Tokens are chosen on the device and copied to the host, which may read them some steps later (`Chosen`). A
@@ -20,7 +20,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.decision import SET_BY_USER, Decision
 from engine.generation.forward import (
     Forward,
     NativeForward,
@@ -39,7 +38,6 @@ from engine.models.transformers_decoder import TransformersDecoder
 
 HISTORY = 8
 """Largest number of launched steps and prompt passes whose tokens the host has not read yet."""
-KNOB = "--cuda-graph"
 
 
 class Admitted(NamedTuple):
@@ -72,32 +70,6 @@ class Chosen(NamedTuple):
         return both[0], both[1].view(np.float32)
 
 
-def choose_cuda_graph(decoder: Decoder, setting: str = "auto") -> Decision:
-    """Decide whether steps are replayed as a CUDA graph, with the reason."""
-    why_not = None
-    if isinstance(decoder, TransformersDecoder):
-        why_not = "transformers runs the layers"
-    elif device_of(decoder).type == "cpu":
-        why_not = "the model is on the CPU"
-    elif not has_kernels(device_of(decoder)):
-        why_not = "there is no Triton, or the GPU's capability is below 8.0"
-    if why_not is not None:
-        return Decision(
-            knob=KNOB,
-            choice="off",
-            reason=f"{why_not}: each operation is launched",
-            rejected=(("on", why_not),),
-        )
-    if setting != "auto":
-        return Decision(knob=KNOB, choice=setting, reason=SET_BY_USER, overridden=True)
-    return Decision(
-        knob=KNOB,
-        choice="on",
-        reason="launching the kernels of a step takes the host longer than their work takes the GPU",
-        rejected=(("off", "the same tokens, more slowly"),),
-    )
-
-
 class Slots:
     """The slots of one generation. `capacity` is the largest number of tokens of a sequence, `pages` the size of
     the cache.
@@ -113,7 +85,6 @@ class Slots:
         pages: int,
         sampling: Sampling,
         ends: Sequence[int],
-        graph: bool,
         dtype: torch.dtype | None = None,
     ) -> None:
         device = device_of(decoder)
@@ -153,7 +124,6 @@ class Slots:
             with REGISTRY.noting() as kernels:
                 self._run()
             warm_up(kernels)
-        if graph:
             self._capture()
 
     @torch.inference_mode()

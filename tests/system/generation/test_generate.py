@@ -20,7 +20,7 @@ from engine.generation.generate import Generator, generate
 from engine.generation.pages import PagePool
 from engine.generation.sampling import GREEDY, Sampling, choose, row_key, uniform
 from engine.generation.size import PAGE, pages_for, token_bytes
-from engine.generation.slots import HISTORY, Admitted, choose_cuda_graph
+from engine.generation.slots import HISTORY, Admitted
 from engine.model_families import FAMILIES
 from engine.models.decoder import Decoder
 from engine.models.load import load_decoder, load_packed_decoder, save_decoder
@@ -275,12 +275,6 @@ def test_pages_are_free_again_once_nobody_holds_them(
     for pages in data.draw(st.permutations(held)):
         pool.release(pages)
     assert pool.free == whole
-
-
-def test_a_cpu_has_no_graphs_and_says_why() -> None:
-    decision = choose_cuda_graph(lively(make_config()))
-    assert decision.choice == "off"
-    assert "the model is on the CPU" in decision.lines()[1]
 
 
 def test_a_seed_is_one_text_and_another_seed_another() -> None:

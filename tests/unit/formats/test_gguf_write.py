@@ -216,14 +216,6 @@ def test_a_file_that_appears_while_writing_is_never_touched(tmp_path: Path) -> N
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_what_another_process_is_writing_is_never_touched(tmp_path: Path) -> None:
-    partial = tmp_path / "m.gguf.partial"
-    partial.write_text("theirs")
-    with pytest.raises(WeightsError, match="no other process"):
-        write_gguf(tmp_path / "m.gguf", config=CONFIG, tensors=[EMBEDDING])
-    assert partial.read_text() == "theirs"
-
-
 def test_a_failure_of_the_tensors_leaves_nothing(tmp_path: Path) -> None:
     def tensors() -> Iterator[tuple[str, torch.Tensor]]:
         yield EMBEDDING
