@@ -43,11 +43,11 @@ def machine_words(snapshot: Snapshot, width: int, ascii_only: bool) -> list[str]
     """Return the newest readings, with their age when they are not current; of a run that has ended those over the
     whole run."""
     view = snapshot.view
-    if snapshot.has_ended and (lines := run_device_lines(view, width, ascii_only=ascii_only)):
+    if snapshot.has_ended and (lines := run_device_lines(view, width)):
         return ["over the whole run:", *lines]
     newest = [view.hosts.last("unix_s"), *(t.last("unix_s") for t in view.gpu_tables.values())]
     times = [unix_s for unix_s in newest if unix_s is not None]
-    lines = device_lines(view, width, ascii_only=ascii_only)
+    lines = device_lines(view, width)
     if times and snapshot.now_unix_s - max(times) > 10:
         age = format_seconds(max(0.0, snapshot.now_unix_s - max(times)))
         lines.append(f"read {age} ago, at {clock_text(max(times))}")

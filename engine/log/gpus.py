@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
@@ -31,8 +31,6 @@ _REASONS = {
     "hw_power_brake": "slowed down by the power supply",
 }
 """Meaning of NVML's reasons for low clocks; others are shown by name."""
-_BAR_MOST, _BAR_LEAST = 12, 4
-"""Cells of a bar."""
 
 
 class Process(NamedTuple):
@@ -58,7 +56,7 @@ def read_processes(text: str) -> list[Process]:
 class Cell(NamedTuple):
     text: str
     shares: tuple[float, ...] = ()
-    """Shares of the bar, 0 to 1; for memory, first the trainer's and then that of other processes."""
+    """Shares of a bar, 0 to 1; for memory, first the trainer's and then that of other processes."""
     is_bad: bool = False
 
 
@@ -234,7 +232,6 @@ class Column:
     cell: Callable[[_Gpu], Cell]
     reading: str = ""
     """The field of a sample whose reason is shown where the cell is unknown."""
-    has_bar: bool = False
     is_note: bool = False
     """Whether it is a line below the table, for all GPUs that have it in common."""
     is_optional: bool = False
@@ -249,7 +246,6 @@ COLUMNS = (
         title="util %",
         cell=_reading_column("gpu_util_pct"),
         reading="gpu_util_pct",
-        has_bar=True,
         keep=98,
     ),
     Column(
@@ -258,7 +254,6 @@ COLUMNS = (
             "gpu_mem_used_bytes", "highest", limit="gpu_mem_total_bytes", text=_gib
         ),
         reading="gpu_mem_used_bytes",
-        has_bar=True,
         keep=97,
     ),
     Column(title="trainer", cell=_trainer_cell, reading="family_gpu_mem_bytes", keep=50),
@@ -267,7 +262,6 @@ COLUMNS = (
         title="power W",
         cell=_reading_column("gpu_power_w", limit="gpu_power_limit_w"),
         reading="gpu_power_w",
-        has_bar=True,
         keep=70,
     ),
     Column(
@@ -314,11 +308,9 @@ class GpuTable:
                 f"GPU {', '.join(gpus)}: {column.title}: {text}"
                 for text, gpus in gpus_by_text.items()
             ]
-        is_split = any(len(cell.shares) > 1 for row in self.rows for cell in row)
         return [
             *lines,
             *self.reasons,
-            *["bar of the memory: the trainer's, then that of other processes"] * is_split,
             *["over the whole run: medians, and peaks of memory and temperature"] * self.whole_run,
         ]
 
@@ -413,77 +405,24 @@ def rank_lines(view: RunView) -> list[str]:
     ]
 
 
-def gpu_lines(
-    view: RunView, width: int = 100, *, ascii_only: bool = False, whole_run: bool = False
-) -> list[str]:
+def gpu_lines(view: RunView, width: int = 100, *, whole_run: bool = False) -> list[str]:
     """Return the table as text for a width in cells, then the notes."""
     table = gpu_table(view, whole_run=whole_run)
     if not table.rows:
         return []
     columns = [
-        (column, [row[at] for row in table.rows])
+        (column, [column.title, *(row[at].text for row in table.rows)])
         for at, column in enumerate(table.columns)
         if not column.is_note
     ]
-    columns = _fitting(columns, width)
-    widths = [_width(column) - 2 for column in columns]
-    bars = _bar_widths(columns, width - sum(widths) - 2 * (len(widths) - 1))
-    lines = ["  ".join(_heading(columns, widths, bars)).rstrip()]
-    for number in range(len(table.rows)):
-        parts = []
-        for (_, cells), wide, bar in zip(columns, widths, bars, strict=True):
-            cell = cells[number]
-            drawn = f"{_bar(cell, bar, ascii_only)} " if bar else ""
-            parts.append(f"{drawn}{cell.text:>{wide}}")
-        lines.append("  ".join(parts))
-    return [*lines, *(f"     {note}" for note in table.notes)]
+    for narrowest in sorted(columns, key=lambda one: one[0].keep):
+        if sum(map(_width, columns)) <= width + 2 or len(columns) == 2:
+            break
+        columns.remove(narrowest)
+    rows = zip(*([f"{cell:>{_width(one) - 2}}" for cell in one[1]] for one in columns), strict=True)
+    return [*map("  ".join, rows), *(f"     {note}" for note in table.notes)]
 
 
-_Columns = list[tuple[Column, list[Cell]]]
-
-
-def _fitting(columns: _Columns, width: int) -> _Columns:
-    """Return the columns that fit a width: performance counters give way to bars, and bars to the other columns."""
-
-    def fits(bar: int) -> bool:
-        return sum(map(_width, columns)) + bar * sum(c.has_bar for c, _ in columns) <= width + 2
-
-    for is_optional, bar in ((True, _BAR_LEAST + 1), (False, 0)):
-        droppable = [c for c in columns if c[0].is_optional or not is_optional]
-        for dropped in sorted(droppable, key=lambda c: c[0].keep):
-            if fits(bar) or len(columns) == 2:
-                break
-            columns.remove(dropped)
-    return columns
-
-
-def _width(column: tuple[Column, list[Cell]]) -> int:
-    """Return the width of a column without its bar, with the gap after it."""
-    return max(len(column[0].title), *(len(cell.text) for cell in column[1])) + 2
-
-
-def _bar_widths(columns: _Columns, spare: int) -> list[int]:
-    """Return the width of each column's bar; 0 where it has none, or where it does not fit."""
-    bars = sum(column.has_bar for column, _ in columns)
-    while bars and spare // bars - 1 < _BAR_LEAST:
-        bars -= 1
-    width = min(_BAR_MOST, spare // bars - 1) if bars else 0
-    with_bar = [column for column, _ in columns if column.has_bar][:bars]
-    return [width if column in with_bar else 0 for column, _ in columns]
-
-
-def _heading(columns: _Columns, widths: list[int], bars: list[int]) -> Iterator[str]:
-    for (column, _), wide, bar in zip(columns, widths, bars, strict=True):
-        yield f"{column.title:>{wide + (bar + 1 if bar else 0)}}"
-
-
-def _bar(cell: Cell, width: int, ascii_only: bool) -> str:
-    """Return a bar; an unknown share has none, so that it does not look like 0."""
-    signs = "#+." if ascii_only else "█▒░"
-    if not cell.shares:
-        return " " * width
-    ends = [round(sum(cell.shares[: at + 1]) * width) for at in range(len(cell.shares))]
-    drawn = "".join(
-        sign * (end - begin) for sign, begin, end in zip(signs, [0, *ends], ends, strict=False)
-    )
-    return drawn + signs[2] * (width - len(drawn))
+def _width(column: tuple[Column, list[str]]) -> int:
+    """Return the width of a column, with the gap after it."""
+    return max(map(len, column[1])) + 2

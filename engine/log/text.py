@@ -384,9 +384,9 @@ def sample_text(sample: HostSample | GpuSample) -> str:
 # Readings: GPU, host, and the trainer's own account of its memory.
 
 
-def device_lines(view: RunView, width: int = 100, *, ascii_only: bool = False) -> list[str]:
+def device_lines(view: RunView, width: int = 100) -> list[str]:
     """Render GPU and host readings, each as a value or as unknown, with the reason."""
-    lines = [*gpu_lines(view, width, ascii_only=ascii_only), *rank_lines(view), *host_lines(view)]
+    lines = [*gpu_lines(view, width), *rank_lines(view), *host_lines(view)]
     for host, host_view in view.hosts_now.items():
         lines += [f"{host}:", *host_lines(host_view)]
     no_lines = "no reading yet" if view.imported is None else "the imported log has no readings"
@@ -424,9 +424,9 @@ def _no_gpu_lines(view: RunView) -> list[str]:
     ]
 
 
-def run_device_lines(view: RunView, width: int = 100, *, ascii_only: bool = False) -> list[str]:
+def run_device_lines(view: RunView, width: int = 100) -> list[str]:
     """Render what was read of GPUs and host over the whole run: typical values and extremes."""
-    gpus = gpu_lines(view, width, ascii_only=ascii_only, whole_run=True)
+    gpus = gpu_lines(view, width, whole_run=True)
     lines = [*gpus, *rank_lines(view), *run_host_lines(view)]
     for host, host_view in view.hosts_now.items():
         lines += [f"{host}:", *run_host_lines(host_view)]

@@ -280,7 +280,9 @@ def _gpus(view: RunView, *, whole_run: bool) -> Iterator[str]:
     rows = "\n".join(
         f"<tr>{''.join(_gpu_cell(row[at]) for at in shown)}</tr>" for row in table.rows
     )
-    notes = "".join(f"<div>{as_html(note)}</div>" for note in table.notes)
+    is_split = any(len(cell.shares) > 1 for row in table.rows for cell in row)
+    legend = ["bar of the memory: the trainer's, then that of other processes"] * is_split
+    notes = "".join(f"<div>{as_html(note)}</div>" for note in [*table.notes, *legend])
     yield f"<h2>GPUs{', over the whole run' * whole_run}</h2>"
     yield f'<table class="gpus" tabindex="0">\n<tr>{heading}</tr>\n{rows}\n</table>\n<div class="about">{notes}</div>'
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -212,7 +211,7 @@ def test_a_gpu_reading_has_its_numbers_and_its_gaps(tmp_path: Path) -> None:
     scene = running(tmp_path / "run", done=2).device(gpu(96.0))
     (text,) = texts_of(scene.run.path, (120, 40))
     scene.close()
-    assert "GPU util %" in text and re.search(r"( 0 [█░]+ 96 unknown 38 unknown)", text), text
+    assert "GPU util %" in text and " 0 96 unknown 38 unknown" in text, text
     assert "memory GiB unknown: unified memory" in text
 
 
