@@ -18,10 +18,10 @@ import os
 import re
 import shlex
 import shutil
+import stat
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -277,25 +277,61 @@ def open_run(path: Path) -> RunFolder:
     )
 
 
-def find_runs(folder: Path) -> list[RunFolder]:
-    """Return every run directly in `folder` (or `folder` itself), newest first; empty when there is no such
-    folder.
+@dataclass(frozen=True, slots=True)
+class FoundRun:
+    """A run in a folder; `made_ns` is when its settings were written."""
 
-    Runs are ordered by creation time; of runs created at the same instant, the last by name comes first.
-    """
+    folder: RunFolder
+    name: str
+    """The name of its folder, with the parent folder where that is not the one given."""
+    made_ns: int
+    key: str
+    """Its path without links: the same for a run that is named twice."""
+
+
+def find_runs(folder: Path) -> list[RunFolder]:
+    """Return every run directly in `folder` (or `folder` itself), newest first; empty when there is no such folder."""
+    return [run.folder for run in find_all(folder, nested=False)]
+
+
+def find_all(folder: Path, *, nested: bool = True) -> list[FoundRun]:
+    """Return every run of `folder`: itself, or those in it, and if `nested` one level below. Newest first in each
+    folder, by creation time and then by name; empty when there is no such folder. Raises OSError."""
     if is_run(folder):
-        return [RunFolder(folder)]
-    if not folder.is_dir():
-        return []
-    made: list[tuple[int, str, RunFolder]] = []
-    for path in folder.iterdir():
-        if is_run(path):
-            run = RunFolder(path)
-            # A run that is deleted at this moment is left out.
-            with contextlib.suppress(FileNotFoundError):
-                made.append((run.effective.stat().st_mtime_ns, path.name, run))
-    made.sort(key=itemgetter(0, 1), reverse=True)
-    return [run for _, _, run in made]
+        run = RunFolder(folder)
+        key = os.path.realpath(folder)
+        return [FoundRun(run, run.name, _made_ns(key) or 0, key)]
+    return _runs_in(str(folder), nested=nested) if folder.is_dir() else []
+
+
+def _runs_in(folder: str, prefix: str = "", *, nested: bool) -> list[FoundRun]:
+    """Return the runs in a folder, and in those of its folders that are not runs themselves. Raises OSError when the
+    folder cannot be listed; an unreadable folder inside it is skipped."""
+    runs: list[FoundRun] = []
+    inner: list[os.DirEntry[str]] = []
+    real = os.path.realpath(folder)
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            if (made_ns := _made_ns(entry.path)) is not None:
+                is_link = entry.is_symlink()
+                key = os.path.realpath(entry.path) if is_link else f"{real}/{entry.name}"
+                name = prefix + entry.name
+                runs.append(FoundRun(RunFolder(Path(entry.path)), name, made_ns, key))
+            elif nested and not entry.name.startswith(".") and entry.is_dir():
+                inner.append(entry)
+    for entry in inner:
+        with contextlib.suppress(OSError):
+            runs += _runs_in(entry.path, f"{entry.name}/", nested=False)
+    return sorted(runs, key=lambda run: (run.made_ns, run.name), reverse=True)
+
+
+def _made_ns(folder: str) -> int | None:
+    """Return when the run in a folder was created; None when there is no run."""
+    try:
+        status = os.stat(f"{folder}/effective.json")
+    except OSError:
+        return None
+    return status.st_mtime_ns if stat.S_ISREG(status.st_mode) else None
 
 
 def last_change(run: RunFolder) -> float:

@@ -210,13 +210,11 @@ class _Failure(NamedTuple):
     step: int | None
     """None where the line has none."""
     sign: str
-    earlier_sign: str = ""
-    """Sign in earlier versions, where that said less."""
 
     def is_same(self, observed: Observed) -> bool:
         if (self.kind, self.id) != (observed.kind, observed.id):
             return False
-        return observed.sign in ("", self.sign, self.earlier_sign)
+        return observed.sign in ("", self.sign)
 
 
 class _Work:
@@ -257,13 +255,13 @@ def _failure_of(event: AnyEvent, work: _Work) -> _Failure | None:
             words = (
                 event.part if event.by == ALERT else _without_numbers(event.text.partition(":")[0])
             )
-            sign, earlier = f"{event.id} {words}".strip(), event.id if event.by == ALERT else ""
-            return _Failure(kind, event.id, event.text, rank, event.step, sign, earlier)
+            sign = f"{event.id} {words}".strip()
+            return _Failure(kind, event.id, event.text, rank, event.step, sign)
         case TrainerExited() if event.state.lower() != "completed":
             id_ = event.state.lower()
             how = " ".join([id_, event.signal or "", _exception_sign(work.ended)]).strip()
             code = f" with code {event.returncode}" if how == id_ and event.returncode else ""
-            return _Failure("exit", id_, event.sentence, 5, None, how + code, how)
+            return _Failure("exit", id_, event.sentence, 5, None, how + code)
     return None
 
 

@@ -14,8 +14,7 @@ from pathlib import Path
 from engine.errors import BadInput
 from engine.findings.bundle import is_bundle
 from engine.flips.flip_folder import is_flip
-from engine.log.folder import is_run
-from engine.watch.runs_feed import find_all
+from engine.log.folder import find_all, is_run
 
 MOST_FILES = 20_000
 """Maximum number of files of a run, a flip or a finding that has a page."""

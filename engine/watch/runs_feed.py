@@ -6,18 +6,16 @@ that cannot be read becomes a row that says why, never an exception.
 
 from __future__ import annotations
 
-import contextlib
 import os
-import stat
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from engine.errors import RunLogError
 from engine.log.events import GpuSample
 from engine.log.filters import Subject
-from engine.log.folder import RunFolder, is_run, settings_of
+from engine.log.folder import FoundRun, RunFolder, find_all, settings_of
 from engine.log.follow import Follower
 from engine.log.notes import NAME, Notes, read_notes
 from engine.log.read import Liveness
@@ -115,26 +113,6 @@ class RunsSnapshot:
     behind: bool
 
 
-@dataclass(frozen=True, slots=True)
-class _FoundRun:
-    """A run in a folder; `made_ns` is when its settings were written."""
-
-    folder: RunFolder
-    name: str
-    made_ns: int
-    key: str
-    """Its path without links: the same for a run that is named twice."""
-
-
-def _made_ns(folder: str) -> int | None:
-    """Return when the run in a folder was created; None when there is no run."""
-    try:
-        status = os.stat(f"{folder}/effective.json")
-    except OSError:
-        return None
-    return status.st_mtime_ns if stat.S_ISREG(status.st_mode) else None
-
-
 def _changed_ns(folder: str) -> tuple[int, ...]:
     """Return when each of FILES was changed; -1 for one that is not there."""
     changed = []
@@ -152,43 +130,6 @@ def _notes_of(run: RunFolder) -> Notes:
         return read_notes(run)
     except RunLogError as problem:
         return Notes(text=one_line(problem.message))
-
-
-def _newest_first(runs: Iterable[_FoundRun]) -> list[_FoundRun]:
-    return sorted(runs, key=lambda run: (run.made_ns, run.name), reverse=True)
-
-
-def _runs_in(folder: str, prefix: str = "", *, nested: bool = True) -> list[_FoundRun]:
-    """Return the runs in a folder, and in those of its folders that are not runs themselves, newest first.
-
-    Raises OSError when the folder cannot be listed; an unreadable folder inside it is skipped.
-    """
-    runs: list[_FoundRun] = []
-    inner: list[os.DirEntry[str]] = []
-    real = os.path.realpath(folder)
-    with os.scandir(folder) as entries:
-        for entry in entries:
-            if (made_ns := _made_ns(entry.path)) is not None:
-                is_link = entry.is_symlink()
-                key = os.path.realpath(entry.path) if is_link else f"{real}/{entry.name}"
-                name = prefix + entry.name
-                runs.append(_FoundRun(RunFolder(Path(entry.path)), name, made_ns, key))
-            elif nested and not entry.name.startswith(".") and entry.is_dir():
-                inner.append(entry)
-    for entry in inner:
-        with contextlib.suppress(OSError):
-            runs += _runs_in(entry.path, f"{entry.name}/", nested=False)
-    return _newest_first(runs)
-
-
-def find_all(folder: Path) -> list[_FoundRun]:
-    """Return every run of `folder`: itself, or those in it and one level below. Empty when there is
-    no such folder."""
-    if is_run(folder):
-        run = RunFolder(folder)
-        key = os.path.realpath(folder)
-        return [_FoundRun(run, run.name, _made_ns(key) or 0, key)]
-    return _runs_in(str(folder)) if folder.is_dir() else []
 
 
 def not_read(run: RunFolder, problem: OSError) -> str:
@@ -231,8 +172,8 @@ class RunsFeed:
             behind=any(row.state == READING for row in rows),
         )
 
-    def _find(self) -> tuple[dict[str, _FoundRun], str | None]:
-        runs: dict[str, _FoundRun] = {}
+    def _find(self) -> tuple[dict[str, FoundRun], str | None]:
+        runs: dict[str, FoundRun] = {}
         problems = []
         for folder in self.folders:
             try:
@@ -243,11 +184,11 @@ class RunsFeed:
                 problems.append(f"{folder} — expected to list it, found {problem.strerror}")
         return runs, "; ".join(problems) or None
 
-    def _forget_all_but(self, runs: dict[str, _FoundRun]) -> None:
+    def _forget_all_but(self, runs: dict[str, FoundRun]) -> None:
         self._followers = {key: f for key, f in self._followers.items() if key in runs}
         self._ended = {key: e for key, e in self._ended.items() if key in runs}
 
-    def _row(self, run: _FoundRun, until_s: float) -> RunRow:
+    def _row(self, run: FoundRun, until_s: float) -> RunRow:
         key = run.key
         if key not in self._ended and key not in self._followers and time.monotonic() >= until_s:
             return _row_of(run, RunView(), READING, None)
@@ -288,7 +229,7 @@ class RunsFeed:
 
 
 def _row_of(
-    run: _FoundRun,
+    run: FoundRun,
     view: RunView,
     state: str,
     error: str | None,

@@ -308,23 +308,6 @@ def test_runs_are_found_newest_first_and_by_name_when_made_together(tmp_path: Pa
     assert find_runs(tmp_path / "file") == find_runs(tmp_path / "missing") == []
 
 
-def test_a_run_deleted_while_runs_are_listed_is_left_out(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    make_run(tmp_path / "a")
-    gone = make_run(tmp_path / "b")
-    real = os.path.isfile
-
-    def isfile(path: Path) -> bool:
-        found = real(path)
-        if found and Path(path) == gone.effective:
-            gone.effective.unlink()
-        return found
-
-    monkeypatch.setattr(os.path, "isfile", isfile)
-    assert [run.name for run in find_runs(tmp_path)] == ["a"]
-
-
 def test_what_is_no_run_is_said_to_be_what_it_is(tmp_path: Path) -> None:
     with pytest.raises(RunLogError, match="expected a run, found nothing there") as caught:
         open_run(tmp_path / "missing")

@@ -204,14 +204,6 @@ def test_an_exception_is_the_same_from_its_line_with_its_words_numbers_and_folde
         assert shown(one, run, steps=12)[0] is expected, name
 
 
-def test_what_earlier_versions_observed_is_the_same_with_less(tmp_path: Path) -> None:
-    for said, sign in ((OF_LOADING, "stalled"), (ended("failed", 3), "failed")):
-        one = asked(tmp_path / sign, said)
-        assert one.sign.startswith(f"{sign} ")
-        of_earlier = dataclasses.replace(one, sign=sign)
-        assert shown(of_earlier, RunFolder(tmp_path / sign / "seen"), steps=12)[0] is True
-
-
 def test_a_run_on_half_the_rows_has_to_make_twice_the_steps(tmp_path: Path) -> None:
     one = dataclasses.replace(asked(tmp_path, ended("crashed", 1)), rows=10_000)
     for steps, expected in ((12, None), (20, None)):
