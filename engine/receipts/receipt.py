@@ -24,10 +24,8 @@ from engine.files import open_plain
 from engine.limits import LOG_FILE, MANIFEST, RUN_FILE, SPEC_FILE, STUDENT_FILE, Limit
 from engine.log.events import (
     Event,
-    StudentSaved,
 )
 from engine.log.folder import RunFolder
-from engine.log.observed import lines_of
 from engine.log.view import RunView, host_of
 from engine.receipts.context import plain, sessions_of, spec_hash
 from engine.sealing import now_utc
@@ -42,8 +40,6 @@ _UNSEALED = frozenset(
     }
 )
 """Names of the files and folders of a run folder that other processes write, during training and after it."""
-LOG_DELAY_S = 30.0
-"""Maximum time between the end of a log and its receipt, in seconds: another process writes the log."""
 
 
 class _File(msgspec.Struct):
@@ -67,7 +63,6 @@ class _Form(msgspec.Struct):
     logs: dict[str, _Log | None] | None = None
     student_files: dict[str, _File] | None = None
     files: dict[str, _File] | None = None
-    finished_unix_s: float | None = None
     decisions: list[_Decided] | None = None
 
 
@@ -224,37 +219,13 @@ def check_receipt(run: RunFolder, receipt: dict[str, Any], view: RunView) -> dic
             out[name] = Verdict(Level.FAIL, f"{name}: expected the name of a run's log")
         elif log is not None:
             found = _sha256(logs[name], LOG_FILE, log["bytes"])
-            text = f"first {log['bytes']} bytes of {name}"
-            out[name] = _equal(text, log["sha256"], found)
-            if found and (early := _ends_early(logs[name], log["bytes"], receipt)):
-                out[name] = Verdict(Level.FAIL, f"{text}: {early}")
+            out[name] = _equal(f"first {log['bytes']} bytes of {name}", log["sha256"], found)
     out |= check_student_files(run, receipt)
     names = _names(run)
     for name, file in (receipt.get("files") or {}).items():
         found = _sha256(run.path / name, STUDENT_FILE) if name in names else None
         out[name] = _equal(f"sha256 of {name}", file["sha256"], found)
     return out | {"files": _every_file(run, receipt, names)} | _checkpoints(run, view)
-
-
-def _ends_early(log: Path, covered: int, receipt: dict[str, Any]) -> str:
-    """Describe how the hashed first bytes of a log lack lines from before the receipt; empty when they have all."""
-    if log.suffix != ".jsonl":
-        return ""
-    ended_unix_s, offset = receipt.get("finished_unix_s") or 0.0, 0
-    try:
-        for line in lines_of(log):
-            if offset < covered:
-                offset += len(line.raw) + 1
-                continue
-            if isinstance(line.event, StudentSaved) or line.unix_s < ended_unix_s - LOG_DELAY_S:
-                return (
-                    f"line {line.event.seq} was written before the receipt but is not covered by it"
-                )
-    except RunLogError as error:
-        return error.message
-    return (
-        "" if offset == covered > 0 else "the covered bytes end within a line or before the first"
-    )
 
 
 def _every_file(run: RunFolder, receipt: dict[str, Any], names: Sequence[str]) -> Verdict:
