@@ -161,7 +161,7 @@ def watch_process(run: RunFolder, found: Stranger, pidfd: int, notify: str) -> N
             attached_pids=found.trainers,
         )
         observer.begin()
-        observer.notify(notify, 2 if os.isatty(2) else None)
+        observer.notify(notify)
         if _wait(observer, pidfd, stop_fd):
             _record_end(observer, pidfd)
             observer.close_notices()

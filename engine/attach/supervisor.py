@@ -46,9 +46,9 @@ ENDED_S = 2.0
 class _Training:
     """One run folder of the command, and its observer."""
 
-    def __init__(self, run: RunFolder, pid: int, command: RunFolder, terminal: int | None) -> None:
+    def __init__(self, run: RunFolder, pid: int, command: RunFolder) -> None:
         """Begin to observe. `pid`: the command, or the process that created the folder of a later training; `command`:
-        the run folder of the command, to which all processes write their stacks; `terminal`: its descriptor."""
+        the run folder of the command, to which all processes write their stacks."""
         self.run, self.is_command = run, run == command
         self._watch = LogWriter(run.watch, writer="supervisor")
         self._device = LogWriter(run.device, writer="sampler")
@@ -64,7 +64,7 @@ class _Training:
             process=partial(training_process, command, pid),
         )
         self.observer.begin()
-        self.observer.notify(os.environ.get(NOTIFY_VARIABLE, ALL), terminal)
+        self.observer.notify(os.environ.get(NOTIFY_VARIABLE, ALL))
         self._seen_over = self.is_recorded = False
 
     def close(self) -> None:
@@ -157,8 +157,7 @@ class _Trainings:
         about = read_command(run)
         self._reporter = _Reporter(run, report_fd)
         self.started_own_watch = about is not None and about.pid is not None
-        self._terminal = report_fd if report_fd is not None and os.isatty(report_fd) else None
-        self.command = _Training(run, pid, run, self._terminal)
+        self.command = _Training(run, pid, run)
         self._later: list[_Training] = []
         self._number = 2
 
@@ -179,7 +178,7 @@ class _Trainings:
         while os.path.lexists(path := later_run(run, self._number).path):
             about = read_command(RunFolder(path)) if is_run(path) else None
             if about is not None and about.part_of == run.name and about.pid:
-                self._later.append(_Training(RunFolder(path), about.pid, run, self._terminal))
+                self._later.append(_Training(RunFolder(path), about.pid, run))
             elif about is None and not is_run(later_run(run, self._number + 1).path):
                 return  # it is being created
             self._number += 1

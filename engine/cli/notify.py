@@ -66,5 +66,4 @@ def _send(receivers: list[Receiver]) -> list[Outcome]:
         folder="",
         look="engine runs",
     )
-    terminal = 2 if os.isatty(2) else None
-    return Delivery(message, receivers, terminal=terminal).wait()
+    return Delivery(message, receivers).wait()

@@ -76,9 +76,3 @@ def body_of(format: str, message: dict[str, Any]) -> tuple[bytes, dict[str, str]
     elif format == "discord":
         body = {"content": whole, "allowed_mentions": {"parse": []}}
     return json.dumps(body).encode(), {"Content-Type": "application/json"}
-
-
-def escape_of(message: dict[str, Any]) -> bytes:
-    """Return the sequences that make a terminal show a notification on the desktop: OSC 9 and OSC 777."""
-    title, line = message["title"].replace(";", ","), message["verdict"]
-    return f"\x1b]9;{title}: {line}\x07\x1b]777;notify;{title};{line}\x07".encode()

@@ -1,4 +1,4 @@
-"""Receivers of messages: a webhook, a command or the terminal. Those of all runs are in the user's `notify.toml`:
+"""Receivers of messages: webhooks and commands. Those of all runs are in the user's `notify.toml`:
 
     [team]
     webhook = "https://hooks.slack.com/services/..."      # Slack, Discord and ntfy are known by their hosts
@@ -7,8 +7,6 @@
     format = "ntfy"
     [mail]
     command = ["send-mail", "--to", "me"]                 # the message as JSON on stdin, and in APR_NOTIFY_* variables
-    [here]
-    desktop = true                                        # by the terminal that the run was started in
 
 A URL and the arguments of a command may be secrets. Only this package reads them; anything that is logged, printed or
 raised has the name of a receiver and `where`: a scheme and a host, or a program.
@@ -49,7 +47,7 @@ class Receiver:
     url: str = field(default="", repr=False)
     format: str = ""
     command: tuple[str, ...] = field(default=(), repr=False)
-    """The terminal, without a URL and a command."""
+    """Empty for a webhook."""
 
     @property
     def where(self) -> str:
@@ -57,7 +55,7 @@ class Receiver:
         if self.url:
             parts = urlsplit(self.url)
             return f"{self.format} {parts.scheme}://{parts.hostname}"
-        return f"command {Path(self.command[0]).name}" if self.command else "terminal"
+        return f"command {Path(self.command[0]).name}"
 
 
 def config_file() -> Path:
@@ -109,9 +107,7 @@ def _receiver(where: str, name: str, table: Any) -> Receiver:
             return _webhook(where, name, url, str(more.get("format", "")))
         case {"command": [*words], **more} if words and not more:
             return Receiver(name=name, command=tuple(map(str, words)))
-        case {"desktop": True, **more} if not more:
-            return Receiver(name=name)
-    expected = 'webhook = "URL" (with or without a format), command = ["PROGRAM"] or desktop = true'
+    expected = 'webhook = "URL" (with or without a format) or command = ["PROGRAM"]'
     raise BadInput(f"{where} — expected {expected}; formats: {', '.join(FORMATS)}")
 
 

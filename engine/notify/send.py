@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 from urllib.parse import unquote, urlsplit
 
-from engine.notify.message import Message, body_of, escape_of
+from engine.notify.message import Message, body_of
 from engine.notify.receivers import Receiver
 
 LIMIT_S = 4.0
@@ -36,17 +36,16 @@ class Outcome(NamedTuple):
 
 
 class Delivery:
-    def __init__(
-        self, message: Message, receivers: Sequence[Receiver], *, terminal: int | None = None
-    ) -> None:
-        """Start to send. `terminal` is the descriptor of the terminal for a desktop notification."""
+    def __init__(self, message: Message, receivers: Sequence[Receiver]) -> None:
+        """Start to send."""
         self._receivers = receivers
         self._answers: dict[int, tuple[bool, str]] = {}
         self._by_s = time.monotonic() + LIMIT_S + LATE_S
         fields = message.as_dict()
 
         def serve(number: int, receiver: Receiver) -> None:
-            self._answers[number] = _send(receiver, fields, terminal)
+            send = _post if receiver.url else _run
+            self._answers[number] = send(receiver, fields)
 
         self._threads = [
             threading.Thread(target=serve, args=pair, daemon=True) for pair in enumerate(receivers)
@@ -67,20 +66,6 @@ class Delivery:
             Outcome(receiver, *self._answers.get(number, _LATE))
             for number, receiver in enumerate(self._receivers)
         ]
-
-
-def _send(receiver: Receiver, message: dict[str, Any], terminal: int | None) -> tuple[bool, str]:
-    if receiver.url:
-        return _post(receiver, message)
-    if receiver.command:
-        return _run(receiver, message)
-    if terminal is None:
-        return False, "there is no terminal"
-    try:
-        os.write(terminal, escape_of(message))
-    except OSError as error:
-        return False, f"the terminal cannot be written to: {error.strerror}"
-    return True, "written"
 
 
 def _post(receiver: Receiver, message: dict[str, Any]) -> tuple[bool, str]:

@@ -1,4 +1,4 @@
-"""`python -m engine.watch RUN [--resume] [--allow-fallback] [--allow-restart] [--terminal FD] [--host PLACE]`: the
+"""`python -m engine.watch RUN [--resume] [--allow-fallback] [--allow-restart] [--host PLACE]`: the
 supervisor process of one run on one host; started by `engine.watch.start_and_stop`.
 """
 
@@ -21,7 +21,6 @@ def main() -> int:
     parser.add_argument("--resume", action="store_true")
     parser.add_argument("--allow-fallback", action="store_true")
     parser.add_argument("--allow-restart", action="store_true")
-    parser.add_argument("--terminal", type=int)
     parser.add_argument("--host", type=Place.parse)
     arguments = parser.parse_args()
     try:
@@ -30,7 +29,7 @@ def main() -> int:
             for name in ("resume", "allow-fallback", "allow-restart")
             if vars(arguments)[name.replace("-", "_")]
         ]
-        return supervise(open_run(arguments.run), flags, arguments.terminal, arguments.host)
+        return supervise(open_run(arguments.run), flags, arguments.host)
     except EngineError as error:
         say(error)
         return error.exit_code

@@ -38,10 +38,8 @@ class Notices:
         run: RunFolder,
         receivers: Sequence[Receiver],
         write: Callable[[Event], None],
-        terminal: int | None = None,
     ) -> None:
         self._run, self._receivers, self._write = run, receivers, write
-        self._terminal = terminal
         self._deliveries: list[tuple[str, Delivery]] = []
         self._next_s = 0.0
         self._sent = _sent_earlier(run)
@@ -87,7 +85,7 @@ class Notices:
             folder=str(path),
             look=f"apr-workbench {path}",
         )
-        delivery = Delivery(message, self._receivers, terminal=self._terminal)
+        delivery = Delivery(message, self._receivers)
         self._deliveries.append((key, delivery))
 
     def _collect(self) -> None:

@@ -186,7 +186,7 @@ class RunObserver:
         self.watch.write(msgspec.structs.replace(exit_, trainer_pid=self.pid, sentence=sentence))
         self.watch.sync()
 
-    def notify(self, wanted: str, terminal: int | None) -> None:
+    def notify(self, wanted: str) -> None:
         """Send messages to the receivers `wanted` from now on; if one cannot be found, log a note and send none."""
         # Imported here: few runs need it, and the trainer's start must not wait for it.
         from engine.notify.receivers import choose_receivers
@@ -199,7 +199,7 @@ class RunObserver:
         if receivers:
             from engine.watch.notices import Notices
 
-            self.notices = Notices(self.run, receivers, self.write_watch, terminal)
+            self.notices = Notices(self.run, receivers, self.write_watch)
 
     def close_notices(self, *, ended: bool = True) -> None:
         """Send that the run ended. Call it when everything about the end is in the log."""

@@ -93,24 +93,16 @@ def launch(
     command += ["--allow-fallback"] if allow_fallback else []
     command += ["--allow-restart"] if allow_restart else []
     command += [] if place is None else [f"--host={place}"]
-    # A copy for notifications on the desktop: the supervisor's own stderr is a file.
-    terminal = [os.dup(2)] if os.isatty(2) else []
-    command += [f"--terminal={number}" for number in terminal]
     begun_unix_s = time.time()
-    try:
-        with _open_output(run.stderr) as output:
-            process = subprocess.Popen(
-                command,
-                stdin=subprocess.PIPE,
-                stdout=output,
-                stderr=output,
-                pass_fds=terminal,
-                start_new_session=True,
-                env=with_bytecode(child.environment()),
-            )
-    finally:
-        for number in terminal:
-            os.close(number)
+    with _open_output(run.stderr) as output:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+            env=with_bytecode(child.environment()),
+        )
     try:
         _wait_for_supervisor(run, process)
     except KeyboardInterrupt:

@@ -66,12 +66,9 @@ _LAST_BYTES = 1 << 20
 LAUNCHER_BYTES = {b"d": "detached", b"h": "hangup"}
 
 
-def supervise(
-    run: RunFolder, flags: list[str], terminal: int | None = None, place: Place | None = None
-) -> int:
+def supervise(run: RunFolder, flags: list[str], place: Place | None = None) -> int:
     """Run the trainer of `run` to its end with the trainer's own `flags`; returns its exit code, or 128 + n when
-    signal n ended it. `terminal` is the descriptor of the terminal that the run was started in; `place` is this host
-    of several, which has its own ranks of the run."""
+    signal n ended it. `place` is this host of several, which has its own ranks of the run."""
     if place is not None and place.number:
         run = RunFolder(run.path, read_host())
     with (
@@ -81,7 +78,7 @@ def supervise(
         cut = None if run.host else repair(run.events)
         if cut is not None:
             watch.write(Note(level="warning", text=cut))
-        return _Supervisor(run, watch, device, terminal, place).run_trainer(flags)
+        return _Supervisor(run, watch, device, place).run_trainer(flags)
 
 
 class _Supervisor:
@@ -90,12 +87,10 @@ class _Supervisor:
         run: RunFolder,
         watch: LogWriter,
         device: LogWriter,
-        terminal: int | None,
         place: Place | None = None,
     ) -> None:
         self.place = place
         self.run, self.watch, self.device = run, watch, device
-        self.terminal = terminal
         self.selector = selectors.DefaultSelector()
         self.signals: list[int] = []
         self.stop_signal: str | None = None
@@ -136,7 +131,7 @@ class _Supervisor:
             self.observer.write_watch(Note(level="warning", text=text))
         self.selector.register(os.pidfd_open(trainer.pid), selectors.EVENT_READ, "trainer")
         if not self.run.host:
-            self.observer.notify(settings.notify.to, self.terminal)
+            self.observer.notify(settings.notify.to)
 
         self._watch_until_exit(trainer, wake_read)
         returncode = trainer.wait()

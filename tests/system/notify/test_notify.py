@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import base64
 import json
-import os
-import pty
 import subprocess
 import sys
 import time
@@ -146,19 +144,6 @@ def test_a_command_gets_the_message_on_stdin_and_in_variables(tmp_path: Path) ->
     ]
 
 
-def test_the_terminal_gets_two_sequences_for_the_desktop() -> None:
-    master, terminal = pty.openpty()
-    (found,) = Delivery(MESSAGE, [Receiver(name="here")], terminal=terminal).wait()
-    shown = os.read(master, 4096).decode()
-    os.close(master)
-    os.close(terminal)
-    assert found.sent
-    title, line = "kd <é> on node-1: the run ended", MESSAGE.verdict
-    assert shown == f"\x1b]9;{title}: {line}\x07\x1b]777;notify;{title};{line}\x07"
-    (found,) = Delivery(MESSAGE, [Receiver(name="here")]).wait()
-    assert (found.sent, found.text) == (False, "there is no terminal")
-
-
 def test_a_watched_command_sends_one_message_at_its_end_and_keeps_no_secret(
     server: Receiving, tmp_path: Path
 ) -> None:
@@ -253,7 +238,7 @@ def test_a_verdict_that_gets_worse_and_a_stall_are_sent_once_a_run_and_not_again
         f'[a]\nwebhook = "https://example.org/{TOKEN}"\ndesktop = true',
         f'[a]\ncommand = "{TOKEN}"',
         "[a]\nformat = 'ntfy'",
-        "[all]\ndesktop = true",
+        "[all]\ncommand = ['true']",
         "a = 1",
         "[a",
     ],
