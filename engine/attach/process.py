@@ -19,7 +19,6 @@ import selectors
 import signal
 import struct
 import time
-from collections import deque
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
@@ -32,7 +31,7 @@ from engine.log.write import LogWriter
 from engine.machine.family import members
 from engine.machine.host import Host
 from engine.machine.kernel_files import read_table, read_text
-from engine.machine.kill_counters import KillCounters, read_kill_counters
+from engine.machine.kill_counters import read_kill_counters
 from engine.machine.reading import Reading
 from engine.machine.surroundings import LET_ATTACH, find_command, is_run_variable, may_attach
 from engine.redact import is_secret_name
@@ -43,9 +42,9 @@ PROC = Path("/proc")
 SAMPLE_SECONDS = 1.0
 EXIT_STATUS_S = 2.0
 """Maximum time for the parent to reap the process, in seconds, before its exit status counts as unknown."""
-COUNTERS_S, COUNTERS_KEPT = 10.0, 7
-"""Interval in seconds and number of kept readings of the kill counters, which cover the last minute: a process killed
-for memory may take seconds to end, and earlier kills are unrelated."""
+COUNTERS_S = 60.0
+"""Interval in seconds of readings of the kill counters, of which the last but one counts: a process killed for memory
+may take seconds to end, and earlier kills are unrelated."""
 MOST_RANKS = 16
 _GPU_FILES = ("/dev/nvidia", "/dev/kfd", "/dev/dri/renderD")
 _PIDFD_GET_INFO, _PIDFD_INFO_EXIT = 0xC040_FF0B, 1 << 3
@@ -61,6 +60,8 @@ class Stranger:
     """Clock ticks from boot to its start; unique together with the pid."""
     arguments: tuple[str, ...]
     folder: str
+    pidfd: int
+    """Descriptor that stays with this process, also when another one gets its number."""
 
     @property
     def variables(self) -> list[str]:
@@ -116,32 +117,22 @@ def find_process(pid: int) -> Stranger:
     text = read_text(PROC / str(pid) / "cmdline")
     words = [] if isinstance(text, Reading) else text.rstrip("\0").split("\0")
     name = str(status.word("Name", "(.*)", str).value or "unknown")
+    try:
+        pidfd = os.pidfd_open(pid)
+    except ProcessLookupError:
+        raise refused("one that has ended") from None
     return Stranger(
         pid=pid,
+        pidfd=pidfd,
         start_ticks=int(start.number),
         arguments=tuple(words) if words and words[0] else (name,),
         folder=_link(pid, "cwd") or "unknown",
     )
 
 
-def hold(found: Stranger) -> int:
-    """Return a pidfd of the process that was found. Raises BadInput if another process has its pid by now."""
-    has_ended = BadInput.expected(
-        "--pid", found.pid, "the process that was just found", "that it has ended"
-    )
-    try:
-        pidfd = os.pidfd_open(found.pid)
-    except ProcessLookupError:
-        raise has_ended from None
-    if Host().process(found.pid).start_ticks.value != found.start_ticks:
-        os.close(pidfd)
-        raise has_ended
-    return pidfd
-
-
-def watch_process(run: RunFolder, found: Stranger, pidfd: int, notify: str) -> None:
-    """Watch the process of pidfd `held` until it has ended, or until SIGINT, SIGTERM or SIGHUP ends the watching;
-    `notify` says who gets messages."""
+def watch_process(run: RunFolder, found: Stranger, notify: str) -> None:
+    """Watch a process until it has ended, or until SIGINT, SIGTERM or SIGHUP ends the watching; `notify` says who gets
+    messages."""
     dismiss_guard()
     stop_fd = os.eventfd(0)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -162,8 +153,8 @@ def watch_process(run: RunFolder, found: Stranger, pidfd: int, notify: str) -> N
         )
         observer.begin()
         observer.notify(notify)
-        if _wait(observer, pidfd, stop_fd):
-            _record_end(observer, pidfd)
+        if _wait(observer, found.pidfd, stop_fd):
+            _record_end(observer, found.pidfd)
             observer.close_notices()
         else:
             text = "the watching was ended; the process continues"
@@ -175,7 +166,7 @@ def _wait(observer: RunObserver, pidfd: int, stop_fd: int) -> bool:
     selector = selectors.DefaultSelector()
     selector.register(pidfd, selectors.EVENT_READ, True)
     selector.register(stop_fd, selectors.EVENT_READ, False)
-    counters: deque[KillCounters] = deque([observer.before], maxlen=COUNTERS_KEPT)
+    newest = observer.before
     next_s = time.monotonic() + COUNTERS_S
     while True:
         reading = observer.tick()
@@ -183,8 +174,7 @@ def _wait(observer: RunObserver, pidfd: int, stop_fd: int) -> bool:
             observer.write_watch(Note(level="warning", text=reading.why))
         if time.monotonic() >= next_s:
             next_s = time.monotonic() + COUNTERS_S
-            counters.append(read_kill_counters(cgroup=observer.before.cgroup))
-            observer.before = counters[0]
+            observer.before, newest = newest, read_kill_counters(cgroup=newest.cgroup)
         for key, _ in selector.select(max(0.0, observer.left_s)):
             return bool(key.data)
 

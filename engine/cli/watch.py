@@ -118,7 +118,7 @@ def _notify(arguments: argparse.Namespace) -> str:
 
 def _watch_pid(arguments: argparse.Namespace) -> int:
     from engine.attach.command import new_run
-    from engine.attach.process import find_process, hold, watch_process
+    from engine.attach.process import find_process, watch_process
     from engine.attach.summary import summary_lines
 
     names = ("program", "ask", "steps", "slow_by", "env", "set", "keep_output")
@@ -130,7 +130,6 @@ def _watch_pid(arguments: argparse.Namespace) -> int:
             hint="engine watch --pid PID",
         )
     process = find_process(arguments.pid)
-    handles = hold(process)
     notify = _notify(arguments)
     folder = new_run(
         process.arguments,
@@ -143,7 +142,7 @@ def _watch_pid(arguments: argparse.Namespace) -> int:
     say(
         f"watching process {process.pid}; Ctrl-C ends the watching alone; apr-workbench {folder.path}"
     )
-    watch_process(folder, process, handles, notify)
+    watch_process(folder, process, notify)
     if not arguments.quiet:
         for line in summary_lines(folder):
             say(line)

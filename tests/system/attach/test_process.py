@@ -14,13 +14,12 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from engine.attach.process import exit_code, find_process, hold, ranks_below
+from engine.attach.process import exit_code, find_process, ranks_below
 from engine.errors import BadInput
 from engine.log.events import AnyEvent, ProcessFound, StackDump, TrainerExited
 from engine.log.folder import RunFolder, read_command
@@ -238,16 +237,6 @@ def test_a_command_beside_pid_is_refused(tmp_path: Path) -> None:
     assert (
         done.returncode == 64 and "a command — expected no other option with --pid" in done.stderr
     )
-
-
-def test_another_process_of_the_same_number_is_not_taken_for_the_one_that_was_found(
-    tmp_path: Path,
-) -> None:
-    with running(tmp_path, sys.executable, "-S", "-c", READS) as process:
-        found = find_process(process.pid)
-        os.close(hold(found))
-        with pytest.raises(BadInput, match="the process that was just found"):
-            hold(replace(found, start_ticks=found.start_ticks - 1))
 
 
 RANKS = """

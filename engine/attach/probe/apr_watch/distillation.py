@@ -51,7 +51,7 @@ class Divergence:
         self._is_forward = type(softmax).__name__ == "LogSoftmaxBackward0" and not is_exp
         self._is_difference = bool(way) and type(way[0]).__name__ == "SubBackward0"
         self.vocabulary = teacher.shape[-1]
-        self.positions = self._positions = teacher.numel() // self.vocabulary
+        self.positions = teacher.numel() // self.vocabulary
         temperature = _temperature(softmax)
         self.temperature = temperature or 1.0
         self.knows_temperature = temperature is not None
@@ -61,7 +61,7 @@ class Divergence:
         self._weight = weight(way)
         self._is_mean_of_all = any(
             type(node).__name__ == "MeanBackward0"
-            and node._saved_self_sym_numel == teacher.numel() > self._positions
+            and node._saved_self_sym_numel == teacher.numel() > self.positions
             for node in way
         )
         self._rows = _rows_of_batchmean(teacher, way)
@@ -101,7 +101,7 @@ class Divergence:
         it holds neither; and the deviation of the sum of p over the positions from 1."""
         torch, flat = self._torch, (-1, self.vocabulary)
         positions = max(1, min(_MAX_POSITIONS, _MAX_ELEMENTS // self.vocabulary))
-        stride = max(1, self._positions // positions)
+        stride = max(1, self.positions // positions)
         teacher_RV = teacher.detach().reshape(flat)[::stride][:positions].double()
         student_RV = student.detach().reshape(flat)[::stride][:positions].double()
         if self._is_exp:
@@ -168,7 +168,7 @@ class Divergence:
         if self._is_mixed:
             direction = "Jensen-Shannon"
         text = (
-            f"{direction} divergence over {self._positions} positions at temperature {self.temperature:g}: "
+            f"{direction} divergence over {self.positions} positions at temperature {self.temperature:g}: "
             f"{divergence:.3g} nats, {agreement:.0%} with the same best token"
         )
         lines: list[Line] = [("distillation", FACT, text, numbers)]
@@ -191,12 +191,12 @@ class Divergence:
             lines.append(("teacher_is_student", PASS, text, numbers))
         if self._is_mean_of_all:
             text = (
-                f"the divergence is a mean over {self._positions} positions and all {self.vocabulary} tokens of the "
+                f"the divergence is a mean over {self.positions} positions and all {self.vocabulary} tokens of the "
                 f"vocabulary: {self.vocabulary} times too small"
             )
             lines.append(("divergence_mean", SUSPICION, text, {"vocabulary": self.vocabulary}))
         elif self._rows and others:
-            width = self._positions // self._rows
+            width = self.positions // self._rows
             text = (
                 f"the divergence is summed over the {width} positions of a row and divided by {self._rows} rows alone: "
                 f"relative to the cross entropy it has {width} times its weight"

@@ -68,10 +68,6 @@ class Hooks:
         atexit.register(self._finish)
         self._change_settings()
 
-    @property
-    def are_on(self) -> bool:
-        return self._on
-
     def tell(self, method: str, *arguments: Any) -> None:
         """Call a method of the steps, by its name."""
         self._guarded(getattr(self._steps, method), *arguments)

@@ -16,8 +16,6 @@ from .graph import CROSS_ENTROPIES, labels_of, places, saved, source, weight
 from .parameters import FACT, PASS, SUSPICION, Line
 from .sampled import SampledStep
 
-_IDS = 8
-"""Maximum number of embeddings whose ids are compared with the labels."""
 SHIFTS = (0, 1, 2, 3)
 """Offsets in tokens from a position to its label: 0 is the token itself, 1 the next one."""
 _FITS, _FITS_NOT = 0.98, 0.9

@@ -137,27 +137,24 @@ class Batches:
 
     def lap(self) -> tuple[int | None, int | None, list[Batch]]:
         """Return rows and tokens since the last step, None where unknown for a batch, and the names of the batches."""
-        fed, self._sizes = [pair for pair in self._sizes if pair[0].feeds], []
+        fed, self._sizes = [size for read, size in self._sizes if read.feeds], []
         if not fed:
             return None, None, []
-        rows, tokens, names = zip(*(size for _, size in fed), strict=True)
+        rows, tokens, names = zip(*fed, strict=True)
         return _sum(rows), _sum(tokens), [*names]
 
     def _size(self, batch: Any) -> tuple[int | None, int | None]:
         tensor_type = self._torch.Tensor
         values = parts_of(self._torch, batch)
-        first = next((tensor for tensor in values if isinstance(tensor, tensor_type)), None)
-        rows = int(first.shape[0]) if first is not None and first.dim() else None
-        is_mapping = type(batch) not in (list, tuple, tensor_type) and isinstance(batch, Mapping)
-        ids = batch.get("input_ids") if is_mapping else None
-        for tensor in (ids, first) if is_mapping else (first,):
-            if (
-                isinstance(tensor, tensor_type)
-                and tensor.dim() == 2
-                and tensor.dtype in self._integers
-            ):
-                return rows, tensor.numel()
-        return rows, None
+        tensors = [one for one in values if isinstance(one, tensor_type) and one.dim()]
+        if not tensors:
+            return None, None
+        ids = tensors[0]
+        if isinstance(batch, Mapping):
+            ids = batch.get("input_ids", ids)
+        has_tokens = isinstance(ids, tensor_type) and ids.dim() == 2
+        has_tokens = has_tokens and ids.dtype in self._integers
+        return int(tensors[0].shape[0]), ids.numel() if has_tokens else None
 
 
 def _sum(numbers: Sequence[Any]) -> Any:
