@@ -167,11 +167,7 @@ class Variant:
         for name, value in self.constants:
             # Not isinstance: a numpy number or an enum may print differently from what it compiles
             # to.
-            if type(value) not in (str, int, float, bool):
-                raise InternalError(
-                    f"kernel {self.name}: constant {name} — expected a str, int, float or bool, "
-                    f"found {value!r} ({type(value).__name__})"
-                )
+            assert type(value) in (str, int, float, bool), (self.name, name, value)
         identity = (
             self.function,
             self.types,
@@ -251,11 +247,7 @@ class _Source(ASTSource):  # type: ignore[misc]  # triton is untyped
     def __init__(self, variant: Variant, symbol: str) -> None:
         names = variant.function.arg_names
         constants = dict(variant.constants)
-        if list(constants) != names[len(variant.types) :]:
-            raise InternalError(
-                f"kernel {variant.name}: expected constants {names[len(variant.types) :]} "
-                f"after {len(variant.types)} arguments, found {list(constants)}"
-            )
+        assert list(constants) == names[len(variant.types) :], (variant.name, list(constants))
         super().__init__(
             fn=variant.function,
             signature=dict(zip(names, variant.types, strict=False))

@@ -264,41 +264,23 @@ def check_arguments(
 
     `device` is the index of the CUDA device, -1 for the CPU.
     """
-    if len(arguments) != len(variant.types):
-        raise InternalError(
-            f"kernel {variant.name}: expected {len(variant.types)} arguments, found {len(arguments)}"
-        )
-    for place, (type_, argument) in enumerate(zip(variant.types, arguments, strict=True)):
+    for type_, argument in zip(variant.types, arguments, strict=True):
+        found = repr(argument)
         if isinstance(argument, Tensor):
-            if (
-                _POINTERS.get(argument.dtype) == type_
-                and argument.data_ptr() % ALIGNMENT_BYTES == 0
-                and argument.get_device() == device
-            ):
-                continue
-            found = (
-                f"{argument.dtype} on {argument.device} at {argument.data_ptr() % ALIGNMENT_BYTES} "
-                f"past one"
-            )
+            place = argument.data_ptr()
+            found = f"{argument.dtype} on {argument.device} at byte {place}"
+            is_on_device = argument.get_device() == device and place % ALIGNMENT_BYTES == 0
+            fits = _POINTERS.get(argument.dtype) == type_ and is_on_device
         elif type_ in _RANGES:
             limit = _RANGES[type_]
-            if isinstance(argument, int) and -limit <= argument < limit:
-                continue
-            found = repr(argument)
-        elif type_.startswith("fp") and isinstance(argument, int | float):
-            continue
+            fits = isinstance(argument, int) and -limit <= argument < limit
         else:
-            found = repr(argument)
-        expected = (
-            f"{type_} on {'the CPU' if device < 0 else f'cuda:{device}'} at a multiple of "
-            f"{ALIGNMENT_BYTES} bytes"
-            if type_.startswith("*")
-            else type_
-        )
-        raise InternalError(
-            f"kernel {variant.name}: argument {variant.function.arg_names[place]} — "
-            f"expected {expected}, found {found}"
-        )
+            fits = type_.startswith("fp") and isinstance(argument, int | float)
+        if not fits:
+            raise InternalError(
+                f"kernel {variant.name}: expected {type_}, a tensor on device {device} at a multiple of "
+                f"{ALIGNMENT_BYTES} bytes, found {found}"
+            )
 
 
 REGISTRY = KernelRegistry()

@@ -265,7 +265,7 @@ def load_packed_decoder(
         check_fits(config, weights, weights.path, weights.convention)
         size = packed_size(config, weights)
         if not size.matrices:
-            raise without_blocks(weights.path, size.unpacked)
+            raise without_blocks(weights.path)
         with torch.device("meta"):
             decoder = Decoder(config).to(dtype)
         decoder.eval()
@@ -421,7 +421,7 @@ def as_floats(
     if (
         blocks.device.type == "cpu"
         or len(blocks.shape) != 2
-        or not blocks.type.is_packed
+        or blocks.type.layout is None
         or not has_triton()
     ):
         return blocks.dequantize(dtype)
@@ -466,7 +466,7 @@ def non_finite_values(name: str, source: Tensor | QuantTensor) -> list[str]:
     """Return the problems of a tensor's values as a file has it. Synchronises with the device."""
     if isinstance(source, Tensor):
         return non_finite(name, source, source)
-    if source.type.is_packed:
+    if source.type.layout is not None:
         return _non_finite_blocks(name, source)
     return non_finite(name, source, source.dequantize())
 

@@ -9,13 +9,12 @@ input.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from engine.errors import WeightsError
 from engine.formats.weights import TensorInfo, WeightFile
 from engine.models.config import ModelConfig
-from engine.models.names import FLOAT_DTYPES, TOGETHER, embedding_and_head, parts
+from engine.models.names import TOGETHER, embedding_and_head, parts
 from engine.quant.blocks import BLOCK_TYPES, BlockType, group_rows
 
 SCRATCH_LIMIT_BYTES = 260 << 20
@@ -30,8 +29,6 @@ class PackedSize:
 
     matrices: int
     """Number of matrices that stay in blocks; if 0, there is nothing to pack."""
-    unpacked: tuple[str, ...]
-    """The block types of the matrices that become floats, each once."""
     block_bytes: int
     float_values: int
     """Number of values that become floats."""
@@ -59,13 +56,10 @@ def packed_size(config: ModelConfig, weights: WeightFile) -> PackedSize:
     bytes of padding per plane of a matrix are not counted.
     """
     if not config.native:  # safetensors, which have no blocks
-        return PackedSize(
-            matrices=0, unpacked=(), block_bytes=0, float_values=0, layers=(), scratch_values=0
-        )
+        return PackedSize(matrices=0, block_bytes=0, float_values=0, layers=(), scratch_values=0)
     ends = embedding_and_head(weights.convention)
     matrices = block_bytes = float_values = 0
     packed: dict[str, int] = {}
-    unpacked: dict[str, None] = {}
     layers = [[0, 0] for _ in range(config.num_hidden_layers)]
     for ours, name, shape, _ in parts(config, weights.convention):
         info = weights.tensors[name]
@@ -74,8 +68,6 @@ def packed_size(config: ModelConfig, weights: WeightFile) -> PackedSize:
         path = ours.split(".")
         layer = layers[int(path[1])] if path[0] == "layers" else [0, 0]
         if kind is None:
-            if len(info.shape) == 2 and info.dtype not in FLOAT_DTYPES:
-                unpacked[info.dtype] = None
             float_values += count
             layer[1] += count
             continue
@@ -98,7 +90,6 @@ def packed_size(config: ModelConfig, weights: WeightFile) -> PackedSize:
     ]
     return PackedSize(
         matrices=matrices,
-        unpacked=tuple(unpacked),
         block_bytes=block_bytes,
         float_values=float_values,
         layers=tuple((blocks, floats) for blocks, floats in layers),
@@ -107,25 +98,22 @@ def packed_size(config: ModelConfig, weights: WeightFile) -> PackedSize:
 
 
 def stays_packed(info: TensorInfo) -> BlockType | None:
-    """Return the block type that a tensor keeps. None if it becomes floats: a vector, a type that
-    is not packed, or rows that are padded to whole blocks, as an .apr may have them.
+    """Return the block type that a tensor keeps. None if it becomes floats: a vector, a float type,
+    or rows that are padded to whole blocks, as an .apr may have them.
     """
     kind = BLOCK_TYPES.get(info.dtype)
-    if kind is None or not kind.is_packed or len(info.shape) != 2:
+    if kind is None or kind.layout is None or len(info.shape) != 2:
         return None
     return kind if info.shape[1] % kind.block_size == 0 else None
 
 
-def without_blocks(where: object, unpacked: Sequence[str] = ()) -> WeightsError:
-    """Return the error for a file without a matrix that can stay in blocks; `unpacked` are the
-    block types that it has.
-    """
-    found = f"{' and '.join(unpacked)}, which become floats" if unpacked else "floats alone"
+def without_blocks(where: object) -> WeightsError:
+    """Return the error for a file without a matrix that can stay in blocks."""
     return WeightsError.expected(
         "quantized teacher",
         where,
         "a GGUF or .apr file with matrices in blocks",
-        found,
+        "floats alone",
         hint="`engine convert TEACHER teacher.gguf --quant q4_k_m` makes one, and "
         "teacher.backend=dequantized runs this one",
     )

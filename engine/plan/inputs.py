@@ -302,15 +302,12 @@ def check_inputs(spec: RunSpec, run: Path | None = None) -> Inputs:
     _check_native(spec, teacher, student)
     packed = spec.teacher.backend == "quantized"
     if packed and teacher_size is not None and not teacher_size.matrices:
-        raise without_blocks(spec.teacher.path, teacher_size.unpacked)
+        raise without_blocks(spec.teacher.path)
     tokenizers = _tokenizers(spec)
     tokenizer = _first(tokenizers, spec)
     if not spec.has_teacher:
         tokenizers.pop("teacher", None)
     notes = (*_file_warnings(spec), *check_vocabularies(tokenizers, student.vocab_size))
-    if packed and teacher_size is not None and teacher_size.unpacked:
-        types = " and ".join(teacher_size.unpacked)
-        notes = (*notes, f"teacher.backend=quantized: matrices in {types} become floats")
     tokenizer.fits(student.vocab_size, f"student {spec.student.path or spec.student.config}")
     context = tuple(map(int, tokenizer.encode_whole(spec.teacher.context)))
     for whose, config, context_tokens in (

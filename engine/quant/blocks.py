@@ -165,13 +165,6 @@ class BlockType:
         return self.layout
 
     @property
-    def is_packed(self) -> bool:
-        """Whether a matrix of this type can stay in its blocks on a device (`planes.py`). One of
-        another type becomes floats when it is loaded.
-        """
-        return self.layout is not None
-
-    @property
     def bits_per_weight(self) -> float:
         return 8 * self.block_bytes / self.block_size
 
